@@ -88,13 +88,6 @@ def wall_seconds_of(call: Call, devices: Sequence[torch.device]) -> float:
     return _median(timed, "cuda" if devices else "cpu")
 
 
-def own_seconds(call: Call) -> float:
-    """Return the result of a call that times itself."""
-    taken = call()
-    assert isinstance(taken, float)
-    return taken
-
-
 def measure(works: Sequence[Work], start: int, seconds: Callable[[Call], float], limit_s: float = LIMIT_S) -> None:
     """Measure the rows from ``start`` on and emit them as events.
 

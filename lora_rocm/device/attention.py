@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -81,26 +81,22 @@ class _Instead(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class Call:
-    """Arguments of ``scaled_dot_product_attention``, by torch's names.
+class Call(NamedTuple):
+    """Arguments of ``scaled_dot_product_attention``, by torch's names."""
 
-    is_plain: no mask, no dropout, and as many heads of keys as of queries.
-    """
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
 
-    def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> None:
-        self.query, self.key, self.value = query, key, value
-        self.is_causal, self.scale = is_causal, scale
-        self.is_plain = attn_mask is None and not dropout_p and not enable_gqa and query.ndim == 4
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is no mask and no dropout, and there are as many heads of keys as of queries."""
+        return self.attn_mask is None and not self.dropout_p and not self.enable_gqa and self.query.ndim == 4
 
 
 def _library(module: str) -> Attend:
@@ -168,9 +164,9 @@ class _Grouped(torch.autograd.Function):
             p_GST = _probabilities(q, k, ctx.how)
             d_v.copy_(p_GST.to(products).mT @ given)
             mean_GS1 = (d_out.float() * out.float()).sum(-1, keepdim=True)
-            d_scores_GST = p_GST.mul_((given @ v.to(products).mT).float() - mean_GS1).mul_(ctx.how[1]).to(products)
-            d_q.copy_(d_scores_GST @ k.to(products))
-            d_k.copy_(d_scores_GST.mT @ q.to(products))
+            d_scores_GST = p_GST.mul_((given @ v.to(products).mT).float() - mean_GS1).to(products)
+            d_q.copy_((d_scores_GST @ k.to(products)).float() * ctx.how[1])
+            d_k.copy_((d_scores_GST.mT @ q.to(products)).float() * ctx.how[1])
         return *found, None, None, None, None
 
 

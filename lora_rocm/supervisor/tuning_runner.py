@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from lora_rocm.errors import LoraRocmError, MachineError, ResumeError, StorageError, UserError, WorkerDiedError
 from lora_rocm.foundation.files import write_atomic, write_json
 from lora_rocm.hardware.measured_choice import Choice, Kind, Tuned, choice_from_json, store
 from lora_rocm.hardware.ranks import rank_of
+from lora_rocm.hardware.settings import Attention
 from lora_rocm.hardware.software_stack import stack_of
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.environment import plan
@@ -28,9 +29,7 @@ from lora_rocm.supervisor.row_runner import run_rows
 from lora_rocm.supervisor.selftest_runner import Say
 
 MODULE = "lora_rocm.trials.attention_child"
-GROUPS = ("math", "math-groups", "math-groups-float32")
-CUDA_WAYS = ("sdpa", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn", "flash", *GROUPS)
-HIP_WAYS = ("sdpa", "sdpa-flash", "sdpa-ck", "sdpa-efficient", "flash", "aiter", *GROUPS)
+WAYS = ("sdpa", *get_args(Attention)[1:])
 PACKAGES = ("flash", "aiter")
 WORTH = 0.97
 """Another way than torch's choice is taken if its time is at most this share of it."""
@@ -201,12 +200,10 @@ def _none_right(asked: str, rows: Sequence[Event], died: str) -> LoraRocmError:
 
 def ways_of(situation: Situation) -> tuple[str, ...]:
     """The ways to try here. What failed the self-test is left out, and with it torch's own choice among all."""
-    torch, verdict = situation.facts.torch, situation.verdict
-    ways = HIP_WAYS if torch is not None and torch.hip is not None else CUDA_WAYS
-    names = ("flash", "efficient", "cudnn")
+    verdict, names = situation.verdict, ("flash", "efficient", "cudnn")
     failed = {name for name in names if verdict is not None and verdict.failed(f"attention.{name}.")}
     out = {f"sdpa-{name}" for name in failed} | ({"sdpa"} if failed else set())
-    return tuple(way for way in ways if way not in out)
+    return tuple(way for way in WAYS if way not in out)
 
 
 def fastest(rows: Sequence[Event]) -> str:

@@ -19,7 +19,7 @@ from lora_rocm.rules.rule import Situation
 from lora_rocm.rules.tuned_rules import attention_text, kept_choices, key_of
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor import row_runner, tuning_runner
-from lora_rocm.supervisor.tuning_runner import HIP_WAYS, ensure, fastest, ways_of, without
+from lora_rocm.supervisor.tuning_runner import WAYS, ensure, fastest, ways_of, without
 from tests.golden import HOSTS
 from tests.hardware.situations import situation
 
@@ -162,7 +162,7 @@ def test_processes_of_torchrun_measure_nothing(start: Start, monkeypatch: pytest
 
 
 def test_nothing_is_trained_if_every_way_is_wrong(start: Start) -> None:
-    start.outcomes = {way: {"problem": "wrong: output", "seconds": None} for way in HIP_WAYS}
+    start.outcomes = {way: {"problem": "wrong: output", "seconds": None} for way in WAYS}
     with pytest.raises(MachineError, match="No way of attention is right"):
         start()
 
@@ -170,7 +170,7 @@ def test_nothing_is_trained_if_every_way_is_wrong(start: Start) -> None:
 def test_what_failed_the_self_test_is_not_tried(start: Start) -> None:
     made = start.situation()
     failed = Verdict(Stack("", "", "", ""), (Result("attention.flash.bf16-d64", "failed", 0.1),))
-    assert ways_of(made) == HIP_WAYS
+    assert ways_of(made) == WAYS
     assert not {"sdpa", "sdpa-flash"} & set(ways_of(replace(made, verdict=failed)))
     start.changes["verdict"] = failed
     start.outcomes["math-groups"] = {"seconds": 0.02}

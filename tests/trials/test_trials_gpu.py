@@ -84,9 +84,9 @@ def test_a_table_is_tuned_read_by_a_run_and_refused_for_other_software(tmp_path:
 def test_every_way_here_is_right_or_told(capfd: Any) -> None:
     from lora_rocm.device.attention import context_of
     from lora_rocm.trials.attention_child import Trial, prepared
-    from lora_rocm.trials.step_calls import AttentionCall
+    from lora_rocm.trials.job import AttentionCall
 
     calls = [AttentionCall(2, 4, 300, keys, 64, False) for keys in (300, 77)]
     trials = [Trial.of(call, 1, torch.device("cuda"), torch.bfloat16) for call in calls]
     for way in ("sdpa", "sdpa-flash", "sdpa-efficient", "math", "math-groups", "math-groups-float32"):
-        assert prepared(way, context_of(way), trials, {})() > 0, way
+        assert prepared(way, context_of(way), trials, True, {})() > 0, way
