@@ -165,8 +165,10 @@ def measure_attention(
         UserError: the recipe names one that is not there, or wrong.
         MachineError: none is right.
     """
-    asked, rows = recipe.runtime.attention, list[Event]()
-    ways = ways_of(situation) if asked == "auto" else (asked,)
+    asked, rows, ways = recipe.runtime.attention, list[Event](), ways_of(situation)
+    if asked == "sdpa" and asked not in ways:
+        raise unavailable(asked, "a fused kernel of torch failed the self-test of this GPU")
+    ways = ways if asked == "auto" else (asked,)
     say("Measuring attention at the shapes of this recipe ...")
     env = plan(replace(situation, tuned=Tuned())).applied_to(os.environ)
     job = {"recipe": recipe.model_dump(mode="json"), "ways": ways, "limit_s": LIMIT_S}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -88,8 +88,12 @@ class Trial:
     def seconds(self, context: Context, captured: bool) -> float:
         """Time of one call with its gradients. ``captured``: as in a captured pass."""
         with context():  # once, as in a pass
-            self.run()
-            return seconds_of(capture_on_gpu(self._once) if captured else self.run, self.given[0].device)
+            self._once()
+            run = self._once
+            if captured:
+                with suppress(RuntimeError):  # a pass that cannot be captured stays eager
+                    run = capture_on_gpu(self._once)
+            return seconds_of(run, self.given[0].device)
 
     def _once(self) -> None:
         self.run()

@@ -173,6 +173,8 @@ def test_what_failed_the_self_test_is_not_tried(start: Start) -> None:
     assert ways_of(made) == WAYS
     assert not {"sdpa", "sdpa-flash"} & set(ways_of(replace(made, verdict=failed)))
     start.changes["verdict"] = failed
+    with pytest.raises(UserError, match="failed the self-test"):
+        start(attention="sdpa")
     start.outcomes["math-groups"] = {"seconds": 0.02}
     assert setting(start()) == "math-groups"
 

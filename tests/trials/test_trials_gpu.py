@@ -78,9 +78,10 @@ def test_a_table_is_tuned_read_by_a_run_and_refused_for_other_software(tmp_path:
     refused = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
-    assert refused.returncode and MachineError.__name__ in refused.stderr and "products-refused" in refused.stderr
+    assert refused.returncode and MachineError.__name__ in refused.stderr and "refuses this table" in refused.stderr
 
 
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # said by torch where a backward pass comes first
 def test_every_way_here_is_right_or_told(capfd: Any) -> None:
     from lora_rocm.device.attention import context_of
     from lora_rocm.trials.attention_child import Trial, prepared
