@@ -336,5 +336,9 @@ LEFT_ALONE: tuple[tuple[str, str, str], ...] = (
         "the defaults of the runtimes are right for training",
         "ROCm/clr rocclr/utils/flags.hpp; rocr-runtime core/util/flag.h",
     ),
-    ("FLASH_ATTENTION_TRITON_AMD_ENABLE", "attention here is that of torch", "flash-attention README"),
+    (
+        "FLASH_ATTENTION_TRITON_AMD_ENABLE",
+        "for the Triton build of flash-attn only (runtime.attention: flash)",
+        "flash-attention README",
+    ),
 )

@@ -48,9 +48,10 @@ def wants(kind: Kind, recipe: Recipe) -> bool:
     runtime = recipe.runtime
     if runtime.deterministic or runtime.device == "cpu":
         return False
-    if kind == "attention" and runtime.attention != "auto":
-        return runtime.attention in NAMED
-    return runtime.profile == "fast" and (kind == "products" or runtime.compile in ("auto", "off"))
+    if kind == "products":
+        return runtime.profile == "fast"
+    named = runtime.attention in NAMED or (runtime.attention == "auto" and runtime.profile == "fast")
+    return named and runtime.compile in ("auto", "off")
 
 
 def kept_choices(folder: Path, stack: Stack | None, recipe: Recipe | None) -> Tuned:

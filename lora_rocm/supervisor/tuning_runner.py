@@ -60,8 +60,9 @@ def ensure(run: RunDir, situation: Situation, accept_changes: bool, say: Say, mo
     if recipe is None or rank_of(os.environ).size > 1:
         return without(situation)
     wanted = [kind for kind in KINDS if wants(kind, recipe)] if stack is not None else []
+    if "attention" not in wanted:
+        _require_measurable(recipe, "it needs a GPU, and neither runtime.deterministic nor runtime.compile")
     if stack is None or not wanted:
-        _require_measurable(recipe, "it needs a GPU, and runtime.deterministic: false")
         _forget(run, say)
         return replace(situation, tuned=Tuned())
     keys = {kind: key_of(kind, stack, recipe) for kind in wanted}

@@ -23,7 +23,7 @@ from lora_rocm.checks.selftest_attention import NO_BACKEND
 from lora_rocm.checks.selftest_base import poison
 from lora_rocm.checks.timing import seconds_of
 from lora_rocm.device.attention import ORDERS, Context, context_of
-from lora_rocm.trials.job import AttentionCall, Job, Prepare, run_rows
+from lora_rocm.trials.job import AttentionCall, Job, Prepare, report_rows
 
 PARTS = ("output", "gradient of q", "gradient of k", "gradient of v")
 MAX_EPS = {torch.float32: (256.0, 128.0), torch.float16: (8.0, 2.0), torch.bfloat16: (8.0, 2.0)}
@@ -162,7 +162,7 @@ def rows(job: Job) -> Iterator[tuple[dict[str, Any], Prepare]]:
 
 def main() -> int:
     """Try the ways of the job file that the last argument names."""
-    return run_rows(rows)
+    return report_rows(rows)
 
 
 if __name__ == "__main__":

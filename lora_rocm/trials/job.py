@@ -158,7 +158,7 @@ def _own_seconds(call: Callable[[], object]) -> float:
     return taken
 
 
-def run_rows(rows_of: Callable[[Job], Iterable[tuple[dict[str, Any], Prepare]]]) -> int:
+def report_rows(rows_of: Callable[[Job], Iterable[tuple[dict[str, Any], Prepare]]]) -> int:
     """Report the rows (fields, how) of the job file that the last argument names; return the exit code."""
 
     def run() -> None:

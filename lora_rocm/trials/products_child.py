@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.cuda import tunable
 
 from lora_rocm.checks.timing import seconds_of
-from lora_rocm.trials.job import Job, Prepare, Product, run_rows
+from lora_rocm.trials.job import Job, Prepare, Product, report_rows
 
 SOLUTION_MS = 10
 """Time for one solution of a product; there are hundreds to thousands of them."""
@@ -94,7 +94,7 @@ def rows(job: Job) -> Iterator[tuple[dict[str, Any], Prepare]]:
 
 def main() -> int:
     """Tune the products of the job file that the last argument names."""
-    return run_rows(rows)
+    return report_rows(rows)
 
 
 if __name__ == "__main__":

@@ -146,7 +146,7 @@ def test_a_named_way_that_is_not_there_or_wrong_is_refused(start: Start, outcome
     assert not start.run.tuned.exists()
 
 
-@pytest.mark.parametrize("runtime", [{"device": "cpu"}, {"deterministic": True}])
+@pytest.mark.parametrize("runtime", [{"device": "cpu"}, {"deterministic": True}, {"compile": "full"}])
 def test_a_named_package_without_a_trial_is_refused(start: Start, runtime: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="needs a GPU"):
         start(attention="flash", **runtime)
