@@ -168,6 +168,15 @@ def plan(
 
 
 @app.command(cls=Command)
+@explained
+def tune(recipe: RecipePath, overrides: Overrides = None) -> int:
+    """Find the fastest right solution of each matrix product of a recipe (ROCm); runs with profile fast use it."""
+    from lora_rocm.commands.tune import tune as tune_products
+
+    return tune_products(recipe, overrides or ())
+
+
+@app.command(cls=Command)
 @explained_for_files
 def demo() -> int:
     """Teach a new creature to the tiny model that ships with the program (minutes on a CPU)."""

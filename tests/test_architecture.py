@@ -53,6 +53,7 @@ ROOMS: dict[str, str] = {
     "export": HEAVY,
     "train": HEAVY,
     "bench": HEAVY,
+    "trials": HEAVY,
     "commands": LIGHT,
     "doctor": LIGHT,
     "cli": LIGHT,

@@ -45,6 +45,7 @@ COMMANDS: dict[str, set[str]] = {
         "--config",
     },
     "export": {"RUN", "--format", "--output", "--dtype"},
+    "tune": {"RECIPE", "--set"},
     "status": {"RUN", "--json"},
     "report": {"RUN"},
     "doctor": {"--json", "--report", "--facts", "--quick"},

@@ -32,6 +32,7 @@ from lora_rocm.rules import (
     memory_rules,
     mitigations,
     selftest_rules,
+    tuned_rules,
 )
 from lora_rocm.rules.rule import Harm, Rule
 
@@ -62,6 +63,7 @@ TABLES: dict[str, tuple[Callable[..., object], type, Functions]] = {
     "rules/memory_rules.toml": (read_rows, Rule, memory_rules.FUNCTIONS),
     "rules/mitigations.toml": (read_table, mitigations.MitigationTable, mitigations.FUNCTIONS),
     "rules/selftest_rules.toml": (read_table, selftest_rules.SelftestTable, selftest_rules.FUNCTIONS),
+    "rules/tuned_rules.toml": (read_rows, Rule, tuned_rules.FUNCTIONS),
 }
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.training_step import tables
 from lora_rocm import __version__
-from lora_rocm.commands.bench import fields_of, how_it_died, machine_text, say
+from lora_rocm.commands.bench import machine_text, say
 from lora_rocm.errors import WorkerDiedError
 from lora_rocm.foundation.files import followed, make_folder, write_json
 from lora_rocm.recipe.load import load_recipe
@@ -22,6 +22,7 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.this_machine import plan_here
 from lora_rocm.rundir.exit_status import died
 from lora_rocm.supervisor.process import OnEvent
+from lora_rocm.supervisor.row_runner import fields_of, how_it_died
 from lora_rocm.supervisor.subprocesses import follow_tool
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,6 @@ from typing import Any
 
 from lora_rocm import __version__
 from lora_rocm.commands import bench_tables
-from lora_rocm.errors import WorkerDiedError
 from lora_rocm.foundation.files import followed, write_json
 from lora_rocm.foundation.units import size_text
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe
@@ -23,7 +22,7 @@ from lora_rocm.rules.environment import plan
 from lora_rocm.rules.this_machine import plan_here, situation_here
 from lora_rocm.rundir.events import current_steps, read_events
 from lora_rocm.supervisor import process, resume
-from lora_rocm.supervisor.subprocesses import run_tool
+from lora_rocm.supervisor.row_runner import fields_of, run_rows
 
 MODULE = "lora_rocm.bench.device_child"
 LOADER_MODULE = "lora_rocm.bench.loader_child"
@@ -44,8 +43,6 @@ MADE_UP = (
     "data.path=builtin:demo",
     "data.upscale=true",
 )
-MAX_DEATHS = 5
-"""After this many rows that ended the child process the benchmark is given up."""
 WITH_HIPBLASLT = {"DISABLE_ADDMM_HIP_LT": "0", "TORCH_BLAS_PREFER_HIPBLASLT": "1", "ROCBLAS_USE_HIPBLASLT": "1"}
 WITHOUT_HIPBLASLT = {"DISABLE_ADDMM_HIP_LT": "1", "TORCH_BLAS_PREFER_HIPBLASLT": "0", "ROCBLAS_USE_HIPBLASLT": "0"}
 VARIANTS = {"Lt": WITH_HIPBLASLT, "no Lt": WITHOUT_HIPBLASLT}
@@ -194,57 +191,17 @@ def _measure(
     variant: str = "",
 ) -> None:
     """Measure all rows into ``found``. If a row ends the child process, a new one continues after that row."""
-    # collect the events of the child process
-    begun: Event = {}
-    rows = 0
 
     def on_event(event: Event) -> None:
-        nonlocal begun, rows
-        match event["type"]:
-            case "machine":
-                found.machine = fields_of(event)
-            case "link":
-                found.links = event["links"]
-            case "begin":
-                begun = {**event, "at": time.monotonic()}
-            case "row":
-                rows = event["number"] + 1
-                found.rows.append({**fields_of(event), "variant": variant})
+        if event["type"] == "machine":
+            found.machine = fields_of(event)
+        elif event["type"] == "link":
+            found.links = event["links"]
 
-    # restart the child process after each row that ended it
-    deaths = 0
-    with tempfile.TemporaryDirectory(prefix="lora-rocm-", ignore_cleanup_errors=True) as folder:
-        path = Path(folder) / "job.json"
-        while True:
-            write_json(path, {**job, "start": rows})
-            try:
-                run_tool(module, [tool, str(path)], env, on_event)
-                return
-            except WorkerDiedError as error:
-                deaths += 1
-                if not begun or deaths >= MAX_DEATHS:
-                    raise
-                if rows <= begun["number"]:
-                    rows = begun["number"] + 1
-                    found.rows.append(_died(begun, error, variant))
+    def on_row(row: Event) -> None:
+        found.rows.append({**row, "variant": variant})
 
-
-def _died(begun: Event, error: WorkerDiedError, variant: str) -> Event:
-    """Return the row that ended the child process."""
-    hung = time.monotonic() - begun["at"] >= begun["limit_s"]
-    how = f"did not end in {begun['limit_s']:g} s" if hung else f"ended the process: {how_it_died(error)}"
-    empty = {"amount": None, "seconds": None, "per_second": None}
-    return {**begun["fields"], **empty, "problem": how, "variant": variant}
-
-
-def how_it_died(error: WorkerDiedError) -> str:
-    """Return the reason from the first line of the error: "killed by signal SIGSEGV"."""
-    return error.what.splitlines()[0].partition("saying why: ")[2].rstrip(".") or error.what
-
-
-def fields_of(event: Event) -> Event:
-    """Return an event's own fields, without those that all events have."""
-    return {key: value for key, value in event.items() if key not in ("type", "number")}
+    run_rows(module, [tool], job, env, on_row, on_event)
 
 
 def machine_text(machine: Event) -> str:

@@ -26,6 +26,7 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.environment import plan as environment_plan
 from lora_rocm.rules.rule import Situation
 from lora_rocm.rules.this_machine import situation_here
+from lora_rocm.rules.tuned_rules import attention_text
 from lora_rocm.supervisor.subprocesses import run_for_json
 
 MODULE = "lora_rocm.memory.footprint"
@@ -75,10 +76,12 @@ def plan(
         found = {"footprint": _facts(footprint), "room": asdict(room)}
         found |= {name: counted[name] for name in ("precision", "model_is_here")}
         plans = {"plans": [asdict(row) for row in rows], "chosen": asdict(chosen) if chosen is not None else None}
-        _say(json.dumps({**found, **plans, "seconds_are_known": rates.known}, indent=1))
+        more = {"seconds_are_known": rates.known, "attention": attention_text(situation)}
+        _say(json.dumps({**found, **plans, **more}, indent=1))
     else:
         for line in _lines(loaded.name, recipe, counted["precision"], footprint, room, rows, chosen, rates):
             _say(legible(line))
+        _say(legible(f"attention: {attention_text(situation)}"))
         if not counted["model_is_here"]:
             _say(legible(f"{recipe.model.name_or_path} is not on this machine: {PUBLISHED}"))
     if chosen is None and room.num_bytes is not None:

@@ -27,7 +27,7 @@ from lora_rocm.rules.rule import Situation
 from lora_rocm.rules.this_machine import situation_here
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import SUPERVISOR, RunDir
-from lora_rocm.supervisor import lock, multi_gpu, process, selftest_runner, supervisor
+from lora_rocm.supervisor import lock, multi_gpu, process, selftest_runner, supervisor, tuning_runner
 from lora_rocm.supervisor.restart_policy import attempt_of
 from lora_rocm.supervisor.resume import Chosen, choose, holds_run, settle, withdraw
 
@@ -120,7 +120,7 @@ def _train_in(
     worker: str | None,
 ) -> int:
     situation = selftest_runner.ensure(situation, loaded.recipe, _say)
-    situation = supervisor.in_force(run, situation, _say)
+    situation = supervisor.in_force(run, tuning_runner.ensure(run, situation, accept_changes, _say), _say)
     env_plan = plan(situation)
     write_json(run.environment, environment_json(env_plan, situation.facts), run.path)
     for sentence in machine_notices(situation, env_plan):

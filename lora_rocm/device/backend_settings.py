@@ -8,6 +8,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lora_rocm.device.allocator import limit
+from lora_rocm.device.tuned_products import use_table
 from lora_rocm.hardware.settings import Settings
 
 
@@ -17,10 +18,12 @@ def apply(settings: Settings, device: torch.device) -> None:
     cudnn.enabled = settings.miopen
     cudnn.allow_tf32 = False  # float32 means float32, above all for the VAE
     cudnn.benchmark = False  # exhaustive search takes minutes and crashes some GPUs (unsloth#11636)
-    fused = settings.attention == "auto"
+    fused = settings.attention != "math"
     cuda.enable_flash_sdp(fused)
     cuda.enable_mem_efficient_sdp(fused)
     cuda.enable_cudnn_sdp(fused)
+    if settings.products is not None and device.type == "cuda":
+        use_table(settings.products)
     limit(device, settings.memory_limit_bytes)
 
 

@@ -14,6 +14,18 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from lora_rocm.errors import MachineError
 
 VARIABLE = "LORA_ROCM_SETTINGS"
+Attention = Literal[
+    "auto",
+    "math",
+    "sdpa-flash",
+    "sdpa-ck",
+    "sdpa-efficient",
+    "sdpa-cudnn",
+    "flash",
+    "aiter",
+    "math-groups",
+    "math-groups-float32",
+]
 
 
 @dataclass(frozen=True)
@@ -22,8 +34,12 @@ class Settings:
 
     miopen: bool = True
     """False: torch.backends.cudnn.enabled = False, so convolutions do not use MIOpen."""
-    attention: Literal["auto", "math"] = "auto"
-    """math: fused attention is disabled, because it failed the self-test."""
+    attention: Attention = "auto"
+    """The way of attention in training (``device.attention``); auto: torch chooses. math: fused attention is disabled
+    in the whole process.
+    """
+    products: str | None = None
+    """File of a table of tuned matrix products (``device.tuned_products``)."""
     pin_memory: bool = True
     """The meaning of runtime.pin_memory: auto on a GPU."""
     precision: Literal["bf16", "fp16", "no"] | None = None

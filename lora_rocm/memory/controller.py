@@ -10,6 +10,7 @@ from torch import nn
 
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.device.allocator import empty_pools
+from lora_rocm.device.attention import Context
 from lora_rocm.device.torch_errors import out_of_memory
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors
@@ -41,6 +42,7 @@ class Memory:
         plan: None on the CPU, whose memory is not looked after; then ``recomputes`` and ``offloads`` say all.
         budget_bytes: for tensors; None: no limit is known.
         context: gets a sentence where something is given up, or changed.
+        again: contexts in which blocks are recomputed.
     """
 
     job: Job
@@ -51,6 +53,7 @@ class Memory:
     plan: Plan | None = None
     budget_bytes: int | None = None
     rates: Rates = field(default_factory=Rates)
+    again: Context | None = None
     offload: Offload | None = field(default=None, init=False)
     _ran_out: bool = field(default=False, init=False)
 
@@ -99,7 +102,9 @@ class Memory:
         if chosen or anew:
             everything = len(chosen) == len(blocks)
             together = TOGETHER if everything and not waiting else 1
-            family.recompute_activations(model, Recomputing(model, None if everything else chosen, together))
+            family.recompute_activations(
+                model, Recomputing(model, None if everything else chosen, together, self.again)
+            )
 
     def _recomputed(self, index: int) -> bool:
         return self.recomputes if self.plan is None else index in self.plan.recomputed

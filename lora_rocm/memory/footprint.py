@@ -212,7 +212,7 @@ def count(
 ) -> Footprint:
     """Count one pass of one sample on the meta device."""
     # Tensors that exist before the pass do not count as activations.
-    batch, draws = _inputs(family, shape)
+    batch, draws = inputs_on_meta(family, shape)
     parameters = [p for component in model.components.values() for p in component.parameters()]
     buffers = [b for component in model.components.values() for b in component.buffers()]
     trained = [p for p in parameters if p.requires_grad]
@@ -316,9 +316,10 @@ def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _inputs(family: ModelFamily, shape: Shape) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    batch = family.example(shape, 1)
-    draws = family.objective.draw(batch, [0]).tensors
+def inputs_on_meta(family: ModelFamily, shape: Shape, rows: int = 1) -> tuple[Tensors, Tensors]:
+    """The batch and the draws of a pass over ``rows`` samples, on the meta device."""
+    batch = family.example(shape, rows)
+    draws = family.objective.draw(batch, list(range(rows))).tensors
     to_meta: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(META)  # noqa: E731
     return {name: to_meta(t) for name, t in batch.items()}, {name: to_meta(t) for name, t in draws.items()}
 
@@ -351,7 +352,7 @@ def _found(recipe: Recipe, settings: Settings, for_card: bool) -> dict[str, Any]
         wanted = "bf16"
     dtype = compute_dtype(wanted, device, settings)
     on_gpu = device.type != "cpu" or recipe.runtime.device != "cpu"
-    how, is_here = (dtype, settings, _largest(recipe), on_gpu), True
+    how, is_here = (dtype, settings, largest_of(recipe), on_gpu), True
     gpu = _gpu(device, settings, dtype, settings.pins(recipe.runtime.pin_memory))  # first: its kernels are counted
     try:
         found = counted(recipe, family_for(recipe), *how)
@@ -370,7 +371,7 @@ def _found(recipe: Recipe, settings: Settings, for_card: bool) -> dict[str, Any]
     }
 
 
-def _largest(recipe: Recipe) -> Shape:
+def largest_of(recipe: Recipe) -> Shape:
     """The shape that costs most, whether or not a sample has it."""
     if recipe.spec.trains_on_texts:
         return Shape.of(tokens=recipe.spec.shapes["tokens"].longest)

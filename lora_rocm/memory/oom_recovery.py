@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lora_rocm.device.allocator import Usage, empty_pools
+from lora_rocm.device.attention import Context
 from lora_rocm.errors import MachineError
 from lora_rocm.families.base import LoadedModel, ModelFamily
+from lora_rocm.families.recompute import TOGETHER, Recomputing
 from lora_rocm.rules.mitigations import change_event
 from lora_rocm.rundir.run_context import RunContext
 
@@ -22,6 +24,7 @@ class Relief:
         batch_size: of a whole micro-batch.
         parts: the current number of parts.
         recomputes: whether activations are already recomputed.
+        again: contexts in which they are recomputed.
     """
 
     family: ModelFamily
@@ -30,6 +33,7 @@ class Relief:
     parts: int
     recomputes: bool
     context: RunContext
+    again: Context | None = None
     _emptied_at: int | None = field(default=None, init=False)  # updates
 
     def take(self, full: MachineError, seen: Usage | None, updates: int) -> str:
@@ -52,7 +56,8 @@ class Relief:
             self.context.emit(change_event("micro-batch-halved", "out-of-memory"))
             return f"made again in up to {min(self.parts, self.batch_size)} parts"
         if not self.recomputes:
-            self.family.recompute_activations(self.model)
+            how = None if self.again is None else Recomputing(self.model, together=TOGETHER, again=self.again)
+            self.family.recompute_activations(self.model, how)
             self.recomputes = True
             self.context.emit(change_event("checkpointing", "out-of-memory"))
             return "made again, and activations are computed again instead of kept"

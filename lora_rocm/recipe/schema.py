@@ -389,6 +389,12 @@ class RuntimeSection(Section):
         "torch.compile on a GPU. regional: the repeated blocks; full: whole components. Each image size is compiled "
         "before the first step, which takes minutes. auto is off: this program's own kernels are faster.",
     )
+    attention: Literal["auto", "sdpa", "flash", "aiter", "math"] = on_resume(
+        "auto",
+        "Attention in training. sdpa: torch's own; flash: the package flash-attn; aiter: AITER; math: plain. The first "
+        "three are compared with plain attention on the GPU before the run. auto is torch's own; in the profile fast "
+        "the fastest that is right at the shapes of the recipe.",
+    )
     memory: Literal["auto", "keep", "selective", "recompute", "offload"] = on_resume(
         "auto",
         "How a step uses GPU memory. keep: all activations are kept; selective: those of as few blocks as possible are "
@@ -403,7 +409,9 @@ class RuntimeSection(Section):
         le=MAX_STEPS,
     )
     profile: Literal["safe", "fast"] = on_resume(
-        "safe", "fast: use faster GPU libraries too, if the self-test has cleared them on exactly this software."
+        "safe",
+        "fast: use faster GPU libraries too, if the self-test has cleared them on exactly this software; measured "
+        "attention; and matrix products as lora-rocm tune has chosen them.",
     )
     self_test: Literal["auto", "no"] = on_resume(
         "auto", "auto: an AMD GPU is tested once before its first run (minutes); no: never."

@@ -27,6 +27,7 @@ from lora_rocm.rules.memory_rules import memory_rules
 from lora_rocm.rules.mitigations import change_rules
 from lora_rocm.rules.rule import SETTING, Level, Rule, Situation
 from lora_rocm.rules.selftest_rules import verdict_rules
+from lora_rocm.rules.tuned_rules import tuned_rules
 
 PACKAGES = (
     "torch",
@@ -45,7 +46,8 @@ PACKAGES = (
 @cache
 def rules() -> tuple[Rule, ...]:
     """All rules, in the order in which they apply."""
-    return general_rules() + amd_table().rule + memory_rules() + verdict_rules() + change_rules()
+    first = general_rules() + amd_table().rule + memory_rules() + verdict_rules()
+    return first + tuned_rules() + change_rules()  # a trial looks at each kernel itself; changes after failures win
 
 
 @dataclass(frozen=True)

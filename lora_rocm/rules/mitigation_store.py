@@ -82,6 +82,7 @@ def _words_of_training(recipe: Recipe) -> list[str]:
         *(["average"] if train.ema_decay else []),
         *([f"memory {runtime.memory}"] if runtime.memory != "auto" else []),
         *([f"compile {runtime.compile}"] if runtime.compile not in ("auto", "off") else []),
+        *(["plain attention"] if runtime.attention == "math" else []),
         *(["no graphs"] if runtime.graphs != "auto" else []),
         *(["on the CPU"] if runtime.device == "cpu" else []),
     ]

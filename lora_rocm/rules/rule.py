@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from lora_rocm.hardware.archs import Generation, arch_of, has_kernels
 from lora_rocm.hardware.facts import Gpu, HostFacts, System
 from lora_rocm.hardware.gpu_select import Selection
+from lora_rocm.hardware.measured_choice import Tuned
 from lora_rocm.hardware.selftest_result import Verdict
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ class Situation:
     """Names of the mitigations in force (``rules.mitigations``); one that was applied several times is repeated."""
     remembered: Remembered | None = None
     """The stored mitigations of this machine for runs of any size; None for a recorded machine."""
+    tuned: Tuned = Tuned()
+    """The measured choices in force."""
 
     @property
     def gpu(self) -> Gpu | None:

@@ -22,6 +22,7 @@ from lora_rocm.hardware.software_stack import stack_of
 from lora_rocm.rules.environment import EnvPlan, plan
 from lora_rocm.rules.mitigation_store import forget, in_force, key_of, recall, said, workloads_of
 from lora_rocm.rules.rule import Situation
+from lora_rocm.rules.tuned_rules import kept_choices
 
 if TYPE_CHECKING:
     from lora_rocm.recipe.schema import Recipe
@@ -55,7 +56,9 @@ def situation_here(
     profile = recipe.runtime.profile if recipe is not None else "safe"
     own = str(folder) if folder is not None else RECORDED_APP_DIR[found.system]
     situation = Situation(found, selection, seen, own, recipe, profile, verdict)
-    return situation if folder is None else _with_changes(situation, folder)
+    if folder is None:
+        return situation
+    return _with_changes(replace(situation, tuned=kept_choices(folder, stack, recipe)), folder)
 
 
 def _with_changes(situation: Situation, folder: Path) -> Situation:

@@ -34,7 +34,9 @@ IN_PLACE = (
     r"heartbeat\.rank\d+\.json|stacks\.rank\d+\.txt"
 )
 """Files that are written in place."""
-OF_PARENT = re.compile(r"recipe(\.asked)?\.yaml|environment\.json|report\.html|stacks-\d+\.txt|\.probe\.tmp")
+OF_PARENT = re.compile(
+    r"recipe(\.asked)?\.yaml|environment\.json|tuned\.json|products\.csv|report\.html|stacks-\d+\.txt|\.probe\.tmp"
+)
 """Files that the light parent of rank 0 writes atomically.
 
 The others are written by its worker, except for the recipes of other ranks.
@@ -74,6 +76,16 @@ class RunDir:
     @property
     def environment(self) -> Path:
         return self.path / "environment.json"
+
+    @property
+    def tuned(self) -> Path:
+        """The measured choices that the run uses; absent if it uses none."""
+        return self.path / "tuned.json"
+
+    @property
+    def table(self) -> Path:
+        """The table of matrix products among them, as torch reads it."""
+        return self.path / "products.csv"
 
     @property
     def stop(self) -> Path:

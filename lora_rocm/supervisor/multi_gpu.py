@@ -17,6 +17,7 @@ from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor import process
 from lora_rocm.supervisor.process import OnEvent, Worker, follow, stop_signals
 from lora_rocm.supervisor.resume import LATEST, Chosen, settle_rank
+from lora_rocm.supervisor.tuning_runner import without
 from lora_rocm.supervisor.worker_group import End, run_workers, verdict
 
 
@@ -91,7 +92,7 @@ def train_rank(
     run_dir = chosen.run_dir.create()
     if not settle_rank(chosen, loaded, me.rank):
         return 0
-    env = plan(situation).applied_to(os.environ)
+    env = plan(without(situation)).applied_to(os.environ)
     command = process.worker_command(run_dir, chosen.checkpoint, accept_changes, 0, None, worker)
     command += ["--recipe", str(run_dir.recipe_of(me.rank))]
     with stop_signals() as asked, ExitStack() as stack:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lora_rocm.errors import MachineError, RestartError, StorageError, storage_error
 from lora_rocm.foundation.files import write_json
+from lora_rocm.hardware.measured_choice import Tuned
 from lora_rocm.hardware.selftest_result import Result, Verdict, path_of
 from lora_rocm.hardware.software_stack import stack_of
 from lora_rocm.recipe.schema import Recipe
@@ -78,7 +79,7 @@ def self_test(situation: Situation, say: Say, command: Command = child_command) 
         )
     # Test with the profile "safe", then try remedies for what fails
     started = time.monotonic()
-    plain = replace(situation, profile="safe", verdict=None)
+    plain = replace(situation, profile="safe", verdict=None, tuned=Tuned())
     verdict = Verdict(stack, _tested(plain, say, command))
     for remedy in selftest_table().remedy:
         if remedy.when.holds(plain) and verdict.failed(f"{remedy.group}."):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lora_rocm.errors import WorkerDiedError
 from lora_rocm.foundation.safe_path import python_environment
 from lora_rocm.rundir.events import EventReader
 from lora_rocm.rundir.exit_status import died, tail_bytes
@@ -31,7 +32,13 @@ from lora_rocm.supervisor.process import (
 )
 
 
-def run_tool(module: str, arguments: Sequence[str], env: Mapping[str, str], on_event: OnEvent) -> int:
+def run_tool(
+    module: str,
+    arguments: Sequence[str],
+    env: Mapping[str, str],
+    on_event: OnEvent,
+    is_late: Callable[[], bool] = lambda: False,
+) -> int:
     """Run a heavy child that writes one JSON event per line to standard output; return its exit code.
 
     Ctrl-C, SIGTERM and the end of the terminal end it at once, because it keeps nothing that could be lost.
@@ -39,9 +46,11 @@ def run_tool(module: str, arguments: Sequence[str], env: Mapping[str, str], on_e
     Raises:
         KeyboardInterrupt: one of these came.
         LoraRocmError: the error event that it wrote.
-        WorkerDiedError: it failed without one.
+        WorkerDiedError: it failed without one, or was late (``follow_tool``) and killed.
     """
-    code, log = follow_tool(heavy_command(module, *arguments), env, on_event)
+    code, log = follow_tool(heavy_command(module, *arguments), env, on_event, is_late)
+    if code is None:
+        raise WorkerDiedError("worker-died", f"The process {module} did not answer, and was ended.")
     if code:
         raise died(f"The process {module}", code, log)
     return 0

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
 
 from lora_rocm.adapters.flat_params import FlatWeights
+from lora_rocm.device.attention import training_context
 from lora_rocm.families.base import Tensors
 from lora_rocm.loader.batch import Batch
 from lora_rocm.loader.batches import BatchPlan, loader
@@ -59,7 +61,13 @@ def new_trainer(start: StartContext, data: Data, position: Position, artifacts: 
         dropout=recipe.lora.dropout > 0,
         position=position,
         relief=Relief(
-            family, model, train.batch_size, artifacts.memory.parts, artifacts.memory.recomputes_all, start.context
+            family,
+            model,
+            train.batch_size,
+            artifacts.memory.parts,
+            artifacts.memory.recomputes_all,
+            start.context,
+            artifacts.memory.again,
         ),
         context=start.context,
         world=start.world,
@@ -123,4 +131,5 @@ def _engine(start: StartContext, artifacts: Artifacts) -> Engine:
         artifacts.optimizer.loss_scale,
         lambda: torch.autocast(model.device.type, model.dtype if mixed else torch.bfloat16, enabled=mixed),
         graphs,
+        training_context(start.settings.attention) or nullcontext,
     )

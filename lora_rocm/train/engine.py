@@ -7,13 +7,14 @@ pass whose shapes recur is captured as a graph (``train/graphs.py``) and replaye
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from lora_rocm.adapters.flat_params import FlatWeights
+from lora_rocm.device.attention import Context
 from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors
 from lora_rocm.families.objectives.loss import losses
 from lora_rocm.train.graphs import Graphs, Passed
@@ -26,6 +27,7 @@ class Engine:
     Attributes:
         loss_scale: float32 0-d on the device, a factor of the gradients; always the same tensor.
         graphs: None if passes are not captured.
+        attention: contexts in which attention is computed as planned.
     """
 
     family: ModelFamily
@@ -34,6 +36,7 @@ class Engine:
     loss_scale: Tensor
     autocast: Callable[[], AbstractContextManager[Any]]
     graphs: Graphs | None = None
+    attention: Context = nullcontext
 
     def run(self, batch: Tensors, draws: Tensors) -> Passed:
         """Losses of a micro-batch. Its gradients are added to the flat buffer."""
@@ -41,7 +44,7 @@ class Engine:
 
     def losses(self, batch: Tensors, draws: Tensors) -> Tensor:
         """Unweighted loss of each sample, float32 [B]."""
-        with self.autocast():
+        with self.attention(), self.autocast():
             return losses(self.family, self.model, batch, draws)
 
     def release(self) -> None:

@@ -15,6 +15,7 @@ from lora_rocm.checks import kernel_check
 from lora_rocm.checks.canary import Canary
 from lora_rocm.checks.graph_check import capture_on_gpu
 from lora_rocm.device.allocator import empty_pools
+from lora_rocm.device.attention import training_context
 from lora_rocm.device.encoder_speed import first_time
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import DataError, ModelError, ResumeError
@@ -133,6 +134,7 @@ def load(start: StartContext, family: ModelFamily, data: Data) -> tuple[Artifact
     # Model, adapter and optimizer
     transfer = transfer_of(start)
     memory = _decide(start, family, data)
+    memory.again = training_context(start.settings.attention)
     model, adapter, triton = _load_model(start, family, transfer, memory)
     optimizer = make_optimizer(
         adapter.flatten(start.dtype, WEIGHT_DTYPES[recipe.lora.weight_dtype]),

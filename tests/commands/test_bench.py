@@ -18,6 +18,7 @@ from lora_rocm.hardware.facts import load_facts
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.rules.this_machine import situation_here
 from lora_rocm.rundir.layout import RunDir
+from lora_rocm.supervisor import row_runner
 from tests.golden import HOSTS
 from tests.supervisor.fake_run import heard, step_fields
 from tests.tiny_models import RUN_TARGETS
@@ -57,7 +58,12 @@ class FakeChild:
         self.envs: list[dict[str, str]] = []
 
     def __call__(
-        self, module: str, arguments: Sequence[str], env: Mapping[str, str], on_event: Callable[[Event], None]
+        self,
+        module: str,
+        arguments: Sequence[str],
+        env: Mapping[str, str],
+        on_event: Callable[[Event], None],
+        is_late: Callable[[], bool],
     ) -> int:
         self.jobs.append(json.loads(Path(arguments[1]).read_bytes()))
         self.envs.append(dict(env))
@@ -75,7 +81,7 @@ class FakeChild:
 def child(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeChild]:
     def made(*scripts: Sequence[Any]) -> FakeChild:
         fake = FakeChild(*scripts)
-        monkeypatch.setattr(bench, "run_tool", fake)
+        monkeypatch.setattr(row_runner, "run_tool", fake)
         return fake
 
     return made
@@ -154,7 +160,7 @@ def test_a_child_that_never_starts_and_one_that_always_dies_end_the_command(chil
     child([died()])
     with pytest.raises(WorkerDiedError):
         bench.transfer(None)
-    child(*([CPU, begin(number, copy(4096)), died()] for number in range(bench.MAX_DEATHS)))
+    child(*([CPU, begin(number, copy(4096)), died()] for number in range(row_runner.MAX_DEATHS)))
     with pytest.raises(WorkerDiedError):
         bench.transfer(None)
 

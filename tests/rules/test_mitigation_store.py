@@ -57,6 +57,7 @@ IN_TRAINING: dict[str, Any] = {
     "lora.dropout": 0.1,
     "runtime.memory": "keep",
     "runtime.compile": "regional",
+    "runtime.attention": "math",
     "runtime.graphs": "off",
     "runtime.device": "cpu",
 }

@@ -46,7 +46,7 @@ class NoisyLine:
         predicted_BD = model.components["net"](batch["x"] + draws["noise"])
         return Prediction(predicted_BD, draws["noise"], predicted_BD.new_ones(len(predicted_BD)))
 
-    def recompute_activations(self, model: LoadedModel) -> None:
+    def recompute_activations(self, model: LoadedModel, run: Any = None) -> None:
         net = model.components["net"]
         inner = net.forward
         net.forward = lambda x_BD: checkpoint(inner, x_BD, use_reentrant=False)  # type: ignore[method-assign]

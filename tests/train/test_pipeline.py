@@ -13,7 +13,9 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from lora_rocm.device import attention
 from lora_rocm.device.transfer import DeviceTransfer, copy_to_device
 from lora_rocm.errors import DataError, ModelError, ResumeError, TransferError
 from lora_rocm.hardware.settings import Settings
@@ -73,6 +75,7 @@ def start(
     accept_changes: bool = False,
     device: torch.device = CPU,
     chosen: Path | None = None,
+    settings: Settings = Settings(),  # noqa: B008 (frozen)
 ) -> bool:
     """One start of the worker's work; asks for a stop when update ``stop_at`` was made (one more may be under way)."""
     directory = RunDir(run_dir).create()
@@ -87,7 +90,7 @@ def start(
     try:
         checkpoint = pipeline.find_checkpoint(session, chosen)
         dtype = DTYPES[recipe.train.mixed_precision]
-        begin = pipeline.StartContext(session, recipe, device, dtype, Settings(), checkpoint, accept_changes)
+        begin = pipeline.StartContext(session, recipe, device, dtype, settings, checkpoint, accept_changes)
         finished, _ = pipeline.train(begin)
         return finished
     finally:
@@ -104,6 +107,28 @@ def straight(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("straight") / "run"
     assert start(make_recipe(material), run_dir)
     return run_dir
+
+
+def losses_of(run_dir: Path) -> list[float]:
+    return [event["loss"] for event in read_events(RunDir(run_dir).events()) if event["type"] == "step"]
+
+
+def test_another_way_of_attention_takes_torchs_place_in_every_pass(
+    material: Path, straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, whole = [0, 0], attention.grouped()
+    for recomputes in (False, True):
+
+        def counted(*args: Any, recomputes: bool = recomputes) -> Tensor:
+            calls[recomputes] += 1
+            return whole(*args)
+
+        monkeypatch.setitem(attention.OTHERS, "math-groups", lambda made=counted: made)
+        recipe = make_recipe(material, train={"gradient_checkpointing": recomputes, "max_train_steps": 1})
+        run = tmp_path / str(recomputes)
+        assert start(recipe, run, settings=Settings(attention="math-groups"))
+        assert losses_of(run) == pytest.approx(losses_of(straight)[:1], rel=1e-4)
+    assert 0 < 2 * calls[False] == calls[True], "a recomputed block computes it again"
 
 
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {

@@ -1,0 +1,192 @@
+"""Ways of computing attention, and the context in which all attention of a model is computed by one of them.
+
+Families call ``scaled_dot_product_attention`` and know of none. Torch's own backends are put in order for it. What is
+not torch's takes its place by a mode of torch (``TorchFunctionMode``), so it holds in eager and captured passes alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+Attend = Callable[..., Tensor]
+"""(query_BHSD, key_BHSD, value_BHSD, is_causal, scale) -> output_BHSD."""
+Context = Callable[[], AbstractContextManager[Any]]
+FLASH, EFFICIENT, CUDNN, MATH = (
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.MATH,
+)
+ORDERS = {
+    "sdpa-flash": (FLASH, EFFICIENT, MATH),
+    "sdpa-ck": (FLASH, EFFICIENT, MATH),
+    "sdpa-efficient": (EFFICIENT, MATH),
+    "sdpa-cudnn": (CUDNN, FLASH, EFFICIENT, MATH),
+    "math": (MATH,),
+}
+"""Way -> torch's backends; each computes the shapes that those before it do not support."""
+GROUP_BYTES = 2**28
+"""Memory for the scores of one group of heads (``grouped``). A plan of memory leaves room for that much."""
+COPIES = 4
+"""Tensors of the size of the scores that exist at once in the backward pass of a group."""
+
+
+def context_of(way: str) -> Context:
+    """Contexts for passes in which attention is computed that way (``hardware.settings.Settings.attention``)."""
+    if way in ORDERS:
+        return lambda: _ordered(way)
+    return (lambda: _Instead(OTHERS[way]())) if way in OTHERS else nullcontext
+
+
+def training_context(way: str) -> Context | None:
+    """The same for training. None where switches of the whole process do it (``device.backend_settings``)."""
+    return None if way in ("auto", "math") else context_of(way)
+
+
+@contextmanager
+def _ordered(way: str) -> Iterator[None]:
+    before = torch.backends.cuda.preferred_rocm_fa_library() if way == "sdpa-ck" else None
+    if before is not None:
+        torch.backends.cuda.preferred_rocm_fa_library("ck")
+    try:
+        with sdpa_kernel(list(ORDERS[way]), set_priority=True):
+            yield
+    finally:
+        if before is not None:
+            torch.backends.cuda.preferred_rocm_fa_library(before)
+
+
+class _Instead(TorchFunctionMode):
+    """Computes attention without mask and dropout by ``attend``; torch computes the rest."""
+
+    def __init__(self, attend: Attend) -> None:
+        super().__init__()
+        self.attend = attend
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            call = Call(*args, **kwargs)
+            if call.is_plain:
+                return self.attend(call.query, call.key, call.value, call.is_causal, call.scale)
+        return func(*args, **kwargs)
+
+
+class Call(NamedTuple):
+    """Arguments of ``scaled_dot_product_attention``, by torch's names."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is no mask and no dropout, and there are as many heads of keys as of queries."""
+        return self.attn_mask is None and not self.dropout_p and not self.enable_gqa and self.query.ndim == 4
+
+
+def _library(module: str) -> Attend:
+    """Attention of a package with flash-attention's function, whose tensors are [B, S, H, D].
+
+    Raises:
+        ImportError: the package is not installed, or does not load.
+    """
+    function = import_module(module).flash_attn_func
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Tensor:
+        if query.dtype not in (torch.float16, torch.bfloat16):
+            return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale)
+        moved = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        output_BSHD: Tensor = function(*moved, causal=is_causal, softmax_scale=scale)
+        return output_BSHD.transpose(1, 2)
+
+    return attend
+
+
+def grouped(products: torch.dtype | None = None, group_bytes: int = GROUP_BYTES) -> Attend:
+    """Plain attention of some heads after the others, forward and backward, so few scores exist at once.
+
+    ``products``: dtype of the matrix products; None: that of the tensors. The softmax is always float32.
+    """
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Tensor:
+        factor = query.shape[-1] ** -0.5 if scale is None else scale
+        flat = (tensor.flatten(0, 1) for tensor in (query, key, value))
+        how = is_causal, factor, products or query.dtype, group_bytes
+        output_NSD: Tensor = _Grouped.apply(*flat, *how)  # type: ignore[no-untyped-call]
+        return output_NSD.unflatten(0, query.shape[:2])  # type: ignore[no-any-return]
+
+    return attend
+
+
+class _Grouped(torch.autograd.Function):
+    """Attention of N heads of all samples in groups. Backward computes the probabilities again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query_NSD: Tensor,
+        key_NTD: Tensor,
+        value_NTD: Tensor,
+        is_causal: bool,
+        scale: float,
+        products: torch.dtype,
+        group_bytes: int,
+    ) -> Tensor:
+        scores_bytes = COPIES * query_NSD.shape[1] * key_NTD.shape[1] * torch.float32.itemsize
+        ctx.how = is_causal, scale, products, max(1, group_bytes // scores_bytes)
+        output_NSD = query_NSD.new_empty((*query_NSD.shape[:2], value_NTD.shape[-1]))
+        for q, k, v, out in _split(ctx.how, query_NSD, key_NTD, value_NTD, output_NSD):
+            out.copy_(_probabilities(q, k, ctx.how).to(products) @ v.to(products))
+        ctx.save_for_backward(query_NSD, key_NTD, value_NTD, output_NSD)
+        return output_NSD
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        products, saved = ctx.how[2], ctx.saved_tensors
+        found = [torch.empty_like(tensor) for tensor in saved[:3]]
+        for q, k, v, out, d_out, d_q, d_k, d_v in _split(ctx.how, *saved, gradients[0], *found):
+            given = d_out.to(products)
+            p_GST = _probabilities(q, k, ctx.how)
+            d_v.copy_(p_GST.to(products).mT @ given)
+            mean_GS1 = (d_out.float() * out.float()).sum(-1, keepdim=True)
+            d_scores_GST = p_GST.mul_((given @ v.to(products).mT).float() - mean_GS1).to(products)
+            d_q.copy_((d_scores_GST @ k.to(products)).float() * ctx.how[1])
+            d_k.copy_((d_scores_GST.mT @ q.to(products)).float() * ctx.how[1])
+        return *found, None, None, None, None
+
+
+def _split(how: tuple[bool, float, torch.dtype, int], *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    return zip(*(tensor.split(how[3]) for tensor in tensors), strict=True)
+
+
+def _probabilities(q: Tensor, k: Tensor, how: tuple[bool, float, torch.dtype, int]) -> Tensor:
+    """Probabilities of some heads, float32 [G, S, T]."""
+    is_causal, scale, products, _ = how
+    scores_GST = ((q * scale).to(products) @ k.to(products).mT).float()
+    if is_causal:
+        scores_GST.masked_fill_(torch.ones_like(scores_GST[0], dtype=torch.bool).triu_(1), float("-inf"))
+    return scores_GST.softmax(-1)
+
+
+OTHERS: dict[str, Callable[[], Attend]] = {
+    "flash": lambda: _library("flash_attn"),
+    "aiter": lambda: _library("aiter"),
+    "math-groups": grouped,
+    "math-groups-float32": lambda: grouped(torch.float32),
+}
+"""Way -> maker of what takes the place of torch's function."""

@@ -1,0 +1,89 @@
+"""What trials on this machine found fastest and right, kept until GPU, driver, software or shapes change.
+
+A run that uses such choices has its own copy of them (``rundir.layout.RunDir.tuned``). Standard library only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lora_rocm.foundation.files import write_atomic, write_json
+
+Kind = Literal["attention", "products"]
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One choice.
+
+    Attributes:
+        key: what it holds for, as plain values: software stack, packages, what gives the shapes.
+        chosen: the way of attention, or the table of matrix products in TunableOp's format.
+        rows: what was measured, one row a candidate or product.
+    """
+
+    kind: Kind
+    key: Mapping[str, Any]
+    chosen: str
+    rows: Sequence[Mapping[str, Any]] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return {"format": FORMAT, **asdict(self)}
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The choices in force. ``table``: the file of the products' table."""
+
+    attention: Choice | None = None
+    products: Choice | None = None
+    table: str = ""
+
+
+def choice_from_json(value: Mapping[str, Any]) -> Choice:
+    """The inverse of ``Choice.to_json``.
+
+    Raises:
+        KeyError, TypeError, ValueError: the value is no result of it.
+    """
+    if value["format"] != FORMAT or not isinstance(value["chosen"], str):
+        raise ValueError(f"format {value['format']}")
+    return Choice(value["kind"], dict(value["key"]), value["chosen"], tuple(map(dict, value["rows"])))
+
+
+def store(folder: Path, choice: Choice) -> None:
+    """Keep a choice, and beside it the table that torch reads.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    path = path_of(folder, choice.kind, choice.key)
+    write_json(path, choice.to_json())
+    if choice.kind == "products":
+        write_atomic(table_of(path), choice.chosen.encode("ascii"))
+
+
+def stored(folder: Path, kind: Kind, key: Mapping[str, Any]) -> Choice | None:
+    """The kept choice for this key, or None. A damaged file counts as none."""
+    try:
+        found = choice_from_json(json.loads(path_of(folder, kind, key).read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return found if found.key == key and found.kind == kind else None
+
+
+def path_of(folder: Path, kind: Kind, key: Mapping[str, Any]) -> Path:
+    """The file of the choice for this key."""
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    return folder / f"{kind}-{digest}.json"
+
+
+def table_of(path: Path) -> Path:
+    """The file of the table beside a kept choice."""
+    return path.with_suffix(".csv")

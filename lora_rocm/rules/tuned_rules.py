@@ -1,0 +1,113 @@
+"""Rules that follow from the recipe's ``runtime.attention`` and from choices measured on this machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lora_rocm import __version__
+from lora_rocm.foundation.tables import by_name, read_rows
+from lora_rocm.hardware.measured_choice import Kind, Tuned, path_of, stored, table_of
+from lora_rocm.hardware.selftest_result import Stack
+from lora_rocm.rules.rule import Rule, Situation
+
+if TYPE_CHECKING:
+    from lora_rocm.recipe.schema import Recipe
+
+PACKAGES = ("diffusers", "transformers", "peft", "triton", "flash-attn", "aiter", "amd-aiter")
+"""Packages that compute attention, or decide on shapes."""
+NAMED = ("sdpa", "flash", "aiter")
+"""Values of runtime.attention that a trial has to confirm on a GPU."""
+
+
+def key_of(kind: Kind, stack: Stack, recipe: Recipe) -> dict[str, Any]:
+    """The key of a choice: GPU, driver, versions, and the recipe's values that its shapes follow from."""
+    versions = {"lora-rocm": __version__}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    shapes = {
+        "model": recipe.model.model_dump(mode="json"),
+        "resolutions": sorted({source.resolution for source in recipe.data.resolved_sources()}),
+        "batch_size": recipe.train.batch_size,
+        "mixed_precision": recipe.train.mixed_precision,
+        "lora": recipe.lora.model_dump(mode="json", exclude={"alpha", "init_from"}),
+    }
+    if kind == "attention":
+        shapes["asked"] = recipe.runtime.attention
+    stacked = {"torch": stack.torch, "runtime": stack.runtime, "driver": stack.driver, "gpu": stack.gpu}
+    return {"stack": stacked, "versions": versions, "shapes": shapes}
+
+
+def wants(kind: Kind, recipe: Recipe) -> bool:
+    """Whether a run of this recipe on a GPU uses a measured choice of this kind."""
+    runtime = recipe.runtime
+    if runtime.deterministic or runtime.device == "cpu":
+        return False
+    if kind == "products":
+        return runtime.profile == "fast"
+    named = runtime.attention in NAMED or (runtime.attention == "auto" and runtime.profile == "fast")
+    return named and runtime.compile in ("auto", "off")
+
+
+def kept_choices(folder: Path, stack: Stack | None, recipe: Recipe | None) -> Tuned:
+    """The kept choices that a run of this recipe would use here."""
+    if stack is None or recipe is None:
+        return Tuned()
+    attention, products = (
+        stored(folder, kind, key_of(kind, stack, recipe)) if wants(kind, recipe) else None
+        for kind in ("attention", "products")
+    )
+    table = "" if products is None else str(table_of(path_of(folder, "products", products.key)))
+    return Tuned(attention, products, table)
+
+
+def _attention(situation: Situation) -> str | None:
+    recipe, found = situation.recipe, situation.tuned.attention
+    if recipe is not None and recipe.runtime.attention == "math":
+        return json.dumps("math")
+    return None if found is None else json.dumps("auto" if found.chosen == "sdpa" else found.chosen)
+
+
+def _times(situation: Situation) -> str:
+    found = situation.tuned.attention
+    return "" if found is None else f": {described(found.rows)}"
+
+
+def described(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What a trial of attention found, as text."""
+    texts = [
+        f"{row['way']} {row['seconds'] * 1e3:.3g} ms" if row["problem"] is None else f"{row['way']}: {row['problem']}"
+        for row in rows
+    ]
+    return "; ".join(texts)
+
+
+def attention_text(situation: Situation) -> str:
+    """How training will compute attention, as text."""
+    recipe, found = situation.recipe, situation.tuned.attention
+    if found is not None:
+        return f"{found.chosen} (measured: {described(found.rows)})"
+    if recipe is not None and recipe.runtime.attention == "math":
+        return "math"
+    if recipe is not None and wants("attention", recipe):
+        return "measured on the GPU before the run"
+    return "sdpa, which is torch's choice"
+
+
+def _table(situation: Situation) -> str | None:
+    return json.dumps(situation.tuned.table) if situation.tuned.table else None
+
+
+FUNCTIONS = by_name(_attention, _table, _times)
+
+
+@cache
+def tuned_rules() -> tuple[Rule, ...]:
+    """The rules about measured choices. See ``read_rows`` for errors."""
+    return read_rows(Path(__file__).with_name("tuned_rules.toml"), Rule, FUNCTIONS)

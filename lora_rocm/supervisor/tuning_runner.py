@@ -1,0 +1,218 @@
+"""Before a run: measures the ways of attention where it is asked for, and puts the run's measured choices in force.
+
+The run directory gets a copy of them. A resume uses that copy, or refuses if it does not hold any more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+from lora_rocm.errors import LoraRocmError, MachineError, ResumeError, StorageError, UserError, WorkerDiedError
+from lora_rocm.foundation.files import write_atomic, write_json
+from lora_rocm.hardware.measured_choice import Choice, Kind, Tuned, choice_from_json, store
+from lora_rocm.hardware.ranks import rank_of
+from lora_rocm.hardware.settings import Attention
+from lora_rocm.hardware.software_stack import stack_of
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.rules.environment import plan
+from lora_rocm.rules.rule import Situation
+from lora_rocm.rules.tuned_rules import described, key_of, wants
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.supervisor.process import Event
+from lora_rocm.supervisor.row_runner import run_rows
+from lora_rocm.supervisor.selftest_runner import Say
+
+MODULE = "lora_rocm.trials.attention_child"
+WAYS = ("sdpa", *get_args(Attention)[1:])
+PACKAGES = ("flash", "aiter")
+WORTH = 0.97
+"""Another way than torch's choice is taken if its time is at most this share of it."""
+LIMIT_S, START_LIMIT_S = 120.0, 600.0
+KINDS: tuple[Kind, ...] = ("attention", "products")
+
+
+def without(situation: Situation) -> Situation:
+    """The situation without measured choices: processes of ``torchrun`` have no common parent to agree on them.
+
+    Raises:
+        UserError: the recipe names a package for attention, which nobody has tried here.
+    """
+    if situation.recipe is not None:
+        _require_measurable(situation.recipe, "processes that torchrun starts use torch's own attention")
+    return replace(situation, tuned=Tuned())
+
+
+def ensure(run: RunDir, situation: Situation, accept_changes: bool, say: Say, module: str = MODULE) -> Situation:
+    """The situation with the measured choices of this run, which are then in its directory.
+
+    Raises:
+        UserError: the attention that the recipe names is not there, or wrong.
+        MachineError: no way of attention is right at the shapes of this recipe.
+        ResumeError: the run's own choices do not hold any more.
+    """
+    stack, recipe = stack_of(situation.facts, situation.selection), situation.recipe
+    if recipe is None or rank_of(os.environ).size > 1:
+        return without(situation)
+    wanted = [kind for kind in KINDS if wants(kind, recipe)] if stack is not None else []
+    if "attention" not in wanted:
+        _require_measurable(recipe, "it needs a GPU, and neither runtime.deterministic nor runtime.compile")
+    if stack is None or not wanted:
+        _forget(run, say)
+        return replace(situation, tuned=Tuned())
+    keys = {kind: key_of(kind, stack, recipe) for kind in wanted}
+    asked = _asked(recipe)
+    kept = _kept(run, asked, keys, accept_changes) if run.list_checkpoints() else None
+    if kept is None:
+        attention = situation.tuned.attention
+        if "attention" in wanted and attention is None:
+            attention = measure_attention(situation, recipe, keys["attention"], say, module)
+        kept = {"attention": attention, "products": situation.tuned.products}
+        write_json(run.tuned, {"asked": asked, **{k: c and c.to_json() for k, c in kept.items()}}, run.path)
+    products = kept["products"]
+    if products is not None:
+        write_atomic(run.table, products.chosen.encode("ascii"), run.path)
+    return replace(situation, tuned=Tuned(kept["attention"], products, str(run.table) if products else ""))
+
+
+def _require_measurable(recipe: Recipe, why: str) -> None:
+    if recipe.runtime.attention in PACKAGES:
+        raise unavailable(recipe.runtime.attention, why)
+
+
+def unavailable(way: str, why: str) -> UserError:
+    """The error for an attention that the recipe names and that cannot be used."""
+    return UserError(
+        "attention-unavailable",
+        f"This attention cannot be used here: {why}.",
+        where=f"runtime.attention: {way}",
+        fix="Set runtime.attention to auto: torch's own attention needs no other package.",
+    )
+
+
+def _asked(recipe: Recipe) -> dict[str, Any]:
+    """The keys of the recipe that choose whether, and among what, is measured. They may change on resume."""
+    return recipe.runtime.model_dump(mode="json", include={"attention", "profile", "compile", "deterministic"})
+
+
+def _kept(
+    run: RunDir, asked: Mapping[str, Any], keys: Mapping[Kind, Mapping[str, Any]], accept_changes: bool
+) -> dict[Kind, Choice | None] | None:
+    """The choices of a run that has checkpoints; None if it has none, or the recipe now asks for others.
+
+    Raises:
+        ResumeError: they were made on another GPU, driver or software, or are damaged.
+    """
+    try:
+        value = json.loads(run.tuned.read_text(encoding="utf-8"))
+        kept: dict[Kind, Choice | None] = {}
+        for kind in KINDS:
+            kept[kind] = None if value[kind] is None else choice_from_json(value[kind])
+        same = value["asked"] == asked
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        if accept_changes:
+            return None
+        raise _refused(run, "The file of the measured choices of this run is damaged.", "") from None
+    for kind, choice in kept.items() if same else ():
+        if choice is not None and choice.key != keys[kind]:
+            if accept_changes:
+                return None
+            what = f"This run uses {kind} measured on another GPU, driver or software, or with another recipe."
+            raise _refused(run, what, _difference(choice.key, keys[kind]))
+    return kept if same else None
+
+
+def _difference(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    changed = [
+        f"{name}: {then.get(part, {}).get(name)} then, {values.get(name)} now"
+        for part, values in now.items()
+        if isinstance(values, dict)
+        for name in sorted({*values, *then.get(part, {})})
+        if then.get(part, {}).get(name) != values.get(name)
+    ]
+    return "; ".join(changed[:3])
+
+
+def _refused(run: RunDir, what: str, where: str) -> ResumeError:
+    return ResumeError(
+        "resume-tuned-changed",
+        what,
+        where=f"{run.tuned}{': ' * bool(where)}{where}",
+        fix="Undo the change, start a new run, or measure again and go on with --accept-changes.",
+    )
+
+
+def _forget(run: RunDir, say: Say) -> None:
+    """Remove the choices of an earlier start, because the recipe asks for none now."""
+    if run.tuned.exists():
+        say("From here on the run does without the measured choices that it began with, as the recipe asks.")
+        with suppress(OSError):
+            run.tuned.unlink()
+
+
+def measure_attention(
+    situation: Situation, recipe: Recipe, key: Mapping[str, Any], say: Say, module: str = MODULE
+) -> Choice:
+    """Try the ways of attention in children, and keep the fastest that is right.
+
+    Raises:
+        UserError: the recipe names one that is not there, or wrong.
+        MachineError: none is right.
+    """
+    asked, rows, ways = recipe.runtime.attention, list[Event](), ways_of(situation)
+    if asked == "sdpa" and asked not in ways:
+        raise unavailable(asked, "a fused kernel of torch failed the self-test of this GPU")
+    ways = ways if asked == "auto" else (asked,)
+    say("Measuring attention at the shapes of this recipe ...")
+    env = plan(replace(situation, tuned=Tuned())).applied_to(os.environ)
+    job = {"recipe": recipe.model_dump(mode="json"), "ways": ways, "limit_s": LIMIT_S}
+    died = ""
+    try:
+        run_rows(module, [], job, env, rows.append, start_limit_s=START_LIMIT_S)
+    except WorkerDiedError as error:
+        died = error.what.splitlines()[0]
+    kept = [{name: row.get(name) for name in ("way", "seconds", "problem", "error", "shapes")} for row in rows]
+    choice = Choice("attention", dict(key), fastest(kept), kept)
+    if not choice.chosen:
+        raise _none_right(asked, kept, died)
+    say(f"Attention: {choice.chosen}. {described(kept)}")
+    try:
+        store(Path(situation.app_dir), choice)
+    except StorageError as error:
+        say(f"The measurement could not be kept, so it will be made again. {error}")
+    return choice
+
+
+def _none_right(asked: str, rows: Sequence[Event], died: str) -> LoraRocmError:
+    if asked != "auto":
+        return unavailable(asked, rows[0]["problem"] if rows else died)
+    return MachineError(
+        "no-attention",
+        "No way of attention is right on this GPU at the shapes of this recipe. Nothing was trained.",
+        where=died or described(rows),
+        fix="lora-rocm doctor says what is known about this machine.",
+    )
+
+
+def ways_of(situation: Situation) -> tuple[str, ...]:
+    """The ways to try here. What failed the self-test is left out, and with it torch's own choice among all."""
+    verdict, names = situation.verdict, ("flash", "efficient", "cudnn")
+    failed = {name for name in names if verdict is not None and verdict.failed(f"attention.{name}.")}
+    out = {f"sdpa-{name}" for name in failed} | ({"sdpa"} if failed else set())
+    return tuple(way for way in WAYS if way not in out)
+
+
+def fastest(rows: Sequence[Event]) -> str:
+    """The fastest right way; torch's own choice if no other is clearly faster; "" if none is right."""
+    right = {row["way"]: row["seconds"] for row in rows if row["problem"] is None}
+    if not right:
+        return ""
+    best = min(right, key=lambda way: right[way])
+    return "sdpa" if "sdpa" in right and right[best] > WORTH * right["sdpa"] else best
