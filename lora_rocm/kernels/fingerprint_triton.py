@@ -38,16 +38,17 @@ def add_fingerprints(
     """One program per tile and buffer."""
     tile, buffer = tl.program_id(0), tl.program_id(1)
     words, count = words_0, count_0.to(tl.int64)  # large counts arrive as int64, and all need one type
-    if buffer == 1:
-        words, count = words_1, count_1.to(tl.int64)
-    elif buffer == 2:
-        words, count = words_2, count_2.to(tl.int64)
-    elif buffer == 3:
-        words, count = words_3, count_3.to(tl.int64)
-    elif buffer == 4:
-        words, count = words_4, count_4.to(tl.int64)
-    elif buffer == 5:
-        words, count = words_5, count_5.to(tl.int64)
+    # no branches: Triton 3.6 does not compile pointers from branches for AMD if the buffers are below 2 GiB
+    words = tl.where(buffer == 1, words_1, words)
+    count = tl.where(buffer == 1, count_1.to(tl.int64), count)
+    words = tl.where(buffer == 2, words_2, words)
+    count = tl.where(buffer == 2, count_2.to(tl.int64), count)
+    words = tl.where(buffer == 3, words_3, words)
+    count = tl.where(buffer == 3, count_3.to(tl.int64), count)
+    words = tl.where(buffer == 4, words_4, words)
+    count = tl.where(buffer == 4, count_4.to(tl.int64), count)
+    words = tl.where(buffer == 5, words_5, words)
+    count = tl.where(buffer == 5, count_5.to(tl.int64), count)
     first = tile.to(tl.int64) * TILE
     if first < count:
         place = tl.arange(0, TILE)

@@ -241,6 +241,7 @@ def _of_width(width: int) -> dict[str, Builder]:
         f"s_lshr_{b}": plain(u, lambda x, n: x >> (n & last).astype(x.dtype), u, "u32", scc=True),
         f"s_ashr_{i}": plain(i, lambda x, n: x >> (n & last).astype(x.dtype), i, "u32", scc=True),
         f"s_cselect_{b}": selected(u),
+        f"s_bcnt1_i32_{b}": plain("u32", lambda x: np.bitwise_count(x).astype(np.uint32), u, scc=True),
         f"s_ctz_i32_{b}": plain("u32", trailing_zeros, u),
         f"s_cmp_eq_{u}": compared("eq", u),
         f"s_cmp_lg_{u}": compared("lg", u),
