@@ -75,7 +75,8 @@ def to_integer(low: int, high: int) -> Function:
 
     def convert(x: Array) -> Array:
         whole = np.nan_to_num(np.trunc(x.astype(np.float64)), nan=0.0, posinf=high, neginf=low)
-        return np.clip(whole, low, high).astype(np.int64).astype(np.uint32)
+        found: Words = np.clip(whole, low, high).astype(np.int64).astype(np.uint32)
+        return found
 
     return convert
 
@@ -86,8 +87,8 @@ to_unsigned, to_signed = to_integer(0, 0xFFFFFFFF), to_integer(-0x80000000, 0x7F
 def bit_field(x: Array, first: Array, width: Array) -> Array:
     """Some bits of 32-bit numbers, with the sign of the highest where the numbers have signs."""
     up = np.maximum(32 - (first + width).astype(np.int64), 0).astype(x.dtype)
-    found = (x << up) >> np.minimum(up + first.astype(x.dtype), 31)
-    return np.where(width == 0, x.dtype.type(0), found)
+    found: Array = (x << up) >> np.minimum(up + first.astype(x.dtype), 31)
+    return np.where(width == 0, np.zeros_like(x), found)
 
 
 def high_product(x: Array, y: Array) -> Array:
@@ -149,7 +150,10 @@ def scaled_for_division(x: Array, divisor: Array, dividend: Array) -> tuple[Arra
     """A divisor or dividend, times 2**64 or 2**-64 where a quotient would leave the normal numbers; (x, flag)."""
     x, divisor, dividend = (np.ascontiguousarray(part) for part in np.broadcast_arrays(x, divisor, dividend))
     up, down = np.ldexp(x, 64), np.ldexp(x, -64)
-    is_divisor, is_dividend = x.view(np.uint32) == divisor.view(np.uint32), x.view(np.uint32) == dividend.view(np.uint32)
+    is_divisor, is_dividend = (
+        x.view(np.uint32) == divisor.view(np.uint32),
+        x.view(np.uint32) == dividend.view(np.uint32),
+    )
     of_divisor, of_dividend = exponent_bits(divisor), exponent_bits(dividend)
     tiny_inverse = (np.abs(1 / divisor.astype(np.float64)) < SMALLEST) & (divisor != 0)
     tiny_quotient = (np.abs(dividend.astype(np.float64) / divisor) < SMALLEST) & (dividend != 0)

@@ -11,7 +11,13 @@ import numpy.typing as npt
 from tests.machine_code.assembly import Instruction, Target
 from tests.machine_code.memory import Array
 from tests.machine_code.operands import (
-    Builder, Operation, Reader, read_scalar, read_words, vector_register, write_scalar,
+    Builder,
+    Operation,
+    Reader,
+    read_scalar,
+    read_words,
+    vector_register,
+    write_scalar,
 )  # fmt: skip
 from tests.machine_code.waves import Mask, Waves
 
@@ -119,7 +125,9 @@ def permlane_16(crossed: bool) -> Builder:
         into = vector_register(instruction, instruction.operands[0])
         words = read_words(instruction, instruction.operands[1])
         low, high = (read_scalar(instruction, text, "i32") for text in instruction.operands[2:4])
-        all_sources, zeroed = (digit == "1" for digit in re.findall(r"\d", instruction.modifiers.get("op_sel", "[0,0]")))
+        all_sources, zeroed = (
+            digit == "1" for digit in re.findall(r"\d", instruction.modifiers.get("op_sel", "[0,0]"))
+        )
         lane = np.arange(target.lanes)
         row = (lane ^ ROW if crossed else lane) & ~(ROW - 1)
 
@@ -141,7 +149,9 @@ def permlane_64(instruction: Instruction, target: Target) -> Operation:
     """The other half of a wave of 64 threads; with 32 nothing is moved."""
     into = vector_register(instruction, instruction.operands[0])
     words = read_words(instruction, instruction.operands[1])
-    return lambda waves: waves.write_vector(into, np.roll(words(waves), waves.lanes // 2 if waves.lanes == 64 else 0, 1))
+    return lambda waves: waves.write_vector(
+        into, np.roll(words(waves), waves.lanes // 2 if waves.lanes == 64 else 0, 1)
+    )
 
 
 def swapped_rows(width: int) -> Builder:
@@ -218,7 +228,9 @@ def counted_below(first: int) -> Builder:
         bits, more = (read_words(instruction, text) for text in instruction.operands[1:3])
         below = np.clip(np.arange(target.lanes) - first, 0, 32).astype(np.uint64)
         mask = ((np.uint64(1) << below) - np.uint64(1)).astype(np.uint32)
-        return lambda waves: waves.write_vector(into, np.bitwise_count(bits(waves) & mask).astype(np.uint32) + more(waves))
+        return lambda waves: waves.write_vector(
+            into, np.bitwise_count(bits(waves) & mask).astype(np.uint32) + more(waves)
+        )
 
     return build
 

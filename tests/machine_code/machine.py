@@ -15,7 +15,13 @@ import numpy as np
 
 from tests.machine_code import cross_lane, memory_access, packed, scalar, vector
 from tests.machine_code.assembly import Instruction, Program, Target, parse
-from tests.machine_code.errors import BarrierError, EndlessError, MachineCodeError, OutOfBoundsError, UnknownArgumentError
+from tests.machine_code.errors import (
+    BarrierError,
+    EndlessError,
+    MachineCodeError,
+    OutOfBoundsError,
+    UnknownArgumentError,
+)
 from tests.machine_code.memory import Array, Buffers, Lds
 from tests.machine_code.operands import Builder, Operation
 from tests.machine_code.vector import Computed
@@ -30,14 +36,22 @@ INSTRUCTIONS: dict[str, Builder] = {
     **cross_lane.INSTRUCTIONS,
     **memory_access.INSTRUCTIONS,
 }
+
+
+def _any(mask: Mask) -> Mask:
+    """Whether a wave has a bit that is set."""
+    found: Mask = np.asarray(mask.any(axis=1))
+    return found
+
+
 BRANCHES: dict[str, Callable[[Waves], Mask]] = {
     "s_branch": lambda waves: np.ones(waves.count, np.bool_),
     "s_cbranch_scc0": lambda waves: ~waves.scc,
     "s_cbranch_scc1": lambda waves: waves.scc,
-    "s_cbranch_vccz": lambda waves: ~waves.mask(VCC).any(axis=1),
-    "s_cbranch_vccnz": lambda waves: waves.mask(VCC).any(axis=1),
-    "s_cbranch_execz": lambda waves: ~waves.on.any(axis=1),
-    "s_cbranch_execnz": lambda waves: waves.on.any(axis=1),
+    "s_cbranch_vccz": lambda waves: ~_any(waves.mask(VCC)),
+    "s_cbranch_vccnz": lambda waves: _any(waves.mask(VCC)),
+    "s_cbranch_execz": lambda waves: ~_any(waves.on),
+    "s_cbranch_execnz": lambda waves: _any(waves.on),
 }
 
 
@@ -93,7 +107,8 @@ def decode(text: str) -> Decoded:
 def _bound(program: Program, number: int) -> Step:
     halves = program.steps[number]
     if len(halves) == 2:
-        return _both(*(_operation(half, program.target) for half in halves), halves[0])
+        first, second = (_operation(half, program.target) for half in halves)
+        return _both(first, second, halves[0])
     (instruction,) = halves
     if scalar.is_ignored(instruction):
         return None
@@ -171,44 +186,53 @@ class _Run:
 
     def _go(self, waves: Waves, at: int, until: int) -> None:
         """Run some waves until they end, wait, part ways or come to where others are."""
-        while True:
-            step = self._steps[at]
+        following: int | None = at
+        while following is not None:
+            at = following
             self._left -= 1
             if self._left < 0:
                 raise EndlessError(f"waves still run after the largest number of steps, at {self._line(at)}")
             try:
-                if isinstance(step, End):
-                    return self._ended.append(waves)
-                if isinstance(step, Branch):
-                    taken = step.taken(waves)
-                    if not taken.all() and taken.any():
-                        return self._part(waves, taken, step.step, at + 1)
-                    at = step.step if taken.all() else at + 1
-                elif isinstance(step, Barrier):
-                    if self._held(waves, step):
-                        return self._waiting.setdefault(at, []).append(waves)
-                    at += 1
-                else:
-                    if step is not None:
-                        step(waves)
-                    at += 1
+                following = self._step(waves, at)
             except MachineCodeError as error:
-                if error.args and "line" not in str(error):
-                    error.args = (f"{error}: {self._line(at)}",)
-                raise
-            if at >= until or self._ready and at < until and at in self._ready:
-                return self._ready.setdefault(at, []).append(waves)
+                raise type(error)(f"{error}: {self._line(at)}") from error
+            if following is not None and following >= until:
+                return self._ready.setdefault(following, []).append(waves)
 
-    def _part(self, waves: Waves, taken: Mask, there: int, here: int) -> None:
-        self._ready.setdefault(there, []).append(waves.take(taken))
-        self._ready.setdefault(here, []).append(waves.take(~taken))
+    def _step(self, waves: Waves, at: int) -> int | None:
+        """Take one step; return the next one, or None where the waves do not go on together."""
+        step = self._steps[at]
+        if step is None:
+            return at + 1
+        if isinstance(step, Branch):
+            return self._branch(waves, step, at)
+        if isinstance(step, Barrier):
+            return self._barrier(waves, step, at)
+        if isinstance(step, End):
+            self._ended.append(waves)
+            return None
+        step(waves)
+        return at + 1
 
-    def _held(self, waves: Waves, barrier: Barrier) -> bool:
+    def _branch(self, waves: Waves, branch: Branch, at: int) -> int | None:
+        taken = branch.taken(waves)
+        if taken.all():
+            return branch.step
+        if not taken.any():
+            return at + 1
+        self._ready.setdefault(branch.step, []).append(waves.take(taken))
+        self._ready.setdefault(at + 1, []).append(waves.take(~taken))
+        return None
+
+    def _barrier(self, waves: Waves, barrier: Barrier, at: int) -> int | None:
         if barrier.signals:
             waves.signalled[:] = True
-        if barrier.waits and not waves.signalled.all():
+        if not barrier.waits:
+            return at + 1
+        if not waves.signalled.all():
             raise BarrierError("a wave waits at a barrier that it did not signal")
-        return barrier.waits
+        self._waiting.setdefault(at, []).append(waves)
+        return None
 
     def _line(self, at: int) -> str:
         instruction = self._program.steps[at][0]
@@ -247,7 +271,7 @@ def launch(
     buffers = Buffers([*contents, kernarg])
     buffers.content(len(contents))[:] = _arguments(program, values, buffers)
     sizes = (*grid, 1, 1)[:3]
-    waves = _start(program, sizes, threads, lds_size, buffers, noise)
+    waves = start_of(program, sizes, threads, lds_size, buffers, noise)
     _set_up(program, waves, sizes, buffers.address(len(contents)))
     execute(decoded, waves, most_steps)
     for number, content in enumerate(contents):
@@ -261,7 +285,9 @@ SCRATCH = 2
 def _arguments(program: Program, values: Sequence[Array | int | float], buffers: Buffers) -> Array:
     places = program.arguments
     if len(places) != len(values) + SCRATCH:
-        raise UnknownArgumentError(f"the kernel takes {len(places)} arguments, {SCRATCH} of its own; {len(values)} are given")
+        raise UnknownArgumentError(
+            f"the kernel takes {len(places)} arguments, {SCRATCH} of its own; {len(values)} are given"
+        )
     block = bytearray(max(place.offset + place.size for place in places))
     number = 0
     for place, value in zip(places, (*values, *[0] * SCRATCH), strict=True):
@@ -278,7 +304,7 @@ def _arguments(program: Program, values: Sequence[Array | int | float], buffers:
     return np.frombuffer(bytes(block), np.uint8)
 
 
-def _start(
+def start_of(
     program: Program, sizes: tuple[int, ...], threads: int, lds_size: int, buffers: Buffers, noise: int
 ) -> Waves:
     """All waves of a launch, with noise in their registers and every thread on."""

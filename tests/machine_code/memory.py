@@ -52,7 +52,8 @@ class Buffers:
             MisalignedError: an address is not a multiple of the size, or of 4 bytes if it is larger.
         """
         first, units, memory = self._places(addresses, size)
-        return memory[first[:, None] + np.arange(units)].astype(np.uint32, copy=False)
+        found: Words = memory[first[:, None] + np.arange(units)].astype(np.uint32, copy=False)
+        return found
 
     def store(self, addresses: Numbers, size: int, words: Words) -> None:
         """As ``load``. Where threads write to the same place, one of them wins."""
@@ -119,7 +120,9 @@ class Lds:
         at = self._words_at(groups, addresses, size)
         wave = np.broadcast_to(waves[:, None], at[1].shape)
         if not self._written[at].all():
-            raise LdsUnwrittenError(f"byte {int(addresses[~self._written[at].all(1)][0])} of LDS is read before written")
+            raise LdsUnwrittenError(
+                f"byte {int(addresses[~self._written[at].all(1)][0])} of LDS is read before written"
+            )
         writer = self._writer[at]
         if ((writer != NOBODY) & (writer != wave)).any():
             raise LdsRaceError("LDS is read that another wave wrote, without a barrier between")

@@ -12,7 +12,14 @@ from tests.machine_code.assembly import Instruction, Target
 from tests.machine_code.errors import BarrierError
 from tests.machine_code.memory import Numbers, Words
 from tests.machine_code.operands import (
-    Builder, Operation, Reader, read_scalar, read_words, register_of, scalar_register, vector_register,
+    Builder,
+    Operation,
+    Reader,
+    read_scalar,
+    read_words,
+    register_of,
+    scalar_register,
+    vector_register,
 )  # fmt: skip
 from tests.machine_code.waves import Mask, Waves
 
@@ -156,7 +163,7 @@ def lds(stores: bool, size: int, accesses: int, unit: int) -> Builder:
         if stores:
             address = read_words(instruction, instruction.operands[0])
             data = [_words(instruction, text, size // 4) for text in instruction.operands[1:]]
-            return _checked(lambda waves: [_lds_store(waves, address, o, d) for o, d in zip(offsets, data, strict=True)])
+            return _checked(lambda waves: _lds_store(waves, address, offsets, data))
         address = read_words(instruction, instruction.operands[1])
         first = vector_register(instruction, instruction.operands[0])
         return _checked(lambda waves: _lds_load(waves, address, offsets, size, first))
@@ -164,7 +171,7 @@ def lds(stores: bool, size: int, accesses: int, unit: int) -> Builder:
     return build
 
 
-def _checked(run: Callable[[Waves], object]) -> Operation:
+def _checked(run: Operation) -> Operation:
     def checked(waves: Waves) -> None:
         if waves.signalled.any():
             raise BarrierError("a wave touches LDS between the two halves of a barrier")
@@ -180,8 +187,9 @@ def _threads(waves: Waves, address: Reader, offset: int) -> tuple[Numbers, Numbe
     return waves.group[which], waves.wave[which], at[waves.on]
 
 
-def _lds_store(waves: Waves, address: Reader, offset: int, data: Callable[[Waves], Words]) -> None:
-    waves.lds.store(*_threads(waves, address, offset), np.ascontiguousarray(data(waves)[waves.on]))
+def _lds_store(waves: Waves, address: Reader, offsets: list[int], data: list[Callable[[Waves], Words]]) -> None:
+    for offset, words in zip(offsets, data, strict=True):
+        waves.lds.store(*_threads(waves, address, offset), np.ascontiguousarray(words(waves)[waves.on]))
 
 
 def _lds_load(waves: Waves, address: Reader, offsets: list[int], size: int, first: int) -> None:

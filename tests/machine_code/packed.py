@@ -9,7 +9,17 @@ import numpy as np
 from tests.machine_code.arithmetic import Function, fma
 from tests.machine_code.assembly import Instruction, Target
 from tests.machine_code.memory import Array, Words
-from tests.machine_code.operands import Builder, Operation, Reader, constant, read, read_words, register_of, vector_register, write
+from tests.machine_code.operands import (
+    Builder,
+    Operation,
+    Reader,
+    constant,
+    read,
+    read_words,
+    register_of,
+    vector_register,
+    write,
+)
 from tests.machine_code.vector import Computed, alu, applied, sources_of
 from tests.machine_code.waves import Waves
 
@@ -60,7 +70,7 @@ def _only(instruction: Instruction, *known: str) -> None:
 
 
 def pair_of_f32(function: Function) -> Builder:
-    """Two float32 in two registers. op_sel and op_sel_hi: which register of each source makes the first and the second."""
+    """Two float32 in two registers. op_sel, op_sel_hi: which register of each source makes the first, the second."""
 
     def build(instruction: Instruction, target: Target) -> Operation:
         _only(instruction, "op_sel", "op_sel_hi", "neg_lo", "neg_hi")
@@ -97,7 +107,9 @@ def moved_pair(instruction: Instruction, target: Target) -> Operation:
     _only(instruction, "op_sel", "op_sel_hi")
     number = vector_register(instruction, instruction.operands[0])
     parts = _choices(instruction, "op_sel", 0, 2)
-    x, y = (read_words(instruction, text, "u32", part) for text, part in zip(instruction.operands[1:], parts, strict=True))
+    x, y = (
+        read_words(instruction, text, "u32", part) for text, part in zip(instruction.operands[1:], parts, strict=True)
+    )
 
     def run(waves: Waves) -> None:
         low, high = x(waves).copy(), y(waves)

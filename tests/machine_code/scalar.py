@@ -9,13 +9,27 @@ from dataclasses import replace
 import numpy as np
 
 from tests.machine_code.arithmetic import (
-    COMPARISONS, Function, bit_field, fma, high_product, reciprocal, reversed_bits, to_signed, to_unsigned,
+    COMPARISONS,
+    Function,
+    bit_field,
+    fma,
+    high_product,
+    reciprocal,
+    reversed_bits,
+    to_signed,
+    to_unsigned,
     trailing_zeros,
 )  # fmt: skip
 from tests.machine_code.assembly import Instruction, Target
 from tests.machine_code.memory import Array
 from tests.machine_code.operands import (
-    Builder, Operation, Reader, read_mask, read_scalar, scalar_register, write_scalar,
+    Builder,
+    Operation,
+    Reader,
+    read_mask,
+    read_scalar,
+    scalar_register,
+    write_scalar,
 )  # fmt: skip
 from tests.machine_code.waves import EXEC, Mask, Waves
 
@@ -156,14 +170,17 @@ def save_exec(function: Callable[[Mask, Mask], Mask], lanes: int) -> Builder:
         _expect(instruction, 2)
         if target.lanes != lanes:
             raise instruction.unknown("width")
-        kept, given = scalar_register(instruction, instruction.operands[0]), read_mask(instruction, instruction.operands[1])
+        kept, given = (
+            scalar_register(instruction, instruction.operands[0]),
+            read_mask(instruction, instruction.operands[1]),
+        )
 
         def run(waves: Waves) -> None:
             before, mask = waves.on, given(waves)
             waves.write_mask(kept, before)
             after = function(before, mask)
             waves.write_mask(EXEC, after)
-            waves.scc = after.any(axis=1)
+            waves.scc = np.asarray(after.any(axis=1))
 
         return run
 

@@ -26,7 +26,7 @@ QUICK = (("gfx1100", "bfloat16"), ("gfx942", "float16"))
 ARCHS = ("gfx1100", "gfx942", "gfx1151", "gfx1201", "gfx1030", "gfx1010", "gfx90a", "gfx908", "gfx950", "gfx906")
 FORMATS = ("bfloat16", "float16", "float32")
 LARGE_ARCHS = ("gfx1100", "gfx1201", "gfx942")
-TINY = (*SMALL, FINGERPRINTS)
+TINY: tuple[Case | ExactCase, ...] = (*SMALL, FINGERPRINTS)
 TOO_LARGE = (1, 320, 160, 164)
 
 
@@ -84,7 +84,9 @@ def outcome(card: Card, case: Case) -> list[torch.Tensor]:
     return [tensor for _, tensor in made]
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, id=c.name, marks=() if c is SMALL[5] else pytest.mark.slow) for c in SMALL])
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=c.name, marks=() if c is SMALL[5] else pytest.mark.slow) for c in SMALL]
+)
 @pytest.mark.parametrize("arch", ("gfx1100", "gfx942"))
 def test_no_kernel_reads_a_register_that_it_did_not_write(arch: str, case: Case) -> None:
     one, other = (outcome(Card(arch, noise), case) for noise in (1, 2))

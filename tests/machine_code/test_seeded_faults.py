@@ -107,11 +107,13 @@ CODE = (
     CodeFault("the first barrier is missing", r"s_barrier\n", "s_nop 0\n", LdsRaceError),
     CodeFault("the second barrier is missing", r"s_barrier\n", "s_nop 0\n", LdsRaceError, number=1),
     CodeFault("a step of a sum in a row is missing", r"v_add_f32_dpp .*row_shr:4.*", "s_nop 0"),
-    CodeFault("threads are exchanged by a wrong mask", r"row_xmask:\d+", "row_xmask:3", case=GROUP_NORM),
+    CodeFault("threads are not exchanged", r"row_xmask:\d+|quad_perm:\[\S+\]", "quad_perm:[0,1,2,3]"),
     CodeFault("rows are not exchanged", r"v_permlanex16_b32 .*", "s_nop 0"),
     CodeFault("the last thread but one is read", r"(v_readlane_b32 .*), 31\b", r"\1, 30"),
     CodeFault("a number is not rounded to bfloat16", r"v_add3_u32 .*0x7fff\b", "s_nop 0"),
-    CodeFault("threads without a number read", r"(v_cndmask_b32_e64 v\d+), 0x80000000,", r"\1, 0x70000000,", OutOfBoundsError),
+    CodeFault(
+        "threads without a number read", r"(v_cndmask_b32_e64 v\d+), 0x80000000,", r"\1, 0x70000000,", OutOfBoundsError
+    ),
     CodeFault("an address is not computed", r"v_cndmask_b32_e64 v\d+, 0x80000000,.*", "s_nop 0", OutOfBoundsError),
 )
 

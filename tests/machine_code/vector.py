@@ -8,17 +8,41 @@ from dataclasses import dataclass
 import numpy as np
 
 from tests.machine_code.arithmetic import (
-    COMPARISONS, Function, bit_field, bitwise, exp2, exponent_bits, fixed_quotient, fma, high_product, permuted_bytes,
-    reciprocal, reversed_bits, scaled_for_division, to_signed, to_unsigned,
+    COMPARISONS,
+    Function,
+    bit_field,
+    bitwise,
+    exp2,
+    exponent_bits,
+    fixed_quotient,
+    fma,
+    high_product,
+    permuted_bytes,
+    reciprocal,
+    reversed_bits,
+    scaled_for_division,
+    to_signed,
+    to_unsigned,
 )  # fmt: skip
 from tests.machine_code.assembly import Instruction, Target
 from tests.machine_code.cross_lane import lane_move
 from tests.machine_code.memory import Array
 from tests.machine_code.operands import (
-    DTYPES, Builder, Operation, Reader, Writer, as_type, read, read_mask, read_words, write, write_long, write_mask,
+    DTYPES,
+    Builder,
+    Operation,
+    Reader,
+    Writer,
+    as_type,
+    read,
+    read_mask,
+    read_words,
     vector_register,
+    write,
+    write_long,
+    write_mask,
 )  # fmt: skip
-from tests.machine_code.waves import EXEC, VCC, Mask, Waves
+from tests.machine_code.waves import VCC, Mask, Waves
 
 SELECTIONS = {"dst_sel", "dst_unused", "src0_sel", "src1_sel"}
 
@@ -144,7 +168,7 @@ def carried(sign: int, swapped: bool, with_carry: bool) -> Builder:
 
 
 def multiplied_wide(dtype: str, wide: str) -> Builder:
-    """A product of 32-bit numbers plus one of 64 bits. The carry is not modelled: it may go to ``null`` or be unused."""
+    """A product of 32-bit numbers plus one of 64 bits. Its carry, which compiled code does not use, becomes 0."""
 
     def build(instruction: Instruction, target: Target) -> Operation:
         into, carry, *texts = instruction.operands
@@ -213,41 +237,41 @@ def _halves(function: Function) -> Function:
     return lambda x, y, *more: function(_low_bits(x, 24), _low_bits(y, 24), *more)
 
 
-U, I, F = ("u32", "u32"), ("i32", "i32"), ("f32", "f32")
+UU, II, FF = ("u32", "u32"), ("i32", "i32"), ("f32", "f32")
 INTEGERS: dict[str, Builder] = {
     "v_not_b32": alu("u32", lambda x: ~x, "u32"),
     "v_bfrev_b32": alu("u32", reversed_bits, "u32"),
-    "v_and_b32": alu("u32", lambda x, y: x & y, *U),
-    "v_or_b32": alu("u32", lambda x, y: x | y, *U),
-    "v_xor_b32": alu("u32", lambda x, y: x ^ y, *U),
-    "v_or3_b32": alu("u32", lambda x, y, z: x | y | z, *U, "u32"),
-    "v_xor3_b32": alu("u32", lambda x, y, z: x ^ y ^ z, *U, "u32"),
-    "v_and_or_b32": alu("u32", lambda x, y, z: (x & y) | z, *U, "u32"),
-    "v_xad_u32": alu("u32", lambda x, y, z: (x ^ y) + z, *U, "u32"),
-    "v_bfi_b32": alu("u32", lambda mask, x, y: (mask & x) | (~mask & y), *U, "u32"),
+    "v_and_b32": alu("u32", lambda x, y: x & y, *UU),
+    "v_or_b32": alu("u32", lambda x, y: x | y, *UU),
+    "v_xor_b32": alu("u32", lambda x, y: x ^ y, *UU),
+    "v_or3_b32": alu("u32", lambda x, y, z: x | y | z, *UU, "u32"),
+    "v_xor3_b32": alu("u32", lambda x, y, z: x ^ y ^ z, *UU, "u32"),
+    "v_and_or_b32": alu("u32", lambda x, y, z: (x & y) | z, *UU, "u32"),
+    "v_xad_u32": alu("u32", lambda x, y, z: (x ^ y) + z, *UU, "u32"),
+    "v_bfi_b32": alu("u32", lambda mask, x, y: (mask & x) | (~mask & y), *UU, "u32"),
     "v_bitop3_b32": bitwise_operation,
-    "v_perm_b32": alu("u32", permuted_bytes, *U, "u32"),
-    "v_add_nc_u32": alu("u32", lambda x, y: x + y, *U),
-    "v_sub_nc_u32": alu("u32", lambda x, y: x - y, *U),
-    "v_subrev_nc_u32": alu("u32", lambda x, y: y - x, *U),
-    "v_add3_u32": alu("u32", lambda x, y, z: x + y + z, *U, "u32"),
-    "v_mul_lo_u32": alu("u32", lambda x, y: x * y, *U),
-    "v_mul_hi_u32": alu("u32", high_product, *U),
-    "v_mul_hi_i32": alu("i32", high_product, *I),
-    "v_mul_i32_i24": alu("i32", _halves(lambda x, y: x * y), *I),
-    "v_mad_i32_i24": alu("i32", _halves(lambda x, y, z: x * y + z), *I, "i32"),
-    "v_min_i32": alu("i32", np.minimum, *I),
-    "v_max_i32": alu("i32", np.maximum, *I),
-    "v_min_u32": alu("u32", np.minimum, *U),
-    "v_max_u32": alu("u32", np.maximum, *U),
-    "v_lshlrev_b32": alu("u32", lambda n, x: x << (n & 31), *U),
-    "v_lshrrev_b32": alu("u32", lambda n, x: x >> (n & 31), *U),
-    "v_ashrrev_i32": alu("i32", lambda n, x: x >> (n & 31), *I),
-    "v_lshl_add_u32": alu("u32", lambda x, n, z: (x << (n & 31)) + z, *U, "u32"),
-    "v_lshl_or_b32": alu("u32", lambda x, n, z: (x << (n & 31)) | z, *U, "u32"),
-    "v_add_lshl_u32": alu("u32", lambda x, y, n: (x + y) << (n & 31), *U, "u32"),
-    "v_bfe_u32": alu("u32", lambda x, first, width: bit_field(x, first & 31, width & 31), *U, "u32"),
-    "v_bfe_i32": alu("i32", lambda x, first, width: bit_field(x, first & 31, width & 31), "i32", *U),
+    "v_perm_b32": alu("u32", permuted_bytes, *UU, "u32"),
+    "v_add_nc_u32": alu("u32", lambda x, y: x + y, *UU),
+    "v_sub_nc_u32": alu("u32", lambda x, y: x - y, *UU),
+    "v_subrev_nc_u32": alu("u32", lambda x, y: y - x, *UU),
+    "v_add3_u32": alu("u32", lambda x, y, z: x + y + z, *UU, "u32"),
+    "v_mul_lo_u32": alu("u32", lambda x, y: x * y, *UU),
+    "v_mul_hi_u32": alu("u32", high_product, *UU),
+    "v_mul_hi_i32": alu("i32", high_product, *II),
+    "v_mul_i32_i24": alu("i32", _halves(lambda x, y: x * y), *II),
+    "v_mad_i32_i24": alu("i32", _halves(lambda x, y, z: x * y + z), *II, "i32"),
+    "v_min_i32": alu("i32", np.minimum, *II),
+    "v_max_i32": alu("i32", np.maximum, *II),
+    "v_min_u32": alu("u32", np.minimum, *UU),
+    "v_max_u32": alu("u32", np.maximum, *UU),
+    "v_lshlrev_b32": alu("u32", lambda n, x: x << (n & 31), *UU),
+    "v_lshrrev_b32": alu("u32", lambda n, x: x >> (n & 31), *UU),
+    "v_ashrrev_i32": alu("i32", lambda n, x: x >> (n & 31), *II),
+    "v_lshl_add_u32": alu("u32", lambda x, n, z: (x << (n & 31)) + z, *UU, "u32"),
+    "v_lshl_or_b32": alu("u32", lambda x, n, z: (x << (n & 31)) | z, *UU, "u32"),
+    "v_add_lshl_u32": alu("u32", lambda x, y, n: (x + y) << (n & 31), *UU, "u32"),
+    "v_bfe_u32": alu("u32", lambda x, first, width: bit_field(x, first & 31, width & 31), *UU, "u32"),
+    "v_bfe_i32": alu("i32", lambda x, first, width: bit_field(x, first & 31, width & 31), "i32", *UU),
     "v_lshlrev_b64": alu("u64", lambda n, x: x << (n & 63).astype(np.uint64), "u32", "u64"),
     "v_lshl_add_u64": alu("u64", lambda x, n, z: (x << (n & 7).astype(np.uint64)) + z, "u64", "u32", "u64"),
     "v_mad_u64_u32": multiplied_wide("u32", "u64"),
@@ -260,21 +284,21 @@ INTEGERS: dict[str, Builder] = {
     "v_subrev_co_ci_u32": carried(-1, swapped=True, with_carry=True),
 }
 FLOATS: dict[str, Builder] = {
-    "v_add_f32": alu("f32", lambda x, y: x + y, *F),
-    "v_sub_f32": alu("f32", lambda x, y: x - y, *F),
-    "v_subrev_f32": alu("f32", lambda x, y: y - x, *F),
-    "v_mul_f32": alu("f32", lambda x, y: x * y, *F),
-    "v_max_f32": alu("f32", np.fmax, *F),
-    "v_min_f32": alu("f32", np.fmin, *F),
-    "v_max_num_f32": alu("f32", np.fmax, *F),
-    "v_min_num_f32": alu("f32", np.fmin, *F),
-    "v_fma_f32": alu("f32", fma, *F, "f32"),
-    "v_fmaak_f32": alu("f32", fma, *F, "f32"),
-    "v_fmamk_f32": alu("f32", fma, *F, "f32"),
-    "v_madmk_f32": alu("f32", lambda x, y, z: x * y + z, *F, "f32"),
-    "v_madak_f32": alu("f32", lambda x, y, z: x * y + z, *F, "f32"),
-    "v_fmac_f32": alu("f32", fma, *F, accumulates=True),
-    "v_mac_f32": alu("f32", lambda x, y, z: x * y + z, *F, accumulates=True),
+    "v_add_f32": alu("f32", lambda x, y: x + y, *FF),
+    "v_sub_f32": alu("f32", lambda x, y: x - y, *FF),
+    "v_subrev_f32": alu("f32", lambda x, y: y - x, *FF),
+    "v_mul_f32": alu("f32", lambda x, y: x * y, *FF),
+    "v_max_f32": alu("f32", np.fmax, *FF),
+    "v_min_f32": alu("f32", np.fmin, *FF),
+    "v_max_num_f32": alu("f32", np.fmax, *FF),
+    "v_min_num_f32": alu("f32", np.fmin, *FF),
+    "v_fma_f32": alu("f32", fma, *FF, "f32"),
+    "v_fmaak_f32": alu("f32", fma, *FF, "f32"),
+    "v_fmamk_f32": alu("f32", fma, *FF, "f32"),
+    "v_madmk_f32": alu("f32", lambda x, y, z: x * y + z, *FF, "f32"),
+    "v_madak_f32": alu("f32", lambda x, y, z: x * y + z, *FF, "f32"),
+    "v_fmac_f32": alu("f32", fma, *FF, accumulates=True),
+    "v_mac_f32": alu("f32", lambda x, y, z: x * y + z, *FF, accumulates=True),
     "v_rcp_f32": alu("f32", reciprocal, "f32"),
     "v_rcp_iflag_f32": alu("f32", reciprocal, "f32"),
     "v_sqrt_f32": alu("f32", np.sqrt, "f32"),
@@ -286,7 +310,7 @@ FLOATS: dict[str, Builder] = {
     "v_ldexp_f32": alu("f32", np.ldexp, "f32", "i32"),
     "v_div_scale_f32": division_scaled,
     "v_div_fmas_f32": division_fma,
-    "v_div_fixup_f32": alu("f32", fixed_quotient, *F, "f32"),
+    "v_div_fixup_f32": alu("f32", fixed_quotient, *FF, "f32"),
     "v_cvt_f32_i32": alu("f32", lambda x: x.astype(np.float32), "i32"),
     "v_cvt_f32_u32": alu("f32", lambda x: x.astype(np.float32), "u32"),
     "v_cvt_i32_f32": alu("u32", to_signed, "f32"),

@@ -99,7 +99,7 @@ class Waves:
             self.write_scalar(register + part, words[:, part])
         self._masks[register] = mask
 
-    def write_scalar(self, register: int, words: Array) -> None:
+    def write_scalar(self, register: int, words: Array | np.uint32) -> None:
         """Write one number per wave."""
         self._masks.pop(register, None)
         self._masks.pop(register - 1, None)
