@@ -133,11 +133,10 @@ class Lds:
         return self._words[at]
 
     def store(self, groups: Numbers, waves: Numbers, addresses: Numbers, words: Words) -> None:
-        """As ``load``. Equal words may be written by several threads and waves.
+        """As ``load``. Several waves may write equal words. Of the threads of a wave the last one wins.
 
         Raises:
-            LdsRaceError: a word that another wave read, or wrote otherwise, since the last barrier; or that two threads
-                write differently.
+            LdsRaceError: a word that another wave read, or wrote otherwise, since the last barrier.
         """
         at = self._words_at(groups, addresses, 4 * words.shape[1])
         wave = np.broadcast_to(waves[:, None], at[1].shape)
@@ -147,12 +146,10 @@ class Lds:
             raise LdsRaceError("LDS is written that another wave wrote, without a barrier between")
         if ((reader != NOBODY) & (reader != wave)).any():
             raise LdsRaceError("LDS is written that another wave read, without a barrier between")
-        self._words[at] = words
-        if (self._words[at] != words).any():
-            raise LdsRaceError("two threads write different words to the same place of LDS at once")
-        self._written[at] = True
-        self._writer[at] = np.where(of_others, SEVERAL, wave)
-        alone = self._writer[at] == wave
+        self._words[at], self._writer[at], self._written[at] = words, wave, True
+        alone = (self._writer[at] == wave) & ~of_others
+        if ((self._words[at] != words) & (self._writer[at] != wave)).any():
+            raise LdsRaceError("two waves write different words to the same place of LDS at once")
         self._writer[at[0][~alone], at[1][~alone]] = SEVERAL
 
     def _words_at(self, groups: Numbers, addresses: Numbers, size: int) -> tuple[Numbers, Numbers]:

@@ -145,6 +145,8 @@ def test_uses_of_lds_that_are_no_races() -> None:
         ds_load_b32 v4, v2"""
     )
     on_lds("v_mov_b32 v3, 5\nds_store_b32 v1, v3\nds_store_b32 v2, v3")  # equal words
+    state = run("gfx1100", "v_mov_b32 v1, 0\nds_store_b32 v1, v3\nds_load_b32 v4, v1", {3: LANE + 700}, lds=4)
+    assert int(state.vector[4, 0, 0]) == 731  # one wave, its last thread
 
 
 def test_halves_of_a_barrier() -> None:
