@@ -20,6 +20,7 @@ FIRST_ADDRESS = 0x7E00_0000_0000
 GAP = 4096  # bytes that belong to nobody between two buffers; no access is as long
 UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 NOBODY, SEVERAL = -1, -2
+MOST_WAVES = 64  # of a workgroup
 
 
 class Buffers:
@@ -138,6 +139,9 @@ class Lds:
         Raises:
             LdsRaceError: a word that another wave read, or wrote otherwise, since the last barrier.
         """
+        places = (groups * self._size + addresses) * MOST_WAVES + waves
+        last = len(places) - 1 - np.unique(places[::-1], return_index=True)[1]
+        groups, waves, addresses, words = groups[last], waves[last], addresses[last], words[last]
         at = self._words_at(groups, addresses, 4 * words.shape[1])
         wave = np.broadcast_to(waves[:, None], at[1].shape)
         writer, reader = self._writer[at], self._reader[at]
@@ -148,7 +152,7 @@ class Lds:
             raise LdsRaceError("LDS is written that another wave read, without a barrier between")
         self._words[at], self._writer[at], self._written[at] = words, wave, True
         alone = (self._writer[at] == wave) & ~of_others
-        if ((self._words[at] != words) & (self._writer[at] != wave)).any():
+        if (self._words[at] != words).any():
             raise LdsRaceError("two waves write different words to the same place of LDS at once")
         self._writer[at[0][~alone], at[1][~alone]] = SEVERAL
 
