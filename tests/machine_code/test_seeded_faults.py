@@ -1,0 +1,166 @@
+"""Faults that are put into the kernels' sources and into their machine code: each is found.
+
+Without a fault the same cases pass (``test_kernels.py``).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from lora_rocm.checks.kernel_check import SMALL, first_wrong
+from tests.machine_code.errors import LdsRaceError, MachineCodeError, OutOfBoundsError
+
+pytest.importorskip("triton")
+
+from tests.machine_code.card import Card, in_use  # noqa: E402  (needs triton)
+
+GEGLU, LAYER_NORM, SUM_NORM, GROUP_NORM, PLAIN_GROUP_NORM, _, RESIDUAL = range(len(SMALL))
+
+
+@dataclass(frozen=True)
+class SourceFault:
+    """A text in a module of kernels that is exchanged once, and what is found then; None: wrong numbers."""
+
+    what: str
+    module: str
+    old: str
+    new: str
+    case: int
+    found: type[MachineCodeError] | None = OutOfBoundsError
+
+    def __str__(self) -> str:
+        return self.what
+
+
+SOURCE = (
+    SourceFault(
+        "GroupNorm reads weights without their mask",
+        "group_norm_triton",
+        "w = tl.load(weight + channel, mask=is_channel, other=0.0)",
+        "w = tl.load(weight + channel)",
+        GROUP_NORM,
+    ),
+    SourceFault(
+        "LayerNorm reads weights without their mask",
+        "layer_norm_triton",
+        "w = tl.load(weight + column, mask=inside, other=0.0)",
+        "w = tl.load(weight + column)",
+        LAYER_NORM,
+    ),
+    SourceFault(
+        "GEGLU stores without a mask",
+        "geglu_triton",
+        "(a * gelu).to(out.dtype.element_ty), mask=inside)",
+        "(a * gelu).to(out.dtype.element_ty))",
+        GEGLU,
+    ),
+    SourceFault(
+        "spreads are stored without a mask",
+        "group_norm_triton",
+        "tl.store(spreads + part * channels + channel, spread, mask=channel < channels)",
+        "tl.store(spreads + part * channels + channel, spread)",
+        PLAIN_GROUP_NORM,
+    ),
+    SourceFault(
+        "pixels outside of the image count in the moments",
+        "group_norm_triton",
+        "away = tl.where(inside, value - mean[None, :], 0.0)",
+        "away = value - mean[None, :]",
+        PLAIN_GROUP_NORM,
+        None,
+    ),
+    SourceFault(
+        "one chunk too many is joined",
+        "group_norm_triton",
+        "inside = (chunk < chunks)[:, None]",
+        "inside = (chunk <= chunks)[:, None]",
+        PLAIN_GROUP_NORM,
+    ),
+    SourceFault("a wrong divisor of channels", "group_norm_triton", "at % channels", "at % (channels + 1)", RESIDUAL),
+)
+
+
+@dataclass(frozen=True)
+class CodeFault:
+    """A pattern of assembly whose ``number``-th place in a kernel is exchanged."""
+
+    what: str
+    pattern: str
+    new: str
+    found: type[MachineCodeError] | None = None
+    number: int = 0
+    case: int = SUM_NORM
+
+    def __str__(self) -> str:
+        return self.what
+
+
+CODE = (
+    CodeFault("the first barrier is missing", r"s_barrier\n", "s_nop 0\n", LdsRaceError),
+    CodeFault("the second barrier is missing", r"s_barrier\n", "s_nop 0\n", LdsRaceError, number=1),
+    CodeFault("a step of a sum in a row is missing", r"v_add_f32_dpp .*row_shr:4.*", "s_nop 0"),
+    CodeFault("threads are not exchanged", r"row_xmask:\d+|quad_perm:\[\S+\]", "quad_perm:[0,1,2,3]"),
+    CodeFault("rows are not exchanged", r"v_permlanex16_b32 .*", "s_nop 0"),
+    CodeFault("the last thread but one is read", r"(v_readlane_b32 .*), 31\b", r"\1, 30"),
+    CodeFault("a number is not rounded to bfloat16", r"v_add3_u32 .*0x7fff\b", "s_nop 0"),
+    CodeFault(
+        "threads without a number read", r"(v_cndmask_b32_e64 v\d+), 0x80000000,", r"\1, 0x70000000,", OutOfBoundsError
+    ),
+    CodeFault("an address is not computed", r"v_cndmask_b32_e64 v\d+, 0x80000000,.*", "s_nop 0", OutOfBoundsError),
+)
+
+
+def verdict(card: Card, case: int) -> str | None:
+    with in_use(card):
+        return first_wrong(torch.device("cpu"), torch.bfloat16, [SMALL[case]])
+
+
+@pytest.mark.parametrize("fault", SOURCE, ids=str)
+def test_a_fault_in_the_source_is_found(fault: SourceFault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"lora_rocm.kernels.{fault.module}"
+    origin = importlib.import_module(name).__file__
+    assert origin is not None
+    source = Path(origin).read_text(encoding="utf-8")
+    assert fault.old in source
+    copy = tmp_path / f"{fault.module}.py"
+    copy.write_text(source.replace(fault.old, fault.new), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(name, copy)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    if fault.found is None:
+        wrong = verdict(Card("gfx1100"), fault.case)
+        assert wrong is not None and "wrong numbers" in wrong
+    else:
+        with pytest.raises(fault.found):
+            verdict(Card("gfx1100"), fault.case)
+
+
+@pytest.mark.parametrize("fault", CODE, ids=str)
+def test_a_fault_in_the_machine_code_is_found(fault: CodeFault) -> None:
+    edited: list[str] = []
+
+    def edit(kernel: str, text: str) -> str:
+        places = list(re.finditer(fault.pattern, text))
+        if len(places) <= fault.number or edited:
+            return text
+        edited.append(kernel)
+        place = places[fault.number]
+        return text[: place.start()] + place.expand(fault.new) + text[place.end() :]
+
+    try:
+        wrong = verdict(Card("gfx1100", edit=edit), fault.case)
+    except MachineCodeError as error:
+        assert fault.found is not None and isinstance(error, fault.found), error
+    else:
+        assert edited, f"this Triton does not emit {fault.pattern}: no longer a fault to look for"
+        assert fault.found is None and wrong is not None and "wrong numbers" in wrong
