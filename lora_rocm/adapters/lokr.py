@@ -41,6 +41,7 @@ from lora_rocm.adapters.module_names import adaptable, canonical
 from lora_rocm.adapters.targets import either
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
+from lora_rocm.kernels.weight_format import dense_shape
 from lora_rocm.recipe.schema import AdapterSection, LokrSection
 
 FACTORS = ("lokr_w1", "lokr_w2")
@@ -330,7 +331,7 @@ class LokrAdapter(Adapter):
 
     @staticmethod
     def entry_of(layer: Any, name: str, tensors: Mapping[str, Tensor]) -> LokrEntry:
-        shape = tuple(layer.get_base_layer().weight.shape)
+        shape = dense_shape(layer.get_base_layer())
         return LokrEntry(*_factors_of(tensors), float(layer.scaling[name]), shape)
 
     def start(self, layer: Any, rng: torch.Generator) -> None:

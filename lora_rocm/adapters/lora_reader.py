@@ -25,12 +25,13 @@ from torch import Tensor, nn
 from lora_rocm.adapters.entry import Entry, FileKind, FileModule, Say, file_error
 from lora_rocm.adapters.kinds import file_kinds
 from lora_rocm.adapters.lora_parts import check_config, grouped
-from lora_rocm.adapters.module_names import KeyTable, adaptable, canonical, main_component, weight_of
+from lora_rocm.adapters.module_names import KeyTable, adaptable, canonical, main_component
 from lora_rocm.adapters.origin import foreign, title_of
 from lora_rocm.base_models.safetensors_file import Header, read_header, read_tensors
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import ModelFamily
 from lora_rocm.foundation.bounded_read import read_plain
+from lora_rocm.kernels.weight_format import dense_shape
 
 PEFT_CONFIG, PEFT_WEIGHTS, PEFT_PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 DIFFUSERS_METADATA = "lora_adapter_metadata"
@@ -90,7 +91,7 @@ def read_adapter(
 ) -> tuple[FileKind, dict[str, Entry]]:
     """Like ``read_lora``, and also return the file's kind."""
     paths = [(name, module, base) for name, c in components.items() for module, base in adaptable(c)]
-    shapes = {canonical(name, module): tuple(weight_of(base).shape) for name, module, base in paths}
+    shapes = {canonical(name, module): dense_shape(base) for name, module, base in paths}
     try:
         folders = _peft_folders(path)
         if folders:

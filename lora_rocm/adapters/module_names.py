@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import Tensor, nn
+from torch import nn
 
 from lora_rocm.adapters.entry import Entry
 from lora_rocm.families.base import ModelFamily
+from lora_rocm.kernels.weight_format import dense_shape
 
 TEXT_LEVEL = "text_model."
 """A level of a text encoder's paths that transformers 5 dropped from one of SDXL's two text encoders."""
@@ -34,13 +35,6 @@ def adaptable(component: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, module.get_base_layer()
         elif isinstance(module, nn.Linear | nn.Conv2d) and not path.startswith(injected):
             yield path, module
-
-
-def weight_of(base: nn.Module) -> Tensor:
-    """Return the weight of a base layer."""
-    weight = base.weight
-    assert isinstance(weight, Tensor), "an adaptable layer has a weight"
-    return weight
 
 
 def main_component(family: ModelFamily) -> str:
@@ -76,7 +70,7 @@ class KeyTable:
         inputs: dict[str, tuple[int, ...]] = {}
         for component, root in components.items():
             for path, base in adaptable(root):
-                name, (rows, *rest) = canonical(component, path), weight_of(base).shape
+                name, (rows, *rest) = canonical(component, path), dense_shape(base)
                 self.rows[name], first = rows, 0
                 for key, at, count in family.export_rows(component, path, rows):
                     self.parts.setdefault(key, []).append(Part(name, first, at, count))

@@ -74,6 +74,14 @@ def dense_weight(layer: nn.Module, dtype: torch.dtype = torch.float32) -> Tensor
     return format_of(layer).dense(layer, dtype)
 
 
+def dense_shape(layer: nn.Module) -> tuple[int, ...]:
+    """The shape of a layer's dense weight, whatever its storage format."""
+    if isinstance(layer, PackedLinear):
+        return layer.out_features, layer.in_features
+    weight: Any = layer.weight
+    return tuple(weight.shape)
+
+
 def is_packed(layer: nn.Module) -> bool:
     """Whether a layer's weight is stored in another format than the dense one."""
     return format_of(layer) is not DENSE

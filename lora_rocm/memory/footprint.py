@@ -45,6 +45,7 @@ from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.files import write_json
 from lora_rocm.hardware.settings import Settings, settings_from
 from lora_rocm.kernels.backend import available
+from lora_rocm.kernels.weight_format import dense_shape
 from lora_rocm.memory.op_counter import Ledger, Tally, fused_attention, taken_bytes
 from lora_rocm.optim.base import AVERAGE_ITEMSIZE
 from lora_rocm.optim.factory import rule_of
@@ -175,7 +176,8 @@ def _key(recipe: Recipe, family: ModelFamily, dtype: torch.dtype, more: list[obj
     lora = recipe.lora.model_dump(mode="json", exclude={"init_from", "alpha"})
     kernels = available(META)
     state = (recipe.optim.optimizer, bool(recipe.train.ema_decay))
-    parts = [software, family.name, family.structure, lora, *state, kernels]
+    formats = [family.weight_format(name).name for name in family.all_components]
+    parts = [software, family.name, family.structure, formats, lora, *state, kernels]
     return hashlib.sha256(json.dumps([*parts, str(dtype), *more]).encode("utf-8")).hexdigest()
 
 
@@ -261,7 +263,7 @@ def count(
 
 def _smaller(adapter: Adapter, recipe: Recipe, dtype: torch.dtype) -> Iterator[SmallerAdapter]:
     """The adapter's memory with smaller settings."""
-    shapes = [layer.get_base_layer().weight.shape for _, _, layer in adapter.modules.values()]
+    shapes = [dense_shape(layer.get_base_layer()) for _, _, layer in adapter.modules.values()]
     for setting, section in adapter.smaller(recipe.lora):
         numbers = sum(adapter.weights_of(section, shape) for shape in shapes)
         yield SmallerAdapter(setting, *adapter_bytes(numbers, recipe.model_copy(update={"lora": section}), dtype))

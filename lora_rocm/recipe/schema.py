@@ -206,6 +206,11 @@ class AdapterSection(Section):
         return self.type
 
     @property
+    def needs_dense(self) -> str:
+        """The key because of which the base has to be dense; empty if a quantised base is possible."""
+        return ""
+
+    @property
     def effective_alpha(self) -> float:
         return float(self.rank if self.alpha is None else self.alpha)
 
@@ -220,6 +225,10 @@ class LoraSection(AdapterSection):
     @property
     def title(self) -> str:
         return "DoRA" if self.use_dora else "LoRA"
+
+    @property
+    def needs_dense(self) -> str:
+        return "use_dora" if self.use_dora else ""
 
 
 class LokrSection(AdapterSection):
@@ -491,6 +500,14 @@ class Recipe(Section):
     timeouts: TimeoutsSection = TimeoutsSection()
     cache: CacheSection = CacheSection()
     output: OutputSection = OutputSection()
+
+    @model_validator(mode="after")
+    def _base_fits_adapter(self) -> Recipe:
+        if self.model.quantization != "none" and (key := self.lora.needs_dense):
+            what = f"{self.lora.title} needs dense weights, and model.quantization is {self.model.quantization}"
+            fix = f"Train without lora.{key}, or set model.quantization: none."
+            raise PydanticCustomError("rule", "{what}", {"what": what, "keys": ["lora"], "fix": fix})
+        return self
 
     def trains(self, component: str) -> bool:
         """Whether a component that an adapter can be put on is trained: text encoders are if the recipe says so."""

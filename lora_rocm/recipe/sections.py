@@ -93,6 +93,11 @@ class ModelSection(Section):
     family: str = Field(description="Model family.")
     name_or_path: PathOrHubId = Field(description="The base model: a folder, a file or a hub id.")
     revision: str | None = Field(None, description="Branch, tag or commit of a hub id.")
+    quantization: Literal["none", "int8", "fp8", "nf4"] = Field(
+        "none",
+        description="Format of the frozen linear layers in the blocks: a half (int8, fp8) or a quarter (nf4) of the "
+        "memory of bf16, for a slower step and less exact weights.",
+    )
 
     def metadata(self) -> Mapping[str, object]:
         """The ``ss_`` fields that kohya has for these keys, for the metadata of a LoRA file; None: left out."""

@@ -62,7 +62,12 @@ def _words_of_previews(recipe: Recipe) -> list[str]:
     size = [f"{width} x {height} px"] if recipe.spec.reads("sample.width") else []
     on_cpu = ["on the CPU"] if recipe.runtime.device == "cpu" else []
     precision = f"precision {recipe.train.mixed_precision}"
-    return ["previews", recipe.model.name_or_path, *size, precision, *on_cpu]
+    return ["previews", *_base(recipe), *size, precision, *on_cpu]
+
+
+def _base(recipe: Recipe) -> list[str]:
+    model = recipe.model
+    return [model.name_or_path, *([f"as {model.quantization}"] if model.quantization != "none" else [])]
 
 
 def _words_of_training(recipe: Recipe) -> list[str]:
@@ -70,7 +75,7 @@ def _words_of_training(recipe: Recipe) -> list[str]:
     sides = sorted({source.resolution for source in recipe.data.resolved_sources()})
     targets = lora.targets if isinstance(lora.targets, str) else " ".join(lora.targets)
     return [
-        recipe.model.name_or_path,
+        *_base(recipe),
         *([f"{', '.join(map(str, sides))} px"] if recipe.spec.reads("data.resolution") else []),
         f"batch {train.batch_size}",
         f"{lora.title} rank {lora.rank} ({targets})",

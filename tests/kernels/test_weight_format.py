@@ -1,4 +1,4 @@
-"""Frozen weights in another format: a toy of int8 with a scale a row, through all that touches frozen weights."""
+"""Frozen weights in the formats of ``model.quantization``, through all that touches frozen weights."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from lora_rocm.adapters.base import Adapter
@@ -18,7 +19,8 @@ from lora_rocm.families.base import LoadedModel
 from lora_rocm.families.objectives.loss import losses
 from lora_rocm.families.recompute import Recomputing
 from lora_rocm.families.sdxl.family import Sdxl
-from lora_rocm.kernels.weight_format import DENSE, PackedLinear, WeightFormat, dense_weight, format_of, is_packed
+from lora_rocm.kernels.quantised import quantised
+from lora_rocm.kernels.weight_format import DENSE, PackedLinear, dense_weight, format_of, is_packed
 from lora_rocm.memory.footprint import count, hollow_model
 from lora_rocm.memory.offload import Offload
 from tests.tiny_models import FEW_TARGETS, tiny_recipe, write_tiny_sdxl
@@ -26,33 +28,8 @@ from tests.tiny_models import FEW_TARGETS, tiny_recipe, write_tiny_sdxl
 CPU = torch.device("cpu")
 
 
-class Int8Rows:
-    """Linear layers as int8 with one float32 scale a row; all else dense."""
-
-    name = "int8"
-
-    def pack(self, component: nn.Module) -> None:
-        for parent in list(component.modules()):
-            for name, layer in list(parent.named_children()):
-                if type(layer) is nn.Linear and not layer.weight.requires_grad:
-                    scale_O1 = layer.weight.detach().float().abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / 127
-                    stored = (layer.weight.detach().float() / scale_O1).round().to(torch.int8)
-                    setattr(parent, name, PackedLinear(layer, self, stored, weight_scale=scale_O1))
-
-    def num_bytes(self, component: nn.Module, dtype: torch.dtype) -> int:
-        linear = [layer for layer in component.modules() if type(layer) is nn.Linear]
-        packed = sum(layer.weight.numel() + 4 * len(layer.weight) for layer in linear)
-        return packed + DENSE.num_bytes(component, dtype) - sum(n.weight.numel() for n in linear) * dtype.itemsize
-
-    def dense(self, layer: Any, dtype: torch.dtype) -> Tensor:
-        return (layer.weight.float() * layer.weight_scale).to(dtype)
-
-
-class PackedSdxl(Sdxl):
-    """SDXL with a packed UNet."""
-
-    def weight_format(self, component: str) -> WeightFormat:
-        return Int8Rows() if component == "unet" else DENSE
+FORMATS = ("int8", "fp8", "nf4")
+STORED = {"int8": torch.int8, "fp8": torch.uint8, "nf4": torch.uint8}
 
 
 @pytest.fixture(scope="module")
@@ -60,12 +37,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_sdxl(tmp_path_factory.mktemp("models") / "m")
 
 
-def recipe(folder: Path, **lora: Any) -> Any:
-    return tiny_recipe(folder, lora={"rank": 2, "targets": (FEW_TARGETS,), **lora})
+def recipe(folder: Path, quantization: str, **lora: Any) -> Any:
+    lora = {"rank": 2, "targets": (FEW_TARGETS,), **lora}
+    return tiny_recipe(folder, model={"quantization": quantization}, lora=lora)
 
 
-def trained(folder: Path, **lora: Any) -> tuple[PackedSdxl, LoadedModel, Adapter]:
-    family = PackedSdxl(recipe(folder, **lora))
+def trained(folder: Path, quantization: str, **lora: Any) -> tuple[Sdxl, LoadedModel, Adapter]:
+    family = Sdxl(recipe(folder, quantization, **lora))
     model = family.load(torch.float32, CPU)
     adapter = inject(family, model, family.recipe.lora, 1)
     with torch.no_grad():
@@ -84,9 +62,13 @@ def made_dense(model: LoadedModel) -> None:
                 setattr(parent, name, dense)
 
 
-def gradients(family: Sdxl, model: LoadedModel, adapter: Adapter, rows: int = 2) -> tuple[Tensor, dict[str, Tensor]]:
+def example(family: Sdxl, rows: int = 2) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     batch = family.example(Shape.of(h=64, w=64), rows)
-    draws = family.objective.draw(batch, list(range(rows))).tensors
+    return batch, family.objective.draw(batch, list(range(rows))).tensors
+
+
+def gradients(family: Sdxl, model: LoadedModel, adapter: Adapter, rows: int = 2) -> tuple[Tensor, dict[str, Tensor]]:
+    batch, draws = example(family, rows)
     model.components["unet"].train()
     for leaf in adapter.leaves.values():
         leaf.grad = None
@@ -101,11 +83,12 @@ def assert_same(found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor,
         torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_a_step_is_that_of_the_dequantised_model(folder: Path) -> None:
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_step_is_that_of_the_dequantised_model(folder: Path, name: str) -> None:
     """Also recomputed, and with its blocks offloaded; the unrounded base gives something else (negative control)."""
-    family, model, adapter = trained(folder)
+    family, model, adapter = trained(folder, name)
     packed = [layer for layer in model.components["unet"].modules() if is_packed(layer)]
-    assert len(packed) > 100 and all(layer.weight.dtype == torch.int8 for layer in packed)
+    assert len(packed) > 50 and all(layer.weight.dtype == STORED[name] for layer in packed)
     found = gradients(family, model, adapter)
     family.recompute_activations(model, Recomputing(model))
     recomputed = gradients(family, model, adapter)
@@ -114,32 +97,34 @@ def test_a_step_is_that_of_the_dequantised_model(folder: Path) -> None:
     offload = Offload(blocks, transfer, pin=False)
     offloaded = gradients(family, model, adapter)
     assert offload.fetched_bytes >= offload.host_bytes and float(transfer.bad) == 0
-    assert offload.host_bytes < sum(p.numel() * 4 for block in blocks for p in block.parameters())
+    if name != "nf4":  # the tables of a layer are as large as these tiny layers
+        assert offload.host_bytes < sum(p.numel() * 4 for block in blocks for p in block.parameters())
     offload.close()
     made_dense(model)
     reference = gradients(family, model, adapter)
     for each in (found, recomputed, offloaded):
         assert_same(each, reference)
-    unrounded = Sdxl(recipe(folder))
+    unrounded = Sdxl(recipe(folder, "none"))
     other = unrounded.load(torch.float32, CPU)
     exact = inject(unrounded, other, unrounded.recipe.lora, 1)
     exact.load(adapter.state())
     assert not torch.allclose(gradients(unrounded, other, exact)[0], reference[0], rtol=1e-5, atol=0)
 
 
-def test_a_packed_layer_keeps_nothing_dense_for_the_backward_pass() -> None:
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_packed_layer_keeps_nothing_dense_for_the_backward_pass(name: str) -> None:
     layer = nn.Linear(64, 64).requires_grad_(False)
     parent = nn.Sequential(layer)
-    Int8Rows().pack(parent)
+    quantised(name, "0").pack(parent)
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         parent(torch.ones(2, 64, requires_grad=True)).sum().backward()
     assert not any(tensor.is_floating_point() and tensor.numel() >= 64 * 64 for tensor in kept)
-    assert format_of(parent[0]).name == "int8" and format_of(layer) is DENSE
+    assert format_of(parent[0]).name == name and format_of(layer) is DENSE
 
 
 def test_fingerprints_are_of_what_is_stored(folder: Path) -> None:
-    _, model, _ = trained(folder)
+    _, model, _ = trained(folder, "int8")
     transfer = DeviceTransfer(CPU, pin=False)
     transfer.send_parameters(model.components["unet"], "unet")
     layer = next(path for path, each in model.components["unet"].named_modules() if is_packed(each))
@@ -149,23 +134,30 @@ def test_fingerprints_are_of_what_is_stored(folder: Path) -> None:
     assert transfer.changed() == [f"unet.{layer}.weight_scale"]
 
 
-def test_the_footprint_has_the_bytes_of_the_format(folder: Path) -> None:
-    its = recipe(folder)
-    packed, dense = PackedSdxl(its), Sdxl(its)
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_footprint_has_the_bytes_of_the_format(folder: Path, name: str) -> None:
+    recipes = recipe(folder, name), recipe(folder, "none")
+    families = [Sdxl(each) for each in recipes]
     shape = Shape.of(h=64, w=64)
-    footprints = [count(f, hollow_model(f, its, torch.bfloat16, False), its, shape) for f in (packed, dense)]
-    assert footprints[0].weight_bytes < footprints[1].weight_bytes
-    skeleton = dense.skeleton("unet")
-    expected = Int8Rows().num_bytes(skeleton, torch.bfloat16)
-    model = packed.load(torch.bfloat16, CPU).components["unet"]
+    packed, dense = (
+        count(family, hollow_model(family, its, torch.bfloat16, False), its, shape)
+        for family, its in zip(families, recipes, strict=True)
+    )
+    assert packed.weight_bytes < dense.weight_bytes
+    skeleton = families[1].skeleton("unet")
+    expected = families[0].weight_format("unet").num_bytes(skeleton, torch.bfloat16)
+    model = families[0].load(torch.bfloat16, CPU).components["unet"]
     stored = [*model.parameters(), *model.buffers()]
     assert sum(tensor.numel() * tensor.element_size() for tensor in stored) == expected
     assert DENSE.num_bytes(skeleton, torch.bfloat16) > expected
 
 
 def test_a_dora_on_a_packed_base_is_refused(folder: Path) -> None:
-    """PEFT would take the stored integers for the weight."""
-    family, model, adapter = trained(folder, use_dora=True)
+    """PEFT would take the stored integers for the weight. The recipe refuses it before."""
+    with pytest.raises(ValidationError, match="DoRA needs dense weights, and model.quantization is int8"):
+        recipe(folder, "int8", use_dora=True)
+    family, model, _ = trained(folder, "none", use_dora=True)
+    quantised("int8", "").pack(model.components["unet"])
     with pytest.raises(AdapterError) as caught:
-        gradients(family, model, adapter)
+        family.predict(model, *example(family))
     assert caught.value.code == "dora-packed" and "int8" in str(caught.value)

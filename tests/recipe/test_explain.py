@@ -72,6 +72,12 @@ def problems_of(registry: Registry = PRODUCT, **changes: Any) -> list[Problem]:
             "c cannot have both mask_path and dataset",
             "rows of a dataset have no file names",
         ),
+        (
+            {"model": {"name_or_path": "a", "quantization": "nf4"}, "lora": {"use_dora": True}},
+            "lora",
+            "DoRA needs dense weights, and model.quantization is nf4",
+            "Train without lora.use_dora",
+        ),
         ({"data": {"dataset": "x"}}, "data.dataset", "no such key", "Write data.sources: [{dataset: 'x'}]"),
         ({"optim": {"optimizer": "AdamW8bit"}}, "optim.optimizer", "expected one of adamw, prodigy", "full precision"),
         ({"optim": {"optimizer": "Prodigy"}}, "optim.optimizer", "got 'Prodigy'", "Write prodigy."),

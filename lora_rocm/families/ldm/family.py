@@ -33,12 +33,16 @@ from lora_rocm.families.objectives.base import LatentSpace, Prediction
 from lora_rocm.families.objectives.ddpm import DdpmObjective, DdpmSettings
 from lora_rocm.families.recompute import TOGETHER, Recomputing
 from lora_rocm.families.spec import CheckpointSection
+from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.weight_format import DENSE, WeightFormat
 
 if TYPE_CHECKING:
     from PIL import Image
 
     from lora_rocm.recipe.schema import Recipe
+
+PACKED_LAYERS = r"\.transformer_blocks\."
+"""Layers that ``model.quantization`` packs. Those of the time step and of the ResNets are small and stay dense."""
 
 
 class LdmFamily(ABC):
@@ -160,7 +164,7 @@ class LdmFamily(ABC):
         return LoadedModel(components, dtype, device)
 
     def weight_format(self, component: str) -> WeightFormat:
-        return DENSE
+        return quantised(self.recipe.model.quantization, PACKED_LAYERS) if component == "unet" else DENSE
 
     def blocks(self, model: LoadedModel) -> list[nn.Module]:
         """ResNets and transformer blocks of the UNet that diffusers can recompute (see ``blocks_of``)."""

@@ -1,0 +1,200 @@
+"""Quantised storage of frozen linear layers in plain PyTorch: int8 and fp8 with a scale per row, and nf4.
+
+nf4 is the format of bitsandbytes (QLoRA, arXiv 2305.14314): blocks of 64 values share the largest magnitude, each value
+is one of 16 levels, and the magnitudes are quantised again in blocks of 256 by the dynamic map of arXiv 2110.02861.
+
+A plain cast to fp8 loses small weights (values of 0.001 keep half of their bits), so fp8 has a scale per row too.
+
+Dimensions: O outputs, I inputs, N values, K blocks of 64.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lora_rocm.kernels.weight_format import DENSE, PackedLinear, WeightFormat
+
+BLOCK, NESTED_BLOCK = 64, 256
+TINY = 1e-12  # scale of a row of zeros
+LEVELS = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+"""The levels of nf4: quantiles of the normal distribution (arXiv 2305.14314, appendix E)."""
+
+
+@dataclass(frozen=True)
+class QuantisedLinears(ABC):
+    """Stores the linear layers whose paths match ``layers`` in fewer bits; the rest of a component stays dense.
+
+    layers: a regular expression, searched in the path of a layer in its component.
+    """
+
+    layers: str
+
+    @property
+    @abstractmethod
+    def name(self) -> str: ...
+
+    @abstractmethod
+    def packed(self, layer: nn.Linear) -> PackedLinear:
+        """A layer with its weight in this format. The bytes depend on the dense values only."""
+
+    @abstractmethod
+    def stored_bytes(self, layer: nn.Linear, dtype: torch.dtype) -> int:
+        """Bytes of the tensors of ``packed``, made from a layer of this dtype, without the bias."""
+
+    @abstractmethod
+    def dense(self, layer: nn.Module, dtype: torch.dtype) -> Tensor: ...
+
+    def takes(self, layer: nn.Linear) -> bool:
+        """Whether a layer of this size can be stored."""
+        return True
+
+    def pack(self, component: nn.Module) -> None:
+        for path, layer in self._chosen(component):
+            if not layer.weight.requires_grad:
+                component.set_submodule(path, self.packed(layer))
+
+    def num_bytes(self, component: nn.Module, dtype: torch.dtype) -> int:
+        chosen = [layer for _, layer in self._chosen(component)]
+        saved = sum(layer.weight.numel() * dtype.itemsize - self.stored_bytes(layer, dtype) for layer in chosen)
+        return DENSE.num_bytes(component, dtype) - saved
+
+    def _chosen(self, component: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+        for path, layer in list(component.named_modules()):
+            if type(layer) is nn.Linear and re.search(self.layers, path) and self.takes(layer):
+                yield path, layer
+
+
+@dataclass(frozen=True)
+class ScaledRows(QuantisedLinears):
+    """A float32 scale per row, which maps its largest magnitude to the largest stored number.
+
+    stored: torch.int8 or torch.float8_e4m3fn.
+    """
+
+    stored: torch.dtype = torch.int8
+
+    @property
+    def name(self) -> str:
+        return "int8" if self.stored is torch.int8 else "fp8"
+
+    def packed(self, layer: nn.Linear) -> PackedLinear:
+        integer = self.stored is torch.int8
+        largest = torch.iinfo(self.stored).max if integer else torch.finfo(self.stored).max
+        weight_OI = layer.weight.detach().float()
+        scale_O1 = weight_OI.abs().amax(dim=1, keepdim=True).clamp(min=TINY) / largest
+        scaled_OI = weight_OI / scale_O1
+        stored_OI = (scaled_OI.round() if integer else scaled_OI).clamp(-largest, largest).to(self.stored)
+        as_bytes = stored_OI if integer else stored_OI.view(torch.uint8)  # PEFT would cast the adapter to fp8 too
+        return PackedLinear(layer, self, as_bytes, weight_scale=scale_O1)
+
+    def stored_bytes(self, layer: nn.Linear, dtype: torch.dtype) -> int:
+        return layer.weight.numel() * self.stored.itemsize + layer.out_features * torch.float32.itemsize
+
+    def dense(self, layer: nn.Module, dtype: torch.dtype) -> Tensor:
+        weight, scale_O1 = layer.get_parameter("weight"), layer.get_buffer("weight_scale")
+        dense_OI = weight.view(self.stored).to(dtype)
+        return torch.mul(dense_OI, scale_O1, out=dense_OI)
+
+
+@dataclass(frozen=True)
+class Nf4(QuantisedLinears):
+    """bitsandbytes' nf4 with double quantisation: 4.127 bits a value.
+
+    Two values share a byte, the first in its upper half. A block's magnitude is ``code[byte] * nested + offset``.
+    """
+
+    @property
+    def name(self) -> str:
+        return "nf4"
+
+    def takes(self, layer: nn.Linear) -> bool:
+        return layer.in_features % 2 == 0 and layer.weight.numel() % BLOCK == 0
+
+    def packed(self, layer: nn.Linear) -> PackedLinear:
+        codes_N, absmax_K = levels_of(layer.weight.detach())
+        packed = (codes_N[::2] << 4 | codes_N[1::2]).view(layer.out_features, layer.in_features // 2)
+        offset = absmax_K.mean()
+        nested_codes_K, nested = _nested(absmax_K - offset)
+        pairs = torch.tensor(LEVELS, dtype=layer.weight.dtype, device=packed.device)
+        table = torch.stack([pairs.repeat_interleave(16), pairs.repeat(16)], dim=1)
+        code = torch.tensor(dynamic_map(), device=packed.device)
+        found = {"nested_codes": nested_codes_K, "nested": nested, "offset": offset[None], "table": table, "code": code}
+        return PackedLinear(layer, self, packed, **found)
+
+    def stored_bytes(self, layer: nn.Linear, dtype: torch.dtype) -> int:
+        blocks = layer.weight.numel() // BLOCK
+        tables = 256 * (2 * dtype.itemsize + torch.float32.itemsize)
+        nested = torch.float32.itemsize * (-(-blocks // NESTED_BLOCK) + 1)
+        return layer.weight.numel() // 2 + blocks + nested + tables
+
+    def dense(self, layer: nn.Module, dtype: torch.dtype) -> Tensor:
+        packed, table = layer.get_parameter("weight"), layer.get_buffer("table")
+        pair = torch.int32 if table.dtype.itemsize == 2 else torch.int64  # both values of a byte as one number
+        found_N = table.view(pair).view(-1).index_select(0, packed.view(-1).int()).view(table.dtype)
+        dense_KB = found_N.view(-1, BLOCK).to(dtype)
+        torch.mul(dense_KB, self.magnitudes(layer)[:, None], out=dense_KB)
+        return dense_KB.view(packed.shape[0], 2 * packed.shape[1])
+
+    def magnitudes(self, layer: nn.Module) -> Tensor:
+        """absmax_K: the largest magnitude of each block, float32."""
+        codes_K, nested = layer.get_buffer("nested_codes"), layer.get_buffer("nested")
+        found_K = layer.get_buffer("code").index_select(0, codes_K.int())
+        scaled_K = found_K * nested.repeat_interleave(NESTED_BLOCK)[: len(found_K)]
+        return scaled_K + layer.get_buffer("offset")
+
+
+def levels_of(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The index of the nearest level for each value (uint8), and the largest magnitude of each block (float32)."""
+    blocks_KB = weight.float().reshape(-1, BLOCK)
+    absmax_K = blocks_KB.abs().amax(dim=1)
+    scaled_KB = blocks_KB / absmax_K.clamp(min=TINY)[:, None]
+    levels = torch.tensor(LEVELS, device=weight.device)
+    between = (levels[:-1] + levels[1:]) / 2
+    return torch.bucketize(scaled_KB, between).to(torch.uint8).view(-1), absmax_K
+
+
+def _nested(values_K: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes of the dynamic map (uint8), and the largest magnitude of each block of 256 values."""
+    short = -len(values_K) % NESTED_BLOCK
+    blocks_MB = torch.nn.functional.pad(values_K, (0, short)).view(-1, NESTED_BLOCK)
+    absmax_M = blocks_MB.abs().amax(dim=1)
+    code = torch.tensor(dynamic_map(), device=values_K.device)
+    between = (code[:-1] + code[1:]) / 2
+    scaled_MB = blocks_MB / absmax_M.clamp(min=TINY)[:, None]
+    return torch.bucketize(scaled_MB, between).to(torch.uint8).view(-1)[: len(values_K)], absmax_M
+
+
+@cache
+def dynamic_map() -> tuple[float, ...]:
+    """The 256 values of the signed dynamic map: seven decades, each with twice as many values as the one below it."""
+    values = [0.0, 1.0]
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)
+        means = 10.0 ** (decade - 6) * (edges[:-1] + edges[1:]) / 2
+        values += [*means.tolist(), *(-means).tolist()]
+    return tuple(sorted(values))
+
+
+def quantised(name: str, layers: str) -> WeightFormat:
+    """The format of ``model.quantization``."""
+    formats: dict[str, Any] = {
+        "none": lambda: DENSE,
+        "int8": lambda: ScaledRows(layers),
+        "fp8": lambda: ScaledRows(layers, torch.float8_e4m3fn),
+        "nf4": lambda: Nf4(layers),
+    }
+    found: WeightFormat = formats[name]()
+    return found
