@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tests.machine_code.assembly import Instruction, Target
-from tests.machine_code.memory import Array, Words
+from tests.machine_code.memory import Array
 from tests.machine_code.waves import EXEC, FULL, TTMP, VCC, Mask, Waves
 
 Operation = Callable[[Waves], None]
@@ -235,8 +235,3 @@ def write_scalar_long(waves: Waves, number: int, value: Array) -> None:
     bits = value.view(np.uint64)
     waves.write_scalar(number, bits.astype(np.uint32))
     waves.write_scalar(number + 1, (bits >> np.uint64(32)).astype(np.uint32))
-
-
-def float_words(value: Array) -> Words:
-    """The bits of float32 numbers."""
-    return np.ascontiguousarray(value, np.float32).view(np.uint32)
