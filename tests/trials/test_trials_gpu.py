@@ -39,7 +39,8 @@ def lora_rocm(folder: Path, *arguments: str, **sets: str) -> subprocess.Complete
 def train(folder: Path, name: str, **sets: str) -> tuple[subprocess.CompletedProcess[str], list[float]]:
     run = folder / name
     done = lora_rocm(folder, "train", "demo.yaml", "--run-dir", str(run), "--resume", "latest", **sets)
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()] if run.exists() else []
+    file = run / "events.jsonl"
+    events = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     return done, [event["loss"] for event in events if event["type"] == "step"]
 
 
