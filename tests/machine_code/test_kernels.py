@@ -15,7 +15,6 @@ import torch
 from lora_rocm.checks import kernel_check
 from lora_rocm.checks.kernel_check import CASES, FINGERPRINTS, LARGE, SMALL, Case, ExactCase, first_wrong
 from lora_rocm.hardware.archs import triton_takes, triton_versions
-from lora_rocm.rules.rule import release
 
 triton = pytest.importorskip("triton")
 
@@ -31,7 +30,7 @@ TOO_LARGE = (1, 320, 160, 164)
 
 
 def skip_refused(arch: str) -> None:
-    if triton_takes(release(triton.__version__), arch) is False:
+    if triton_takes(triton.__version__, arch) is False:
         pytest.skip(f"Triton {triton.__version__} refuses {arch}; {triton_versions(arch)} compile for it")
 
 
