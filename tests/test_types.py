@@ -32,7 +32,7 @@ HOLES: dict[str, tuple[int, int, str]] = {
     "foundation": (5, 0, JSON),
     "hardware": (23, 0, JSON),
     "hardware.probe": (14, 1, SYSTEM),
-    "kernels": (21, 0, TORCH),
+    "kernels": (23, 0, TORCH),
     "latent_cache": (17, 0, ARROW),
     "loader": (6, 2, TORCH),
     "memory": (31, 0, TORCH),

@@ -91,7 +91,7 @@ class DataPlan:
 
 @dataclass(frozen=True)
 class BaseFacts:
-    """Facts about the base, found by a child process: see ``families.weigh.Weighed``."""
+    """Facts about the base, found by a child process: see ``train.check_child.Weighed``."""
 
     num_bytes: dict[str, int]
     notices: list[str]

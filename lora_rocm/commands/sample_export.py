@@ -83,7 +83,7 @@ def export(source: Path, form: str, *, output: Path | None, dtype: str | None) -
     if output is not None and (output.is_file() if form == "peft" else output.is_dir()):
         is_now, wanted = ("file", "folder") if form == "peft" else ("folder", "file")
         what = f"There is a {is_now}, and the {form} form is a {wanted}."
-        raise UserError("output-kind", what, where=f"--output {output}", fix=f"Name a {wanted}, in any folder.")
+        raise UserError("output-kind", what, where=f"--output {output}", fix=f"Move it away, or name a {wanted}.")
     return _export(open_run(source), form, output=output, dtype=dtype)
 
 

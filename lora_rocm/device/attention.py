@@ -1,5 +1,7 @@
 """Ways of computing attention, and the context in which all attention of a model is computed by one of them.
 
+The way is chosen by rules that set ``setting:attention`` (self-test, measured choices, mitigations; the last one wins).
+
 Families call ``scaled_dot_product_attention`` and know of none. Torch's own backends are put in order for it. What is
 not torch's takes its place by a mode of torch (``TorchFunctionMode``), so it holds in eager and captured passes alike.
 """

@@ -37,7 +37,7 @@ class Axis:
     """One axis of a sample's shape. Lengths are given in ``unit``.
 
     Attributes:
-        name: as in ``data.shape.Shape``.
+        name: as in ``dataset.shape.Shape``.
         unit: "px", "frames" or "tokens".
         multiple: lengths are ``first`` and a multiple of this more.
         first: 0, or 1 where a first frame stands alone.

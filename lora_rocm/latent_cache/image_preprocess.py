@@ -78,7 +78,7 @@ class Wanted:
         """The encoder's input for one view: here pixels_CHW.
 
         Raises:
-            DataError: nothing of a mask is left after the crop.
+            DataError: nothing usable is left after the crop.
         """
         return pixels_of(cut(image, self.geometry, flip))
 

@@ -229,8 +229,9 @@ def _table(title: str, section: dict[str, Any], registry: Registry, level: int =
     for name, value in section["properties"].items():
         meaning = value.get("description", "The default is that of `data`." if title == "data.sources[]" else "")
         if (title, name) in SIDES:
-            steps = " and ".join(f"{spec.shapes.multiple_px} ({spec.title})" for spec in registry)
-            meaning += f" A multiple of {steps}."
+            sides = {spec.shapes.multiple_px for spec in registry}
+            named = " and ".join(f"{spec.shapes.multiple_px} ({spec.title})" for spec in registry)
+            meaning += f" A multiple of {sides.pop() if len(sides) == 1 else named}."
         if value.get("resume"):
             meaning += " *resume*"
         lines.append(f"| `{name}` | {_type(value)} | {_default(value)} | {meaning.strip()} |")

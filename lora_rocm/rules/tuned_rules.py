@@ -34,6 +34,7 @@ def key_of(kind: Kind, stack: Stack, recipe: Recipe) -> dict[str, Any]:
     shapes = {
         "model": recipe.model.model_dump(mode="json"),
         "resolutions": sorted({source.resolution for source in recipe.data.resolved_sources()}),
+        "buckets": recipe.data.model_dump(include={"bucket_step", "bucket_max_aspect", "enable_bucket"}),
         "batch_size": recipe.train.batch_size,
         "mixed_precision": recipe.train.mixed_precision,
         "lora": recipe.lora.model_dump(mode="json", exclude={"alpha", "init_from"}),

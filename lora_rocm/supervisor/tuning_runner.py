@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from lora_rocm.errors import LoraRocmError, MachineError, ResumeError, StorageError, UserError, WorkerDiedError
-from lora_rocm.foundation.files import write_atomic, write_json
+from lora_rocm.foundation.files import remove, write_atomic, write_json
 from lora_rocm.hardware.measured_choice import Choice, Kind, Tuned, choice_from_json, store
 from lora_rocm.hardware.ranks import rank_of
 from lora_rocm.hardware.settings import Attention
@@ -154,7 +154,7 @@ def _forget(run: RunDir, say: Say) -> None:
     if run.tuned.exists():
         say("From here on the run does without the measured choices that it began with, as the recipe asks.")
         with suppress(OSError):
-            run.tuned.unlink()
+            remove(run.tuned)
 
 
 def measure_attention(

@@ -114,6 +114,12 @@ class TensorBoard:
                 for name, value in {**found, **getattr(event, "optimizer", {})}.items():
                     self._writer.add_scalar(f"{event.type}/{name}", math.nan if value is None else value, event.updates)
             if isinstance(event, EndEvent | ErrorEvent):
+                self.close()
+
+    def close(self) -> None:
+        """Write what is left, and end the library's thread. Nothing is written after that."""
+        with self._given_up():
+            if self._writer is not None:
                 self._writer.close()
                 self._writer = None
 

@@ -75,7 +75,9 @@ def train(start: StartContext) -> tuple[bool, int]:
     """Run all phases; return (finished, updates made)."""
     session, recipe, checkpoint = start.session, start.recipe, start.checkpoint
     if start.world.is_first:
-        session.readers.append(TensorBoard(session.run_dir.tensorboard, start.context))
+        board = TensorBoard(session.run_dir.tensorboard, start.context)
+        session.readers.append(board)
+        session.at_close.callback(board.close)
     if checkpoint is not None and recipe.runtime.threads is None and restore_threads(checkpoint):
         start.context.notice(f"Using {torch.get_num_threads()} CPU threads, as the checkpoint did: sums depend on it.")
     family = family_for(recipe)

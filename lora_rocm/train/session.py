@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from lora_rocm.errors import MachineError
@@ -47,6 +47,7 @@ class Session:
         past = read_events(run_dir.events(rank), "start")
         self.events = EventWriter(run_dir.events(rank), session=len(past) + 1)
         self.readers: list[Callable[[Event], None]] = []
+        self.at_close = ExitStack()
         self.context = RunContext(self.emit, self.beat, self.stop_requested)
         self._orphaned = threading.Event()
         if watch_parent:
@@ -69,7 +70,8 @@ class Session:
             self._stacks.put_off(BEGINNINGS.get(now, now) if now not in self._under_way else now)
 
     def close(self) -> None:
-        """Close the files; nothing is reported or watched after that."""
+        """Close the files, and what ``at_close`` holds; nothing is reported or watched after that."""
+        self.at_close.close()
         self.events.close()
         self._heartbeat.close()
         if self._stacks is not None:

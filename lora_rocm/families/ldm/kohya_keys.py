@@ -1,4 +1,4 @@
-"""Module names of SDXL, and their names in other programs.
+"""Module names of SDXL and Stable Diffusion, and their names in other programs.
 
 kohya, ComfyUI and A1111 name UNet blocks as the original (sgm) code counts them: one running number over all layers of
 the downward path (input_blocks), the middle, and the upward path (output_blocks). The map is derived from the UNet's
