@@ -11,7 +11,7 @@ from pathlib import Path
 from lora_rocm.errors import MachineError, WorkerDiedError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.terminal_text import legible
-from lora_rocm.hardware.measured_choice import Choice, Tuned, path_of, store, table_of
+from lora_rocm.hardware.measured_choice import Choice, Tuned, path_of, store, stored, table_of
 from lora_rocm.hardware.software_stack import stack_of
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.rules.environment import plan
@@ -64,13 +64,27 @@ def tune(recipe_path: str, overrides: Sequence[str], registry: Registry = PRODUC
             raise
         _say(f"Given up after {len(rows)} products: {how_it_died(error)}. What was tuned before is kept.")
     finally:
-        choice = Choice("products", key, table_text(rows), rows)
+        kept = _with_those_before(rows, stored(folder, "products", key))
+        table = table_text(kept)
         if rows:
-            store(folder, choice)
+            store(folder, Choice("products", key, table, kept))
     _say(*summary(rows))
+    if not table:
+        raise MachineError(
+            "nothing-tuned",
+            "No product could be tuned, so there is no table.",
+            where=str(folder),
+            fix="The reasons stand above. Runs go on with the library's own choice.",
+        )
     _say(f"Wrote {table_of(path_of(folder, 'products', key))}")
     _say("New runs of this recipe on this GPU and software use it in the profile fast (runtime.profile).")
     return 0
+
+
+def _with_those_before(rows: Sequence[Event], before: Choice | None) -> list[Event]:
+    """The rows, after those of products that were tuned before and are not among them: what is wrong now leaves."""
+    products = {row["product"] for row in rows}
+    return [*(dict(row) for row in (before.rows if before else ()) if row["product"] not in products), *rows]
 
 
 def table_text(rows: Sequence[Event]) -> str:

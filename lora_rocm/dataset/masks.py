@@ -62,7 +62,12 @@ class Masks:
     def _files(self) -> dict[str, Path]:
         """Relative path without extension -> mask; the first by name if several match."""
         wanted, found = readable_extensions(), dict[str, Path]()
-        for parent, _, names in os.walk(self._root, onerror=_refuse):
+        visited = set[str]()
+        for parent, folders, names in os.walk(self._root, onerror=_refuse, followlinks=True):
+            if (real := os.path.realpath(parent)) in visited:  # links may lead in a circle
+                folders.clear()
+                continue
+            visited.add(real)
             for path in (Path(parent, name) for name in sorted(names) if not name.startswith(".")):
                 if path.suffix.lower() not in wanted:
                     continue

@@ -179,7 +179,7 @@ def _split(how: tuple[bool, float, torch.dtype, int], *tensors: Tensor) -> Itera
 def _probabilities(q: Tensor, k: Tensor, how: tuple[bool, float, torch.dtype, int]) -> Tensor:
     """Probabilities of some heads, float32 [G, S, T]."""
     is_causal, scale, products, _ = how
-    scores_GST = ((q * scale).to(products) @ k.to(products).mT).float()
+    scores_GST = ((q.to(products) * scale) @ k.to(products).mT).float()
     if is_causal:
         scores_GST.masked_fill_(torch.ones_like(scores_GST[0], dtype=torch.bool).triu_(1), float("-inf"))
     return scores_GST.softmax(-1)

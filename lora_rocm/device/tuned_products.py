@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch.cuda import tunable
 
 from lora_rocm.errors import MachineError
@@ -17,6 +18,9 @@ def use_table(path: str) -> None:
     tunable.tuning_enable(False)
     tunable.record_untuned_enable(False)
     tunable.enable(True)
+    if torch.cuda.is_available():  # on ROCm only the first product registers what a table is checked against
+        some = torch.ones(16, 16, device="cuda")
+        torch.mm(some, some)
     if not tunable.read_file(path):
         raise MachineError(
             "products-refused",

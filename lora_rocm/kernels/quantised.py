@@ -126,7 +126,7 @@ class Nf4(QuantisedLinears):
     def packed(self, layer: nn.Linear) -> PackedLinear:
         codes_N, absmax_K = levels_of(layer.weight.detach())
         packed = (codes_N[::2] << 4 | codes_N[1::2]).view(layer.out_features, layer.in_features // 2)
-        offset = absmax_K.mean()
+        offset = _mean(absmax_K)
         nested_codes_K, nested = _nested(absmax_K - offset)
         pairs = torch.tensor(LEVELS, dtype=layer.weight.dtype, device=packed.device)
         table = torch.stack([pairs.repeat_interleave(16), pairs.repeat(16)], dim=1)
@@ -164,6 +164,12 @@ def levels_of(weight: Tensor) -> tuple[Tensor, Tensor]:
     levels = torch.tensor(LEVELS, device=weight.device)
     between = (levels[:-1] + levels[1:]) / 2
     return torch.bucketize(scaled_KB, between).to(torch.uint8).view(-1), absmax_K
+
+
+def _mean(values_K: Tensor) -> Tensor:
+    """The mean of numbers >= 0, summed as integers: the same bits whatever the threads of the sum."""
+    whole = 2.0**40 / values_K.max().clamp(min=TINY).double()
+    return ((values_K.double() * whole).round().long().sum() / (whole * len(values_K))).float()
 
 
 def _nested(values_K: Tensor) -> tuple[Tensor, Tensor]:

@@ -36,6 +36,7 @@ def key_of(kind: Kind, stack: Stack, recipe: Recipe) -> dict[str, Any]:
         "resolutions": sorted({source.resolution for source in recipe.data.resolved_sources()}),
         "buckets": recipe.data.model_dump(include={"bucket_step", "bucket_max_aspect", "enable_bucket"}),
         "batch_size": recipe.train.batch_size,
+        "graphs": recipe.runtime.graphs,
         "mixed_precision": recipe.train.mixed_precision,
         "lora": recipe.lora.model_dump(mode="json", exclude={"alpha", "init_from"}),
     }
@@ -64,6 +65,7 @@ def kept_choices(folder: Path, stack: Stack | None, recipe: Recipe | None) -> Tu
         stored(folder, kind, key_of(kind, stack, recipe)) if wants(kind, recipe) else None
         for kind in ("attention", "products")
     )
+    products = products if products and products.chosen else None
     table = "" if products is None else str(table_of(path_of(folder, "products", products.key)))
     return Tuned(attention, products, table)
 
@@ -102,10 +104,18 @@ def attention_text(situation: Situation) -> str:
 
 
 def _table(situation: Situation) -> str | None:
-    return json.dumps(situation.tuned.table) if situation.tuned.table else None
+    """The table, unless a change after a failure turned hipBLASLt off, whose solutions it may name."""
+    off = "hipblaslt-off" in situation.changes or not situation.tuned.table
+    return None if off else json.dumps(situation.tuned.table)
 
 
-FUNCTIONS = by_name(_attention, _table, _times)
+def _no_hipblaslt(situation: Situation) -> str | None:
+    """The variable is 0 if the table was tuned without hipBLASLt: torch refuses it where that library is allowed."""
+    found = situation.tuned.products
+    return "0" if found is not None and _table(situation) and "HIPBLASLT_VERSION" not in found.chosen else None
+
+
+FUNCTIONS = by_name(_attention, _table, _no_hipblaslt, _times)
 
 
 @cache

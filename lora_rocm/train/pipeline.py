@@ -300,7 +300,8 @@ def _require_finite(component: nn.Module, name: str, start: StartContext) -> Non
     Raises:
         ModelError: one is, in the file or in the precision of the run.
     """
-    weights = {path: weight for path, weight in component.named_parameters() if weight.is_floating_point()}
+    tensors = (*component.named_parameters(), *component.named_buffers())  # scales of packed layers are buffers
+    weights = {path: tensor for path, tensor in tensors if tensor.is_floating_point()}
     finite_N = torch.stack([weight.isfinite().all().to(start.device) for weight in weights.values()])
     if not finite_N.all():
         path = next(path for path, is_finite in zip(weights, finite_N.tolist(), strict=True) if not is_finite)

@@ -91,6 +91,24 @@ def test_a_child_that_keeps_dying_is_given_up(tuning: Tuning, monkeypatch: pytes
     assert tuning.table == FILE + line(0) and "Given up after 1 products" in capsys.readouterr().out
 
 
+def test_a_second_attempt_that_fails_keeps_the_table_of_the_first(tuning: Tuning) -> None:
+    assert tuning(done(0), done(1)) == 0
+    whole = tuning.table
+    assert tuning(done(0)) == 0 and tuning.table == FILE + line(1) + line(0) != whole, "ended after the first product"
+    assert tuning(done(0, "Gemm_Rocblas_9")) == 0
+    assert "Gemm_Rocblas_9" in tuning.table and line(1) in tuning.table
+
+
+def test_without_a_right_product_there_is_no_table(tuning: Tuning) -> None:
+    with pytest.raises(MachineError, match="No product could be tuned"):
+        tuning(WRONG, WRONG)
+    assert tuning.table == ""
+    assert tuning(done(0)) == 0
+    with pytest.raises(MachineError, match="No product could be tuned"):
+        tuning(WRONG)
+    assert tuning.table == "", "what is wrong now leaves the table"
+
+
 def test_a_child_that_never_begins_keeps_nothing(tuning: Tuning) -> None:
     with pytest.raises(WorkerDiedError):
         tuning("early")
@@ -115,7 +133,8 @@ def test_libraries_that_the_profile_avoids_are_not_tuned(tuning: Tuning, machine
         seen.append(env)
 
     tuning.monkeypatch.setattr(tune, "run_rows", watched)
-    tuning()
+    with pytest.raises(MachineError, match="No product could be tuned"):
+        tuning()
     assert (seen[0].get("PYTORCH_TUNABLEOP_HIPBLASLT_ENABLED") == "0") == refused
 
 

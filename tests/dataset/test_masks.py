@@ -53,6 +53,15 @@ def test_a_mask_belongs_to_the_image_with_its_path(images: Path, make: SimpleNam
     assert not found.lasting, "what is kept of a large dataset knows nothing of the files of masks"
 
 
+def test_masks_in_linked_folders_are_found_and_circles_end(images: Path, make: SimpleNamespace, tmp_path: Path) -> None:
+    mask(tmp_path / "elsewhere" / "c.png")
+    (tmp_path / "masks").mkdir()
+    (tmp_path / "masks" / "sub").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    (tmp_path / "elsewhere" / "round").symlink_to(tmp_path / "masks", target_is_directory=True)
+    found = scanned(make, images, tmp_path / "masks")
+    assert "1 of 3 images have a mask" in notices(found) and "2 images have none" in notices(found)
+
+
 def test_two_masks_of_one_image_are_reported(images: Path, make: SimpleNamespace, tmp_path: Path) -> None:
     first = mask(tmp_path / "masks" / "a.bmp")
     mask(tmp_path / "masks" / "a.png", value=9)

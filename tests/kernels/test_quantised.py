@@ -102,6 +102,20 @@ def test_bytes_do_not_depend_on_the_machine_or_the_start(name: str) -> None:
         assert torch.equal(tensor, second.state_dict()[key]), key
 
 
+def test_bytes_do_not_depend_on_the_number_of_threads() -> None:
+    """A mean of 65,536 float32 numbers does."""
+    weight = torch.randn(1024, 4096, generator=torch.Generator().manual_seed(3))
+    threads = torch.get_num_threads()
+    found = []
+    try:
+        for count in (1, 2, 4):
+            torch.set_num_threads(count)
+            found.append(packed("nf4", weight).state_dict())
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(tensor, other[key]) for other in found[1:] for key, tensor in found[0].items())
+
+
 def test_only_matching_frozen_linear_layers_are_packed() -> None:
     model = nn.ModuleDict(
         {
