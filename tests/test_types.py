@@ -43,7 +43,7 @@ HOLES: dict[str, tuple[int, int, str]] = {
     "rules": (4, 0, JSON),
     "rundir": (21, 0, JSON),
     "sections": (5, 0, JSON),
-    "supervisor": (20, 0, JSON),
+    "supervisor": (21, 0, JSON),
     "trials": (21, 2, TORCH),
     "train": (18, 0, JSON),
 }

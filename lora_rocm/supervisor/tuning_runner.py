@@ -58,12 +58,15 @@ def ensure(run: RunDir, situation: Situation, accept_changes: bool, say: Say, mo
     """
     stack, recipe = stack_of(situation.facts, situation.selection), situation.recipe
     if recipe is None or rank_of(os.environ).size > 1:
+        if run.tuned.exists():
+            say("Processes that torchrun starts do without the measured choices that this run began with.")
         return without(situation)
     wanted = [kind for kind in KINDS if wants(kind, recipe)] if stack is not None else []
     if "attention" not in wanted:
         _require_measurable(recipe, "it needs a GPU, and neither runtime.deterministic nor runtime.compile")
     if stack is None or not wanted:
-        _forget(run, say)
+        if not any(wants(kind, recipe) for kind in KINDS):  # else only the GPU is not seen today
+            _forget(run, say)
         return replace(situation, tuned=Tuned())
     keys = {kind: key_of(kind, stack, recipe) for kind in wanted}
     asked = _asked(recipe)
@@ -115,7 +118,9 @@ def _kept(
             kept[kind] = None if value[kind] is None else choice_from_json(value[kind])
         same = value["asked"] == asked
     except FileNotFoundError:
-        return None
+        if accept_changes or not _in_force_before(run, keys):
+            return None
+        raise _refused(run, "The file of the measured choices of this run is gone.", "") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         if accept_changes:
             return None
@@ -127,6 +132,16 @@ def _kept(
             what = f"This run uses {kind} measured on another GPU, driver or software, or with another recipe."
             raise _refused(run, what, _difference(choice.key, keys[kind]))
     return kept if same else None
+
+
+def _in_force_before(run: RunDir, keys: Mapping[Kind, Mapping[str, Any]]) -> bool:
+    """Whether the last start of a run used measured choices of these kinds, as its environment says."""
+    rules = {"attention": "measured-attention", "products": "tuned-products"}
+    try:
+        rows = json.loads(run.environment.read_text(encoding="utf-8"))["settings"]
+        return any(row["rule"] == rules[kind] for row in rows for kind in keys)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
 
 
 def _difference(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:

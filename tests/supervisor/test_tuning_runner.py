@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from lora_rocm.errors import LoraRocmError, MachineError, ResumeError, UserError
+from lora_rocm.foundation.files import write_json
 from lora_rocm.hardware.measured_choice import Choice, Tuned, path_of, store, stored
 from lora_rocm.hardware.selftest_result import Result, Stack, Verdict
 from lora_rocm.hardware.software_stack import stack_of
 from lora_rocm.recipe.kinds import recipe_from
-from lora_rocm.rules.environment import plan
+from lora_rocm.rules.environment import environment_json, plan
 from lora_rocm.rules.rule import Situation
 from lora_rocm.rules.tuned_rules import attention_text, kept_choices, key_of
 from lora_rocm.rundir.layout import RunDir
@@ -231,6 +232,26 @@ def test_a_damaged_record_is_refused(start: Start) -> None:
     start.run.tuned.write_text("{", encoding="utf-8")
     with pytest.raises(ResumeError, match="damaged"):
         start()
+
+
+def test_a_record_that_is_gone_is_refused_where_the_last_start_used_it(start: Start) -> None:
+    made = start()
+    start.checkpoint()
+    start.run.tuned.unlink()
+    assert setting(start()) == "sdpa-flash", "the control: no start is known that used one"
+    write_json(start.run.environment, environment_json(plan(made), made.facts))
+    start.run.tuned.unlink()
+    with pytest.raises(ResumeError, match="is gone") as caught:
+        start()
+    assert caught.value.code == "resume-tuned-changed"
+    assert setting(start(accept_changes=True)) == "sdpa-flash"
+
+
+def test_a_gpu_that_is_not_seen_takes_no_record_away(start: Start) -> None:
+    start()
+    start.checkpoint()
+    start.changes["facts"] = situation("cpu-only").facts
+    assert start().tuned == Tuned() and start.run.tuned.exists() and "From here on" not in start.said[-1]
 
 
 def test_a_resume_that_asks_for_no_choice_goes_on_without(start: Start) -> None:
