@@ -167,12 +167,13 @@ def _numbers(values: Any) -> Any:
     return pyarrow.Array.from_buffers(pyarrow.int64(), len(values), [None, pyarrow.py_buffer(values)])
 
 
-def numbers_of(column: Any) -> NDArray[np.int64] | NDArray[np.int32]:
-    """The values of a column of signed integers without gaps, not copied."""
+def numbers_of(column: Any) -> NDArray[np.int64]:
+    """The values of a column of signed integers without gaps."""
     import numpy as np
 
     width_bytes = column.type.bit_width // 8
-    return np.frombuffer(column.buffers()[1], f"i{width_bytes}", len(column), column.offset * width_bytes)
+    buffer = column.buffers()[1]
+    return np.frombuffer(buffer, f"i{width_bytes}", len(column), column.offset * width_bytes).astype(np.int64)
 
 
 def text_of(value: bytes) -> str:

@@ -256,7 +256,7 @@ class Items(Lazy[Item]):
         targets_N2 = byte_rows(self.batch["cut"]).view(np.int32)[:, 4:].astype(np.int64)
         sizes, shape_N = np.unique(targets_N2[:, 0] << 32 | targets_N2[:, 1], return_inverse=True)
         shapes = [_shape(*divmod(size, 1 << 32)) for size in sizes.tolist()]
-        repeats_N = np.ones(len(self), np.int64) if self.held_out else numbers_of(self.batch["repeats"]).astype(np.int64)
+        repeats_N = np.ones(len(self), np.int64) if self.held_out else numbers_of(self.batch["repeats"])
         return Outline(_Names(self.batch["key"]), shapes, shape_N, repeats_N)
 
     def __eq__(self, other: object) -> bool:
