@@ -31,13 +31,14 @@ from torch import Tensor, nn
 
 from lora_rocm.base_models import conversion, hub
 from lora_rocm.base_models.conversion import Converter, Found, UnfitError
-from lora_rocm.base_models.safetensors_file import Header, digest, indexed, read_hashed, read_header
+from lora_rocm.base_models.safetensors_file import digest, indexed, read_hashed
 from lora_rocm.base_models.tokenizers import packaged
 from lora_rocm.cache_files.hash_memory import HashMemory
 from lora_rocm.device.torch_errors import out_of_memory
 from lora_rocm.errors import ModelError, StorageError
 from lora_rocm.foundation.bounded_read import FileVersion, read_plain
 from lora_rocm.kernels.weight_format import DENSE, WeightFormat
+from lora_rocm.model_files.header import Header, read_header
 
 BUILTIN_PREFIX = "builtin:"
 PICKLE_SUFFIXES = (".ckpt", ".bin", ".pt", ".pth")
