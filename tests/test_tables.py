@@ -22,6 +22,7 @@ from lora_rocm.hardware.pci import PciTable
 from lora_rocm.hardware.wheels import WheelTable
 from lora_rocm.model_files.adapters import AdapterTable
 from lora_rocm.model_files.models import ModelTable
+from lora_rocm.model_files.readers import ReaderTable
 from lora_rocm.recipe.foreign import ForeignTable
 from lora_rocm.recipe.peer_names import PeerNames
 from lora_rocm.recipe.reference import PageTexts
@@ -54,6 +55,7 @@ TABLES: dict[str, tuple[Callable[..., object], type, Functions]] = {
     "hardware/wheels.toml": (read_table, WheelTable, {}),
     "model_files/adapters.toml": (read_table, AdapterTable, {}),
     "model_files/models.toml": (read_table, ModelTable, {}),
+    "model_files/readers.toml": (read_table, ReaderTable, {}),
     "recipe/foreign.toml": (read_table, ForeignTable, {}),
     "recipe/peer_names.toml": (read_table, PeerNames, {}),
     "recipe/reference.toml": (read_table, PageTexts, {}),
