@@ -133,3 +133,36 @@ class DdpmSection(ObjectiveSection):
             "ss_noise_offset": self.noise_offset or None,
             "ss_zero_terminal_snr": self.zero_terminal_snr,
         }
+
+
+class FlowSection(ObjectiveSection):
+    """The training objective of flow matching: predict the velocity from the image to the noise.
+
+    The noise level sigma is 0 for the image and 1 for noise.
+    """
+
+    timestep_sampling: Literal["logit-normal", "uniform"] = Field(
+        "logit-normal",
+        description="Distribution of the noise levels before the shift. logit-normal is the sigmoid of a normal number "
+        "with logit_mean and logit_std.",
+    )
+    logit_mean: float = Field(
+        0.0,
+        ge=-10.0,
+        le=10.0,
+        description="Above 0: more noise; below 0: less. The scripts of diffusers mean the opposite by their logit_mean.",
+    )
+    logit_std: float = Field(
+        1.0, gt=0, le=10.0, description="Spread of the logit-normal distribution (sigmoid_scale elsewhere)."
+    )
+    shift: Literal["auto", "resolution"] | Annotated[float, Field(gt=0, le=1000.0)] = Field(
+        "auto",
+        description="Above 1: more noise. A number, resolution (grows with the image's tokens), or auto, which takes "
+        "what the base's scheduler config says. Previews use it too.",
+    )
+
+    def metadata(self) -> Mapping[str, object]:
+        return {
+            "ss_timestep_sampling": "uniform" if self.timestep_sampling == "uniform" else "sigmoid",
+            "ss_discrete_flow_shift": self.shift if isinstance(self.shift, float) else None,
+        }

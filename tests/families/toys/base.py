@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from lora_rocm.dataset.caption_length import TokenLimit
 from lora_rocm.dataset.entry_spec import EntrySpec, TensorSpec
 from lora_rocm.families.base import Encode, Encoder, Inputs, LoadedModel, PreviewRequest, Tensors
-from lora_rocm.families.objectives.base import Draws, Prediction
-from lora_rocm.families.objectives.ddpm import generators, normal
+from lora_rocm.families.objectives.base import Draws, Prediction, generators, normal
 from lora_rocm.families.recompute import Recomputing
 from lora_rocm.kernels.weight_format import DENSE, WeightFormat
 from lora_rocm.recipe.schema import Recipe
