@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -88,7 +88,13 @@ class Section(BaseModel):
 
 
 class ModelSection(Section):
-    """The base model."""
+    """The base model.
+
+    Attributes:
+        part_keys: the keys, named like components and tokenizers, that take these from elsewhere.
+    """
+
+    part_keys: ClassVar[tuple[str, ...]] = ()
 
     family: str = Field(description="Model family.")
     name_or_path: PathOrHubId = Field(description="The base model: a folder, a file or a hub id.")
@@ -98,6 +104,16 @@ class ModelSection(Section):
         description="Format of the frozen linear layers in the blocks: a half (int8, fp8) or a quarter (nf4) of the "
         "memory of bf16, for a slower step and less exact weights.",
     )
+
+    @property
+    def parts(self) -> Mapping[str, str]:
+        """Components and tokenizers that are taken from elsewhere: name -> file or folder."""
+        return {key: value for key in self.part_keys if (value := getattr(self, key)) is not None}
+
+    @property
+    def configs(self) -> str | None:
+        """Folder of configs and tokenizers for a single-file checkpoint."""
+        return None
 
     def metadata(self) -> Mapping[str, object]:
         """The ``ss_`` fields that kohya has for these keys, for the metadata of a LoRA file; None: left out."""
@@ -150,7 +166,7 @@ class FlowSection(ObjectiveSection):
         0.0,
         ge=-10.0,
         le=10.0,
-        description="Above 0: more noise; below 0: less. The scripts of diffusers mean the opposite by their logit_mean.",
+        description="Above 0: more noise; below 0: less. In the scripts of diffusers it is the other way round.",
     )
     logit_std: float = Field(
         1.0, gt=0, le=10.0, description="Spread of the logit-normal distribution (sigmoid_scale elsewhere)."

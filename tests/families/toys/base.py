@@ -67,7 +67,7 @@ class ToyFamily(ABC):
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self.all_components = (self.component,)
-        self.kohya_prefixes = {self.component: "lora_unet"}
+        self.file_prefixes, self.file_form = {self.component: "lora_unet_"}, "kohya"
         self.lora_targets = {"attention-mlp": {self.component: self.targets}}
 
     @abstractmethod
@@ -128,7 +128,7 @@ class ToyFamily(ABC):
         return {"hash": "", "prediction_type": "", "identity": digest.hexdigest()}
 
     def export_key(self, component: str, module: str) -> str:
-        return f"{self.kohya_prefixes[component]}_{module.replace('.', '_')}"
+        return f"{self.file_prefixes[component]}{module.replace('.', '_')}"
 
     def export_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
         return ((self.export_key(component, module), 0, rows),)
