@@ -146,8 +146,11 @@ class LoraEntry(Entry):
             if self.magnitude is not None:
                 found["dora_scale"] = self.magnitude.reshape(-1, *[1] * (self.down.ndim - 1))
             return found
-        found = {"lora_A.weight": self.down.to(dtype), "lora_B.weight": self.up.to(dtype)}
-        if self.magnitude is not None:
+        up = self.up * self.scale if form == "folded" else self.up
+        found = {"lora_A.weight": self.down.to(dtype), "lora_B.weight": up.to(dtype)}
+        if self.magnitude is not None and form == "folded":
+            found["dora_scale"] = self.magnitude.reshape(-1, *[1] * (self.down.ndim - 1))
+        elif self.magnitude is not None:
             shape = (1, -1, *[1] * (self.down.ndim - 2)) if self.down.ndim > 2 else (-1,)
             found["lora_magnitude_vector"] = self.magnitude.reshape(shape)
         return found

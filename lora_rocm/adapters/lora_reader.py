@@ -67,8 +67,8 @@ def components_of(family: ModelFamily, path: Path) -> set[str]:
 
 def _component_of(name: str, family: ModelFamily) -> str:
     """Return the component of a tensor name; if no component is known, the first part of the name."""
-    prefixes = {f"lora_{component}_": component for component in family.kohya_prefixes}
-    prefixes |= {f"{prefix}_": component for component, prefix in family.kohya_prefixes.items()}
+    prefixes = {f"lora_{component}_": component for component in family.file_prefixes}
+    prefixes |= {prefix: component for component, prefix in family.file_prefixes.items()}
     longest = max((prefix for prefix in prefixes if name.startswith(prefix)), key=len, default="")
     return prefixes.get(longest, name.split(".")[0])
 
@@ -104,7 +104,7 @@ def read_adapter(
         header = read_header(_one_file(path), AdapterError)
         tensors = read_tensors(header, error=AdapterError)
         kind = _kind_of(tensors)
-        if any(name.startswith(KOHYA_PREFIXES) for name in tensors):
+        if any(name.startswith((*KOHYA_PREFIXES, *family.file_prefixes.values())) for name in tensors):
             return kind, _from_kohya(grouped(tensors, path, kind, say), family, components, shapes, kind, path)
         modules = _from_diffusers(tensors, header, set(family.text_components), kind, say)
         return kind, _fitted(modules, shapes, kind, family, path)

@@ -89,7 +89,7 @@ def kohya_tensors(family: ModelFamily, adapter: Adapter, dtype: torch.dtype) -> 
     return {
         f"{key}.{ending}": tensor
         for key, entry in entries.items()
-        for ending, tensor in entry.tensors("kohya", dtype).items()
+        for ending, tensor in entry.tensors(family.file_form, dtype).items()
     }
 
 
@@ -105,14 +105,17 @@ def _diffusers(
 ) -> Iterator[tuple[Path, bytes]]:
     tensors: dict[str, Tensor] = {}
     configs: dict[str, Any] = {}
+    form = "folded" if family.file_form == "folded" else "diffusers"
     for component in adapter.components:
         level = TEXT_LEVEL if component in family.text_components else ""  # diffusers drops the level if it is obsolete
         endings = adapter.files.text_endings if level else {}
-        part = _peft_tensors(adapter, component, "diffusers", DTYPES[recipe.output.dtype], endings)
+        part = _peft_tensors(adapter, component, form, DTYPES[recipe.output.dtype], endings)
         tensors |= {f"{component}.{level}{name}": tensor for name, tensor in part.items()}
         configs |= {f"{component}.{key}": value for key, value in adapter.peft_config(component).items()}
     metadata = _metadata(tensors, family, adapter, recipe, facts)
-    metadata |= {"format": "pt", DIFFUSERS_METADATA: json.dumps(configs, indent=2, sort_keys=True)}
+    metadata["format"] = "pt"
+    if form == "diffusers":  # a config would have the scale a second time
+        metadata[DIFFUSERS_METADATA] = json.dumps(configs, indent=2, sort_keys=True)
     yield path, serialise(tensors, metadata)
 
 

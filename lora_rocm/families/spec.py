@@ -13,19 +13,43 @@ from pydantic import Field
 from lora_rocm.recipe.sections import InputFolder, ModelSection, ObjectiveSection, PathOrHubId
 
 
-class CheckpointSection(ModelSection):
+class LatentSection(ModelSection):
+    """A base with a VAE."""
+
+    part_keys = ("vae",)
+
+    vae: PathOrHubId | None = Field(None, description="Another VAE: a diffusers folder or a single .safetensors file.")
+
+    def metadata(self) -> Mapping[str, object]:
+        return {"ss_vae_name": Path(self.vae).name if self.vae else None}
+
+
+class CheckpointSection(LatentSection):
     """A base that is a diffusers folder or a one-file checkpoint, trained by discrete-time diffusion."""
 
     config: InputFolder | None = Field(
         None, description="Folder with the diffusers configs and tokenizers for a single-file checkpoint."
     )
-    vae: PathOrHubId | None = Field(None, description="Another VAE: a diffusers folder or a single .safetensors file.")
     prediction_type: Literal["auto", "epsilon", "v_prediction"] = Field(
         "auto", description="What the model predicts; auto reads the model's own scheduler config."
     )
 
-    def metadata(self) -> Mapping[str, object]:
-        return {"ss_vae_name": Path(self.vae).name if self.vae else None}
+    @property
+    def configs(self) -> str | None:
+        return self.config
+
+
+class TransformerSection(LatentSection):
+    """A base that is a diffusers folder, or a file with the transformer alone beside files of the other components."""
+
+    part_keys = ("vae", "text_encoder", "tokenizer")
+
+    text_encoder: PathOrHubId | None = Field(
+        None,
+        description="Another text encoder: a diffusers folder or a single .safetensors file. If name_or_path is a "
+        "file, this and vae are needed.",
+    )
+    tokenizer: InputFolder | None = Field(None, description="Folder of another tokenizer.")
 
 
 SampleKind = Literal["image", "text", "video"]

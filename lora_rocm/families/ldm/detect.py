@@ -11,9 +11,9 @@ import torch
 from lora_rocm.base_models.conversion import beside
 from lora_rocm.base_models.loading import DOWNLOAD_AGAIN, PICKLE_SUFFIXES, UNFIT_ERRORS, Source, read_config
 from lora_rocm.errors import ModelError
+from lora_rocm.families.component_check import MAX_NAMED, check_component
 from lora_rocm.families.objectives import ddpm
 from lora_rocm.foundation.terminal_text import printable
-from lora_rocm.model_files import storage_formats
 from lora_rocm.model_files.adapters import kind_of
 from lora_rocm.model_files.header import Header
 from lora_rocm.model_files.models import PARTS, model_of, models_in, pipeline_of
@@ -21,7 +21,6 @@ from lora_rocm.model_files.models import PARTS, model_of, models_in, pipeline_of
 UNET_PREFIX = "model.diffusion_model."
 MAX_TIMESTEPS = 100_000
 SPACINGS = ("linspace", "leading", "trailing")
-MAX_NAMED = 3
 FIX = "Use {} base model or one of its fine-tunes: a diffusers folder, a .safetensors checkpoint or a hub id."
 REFINER = "an SDXL refiner, which makes no images of its own"
 TEXT_KEYS = "down_blocks.1.attentions.0.transformer_blocks.0.attn2.to_k.weight"
@@ -62,36 +61,12 @@ def check(source: Source, expected: Expected) -> tuple[str, ...]:
     else:
         _check_folder(source, expected)
     _check_unet(source, expected, source.config("unet"))
-    if source.vae is not None:
+    if "vae" in source.own:
         _check_vae(source, expected)
-    said = [_check_component(source, expected, name) for name in source.layout.parts]
+    said = [check_component(source, name, expected.fix) for name in source.layout.parts]
     if source.single_header is not None:
         said.append(_named_beside(source, source.single_header))
     return tuple(filter(None, said))
-
-
-def _check_component(source: Source, expected: Expected, name: str) -> str:
-    """Refuse a component whose weights do not match its config. Returns a notice, or an empty string."""
-    headers, prefix = source.weights(name)
-    storage_formats.refuse_quantised_config(source.config_path(name), source.config(name))
-    for header in headers:
-        storage_formats.refuse_scaled(header.path, header.tensors)
-    found = source.look(name)
-    where = headers[0].path
-    if found.unread:
-        named = ", ".join(printable(key)[:200] for key in found.unread[:MAX_NAMED])
-        count = "1 tensor" if len(found.unread) == 1 else f"{len(found.unread)} tensors"
-        raise ModelError(
-            "weights-unknown",
-            f"The {name} has {count} that its config does not know: {named}. To leave them out would be to train "
-            "another model than this.",
-            where=str(where),
-            fix=expected.fix,
-        )
-    entries = {key: entry for header in headers for key, entry in header.tensors.items() if key.startswith(prefix)}
-    read = set().union(*found.made_of.values())
-    storage_formats.refuse_whole_numbers(where, entries, read)
-    return storage_formats.rounding(name, [entries[key] for key in read])
 
 
 def _named_beside(source: Source, header: Header) -> str:
@@ -187,7 +162,7 @@ def _check_single(source: Source, expected: Expected, header: Header) -> None:
     if channels is None:
         raise _incomplete(source, "UNet")
     _check_channels(source, expected, channels[1])
-    if source.vae is None and not _has(header, source.layout.parts["vae"].prefix):
+    if "vae" not in source.own and not _has(header, source.layout.parts["vae"].prefix):
         raise _incomplete(source, "VAE (or set model.vae)")
 
 
@@ -229,7 +204,7 @@ def _check_vae(source: Source, expected: Expected) -> None:
         raise ModelError(
             "wrong-family",
             f"This is not a VAE of {expected.title}.",
-            where=f"model.vae: {source.vae}",
+            where=f"model.vae: {source.own['vae']}",
             fix=f"Leave model.vae out, or give a VAE of {expected.title}.",
         )
 

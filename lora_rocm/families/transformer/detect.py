@@ -1,0 +1,48 @@
+"""Checks from configs and headers alone that a base belongs to a family with a transformer and can be trained on."""
+
+from __future__ import annotations
+
+from lora_rocm.base_models.loading import Source, read_config
+from lora_rocm.errors import ModelError
+from lora_rocm.families.component_check import check_component
+from lora_rocm.families.spec import Evidence, FamilySpec
+from lora_rocm.foundation.terminal_text import printable
+
+INDEX = "model_index.json"
+
+
+def check(source: Source, spec: FamilySpec) -> tuple[str, ...]:
+    """Refuse a model of another family or one that cannot be trained on; return notices about an accepted one.
+
+    Raises:
+        ModelError: wrong-family, not-a-model, incomplete-model, or as ``check_component``.
+    """
+    fix = f"Use a {spec.title} base model: a diffusers folder, a hub id, or a .safetensors file of its transformer."
+    header = source.single_header
+    if header is None:
+        index = source.folder / INDEX
+        if not index.is_file():
+            what = "This folder is no diffusers model."
+            raise ModelError("not-a-model", what, where=f"model.name_or_path: {source.name}", fix=fix)
+        found = str(read_config(index).get("_class_name", ""))
+        seen, known = Evidence(pipeline=found), f"a model for {printable(found)[:80] or 'nothing that is known here'}"
+    else:
+        seen, known = Evidence(tensors=frozenset(header.tensors)), "another model, by the names of its tensors"
+    if not spec.marks.base_is(seen):
+        what = f"This is {known}, and {spec.title} is wanted."
+        raise ModelError("wrong-family", what, where=f"model.name_or_path: {source.name}", fix=fix)
+    _check_vae(source, spec)
+    return tuple(filter(None, (check_component(source, name, fix) for name in source.layout.parts)))
+
+
+def _check_vae(source: Source, spec: FamilySpec) -> None:
+    """Refuse a VAE of another family, whose latents would be normalised wrongly."""
+    own, base = source.config("vae"), read_config(source.folder / "vae" / "config.json")
+    keys = ("latent_channels", "scaling_factor", "shift_factor")
+    if [own.get(key) for key in keys] != [base.get(key) for key in keys]:
+        raise ModelError(
+            "wrong-family",
+            f"This is not a VAE of {spec.title}.",
+            where=f"model.vae: {source.own['vae']}",
+            fix=f"Leave model.vae out, or give a VAE of {spec.title}.",
+        )
