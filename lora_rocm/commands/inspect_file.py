@@ -11,11 +11,10 @@ from typing import Any
 
 from lora_rocm.errors import ModelError
 from lora_rocm.families.registry import PRODUCT, Registry
-from lora_rocm.families.spec import Evidence
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.terminal_text import one_line
 from lora_rocm.foundation.units import number_text, size_text
-from lora_rocm.model_files.adapters import FACTOR, kind_of, origin_of
+from lora_rocm.model_files.adapters import FACTOR, families_of, kind_of, origin_of
 from lora_rocm.model_files.header import Header, read_header
 from lora_rocm.model_files.models import BASES, OTHER, PARTS, model_of, models_in, pipeline_of
 from lora_rocm.model_files.readers import readers_of, spelling_of
@@ -140,18 +139,14 @@ def _model(header: Header, registry: Registry) -> dict[str, Any]:
 
 def _adapter(header: Header, kind: str, registry: Registry) -> dict[str, Any]:
     origin = origin_of(header.tensors, header.shapes)
-    seen = Evidence(metadata=header.metadata)
-    families = list(origin.families) if origin is not None else []
-    if len(families) != 1:  # metadata decide where names do not
-        said = [spec.name for spec in registry if spec.marks.lora_is_for(seen)]
-        families = [name for name in said if name in families or not families] or families
+    families = families_of(header.shapes, header.metadata)
     titles = [registry[name].title for name in families if name in registry]
     of = titles[0] if len(families) == len(titles) == 1 else origin.title if origin is not None else ""
     readers = readers_of(header.tensors, families) if kind == "LoRA" else None
     fields = ("diffusers", "comfyui", "kohya")
     return {
         "title": f"a {kind} for {of}" if of else f"a {kind} for a model that is not known",
-        "families": families,
+        "families": list(families),
         "trainable": [name for name in families if name in registry and kind in STARTERS],
         "adapter": {
             "kind": kind,

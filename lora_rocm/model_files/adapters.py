@@ -7,7 +7,7 @@ Knows the names that kohya-ss/sd-scripts, musubi-tuner, diffusers, ai-toolkit an
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
@@ -56,10 +56,20 @@ class Origin:
 
 
 @dataclass(frozen=True)
+class Metadata:
+    """A family, by the starts of ``ss_base_model_version`` and ``modelspec.architecture`` in small letters."""
+
+    family: str
+    base_versions: tuple[str, ...]
+    architectures: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class AdapterTable:
     """The file."""
 
     kinds: tuple[Kind, ...]
+    metadata: tuple[Metadata, ...]
     origins: tuple[Origin, ...]
 
 
@@ -89,6 +99,20 @@ def origin_of(names: Iterable[str], shapes: Shapes | None = None) -> Origin | No
             if all(_holds(condition, widths) for condition in origin.widths):
                 return origin
     return None
+
+
+def families_of(shapes: Shapes, metadata: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the possible families of an adapter file: by its names, and by its metadata where names leave a choice."""
+    origin = origin_of(shapes, shapes)
+    named = origin.families if origin is not None else ()
+    version = metadata.get("ss_base_model_version", "").lower()
+    architecture = metadata.get("modelspec.architecture", "").lower()
+    said = tuple(
+        row.family
+        for row in _table().metadata
+        if version.startswith(row.base_versions) or architecture.startswith(row.architectures)
+    )
+    return named if len(named) == 1 else tuple(name for name in said if not named or name in named) or named
 
 
 def _widths(shapes: Shapes) -> dict[str, dict[str, int]]:

@@ -12,7 +12,7 @@ from lora_rocm.adapters.lora_reader import components_of
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.sd.family import Sd15
 from lora_rocm.families.sdxl.family import Sdxl
-from lora_rocm.model_files.adapters import kind_of, origin_of
+from lora_rocm.model_files.adapters import families_of, kind_of, origin_of
 
 NAMES = {
     "transformer.single_transformer_blocks.3.attn.to_q.lora_A.weight": "FLUX.1",
@@ -120,3 +120,17 @@ def test_without_widths_the_same_names_are_of_several_families() -> None:
 ])  # fmt: skip
 def test_kinds(names: list[str], kind: str) -> None:
     assert kind_of(names) == kind
+
+
+@pytest.mark.parametrize(("metadata", "families"), [
+    ({"ss_base_model_version": "sdxl_base_v1-0"}, ("sdxl",)),
+    ({"modelspec.architecture": "stable-diffusion-xl-v1-base/lora"}, ("sdxl",)),
+    ({"modelspec.architecture": "Qwen-Image"}, ()),
+    ({"ss_base_model_version": "x"}, ()),
+    ({}, ()),
+])  # fmt: skip
+def test_metadata_decide_where_names_leave_a_choice(metadata: dict[str, str], families: tuple[str, ...]) -> None:
+    shared = {"unet.mid_block.resnets.0.conv1.lora_A.weight": (4, 8, 3, 3)}
+    assert families_of(shared, metadata) == (families or ("sd15", "sd2", "sdxl"))
+    assert families_of({"txtfusion.projector.lora_A.weight": (4, 12)}, metadata) == ("krea2",)
+    assert families_of({}, {"modelspec.architecture": "Qwen-Image"}) == ("qwen-image",)
