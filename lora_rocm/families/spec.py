@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -16,7 +16,7 @@ from lora_rocm.recipe.sections import InputFolder, ModelSection, ObjectiveSectio
 class LatentSection(ModelSection):
     """A base with a VAE."""
 
-    part_keys = ("vae",)
+    part_keys: ClassVar[tuple[str, ...]] = ("vae",)
 
     vae: PathOrHubId | None = Field(None, description="Another VAE: a diffusers folder or a single .safetensors file.")
 
