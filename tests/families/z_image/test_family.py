@@ -15,12 +15,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lora_rocm.adapters.factory import inject
+from lora_rocm.adapters.lora_reader import read_lora
 from lora_rocm.adapters.module_names import adaptable
 from lora_rocm.adapters.targets import targets
 from lora_rocm.base_models.loading import Source
 from lora_rocm.dataset.entry_spec import CAPTION, IMAGE
 from lora_rocm.errors import ModelError
-from lora_rocm.export.writers import kohya_tensors
+from lora_rocm.export.metadata import Facts
+from lora_rocm.export.writers import kohya_tensors, verify, write
 from lora_rocm.families.base import LoadedModel, PreviewRequest, Tensors
 from lora_rocm.families.objectives.loss import losses
 from lora_rocm.families.transformer.language_model import OWN, REAL, STATES, filled
@@ -323,3 +325,23 @@ def test_the_file_changes_every_weight_in_comfyui_as_in_training(base: Path) -> 
     assert not tensors, "nothing else is in the file"
     changed = [name for name, tensor in wanted.items() if tensor.any()]
     assert len(changed) == 4 * 6 - 1 and all(torch.allclose(native[name], wanted[name], atol=1e-6) for name in wanted)
+
+
+@pytest.mark.parametrize("kind", [{}, {"use_rslora": True}, {"use_dora": True}, {"type": "lokr"}], ids=str)
+def test_every_adapter_is_written_in_every_form_and_loaded_back(
+    base: Path, tmp_path: Path, kind: dict[str, Any]
+) -> None:
+    family = family_of(base, lora={"rank": 2, "alpha": 1, "targets": [r"layers\.1\.attention\.to_(q|out\.0)"], **kind})
+    model, adapter = adapted(family)
+    for form in family.recipe.lora.formats:
+        path = tmp_path / (form if form == "peft" else f"{form}.safetensors")
+        write(form, path, family, adapter, family.recipe, Facts(1, 1, 1))
+        found = verify(form, path, family, model, adapter)
+        assert found.relative_difference < 1e-2
+        if form != "peft":
+            assert "kohya's tools" in str(found.cannot_read) or kind.get("type"), found.cannot_read
+            entries = read_lora(family, model.components, path)
+            assert entries.keys() == adapter.entries().keys()
+            for name, entry in adapter.entries().items():
+                off = entry.additive().update() - entries[name].additive().update()
+                assert off.norm() < 1e-2 * entry.update().norm()
