@@ -164,6 +164,7 @@ class FamilySpec:
         samples: the kinds of sample that it trains on.
         preview: the medium of previews.
         unread: dotted keys of shared sections that it does not read. A recipe that sets one is refused.
+        takes_fp16: whether its activations fit fp16.
         metadata: entries of its LoRA files' metadata.
     """
 
@@ -178,6 +179,7 @@ class FamilySpec:
     samples: tuple[SampleKind, ...] = ("image",)
     preview: PreviewMedium = "image"
     unread: frozenset[str] = frozenset()
+    takes_fp16: bool = True
     metadata: FileMetadata = FileMetadata()
 
     @property

@@ -60,6 +60,7 @@ def test_shapes_of_videos_and_texts() -> None:
         (Evidence(("sdxl",)), "sdxl"),
         (Evidence((), ("sdxl",)), "sdxl"),
         (Evidence(("flux",), ("sdxl",)), "sdxl"),
+        (Evidence(("z-image",)), "z-image"),
         (Evidence(("toy-video",), ("sdxl",)), "toy-video"),
     ],
 )
@@ -115,6 +116,8 @@ def test_recipes_of_other_families_have_their_own_keys() -> None:
         ("toy-text", "model.vae=x", "no such key"),
         ("toy-text", "objective.shift=2", "no such key"),
         ("toy-text", "train.min_snr_gamma=5", "--set train.min_snr_gamma: there is no such key"),
+        ("z-image", "train.mixed_precision=fp16", "too large for fp16"),
+        ("z-image", "objective.min_snr_gamma=5", "no such key"),
         ("toy-video", "data.bucket_step=16", "has to be a multiple of 32 for Toy video, got 16"),
         ("toy-video", "sample.width=1000", "Take 992 or 1024"),
         ("sdxl", "sample.height=100", "has to be a multiple of 8 for SDXL, got 100"),
@@ -132,6 +135,9 @@ def test_keys_and_sizes_that_are_not_the_familys_are_refused(family: str, overri
         ("toy-text", "data.repeats=2"),
         ("sdxl", "lora.train_text_encoder=true"),
         ("toy-video", "data.bucket_step=64"),
+        ("z-image", "train.mixed_precision=bf16"),
+        ("z-image", "objective.shift=resolution"),
+        ("sdxl", "train.mixed_precision=fp16"),
         ("sdxl", "sample.width=1000"),
     ],
 )
