@@ -19,9 +19,10 @@ from diffusers.loaders.single_file_utils import (
 )
 from torch import Tensor, nn
 
-from lora_rocm.base_models.safetensors_file import DTYPES, Header
+from lora_rocm.base_models.safetensors_file import DTYPES
 from lora_rocm.foundation.safetensors_header import TensorEntry
 from lora_rocm.foundation.terminal_text import printable
+from lora_rocm.model_files.header import Header
 
 State = dict[str, Tensor]
 Converter = Callable[[State, nn.Module], State]
@@ -30,6 +31,7 @@ Raises KeyError if a required name is missing.
 """
 
 TEXT_WRAPPER = "text_model."  # prefix in transformers before 5.6 and in files saved by it
+LANGUAGE_WRAPPER = "model."  # prefix in language models that are saved with their head
 OLD_ATTENTION = {".query.": ".to_q.", ".key.": ".to_k.", ".value.": ".to_v.", ".proj_attn.": ".to_out.0."}
 """Names in a VAE saved by diffusers 0.18 or older -> present names."""
 OF_ORIGINAL_VAE = ".mid.block_1."  # in the original release's names; diffusers has mid_block
@@ -40,6 +42,8 @@ HARMLESS_ENDS = (
     ".logit_scale",
     "embedders.0.transformer.text_projection.weight",
     "num_batches_tracked",
+    "norm_final.weight",  # of Z-Image
+    "lm_head.weight",
     "cond_stage_model.model.text_projection",
 )
 HARMLESS_PARTS = (
@@ -87,7 +91,8 @@ def own_names(state: Mapping[str, Tensor], module: nn.Module) -> State:
     expected = set(module.state_dict())
     renamed = {}
     for name, tensor in state.items():
-        ways = (name, name.removeprefix(TEXT_WRAPPER), TEXT_WRAPPER + name, _new_attention(name))
+        bare = name.removeprefix(TEXT_WRAPPER).removeprefix(LANGUAGE_WRAPPER)
+        ways = (name, bare, TEXT_WRAPPER + name, _new_attention(name))
         renamed[next((way for way in ways if way in expected), name)] = tensor
     return renamed
 

@@ -9,9 +9,10 @@ from lora_rocm.errors import ModelError
 from lora_rocm.families.sd.spec import SPEC_SD2, SPEC_SD15
 from lora_rocm.families.sdxl.spec import SPEC as SDXL
 from lora_rocm.families.spec import Evidence, FamilySpec
+from lora_rocm.families.z_image.spec import SPEC as Z_IMAGE
 
 RESERVED = (
-    "sd3", "flux", "chroma", "flux2", "z-image", "anima", "krea2", "qwen-image", "wan", "ltx2",
+    "sd3", "flux", "chroma", "flux2", "anima", "krea2", "qwen-image", "wan", "ltx2",
     "causal-lm",
 )  # fmt: skip
 """Names of planned families."""
@@ -64,8 +65,7 @@ class Registry:
         Raises:
             ModelError: family-unclear: no family is recognised, or more than one.
         """
-        found = [spec for spec in self if spec.marks.base_is(seen)]
-        found = found or [spec for spec in self if spec.marks.lora_is_for(seen)]
+        found = [spec for spec in self if spec.name in seen.base] or [spec for spec in self if spec.name in seen.lora]
         if len(found) == 1:
             return found[0]
         what = f"could be {' or '.join(spec.title for spec in found)}" if found else "is not recognised"
@@ -77,5 +77,5 @@ class Registry:
         )
 
 
-PRODUCT = Registry([SDXL, SPEC_SD15, SPEC_SD2])
+PRODUCT = Registry([SDXL, SPEC_SD15, SPEC_SD2, Z_IMAGE])
 """The families of this program."""

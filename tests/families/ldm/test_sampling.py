@@ -12,8 +12,9 @@ import torch
 from diffusers import AutoencoderKL, StableDiffusionXLPipeline
 from PIL import Image
 
+from lora_rocm.families import vae as vae_module
 from lora_rocm.families.base import PreviewRequest
-from lora_rocm.families.ldm import encoders, sampling
+from lora_rocm.families.ldm import sampling
 from lora_rocm.families.sdxl.family import Sdxl
 from tests.tiny_models import caption_encoder, drawn_by, tiny_recipe, write_tiny_sdxl
 
@@ -117,14 +118,14 @@ def test_trained_text_encoders_speak_for_themselves(tiny_sdxl: Path) -> None:
 def test_large_images_are_decoded_in_tiles(tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     request = replace(REQUEST, width=128, height=128)
     (whole,) = draw(tiny_sdxl, [request])
-    monkeypatch.setattr(sampling, "TILING_PIXELS", 128 * 128 - 1)
+    monkeypatch.setattr(vae_module, "TILING_PIXELS", 128 * 128 - 1)
     (tiled,) = draw(tiny_sdxl, [request])
     assert tiled.size == whole.size
     assert abs(pixels(whole) - pixels(tiled)).max() > 0
 
 
 def test_small_tiles_are_asked_for_where_memory_is_short(tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoders, "SMALL_TILE_PX", 64)
+    monkeypatch.setattr(vae_module, "SMALL_TILE_PX", 64)
     request = replace(REQUEST, width=128, height=128)
     family = Sdxl(tiny_recipe(tiny_sdxl))
     model, text = family.load(torch.float32, CPU), caption_encoder(family)
@@ -143,6 +144,6 @@ def test_small_tiles_are_asked_for_where_memory_is_short(tiny_sdxl: Path, monkey
 
 def test_images_are_decoded_with_the_attention_of_the_vae(tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entered: list[torch.device] = []
-    monkeypatch.setattr(sampling, "plain_attention", lambda device: entered.append(device) or nullcontext())
+    monkeypatch.setattr(vae_module, "plain_attention", lambda device: entered.append(device) or nullcontext())
     draw(tiny_sdxl, [REQUEST])
     assert entered == [CPU]
