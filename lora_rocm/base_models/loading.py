@@ -30,12 +30,14 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from lora_rocm.base_models import conversion, hub
+from lora_rocm.base_models.assembly import Assembly
 from lora_rocm.base_models.conversion import Converter, Found, UnfitError
 from lora_rocm.base_models.safetensors_file import Header, digest, indexed, read_hashed, read_header
 from lora_rocm.cache_files.hash_memory import HashMemory
 from lora_rocm.device.torch_errors import out_of_memory
 from lora_rocm.errors import ModelError, StorageError
 from lora_rocm.foundation.bounded_read import FileVersion, read_plain
+from lora_rocm.foundation.safetensors_header import TensorEntry
 from lora_rocm.kernels.weight_format import DENSE, WeightFormat
 
 BUILTIN_PREFIX = "builtin:"
@@ -215,19 +217,17 @@ class Source:
             StorageError: weights-changed.
         """
         headers, prefix = self.weights(name)
-
-        def convert(tensor: Tensor) -> Tensor:
-            return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-        tensors, sha256 = read_hashed(headers, lambda key: key.startswith(prefix), convert)
-        self._require_digest(name, headers, prefix, sha256)
         with self._explained(name):
             module = self._hollow(name)
-            state = conversion.converted(tensors, module, self._converter(name))
-            module.load_state_dict(conversion.fitted(state, module), assign=True)
-        module.requires_grad_(False)
-        weights.pack(module)
-        return module.to(device).eval()
+            made = conversion.traced(_entries(headers, prefix), module, self._converter(name))
+        assembly = Assembly(module, made, weights)
+
+        def take(key: str, tensor: Tensor) -> None:
+            assembly.take(key, tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+        sha256 = read_hashed(headers, lambda key: key.startswith(prefix), take)
+        self._require_digest(name, headers, prefix, sha256)
+        return assembly.finished().to(device)
 
     def _require_digest(self, name: str, headers: Sequence[Header], prefix: str, sha256: str) -> None:
         """Record the digest of the loaded weights; it must equal an earlier digest of the files.
@@ -253,9 +253,8 @@ class Source:
             ModelError: weights-unfit: tensors are missing or have other shapes.
         """
         headers, prefix = self.weights(name)
-        entries = {key: entry for h in headers for key, entry in h.tensors.items() if key.startswith(prefix)}
         with self._explained(name):
-            return conversion.look(entries, self._hollow(name), self._converter(name))
+            return conversion.look(_entries(headers, prefix), self._hollow(name), self._converter(name))
 
     def files(self) -> list[Path]:
         """Return all files of the base that are on this machine."""
@@ -522,6 +521,10 @@ def _refuse_pickle(path: Path) -> None:
             where=str(path),
             fix="Use the .safetensors edition of the model, which nearly every publisher offers.",
         )
+
+
+def _entries(headers: Sequence[Header], prefix: str) -> dict[str, TensorEntry]:
+    return {key: entry for h in headers for key, entry in h.tensors.items() if key.startswith(prefix)}
 
 
 def _headers(folder: Path) -> list[Header]:

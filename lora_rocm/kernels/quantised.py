@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -47,8 +47,7 @@ class QuantisedLinears(ABC):
     def name(self) -> str: ...
 
     @abstractmethod
-    def packed(self, layer: nn.Linear) -> PackedLinear:
-        """A layer with its weight in this format. The bytes depend on the dense values only."""
+    def packed(self, layer: nn.Linear) -> PackedLinear: ...
 
     @abstractmethod
     def stored_bytes(self, layer: nn.Linear, dtype: torch.dtype) -> int:
@@ -61,20 +60,14 @@ class QuantisedLinears(ABC):
         """Whether a layer of this size can be stored."""
         return True
 
-    def pack(self, component: nn.Module) -> None:
-        for path, layer in self._chosen(component):
-            if not layer.weight.requires_grad:
-                component.set_submodule(path, self.packed(layer))
-
     def num_bytes(self, component: nn.Module, dtype: torch.dtype) -> int:
-        chosen = [layer for _, layer in self._chosen(component)]
+        chosen = self.chosen(component).values()
         saved = sum(layer.weight.numel() * dtype.itemsize - self.stored_bytes(layer, dtype) for layer in chosen)
         return DENSE.num_bytes(component, dtype) - saved
 
-    def _chosen(self, component: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-        for path, layer in list(component.named_modules()):
-            if type(layer) is nn.Linear and re.search(self.layers, path) and self.takes(layer):
-                yield path, layer
+    def chosen(self, component: nn.Module) -> Mapping[str, nn.Linear]:
+        linears = {path: layer for path, layer in component.named_modules() if type(layer) is nn.Linear}
+        return {path: layer for path, layer in linears.items() if re.search(self.layers, path) and self.takes(layer)}
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ work on those whatever their dtype, so they need not know the format.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -21,11 +22,12 @@ class WeightFormat(Protocol):
     @property
     def name(self) -> str: ...
 
-    def pack(self, component: nn.Module) -> None:
-        """Convert the frozen layers of a component to this format in place, also on the meta device.
+    def chosen(self, component: nn.Module) -> Mapping[str, nn.Linear]:
+        """The layers that this format stores, by their paths in a dense component."""
+        ...
 
-        Module names stay; the tensors of a packed layer may differ. Trained layers are unchanged.
-        """
+    def packed(self, layer: nn.Linear) -> PackedLinear:
+        """A chosen layer with its weight in this format. The bytes depend on the dense values only."""
         ...
 
     def num_bytes(self, component: nn.Module, dtype: torch.dtype) -> int:
@@ -47,8 +49,13 @@ class DenseFormat:
 
     name = "dense"
 
-    def pack(self, component: nn.Module) -> None:
-        """Do nothing."""
+    def chosen(self, component: nn.Module) -> Mapping[str, nn.Linear]:
+        """No layer."""
+        return {}
+
+    def packed(self, layer: nn.Linear) -> PackedLinear:
+        """Never called, because no layer is chosen."""
+        raise NotImplementedError
 
     def num_bytes(self, component: nn.Module, dtype: torch.dtype) -> int:
         """Bytes of all parameters in ``dtype``."""
@@ -80,6 +87,16 @@ def dense_shape(layer: nn.Module) -> tuple[int, ...]:
         return layer.out_features, layer.in_features
     weight: Any = layer.weight
     return tuple(weight.shape)
+
+
+def pack(component: nn.Module, weight_format: WeightFormat) -> None:
+    """Store the chosen frozen layers of a component in a format, in place, also on the meta device.
+
+    Paths of modules stay; the tensors of a packed layer may differ. Trained layers are unchanged.
+    """
+    for path, layer in weight_format.chosen(component).items():
+        if not layer.weight.requires_grad:
+            component.set_submodule(path, weight_format.packed(layer))
 
 
 def is_packed(layer: nn.Module) -> bool:

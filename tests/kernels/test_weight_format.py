@@ -20,7 +20,7 @@ from lora_rocm.families.objectives.loss import losses
 from lora_rocm.families.recompute import Recomputing
 from lora_rocm.families.sdxl.family import Sdxl
 from lora_rocm.kernels.quantised import quantised
-from lora_rocm.kernels.weight_format import DENSE, PackedLinear, dense_weight, format_of, is_packed
+from lora_rocm.kernels.weight_format import DENSE, PackedLinear, dense_weight, format_of, is_packed, pack
 from lora_rocm.memory.footprint import count, hollow_model
 from lora_rocm.memory.offload import Offload
 from tests.tiny_models import FEW_TARGETS, tiny_recipe, write_tiny_sdxl
@@ -115,7 +115,7 @@ def test_a_step_is_that_of_the_dequantised_model(folder: Path, name: str) -> Non
 def test_a_packed_layer_keeps_nothing_dense_for_the_backward_pass(name: str) -> None:
     layer = nn.Linear(64, 64).requires_grad_(False)
     parent = nn.Sequential(layer)
-    quantised(name, "0").pack(parent)
+    pack(parent, quantised(name, "0"))
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         parent(torch.ones(2, 64, requires_grad=True)).sum().backward()
@@ -163,7 +163,7 @@ def test_a_dora_on_a_packed_base_is_refused(folder: Path) -> None:
     with pytest.raises(ValidationError, match="DoRA needs dense weights, and model.quantization is int8"):
         recipe(folder, "int8", use_dora=True)
     family, model, _ = trained(folder, "none", use_dora=True)
-    quantised("int8", "").pack(model.components["unet"])
+    pack(model.components["unet"], quantised("int8", ""))
     with pytest.raises(AdapterError) as caught:
         family.predict(model, *example(family))
     assert caught.value.code == "dora-packed" and "int8" in str(caught.value)
