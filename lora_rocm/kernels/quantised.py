@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lora_rocm.kernels.backend import Form
 from lora_rocm.kernels.weight_format import DENSE, PackedLinear, WeightFormat
 
 BLOCK, NESTED_BLOCK = 64, 256
@@ -54,7 +55,7 @@ class QuantisedLinears(ABC):
         """Bytes of the tensors of ``packed``, made from a layer of this dtype, without the bias."""
 
     @abstractmethod
-    def dense(self, layer: nn.Module, dtype: torch.dtype) -> Tensor: ...
+    def unpack(self, layer: PackedLinear, form: Form, out_OI: Tensor) -> None: ...
 
     def takes(self, layer: nn.Linear) -> bool:
         """Whether a layer of this size can be stored."""
@@ -96,17 +97,26 @@ class ScaledRows(QuantisedLinears):
     def stored_bytes(self, layer: nn.Linear, dtype: torch.dtype) -> int:
         return layer.weight.numel() * self.stored.itemsize + layer.out_features * torch.float32.itemsize
 
-    def dense(self, layer: nn.Module, dtype: torch.dtype) -> Tensor:
-        weight, scale_O1 = layer.get_parameter("weight"), layer.get_buffer("weight_scale")
-        dense_OI = weight.view(self.stored).to(dtype)
-        return torch.mul(dense_OI, scale_O1, out=dense_OI)
+    def unpack(self, layer: PackedLinear, form: Form, out_OI: Tensor) -> None:
+        scale_O1 = layer.get_buffer("weight_scale")
+        if form == "triton":
+            if not out_OI.is_meta:
+                from lora_rocm.kernels.unpack_triton import launch_rows
+
+                launch_rows(layer.weight, scale_O1, out_OI)
+        elif self.stored is torch.int8:
+            torch.mul(layer.weight, scale_O1, out=out_OI)
+        else:
+            out_OI.copy_(layer.weight.view(self.stored))
+            torch.mul(out_OI, scale_O1, out=out_OI)
 
 
 @dataclass(frozen=True)
 class Nf4(QuantisedLinears):
     """bitsandbytes' nf4 with double quantisation: 4.127 bits a value.
 
-    Two values share a byte, the first in its upper half. A block's magnitude is ``code[byte] * nested + offset``.
+    Two values share a byte, the first in its upper half. A block's magnitude is ``code[byte] * nested + offset``. The
+    table has the pair of levels of each byte, rounded to the layer's dtype.
     """
 
     @property
@@ -128,25 +138,30 @@ class Nf4(QuantisedLinears):
         return PackedLinear(layer, self, packed, **found)
 
     def stored_bytes(self, layer: nn.Linear, dtype: torch.dtype) -> int:
-        blocks = layer.weight.numel() // BLOCK
+        nested_blocks = -(-layer.weight.numel() // (BLOCK * NESTED_BLOCK))
         tables = 256 * (2 * dtype.itemsize + torch.float32.itemsize)
-        nested = torch.float32.itemsize * (-(-blocks // NESTED_BLOCK) + 1)
-        return layer.weight.numel() // 2 + blocks + nested + tables
+        nested = nested_blocks * (NESTED_BLOCK + torch.float32.itemsize) + torch.float32.itemsize
+        return layer.weight.numel() // 2 + nested + tables
 
-    def dense(self, layer: nn.Module, dtype: torch.dtype) -> Tensor:
-        packed, table = layer.get_parameter("weight"), layer.get_buffer("table")
+    def unpack(self, layer: PackedLinear, form: Form, out_OI: Tensor) -> None:
+        table = layer.get_buffer("table")
+        if form == "triton":
+            if not out_OI.is_meta:
+                from lora_rocm.kernels.unpack_triton import launch_nf4
+
+                magnitudes = [layer.get_buffer(name) for name in ("nested_codes", "code", "nested", "offset")]
+                launch_nf4(layer.weight, table, *magnitudes, out_OI)
+            return
         pair = torch.int32 if table.dtype.itemsize == 2 else torch.int64  # both values of a byte as one number
-        found_N = table.view(pair).view(-1).index_select(0, packed.view(-1).int()).view(table.dtype)
-        dense_KB = found_N.view(-1, BLOCK).to(dtype)
-        torch.mul(dense_KB, self.magnitudes(layer)[:, None], out=dense_KB)
-        return dense_KB.view(packed.shape[0], 2 * packed.shape[1])
+        found_N = table.view(pair).view(-1).index_select(0, layer.weight.view(-1).int()).view(table.dtype)
+        magnitude_K1 = self.magnitudes(layer)[: len(found_N) // BLOCK, None]
+        torch.mul(found_N.view(-1, BLOCK), magnitude_K1, out=out_OI.view(-1, BLOCK))
 
     def magnitudes(self, layer: nn.Module) -> Tensor:
-        """absmax_K: the largest magnitude of each block, float32."""
-        codes_K, nested = layer.get_buffer("nested_codes"), layer.get_buffer("nested")
-        found_K = layer.get_buffer("code").index_select(0, codes_K.int())
-        scaled_K = found_K * nested.repeat_interleave(NESTED_BLOCK)[: len(found_K)]
-        return scaled_K + layer.get_buffer("offset")
+        """absmax_K: the largest magnitude of each block, float32; K is filled up to whole nested blocks."""
+        found_K = layer.get_buffer("code").index_select(0, layer.get_buffer("nested_codes").int())
+        found_K.view(-1, NESTED_BLOCK).mul_(layer.get_buffer("nested")[:, None])
+        return found_K.add_(layer.get_buffer("offset"))
 
 
 def levels_of(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -166,14 +181,14 @@ def _mean(values_K: Tensor) -> Tensor:
 
 
 def _nested(values_K: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes of the dynamic map (uint8), and the largest magnitude of each block of 256 values."""
+    """Codes of the dynamic map (uint8, filled up to whole blocks), and the largest magnitude of each block of 256."""
     short = -len(values_K) % NESTED_BLOCK
     blocks_MB = torch.nn.functional.pad(values_K, (0, short)).view(-1, NESTED_BLOCK)
     absmax_M = blocks_MB.abs().amax(dim=1)
     code = torch.tensor(dynamic_map(), device=values_K.device)
     between = (code[:-1] + code[1:]) / 2
     scaled_MB = blocks_MB / absmax_M.clamp(min=TINY)[:, None]
-    return torch.bucketize(scaled_MB, between).to(torch.uint8).view(-1)[: len(values_K)], absmax_M
+    return torch.bucketize(scaled_MB, between).to(torch.uint8).view(-1), absmax_M
 
 
 @cache
