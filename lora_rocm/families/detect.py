@@ -6,9 +6,9 @@ from pathlib import Path
 
 from lora_rocm.base_models.hub import download, looks_like_id
 from lora_rocm.base_models.loading import BUILTIN_PREFIX, builtin_folder, read_config
-from lora_rocm.base_models.safetensors_file import read_header
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.spec import Evidence
+from lora_rocm.model_files.header import read_header
 
 INDEX = "model_index.json"
 

@@ -82,7 +82,7 @@ DIT = "model.diffusion_model."
 @pytest.mark.parametrize(("names", "words"), [
     (["lora_unet_input_blocks_4_1_proj_in.lora_down.weight"], "LoRA file"),
     (["unet.mid_block.attentions.0.proj_in.lora_A.weight"], "LoRA file"),
-    (["lora_unet_x.hada_w1_a"], "LyCORIS"),
+    (["lora_unet_x.hada_w1_a"], "LoHa file"),
     ([f"{DIT}double_blocks.0.img_attn.norm.key_norm.scale"], "FLUX.1"),
     (["double_blocks.0.img_attn.norm.key_norm.scale", "guidance_in.in_layer.bias"], "FLUX.1"),
     (["single_transformer_blocks.0.proj_mlp.weight"], "FLUX.1"),
