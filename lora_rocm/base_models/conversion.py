@@ -183,6 +183,11 @@ def sources_of(tensor: Tensor) -> frozenset[str]:
     return tensor.sources if isinstance(tensor, _Traced) else frozenset()
 
 
+def is_source(tensor: Tensor) -> bool:
+    """Return whether a tensor of ``traced`` is one of the files, under another name."""
+    return isinstance(tensor, _Traced) and isinstance(tensor.compute, itemgetter)
+
+
 def computed(tensor: Tensor, read: Mapping[str, Tensor]) -> Tensor:
     """Return a tensor of ``traced`` with data, computed from the tensors that were read."""
     return tensor.compute(read) if isinstance(tensor, _Traced) else tensor

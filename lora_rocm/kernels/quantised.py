@@ -91,6 +91,11 @@ class ScaledRows(QuantisedLinears):
         scale_O1 = weight_OI.abs().amax(dim=1, keepdim=True).clamp(min=TINY) / largest
         scaled_OI = weight_OI / scale_O1
         stored_OI = (scaled_OI.round() if integer else scaled_OI).clamp(-largest, largest).to(self.stored)
+        return self.of_codes(layer, stored_OI, scale_O1)
+
+    def of_codes(self, layer: nn.Linear, stored_OI: Tensor, scale_O1: Tensor) -> PackedLinear:
+        """A layer of numbers in the dtype ``stored`` and float32 scales."""
+        integer = self.stored is torch.int8
         as_bytes = stored_OI if integer else stored_OI.view(torch.uint8)  # PEFT would cast the adapter to fp8 too
         return PackedLinear(layer, self, as_bytes, weight_scale=scale_O1)
 
@@ -128,14 +133,18 @@ class Nf4(QuantisedLinears):
 
     def packed(self, layer: nn.Linear) -> PackedLinear:
         codes_N, absmax_K = levels_of(layer.weight.detach())
-        packed = (codes_N[::2] << 4 | codes_N[1::2]).view(layer.out_features, layer.in_features // 2)
+        pairs = codes_N[::2] << 4 | codes_N[1::2]
         offset = _mean(absmax_K)
         nested_codes_K, nested = _nested(absmax_K - offset)
-        pairs = torch.tensor(LEVELS, dtype=layer.weight.dtype, device=packed.device)
-        table = torch.stack([pairs.repeat_interleave(16), pairs.repeat(16)], dim=1)
-        code = torch.tensor(dynamic_map(), device=packed.device)
-        found = {"nested_codes": nested_codes_K, "nested": nested, "offset": offset[None], "table": table, "code": code}
-        return PackedLinear(layer, self, packed, **found)
+        code = torch.tensor(dynamic_map(), device=pairs.device)
+        return self.of_codes(layer, pairs, nested_codes=nested_codes_K, nested=nested, offset=offset[None], code=code)
+
+    def of_codes(self, layer: nn.Linear, pairs: Tensor, **magnitudes: Tensor) -> PackedLinear:
+        """A layer of pairs of codes, and of the tensors that ``magnitudes`` reads."""
+        levels = torch.tensor(LEVELS, dtype=layer.weight.dtype, device=pairs.device)
+        table = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
+        packed = pairs.view(layer.out_features, layer.in_features // 2)
+        return PackedLinear(layer, self, packed, table=table, **magnitudes)
 
     def stored_bytes(self, layer: nn.Linear, dtype: torch.dtype) -> int:
         nested_blocks = -(-layer.weight.numel() // (BLOCK * NESTED_BLOCK))
@@ -149,8 +158,9 @@ class Nf4(QuantisedLinears):
             if not out_OI.is_meta:
                 from lora_rocm.kernels.unpack_triton import launch_nf4
 
-                magnitudes = [layer.get_buffer(name) for name in ("nested_codes", "code", "nested", "offset")]
-                launch_nf4(layer.weight, table, *magnitudes, out_OI)
+                codes_K, code = layer.get_buffer("nested_codes"), layer.get_buffer("code")
+                nested, offset = layer.get_buffer("nested"), layer.get_buffer("offset")
+                launch_nf4(layer.weight, table, codes_K, code, nested, offset, out_OI)
             return
         pair = torch.int32 if table.dtype.itemsize == 2 else torch.int64  # both values of a byte as one number
         found_N = table.view(pair).view(-1).index_select(0, layer.weight.view(-1).int()).view(table.dtype)

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from lora_rocm.base_models import safetensors_file
 from lora_rocm.base_models.assembly import Assembly
 from lora_rocm.base_models.conversion import Converter, State, computed, own_names, sources_of, traced
-from lora_rocm.base_models.safetensors_file import READERS, read_hashed, read_header
+from lora_rocm.base_models.safetensors_file import READERS, read_hashed
+from lora_rocm.base_models.stored_weights import ComponentTensors
 from lora_rocm.families.sdxl.family import Sdxl
 from lora_rocm.kernels.quantised import ScaledRows, quantised
 from lora_rocm.kernels.weight_format import DENSE, PackedLinear, WeightFormat, is_packed, pack
+from lora_rocm.model_files.header import read_header
 from tests.tiny_models import tiny_recipe
 
 CPU = torch.device("cpu")
@@ -53,7 +55,9 @@ def fused(tmp_path: Path) -> Path:
 
 def loaded(path: Path, weights: WeightFormat, converter: Converter = own_names) -> nn.Module:
     header, module = read_header(path), stack("meta")
-    assembly = Assembly(module, traced(header.tensors, module, converter), weights)
+    tensors = ComponentTensors([header], "")
+    made = traced(tensors.entries, module, converter)
+    assembly = Assembly(module, made, weights, torch.float32, tensors.stored)
     read_hashed([header], lambda name: True, assembly.take)
     return assembly.finished()
 

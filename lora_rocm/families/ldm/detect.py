@@ -72,7 +72,7 @@ def check(source: Source, expected: Expected) -> tuple[str, ...]:
 
 def _check_component(source: Source, expected: Expected, name: str) -> str:
     """Refuse a component whose weights do not match its config. Returns a notice, or an empty string."""
-    headers, prefix = source.weights(name)
+    headers, _ = source.weights(name)
     storage_formats.refuse_quantised_config(source.config_path(name), source.config(name))
     for header in headers:
         storage_formats.refuse_scaled(header.path, header.tensors)
@@ -88,10 +88,10 @@ def _check_component(source: Source, expected: Expected, name: str) -> str:
             where=str(where),
             fix=expected.fix,
         )
-    entries = {key: entry for header in headers for key, entry in header.tensors.items() if key.startswith(prefix)}
-    read = set().union(*found.made_of.values())
-    storage_formats.refuse_whole_numbers(where, entries, read)
-    return storage_formats.rounding(name, [entries[key] for key in read])
+    tensors, read = source.tensors(name), set().union(*found.made_of.values())
+    storage_formats.refuse_whole_numbers(where, tensors.entries, read)
+    rounded = storage_formats.rounding(name, [tensors.entries[key] for key in read])
+    return rounded or storage_formats.told(name, tensors.forms)
 
 
 def _named_beside(source: Source, header: Header) -> str:
