@@ -26,7 +26,7 @@ from lora_rocm.families.ldm.fused_attention import merge_projections
 from lora_rocm.families.ldm.fusion_options import Fusion
 from lora_rocm.families.recompute import Recomputing, Run
 from lora_rocm.kernels.frozen_conv import FrozenConv2d
-from lora_rocm.kernels.geglu import geglu, geglu_of
+from lora_rocm.kernels.gated import gated, geglu_of
 from lora_rocm.kernels.lora_layer import base_of
 from lora_rocm.kernels.norms import add_layer_norm, group_norm, residual
 
@@ -109,7 +109,7 @@ class FusedGEGLU(GEGLU):
             and proj.weight.dtype == x.dtype
         ):
             return geglu_of(x, proj.weight, proj.bias)
-        return geglu(proj(x), form)
+        return gated("gelu", form, proj(x))
 
 
 class FusedResnet(ResnetBlock2D):
