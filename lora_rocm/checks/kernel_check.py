@@ -25,7 +25,7 @@ from lora_rocm.kernels.fingerprint import add_fingerprints, compare, renew
 from lora_rocm.kernels.fingerprint_weights import TILE
 from lora_rocm.kernels.gated import gated
 from lora_rocm.kernels.norms import Branch, RowNorm, add_branch, add_layer_norm, add_norm, group_norm, residual
-from lora_rocm.kernels.rotary import Heads, Rotation, norm_rotary
+from lora_rocm.kernels.rotary import Rotation, norm_rotary
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest deviation of a single number from the eager float32 result, as a share of its own size plus the root mean
@@ -110,12 +110,13 @@ def _normed_branch(form: Form, norm: None, x: Tensor, y: Tensor, weight: Tensor)
 
 
 def _neighbours(form: Form, norm: nn.RMSNorm, text: Tensor, image: Tensor) -> Tensor:
-    both = [Heads(x, norm.weight, 1e-6) for x in (text, image)]
-    return norm_rotary(both, _rotation(text, interleaved=True), form)
+    both = [(x, norm.weight) for x in (text, image)]
+    return norm_rotary(both, 1e-6, _rotation(text, interleaved=True), form)
 
 
 def _halves(form: Form, norm: nn.RMSNorm, qk: Tensor) -> Tensor:
-    return norm_rotary([Heads(qk.chunk(2, dim=2)[0], norm.weight, 1e-6)], _rotation(qk, interleaved=False), form)
+    query = qk.chunk(2, dim=2)[0]  # as a merged product gives it
+    return norm_rotary([(query, norm.weight)], 1e-6, _rotation(qk, interleaved=False), form)
 
 
 def _rotation(x: Tensor, interleaved: bool) -> Rotation:

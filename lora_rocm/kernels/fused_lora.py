@@ -44,9 +44,15 @@ def lora_linear(
 
 
 def lora_projections(
-    x: Tensor, weight_OI: Tensor, a_RI: Sequence[Tensor], b_OR: Sequence[Tensor], scale: float, join: bool = False
+    x: Tensor,
+    weight_OI: Tensor,
+    a_RI: Sequence[Tensor],
+    b_OR: Sequence[Tensor],
+    scale: float,
+    join: bool = False,
+    bias_O: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Several adapted projections of one input, without bias: one base product, one product for all ``A``.
+    """Several adapted projections of one input: one base product, one product for all ``A``.
 
     Args:
         x: [..., I].
@@ -56,11 +62,12 @@ def lora_projections(
         scale: alpha / rank, of all projections.
         join: in the backward pass concatenate the outputs' gradients for one product, instead of accumulating one
             product per projection.
+        bias_O: frozen, as ``weight_OI``.
 
     Returns:
         One view per projection into the same memory; the row stride is the total width of all outputs.
     """
-    outputs: tuple[Tensor, ...] = _LoraProjections.apply(x, weight_OI, scale, join, *a_RI, *b_OR)
+    outputs: tuple[Tensor, ...] = _LoraProjections.apply(x, weight_OI, bias_O, scale, join, *a_RI, *b_OR)
     return outputs
 
 
@@ -101,12 +108,12 @@ class _LoraLinear(Function):
 class _LoraProjections(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight_OI: Tensor, scale: float, join: bool, *leaves: Tensor
+        ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, scale: float, join: bool, *leaves: Tensor
     ) -> tuple[Tensor, ...]:
         count = len(leaves) // 2
         all_a_RI, b_OR = torch.cat(leaves[:count]), leaves[count:]
         x_MI = x.reshape(-1, x.shape[-1])
-        y_MO = x_MI @ weight_OI.t()
+        y_MO = F.linear(x_MI, weight_OI, bias_O)
         h_MR = _scaled_product(x_MI, all_a_RI.t(), scale)
         outputs = y_MO.split([b.shape[0] for b in b_OR], dim=1)
         for y, h, b in zip(outputs, h_MR.split([b.shape[1] for b in b_OR], dim=1), b_OR, strict=True):
@@ -129,7 +136,7 @@ class _LoraProjections(Function):
             dx = _input_gradient(dy_MO, weight_OI, ctx.join).addmm_(dh_MR, all_a_RI).view(ctx.shape)
         da_RI = (dh_MR.t() @ x_MI).split(ranks)
         db_OR = [d.t() @ h for d, h in zip(dy_MO, h_MR.split(ranks, dim=1), strict=True)]
-        return dx, None, None, None, *da_RI, *db_OR
+        return dx, None, None, None, None, *da_RI, *db_OR
 
 
 def _input_gradient(dy_MO: list[Tensor], weight_OI: Tensor, join: bool) -> Tensor:

@@ -5,6 +5,7 @@ Dimensions: M rows (all leading dimensions), I inputs, N width of a and of g.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -17,7 +18,7 @@ from lora_rocm.kernels import backend
 from lora_rocm.kernels.backend import Form
 
 Activation = Literal["gelu", "silu"]
-ACTIVATIONS = {
+ACTIVATIONS: dict[Activation, tuple[Callable[..., Tensor], ...]] = {
     "gelu": (F.gelu, torch.ops.aten.gelu.out, torch.ops.aten.gelu_backward.grad_input),
     "silu": (F.silu, torch.ops.aten.silu.out, torch.ops.aten.silu_backward.grad_input),
 }
@@ -57,10 +58,10 @@ def geglu_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 class _Gated(Function):
     @staticmethod
-    def forward(ctx: Any, activation: Activation, *given: Tensor | None) -> Tensor:
+    def forward(ctx: Any, activation: Activation, a: Tensor, g: Tensor | None) -> Tensor:
         ctx.activation = activation
-        ctx.save_for_backward(*given)
-        a, g = _halves(*given)
+        ctx.save_for_backward(a, g)
+        a, g = _halves(a, g)
         return ACTIVATIONS[activation][0](g).mul_(a)
 
     @staticmethod

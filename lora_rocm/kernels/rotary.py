@@ -29,36 +29,28 @@ class Rotation:
     interleaved: bool
 
 
-@dataclass(frozen=True)
-class Heads:
-    """Queries or keys of one stream of tokens.
+def norm_rotary(streams: Sequence[tuple[Tensor, Tensor]], eps: float, rotation: Rotation, form: Form) -> Tensor:
+    """Normalise and rotate the heads of streams of tokens that follow one another.
 
-    x: [B, S, H, D].
-    weight: [D], of the RMSNorm; frozen.
-    """
+    Only the heads and the rotation are kept for the backward pass.
 
-    x: Tensor
-    weight: Tensor
-    eps: float
-
-
-def norm_rotary(streams: Sequence[Heads], rotation: Rotation, form: Form) -> Tensor:
-    """Normalise and rotate the heads of streams whose tokens follow one another.
-
-    Only each ``x`` and the rotation are kept for the backward pass.
+    Args:
+        streams: (heads [B, S, H, D], frozen weight [D] of their RMSNorm) of each.
+        eps: of the norms.
+        rotation: of the tokens of all streams.
+        form: see ``backend``.
 
     Returns:
-        [B, S, H, D], contiguous, in the dtype of the first ``x``; S is the sum over all streams.
+        [B, S, H, D], contiguous, in the dtype of the heads; S is the sum over all streams.
     """
-    if backend.launches(form, streams[0].x):
+    if backend.launches(form, streams[0][0]):
         from lora_rocm.kernels.rotary_triton import TritonNormRotary
 
-        given = [part for stream in streams for part in (stream.x, stream.weight)]
         turned: Tensor = TritonNormRotary.apply(
-            rotation.cos, rotation.sin, rotation.interleaved, streams[0].eps, *given
+            rotation.cos, rotation.sin, rotation.interleaved, eps, *[part for stream in streams for part in stream]
         )
         return turned
-    normal = torch.cat([rms_normal(stream.x, stream.eps) * stream.weight for stream in streams], dim=1)
+    normal = torch.cat([rms_normal(x, eps) * weight for x, weight in streams], dim=1)
     cos, sin = rotation.cos.unsqueeze(-2), rotation.sin.unsqueeze(-2)
     if rotation.interleaved:
         a, b = normal.unflatten(-1, (-1, 2)).unbind(-1)

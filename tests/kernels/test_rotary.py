@@ -7,7 +7,7 @@ import torch
 from diffusers.models.embeddings import apply_rotary_emb
 from torch import Tensor
 
-from lora_rocm.kernels.rotary import Heads, Rotation, norm_rotary
+from lora_rocm.kernels.rotary import Rotation, norm_rotary
 
 TOKENS, DIM = 5, 8
 
@@ -35,7 +35,7 @@ def test_two_streams_are_turned_as_by_diffusers(interleaved: bool, dtype: torch.
             joined = norm(torch.cat(leaves, dim=1))
             output: Tensor = apply_rotary_emb(joined, theirs, use_real_unbind_dim=unbind, sequence_dim=1)  # type: ignore[assignment]
         else:
-            output = norm_rotary([Heads(x, norm.weight.to(dtype), 1e-6) for x in leaves], ours, "eager")
+            output = norm_rotary([(x, norm.weight.to(dtype)) for x in leaves], 1e-6, ours, "eager")
         return [output, *torch.autograd.grad(output, leaves, dy.to(dtype))]
 
     for found, wanted in zip(outcome(dtype, plain=False), outcome(torch.float32, plain=True), strict=True):
@@ -50,5 +50,5 @@ def test_angles_of_each_sample_turn_as_complex_numbers_do() -> None:
     normal = torch.nn.functional.rms_norm(x, (DIM,), weight, 1e-5)
     complex_ = torch.view_as_complex(normal.unflatten(-1, (-1, 2))) * unit.unsqueeze(2)
     rotation = Rotation(unit.real, unit.imag, interleaved=True)
-    found = norm_rotary([Heads(x, weight, 1e-5)], rotation, "eager")
+    found = norm_rotary([(x, weight)], 1e-5, rotation, "eager")
     torch.testing.assert_close(found, torch.view_as_real(complex_).flatten(3))
