@@ -26,20 +26,26 @@ Turns = tuple[Tensor, Tensor]
 
 
 def fuse(transformer: nn.Module, form: Form) -> None:
-    """Fuse the blocks. Call it after LoRA is injected and the weights are on their device."""
+    """Fuse the blocks. Call it after LoRA is injected and the weights are on their device.
+
+    A second call changes the form.
+    """
     adopt_all(transformer, {FluxTransformerBlock: FusedDoubleBlock, FluxSingleTransformerBlock: FusedSingleBlock})
     for module in transformer.modules():
         if isinstance(module, (FusedDoubleBlock, FusedSingleBlock)):
             module.form = form
             if type(module.attn.processor) is FluxAttnProcessor:
-                module.attn.set_processor(TurnedAttention(module.attn, form))
+                module.attn.set_processor(TurnedAttention(module.attn))
+            if isinstance(module.attn.processor, TurnedAttention):
+                module.attn.processor.form = form
 
 
 class TurnedAttention:
     """An attention processor with one product for query, key and value of each stream."""
 
-    def __init__(self, attention: FluxAttention, form: Form) -> None:
-        self.form = form
+    form: Form
+
+    def __init__(self, attention: FluxAttention) -> None:
         self.streams = [Stream(attention, ("to_q", "to_k", "to_v"), ("norm_q", "norm_k"))]
         if attention.added_kv_proj_dim is not None:
             names = ("add_q_proj", "add_k_proj", "add_v_proj")

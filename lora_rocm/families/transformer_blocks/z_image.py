@@ -27,22 +27,30 @@ from lora_rocm.kernels.rotary import Rotation
 
 
 def fuse(transformer: nn.Module, form: Form) -> None:
-    """Fuse the blocks. Call it after LoRA is injected and the weights are on their device."""
+    """Fuse the blocks. Call it after LoRA is injected and the weights are on their device.
+
+    A second call changes the form.
+    """
     adopt_all(transformer, {ZImageTransformerBlock: FusedBlock, FeedForward: FusedFeedForward})
     for module in transformer.modules():
         if isinstance(module, FusedBlock):
             module.form = form
             if type(module.attention.processor) is ZSingleStreamAttnProcessor:
-                module.attention.set_processor(TurnedAttention(module.attention, form))
+                module.attention.set_processor(TurnedAttention(module.attention))
+            if isinstance(module.attention.processor, TurnedAttention):
+                module.attention.processor.form = form
         elif isinstance(module, FusedFeedForward):
-            module.form, module.merged = form, MergedLinears.of(module.w1, module.w3)
+            module.form = form
+            if not hasattr(module, "merged"):
+                module.merged = MergedLinears.of(module.w1, module.w3)
 
 
 class TurnedAttention:
     """An attention processor with one product for query, key and value."""
 
-    def __init__(self, attention: Attention, form: Form) -> None:
-        self.form = form
+    form: Form
+
+    def __init__(self, attention: Attention) -> None:
         self.stream = Stream(attention, ("to_q", "to_k", "to_v"), ("norm_q", "norm_k"))
 
     def __call__(
