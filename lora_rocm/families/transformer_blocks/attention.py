@@ -61,7 +61,7 @@ def attended(
     """
     queries, keys, values = zip(*(stream.projected(attention, x, heads) for stream, x in streams), strict=True)
     norms = [stream.norms(attention) for stream, _ in streams]
-    turned = [
+    query, key = (
         norm_rotary(
             [(x, both[number].weight) for x, both in zip(given, norms, strict=True)],
             norms[0][number].eps,
@@ -69,7 +69,7 @@ def attended(
             form,
         ).transpose(1, 2)
         for number, given in enumerate((queries, keys))
-    ]
+    )
     value = torch.cat(values, dim=1) if len(values) > 1 else values[0]
     mask = mask[:, None, None] if mask is not None and mask.ndim == 2 else mask
-    return F.scaled_dot_product_attention(*turned, value.transpose(1, 2), attn_mask=mask).transpose(1, 2).flatten(2)
+    return F.scaled_dot_product_attention(query, key, value.transpose(1, 2), attn_mask=mask).transpose(1, 2).flatten(2)
