@@ -2,10 +2,11 @@
 
 usage: python benchmarks/registers.py [--write] [--cards gfx1100,gfx942] [--warps 4]
 
-The launches are those of training steps of SDXL and SD 1.5, and of blocks of Z-Image and FLUX.1, forward and backward,
-without weights or memory: the models are on the meta device, and every launch is compiled with the arguments that the
-launching code gives. ``--write`` records the counts of the installed Triton in ``benchmarks/registers``; a test compares
-with that file. ``--warps`` only prints the counts with another number of warps for the kernels of large images.
+The launches are those of training steps of SDXL and SD 1.5, and of blocks of Z-Image, FLUX.1 and Anima, forward and
+backward, without weights or memory: the models are on the meta device, and every launch is compiled with the arguments
+that the launching code gives. ``--write`` records the counts of the installed Triton in ``benchmarks/registers``; a
+test compares with that file. ``--warps`` only prints the counts with another number of warps for the kernels of large
+images.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch  # noqa: E402
 import triton  # noqa: E402
 from diffusers import UNet2DConditionModel  # noqa: E402
+from diffusers.models.transformers.transformer_cosmos import CosmosTransformerBlock  # noqa: E402
 from diffusers.models.transformers.transformer_flux import (  # noqa: E402
     FluxSingleTransformerBlock,
     FluxTransformerBlock,
@@ -38,7 +40,7 @@ from lora_rocm.families.ldm import fused_unet  # noqa: E402
 from lora_rocm.families.ldm.fusion_options import Fusion  # noqa: E402
 from lora_rocm.families.sd.family import LAYOUT_SD15  # noqa: E402
 from lora_rocm.families.sdxl.family import LAYOUT as LAYOUT_SDXL  # noqa: E402
-from lora_rocm.families.transformer_blocks import flux, z_image  # noqa: E402
+from lora_rocm.families.transformer_blocks import cosmos, flux, z_image  # noqa: E402
 from lora_rocm.hardware.archs import BY_GFX, triton_takes  # noqa: E402
 from lora_rocm.kernels import backend, group_norm_triton  # noqa: E402
 from lora_rocm.kernels.backend import LAUNCH  # noqa: E402
@@ -184,20 +186,27 @@ def train(family: str, dtype: torch.dtype, batch: int, height: int, width: int) 
 
 
 def train_blocks(dtype: torch.dtype, is_modulation_trained: bool) -> None:
-    """Blocks of Z-Image and FLUX.1 on the meta device, at 1024 px with 512 tokens of text."""
+    """Blocks of Z-Image, FLUX.1 and Anima on the meta device, at 1024 px with 512 tokens of text."""
     with META, mock.patch.object(backend, "launches", lambda form, x: form == "triton"):
         with_modulation, without = (ZImageTransformerBlock(0, 3840, 30, 30, 1e-5, True, m) for m in (True, False))
-        blocks = nn.ModuleList((with_modulation, without, *(kind(3072, 24, 128) for kind in FLUX_BLOCKS)))
+        anima = CosmosTransformerBlock(16, 128, 1024)
+        blocks = nn.ModuleList((with_modulation, without, anima, *(kind(3072, 24, 128) for kind in FLUX_BLOCKS)))
         blocks.requires_grad_(False).to(dtype)
         z_image.fuse(blocks, "triton")
+        cosmos.fuse(blocks, "triton")
         flux.fuse(blocks, "triton")
-        x, image, text = (
-            torch.empty(1, *size, dtype=dtype, requires_grad=True) for size in ((4608, 3840), (4096, 3072), (512, 3072))
+        x, y, image, text = (
+            torch.empty(1, *size, dtype=dtype, requires_grad=True)
+            for size in ((4608, 3840), (4096, 2048), (4096, 3072), (512, 3072))
         )
-        z_time, time = (torch.empty(1, size, dtype=dtype).requires_grad_(is_modulation_trained) for size in (256, 3072))
+        z_time, y_time, time = (
+            torch.empty(1, size, dtype=dtype).requires_grad_(is_modulation_trained) for size in (256, 2048, 3072)
+        )
         turns = torch.empty(1, 4608, 64, dtype=torch.complex64)
         blocks[1](blocks[0](x, None, turns, z_time), None, turns).sum().backward()
-        for block in blocks[2:]:
+        turned = (torch.empty(4096, 128),) * 2
+        anima(y, torch.empty(1, 512, 1024, dtype=dtype), y_time, None, turned).sum().backward()
+        for block in blocks[3:]:
             sum(part.sum() for part in block(image, text, time, (torch.empty(4608, 128),) * 2)).backward()
 
 

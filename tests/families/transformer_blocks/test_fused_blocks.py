@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import FluxTransformer2DModel, ZImageTransformer2DModel
+from diffusers import CosmosTransformer3DModel, FluxTransformer2DModel, ZImageTransformer2DModel
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lora_rocm.families.transformer_blocks import flux, z_image
+from lora_rocm.families.transformer_blocks import cosmos, flux, z_image
 from lora_rocm.kernels.lora_layer import LoraLinear, with_lean_layers
 
 ATTENTION = r".*\.(to_q|to_k|to_v|to_out\.0|add_[qkv]_proj|to_add_out)"
@@ -50,6 +50,19 @@ def run_flux(model: Any, dtype: torch.dtype, rng: torch.Generator) -> Tensor:
     return output
 
 
+def make_cosmos() -> nn.Module:
+    sizes = {"in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2}
+    sizes |= {"mlp_ratio": 2.0, "text_embed_dim": 12, "adaln_lora_dim": 4}
+    model: nn.Module = CosmosTransformer3DModel(max_size=(4, 16, 16), concat_padding_mask=False, **sizes)
+    return model
+
+
+def run_cosmos(model: Any, dtype: torch.dtype, rng: torch.Generator) -> Tensor:
+    image, text = torch.randn(2, 4, 1, 8, 12, generator=rng).to(dtype), torch.randn(2, 7, 12, generator=rng).to(dtype)
+    output: Tensor = model(image, torch.tensor([0.3, 0.6], dtype=dtype), text, return_dict=False)[0]
+    return output
+
+
 @dataclass(frozen=True)
 class Fused:
     make: Callable[[], nn.Module]
@@ -57,7 +70,11 @@ class Fused:
     fuse: Callable[..., None]
 
 
-FAMILIES = {"z_image": Fused(make_z_image, run_z_image, z_image.fuse), "flux": Fused(make_flux, run_flux, flux.fuse)}
+FAMILIES = {
+    "z_image": Fused(make_z_image, run_z_image, z_image.fuse),
+    "flux": Fused(make_flux, run_flux, flux.fuse),
+    "cosmos": Fused(make_cosmos, run_cosmos, cosmos.fuse),
+}
 families = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 
 
