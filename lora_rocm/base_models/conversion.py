@@ -19,9 +19,10 @@ from diffusers.loaders.single_file_utils import (
 )
 from torch import Tensor, nn
 
-from lora_rocm.base_models.safetensors_file import DTYPES, Header
+from lora_rocm.base_models.safetensors_file import DTYPES
 from lora_rocm.foundation.safetensors_header import TensorEntry
 from lora_rocm.foundation.terminal_text import printable
+from lora_rocm.model_files.header import Header
 
 State = dict[str, Tensor]
 Converter = Callable[[State, nn.Module], State]

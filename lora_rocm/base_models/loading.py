@@ -31,12 +31,14 @@ from torch import Tensor, nn
 
 from lora_rocm.base_models import conversion, hub
 from lora_rocm.base_models.conversion import Converter, Found, UnfitError
-from lora_rocm.base_models.safetensors_file import Header, digest, indexed, read_hashed, read_header
+from lora_rocm.base_models.safetensors_file import digest, indexed, read_hashed
+from lora_rocm.base_models.tokenizers import packaged
 from lora_rocm.cache_files.hash_memory import HashMemory
 from lora_rocm.device.torch_errors import out_of_memory
 from lora_rocm.errors import ModelError, StorageError
 from lora_rocm.foundation.bounded_read import FileVersion, read_plain
 from lora_rocm.kernels.weight_format import DENSE, WeightFormat
+from lora_rocm.model_files.header import Header, read_header
 
 BUILTIN_PREFIX = "builtin:"
 PICKLE_SUFFIXES = (".ckpt", ".bin", ".pt", ".pth")
@@ -102,14 +104,14 @@ class Layout:
     """The components of a family's models.
 
     configs: packaged folder with the family's published configs, for one-file checkpoints.
-    tokenizers_repo: hub id with the family's tokenizers.
+    tokenizers: folder of a tokenizer in a model -> the packaged tokenizer (``base_models.tokenizers``) of a one-file
+        checkpoint.
     alone: the component that a single file holds alone; empty if a single file holds them all.
     """
 
     parts: Mapping[str, Part]
-    tokenizers: tuple[str, ...]
+    tokenizers: Mapping[str, str]
     configs: Path
-    tokenizers_repo: str
     alone: str = ""
 
 
@@ -322,28 +324,23 @@ class Source:
         return module
 
     def tokenizer_path(self, name: str) -> Path:
-        """Return the folder of a tokenizer. A one-file checkpoint without ``model.config`` uses the hub or its cache.
+        """Return the folder of a tokenizer: the model's own, else the packaged one.
 
         Raises:
             ModelError: tokenizer-missing.
+            StorageError: the packaged one cannot be unpacked.
         """
         if name in self.own:
             return self.own[name]
-        folder, reason = self.tokenizer_folder, ""
-        if folder is None:
-            patterns = [f"{tokenizer}/*" for tokenizer in self.layout.tokenizers]
-            try:
-                folder = hub.download(self.layout.tokenizers_repo, None, patterns, lambda f: (f / name).is_dir())
-            except ModelError as error:
-                reason = f" {error.what}"
-        if folder is not None and (folder / name).is_dir():
-            return folder / name
+        if self.tokenizer_folder is None:
+            return packaged(self.layout.tokenizers[name])
+        if (self.tokenizer_folder / name).is_dir():
+            return self.tokenizer_folder / name
         raise ModelError(
             "tokenizer-missing",
-            f"The model comes without {name}, and none was found elsewhere.{reason}",
+            f"The model comes without {name}.",
             where=f"model.name_or_path: {self.name}",
-            fix=f"Set model.config to a folder with {' and '.join(self.layout.tokenizers)} "
-            f"(as in {self.layout.tokenizers_repo}).",
+            fix=f"Add the folder {self.tokenizer_folder / name}: a model and model.config have all tokenizers.",
         )
 
 
@@ -398,7 +395,7 @@ def resolve(choice: ModelChoice, layout: Layout, memory: HashMemory | None = Non
     elif os.path.isdir(path):
         folder = path
     elif hub.looks_like_id(name):
-        folder = hub.download_model(name, choice.revision, tuple(layout.parts), layout.tokenizers)
+        folder = hub.download_model(name, choice.revision, tuple(layout.parts), tuple(layout.tokenizers))
     else:
         raise ModelError(
             "model-missing",

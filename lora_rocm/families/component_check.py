@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from lora_rocm.base_models import storage_formats
 from lora_rocm.base_models.loading import Source
 from lora_rocm.errors import ModelError
 from lora_rocm.foundation.terminal_text import printable
+from lora_rocm.model_files import storage_formats
 
 MAX_NAMED = 3
 

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from lora_rocm.base_models import safetensors_file
-from lora_rocm.base_models.safetensors_file import digest, legacy_model_hash, read_hashed, read_header, read_tensors
+from lora_rocm.base_models.safetensors_file import digest, legacy_model_hash, read_hashed, read_tensors
 from lora_rocm.errors import AdapterError, ModelError, StorageError
+from lora_rocm.model_files.header import read_header
 
 TENSORS = {
     "a.float": torch.randn(3, 5),

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from lora_rocm.base_models import loading
-from lora_rocm.base_models.safetensors_file import read_header
 from lora_rocm.device.transfer import DeviceTransfer, Sent
 from lora_rocm.errors import ResumeError
+from lora_rocm.model_files.header import read_header
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir

@@ -25,11 +25,19 @@ from lora_rocm.export.metadata import Facts
 from lora_rocm.export.writers import kohya_tensors, verify, write
 from lora_rocm.families.base import LoadedModel, PreviewRequest, Tensors
 from lora_rocm.families.objectives.loss import losses
-from lora_rocm.families.transformer.language_model import OWN, REAL, STATES, filled
+from lora_rocm.families.transformer.language_model import (
+    OWN,
+    REAL,
+    STATES,
+    filled,
+    load_tokenizer,
+    token_ids,
+    token_limit,
+)
 from lora_rocm.families.transformer.sampling import denoised
 from lora_rocm.families.vae import decode
 from lora_rocm.families.z_image import family as module
-from lora_rocm.families.z_image.family import LAYOUT, MAX_TOKENS, ZImage
+from lora_rocm.families.z_image.family import LAYOUT, MAX_TOKENS, TEMPLATE, ZImage
 from lora_rocm.families.z_image.forward import predicted
 from lora_rocm.latent_cache.quarantine import plain_door
 from tests.tiny_models import _ldm_vae, tiny_recipe
@@ -281,7 +289,7 @@ def refused(family: ZImage) -> ModelError:
 
 
 def test_other_models_are_refused(base: Path, tmp_path: Path, tiny_sdxl: Path) -> None:
-    assert "StableDiffusionXL" in refused(family_of(tiny_sdxl)).what
+    assert "an SDXL model" in refused(family_of(tiny_sdxl)).what
     other = tmp_path / "other.safetensors"
     save_file({"blocks.0.weight": torch.zeros(2, 2)}, other)
     beside = {"vae": str(base / "vae"), "text_encoder": str(base / "text_encoder")}
@@ -345,3 +353,13 @@ def test_every_adapter_is_written_in_every_form_and_loaded_back(
             for name, entry in adapter.entries().items():
                 off = entry.additive().update() - entries[name].additive().update()
                 assert off.norm() < 1e-2 * entry.update().norm()
+
+
+def test_the_template_in_the_packaged_tokenizer_s_tokens() -> None:
+    """Ids of the chat template of Qwen3: user, the caption, the end of the turn, assistant."""
+    tokenizer = load_tokenizer(Source("published", LAYOUT, LAYOUT.configs, None).tokenizer_path("tokenizer"))
+    begin, end = [151644, 872, 198], [151645, 198, 151644, 77091, 198]
+    ids = token_ids(tokenizer, TEMPLATE.format("a cat")).tolist()
+    assert (ids[:3], ids[-5:], len(ids)) == (begin, end, 10)
+    limit = token_limit(tokenizer, TEMPLATE, MAX_TOKENS)
+    assert limit.max_tokens == MAX_TOKENS - len(begin)

@@ -42,11 +42,15 @@ def refuse_scaled(path: Path, names: Iterable[str]) -> None:
     Raises:
         ModelError: weights-quantised.
     """
+    found = scaled(names)
+    if found is not None:
+        raise _quantised(found[0], f"{path}: {printable(found[1]):.200}")
+
+
+def scaled(names: Iterable[str]) -> tuple[str, str] | None:
+    """Return the name of the format of weights that are stored with scales, and a tensor that shows it."""
     named = list(names)
-    for part, form in SCALED:
-        for name in named:
-            if part in name:
-                raise _quantised(form, f"{path}: {printable(name):.200}")
+    return next(((form, name) for part, form in SCALED for name in named if part in name), None)
 
 
 def refuse_quantised_config(path: Path, config: Mapping[str, Any]) -> None:
