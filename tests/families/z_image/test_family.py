@@ -252,34 +252,37 @@ def original_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("prefix", ["", "model.diffusion_model.", "diffusion_model."])
 def test_files_of_single_components_are_read_as_a_folder_is(
-    base: Path, tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pipeline = pipeline_of(base)
+    pipeline, folder = pipeline_of(base), family_of(base)
     transformer = original_names(pipeline.transformer.state_dict())
     assert any(".attention.qkv." in name for name in transformer)
     files = {
-        "name_or_path": {prefix + name: tensor for name, tensor in transformer.items()},
         "vae": _ldm_vae(pipeline.vae.state_dict()),
         "text_encoder": {f"model.{name}": tensor for name, tensor in pipeline.text_encoder.state_dict().items()},
+        "transformer": transformer,
     }
-    for key, tensors in files.items():
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / f"{key}.safetensors")
+    paths = {name: str(tmp_path / f"{name}.safetensors") for name in files}
+    for name, tensors in files.items():
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, paths[name])
     monkeypatch.setattr(ZImage, "layout", replace(LAYOUT, configs=base))
-    paths = {key: str(tmp_path / f"{key}.safetensors") for key in files}
-    tokenizer = {"tokenizer": str(base / "tokenizer")}
-    alone, folder = family_of(base, {**paths, **tokenizer}), family_of(base)
-    for name in ("transformer", "vae", "text_encoder"):
+    model = {"name_or_path": paths.pop("transformer"), "tokenizer": str(base / "tokenizer")}
+    alone = family_of(base, {**model, **paths})
+    wanted = {name: folder.source.load(name, torch.float32, CPU).state_dict() for name in files}
+    for name, tensors in wanted.items():
         found = alone.source.load(name, torch.float32, CPU).state_dict()
-        for key, tensor in folder.source.load(name, torch.float32, CPU).state_dict().items():
-            assert torch.equal(found[key], tensor), key
-    assert alone.notices == () and set(map(Path, paths.values())) <= set(alone.examine())
+        assert all(torch.equal(found[key], tensor) for key, tensor in tensors.items()), name
+    assert alone.notices == () and {Path(path) for path in paths.values()} <= set(alone.examine())
     assert alone.token_limits() == folder.token_limits()
-    for missing in ("vae", "text_encoder"):
+    for missing in paths:
         with pytest.raises(ModelError, match=f"model.{missing}") as caught:
-            _ = family_of(base, {**{key: path for key, path in paths.items() if key != missing}, **tokenizer}).source
+            _ = family_of(base, {**model, **{key: path for key, path in paths.items() if key != missing}}).source
         assert caught.value.code == "incomplete-model"
+    for prefix in ("model.diffusion_model.", "diffusion_model."):
+        save_file({prefix + key: tensor for key, tensor in transformer.items()}, model["name_or_path"])
+        found = family_of(base, {**model, **paths}).source.load("transformer", torch.float32, CPU).state_dict()
+        assert all(torch.equal(found[key], tensor) for key, tensor in wanted["transformer"].items()), prefix
 
 
 def refused(family: ZImage) -> ModelError:
