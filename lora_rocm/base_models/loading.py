@@ -27,11 +27,13 @@ from accelerate import init_empty_weights
 from diffusers import ConfigMixin
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 
 from lora_rocm.base_models import conversion, hub
+from lora_rocm.base_models.assembly import Assembly
 from lora_rocm.base_models.conversion import Converter, Found, UnfitError
 from lora_rocm.base_models.safetensors_file import digest, indexed, read_hashed
+from lora_rocm.base_models.stored_weights import ComponentTensors
 from lora_rocm.base_models.tokenizers import packaged
 from lora_rocm.cache_files.hash_memory import HashMemory
 from lora_rocm.device.torch_errors import out_of_memory
@@ -39,6 +41,7 @@ from lora_rocm.errors import ModelError, StorageError
 from lora_rocm.foundation.bounded_read import FileVersion, read_plain
 from lora_rocm.kernels.weight_format import DENSE, WeightFormat
 from lora_rocm.model_files.header import Header, read_header
+from lora_rocm.model_files.storage_formats import QUANTISED_KEYS
 
 BUILTIN_PREFIX = "builtin:"
 PICKLE_SUFFIXES = (".ckpt", ".bin", ".pt", ".pth")
@@ -169,6 +172,14 @@ class Source:
             return [self.single_header], part.prefix
         return _headers(self.folder / name), ""
 
+    def tensors(self, name: str) -> ComponentTensors:
+        """Return a component's tensors, of which those that are stored with scales are seen as whole weights.
+
+        Raises:
+            ModelError: as in ``weights``, and weights-quantised.
+        """
+        return ComponentTensors(*self.weights(name))
+
     def _converter(self, name: str) -> Converter:
         """Return the converter from the tensor names in a component's files to its own."""
         own_file = self.own.get(name, self.single_file)
@@ -219,19 +230,14 @@ class Source:
             StorageError: weights-changed.
         """
         headers, prefix = self.weights(name)
-
-        def convert(tensor: Tensor) -> Tensor:
-            return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-        tensors, sha256 = read_hashed(headers, lambda key: key.startswith(prefix), convert)
-        self._require_digest(name, headers, prefix, sha256)
+        tensors = self.tensors(name)
         with self._explained(name):
             module = self._hollow(name)
-            state = conversion.converted(tensors, module, self._converter(name))
-            module.load_state_dict(conversion.fitted(state, module), assign=True)
-        module.requires_grad_(False)
-        weights.pack(module)
-        return module.to(device).eval()
+            made = conversion.traced(tensors.entries, module, self._converter(name))
+        assembly = Assembly(module, made, weights, dtype, tensors.stored)
+        sha256 = read_hashed(headers, lambda key: key.startswith(prefix), assembly.take)
+        self._require_digest(name, headers, prefix, sha256)
+        return assembly.finished().to(device)
 
     def _require_digest(self, name: str, headers: Sequence[Header], prefix: str, sha256: str) -> None:
         """Record the digest of the loaded weights; it must equal an earlier digest of the files.
@@ -256,10 +262,9 @@ class Source:
         Raises:
             ModelError: weights-unfit: tensors are missing or have other shapes.
         """
-        headers, prefix = self.weights(name)
-        entries = {key: entry for h in headers for key, entry in h.tensors.items() if key.startswith(prefix)}
+        tensors = self.tensors(name)
         with self._explained(name):
-            return conversion.look(entries, self._hollow(name), self._converter(name))
+            return conversion.look(tensors.entries, self._hollow(name), self._converter(name))
 
     def files(self) -> list[Path]:
         """Return all files of the base that are on this machine."""
@@ -281,7 +286,8 @@ class Source:
         """
         cls, path, found = self.layout.parts[name].cls, self.config_path(name), self.config(name)
         require_bounded(found, path)
-        config = {key: value for key, value in found.items() if not key.endswith(NAMES_CODE)}
+        left_out = (NAMES_CODE, *QUANTISED_KEYS)
+        config = {key: value for key, value in found.items() if not key.endswith(left_out)}
         made: nn.Module
         try:
             with init_empty_weights():
@@ -531,6 +537,13 @@ def _existing_folder(name: str, key: str) -> Path:
 def _refuse_other_files(path: Path, key: str) -> None:
     """Refuse a weights file that is not a safetensors file."""
     _refuse_pickle(path)
+    if path.suffix.lower() == ".gguf":
+        raise ModelError(
+            "gguf-refused",
+            "This is a GGUF file, whose formats are not read here.",
+            where=f"{key}: {path}",
+            fix="Give the .safetensors edition; model.quantization: nf4 stores it in as few bits.",
+        )
     if path.suffix.lower() != ".safetensors":
         fix = "Give a .safetensors file."
         raise ModelError("not-a-model", "This is not a .safetensors file.", where=f"{key}: {path}", fix=fix)

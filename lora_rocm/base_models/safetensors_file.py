@@ -83,19 +83,20 @@ def read_tensors(
     return tensors
 
 
-def read_hashed(
-    headers: Sequence[Header], wanted: Callable[[str], bool], convert: Callable[[Tensor], Tensor]
-) -> tuple[dict[str, Tensor], str]:
-    """Read tensors into memory of their own, converting each as soon as it is read.
+def read_hashed(headers: Sequence[Header], wanted: Callable[[str], bool], take: Callable[[str, Tensor], None]) -> str:
+    """Read tensors into memory of their own and return the digest of the read data.
 
-    Also return the digest of the read data.
+    Args:
+        headers: headers of the files.
+        wanted: whether to read the tensor of a name.
+        take: gets each tensor as soon as it is read, in any order and from several threads.
 
     Raises:
         ModelError: weights-damaged.
         StorageError: weights-changed: a file is not the one whose header was read.
     """
 
-    def look(file: BinaryIO, header: Header, name: str, entry: TensorEntry) -> tuple[str, Tensor]:
+    def look(file: BinaryIO, header: Header, name: str, entry: TensorEntry) -> str:
         tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
         place = memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data) if tensor.numel() else memoryview(b"")
         sha256 = hashlib.sha256()
@@ -104,12 +105,10 @@ def read_hashed(
             piece = place[start : start + PIECE_BYTES]
             _fill(file, piece, header, name)
             sha256.update(piece)
-        return sha256.hexdigest(), convert(tensor)
+        take(name, tensor)
+        return sha256.hexdigest()
 
-    found = _by_threads(headers, wanted, look)
-    return {name: tensor for name, (_, tensor) in found.items()}, _combined(
-        headers, {name: sha256 for name, (sha256, _) in found.items()}
-    )
+    return _combined(headers, _by_threads(headers, wanted, look))
 
 
 def digest(headers: Sequence[Header], wanted: Callable[[str], bool] = lambda name: True) -> str:

@@ -60,6 +60,7 @@ def test_shapes_of_videos_and_texts() -> None:
         (Evidence(("sdxl",)), "sdxl"),
         (Evidence((), ("sdxl",)), "sdxl"),
         (Evidence(("flux",), ("sdxl",)), "sdxl"),
+        (Evidence(("z-image",)), "z-image"),
         (Evidence(("toy-video",), ("sdxl",)), "toy-video"),
     ],
 )

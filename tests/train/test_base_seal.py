@@ -128,8 +128,7 @@ def test_the_bytes_that_were_sent_are_compared_whatever_the_digest_says(
     read, digests = loading.read_hashed, {}
 
     def believed(headers: Any, *how: Any) -> Any:
-        tensors, sha256 = read(headers, *how)
-        return tensors, digests.setdefault(headers[0].path, sha256)
+        return digests.setdefault(headers[0].path, read(headers, *how))
 
     monkeypatch.setattr(loading, "read_hashed", believed)
     case()

@@ -275,6 +275,8 @@ def test_files_of_single_components_are_read_as_a_folder_is(
         assert all(torch.equal(found[key], tensor) for key, tensor in tensors.items()), name
     assert alone.notices == () and {Path(path) for path in paths.values()} <= set(alone.examine())
     assert alone.token_limits() == folder.token_limits()
+    (packaged,) = family_of(base, {"name_or_path": model["name_or_path"], **paths}).token_limits()
+    assert "<think>" in packaged.tokenizer  # Qwen's own, for the files hold none
     for missing in paths:
         with pytest.raises(ModelError, match=f"model.{missing}") as caught:
             _ = family_of(base, {**model, **{key: path for key, path in paths.items() if key != missing}}).source
