@@ -140,7 +140,7 @@ def test_padding_changes_nothing(its: Its, device: torch.device) -> None:
     adapted, batch = its.adapted(device), its.batch
     padded = {name: spec for name, spec in its.family.cache_spec.items() if spec.pad is not None}
     if not padded:
-        assert its.name in ("sdxl", "sd15", "sd2", "toy-video"), "texts of one length"
+        assert its.name in ("sdxl", "sd15", "sd2", "flux", "toy-video"), "texts of one length"
         return
     tensors = dict(batch.tensors)
     for name, spec in padded.items():
