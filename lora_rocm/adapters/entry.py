@@ -96,6 +96,10 @@ class Entry(ABC):
         Factors are in ``dtype``; small, precision-critical tensors are in float32.
         """
 
+    def folded(self) -> Entry:
+        """Return an entry with the same effect that needs no alpha in a file."""
+        return self
+
     @abstractmethod
     def rows(self, first: int, count: int) -> Entry:
         """Return the entry of ``count`` rows of the weight, starting at ``first``.

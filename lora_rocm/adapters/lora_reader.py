@@ -63,7 +63,8 @@ def components_of(family: ModelFamily, path: Path) -> set[str]:
 
 def _component_of(name: str, family: ModelFamily) -> str:
     """Return the component of a tensor name; if no component is known, the first part of the name."""
-    prefixes = {f"lora_{component}_": component for component in family.file_prefixes}
+    prefixes = {"lora_unet_": main_component(family)}  # kohya's scripts call a transformer so too
+    prefixes |= {f"lora_{component}_": component for component in family.file_prefixes}
     prefixes |= {prefix: component for component, prefix in family.file_prefixes.items()}
     longest = max((prefix for prefix in prefixes if name.startswith(prefix)), key=len, default="")
     return prefixes.get(longest, name.split(".")[0])
@@ -140,7 +141,9 @@ def _from_kohya(
     table = KeyTable(family, components)
     keys = {key: table.whole(key) or key for key in table.parts}
     plain = [(c, module) for c, root in components.items() for module, _ in adaptable(root)]
-    keys = {f"lora_{c}_{module.replace('.', '_')}": canonical(c, module) for c, module in plain} | keys
+    ways = [(c, c, module) for c, module in plain]
+    ways += [("unet", c, module) for c, module in plain if c == main_component(family)]
+    keys = {f"lora_{start}_{module.replace('.', '_')}": canonical(c, module) for start, c, module in ways} | keys
     modules = _modules(groups, {}, lambda key: keys.get(key, key), kind)
     entries = _fitted(modules, {**shapes, **table.shapes}, kind, family, path)
     return table.of_modules(entries)

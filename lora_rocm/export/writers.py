@@ -105,16 +105,15 @@ def _diffusers(
 ) -> Iterator[tuple[Path, bytes]]:
     tensors: dict[str, Tensor] = {}
     configs: dict[str, Any] = {}
-    form = "folded" if family.file_form == "folded" else "diffusers"
     for component in adapter.components:
         level = TEXT_LEVEL if component in family.text_components else ""  # diffusers drops the level if it is obsolete
         endings = adapter.files.text_endings if level else {}
-        part = _peft_tensors(adapter, component, form, DTYPES[recipe.output.dtype], endings)
+        part = _peft_tensors(adapter, component, "diffusers", DTYPES[recipe.output.dtype], endings)
         tensors |= {f"{component}.{level}{name}": tensor for name, tensor in part.items()}
         configs |= {f"{component}.{key}": value for key, value in adapter.peft_config(component).items()}
     metadata = _metadata(tensors, family, adapter, recipe, facts)
     metadata["format"] = "pt"
-    if form == "diffusers":  # a config would have the scale a second time
+    if family.file_form != "folded":  # else a config would have the scale a second time
         metadata[DIFFUSERS_METADATA] = json.dumps(configs, indent=2, sort_keys=True)
     yield path, serialise(tensors, metadata)
 
@@ -145,11 +144,12 @@ def _peft_tensors(
 
     ``endings``: replacements for endings of tensor names.
     """
+    folds = form == "diffusers" and adapter.family.file_form == "folded"
     return {
         f"{name.removeprefix(component + '.')}.{endings.get(ending, ending)}": tensor
         for name, entry in adapter.entries().items()
         if adapter.modules[name][0] == component
-        for ending, tensor in entry.tensors(form, dtype).items()
+        for ending, tensor in (entry.folded() if folds else entry).tensors(form, dtype).items()
     }
 
 

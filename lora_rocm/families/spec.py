@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -16,7 +16,7 @@ from lora_rocm.recipe.sections import InputFolder, ModelSection, ObjectiveSectio
 class LatentSection(ModelSection):
     """A base with a VAE."""
 
-    part_keys = ("vae",)
+    part_keys: ClassVar[tuple[str, ...]] = ("vae",)
 
     vae: PathOrHubId | None = Field(None, description="Another VAE: a diffusers folder or a single .safetensors file.")
 
@@ -194,6 +194,7 @@ class FamilySpec:
         samples: the kinds of sample that it trains on.
         preview: the medium of previews.
         unread: dotted keys of shared sections that it does not read. A recipe that sets one is refused.
+        takes_fp16: whether its activations fit fp16.
         metadata: entries of its LoRA files' metadata.
         marks: marks by which its base models and LoRA files are recognised.
     """
@@ -209,6 +210,7 @@ class FamilySpec:
     samples: tuple[SampleKind, ...] = ("image",)
     preview: PreviewMedium = "image"
     unread: frozenset[str] = frozenset()
+    takes_fp16: bool = True
     metadata: FileMetadata = FileMetadata()
     marks: Marks = Marks()
 

@@ -352,7 +352,7 @@ def _found(recipe: Recipe, settings: Settings, for_card: bool) -> dict[str, Any]
     wanted = recipe.train.mixed_precision
     if device.type == "cpu" and wanted == "auto" and recipe.runtime.device != "cpu":
         wanted = "bf16"
-    dtype = compute_dtype(wanted, device, settings)
+    dtype = compute_dtype(wanted, device, settings, recipe.spec.takes_fp16)
     on_gpu = device.type != "cpu" or recipe.runtime.device != "cpu"
     how, is_here = (dtype, settings, largest_of(recipe), on_gpu), True
     gpu = _gpu(device, settings, dtype, settings.pins(recipe.runtime.pin_memory))  # first: its kernels are counted
