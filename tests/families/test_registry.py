@@ -62,6 +62,9 @@ def test_shapes_of_videos_and_texts() -> None:
         (Evidence(metadata={"ss_base_model_version": "sdxl_base_v1-0"}), "sdxl"),
         (Evidence(metadata={"modelspec.architecture": "stable-diffusion-xl-v1-base/lora"}), "sdxl"),
         (Evidence(pipeline="ZImagePipeline"), "z-image"),
+        (Evidence(pipeline="FluxKontextPipeline"), "flux"),
+        (Evidence(tensors={"double_blocks.0.img_attn.norm.key_norm.scale", "vector_in.in_layer.weight"}), "flux"),
+        (Evidence(metadata={"modelspec.architecture": "Flux.1-dev/lora"}), "flux"),
         (Evidence(tensors={"cap_embedder.1.weight", "noise_refiner.0.a", "cap_pad_token"}), "z-image"),
         (Evidence(pipeline="ToyTextPipeline"), "toy-text"),
         (Evidence(tensors={"blocks.0.q", "patch_3d.weight"}), "toy-video"),
@@ -73,7 +76,7 @@ def test_a_family_is_recognised(seen: Evidence, family: str) -> None:
 
 
 def test_a_family_that_is_not_recognised_is_asked_for() -> None:
-    for seen in (Evidence(), Evidence(pipeline="Flux"), Evidence(tensors={"blocks.0.q"})):
+    for seen in (Evidence(), Evidence(pipeline="Flux2Pipeline"), Evidence(tensors={"blocks.0.q"})):
         with pytest.raises(ModelError, match="not recognised") as caught:
             TOYS.detect(seen, "some/model")
         assert caught.value.where == "some/model" and "--family toy-video" in caught.value.fix

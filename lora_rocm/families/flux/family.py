@@ -20,8 +20,8 @@ from lora_rocm.dataset.caption_length import TokenLimit
 from lora_rocm.errors import ModelError
 from lora_rocm.families import clip
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors
+from lora_rocm.families.flux import names
 from lora_rocm.families.flux.encoders import POOLED, STATES, TextEncoder, clip_part, t5_part
-from lora_rocm.families.flux.names import transformer_of_original
 from lora_rocm.families.flux.spec import FluxSection
 from lora_rocm.families.objectives.base import Prediction
 from lora_rocm.families.transformer.family import TransformerFamily
@@ -39,7 +39,7 @@ PARTS = {
     "transformer": Part(
         FluxTransformer2DModel,
         "model.diffusion_model.",
-        transformer_of_original,
+        names.transformer_of_original,
         other_prefixes=("diffusion_model.",),
     ),
     "vae": Part(AutoencoderKL, "first_stage_model.", conversion.vae_of_ldm, other_prefixes=("vae.",)),
@@ -98,6 +98,10 @@ class Flux(TransformerFamily):
         config = self.source.config("transformer")
         states = torch.zeros(rows, self._tokens, int(config["joint_attention_dim"]), dtype=torch.bfloat16)
         return {STATES: states, POOLED: torch.zeros(rows, int(config["pooled_projection_dim"]))}
+
+    def original_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
+        config = self.source.config("transformer")
+        return names.original_rows(module, rows, config["num_attention_heads"] * config["attention_head_dim"])
 
     def check(self, source: Source) -> tuple[str, ...]:
         """As ``TransformerFamily.check``; what the base says of its variant is compared with the recipe."""

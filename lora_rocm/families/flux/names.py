@@ -42,8 +42,19 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "final_layer.linear": ("proj_out",),
 }
 """The original's module -> diffusers' modules, in the order of its rows. # is the number of the block."""
+ORIGINALS = {module: (old, place) for old, modules in MODULES.items() for place, module in enumerate(modules)}
 TURNED = "norm_out.linear"  # the original has the shift first, diffusers the scale
 BLOCK_NUMBER = re.compile(r"(?<=blocks\.)\d+(?=\.)")
+
+
+def original_rows(module: str, rows: int, width: int) -> list[tuple[str, int, int]]:
+    """As ``ModelFamily.original_rows``. What stands before a module in a fused one has ``width`` rows each."""
+    number = BLOCK_NUMBER.search(module)
+    original, place = ORIGINALS[BLOCK_NUMBER.sub("#", module)]
+    name = original.replace("#", number[0]) if number else original
+    if module == TURNED:
+        return [(name, rows // 2, rows // 2), (name, 0, rows // 2)]
+    return [(name, place * width, rows)]
 
 
 def transformer_of_original(state: State, module: nn.Module) -> State:

@@ -55,6 +55,6 @@ SPEC = FamilySpec(
         pipelines=("FluxPipeline", "FluxKontextPipeline"),
         tensors=("double_blocks.0.img_attn.norm.key_norm.", "vector_in.in_layer."),
         base_versions=("flux1",),
-        architectures=("flux-1", "flux.1"),
+        architectures=("flux-1", "flux.1", "Flux.1"),
     ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +16,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lora_rocm.adapters.factory import inject
+from lora_rocm.adapters.lora_reader import components_of, read_lora
 from lora_rocm.adapters.targets import targets
 from lora_rocm.base_models.loading import Source
 from lora_rocm.dataset.entry_spec import CAPTION, IMAGE
-from lora_rocm.errors import ModelError
+from lora_rocm.errors import AdapterError, ModelError
+from lora_rocm.export.writers import kohya_tensors
 from lora_rocm.families.base import LoadedModel, PreviewRequest, Tensors
 from lora_rocm.families.flux import family as module
 from lora_rocm.families.flux.encoders import POOLED, STATES
@@ -334,6 +337,109 @@ def test_files_of_single_components_are_read_as_a_folder_is(
         )
     monkeypatch.setattr(module, "LAYOUT_SCHNELL", replace(LAYOUT_SCHNELL, configs=base))
     assert refused(family_of(base, {**paths, **tokenizers, "variant": "schnell"})).code == "wrong-variant"
+
+
+def effects_in_comfyui(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The change of every weight of the original by a file of ``transformer.`` names: ComfyUI maps each to rows of
+    the original's weights, and takes an alpha that is missing for the rank."""
+    changes = {name: torch.zeros_like(tensor) for name, tensor in like.items()}
+    left = dict(tensors)
+    for path in {name.removeprefix("transformer.").rpartition(".lora_")[0] for name in tensors}:
+        down, up = (left.pop(f"transformer.{path}.lora_{letter}.weight") for letter in "AB")
+        changes[f"{path}.weight"] += up @ down
+    assert not left, "nothing else is in the file"
+    return original_names(changes)
+
+
+def test_the_file_changes_every_weight_in_comfyui_as_in_training(base: Path, pipeline: Any) -> None:
+    """No alpha is missed, for it is in the factors."""
+    family = family_of(base, lora={"rank": 2, "alpha": 1, "targets": "all-linear"})
+    _, adapter = adapted(family)
+    state = pipeline.transformer.state_dict()
+    wanted = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    for name, entry in adapter.entries().items():
+        wanted[f"{name.removeprefix('transformer.')}.weight"] = entry.update()
+    found = effects_in_comfyui(kohya_tensors(family, adapter, torch.float32), state)
+    assert all(torch.allclose(found[name], tensor, atol=1e-6) for name, tensor in original_names(wanted).items())
+    assert sum(tensor.any() for tensor in found.values()) == 2 * 5 + 3
+
+
+def fused(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """(down, up) of several layers as one: the downs stacked, the ups in blocks along the diagonal."""
+    return torch.cat([down for down, _ in parts]), torch.block_diag(*(up for _, up in parts))
+
+
+def written(updates: Mapping[str, tuple[Tensor, Tensor]], spelling: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """(tensors, metadata) of (down, up) by diffusers' names, where the scale is 1/2 and the rank 2."""
+    alpha, config = torch.tensor(1.0), {"r": 2, "lora_alpha": 1}
+    if spelling == "diffusers":  # as its own saving, with the alpha in the metadata
+        tensors = {
+            f"transformer.{name}.lora_{k}.weight": v
+            for name, p in updates.items()
+            for k, v in zip("AB", p, strict=True)
+        }
+        settings = {f"transformer.{key}": value for key, value in config.items()}
+        return tensors, {"format": "pt", "lora_adapter_metadata": json.dumps(settings)}
+    if spelling == "onetrainer":
+        names = {name: f"lora_transformer_{name.replace('.', '_')}" for name in updates}
+        return _kohya({names[name]: (*pair, alpha.clone()) for name, pair in updates.items()}), {}
+    rows = {
+        "double_blocks.0.img_attn.qkv": [f"transformer_blocks.0.attn.to_{letter}" for letter in "qkv"],
+        "double_blocks.0.txt_attn.qkv": [f"transformer_blocks.0.attn.add_{letter}_proj" for letter in "qkv"],
+        "single_blocks.0.linear1": [
+            *(f"single_transformer_blocks.0.attn.to_{letter}" for letter in "qkv"),
+            "single_transformer_blocks.0.proj_mlp",
+        ],
+        "single_blocks.0.linear2": ["single_transformer_blocks.0.proj_out"],
+        **{f"double_blocks.0.{OF_BLOCK[name]}": [f"transformer_blocks.0.{name}"] for name in PROJECTIONS},
+    }
+    assert sum(map(len, rows.values())) == len(updates)
+    whole = {name: fused([updates[part] for part in parts]) for name, parts in rows.items()}
+    if spelling == "kohya":
+        names = {name: f"lora_unet_{name.replace('.', '_')}" for name in whole}
+        return _kohya({names[k]: (*pair, alpha * len(rows[k])) for k, pair in whole.items()}), {}
+    start = "diffusion_model." if spelling == "comfyui" else "base_model.model."
+    return {
+        f"{start}{name}.lora_{letter}.weight": tensor
+        for name, (down, up) in whole.items()
+        for letter, tensor in (("A", down), ("B", 0.5 * up))
+    }, {}
+
+
+PROJECTIONS = (
+    "attn.to_out.0",
+    "attn.to_add_out",
+    "ff.net.0.proj",
+    "ff.net.2",
+    "ff_context.net.0.proj",
+    "ff_context.net.2",
+)
+
+
+def _kohya(modules: Mapping[str, tuple[Tensor, ...]]) -> dict[str, Tensor]:
+    parts = ("lora_down.weight", "lora_up.weight", "alpha")
+    return {
+        f"{name}.{part}": tensor for name, found in modules.items() for part, tensor in zip(parts, found, strict=True)
+    }
+
+
+@pytest.mark.parametrize("spelling", ["diffusers", "kohya", "comfyui", "peft names", "onetrainer"])
+def test_files_of_other_programs_are_read(base: Path, tmp_path: Path, spelling: str) -> None:
+    family = family_of(base, lora={"rank": 2, "alpha": 1})
+    model, adapter = adapted(family)
+    live = adapter.entries()
+    updates = {name.removeprefix("transformer."): (e.down.clone(), e.up.clone()) for name, e in live.items()}
+    tensors, metadata = written(updates, spelling)
+    path = tmp_path / "lora.safetensors"
+    save_file(tensors, path, metadata)
+    assert components_of(family, path) == {"transformer"}
+    found = read_lora(family, model.components, path)
+    assert found.keys() == live.keys()
+    for name, entry in live.items():
+        torch.testing.assert_close(found[name].update(), entry.update())
+    save_file({name.replace("_blocks", "_block"): tensor for name, tensor in tensors.items()}, path, metadata)
+    with pytest.raises(AdapterError):
+        read_lora(family, model.components, path)
 
 
 def refused(family: Flux) -> ModelError:
