@@ -49,7 +49,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning"),  # of later versions of Python
 ]
-SLOW = ("toy-flow", "toy-video", "toy-text", "z-image")
+SLOW = ("toy-flow", "toy-video", "toy-text", "z-image", "flux")
 WORKER = "tests.families.toy_worker"
 CLOSE = 2e-5
 """Between a batch and its samples, as a share: sums of some hundred products in float32, taken in another order."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -13,7 +13,7 @@ from lora_rocm.recipe.sections import MAX_GUIDANCE, FlowSection, InputFolder, Pa
 class FluxSection(TransformerSection):
     """The base model. FLUX.1 and its fine-tunes."""
 
-    part_keys = (*TransformerSection.part_keys, "text_encoder_2", "tokenizer_2")
+    part_keys: ClassVar[tuple[str, ...]] = (*TransformerSection.part_keys, "text_encoder_2", "tokenizer_2")
 
     family: Literal["flux"] = Field("flux", description="Model family.")
     name_or_path: PathOrHubId = Field(
@@ -45,6 +45,7 @@ SPEC = FamilySpec(
     shapes=ShapeRules(
         (Axis("h", multiple=16, per_latent=8, per_token=16), Axis("w", multiple=16, per_latent=8, per_token=16))
     ),
+    guidance=3.5,
     unread=frozenset({"sample.negative_prompt"}),
     metadata=FileMetadata(
         base_version="flux1",
