@@ -40,6 +40,7 @@ from lora_rocm.kernels.fingerprint_triton import launch_compare, launch_fingerpr
 from lora_rocm.kernels.geglu_triton import TritonGeglu  # noqa: E402
 from lora_rocm.kernels.group_norm_triton import TritonGroupNorm, TritonResidual  # noqa: E402
 from lora_rocm.kernels.layer_norm_triton import TritonAddLayerNorm  # noqa: E402
+from lora_rocm.kernels.quantised import quantised  # noqa: E402
 
 RECORDED = Path(__file__).parent / "registers"
 COMMAND = "python benchmarks/registers.py --write"
@@ -54,6 +55,10 @@ WORD_COUNTS = ((16,) * 6, (2**30, 16), (16, 2**30, 16), (2**31, 16), (16, 2**31)
 """Sizes of the buffers of one fingerprint. Triton compiles buffers of more than 2 GiB, and more than 2**31 words, apart
 from others.
 """
+
+
+PACKED_SHAPES = ((640, 2048), (1280, 1280), (5, 8 * 72))
+"""[outputs, inputs] of packed layers; the last has numbers that do not divide by 16."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +164,9 @@ def launches(dtype: torch.dtype, *steps: tuple[str, int, int, int]) -> dict[str,
             train(family, dtype, batch, height_px // 8, width_px // 8)
         for counts in WORD_COUNTS:
             fingerprint(*counts)
+        for name in ("int8", "fp8", "nf4"):
+            for shape in PACKED_SHAPES:
+                unpack(name, dtype, *shape)
     return found
 
 
@@ -184,6 +192,14 @@ def fingerprint(*counts: int) -> None:
     launch_fingerprints(words, sums)
     launch_compare(sums, sums, marks, marks)
     launch_renew(sums, sums, marks, marks)
+
+
+def unpack(name: str, dtype: torch.dtype, outputs: int, inputs: int) -> None:
+    """The kernel that makes the dense weight of a packed layer."""
+    layer = nn.Linear(inputs, outputs, bias=False, device=META, dtype=dtype)
+    packed = quantised(name, "").packed(layer.requires_grad_(False))
+    with mock.patch.object(Tensor, "is_meta", False):
+        packed.dense(dtype, "triton")
 
 
 def _group_norm(x: Tensor, norm: nn.GroupNorm, form: Form, shift: Tensor | None = None, silu: bool = True) -> Any:

@@ -27,16 +27,21 @@ from accelerate import init_empty_weights
 from diffusers import ConfigMixin
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 
 from lora_rocm.base_models import conversion, hub
+from lora_rocm.base_models.assembly import Assembly
 from lora_rocm.base_models.conversion import Converter, Found, UnfitError
-from lora_rocm.base_models.safetensors_file import Header, digest, indexed, read_hashed, read_header
+from lora_rocm.base_models.safetensors_file import digest, indexed, read_hashed
+from lora_rocm.base_models.stored_weights import ComponentTensors
+from lora_rocm.base_models.tokenizers import packaged
 from lora_rocm.cache_files.hash_memory import HashMemory
 from lora_rocm.device.torch_errors import out_of_memory
 from lora_rocm.errors import ModelError, StorageError
 from lora_rocm.foundation.bounded_read import FileVersion, read_plain
 from lora_rocm.kernels.weight_format import DENSE, WeightFormat
+from lora_rocm.model_files.header import Header, read_header
+from lora_rocm.model_files.storage_formats import QUANTISED_KEYS
 
 BUILTIN_PREFIX = "builtin:"
 PICKLE_SUFFIXES = (".ckpt", ".bin", ".pt", ".pth")
@@ -102,14 +107,14 @@ class Layout:
     """The components of a family's models.
 
     configs: packaged folder with the family's published configs, for one-file checkpoints.
-    tokenizers_repo: hub id with the family's tokenizers.
+    tokenizers: folder of a tokenizer in a model -> the packaged tokenizer (``base_models.tokenizers``) of a one-file
+        checkpoint.
     alone: the component that a single file holds alone; empty if a single file holds them all.
     """
 
     parts: Mapping[str, Part]
-    tokenizers: tuple[str, ...]
+    tokenizers: Mapping[str, str]
     configs: Path
-    tokenizers_repo: str
     alone: str = ""
 
 
@@ -167,6 +172,14 @@ class Source:
             return [self.single_header], part.prefix
         return _headers(self.folder / name), ""
 
+    def tensors(self, name: str) -> ComponentTensors:
+        """Return a component's tensors, of which those that are stored with scales are seen as whole weights.
+
+        Raises:
+            ModelError: as in ``weights``, and weights-quantised.
+        """
+        return ComponentTensors(*self.weights(name))
+
     def _converter(self, name: str) -> Converter:
         """Return the converter from the tensor names in a component's files to its own."""
         own_file = self.own.get(name, self.single_file)
@@ -217,19 +230,14 @@ class Source:
             StorageError: weights-changed.
         """
         headers, prefix = self.weights(name)
-
-        def convert(tensor: Tensor) -> Tensor:
-            return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-        tensors, sha256 = read_hashed(headers, lambda key: key.startswith(prefix), convert)
-        self._require_digest(name, headers, prefix, sha256)
+        tensors = self.tensors(name)
         with self._explained(name):
             module = self._hollow(name)
-            state = conversion.converted(tensors, module, self._converter(name))
-            module.load_state_dict(conversion.fitted(state, module), assign=True)
-        module.requires_grad_(False)
-        weights.pack(module)
-        return module.to(device).eval()
+            made = conversion.traced(tensors.entries, module, self._converter(name))
+        assembly = Assembly(module, made, weights, dtype, tensors.stored)
+        sha256 = read_hashed(headers, lambda key: key.startswith(prefix), assembly.take)
+        self._require_digest(name, headers, prefix, sha256)
+        return assembly.finished().to(device)
 
     def _require_digest(self, name: str, headers: Sequence[Header], prefix: str, sha256: str) -> None:
         """Record the digest of the loaded weights; it must equal an earlier digest of the files.
@@ -254,10 +262,9 @@ class Source:
         Raises:
             ModelError: weights-unfit: tensors are missing or have other shapes.
         """
-        headers, prefix = self.weights(name)
-        entries = {key: entry for h in headers for key, entry in h.tensors.items() if key.startswith(prefix)}
+        tensors = self.tensors(name)
         with self._explained(name):
-            return conversion.look(entries, self._hollow(name), self._converter(name))
+            return conversion.look(tensors.entries, self._hollow(name), self._converter(name))
 
     def files(self) -> list[Path]:
         """Return all files of the base that are on this machine."""
@@ -279,7 +286,8 @@ class Source:
         """
         cls, path, found = self.layout.parts[name].cls, self.config_path(name), self.config(name)
         require_bounded(found, path)
-        config = {key: value for key, value in found.items() if not key.endswith(NAMES_CODE)}
+        left_out = (NAMES_CODE, *QUANTISED_KEYS)
+        config = {key: value for key, value in found.items() if not key.endswith(left_out)}
         made: nn.Module
         try:
             with init_empty_weights():
@@ -322,28 +330,23 @@ class Source:
         return module
 
     def tokenizer_path(self, name: str) -> Path:
-        """Return the folder of a tokenizer. A one-file checkpoint without ``model.config`` uses the hub or its cache.
+        """Return the folder of a tokenizer: the model's own, else the packaged one.
 
         Raises:
             ModelError: tokenizer-missing.
+            StorageError: the packaged one cannot be unpacked.
         """
         if name in self.own:
             return self.own[name]
-        folder, reason = self.tokenizer_folder, ""
-        if folder is None:
-            patterns = [f"{tokenizer}/*" for tokenizer in self.layout.tokenizers]
-            try:
-                folder = hub.download(self.layout.tokenizers_repo, None, patterns, lambda f: (f / name).is_dir())
-            except ModelError as error:
-                reason = f" {error.what}"
-        if folder is not None and (folder / name).is_dir():
-            return folder / name
+        if self.tokenizer_folder is None:
+            return packaged(self.layout.tokenizers[name])
+        if (self.tokenizer_folder / name).is_dir():
+            return self.tokenizer_folder / name
         raise ModelError(
             "tokenizer-missing",
-            f"The model comes without {name}, and none was found elsewhere.{reason}",
+            f"The model comes without {name}.",
             where=f"model.name_or_path: {self.name}",
-            fix=f"Set model.config to a folder with {' and '.join(self.layout.tokenizers)} "
-            f"(as in {self.layout.tokenizers_repo}).",
+            fix=f"Add the folder {self.tokenizer_folder / name}: a model and model.config have all tokenizers.",
         )
 
 
@@ -398,7 +401,7 @@ def resolve(choice: ModelChoice, layout: Layout, memory: HashMemory | None = Non
     elif os.path.isdir(path):
         folder = path
     elif hub.looks_like_id(name):
-        folder = hub.download_model(name, choice.revision, tuple(layout.parts), layout.tokenizers)
+        folder = hub.download_model(name, choice.revision, tuple(layout.parts), tuple(layout.tokenizers))
     else:
         raise ModelError(
             "model-missing",
@@ -534,6 +537,13 @@ def _existing_folder(name: str, key: str) -> Path:
 def _refuse_other_files(path: Path, key: str) -> None:
     """Refuse a weights file that is not a safetensors file."""
     _refuse_pickle(path)
+    if path.suffix.lower() == ".gguf":
+        raise ModelError(
+            "gguf-refused",
+            "This is a GGUF file, whose formats are not read here.",
+            where=f"{key}: {path}",
+            fix="Give the .safetensors edition; model.quantization: nf4 stores it in as few bits.",
+        )
     if path.suffix.lower() != ".safetensors":
         fix = "Give a .safetensors file."
         raise ModelError("not-a-model", "This is not a .safetensors file.", where=f"{key}: {path}", fix=fix)

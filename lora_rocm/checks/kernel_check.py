@@ -25,12 +25,14 @@ from lora_rocm.kernels.fingerprint import add_fingerprints, compare, renew
 from lora_rocm.kernels.fingerprint_weights import TILE
 from lora_rocm.kernels.geglu import geglu
 from lora_rocm.kernels.norms import add_layer_norm, group_norm, residual
+from lora_rocm.kernels.quantised import quantised
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest deviation of a single number from the eager float32 result, as a share of its own size plus the root mean
 square of all numbers. Rounding makes at most half of it; a number that was not written or not masked is off by 0.5.
 """
 SEED = 20
+PACKED_OUTPUTS = 64
 CANNOT = (
     RuntimeError, OSError, ImportError, subprocess.SubprocessError, ValueError, TypeError, AttributeError, LookupError,
     AssertionError,
@@ -105,6 +107,17 @@ def _residual(form: Form, norm: nn.GroupNorm, x: Tensor, y: Tensor) -> Tensor:
     return residual(x, y, norm.bias, form)
 
 
+def _packed_product(name: str, form: Form, norm: None, x: Tensor) -> Tensor:
+    rng = torch.Generator(x.device).manual_seed(SEED)
+    weight_OI = torch.randn(PACKED_OUTPUTS, x.shape[1], generator=rng, device=x.device).bfloat16()
+    layer = nn.Linear(x.shape[1], PACKED_OUTPUTS, bias=False, device="meta")
+    layer.weight = nn.Parameter(weight_OI.to(x.dtype), requires_grad=False)
+    packed = quantised(name, "").packed(layer)
+    packed.form = form
+    found: Tensor = packed(x)
+    return found
+
+
 def _fingerprints(form: Form, device: torch.device) -> dict[str, Tensor]:
     """Return sums, the verdicts of a comparison with one mismatch, and the sums kept by an update that skips one."""
     rng = torch.Generator().manual_seed(SEED)
@@ -129,6 +142,7 @@ def _groups(number: int, channels: int) -> Callable[[], nn.Module]:
     return lambda: nn.GroupNorm(number, channels)
 
 
+PACKED = {name: partial(_packed_product, name) for name in ("int8", "fp8", "nf4")}
 SMALL: tuple[Case, ...] = (
     Case("GEGLU", _gate, ((3, 5, 140),)),
     Case("LayerNorm", _norm_alone, ((3, 5, 70),), lambda: nn.LayerNorm(70), mean=3),
@@ -137,6 +151,7 @@ SMALL: tuple[Case, ...] = (
     Case("GroupNorm without SiLU", _group_norm_and_input, ((2, 72, 5, 8),), _groups(4, 72), mean=5),
     Case("sum and GroupNorm", _shifted_group_norm, ((2, 72, 9, 7), (2, 72)), _groups(4, 72), mean=2.5),
     Case("residual sum", _residual, ((2, 72, 5, 8), (2, 72, 5, 8)), _groups(4, 72)),
+    *(Case(f"product of {name}", run, ((5, 136),)) for name, run in PACKED.items()),
 )
 """Odd sizes: no row, width or number of pixels fills its last block."""
 LARGE: tuple[Case, ...] = (
@@ -147,6 +162,11 @@ LARGE: tuple[Case, ...] = (
     replace(SMALL[4], shapes=((2, 1280, 16, 16),), norm=_groups(32, 1280)),
     replace(SMALL[5], shapes=((2, 640, 32, 32), (2, 640)), norm=_groups(32, 640)),
     replace(SMALL[6], shapes=((2, 640, 32, 32), (2, 640, 32, 32)), norm=_groups(32, 640)),
+    *(
+        Case(f"product of {name}", run, (shape,))
+        for name, run in PACKED.items()
+        for shape in ((1, 1152), (8, 320), (64, 320), (1024, 320))
+    ),
 )
 """Widths of an SDXL UNet, which Triton compiles differently; the largest image uses the larger chunks."""
 WORDS = (16, 3 * TILE + 48, TILE, 64 * TILE)

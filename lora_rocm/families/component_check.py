@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from lora_rocm.base_models import storage_formats
 from lora_rocm.base_models.loading import Source
 from lora_rocm.errors import ModelError
 from lora_rocm.foundation.terminal_text import printable
+from lora_rocm.model_files import storage_formats
 
 MAX_NAMED = 3
 
@@ -21,7 +21,7 @@ def check_component(source: Source, name: str, fix: str) -> str:
     Raises:
         ModelError: weights-unfit, weights-unknown, weights-quantised, config-absurd, or an error of reading.
     """
-    headers, prefix = source.weights(name)
+    headers, _ = source.weights(name)
     storage_formats.refuse_quantised_config(source.config_path(name), source.config(name))
     for header in headers:
         storage_formats.refuse_scaled(header.path, header.tensors)
@@ -37,7 +37,7 @@ def check_component(source: Source, name: str, fix: str) -> str:
             where=str(where),
             fix=fix,
         )
-    entries = {key: entry for header in headers for key, entry in header.tensors.items() if key.startswith(prefix)}
-    read = set().union(*found.made_of.values())
-    storage_formats.refuse_whole_numbers(where, entries, read)
-    return storage_formats.rounding(name, [entries[key] for key in read])
+    tensors, read = source.tensors(name), set().union(*found.made_of.values())
+    storage_formats.refuse_whole_numbers(where, tensors.entries, read)
+    rounded = storage_formats.rounding(name, [tensors.entries[key] for key in read])
+    return rounded or storage_formats.told(name, tensors.forms)

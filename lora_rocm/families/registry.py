@@ -66,8 +66,7 @@ class Registry:
         Raises:
             ModelError: family-unclear: no family is recognised, or more than one.
         """
-        found = [spec for spec in self if spec.marks.base_is(seen)]
-        found = found or [spec for spec in self if spec.marks.lora_is_for(seen)]
+        found = [spec for spec in self if spec.name in seen.base] or [spec for spec in self if spec.name in seen.lora]
         if len(found) == 1:
             return found[0]
         what = f"could be {' or '.join(spec.title for spec in found)}" if found else "is not recognised"

@@ -137,45 +137,15 @@ class FileMetadata:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Evidence of a family in a base model and a LoRA, read before anything is loaded. Each field may be empty.
+    """Evidence of a family in a base model and a LoRA, read before anything is loaded: values of ``model.family``.
 
     Attributes:
-        pipeline: ``_class_name`` of a diffusers folder.
-        tensors: tensor names of a one-file checkpoint.
-        metadata: metadata of the LoRA file.
+        base: the possible families of the base; empty if it is not recognised.
+        lora: likewise of the LoRA.
     """
 
-    pipeline: str = ""
-    tensors: Collection[str] = ()
-    metadata: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Marks:
-    """Marks by which a family is recognised.
-
-    Attributes:
-        pipelines: prefixes of ``_class_name`` in a diffusers folder.
-        tensors: substrings; each has to occur in a tensor name of a one-file checkpoint.
-        base_versions: prefixes of ``ss_base_model_version`` in LoRA metadata.
-        architectures: prefixes of ``modelspec.architecture`` in LoRA metadata.
-    """
-
-    pipelines: tuple[str, ...] = ()
-    tensors: tuple[str, ...] = ()
-    base_versions: tuple[str, ...] = ()
-    architectures: tuple[str, ...] = ()
-
-    def base_is(self, seen: Evidence) -> bool:
-        """Whether the base belongs to the family."""
-        of_file = bool(self.tensors) and all(any(mark in name for name in seen.tensors) for mark in self.tensors)
-        return of_file or seen.pipeline.startswith(self.pipelines)
-
-    def lora_is_for(self, seen: Evidence) -> bool:
-        """Whether the LoRA's metadata names the family."""
-        version = seen.metadata.get("ss_base_model_version", "")
-        architecture = seen.metadata.get("modelspec.architecture", "")
-        return version.startswith(self.base_versions) or architecture.startswith(self.architectures)
+    base: Collection[str] = ()
+    lora: Collection[str] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,7 +167,6 @@ class FamilySpec:
         unread: dotted keys of shared sections that it does not read. A recipe that sets one is refused.
         takes_fp16: whether its activations fit fp16.
         metadata: entries of its LoRA files' metadata.
-        marks: marks by which its base models and LoRA files are recognised.
     """
 
     name: str
@@ -214,7 +183,6 @@ class FamilySpec:
     unread: frozenset[str] = frozenset()
     takes_fp16: bool = True
     metadata: FileMetadata = FileMetadata()
-    marks: Marks = Marks()
 
     @property
     def trains_on_texts(self) -> bool:

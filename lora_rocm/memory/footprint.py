@@ -44,8 +44,8 @@ from lora_rocm.families.recompute import TOGETHER, Recomputing
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.files import write_json
 from lora_rocm.hardware.settings import Settings, settings_from
-from lora_rocm.kernels.backend import available
-from lora_rocm.kernels.weight_format import dense_shape
+from lora_rocm.kernels.backend import available, form_for
+from lora_rocm.kernels.weight_format import dense_shape, pack, use_form
 from lora_rocm.memory.op_counter import Ledger, Tally, fused_attention, taken_bytes
 from lora_rocm.optim.base import AVERAGE_ITEMSIZE
 from lora_rocm.optim.factory import rule_of
@@ -204,7 +204,8 @@ def hollow_model(family: ModelFamily, recipe: Recipe, dtype: torch.dtype, on_gpu
         for tensor in [*component.parameters(), *component.buffers()]:
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(dtype)
-        family.weight_format(name).pack(component)
+        pack(component, family.weight_format(name))
+        use_form(component, form_for(META, on_gpu))
     family.fuse(model, triton=on_gpu)
     return model
 

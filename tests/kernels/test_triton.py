@@ -36,8 +36,11 @@ TYPES = {
     **dict.fromkeys(SUMS, "*fp32"),
     **dict.fromkeys(("found", "known"), "*i64"),
     "eps": "fp32",
+    **dict.fromkeys(("codes", "pairs", "nested_codes"), "*u8"),
+    **dict.fromkeys(("scale", "code", "nested", "offset"), "*fp32"),
+    "blocks": "i32",
 }
-CHOICES = {"SHIFT": True, "SILU": True, "RESIDUAL": True, "DELTA": True, "ROUNDS": 2}
+CHOICES = {"SHIFT": True, "SILU": True, "RESIDUAL": True, "DELTA": True, "ROUNDS": 2, "FP8": True}
 
 
 def twins(*arguments: str, **environment: str) -> dict[str, float]:
@@ -73,12 +76,13 @@ def test_kernels_equal_their_plain_forms_on_the_gpu() -> None:
 
 def kernels() -> Iterator[tuple[Any, dict[str, Any], int]]:
     """(kernel, its constants as the launches set them at the largest images, warps)."""
-    from lora_rocm.kernels import fingerprint_triton, geglu_triton, group_norm_triton, layer_norm_triton
+    from lora_rocm.kernels import fingerprint_triton, geglu_triton, group_norm_triton, layer_norm_triton, unpack_triton
 
     of_module = {
         fingerprint_triton: ({"WIDTH": fingerprint_triton.WIDTH}, fingerprint_triton.WARPS),
         geglu_triton: ({"BLOCK": geglu_triton.BLOCK}, 4),
         layer_norm_triton: ({"BLOCK": 2048}, 4),
+        unpack_triton: ({"BLOCK": unpack_triton.BLOCK, "BLOCKS": unpack_triton.NF4_BLOCKS}, 4),
         group_norm_triton: (
             {"BLOCK": group_norm_triton.BLOCK, "PIXELS": group_norm_triton.LARGE_PIXELS, "JOINED": 64, "WIDTH": 32},
             group_norm_triton.WARPS,
@@ -123,7 +127,7 @@ def test_every_kernel_compiles_for_amd(arch: str) -> None:
         text = assembly(kernel, constants, arch, warps)
         assert re.search(r"\.vgpr_spill_count:\s*0\b", text), f"{kernel.fn.__name__} spills"
         compiled += 1
-    assert compiled == (0 if is_refused(arch) else 14)
+    assert compiled == (0 if is_refused(arch) else 16)
 
 
 @pytest.mark.parametrize("arch", ["gfx1100", "gfx942"])
@@ -188,7 +192,9 @@ def test_every_launch_says_whether_products_and_sums_are_fused(monkeypatch: pyte
     monkeypatch.setattr(triton.JITFunction, "run", run)
     for case in kernel_check.SMALL:
         kernel_check._Given(case, torch.device("cpu"), torch.float32).outcome("triton", torch.float32)
-    assert len(seen) == 11 and set(seen.values()) == {True}
+    apart = {"unpack_rows", "unpack_nf4"}  # for the bits of the plain form
+    assert len(seen) == 13 and {name for name, is_fused in seen.items() if is_fused is False} == apart
+    assert all(is_fused is not None for is_fused in seen.values())
 
 
 def test_triton_is_chosen_for_gpus_and_only_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ Dimensions: B batch, C channels, H W latent height and width, I image tokens, S 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -48,18 +49,11 @@ PARTS = {
 }
 LAYOUT = Layout(
     parts=PARTS,
-    tokenizers=("tokenizer", "tokenizer_2"),
+    tokenizers={"tokenizer": "clip_l", "tokenizer_2": "t5"},
     configs=Path(__file__).parent / "config_dev",
-    tokenizers_repo="black-forest-labs/FLUX.1-schnell",
     alone="transformer",
 )
-LAYOUT_SCHNELL = Layout(
-    parts=PARTS,
-    tokenizers=LAYOUT.tokenizers,
-    configs=Path(__file__).parent / "config_schnell",
-    tokenizers_repo=LAYOUT.tokenizers_repo,
-    alone=LAYOUT.alone,
-)
+LAYOUT_SCHNELL = replace(LAYOUT, configs=Path(__file__).parent / "config_schnell")
 
 
 class Flux(TransformerFamily):
@@ -106,7 +100,7 @@ class Flux(TransformerFamily):
     def check(self, source: Source) -> tuple[str, ...]:
         """As ``TransformerFamily.check``; what the base says of its variant is compared with the recipe."""
         header, variant = source.single_header, self._model.variant
-        if header is not None and any("guidance_in." in name for name in header.tensors) == self._is_schnell:
+        if header is not None and names.reads_guidance(header.tensors) is self._is_schnell:
             has, other = ("an", "none") if self._is_schnell else ("no", "one")
             raise ModelError(
                 "wrong-variant",
@@ -124,7 +118,7 @@ class Flux(TransformerFamily):
                 f"model.variant is {variant}, and the configs of the base are those of another variant (guidance: "
                 f"{guided}, dynamic shift: {dynamic}). Training follows the configs, and the text length the variant.",
             )
-        named = next((each for each in ("schnell", "kontext") if each in source.name.lower()), "")
+        named = next((each for each in ("schnell", "kontext") if each in Path(source.name).name.lower()), "")
         if named not in ("", variant):
             notices += (f"The base is called {source.name}, and model.variant is {variant}: is {named} meant?",)
         if self._is_schnell:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from torch import Tensor, nn
 
@@ -45,6 +45,14 @@ MODULES: Mapping[str, tuple[str, ...]] = {
 ORIGINALS = {module: (old, place) for old, modules in MODULES.items() for place, module in enumerate(modules)}
 TURNED = "norm_out.linear"  # the original has the shift first, diffusers the scale
 BLOCK_NUMBER = re.compile(r"(?<=blocks\.)\d+(?=\.)")
+
+
+def reads_guidance(tensors: Collection[str]) -> bool | None:
+    """Whether a transformer with tensors of these names has an input for guidance; None: it is no FLUX.1."""
+    text = " ".join(tensors)
+    if "vector_in." not in text and "text_embedder." not in text:
+        return None
+    return "guidance_in." in text or "guidance_embedder." in text
 
 
 def original_rows(module: str, rows: int, width: int) -> list[tuple[str, int, int]]:

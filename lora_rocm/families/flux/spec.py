@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from lora_rocm.families.spec import Axis, FamilySpec, FileMetadata, Marks, ShapeRules, TransformerSection
+from lora_rocm.families.spec import Axis, FamilySpec, FileMetadata, ShapeRules, TransformerSection
 from lora_rocm.recipe.sections import MAX_GUIDANCE, FlowSection, InputFolder, PathOrHubId
 
 
@@ -51,11 +51,5 @@ SPEC = FamilySpec(
         base_version="flux1",
         architecture="flux-1-dev/lora",
         implementation="https://github.com/black-forest-labs/flux",
-    ),
-    marks=Marks(
-        pipelines=("FluxPipeline", "FluxKontextPipeline"),
-        tensors=("double_blocks.0.img_attn.norm.key_norm.", "vector_in.in_layer."),
-        base_versions=("flux1",),
-        architectures=("flux-1", "flux.1", "Flux.1"),
     ),
 )

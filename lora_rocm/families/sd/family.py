@@ -31,9 +31,8 @@ LAYOUT_SD15 = Layout(
         "vae": VAE,
         "text_encoder": Part(CLIPTextModel, "cond_stage_model.", conversion.clip_of_ldm),
     },
-    tokenizers=("tokenizer",),
+    tokenizers={"tokenizer": "clip_l"},
     configs=Path(__file__).parent / "config_sd15",
-    tokenizers_repo="stable-diffusion-v1-5/stable-diffusion-v1-5",
 )
 LAYOUT_SD2 = Layout(
     parts={
@@ -43,9 +42,8 @@ LAYOUT_SD2 = Layout(
             CLIPTextModel, "cond_stage_model.", conversion.open_clip_of_ldm("cond_stage_model.model.")
         ),
     },
-    tokenizers=("tokenizer",),
+    tokenizers={"tokenizer": "clip_g"},
     configs=Path(__file__).parent / "config_sd2",
-    tokenizers_repo="stabilityai/stable-diffusion-2-1",
 )
 
 

@@ -25,7 +25,7 @@ class TextEncoder:
 
     def __init__(self, source: Source, number: int) -> None:
         self._source, self._number = source, number
-        self._component, self._tokenizer = TEXT_COMPONENTS[number - 1], source.layout.tokenizers[number - 1]
+        self._component, self._tokenizer = TEXT_COMPONENTS[number - 1], tuple(source.layout.tokenizers)[number - 1]
         tensors = {f"prompt_embeds_{number}": TensorSpec("float32", "SD")}
         pooled = {"pooled_embeds": TensorSpec("float32", "D")} if number == len(TEXT_COMPONENTS) else {}
         self.entry = EntrySpec(f"text_{number}", (CAPTION,), tensors | pooled)
@@ -67,7 +67,7 @@ class TokenEncoder:
 
     @cached_property
     def fingerprint(self) -> str:
-        return f"tokens{ENCODING_VERSION}-{tokenizer_identity(self._source, self._source.layout.tokenizers)}"
+        return f"tokens{ENCODING_VERSION}-{tokenizer_identity(self._source, tuple(self._source.layout.tokenizers))}"
 
     def in_tiles(self) -> None:
         return None

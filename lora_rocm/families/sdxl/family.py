@@ -35,9 +35,8 @@ LAYOUT = Layout(
             conversion.open_clip_of_ldm("conditioner.embedders.1.model."),
         ),
     },
-    tokenizers=("tokenizer", "tokenizer_2"),
+    tokenizers={"tokenizer": "clip_l", "tokenizer_2": "clip_g"},
     configs=Path(__file__).parent / "config",
-    tokenizers_repo="stabilityai/stable-diffusion-xl-base-1.0",
 )
 
 

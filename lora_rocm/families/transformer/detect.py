@@ -5,8 +5,10 @@ from __future__ import annotations
 from lora_rocm.base_models.loading import Source, read_config
 from lora_rocm.errors import ModelError
 from lora_rocm.families.component_check import check_component
-from lora_rocm.families.spec import Evidence, FamilySpec
+from lora_rocm.families.spec import FamilySpec
 from lora_rocm.foundation.terminal_text import printable
+from lora_rocm.model_files.adapters import kind_of
+from lora_rocm.model_files.models import model_of, pipeline_of
 
 INDEX = "model_index.json"
 
@@ -24,11 +26,15 @@ def check(source: Source, spec: FamilySpec) -> tuple[str, ...]:
         if not index.is_file():
             what = "This folder is no diffusers model."
             raise ModelError("not-a-model", what, where=f"model.name_or_path: {source.name}", fix=fix)
-        found = str(read_config(index).get("_class_name", ""))
-        seen, known = Evidence(pipeline=found), f"a model for {printable(found)[:80] or 'nothing that is known here'}"
+        kind = str(read_config(index).get("_class_name", ""))
+        pipeline = pipeline_of(kind)
+        families = pipeline.families if pipeline is not None else ()
+        known = pipeline.title if pipeline is not None else f"a model for {printable(kind)[:80] or 'nothing known'}"
     else:
-        seen, known = Evidence(tensors=frozenset(header.tensors)), "another model, by the names of its tensors"
-    if not spec.marks.base_is(seen):
+        model, adapter = model_of(header.shapes), kind_of(header.tensors)
+        families = (model.family,) if model is not None and not adapter else ()
+        known = f"a {adapter} file" if adapter else model.title if model is not None else "no model that is known here"
+    if spec.name not in families:
         what = f"This is {known}, and {spec.title} is wanted."
         raise ModelError("wrong-family", what, where=f"model.name_or_path: {source.name}", fix=fix)
     _check_vae(source, spec)

@@ -41,9 +41,8 @@ LAYOUT = Layout(
         "vae": Part(AutoencoderKL, "first_stage_model.", conversion.vae_of_ldm, other_prefixes=("vae.",)),
         "text_encoder": Part(Qwen3Model, "", conversion.own_names),
     },
-    tokenizers=("tokenizer",),
+    tokenizers={"tokenizer": "qwen3"},
     configs=Path(__file__).parent / "config",
-    tokenizers_repo="Tongyi-MAI/Z-Image",
     alone="transformer",
 )
 

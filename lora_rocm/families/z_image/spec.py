@@ -1,4 +1,4 @@
-"""The specification of Z-Image for the light half: recipe section, names and marks."""
+"""The specification of Z-Image for the light half: recipe section and names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from lora_rocm.families.spec import Axis, FamilySpec, FileMetadata, Marks, ShapeRules, TransformerSection
+from lora_rocm.families.spec import Axis, FamilySpec, FileMetadata, ShapeRules, TransformerSection
 from lora_rocm.recipe.sections import FlowSection, PathOrHubId
 
 
@@ -38,11 +38,5 @@ SPEC = FamilySpec(
         base_version="zimage",
         architecture="z-image/lora",
         implementation="https://github.com/Tongyi-MAI/Z-Image",
-    ),
-    marks=Marks(
-        pipelines=("ZImage",),
-        tensors=("cap_embedder.1.weight", "noise_refiner.0.", "cap_pad_token"),
-        base_versions=("zimage", "z-image"),
-        architectures=("z-image", "zimage"),
     ),
 )

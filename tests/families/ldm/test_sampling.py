@@ -16,7 +16,7 @@ from lora_rocm.families import vae as vae_module
 from lora_rocm.families.base import PreviewRequest
 from lora_rocm.families.ldm import sampling
 from lora_rocm.families.sdxl.family import Sdxl
-from tests.tiny_models import caption_encoder, tiny_recipe, write_tiny_sdxl
+from tests.tiny_models import caption_encoder, drawn_by, tiny_recipe, write_tiny_sdxl
 
 # diffusers hands NumPy a tensor in a way that NumPy 2 will not take for ever
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
@@ -40,15 +40,7 @@ def test_a_preview_is_the_pipeline_s_image(tiny_sdxl: Path, guidance: float, neg
     request = replace(REQUEST, guidance_scale=guidance, negative_prompt=negative)
     (ours,) = draw(tiny_sdxl, [request])
     pipeline = StableDiffusionXLPipeline.from_pretrained(tiny_sdxl, local_files_only=True)
-    theirs = pipeline(
-        request.prompt,
-        negative_prompt=request.negative_prompt,
-        height=request.height,
-        width=request.width,
-        num_inference_steps=request.steps,
-        guidance_scale=guidance,
-        generator=torch.Generator().manual_seed(request.seed),
-    ).images[0]
+    theirs = drawn_by(pipeline, request)
     assert ours.size == (64, 48)
     assert abs(pixels(ours) - pixels(theirs)).max() <= 1
 
