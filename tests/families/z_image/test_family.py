@@ -193,7 +193,7 @@ def test_a_preview_that_begins_at_an_image_shows_it(base: Path) -> None:
 
 def test_a_preview_is_that_of_the_pipeline(base: Path) -> None:
     """With the guidance of other programs: diffusers' scale is less by one."""
-    family = family_of(base)
+    family = family_of(base, objective={"shift": 2})  # of training alone
     model, encode = family.load(torch.float32, CPU), family.encoders()[1].load(plain_door(CPU))
     texts = {caption: encode({CAPTION: caption}) for caption in ("a cat", "blue")}
     real = {caption: [found[STATES][found[REAL]].float()] for caption, found in texts.items()}
