@@ -57,7 +57,9 @@ class Registry:
         return "there is no such model family", f"Did you mean {near[0]}?" if near else known
 
     def detect(self, seen: Evidence, where: str) -> FamilySpec:
-        """The family of a base model and a LoRA for it. Evidence from the base takes precedence.
+        """The family of a base model and a LoRA for it.
+
+        Evidence from the base takes precedence; the LoRA decides where that leaves a choice.
 
         Args:
             seen: evidence of both.
@@ -67,6 +69,8 @@ class Registry:
             ModelError: family-unclear: no family is recognised, or more than one.
         """
         found = [spec for spec in self if spec.name in seen.base] or [spec for spec in self if spec.name in seen.lora]
+        if len(found) > 1:
+            found = [spec for spec in found if spec.name in seen.lora] or found
         if len(found) == 1:
             return found[0]
         what = f"could be {' or '.join(spec.title for spec in found)}" if found else "is not recognised"

@@ -62,6 +62,7 @@ def test_shapes_of_videos_and_texts() -> None:
         (Evidence(("chroma",), ("sdxl",)), "sdxl"),
         (Evidence(("z-image",)), "z-image"),
         (Evidence(("toy-video",), ("sdxl",)), "toy-video"),
+        (Evidence(("sd15", "sd2"), ("sd2",)), "sd2"),
     ],
 )
 def test_a_family_is_recognised(seen: Evidence, family: str) -> None:
