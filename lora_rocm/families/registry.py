@@ -6,13 +6,14 @@ import difflib
 from collections.abc import Iterator, Sequence
 
 from lora_rocm.errors import ModelError
+from lora_rocm.families.flux.spec import SPEC as FLUX
 from lora_rocm.families.sd.spec import SPEC_SD2, SPEC_SD15
 from lora_rocm.families.sdxl.spec import SPEC as SDXL
 from lora_rocm.families.spec import Evidence, FamilySpec
 from lora_rocm.families.z_image.spec import SPEC as Z_IMAGE
 
 RESERVED = (
-    "sd3", "flux", "chroma", "flux2", "anima", "krea2", "qwen-image", "wan", "ltx2",
+    "sd3", "chroma", "flux2", "anima", "krea2", "qwen-image", "wan", "ltx2",
     "causal-lm",
 )  # fmt: skip
 """Names of planned families."""
@@ -81,5 +82,5 @@ class Registry:
         )
 
 
-PRODUCT = Registry([SDXL, SPEC_SD15, SPEC_SD2, Z_IMAGE])
+PRODUCT = Registry([SDXL, SPEC_SD15, SPEC_SD2, Z_IMAGE, FLUX])
 """The families of this program."""

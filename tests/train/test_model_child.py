@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from lora_rocm.errors import AdapterError, UserError
+from lora_rocm.families.registry import PRODUCT
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.load import dump_recipe
-from lora_rocm.train.model_child import recipe_for, sides_of
+from lora_rocm.train.model_child import recipe_for, require_prompts_read, sides_of
 from tests.families.toy_families import TOYS
 
 LORA = Path("lora.safetensors")
@@ -42,6 +43,13 @@ def test_sizes_that_the_family_does_not_take(family: str, options: dict[str, Any
     with pytest.raises(UserError) as caught:
         sides_of(job(**options), recipe(family))
     assert caught.match("(?s)" + words)
+
+
+def test_a_negative_prompt_is_refused_where_none_is_read() -> None:
+    require_prompts_read(job(negative_prompt="blue"), PRODUCT["sdxl"])
+    require_prompts_read(job(negative_prompt=""), PRODUCT["flux"])
+    with pytest.raises(UserError, match="FLUX.1 reads no negative prompt"):
+        require_prompts_read(job(negative_prompt="blue"), PRODUCT["flux"])
 
 
 def test_outside_of_a_run_the_family_is_named_or_recognised(tmp_path: Path) -> None:
