@@ -92,7 +92,7 @@ def kernels() -> Iterator[tuple[Any, dict[str, Any], int]]:
         fingerprint_triton: ({"WIDTH": fingerprint_triton.WIDTH}, fingerprint_triton.WARPS),
         gated_triton: ({"BLOCK": gated_triton.BLOCK}, 4),
         add_norm_triton: ({"BLOCK": 4096}, 8),
-        rotary_triton: ({"HEADS": 32, "PAIRS": 64}, 8),
+        rotary_triton: ({"HEADS": 32, "PAIRS": 64, "TURN_PAIR": 2}, 8),
         group_norm_triton: (
             {"BLOCK": group_norm_triton.BLOCK, "PIXELS": group_norm_triton.LARGE_PIXELS, "JOINED": 64, "WIDTH": 32},
             group_norm_triton.WARPS,
