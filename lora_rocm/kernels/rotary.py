@@ -53,7 +53,7 @@ def norm_rotary(streams: Sequence[tuple[Tensor, Tensor]], eps: float, rotation: 
     normal = torch.cat([rms_normal(x, eps, weight) for x, weight in streams], dim=1)
     cos, sin = rotation.cos.unsqueeze(-2), rotation.sin.unsqueeze(-2)
     if rotation.interleaved and not torch.compiler.is_compiling():  # a compiler fuses real numbers only
-        pairs = torch.view_as_complex(normal.to(cos.dtype).unflatten(-1, (-1, 2)))
+        pairs = torch.view_as_complex(normal.to(cos.dtype).unflatten(-1, (-1, 2)).contiguous())
         turned = torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2)
     elif rotation.interleaved:
         a, b = normal.unflatten(-1, (-1, 2)).unbind(-1)
