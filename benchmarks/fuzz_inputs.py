@@ -161,7 +161,8 @@ def weight_file(rng: random.Random) -> bytes:
 
 def read_weights(path: Path) -> None:
     """Read header, tensors and digest."""
-    from lora_rocm.base_models.safetensors_file import digest, read_header, read_tensors
+    from lora_rocm.base_models.safetensors_file import digest, read_tensors
+    from lora_rocm.model_files.header import read_header
 
     header = read_header(path)
     for name, tensor in read_tensors(header).items():

@@ -45,6 +45,7 @@ from lora_rocm.hardware.archs import BY_GFX, triton_takes  # noqa: E402
 from lora_rocm.kernels import backend, group_norm_triton  # noqa: E402
 from lora_rocm.kernels.backend import LAUNCH  # noqa: E402
 from lora_rocm.kernels.fingerprint_triton import launch_compare, launch_fingerprints, launch_renew  # noqa: E402
+from lora_rocm.kernels.quantised import quantised  # noqa: E402
 
 RECORDED = Path(__file__).parent / "registers"
 COMMAND = "python benchmarks/registers.py --write"
@@ -60,6 +61,10 @@ WORD_COUNTS = ((16,) * 6, (2**30, 16), (16, 2**30, 16), (2**31, 16), (16, 2**31)
 """Sizes of the buffers of one fingerprint. Triton compiles buffers of more than 2 GiB, and more than 2**31 words, apart
 from others.
 """
+
+
+PACKED_SHAPES = ((640, 2048), (1280, 1280), (5, 8 * 72))
+"""[outputs, inputs] of packed layers; the last has numbers that do not divide by 16."""
 
 
 @dataclass(frozen=True)
@@ -167,6 +172,9 @@ def launches(dtype: torch.dtype, *steps: tuple[str, int, int, int]) -> dict[str,
             train_blocks(dtype, is_modulation_trained)
         for counts in WORD_COUNTS:
             fingerprint(*counts)
+        for name in ("int8", "fp8", "nf4"):
+            for shape in PACKED_SHAPES:
+                unpack(name, dtype, *shape)
     return found
 
 
@@ -217,6 +225,14 @@ def fingerprint(*counts: int) -> None:
     launch_fingerprints(words, sums)
     launch_compare(sums, sums, marks, marks)
     launch_renew(sums, sums, marks, marks)
+
+
+def unpack(name: str, dtype: torch.dtype, outputs: int, inputs: int) -> None:
+    """The kernel that makes the dense weight of a packed layer."""
+    layer = nn.Linear(inputs, outputs, bias=False, device=META, dtype=dtype)
+    packed = quantised(name, "").packed(layer.requires_grad_(False))
+    with mock.patch.object(Tensor, "is_meta", False):
+        packed.dense(dtype, "triton")
 
 
 def used(launch: Launch, gfx: str) -> Used:

@@ -260,6 +260,22 @@ def status(run: RunPath, as_json: AsJson = False) -> None:
 
 @app.command(cls=Command)
 @explained
+def inspect(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A .safetensors file or a folder of a model.")],
+    as_json: AsJson = False,
+) -> None:
+    """Show what a model file is: family, components, number format, adapter and its readers."""
+    import json
+
+    from lora_rocm.commands import inspect_file
+    from lora_rocm.foundation.terminal_text import legible
+
+    found = inspect_file.inspect(path)
+    typer.echo(json.dumps(found, indent=1) if as_json else legible(inspect_file.inspect_text(found), keep="\n"))
+
+
+@app.command(cls=Command)
+@explained
 def report(run: RunPath) -> None:
     """Write report.html of a run, also of a running one."""
     from lora_rocm.report.report import write_report

@@ -43,6 +43,9 @@ from lora_rocm.hardware.wheels import ANY_TORCH, INDEX_VARIABLE, VARIABLES, Whee
 from scripts.venv_state import CONSTRAINT, LOOK_TIMEOUT_S, Found, Venv, again, ask, say, venv_command  # noqa: E402
 
 UNINSTALL = ["-m", "pip", "uninstall", "-q", "-y", "torch", "triton", "triton-rocm", "pytorch-triton-rocm"]
+# pip compiles on one core, which takes a third of the installation. Not everything can be compiled: packages ship code
+# for other versions of Python.
+COMPILE = ["-m", "compileall", "-qq", "-j", "0", "-x", r"[/\\]tests[/\\]", ".venv"]
 QUICK = ["--retries", "0", "--timeout", "10"]
 
 
@@ -215,6 +218,7 @@ def install(options: argparse.Namespace, facts: HostFacts) -> None:
     else:
         ready_torch(venv, ready_venv(venv, options.repair), choice, options.repair, options.upgrade)
         install_package(venv, verified(venv, choice), options.dev)
+        venv.run(*COMPILE, hush=True)
         _, output, _ = ask([str(venv.python), "-m", "pip", "check", "--disable-pip-version-check"], LOOK_TIMEOUT_S)
         say(f"pip check: {(output.strip().splitlines() or ['no answer'])[0]}")
     new = {"project": fingerprint(), "dev": bool(options.dev or (same and stamp.get("dev"))), "asked": asked}
@@ -255,7 +259,7 @@ def describe(facts: HostFacts, choice: WheelChoice, dev: bool) -> str:
         lines.append(f"  where that does not answer: {inside} {quoted(plain, windows)}")
     lines.append(f"  the version of torch is written to {CONSTRAINT}, so that nothing replaces it")
     lines.append(f"  {inside} {quoted(package_command(dev, choice.kind == 'cpu'), windows)}")
-    lines.append(f"  {inside} -m pip check")
+    lines += [f"  {inside} {quoted(COMPILE, windows)}", f"  {inside} -m pip check"]
     return "\n".join(map(printable, lines))
 
 

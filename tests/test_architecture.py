@@ -30,6 +30,7 @@ ROOMS: dict[str, str] = {
     "foundation": STANDARD,
     "hardware": STANDARD,
     "hardware.probe": STANDARD,
+    "model_files": STANDARD,
     "rundir": LIGHT,
     "sections": LIGHT,
     "specs": LIGHT,
@@ -76,7 +77,7 @@ FAMILY_WORDS = re.compile(
 )
 FOREIGN_NAMES = (
     *("families", "base_models", "recipe.peer_names", "recipe.suggest", "recipe.foreign"),
-    *("adapters.lora_reader", "adapters.lora_parts", "adapters.origin"),
+    *("adapters.lora_reader", "adapters.lora_parts", "model_files"),
 )
 """Where the words of families belong: in these, and in tables of other trainers' names and of LoRA files."""
 MAX_FAMILY_LINES = 10

@@ -47,6 +47,7 @@ COMMANDS: dict[str, set[str]] = {
     "export": {"RUN", "--format", "--output", "--dtype"},
     "tune": {"RECIPE", "--set"},
     "status": {"RUN", "--json"},
+    "inspect": {"PATH", "--json"},
     "report": {"RUN"},
     "doctor": {"--json", "--report", "--facts", "--quick"},
     "env": {"RECIPE", "--set", "--facts", "--shell", "--explain", "--json"},

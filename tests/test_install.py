@@ -34,17 +34,20 @@ BROKEN_TORCH = [RUNS, {"release": "2.12.0+rocm7.2"}, "ImportError: libhsa is mis
 class Stand:
     """A ``.venv`` that is only a folder. ``commands``: what was run in it; those that contain ``failing`` fail.
 
+    The compilation is not listed with them: ``compiled`` is its command.
     ``states``: what a look finds, one after the other; the last one stays.
     """
 
     def __init__(self, root: Path) -> None:
-        self.root, self.commands, self.failing = root, list[str](), "no command"
+        self.root, self.commands, self.failing, self.compiled = root, list[str](), "no command", ""
         self.states: list[list[Any]] = [EMPTY]
         self.venv = venv_state.Venv(root)
         self.facts = HostFacts("test", "linux", "3.12.0 64-bit", "x", 2)
 
     def call(self, command: list[str], hush: bool = False) -> bool:
         self.commands.append(" ".join(command).replace(str(self.venv.python), "python"))
+        if "compileall" in self.commands[-1]:
+            self.compiled = self.commands.pop()
         if "-m venv" in self.commands[-1]:
             self.venv.python.parent.mkdir(parents=True, exist_ok=True)
             self.venv.python.touch()
@@ -105,6 +108,7 @@ def test_from_nothing(stand: Stand) -> None:
         "python -m pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/rocm7.2",
         "python -m pip install -q -c constraints.txt -c .venv/torch-constraint.txt -e .",
     ]
+    assert stand.compiled.startswith("python -m compileall")
     assert stand.venv.constraint.read_text(encoding="utf-8") == "torch==2.12.0+rocm7.2\n"
 
 

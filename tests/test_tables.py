@@ -11,16 +11,18 @@ from typing import Literal
 import pytest
 
 import lora_rocm
-from lora_rocm.adapters import lora_entry, lora_parts, origin
+from lora_rocm.adapters import lora_entry, lora_parts
 from lora_rocm.dataset.file_kinds import FileKinds
 from lora_rocm.device import torch_errors
 from lora_rocm.doctor import cures, finding, known_bad, redact, selftest_checks, software_checks
 from lora_rocm.errors import MachineError
-from lora_rocm.families.ldm.detect import DetectTable
 from lora_rocm.foundation.tables import Functions, read_rows, read_table
 from lora_rocm.hardware.archs import ArchTable
 from lora_rocm.hardware.pci import PciTable
 from lora_rocm.hardware.wheels import WheelTable
+from lora_rocm.model_files.adapters import AdapterTable
+from lora_rocm.model_files.models import ModelTable
+from lora_rocm.model_files.readers import ReaderTable
 from lora_rocm.recipe.foreign import ForeignTable
 from lora_rocm.recipe.peer_names import PeerNames
 from lora_rocm.recipe.reference import PageTexts
@@ -40,7 +42,6 @@ PACKAGE = Path(lora_rocm.__file__).parent
 TABLES: dict[str, tuple[Callable[..., object], type, Functions]] = {
     "adapters/lora_entry.toml": (read_table, lora_entry.LoraNames, {}),
     "adapters/lora_parts.toml": (read_table, lora_parts.OtherTable, {}),
-    "adapters/origin.toml": (read_rows, origin.Origin, {}),
     "dataset/file_kinds.toml": (read_table, FileKinds, {}),
     "device/torch_errors.toml": (read_table, torch_errors.Messages, {}),
     "doctor/cures.toml": (read_rows, cures.Family, {}),
@@ -49,10 +50,12 @@ TABLES: dict[str, tuple[Callable[..., object], type, Functions]] = {
     "doctor/redact.toml": (read_rows, redact.Pattern, {}),
     "doctor/selftest_checks.toml": (read_rows, selftest_checks.Group, {}),
     "doctor/software_checks.toml": (read_table, software_checks.SoftwareTable, software_checks.FUNCTIONS),
-    "families/ldm/detect.toml": (read_table, DetectTable, {}),
     "hardware/archs.toml": (read_table, ArchTable, {}),
     "hardware/pci.toml": (read_table, PciTable, {}),
     "hardware/wheels.toml": (read_table, WheelTable, {}),
+    "model_files/adapters.toml": (read_table, AdapterTable, {}),
+    "model_files/models.toml": (read_table, ModelTable, {}),
+    "model_files/readers.toml": (read_table, ReaderTable, {}),
     "recipe/foreign.toml": (read_table, ForeignTable, {}),
     "recipe/peer_names.toml": (read_table, PeerNames, {}),
     "recipe/reference.toml": (read_table, PageTexts, {}),

@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
+from PIL import Image
 from safetensors.torch import save_file
 from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from lora_rocm.dataset.entry_spec import CAPTION
-from lora_rocm.families.base import ModelFamily, Tensors
+from lora_rocm.families.base import ModelFamily, PreviewRequest, Tensors
 from lora_rocm.latent_cache.quarantine import plain_door
 
 WORDS = ("photo", "red", "blue", "cat", "dog", "circle", "square", "zibu", "small", "large")
@@ -378,3 +379,18 @@ def caption_encoder(family: ModelFamily) -> Callable[[str], Tensors]:
         each.load(plain_door(torch.device("cpu"))) for each in family.encoders() if each.entry.inputs == (CAPTION,)
     ]
     return lambda caption: {name: t for encode in loaded for name, t in encode({CAPTION: caption}).items()}
+
+
+def drawn_by(pipeline: Any, request: PreviewRequest) -> Image.Image:
+    """The image that a pipeline of diffusers makes for a request."""
+    pipeline.set_progress_bar_config(disable=True)
+    image: Image.Image = pipeline(
+        request.prompt,
+        negative_prompt=request.negative_prompt,
+        height=request.height,
+        width=request.width,
+        num_inference_steps=request.steps,
+        guidance_scale=request.guidance_scale,
+        generator=torch.Generator().manual_seed(request.seed),
+    ).images[0]
+    return image

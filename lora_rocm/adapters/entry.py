@@ -16,7 +16,10 @@ from lora_rocm.errors import AdapterError
 
 Say = Callable[[str], None]
 Form = str
-"""Form of a file: kohya, diffusers or peft (``output.formats``)."""
+"""Form of a module's tensors in a file: kohya, diffusers or peft (``output.formats``), or folded.
+
+"folded" has the names of diffusers and the scale in the factors, for readers that ignore an alpha.
+"""
 
 ROUNDING = {
     torch.float32: (2.0**-24, 2.0**-150),
@@ -92,6 +95,10 @@ class Entry(ABC):
 
         Factors are in ``dtype``; small, precision-critical tensors are in float32.
         """
+
+    def folded(self) -> Entry:
+        """Return an entry with the same effect that needs no alpha in a file."""
+        return self
 
     @abstractmethod
     def rows(self, first: int, count: int) -> Entry:

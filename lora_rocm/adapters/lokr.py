@@ -128,7 +128,7 @@ class LokrEntry(Entry):
         folded = self.rank is None and self.scale != 1.0
         w1 = (self.w1[0] * self.scale,) if folded else self.w1
         found = {name: tensor.to(dtype) for name, tensor in _named(w1, self.w2).items()}
-        if form == "kohya":
+        if form in ("kohya", "folded"):
             found["alpha"] = torch.tensor(self.scale * self.rank if self.rank else 1.0, dtype=torch.float32)
         return found
 

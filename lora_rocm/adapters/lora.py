@@ -28,11 +28,12 @@ from lora_rocm.recipe.schema import AdapterSection, LoraSection
 
 INPUT_SCALE = "dora_input_scale"
 UI_TOOLS = "ComfyUI, Forge, A1111 and kohya's tools"
+UNKNOWN_NAMES = "A1111 and kohya's tools (do not know these names)"
 CANNOT_READ: Mapping[Form, tuple[str, ...]] = {
     "kohya": (),
     "diffusers": (
         "ComfyUI and Forge (apply a part of it, the modules whose names they know; only their log says so)",
-        "A1111 and kohya's tools (do not know these names)",
+        UNKNOWN_NAMES,
     ),
     "peft": (f"{UI_TOOLS} (a PEFT folder is for PEFT)",),
 }
@@ -173,7 +174,8 @@ class LoraAdapter(Adapter):
         }
 
     def cannot_read(self, form: Form) -> tuple[str, ...]:
-        return DORA_IN_KOHYA_FORM if form == "kohya" and self.needs_float32 else CANNOT_READ[form]
+        found = DORA_IN_KOHYA_FORM if form == "kohya" and self.needs_float32 else CANNOT_READ[form]
+        return (*found, UNKNOWN_NAMES) if form == "kohya" and self.family.file_form == "folded" else found
 
     @property
     def needs_float32(self) -> bool:

@@ -146,11 +146,18 @@ class LoraEntry(Entry):
             if self.magnitude is not None:
                 found["dora_scale"] = self.magnitude.reshape(-1, *[1] * (self.down.ndim - 1))
             return found
+        if form == "folded" and self.scale != 1.0:
+            return self.folded().tensors(form, dtype)
         found = {"lora_A.weight": self.down.to(dtype), "lora_B.weight": self.up.to(dtype)}
-        if self.magnitude is not None:
+        if self.magnitude is not None and form == "folded":
+            found["dora_scale"] = self.magnitude.reshape(-1, *[1] * (self.down.ndim - 1))
+        elif self.magnitude is not None:
             shape = (1, -1, *[1] * (self.down.ndim - 2)) if self.down.ndim > 2 else (-1,)
             found["lora_magnitude_vector"] = self.magnitude.reshape(shape)
         return found
+
+    def folded(self) -> LoraEntry:
+        return replace(self, up=self.up * self.scale, scale=1.0)
 
     def rows(self, first: int, count: int) -> LoraEntry:
         """Return an entry with the same ``down`` and these rows of ``up``."""

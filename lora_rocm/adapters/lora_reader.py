@@ -26,12 +26,15 @@ from lora_rocm.adapters.entry import Entry, FileKind, FileModule, Say, file_erro
 from lora_rocm.adapters.kinds import file_kinds
 from lora_rocm.adapters.lora_parts import check_config, grouped
 from lora_rocm.adapters.module_names import KeyTable, adaptable, canonical, main_component
-from lora_rocm.adapters.origin import foreign, title_of
-from lora_rocm.base_models.safetensors_file import Header, read_header, read_tensors
+from lora_rocm.base_models.safetensors_file import read_tensors
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import ModelFamily
+from lora_rocm.families.registry import PRODUCT
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.kernels.weight_format import dense_shape
+from lora_rocm.model_files.adapters import Origin, origin_of
+from lora_rocm.model_files.header import Header, read_header
+from lora_rocm.model_files.models import Shapes
 
 PEFT_CONFIG, PEFT_WEIGHTS, PEFT_PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 DIFFUSERS_METADATA = "lora_adapter_metadata"
@@ -50,21 +53,23 @@ def components_of(family: ModelFamily, path: Path) -> set[str]:
     """
     folders = _peft_folders(path)
     if folders:
-        names = [name or main_component(family) for name in folders]
+        names, shapes = [name or main_component(family) for name in folders], None
         found = set(names)
     else:
-        names = sorted(read_header(_one_file(path), AdapterError).tensors)
+        shapes = read_header(_one_file(path), AdapterError).shapes
+        names = sorted(shapes)
         found = {_component_of(name, family) for name in names}
     ours = found & {main_component(family), *family.text_components}
-    if not ours or foreign(names, family.name) is not None:
-        raise _of_another_model(family, names, path)
+    if not ours or _foreign(family, names, shapes) is not None:
+        raise _of_another_model(family, names, path, shapes=shapes)
     return ours
 
 
 def _component_of(name: str, family: ModelFamily) -> str:
     """Return the component of a tensor name; if no component is known, the first part of the name."""
-    prefixes = {f"lora_{component}_": component for component in family.kohya_prefixes}
-    prefixes |= {f"{prefix}_": component for component, prefix in family.kohya_prefixes.items()}
+    prefixes = {"lora_unet_": main_component(family)}  # kohya's scripts call a transformer so too
+    prefixes |= {f"lora_{component}_": component for component in family.file_prefixes}
+    prefixes |= {prefix: component for component, prefix in family.file_prefixes.items()}
     longest = max((prefix for prefix in prefixes if name.startswith(prefix)), key=len, default="")
     return prefixes.get(longest, name.split(".")[0])
 
@@ -100,7 +105,7 @@ def read_adapter(
         header = read_header(_one_file(path), AdapterError)
         tensors = read_tensors(header, error=AdapterError)
         kind = _kind_of(tensors)
-        if any(name.startswith(KOHYA_PREFIXES) for name in tensors):
+        if any(name.startswith((*KOHYA_PREFIXES, *family.file_prefixes.values())) for name in tensors):
             return kind, _from_kohya(grouped(tensors, path, kind, say), family, components, shapes, kind, path)
         modules = _from_diffusers(tensors, header, set(family.text_components), kind, say)
         return kind, _fitted(modules, shapes, kind, family, path)
@@ -140,7 +145,9 @@ def _from_kohya(
     table = KeyTable(family, components)
     keys = {key: table.whole(key) or key for key in table.parts}
     plain = [(c, module) for c, root in components.items() for module, _ in adaptable(root)]
-    keys = {f"lora_{c}_{module.replace('.', '_')}": canonical(c, module) for c, module in plain} | keys
+    ways = [(c, c, module) for c, module in plain]
+    ways += [("unet", c, module) for c, module in plain if c == main_component(family)]
+    keys = {f"lora_{start}_{module.replace('.', '_')}": canonical(c, module) for start, c, module in ways} | keys
     modules = _modules(groups, {}, lambda key: keys.get(key, key), kind)
     entries = _fitted(modules, {**shapes, **table.shapes}, kind, family, path)
     return table.of_modules(entries)
@@ -269,9 +276,18 @@ def _entry(name: str, module: FileModule, shape: tuple[int, ...], kind: FileKind
     return entry
 
 
-def _of_another_model(family: ModelFamily, unknown: list[str], path: Path, count: int = 0) -> AdapterError:
+def _foreign(family: ModelFamily, names: Iterable[str], shapes: Shapes | None) -> Origin | None:
+    """Return the origin of the names if it excludes the family; None if it includes it or is unknown."""
+    origin = origin_of(names, shapes)
+    return None if origin is None or family.name in origin.families else origin
+
+
+def _of_another_model(
+    family: ModelFamily, unknown: list[str], path: Path, count: int = 0, shapes: Shapes | None = None
+) -> AdapterError:
     """Return the error for modules that this model lacks; it names the model they belong to, if known."""
-    origin, base = foreign(unknown, family.name), title_of(family.name)
+    origin = _foreign(family, unknown, shapes)
+    base = PRODUCT[family.name].title if family.name in PRODUCT else family.name
     if origin is not None:
         what = f"This is a LoRA for {origin.title}, and the base model is {base}: it names {unknown[0]}."
     elif count:

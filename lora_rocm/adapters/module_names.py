@@ -39,7 +39,7 @@ def adaptable(component: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def main_component(family: ModelFamily) -> str:
     """Return the family's main adapted component: its UNet or transformer."""
-    return next(name for name in family.kohya_prefixes if name not in family.text_components)
+    return next(name for name in family.file_prefixes if name not in family.text_components)
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class Part:
 
 
 class KeyTable:
-    """Maps each kohya key of a family to rows of modules.
+    """Maps each key of a family's file to rows of modules.
 
     Attributes:
-        parts: kohya key -> parts, in the order of the key's rows.
+        parts: key -> parts, in the order of the key's rows.
         rows: module name -> number of rows (outputs) of its weight.
-        shapes: kohya key -> shape of the weight that the key names.
+        shapes: key -> shape of the weight that the key names.
 
     Raises:
         ValueError: two modules claim the same rows of a key, or rows of a module are missing.

@@ -6,8 +6,10 @@ shapes but no data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -19,9 +21,10 @@ from diffusers.loaders.single_file_utils import (
 )
 from torch import Tensor, nn
 
-from lora_rocm.base_models.safetensors_file import DTYPES, Header
+from lora_rocm.base_models.safetensors_file import DTYPES
 from lora_rocm.foundation.safetensors_header import TensorEntry
 from lora_rocm.foundation.terminal_text import printable
+from lora_rocm.model_files.header import Header
 
 State = dict[str, Tensor]
 Converter = Callable[[State, nn.Module], State]
@@ -30,6 +33,7 @@ Raises KeyError if a required name is missing.
 """
 
 TEXT_WRAPPER = "text_model."  # prefix in transformers before 5.6 and in files saved by it
+LANGUAGE_WRAPPER = "model."  # prefix in language models that are saved with their head
 OLD_ATTENTION = {".query.": ".to_q.", ".key.": ".to_k.", ".value.": ".to_v.", ".proj_attn.": ".to_out.0."}
 """Names in a VAE saved by diffusers 0.18 or older -> present names."""
 OF_ORIGINAL_VAE = ".mid.block_1."  # in the original release's names; diffusers has mid_block
@@ -40,6 +44,8 @@ HARMLESS_ENDS = (
     ".logit_scale",
     "embedders.0.transformer.text_projection.weight",
     "num_batches_tracked",
+    "norm_final.weight",  # of Z-Image
+    "lm_head.weight",
     "cond_stage_model.model.text_projection",
 )
 HARMLESS_PARTS = (
@@ -87,7 +93,8 @@ def own_names(state: Mapping[str, Tensor], module: nn.Module) -> State:
     expected = set(module.state_dict())
     renamed = {}
     for name, tensor in state.items():
-        ways = (name, name.removeprefix(TEXT_WRAPPER), TEXT_WRAPPER + name, _new_attention(name))
+        bare = name.removeprefix(TEXT_WRAPPER).removeprefix(LANGUAGE_WRAPPER)
+        ways = (name, bare, TEXT_WRAPPER + name, _new_attention(name))
         renamed[next((way for way in ways if way in expected), name)] = tensor
     return renamed
 
@@ -155,33 +162,86 @@ def look(entries: Mapping[str, TensorEntry], module: nn.Module, converter: Conve
     Raises:
         UnfitError: as in ``converted`` and ``fitted``.
     """
-    traced: State = {}
-    for name, entry in entries.items():
-        tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta").as_subclass(_Traced)
-        tensor.sources = frozenset([name])
-        traced[name] = tensor
-    taken = fitted(converted(traced, module, converter), module)
-    made_of: dict[str, frozenset[str]] = {
-        name: getattr(tensor, "sources", frozenset()) for name, tensor in taken.items()
-    }
+    made = traced(entries, module, converter)
+    made_of = {name: sources_of(tensor) for name, tensor in made.items()}
     read = frozenset[str]().union(*made_of.values())
     return Found(tuple(name for name in sorted(entries) if name not in read and not harmless(name)), made_of)
 
 
+def traced(entries: Mapping[str, TensorEntry], module: nn.Module, converter: Converter) -> State:
+    """Return what a component needs, without data: tensors that know how they are computed from those of the files.
+
+    Raises:
+        UnfitError: as in ``converted`` and ``fitted``.
+    """
+    state: State = {}
+    for name, entry in entries.items():
+        tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta").as_subclass(_Traced)
+        tensor.sources, tensor.compute = frozenset([name]), itemgetter(name)
+        state[name] = tensor
+    return fitted(converted(state, module, converter), module)
+
+
+def sources_of(tensor: Tensor) -> frozenset[str]:
+    """Return the names of the tensors in the files that a tensor of ``traced`` is computed from."""
+    return tensor.sources if isinstance(tensor, _Traced) else frozenset()
+
+
+def is_source(tensor: Tensor) -> bool:
+    """Return whether a tensor of ``traced`` is one of the files, under another name."""
+    return isinstance(tensor, _Traced) and isinstance(tensor.compute, itemgetter)
+
+
+def computed(tensor: Tensor, read: Mapping[str, Tensor]) -> Tensor:
+    """Return a tensor of ``traced`` with data, computed from the tensors that were read."""
+    return tensor.compute(read) if isinstance(tensor, _Traced) else tensor
+
+
 class _Traced(Tensor):
-    """A tensor that records the names of the tensors it was computed from."""
+    """A tensor without data that records which tensors it is computed from, and how.
+
+    Operations must not write into their inputs: only what they return is recorded.
+    """
 
     sources: frozenset[str]
+    compute: Callable[[Mapping[str, Tensor]], Tensor]
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        made: Any = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        kwargs = kwargs or {}
+        made: Any = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        sources = frozenset[str]().union(*_sources((*args, *kwargs.values())))
+
+        def compute(read: Mapping[str, Tensor]) -> Any:
+            return func(*_filled(args, read), **{key: _filled(value, read) for key, value in kwargs.items()})
+
+        for number, part in enumerate(made if isinstance(made, list | tuple) else ()):
+            if isinstance(part, _Traced):
+                part.sources, part.compute = sources, partial(_part, compute, number)
         if isinstance(made, _Traced):
-            given = [arg for arg in args if isinstance(arg, _Traced)]
-            made.sources = frozenset[str]().union(*(arg.sources for arg in given if hasattr(arg, "sources")))
+            made.sources, made.compute = sources, compute
         return made
+
+
+def _part(compute: Callable[[Mapping[str, Tensor]], Any], number: int, read: Mapping[str, Tensor]) -> Tensor:
+    found: Tensor = compute(read)[number]
+    return found
+
+
+def _sources(value: Any) -> Iterator[frozenset[str]]:
+    if isinstance(value, _Traced):
+        yield value.sources
+    for part in value if isinstance(value, list | tuple) else ():
+        yield from _sources(part)
+
+
+def _filled(value: Any, read: Mapping[str, Tensor]) -> Any:
+    """Return arguments of an operation with the data of their tensors."""
+    if isinstance(value, list | tuple):
+        return type(value)([_filled(part, read) for part in value])
+    return computed(value, read)
 
 
 def harmless(name: str) -> bool:

@@ -27,16 +27,21 @@ from accelerate import init_empty_weights
 from diffusers import ConfigMixin
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 
 from lora_rocm.base_models import conversion, hub
+from lora_rocm.base_models.assembly import Assembly
 from lora_rocm.base_models.conversion import Converter, Found, UnfitError
-from lora_rocm.base_models.safetensors_file import Header, digest, indexed, read_hashed, read_header
+from lora_rocm.base_models.safetensors_file import digest, indexed, read_hashed
+from lora_rocm.base_models.stored_weights import ComponentTensors
+from lora_rocm.base_models.tokenizers import packaged
 from lora_rocm.cache_files.hash_memory import HashMemory
 from lora_rocm.device.torch_errors import out_of_memory
 from lora_rocm.errors import ModelError, StorageError
 from lora_rocm.foundation.bounded_read import FileVersion, read_plain
 from lora_rocm.kernels.weight_format import DENSE, WeightFormat
+from lora_rocm.model_files.header import Header, read_header
+from lora_rocm.model_files.storage_formats import QUANTISED_KEYS
 
 BUILTIN_PREFIX = "builtin:"
 PICKLE_SUFFIXES = (".ckpt", ".bin", ".pt", ".pth")
@@ -77,9 +82,9 @@ class ModelChoice(Protocol):
     @property
     def name_or_path(self) -> str: ...
     @property
-    def config(self) -> str | None: ...
+    def configs(self) -> str | None: ...
     @property
-    def vae(self) -> str | None: ...
+    def parts(self) -> Mapping[str, str]: ...
     @property
     def revision(self) -> str | None: ...
 
@@ -102,13 +107,15 @@ class Layout:
     """The components of a family's models.
 
     configs: packaged folder with the family's published configs, for one-file checkpoints.
-    tokenizers_repo: hub id with the family's tokenizers.
+    tokenizers: folder of a tokenizer in a model -> the packaged tokenizer (``base_models.tokenizers``) of a one-file
+        checkpoint.
+    alone: the component that a single file holds alone; empty if a single file holds them all.
     """
 
     parts: Mapping[str, Part]
-    tokenizers: tuple[str, ...]
+    tokenizers: Mapping[str, str]
     configs: Path
-    tokenizers_repo: str
+    alone: str = ""
 
 
 @dataclass(frozen=True)
@@ -116,6 +123,7 @@ class Source:
     """A base model that was found but not loaded.
 
     folder: configs (and weights if ``single_file`` is None) in one sub-folder per component.
+    own: component or tokenizer -> file or folder of its own.
     """
 
     name: str
@@ -123,7 +131,7 @@ class Source:
     folder: Path
     tokenizer_folder: Path | None
     single_file: Path | None = None
-    vae: Path | None = None
+    own: Mapping[str, Path] = field(default_factory=dict)
     memory: HashMemory | None = None
     _digests: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -141,9 +149,8 @@ class Source:
 
     def config_path(self, name: str) -> Path:
         """Return the path of a component's config file."""
-        folder = self.folder / name
-        if name == "vae" and self.vae is not None and self.vae.is_dir():
-            folder = self.vae
+        own = self.own.get(name)
+        folder = own if own is not None and own.is_dir() else self.folder / name
         return folder / ("scheduler_config.json" if name == "scheduler" else "config.json")
 
     def weights(self, name: str) -> tuple[list[Header], str]:
@@ -152,11 +159,11 @@ class Source:
         Raises:
             ModelError: weights-missing, weights-damaged, pickle-refused and others.
         """
-        part = self.layout.parts[name]
-        if name == "vae" and self.vae is not None:
-            if not self.vae.is_file():
-                return _headers(self.vae), ""
-            header = read_header(self.vae)
+        part, own = self.layout.parts[name], self.own.get(name)
+        if own is not None:
+            if not own.is_file():
+                return _headers(own), ""
+            header = read_header(own)
             prefixes = (part.prefix, *part.other_prefixes)
             return [header], next(
                 (each for each in prefixes if any(key.startswith(each) for key in header.tensors)), ""
@@ -165,9 +172,17 @@ class Source:
             return [self.single_header], part.prefix
         return _headers(self.folder / name), ""
 
+    def tensors(self, name: str) -> ComponentTensors:
+        """Return a component's tensors, of which those that are stored with scales are seen as whole weights.
+
+        Raises:
+            ModelError: as in ``weights``, and weights-quantised.
+        """
+        return ComponentTensors(*self.weights(name))
+
     def _converter(self, name: str) -> Converter:
         """Return the converter from the tensor names in a component's files to its own."""
-        own_file = self.vae if name == "vae" and self.vae is not None else self.single_file
+        own_file = self.own.get(name, self.single_file)
         in_one_file = own_file is not None and own_file.is_file()
         return self.layout.parts[name].from_single_file if in_one_file else conversion.own_names
 
@@ -215,19 +230,14 @@ class Source:
             StorageError: weights-changed.
         """
         headers, prefix = self.weights(name)
-
-        def convert(tensor: Tensor) -> Tensor:
-            return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-        tensors, sha256 = read_hashed(headers, lambda key: key.startswith(prefix), convert)
-        self._require_digest(name, headers, prefix, sha256)
+        tensors = self.tensors(name)
         with self._explained(name):
             module = self._hollow(name)
-            state = conversion.converted(tensors, module, self._converter(name))
-            module.load_state_dict(conversion.fitted(state, module), assign=True)
-        module.requires_grad_(False)
-        weights.pack(module)
-        return module.to(device).eval()
+            made = conversion.traced(tensors.entries, module, self._converter(name))
+        assembly = Assembly(module, made, weights, dtype, tensors.stored)
+        sha256 = read_hashed(headers, lambda key: key.startswith(prefix), assembly.take)
+        self._require_digest(name, headers, prefix, sha256)
+        return assembly.finished().to(device)
 
     def _require_digest(self, name: str, headers: Sequence[Header], prefix: str, sha256: str) -> None:
         """Record the digest of the loaded weights; it must equal an earlier digest of the files.
@@ -252,10 +262,9 @@ class Source:
         Raises:
             ModelError: weights-unfit: tensors are missing or have other shapes.
         """
-        headers, prefix = self.weights(name)
-        entries = {key: entry for h in headers for key, entry in h.tensors.items() if key.startswith(prefix)}
+        tensors = self.tensors(name)
         with self._explained(name):
-            return conversion.look(entries, self._hollow(name), self._converter(name))
+            return conversion.look(tensors.entries, self._hollow(name), self._converter(name))
 
     def files(self) -> list[Path]:
         """Return all files of the base that are on this machine."""
@@ -264,9 +273,9 @@ class Source:
             *(self.config_path(name) for name in (*self.layout.parts, "scheduler")),
         ]
         found += [header.path for name in self.layout.parts for header in self.weights(name)[0]]
-        folder = self.tokenizer_folder
-        for name in self.layout.tokenizers if folder is not None else ():
-            found += sorted((folder / name).glob("*")) if folder is not None else []
+        for name in self.layout.tokenizers:
+            folder = self.own.get(name, self.tokenizer_folder and self.tokenizer_folder / name)
+            found += sorted(folder.glob("*")) if folder is not None else []
         return sorted({path for path in found if path.is_file()})
 
     def _hollow(self, name: str) -> nn.Module:
@@ -277,7 +286,8 @@ class Source:
         """
         cls, path, found = self.layout.parts[name].cls, self.config_path(name), self.config(name)
         require_bounded(found, path)
-        config = {key: value for key, value in found.items() if not key.endswith(NAMES_CODE)}
+        left_out = (NAMES_CODE, *QUANTISED_KEYS)
+        config = {key: value for key, value in found.items() if not key.endswith(left_out)}
         made: nn.Module
         try:
             with init_empty_weights():
@@ -320,26 +330,23 @@ class Source:
         return module
 
     def tokenizer_path(self, name: str) -> Path:
-        """Return the folder of a tokenizer. A one-file checkpoint without ``model.config`` uses the hub or its cache.
+        """Return the folder of a tokenizer: the model's own, else the packaged one.
 
         Raises:
             ModelError: tokenizer-missing.
+            StorageError: the packaged one cannot be unpacked.
         """
-        folder, reason = self.tokenizer_folder, ""
-        if folder is None:
-            patterns = [f"{tokenizer}/*" for tokenizer in self.layout.tokenizers]
-            try:
-                folder = hub.download(self.layout.tokenizers_repo, None, patterns, lambda f: (f / name).is_dir())
-            except ModelError as error:
-                reason = f" {error.what}"
-        if folder is not None and (folder / name).is_dir():
-            return folder / name
+        if name in self.own:
+            return self.own[name]
+        if self.tokenizer_folder is None:
+            return packaged(self.layout.tokenizers[name])
+        if (self.tokenizer_folder / name).is_dir():
+            return self.tokenizer_folder / name
         raise ModelError(
             "tokenizer-missing",
-            f"The model comes without {name}, and none was found elsewhere.{reason}",
+            f"The model comes without {name}.",
             where=f"model.name_or_path: {self.name}",
-            fix=f"Set model.config to a folder with {' and '.join(self.layout.tokenizers)} "
-            f"(as in {self.layout.tokenizers_repo}).",
+            fix=f"Add the folder {self.tokenizer_folder / name}: a model and model.config have all tokenizers.",
         )
 
 
@@ -372,27 +379,29 @@ def resolve(choice: ModelChoice, layout: Layout, memory: HashMemory | None = Non
         ModelError: model-missing, pickle-refused, not-a-model, hub-unreachable and others.
     """
     name = choice.name_or_path
-    vae = None if choice.vae is None else _vae_path(choice.vae)
+    own = {part: _part_path(part, given) for part, given in choice.parts.items()}
     path = Path(os.path.expanduser(name))  # pathlib raises for unknown users and overlong names
     whole = name.startswith(BUILTIN_PREFIX) or os.path.isdir(path) or hub.looks_like_id(name)
-    if choice.config is not None and whole and not os.path.isfile(path):
+    if choice.configs is not None and whole and not os.path.isfile(path):
         raise ModelError(
             "config-unused",
             "A config folder is for a single-file checkpoint; this model brings its own.",
-            where=f"model.config: {choice.config} (model.name_or_path: {name})",
+            where=f"model.config: {choice.configs} (model.name_or_path: {name})",
             fix="Take model.config out, or give the checkpoint file.",
         )
     if name.startswith(BUILTIN_PREFIX):
         folder = builtin_folder(name)
     elif os.path.isfile(path):
         _refuse_other_files(path, "model.name_or_path")
-        configs = None if choice.config is None else _existing_folder(choice.config, "model.config")
+        if layout.alone:
+            return Source(name, layout, layout.configs, None, path, _beside(path, layout, own), memory)
+        configs = None if choice.configs is None else _existing_folder(choice.configs, "model.config")
         has_unet = configs is not None and (configs / "unet" / "config.json").is_file()
-        return Source(name, layout, configs if configs and has_unet else layout.configs, configs, path, vae, memory)
+        return Source(name, layout, configs if configs and has_unet else layout.configs, configs, path, own, memory)
     elif os.path.isdir(path):
         folder = path
     elif hub.looks_like_id(name):
-        folder = hub.download_model(name, choice.revision, tuple(layout.parts), layout.tokenizers)
+        folder = hub.download_model(name, choice.revision, tuple(layout.parts), tuple(layout.tokenizers))
     else:
         raise ModelError(
             "model-missing",
@@ -400,7 +409,25 @@ def resolve(choice: ModelChoice, layout: Layout, memory: HashMemory | None = Non
             where=f"model.name_or_path: {name}",
             fix="Give a diffusers folder, a .safetensors file, a hub id, or builtin:tiny-sdxl.",
         )
-    return Source(name, layout, folder, folder, None, vae, memory)
+    return Source(name, layout, folder, folder, None, own, memory)
+
+
+def _beside(path: Path, layout: Layout, own: Mapping[str, Path]) -> dict[str, Path]:
+    """Return the paths of all components: a file that holds one of them, and those given for the others.
+
+    Raises:
+        ModelError: incomplete-model.
+    """
+    found = {layout.alone: path, **own}
+    missing = [part for part in layout.parts if part not in found]
+    if missing:
+        raise ModelError(
+            "incomplete-model",
+            f"A file holds the {layout.alone} of this model alone.",
+            where=f"model.name_or_path: {path}",
+            fix=f"Set {' and '.join(f'model.{part}' for part in missing)} too, or give a diffusers folder.",
+        )
+    return found
 
 
 def builtin_folder(name: str) -> Path:
@@ -489,13 +516,14 @@ def _absurd(path: Path, what: str) -> ModelError:
     )
 
 
-def _vae_path(name: str) -> Path:
-    path = Path(os.path.expanduser(name))
+def _part_path(part: str, given: str) -> Path:
+    """Return the file of a component, or its folder, which may be given by that of the whole model."""
+    path = Path(os.path.expanduser(given))
     if os.path.isfile(path):
-        _refuse_other_files(path, "model.vae")
+        _refuse_other_files(path, f"model.{part}")
         return path
-    folder = _existing_folder(name, "model.vae")
-    return folder / "vae" if (folder / "vae").is_dir() else folder
+    folder = _existing_folder(given, f"model.{part}")
+    return folder / part if (folder / part).is_dir() else folder
 
 
 def _existing_folder(name: str, key: str) -> Path:
@@ -509,6 +537,13 @@ def _existing_folder(name: str, key: str) -> Path:
 def _refuse_other_files(path: Path, key: str) -> None:
     """Refuse a weights file that is not a safetensors file."""
     _refuse_pickle(path)
+    if path.suffix.lower() == ".gguf":
+        raise ModelError(
+            "gguf-refused",
+            "This is a GGUF file, whose formats are not read here.",
+            where=f"{key}: {path}",
+            fix="Give the .safetensors edition; model.quantization: nf4 stores it in as few bits.",
+        )
     if path.suffix.lower() != ".safetensors":
         fix = "Give a .safetensors file."
         raise ModelError("not-a-model", "This is not a .safetensors file.", where=f"{key}: {path}", fix=fix)

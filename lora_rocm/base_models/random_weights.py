@@ -29,12 +29,14 @@ class RandomSource(Source):
         """Make one component, frozen and in eval mode."""
         pool_N = torch.empty(POOL).normal_(generator=torch.Generator().manual_seed(0)).to(dtype)
         module, at = self.skeleton(name), 0
-        for owner in module.modules():
+        packed = weights.chosen(module)
+        for path, owner in list(module.named_modules()):
             for key, hollow in list(owner.named_parameters(recurse=False)):
                 weight = _weight(hollow.shape, key, pool_N, at)
                 owner.register_parameter(key, nn.Parameter(weight.to(device), requires_grad=False))
                 at = (at + weight.numel()) % POOL
-        weights.pack(module)
+            if path in packed:
+                module.set_submodule(path, weights.packed(packed[path]))
         return module.to(device).eval()
 
     def files(self) -> list[Path]:

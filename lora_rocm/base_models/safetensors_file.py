@@ -9,10 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 from typing import Any, BinaryIO, TypeVar
 
@@ -20,9 +18,10 @@ import torch
 from torch import Tensor
 
 from lora_rocm.errors import ModelError, StorageError, UserError
-from lora_rocm.foundation.bounded_read import FileVersion, check_plain
-from lora_rocm.foundation.safetensors_header import DamagedHeader, TensorEntry, UnknownDtype, parse_header
+from lora_rocm.foundation.bounded_read import FileVersion
+from lora_rocm.foundation.safetensors_header import TensorEntry
 from lora_rocm.foundation.terminal_text import printable
+from lora_rocm.model_files.header import Header, damaged
 
 DTYPES = {
     "F64": torch.float64,
@@ -43,55 +42,6 @@ READERS = 4  # threads: enough for a fast disk, and few enough to limit seeks on
 RUN_BYTES = 64 << 20  # read by one thread in one go
 PIECE_BYTES = 4 << 20  # read, then hashed while in the CPU's cache
 KOHYA_HASH_OFFSET, KOHYA_HASH_BYTES = 0x100000, 0x10000
-
-
-@dataclass(frozen=True)
-class Header:
-    """The header of one safetensors file. version: version of the file when the header was read."""
-
-    path: Path
-    tensors: dict[str, TensorEntry]
-    metadata: dict[str, str]
-    version: FileVersion
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        entry = self.tensors.get(name)
-        return None if entry is None else entry.shape
-
-
-def damaged(path: Path, reason: str, error: type[UserError] = ModelError) -> UserError:
-    """Return the error for a damaged safetensors file."""
-    return error(
-        "weights-damaged",
-        f"This safetensors file is damaged: {reason}.",
-        where=str(path),
-        fix="Download or copy the file again; a broken download is the usual cause.",
-    )
-
-
-def read_header(path: Path, error: type[UserError] = ModelError) -> Header:
-    """Read and check a header: the sizes must add up to the size of the file.
-
-    Raises:
-        ModelError: weights-damaged, weights-unreadable, weights-format (``error`` sets another class).
-    """
-    try:
-        size = check_plain(path, sys.maxsize)
-        with path.open("rb") as file:
-            version = FileVersion.of(path, os.fstat(file.fileno()))
-            tensors, metadata = parse_header(file, size)
-    except OSError as problem:
-        raise error("weights-unreadable", f"Cannot read the file: {problem.strerror}.", where=str(path)) from problem
-    except UnknownDtype as problem:
-        raise error(
-            "weights-format",
-            f"This file holds numbers in a format that is not read here: {problem}.",
-            where=str(path),
-            fix="Use an edition of the file in float16, bfloat16 or float32.",
-        ) from problem
-    except DamagedHeader as problem:
-        raise damaged(path, str(problem), error) from problem
-    return Header(path, tensors, metadata, version)
 
 
 def indexed(index: Mapping[str, Any], path: Path) -> list[str]:
@@ -133,19 +83,20 @@ def read_tensors(
     return tensors
 
 
-def read_hashed(
-    headers: Sequence[Header], wanted: Callable[[str], bool], convert: Callable[[Tensor], Tensor]
-) -> tuple[dict[str, Tensor], str]:
-    """Read tensors into memory of their own, converting each as soon as it is read.
+def read_hashed(headers: Sequence[Header], wanted: Callable[[str], bool], take: Callable[[str, Tensor], None]) -> str:
+    """Read tensors into memory of their own and return the digest of the read data.
 
-    Also return the digest of the read data.
+    Args:
+        headers: headers of the files.
+        wanted: whether to read the tensor of a name.
+        take: gets each tensor as soon as it is read, in any order and from several threads.
 
     Raises:
         ModelError: weights-damaged.
         StorageError: weights-changed: a file is not the one whose header was read.
     """
 
-    def look(file: BinaryIO, header: Header, name: str, entry: TensorEntry) -> tuple[str, Tensor]:
+    def look(file: BinaryIO, header: Header, name: str, entry: TensorEntry) -> str:
         tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
         place = memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data) if tensor.numel() else memoryview(b"")
         sha256 = hashlib.sha256()
@@ -154,12 +105,10 @@ def read_hashed(
             piece = place[start : start + PIECE_BYTES]
             _fill(file, piece, header, name)
             sha256.update(piece)
-        return sha256.hexdigest(), convert(tensor)
+        take(name, tensor)
+        return sha256.hexdigest()
 
-    found = _by_threads(headers, wanted, look)
-    return {name: tensor for name, (_, tensor) in found.items()}, _combined(
-        headers, {name: sha256 for name, (sha256, _) in found.items()}
-    )
+    return _combined(headers, _by_threads(headers, wanted, look))
 
 
 def digest(headers: Sequence[Header], wanted: Callable[[str], bool] = lambda name: True) -> str:

@@ -25,6 +25,7 @@ from lora_rocm.kernels.fingerprint import add_fingerprints, compare, renew
 from lora_rocm.kernels.fingerprint_weights import TILE
 from lora_rocm.kernels.gated import gated
 from lora_rocm.kernels.norms import Branch, RowNorm, add_branch, add_layer_norm, add_norm, group_norm, residual
+from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.rotary import Rotation, norm_rotary
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -32,6 +33,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 square of all numbers. Rounding makes at most half of it; a number that was not written or not masked is off by 0.5.
 """
 SEED = 20
+PACKED_OUTPUTS = 64
 CANNOT = (
     RuntimeError, OSError, ImportError, subprocess.SubprocessError, ValueError, TypeError, AttributeError, LookupError,
     AssertionError,
@@ -143,6 +145,17 @@ def _residual(form: Form, norm: nn.GroupNorm, x: Tensor, y: Tensor) -> Tensor:
     return residual(x, y, norm.bias, form)
 
 
+def _packed_product(name: str, form: Form, norm: None, x: Tensor) -> Tensor:
+    rng = torch.Generator(x.device).manual_seed(SEED)
+    weight_OI = torch.randn(PACKED_OUTPUTS, x.shape[1], generator=rng, device=x.device).bfloat16()
+    layer = nn.Linear(x.shape[1], PACKED_OUTPUTS, bias=False, device="meta")
+    layer.weight = nn.Parameter(weight_OI.to(x.dtype), requires_grad=False)
+    packed = quantised(name, "").packed(layer)
+    packed.form = form
+    found: Tensor = packed(x)
+    return found
+
+
 def _fingerprints(form: Form, device: torch.device) -> dict[str, Tensor]:
     """Return sums, the verdicts of a comparison with one mismatch, and the sums kept by an update that skips one."""
     rng = torch.Generator().manual_seed(SEED)
@@ -171,6 +184,7 @@ def _heads(dim: int) -> Callable[[], nn.Module]:
     return lambda: nn.RMSNorm(dim)
 
 
+PACKED = {name: partial(_packed_product, name) for name in ("int8", "fp8", "nf4")}
 SMALL: tuple[Case, ...] = (
     Case("GEGLU", _gate, ((3, 5, 140),)),
     Case("LayerNorm", _norm_alone, ((3, 5, 70),), lambda: nn.LayerNorm(70), mean=3),
@@ -185,6 +199,7 @@ SMALL: tuple[Case, ...] = (
     Case("sum with an RMSNorm", _normed_branch, ((4, 70), (4, 70), (70,))),
     Case("heads of two streams turned by neighbours", _neighbours, ((2, 3, 3, 12), (2, 3, 3, 12)), _heads(12)),
     Case("heads turned by halves", _halves, ((2, 3, 6, 12),), _heads(12)),
+    *(Case(f"product of {name}", run, ((5, 136),)) for name, run in PACKED.items()),
 )
 """Odd sizes: no row, width or number of pixels fills its last block."""
 LARGE: tuple[Case, ...] = (
@@ -201,6 +216,11 @@ LARGE: tuple[Case, ...] = (
     replace(SMALL[10], shapes=((128, 3840), (128, 3840), (3840,))),
     replace(SMALL[11], shapes=((1, 64, 24, 128), (1, 64, 24, 128)), norm=_heads(128)),
     replace(SMALL[12], shapes=((1, 64, 32, 128),), norm=_heads(128)),
+    *(
+        Case(f"product of {name}", run, (shape,))
+        for name, run in PACKED.items()
+        for shape in ((1, 1152), (8, 320), (64, 320), (1024, 320))
+    ),
 )
 """Widths of an SDXL UNet and of transformers, which Triton compiles differently; the largest image uses the larger
 chunks.

@@ -24,11 +24,14 @@ class TensorSpec:
 
     dtype: torch's name of the dtype ("float32"). dims: one letter per dimension ("CHW").
     pad: None if all samples of a batch have tensors of the same size.
+    if_padded: leave it out of a batch in which no sample is padded. A mask of the padding is such a tensor: attention
+        without a mask may use a faster kernel.
     """
 
     dtype: str
     dims: str
     pad: Pad | None = None
+    if_padded: bool = False
 
     def __post_init__(self) -> None:
         if self.pad is not None and self.dims.count(self.pad.axis) != 1:

@@ -54,17 +54,21 @@ def describe(device: torch.device) -> str:
     return f"{properties.name} ({properties.gcnArchName})" if torch.version.hip else str(properties.name)
 
 
-def compute_dtype(mixed_precision: str, device: torch.device, settings: Settings) -> torch.dtype:
+def compute_dtype(
+    mixed_precision: str, device: torch.device, settings: Settings, takes_fp16: bool = True
+) -> torch.dtype:
     """The dtype of the frozen base and of computation with it (autocast, or the LoRA layers' own copies).
 
     ``auto`` follows the plan. Without a planned precision, a GPU gets bf16 if it is known to compute it natively, else
-    fp16, which every GPU computes. (``is_bf16_supported`` is always true on HIP: torch/cuda/__init__.py.)
+    fp16, which every GPU computes. (``is_bf16_supported`` is always true on HIP: torch/cuda/__init__.py.) A model that
+    fp16 overflows (not ``takes_fp16``) gets bf16 there, which such a GPU emulates.
     """
     if mixed_precision != "auto":
         return DTYPES[mixed_precision]
     if device.type != "cuda":
         return torch.float32
-    return DTYPES[settings.precision or ("bf16" if _has_bf16(device) else "fp16")]
+    found = settings.precision or ("bf16" if _has_bf16(device) else "fp16")
+    return DTYPES["bf16" if found == "fp16" and not takes_fp16 else found]
 
 
 def _has_bf16(device: torch.device) -> bool:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 LOKR = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b")
-SUFFIXES = ("lora_up.weight", "lora_down.weight", *LOKR, "alpha", "dora_scale")
+FACTORS = (("lora_up.weight", "lora_down.weight"), ("lora_B.weight", "lora_A.weight"))
+SUFFIXES = (*FACTORS[0], *FACTORS[1], *LOKR, "alpha", "dora_scale")
 
 
 def apply_comfy(
@@ -49,8 +50,8 @@ def apply_comfy(
         alpha = parts["alpha"].item() if "alpha" in parts else None
         if any(suffix in parts for suffix in LOKR):
             patched = weight + _kronecker(parts, alpha).reshape(weight.shape)
-        elif "lora_up.weight" in parts:
-            up, down = (parts[f"lora_{side}.weight"] for side in ("up", "down"))
+        elif (names := next((pair for pair in FACTORS if pair[0] in parts), None)) is not None:
+            up, down = (parts[name] for name in names)
             scale = 1.0 if alpha is None else alpha / down.shape[0]
             patched = weight + torch.mm(scale * up.flatten(1), down.flatten(1)).reshape(weight.shape)
         else:

@@ -23,11 +23,12 @@ from torch import Tensor, nn
 from lora_rocm.adapters.base import Adapter, loaded_entry
 from lora_rocm.adapters.entry import Entry, FileKind, Form, norm_of
 from lora_rocm.adapters.module_names import KeyTable, canonical
-from lora_rocm.base_models.safetensors_file import DTYPES, read_header, read_tensors
+from lora_rocm.base_models.safetensors_file import DTYPES, read_tensors
 from lora_rocm.errors import ExportError, ModelError
 from lora_rocm.export.comfy_reader import apply_comfy
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.kernels.weight_format import dense_weight
+from lora_rocm.model_files.header import read_header
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ def kohya_tensors(family: ModelFamily, adapter: Adapter, dtype: torch.dtype) -> 
     return {
         f"{key}.{ending}": tensor
         for key, entry in entries.items()
-        for ending, tensor in entry.tensors("kohya", dtype).items()
+        for ending, tensor in entry.tensors(family.file_form, dtype).items()
     }
 
 
@@ -112,7 +112,9 @@ def _diffusers(
         tensors |= {f"{component}.{level}{name}": tensor for name, tensor in part.items()}
         configs |= {f"{component}.{key}": value for key, value in adapter.peft_config(component).items()}
     metadata = _metadata(tensors, family, adapter, recipe, facts)
-    metadata |= {"format": "pt", DIFFUSERS_METADATA: json.dumps(configs, indent=2, sort_keys=True)}
+    metadata["format"] = "pt"
+    if family.file_form != "folded":  # else a config would have the scale a second time
+        metadata[DIFFUSERS_METADATA] = json.dumps(configs, indent=2, sort_keys=True)
     yield path, serialise(tensors, metadata)
 
 
@@ -142,11 +144,12 @@ def _peft_tensors(
 
     ``endings``: replacements for endings of tensor names.
     """
+    folds = form == "diffusers" and adapter.family.file_form == "folded"
     return {
         f"{name.removeprefix(component + '.')}.{endings.get(ending, ending)}": tensor
         for name, entry in adapter.entries().items()
         if adapter.modules[name][0] == component
-        for ending, tensor in entry.tensors(form, dtype).items()
+        for ending, tensor in (entry.folded() if folds else entry).tensors(form, dtype).items()
     }
 
 

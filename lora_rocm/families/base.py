@@ -99,7 +99,8 @@ class ModelFamily(Protocol):
     lora_targets: preset name -> component name -> regular expression (fullmatch) of the module names to adapt.
     text_components: names of the components that ``lora.train_text_encoder`` adapts.
     all_components: names of all components that a run loads at any time.
-    kohya_prefixes: component -> prefix of its modules' kohya names ("lora_unet").
+    file_prefixes: component -> prefix of its modules' names in the one file that other programs read ("lora_unet_").
+    file_form: the form of that file (``adapters.entry.Form``): "kohya", or "folded" if its readers ignore an alpha.
     cache_spec: the cached tensors of one sample (union of the encoders' outputs).
     notices: messages about the base that the user has to see, but that do not prevent training.
     structure: identifies the shapes of the trained components, computed from configs alone.
@@ -110,7 +111,8 @@ class ModelFamily(Protocol):
     lora_targets: Mapping[str, Mapping[str, str]]
     text_components: tuple[str, ...]
     all_components: tuple[str, ...]
-    kohya_prefixes: Mapping[str, str]
+    file_prefixes: Mapping[str, str]
+    file_form: str
 
     def __init__(self, recipe: Recipe) -> None: ...
 
@@ -227,13 +229,16 @@ class ModelFamily(Protocol):
         ...
 
     def export_key(self, component: str, module: str) -> str:
-        """The kohya name of a module ("lora_unet_input_blocks_4_1_..."), without ``.lora_down.weight``."""
+        """The name of a module in the one file that other programs read, without ``.lora_down.weight``.
+
+        It begins with the component's prefix: "lora_unet_input_blocks_4_1_...", "diffusion_model.layers.0...".
+        """
         ...
 
     def export_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
-        """The position of a module's output rows in a kohya file, in the order of the rows.
+        """The position of a module's output rows in that file, in the order of the rows.
 
-        Each entry is (kohya name, first row, number of rows). A module that keeps its own weight gives one entry, a
+        Each entry is (name, first row, number of rows). A module that keeps its own weight gives one entry, a
         module split into several weights gives several, and modules merged into one weight give the same name with
         different first rows.
         """

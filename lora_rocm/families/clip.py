@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from transformers import CLIPTokenizer
 
 from lora_rocm.dataset.caption_length import TokenLimit
-from lora_rocm.errors import ModelError
+from lora_rocm.families.tokenizers import Explained, unreadable
 
 CLIP_TOKENS = 77  # sequence length of every CLIP text encoder (arXiv 2103.00020)
-READING_ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError)
 MAX_TOKENS = 1000  # transformers reports 1e30 if the config has no limit; CLIP's is 77
 
 
@@ -23,33 +22,13 @@ def load_tokenizer(folder: Path) -> CLIPTokenizer:
     Raises:
         ModelError: tokenizer-unreadable.
     """
-    with _Explained(folder):
+    with Explained(folder):
         tokenizer: CLIPTokenizer = CLIPTokenizer.from_pretrained(str(folder), local_files_only=True)
     if tokenizer.model_max_length > MAX_TOKENS:
-        raise _unreadable(folder, "tokenizer_config.json does not say model_max_length")
-    with _Explained(folder):
+        raise unreadable(folder, "tokenizer_config.json does not say model_max_length")
+    with Explained(folder):
         token_ids(tokenizer, "a")
     return tokenizer
-
-
-class _Explained:
-    """Translate exceptions from reading a tokenizer into a ``ModelError``.
-
-    The tokenizers library raises plain ``Exception`` for a file that it does not understand, and PanicException for
-    unexpected content.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if kind is not None and (
-            kind is Exception or kind.__name__ == "PanicException" or issubclass(kind, READING_ERRORS)
-        ):
-            raise _unreadable(self._folder, str(error)) from error
 
 
 def token_ids(tokenizer: CLIPTokenizer, caption: str) -> Tensor:
@@ -101,12 +80,3 @@ def _causal(ids_BS: Tensor) -> Tensor:
     """
     length = ids_BS.shape[-1]
     return torch.ones(1, 1, length, length, dtype=torch.bool, device=ids_BS.device).tril()
-
-
-def _unreadable(folder: Path, reason: str) -> ModelError:
-    return ModelError(
-        "tokenizer-unreadable",
-        f"The tokenizer cannot be read: {reason}.",
-        where=str(folder),
-        fix="Download the tokenizer's files again.",
-    )

@@ -6,9 +6,11 @@ from pathlib import Path
 
 from lora_rocm.base_models.hub import download, looks_like_id
 from lora_rocm.base_models.loading import BUILTIN_PREFIX, builtin_folder, read_config
-from lora_rocm.base_models.safetensors_file import read_header
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.spec import Evidence
+from lora_rocm.model_files.adapters import families_of
+from lora_rocm.model_files.header import read_header
+from lora_rocm.model_files.models import PARTS, model_of, pipeline_of
 
 INDEX = "model_index.json"
 
@@ -23,17 +25,22 @@ def evidence(base: str, lora: Path) -> Evidence:
     Raises:
         UserError: a file is damaged, or the hub refuses.
     """
-    metadata = read_header(lora, AdapterError).metadata if lora.suffix == ".safetensors" and lora.is_file() else {}
+    of_lora: tuple[str, ...] = ()
+    if lora.suffix == ".safetensors" and lora.is_file():
+        header = read_header(lora, AdapterError)
+        of_lora = families_of(header.shapes, header.metadata)
     path = Path(base)
+    if path.is_file():
+        found = model_of(read_header(path).shapes) if path.suffix == ".safetensors" else None
+        return Evidence((found.family,) if found is not None and found.part in PARTS else (), of_lora)
+    folder: Path | None = path
     if base.startswith(BUILTIN_PREFIX):
-        folder: Path | None = builtin_folder(base)
-    elif path.is_file():
-        tensors = read_header(path).tensors if path.suffix == ".safetensors" else ()
-        return Evidence(tensors=frozenset(tensors), metadata=metadata)
-    elif path.is_dir() or not looks_like_id(base):
-        folder = path
-    else:
+        folder = builtin_folder(base)
+    elif not path.is_dir() and looks_like_id(base):
         folder = download(base, None, [INDEX], lambda found: (found / INDEX).is_file())
-    index = folder / INDEX if folder is not None else None
-    pipeline = str(read_config(index).get("_class_name", "")) if index is not None and index.is_file() else ""
-    return Evidence(pipeline=pipeline, metadata=metadata)
+    return Evidence(_families_of_folder(folder) if folder is not None else (), of_lora)
+
+
+def _families_of_folder(folder: Path) -> tuple[str, ...]:
+    known = pipeline_of(str(read_config(folder / INDEX).get("_class_name", ""))) if (folder / INDEX).is_file() else None
+    return known.families if known is not None else ()

@@ -6,8 +6,8 @@ because reading that state is forbidden during graph capture.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -81,3 +81,16 @@ def _in_turn(blocks: Sequence[nn.Module], x: Tensor, *args: Any) -> Tensor:
     for block in blocks:
         x = block(x, *args)
     return x
+
+
+@contextmanager
+def evaluating(modules: Any) -> Iterator[None]:
+    """Eval mode (no dropout, no recomputation); restores the mode of every submodule afterwards."""
+    before = [(module, module.training) for root in modules for module in root.modules()]
+    for module, _ in before:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training

@@ -6,26 +6,50 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from lora_rocm.recipe.sections import InputFolder, ModelSection, ObjectiveSection, PathOrHubId
 
 
-class CheckpointSection(ModelSection):
+class LatentSection(ModelSection):
+    """A base with a VAE."""
+
+    part_keys: ClassVar[tuple[str, ...]] = ("vae",)
+
+    vae: PathOrHubId | None = Field(None, description="Another VAE: a diffusers folder or a single .safetensors file.")
+
+    def metadata(self) -> Mapping[str, object]:
+        return {"ss_vae_name": Path(self.vae).name if self.vae else None}
+
+
+class CheckpointSection(LatentSection):
     """A base that is a diffusers folder or a one-file checkpoint, trained by discrete-time diffusion."""
 
     config: InputFolder | None = Field(
         None, description="Folder with the diffusers configs and tokenizers for a single-file checkpoint."
     )
-    vae: PathOrHubId | None = Field(None, description="Another VAE: a diffusers folder or a single .safetensors file.")
     prediction_type: Literal["auto", "epsilon", "v_prediction"] = Field(
         "auto", description="What the model predicts; auto reads the model's own scheduler config."
     )
 
-    def metadata(self) -> Mapping[str, object]:
-        return {"ss_vae_name": Path(self.vae).name if self.vae else None}
+    @property
+    def configs(self) -> str | None:
+        return self.config
+
+
+class TransformerSection(LatentSection):
+    """A base that is a diffusers folder, or a file with the transformer alone beside files of the other components."""
+
+    part_keys = ("vae", "text_encoder", "tokenizer")
+
+    text_encoder: PathOrHubId | None = Field(
+        None,
+        description="Another text encoder: a diffusers folder or a single .safetensors file. If name_or_path is a "
+        "file, this and vae are needed.",
+    )
+    tokenizer: InputFolder | None = Field(None, description="Folder of another tokenizer.")
 
 
 SampleKind = Literal["image", "text", "video"]
@@ -113,45 +137,15 @@ class FileMetadata:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Evidence of a family in a base model and a LoRA, read before anything is loaded. Each field may be empty.
+    """Evidence of a family in a base model and a LoRA, read before anything is loaded: values of ``model.family``.
 
     Attributes:
-        pipeline: ``_class_name`` of a diffusers folder.
-        tensors: tensor names of a one-file checkpoint.
-        metadata: metadata of the LoRA file.
+        base: the possible families of the base; empty if it is not recognised.
+        lora: likewise of the LoRA.
     """
 
-    pipeline: str = ""
-    tensors: Collection[str] = ()
-    metadata: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Marks:
-    """Marks by which a family is recognised.
-
-    Attributes:
-        pipelines: prefixes of ``_class_name`` in a diffusers folder.
-        tensors: substrings; each has to occur in a tensor name of a one-file checkpoint.
-        base_versions: prefixes of ``ss_base_model_version`` in LoRA metadata.
-        architectures: prefixes of ``modelspec.architecture`` in LoRA metadata.
-    """
-
-    pipelines: tuple[str, ...] = ()
-    tensors: tuple[str, ...] = ()
-    base_versions: tuple[str, ...] = ()
-    architectures: tuple[str, ...] = ()
-
-    def base_is(self, seen: Evidence) -> bool:
-        """Whether the base belongs to the family."""
-        of_file = bool(self.tensors) and all(any(mark in name for name in seen.tensors) for mark in self.tensors)
-        return of_file or seen.pipeline.startswith(self.pipelines)
-
-    def lora_is_for(self, seen: Evidence) -> bool:
-        """Whether the LoRA's metadata names the family."""
-        version = seen.metadata.get("ss_base_model_version", "")
-        architecture = seen.metadata.get("modelspec.architecture", "")
-        return version.startswith(self.base_versions) or architecture.startswith(self.architectures)
+    base: Collection[str] = ()
+    lora: Collection[str] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,8 +164,8 @@ class FamilySpec:
         samples: the kinds of sample that it trains on.
         preview: the medium of previews.
         unread: dotted keys of shared sections that it does not read. A recipe that sets one is refused.
+        takes_fp16: whether its activations fit fp16.
         metadata: entries of its LoRA files' metadata.
-        marks: marks by which its base models and LoRA files are recognised.
     """
 
     name: str
@@ -185,8 +179,8 @@ class FamilySpec:
     samples: tuple[SampleKind, ...] = ("image",)
     preview: PreviewMedium = "image"
     unread: frozenset[str] = frozenset()
+    takes_fp16: bool = True
     metadata: FileMetadata = FileMetadata()
-    marks: Marks = Marks()
 
     @property
     def trains_on_texts(self) -> bool:

@@ -16,6 +16,8 @@ from lora_rocm.foundation.terminal_text import printable
 
 MAX_HEADER_BYTES = 1 << 24  # the specification allows 100 MB; the header of SDXL in one file has 0.3
 MAX_DIMENSIONS = 8
+FOREIGN = {b"PK\x03\x04": "a zip archive, which torch.save writes", b"GGUF": "a GGUF file, which is not read here"}
+"""First bytes of other files -> what they are."""
 DTYPE_BYTES = {
     **dict.fromkeys(("F64", "I64"), 8),
     **dict.fromkeys(("F32", "I32"), 4),
@@ -50,8 +52,8 @@ def parse_header(file: BinaryIO, num_bytes: int) -> tuple[dict[str, TensorEntry]
         OSError: it cannot be read.
     """
     start = file.read(8)
-    if start.startswith(b"PK\x03\x04"):
-        raise DamagedHeader("it is a zip archive, which torch.save writes, under another name")
+    if start[:4] in FOREIGN:
+        raise DamagedHeader(f"it is {FOREIGN[start[:4]]}, and no safetensors file")
     length = int.from_bytes(start, "little")
     if num_bytes < 8 or length > min(num_bytes - 8, MAX_HEADER_BYTES):
         raise DamagedHeader("it ends inside its header")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -20,3 +21,8 @@ def app_dir(environ: Mapping[str, str], system: str) -> Path:
     if system == "macos":
         return home / "Library" / "Caches" / "lora-rocm"
     return Path(environ.get("XDG_CACHE_HOME") or home / ".cache") / "lora-rocm"
+
+
+def own_app_dir() -> Path:
+    """``app_dir`` on this machine."""
+    return app_dir(os.environ, {"win32": "windows", "darwin": "macos"}.get(sys.platform, "linux"))

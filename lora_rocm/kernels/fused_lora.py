@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 def lora_linear(
     x: Tensor,
-    weight_OI: Tensor,
+    weight_OI: Tensor | None,
     bias_O: Tensor | None,
     a_RI: Tensor,
     b_OR: Tensor,
@@ -31,13 +31,12 @@ def lora_linear(
 
     Args:
         x: [..., I]; weight, bias, a and b have its dtype (float64, float32, bfloat16 or float16).
-        weight_OI: frozen, gets no gradient.
+        weight_OI: frozen, gets no gradient; None if ``dense`` makes it.
         bias_O: frozen.
         a_RI: leaf; its gradient has its own dtype.
         b_OR: as ``a_RI``.
         scale: alpha / rank.
-        dense: makes the dense weight if ``weight_OI`` is packed. It is called in each pass, so no dense weight is kept
-            between them.
+        dense: makes the weight. It is called in each pass, so no dense weight is kept between them.
     """
     output: Tensor = _LoraLinear.apply(x, weight_OI, bias_O, a_RI, b_OR, scale, dense)
     return output
@@ -45,29 +44,31 @@ def lora_linear(
 
 def lora_projections(
     x: Tensor,
-    weight_OI: Tensor,
+    weight_OI: Tensor | None,
     a_RI: Sequence[Tensor],
     b_OR: Sequence[Tensor],
     scale: float,
     join: bool = False,
     bias_O: Tensor | None = None,
+    dense: Callable[[], Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
     """Several adapted projections of one input: one base product, one product for all ``A``.
 
     Args:
         x: [..., I].
-        weight_OI: the frozen weights of all projections, concatenated by rows.
+        weight_OI: the frozen weights of all projections, concatenated by rows; None if ``dense`` makes them.
         a_RI: one per projection, in the order of the weights.
         b_OR: one per projection, in the order of the weights.
         scale: alpha / rank, of all projections.
         join: in the backward pass concatenate the outputs' gradients for one product, instead of accumulating one
             product per projection.
         bias_O: frozen, as ``weight_OI``.
+        dense: see ``lora_linear``.
 
     Returns:
         One view per projection into the same memory; the row stride is the total width of all outputs.
     """
-    outputs: tuple[Tensor, ...] = _LoraProjections.apply(x, weight_OI, bias_O, scale, join, *a_RI, *b_OR)
+    outputs: tuple[Tensor, ...] = _LoraProjections.apply(x, weight_OI, bias_O, scale, join, dense, *a_RI, *b_OR)
     return outputs
 
 
@@ -76,7 +77,7 @@ class _LoraLinear(Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        weight_OI: Tensor,
+        weight_OI: Tensor | None,
         bias_O: Any,
         a_RI: Tensor,
         b_OR: Tensor,
@@ -85,7 +86,7 @@ class _LoraLinear(Function):
     ) -> Tensor:
         x_MI = x.reshape(-1, x.shape[-1])
         h_MR = _scaled_product(x_MI, a_RI.t(), scale)
-        y_MO = F.linear(x_MI, weight_OI if dense is None else dense(), bias_O).addmm_(h_MR, b_OR.t())
+        y_MO = F.linear(x_MI, _weight(weight_OI, dense), bias_O).addmm_(h_MR, b_OR.t())
         ctx.save_for_backward(x_MI, h_MR, weight_OI, a_RI, b_OR)
         ctx.scale, ctx.shape, ctx.dense = scale, x.shape, dense
         return y_MO.view(*x.shape[:-1], y_MO.shape[1])
@@ -98,8 +99,7 @@ class _LoraLinear(Function):
         dh_MR = _scaled_product(dy_MO, b_OR, ctx.scale)
         dx = None
         if ctx.needs_input_grad[0]:
-            weight_OI = weight_OI if ctx.dense is None else ctx.dense()
-            dx = (dy_MO @ weight_OI).addmm_(dh_MR, a_RI).view(ctx.shape)
+            dx = (dy_MO @ _weight(weight_OI, ctx.dense)).addmm_(dh_MR, a_RI).view(ctx.shape)
         da_RI = dh_MR.t() @ x_MI if ctx.needs_input_grad[3] else None
         db_OR = dy_MO.t() @ h_MR if ctx.needs_input_grad[4] else None
         return dx, None, None, da_RI, db_OR, None, None
@@ -108,18 +108,25 @@ class _LoraLinear(Function):
 class _LoraProjections(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, scale: float, join: bool, *leaves: Tensor
+        ctx: Any,
+        x: Tensor,
+        weight_OI: Tensor | None,
+        bias_O: Tensor | None,
+        scale: float,
+        join: bool,
+        dense: Callable[[], Tensor] | None,
+        *leaves: Tensor,
     ) -> tuple[Tensor, ...]:
         count = len(leaves) // 2
         all_a_RI, b_OR = torch.cat(leaves[:count]), leaves[count:]
         x_MI = x.reshape(-1, x.shape[-1])
-        y_MO = F.linear(x_MI, weight_OI, bias_O)
+        y_MO = F.linear(x_MI, _weight(weight_OI, dense), bias_O)
         h_MR = _scaled_product(x_MI, all_a_RI.t(), scale)
         outputs = y_MO.split([b.shape[0] for b in b_OR], dim=1)
         for y, h, b in zip(outputs, h_MR.split([b.shape[1] for b in b_OR], dim=1), b_OR, strict=True):
             y.addmm_(h, b.t())
         ctx.save_for_backward(x_MI, h_MR, weight_OI, all_a_RI, *b_OR)
-        ctx.scale, ctx.shape, ctx.join = scale, x.shape, join
+        ctx.scale, ctx.shape, ctx.join, ctx.dense = scale, x.shape, join, dense
         return tuple(y.view(*x.shape[:-1], y.shape[1]) for y in outputs)
 
     @staticmethod
@@ -133,10 +140,17 @@ class _LoraProjections(Function):
             dh.addmm_(d, b, beta=0, alpha=ctx.scale)
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = _input_gradient(dy_MO, weight_OI, ctx.join).addmm_(dh_MR, all_a_RI).view(ctx.shape)
+            dx = _input_gradient(dy_MO, _weight(weight_OI, ctx.dense), ctx.join).addmm_(dh_MR, all_a_RI).view(ctx.shape)
         da_RI = (dh_MR.t() @ x_MI).split(ranks)
         db_OR = [d.t() @ h for d, h in zip(dy_MO, h_MR.split(ranks, dim=1), strict=True)]
-        return dx, None, None, None, None, *da_RI, *db_OR
+        return dx, None, None, None, None, None, *da_RI, *db_OR
+
+
+def _weight(weight_OI: Tensor | None, dense: Callable[[], Tensor] | None) -> Tensor:
+    if dense is not None:
+        return dense()
+    assert weight_OI is not None
+    return weight_OI
 
 
 def _input_gradient(dy_MO: list[Tensor], weight_OI: Tensor, join: bool) -> Tensor:

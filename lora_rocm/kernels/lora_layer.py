@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lora_rocm.errors import AdapterError
 from lora_rocm.kernels.fused_lora import lora_linear
-from lora_rocm.kernels.weight_format import dense_weight, format_of, is_packed
+from lora_rocm.kernels.weight_format import PackedLinear, is_packed
 
 
 class LoraLinear(Linear):
@@ -47,21 +47,23 @@ class LoraLinear(Linear):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         found = None if args or kwargs or self.base_layer.weight.requires_grad else self.plain(x)
-        base, packed = self.base_layer, is_packed(self.base_layer)
+        base = self.base_layer
         if found is None:
-            if packed and self.lora_variant:  # PEFT's DoRA would use the packed tensor as the weight
+            if (
+                isinstance(base, PackedLinear) and self.lora_variant
+            ):  # PEFT's DoRA would use the packed tensor as the weight
                 raise AdapterError(
                     "dora-packed",
-                    f"A DoRA needs dense weights, and this base is stored as {format_of(base).name}.",
+                    f"A DoRA needs dense weights, and this base is stored as {base.weight_format.name}.",
                     where="lora.use_dora",
                     fix="Train without lora.use_dora, or with a dense base.",
                 )
             output: Tensor = super().forward(x, *args, **kwargs)
             return output
-        if not packed:
+        if not isinstance(base, PackedLinear):
             return lora_linear(x, base.weight, base.bias, *found)
         bias = None if base.bias is None else base.bias.to(x.dtype)
-        return lora_linear(x, base.weight, bias, *found, partial(dense_weight, base, x.dtype))
+        return lora_linear(x, None, bias, *found, partial(base.dense, x.dtype))
 
 
 def base_of(layer: nn.Module) -> nn.Module:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lora_rocm.kernels.backend import Form
 from lora_rocm.kernels.weight_format import DENSE, PackedLinear, WeightFormat
 
 BLOCK, NESTED_BLOCK = 64, 256
@@ -47,34 +48,27 @@ class QuantisedLinears(ABC):
     def name(self) -> str: ...
 
     @abstractmethod
-    def packed(self, layer: nn.Linear) -> PackedLinear:
-        """A layer with its weight in this format. The bytes depend on the dense values only."""
+    def packed(self, layer: nn.Linear) -> PackedLinear: ...
 
     @abstractmethod
     def stored_bytes(self, layer: nn.Linear, dtype: torch.dtype) -> int:
         """Bytes of the tensors of ``packed``, made from a layer of this dtype, without the bias."""
 
     @abstractmethod
-    def dense(self, layer: nn.Module, dtype: torch.dtype) -> Tensor: ...
+    def unpack(self, layer: PackedLinear, form: Form, out_OI: Tensor) -> None: ...
 
     def takes(self, layer: nn.Linear) -> bool:
         """Whether a layer of this size can be stored."""
         return True
 
-    def pack(self, component: nn.Module) -> None:
-        for path, layer in self._chosen(component):
-            if not layer.weight.requires_grad:
-                component.set_submodule(path, self.packed(layer))
-
     def num_bytes(self, component: nn.Module, dtype: torch.dtype) -> int:
-        chosen = [layer for _, layer in self._chosen(component)]
+        chosen = self.chosen(component).values()
         saved = sum(layer.weight.numel() * dtype.itemsize - self.stored_bytes(layer, dtype) for layer in chosen)
         return DENSE.num_bytes(component, dtype) - saved
 
-    def _chosen(self, component: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-        for path, layer in list(component.named_modules()):
-            if type(layer) is nn.Linear and re.search(self.layers, path) and self.takes(layer):
-                yield path, layer
+    def chosen(self, component: nn.Module) -> Mapping[str, nn.Linear]:
+        linears = {path: layer for path, layer in component.named_modules() if type(layer) is nn.Linear}
+        return {path: layer for path, layer in linears.items() if re.search(self.layers, path) and self.takes(layer)}
 
 
 @dataclass(frozen=True)
@@ -97,23 +91,37 @@ class ScaledRows(QuantisedLinears):
         scale_O1 = weight_OI.abs().amax(dim=1, keepdim=True).clamp(min=TINY) / largest
         scaled_OI = weight_OI / scale_O1
         stored_OI = (scaled_OI.round() if integer else scaled_OI).clamp(-largest, largest).to(self.stored)
+        return self.of_codes(layer, stored_OI, scale_O1)
+
+    def of_codes(self, layer: nn.Linear, stored_OI: Tensor, scale_O1: Tensor) -> PackedLinear:
+        """A layer of numbers in the dtype ``stored`` and float32 scales."""
+        integer = self.stored is torch.int8
         as_bytes = stored_OI if integer else stored_OI.view(torch.uint8)  # PEFT would cast the adapter to fp8 too
         return PackedLinear(layer, self, as_bytes, weight_scale=scale_O1)
 
     def stored_bytes(self, layer: nn.Linear, dtype: torch.dtype) -> int:
         return layer.weight.numel() * self.stored.itemsize + layer.out_features * torch.float32.itemsize
 
-    def dense(self, layer: nn.Module, dtype: torch.dtype) -> Tensor:
-        weight, scale_O1 = layer.get_parameter("weight"), layer.get_buffer("weight_scale")
-        dense_OI = weight.view(self.stored).to(dtype)
-        return torch.mul(dense_OI, scale_O1, out=dense_OI)
+    def unpack(self, layer: PackedLinear, form: Form, out_OI: Tensor) -> None:
+        scale_O1 = layer.get_buffer("weight_scale")
+        if form == "triton":
+            if not out_OI.is_meta:
+                from lora_rocm.kernels.unpack_triton import launch_rows
+
+                launch_rows(layer.weight, scale_O1, out_OI)
+        elif self.stored is torch.int8:
+            torch.mul(layer.weight, scale_O1, out=out_OI)
+        else:
+            out_OI.copy_(layer.weight.view(self.stored))
+            torch.mul(out_OI, scale_O1, out=out_OI)
 
 
 @dataclass(frozen=True)
 class Nf4(QuantisedLinears):
     """bitsandbytes' nf4 with double quantisation: 4.127 bits a value.
 
-    Two values share a byte, the first in its upper half. A block's magnitude is ``code[byte] * nested + offset``.
+    Two values share a byte, the first in its upper half. A block's magnitude is ``code[byte] * nested + offset``. The
+    table has the pair of levels of each byte, rounded to the layer's dtype.
     """
 
     @property
@@ -125,35 +133,45 @@ class Nf4(QuantisedLinears):
 
     def packed(self, layer: nn.Linear) -> PackedLinear:
         codes_N, absmax_K = levels_of(layer.weight.detach())
-        packed = (codes_N[::2] << 4 | codes_N[1::2]).view(layer.out_features, layer.in_features // 2)
+        pairs = codes_N[::2] << 4 | codes_N[1::2]
         offset = _mean(absmax_K)
         nested_codes_K, nested = _nested(absmax_K - offset)
-        pairs = torch.tensor(LEVELS, dtype=layer.weight.dtype, device=packed.device)
-        table = torch.stack([pairs.repeat_interleave(16), pairs.repeat(16)], dim=1)
-        code = torch.tensor(dynamic_map(), device=packed.device)
-        found = {"nested_codes": nested_codes_K, "nested": nested, "offset": offset[None], "table": table, "code": code}
-        return PackedLinear(layer, self, packed, **found)
+        code = torch.tensor(dynamic_map(), device=pairs.device)
+        return self.of_codes(layer, pairs, nested_codes=nested_codes_K, nested=nested, offset=offset[None], code=code)
+
+    def of_codes(self, layer: nn.Linear, pairs: Tensor, **magnitudes: Tensor) -> PackedLinear:
+        """A layer of pairs of codes, and of the tensors that ``magnitudes`` reads."""
+        levels = torch.tensor(LEVELS, dtype=layer.weight.dtype, device=pairs.device)
+        table = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
+        packed = pairs.view(layer.out_features, layer.in_features // 2)
+        return PackedLinear(layer, self, packed, table=table, **magnitudes)
 
     def stored_bytes(self, layer: nn.Linear, dtype: torch.dtype) -> int:
-        blocks = layer.weight.numel() // BLOCK
+        nested_blocks = -(-layer.weight.numel() // (BLOCK * NESTED_BLOCK))
         tables = 256 * (2 * dtype.itemsize + torch.float32.itemsize)
-        nested = torch.float32.itemsize * (-(-blocks // NESTED_BLOCK) + 1)
-        return layer.weight.numel() // 2 + blocks + nested + tables
+        nested = nested_blocks * (NESTED_BLOCK + torch.float32.itemsize) + torch.float32.itemsize
+        return layer.weight.numel() // 2 + nested + tables
 
-    def dense(self, layer: nn.Module, dtype: torch.dtype) -> Tensor:
-        packed, table = layer.get_parameter("weight"), layer.get_buffer("table")
+    def unpack(self, layer: PackedLinear, form: Form, out_OI: Tensor) -> None:
+        table = layer.get_buffer("table")
+        if form == "triton":
+            if not out_OI.is_meta:
+                from lora_rocm.kernels.unpack_triton import launch_nf4
+
+                codes_K, code = layer.get_buffer("nested_codes"), layer.get_buffer("code")
+                nested, offset = layer.get_buffer("nested"), layer.get_buffer("offset")
+                launch_nf4(layer.weight, table, codes_K, code, nested, offset, out_OI)
+            return
         pair = torch.int32 if table.dtype.itemsize == 2 else torch.int64  # both values of a byte as one number
-        found_N = table.view(pair).view(-1).index_select(0, packed.view(-1).int()).view(table.dtype)
-        dense_KB = found_N.view(-1, BLOCK).to(dtype)
-        torch.mul(dense_KB, self.magnitudes(layer)[:, None], out=dense_KB)
-        return dense_KB.view(packed.shape[0], 2 * packed.shape[1])
+        found_N = table.view(pair).view(-1).index_select(0, layer.weight.view(-1).int()).view(table.dtype)
+        magnitude_K1 = self.magnitudes(layer)[: len(found_N) // BLOCK, None]
+        torch.mul(found_N.view(-1, BLOCK), magnitude_K1, out=out_OI.view(-1, BLOCK))
 
     def magnitudes(self, layer: nn.Module) -> Tensor:
-        """absmax_K: the largest magnitude of each block, float32."""
-        codes_K, nested = layer.get_buffer("nested_codes"), layer.get_buffer("nested")
-        found_K = layer.get_buffer("code").index_select(0, codes_K.int())
-        scaled_K = found_K * nested.repeat_interleave(NESTED_BLOCK)[: len(found_K)]
-        return scaled_K + layer.get_buffer("offset")
+        """absmax_K: the largest magnitude of each block, float32; K is filled up to whole nested blocks."""
+        found_K = layer.get_buffer("code").index_select(0, layer.get_buffer("nested_codes").int())
+        found_K.view(-1, NESTED_BLOCK).mul_(layer.get_buffer("nested")[:, None])
+        return found_K.add_(layer.get_buffer("offset"))
 
 
 def levels_of(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -173,14 +191,14 @@ def _mean(values_K: Tensor) -> Tensor:
 
 
 def _nested(values_K: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes of the dynamic map (uint8), and the largest magnitude of each block of 256 values."""
+    """Codes of the dynamic map (uint8, filled up to whole blocks), and the largest magnitude of each block of 256."""
     short = -len(values_K) % NESTED_BLOCK
     blocks_MB = torch.nn.functional.pad(values_K, (0, short)).view(-1, NESTED_BLOCK)
     absmax_M = blocks_MB.abs().amax(dim=1)
     code = torch.tensor(dynamic_map(), device=values_K.device)
     between = (code[:-1] + code[1:]) / 2
     scaled_MB = blocks_MB / absmax_M.clamp(min=TINY)[:, None]
-    return torch.bucketize(scaled_MB, between).to(torch.uint8).view(-1)[: len(values_K)], absmax_M
+    return torch.bucketize(scaled_MB, between).to(torch.uint8).view(-1), absmax_M
 
 
 @cache

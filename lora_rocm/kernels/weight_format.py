@@ -6,10 +6,13 @@ work on those whatever their dtype, so they need not know the format.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+
+from lora_rocm.kernels.backend import Form
 
 
 class WeightFormat(Protocol):
@@ -21,11 +24,12 @@ class WeightFormat(Protocol):
     @property
     def name(self) -> str: ...
 
-    def pack(self, component: nn.Module) -> None:
-        """Convert the frozen layers of a component to this format in place, also on the meta device.
+    def chosen(self, component: nn.Module) -> Mapping[str, nn.Linear]:
+        """The layers that this format stores, by their paths in a dense component."""
+        ...
 
-        Module names stay; the tensors of a packed layer may differ. Trained layers are unchanged.
-        """
+    def packed(self, layer: nn.Linear) -> PackedLinear:
+        """A chosen layer with its weight in this format. The bytes depend on the dense values only."""
         ...
 
     def num_bytes(self, component: nn.Module, dtype: torch.dtype) -> int:
@@ -37,8 +41,8 @@ class WeightFormat(Protocol):
         """
         ...
 
-    def dense(self, layer: nn.Module, dtype: torch.dtype) -> Tensor:
-        """The weight of a packed layer in the layout of the dense layer ([O, I] or [O, I, kh, kw])."""
+    def unpack(self, layer: PackedLinear, form: Form, out_OI: Tensor) -> None:
+        """Write the weight of a packed layer, rounded to the dtype of ``out_OI``, which is contiguous."""
         ...
 
 
@@ -47,31 +51,33 @@ class DenseFormat:
 
     name = "dense"
 
-    def pack(self, component: nn.Module) -> None:
-        """Do nothing."""
+    def chosen(self, component: nn.Module) -> Mapping[str, nn.Linear]:
+        """No layer."""
+        return {}
+
+    def packed(self, layer: nn.Linear) -> PackedLinear:
+        """Refuse: no layer is chosen."""
+        raise ValueError(f"{layer} stays dense")
+
+    def unpack(self, layer: PackedLinear, form: Form, out_OI: Tensor) -> None:
+        """Refuse: no packed layer has this format."""
+        raise ValueError(f"{layer} is not dense")
 
     def num_bytes(self, component: nn.Module, dtype: torch.dtype) -> int:
         """Bytes of all parameters in ``dtype``."""
         return sum(parameter.numel() for parameter in component.parameters()) * dtype.itemsize
 
-    def dense(self, layer: nn.Module, dtype: torch.dtype) -> Tensor:
-        """The weight in ``dtype``; not copied if it has that dtype."""
-        weight: Any = layer.weight
-        found: Tensor = weight.to(dtype)
-        return found
-
 
 DENSE = DenseFormat()
 
 
-def format_of(layer: nn.Module) -> WeightFormat:
-    """The storage format of a layer's weight."""
-    return layer.weight_format if isinstance(layer, PackedLinear) else DENSE
-
-
 def dense_weight(layer: nn.Module, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A layer's dense weight, whatever its storage format."""
-    return format_of(layer).dense(layer, dtype)
+    """A layer's dense weight, whatever its storage format; not copied if it is stored so."""
+    if isinstance(layer, PackedLinear):
+        return layer.dense(dtype, "eager")
+    weight: Any = layer.weight
+    found: Tensor = weight.to(dtype)
+    return found
 
 
 def dense_shape(layer: nn.Module) -> tuple[int, ...]:
@@ -82,9 +88,19 @@ def dense_shape(layer: nn.Module) -> tuple[int, ...]:
     return tuple(weight.shape)
 
 
+def pack(component: nn.Module, weight_format: WeightFormat) -> None:
+    """Store the chosen frozen layers of a component in a format, in place, also on the meta device.
+
+    Paths of modules stay; the tensors of a packed layer may differ. Trained layers are unchanged.
+    """
+    for path, layer in weight_format.chosen(component).items():
+        if not layer.weight.requires_grad:
+            component.set_submodule(path, weight_format.packed(layer))
+
+
 def is_packed(layer: nn.Module) -> bool:
     """Whether a layer's weight is stored in another format than the dense one."""
-    return format_of(layer) is not DENSE
+    return isinstance(layer, PackedLinear)
 
 
 class PackedLinear(nn.Linear):
@@ -92,12 +108,16 @@ class PackedLinear(nn.Linear):
 
     Args:
         layer: the dense layer; its bias is taken over.
-        weight_format: its ``dense`` reads ``weight`` and ``buffers``.
+        weight_format: its ``unpack`` reads ``weight`` and ``buffers``.
         weight: the packed tensor; its first dimension is the outputs.
         buffers: further packed tensors, by name.
+
+    Attributes:
+        form: of the kernel that makes the dense weight for a product.
     """
 
     weight_format: WeightFormat
+    form: Form = "eager"
 
     def __init__(self, layer: nn.Linear, weight_format: WeightFormat, weight: Tensor, **buffers: Tensor) -> None:
         nn.Module.__init__(self)
@@ -108,6 +128,13 @@ class PackedLinear(nn.Linear):
         for name, buffer in buffers.items():
             self.register_buffer(name, buffer)
         self.train(layer.training)
+
+    def dense(self, dtype: torch.dtype, form: Form | None = None, out_OI: Tensor | None = None) -> Tensor:
+        """The dense weight [O, I], in a new tensor or in ``out_OI``; ``form`` replaces the layer's own."""
+        if out_OI is None:
+            out_OI = self.weight.new_empty(dense_shape(self), dtype=dtype)
+        self.weight_format.unpack(self, form or self.form, out_OI)
+        return out_OI
 
     def forward(self, input: Tensor) -> Tensor:
         """As the dense layer's, in the dtype of ``input``."""
@@ -122,9 +149,25 @@ class _PackedProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, layer: PackedLinear) -> Tensor:
         ctx.layer = layer
         bias = None if layer.bias is None else layer.bias.to(x.dtype)
-        return torch.nn.functional.linear(x, dense_weight(layer, x.dtype), bias)
+        return torch.nn.functional.linear(x, layer.dense(x.dtype), bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None]:
-        return dy @ dense_weight(ctx.layer, dy.dtype), None
+        return dy @ ctx.layer.dense(dy.dtype), None
+
+
+def joined_weights(layers: Sequence[PackedLinear], dtype: torch.dtype) -> Tensor:
+    """The dense weights of packed layers with as many inputs, one below the other: [sum of O, I]."""
+    rows = [layer.out_features for layer in layers]
+    weight_OI = layers[0].weight.new_empty(sum(rows), layers[0].in_features, dtype=dtype)
+    for layer, part_OI in zip(layers, weight_OI.split(rows), strict=True):
+        layer.dense(dtype, out_OI=part_OI)
+    return weight_OI
+
+
+def use_form(component: nn.Module, form: Form) -> None:
+    """Set the form in which the packed layers of a component make their dense weights."""
+    for layer in component.modules():
+        if isinstance(layer, PackedLinear):
+            layer.form = form

@@ -20,7 +20,7 @@ from lora_rocm.dataset.batch_sampler import Grid, Item, Outline
 from lora_rocm.dataset.buckets import Geometry, image_shape
 from lora_rocm.dataset.columns import Lazy
 from lora_rocm.dataset.entry_spec import CAPTION
-from lora_rocm.dataset.sample_table import Sample, Samples, rows_of, sample_schema, text_of
+from lora_rocm.dataset.sample_table import Sample, Samples, numbers_of, rows_of, sample_schema, text_of
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.latent_cache.image_preprocess import Looked, Wanted
 
@@ -78,7 +78,7 @@ def check_table(batch: Any, entries: Iterable[EntrySpec], num_sources: int) -> N
     if not (0 <= compute.min(batch["source"]).as_py() and compute.max(batch["source"]).as_py() < num_sources):
         raise ValueError("a source that is none")
     for entry in entries:
-        sizes = compute.binary_length(batch[f"key {entry.name}"]).to_numpy()
+        sizes = numbers_of(compute.binary_length(batch[f"key {entry.name}"]))
         if (sizes < SLOT_BYTES).any() or (sizes % KEY_BYTES).any():
             raise ValueError("a list of keys that is none")
 
@@ -256,7 +256,7 @@ class Items(Lazy[Item]):
         targets_N2 = byte_rows(self.batch["cut"]).view(np.int32)[:, 4:].astype(np.int64)
         sizes, shape_N = np.unique(targets_N2[:, 0] << 32 | targets_N2[:, 1], return_inverse=True)
         shapes = [_shape(*divmod(size, 1 << 32)) for size in sizes.tolist()]
-        repeats_N = np.ones(len(self), np.int64) if self.held_out else self.batch["repeats"].to_numpy()
+        repeats_N = np.ones(len(self), np.int64) if self.held_out else numbers_of(self.batch["repeats"])
         return Outline(_Names(self.batch["key"]), shapes, shape_N, repeats_N)
 
     def __eq__(self, other: object) -> bool:

@@ -44,8 +44,8 @@ from lora_rocm.families.recompute import TOGETHER, Recomputing
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.files import write_json
 from lora_rocm.hardware.settings import Settings, settings_from
-from lora_rocm.kernels.backend import available
-from lora_rocm.kernels.weight_format import dense_shape
+from lora_rocm.kernels.backend import available, form_for
+from lora_rocm.kernels.weight_format import dense_shape, pack, use_form
 from lora_rocm.memory.op_counter import Ledger, Tally, fused_attention, taken_bytes
 from lora_rocm.optim.base import AVERAGE_ITEMSIZE
 from lora_rocm.optim.factory import rule_of
@@ -204,7 +204,8 @@ def hollow_model(family: ModelFamily, recipe: Recipe, dtype: torch.dtype, on_gpu
         for tensor in [*component.parameters(), *component.buffers()]:
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(dtype)
-        family.weight_format(name).pack(component)
+        pack(component, family.weight_format(name))
+        use_form(component, form_for(META, on_gpu))
     family.fuse(model, triton=on_gpu)
     return model
 
@@ -352,7 +353,7 @@ def _found(recipe: Recipe, settings: Settings, for_card: bool) -> dict[str, Any]
     wanted = recipe.train.mixed_precision
     if device.type == "cpu" and wanted == "auto" and recipe.runtime.device != "cpu":
         wanted = "bf16"
-    dtype = compute_dtype(wanted, device, settings)
+    dtype = compute_dtype(wanted, device, settings, recipe.spec.takes_fp16)
     on_gpu = device.type != "cpu" or recipe.runtime.device != "cpu"
     how, is_here = (dtype, settings, largest_of(recipe), on_gpu), True
     gpu = _gpu(device, settings, dtype, settings.pins(recipe.runtime.pin_memory))  # first: its kernels are counted

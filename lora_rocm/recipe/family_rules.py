@@ -17,6 +17,7 @@ SIDES: dict[Key, int] = {
     ("sample", "height"): MAX_SIDE_PX,
 }
 """Keys of lengths in pixels that have to fit the family, with their upper limits."""
+PRECISION: Key = ("train", "mixed_precision")
 
 
 def family_problems(data: Any, where: Callable[[Key], str], spec: FamilySpec) -> Iterator[Problem]:
@@ -36,6 +37,9 @@ def family_problems(data: Any, where: Callable[[Key], str], spec: FamilySpec) ->
             near = [str(side) for side in (value // step * step, -(-value // step) * step) if 0 < side <= most]
             what = f"has to be a multiple of {step} for {spec.title}, got {value}"
             yield Problem(where(key), what, f"Take {' or '.join(near)}." if near else "")
+    if _get(data, PRECISION) == "fp16" and not spec.takes_fp16:
+        what = f"{spec.title} has activations that are too large for fp16"
+        yield Problem(where(PRECISION), what, "Take auto, bf16 or no.")
     if _get(data, ("lora", TEXT_KEY)) is True and not spec.text_components:
         what = f"{spec.title} has no text encoder that can be trained"
         yield Problem(where(("lora", TEXT_KEY)), what, "Remove it, or set it to false.")

@@ -76,6 +76,8 @@ def value_advice(key: str, value: object, steps: object = None) -> str:
         )
     if key == "optim.optimizer":
         return _optimizer_advice(plain)
+    if key == "objective.timestep_sampling":
+        return "Write logit-normal; a shift is objective.shift." if plain != "linear" else "Write uniform."
     if key == "runtime.device" and plain.partition(":")[0] in ("cuda", "hip", "rocm"):
         return "Write gpu; on AMD cards too."
     if key.startswith("output.formats") and ("safetensors" in plain or "comfy" in plain or "kohya" in plain):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -88,7 +88,13 @@ class Section(BaseModel):
 
 
 class ModelSection(Section):
-    """The base model."""
+    """The base model.
+
+    Attributes:
+        part_keys: the keys, named like components and tokenizers, that take these from elsewhere.
+    """
+
+    part_keys: ClassVar[tuple[str, ...]] = ()
 
     family: str = Field(description="Model family.")
     name_or_path: PathOrHubId = Field(description="The base model: a folder, a file or a hub id.")
@@ -98,6 +104,16 @@ class ModelSection(Section):
         description="Format of the frozen linear layers in the blocks: a half (int8, fp8) or a quarter (nf4) of the "
         "memory of bf16, for a slower step and less exact weights.",
     )
+
+    @property
+    def parts(self) -> Mapping[str, str]:
+        """Components and tokenizers that are taken from elsewhere: name -> file or folder."""
+        return {key: value for key in self.part_keys if (value := getattr(self, key)) is not None}
+
+    @property
+    def configs(self) -> str | None:
+        """Folder of configs and tokenizers for a single-file checkpoint."""
+        return None
 
     def metadata(self) -> Mapping[str, object]:
         """The ``ss_`` fields that kohya has for these keys, for the metadata of a LoRA file; None: left out."""
@@ -132,4 +148,37 @@ class DdpmSection(ObjectiveSection):
             "ss_min_snr_gamma": self.min_snr_gamma or None,
             "ss_noise_offset": self.noise_offset or None,
             "ss_zero_terminal_snr": self.zero_terminal_snr,
+        }
+
+
+class FlowSection(ObjectiveSection):
+    """The training objective of flow matching: predict the velocity from the image to the noise.
+
+    The noise level sigma is 0 for the image and 1 for noise.
+    """
+
+    timestep_sampling: Literal["logit-normal", "uniform"] = Field(
+        "logit-normal",
+        description="Distribution of the noise levels before the shift. logit-normal is the sigmoid of a normal number "
+        "with logit_mean and logit_std.",
+    )
+    logit_mean: float = Field(
+        0.0,
+        ge=-10.0,
+        le=10.0,
+        description="Above 0: more noise; below 0: less. In the scripts of diffusers it is the other way round.",
+    )
+    logit_std: float = Field(
+        1.0, gt=0, le=10.0, description="Spread of the logit-normal distribution (sigmoid_scale elsewhere)."
+    )
+    shift: Literal["auto", "resolution"] | Annotated[float, Field(gt=0, le=1000.0)] = Field(
+        "auto",
+        description="Above 1: more noise. A number, resolution (grows with the image's tokens), or auto, which takes "
+        "what the base's scheduler config says. Previews always use that.",
+    )
+
+    def metadata(self) -> Mapping[str, object]:
+        return {
+            "ss_timestep_sampling": "uniform" if self.timestep_sampling == "uniform" else "sigmoid",
+            "ss_discrete_flow_shift": self.shift if isinstance(self.shift, float) else None,
         }

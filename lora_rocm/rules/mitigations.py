@@ -141,8 +141,18 @@ def _keeps_activations(situation: Situation) -> bool:
     return situation.recipe is not None and not situation.recipe.train.gradient_checkpointing
 
 
+def _measured_attention(situation: Situation) -> bool:
+    found = situation.tuned.attention
+    return found is not None and found.chosen != "sdpa" and _on_gpu(situation)
+
+
+def _tuned_products(situation: Situation) -> bool:
+    return bool(situation.tuned.table) and _on_gpu(situation)
+
+
 FUNCTIONS = {
-    **by_name(_can_be_halved, _captures, _convolves_without_miopen, _has_workers, _keeps_activations, _on_gpu, _pins),
+    **by_name(_can_be_halved, _captures, _convolves_without_miopen, _has_workers, _keeps_activations),
+    **by_name(_measured_attention, _on_gpu, _pins, _tuned_products),
     "parts": lambda situation: json.dumps(parts(situation)),
 }
 

@@ -6,14 +6,13 @@ It combines facts, stored self-test result, stored mitigations and recipe.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_rocm.foundation.terminal_text import printable
-from lora_rocm.hardware.app_dir import app_dir
+from lora_rocm.hardware.app_dir import app_dir, own_app_dir
 from lora_rocm.hardware.facts import HostFacts
 from lora_rocm.hardware.gpu_select import select
 from lora_rocm.hardware.probe.detection import probe
@@ -74,8 +73,7 @@ def forget_here() -> str:
     Raises:
         StorageError: they cannot be deleted.
     """
-    system = {"win32": "windows", "darwin": "macos"}.get(sys.platform, "linux")
-    gone = forget(app_dir(os.environ, system))
+    gone = forget(own_app_dir())
     if not gone:
         return "Nothing was remembered about this machine."
     lines = ["Forgotten; the next run begins without:"]

@@ -56,7 +56,7 @@ def weigh(recipe: Recipe) -> Weighed:
     """
     family = family_for(recipe)
     device = choose_device(recipe.runtime.device)
-    dtype = compute_dtype(recipe.train.mixed_precision, device, settings_from(os.environ))
+    dtype = compute_dtype(recipe.train.mixed_precision, device, settings_from(os.environ), recipe.spec.takes_fp16)
     trained = [name for preset in family.lora_targets.values() for name in preset if recipe.trains(name)]
     dtypes = dict.fromkeys(trained, dtype)
     # Sizes, from module skeletons without weights

@@ -24,10 +24,10 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from lora_rocm.base_models.safetensors_file import read_header
 from lora_rocm.errors import LoraRocmError, ResumeError, StorageError, storage_error
 from lora_rocm.foundation.bounded_read import check_plain, read_plain
 from lora_rocm.foundation.files import fsync_folder, is_folder, make_folder, remove, rename, write_through
+from lora_rocm.model_files.header import read_header
 from lora_rocm.rundir.layout import CHECKPOINT_NAME, STATE_FILE, RunDir
 from lora_rocm.train.loop import Position
 

@@ -64,7 +64,8 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
                 tensors |= encode({CAPTION: prompt})
             del encode  # free it before the next one, or the model, is loaded
     # Load the model with the LoRA
-    model = family.load(compute_dtype(recipe.train.mixed_precision, device, settings), torch.device("cpu"))
+    dtype = compute_dtype(recipe.train.mixed_precision, device, settings, recipe.spec.takes_fp16)
+    model = family.load(dtype, torch.device("cpu"))
     attach_file(family, model, lora, job["strength"], lambda text: emit(NoticeEvent(text=text)))
     _send(model, device, settings)
     # Draw and save
@@ -108,7 +109,7 @@ def export_run(job: Job, registry: Registry = PRODUCT) -> None:
     checkpoint = _checkpoint_of(run_dir, job["updates"])
     family = family_for(recipe)
     device, settings = _start(recipe)
-    dtype = compute_dtype(recipe.train.mixed_precision, device, settings)
+    dtype = compute_dtype(recipe.train.mixed_precision, device, settings, recipe.spec.takes_fp16)
     model = family.load(dtype, torch.device("cpu"))
     # The model with the checkpoint's LoRA
     adapter = inject(family, model, without_start(recipe.lora), recipe.train.seed)

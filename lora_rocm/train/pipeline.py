@@ -20,6 +20,8 @@ from lora_rocm.device.encoder_speed import first_time
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import DataError, ModelError, ResumeError
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
+from lora_rocm.kernels.backend import form_for
+from lora_rocm.kernels.weight_format import use_form
 from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.loader.batches import BatchPlan, Prepared, open_workers, prepare
@@ -289,6 +291,8 @@ def _load_model(
         component.train()  # the base has no dropout; the adapter may have
     model.device = start.device
     family.fuse(model, triton=triton and not compiled)
+    for component in model.components.values():
+        use_form(component, form_for(start.device, triton and not compiled))
     memory.put(family, model, transfer, pins(start))
     empty_pools()
     return model, adapter, triton

@@ -115,7 +115,7 @@ def _train(session: Session, recipe: Recipe, options: argparse.Namespace, me: Ra
     if recipe.runtime.deterministic:
         torch.use_deterministic_algorithms(True)
     apply(settings, device)
-    dtype = compute_dtype(recipe.train.mixed_precision, device, settings)
+    dtype = compute_dtype(recipe.train.mixed_precision, device, settings, recipe.spec.takes_fp16)
     world = join(me, device, session.context.beat)
     # Find the checkpoint and announce the start
     checkpoint = pipeline.find_checkpoint(session, options.checkpoint)

@@ -140,7 +140,8 @@ class Job:
         recipe, settings = recipe_from(values["recipe"]), settings_from(os.environ)
         device = choose_device(recipe.runtime.device, settings)
         apply(settings, device)
-        dtype, on_gpu = compute_dtype(recipe.train.mixed_precision, device, settings), device.type == "cuda"
+        dtype = compute_dtype(recipe.train.mixed_precision, device, settings, recipe.spec.takes_fp16)
+        on_gpu = device.type == "cuda"
         captures = on_gpu and recipe.runtime.graphs == "auto" and settings.graphs and not recipe.lora.dropout
         return cls(values, device, dtype, captures, *count_calls(recipe, family_for(recipe), dtype, settings, on_gpu))
 

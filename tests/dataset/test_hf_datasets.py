@@ -20,6 +20,9 @@ from lora_rocm.dataset.scan import scan
 from lora_rocm.errors import DataError
 from lora_rocm.recipe.schema import DataSection, DataSource, ResolvedSource
 
+# datasets reads the CSV of an imagefolder by pandas, and leaves closing the file to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore:.*metadata.csv:pytest.PytestUnraisableExceptionWarning")
+
 
 @pytest.fixture(autouse=True)
 def quiet_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pyarrow
 import pytest
-import skimage
 from PIL import Image
 from pyarrow import parquet
 
@@ -15,7 +14,7 @@ from lora_rocm.dataset.scan import Scan, geometries, image_bytes, load_image, sc
 from lora_rocm.errors import DataError
 from lora_rocm.recipe.schema import DataSection
 
-PHOTOGRAPHS = Path(skimage.__file__).parent / "data"  # the files in the wheel; nothing is downloaded
+PHOTOGRAPHS = Path(__file__).parents[1] / "photographs"
 
 
 def captions(found: Scan) -> dict[str, str]:
@@ -192,23 +191,29 @@ def test_images_too_small_for_a_bucket_are_named(tmp_path: Path, make: SimpleNam
     assert len(enlarged) == 2 and none == []
 
 
-def test_photographs_of_many_shapes() -> None:
-    """Real images with what else lies in such a folder: scripts, tables, and a file that Pillow cannot read."""
-    data = DataSection(path=str(PHOTOGRAPHS), resolution=256, bucket_step=32, caption_fallback="filename")
+def test_photographs_of_many_shapes(tmp_path: Path) -> None:
+    """Real images with what else lies in such a folder: a text, a file of several pages, and one that is tiny."""
+    folder = tmp_path / "photographs"
+    shutil.copytree(PHOTOGRAPHS, folder)
+    pages = [Image.new(mode, (40, 30)) for mode in ("RGB", "I;16")]
+    pages[0].save(folder / "pages.tif", save_all=True, append_images=pages[1:])
+    (folder / "cut.tif").write_bytes((folder / "pages.tif").read_bytes()[:20])
+    Image.new("P", (25, 14)).save(folder / "tiny.gif")
+    data = DataSection(path=str(folder), resolution=256, bucket_step=32, caption_fallback="filename")
     found = scan(data)
-    assert [Path(problem.where).name for problem in found.set_aside] == ["multipage_rgb.tif"]
+    assert [Path(problem.where).name for problem in found.set_aside] == ["cut.tif"]
     fitted, too_small, _ = geometries(found.samples, data)
-    assert {Path(problem.where).name for problem in too_small} == {"multipage.tif", "no_time_for_that_tiny.gif"}
+    assert {Path(problem.where).name for problem in too_small} == {"pages.tif", "tiny.gif"}
     buckets = {key: geometry.target_hw for key, geometry in fitted.items()}
-    assert buckets["astronaut.png"] == (256, 256) and buckets["chelsea.png"] == (192, 320)
-    assert buckets["rocket.jpg"] == (192, 320) and buckets["cell.png"] == (288, 224)
-    assert buckets["text.png"] == (160, 384) and buckets["microaneurysms.png"] == (96, 96)
-    assert len(set(buckets.values())) > 6
+    assert buckets["astronaut.jpg"] == (256, 256) and buckets["chelsea.jpg"] == (192, 320)
+    assert buckets["rocket.jpg"] == (192, 320) and buckets["portrait_gray.jpg"] == (288, 224)
+    assert buckets["hubble_wide.jpg"] == (160, 384) and buckets["small_palette.png"] == (96, 96)
+    assert len(set(buckets.values())) >= 5
     by_key = {sample.key: sample for sample in found.samples}
     for key, geometry in fitted.items():
         assert geometry.original_hw == (by_key[key].height, by_key[key].width)
         assert load_image(by_key[key]).mode == "RGB"
-    assert by_key["astronaut.png"].caption == "astronaut"
+    assert by_key["astronaut.jpg"].caption == "astronaut"
 
 
 def test_a_scan_decodes_nothing(tmp_path: Path, make: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:

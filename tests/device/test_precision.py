@@ -36,6 +36,8 @@ def test_the_cpu_computes_float32_whatever_the_plan_says_about_the_gpu() -> None
 )
 def test_auto_is_what_was_planned(planned: str, dtype: torch.dtype) -> None:
     assert compute_dtype("auto", GPU, Settings(precision=planned)) is dtype
+    without = torch.bfloat16 if dtype is torch.float16 else dtype
+    assert compute_dtype("auto", GPU, Settings(precision=planned), takes_fp16=False) is without
 
 
 @pytest.mark.parametrize(

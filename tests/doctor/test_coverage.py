@@ -97,7 +97,7 @@ CONVOLUTIONS = (
     ("ROCm 10.0.0 on gfx1151", "rocm-conv"),
     ("channels-last is slow", "rule:miopen-nhwc variable-nhwc-on"),
     ("caches that last", "rule:miopen-db rule:miopen-cache variable-miopen-temporary variable-miopen-no-cache"),
-    ("large images in tiles", "code:lora_rocm/families/ldm/encoders.py"),
+    ("large images in tiles", "code:lora_rocm/families/vae.py"),
 )
 NOT_FROM_THERE = {
     "remembered",

@@ -33,6 +33,7 @@ from tests.fake_encoders import image
 from tests.families.toy_families import TOYS
 from tests.tiny_models import RUN_TARGETS, SHALLOW, write_tiny_sdxl
 from tests.tiny_sd import write_tiny_sd
+from tests.tiny_z_image import write_tiny_z_image
 from tests.train.test_pipeline import start
 
 CPU = torch.device("cpu")
@@ -48,11 +49,13 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "sdxl": ("kohya",),
     "sd15": ("kohya", "diffusers", "peft"),
     "sd2": ("kohya", "diffusers"),
+    "z-image": ("kohya", "diffusers", "peft"),
     "toy-flow": ("diffusers", "peft"),
     "toy-video": ("diffusers", "peft"),
     "toy-text": ("peft",),
 }
 CAPTIONS = ("a", "a b", "a b c d", "e f g")
+SOME_OF_EACH = r"(layers|context_refiner)\.\d+\.(attention\.(to_q|to_out\.0)|feed_forward\.w2)"
 TEXTS = ("one\r\ntwo", "three and four, and so on", "five six", "ä" * 15, "x" * 200)
 
 
@@ -78,19 +81,25 @@ class Its:
                 (folder / "data").mkdir(parents=True, exist_ok=True)
                 (folder / "data" / f"{number}.txt").write_text(caption, encoding="utf-8", newline="")
             else:
+                if name == "z-image":  # each of another length, in the multiple of tokens that it reads
+                    caption = caption.ljust(1 + 32 * number, "x")
                 image(folder / "data" / f"{number}.png", 64, 64, seed=number, caption=caption)
         if name == "sdxl":
             write_tiny_sdxl(folder / "base", **SHALLOW)
         elif name.startswith("sd"):
             scheduler = {"prediction_type": "v_prediction"} if name == "sd2" else {}
             write_tiny_sd(folder / "base", name, SHALLOW_SD, **scheduler)  # type: ignore[arg-type]
+        elif name == "z-image":
+            write_tiny_z_image(folder / "base")
         return cls.there(name, folder)
 
     @classmethod
     def there(cls, name: str, folder: Path) -> Its:
         """As written before."""
         lora: dict[str, Any] = {"rank": 2, "targets": "attention-mlp"}
-        if not name.startswith("toy"):
+        if name == "z-image":
+            lora |= {"targets": [SOME_OF_EACH], "alpha": 1}
+        elif not name.startswith("toy"):
             lora |= {"targets": [RUN_TARGETS], "train_text_encoder": name == "sd15"}
         return cls(name, folder, lora, FORMATS[name])
 

@@ -49,7 +49,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning"),  # of later versions of Python
 ]
-TOY = ("toy-flow", "toy-video", "toy-text")
+SLOW = ("toy-flow", "toy-video", "toy-text", "z-image")
 WORKER = "tests.families.toy_worker"
 CLOSE = 2e-5
 """Between a batch and its samples, as a share: sums of some hundred products in float32, taken in another order."""
@@ -346,7 +346,7 @@ def test_the_footprint_of_texts_is_that_of_the_longest(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TOY)
+@pytest.mark.parametrize("name", SLOW)
 def test_a_supervised_run_of_a_toy_in_a_child_of_its_own(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from lora_rocm.base_models import loading
 from lora_rocm.base_models.loading import WeightsVersion
-from lora_rocm.base_models.safetensors_file import read_header
 from lora_rocm.cache_files import hash_memory
 from lora_rocm.cache_files.hash_memory import HashMemory
 from lora_rocm.errors import StorageError
 from lora_rocm.families.sdxl.family import Sdxl
+from lora_rocm.model_files.header import read_header
 from tests.tiny_models import read_json, tiny_pipeline, tiny_recipe, write_config_folder, write_single_file
 
 CPU = torch.device("cpu")

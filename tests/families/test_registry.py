@@ -30,7 +30,7 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_program_s_families_and_no_reserved_name() -> None:
-    assert PRODUCT.names == ("sdxl", "sd15", "sd2") and not set(PRODUCT.names) & set(RESERVED)
+    assert PRODUCT.names == ("sdxl", "sd15", "sd2", "z-image") and not set(PRODUCT.names) & set(RESERVED)
     with pytest.raises(ValueError, match="once"):
         Registry([TOY_TEXT, TOY_TEXT])
     with pytest.raises(ValueError, match="at least one"):
@@ -57,13 +57,12 @@ def test_shapes_of_videos_and_texts() -> None:
 @pytest.mark.parametrize(
     ("seen", "family"),
     [
-        (Evidence(pipeline="StableDiffusionXLPipeline"), "sdxl"),
-        (Evidence(tensors={"model.diffusion_model.x", "conditioner.embedders.1.y"}), "sdxl"),
-        (Evidence(metadata={"ss_base_model_version": "sdxl_base_v1-0"}), "sdxl"),
-        (Evidence(metadata={"modelspec.architecture": "stable-diffusion-xl-v1-base/lora"}), "sdxl"),
-        (Evidence(pipeline="ToyTextPipeline"), "toy-text"),
-        (Evidence(tensors={"blocks.0.q", "patch_3d.weight"}), "toy-video"),
-        (Evidence(tensors={"blocks.0.q", "patch_3d.w"}, metadata={"ss_base_model_version": "sdxl_base"}), "toy-video"),
+        (Evidence(("sdxl",)), "sdxl"),
+        (Evidence((), ("sdxl",)), "sdxl"),
+        (Evidence(("flux",), ("sdxl",)), "sdxl"),
+        (Evidence(("z-image",)), "z-image"),
+        (Evidence(("toy-video",), ("sdxl",)), "toy-video"),
+        (Evidence(("sd15", "sd2"), ("sd2",)), "sd2"),
     ],
 )
 def test_a_family_is_recognised(seen: Evidence, family: str) -> None:
@@ -71,27 +70,30 @@ def test_a_family_is_recognised(seen: Evidence, family: str) -> None:
 
 
 def test_a_family_that_is_not_recognised_is_asked_for() -> None:
-    for seen in (Evidence(), Evidence(pipeline="Flux"), Evidence(tensors={"blocks.0.q"})):
+    for seen in (Evidence(), Evidence(("flux",)), Evidence((), ("wan", "other"))):
         with pytest.raises(ModelError, match="not recognised") as caught:
             TOYS.detect(seen, "some/model")
         assert caught.value.where == "some/model" and "--family toy-video" in caught.value.fix
-    both = {"blocks.0.q", "patch_3d.w", "model.diffusion_model.x", "conditioner.embedders.1.y"}
     with pytest.raises(ModelError, match="could be SDXL or Toy video"):
-        TOYS.detect(Evidence(tensors=both), "x")
+        TOYS.detect(Evidence(("toy-video", "sdxl")), "x")
 
 
 def test_what_files_show(tmp_path: Path) -> None:
     from lora_rocm.families.detect import evidence
 
-    entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
-    text = json.dumps({"__metadata__": {"ss_base_model_version": "v"}, "a": entry}).encode()
-    lora = tmp_path / "lora.safetensors"
-    lora.write_bytes(struct.pack("<Q", len(text)) + text + bytes(4))
+    def written(name: str, tensor: str, metadata: dict[str, str]) -> Path:
+        entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+        text = json.dumps({"__metadata__": metadata, tensor: entry}).encode()
+        (tmp_path / name).write_bytes(struct.pack("<Q", len(text)) + text + bytes(4))
+        return tmp_path / name
+
+    lora = written("lora.safetensors", "a.lora_A.weight", {"ss_base_model_version": "sd_v2_v"})
     (tmp_path / "base").mkdir()
-    (tmp_path / "base" / "model_index.json").write_text('{"_class_name": "ToyText"}', encoding="utf-8")
-    assert evidence(str(tmp_path / "base"), lora) == Evidence("ToyText", (), {"ss_base_model_version": "v"})
-    assert evidence(str(lora), tmp_path).tensors == {"a"}
-    assert evidence("builtin:tiny-sdxl", tmp_path).pipeline == "StableDiffusionXLPipeline"
+    (tmp_path / "base" / "model_index.json").write_text('{"_class_name": "FluxPipeline"}', encoding="utf-8")
+    assert evidence(str(tmp_path / "base"), lora) == Evidence(("flux",), ("sd2",))
+    base = written("base.safetensors", "conditioner.embedders.1.model.x", {})
+    assert evidence(str(base), tmp_path) == Evidence(("sdxl",)) and evidence(str(lora), tmp_path) == Evidence()
+    assert evidence("builtin:tiny-sdxl", tmp_path) == Evidence(("sdxl",))
     assert evidence(str(tmp_path / "nowhere.safetensors"), tmp_path) == Evidence()
 
 
@@ -115,6 +117,8 @@ def test_recipes_of_other_families_have_their_own_keys() -> None:
         ("toy-text", "model.vae=x", "no such key"),
         ("toy-text", "objective.shift=2", "no such key"),
         ("toy-text", "train.min_snr_gamma=5", "--set train.min_snr_gamma: there is no such key"),
+        ("z-image", "train.mixed_precision=fp16", "too large for fp16"),
+        ("z-image", "objective.min_snr_gamma=5", "no such key"),
         ("toy-video", "data.bucket_step=16", "has to be a multiple of 32 for Toy video, got 16"),
         ("toy-video", "sample.width=1000", "Take 992 or 1024"),
         ("sdxl", "sample.height=100", "has to be a multiple of 8 for SDXL, got 100"),
@@ -132,6 +136,9 @@ def test_keys_and_sizes_that_are_not_the_familys_are_refused(family: str, overri
         ("toy-text", "data.repeats=2"),
         ("sdxl", "lora.train_text_encoder=true"),
         ("toy-video", "data.bucket_step=64"),
+        ("z-image", "train.mixed_precision=bf16"),
+        ("z-image", "objective.shift=resolution"),
+        ("sdxl", "train.mixed_precision=fp16"),
         ("sdxl", "sample.width=1000"),
     ],
 )

@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field
 
 from lora_rocm.families.registry import PRODUCT, Registry
-from lora_rocm.families.spec import Axis, FamilySpec, FileMetadata, Marks, ShapeRules
+from lora_rocm.families.spec import Axis, FamilySpec, FileMetadata, ShapeRules
 from lora_rocm.recipe.sections import InputFolder, ModelSection, ObjectiveSection
 
 
@@ -61,7 +61,6 @@ TOY_TEXT = FamilySpec(
     samples=("text",),
     preview="text",
     unread=frozenset(f"data.{name}" for name in OF_IMAGES) | {f"sample.{name}" for name in ("width", "height")},
-    marks=Marks(pipelines=("ToyText",)),
 )
 TOY_VIDEO = FamilySpec(
     name="toy-video",
@@ -79,7 +78,6 @@ TOY_VIDEO = FamilySpec(
     ),
     samples=("video", "image"),
     metadata=FileMetadata(base_version="toy_video_v1"),
-    marks=Marks(tensors=("blocks.0.", "patch_3d"), base_versions=("toy_video",), architectures=("toy-video",)),
 )
 TOY_FLOW = FamilySpec(
     name="toy-flow",
@@ -92,6 +90,5 @@ TOY_FLOW = FamilySpec(
         (Axis("h", multiple=16, per_latent=8, per_token=16), Axis("w", multiple=16, per_latent=8, per_token=16))
     ),
     metadata=FileMetadata(base_version="toy_flow_v1"),
-    marks=Marks(pipelines=("ToyFlow",)),
 )
 TOYS = Registry([*PRODUCT, TOY_TEXT, TOY_VIDEO, TOY_FLOW])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lora_rocm.kernels.quantised import LEVELS, Nf4, QuantisedLinears, levels_of, quantised
-from lora_rocm.kernels.weight_format import DENSE, PackedLinear, dense_shape, dense_weight
+from lora_rocm.kernels.weight_format import DENSE, PackedLinear, dense_shape, dense_weight, pack
 
 BITSANDBYTES = json.loads(Path(__file__).with_name("nf4_of_bitsandbytes.json").read_bytes())
 FORMATS = ("int8", "fp8", "nf4")
@@ -33,7 +33,7 @@ def linear(weight_OI: Tensor) -> nn.Linear:
 
 def packed(name: str, weight_OI: Tensor) -> PackedLinear:
     parent = nn.Sequential(linear(weight_OI))
-    quantised(name, "").pack(parent)
+    pack(parent, quantised(name, ""))
     (layer,) = parent
     assert isinstance(layer, PackedLinear)
     return layer
@@ -127,10 +127,10 @@ def test_only_matching_frozen_linear_layers_are_packed() -> None:
     model["trained"].requires_grad_(True)
     nf4 = quantised("nf4", r"block")
     expected = nf4.num_bytes(model, torch.float32)
-    nf4.pack(model)
+    pack(model, nf4)
     assert [path for path, layer in model.named_modules() if isinstance(layer, PackedLinear)] == ["block.a"]
     stored = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
-    assert stored - expected == 64 * 64 * 4 - 64 * 32 - 64 - 4 * 2 - 256 * 12, "a trained layer is dense"
+    assert stored - expected == 64 * 64 * 4 - 64 * 32 - 256 - 4 * 2 - 256 * 12, "a trained layer is dense"
     assert quantised("none", "") is DENSE and isinstance(nf4, QuantisedLinears)
 
 

@@ -48,9 +48,12 @@ TYPES = {
     **dict.fromkeys(SUMS, "*fp32"),
     **dict.fromkeys(("found", "known"), "*i64"),
     **dict.fromkeys(("eps", "branch_eps"), "fp32"),
+    **dict.fromkeys(("codes", "pairs", "nested_codes"), "*u8"),
+    **dict.fromkeys(("scale", "code", "nested", "offset"), "*fp32"),
+    "blocks": "i32",
 }
 FLAGS = ("SHIFT", "SILU", "RESIDUAL", "BRANCH", "GATE", "BRANCH_NORM", "NORM", "CENTRED", "BIAS", "GELU", "INTERLEAVED")
-CHOICES = {**dict.fromkeys((*FLAGS, "GATE_GRADIENT", "WEIGHT_GRADIENT"), True), "ROUNDS": 2}
+CHOICES = {**dict.fromkeys((*FLAGS, "GATE_GRADIENT", "WEIGHT_GRADIENT", "FP8"), True), "ROUNDS": 2}
 
 
 def twins(*arguments: str, **environment: str) -> dict[str, float]:
@@ -86,12 +89,20 @@ def test_kernels_equal_their_plain_forms_on_the_gpu() -> None:
 
 def kernels() -> Iterator[tuple[Any, dict[str, Any], int]]:
     """(kernel, its constants as the launches set them at the largest images, warps)."""
-    from lora_rocm.kernels import add_norm_triton, fingerprint_triton, gated_triton, group_norm_triton, rotary_triton
+    from lora_rocm.kernels import (
+        add_norm_triton,
+        fingerprint_triton,
+        gated_triton,
+        group_norm_triton,
+        rotary_triton,
+        unpack_triton,
+    )
 
     of_module = {
         fingerprint_triton: ({"WIDTH": fingerprint_triton.WIDTH}, fingerprint_triton.WARPS),
         gated_triton: ({"BLOCK": gated_triton.BLOCK}, 4),
         add_norm_triton: ({"BLOCK": 4096}, 8),
+        unpack_triton: ({"BLOCK": unpack_triton.BLOCK, "BLOCKS": unpack_triton.NF4_BLOCKS}, 4),
         rotary_triton: ({"HEADS": 32, "PAIRS": 64, "TURN_PAIR": 2}, 8),
         group_norm_triton: (
             {"BLOCK": group_norm_triton.BLOCK, "PIXELS": group_norm_triton.LARGE_PIXELS, "JOINED": 64, "WIDTH": 32},

@@ -16,11 +16,12 @@ from lora_rocm.dataset.shape import Shape
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel
+from lora_rocm.families.ldm.fused_attention import MergedProjections
 from lora_rocm.families.objectives.loss import losses
 from lora_rocm.families.recompute import Recomputing
 from lora_rocm.families.sdxl.family import Sdxl
 from lora_rocm.kernels.quantised import quantised
-from lora_rocm.kernels.weight_format import DENSE, PackedLinear, dense_weight, format_of, is_packed
+from lora_rocm.kernels.weight_format import DENSE, PackedLinear, dense_weight, is_packed, pack
 from lora_rocm.memory.footprint import count, hollow_model
 from lora_rocm.memory.offload import Offload
 from tests.tiny_models import FEW_TARGETS, tiny_recipe, write_tiny_sdxl
@@ -112,15 +113,33 @@ def test_a_step_is_that_of_the_dequantised_model(folder: Path, name: str) -> Non
 
 
 @pytest.mark.parametrize("name", FORMATS)
+def test_projections_of_packed_layers_are_merged(folder: Path, name: str) -> None:
+    family, model, adapter = trained(folder, name)
+    expected = gradients(family, model, adapter)
+    family.fuse(model, triton=False)
+    merged = [
+        layer.processor
+        for layer in model.components["unet"].modules()
+        if isinstance(getattr(layer, "processor", None), MergedProjections)
+    ]
+    assert len(merged) > 10 and all(processor.merged.weight_OI is None for processor in merged)
+    assert_same(gradients(family, model, adapter), expected)
+    layer = next(layer for layer in model.components["unet"].modules() if isinstance(layer, PackedLinear))
+    with torch.no_grad():
+        layer.weight.add_(1)
+    assert not torch.allclose(gradients(family, model, adapter)[0], expected[0], rtol=1e-5, atol=0), "the control"
+
+
+@pytest.mark.parametrize("name", FORMATS)
 def test_a_packed_layer_keeps_nothing_dense_for_the_backward_pass(name: str) -> None:
     layer = nn.Linear(64, 64).requires_grad_(False)
     parent = nn.Sequential(layer)
-    quantised(name, "0").pack(parent)
+    pack(parent, quantised(name, "0"))
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         parent(torch.ones(2, 64, requires_grad=True)).sum().backward()
     assert not any(tensor.is_floating_point() and tensor.numel() >= 64 * 64 for tensor in kept)
-    assert format_of(parent[0]).name == name and format_of(layer) is DENSE
+    assert is_packed(parent[0]) and not is_packed(layer)
 
 
 def test_fingerprints_are_of_what_is_stored(folder: Path) -> None:
@@ -163,7 +182,7 @@ def test_a_dora_on_a_packed_base_is_refused(folder: Path) -> None:
     with pytest.raises(ValidationError, match="DoRA needs dense weights, and model.quantization is int8"):
         recipe(folder, "int8", use_dora=True)
     family, model, _ = trained(folder, "none", use_dora=True)
-    quantised("int8", "").pack(model.components["unet"])
+    pack(model.components["unet"], quantised("int8", ""))
     with pytest.raises(AdapterError) as caught:
         family.predict(model, *example(family))
     assert caught.value.code == "dora-packed" and "int8" in str(caught.value)

@@ -195,6 +195,16 @@ def test_captions_of_different_lengths_make_a_padded_batch_that_is_its_samples(w
         assert torch.equal(batch.fingerprints[name], fingerprint(tensor)) and tensor.is_contiguous()
 
 
+def test_a_mask_of_the_padding_is_left_out_where_there_is_none(world: World) -> None:
+    family, spec = Toy(text_encoder()), replace(MASK, if_padded=True)
+    family.made[0].entry = EntrySpec("words", (CAPTION,), {"states": STATES, "mask": spec})
+    prepared = world.prepare(family)
+    (batch,) = world.batches(family, prepared, 4)
+    assert "mask" in batch.tensors and "mask" in batch.fingerprints and not batch.tensors["mask"].all()
+    for one in world.batches(family, prepared, 1):
+        assert set(one.tensors) == {"states", "weight"} == set(one.fingerprints)
+
+
 def test_padding_changes_nothing_that_a_mask_hides(world: World) -> None:
     family = Toy(text_encoder())
     prepared = world.prepare(family)

@@ -123,6 +123,17 @@ def permuted_bytes(x: Array, y: Array, select: Array) -> Words:
     return result
 
 
+def aligned_bits(high: Array, low: Array, shift: Array) -> Words:
+    """The lower word of two words that are shifted right together."""
+    both = (high.astype(np.uint64) << np.uint64(32)) | low
+    return (both >> (shift & 31).astype(np.uint64)).astype(np.uint32)
+
+
+def byte_as_float(number: int, x: Array) -> Array:
+    """One byte of each word, as a number >= 0."""
+    return ((x >> np.uint32(8 * number)) & np.uint32(0xFF)).astype(np.float32)
+
+
 def bitwise(table: int) -> Function:
     """Any function of three bits; bit 4x + 2y + z of the table is its value."""
 

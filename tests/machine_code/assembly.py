@@ -23,6 +23,8 @@ RENAMED: tuple[tuple[re.Pattern[str], Replacement], ...] = tuple(
         (r"_dword$", "_b32"),
         (r"_ushort$", "_u16"),
         (r"_short$", "_b16"),
+        (r"_ubyte$", "_u8"),
+        (r"_sbyte$", "_i8"),
         (r"^global_atomic_add_x2$", "global_atomic_add_u64"),
         (r"^ds_read2st64_", "ds_load_2addr_stride64_"),
         (r"^ds_write2st64_", "ds_store_2addr_stride64_"),

@@ -108,7 +108,7 @@ def _load(instruction: Instruction, into: str, where: Where, width: Width) -> Op
         address, mask = where(waves)
         words = waves.buffers.load(address[mask], width.size)
         if width.signed:
-            words = words.astype(np.int16).astype(np.int32).view(np.uint32)
+            words = words.astype(np.int8 if width.size == 1 else np.int16).astype(np.int32).view(np.uint32)
         for part in range(width.registers):
             found = np.zeros((waves.count, waves.lanes), np.uint32)
             found[mask] = words[:, part]
@@ -203,7 +203,7 @@ def _lds_load(waves: Waves, address: Reader, offsets: list[int], size: int, firs
 def _table() -> dict[str, Builder]:
     found: dict[str, Builder] = {"global_atomic_add_u64": added_64}
     wide = {f"b{32 * words}": Width(4 * words) for words in (1, 2, 3, 4)}
-    loads = {**wide, "u16": Width(2), "i16": Width(2, signed=True), "u8": Width(1)}
+    loads = {**wide, "u16": Width(2), "i16": Width(2, signed=True), "u8": Width(1), "i8": Width(1, signed=True)}
     spaces: tuple[Literal["buffer", "global"], ...] = ("buffer", "global")
     for space in spaces:
         found |= {f"{space}_load_{name}": device_memory(space, False, width) for name, width in loads.items()}

@@ -116,8 +116,9 @@ def read_words(instruction: Instruction, text: str, dtype: str = "u32", part: in
 
 def read(instruction: Instruction, text: str, dtype: str, select: str = "DWORD") -> Reader:
     """A source of a vector operation. ``select``: the part of the register that is used (sub-dword addressing)."""
-    text, negated, absolute = _unsigned(text)
-    words = _selected(instruction, read_words(instruction, text, dtype), select)
+    extended = re.fullmatch(r"sext\((v\d+)\)", text)
+    text, negated, absolute = _unsigned(text) if extended is None else (extended[1], False, False)
+    words = _selected(instruction, read_words(instruction, text, dtype), select, extended is not None)
     if negated or absolute:
         if dtype not in SIGNS:
             raise instruction.unknown(f"sign of {text!r}")
@@ -147,7 +148,7 @@ def _signed(words: Reader, negated: bool, absolute: bool, sign: Any, rest: Any) 
     return read
 
 
-def _selected(instruction: Instruction, words: Reader, select: str) -> Reader:
+def _selected(instruction: Instruction, words: Reader, select: str, signed: bool = False) -> Reader:
     if select == "DWORD":
         return words
     found = re.fullmatch(r"(WORD|BYTE)_(\d)", select)
@@ -155,7 +156,8 @@ def _selected(instruction: Instruction, words: Reader, select: str) -> Reader:
         raise instruction.unknown(f"selection {select}")
     width = 16 if found[1] == "WORD" else 8
     shift, mask = np.uint32(width * int(found[2])), np.uint32((1 << width) - 1)
-    return lambda waves: (words(waves) >> shift) & mask
+    sign = np.uint32(1 << (width - 1) if signed else 0)
+    return lambda waves: (((words(waves) >> shift) & mask) ^ sign) - sign
 
 
 def write(instruction: Instruction, text: str, dtype: str, where: Callable[[Waves], Mask] | None = None) -> Writer:

@@ -119,18 +119,20 @@ def moved_pair(instruction: Instruction, target: Target) -> Operation:
     return run
 
 
-def pair_of_f16(function: Function) -> Builder:
-    """Two float16 in one register, of registers. op_sel, op_sel_hi: which halves make the low and the high one."""
+def pair_of_halves(function: Function, dtype: str = "f16") -> Builder:
+    """Two numbers of 16 bits in one register. op_sel, op_sel_hi: which halves make the low and the high one."""
 
     def build(instruction: Instruction, target: Target) -> Operation:
         _only(instruction, "op_sel", "op_sel_hi")
         into, *texts = instruction.operands
-        if any(register_of(text) is None for text in texts):
-            raise instruction.unknown("operand")
         halves = []
         for key, usual in (("op_sel", 0), ("op_sel_hi", 1)):
             parts = _choices(instruction, key, usual, len(texts))
-            readers = [_f16(instruction, text, part) for text, part in zip(texts, parts, strict=True)]
+            if any(
+                register_of(text) is None and (part or dtype == "f16") for text, part in zip(texts, parts, strict=True)
+            ):
+                raise instruction.unknown("operand")
+            readers = [_half(instruction, text, part, dtype) for text, part in zip(texts, parts, strict=True)]
             halves.append(applied(function, readers))
         low, high = halves
         return Computed(
@@ -141,8 +143,8 @@ def pair_of_f16(function: Function) -> Builder:
     return build
 
 
-def _f16(instruction: Instruction, text: str, high: int) -> Reader:
-    return read(instruction, text, "f16", f"WORD_{high}")
+def _half(instruction: Instruction, text: str, high: int, dtype: str = "f16") -> Reader:
+    return read(instruction, text, dtype, f"WORD_{high}")
 
 
 def mixed(half: str) -> Builder:
@@ -167,7 +169,7 @@ def mixed(half: str) -> Builder:
 def _mixed_source(instruction: Instruction, text: str, upper: int, narrow: int) -> Reader:
     if not narrow:
         return read(instruction, text, "f32")
-    half = _f16(instruction, text, upper) if upper else read(instruction, text, "f16")
+    half = _half(instruction, text, upper) if upper else read(instruction, text, "f16")
     return lambda waves: half(waves).astype(np.float32)
 
 
@@ -196,8 +198,9 @@ INSTRUCTIONS: dict[str, Builder] = {
     "v_fma_mix_f32": mixed(""),
     "v_fma_mixlo_f16": mixed("l"),
     "v_fma_mixhi_f16": mixed("h"),
-    "v_pk_add_f16": pair_of_f16(lambda x, y: x + y),
-    "v_pk_mul_f16": pair_of_f16(lambda x, y: x * y),
+    "v_pk_add_f16": pair_of_halves(lambda x, y: x + y),
+    "v_pk_mul_f16": pair_of_halves(lambda x, y: x * y),
+    "v_pk_lshlrev_b16": pair_of_halves(lambda n, x: x << (n & np.uint16(15)), "u16"),
     "v_pk_add_f32": pair_of_f32(lambda x, y: x + y),
     "v_pk_mul_f32": pair_of_f32(lambda x, y: x * y),
     "v_pk_fma_f32": pair_of_f32(fma),

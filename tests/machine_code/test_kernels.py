@@ -15,6 +15,7 @@ import torch
 from lora_rocm.checks import kernel_check
 from lora_rocm.checks.kernel_check import CASES, FINGERPRINTS, LARGE, SMALL, Case, ExactCase, first_wrong
 from lora_rocm.hardware.archs import triton_takes, triton_versions
+from lora_rocm.kernels.quantised import quantised
 
 triton = pytest.importorskip("triton")
 
@@ -75,6 +76,16 @@ def test_kernels_are_right_at_the_widths_of_a_model(arch: str, dtype: str) -> No
     cases = [case for case in LARGE if case.shapes[0] != TOO_LARGE]
     assert len(cases) == len(LARGE) - 1
     assert run(Card(arch), cases, dtype) is None
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8", "nf4"])
+def test_unpacked_weights_have_the_bits_of_plain_pytorch(name: str) -> None:
+    layer = torch.nn.Linear(136, 64, bias=False).bfloat16().requires_grad_(False)
+    packed = quantised(name, "").packed(layer)
+    plain = packed.dense(torch.bfloat16)
+    with in_use(Card("gfx1100")):
+        assert torch.equal(packed.dense(torch.bfloat16, "triton"), plain)
+    assert not torch.equal(layer.weight, plain), "the control"
 
 
 def outcome(card: Card, case: Case) -> list[torch.Tensor]:

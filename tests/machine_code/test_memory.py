@@ -44,6 +44,10 @@ def test_loads_of_all_widths() -> None:
     assert [int(state.vector[n, 0, 2]) for n in (4, 5, 6)] == [0x0B0A0908, 0x0B0A, 0x08]
     state = on_buffer("global_load_b128 v[4:7], v1, s[2:3]", size=140)
     assert state.vector[4:8, 0, 2].tolist() == [0x0B0A0908, 0x0F0E0D0C, 0x13121110, 0x17161514]
+    signed = on_buffer("global_load_sbyte v4, v1, s[2:3]\nglobal_load_ubyte v5, v1, s[2:3]", size=256).vector
+    assert [hex(word) for word in signed[4:6, 0, 31]] == ["0x7c", "0x7c"]
+    negative = on_buffer("v_mov_b32 v4, 0x80\nglobal_store_b8 v1, v4, s[2:3]\nglobal_load_sbyte v5, v1, s[2:3]")
+    assert int(negative.vector[5, 0, 2]) == 0xFFFFFF80
     assert int(on_buffer("global_load_i16 v4, v1, s[2:3]", size=256).vector[4, 0, 31]) == 0x7D7C
     state = on_buffer(
         "v_mov_b32 v8, s2\nv_mov_b32 v9, s3\nglobal_load_b32 v4, v[8:9], off offset:4\ns_load_b64 s[4:5], s[2:3], 0x8"

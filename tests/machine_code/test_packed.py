@@ -61,6 +61,11 @@ def test_two_halves_at_once() -> None:
     assert int(state.vector[4, 0, 0]) == pair(20.0, 20.0)
 
 
+def test_two_shifts_at_once() -> None:
+    state = run("gfx90a", "v_pk_lshlrev_b16 v2, 4, v1 op_sel_hi:[0,1]", {1: words(0x1234ABCD)})
+    assert int(state.vector[2, 0, 0]) == 0x2340BCD0
+
+
 def test_mixed_precision() -> None:
     given = {1: f32(3.0), 2: words(pair(2.0, 5.0)), 3: words(pair(7.0, 9.0))}
     code = """v_fma_mix_f32 v4, v1, v2, -v3 op_sel:[0,1,0] op_sel_hi:[0,1,1]

@@ -22,7 +22,8 @@ pytest.importorskip("triton")
 
 from tests.machine_code.card import Card, in_use  # noqa: E402  (needs triton)
 
-GEGLU, LAYER_NORM, SUM_NORM, GROUP_NORM, PLAIN_GROUP_NORM, _, RESIDUAL, _, _, _, _, NEIGHBOURS, _ = range(len(SMALL))
+GEGLU, LAYER_NORM, SUM_NORM, GROUP_NORM, PLAIN_GROUP_NORM, _, RESIDUAL = range(7)
+NEIGHBOURS, NF4 = (next(at for at, case in enumerate(SMALL) if name in case.name) for name in ("neighbours", "nf4"))
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,21 @@ class SourceFault:
 
 
 SOURCE = (
+    SourceFault(
+        "nf4 is stored without a mask",
+        "unpack_triton",
+        "tl.store(out + place, dense, mask=inside[:, None])",
+        "tl.store(out + place, dense)",
+        NF4,
+    ),
+    SourceFault(
+        "nf4 reads the wrong number of the table",
+        "unpack_triton",
+        "tl.load(table + (pair >> 4) * 2 + 1)",
+        "tl.load(table + (pair >> 4) * 2)",
+        NF4,
+        None,
+    ),
     SourceFault(
         "GroupNorm reads weights without their mask",
         "group_norm_triton",

@@ -25,6 +25,8 @@ NAN = 0x7FC00000
         ("v_mul_i32_i24 v3, v1, v2", 0xFFFFFF, 3, MAX - 2),
         ("v_mad_i32_i24 v3, v1, v2, 7", 0xFFFFFF, 3, 4),
         ("v_lshlrev_b32 v3, v1, v2", 33, 3, 6),
+        ("v_alignbit_b32 v3, v1, v2, 40", 0x44332211, 0x88776655, 0x11887766),
+        ("v_lshrrev_b64 v[3:4], 36, v[1:2]", 0x44332211, 0x88776655, 0x8877665),
         ("v_lshrrev_b32 v3, v1, v2", 4, 0x80000000, 0x8000000),
         ("v_ashrrev_i32 v3, v1, v2", 4, 0x80000000, 0xF8000000),
         ("v_bfe_u32 v3, v1, 4, 8", 0xABCD, 0, 0xBC),
@@ -69,6 +71,8 @@ def test_integers(code: str, x: int, y: int, result: int) -> None:
         ("v_max_f32 v3, v1, v2", math.nan, 2.0, 2.0),
         ("v_add_f32 v3, v1, v2", 1e-45, 1e-45, 2.8e-45),
         ("v_cvt_f32_i32 v3, -7", 0.0, 0.0, -7.0),
+        ("v_cvt_f32_ubyte0 v3, 0xfe02", 0.0, 0.0, 2.0),
+        ("v_cvt_f32_ubyte1 v3, 0xfe02", 0.0, 0.0, 254.0),
         ("v_div_fixup_f32 v3, v1, 0, v2", 1.0, -2.0, -math.inf),
     ],
 )
@@ -165,6 +169,14 @@ def test_both_halves_of_a_dual_instruction_read_first() -> None:
 def test_parts_of_registers() -> None:
     code = "v_and_b32_sdwa v3, v1, v2 dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:WORD_1 src1_sel:BYTE_0"
     assert int(run("gfx90a", code, {1: words(0xABCD1234), 2: words(0x77F)}).vector[3, 0, 0]) == 0x4D
+    halves = """v_lshlrev_b16 v3.l, 17, v1.l
+        v_lshrrev_b16 v3.h, 2, v1.h
+        v_or_b16 v2.l, v3.l, v1.h
+        v_and_b16 v2.h, 12, v1.l"""
+    state = run("gfx1100", halves, {1: words(0xF00D8009), 2: words(0), 3: words(0)})
+    assert state.vector[2:4, 0, 0].tolist() == [0x0008F01F, 0x3C030012]
+    code = "v_cvt_f32_i32_sdwa v3, sext(v1) dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:BYTE_1"
+    assert float_of(run("gfx90a", code, {1: words(0x7FFE01)}), 3)[0] == -2.0
     state = run(
         "gfx1100",
         "v_mov_b16_e32 v3.h, v1.l\nv_cndmask_b16 v3.l, 0, v1.h, vcc_lo",

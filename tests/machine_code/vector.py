@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from tests.machine_code.arithmetic import (
     COMPARISONS,
     Function,
+    aligned_bits,
     bit_field,
     bitwise,
+    byte_as_float,
     exp2,
     exponent_bits,
     fixed_quotient,
@@ -272,6 +275,12 @@ INTEGERS: dict[str, Builder] = {
     "v_add_lshl_u32": alu("u32", lambda x, y, n: (x + y) << (n & 31), *UU, "u32"),
     "v_bfe_u32": alu("u32", lambda x, first, width: bit_field(x, first & 31, width & 31), *UU, "u32"),
     "v_bfe_i32": alu("i32", lambda x, first, width: bit_field(x, first & 31, width & 31), "i32", *UU),
+    "v_and_b16": alu("u16", lambda x, y: x & y, "u16", "u16"),
+    "v_or_b16": alu("u16", lambda x, y: x | y, "u16", "u16"),
+    "v_lshlrev_b16": alu("u16", lambda n, x: x << (n & np.uint16(15)), "u16", "u16"),
+    "v_lshrrev_b16": alu("u16", lambda n, x: x >> (n & np.uint16(15)), "u16", "u16"),
+    "v_alignbit_b32": alu("u32", aligned_bits, *UU, "u32"),
+    "v_lshrrev_b64": alu("u64", lambda n, x: x >> (n & 63).astype(np.uint64), "u32", "u64"),
     "v_lshlrev_b64": alu("u64", lambda n, x: x << (n & 63).astype(np.uint64), "u32", "u64"),
     "v_lshl_add_u64": alu("u64", lambda x, n, z: (x << (n & 7).astype(np.uint64)) + z, "u64", "u32", "u64"),
     "v_mad_u64_u32": multiplied_wide("u32", "u64"),
@@ -312,6 +321,7 @@ FLOATS: dict[str, Builder] = {
     "v_div_fmas_f32": division_fma,
     "v_div_fixup_f32": alu("f32", fixed_quotient, *FF, "f32"),
     "v_cvt_f32_i32": alu("f32", lambda x: x.astype(np.float32), "i32"),
+    **{f"v_cvt_f32_ubyte{at}": alu("f32", partial(byte_as_float, at), "u32") for at in range(4)},
     "v_cvt_f32_u32": alu("f32", lambda x: x.astype(np.float32), "u32"),
     "v_cvt_i32_f32": alu("u32", to_signed, "f32"),
     "v_cvt_u32_f32": alu("u32", to_unsigned, "f32"),

@@ -1,5 +1,6 @@
 """JSON Schema and reference page."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -49,9 +50,16 @@ class ToyAdapter(AdapterSection):
     toys: int = Field(1, description="Of a toy.")
 
 
-@pytest.fixture
-def toy_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(cast(dict[str, type[AdapterSection]], ADAPTERS), "toy", ToyAdapter)
+@pytest.fixture(scope="module")
+def toy_adapter() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(cast(dict[str, type[AdapterSection]], ADAPTERS), "toy", ToyAdapter)
+        yield
+
+
+@pytest.fixture(scope="module")
+def toy_schema(toy_adapter: None) -> dict[str, Any]:
+    return json_schema(TOYS)
 
 
 def fits(value: Any, schema: Any, root: dict[str, Any]) -> bool:
@@ -107,9 +115,8 @@ TEXT = {"model": {"family": "toy-text", "name_or_path": "x"}}
         ({"lora": {"train_text_encoder": True}, **TEXT}, False),
     ],
 )
-def test_schema_knows_the_keys_of_each_kind(toy_adapter: None, changes: dict[str, Any], good: bool) -> None:
-    schema = json_schema(TOYS)
-    assert fits(GOOD | changes, schema, schema) is good
+def test_schema_knows_the_keys_of_each_kind(toy_schema: dict[str, Any], changes: dict[str, Any], good: bool) -> None:
+    assert fits(GOOD | changes, toy_schema, toy_schema) is good
 
 
 def test_page_shows_the_keys_of_each_kind(toy_adapter: None) -> None:

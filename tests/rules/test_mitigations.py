@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lora_rocm.hardware.measured_choice import Choice, Tuned
 from lora_rocm.hardware.selftest_result import Result
 from lora_rocm.hardware.settings import Settings, settings_from
 from lora_rocm.recipe.schema import Recipe
@@ -36,6 +37,9 @@ BY_ID, CHANGES = changes_by_id(), changes()
 SEEN: tuple[Seen, ...] = get_args(Seen)
 PHASES = ("load", "cache", "step", "preview", "export")
 LAST_RESORT = "caching-off"
+MEASURED = Tuned(Choice("attention", {}, "flash"), Choice("products", {}, "a table"), "table.csv")
+TAKES_BACK = {"attention-of-torch": "attention", "tuned-products-off": "products"}
+"""Changes that take back a choice measured on this machine, and the setting of each."""
 
 
 def of_size(batch_size: int = 8, **runtime: object) -> Recipe:
@@ -124,8 +128,13 @@ def test_hipblaslt_is_switched_off_by_the_names_that_the_plan_uses() -> None:
 def test_from_the_situation_over_the_plan_to_the_settings_of_the_worker(change: Change) -> None:
     where = start(WINDOWS) if change.id == "miopen-gemm-off" else start()
     where = start("linux-mi300x", ranks=2) if change.id == "p2p-off" else where  # consumer cards begin with it
+    where = start(tuned=MEASURED) if change.id in TAKES_BACK else where
     before, then = plan(replace(where, changes=())), after(change.id, of=where)
     environ = then.applied_to({})
+    if change.id in TAKES_BACK:
+        name = TAKES_BACK[change.id]
+        assert getattr(settings_from(environ), name) == getattr(Settings(), name) != getattr(before.settings, name)
+        return
     assert settings_from(environ) == then.settings
     for row in change.sets:
         rows = [found for found in then.rows if found.variable == row.variable]
@@ -136,6 +145,13 @@ def test_from_the_situation_over_the_plan_to_the_settings_of_the_worker(change: 
             assert getattr(before.settings, name) == getattr(Settings(), name), "the control: not without the change"
         elif row.when is None or row.when.holds(where):
             assert [found.value for found in rows] == [row.value] and environ[row.variable] == row.value
+
+
+@pytest.mark.parametrize("seen", ["illegal-access", "nonfinite", "hang", "died"])
+def test_choices_measured_here_are_taken_back_first(seen: Seen) -> None:
+    done, _ = walk(seen, "step", start(tuned=MEASURED))
+    assert [name for name in done if name in {*TAKES_BACK, "triton-off"}] == [*TAKES_BACK, "triton-off"]
+    assert not set(TAKES_BACK) & set(walk(seen, "step", start())[0]), "the control: nothing was measured"
 
 
 def test_no_change_no_row() -> None:

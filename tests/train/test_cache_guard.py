@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from lora_rocm.checks.canary import Canary
 from lora_rocm.device.transfer import DeviceTransfer, copy_to_device
 from lora_rocm.errors import CanaryError, TransferError
+from lora_rocm.families import vae as vae_module
 from lora_rocm.families.base import family_for
-from lora_rocm.families.ldm import encoders
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.latent_cache import quarantine
 from lora_rocm.recipe.load import dump_recipe
@@ -116,7 +116,7 @@ def test_an_encoder_whose_weights_change_in_memory_leaves_nothing_behind(
     material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[nn.Module] = []
-    load_vae = encoders.load_vae
+    load_vae = vae_module.load_vae
 
     def kept(*args: Any) -> nn.Module:
         loaded.append(load_vae(*args))
@@ -127,7 +127,7 @@ def test_an_encoder_whose_weights_change_in_memory_leaves_nothing_behind(
             next(loaded[-1].parameters()).data.view(torch.int32).view(-1)[0] ^= 1
 
     monkeypatch.setattr("lora_rocm.dataset.progress.REPORT_EVERY_S", 0.0)
-    monkeypatch.setattr(encoders, "load_vae", kept)
+    monkeypatch.setattr(vae_module, "load_vae", kept)
     with pytest.raises(CanaryError) as caught:
         fill(material, tmp_path, flip)
     assert caught.value.code == "canary-weights" and "vae." in caught.value.where and ENCODERS in caught.value.where

@@ -47,14 +47,14 @@ def test_sizes_that_the_family_does_not_take(family: str, options: dict[str, Any
 def test_outside_of_a_run_the_family_is_named_or_recognised(tmp_path: Path) -> None:
     lora = tmp_path / LORA
     assert recipe_for(job(base="builtin:tiny-sdxl"), lora, TOYS).spec.name == "sdxl"
-    (tmp_path / "model_index.json").write_text('{"_class_name": "ToyTextPipeline"}', encoding="utf-8")
-    assert recipe_for(job(base=str(tmp_path)), lora, TOYS).spec.name == "toy-text"
+    (tmp_path / "model_index.json").write_text('{"_class_name": "StableDiffusionXLPipeline"}', encoding="utf-8")
+    assert recipe_for(job(base=str(tmp_path)), lora, TOYS).spec.name == "sdxl"
     asked = recipe_for(job(base=str(tmp_path), family="toy-video"), lora, TOYS)
     assert (asked.spec.name, asked.model.name_or_path) == ("toy-video", str(tmp_path))
     with pytest.raises(UserError, match="not recognised"):
         recipe_for(job(base=str(tmp_path / "nowhere.safetensors")), lora, TOYS)
     with pytest.raises(UserError, match="takes no folder of configs"):
-        recipe_for(job(base=str(tmp_path), config="c"), lora, TOYS)
+        recipe_for(job(base=str(tmp_path), config="c", family="toy-text"), lora, TOYS)
 
 
 def test_in_a_run_its_family_counts(tmp_path: Path) -> None:

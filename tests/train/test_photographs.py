@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 from PIL import Image
 
@@ -13,15 +12,14 @@ from lora_rocm.rundir.layout import RunDir
 from tests.tiny_models import SHALLOW, write_tiny_sdxl
 from tests.train.test_pipeline import make_recipe, start
 
-skimage_data = pytest.importorskip("skimage.data", reason="scikit-image ships the photographs")
+PHOTOGRAPHS = Path(__file__).parents[1] / "photographs"
 
 
 def test_photographs_train_through_buckets_and_broken_files_are_set_aside(tmp_path: Path) -> None:
     write_tiny_sdxl(tmp_path / "model", **SHALLOW)
     folder = tmp_path / "images"
     folder.mkdir()
-    installed = Path(skimage_data.__file__).parent
-    names = [path for path in sorted(installed.iterdir()) if path.suffix in (".png", ".jpg")]
+    names = [path for path in sorted(PHOTOGRAPHS.iterdir()) if path.suffix in (".png", ".jpg")]
     shapes = set()
     for path in names:
         with Image.open(path) as image:

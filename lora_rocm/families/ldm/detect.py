@@ -4,74 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from lora_rocm.base_models import storage_formats
 from lora_rocm.base_models.conversion import beside
 from lora_rocm.base_models.loading import DOWNLOAD_AGAIN, PICKLE_SUFFIXES, UNFIT_ERRORS, Source, read_config
-from lora_rocm.base_models.safetensors_file import Header
 from lora_rocm.errors import ModelError
+from lora_rocm.families.component_check import MAX_NAMED, check_component
 from lora_rocm.families.objectives import ddpm
-from lora_rocm.foundation.tables import read_table
 from lora_rocm.foundation.terminal_text import printable
+from lora_rocm.model_files.adapters import kind_of
+from lora_rocm.model_files.header import Header
+from lora_rocm.model_files.models import PARTS, model_of, models_in, pipeline_of
 
 UNET_PREFIX = "model.diffusion_model."
 MAX_TIMESTEPS = 100_000
 SPACINGS = ("linspace", "leading", "trailing")
-MAX_NAMED = 3
 FIX = "Use {} base model or one of its fine-tunes: a diffusers folder, a .safetensors checkpoint or a hub id."
 REFINER = "an SDXL refiner, which makes no images of its own"
-SD1, SD2, SD, SDXL = (
-    "a Stable Diffusion 1.x model",
-    "a Stable Diffusion 2.x model",
-    "a Stable Diffusion 1.x or 2.x model",
-    "an SDXL model",
-)
-
+TEXT_KEYS = "down_blocks.1.attentions.0.transformer_blocks.0.attn2.to_k.weight"
 NO_TEXT = "a UNet alone, without text encoders and VAE"
-
-
-@dataclass(frozen=True)
-class Marker:
-    """What names of tensors have in common -> a model; all ``parts`` have to occur."""
-
-    parts: tuple[str, ...]
-    model: str
-
-
-@dataclass(frozen=True)
-class Prefix:
-    """The start of a name -> a model."""
-
-    prefix: str
-    model: str
-
-
-@dataclass(frozen=True)
-class Unet:
-    """Text width that the first attention of a UNet reads -> a model."""
-
-    width: int
-    model: str
-
-
-@dataclass(frozen=True)
-class DetectTable:
-    """The file."""
-
-    pipelines: tuple[Prefix, ...]
-    markers: tuple[Marker, ...]
-    text_encoders: tuple[Prefix, ...]
-    unets: tuple[Unet, ...]
-
-
-@cache
-def _table() -> DetectTable:
-    return read_table(Path(__file__).with_name("detect.toml"), DetectTable)
 
 
 @dataclass(frozen=True)
@@ -80,18 +33,14 @@ class Expected:
 
     title: name for people.
     with_article: the name with its article.
-    own: models in ``detect.toml`` that belong to this family.
-    pipeline: prefix of the class in a folder's model_index.json.
-    text_prefix: prefix of text encoder tensors in a one-file checkpoint that no other family has.
+    family: value of ``model.family``.
     has_sizes: the UNet is conditioned on sizes and pooled text (SDXL).
     width: width of the text that the UNet's attention reads.
     """
 
     title: str
     with_article: str
-    own: frozenset[str]
-    pipeline: str
-    text_prefix: str
+    family: str
     has_sizes: bool
     width: int
 
@@ -112,36 +61,12 @@ def check(source: Source, expected: Expected) -> tuple[str, ...]:
     else:
         _check_folder(source, expected)
     _check_unet(source, expected, source.config("unet"))
-    if source.vae is not None:
+    if "vae" in source.own:
         _check_vae(source, expected)
-    said = [_check_component(source, expected, name) for name in source.layout.parts]
+    said = [check_component(source, name, expected.fix) for name in source.layout.parts]
     if source.single_header is not None:
         said.append(_named_beside(source, source.single_header))
     return tuple(filter(None, said))
-
-
-def _check_component(source: Source, expected: Expected, name: str) -> str:
-    """Refuse a component whose weights do not match its config. Returns a notice, or an empty string."""
-    headers, prefix = source.weights(name)
-    storage_formats.refuse_quantised_config(source.config_path(name), source.config(name))
-    for header in headers:
-        storage_formats.refuse_scaled(header.path, header.tensors)
-    found = source.look(name)
-    where = headers[0].path
-    if found.unread:
-        named = ", ".join(printable(key)[:200] for key in found.unread[:MAX_NAMED])
-        count = "1 tensor" if len(found.unread) == 1 else f"{len(found.unread)} tensors"
-        raise ModelError(
-            "weights-unknown",
-            f"The {name} has {count} that its config does not know: {named}. To leave them out would be to train "
-            "another model than this.",
-            where=str(where),
-            fix=expected.fix,
-        )
-    entries = {key: entry for header in headers for key, entry in header.tensors.items() if key.startswith(prefix)}
-    read = set().union(*found.made_of.values())
-    storage_formats.refuse_whole_numbers(where, entries, read)
-    return storage_formats.rounding(name, [entries[key] for key in read])
 
 
 def _named_beside(source: Source, header: Header) -> str:
@@ -194,14 +119,14 @@ def _check_folder(source: Source, expected: Expected) -> None:
         raise _not_a_model(source)
     index = read_config(index_path)
     kind = str(index.get("_class_name", ""))
-    known = next((row.model for row in _table().pipelines if kind.startswith(row.prefix)), None)
-    known = None if known in expected.own else known
-    if "transformer" in index or known is not None:
-        raise _wrong(source, expected, known or f"a model for {printable(kind)[:80]}")
+    known = pipeline_of(kind)
+    is_own = known is not None and expected.family in known.families
+    if "transformer" in index or (known is not None and not is_own):
+        raise _wrong(source, expected, known.title if known and not is_own else f"a model for {printable(kind)[:80]}")
     if not _is_listed(index, "text_encoder") and _is_listed(index, "text_encoder_2"):
         raise _wrong(source, expected, REFINER)
     missing = [name for name in source.layout.parts if not (source.folder / name).is_dir()]
-    if missing and not kind.startswith(expected.pipeline):
+    if missing and not is_own:
         raise _wrong(source, expected, f"a model for {kind}" if kind else "no pipeline that is known here")
     if missing:
         raise ModelError(
@@ -221,21 +146,23 @@ def _is_listed(index: Mapping[str, Any], name: str) -> bool:
 
 
 def _check_single(source: Source, expected: Expected, header: Header) -> None:
-    for row in _table().markers:
-        if row.model not in expected.own and all(any(part in name for name in header.tensors) for part in row.parts):
-            raise _wrong(source, expected, row.model)
-    if not _has(header, expected.text_prefix):
-        other = next((row.model for row in _table().text_encoders if _has(header, row.prefix)), None)
-        if other is not None and other not in expected.own:
-            raise _wrong(source, expected, other)
+    adapter, found = kind_of(header.tensors), models_in(header.shapes)
+    if adapter:
+        raise _wrong(source, expected, f"a {adapter} file, not a base model")
+    other = next((each for each in found if each.part in PARTS and each.family != expected.family), None)
+    if other is not None:
+        raise _wrong(source, expected, other.title)
+    if not any(each.part == "whole" for each in found):
         if _has(header, UNET_PREFIX):
             raise _incomplete(source, "text encoders")
-        raise _wrong(source, expected, _unet_alone(header, expected) or "no checkpoint that is known here")
+        if not found:
+            raise _wrong(source, expected, "no checkpoint that is known here")
+        raise _wrong(source, expected, NO_TEXT if found[0].part == "unet" else found[0].title)
     channels = header.shape(f"{UNET_PREFIX}input_blocks.0.0.weight")
     if channels is None:
         raise _incomplete(source, "UNet")
     _check_channels(source, expected, channels[1])
-    if source.vae is None and not _has(header, source.layout.parts["vae"].prefix):
+    if "vae" not in source.own and not _has(header, source.layout.parts["vae"].prefix):
         raise _incomplete(source, "VAE (or set model.vae)")
 
 
@@ -243,18 +170,9 @@ def _has(header: Header, prefix: str) -> bool:
     return any(name.startswith(prefix) for name in header.tensors)
 
 
-def _unet_alone(header: Header, expected: Expected) -> str:
-    """Description of a file that holds only a UNet (diffusers names, or original names without prefix); else ""."""
-    for end in (".attn2.to_k.weight", ".transformer_blocks.0.attn2.to_k.weight"):
-        for name, entry in header.tensors.items():
-            if name.endswith(end) and len(entry.shape) == 2:
-                width = entry.shape[1]
-                return NO_TEXT if width == expected.width else _unet_of(width)
-    return ""
-
-
 def _unet_of(width: int) -> str:
-    return next((row.model for row in _table().unets if row.width == width), "")
+    found = model_of({TEXT_KEYS: (width, width)})
+    return found.title if found is not None else ""
 
 
 def _check_unet(source: Source, expected: Expected, config: Mapping[str, Any]) -> None:
@@ -263,7 +181,7 @@ def _check_unet(source: Source, expected: Expected, config: Mapping[str, Any]) -
         what = "a UNet without SDXL's text and time conditioning (Stable Diffusion 1.x or 2.x has none)"
         raise _wrong(source, expected, what)
     if not expected.has_sizes and addition is not None:
-        raise _wrong(source, expected, f"{SDXL}, or another whose UNet is conditioned on more than text")
+        raise _wrong(source, expected, "an SDXL model, or another whose UNet is conditioned on more than text")
     if isinstance(width, int) and width != expected.width and (other := _unet_of(width)):
         raise _wrong(source, expected, other)
     _check_channels(source, expected, config.get("in_channels"))
@@ -286,7 +204,7 @@ def _check_vae(source: Source, expected: Expected) -> None:
         raise ModelError(
             "wrong-family",
             f"This is not a VAE of {expected.title}.",
-            where=f"model.vae: {source.vae}",
+            where=f"model.vae: {source.own['vae']}",
             fix=f"Leave model.vae out, or give a VAE of {expected.title}.",
         )
 

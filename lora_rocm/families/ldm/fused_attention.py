@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lora_rocm.families.ldm.fusion_options import Fusion
 from lora_rocm.kernels.lora_layer import base_of
 from lora_rocm.kernels.merged import MergedLinears
+from lora_rocm.kernels.weight_format import PackedLinear
 
 
 def merge_projections(attention: Attention, how: Fusion) -> None:
@@ -74,6 +75,7 @@ class MergedProjections:
 def _is_plain_attention(attention: Attention) -> bool:
     unusual = (attention.spatial_norm, attention.group_norm, attention.norm_q, attention.norm_k, attention.norm_cross)
     bases = [base_of(layer) for layer in (attention.to_q, attention.to_k, attention.to_v)]
-    linear = all(type(base) is nn.Linear and base.bias is None for base in bases)
+    kinds = {type(base) for base in bases}
+    linear = kinds in ({nn.Linear}, {PackedLinear}) and all(base.bias is None for base in bases)
     plain = not attention.residual_connection and attention.rescale_output_factor == 1
     return linear and plain and all(part is None for part in unusual)

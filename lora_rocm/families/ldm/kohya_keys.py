@@ -39,7 +39,7 @@ OUTER = {
     "conv_out": "out.2",
 }
 MIDDLE = {"resnets.0": "0", "attentions.0": "1", "resnets.1": "2"}
-PREFIXES = {"unet": "lora_unet", "text_encoder": "lora_te1", "text_encoder_2": "lora_te2"}
+PREFIXES = {"unet": "lora_unet_", "text_encoder": "lora_te1_", "text_encoder_2": "lora_te2_"}
 
 
 def sgm_name(module: str, config: Mapping[str, Any]) -> str:
@@ -86,6 +86,6 @@ def kohya_key(component: str, module: str, unet_config: Mapping[str, Any]) -> st
     kohya's names have ``text_model`` in both.
     """
     if component == "unet":
-        return f"{PREFIXES[component]}_{sgm_name(module, unet_config).replace('.', '_')}"
+        return f"{PREFIXES[component]}{sgm_name(module, unet_config).replace('.', '_')}"
     path = "text_model." + module.removeprefix("text_model.")
-    return f"{PREFIXES[component]}_{path.replace('.', '_')}"
+    return f"{PREFIXES[component]}{path.replace('.', '_')}"

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from diffusers import EulerDiscreteScheduler
-from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 from torch import Tensor, nn
 
 from lora_rocm.base_models.loading import Source
-from lora_rocm.device.backend_settings import plain_attention
 from lora_rocm.families.base import LoadedModel, PreviewRequest
-from lora_rocm.families.ldm.encoders import TILING_PIXELS, load_vae
 from lora_rocm.families.objectives.base import LatentSpace
+from lora_rocm.families.recompute import evaluating
+from lora_rocm.families.vae import decode, pixels_per_latent
 
 BATCH_PIXELS = 1024 * 1024  # total area of a batch of images of one size
 
@@ -60,20 +58,7 @@ def sample_images(
             for index, latent_CHW in zip(group, batch, strict=True):
                 latents[index] = latent_CHW
     drawn = [latent for latent in latents if latent is not None]
-    return _decode(source, model.device, drawn, space, in_tiles)
-
-
-@contextmanager
-def evaluating(modules: Any) -> Iterator[None]:
-    """Eval mode (no dropout, no recomputation); restores the mode of every submodule afterwards."""
-    before = [(module, module.training) for root in modules for module in root.modules()]
-    for module, _ in before:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module, training in before:
-            module.training = training
+    return decode(source, model.device, drawn, space, in_tiles)
 
 
 def _pipeline(model: LoadedModel, scheduler_config: Mapping[str, Any], make_pipeline: MakePipeline) -> Any:
@@ -132,28 +117,3 @@ def _embed(embeddings: Embeddings, prompts: Sequence[str], model: LoadedModel) -
     encoded = {prompt: embeddings(prompt) for prompt in dict.fromkeys(prompts)}
     names = encoded[prompts[0]]
     return {name: torch.cat([encoded[prompt][name] for prompt in prompts]).to(model.dtype) for name in names}
-
-
-def _decode(
-    source: Source,
-    device: torch.device,
-    latents: Sequence[Tensor],
-    space: LatentSpace,
-    in_tiles: bool,
-) -> list[Image.Image]:
-    vae = load_vae(source, device, in_tiles)
-    processor = VaeImageProcessor(vae_scale_factor=1)
-    shift, scale = (values_C.to(device)[:, None, None] for values_C in (space.shift_C, space.scale_C))
-    ratio = pixels_per_latent(source)
-    images: list[Image.Image] = []
-    for latents_CHW in latents:
-        vae.use_tiling = in_tiles or latents_CHW.shape[1] * latents_CHW.shape[2] * ratio**2 > TILING_PIXELS
-        with plain_attention(device):
-            pixels_BCHW = vae.decode((latents_CHW / scale + shift)[None], return_dict=False)[0]
-        images += processor.postprocess(pixels_BCHW, output_type="pil")
-    return images
-
-
-def pixels_per_latent(source: Source) -> int:
-    """Pixels per latent along a side (8 in SDXL and in Stable Diffusion 1.x and 2.x)."""
-    return int(2 ** (len(source.config("vae")["block_out_channels"]) - 1))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -61,6 +62,23 @@ class LatentSpace:
     mean: str = "latent_mean"
     std: str = "latent_std"
 
+    def draws(self, rngs: Sequence[torch.Generator], shape: Sequence[int]) -> dict[str, Tensor]:
+        """The draws that ``sample`` needs, for latents of ``shape`` (without B): float32, one row per generator."""
+        return {
+            "posterior": normal(rngs, shape),
+            "latent_shift": self.shift_C.expand(len(rngs), -1).contiguous(),
+            "latent_scale": self.scale_C.expand(len(rngs), -1).contiguous(),
+        }
+
+    def sample(self, batch: Mapping[str, Tensor], draws: Mapping[str, Tensor]) -> Tensor:
+        """Normalised latents, float32 [B, C, ...], sampled from the VAE's diagonal Gaussian posterior.
+
+        Source: arXiv 1312.6114, section 2.4.
+        """
+        latents = batch[self.mean] + batch[self.std] * draws["posterior"]
+        shift, scale = (over(draws[name], latents) for name in ("latent_shift", "latent_scale"))
+        return (latents - shift) * scale
+
 
 class Objective(Protocol):
     """The protocol that the training loop uses to draw noise and timesteps."""
@@ -77,3 +95,18 @@ class Objective(Protocol):
     def fixed_draw(self, batch: Mapping[str, Tensor], seeds: Sequence[int], position: float) -> Draws:
         """As ``draw``, but at a fixed position of the noise schedule (0 clean .. 1 noise), for the validation loss."""
         ...
+
+
+def generators(seeds: Sequence[int]) -> list[torch.Generator]:
+    """One CPU generator per sample. Its numbers depend on its seed alone, not on the batch or the device."""
+    return [torch.Generator().manual_seed(seed) for seed in seeds]
+
+
+def normal(rngs: Sequence[torch.Generator], shape: Sequence[int]) -> Tensor:
+    """Standard normal noise of ``shape`` for each sample: float32 [B, *shape]."""
+    return torch.stack([torch.randn(tuple(shape), generator=rng) for rng in rngs])
+
+
+def over(values: Tensor, like: Tensor) -> Tensor:
+    """Append dimensions of length 1 to ``values`` so that they broadcast over ``like`` (one value per sample: [B])."""
+    return values.reshape(*values.shape, *(1,) * (like.ndim - values.ndim))

@@ -16,7 +16,7 @@ import torch
 from diffusers import DDPMScheduler
 from torch import Tensor
 
-from lora_rocm.families.objectives.base import Draws, LatentSpace
+from lora_rocm.families.objectives.base import Draws, LatentSpace, generators, normal, over
 from lora_rocm.families.spec import CheckpointSection
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.recipe.sections import DdpmSection
@@ -89,28 +89,24 @@ class DdpmObjective:
     def _draws(self, batch: Mapping[str, Tensor], rngs: list[torch.Generator], timesteps_B: Tensor) -> Draws:
         """All tensors that the loss needs besides the batch, including those looked up on the host."""
         shape = batch[self.latents.mean].shape[1:]
-        posterior = normal(rngs, shape)
+        sampling = self.latents.draws(rngs, shape)
         noise = offset_noise(normal(rngs, shape), rngs, self.settings.noise_offset)
         signal_B, noise_level_B = self.schedule.levels(timesteps_B)
         weight_B = min_snr_weight(signal_B, noise_level_B, self.settings.min_snr_gamma, self.schedule.prediction_type)
         return Draws(
             {
                 "timesteps": timesteps_B,
-                "posterior": posterior,
                 "noise": noise,
                 "signal": signal_B,
                 "noise_level": noise_level_B,
                 "snr_weight": weight_B,
-                "latent_shift": self.latents.shift_C.expand(len(rngs), -1).contiguous(),
-                "latent_scale": self.latents.scale_C.expand(len(rngs), -1).contiguous(),
+                **sampling,
             }
         )
 
     def noised(self, batch: Mapping[str, Tensor], draws: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """(model input, target), float32 [B, C, ...], on the device of the batch."""
-        latents = sample_posterior(batch[self.latents.mean], batch[self.latents.std], draws["posterior"])
-        shift, scale = (over(draws[name], latents) for name in ("latent_shift", "latent_scale"))
-        latents = (latents - shift) * scale
+        latents = self.latents.sample(batch, draws)
         levels = (draws["signal"], draws["noise_level"])
         noisy = add_noise(latents, draws["noise"], *levels)
         if self.schedule.prediction_type == "v_prediction":
@@ -151,11 +147,6 @@ def noise_schedule(config: Mapping[str, Any], prediction_type: str, zero_termina
     return NoiseSchedule(scheduler.alphas_cumprod.clone(), prediction_type)
 
 
-def over(values: Tensor, like: Tensor) -> Tensor:
-    """Append dimensions of length 1 to ``values`` so that they broadcast over ``like`` (one value per sample: [B])."""
-    return values.reshape(*values.shape, *(1,) * (like.ndim - values.ndim))
-
-
 def add_noise(latents: Tensor, noise: Tensor, signal: Tensor, noise_level: Tensor) -> Tensor:
     """Noisy latents at the given levels (DDPM, eq. 4), for latents of any number of dimensions.
 
@@ -186,21 +177,6 @@ def min_snr_weight(signal_B: Tensor, noise_level_B: Tensor, gamma: float, predic
     if prediction_type == "v_prediction":  # signal power and noise power add up to 1
         return torch.minimum(signal_power_B, gamma * noise_power_B)
     return (gamma * noise_power_B / signal_power_B).clamp(max=1.0)
-
-
-def sample_posterior(mean: Tensor, std: Tensor, noise: Tensor) -> Tensor:
-    """A sample from the VAE's diagonal Gaussian posterior (arXiv 1312.6114, section 2.4)."""
-    return mean + std * noise
-
-
-def generators(seeds: Sequence[int]) -> list[torch.Generator]:
-    """One CPU generator per sample. Its numbers depend on its seed alone, not on the batch or the device."""
-    return [torch.Generator().manual_seed(seed) for seed in seeds]
-
-
-def normal(rngs: Sequence[torch.Generator], shape: Sequence[int]) -> Tensor:
-    """Standard normal noise of ``shape`` for each sample: float32 [B, *shape]."""
-    return torch.stack([torch.randn(tuple(shape), generator=rng) for rng in rngs])
 
 
 def uniform_timesteps(rngs: Sequence[torch.Generator], count: int) -> Tensor:

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from lora_rocm.base_models.loading import Source
 from lora_rocm.base_models.safetensors_file import read_tensors
-from lora_rocm.families.ldm.detect import SD, SD1, SD2, UNET_PREFIX, Expected
+from lora_rocm.families.ldm.detect import UNET_PREFIX, Expected
 
 EXPECTED_SD15 = Expected(
     title="Stable Diffusion 1.x",
     with_article="a Stable Diffusion 1.x",
-    own=frozenset({SD1, SD}),
-    pipeline="StableDiffusionPipeline",
-    text_prefix="cond_stage_model.",
+    family="sd15",
     has_sizes=False,
     width=768,
 )
 EXPECTED_SD2 = Expected(
     title="Stable Diffusion 2.x",
     with_article="a Stable Diffusion 2.x",
-    own=frozenset({SD2, SD}),
-    pipeline="StableDiffusionPipeline",
-    text_prefix="cond_stage_model.model.",
+    family="sd2",
     has_sizes=False,
     width=1024,
 )

@@ -11,7 +11,8 @@ from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, TensorSpec
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.families import clip
 from lora_rocm.families.base import Encode, Inputs, Tensors
-from lora_rocm.families.ldm.encoders import CPU, ENCODING_VERSION, tokenizer_identity
+from lora_rocm.families.tokenizers import tokenizer_identity
+from lora_rocm.families.vae import CPU, ENCODING_VERSION
 
 
 class TextEncoder:

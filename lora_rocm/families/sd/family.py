@@ -18,10 +18,10 @@ from lora_rocm.base_models import conversion
 from lora_rocm.base_models.loading import Layout, Part, Source
 from lora_rocm.families import clip
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors
-from lora_rocm.families.ldm.encoders import VaeEncoder
 from lora_rocm.families.ldm.family import LdmFamily
 from lora_rocm.families.sd.detect import EXPECTED_SD2, EXPECTED_SD15, predicts_velocity
 from lora_rocm.families.sd.encoders import TextEncoder, TokenEncoder
+from lora_rocm.families.vae import VaeEncoder
 
 UNET = Part(UNet2DConditionModel, "model.diffusion_model.", conversion.unet_of_ldm)
 VAE = Part(AutoencoderKL, "first_stage_model.", conversion.vae_of_ldm, other_prefixes=("vae.",))
@@ -31,9 +31,8 @@ LAYOUT_SD15 = Layout(
         "vae": VAE,
         "text_encoder": Part(CLIPTextModel, "cond_stage_model.", conversion.clip_of_ldm),
     },
-    tokenizers=("tokenizer",),
+    tokenizers={"tokenizer": "clip_l"},
     configs=Path(__file__).parent / "config_sd15",
-    tokenizers_repo="stable-diffusion-v1-5/stable-diffusion-v1-5",
 )
 LAYOUT_SD2 = Layout(
     parts={
@@ -43,9 +42,8 @@ LAYOUT_SD2 = Layout(
             CLIPTextModel, "cond_stage_model.", conversion.open_clip_of_ldm("cond_stage_model.model.")
         ),
     },
-    tokenizers=("tokenizer",),
+    tokenizers={"tokenizer": "clip_g"},
     configs=Path(__file__).parent / "config_sd2",
-    tokenizers_repo="stabilityai/stable-diffusion-2-1",
 )
 
 
@@ -54,17 +52,11 @@ class StableDiffusion(LdmFamily):
 
     pipeline = StableDiffusionPipeline
     text_components = ("text_encoder",)
-    kohya_prefixes = {"unet": "lora_unet", "text_encoder": "lora_te"}
+    file_prefixes = {"unet": "lora_unet_", "text_encoder": "lora_te_"}
 
     def encoders(self) -> Sequence[Encoder]:
         words = TokenEncoder if self.recipe.lora.train_text_encoder else TextEncoder
         return [VaeEncoder(self.source), words(self.source)]
-
-    def sample_meta(
-        self, original_hw: tuple[int, int], crop_top_left: tuple[int, int], target_hw: tuple[int, int]
-    ) -> Tensors:
-        """Empty: the UNet is not conditioned on sizes."""
-        return {}
 
     def text_example(self, rows: int) -> Tensors:
         if self.recipe.lora.train_text_encoder:

@@ -1,4 +1,4 @@
-"""The specifications of Stable Diffusion 1.x and 2.x for the light half: recipe sections, names and marks."""
+"""The specifications of Stable Diffusion 1.x and 2.x for the light half: recipe sections and names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from lora_rocm.families.spec import Axis, CheckpointSection, FamilySpec, FileMetadata, Marks, ShapeRules
+from lora_rocm.families.spec import Axis, CheckpointSection, FamilySpec, FileMetadata, ShapeRules
 from lora_rocm.recipe.sections import DdpmSection, PathOrHubId
 
 WHERE = "A diffusers folder, a hub id or a single .safetensors checkpoint."
@@ -29,7 +29,6 @@ class Sd2Section(CheckpointSection):
 SHAPES = ShapeRules(
     (Axis("h", multiple=8, per_latent=8, per_token=8), Axis("w", multiple=8, per_latent=8, per_token=8))
 )
-PIPELINES = ("StableDiffusionPipeline",)
 
 SPEC_SD15 = FamilySpec(
     name="sd15",
@@ -46,12 +45,6 @@ SPEC_SD15 = FamilySpec(
         implementation="https://github.com/CompVis/stable-diffusion",
         extra={"ss_v2": "False"},
     ),
-    marks=Marks(
-        pipelines=PIPELINES,
-        tensors=("cond_stage_model.transformer.", "model.diffusion_model."),
-        base_versions=("sd_v1", "sd_1"),
-        architectures=("stable-diffusion-v1",),
-    ),
 )
 SPEC_SD2 = FamilySpec(
     name="sd2",
@@ -67,11 +60,5 @@ SPEC_SD2 = FamilySpec(
         architecture="stable-diffusion-v2/lora",
         implementation="https://github.com/Stability-AI/stablediffusion",
         extra={"ss_v2": "True"},
-    ),
-    marks=Marks(
-        pipelines=PIPELINES,
-        tensors=("cond_stage_model.model.", "model.diffusion_model."),
-        base_versions=("sd_v2", "sd_2"),
-        architectures=("stable-diffusion-v2",),
     ),
 )

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from lora_rocm.families.ldm.detect import SDXL, Expected
+from lora_rocm.families.ldm.detect import Expected
 
 EXPECTED = Expected(
     title="SDXL",
     with_article="an SDXL",
-    own=frozenset({SDXL}),
-    pipeline="StableDiffusionXL",
-    text_prefix="conditioner.embedders.1.",
+    family="sdxl",
     has_sizes=True,
     width=2048,
 )

@@ -19,9 +19,10 @@ from lora_rocm.base_models.loading import Layout, Part
 from lora_rocm.families import clip
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors
 from lora_rocm.families.ldm import kohya_keys
-from lora_rocm.families.ldm.encoders import TEXT_COMPONENTS, TextEncoder, TokenEncoder, VaeEncoder
 from lora_rocm.families.ldm.family import LdmFamily
 from lora_rocm.families.sdxl.detect import EXPECTED
+from lora_rocm.families.sdxl.encoders import TEXT_COMPONENTS, TextEncoder, TokenEncoder
+from lora_rocm.families.vae import VaeEncoder
 
 LAYOUT = Layout(
     parts={
@@ -34,9 +35,8 @@ LAYOUT = Layout(
             conversion.open_clip_of_ldm("conditioner.embedders.1.model."),
         ),
     },
-    tokenizers=("tokenizer", "tokenizer_2"),
+    tokenizers={"tokenizer": "clip_l", "tokenizer_2": "clip_g"},
     configs=Path(__file__).parent / "config",
-    tokenizers_repo="stabilityai/stable-diffusion-xl-base-1.0",
 )
 
 
@@ -48,7 +48,7 @@ class Sdxl(LdmFamily):
     expected = EXPECTED
     pipeline = StableDiffusionXLPipeline
     text_components = TEXT_COMPONENTS
-    kohya_prefixes = kohya_keys.PREFIXES
+    file_prefixes = kohya_keys.PREFIXES
 
     def encoders(self) -> Sequence[Encoder]:
         if self.recipe.lora.train_text_encoder:

@@ -1,4 +1,4 @@
-"""The specification of SDXL for the light half: recipe section, names and marks."""
+"""The specification of SDXL for the light half: recipe section and names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from lora_rocm.families.spec import Axis, CheckpointSection, FamilySpec, FileMetadata, Marks, ShapeRules
+from lora_rocm.families.spec import Axis, CheckpointSection, FamilySpec, FileMetadata, ShapeRules
 from lora_rocm.recipe.sections import DdpmSection, PathOrHubId
 
 
@@ -35,11 +35,5 @@ SPEC = FamilySpec(
         architecture="stable-diffusion-xl-v1-base/lora",
         implementation="https://github.com/Stability-AI/generative-models",
         extra={"ss_v2": "False"},
-    ),
-    marks=Marks(
-        pipelines=("StableDiffusionXL",),
-        tensors=("conditioner.embedders.1.", "model.diffusion_model."),
-        base_versions=("sdxl_",),
-        architectures=("stable-diffusion-xl-v1",),
     ),
 )

@@ -14,10 +14,10 @@ from diffusers import AutoencoderKL, StableDiffusionXLPipeline
 
 from lora_rocm.dataset.caption_length import lost_ends
 from lora_rocm.dataset.entry_spec import CAPTION, IMAGE
+from lora_rocm.families import vae as vae_module
 from lora_rocm.families.clip import CLIP_TOKENS, load_tokenizer, token_limit
-from lora_rocm.families.ldm import encoders
-from lora_rocm.families.ldm.encoders import SMALL_TILE_PX, VaeEncoder
 from lora_rocm.families.sdxl.family import Sdxl
+from lora_rocm.families.vae import SMALL_TILE_PX, VaeEncoder
 from lora_rocm.latent_cache.quarantine import plain_door
 from tests.tiny_models import tiny_recipe, write_tiny_sdxl
 
@@ -62,7 +62,7 @@ def test_large_images_are_tiled(tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch
     encode = Sdxl(tiny_recipe(tiny_sdxl)).encoders()[0].load(plain_door(CPU))
     pixels = torch.rand(3, 128, 128) * 2 - 1
     whole = encode({IMAGE: pixels})["latent_mean"]
-    monkeypatch.setattr(encoders, "TILING_PIXELS", 128 * 128 - 1)
+    monkeypatch.setattr(vae_module, "TILING_PIXELS", 128 * 128 - 1)
     tiled = encode({IMAGE: pixels})["latent_mean"]
     vae = AutoencoderKL.from_pretrained(tiny_sdxl, subfolder="vae", use_safetensors=True)
     vae.enable_tiling()
@@ -74,7 +74,7 @@ def test_large_images_are_tiled(tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch
 def test_small_tiles_are_the_vae_s_at_that_size_and_have_a_fingerprint_of_their_own(
     tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encoders, "SMALL_TILE_PX", 64)
+    monkeypatch.setattr(vae_module, "SMALL_TILE_PX", 64)
     plain, words, _ = Sdxl(tiny_recipe(tiny_sdxl)).encoders()
     tiled = plain.in_tiles()
     assert tiled is not None and words.in_tiles() is None and tiled.fingerprint != plain.fingerprint
@@ -136,7 +136,7 @@ def test_as_many_captions_are_cut_as_the_tokenizer_of_transformers_cuts(tiny_sdx
 
 def test_images_are_encoded_with_the_attention_of_the_vae(tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entered: list[torch.device] = []
-    monkeypatch.setattr(encoders, "plain_attention", lambda device: entered.append(device) or nullcontext())
+    monkeypatch.setattr(vae_module, "plain_attention", lambda device: entered.append(device) or nullcontext())
     Sdxl(tiny_recipe(tiny_sdxl)).encoders()[0].load(plain_door(CPU))({IMAGE: torch.zeros(3, 64, 64)})
     assert entered == [CPU]
 

@@ -12,10 +12,11 @@ import torch
 from diffusers import AutoencoderKL, StableDiffusionXLPipeline
 from PIL import Image
 
+from lora_rocm.families import vae as vae_module
 from lora_rocm.families.base import PreviewRequest
-from lora_rocm.families.ldm import encoders, sampling
+from lora_rocm.families.ldm import sampling
 from lora_rocm.families.sdxl.family import Sdxl
-from tests.tiny_models import caption_encoder, tiny_recipe, write_tiny_sdxl
+from tests.tiny_models import caption_encoder, drawn_by, tiny_recipe, write_tiny_sdxl
 
 # diffusers hands NumPy a tensor in a way that NumPy 2 will not take for ever
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
@@ -39,15 +40,7 @@ def test_a_preview_is_the_pipeline_s_image(tiny_sdxl: Path, guidance: float, neg
     request = replace(REQUEST, guidance_scale=guidance, negative_prompt=negative)
     (ours,) = draw(tiny_sdxl, [request])
     pipeline = StableDiffusionXLPipeline.from_pretrained(tiny_sdxl, local_files_only=True)
-    theirs = pipeline(
-        request.prompt,
-        negative_prompt=request.negative_prompt,
-        height=request.height,
-        width=request.width,
-        num_inference_steps=request.steps,
-        guidance_scale=guidance,
-        generator=torch.Generator().manual_seed(request.seed),
-    ).images[0]
+    theirs = drawn_by(pipeline, request)
     assert ours.size == (64, 48)
     assert abs(pixels(ours) - pixels(theirs)).max() <= 1
 
@@ -125,14 +118,14 @@ def test_trained_text_encoders_speak_for_themselves(tiny_sdxl: Path) -> None:
 def test_large_images_are_decoded_in_tiles(tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     request = replace(REQUEST, width=128, height=128)
     (whole,) = draw(tiny_sdxl, [request])
-    monkeypatch.setattr(sampling, "TILING_PIXELS", 128 * 128 - 1)
+    monkeypatch.setattr(vae_module, "TILING_PIXELS", 128 * 128 - 1)
     (tiled,) = draw(tiny_sdxl, [request])
     assert tiled.size == whole.size
     assert abs(pixels(whole) - pixels(tiled)).max() > 0
 
 
 def test_small_tiles_are_asked_for_where_memory_is_short(tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoders, "SMALL_TILE_PX", 64)
+    monkeypatch.setattr(vae_module, "SMALL_TILE_PX", 64)
     request = replace(REQUEST, width=128, height=128)
     family = Sdxl(tiny_recipe(tiny_sdxl))
     model, text = family.load(torch.float32, CPU), caption_encoder(family)
@@ -151,6 +144,6 @@ def test_small_tiles_are_asked_for_where_memory_is_short(tiny_sdxl: Path, monkey
 
 def test_images_are_decoded_with_the_attention_of_the_vae(tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entered: list[torch.device] = []
-    monkeypatch.setattr(sampling, "plain_attention", lambda device: entered.append(device) or nullcontext())
+    monkeypatch.setattr(vae_module, "plain_attention", lambda device: entered.append(device) or nullcontext())
     draw(tiny_sdxl, [REQUEST])
     assert entered == [CPU]

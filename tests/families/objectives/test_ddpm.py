@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_rocm.families.objectives import ddpm
+from lora_rocm.families.objectives.base import LatentSpace, generators, normal
 from tests.tiny_models import scheduler_config
 
 SEEDS = st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=4)
@@ -72,20 +73,20 @@ def test_min_snr_weight_is_off_at_zero() -> None:
 
 @given(SEEDS)
 def test_draws_depend_on_the_seed_alone(seeds: list[int]) -> None:
-    together = ddpm.normal(ddpm.generators(seeds), (4, 2, 2))
-    alone = [ddpm.normal(ddpm.generators([seed]), (4, 2, 2))[0] for seed in seeds]
+    together = normal(generators(seeds), (4, 2, 2))
+    alone = [normal(generators([seed]), (4, 2, 2))[0] for seed in seeds]
     assert torch.equal(together, torch.stack(alone))
 
 
 @given(SEEDS)
 def test_timesteps_are_in_range(seeds: list[int]) -> None:
-    timesteps = ddpm.uniform_timesteps(ddpm.generators(seeds), 1000)
+    timesteps = ddpm.uniform_timesteps(generators(seeds), 1000)
     assert timesteps.dtype == torch.int64
     assert 0 <= timesteps.min() and timesteps.max() < 1000
 
 
 def test_timesteps_are_uniform() -> None:
-    timesteps = ddpm.uniform_timesteps(ddpm.generators(range(4000)), 1000)
+    timesteps = ddpm.uniform_timesteps(generators(range(4000)), 1000)
     quarters = torch.bincount(timesteps // 250, minlength=4)
     assert quarters.min() > 900
     assert timesteps.max() > 990 and timesteps.min() < 10
@@ -93,15 +94,17 @@ def test_timesteps_are_uniform() -> None:
 
 def test_offset_noise_shifts_whole_channels() -> None:
     noise = torch.randn(2, 4, 8, 8)
-    shifted = ddpm.offset_noise(noise, ddpm.generators([1, 2]), 0.1) - noise
+    shifted = ddpm.offset_noise(noise, generators([1, 2]), 0.1) - noise
     assert torch.allclose(shifted, shifted[:, :, :1, :1].expand_as(shifted), atol=1e-6)
     assert len(shifted[:, :, 0, 0].unique()) == 8
-    assert ddpm.offset_noise(noise, ddpm.generators([1, 2]), 0.0) is noise
+    assert ddpm.offset_noise(noise, generators([1, 2]), 0.0) is noise
 
 
 def test_posterior_sample() -> None:
     mean, std, noise = (torch.full((1, 4, 2, 2), value) for value in (1.0, 0.5, 2.0))
-    assert ddpm.sample_posterior(mean, std, noise).unique().tolist() == [2.0]
+    space = LatentSpace(torch.ones(4), torch.full((4,), 3.0))
+    draws = {**space.draws(generators([1]), (4, 2, 2)), "posterior": noise}
+    assert space.sample({"latent_mean": mean, "latent_std": std}, draws).unique().tolist() == [(2.0 - 1.0) * 3.0]
 
 
 def test_any_number_of_dimensions() -> None:
@@ -111,7 +114,7 @@ def test_any_number_of_dimensions() -> None:
     for function in (ddpm.add_noise, ddpm.velocity):
         video = function(latents[:, :, None], noise[:, :, None], *levels)
         assert torch.equal(video[:, :, 0], function(latents, noise, *levels))
-    rngs = [ddpm.generators([1, 2]) for _ in range(2)]
+    rngs = [generators([1, 2]) for _ in range(2)]
     video = ddpm.offset_noise(noise[:, :, None], rngs[0], 0.1)
     assert torch.equal(video[:, :, 0], ddpm.offset_noise(noise, rngs[1], 0.1))
     tokens, level = torch.ones(1, 2, 3), torch.tensor([[1.0, 0.5]])

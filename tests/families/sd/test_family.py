@@ -21,7 +21,7 @@ from lora_rocm.families.objectives.loss import losses
 from lora_rocm.families.sd.detect import TELLING_BIAS
 from lora_rocm.families.sd.family import LAYOUT_SD2, LAYOUT_SD15, Sd2, Sd15
 from lora_rocm.latent_cache.quarantine import plain_door
-from tests.tiny_models import scheduler_config, tiny_recipe, write_tiny_sdxl
+from tests.tiny_models import drawn_by, scheduler_config, tiny_recipe, write_tiny_sdxl
 from tests.tiny_sd import WIDTH, Version, tiny_sd, write_sd_configs, write_single_sd, write_tiny_sd
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
@@ -176,16 +176,7 @@ def test_a_preview_is_the_pipeline_s_image(folders: dict[str, Path], version: st
     encode = family.encoders()[1].load(plain_door(CPU))
     (ours,) = family.preview(model, [request], lambda prompt: encode({CAPTION: prompt}))
     pipeline = StableDiffusionPipeline.from_pretrained(folders[version], local_files_only=True)
-    pipeline.set_progress_bar_config(disable=True)
-    theirs = pipeline(
-        request.prompt,
-        negative_prompt=request.negative_prompt,
-        height=request.height,
-        width=request.width,
-        num_inference_steps=request.steps,
-        guidance_scale=guidance,
-        generator=torch.Generator().manual_seed(request.seed),
-    ).images[0]
+    theirs = drawn_by(pipeline, request)
     assert ours.size == (64, 48)
     assert abs(np.asarray(ours).astype(int) - np.asarray(theirs).astype(int)).max() <= 1
 

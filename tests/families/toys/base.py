@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from lora_rocm.dataset.caption_length import TokenLimit
 from lora_rocm.dataset.entry_spec import EntrySpec, TensorSpec
 from lora_rocm.families.base import Encode, Encoder, Inputs, LoadedModel, PreviewRequest, Tensors
-from lora_rocm.families.objectives.base import Draws, Prediction
-from lora_rocm.families.objectives.ddpm import generators, normal
+from lora_rocm.families.objectives.base import Draws, Prediction, generators, normal
 from lora_rocm.families.recompute import Recomputing
 from lora_rocm.kernels.weight_format import DENSE, WeightFormat
 from lora_rocm.recipe.schema import Recipe
@@ -68,7 +67,7 @@ class ToyFamily(ABC):
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self.all_components = (self.component,)
-        self.kohya_prefixes = {self.component: "lora_unet"}
+        self.file_prefixes, self.file_form = {self.component: "lora_unet_"}, "kohya"
         self.lora_targets = {"attention-mlp": {self.component: self.targets}}
 
     @abstractmethod
@@ -129,7 +128,7 @@ class ToyFamily(ABC):
         return {"hash": "", "prediction_type": "", "identity": digest.hexdigest()}
 
     def export_key(self, component: str, module: str) -> str:
-        return f"{self.kohya_prefixes[component]}_{module.replace('.', '_')}"
+        return f"{self.file_prefixes[component]}{module.replace('.', '_')}"
 
     def export_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
         return ((self.export_key(component, module), 0, rows),)

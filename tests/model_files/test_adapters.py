@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import save_file
 
 from lora_rocm.adapters.lora_reader import components_of
-from lora_rocm.adapters.origin import origin_of
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.sd.family import Sd15
 from lora_rocm.families.sdxl.family import Sdxl
+from lora_rocm.model_files.adapters import families_of, kind_of, origin_of
 
 NAMES = {
     "transformer.single_transformer_blocks.3.attn.to_q.lora_A.weight": "FLUX.1",
@@ -20,11 +20,17 @@ NAMES = {
     "lora_unet_single_blocks_0_linear1.lora_down.weight": "FLUX.1",
     "lora_transformer_single_transformer_blocks_3_attn_to_q.lora_down.weight": "FLUX.1",
     "transformer.single_transformer_blocks.0.attn.to_qkv_mlp_proj.lora_A.weight": "FLUX.2",
-    "transformer.transformer_blocks.0.attn.add_q_proj.lora_A.weight": "FLUX.1 or Stable Diffusion 3",
+    "transformer.transformer_blocks.0.attn.add_q_proj.lora_A.weight": "FLUX, Stable Diffusion 3 or Qwen-Image",
     "lora_unet_joint_blocks_0_x_block_attn_qkv.lora_down.weight": "Stable Diffusion 3",
     "transformer.transformer_blocks.0.img_mlp.net.2.lora_A.weight": "Qwen-Image",
     "diffusion_model.layers.0.attention.to_q.lora_A.weight": "Z-Image",
     "diffusion_model.blocks.0.self_attn.q.lora_A.weight": "Wan",
+    "diffusion_model.blocks.0.self_attn.q_proj.lora_A.weight": "Anima",
+    "lora_unet_blocks_3_mlp_layer1.lora_down.weight": "Anima",
+    "diffusion_model.blocks.0.attn.wq.lora_A.weight": "Krea 2",
+    "transformer.transformer_blocks.0.attn.to_gate.lora_A.weight": "Krea 2",
+    "transformer.transformer_blocks.0.audio_attn1.to_q.lora_A.weight": "LTX-2",
+    "diffusion_model.distilled_guidance_layer.in_proj.lora_A.weight": "Chroma",
     "transformer.blocks.0.attn1.to_q.lora_A.weight": "Wan",
     "model.layers.0.self_attn.q_proj.lora_A.weight": "a language model",
     "lora_te_text_model_encoder_layers_0_self_attn_q_proj.lora_down.weight": "Stable Diffusion 1 or 2",
@@ -77,3 +83,54 @@ def test_a_file_that_names_nothing_of_the_model_is_no_empty_answer(tmp_path: Pat
 
 def test_what_several_families_share_names_none() -> None:
     assert origin_of(["transformer.x.to_q.lora_A.weight"]) is None and origin_of([]) is None
+
+
+@pytest.mark.parametrize(("module", "shape", "family"), [
+    ("unet.down_blocks.1.attentions.0.transformer_blocks.0.attn2.to_k.lora_A", (4, 768), "sd15"),
+    ("lora_unet_mid_block_attentions_0_transformer_blocks_0_attn2_to_k.lora_down", (4, 1024), "sd2"),
+    ("unet.down_blocks.1.attentions.0.transformer_blocks.0.attn2.to_k.lora_A", (4, 2048), "sdxl"),
+    ("lora_unet_double_blocks_0_img_attn_qkv.lora_down", (4, 6144), "flux2"),
+    ("lora_unet_single_blocks_0_linear1.lora_up", (27648, 4), "flux2"),
+    ("lora_unet_single_blocks_0_linear1.lora_up", (21504, 4), "flux"),
+    ("transformer.transformer_blocks.0.attn.add_q_proj.lora_A", (4, 1536), "sd3"),
+    ("transformer.transformer_blocks.40.attn.to_q.lora_A", (4, 3072), "qwen-image"),
+    ("transformer.transformer_blocks.0.attn1.to_q.lora_A", (4, 2048), "anima"),
+    ("transformer.transformer_blocks.0.attn1.to_q.lora_A", (4, 4096), "ltx2"),
+])  # fmt: skip
+def test_widths_tell_families_with_the_same_names_apart(module: str, shape: tuple[int, ...], family: str) -> None:
+    origin = origin_of([f"{module}.weight"], {f"{module}.weight": shape})
+    assert origin is not None and origin.families[0] == family
+
+
+def test_without_widths_the_same_names_are_of_several_families() -> None:
+    origin = origin_of([SDXL[0].replace("attn1", "attn2")])
+    assert origin is not None and origin.families == ("sd15", "sd2", "sdxl")
+
+
+@pytest.mark.parametrize(("names", "kind"), [
+    (["a.lora_down.weight", "a.lora_up.weight", "a.alpha"], "LoRA"),
+    (["a.to_q.lora_A.weight"], "LoRA"),
+    (["a.to_q.lora.down.weight"], "LoRA"),
+    (["a.lora_A.weight", "a.lora_magnitude_vector"], "LoRA and DoRA"),
+    (["a.hada_w1_a", "a.dora_scale"], "LoHa and DoRA"),
+    (["a.hada_w1_a"], "LoHa"),
+    (["a.lokr_w1"], "LoKr"),
+    (["a.oft_blocks"], "OFT"),
+    (["model.diffusion_model.input_blocks.0.0.weight"], ""),
+])  # fmt: skip
+def test_kinds(names: list[str], kind: str) -> None:
+    assert kind_of(names) == kind
+
+
+@pytest.mark.parametrize(("metadata", "families"), [
+    ({"ss_base_model_version": "sdxl_base_v1-0"}, ("sdxl",)),
+    ({"modelspec.architecture": "stable-diffusion-xl-v1-base/lora"}, ("sdxl",)),
+    ({"modelspec.architecture": "Qwen-Image"}, ()),
+    ({"ss_base_model_version": "x"}, ()),
+    ({}, ()),
+])  # fmt: skip
+def test_metadata_decide_where_names_leave_a_choice(metadata: dict[str, str], families: tuple[str, ...]) -> None:
+    shared = {"unet.mid_block.resnets.0.conv1.lora_A.weight": (4, 8, 3, 3)}
+    assert families_of(shared, metadata) == (families or ("sd15", "sd2", "sdxl"))
+    assert families_of({"txtfusion.projector.lora_A.weight": (4, 12)}, metadata) == ("krea2",)
+    assert families_of({}, {"modelspec.architecture": "Qwen-Image"}) == ("qwen-image",)

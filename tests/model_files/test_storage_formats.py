@@ -28,23 +28,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return write_single_file(pipeline, folder / "x.safetensors"), write_config_folder(pipeline, folder / "config")
 
 
-def scaled(tensors: dict[str, Tensor], dtype: torch.dtype, scale: str, most: float, marks: tuple[str, ...]) -> None:
-    """Each matrix of the UNet in few bits, so that it is right only times its scale, as ComfyUI writes it."""
-    for name in [name for name in tensors if name.startswith(UNET) and tensors[name].ndim == 2]:
-        factor = tensors[name].abs().max() / most
-        tensors[name] = (tensors[name] / factor).to(dtype)
-        tensors[name.removesuffix("weight") + scale] = factor
-    tensors |= dict.fromkeys(marks, torch.zeros(2))
-
-
-def fp8_scaled(tensors: dict[str, Tensor]) -> None:
-    scaled(tensors, torch.float8_e4m3fn, "scale_weight", 448.0, (f"{UNET}scaled_fp8",))
-
-
-def int8_scaled(tensors: dict[str, Tensor]) -> None:
-    scaled(tensors, torch.int8, "weight_scale", 127.0, ())
-
-
 def int8_plain(tensors: dict[str, Tensor]) -> None:
     for name in [name for name in tensors if name.startswith(UNET) and tensors[name].ndim == 2]:
         tensors[name] = (tensors[name] * 100).to(torch.int8)
@@ -54,23 +37,19 @@ def one_bias_of_whole_numbers(tensors: dict[str, Tensor]) -> None:
     tensors["first_stage_model.decoder.conv_in.bias"] = tensors["first_stage_model.decoder.conv_in.bias"].long()
 
 
-def comfy_quant(tensors: dict[str, Tensor]) -> None:
-    tensors[f"{UNET}input_blocks.4.1.proj_in.comfy_quant"] = torch.zeros(20, dtype=torch.uint8)
+def gptq(tensors: dict[str, Tensor]) -> None:
+    tensors[f"{UNET}input_blocks.4.1.proj_in.qweight"] = torch.zeros(20, dtype=torch.int32)
 
 
-def four_bits(tensors: dict[str, Tensor]) -> None:
-    name = f"{UNET}input_blocks.4.1.proj_in.weight"
-    tensors[name] = torch.zeros(tensors[name].numel() // 2, 1, dtype=torch.uint8)
-    tensors |= {f"{name}.absmax": torch.zeros(8), f"{name}.quant_state.bitsandbytes__nf4": torch.zeros(4)}
+def eight_bits(tensors: dict[str, Tensor]) -> None:
+    tensors[f"{UNET}input_blocks.4.1.proj_in.SCB"] = torch.zeros(20)
 
 
 @pytest.mark.parametrize(("change", "words"), [
-    (fp8_scaled, "scaled fp8"),
-    (int8_scaled, "scaled int8"),
     (int8_plain, "whole numbers (I8)"),
     (one_bias_of_whole_numbers, "whole numbers (I64)"),
-    (comfy_quant, "ComfyUI's quantised form"),
-    (four_bits, "bitsandbytes in 4 bits"),
+    (gptq, "GPTQ or AWQ"),
+    (eight_bits, "bitsandbytes in 8 bits"),
 ])  # fmt: skip
 def test_forms_that_are_not_read(
     checkpoint: tuple[Path, Path], tmp_path: Path, change: Callable[[dict[str, Tensor]], None], words: str

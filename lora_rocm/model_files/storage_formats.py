@@ -6,7 +6,7 @@ on it would run to the end.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +15,21 @@ from lora_rocm.foundation.safetensors_header import TensorEntry
 from lora_rocm.foundation.terminal_text import printable
 
 # (part of a tensor's name, name of the format); the first match decides.
-SCALED = (
+READ = (
     (".quant_state.", "bitsandbytes in 4 bits"),
     (".absmax", "bitsandbytes in 4 bits"),
-    (".SCB", "bitsandbytes in 8 bits"),
-    (".qweight", "GPTQ or AWQ"),
-    (".qzeros", "GPTQ or AWQ"),
     (".comfy_quant", "ComfyUI's quantised form"),
     ("scaled_fp8", "ComfyUI's scaled fp8"),
     (".scale_weight", "ComfyUI's scaled fp8"),
     (".weight_scale", "scaled int8 or fp8"),
     (".input_scale", "scaled int8 or fp8"),
     (".scale_input", "ComfyUI's scaled fp8"),
+)
+"""Formats that ``base_models/stored_weights.py`` reads."""
+SCALED = (
+    (".SCB", "bitsandbytes in 8 bits"),
+    (".qweight", "GPTQ or AWQ"),
+    (".qzeros", "GPTQ or AWQ"),
     (".weight._data", "quanto"),
     (".weight._scale", "quanto"),
 )
@@ -37,16 +40,20 @@ USE_ANOTHER = "Use the edition of the model in float16, bfloat16 or float32."
 
 
 def refuse_scaled(path: Path, names: Iterable[str]) -> None:
-    """Refuse weights that are stored with scales.
+    """Refuse weights that are stored with scales in a format that is not read.
 
     Raises:
         ModelError: weights-quantised.
     """
+    found = scaled(names, SCALED)
+    if found is not None:
+        raise quantised_error(found[0], path, found[1])
+
+
+def scaled(names: Iterable[str], formats: Sequence[tuple[str, str]] = (*READ, *SCALED)) -> tuple[str, str] | None:
+    """Return the name of the format of weights that are stored with scales, and a tensor that shows it."""
     named = list(names)
-    for part, form in SCALED:
-        for name in named:
-            if part in name:
-                raise _quantised(form, f"{path}: {printable(name):.200}")
+    return next(((form, name) for part, form in formats for name in named if part in name), None)
 
 
 def refuse_quantised_config(path: Path, config: Mapping[str, Any]) -> None:
@@ -57,7 +64,8 @@ def refuse_quantised_config(path: Path, config: Mapping[str, Any]) -> None:
     """
     for key in QUANTISED_KEYS:
         found = config.get(key)
-        if found is not None:
+        is_read = isinstance(found, dict) and found.get("quant_method") == "bitsandbytes" and found.get("load_in_4bit")
+        if found is not None and not is_read:
             method = found.get("quant_method") if isinstance(found, dict) else found
             raise _quantised(printable(str(method or "a method that it does not name"))[:40], f"{path}: {key}")
 
@@ -83,6 +91,21 @@ def rounding(component: str, entries: Iterable[TensorEntry]) -> str:
         f"The base's {component} is stored as {ROUNDED[found[0]]}: it is trained on as it is, rounded. An edition in "
         "float16 or bfloat16 is nearer to the original."
     )
+
+
+def told(component: str, forms: Sequence[str]) -> str:
+    """Return a notice if weights are stored with scales, else an empty string."""
+    if not forms:
+        return ""
+    return (
+        f"The base's {component} is stored as {' and '.join(forms)}. Its layers stay so if model.quantization asks for "
+        "the same format; else they are converted to what it asks for, and none means dense weights."
+    )
+
+
+def quantised_error(form: str, path: Path, name: str) -> ModelError:
+    """Return the error for weights in a format that is not read."""
+    return _quantised(form, f"{path}: {printable(name):.200}")
 
 
 def _quantised(form: str, where: str) -> ModelError:

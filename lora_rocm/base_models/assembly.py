@@ -1,0 +1,130 @@
+"""Builds a component while its files are read, so that its packed layers never are dense all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from threading import Lock
+
+import torch
+from torch import Tensor, nn
+
+from lora_rocm.base_models.conversion import State, computed, is_source, sources_of
+from lora_rocm.base_models.stored_weights import FourBitWeight, ScaledWeight, Storage, Stored
+from lora_rocm.kernels.quantised import BLOCK, LEVELS, NESTED_BLOCK, Nf4, ScaledRows
+from lora_rocm.kernels.weight_format import PackedLinear, WeightFormat
+
+
+class Assembly:
+    """Collects the tensors of a component, which come in any order and from several threads.
+
+    A tensor of the component is computed once all that it is made of was read, and a chosen layer is packed at once.
+    Then its dense weight is freed.
+
+    A weight that a file stores with scales is taken as soon as all its parts were read. Its layer stays as it is stored
+    if the wanted format is the same, and its numbers then are.
+
+    Args:
+        module: the component, with weights on the meta device.
+        made: each of its tensors without data, from ``conversion.traced``.
+        weights: storage format of the layers.
+        dtype: of the tensors that stay dense.
+        stored: weights of the files that are stored with scales, by name.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        made: State,
+        weights: WeightFormat,
+        dtype: torch.dtype,
+        stored: Mapping[str, Storage],
+    ) -> None:
+        self._module, self._made, self._weights, self._dtype, self._stored = module, made, weights, dtype, stored
+        self._layers = {f"{path}.weight": path for path, _ in weights.chosen(module).items()}
+        self._users: dict[str, set[str]] = {}
+        for name, tensor in made.items():
+            for source in sources_of(tensor):
+                self._users.setdefault(source, set()).add(name)
+        self._weight_of = {part: name for name, storage in stored.items() for part in storage.parts.values()}
+        self._parts: dict[str, State] = {name: {} for name in stored}
+        self._read: State = {}
+        self._as_stored: dict[str, Stored] = {}
+        self._dense: State = {}
+        self._lock = Lock()
+
+    def take(self, name: str, tensor: Tensor) -> None:
+        """Take a tensor of a file; one that the component does not need is ignored."""
+        source = self._weight_of.get(name, name)
+        if source not in self._users:
+            return
+        with self._lock:  # one layer at a time is packed
+            if source in self._stored:
+                self._parts[source][name] = tensor
+                parts = self._stored[source].parts
+                if len(self._parts[source]) < len(parts):
+                    return
+                read = self._parts.pop(source)
+                self._as_stored[source] = self._stored[source].weight({role: read[at] for role, at in parts.items()})
+                tensor = self._as_stored[source].dense(self._dtype)
+            self._read[source] = tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+            del tensor
+            for user in [*self._users[source]]:
+                if sources_of(self._made[user]) <= self._read.keys():
+                    self._build(user)
+
+    def finished(self) -> nn.Module:
+        """The component, frozen and in eval mode, after all of its files were read."""
+        constants = {name: tensor for name, tensor in self._made.items() if not sources_of(tensor)}
+        self._module.load_state_dict({**self._dense, **constants}, strict=False, assign=True)
+        return self._module.requires_grad_(False).eval()
+
+    def _build(self, name: str) -> None:
+        path, tensor = self._layers.get(name), computed(self._made[name], self._read)
+        if path is None:
+            self._dense[name] = tensor
+        else:
+            layer = self._module.get_submodule(path)
+            assert isinstance(layer, nn.Linear)
+            layer.weight = nn.Parameter(tensor, requires_grad=False)
+            self._module.set_submodule(path, self._kept(name, layer) or self._weights.packed(layer))
+        for source in sources_of(self._made[name]):
+            self._users[source].remove(name)
+            if not self._users[source]:
+                del self._read[source]
+                self._as_stored.pop(source, None)
+
+    def _kept(self, name: str, layer: nn.Linear) -> PackedLinear | None:
+        """The layer as it is stored, if that is the wanted format and gives the same numbers, else None."""
+        made = self._made[name]
+        stored = {source: self._as_stored.get(source) for source in sources_of(made)}
+        scaled = {source: weight for source, weight in stored.items() if isinstance(weight, ScaledWeight)}
+        if isinstance(self._weights, ScaledRows) and scaled and len(scaled) == len(stored):
+            codes = {source: weight.codes_OI for source, weight in scaled.items()}
+            if {tensor.dtype for tensor in codes.values()} != {self._weights.stored}:
+                return None
+            # What moves rows moves their scales alike.
+            as_bytes = {source: tensor.view(torch.uint8) for source, tensor in codes.items()}
+            scales = {source: weight.scale_O1.expand_as(weight.codes_OI) for source, weight in scaled.items()}
+            codes_OI, scale_O1 = computed(made, as_bytes).contiguous(), computed(made, scales)[:, :1].contiguous()
+            kept = self._weights.of_codes(layer, codes_OI.view(self._weights.stored), scale_O1)
+            return kept if torch.equal(kept.dense(self._dtype), layer.weight) else None
+        if isinstance(self._weights, Nf4) and is_source(made):
+            (weight,) = stored.values()
+            return _kept_nf4(self._weights, layer, weight) if isinstance(weight, FourBitWeight) else None
+        return None
+
+
+def _kept_nf4(weights: Nf4, layer: nn.Linear, stored: FourBitWeight) -> PackedLinear | None:
+    sizes, codes_K = [stored.state.get(key) for key in ("blocksize", "nested_blocksize")], stored.absmax
+    if sizes != [BLOCK, NESTED_BLOCK] or stored.quant_map.tolist() != torch.tensor(LEVELS).tolist():
+        return None
+    if stored.nested_absmax is None or stored.nested_quant_map is None:
+        return None
+    return weights.of_codes(
+        layer,
+        stored.pairs,
+        nested_codes=nn.functional.pad(codes_K, (0, -len(codes_K) % NESTED_BLOCK)),
+        nested=stored.nested_absmax,
+        offset=torch.tensor([stored.nested_offset]),
+        code=stored.nested_quant_map,
+    )

@@ -1,0 +1,251 @@
+"""What a model file or folder is: family, components, storage format, and for an adapter its modules and readers."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from lora_rocm.errors import ModelError
+from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.foundation.bounded_read import read_plain
+from lora_rocm.foundation.terminal_text import one_line
+from lora_rocm.foundation.units import number_text, size_text
+from lora_rocm.model_files.adapters import FACTOR, families_of, kind_of, origin_of
+from lora_rocm.model_files.header import Header, read_header
+from lora_rocm.model_files.models import BASES, OTHER, PARTS, model_of, models_in, pipeline_of
+from lora_rocm.model_files.readers import readers_of, spelling_of
+from lora_rocm.model_files.storage_formats import scaled
+
+INDEX, STATE, PEFT_CONFIG = "model_index.json", "state.json", "adapter_config.json"
+PICKLES = (".ckpt", ".bin", ".pt", ".pth")
+MAX_CONFIG_BYTES = 1 << 22
+NOTED = (
+    "modelspec.title",
+    "modelspec.architecture",
+    "ss_base_model_version",
+    "ss_sd_model_name",
+    "ss_network_module",
+    "ss_network_args",
+    "ss_steps",
+    "ss_num_epochs",
+    "ss_learning_rate",
+    "ss_optimizer",
+)
+"""Metadata that say how a file was made."""
+EMPTY = ("", "{}", "None", "null")
+MAX_SHOWN, MAX_NAMED = 200, 6
+BLOCK = re.compile(r".*(?:blocks?|layers|attentions|resnets|refiner)[._]\d+[._](.+)|.*?[._](.+)")
+"""The module within its block, else within its component."""
+NUMBERS = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i"}
+STARTERS = ("LoRA", "LoRA and DoRA", "LoKr")
+"""Kinds of adapter that ``lora.init_from`` reads."""
+
+
+def inspect(path: Path, registry: Registry = PRODUCT) -> dict[str, Any]:
+    """Return what a file or folder is, ready for JSON.
+
+    title: what it is. families: possible values of ``model.family``. trainable: those that can be trained here.
+
+    Raises:
+        ModelError: it is missing, damaged, or no model; pickle-refused.
+    """
+    if path.is_dir():
+        return {"path": str(path), **_folder(path, registry)}
+    if path.suffix.lower() in PICKLES:
+        raise ModelError(
+            "pickle-refused",
+            "This is a pickle file: loading one can run any program hidden in it, so only .safetensors is read.",
+            where=str(path),
+            fix="Use the .safetensors edition of the file.",
+        )
+    header = read_header(path)
+    sizes: Counter[str] = Counter()
+    for entry in header.tensors.values():
+        sizes[entry.dtype] += entry.end - entry.begin
+    form = scaled(header.tensors)
+    found = {
+        "tensors": len(header.tensors),
+        "bytes": sizes.total(),
+        "dtypes": dict(sizes.most_common()),
+        "quantised": None if form is None else form[0],
+        "metadata": _metadata(header.metadata),
+    }
+    kind = kind_of(header.tensors)
+    return {"path": str(path), **(_adapter(header, kind, registry) if kind else _model(header, registry)), **found}
+
+
+def _folder(path: Path, registry: Registry) -> dict[str, Any]:
+    """Return what a folder is, by its configs: a model, a checkpoint of a run, or a PEFT adapter."""
+    if (path / PEFT_CONFIG).is_file():
+        found = inspect(path / "adapter_model.safetensors", registry)
+        alpha = _config(path / PEFT_CONFIG).get("lora_alpha")
+        found.get("adapter", {})["alpha"] = {"min": alpha, "max": alpha, "missing": 0}
+        return found
+    if (path / STATE).is_file() and (path / "adapter.safetensors").is_file():
+        return {"title": "a training state of lora-rocm", "families": [], "trainable": []}
+    if not (path / INDEX).is_file():
+        raise ModelError(
+            "not-a-model",
+            f"This folder has no {INDEX} and no {PEFT_CONFIG}.",
+            where=str(path),
+            fix="Give a .safetensors file, a diffusers folder or a PEFT folder.",
+        )
+    index = _config(path / INDEX)
+    name = str(index.get("_class_name", ""))
+    known = pipeline_of(name)
+    families = [family for family in known.families if family != OTHER] if known is not None else []
+    classes = {part: value[1] for part, value in index.items() if isinstance(value, list) and len(value) == 2}
+    return {
+        "title": f"{known.title if known is not None else 'a model that is not known'} ({name})",
+        "families": families,
+        "trainable": [family for family in families if family in registry],
+        "components": {part: str(kind) for part, kind in classes.items() if kind is not None},
+    }
+
+
+def _config(path: Path) -> dict[str, Any]:
+    """Read a config.
+
+    Raises:
+        ModelError: config-unreadable.
+    """
+    reason = "it holds no object"
+    try:
+        found = json.loads(read_plain(path, MAX_CONFIG_BYTES).decode("utf-8"))
+        if isinstance(found, dict):
+            return found
+    except (OSError, ValueError, RecursionError) as error:
+        reason = str(error)
+    what = f"A config file is not readable: {reason}."
+    raise ModelError("config-unreadable", what, where=str(path), fix="Download the model again.")
+
+
+def _model(header: Header, registry: Registry) -> dict[str, Any]:
+    model, found = model_of(header.shapes), models_in(header.shapes)
+    families = [model.family] if model is not None and model.part in PARTS and model.family != OTHER else []
+    usable = model is not None and model.part in BASES
+    parts = [each for each in found if each.part != "whole"]
+    return {
+        "title": "a file that is not known" if model is None else model.title,
+        "families": families,
+        "trainable": [name for name in families if usable and name in registry],
+        "components": {each.prefix or each.part: each.title for each in parts} if len(found) > 1 else {},
+    }
+
+
+def _adapter(header: Header, kind: str, registry: Registry) -> dict[str, Any]:
+    origin = origin_of(header.tensors, header.shapes)
+    families = families_of(header.shapes, header.metadata)
+    titles = [registry[name].title for name in families if name in registry]
+    of = titles[0] if len(families) == len(titles) == 1 else origin.title if origin is not None else ""
+    readers = readers_of(header.tensors, families) if kind == "LoRA" else None
+    fields = ("diffusers", "comfyui", "kohya")
+    return {
+        "title": f"a {kind} for {of}" if of else f"a {kind} for a model that is not known",
+        "families": list(families),
+        "trainable": [name for name in families if name in registry and kind in STARTERS],
+        "adapter": {
+            "kind": kind,
+            "spelling": spelling_of(header.tensors),
+            "modules": _modules(header),
+            "ranks": {str(rank): count for rank, count in _ranks(header).most_common()},
+            "alpha": _alphas(header),
+            "readers": None if readers is None else {name: getattr(readers, name) for name in fields},
+        },
+    }
+
+
+def _modules(header: Header) -> dict[str, dict[str, int]]:
+    """Return component, as the file names it -> kind of module -> number."""
+    counts: dict[str, Counter[str]] = {}
+    for name in sorted({name.rpartition(".lora")[0] or name.rpartition(".")[0] for name in header.tensors}):
+        start = re.match(r"(?:lora|lycoris)_[a-z]+\d?(?=_)|base_model\.model|[^.]+", name)
+        place = BLOCK.fullmatch(name[:MAX_SHOWN])
+        target = (place[1] or place[2]).replace(".", "_") if place is not None else name
+        counts.setdefault(start[0] if start is not None else name, Counter())[target] += 1
+    return {component: dict(found.most_common()) for component, found in sorted(counts.items())}
+
+
+def _ranks(header: Header) -> Counter[int]:
+    """Return rank -> number of modules, of a LoRA."""
+    ranks: Counter[int] = Counter()
+    for name, entry in header.tensors.items():
+        factor = FACTOR.search(name)
+        if factor is not None and factor[1] in ("down", "A") and entry.shape:
+            ranks[entry.shape[0]] += 1
+    return ranks
+
+
+def _alphas(header: Header) -> dict[str, Any]:
+    """Return the smallest and the largest alpha, and how many modules of a LoRA have none."""
+    found = []
+    with header.path.open("rb") as file:
+        for name, entry in header.tensors.items():
+            if name.endswith(".alpha") and entry.end - entry.begin <= 8:
+                file.seek(entry.begin)
+                content = file.read(entry.end - entry.begin)
+                if entry.dtype == "BF16":
+                    found.append(struct.unpack("<f", b"\0\0" + content)[0])
+                elif entry.dtype in NUMBERS and content:
+                    found.append(float(struct.unpack(NUMBERS[entry.dtype], content)[0]))
+    missing = max(0, _ranks(header).total() - len(found))
+    return {"min": min(found, default=None), "max": max(found, default=None), "missing": missing}
+
+
+def _metadata(metadata: dict[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = {name: metadata[name] for name in NOTED if metadata.get(name, "") not in EMPTY}
+    try:
+        folders = json.loads(metadata.get("ss_tag_frequency", "{}"))
+        tags = Counter({tag: int(count) for folder in folders.values() for tag, count in folder.items()})
+    except (ValueError, AttributeError, TypeError, RecursionError):  # another program's text, which nothing depends on
+        return found
+    if tags:
+        found |= {"tags": len(tags), "frequent_tags": [tag for tag, _ in tags.most_common(MAX_NAMED)]}
+    return found
+
+
+def inspect_text(found: dict[str, Any]) -> str:
+    """Return ``inspect`` as text."""
+    lines = [f"{found['path']}: {found['title']}"]
+    if "dtypes" in found:
+        dtypes = ", ".join(found["dtypes"])
+        lines.append(f"  {found['tensors']} tensors, {size_text(found['bytes'])}, {dtypes or 'empty'}")
+    if found.get("quantised"):
+        lines.append(f"  quantised: {found['quantised']}")
+    lines += [f"  {name}: {title}" for name, title in found.get("components", {}).items()]
+    if "adapter" in found:
+        lines += _adapter_lines(found["adapter"])
+    for name, value in found.get("metadata", {}).items():
+        text = ", ".join(value) if isinstance(value, list) else str(value)
+        lines.append(f"  {name}: {one_line(text)[:MAX_SHOWN]}")
+    use = "can start a run (lora.init_from) with" if "adapter" in found else "can be trained on with"
+    if found["trainable"]:
+        lines.append(f"  {use} model.family: {' or '.join(found['trainable'])}")
+    elif found["families"]:
+        lines.append("  its family is known by name, and not trained here")
+    return "\n".join(lines)
+
+
+def _adapter_lines(adapter: dict[str, Any]) -> list[str]:
+    lines = []
+    for component, modules in adapter["modules"].items():
+        some = [f"{target} {count}" for target, count in list(modules.items())[:MAX_NAMED]]
+        more = f" and {len(modules) - MAX_NAMED} other kinds" if len(modules) > MAX_NAMED else ""
+        lines.append(f"  {component}: {sum(modules.values())} modules ({', '.join(some)}{more})")
+    if adapter["ranks"]:
+        lines.append("  rank " + ", ".join(f"{rank} ({count})" for rank, count in adapter["ranks"].items()))
+    alpha = adapter["alpha"]
+    if alpha["min"] is not None:
+        same = alpha["min"] == alpha["max"]
+        both = number_text(alpha["min"]) if same else f"{number_text(alpha['min'])} to {number_text(alpha['max'])}"
+        lines.append(f"  alpha {both}" + (f", missing in {alpha['missing']} modules" if alpha["missing"] else ""))
+    elif alpha["missing"]:
+        lines.append("  no alpha: each program takes the rank, so the scale is 1")
+    for name, title in (("diffusers", "diffusers"), ("comfyui", "ComfyUI"), ("kohya", "kohya's tools")):
+        if adapter["readers"] is not None:
+            lines.append(f"  {title}: {adapter['readers'][name]}")
+    return lines

@@ -1,0 +1,43 @@
+"""Checks from a config and headers alone that the weights of one component can be trained on."""
+
+from __future__ import annotations
+
+from lora_rocm.base_models.loading import Source
+from lora_rocm.errors import ModelError
+from lora_rocm.foundation.terminal_text import printable
+from lora_rocm.model_files import storage_formats
+
+MAX_NAMED = 3
+
+
+def check_component(source: Source, name: str, fix: str) -> str:
+    """Refuse a component whose weights do not match its config. Returns a notice, or an empty string.
+
+    Args:
+        source: the base.
+        name: of the component.
+        fix: advice for a base of another kind.
+
+    Raises:
+        ModelError: weights-unfit, weights-unknown, weights-quantised, config-absurd, or an error of reading.
+    """
+    headers, _ = source.weights(name)
+    storage_formats.refuse_quantised_config(source.config_path(name), source.config(name))
+    for header in headers:
+        storage_formats.refuse_scaled(header.path, header.tensors)
+    found = source.look(name)
+    where = headers[0].path
+    if found.unread:
+        named = ", ".join(printable(key)[:200] for key in found.unread[:MAX_NAMED])
+        count = "1 tensor" if len(found.unread) == 1 else f"{len(found.unread)} tensors"
+        raise ModelError(
+            "weights-unknown",
+            f"The {name} has {count} that its config does not know: {named}. To leave them out would be to train "
+            "another model than this.",
+            where=str(where),
+            fix=fix,
+        )
+    tensors, read = source.tensors(name), set().union(*found.made_of.values())
+    storage_formats.refuse_whole_numbers(where, tensors.entries, read)
+    rounded = storage_formats.rounding(name, [tensors.entries[key] for key in read])
+    return rounded or storage_formats.told(name, tensors.forms)

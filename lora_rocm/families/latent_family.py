@@ -1,0 +1,166 @@
+"""The shared part of families that denoise the latents of a VAE, and whose components are files of diffusers' classes.
+
+Dimensions: B batch, C channels, H W latent height and width.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from lora_rocm.base_models.loading import WEIGHTS_MEMORY, Layout, Source, resolve
+from lora_rocm.base_models.random_weights import PREFIX, random_source
+from lora_rocm.base_models.safetensors_file import legacy_model_hash
+from lora_rocm.cache_files.hash_memory import HashMemory
+from lora_rocm.dataset.entry_spec import TensorSpec
+from lora_rocm.dataset.shape import Shape
+from lora_rocm.families.base import Encoder, LoadedModel, Tensors
+from lora_rocm.families.objectives.base import LatentSpace
+from lora_rocm.families.vae import pixels_per_latent
+from lora_rocm.kernels.quantised import quantised
+from lora_rocm.kernels.weight_format import DENSE, WeightFormat
+
+if TYPE_CHECKING:
+    from lora_rocm.recipe.schema import Recipe
+
+
+class LatentFamily(ABC):
+    """Implements the shared part of ``ModelFamily``. A family sets the attributes and defines the abstract methods.
+
+    Attributes:
+        layout: the components of its models.
+        component: the component that is always trained.
+        packed_layers: layers of it that ``model.quantization`` packs, as in ``quantised``.
+    """
+
+    name: str
+    layout: Layout
+    component: str
+    packed_layers: str
+    text_components: tuple[str, ...] = ()
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+
+    @abstractmethod
+    def encoders(self) -> Sequence[Encoder]: ...
+
+    @abstractmethod
+    def check(self, source: Source) -> tuple[str, ...]:
+        """Check a base from its configs and headers alone, and return notices about it.
+
+        Raises:
+            ModelError: it is of another family, or cannot be trained on.
+        """
+
+    @abstractmethod
+    def text_example(self, rows: int) -> Tensors:
+        """The text tensors of ``example``: zeros with ``rows`` samples."""
+
+    @abstractmethod
+    def export_key(self, component: str, module: str) -> str: ...
+
+    def export_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
+        return ((self.export_key(component, module), 0, rows),)
+
+    @property
+    def prediction_type(self) -> str:
+        """The ``prediction_type`` of the metadata; empty: left out."""
+        return ""
+
+    @property
+    def all_components(self) -> tuple[str, ...]:
+        return tuple(self.layout.parts)
+
+    @property
+    def source(self) -> Source:
+        """The recipe's base model, found and checked but not loaded.
+
+        Raises:
+            ModelError: it is missing, damaged, of another family, or cannot be trained on.
+        """
+        return self._recognised[0]
+
+    @property
+    def notices(self) -> Sequence[str]:
+        return self._recognised[1]
+
+    @cached_property
+    def _recognised(self) -> tuple[Source, tuple[str, ...]]:
+        model = self.recipe.model
+        if model.name_or_path.startswith(PREFIX):
+            return random_source(model.name_or_path, self.layout), ()
+        source = resolve(model, self.layout, HashMemory(Path(self.recipe.cache.dir), WEIGHTS_MEMORY))
+        return source, self.check(source)
+
+    @property
+    def cache_spec(self) -> Mapping[str, TensorSpec]:
+        return {name: spec for encoder in self.encoders() for name, spec in encoder.entry.tensors.items()}
+
+    def examine(self) -> Sequence[Path]:
+        return self.source.files()
+
+    def load(self, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+        components = {name: self.source.load(name, dtype, device, self.weight_format(name)) for name in self._trained}
+        return LoadedModel(components, dtype, device)
+
+    def weight_format(self, component: str) -> WeightFormat:
+        return quantised(self.recipe.model.quantization, self.packed_layers) if component == self.component else DENSE
+
+    def sample_meta(
+        self, original_hw: tuple[int, int], crop_top_left: tuple[int, int], target_hw: tuple[int, int]
+    ) -> Tensors:
+        """Empty, unless the model is conditioned on sizes."""
+        return {}
+
+    def example(self, shape: Shape, rows: int) -> Tensors:
+        height, width = shape["h"], shape["w"]
+        side_px, channels = pixels_per_latent(self.source), len(self.latents.shift_C)
+        latents = torch.zeros(rows, channels, height // side_px, width // side_px)
+        meta = self.sample_meta((height, width), (0, 0), (height, width))
+        repeated = {name: tensor.expand(rows, *tensor.shape).contiguous() for name, tensor in meta.items()}
+        return {"latent_mean": latents, "latent_std": latents.clone(), **repeated, **self.text_example(rows)}
+
+    @cached_property
+    def latents(self) -> LatentSpace:
+        """The normalisation ``(latents - shift) * scale``, as diffusers' pipelines decode."""
+        config = self.source.config("vae")
+        channels, factor = int(config["latent_channels"]), float(config.get("scaling_factor", 0.18215))
+        if config.get("latents_mean") is not None and config.get("latents_std") is not None:
+            std_C = torch.tensor(config["latents_std"], dtype=torch.float32)
+            return LatentSpace(torch.tensor(config["latents_mean"], dtype=torch.float32), factor / std_C)
+        shift = float(config.get("shift_factor") or 0.0)
+        return LatentSpace(torch.full((channels,), shift), torch.full((channels,), factor))
+
+    def base_facts(self) -> Mapping[str, str]:
+        file = self.source.single_file
+        return {
+            "hash": "" if file is None else legacy_model_hash(file),
+            "prediction_type": self.prediction_type,
+            "identity": self._identity,
+        }
+
+    @cached_property
+    def _identity(self) -> str:
+        """Identity of the trained components and of the noise schedule. The encoders' are in the cache keys."""
+        parts = [*(self.source.fingerprint(name) for name in self._trained), self.source.settings("scheduler")]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    @property
+    def _trained(self) -> tuple[str, ...]:
+        return (self.component, *(self.text_components if self.recipe.lora.train_text_encoder else ()))
+
+    @property
+    def structure(self) -> str:
+        return json.dumps([self.source.settings(name) for name in self._trained])
+
+    def skeleton(self, component: str) -> nn.Module:
+        return self.source.skeleton(component)

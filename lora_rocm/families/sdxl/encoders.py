@@ -1,0 +1,84 @@
+"""SDXL's caption entries: the states of both text encoders, or token ids (if the text encoders are trained)."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+
+from lora_rocm.base_models.loading import Source
+from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, TensorSpec
+from lora_rocm.device.transfer import DeviceTransfer
+from lora_rocm.families import clip
+from lora_rocm.families.base import Encode, Inputs, Tensors
+from lora_rocm.families.tokenizers import digest, tokenizer_identity
+from lora_rocm.families.vae import CPU, ENCODING_VERSION
+
+TEXT_COMPONENTS = ("text_encoder", "text_encoder_2")
+
+
+class TextEncoder:
+    """Encodes captions with one CLIP, its part of ``StableDiffusionXLPipeline.encode_prompt``, in float32.
+
+    The pipeline concatenates the states of both encoders in width; the pooled embedding is the second one's.
+    """
+
+    def __init__(self, source: Source, number: int) -> None:
+        self._source, self._number = source, number
+        self._component, self._tokenizer = TEXT_COMPONENTS[number - 1], tuple(source.layout.tokenizers)[number - 1]
+        tensors = {f"prompt_embeds_{number}": TensorSpec("float32", "SD")}
+        pooled = {"pooled_embeds": TensorSpec("float32", "D")} if number == len(TEXT_COMPONENTS) else {}
+        self.entry = EntrySpec(f"text_{number}", (CAPTION,), tensors | pooled)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        parts = [self._source.fingerprint(self._component), tokenizer_identity(self._source, (self._tokenizer,))]
+        return f"text{ENCODING_VERSION}-{digest(parts)}"
+
+    def in_tiles(self) -> None:
+        return None
+
+    def load(self, door: DeviceTransfer) -> Encode:
+        tokenizer = clip.load_tokenizer(self._source.tokenizer_path(self._tokenizer))
+        encoder = self._source.load(self._component, torch.float32, CPU)
+        door.send_parameters(encoder, self._component)
+
+        @torch.no_grad()
+        def encode(inputs: Inputs) -> Tensors:
+            caption = inputs[CAPTION]
+            assert isinstance(caption, str), "the text encoders encode captions"
+            ids_BS = door.send_checked(clip.token_ids(tokenizer, caption)[None], "token ids")
+            states_BSD, pooled_BD = clip.states(encoder, ids_BS)
+            made = {f"prompt_embeds_{self._number}": states_BSD[0], "pooled_embeds": pooled_BD[0]}
+            return door.receive({name: made[name] for name in self.entry.tensors})
+
+        return encode
+
+
+class TokenEncoder:
+    """Encodes captions to token ids, used if the text encoders are trained."""
+
+    entry = EntrySpec(
+        "tokens", (CAPTION,), {"input_ids_1": TensorSpec("int64", "S"), "input_ids_2": TensorSpec("int64", "S")}
+    )
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return f"tokens{ENCODING_VERSION}-{tokenizer_identity(self._source, tuple(self._source.layout.tokenizers))}"
+
+    def in_tiles(self) -> None:
+        return None
+
+    def load(self, door: DeviceTransfer) -> Encode:
+        names = self._source.layout.tokenizers
+        first, second = (clip.load_tokenizer(self._source.tokenizer_path(name)) for name in names)
+
+        def encode(inputs: Inputs) -> Tensors:
+            caption = inputs[CAPTION]
+            assert isinstance(caption, str), "the tokenizers encode captions"
+            return {"input_ids_1": clip.token_ids(first, caption), "input_ids_2": clip.token_ids(second, caption)}
+
+        return encode

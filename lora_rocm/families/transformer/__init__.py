@@ -1,0 +1,1 @@
+"""What families with a diffusion transformer share: flow matching, text of any length, previews."""

@@ -1,0 +1,54 @@
+"""Checks from configs and headers alone that a base belongs to a family with a transformer and can be trained on."""
+
+from __future__ import annotations
+
+from lora_rocm.base_models.loading import Source, read_config
+from lora_rocm.errors import ModelError
+from lora_rocm.families.component_check import check_component
+from lora_rocm.families.spec import FamilySpec
+from lora_rocm.foundation.terminal_text import printable
+from lora_rocm.model_files.adapters import kind_of
+from lora_rocm.model_files.models import model_of, pipeline_of
+
+INDEX = "model_index.json"
+
+
+def check(source: Source, spec: FamilySpec) -> tuple[str, ...]:
+    """Refuse a model of another family or one that cannot be trained on; return notices about an accepted one.
+
+    Raises:
+        ModelError: wrong-family, not-a-model, incomplete-model, or as ``check_component``.
+    """
+    fix = f"Use a {spec.title} base model: a diffusers folder, a hub id, or a .safetensors file of its transformer."
+    header = source.single_header
+    if header is None:
+        index = source.folder / INDEX
+        if not index.is_file():
+            what = "This folder is no diffusers model."
+            raise ModelError("not-a-model", what, where=f"model.name_or_path: {source.name}", fix=fix)
+        kind = str(read_config(index).get("_class_name", ""))
+        pipeline = pipeline_of(kind)
+        families = pipeline.families if pipeline is not None else ()
+        known = pipeline.title if pipeline is not None else f"a model for {printable(kind)[:80] or 'nothing known'}"
+    else:
+        model, adapter = model_of(header.shapes), kind_of(header.tensors)
+        families = (model.family,) if model is not None and not adapter else ()
+        known = f"a {adapter} file" if adapter else model.title if model is not None else "no model that is known here"
+    if spec.name not in families:
+        what = f"This is {known}, and {spec.title} is wanted."
+        raise ModelError("wrong-family", what, where=f"model.name_or_path: {source.name}", fix=fix)
+    _check_vae(source, spec)
+    return tuple(filter(None, (check_component(source, name, fix) for name in source.layout.parts)))
+
+
+def _check_vae(source: Source, spec: FamilySpec) -> None:
+    """Refuse a VAE of another family, whose latents would be normalised wrongly."""
+    own, base = source.config("vae"), read_config(source.folder / "vae" / "config.json")
+    keys = ("latent_channels", "scaling_factor", "shift_factor")
+    if [own.get(key) for key in keys] != [base.get(key) for key in keys]:
+        raise ModelError(
+            "wrong-family",
+            f"This is not a VAE of {spec.title}.",
+            where=f"model.vae: {source.own['vae']}",
+            fix=f"Leave model.vae out, or give a VAE of {spec.title}.",
+        )

@@ -1,0 +1,115 @@
+"""The shared implementation of families with a diffusion transformer that is trained by flow matching.
+
+Dimensions: B batch, C channels, H W latent height and width.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lora_rocm.base_models.loading import Source
+from lora_rocm.families.base import LoadedModel, PreviewRequest, Tensors
+from lora_rocm.families.latent_family import LatentFamily
+from lora_rocm.families.objectives.base import Prediction
+from lora_rocm.families.objectives.flow import FlowObjective
+from lora_rocm.families.recompute import Recomputing
+from lora_rocm.families.transformer import detect
+from lora_rocm.families.transformer.sampling import sample_images
+from lora_rocm.recipe.sections import FlowSection
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+
+class TransformerFamily(LatentFamily):
+    """Implements the part of ``ModelFamily`` that these families share.
+
+    Attributes:
+        pipeline: diffusers' class, which loads LoRA files.
+        reader_options: further arguments of its ``load_lora_into_transformer``.
+        block_lists: paths of the lists of blocks in the transformer, in forward order.
+        targets: preset -> regular expression of module names, as ``ModelFamily.lora_targets``.
+        patch: side of the square of latents that is one token.
+    """
+
+    component = "transformer"
+    file_form = "folded"
+    file_prefixes: Mapping[str, str]
+    pipeline: type[Any]
+    reader_options: Mapping[str, Any] = MappingProxyType({})
+    block_lists: tuple[str, ...]
+    targets: Mapping[str, str]
+    patch: int = 2
+
+    @abstractmethod
+    def velocity(self, model: LoadedModel, latents_BCHW: Tensor, sigma_B: Tensor, batch: Tensors) -> Tensor:
+        """The velocity ``noise - image`` that the model predicts for noisy latents, in any dtype: [B, C, H, W].
+
+        Args:
+            model: the loaded model.
+            latents_BCHW: normalised noisy latents, float32.
+            sigma_B: the noise levels, float32.
+            batch: the cached text tensors, with a batch dimension, on the model's device.
+        """
+
+    @property
+    def lora_targets(self) -> Mapping[str, Mapping[str, str]]:
+        return {preset: {self.component: pattern} for preset, pattern in self.targets.items()}
+
+    def export_key(self, component: str, module: str) -> str:
+        """The component's prefix and the module's name in diffusers."""
+        return self.file_prefixes[component] + module
+
+    def check(self, source: Source) -> tuple[str, ...]:
+        return detect.check(source, self.recipe.spec)
+
+    @cached_property
+    def scheduler_config(self) -> Mapping[str, Any]:
+        """The scheduler config of the base."""
+        return self.source.config("scheduler")
+
+    @cached_property
+    def objective(self) -> FlowObjective:
+        settings = self.recipe.objective
+        assert isinstance(settings, FlowSection), "as the family's spec says"
+        return FlowObjective(self.scheduler_config, self.latents, settings, self.patch)
+
+    def predict(self, model: LoadedModel, batch: Tensors, draws: Tensors) -> Prediction:
+        noisy_BCHW, target_BCHW = self.objective.noised(batch, draws)
+        predicted_BCHW = self.velocity(model, noisy_BCHW, draws["sigma"], batch)
+        return Prediction(predicted_BCHW, target_BCHW, torch.ones_like(draws["sigma"]))
+
+    def preview(
+        self,
+        model: LoadedModel,
+        requests: Sequence[PreviewRequest],
+        text: Callable[[str], Tensors],
+        in_tiles: bool = False,
+    ) -> list[Image.Image]:
+        return sample_images(self, model, requests, text, in_tiles)
+
+    def blocks(self, model: LoadedModel) -> list[nn.Module]:
+        transformer = model.components[self.component]
+        return [block for name in self.block_lists for block in transformer.get_submodule(name).children()]
+
+    def recompute_activations(self, model: LoadedModel, run: Callable[..., Any] | None = None) -> None:
+        transformer: Any = model.components[self.component]
+        transformer.enable_gradient_checkpointing(run or Recomputing(model))
+
+    def fuse(self, model: LoadedModel, triton: bool = True) -> None:
+        """Nothing is replaced: the layers of a LoRA are lean without it."""
+
+    def load_in_diffusers(self, path: Path, components: Sequence[str]) -> dict[str, nn.Module]:
+        transformer = self.skeleton(self.component)
+        state, metadata = self.pipeline.lora_state_dict(str(path), return_lora_metadata=True)
+        how = {"transformer": transformer, "adapter_name": "default", "metadata": metadata, "low_cpu_mem_usage": True}
+        self.pipeline.load_lora_into_transformer(state, **how, **self.reader_options)
+        return {self.component: transformer}

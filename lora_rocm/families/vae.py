@@ -1,0 +1,109 @@
+"""The VAE of a latent diffusion model: the cached posterior of an image, and previews from latents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from diffusers.image_processor import VaeImageProcessor
+from PIL import Image
+from torch import Tensor
+
+from lora_rocm.base_models.loading import Source
+from lora_rocm.dataset.entry_spec import IMAGE, EntrySpec, TensorSpec
+from lora_rocm.device.backend_settings import plain_attention
+from lora_rocm.device.transfer import DeviceTransfer
+from lora_rocm.families.base import Encode, Inputs, Tensors
+from lora_rocm.families.objectives.base import LatentSpace
+
+ENCODING_VERSION = 1  # increase it if the same weights would give other tensors
+TILING_PIXELS = 1_200_000  # larger images use the VAE's own overlapping, blended tiles
+CPU = torch.device("cpu")
+SMALL_TILE_PX = 512  # tile side if memory is short; the VAE's default of 1024 saves little
+
+
+class VaeEncoder:
+    """Encodes images to the unscaled mean and standard deviation of the VAE's posterior, in float32.
+
+    Args:
+        source: the base model.
+        whole: the untiled encoder of the same weights, for an encoder with small tiles.
+    """
+
+    entry = EntrySpec(
+        "image",
+        (IMAGE,),
+        {"latent_mean": TensorSpec("float32", "CHW"), "latent_std": TensorSpec("float32", "CHW")},
+        follows_shape=True,
+    )
+
+    def __init__(self, source: Source, whole: VaeEncoder | None = None) -> None:
+        self._source, self._small_tiles, self._whole = source, whole is not None, whole
+
+    @cached_property
+    def fingerprint(self) -> str:
+        if self._whole is not None:  # same weights, so their digest is reused
+            return f"{self._whole.fingerprint}-tiles{SMALL_TILE_PX}"
+        return f"vae{ENCODING_VERSION}-{self._source.fingerprint('vae')}"
+
+    def in_tiles(self) -> VaeEncoder:
+        return VaeEncoder(self._source, self)
+
+    def load(self, door: DeviceTransfer) -> Encode:
+        vae = load_vae(self._source, CPU, self._small_tiles)
+        door.send_parameters(vae, "vae")
+
+        @torch.no_grad()
+        def encode(inputs: Inputs) -> Tensors:
+            pixels_CHW = inputs[IMAGE]
+            assert isinstance(pixels_CHW, Tensor), "the VAE encodes images"
+            vae.use_tiling = self._small_tiles or pixels_CHW.shape[1] * pixels_CHW.shape[2] > TILING_PIXELS
+            pixels_BCHW = door.send_checked(pixels_CHW[None].to(torch.float32), "pixels")
+            with plain_attention(door.device):
+                posterior = vae.encode(pixels_BCHW).latent_dist
+            return door.receive({"latent_mean": posterior.mean[0], "latent_std": posterior.std[0]})
+
+        return encode
+
+
+def load_vae(source: Source, device: torch.device, small_tiles: bool = False) -> Any:
+    """Load the VAE in float32, because some overflow in half precision.
+
+    ``small_tiles`` sets the tile size that is used if tiling is turned on.
+    """
+    vae: Any = source.load("vae", torch.float32, device)
+    if small_tiles:
+        vae.tile_sample_min_size = SMALL_TILE_PX
+        vae.tile_latent_min_size = SMALL_TILE_PX // 2 ** (len(vae.config.block_out_channels) - 1)
+    return vae
+
+
+def decode(
+    source: Source,
+    device: torch.device,
+    latents: Sequence[Tensor],
+    space: LatentSpace,
+    in_tiles: bool,
+) -> list[Image.Image]:
+    """Images of normalised latents [C, H, W], with the float32 VAE, which is freed at the end.
+
+    ``in_tiles``: decode in small tiles, whatever the size.
+    """
+    vae = load_vae(source, device, in_tiles)
+    processor = VaeImageProcessor(vae_scale_factor=1)
+    shift, scale = (values_C.to(device)[:, None, None] for values_C in (space.shift_C, space.scale_C))
+    ratio = pixels_per_latent(source)
+    images: list[Image.Image] = []
+    for latents_CHW in latents:
+        vae.use_tiling = in_tiles or latents_CHW.shape[1] * latents_CHW.shape[2] * ratio**2 > TILING_PIXELS
+        with plain_attention(device):
+            pixels_BCHW = vae.decode((latents_CHW / scale + shift)[None], return_dict=False)[0]
+        images += processor.postprocess(pixels_BCHW, output_type="pil")
+    return images
+
+
+def pixels_per_latent(source: Source) -> int:
+    """Pixels per latent along a side (8 in SDXL and in Stable Diffusion 1.x and 2.x)."""
+    return int(2 ** (len(source.config("vae")["block_out_channels"]) - 1))

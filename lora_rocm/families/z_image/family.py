@@ -1,0 +1,100 @@
+"""Z-Image (arXiv 2511.22699): one stream of image and text tokens, and states of a language model as text.
+
+Dimensions: B batch, C channels, H W latent height and width, S tokens, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from diffusers import AutoencoderKL, ZImagePipeline, ZImageTransformer2DModel
+from torch import Tensor
+from transformers import Qwen3Model
+
+from lora_rocm.base_models import conversion
+from lora_rocm.base_models.loading import Layout, Part, Source
+from lora_rocm.dataset.caption_length import TokenLimit
+from lora_rocm.families.base import Encoder, LoadedModel, Tensors
+from lora_rocm.families.transformer import language_model
+from lora_rocm.families.transformer.family import TransformerFamily
+from lora_rocm.families.transformer.language_model import LanguageModelEncoder
+from lora_rocm.families.vae import VaeEncoder
+from lora_rocm.families.z_image.forward import CAPTION_MULTIPLE, predicted
+from lora_rocm.families.z_image.names import transformer_of_original
+from lora_rocm.families.z_image.spec import ZImageSection
+
+TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"  # Qwen3's chat, with thinking left to the model
+MAX_TOKENS = 512
+TURBO_SHIFT = 3.0  # of its published scheduler config; the base has 6.0
+ATTENTION, MLP = r"attention\.(to_[qkv]|to_out\.0)", r"feed_forward\.w[123]"
+LAYOUT = Layout(
+    parts={
+        "transformer": Part(
+            ZImageTransformer2DModel,
+            "model.diffusion_model.",
+            transformer_of_original,
+            other_prefixes=("diffusion_model.",),
+        ),
+        "vae": Part(AutoencoderKL, "first_stage_model.", conversion.vae_of_ldm, other_prefixes=("vae.",)),
+        "text_encoder": Part(Qwen3Model, "", conversion.own_names),
+    },
+    tokenizers={"tokenizer": "qwen3"},
+    configs=Path(__file__).parent / "config",
+    alone="transformer",
+)
+
+
+class ZImage(TransformerFamily):
+    """Implements ``ModelFamily`` for Z-Image."""
+
+    name = "z-image"
+    layout = LAYOUT
+    pipeline = ZImagePipeline
+    file_prefixes = {"transformer": "diffusion_model."}
+    block_lists = ("noise_refiner", "context_refiner", "layers")
+    packed_layers = r"^(layers|noise_refiner|context_refiner)\.\d+\.(attention|feed_forward)\."
+    targets = {
+        "attention": rf"layers\.\d+\.{ATTENTION}",
+        "attention-mlp": rf"layers\.\d+\.({ATTENTION}|{MLP})",
+        "all-linear": rf"(layers|noise_refiner|context_refiner)\.\d+\.({ATTENTION}|{MLP}|adaLN_modulation\.0)",
+    }
+
+    def encoders(self) -> Sequence[Encoder]:
+        text = LanguageModelEncoder(self.source, TEMPLATE, MAX_TOKENS, skipped=1, multiple=CAPTION_MULTIPLE)
+        return [VaeEncoder(self.source), text]
+
+    def token_limits(self) -> Sequence[TokenLimit]:
+        tokenizer = language_model.load_tokenizer(self.source.tokenizer_path("tokenizer"))
+        return [language_model.token_limit(tokenizer, TEMPLATE, MAX_TOKENS)]
+
+    def text_example(self, rows: int) -> Tensors:
+        return language_model.zeros(rows, MAX_TOKENS, int(self.source.config("transformer")["cap_feat_dim"]))
+
+    def check(self, source: Source) -> tuple[str, ...]:
+        notices = super().check(source)
+        if self._is_turbo:
+            notices += (
+                "Z-Image Turbo is distilled to few steps, and a LoRA trained on it undoes that: images become blurred. "
+                "Train on the base model; its LoRA works with Turbo.",
+            )
+        return notices
+
+    @cached_property
+    def scheduler_config(self) -> Mapping[str, Any]:
+        config = super().scheduler_config
+        own = self.source.folder != LAYOUT.configs
+        return config if own or not self._is_turbo else {**config, "shift": TURBO_SHIFT}
+
+    @property
+    def _is_turbo(self) -> bool:
+        model = self.recipe.model
+        assert isinstance(model, ZImageSection), "as the spec says"
+        return model.variant == "turbo"
+
+    def velocity(self, model: LoadedModel, latents_BCHW: Tensor, sigma_B: Tensor, batch: Tensors) -> Tensor:
+        """As ``TransformerFamily.velocity``. The model's time is ``1 - sigma``, and its output points to the image."""
+        transformer, latents_BCHW = model.components["transformer"], latents_BCHW.to(model.dtype)
+        return -predicted(transformer, latents_BCHW, 1 - sigma_B, batch)

@@ -1,0 +1,35 @@
+"""Tensor names of Z-Image's transformer in files of the original release and of ComfyUI."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from lora_rocm.base_models.conversion import State
+
+PREFIXES = ("model.diffusion_model.", "diffusion_model.")
+STARTS = {"x_embedder.": "all_x_embedder.2-1.", "final_layer.": "all_final_layer.2-1."}
+PARTS = {
+    ".attention.out.": ".attention.to_out.0.",
+    ".attention.q_norm.": ".attention.norm_q.",
+    ".attention.k_norm.": ".attention.norm_k.",
+}
+FUSED = ".attention.qkv."
+
+
+def transformer_of_original(state: State, module: nn.Module) -> State:
+    """Convert from the original names, which fuse query, key and value; diffusers' own names stay."""
+    converted: State = {}
+    for found, tensor in state.items():
+        name = found
+        for prefix in PREFIXES:
+            name = name.removeprefix(prefix)
+        for start, new in STARTS.items():
+            name = new + name.removeprefix(start) if name.startswith(start) else name
+        for part, new in PARTS.items():
+            name = name.replace(part, new)
+        rows = tensor.shape[0] // 3 if FUSED in name else 0
+        for number, letter in enumerate("qkv" if rows else ""):
+            converted[name.replace(FUSED, f".attention.to_{letter}.")] = tensor[number * rows : (number + 1) * rows]
+        if not rows:
+            converted[name] = tensor
+    return converted

@@ -1,0 +1,41 @@
+"""The specification of Z-Image for the light half: recipe section and names."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from lora_rocm.families.spec import Axis, FamilySpec, FileMetadata, ShapeRules, TransformerSection
+from lora_rocm.recipe.sections import FlowSection, PathOrHubId
+
+
+class ZImageSection(TransformerSection):
+    """The base model. Z-Image and its fine-tunes."""
+
+    family: Literal["z-image"] = Field("z-image", description="Model family.")
+    name_or_path: PathOrHubId = Field(
+        description="A diffusers folder, a hub id, or a .safetensors file of the transformer."
+    )
+    variant: Literal["base", "turbo"] = Field(
+        "base", description="Which Z-Image it is, for files do not say. Turbo is distilled: better train on the base."
+    )
+
+
+SPEC = FamilySpec(
+    name="z-image",
+    title="Z-Image",
+    model_section=ZImageSection,
+    objective_section=FlowSection,
+    implementation="lora_rocm.families.z_image.family:ZImage",
+    component="transformer",
+    shapes=ShapeRules(
+        (Axis("h", multiple=16, per_latent=8, per_token=16), Axis("w", multiple=16, per_latent=8, per_token=16))
+    ),
+    takes_fp16=False,
+    metadata=FileMetadata(
+        base_version="zimage",
+        architecture="z-image/lora",
+        implementation="https://github.com/Tongyi-MAI/Z-Image",
+    ),
+)

@@ -1,0 +1,66 @@
+"""The header of a safetensors file, with errors for people."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from lora_rocm.errors import ModelError, UserError
+from lora_rocm.foundation.bounded_read import FileVersion, check_plain
+from lora_rocm.foundation.safetensors_header import DamagedHeader, TensorEntry, UnknownDtype, parse_header
+
+
+@dataclass(frozen=True)
+class Header:
+    """The header of one safetensors file. version: version of the file when the header was read."""
+
+    path: Path
+    tensors: dict[str, TensorEntry]
+    metadata: dict[str, str]
+    version: FileVersion
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: entry.shape for name, entry in self.tensors.items()}
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        entry = self.tensors.get(name)
+        return None if entry is None else entry.shape
+
+
+def damaged(path: Path, reason: str, error: type[UserError] = ModelError) -> UserError:
+    """Return the error for a damaged safetensors file."""
+    return error(
+        "weights-damaged",
+        f"This safetensors file is damaged: {reason}.",
+        where=str(path),
+        fix="Download or copy the file again; a broken download is the usual cause.",
+    )
+
+
+def read_header(path: Path, error: type[UserError] = ModelError) -> Header:
+    """Read and check a header: the sizes must add up to the size of the file.
+
+    Raises:
+        ModelError: weights-damaged, weights-unreadable, weights-format (``error`` sets another class).
+    """
+    try:
+        size = check_plain(path, sys.maxsize)
+        with path.open("rb") as file:
+            version = FileVersion.of(path, os.fstat(file.fileno()))
+            tensors, metadata = parse_header(file, size)
+    except OSError as problem:
+        raise error("weights-unreadable", f"Cannot read the file: {problem.strerror}.", where=str(path)) from problem
+    except UnknownDtype as problem:
+        raise error(
+            "weights-format",
+            f"This file holds numbers in a format that is not read here: {problem}.",
+            where=str(path),
+            fix="Use an edition of the file in float16, bfloat16 or float32.",
+        ) from problem
+    except DamagedHeader as problem:
+        raise damaged(path, str(problem), error) from problem
+    return Header(path, tensors, metadata, version)

@@ -1,0 +1,135 @@
+"""Recognises base models, text encoders and VAEs by the names and shapes of their tensors (``models.toml``)."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from lora_rocm.foundation.tables import read_table
+
+Shapes = Mapping[str, tuple[int, ...]]
+OTHER = "other"
+"""The family of models that have no value of ``model.family``."""
+PARTS = ("whole", "unet", "transformer", "language model")
+"""The parts that are a model of their family, unlike text encoders and VAEs."""
+BASES = ("whole", "transformer", "language model")
+"""The parts that a file of ``model.name_or_path`` may hold. UNets come in whole files."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A condition on a tensor's shape: the size of one axis, or the number of axes. It does not hold for no tensor."""
+
+    name: str
+    axis: int = 0
+    sizes: tuple[int, ...] = ()
+    dimensions: int = 0
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A model among those of one row."""
+
+    title: str
+    has: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+    shapes: tuple[Shape, ...] = ()
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model or component.
+
+    family: value of ``model.family``, ``OTHER``, or the kind of a component that several families share.
+    title: name with its article.
+    part: one of ``PARTS``, or "text encoder", "text conditioner", "vae".
+    has, without: starts of tensor names after a prefix. All of ``has`` occur, and none of ``without``.
+    """
+
+    family: str
+    title: str
+    part: str
+    has: tuple[str, ...]
+    without: tuple[str, ...] = ()
+    shapes: tuple[Shape, ...] = ()
+    variants: tuple[Variant, ...] = ()
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A diffusers pipeline, by the start of its class name."""
+
+    start: str
+    families: tuple[str, ...]
+    title: str
+
+
+@dataclass(frozen=True)
+class ModelTable:
+    """The file. prefixes: of tensor names in files with several components, and of some programs."""
+
+    prefixes: tuple[str, ...]
+    pipelines: tuple[Pipeline, ...]
+    models: tuple[Model, ...]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A model or component in a file. title: that of the variant, if one is known."""
+
+    family: str
+    title: str
+    part: str
+    prefix: str
+
+
+@cache
+def _table() -> ModelTable:
+    return read_table(Path(__file__).with_name("models.toml"), ModelTable)
+
+
+def models_in(shapes: Shapes) -> tuple[Found, ...]:
+    """Return all models and components in a file with these tensors, in the order of the table."""
+    return tuple(_found(sorted(shapes), shapes))
+
+
+def model_of(shapes: Shapes) -> Found | None:
+    """Return the model in a file, or its only component; None if nothing is known in it."""
+    found = models_in(shapes)
+    return next((each for each in found if each.part in PARTS), found[0] if found else None)
+
+
+def pipeline_of(class_name: str) -> Pipeline | None:
+    """Return the pipeline of a diffusers folder by its ``_class_name``."""
+    return next((row for row in _table().pipelines if class_name.startswith(row.start)), None)
+
+
+def _found(names: list[str], shapes: Shapes) -> Iterator[Found]:
+    for row in _table().models:
+        for prefix in _table().prefixes:
+            if _fits(row, names, shapes, prefix):
+                fitting = (each.title for each in row.variants if _fits(each, names, shapes, prefix))
+                yield Found(row.family, next(fitting, row.title), row.part, prefix)
+
+
+def _fits(row: Model | Variant, names: list[str], shapes: Shapes, prefix: str) -> bool:
+    return (
+        all(_starts(names, prefix + start) for start in row.has)
+        and not any(_starts(names, prefix + start) for start in row.without)
+        and all(_holds(condition, shapes.get(prefix + condition.name)) for condition in row.shapes)
+    )
+
+
+def _starts(names: list[str], start: str) -> bool:
+    """Whether one of the sorted names has this start."""
+    place = bisect_left(names, start)
+    return place < len(names) and names[place].startswith(start)
+
+
+def _holds(condition: Shape, shape: tuple[int, ...] | None) -> bool:
+    if shape is None or condition.dimensions not in (0, len(shape)):
+        return False
+    return not condition.sizes or (condition.axis < len(shape) and shape[condition.axis] in condition.sizes)

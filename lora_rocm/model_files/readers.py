@@ -1,0 +1,67 @@
+"""Which programs read a LoRA file, by its family and spelling (``readers.toml``)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from lora_rocm.foundation.tables import read_table
+
+UNKNOWN = "not known"
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """A way of naming modules, by a regular expression that is found in the names of a file's tensors."""
+
+    name: str
+    pattern: str
+
+
+@dataclass(frozen=True)
+class Readers:
+    """What programs do with a LoRA file.
+
+    families: values of ``model.family``. spelling: of the file; empty: none that has a name. pattern: found in the
+    names of tensors, with dots as ``_``. alpha: the file has alphas. The others are what each program does.
+    """
+
+    families: tuple[str, ...]
+    spelling: str = ""
+    pattern: str = ""
+    alpha: bool = False
+    diffusers: str = UNKNOWN
+    comfyui: str = UNKNOWN
+    kohya: str = "read nothing of it"
+
+
+@dataclass(frozen=True)
+class ReaderTable:
+    """The file."""
+
+    spellings: tuple[Spelling, ...]
+    readers: tuple[Readers, ...]
+
+
+@cache
+def _table() -> ReaderTable:
+    return read_table(Path(__file__).with_name("readers.toml"), ReaderTable)
+
+
+def spelling_of(names: Collection[str]) -> str:
+    """Return the spelling of a file's tensor names; empty if it has no name."""
+    return next((row.name for row in _table().spellings if any(re.match(row.pattern, name) for name in names)), "")
+
+
+def readers_of(names: Collection[str], families: Collection[str]) -> Readers | None:
+    """Return what programs do with a LoRA that has these tensors and is of one of these families; None: not known."""
+    spelling, text = spelling_of(names), "\n".join(name.replace(".", "_") for name in names)
+    has_alpha = any(name.endswith(".alpha") for name in names)
+    for row in _table().readers:
+        of_family = bool(families) and set(families) <= set(row.families)
+        if of_family and row.spelling == spelling and row.alpha <= has_alpha and re.search(row.pattern, text):
+            return row
+    return None

@@ -1,0 +1,126 @@
+"""What ``inspect`` says of files and folders, and of what is no model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from lora_rocm.cli import app
+from lora_rocm.commands.inspect_file import inspect, inspect_text
+from lora_rocm.errors import ModelError
+
+ATTENTION = "down_blocks_1_attentions_0_transformer_blocks_{}_attn2_to_k"
+TAGS = {
+    "ss_tag_frequency": json.dumps({"10_cat": {"cat": 3, "sitting": 1}}),
+    "ss_steps": "400",
+    "ss_network_args": "{}",
+}
+
+
+def lora(path: Path, metadata: dict[str, str] | None = None) -> Path:
+    tensors: dict[str, torch.Tensor] = {}
+    for number, (rank, alpha) in enumerate([(4, torch.tensor(2.0)), (8, torch.tensor(4.0, dtype=torch.bfloat16))]):
+        module = f"lora_unet_{ATTENTION.format(number)}"
+        tensors[f"{module}.lora_down.weight"] = torch.zeros(rank, 2048, dtype=torch.float16)
+        tensors[f"{module}.lora_up.weight"] = torch.zeros(640, rank, dtype=torch.float16)
+        tensors[f"{module}.alpha"] = alpha
+    name = "lora_te1_text_model_encoder_layers_0_mlp_fc1"
+    tensors |= {f"{name}.lora_down.weight": torch.zeros(4, 768), f"{name}.lora_up.weight": torch.zeros(3072, 4)}
+    save_file(tensors, path, metadata)
+    return path
+
+
+def test_a_lora(tmp_path: Path) -> None:
+    found = inspect(lora(tmp_path / "x.safetensors", TAGS))
+    assert (found["title"], found["families"], found["trainable"]) == ("a LoRA for SDXL", ["sdxl"], ["sdxl"])
+    adapter = found["adapter"]
+    assert adapter["modules"] == {"lora_te1": {"mlp_fc1": 1}, "lora_unet": {"attn2_to_k": 2}}
+    assert adapter["ranks"] == {"4": 2, "8": 1} and adapter["alpha"] == {"min": 2.0, "max": 4.0, "missing": 1}
+    assert adapter["readers"] == {"diffusers": "reads it", "comfyui": "reads it", "kohya": "read it"}
+    assert found["metadata"] == {"ss_steps": "400", "tags": 2, "frequent_tags": ["cat", "sitting"]}
+    text = inspect_text(found)
+    for words in ("rank 4 (2), 8 (1)", "alpha 2 to 4, missing in 1 modules", "lora.init_from", "model.family: sdxl"):
+        assert words in text
+
+
+def test_metadata_decide_where_names_do_not(tmp_path: Path) -> None:
+    tensors = {"unet.mid_block.resnets.0.conv1.lora_A.weight": torch.zeros(4, 8, 3, 3)}
+    save_file(tensors, tmp_path / "x.safetensors")
+    assert inspect(tmp_path / "x.safetensors")["families"] == ["sd15", "sd2", "sdxl"]
+    save_file(tensors, tmp_path / "x.safetensors", {"ss_base_model_version": "sd_v2"})
+    assert inspect(tmp_path / "x.safetensors")["families"] == ["sd2"]
+    assert inspect(tmp_path / "x.safetensors")["title"] == "a LoRA for Stable Diffusion 2.x"
+
+
+def test_a_file_whose_family_is_only_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"diffusion_model.joint_blocks.0.x_block.attn.qkv.lora_A.weight": torch.zeros(4, 8)}, path)
+    found = inspect(path)
+    assert (found["title"], found["trainable"]) == ("a LoRA for Stable Diffusion 3", [])
+    assert "not trained here" in inspect_text(found)
+    save_file({"a.hada_w1_a": torch.zeros(1), "a.dora_scale": torch.zeros(1)}, path, {"ss_tag_frequency": "[1]"})
+    assert inspect(path)["title"] == "a LoHa and DoRA for a model that is not known"
+    save_file({"blob": torch.zeros(1)}, path)
+    assert inspect(path)["title"] == "a file that is not known"
+
+
+def test_a_checkpoint_with_several_components(tmp_path: Path) -> None:
+    dit = {"double_blocks.0.img_attn.qkv.weight": torch.zeros(1), "guidance_in.in_layer.weight": torch.zeros(1)}
+    tensors = {f"model.diffusion_model.{name}": tensor for name, tensor in dit.items()}
+    tensors["model.diffusion_model.double_blocks.0.img_attn.qkv.scale_weight"] = torch.zeros(1)
+    tensors["vae.decoder.conv_in.weight"] = torch.zeros(1, 16, 1, 1)
+    tensors["vae.decoder.mid.block_1.norm1.weight"] = torch.zeros(1)
+    save_file(tensors, tmp_path / "x.safetensors")
+    found = inspect(tmp_path / "x.safetensors")
+    assert found["title"] == "a FLUX.1 dev or Kontext model" and found["families"] == ["flux"]
+    assert found["quantised"] == "ComfyUI's scaled fp8"
+    assert list(found["components"]) == ["model.diffusion_model.", "vae."]
+
+
+def test_folders(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    index: dict[str, Any] = {"_class_name": "FluxPipeline", "vae": ["diffusers", "AutoencoderKL"], "x": [None, None]}
+    (tmp_path / "model" / "model_index.json").write_text(json.dumps(index), encoding="utf-8")
+    found = inspect(tmp_path / "model")
+    assert found["title"] == "a FLUX.1 model (FluxPipeline)" and found["components"] == {"vae": "AutoencoderKL"}
+    (tmp_path / "peft").mkdir()
+    (tmp_path / "peft" / "adapter_config.json").write_text('{"lora_alpha": 3}', encoding="utf-8")
+    lora(tmp_path / "peft" / "adapter_model.safetensors")
+    assert inspect(tmp_path / "peft")["adapter"]["alpha"] == {"min": 3, "max": 3, "missing": 0}
+    (tmp_path / "state").mkdir()
+    for name in ("state.json", "adapter.safetensors"):
+        (tmp_path / "state" / name).write_bytes(b"")
+    assert inspect(tmp_path / "state")["title"] == "a training state of lora-rocm"
+
+
+@pytest.mark.parametrize(("name", "content", "words"), [
+    ("x.safetensors", b"\x10\0\0\0\0\0\0\0{}", "ends inside its header"),
+    ("x.gguf", b"GGUF\x03\0\0\0" + bytes(40), "GGUF"),
+    ("x.safetensors", b"PK\x03\x04" + bytes(40), "zip archive"),
+    ("x.ckpt", b"", "pickle"),
+    ("x.safetensors", b"\x02\0\0\0\0\0\0\0xx", "not readable"),
+    ("missing.safetensors", None, "No such file"),
+    ("model/model_index.json", b"[1]", "no object"),
+    ("model/config.json", b"{}", "no model_index.json"),
+])  # fmt: skip
+def test_what_is_no_model(tmp_path: Path, name: str, content: bytes | None, words: str) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ModelError) as caught:
+        inspect(path.parent if "/" in name else path)
+    assert words in caught.value.what and str(tmp_path) in caught.value.where
+
+
+def test_the_command(tmp_path: Path) -> None:
+    path = lora(tmp_path / "x.safetensors")
+    said = CliRunner().invoke(app, ["inspect", str(path), "--json"])
+    assert said.exit_code == 0 and json.loads(said.output) == inspect(path)
+    assert "a LoRA for SDXL" in CliRunner().invoke(app, ["inspect", str(path)]).output
