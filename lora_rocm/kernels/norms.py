@@ -110,11 +110,11 @@ def add_branch(x: Tensor, branch: Branch, form: Form) -> Tensor:
     return x + y if branch.gate is None else torch.addcmul(x, y, _by_row(branch.gate, x))
 
 
-def rms_normal(x: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dimension without weight. Only ``x`` is kept for the backward pass."""
+def rms_normal(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
+    """RMSNorm over the last dimension with a frozen weight or none. Only ``x`` is kept for the backward pass."""
     if torch.compiler.is_compiling():
-        return F.rms_norm(x, x.shape[-1:], eps=eps)
-    output: Tensor = _RmsNormal.apply(x, eps)
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+    output: Tensor = _RmsNormal.apply(x, eps, weight)
     return output
 
 
@@ -138,19 +138,19 @@ class _RmsNormal(Function):
     """Computed again in the backward pass, because off the GPU PyTorch's keeps float32 copies."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
-        ctx.save_for_backward(x)
+    def forward(ctx: Any, x: Tensor, eps: float, weight: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
         ctx.eps = eps
-        return F.rms_norm(x, x.shape[-1:], eps=eps)
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        (x,) = ctx.saved_tensors
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        x, weight = ctx.saved_tensors
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
-            y = F.rms_norm(leaf, x.shape[-1:], eps=ctx.eps)
-        return torch.autograd.grad(y, leaf, dy)[0], None
+            y = F.rms_norm(leaf, x.shape[-1:], weight, ctx.eps)
+        return torch.autograd.grad(y, leaf, dy)[0], None, None
 
 
 def residual(x_BCHW: Tensor, y_BCHW: Tensor, bias_C: Tensor | None, form: Form) -> Tensor:

@@ -50,9 +50,12 @@ def norm_rotary(streams: Sequence[tuple[Tensor, Tensor]], eps: float, rotation: 
             rotation.cos, rotation.sin, rotation.interleaved, eps, *[part for stream in streams for part in stream]
         )
         return turned
-    normal = torch.cat([rms_normal(x, eps) * weight for x, weight in streams], dim=1)
+    normal = torch.cat([rms_normal(x, eps, weight) for x, weight in streams], dim=1)
     cos, sin = rotation.cos.unsqueeze(-2), rotation.sin.unsqueeze(-2)
-    if rotation.interleaved:
+    if rotation.interleaved and not torch.compiler.is_compiling():  # a compiler fuses real numbers only
+        pairs = torch.view_as_complex(normal.to(cos.dtype).unflatten(-1, (-1, 2)).contiguous())
+        turned = torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2)
+    elif rotation.interleaved:
         a, b = normal.unflatten(-1, (-1, 2)).unbind(-1)
         turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
     else:

@@ -15,80 +15,83 @@ from lora_rocm.kernels.backend import LAUNCH
 
 
 @triton.jit
-def _load_pairs(x, at, inside, pairs, INTERLEAVED: tl.constexpr):
+def _load_pairs(x, start, is_row, pairs, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The first and the second numbers of all pairs of rows that begin at ``start`` [rows, 1]."""
     if INTERLEAVED:
-        both = at[:, :, None] + tl.arange(0, 2)[None, None, :]
-        a, b = tl.split(tl.load(x + both, mask=inside[:, :, None], other=0.0))
+        number = tl.arange(0, 2 * PAIRS)[None, :]
+        both = tl.load(x + start + number, mask=is_row & (number < 2 * pairs), other=0.0)
+        a, b = tl.split(tl.reshape(both, (both.shape[0], PAIRS, 2)))
     else:
-        a = tl.load(x + at, mask=inside, other=0.0)
-        b = tl.load(x + at + pairs, mask=inside, other=0.0)
+        pair = tl.arange(0, PAIRS)[None, :]
+        a = tl.load(x + start + pair, mask=is_row & (pair < pairs), other=0.0)
+        b = tl.load(x + start + pairs + pair, mask=is_row & (pair < pairs), other=0.0)
     return a.to(tl.float32), b.to(tl.float32)
 
 
 @triton.jit
-def _store_pairs(x, at, inside, pairs, a, b, INTERLEAVED: tl.constexpr):
+def _store_pairs(x, start, is_row, pairs, a, b, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
     a, b = a.to(x.dtype.element_ty), b.to(x.dtype.element_ty)
     if INTERLEAVED:
-        both = at[:, :, None] + tl.arange(0, 2)[None, None, :]
-        tl.store(x + both, tl.join(a, b), mask=inside[:, :, None])
+        number = tl.arange(0, 2 * PAIRS)[None, :]
+        both = tl.reshape(tl.join(a, b), (a.shape[0], 2 * PAIRS))
+        tl.store(x + start + number, both, mask=is_row & (number < 2 * pairs))
     else:
-        tl.store(x + at, a, mask=inside)
-        tl.store(x + at + pairs, b, mask=inside)
+        pair = tl.arange(0, PAIRS)[None, :]
+        tl.store(x + start + pair, a, mask=is_row & (pair < pairs))
+        tl.store(x + start + pairs + pair, b, mask=is_row & (pair < pairs))
 
 
 @triton.jit
 def _normal_token(
-    x, weight, cos, sin, x_batch, x_row, turn_batch, turn_row, turn_pair, first, heads, pairs, eps,
-    INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
+    x, weight, cos, sin, x_batch, x_row, turn_batch, turn_row, first, heads, pairs, eps,
+    TURN_PAIR: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Offsets within a token and what is inside; normalised pairs, their deviation, weights, cosine and sine."""
+    """Offsets of a token's heads, and which are heads; normalised pairs, their deviation, weights, cosine and sine."""
     token, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     head, pair = tl.arange(0, HEADS)[:, None], tl.arange(0, PAIRS)[None, :]
-    one = pair * (2 if INTERLEAVED else 1)
-    at, is_pair = head * (2 * pairs) + one, pair < pairs
-    inside = (head < heads) & is_pair
-    a, b = _load_pairs(x + batch * x_batch + token * x_row, at, inside, pairs, INTERLEAVED)
+    start, is_head = head * (2 * pairs), head < heads
+    a, b = _load_pairs(x + batch * x_batch + token * x_row, start, is_head, pairs, PAIRS, INTERLEAVED)
     rstd = (1.0 / tl.sqrt(tl.sum(a * a + b * b, axis=1) / (2 * pairs) + eps))[:, None]
-    weight_a, weight_b = _load_pairs(weight, one, is_pair, pairs, INTERLEAVED)
-    turn = batch * turn_batch + (first + token) * turn_row + pair * turn_pair
-    c = tl.load(cos + turn, mask=is_pair, other=0.0)
-    s = tl.load(sin + turn, mask=is_pair, other=0.0)
-    return at, inside, a * rstd, b * rstd, rstd, weight_a, weight_b, c, s
+    one = tl.arange(0, 1)[:, None]
+    weight_a, weight_b = _load_pairs(weight, one, one < 1, pairs, PAIRS, INTERLEAVED)
+    turn = batch * turn_batch + (first + token) * turn_row + pair * TURN_PAIR
+    c = tl.load(cos + turn, mask=pair < pairs, other=0.0)
+    s = tl.load(sin + turn, mask=pair < pairs, other=0.0)
+    return start, is_head, a * rstd, b * rstd, rstd, weight_a, weight_b, c, s
 
 
 @triton.jit
 def norm_rotary_forward(
-    x, weight, cos, sin, out, x_batch, x_row, turn_batch, turn_row, turn_pair, first, tokens, all_tokens,
-    heads, pairs, eps, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
+    x, weight, cos, sin, out, x_batch, x_row, turn_batch, turn_row, first, tokens, all_tokens, heads, pairs, eps,
+    TURN_PAIR: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """One stream, whose tokens follow ``first`` others in the output; one program per token."""
-    at, inside, a, b, _, weight_a, weight_b, c, s = _normal_token(
-        x, weight, cos, sin, x_batch, x_row, turn_batch, turn_row, turn_pair, first, heads, pairs, eps, INTERLEAVED,
+    start, is_head, a, b, _, weight_a, weight_b, c, s = _normal_token(
+        x, weight, cos, sin, x_batch, x_row, turn_batch, turn_row, first, heads, pairs, eps, TURN_PAIR, INTERLEAVED,
         HEADS, PAIRS,
     )  # fmt: skip
     a, b = a * weight_a, b * weight_b
-    row = tl.program_id(1).to(tl.int64) * all_tokens + first + tl.program_id(0)
-    _store_pairs(out + row * heads * (2 * pairs), at, inside, pairs, a * c - b * s, b * c + a * s, INTERLEAVED)
+    row = (tl.program_id(1).to(tl.int64) * all_tokens + first + tl.program_id(0)) * heads * (2 * pairs)
+    _store_pairs(out + row, start, is_head, pairs, a * c - b * s, b * c + a * s, PAIRS, INTERLEAVED)
 
 
 @triton.jit
 def norm_rotary_backward(
-    dout, x, weight, cos, sin, dx, x_batch, x_row, turn_batch, turn_row, turn_pair, first, tokens, all_tokens,
-    heads, pairs, eps, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
+    dout, x, weight, cos, sin, dx, x_batch, x_row, turn_batch, turn_row, first, tokens, all_tokens, heads, pairs, eps,
+    TURN_PAIR: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one stream; one program per token."""
-    at, inside, a, b, rstd, weight_a, weight_b, c, s = _normal_token(
-        x, weight, cos, sin, x_batch, x_row, turn_batch, turn_row, turn_pair, first, heads, pairs, eps, INTERLEAVED,
+    start, is_head, a, b, rstd, weight_a, weight_b, c, s = _normal_token(
+        x, weight, cos, sin, x_batch, x_row, turn_batch, turn_row, first, heads, pairs, eps, TURN_PAIR, INTERLEAVED,
         HEADS, PAIRS,
     )  # fmt: skip
-    row = tl.program_id(1).to(tl.int64) * all_tokens + first + tl.program_id(0)
-    da, db = _load_pairs(dout + row * heads * (2 * pairs), at, inside, pairs, INTERLEAVED)
+    row = (tl.program_id(1).to(tl.int64) * all_tokens + first + tl.program_id(0)) * heads * (2 * pairs)
+    da, db = _load_pairs(dout + row, start, is_head, pairs, PAIRS, INTERLEAVED)
     da, db = (da * c + db * s) * weight_a, (db * c - da * s) * weight_b
     along = (tl.sum(da * a + db * b, axis=1) / (2 * pairs))[:, None]
-    row = tl.program_id(1).to(tl.int64) * tokens + tl.program_id(0)
-    _store_pairs(
-        dx + row * heads * (2 * pairs), at, inside, pairs, (da - a * along) * rstd, (db - b * along) * rstd, INTERLEAVED
-    )
+    row = (tl.program_id(1).to(tl.int64) * tokens + tl.program_id(0)) * heads * (2 * pairs)
+    da, db = (da - a * along) * rstd, (db - b * along) * rstd
+    _store_pairs(dx + row, start, is_head, pairs, da, db, PAIRS, INTERLEAVED)
 
 
 class TritonNormRotary(Function):
@@ -131,10 +134,10 @@ def _launch(
     eps: float,
 ) -> None:
     batch, tokens, heads, dim = x.shape
-    turn = cos.stride() if cos.ndim == 3 else (0, *cos.stride())
+    *turn, turn_pair = cos.stride() if cos.ndim == 3 else (0, *cos.stride())
     tile = {"HEADS": triton.next_power_of_2(heads), "PAIRS": triton.next_power_of_2(dim // 2)}
     warps = max(4, tile["HEADS"] * tile["PAIRS"] // 256)
     kernel[(tokens, batch)](
         *tensors, x.stride(0), x.stride(1), *turn, first, tokens, total, heads, dim // 2, eps,
-        INTERLEAVED=interleaved, **tile, num_warps=warps, **LAUNCH,
+        TURN_PAIR=turn_pair, INTERLEAVED=interleaved, **tile, num_warps=warps, **LAUNCH,
     )  # fmt: skip

@@ -103,7 +103,7 @@ def kernels() -> Iterator[tuple[Any, dict[str, Any], int]]:
         gated_triton: ({"BLOCK": gated_triton.BLOCK}, 4),
         add_norm_triton: ({"BLOCK": 4096}, 8),
         unpack_triton: ({"BLOCK": unpack_triton.BLOCK, "BLOCKS": unpack_triton.NF4_BLOCKS}, 4),
-        rotary_triton: ({"HEADS": 32, "PAIRS": 64}, 8),
+        rotary_triton: ({"HEADS": 32, "PAIRS": 64, "TURN_PAIR": 2}, 8),
         group_norm_triton: (
             {"BLOCK": group_norm_triton.BLOCK, "PIXELS": group_norm_triton.LARGE_PIXELS, "JOINED": 64, "WIDTH": 32},
             group_norm_triton.WARPS,
