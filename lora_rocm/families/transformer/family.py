@@ -23,6 +23,7 @@ from lora_rocm.families.objectives.flow import FlowObjective
 from lora_rocm.families.recompute import Recomputing
 from lora_rocm.families.transformer import detect
 from lora_rocm.families.transformer.sampling import sample_images
+from lora_rocm.kernels.backend import Form, form_for
 from lora_rocm.recipe.sections import FlowSection
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class TransformerFamily(LatentFamily):
         block_lists: paths of the lists of blocks in the transformer, in forward order.
         targets: preset -> regular expression of module names, as ``ModelFamily.lora_targets``.
         patch: side of the square of latents that is one token.
+        fuse_blocks: replaces the blocks by fused ones (see ``families.transformer_blocks``).
         told_guidance: whether ``velocity`` is told the guidance of a preview, which needs no negative prompt then.
     """
 
@@ -49,6 +51,7 @@ class TransformerFamily(LatentFamily):
     block_lists: tuple[str, ...]
     targets: Mapping[str, str]
     patch: int = 2
+    fuse_blocks: Callable[[nn.Module, Form], None]
     told_guidance: bool = False
 
     @abstractmethod
@@ -107,7 +110,7 @@ class TransformerFamily(LatentFamily):
         transformer.enable_gradient_checkpointing(run or Recomputing(model))
 
     def fuse(self, model: LoadedModel, triton: bool = True) -> None:
-        """Nothing is replaced: the layers of a LoRA are lean without it."""
+        self.fuse_blocks(model.components[self.component], form_for(model.device, triton))
 
     def load_in_diffusers(self, path: Path, components: Sequence[str]) -> dict[str, nn.Module]:
         transformer = self.skeleton(self.component)
