@@ -99,7 +99,8 @@ def test_waves(gfx: str, vgprs: int, waves: int) -> None:
 
 
 def test_a_kernel_that_spills_is_seen(sdxl: dict[str, Launch]) -> None:
-    launch = sdxl[worst(sdxl, "gfx1100")[-1]]
+    rows = recorded_in(triton.__version__).get("gfx1100", {})
+    launch = sdxl[max(sdxl, key=lambda name: rows.get(name, [0])[0])]
     narrow = replace(launch, options={**launch.options, "waves_per_eu": 16})
     with pytest.raises(AssertionError, match=f"gfx1100, {narrow.name}: spills"):
         check("gfx1100", {narrow.name: used(narrow, "gfx1100")})
