@@ -2,10 +2,11 @@
 
 usage: python benchmarks/registers.py [--write] [--cards gfx1100,gfx942] [--warps 4]
 
-The launches are those of training steps of SDXL and SD 1.5, forward and backward, without weights or memory: the UNets
-run on the meta device, and every launch is compiled with the arguments that the launching code gives. ``--write``
-records the counts of the installed Triton in ``benchmarks/registers``; a test compares with that file. ``--warps`` only
-prints the counts with another number of warps for the kernels of large images.
+The launches are those of training steps of SDXL and SD 1.5, and of blocks of Z-Image, FLUX.1 and Anima, forward and
+backward, without weights or memory: the models are on the meta device, and every launch is compiled with the arguments
+that the launching code gives. ``--write`` records the counts of the installed Triton in ``benchmarks/registers``; a
+test compares with that file. ``--warps`` only prints the counts with another number of warps for the kernels of large
+images.
 """
 
 from __future__ import annotations
@@ -25,6 +26,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch  # noqa: E402
 import triton  # noqa: E402
 from diffusers import UNet2DConditionModel  # noqa: E402
+from diffusers.models.transformers.transformer_cosmos import CosmosTransformerBlock  # noqa: E402
+from diffusers.models.transformers.transformer_flux import (  # noqa: E402
+    FluxSingleTransformerBlock,
+    FluxTransformerBlock,
+)
+from diffusers.models.transformers.transformer_z_image import ZImageTransformerBlock  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
@@ -33,13 +40,11 @@ from lora_rocm.families.ldm import fused_unet  # noqa: E402
 from lora_rocm.families.ldm.fusion_options import Fusion  # noqa: E402
 from lora_rocm.families.sd.family import LAYOUT_SD15  # noqa: E402
 from lora_rocm.families.sdxl.family import LAYOUT as LAYOUT_SDXL  # noqa: E402
+from lora_rocm.families.transformer_blocks import cosmos, flux, z_image  # noqa: E402
 from lora_rocm.hardware.archs import BY_GFX, triton_takes  # noqa: E402
-from lora_rocm.kernels import group_norm_triton  # noqa: E402
-from lora_rocm.kernels.backend import LAUNCH, Form  # noqa: E402
+from lora_rocm.kernels import backend, group_norm_triton  # noqa: E402
+from lora_rocm.kernels.backend import LAUNCH  # noqa: E402
 from lora_rocm.kernels.fingerprint_triton import launch_compare, launch_fingerprints, launch_renew  # noqa: E402
-from lora_rocm.kernels.geglu_triton import TritonGeglu  # noqa: E402
-from lora_rocm.kernels.group_norm_triton import TritonGroupNorm, TritonResidual  # noqa: E402
-from lora_rocm.kernels.layer_norm_triton import TritonAddLayerNorm  # noqa: E402
 from lora_rocm.kernels.quantised import quantised  # noqa: E402
 
 RECORDED = Path(__file__).parent / "registers"
@@ -47,6 +52,7 @@ COMMAND = "python benchmarks/registers.py --write"
 META = torch.device("meta")
 LAYOUTS = {"sdxl": LAYOUT_SDXL, "sd15": LAYOUT_SD15}
 SDXL_STEP = ("sdxl", 1, 1024, 1024)
+FLUX_BLOCKS = (FluxTransformerBlock, FluxSingleTransformerBlock)
 STEPS = (SDXL_STEP, ("sdxl", 4, 1024, 1024), ("sdxl", 1, 1152, 896), ("sd15", 1, 512, 512), ("sd15", 4, 512, 768))
 """(family, batch size, height and width in pixels)"""
 
@@ -162,6 +168,8 @@ def launches(dtype: torch.dtype, *steps: tuple[str, int, int, int]) -> dict[str,
     with mock.patch.object(triton.JITFunction, "run", run):
         for family, batch, height_px, width_px in steps:
             train(family, dtype, batch, height_px // 8, width_px // 8)
+        for is_modulation_trained in (False, True):
+            train_blocks(dtype, is_modulation_trained)
         for counts in WORD_COUNTS:
             fingerprint(*counts)
         for name in ("int8", "fp8", "nf4"):
@@ -181,8 +189,33 @@ def train(family: str, dtype: torch.dtype, batch: int, height: int, width: int) 
         text_BSD = torch.empty(batch, 77, config["cross_attention_dim"], dtype=dtype)
         extra = {"text_embeds": torch.empty(batch, 1280, dtype=dtype), "time_ids": torch.empty(batch, 6)}
         fused_unet.fuse(unet, Fusion(geglu="triton", norms="triton", channels_last=True))
-        with mock.patch.multiple(fused_unet, **AS_ON_A_GPU):
+        with mock.patch.object(backend, "launches", lambda form, x: form == "triton"):
             unet(x_BCHW, torch.empty(batch), text_BSD, added_cond_kwargs=extra)[0].sum().backward()
+
+
+def train_blocks(dtype: torch.dtype, is_modulation_trained: bool) -> None:
+    """Blocks of Z-Image, FLUX.1 and Anima on the meta device, at 1024 px with 512 tokens of text."""
+    with META, mock.patch.object(backend, "launches", lambda form, x: form == "triton"):
+        with_modulation, without = (ZImageTransformerBlock(0, 3840, 30, 30, 1e-5, True, m) for m in (True, False))
+        anima = CosmosTransformerBlock(16, 128, 1024)
+        blocks = nn.ModuleList((with_modulation, without, anima, *(kind(3072, 24, 128) for kind in FLUX_BLOCKS)))
+        blocks.requires_grad_(False).to(dtype)
+        z_image.fuse(blocks, "triton")
+        cosmos.fuse(blocks, "triton")
+        flux.fuse(blocks, "triton")
+        x, y, image, text = (
+            torch.empty(1, *size, dtype=dtype, requires_grad=True)
+            for size in ((4608, 3840), (4096, 2048), (4096, 3072), (512, 3072))
+        )
+        z_time, y_time, time = (
+            torch.empty(1, size, dtype=dtype).requires_grad_(is_modulation_trained) for size in (256, 2048, 3072)
+        )
+        turns = torch.empty(1, 4608, 64, dtype=torch.complex64)
+        blocks[1](blocks[0](x, None, turns, z_time), None, turns).sum().backward()
+        turned = (torch.empty(4096, 128),) * 2
+        anima(y, torch.empty(1, 512, 1024, dtype=dtype), y_time, None, turned).sum().backward()
+        for block in blocks[3:]:
+            sum(part.sum() for part in block(image, text, time, (torch.empty(4608, 128),) * 2)).backward()
 
 
 def fingerprint(*counts: int) -> None:
@@ -200,19 +233,6 @@ def unpack(name: str, dtype: torch.dtype, outputs: int, inputs: int) -> None:
     packed = quantised(name, "").packed(layer.requires_grad_(False))
     with mock.patch.object(Tensor, "is_meta", False):
         packed.dense(dtype, "triton")
-
-
-def _group_norm(x: Tensor, norm: nn.GroupNorm, form: Form, shift: Tensor | None = None, silu: bool = True) -> Any:
-    return TritonGroupNorm.apply(x, shift, norm.weight, norm.bias, norm.num_groups, norm.eps, silu)
-
-
-AS_ON_A_GPU: dict[str, Any] = {
-    "group_norm": _group_norm,
-    "add_layer_norm": lambda x, delta, norm, form: TritonAddLayerNorm.apply(x, delta, norm.weight, norm.bias, norm.eps),
-    "geglu": lambda ag, form: TritonGeglu.apply(ag),
-    "residual": lambda x, y, bias, form: x + y if bias is None else TritonResidual.apply(x, y, bias),
-}
-"""What the fused UNet calls; on the meta device the package's own functions launch nothing."""
 
 
 def used(launch: Launch, gfx: str) -> Used:

@@ -194,7 +194,9 @@ def sample(
     width: Annotated[int | None, typer.Option(min=1, max=16_384, help="Pixels; default: as in training.")] = None,
     height: Annotated[int | None, typer.Option(min=1, max=16_384, help="Pixels; default: as in training.")] = None,
     steps: Annotated[int, typer.Option(min=1, max=1000, help="Denoising steps.")] = 25,
-    guidance_scale: Annotated[float, typer.Option(min=1.0, max=1000.0, help="Classifier-free guidance.")] = 6.0,
+    guidance_scale: Annotated[
+        float | None, typer.Option(min=1.0, max=1000.0, help="Guidance; default: what is usual for the family.")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Seed of the first image.")] = 1234,
     strength: Annotated[float, typer.Option(min=-100.0, max=100.0, help="Strength of the LoRA; 0 disables it.")] = 1.0,
     num: Annotated[

@@ -22,6 +22,8 @@ VAE: dict[str, Any] = {
     "shift_factor": 0.1159,
     "block_out_channels": (4, 4, 4, 4),
     "norm_num_groups": 2,
+    "use_quant_conv": False,
+    "use_post_quant_conv": False,
 }
 
 

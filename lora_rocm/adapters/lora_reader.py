@@ -40,6 +40,7 @@ PEFT_CONFIG, PEFT_WEIGHTS, PEFT_PREFIX = "adapter_config.json", "adapter_model.s
 DIFFUSERS_METADATA = "lora_adapter_metadata"
 PICKLES = (".ckpt", ".bin", ".pt", ".pth")
 KOHYA_PREFIXES = ("lora_", "lycoris_")
+ORIGINAL_PREFIXES = ("lora_unet_", "lycoris_", "diffusion_model.", PEFT_PREFIX)  # before a transformer's original names
 OLD_DIFFUSERS = re.compile(r"_lora\.(up|down)\.")
 MAX_CONFIG_BYTES = 1 << 22
 PATTERN, MAX_WILDCARDS = re.compile(r"\^?(?:[\w-]|\\?\.|\.\*)*\$?"), 2
@@ -67,7 +68,7 @@ def components_of(family: ModelFamily, path: Path) -> set[str]:
 
 def _component_of(name: str, family: ModelFamily) -> str:
     """Return the component of a tensor name; if no component is known, the first part of the name."""
-    prefixes = {"lora_unet_": main_component(family)}  # kohya's scripts call a transformer so too
+    prefixes = dict.fromkeys(ORIGINAL_PREFIXES, main_component(family))
     prefixes |= {f"lora_{component}_": component for component in family.file_prefixes}
     prefixes |= {prefix: component for component, prefix in family.file_prefixes.items()}
     longest = max((prefix for prefix in prefixes if name.startswith(prefix)), key=len, default="")
@@ -105,7 +106,8 @@ def read_adapter(
         header = read_header(_one_file(path), AdapterError)
         tensors = read_tensors(header, error=AdapterError)
         kind = _kind_of(tensors)
-        if any(name.startswith((*KOHYA_PREFIXES, *family.file_prefixes.values())) for name in tensors):
+        own = [prefix for component, prefix in family.file_prefixes.items() if prefix != f"{component}."]
+        if any(name.startswith((*KOHYA_PREFIXES, *ORIGINAL_PREFIXES, *own)) for name in tensors):
             return kind, _from_kohya(grouped(tensors, path, kind, say), family, components, shapes, kind, path)
         modules = _from_diffusers(tensors, header, set(family.text_components), kind, say)
         return kind, _fitted(modules, shapes, kind, family, path)
@@ -141,16 +143,18 @@ def _from_kohya(
     kind: FileKind,
     path: Path,
 ) -> dict[str, Entry]:
-    """Read modules by the family's own names, and by names made from diffusers' paths as LyCORIS makes them."""
-    table = KeyTable(family, components)
+    """Read modules by the family's names, by the original release's, and by those that LyCORIS makes of diffusers'."""
+    table, original = KeyTable(family, components), KeyTable(family, components, family.original_rows)
     keys = {key: table.whole(key) or key for key in table.parts}
+    for key in original.parts:
+        keys |= {start + (key if start[-1] == "." else key.replace(".", "_")): key for start in ORIGINAL_PREFIXES}
     plain = [(c, module) for c, root in components.items() for module, _ in adaptable(root)]
     ways = [(c, c, module) for c, module in plain]
     ways += [("unet", c, module) for c, module in plain if c == main_component(family)]
     keys = {f"lora_{start}_{module.replace('.', '_')}": canonical(c, module) for start, c, module in ways} | keys
     modules = _modules(groups, {}, lambda key: keys.get(key, key), kind)
-    entries = _fitted(modules, {**shapes, **table.shapes}, kind, family, path)
-    return table.of_modules(entries)
+    entries = _fitted(modules, {**shapes, **table.shapes, **original.shapes}, kind, family, path)
+    return original.of_modules(table.of_modules(entries))
 
 
 def _modules(

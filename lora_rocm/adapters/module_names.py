@@ -7,7 +7,7 @@ may cover several modules (query, key and value as one ``qkv``), or several weig
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -19,6 +19,9 @@ from lora_rocm.kernels.weight_format import dense_shape
 
 TEXT_LEVEL = "text_model."
 """A level of a text encoder's paths that transformers 5 dropped from one of SDXL's two text encoders."""
+
+RowsOf = Callable[[str, str, int], Sequence[tuple[str, int, int]]]
+"""As ``ModelFamily.export_rows``."""
 
 
 def canonical(component: str, module: str) -> str:
@@ -53,7 +56,12 @@ class Part:
 
 
 class KeyTable:
-    """Maps each key of a family's file to rows of modules.
+    """Maps each key of a file to rows of modules.
+
+    Args:
+        family: names the keys of its own file.
+        components: the model's components.
+        rows_of: names others, as ``ModelFamily.original_rows``.
 
     Attributes:
         parts: key -> parts, in the order of the key's rows.
@@ -64,7 +72,7 @@ class KeyTable:
         ValueError: two modules claim the same rows of a key, or rows of a module are missing.
     """
 
-    def __init__(self, family: ModelFamily, components: Mapping[str, nn.Module]) -> None:
+    def __init__(self, family: ModelFamily, components: Mapping[str, nn.Module], rows_of: RowsOf | None = None) -> None:
         self.parts: dict[str, list[Part]] = {}
         self.rows: dict[str, int] = {}
         inputs: dict[str, tuple[int, ...]] = {}
@@ -72,10 +80,11 @@ class KeyTable:
             for path, base in adaptable(root):
                 name, (rows, *rest) = canonical(component, path), dense_shape(base)
                 self.rows[name], first = rows, 0
-                for key, at, count in family.export_rows(component, path, rows):
+                placed = (rows_of or family.export_rows)(component, path, rows)
+                for key, at, count in placed:
                     self.parts.setdefault(key, []).append(Part(name, first, at, count))
                     inputs[key], first = tuple(rest), first + count
-                if first != rows:
+                if placed and first != rows:
                     raise ValueError(f"{name} has {rows} rows, of which its keys name {first}")
         self.shapes: dict[str, tuple[int, ...]] = {}
         for key, parts in self.parts.items():

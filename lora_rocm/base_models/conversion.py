@@ -42,7 +42,7 @@ OF_ORIGINAL_VAE = ".mid.block_1."  # in the original release's names; diffusers 
 HARMLESS_ENDS = (
     ".position_ids",
     ".logit_scale",
-    "embedders.0.transformer.text_projection.weight",
+    "text_projection.weight",
     "num_batches_tracked",
     "norm_final.weight",  # of Z-Image
     "lm_head.weight",
@@ -96,6 +96,9 @@ def own_names(state: Mapping[str, Tensor], module: nn.Module) -> State:
         bare = name.removeprefix(TEXT_WRAPPER).removeprefix(LANGUAGE_WRAPPER)
         ways = (name, bare, TEXT_WRAPPER + name, _new_attention(name))
         renamed[next((way for way in ways if way in expected), name)] = tensor
+    for pair in (getattr(module, "_tied_weights_keys", None) or {}).items():  # a file has one name of the two
+        there = next((renamed[name] for name in pair if name in renamed), None)
+        renamed |= {name: there for name in pair if there is not None and name in expected}
     return renamed
 
 

@@ -23,9 +23,10 @@ from lora_rocm.device.torch_errors import device_fault, out_of_memory
 from lora_rocm.kernels.backend import Form, refusal, triton_version
 from lora_rocm.kernels.fingerprint import add_fingerprints, compare, renew
 from lora_rocm.kernels.fingerprint_weights import TILE
-from lora_rocm.kernels.geglu import geglu
-from lora_rocm.kernels.norms import add_layer_norm, group_norm, residual
+from lora_rocm.kernels.gated import gated
+from lora_rocm.kernels.norms import Branch, RowNorm, add_branch, add_layer_norm, add_norm, group_norm, residual
 from lora_rocm.kernels.quantised import quantised
+from lora_rocm.kernels.rotary import Rotation, norm_rotary
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest deviation of a single number from the eager float32 result, as a share of its own size plus the root mean
@@ -43,7 +44,8 @@ C compiler, headers, a linker, a driver library, a folder to write to).
 REFUSED = "PassManager::run failed"
 """The whole message of Triton's error for an unknown target; the reason goes to standard error, in 70 lines."""
 
-Run = Callable[..., Tensor | tuple[Tensor, ...]]
+Outputs = tuple[Tensor, ...]
+Run = Callable[..., Tensor | Outputs]
 Made = TypeVar("Made")
 
 
@@ -80,7 +82,12 @@ class ExactCase:
 
 
 def _gate(form: Form, norm: None, ag: Tensor) -> Tensor:
-    return geglu(ag.clone(), form)  # a copy, because the backward pass overwrites its input
+    return gated("gelu", form, ag.clone())  # a copy, because the backward pass overwrites its input
+
+
+def _swiglu(form: Form, norm: None, ga: Tensor) -> Tensor:
+    g, a = ga.clone().chunk(2, dim=-1)  # as a merged product gives them
+    return gated("silu", form, a, g)
 
 
 def _norm_alone(form: Form, norm: nn.LayerNorm, x: Tensor) -> Tensor:
@@ -89,6 +96,37 @@ def _norm_alone(form: Form, norm: nn.LayerNorm, x: Tensor) -> Tensor:
 
 def _sum_and_norm(form: Form, norm: nn.LayerNorm, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     return add_layer_norm(x, delta, norm, form)
+
+
+def _modulated_norm(form: Form, norm: None, x: Tensor, y: Tensor, *rows: Tensor) -> Outputs:
+    gate, scale, shift = rows
+    return add_norm(x, Branch(y, gate), RowNorm(1 + scale, shift, 1e-6, centred=True), form)
+
+
+def _sandwich_norm(form: Form, norm: None, x: Tensor, y: Tensor, gate: Tensor, weight: Tensor) -> Outputs:
+    return add_norm(x, Branch(y, gate, 1e-5), RowNorm(weight, None, 1e-5), form)
+
+
+def _normed_branch(form: Form, norm: None, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+    return add_branch(x, Branch(y, weight, 1e-5), form)
+
+
+def _neighbours(form: Form, norm: nn.RMSNorm, text: Tensor, image: Tensor) -> Tensor:
+    both = [(x, norm.weight) for x in (text, image)]
+    return norm_rotary(both, 1e-6, _rotation(text, interleaved=True), form)
+
+
+def _halves(form: Form, norm: nn.RMSNorm, qk: Tensor) -> Tensor:
+    query = qk.chunk(2, dim=2)[0]  # as a merged product gives it
+    return norm_rotary([(query, norm.weight)], 1e-6, _rotation(qk, interleaved=False), form)
+
+
+def _rotation(x: Tensor, interleaved: bool) -> Rotation:
+    """Angles laid out as a family has them: both numbers of a pair at neighbouring places, or by halves."""
+    tokens, dim = 2 * x.shape[1] if interleaved else x.shape[1], x.shape[3]
+    angles = torch.arange(tokens * dim, dtype=torch.float32, device=x.device).view(tokens, dim)
+    pairs = slice(None, None, 2) if interleaved else slice(dim // 2)
+    return Rotation(angles.cos()[:, pairs], angles.sin()[:, pairs], interleaved)
 
 
 def _group_norm(form: Form, norm: nn.GroupNorm, x: Tensor) -> Tensor:
@@ -142,6 +180,10 @@ def _groups(number: int, channels: int) -> Callable[[], nn.Module]:
     return lambda: nn.GroupNorm(number, channels)
 
 
+def _heads(dim: int) -> Callable[[], nn.Module]:
+    return lambda: nn.RMSNorm(dim)
+
+
 PACKED = {name: partial(_packed_product, name) for name in ("int8", "fp8", "nf4")}
 SMALL: tuple[Case, ...] = (
     Case("GEGLU", _gate, ((3, 5, 140),)),
@@ -151,6 +193,12 @@ SMALL: tuple[Case, ...] = (
     Case("GroupNorm without SiLU", _group_norm_and_input, ((2, 72, 5, 8),), _groups(4, 72), mean=5),
     Case("sum and GroupNorm", _shifted_group_norm, ((2, 72, 9, 7), (2, 72)), _groups(4, 72), mean=2.5),
     Case("residual sum", _residual, ((2, 72, 5, 8), (2, 72, 5, 8)), _groups(4, 72)),
+    Case("SwiGLU", _swiglu, ((3, 5, 140),)),
+    Case("gated sum and modulated LayerNorm", _modulated_norm, (*[(2, 3, 70)] * 2, *[(2, 70)] * 3), mean=1.5),
+    Case("gated sum with an RMSNorm and RMSNorm", _sandwich_norm, (*[(2, 3, 70)] * 2, (2, 70), (70,)), mean=1.5),
+    Case("sum with an RMSNorm", _normed_branch, ((4, 70), (4, 70), (70,))),
+    Case("heads of two streams turned by neighbours", _neighbours, ((2, 3, 3, 12), (2, 3, 3, 12)), _heads(12)),
+    Case("heads turned by halves", _halves, ((2, 3, 6, 12),), _heads(12)),
     *(Case(f"product of {name}", run, ((5, 136),)) for name, run in PACKED.items()),
 )
 """Odd sizes: no row, width or number of pixels fills its last block."""
@@ -162,13 +210,21 @@ LARGE: tuple[Case, ...] = (
     replace(SMALL[4], shapes=((2, 1280, 16, 16),), norm=_groups(32, 1280)),
     replace(SMALL[5], shapes=((2, 640, 32, 32), (2, 640)), norm=_groups(32, 640)),
     replace(SMALL[6], shapes=((2, 640, 32, 32), (2, 640, 32, 32)), norm=_groups(32, 640)),
+    replace(SMALL[7], shapes=((2, 64, 20480),)),
+    replace(SMALL[8], shapes=(*[(2, 64, 3072)] * 2, *[(2, 3072)] * 3)),
+    replace(SMALL[9], shapes=(*[(2, 64, 3840)] * 2, (2, 3840), (3840,))),
+    replace(SMALL[10], shapes=((128, 3840), (128, 3840), (3840,))),
+    replace(SMALL[11], shapes=((1, 64, 24, 128), (1, 64, 24, 128)), norm=_heads(128)),
+    replace(SMALL[12], shapes=((1, 64, 32, 128),), norm=_heads(128)),
     *(
         Case(f"product of {name}", run, (shape,))
         for name, run in PACKED.items()
         for shape in ((1, 1152), (8, 320), (64, 320), (1024, 320))
     ),
 )
-"""Widths of an SDXL UNet, which Triton compiles differently; the largest image uses the larger chunks."""
+"""Widths of an SDXL UNet and of transformers, which Triton compiles differently; the largest image uses the larger
+chunks.
+"""
 WORDS = (16, 3 * TILE + 48, TILE, 64 * TILE)
 FINGERPRINTS = ExactCase("fingerprint of trained state", _fingerprints)
 CASES: tuple[Case | ExactCase, ...] = (*SMALL, *LARGE, FINGERPRINTS)

@@ -164,7 +164,7 @@ def _modules(header: Header) -> dict[str, dict[str, int]]:
     counts: dict[str, Counter[str]] = {}
     for name in sorted({name.rpartition(".lora")[0] or name.rpartition(".")[0] for name in header.tensors}):
         start = re.match(r"(?:lora|lycoris)_[a-z]+\d?(?=_)|base_model\.model|[^.]+", name)
-        place = BLOCK.fullmatch(name)
+        place = BLOCK.fullmatch(name[:MAX_SHOWN])
         target = (place[1] or place[2]).replace(".", "_") if place is not None else name
         counts.setdefault(start[0] if start is not None else name, Counter())[target] += 1
     return {component: dict(found.most_common()) for component, found in sorted(counts.items())}

@@ -244,6 +244,13 @@ class ModelFamily(Protocol):
         """
         ...
 
+    def original_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
+        """As ``export_rows``, in files with the names of the original release ("double_blocks.0.img_attn.qkv").
+
+        They are read, never written. Empty where these names are those of ``export_key``, or not known.
+        """
+        ...
+
 
 def family_for(recipe: Recipe) -> ModelFamily:
     """The family object of a recipe. Its module is imported on demand."""

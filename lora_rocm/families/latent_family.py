@@ -71,6 +71,9 @@ class LatentFamily(ABC):
     def export_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
         return ((self.export_key(component, module), 0, rows),)
 
+    def original_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
+        return ()
+
     @property
     def prediction_type(self) -> str:
         """The ``prediction_type`` of the metadata; empty: left out."""

@@ -6,13 +6,14 @@ import difflib
 from collections.abc import Iterator, Sequence
 
 from lora_rocm.errors import ModelError
+from lora_rocm.families.flux.spec import SPEC as FLUX
 from lora_rocm.families.sd.spec import SPEC_SD2, SPEC_SD15
 from lora_rocm.families.sdxl.spec import SPEC as SDXL
 from lora_rocm.families.spec import Evidence, FamilySpec
 from lora_rocm.families.z_image.spec import SPEC as Z_IMAGE
 
 RESERVED = (
-    "sd3", "flux", "chroma", "flux2", "anima", "krea2", "qwen-image", "wan", "ltx2",
+    "sd3", "chroma", "flux2", "anima", "krea2", "qwen-image", "wan", "ltx2",
     "causal-lm",
 )  # fmt: skip
 """Names of planned families."""
@@ -56,7 +57,9 @@ class Registry:
         return "there is no such model family", f"Did you mean {near[0]}?" if near else known
 
     def detect(self, seen: Evidence, where: str) -> FamilySpec:
-        """The family of a base model and a LoRA for it. Evidence from the base takes precedence.
+        """The family of a base model and a LoRA for it.
+
+        Evidence from the base takes precedence; the LoRA decides where that leaves a choice.
 
         Args:
             seen: evidence of both.
@@ -66,6 +69,8 @@ class Registry:
             ModelError: family-unclear: no family is recognised, or more than one.
         """
         found = [spec for spec in self if spec.name in seen.base] or [spec for spec in self if spec.name in seen.lora]
+        if len(found) > 1:
+            found = [spec for spec in found if spec.name in seen.lora] or found
         if len(found) == 1:
             return found[0]
         what = f"could be {' or '.join(spec.title for spec in found)}" if found else "is not recognised"
@@ -77,5 +82,5 @@ class Registry:
         )
 
 
-PRODUCT = Registry([SDXL, SPEC_SD15, SPEC_SD2, Z_IMAGE])
+PRODUCT = Registry([SDXL, SPEC_SD15, SPEC_SD2, Z_IMAGE, FLUX])
 """The families of this program."""

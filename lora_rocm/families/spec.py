@@ -42,7 +42,7 @@ class CheckpointSection(LatentSection):
 class TransformerSection(LatentSection):
     """A base that is a diffusers folder, or a file with the transformer alone beside files of the other components."""
 
-    part_keys = ("vae", "text_encoder", "tokenizer")
+    part_keys: ClassVar[tuple[str, ...]] = ("vae", "text_encoder", "tokenizer")
 
     text_encoder: PathOrHubId | None = Field(
         None,
@@ -163,6 +163,7 @@ class FamilySpec:
         text_components: components that ``lora.train_text_encoder`` trains too; (): the key is refused.
         samples: the kinds of sample that it trains on.
         preview: the medium of previews.
+        guidance: usual guidance scale of previews.
         unread: dotted keys of shared sections that it does not read. A recipe that sets one is refused.
         takes_fp16: whether its activations fit fp16.
         metadata: entries of its LoRA files' metadata.
@@ -178,6 +179,7 @@ class FamilySpec:
     text_components: tuple[str, ...] = ()
     samples: tuple[SampleKind, ...] = ("image",)
     preview: PreviewMedium = "image"
+    guidance: float = 6.0
     unread: frozenset[str] = frozenset()
     takes_fp16: bool = True
     metadata: FileMetadata = FileMetadata()

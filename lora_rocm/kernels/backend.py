@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from lora_rocm.hardware.archs import TRITON_PACKAGES, triton_refusal
 
@@ -53,6 +54,11 @@ def _gfx(device: torch.device) -> str | None:
 def available(device: torch.device) -> bool:
     """Whether Triton kernels can be tried on a device."""
     return refusal(device) is None
+
+
+def launches(form: Form, x: Tensor) -> bool:
+    """Whether a function of ``x`` launches its Triton kernels. On the meta device its plain form stands in for them."""
+    return form == "triton" and not x.is_meta
 
 
 def form_for(device: torch.device, triton: bool = True) -> Form:

@@ -49,9 +49,10 @@ def lora_projections(
     b_OR: Sequence[Tensor],
     scale: float,
     join: bool = False,
+    bias_O: Tensor | None = None,
     dense: Callable[[], Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Several adapted projections of one input, without bias: one base product, one product for all ``A``.
+    """Several adapted projections of one input: one base product, one product for all ``A``.
 
     Args:
         x: [..., I].
@@ -61,12 +62,13 @@ def lora_projections(
         scale: alpha / rank, of all projections.
         join: in the backward pass concatenate the outputs' gradients for one product, instead of accumulating one
             product per projection.
+        bias_O: frozen, as ``weight_OI``.
         dense: see ``lora_linear``.
 
     Returns:
         One view per projection into the same memory; the row stride is the total width of all outputs.
     """
-    outputs: tuple[Tensor, ...] = _LoraProjections.apply(x, weight_OI, scale, join, dense, *a_RI, *b_OR)
+    outputs: tuple[Tensor, ...] = _LoraProjections.apply(x, weight_OI, bias_O, scale, join, dense, *a_RI, *b_OR)
     return outputs
 
 
@@ -109,6 +111,7 @@ class _LoraProjections(Function):
         ctx: Any,
         x: Tensor,
         weight_OI: Tensor | None,
+        bias_O: Tensor | None,
         scale: float,
         join: bool,
         dense: Callable[[], Tensor] | None,
@@ -117,7 +120,7 @@ class _LoraProjections(Function):
         count = len(leaves) // 2
         all_a_RI, b_OR = torch.cat(leaves[:count]), leaves[count:]
         x_MI = x.reshape(-1, x.shape[-1])
-        y_MO = x_MI @ _weight(weight_OI, dense).t()
+        y_MO = F.linear(x_MI, _weight(weight_OI, dense), bias_O)
         h_MR = _scaled_product(x_MI, all_a_RI.t(), scale)
         outputs = y_MO.split([b.shape[0] for b in b_OR], dim=1)
         for y, h, b in zip(outputs, h_MR.split([b.shape[1] for b in b_OR], dim=1), b_OR, strict=True):
@@ -140,7 +143,7 @@ class _LoraProjections(Function):
             dx = _input_gradient(dy_MO, _weight(weight_OI, ctx.dense), ctx.join).addmm_(dh_MR, all_a_RI).view(ctx.shape)
         da_RI = (dh_MR.t() @ x_MI).split(ranks)
         db_OR = [d.t() @ h for d, h in zip(dy_MO, h_MR.split(ranks, dim=1), strict=True)]
-        return dx, None, None, None, None, *da_RI, *db_OR
+        return dx, None, None, None, None, None, *da_RI, *db_OR
 
 
 def _weight(weight_OI: Tensor | None, dense: Callable[[], Tensor] | None) -> Tensor:

@@ -1,14 +1,22 @@
-"""Normalisation with frozen weights, fused with neighbouring operations.
+"""Normalisation fused with neighbouring operations.
 
-GroupNorm (arXiv 1803.08494) with the preceding sum and the following SiLU; LayerNorm (arXiv 1607.06450) with the
-preceding residual sum. Weights get no gradient. Dimensions: B batch, C channels, H W height and width, D width.
+GroupNorm (arXiv 1803.08494) with the preceding sum and the following SiLU; its weights get no gradient. LayerNorm
+(arXiv 1607.06450) and RMSNorm (arXiv 1910.07467) with the preceding residual sum, and modulated by a row for each
+sample. Dimensions: B batch, C channels, H W height and width, D width.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
+from lora_rocm.kernels import backend
 from lora_rocm.kernels.backend import Form
 from lora_rocm.kernels.meta_stubs import HollowGroupNorm
 
@@ -21,37 +29,135 @@ def group_norm(
     In the Triton form both outputs are in channels_last, and the gradient of the second is added where that of the
     first is computed, so a residual path needs no sum of its own in the backward pass.
     """
-    if form == "triton" and x_BCHW.is_meta:
-        hollow: tuple[Tensor, Tensor] = HollowGroupNorm.apply(x_BCHW, shift_BC, norm.num_groups)
-        return hollow
-    if form == "triton":
+    if backend.launches(form, x_BCHW):
         from lora_rocm.kernels.group_norm_triton import TritonGroupNorm
 
         outputs: tuple[Tensor, Tensor] = TritonGroupNorm.apply(
             x_BCHW, shift_BC, norm.weight, norm.bias, norm.num_groups, norm.eps, silu
         )
         return outputs
+    if form == "triton":
+        hollow: tuple[Tensor, Tensor] = HollowGroupNorm.apply(x_BCHW, shift_BC, norm.num_groups)
+        return hollow
     shifted = x_BCHW if shift_BC is None else x_BCHW + shift_BC[:, :, None, None]
     y = F.group_norm(shifted, norm.num_groups, norm.weight, norm.bias, norm.eps)
     return F.silu(y) if silu else y, x_BCHW
 
 
-def add_layer_norm(x: Tensor, delta: Tensor | None, norm: nn.LayerNorm, form: Form) -> tuple[Tensor, Tensor]:
-    """(``x + delta``, its normalisation over the last dimension). If ``delta`` is None, the first is ``x`` itself."""
-    if form == "triton" and not x.is_meta:
-        from lora_rocm.kernels.layer_norm_triton import TritonAddLayerNorm
+@dataclass(frozen=True)
+class RowNorm:
+    """A norm over the last dimension: ``normalised * weight + bias``.
 
-        outputs: tuple[Tensor, Tensor] = TritonAddLayerNorm.apply(x, delta, norm.weight, norm.bias, norm.eps)
-        return outputs
-    total = x if delta is None else x + delta
-    return total, F.layer_norm(total, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
+    weight: [D], or [B, D] with a row for each sample. It may get a gradient, as may ``bias``.
+    bias: as ``weight``, or None.
+    centred: LayerNorm; otherwise RMSNorm.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+    centred: bool = False
+
+
+@dataclass(frozen=True)
+class Branch:
+    """What is added to a residual stream: ``gate * y``.
+
+    gate: [D], or [B, D] with a row for each sample; None: 1. It may get a gradient.
+    eps: RMS-normalise ``y`` first; None: do not.
+    """
+
+    y: Tensor
+    gate: Tensor | None = None
+    eps: float | None = None
+
+
+def add_layer_norm(x: Tensor, delta: Tensor | None, norm: nn.LayerNorm, form: Form) -> tuple[Tensor, Tensor]:
+    """``add_norm`` for a LayerNorm module; ``delta`` is the branch."""
+    branch = None if delta is None else Branch(delta)
+    return add_norm(x, branch, RowNorm(norm.weight, norm.bias, norm.eps, centred=True), form)
+
+
+def add_norm(x: Tensor, branch: Branch | None, norm: RowNorm, form: Form) -> tuple[Tensor, Tensor]:
+    """(``x`` plus the branch, its normalisation over the last dimension).
+
+    If ``branch`` is None, the first is ``x`` itself, for a residual sum: in the Triton form its gradient is added where
+    that of the second is computed.
+
+    Args:
+        x: [B, ..., D].
+        branch: its ``y`` as ``x``.
+        norm: of the sum.
+        form: see ``backend``.
+    """
+    if backend.launches(form, x):
+        total, y = _triton(x, branch, norm)
+        assert y is not None, "there is a norm"
+        return total, y
+    total = x if branch is None else add_branch(x, branch, form)
+    if norm.centred and norm.weight.ndim == 1:
+        return total, F.layer_norm(total, x.shape[-1:], norm.weight, norm.bias, norm.eps)
+    normal = F.layer_norm(total, x.shape[-1:], eps=norm.eps) if norm.centred else rms_normal(total, norm.eps)
+    y = normal * _by_row(norm.weight, x)
+    return total, y if norm.bias is None else y + _by_row(norm.bias, x)
+
+
+def add_branch(x: Tensor, branch: Branch, form: Form) -> Tensor:
+    """``x`` plus the branch; both are [B, ..., D]."""
+    if branch.eps is not None and backend.launches(form, x):
+        return _triton(x, branch, None)[0]
+    y = branch.y if branch.eps is None else rms_normal(branch.y, branch.eps)
+    return x + y if branch.gate is None else torch.addcmul(x, y, _by_row(branch.gate, x))
+
+
+def rms_normal(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
+    """RMSNorm over the last dimension with a frozen weight or none. Only ``x`` is kept for the backward pass."""
+    if torch.compiler.is_compiling():
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+    output: Tensor = _RmsNormal.apply(x, eps, weight)
+    return output
+
+
+def _triton(x: Tensor, branch: Branch | None, norm: RowNorm | None) -> tuple[Tensor, Tensor | None]:
+    from lora_rocm.kernels.add_norm_triton import TritonAddNorm
+
+    added = (None, None, None) if branch is None else (branch.y, branch.gate, branch.eps)
+    weight, bias, eps, centred = (
+        (None, None, 0.0, False) if norm is None else (norm.weight, norm.bias, norm.eps, norm.centred)
+    )
+    outputs: tuple[Tensor, Tensor | None] = TritonAddNorm.apply(x, *added[:2], weight, bias, eps, added[2], centred)
+    return outputs
+
+
+def _by_row(vector: Tensor, x: Tensor) -> Tensor:
+    """[D], or [B, D] with dimensions inserted so that it multiplies ``x`` [B, ..., D]."""
+    return vector if vector.ndim == 1 else vector.view(len(x), *[1] * (x.ndim - 2), x.shape[-1])
+
+
+class _RmsNormal(Function):
+    """Computed again in the backward pass, because off the GPU PyTorch's keeps float32 copies."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, eps: float, weight: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        x, weight = ctx.saved_tensors
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            y = F.rms_norm(leaf, x.shape[-1:], weight, ctx.eps)
+        return torch.autograd.grad(y, leaf, dy)[0], None, None
 
 
 def residual(x_BCHW: Tensor, y_BCHW: Tensor, bias_C: Tensor | None, form: Form) -> Tensor:
     """``x + y + bias`` with a frozen bias per channel."""
     if bias_C is None:
         return x_BCHW + y_BCHW
-    if form == "triton" and not x_BCHW.is_meta:
+    if backend.launches(form, x_BCHW):
         from lora_rocm.kernels.group_norm_triton import TritonResidual
 
         output: Tensor = TritonResidual.apply(x_BCHW, y_BCHW, bias_C)

@@ -34,14 +34,14 @@ def unpack_rows(codes, scale, out, width, FP8: tl.constexpr, BLOCK: tl.constexpr
 
 
 @triton.jit
-def unpack_nf4(pairs, table, nested_codes, code, nested, offset, out, blocks, BLOCKS: tl.constexpr):
+def unpack_nf4(packed, table, nested_codes, code, nested, offset, out, blocks, BLOCKS: tl.constexpr):
     """nf4; one program per ``BLOCKS`` blocks of 64 values. Level n is the second number of entry n of the table."""
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     inside = block < blocks
     magnitude = tl.load(code + tl.load(nested_codes + block, mask=inside, other=0).to(tl.int32))
     magnitude = magnitude * tl.load(nested + (block >> 8), mask=inside, other=0.0) + tl.load(offset)
     byte = block[:, None] * 32 + tl.arange(0, 32)[None, :]
-    pair = tl.load(pairs + byte, mask=inside[:, None], other=0).to(tl.int32)
+    pair = tl.load(packed + byte, mask=inside[:, None], other=0).to(tl.int32)
     first = tl.load(table + (pair >> 4) * 2 + 1).to(tl.float32) * magnitude[:, None]
     second = tl.load(table + (pair & 15) * 2 + 1).to(tl.float32) * magnitude[:, None]
     dense = tl.interleave(first, second).to(out.dtype.element_ty)

@@ -360,7 +360,9 @@ class SampleSection(Section):
     )
     negative_prompt: str = on_resume("", "Negative prompt of the previews.")
     seed: int = on_resume(1234, "Seed of the first image; it increases by one per image.", ge=0, lt=2**31)
-    guidance_scale: float = on_resume(6.0, "Classifier-free guidance.", ge=1.0, le=MAX_GUIDANCE)
+    guidance_scale: float | None = on_resume(
+        None, "Guidance; unset means what is usual for the family.", ge=1.0, le=MAX_GUIDANCE
+    )
     steps: int = on_resume(25, "Denoising steps.", gt=0, le=MAX_SAMPLE_STEPS)
     width: int | None = on_resume(None, "Width in pixels; unset means data.resolution.", gt=0, le=MAX_SIDE_PX)
     height: int | None = on_resume(None, "Height in pixels; unset means data.resolution.", gt=0, le=MAX_SIDE_PX)

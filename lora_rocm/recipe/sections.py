@@ -174,7 +174,7 @@ class FlowSection(ObjectiveSection):
     shift: Literal["auto", "resolution"] | Annotated[float, Field(gt=0, le=1000.0)] = Field(
         "auto",
         description="Above 1: more noise. A number, resolution (grows with the image's tokens), or auto, which takes "
-        "what the base's scheduler config says. Previews use it too.",
+        "what the base's scheduler config says. Previews always use that.",
     )
 
     def metadata(self) -> Mapping[str, object]:

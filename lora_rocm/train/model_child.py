@@ -50,6 +50,7 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
     # The LoRA file, its recipe and whether it trains text encoders
     lora = source if source.is_file() else _lora_of(RunDir(source))
     recipe = recipe_for(job, lora, registry)
+    require_prompts_read(job, recipe.spec)
     width, height = sides_of(job, recipe)
     text_too = not components_of(family_for(recipe), lora).isdisjoint(recipe.spec.text_components)
     recipe = recipe.model_copy(update={"lora": recipe.lora.model_copy(update={TEXT_KEY: text_too})})
@@ -76,7 +77,7 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
             width,
             height,
             job["steps"],
-            job["guidance_scale"],
+            job["guidance_scale"] or recipe.spec.guidance,
             job["seed"] + number,
         )
         for number in range(job["num"])
@@ -168,6 +169,17 @@ def _lora_of(run_dir: RunDir) -> Path:
     raise AdapterError(
         "no-lora-yet", "This run has not written a LoRA file yet.", where=str(run_dir.path), fix="Train on first."
     )
+
+
+def require_prompts_read(job: Job, spec: FamilySpec) -> None:
+    """Refuse a negative prompt for a family that reads none.
+
+    Raises:
+        UserError: prompt-unused.
+    """
+    if job["negative_prompt"] and not spec.reads("sample.negative_prompt"):
+        what = f"{spec.title} reads no negative prompt."
+        raise UserError("prompt-unused", what, where="--negative-prompt", fix="Leave it out.")
 
 
 def sides_of(job: Job, recipe: Recipe) -> tuple[int, int]:

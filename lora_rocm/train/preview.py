@@ -36,7 +36,7 @@ def requests_of(recipe: Recipe) -> list[PreviewRequest]:
             width=width,
             height=height,
             steps=sample.steps,
-            guidance_scale=sample.guidance_scale,
+            guidance_scale=sample.guidance_scale or recipe.spec.guidance,
             seed=sample.seed + number,
         )
         for number, prompt in enumerate((*sample.prompts, *sample.control_prompts))

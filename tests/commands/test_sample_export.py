@@ -73,7 +73,7 @@ def test_sample_of_a_file(jobs: list[dict[str, Any]], tmp_path: Path) -> None:
     ("options", "words"),
     [
         ({"family": "sdlx"}, "Did you mean sdxl?"),
-        ({"family": "flux"}, "Flux is not supported yet"),
+        ({"family": "chroma"}, "Chroma is not supported yet"),
         ({"prompt": "\udcff"}, "--prompt '\\udcff'"),
         ({"negative_prompt": "\udcff"}, "--negative-prompt"),
         ({"config": Path("c")}, "--config c"),

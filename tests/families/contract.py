@@ -31,6 +31,7 @@ from lora_rocm.train.engine import Engine
 from lora_rocm.train.graphs import Passed
 from tests.fake_encoders import image
 from tests.families.toy_families import TOYS
+from tests.tiny_flux import write_tiny_flux
 from tests.tiny_models import RUN_TARGETS, SHALLOW, write_tiny_sdxl
 from tests.tiny_sd import write_tiny_sd
 from tests.tiny_z_image import write_tiny_z_image
@@ -50,6 +51,7 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "sd15": ("kohya", "diffusers", "peft"),
     "sd2": ("kohya", "diffusers"),
     "z-image": ("kohya", "diffusers", "peft"),
+    "flux": ("kohya", "diffusers", "peft"),
     "toy-flow": ("diffusers", "peft"),
     "toy-video": ("diffusers", "peft"),
     "toy-text": ("peft",),
@@ -91,6 +93,8 @@ class Its:
             write_tiny_sd(folder / "base", name, SHALLOW_SD, **scheduler)  # type: ignore[arg-type]
         elif name == "z-image":
             write_tiny_z_image(folder / "base")
+        elif name == "flux":
+            write_tiny_flux(folder / "base")
         return cls.there(name, folder)
 
     @classmethod
@@ -99,6 +103,8 @@ class Its:
         lora: dict[str, Any] = {"rank": 2, "targets": "attention-mlp"}
         if name == "z-image":
             lora |= {"targets": [SOME_OF_EACH], "alpha": 1}
+        elif name == "flux":
+            lora |= {"alpha": 1}
         elif not name.startswith("toy"):
             lora |= {"targets": [RUN_TARGETS], "train_text_encoder": name == "sd15"}
         return cls(name, folder, lora, FORMATS[name])

@@ -30,7 +30,7 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_program_s_families_and_no_reserved_name() -> None:
-    assert PRODUCT.names == ("sdxl", "sd15", "sd2", "z-image") and not set(PRODUCT.names) & set(RESERVED)
+    assert PRODUCT.names == ("sdxl", "sd15", "sd2", "z-image", "flux") and not set(PRODUCT.names) & set(RESERVED)
     with pytest.raises(ValueError, match="once"):
         Registry([TOY_TEXT, TOY_TEXT])
     with pytest.raises(ValueError, match="at least one"):
@@ -59,9 +59,10 @@ def test_shapes_of_videos_and_texts() -> None:
     [
         (Evidence(("sdxl",)), "sdxl"),
         (Evidence((), ("sdxl",)), "sdxl"),
-        (Evidence(("flux",), ("sdxl",)), "sdxl"),
+        (Evidence(("chroma",), ("sdxl",)), "sdxl"),
         (Evidence(("z-image",)), "z-image"),
         (Evidence(("toy-video",), ("sdxl",)), "toy-video"),
+        (Evidence(("sd15", "sd2"), ("sd2",)), "sd2"),
     ],
 )
 def test_a_family_is_recognised(seen: Evidence, family: str) -> None:
@@ -69,7 +70,7 @@ def test_a_family_is_recognised(seen: Evidence, family: str) -> None:
 
 
 def test_a_family_that_is_not_recognised_is_asked_for() -> None:
-    for seen in (Evidence(), Evidence(("flux",)), Evidence((), ("wan", "other"))):
+    for seen in (Evidence(), Evidence(("chroma",)), Evidence((), ("wan", "other"))):
         with pytest.raises(ModelError, match="not recognised") as caught:
             TOYS.detect(seen, "some/model")
         assert caught.value.where == "some/model" and "--family toy-video" in caught.value.fix

@@ -30,12 +30,12 @@ def test_gradients_are_those_of_finite_differences(scale: float, bias: bool) -> 
     assert torch.autograd.gradcheck(lambda x, down, up: lora_linear(x, weight, b, down, up, scale), inputs)
 
 
-@pytest.mark.parametrize("join", [True, False])
+@pytest.mark.parametrize(("join", "bias"), [(True, False), (False, False), (False, True)])
 @pytest.mark.parametrize("scale", [1.0, 0.5])
-def test_merged_gradients_are_those_of_finite_differences(scale: float, join: bool) -> None:
-    weight = normal(7, 5, leaf=False)
+def test_merged_gradients_are_those_of_finite_differences(scale: float, join: bool, bias: bool) -> None:
+    weight, b = normal(7, 5, leaf=False), normal(7, leaf=False) if bias else None
     inputs = (normal(2, 3, 5), normal(2, 5), normal(3, 5), normal(4, 2), normal(3, 3))
-    assert torch.autograd.gradcheck(lambda x, *w: lora_projections(x, weight, w[:2], w[2:], scale, join), inputs)
+    assert torch.autograd.gradcheck(lambda x, *w: lora_projections(x, weight, w[:2], w[2:], scale, join, b), inputs)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -55,11 +55,11 @@ def test_is_the_plain_formula_in_every_format(dtype: torch.dtype, shape: tuple[i
 
 
 def test_merged_is_each_projection_alone() -> None:
-    x, weight = normal(2, 3, 5), normal(9, 5, leaf=False)
+    x, weight, bias = normal(2, 3, 5), normal(9, 5, leaf=False), normal(9, leaf=False)
     down, up = [normal(2, 5) for _ in range(3)], [normal(3, 2) for _ in range(3)]
-    merged = lora_projections(x, weight, down, up, 0.5)
-    for output, rows, a, b in zip(merged, weight.split(3), down, up, strict=True):
-        torch.testing.assert_close(output, lora_linear(x, rows, None, a, b, 0.5))
+    merged = lora_projections(x, weight, down, up, 0.5, bias_O=bias)
+    for output, rows, part, a, b in zip(merged, weight.split(3), bias.split(3), down, up, strict=True):
+        torch.testing.assert_close(output, lora_linear(x, rows, part, a, b, 0.5))
         assert output.untyped_storage().data_ptr() == merged[0].untyped_storage().data_ptr()
 
 

@@ -58,13 +58,13 @@ def check(gfx: str, found: dict[str, Used]) -> None:
 
 
 def test_an_sdxl_step_spills_nothing_and_takes_no_more_than_recorded_on_wave_32(sdxl: dict[str, Launch]) -> None:
-    assert len(sdxl) > 40 and len({name.partition(" ")[0] for name in sdxl}) == 16
+    assert len(sdxl) > 40 and len({name.partition(" ")[0] for name in sdxl}) == 18
     check("gfx1100", {name: used(launch, "gfx1100") for name, launch in sdxl.items()})
 
 
 def test_the_largest_launch_of_each_kernel_likewise_on_wave_64(sdxl: dict[str, Launch]) -> None:
     names = worst(sdxl, "gfx942")
-    assert len(names) == 16
+    assert len(names) == 18
     check("gfx942", {name: used(sdxl[name], "gfx942") for name in names})
 
 
@@ -99,8 +99,7 @@ def test_waves(gfx: str, vgprs: int, waves: int) -> None:
 
 
 def test_a_kernel_that_spills_is_seen(sdxl: dict[str, Launch]) -> None:
-    rows = recorded_in(triton.__version__).get("gfx1100", {})
-    launch = sdxl[max(sdxl, key=lambda name: rows.get(name, [0])[0])]
+    launch = sdxl[next(name for name in worst(sdxl, "gfx1100") if name.startswith("input_gradient"))]
     narrow = replace(launch, options={**launch.options, "waves_per_eu": 16})
     with pytest.raises(AssertionError, match=f"gfx1100, {narrow.name}: spills"):
         check("gfx1100", {narrow.name: used(narrow, "gfx1100")})

@@ -122,7 +122,7 @@ def test_projections_of_packed_layers_are_merged(folder: Path, name: str) -> Non
         for layer in model.components["unet"].modules()
         if isinstance(getattr(layer, "processor", None), MergedProjections)
     ]
-    assert len(merged) > 10 and all(processor.weight_OI is None for processor in merged)
+    assert len(merged) > 10 and all(processor.merged.weight_OI is None for processor in merged)
     assert_same(gradients(family, model, adapter), expected)
     layer = next(layer for layer in model.components["unet"].modules() if isinstance(layer, PackedLinear))
     with torch.no_grad():

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lora_rocm.checks.kernel_check import FINGERPRINTS, SMALL, first_wrong
-from lora_rocm.kernels.geglu import geglu
+from lora_rocm.kernels.gated import gated
 from lora_rocm.kernels.norms import add_layer_norm, group_norm, residual
 
 DEVICE, FEW = torch.device(sys.argv[1]), sys.argv[2:] == ["few"]
@@ -45,7 +45,7 @@ def cases(dtype: torch.dtype) -> dict[str, tuple[Callable[..., object], tuple[Te
         nn.init.normal_(norm.bias)
         norm.requires_grad_(False).to(DEVICE, dtype)
     found: dict[str, tuple[Callable[..., object], tuple[Tensor, ...]]] = {
-        "geglu": (lambda ag, f: geglu(ag.clone(), f), (normal(3, 5, 140),)),
+        "geglu": (lambda ag, f: gated("gelu", f, ag.clone()), (normal(3, 5, 140),)),
         "norm": (lambda x, f: add_layer_norm(x, None, rows, f), (normal(3, 5, 70, mean=3),)),
         "sum and norm": (lambda x, d, f: add_layer_norm(x, d, rows, f), (normal(4, 70, mean=3), normal(4, 70))),
         "residual": (lambda x, y, f: residual(x, y, images.bias, f), (normal(2, 72, 5, 8), normal(2, 72, 5, 8))),

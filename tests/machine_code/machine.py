@@ -256,6 +256,7 @@ def launch(
         threads: of a workgroup.
         lds_size: bytes of LDS of a workgroup.
         values: the arguments. Arrays of bytes are buffers, and are changed by what the kernel stores.
+            They may overlap if none is read where another is written.
         noise: seed of what registers start with.
         most_steps: after so many instructions a wave does not end.
 
@@ -274,8 +275,9 @@ def launch(
     waves = start_of(program, sizes, threads, lds_size, buffers, noise)
     _set_up(program, waves, sizes, buffers.address(len(contents)))
     execute(decoded, waves, most_steps)
+    changed = [buffers.content(number) != content for number, content in enumerate(contents)]
     for number, content in enumerate(contents):
-        content[:] = buffers.content(number)
+        content[changed[number]] = buffers.content(number)[changed[number]]
 
 
 SCRATCH = 2

@@ -22,7 +22,8 @@ pytest.importorskip("triton")
 
 from tests.machine_code.card import Card, in_use  # noqa: E402  (needs triton)
 
-GEGLU, LAYER_NORM, SUM_NORM, GROUP_NORM, PLAIN_GROUP_NORM, _, RESIDUAL, _, _, NF4 = range(len(SMALL))
+GEGLU, LAYER_NORM, SUM_NORM, GROUP_NORM, PLAIN_GROUP_NORM, _, RESIDUAL = range(7)
+NEIGHBOURS, NF4 = (next(at for at, case in enumerate(SMALL) if name in case.name) for name in ("neighbours", "nf4"))
 
 
 @dataclass(frozen=True)
@@ -65,16 +66,16 @@ SOURCE = (
     ),
     SourceFault(
         "LayerNorm reads weights without their mask",
-        "layer_norm_triton",
-        "w = tl.load(weight + column, mask=inside, other=0.0)",
-        "w = tl.load(weight + column)",
+        "add_norm_triton",
+        "tl.load(weight + shared, mask=inside, other=0.0)",
+        "tl.load(weight + shared)",
         LAYER_NORM,
     ),
     SourceFault(
         "GEGLU stores without a mask",
-        "geglu_triton",
-        "(a * gelu).to(out.dtype.element_ty), mask=inside)",
-        "(a * gelu).to(out.dtype.element_ty))",
+        "gated_triton",
+        "(value * gate * share).to(out.dtype.element_ty), mask=inside)",
+        "(value * gate * share).to(out.dtype.element_ty))",
         GEGLU,
     ),
     SourceFault(
@@ -100,6 +101,8 @@ SOURCE = (
         PLAIN_GROUP_NORM,
     ),
     SourceFault("a wrong divisor of channels", "group_norm_triton", "at % channels", "at % (channels + 1)", RESIDUAL),
+    SourceFault("heads are read without a mask", "rotary_triton", "head < heads", "head < 99", NEIGHBOURS),
+    SourceFault("a wrong sign of a turn", "rotary_triton", "a * c - b * s", "a * c + b * s", NEIGHBOURS, None),
 )
 
 

@@ -15,6 +15,7 @@ from accelerate import init_empty_weights
 
 from lora_rocm.families.registry import PRODUCT, RESERVED
 from lora_rocm.model_files import models
+from lora_rocm.model_files.adapters import origin_of
 from lora_rocm.model_files.models import OTHER, PARTS, Found, Shapes, model_of, models_in, pipeline_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")  # diffusers' own
@@ -255,6 +256,30 @@ def test_each_model_is_recognised_as_itself_and_as_nothing_else() -> None:
             found = models_in({prefix + key: shape for key, shape in shapes.items()})
             assert [each.family for each in found] == [family], f"{prefix}{name}: {found}"
             assert words in found[0].title and found[0].prefix == prefix, f"{prefix}{name}: {found}"
+
+
+def loras_of(shapes: Shapes, prefix: str, chosen: str) -> Shapes:
+    """A LoRA of rank 4 on the linear layers of the blocks whose names have ``chosen``."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        module = name.removesuffix(".weight")
+        if len(shape) == 2 and module != name and chosen in module and ("blocks." in module or "layers." in module):
+            module = f"lora_unet_{module.replace('.', '_')}" if prefix == "lora_unet_" else prefix + module
+            found[f"{module}.lora_down.weight"], found[f"{module}.lora_up.weight"] = (4, shape[1]), (shape[0], 4)
+    return found
+
+
+def test_a_lora_of_each_model_is_of_its_family_and_of_few_others() -> None:
+    tried = 0
+    for name, (shapes, family, _) in samples().items():
+        if family in {*PRODUCT.names, *RESERVED} - {"causal-lm"} and "Conditioner" not in name and name not in NATIVE:
+            for prefix in ("transformer.", "diffusion_model.", "lora_unet_", "lora_transformer_"):
+                lora, attention = loras_of(shapes, prefix, ""), loras_of(shapes, prefix, "att")
+                origin, least = origin_of(lora, lora), origin_of(attention, attention)
+                assert origin is not None and origin.families == (family,), f"{prefix}{name}: {origin}"
+                assert least is not None and family in least.families, f"{prefix}{name}: {least}"
+                tried += 1
+    assert tried > 80
 
 
 def test_every_family_has_a_sample_and_a_row_finds_nothing_that_is_not_there() -> None:

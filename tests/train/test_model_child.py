@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from lora_rocm.errors import AdapterError, UserError
+from lora_rocm.families.registry import PRODUCT
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.load import dump_recipe
-from lora_rocm.train.model_child import recipe_for, sides_of
+from lora_rocm.train.model_child import recipe_for, require_prompts_read, sides_of
 from tests.families.toy_families import TOYS
 
 LORA = Path("lora.safetensors")
@@ -44,17 +45,24 @@ def test_sizes_that_the_family_does_not_take(family: str, options: dict[str, Any
     assert caught.match("(?s)" + words)
 
 
+def test_a_negative_prompt_is_refused_where_none_is_read() -> None:
+    require_prompts_read(job(negative_prompt="blue"), PRODUCT["sdxl"])
+    require_prompts_read(job(negative_prompt=""), PRODUCT["flux"])
+    with pytest.raises(UserError, match="FLUX.1 reads no negative prompt"):
+        require_prompts_read(job(negative_prompt="blue"), PRODUCT["flux"])
+
+
 def test_outside_of_a_run_the_family_is_named_or_recognised(tmp_path: Path) -> None:
     lora = tmp_path / LORA
     assert recipe_for(job(base="builtin:tiny-sdxl"), lora, TOYS).spec.name == "sdxl"
-    (tmp_path / "model_index.json").write_text('{"_class_name": "ToyTextPipeline"}', encoding="utf-8")
-    assert recipe_for(job(base=str(tmp_path)), lora, TOYS).spec.name == "toy-text"
+    (tmp_path / "model_index.json").write_text('{"_class_name": "StableDiffusionXLPipeline"}', encoding="utf-8")
+    assert recipe_for(job(base=str(tmp_path)), lora, TOYS).spec.name == "sdxl"
     asked = recipe_for(job(base=str(tmp_path), family="toy-video"), lora, TOYS)
     assert (asked.spec.name, asked.model.name_or_path) == ("toy-video", str(tmp_path))
     with pytest.raises(UserError, match="not recognised"):
         recipe_for(job(base=str(tmp_path / "nowhere.safetensors")), lora, TOYS)
     with pytest.raises(UserError, match="takes no folder of configs"):
-        recipe_for(job(base=str(tmp_path), config="c"), lora, TOYS)
+        recipe_for(job(base=str(tmp_path), config="c", family="toy-text"), lora, TOYS)
 
 
 def test_in_a_run_its_family_counts(tmp_path: Path) -> None:

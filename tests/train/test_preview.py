@@ -40,6 +40,14 @@ def test_requests_take_size_from_the_data_and_count_the_seed_up() -> None:
     assert {(request.width, request.height) for request in requests} == {(512, 256)}
 
 
+def test_a_guidance_that_is_not_set_is_the_family_s_usual_one() -> None:
+    sections = {"data": {"path": "p"}, "train": {"epochs": 1}, "sample": {"prompts": ["a cat"]}}
+    for family, usual in (("sdxl", 6.0), ("flux", 3.5)):
+        model = {"model": {"family": family, "name_or_path": "x"}}
+        assert preview.requests_of(recipe_from({**sections, **model}))[0].guidance_scale == usual
+    assert preview.requests_of(make_recipe(guidance_scale=2.0))[0].guidance_scale == 2.0
+
+
 def test_a_round_counts_only_when_it_is_whole(tmp_path: Path) -> None:
     run_dir, recipe = RunDir(tmp_path), make_recipe()
     paths = draw_round(run_dir, 0, ["red", "green", "blue"])

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch import Tensor, nn
 
 from lora_rocm.families.ldm.fusion_options import Fusion
-from lora_rocm.kernels.fused_lora import lora_projections
-from lora_rocm.kernels.lora_layer import base_of, plain_lora
-from lora_rocm.kernels.weight_format import PackedLinear, is_packed, joined_weights
+from lora_rocm.kernels.lora_layer import base_of
+from lora_rocm.kernels.merged import MergedLinears
+from lora_rocm.kernels.weight_format import PackedLinear
 
 
 def merge_projections(attention: Attention, how: Fusion) -> None:
@@ -27,9 +25,7 @@ def merge_projections(attention: Attention, how: Fusion) -> None:
 class MergedProjections:
     """An attention processor that computes the projections of one input by one product.
 
-    In self-attention these are query, key and value; in cross-attention key and value of the text. The weights of the
-    merged layers become views of one tensor; packed ones are unpacked into one in each pass. If a call or layer is not
-    the plain case, or a weight was replaced since, the layers are called one by one.
+    In self-attention these are query, key and value; in cross-attention key and value of the text.
     """
 
     how: Fusion
@@ -37,13 +33,7 @@ class MergedProjections:
     def __init__(self, attention: Attention) -> None:
         self.is_cross = attention.is_cross_attention
         self.plain = AttnProcessor2_0()
-        layers = [_base(layer) for layer in self._layers(attention)]
-        self.weight_OI: Tensor | None = None
-        if is_packed(layers[0]):
-            return
-        self.weight_OI = torch.cat([layer.weight.data for layer in layers])
-        for layer, rows in zip(layers, self.weight_OI.split([len(layer.weight) for layer in layers]), strict=True):
-            layer.weight.data = rows
+        self.merged = MergedLinears(self._layers(attention))
 
     def __call__(
         self,
@@ -71,34 +61,20 @@ class MergedProjections:
         out: Tensor = attn.to_out[1](attn.to_out[0](mixed.transpose(1, 2).reshape(batch, -1, heads * query.shape[-1])))
         return out
 
-    def _holds(self, weight: Tensor) -> bool:
-        return self.weight_OI is None or self.weight_OI.data_ptr() == weight.data_ptr()
-
     def _layers(self, attention: Attention) -> list[Any]:
         both = [attention.to_k, attention.to_v]
         return both if self.is_cross else [attention.to_q, *both]
 
     def _project(self, attention: Attention, x: Tensor) -> tuple[Tensor, ...]:
         layers = self._layers(attention)
-        found = [plain_lora(layer, x) for layer in layers]
-        merged = self.how.projections and None not in found and len({plain[2] for plain in found if plain}) == 1
-        if not merged or not (torch.compiler.is_compiling() or self._holds(_base(layers[0]).weight)):
+        if not self.how.projections:
             return tuple(layer(x) for layer in layers)
-        a_RI, b_OR, scales = zip(*found, strict=True)
-        packed = [base for layer in layers if isinstance(base := base_of(layer), PackedLinear)]
-        dense = partial(joined_weights, packed, x.dtype) if packed else None
-        return lora_projections(x, self.weight_OI, a_RI, b_OR, scales[0], self.how.join, dense)
-
-
-def _base(layer: Any) -> nn.Linear:
-    base = base_of(layer)
-    assert isinstance(base, nn.Linear)
-    return base
+        return self.merged(layers, x, self.how.join)
 
 
 def _is_plain_attention(attention: Attention) -> bool:
     unusual = (attention.spatial_norm, attention.group_norm, attention.norm_q, attention.norm_k, attention.norm_cross)
-    bases = [_base(layer) for layer in (attention.to_q, attention.to_k, attention.to_v)]
+    bases = [base_of(layer) for layer in (attention.to_q, attention.to_k, attention.to_v)]
     kinds = {type(base) for base in bases}
     linear = kinds in ({nn.Linear}, {PackedLinear}) and all(base.bias is None for base in bases)
     plain = not attention.residual_connection and attention.rescale_output_factor == 1

@@ -1,7 +1,6 @@
 """A UNet with less memory traffic: the same modules under the same names, computed by ``lora_rocm.kernels``.
 
-``fuse`` replaces modules of a UNet by subclass instances that share their contents, so parameters, their names and
-references to them stay. Anything but the plain case (masks, dropout, other norms, disabled adapters) falls back to
+Anything but the plain case (masks, dropout, other norms, disabled adapters) falls back to
 diffusers' own code.
 
 Dimensions: B batch, C channels, H W latent height and width, S tokens, D width.
@@ -9,7 +8,7 @@ Dimensions: B batch, C channels, H W latent height and width, S tokens, D width.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,15 +21,14 @@ from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from diffusers.models.unets.unet_2d_blocks import CrossAttnUpBlock2D, UpBlock2D
 from torch import Tensor, nn
 
+from lora_rocm.families.adopt import adopt, adopt_all
 from lora_rocm.families.ldm.fused_attention import merge_projections
 from lora_rocm.families.ldm.fusion_options import Fusion
 from lora_rocm.families.recompute import Recomputing, Run
 from lora_rocm.kernels.frozen_conv import FrozenConv2d
-from lora_rocm.kernels.geglu import geglu, geglu_of
+from lora_rocm.kernels.gated import gated, geglu_of
 from lora_rocm.kernels.lora_layer import base_of
 from lora_rocm.kernels.norms import add_layer_norm, group_norm, residual
-
-M = TypeVar("M", bound=nn.Module)
 
 
 def fuse(unet: UNet2DConditionModel, how: Fusion) -> None:
@@ -40,13 +38,9 @@ def fuse(unet: UNet2DConditionModel, how: Fusion) -> None:
     """
     if how.channels_last:
         _lay_channels_last(unet)
-    for parent in list(unet.modules()):
-        for name, child in list(parent.named_children()):
-            swapped = FUSED.get(type(child))
-            if swapped is not None and swapped.fits(child):
-                setattr(parent, name, _adopt(swapped, child))
+    adopt_all(unet, FUSED)
     if type(unet.conv_norm_out) is nn.GroupNorm and isinstance(unet.conv_act, nn.SiLU):
-        unet.conv_norm_out, unet.conv_act = _adopt(FusedGroupNorm, unet.conv_norm_out), FusedSiLU()
+        unet.conv_norm_out, unet.conv_act = adopt(FusedGroupNorm, unet.conv_norm_out), FusedSiLU()
     for module in unet.modules():
         if isinstance(module, (*FUSED.values(), FusedGroupNorm, FusedSiLU)):
             fused: Any = module
@@ -59,13 +53,6 @@ def _lay_channels_last(unet: nn.Module) -> None:
     for module in unet.modules():
         if isinstance(module, nn.Conv2d) and not module.weight.requires_grad:  # DoRA makes its own views
             module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last)
-
-
-def _adopt(cls: type[M], module: nn.Module) -> M:
-    """A module of another class that shares (not copies) the contents of ``module``."""
-    adopted = cls.__new__(cls)
-    adopted.__dict__.update(module.__dict__)
-    return adopted
 
 
 class FusedGroupNorm(nn.GroupNorm):
@@ -109,7 +96,7 @@ class FusedGEGLU(GEGLU):
             and proj.weight.dtype == x.dtype
         ):
             return geglu_of(x, proj.weight, proj.bias)
-        return geglu(proj(x), form)
+        return gated("gelu", form, proj(x))
 
 
 class FusedResnet(ResnetBlock2D):

@@ -62,16 +62,23 @@ class FlowObjective:
         return (1 - sigma) * latents + sigma * noise, noise - latents
 
     def shift(self, tokens: int) -> float:
-        """The shift of the sigmas of an image of this many tokens, in training and in previews."""
+        """The shift of the sigmas of an image of this many tokens in training."""
         wanted, config = self.settings.shift, self.scheduler_config
         if wanted == "auto":
-            wanted = "resolution" if config.get("use_dynamic_shifting") else float(config.get("shift", 1.0))
+            return published_shift(config, tokens)
         return shift_of_resolution(config, tokens) if isinstance(wanted, str) else wanted
 
 
 def shifted(sigma: Tensor, shift: float) -> Tensor:
     """Sigmas moved towards noise (shift above 1) or towards the image (below 1); 0 and 1 stay (arXiv 2403.03206)."""
     return shift * sigma / (1 + (shift - 1) * sigma)
+
+
+def published_shift(config: Mapping[str, Any], tokens: int) -> float:
+    """The shift with which an image of this many tokens is sampled by a scheduler config."""
+    return (
+        shift_of_resolution(config, tokens) if config.get("use_dynamic_shifting") else float(config.get("shift", 1.0))
+    )
 
 
 def shift_of_resolution(config: Mapping[str, Any], tokens: int) -> float:

@@ -33,11 +33,12 @@ class TransformerFamily(LatentFamily):
     """Implements the part of ``ModelFamily`` that these families share.
 
     Attributes:
-        pipeline: diffusers' class, which loads LoRA files.
+        pipeline: diffusers' class that loads LoRA files.
         reader_options: further arguments of its ``load_lora_into_transformer``.
         block_lists: paths of the lists of blocks in the transformer, in forward order.
         targets: preset -> regular expression of module names, as ``ModelFamily.lora_targets``.
         patch: side of the square of latents that is one token.
+        told_guidance: whether ``velocity`` is told the guidance of a preview, which needs no negative prompt then.
     """
 
     component = "transformer"
@@ -48,6 +49,7 @@ class TransformerFamily(LatentFamily):
     block_lists: tuple[str, ...]
     targets: Mapping[str, str]
     patch: int = 2
+    told_guidance: bool = False
 
     @abstractmethod
     def velocity(self, model: LoadedModel, latents_BCHW: Tensor, sigma_B: Tensor, batch: Tensors) -> Tensor:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from PIL import Image
@@ -12,22 +12,25 @@ from torch import Tensor
 from lora_rocm.base_models.loading import Source
 from lora_rocm.families.base import LoadedModel, PreviewRequest, Tensors
 from lora_rocm.families.objectives.base import LatentSpace
-from lora_rocm.families.objectives.flow import FlowObjective, shifted
+from lora_rocm.families.objectives.flow import published_shift, shifted
 from lora_rocm.families.recompute import evaluating
 from lora_rocm.families.vae import decode, pixels_per_latent
+
+GUIDANCE = "guidance"  # name in the batch of the guidance [B], float32, that a preview asks for
 
 
 class Flow(Protocol):
     """The members of a ``TransformerFamily`` that sampling needs."""
 
     patch: int
+    told_guidance: bool
 
     @property
     def source(self) -> Source: ...
     @property
     def latents(self) -> LatentSpace: ...
     @property
-    def objective(self) -> FlowObjective: ...
+    def scheduler_config(self) -> Mapping[str, Any]: ...
     def velocity(self, model: LoadedModel, latents_BCHW: Tensor, sigma_B: Tensor, batch: Tensors) -> Tensor: ...
 
 
@@ -72,10 +75,12 @@ def denoised(
     """Normalised latents float32 [C, H, W], from noisy ones at ``first_sigma`` on the model's device."""
     sides = [side // family.patch for side in noisy_CHW.shape[-2:]]
     even = torch.linspace(1.0, 0.0, request.steps + 1)
-    levels = (first_sigma * shifted(even, family.objective.shift(sides[0] * sides[1]))).tolist()
-    guided = request.guidance_scale != 1.0
+    levels = (first_sigma * shifted(even, published_shift(family.scheduler_config, sides[0] * sides[1]))).tolist()
+    guided = request.guidance_scale != 1.0 and not family.told_guidance
     prompts = [request.prompt, *([request.negative_prompt] if guided else [])]
     texts = [{name: tensor[None].to(model.device) for name, tensor in text(prompt).items()} for prompt in prompts]
+    for batch in texts:
+        batch[GUIDANCE] = torch.full((1,), request.guidance_scale, device=model.device)
     x_BCHW = noisy_CHW[None]
     for sigma, following in zip(levels, levels[1:], strict=False):
         sigma_B = torch.full((1,), sigma, device=model.device)

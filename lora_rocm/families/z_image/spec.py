@@ -32,6 +32,7 @@ SPEC = FamilySpec(
     shapes=ShapeRules(
         (Axis("h", multiple=16, per_latent=8, per_token=16), Axis("w", multiple=16, per_latent=8, per_token=16))
     ),
+    guidance=4.0,
     takes_fp16=False,
     metadata=FileMetadata(
         base_version="zimage",

@@ -113,7 +113,7 @@ def test_the_guard_still_sees_a_merged_weight() -> None:
     fuse(unet, Fusion(channels_last=True))
     assert door.changed() == []
     attention = unet.mid_block.attentions[0].transformer_blocks[0].attn1
-    attention.processor.weight_OI[-1, -1] += 1  # the last row of to_v
+    attention.processor.merged.weight_OI[-1, -1] += 1  # the last row of to_v
     assert door.changed() == ["unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_v.base_layer.weight"]
 
 

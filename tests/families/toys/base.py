@@ -133,6 +133,9 @@ class ToyFamily(ABC):
     def export_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
         return ((self.export_key(component, module), 0, rows),)
 
+    def original_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
+        return ()
+
     def load_in_diffusers(self, path: Path, components: Sequence[str]) -> dict[str, nn.Module]:
         raise NotImplementedError(f"{self.name} is not for diffusers")
 

@@ -25,11 +25,19 @@ from lora_rocm.export.metadata import Facts
 from lora_rocm.export.writers import kohya_tensors, verify, write
 from lora_rocm.families.base import LoadedModel, PreviewRequest, Tensors
 from lora_rocm.families.objectives.loss import losses
-from lora_rocm.families.transformer.language_model import OWN, REAL, STATES, filled
+from lora_rocm.families.transformer.language_model import (
+    OWN,
+    REAL,
+    STATES,
+    filled,
+    load_tokenizer,
+    token_ids,
+    token_limit,
+)
 from lora_rocm.families.transformer.sampling import denoised
 from lora_rocm.families.vae import decode
 from lora_rocm.families.z_image import family as module
-from lora_rocm.families.z_image.family import LAYOUT, MAX_TOKENS, ZImage
+from lora_rocm.families.z_image.family import LAYOUT, MAX_TOKENS, TEMPLATE, ZImage
 from lora_rocm.families.z_image.forward import predicted
 from lora_rocm.latent_cache.quarantine import plain_door
 from tests.tiny_models import _ldm_vae, tiny_recipe
@@ -185,7 +193,7 @@ def test_a_preview_that_begins_at_an_image_shows_it(base: Path) -> None:
 
 def test_a_preview_is_that_of_the_pipeline(base: Path) -> None:
     """With the guidance of other programs: diffusers' scale is less by one."""
-    family = family_of(base)
+    family = family_of(base, objective={"shift": 2})  # of training alone
     model, encode = family.load(torch.float32, CPU), family.encoders()[1].load(plain_door(CPU))
     texts = {caption: encode({CAPTION: caption}) for caption in ("a cat", "blue")}
     real = {caption: [found[STATES][found[REAL]].float()] for caption, found in texts.items()}
@@ -244,36 +252,39 @@ def original_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("prefix", ["", "model.diffusion_model.", "diffusion_model."])
 def test_files_of_single_components_are_read_as_a_folder_is(
-    base: Path, tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pipeline = pipeline_of(base)
+    pipeline, folder = pipeline_of(base), family_of(base)
     transformer = original_names(pipeline.transformer.state_dict())
     assert any(".attention.qkv." in name for name in transformer)
     files = {
-        "name_or_path": {prefix + name: tensor for name, tensor in transformer.items()},
         "vae": _ldm_vae(pipeline.vae.state_dict()),
         "text_encoder": {f"model.{name}": tensor for name, tensor in pipeline.text_encoder.state_dict().items()},
+        "transformer": transformer,
     }
-    for key, tensors in files.items():
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / f"{key}.safetensors")
+    paths = {name: str(tmp_path / f"{name}.safetensors") for name in files}
+    for name, tensors in files.items():
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, paths[name])
     monkeypatch.setattr(ZImage, "layout", replace(LAYOUT, configs=base))
-    paths = {key: str(tmp_path / f"{key}.safetensors") for key in files}
-    tokenizer = {"tokenizer": str(base / "tokenizer")}
-    alone, folder = family_of(base, {**paths, **tokenizer}), family_of(base)
-    for name in ("transformer", "vae", "text_encoder"):
+    model = {"name_or_path": paths.pop("transformer"), "tokenizer": str(base / "tokenizer")}
+    alone = family_of(base, {**model, **paths})
+    wanted = {name: folder.source.load(name, torch.float32, CPU).state_dict() for name in files}
+    for name, tensors in wanted.items():
         found = alone.source.load(name, torch.float32, CPU).state_dict()
-        for key, tensor in folder.source.load(name, torch.float32, CPU).state_dict().items():
-            assert torch.equal(found[key], tensor), key
-    assert alone.notices == () and set(map(Path, paths.values())) <= set(alone.examine())
+        assert all(torch.equal(found[key], tensor) for key, tensor in tensors.items()), name
+    assert alone.notices == () and {Path(path) for path in paths.values()} <= set(alone.examine())
     assert alone.token_limits() == folder.token_limits()
-    (packaged,) = family_of(base, paths).token_limits()
+    (packaged,) = family_of(base, {"name_or_path": model["name_or_path"], **paths}).token_limits()
     assert "<think>" in packaged.tokenizer  # Qwen's own, for the files hold none
-    for missing in ("vae", "text_encoder"):
+    for missing in paths:
         with pytest.raises(ModelError, match=f"model.{missing}") as caught:
-            _ = family_of(base, {**{key: path for key, path in paths.items() if key != missing}, **tokenizer}).source
+            _ = family_of(base, {**model, **{key: path for key, path in paths.items() if key != missing}}).source
         assert caught.value.code == "incomplete-model"
+    for prefix in ("model.diffusion_model.", "diffusion_model."):
+        save_file({prefix + key: tensor for key, tensor in transformer.items()}, model["name_or_path"])
+        found = family_of(base, {**model, **paths}).source.load("transformer", torch.float32, CPU).state_dict()
+        assert all(torch.equal(found[key], tensor) for key, tensor in wanted["transformer"].items()), prefix
 
 
 def refused(family: ZImage) -> ModelError:
@@ -347,3 +358,13 @@ def test_every_adapter_is_written_in_every_form_and_loaded_back(
             for name, entry in adapter.entries().items():
                 off = entry.additive().update() - entries[name].additive().update()
                 assert off.norm() < 1e-2 * entry.update().norm()
+
+
+def test_the_template_in_the_packaged_tokenizer_s_tokens() -> None:
+    """Ids of the chat template of Qwen3: user, the caption, the end of the turn, assistant."""
+    tokenizer = load_tokenizer(Source("published", LAYOUT, LAYOUT.configs, None).tokenizer_path("tokenizer"))
+    begin, end = [151644, 872, 198], [151645, 198, 151644, 77091, 198]
+    ids = token_ids(tokenizer, TEMPLATE.format("a cat")).tolist()
+    assert (ids[:3], ids[-5:], len(ids)) == (begin, end, 10)
+    limit = token_limit(tokenizer, TEMPLATE, MAX_TOKENS)
+    assert limit.max_tokens == MAX_TOKENS - len(begin)

@@ -1,11 +1,12 @@
-"""GEGLU (arXiv 2002.05202): a * gelu(g) with the exact gelu, for a projection that holds a and g side by side.
+"""Gated activations (arXiv 2002.05202): GEGLU, a * gelu(g) with the exact gelu, and SwiGLU, a * silu(g).
 
 Dimensions: M rows (all leading dimensions), I inputs, N width of a and of g.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,26 +14,35 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from lora_rocm.kernels import backend
 from lora_rocm.kernels.backend import Form
 
+Activation = Literal["gelu", "silu"]
+ACTIVATIONS: dict[Activation, tuple[Callable[..., Tensor], ...]] = {
+    "gelu": (F.gelu, torch.ops.aten.gelu.out, torch.ops.aten.gelu_backward.grad_input),
+    "silu": (F.silu, torch.ops.aten.silu.out, torch.ops.aten.silu_backward.grad_input),
+}
 
-def geglu(ag: Tensor, form: Form) -> Tensor:
-    """Return ``a * gelu(g)`` in the dtype of ``ag``. Only ``ag`` is kept for the backward pass.
+
+def gated(activation: Activation, form: Form, a: Tensor, g: Tensor | None = None) -> Tensor:
+    """Return ``a * activation(g)`` in the dtype of ``a``. Only ``a`` and ``g`` are kept for the backward pass.
 
     Args:
-        ag: [..., 2N], contiguous; a is the first half, g the second. The backward pass overwrites it with its gradient,
-            so nothing else may use it then.
+        activation: of ``g``.
         form: see ``backend``.
+        a: [..., N], or without ``g`` [..., 2N]: a is then the first half, g the second. The backward pass overwrites it
+            with its gradient, so nothing else may use it then.
+        g: as ``a``.
     """
     if torch.compiler.is_compiling():  # the compiler fuses it, and refuses writes into halves
-        a, g = ag.chunk(2, dim=-1)
-        output: Tensor = a * F.gelu(g)
-    elif form == "triton" and not ag.is_meta:
-        from lora_rocm.kernels.geglu_triton import TritonGeglu
+        a, g = _halves(a, g)
+        output: Tensor = a * ACTIVATIONS[activation][0](g)
+    elif backend.launches(form, a):
+        from lora_rocm.kernels.gated_triton import TritonGated
 
-        output = TritonGeglu.apply(ag)
+        output = TritonGated.apply(activation == "gelu", a, g)
     else:
-        output = _Geglu.apply(ag)
+        output = _Gated.apply(activation, a, g)
     return output
 
 
@@ -46,23 +56,31 @@ def geglu_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return output
 
 
-class _Geglu(Function):
+class _Gated(Function):
     @staticmethod
-    def forward(ctx: Any, ag: Tensor) -> Tensor:
-        a, g = ag.chunk(2, dim=-1)
-        ctx.save_for_backward(ag)
-        return F.gelu(g).mul_(a)
+    def forward(ctx: Any, activation: Activation, a: Tensor, g: Tensor | None) -> Tensor:
+        ctx.activation = activation
+        ctx.save_for_backward(a, g)
+        a, g = _halves(a, g)
+        return ACTIVATIONS[activation][0](g).mul_(a)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        ag: Tensor
-        (ag,) = ctx.saved_tensors
-        a, g = ag.chunk(2, dim=-1)
-        dgelu = dy * a
-        torch.ops.aten.gelu.out(g, out=a).mul_(dy)
-        torch.ops.aten.gelu_backward.grad_input(dgelu, g, grad_input=g)
-        return ag
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        _, activate, differentiate = ACTIVATIONS[ctx.activation]
+        given = ctx.saved_tensors
+        a, g = _halves(*given)
+        dactive = dy * a
+        activate(g, out=a).mul_(dy)
+        differentiate(dactive, g, grad_input=g)
+        return None, *given
+
+
+def _halves(a: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor]:
+    if g is not None:
+        return a, g
+    first, second = a.chunk(2, dim=-1)
+    return first, second
 
 
 class _ProjectedGeglu(Function):

@@ -1,13 +1,15 @@
-"""GEGLU's plain form: against diffusers' and finite differences, and what it keeps."""
+"""Gated activations in their plain form: against diffusers' and finite differences, and what they keep."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
 from diffusers.models.activations import GEGLU
 from torch.autograd.graph import saved_tensors_hooks
 
-from lora_rocm.kernels.geglu import geglu, geglu_of
+from lora_rocm.kernels.gated import Activation, gated, geglu_of
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +32,7 @@ def test_is_that_of_diffusers(dtype: torch.dtype, tolerance: float) -> None:
     wanted.square().sum().backward()
     proj = GEGLU(6, 10).requires_grad_(False).to(dtype).proj
     proj.load_state_dict(plain.proj.state_dict())
-    for way in (lambda t: geglu(proj(t), "eager"), lambda t: geglu_of(t, proj.weight, proj.bias)):
+    for way in (lambda t: gated("gelu", "eager", proj(t)), lambda t: geglu_of(t, proj.weight, proj.bias)):
         y = x.detach().to(dtype).requires_grad_()
         output = way(y)
         output.square().sum().backward()
@@ -47,7 +49,8 @@ def plain(ag: torch.Tensor) -> torch.Tensor:
 def test_gradients_are_those_of_autograd() -> None:
     ag, dy = torch.randn(3, 8, dtype=torch.float64, requires_grad=True), torch.randn(3, 4, dtype=torch.float64)
     (wanted,) = torch.autograd.grad(plain(ag), ag, dy)
-    (found,) = torch.autograd.grad(geglu(ag.clone(), "eager"), ag, dy)  # finite differences go back more than once
+    output = gated("gelu", "eager", ag.clone())
+    (found,) = torch.autograd.grad(output, ag, dy)  # finite differences go back more than once
     torch.testing.assert_close(found, wanted)
 
 
@@ -58,7 +61,7 @@ def test_keeps_only_the_projection() -> None:
             function(torch.randn(4, 20, requires_grad=True))  # type: ignore[operator]
         return sum(sizes)
 
-    assert kept(lambda ag: geglu(ag, "eager")) == 4 * 20
+    assert kept(lambda ag: gated("gelu", "eager", ag)) == 4 * 20
     assert kept(plain) > 4 * 20
 
 
@@ -66,5 +69,19 @@ def test_the_gradient_takes_the_place_of_the_projection() -> None:
     ag = torch.randn(4, 20, requires_grad=True)
     projected = ag.clone()
     projected.retain_grad()
-    geglu(projected, "eager").sum().backward()
+    gated("gelu", "eager", projected).sum().backward()
     assert ag.grad is not None and torch.equal(projected.detach(), ag.grad)
+
+
+def test_the_gradients_of_separate_halves_are_those_of_autograd() -> None:
+    a, g, dy = (torch.randn(3, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    for activation, function in ACTIVATIONS.items():
+        wanted = torch.autograd.grad(a * function(g), (a, g), dy)
+        found = torch.autograd.grad(gated(activation, "eager", a.clone(), g.clone()), (a, g), dy)
+        torch.testing.assert_close(found, wanted)
+
+
+ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": torch.nn.functional.gelu,
+    "silu": torch.nn.functional.silu,
+}

@@ -1,0 +1,29 @@
+"""Replaces modules of a model by subclass instances that share (not copy) their contents.
+
+Parameters, their names and references to them stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from torch import nn
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def adopt(cls: type[M], module: nn.Module) -> M:
+    """A module of another class that shares the contents of ``module``."""
+    adopted = cls.__new__(cls)
+    adopted.__dict__.update(module.__dict__)
+    return adopted
+
+
+def adopt_all(model: nn.Module, classes: Mapping[type[nn.Module], Any]) -> None:
+    """Replace each module of a class in ``classes``, if ``fits`` of the new class says so."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            swapped = classes.get(type(child))
+            if swapped is not None and swapped.fits(child):
+                setattr(parent, name, adopt(swapped, child))

@@ -1,0 +1,106 @@
+"""FLUX.1's caption entries: the pooled embedding of CLIP-L, and the states of T5-XXL with those of its padding.
+
+Dimensions: B batch, S tokens, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lora_rocm.base_models.loading import Source
+from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, TensorSpec
+from lora_rocm.device.transfer import DeviceTransfer
+from lora_rocm.families import clip
+from lora_rocm.families.base import Encode, Inputs, Tensors
+from lora_rocm.families.tokenizers import digest, tokenizer_identity
+from lora_rocm.families.transformer import language_model
+from lora_rocm.families.vae import CPU
+
+ENCODING_VERSION = 1  # increase it if the same weights would give other tensors
+POOLED, STATES = "pooled_embeds", "prompt_embeds"
+
+
+@dataclass(frozen=True)
+class TextPart:
+    """One text encoder.
+
+    Attributes:
+        component, tokenizer: names in the base.
+        output, dims: name and dimensions of its tensor.
+        dtype: of its weights and of its tensor.
+        tokens: captions are filled up or cut to this many.
+        embed: (encoder, ids_BS) -> the tensor with a batch dimension.
+    """
+
+    component: str
+    tokenizer: str
+    output: str
+    dims: str
+    dtype: torch.dtype
+    tokens: int
+    embed: Callable[[nn.Module, Tensor], Tensor]
+
+
+def _t5_states(encoder: nn.Module, ids_BS: Tensor) -> Tensor:
+    """Without a mask: the model was trained with the states of the padding."""
+    states_BSD: Tensor = encoder(ids_BS).last_hidden_state
+    return states_BSD
+
+
+def clip_part() -> TextPart:
+    """CLIP-L, of which only the pooled embedding is read."""
+    embed: Callable[[nn.Module, Tensor], Tensor] = lambda encoder, ids_BS: clip.states(encoder, ids_BS)[1]  # noqa: E731
+    return TextPart("text_encoder", "tokenizer", POOLED, "D", torch.float32, clip.CLIP_TOKENS, embed)
+
+
+def t5_part(tokens: int) -> TextPart:
+    """T5-XXL with captions of ``tokens`` tokens."""
+    return TextPart("text_encoder_2", "tokenizer_2", STATES, "SD", torch.bfloat16, tokens, _t5_states)
+
+
+class TextEncoder:
+    """Encodes captions with one text encoder, its part of ``FluxPipeline.encode_prompt``."""
+
+    def __init__(self, source: Source, part: TextPart) -> None:
+        self._source, self._part = source, part
+        dtype = str(part.dtype).removeprefix("torch.")
+        self.entry = EntrySpec(part.component, (CAPTION,), {part.output: TensorSpec(dtype, part.dims)})
+
+    @cached_property
+    def fingerprint(self) -> str:
+        weights, tokenizer = self._source.fingerprint(self._part.component), (self._part.tokenizer,)
+        parts = [weights, tokenizer_identity(self._source, tokenizer), str(self._part.tokens)]
+        return f"flux-text{ENCODING_VERSION}-{digest(parts)}"
+
+    def in_tiles(self) -> None:
+        return None
+
+    def tokenizer(self) -> Any:
+        """The tokenizer, set to the part's number of tokens.
+
+        Raises:
+            ModelError: it is missing or cannot be read.
+        """
+        tokenizer = language_model.load_tokenizer(self._source.tokenizer_path(self._part.tokenizer))
+        tokenizer.model_max_length = self._part.tokens
+        return tokenizer
+
+    def load(self, door: DeviceTransfer) -> Encode:
+        tokenizer, part = self.tokenizer(), self._part
+        encoder = self._source.load(part.component, part.dtype, CPU)
+        door.send_parameters(encoder, part.component)
+
+        @torch.no_grad()
+        def encode(inputs: Inputs) -> Tensors:
+            caption = inputs[CAPTION]
+            assert isinstance(caption, str), "the text encoders encode captions"
+            ids_BS = door.send_checked(clip.token_ids(tokenizer, caption)[None], "token ids")
+            return door.receive({part.output: part.embed(encoder, ids_BS)[0]})
+
+        return encode

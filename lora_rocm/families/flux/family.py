@@ -1,0 +1,156 @@
+"""FLUX.1: text and image tokens side by side, then in one stream; CLIP-L and T5-XXL as text.
+
+Dimensions: B batch, C channels, H W latent height and width, I image tokens, S text tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKL, FluxTransformer2DModel
+from diffusers.loaders import FluxLoraLoaderMixin
+from torch import Tensor
+from transformers import CLIPTextModel, T5EncoderModel
+
+from lora_rocm.base_models import conversion
+from lora_rocm.base_models.loading import Layout, Part, Source
+from lora_rocm.dataset.caption_length import TokenLimit
+from lora_rocm.errors import ModelError
+from lora_rocm.families import clip
+from lora_rocm.families.base import Encoder, LoadedModel, Tensors
+from lora_rocm.families.flux import names
+from lora_rocm.families.flux.encoders import POOLED, STATES, TextEncoder, clip_part, t5_part
+from lora_rocm.families.flux.spec import FluxSection
+from lora_rocm.families.objectives.base import Prediction
+from lora_rocm.families.transformer.family import TransformerFamily
+from lora_rocm.families.transformer.packing import packed, places, unpacked
+from lora_rocm.families.transformer.sampling import GUIDANCE
+from lora_rocm.families.vae import VaeEncoder
+from lora_rocm.recipe.schema import Recipe
+
+MAX_TOKENS, MAX_TOKENS_SCHNELL = 512, 256
+BLOCK = r"(single_)?transformer_blocks\.\d+\."
+ATTENTION = r"attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"
+MLP = r"ff(_context)?\.net\.(0\.proj|2)|proj_mlp|proj_out"
+MODULATION = r"norm(1|1_context)?\.linear"
+PARTS = {
+    "transformer": Part(
+        FluxTransformer2DModel,
+        "model.diffusion_model.",
+        names.transformer_of_original,
+        other_prefixes=("diffusion_model.",),
+    ),
+    "vae": Part(AutoencoderKL, "first_stage_model.", conversion.vae_of_ldm, other_prefixes=("vae.",)),
+    "text_encoder": Part(CLIPTextModel, "", conversion.own_names),
+    "text_encoder_2": Part(T5EncoderModel, "", conversion.own_names),
+}
+LAYOUT = Layout(
+    parts=PARTS,
+    tokenizers={"tokenizer": "clip_l", "tokenizer_2": "t5"},
+    configs=Path(__file__).parent / "config_dev",
+    alone="transformer",
+)
+LAYOUT_SCHNELL = replace(LAYOUT, configs=Path(__file__).parent / "config_schnell")
+
+
+class Flux(TransformerFamily):
+    """Implements ``ModelFamily`` for FLUX.1."""
+
+    name = "flux"
+    pipeline = FluxLoraLoaderMixin
+    reader_options = {"network_alphas": None}
+    file_prefixes = {"transformer": "transformer."}
+    block_lists = ("transformer_blocks", "single_transformer_blocks")
+    packed_layers = f"^{BLOCK}"
+    told_guidance = True
+    targets = {
+        "attention": f"{BLOCK}{ATTENTION}",
+        "attention-mlp": f"{BLOCK}({ATTENTION}|{MLP})",
+        "all-linear": f"{BLOCK}({ATTENTION}|{MLP}|{MODULATION})",
+    }
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        assert isinstance(recipe.model, FluxSection), "as the spec says"
+        self._model = recipe.model
+        self._is_schnell = recipe.model.variant == "schnell"
+        self._tokens = MAX_TOKENS_SCHNELL if self._is_schnell else MAX_TOKENS
+        self.layout = LAYOUT_SCHNELL if self._is_schnell else LAYOUT
+
+    def encoders(self) -> Sequence[Encoder]:
+        texts = (clip_part(), t5_part(self._tokens))
+        return [VaeEncoder(self.source), *(TextEncoder(self.source, part) for part in texts)]
+
+    def token_limits(self) -> Sequence[TokenLimit]:
+        """That of T5: what CLIP's pooled embedding lacks of a long caption is in T5's states."""
+        return [clip.token_limit(TextEncoder(self.source, t5_part(self._tokens)).tokenizer())]
+
+    def text_example(self, rows: int) -> Tensors:
+        config = self.source.config("transformer")
+        states = torch.zeros(rows, self._tokens, int(config["joint_attention_dim"]), dtype=torch.bfloat16)
+        return {STATES: states, POOLED: torch.zeros(rows, int(config["pooled_projection_dim"]))}
+
+    def original_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
+        config = self.source.config("transformer")
+        return names.original_rows(module, rows, config["num_attention_heads"] * config["attention_head_dim"])
+
+    def check(self, source: Source) -> tuple[str, ...]:
+        """As ``TransformerFamily.check``; what the base says of its variant is compared with the recipe."""
+        header, variant = source.single_header, self._model.variant
+        if header is not None and names.reads_guidance(header.tensors) is self._is_schnell:
+            has, other = ("an", "none") if self._is_schnell else ("no", "one")
+            raise ModelError(
+                "wrong-variant",
+                f"This transformer has {has} input for guidance, and the variant {variant} has {other}.",
+                where=f"model.variant: {variant} (model.name_or_path: {source.name})",
+                fix=f"Set model.variant: {'dev or kontext' if self._is_schnell else 'schnell'}.",
+            )
+        notices = super().check(source)
+        dynamic, guided = (
+            bool(source.config(name).get(key))
+            for name, key in (("scheduler", "use_dynamic_shifting"), ("transformer", "guidance_embeds"))
+        )
+        if self._is_schnell in (dynamic, guided):
+            notices += (
+                f"model.variant is {variant}, and the configs of the base are those of another variant (guidance: "
+                f"{guided}, dynamic shift: {dynamic}). Training follows the configs, and the text length the variant.",
+            )
+        named = next((each for each in ("schnell", "kontext") if each in Path(source.name).name.lower()), "")
+        if named not in ("", variant):
+            notices += (f"The base is called {source.name}, and model.variant is {variant}: is {named} meant?",)
+        if self._is_schnell:
+            notices += (
+                "FLUX.1 schnell is distilled to few steps, and a LoRA trained on it undoes that. Train on dev: its "
+                "LoRA works with schnell.",
+            )
+        return notices
+
+    def predict(self, model: LoadedModel, batch: Tensors, draws: Tensors) -> Prediction:
+        """As ``TransformerFamily.predict``.
+
+        The model computes a thousand times sigma in its own dtype, so the image is mixed with what it sees.
+        """
+        seen_B = (draws["sigma"].to(model.dtype) * 1000).float() / 1000
+        noisy_BCHW, target_BCHW = self.objective.noised(batch, {**draws, "sigma": seen_B})
+        predicted_BCHW = self.velocity(model, noisy_BCHW, draws["sigma"], batch)
+        return Prediction(predicted_BCHW, target_BCHW, torch.ones_like(seen_B))
+
+    def velocity(self, model: LoadedModel, latents_BCHW: Tensor, sigma_B: Tensor, batch: Tensors) -> Tensor:
+        """As ``TransformerFamily.velocity``. ``batch`` may have the guidance [B] that the model is told."""
+        high, wide = latents_BCHW.shape[-2] // self.patch, latents_BCHW.shape[-1] // self.patch
+        image_I3 = places(high, wide, latents_BCHW.device)
+        told_B = batch[GUIDANCE] if GUIDANCE in batch else torch.full_like(sigma_B, self._model.guidance)
+        tokens_BID = model.components["transformer"](
+            hidden_states=packed(latents_BCHW.to(model.dtype)),
+            encoder_hidden_states=batch[STATES].to(model.dtype),
+            pooled_projections=batch[POOLED].to(model.dtype),
+            timestep=sigma_B,
+            img_ids=image_I3,
+            txt_ids=image_I3.new_zeros(batch[STATES].shape[1], 3),
+            guidance=told_B if self.source.config("transformer").get("guidance_embeds") else None,
+            return_dict=False,
+        )[0]
+        return unpacked(tokens_BID, *latents_BCHW.shape[-2:])

@@ -1,0 +1,55 @@
+"""The specification of FLUX.1 for the light half: recipe section, names and marks."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from lora_rocm.families.spec import Axis, FamilySpec, FileMetadata, ShapeRules, TransformerSection
+from lora_rocm.recipe.sections import MAX_GUIDANCE, FlowSection, InputFolder, PathOrHubId
+
+
+class FluxSection(TransformerSection):
+    """The base model. FLUX.1 and its fine-tunes."""
+
+    part_keys: ClassVar[tuple[str, ...]] = (*TransformerSection.part_keys, "text_encoder_2", "tokenizer_2")
+
+    family: Literal["flux"] = Field("flux", description="Model family.")
+    name_or_path: PathOrHubId = Field(
+        description="A diffusers folder, a hub id, or a .safetensors file of the transformer."
+    )
+    variant: Literal["dev", "schnell", "kontext"] = Field(
+        "dev", description="Which FLUX.1 it is, for files do not always say. schnell is distilled: better train on dev."
+    )
+    guidance: float = Field(
+        1.0,
+        ge=0.0,
+        le=MAX_GUIDANCE,
+        description="The guidance that the model is told in training (schnell is told none). 1 is usual, also for a "
+        "LoRA that is used at 3.5; the scripts of diffusers take 3.5.",
+    )
+    text_encoder_2: PathOrHubId | None = Field(
+        None, description="Another T5-XXL, as text_encoder, which is CLIP-L. A file needs all of them."
+    )
+    tokenizer_2: InputFolder | None = Field(None, description="Folder of another tokenizer of T5.")
+
+
+SPEC = FamilySpec(
+    name="flux",
+    title="FLUX.1",
+    model_section=FluxSection,
+    objective_section=FlowSection,
+    implementation="lora_rocm.families.flux.family:Flux",
+    component="transformer",
+    shapes=ShapeRules(
+        (Axis("h", multiple=16, per_latent=8, per_token=16), Axis("w", multiple=16, per_latent=8, per_token=16))
+    ),
+    guidance=3.5,
+    unread=frozenset({"sample.negative_prompt"}),
+    metadata=FileMetadata(
+        base_version="flux1",
+        architecture="flux-1-dev/lora",
+        implementation="https://github.com/black-forest-labs/flux",
+    ),
+)

@@ -1,0 +1,114 @@
+"""The blocks of Cosmos-Predict2, which Anima has: modulated LayerNorms and gated branches, text by cross-attention.
+
+Dimensions: B batch, S tokens, D width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diffusers.models.attention_processor import Attention
+from diffusers.models.transformers.transformer_cosmos import CosmosAttnProcessor2_0, CosmosTransformerBlock
+from torch import Tensor, nn
+
+from lora_rocm.families.adopt import adopt_all
+from lora_rocm.families.transformer_blocks.attention import Stream, attended
+from lora_rocm.kernels.backend import Form
+from lora_rocm.kernels.norms import Branch, RowNorm, add_branch, add_norm
+from lora_rocm.kernels.rotary import Rotation
+
+
+def fuse(transformer: nn.Module, form: Form) -> None:
+    """Fuse the blocks. Call it after LoRA is injected and the weights are on their device.
+
+    A second call changes the form.
+    """
+    adopt_all(transformer, {CosmosTransformerBlock: FusedBlock})
+    for module in transformer.modules():
+        if isinstance(module, FusedBlock):
+            module.form = form
+            if type(module.attn1.processor) is CosmosAttnProcessor2_0:
+                module.attn1.set_processor(TurnedAttention(module.attn1))
+            if isinstance(module.attn1.processor, TurnedAttention):
+                module.attn1.processor.form = form
+
+
+class TurnedAttention:
+    """A processor of self-attention with one product for query, key and value."""
+
+    form: Form
+
+    def __init__(self, attention: Attention) -> None:
+        self.stream = Stream(attention, ("to_q", "to_k", "to_v"), ("norm_q", "norm_k"))
+
+    def __call__(
+        self,
+        attn: Attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        if encoder_hidden_states is not None or image_rotary_emb is None:
+            output: Tensor = CosmosAttnProcessor2_0()(
+                attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
+            )
+            return output
+        cos, sin = (turn.chunk(2, dim=1)[0] for turn in image_rotary_emb)  # each number stands there twice
+        turn = Rotation(cos, sin, interleaved=False)
+        mixed = attended(attn, [(self.stream, hidden_states)], attn.heads, turn, self.form, attention_mask)
+        for layer in attn.to_out:
+            mixed = layer(mixed)
+        return mixed
+
+
+class FusedBlock(CosmosTransformerBlock):
+    """A block whose residual sums are computed with the norms after them."""
+
+    form: Form
+
+    @staticmethod
+    def fits(module: Any) -> bool:
+        return module.before_proj is None and module.after_proj is None
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Any,
+        embedded_timestep: Tensor,
+        temb: Tensor | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+        extra_pos_emb: Tensor | None = None,
+        attention_mask: Any = None,
+        controlnet_residual: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        if embedded_timestep.ndim != 2 or controlnet_residual is not None or extra_pos_emb is not None or kwargs:
+            output: Tensor = super().forward(
+                hidden_states,
+                encoder_hidden_states,
+                embedded_timestep,
+                temb,
+                image_rotary_emb,
+                extra_pos_emb,
+                attention_mask,
+                controlnet_residual,
+                **kwargs,
+            )
+            return output
+        (norm_1, gate_1), (norm_2, gate_2), (norm_3, gate_3) = (
+            _modulated(norm, embedded_timestep, temb) for norm in (self.norm1, self.norm2, self.norm3)
+        )
+        x, normal = add_norm(hidden_states, None, norm_1, self.form)
+        y = self.attn1(normal, image_rotary_emb=image_rotary_emb)
+        x, normal = add_norm(x, Branch(y, gate_1), norm_2, self.form)
+        y = self.attn2(normal, encoder_hidden_states=encoder_hidden_states, attention_mask=attention_mask)
+        x, normal = add_norm(x, Branch(y, gate_2), norm_3, self.form)
+        return add_branch(x, Branch(self.ff(normal), gate_3), self.form)
+
+
+def _modulated(norm: Any, time_BD: Tensor, temb_BD: Tensor | None) -> tuple[RowNorm, Tensor]:
+    """(the norm with its modulation, the gate of its branch)."""
+    rows = norm.linear_2(norm.linear_1(norm.activation(time_BD)))
+    shift, scale, gate = (rows if temb_BD is None else rows + temb_BD).chunk(3, dim=1)
+    return RowNorm(1 + scale, shift, norm.norm.eps, centred=True), gate

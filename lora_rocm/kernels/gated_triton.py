@@ -1,0 +1,89 @@
+"""Gated activations with one kernel forward and one backward; each number is read and written once. See ``gated``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from lora_rocm.kernels.backend import LAUNCH
+
+BLOCK = 1024
+
+
+@triton.jit
+def _block_of_row(stride, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    return row * stride + column, row * width + column, column < width
+
+
+@triton.jit
+def gated_forward(a, g, out, stride, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    """The output; one program per block of a row. ``stride``: of the rows of a and of g."""
+    at, to, inside = _block_of_row(stride, width, BLOCK)
+    value = tl.load(a + at, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(g + at, mask=inside, other=0.0).to(tl.float32)
+    if GELU:
+        share = 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
+    else:
+        share = tl.sigmoid(gate)
+    tl.store(out + to, (value * gate * share).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gated_backward(dy, a, g, stride, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    """Overwrite a and g with their gradients; one program per block of a row."""
+    at, source, inside = _block_of_row(stride, width, BLOCK)
+    value = tl.load(a + at, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(g + at, mask=inside, other=0.0).to(tl.float32)
+    gradient = tl.load(dy + source, mask=inside, other=0.0).to(tl.float32)
+    if GELU:
+        share = 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
+        slope = share + gate * 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
+    else:
+        share = tl.sigmoid(gate)
+        slope = share + gate * share * (1.0 - share)
+    tl.store(a + at, (gradient * gate * share).to(a.dtype.element_ty), mask=inside)
+    tl.store(g + at, (gradient * value * slope).to(g.dtype.element_ty), mask=inside)
+
+
+class TritonGated(Function):
+    """(whether it is GEGLU, a, g or None) -> output. As ``gated``'s eager form."""
+
+    @staticmethod
+    def forward(ctx: Any, gelu: bool, *given: Tensor | None) -> Tensor:
+        ctx.shapes = [None if tensor is None else tensor.shape for tensor in given]
+        rows = [tensor.reshape(-1, tensor.shape[-1]) for tensor in given if tensor is not None]
+        if rows[0].stride() != rows[-1].stride() or rows[0].stride(1) != 1:
+            rows = [tensor.contiguous() for tensor in rows]
+        out_MN = rows[0].new_empty(len(rows[0]), rows[0].shape[1] * len(rows) // 2)
+        ctx.gelu = gelu
+        ctx.save_for_backward(*rows)
+        a, g = _pair(rows)
+        _launch(gated_forward, out_MN, (a, g, out_MN), a.stride(0), gelu)
+        return out_MN.view(*ctx.shapes[0][:-1], out_MN.shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        rows, dy = ctx.saved_tensors, dy.contiguous()
+        a, g = _pair(rows)
+        _launch(gated_backward, dy, (dy, a, g), a.stride(0), ctx.gelu)
+        gradients = [tensor.view(shape) for tensor, shape in zip(rows, ctx.shapes, strict=False)]
+        return None, *gradients, *[None] * (2 - len(gradients))
+
+
+def _pair(rows: Sequence[Tensor]) -> Sequence[Tensor]:
+    return rows if len(rows) == 2 else rows[0].chunk(2, dim=1)
+
+
+def _launch(kernel: Any, dense: Tensor, tensors: Sequence[Tensor], stride: int, gelu: bool) -> None:
+    width = dense.shape[-1]
+    grid = dense.numel() // width, triton.cdiv(width, BLOCK)
+    kernel[grid](*tensors, stride, width, GELU=gelu, BLOCK=BLOCK, **LAUNCH)

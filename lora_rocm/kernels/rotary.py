@@ -1,0 +1,64 @@
+"""RMSNorm of each head of queries or keys (arXiv 1910.07467), then rotary position embedding (arXiv 2104.09864).
+
+Dimensions: B batch, S tokens, H heads, D width of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lora_rocm.kernels import backend
+from lora_rocm.kernels.backend import Form
+from lora_rocm.kernels.norms import rms_normal
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """An angle for each token and each pair of numbers of a head, all float32.
+
+    cos, sin: [S, D/2] or [B, S, D/2], the same for all heads.
+    interleaved: a pair is neighbouring numbers; otherwise number i of the first half with number i of the second.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool
+
+
+def norm_rotary(streams: Sequence[tuple[Tensor, Tensor]], eps: float, rotation: Rotation, form: Form) -> Tensor:
+    """Normalise and rotate the heads of streams of tokens that follow one another.
+
+    Only the heads and the rotation are kept for the backward pass.
+
+    Args:
+        streams: (heads [B, S, H, D], frozen weight [D] of their RMSNorm) of each.
+        eps: of the norms.
+        rotation: of the tokens of all streams.
+        form: see ``backend``.
+
+    Returns:
+        [B, S, H, D], contiguous, in the dtype of the heads; S is the sum over all streams.
+    """
+    if backend.launches(form, streams[0][0]):
+        from lora_rocm.kernels.rotary_triton import TritonNormRotary
+
+        turned: Tensor = TritonNormRotary.apply(
+            rotation.cos, rotation.sin, rotation.interleaved, eps, *[part for stream in streams for part in stream]
+        )
+        return turned
+    normal = torch.cat([rms_normal(x, eps, weight) for x, weight in streams], dim=1)
+    cos, sin = rotation.cos.unsqueeze(-2), rotation.sin.unsqueeze(-2)
+    if rotation.interleaved and not torch.compiler.is_compiling():  # a compiler fuses real numbers only
+        pairs = torch.view_as_complex(normal.to(cos.dtype).unflatten(-1, (-1, 2)).contiguous())
+        turned = torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2)
+    elif rotation.interleaved:
+        a, b = normal.unflatten(-1, (-1, 2)).unbind(-1)
+        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+    else:
+        a, b = normal.chunk(2, dim=-1)
+        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    return turned.to(normal.dtype)

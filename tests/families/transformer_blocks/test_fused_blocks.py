@@ -1,0 +1,167 @@
+"""Fused transformers are the transformers that they were: outputs, gradients, names; and they keep less."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from diffusers import CosmosTransformer3DModel, FluxTransformer2DModel, ZImageTransformer2DModel
+from peft import LoraConfig, inject_adapter_in_model
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from lora_rocm.families.transformer_blocks import cosmos, flux, z_image
+from lora_rocm.kernels.lora_layer import LoraLinear, with_lean_layers
+
+ATTENTION = r".*\.(to_q|to_k|to_v|to_out\.0|add_[qkv]_proj|to_add_out)"
+ALL = r".*(layers|refiner|blocks)\..*"
+ROUNDING = 1e-5
+
+
+def make_z_image() -> nn.Module:
+    sizes = {"dim": 32, "n_layers": 1, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2, "cap_feat_dim": 12}
+    model: nn.Module = ZImageTransformer2DModel(in_channels=4, axes_dims=[4, 6, 6], axes_lens=[128, 16, 16], **sizes)
+    return model
+
+
+def run_z_image(model: Any, dtype: torch.dtype, rng: torch.Generator, lengths: tuple[int, int] = (9, 9)) -> Tensor:
+    images = [torch.randn(4, 1, 8, 8, generator=rng).to(dtype) for _ in lengths]
+    texts = [torch.randn(length, 12, generator=rng).to(dtype) for length in lengths]
+    return torch.stack(model(images, torch.tensor([0.3, 0.6], dtype=dtype), texts, return_dict=False)[0])
+
+
+def make_flux() -> nn.Module:
+    sizes = {"num_layers": 1, "num_single_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2}
+    sizes |= {"in_channels": 4, "joint_attention_dim": 12, "pooled_projection_dim": 8}
+    model: nn.Module = FluxTransformer2DModel(axes_dims_rope=(4, 6, 6), **sizes)
+    return model
+
+
+def run_flux(model: Any, dtype: torch.dtype, rng: torch.Generator) -> Tensor:
+    image, text = torch.randn(2, 6, 4, generator=rng).to(dtype), torch.randn(2, 5, 12, generator=rng).to(dtype)
+    pooled, places = torch.randn(2, 8, generator=rng).to(dtype), torch.arange(18).view(6, 3).float()
+    output: Tensor = model(
+        image, text, pooled, torch.tensor([0.3, 0.6], dtype=dtype), places, torch.zeros(5, 3), return_dict=False
+    )[0]
+    return output
+
+
+def make_cosmos() -> nn.Module:
+    sizes = {"in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2}
+    sizes |= {"mlp_ratio": 2.0, "text_embed_dim": 12, "adaln_lora_dim": 4}
+    model: nn.Module = CosmosTransformer3DModel(max_size=(4, 16, 16), concat_padding_mask=False, **sizes)
+    return model
+
+
+def run_cosmos(model: Any, dtype: torch.dtype, rng: torch.Generator) -> Tensor:
+    image, text = torch.randn(2, 4, 1, 8, 12, generator=rng).to(dtype), torch.randn(2, 7, 12, generator=rng).to(dtype)
+    output: Tensor = model(image, torch.tensor([0.3, 0.6], dtype=dtype), text, return_dict=False)[0]
+    return output
+
+
+@dataclass(frozen=True)
+class Fused:
+    make: Callable[[], nn.Module]
+    run: Callable[..., Tensor]
+    fuse: Callable[..., None]
+
+
+FAMILIES = {
+    "z_image": Fused(make_z_image, run_z_image, z_image.fuse),
+    "flux": Fused(make_flux, run_flux, flux.fuse),
+    "cosmos": Fused(make_cosmos, run_cosmos, cosmos.fuse),
+}
+families = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+
+
+def adapted(family: Fused, targets: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    model = family.make().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.ndim > 1 else 0.5))
+    linear = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    paths = [path for path in linear if re.fullmatch(targets, path)]
+    inject_adapter_in_model(with_lean_layers(LoraConfig(r=4, lora_alpha=2, target_modules=paths)), model)
+    assert len(paths) == sum(isinstance(module, LoraLinear) for module in model.modules())
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = torch.randn_like(parameter) * 0.2
+    return nn.Module.to(model, dtype)
+
+
+def outcome(family: Fused, model: nn.Module, dtype: torch.dtype, **given: Any) -> tuple[Tensor, Tensor]:
+    """(output, gradient of the adapter as one vector), in float32."""
+    output = family.run(model, dtype, torch.Generator().manual_seed(1), **given)
+    model.zero_grad()
+    output.float().square().mean().backward()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    flat = torch.cat([torch.zeros(p.numel()) if p.grad is None else p.grad.flatten().float() for p in trained])
+    return output.detach().float(), flat
+
+
+def far(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> float:
+    return max(float((one - other).norm() / other.norm()) for one, other in zip(found, wanted, strict=True))
+
+
+@families
+@pytest.mark.parametrize("targets", [ATTENTION, ALL], ids=["attention", "all"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_outputs_and_gradients_are_those_of_diffusers(family: Fused, targets: str, dtype: torch.dtype) -> None:
+    model = adapted(family, targets)
+    names = {name: p.shape for name, p in model.named_parameters()}
+    wanted = outcome(family, model, torch.float32)
+    model = adapted(family, targets, dtype)
+    rounding = far(outcome(family, model, dtype), wanted)
+    family.fuse(model, "eager")
+    assert {name: p.shape for name, p in model.named_parameters()} == names
+    assert far(outcome(family, model, dtype), wanted) <= max(1.2 * rounding, ROUNDING)
+
+
+@families
+def test_a_changed_norm_is_noticed(family: Fused) -> None:
+    wanted = outcome(family, adapted(family, ATTENTION), torch.float32)
+    model = adapted(family, ATTENTION)
+    family.fuse(model, "eager")
+    for name, parameter in model.named_parameters():
+        if "norm_q" in name:
+            parameter.data *= -1
+    assert far(outcome(family, model, torch.float32), wanted) > 1e-2
+
+
+def test_texts_of_different_length_are_masked() -> None:
+    family, lengths = FAMILIES["z_image"], (9, 40)
+    wanted = outcome(family, adapted(family, ATTENTION), torch.float32, lengths=lengths)
+    model = adapted(family, ATTENTION)
+    family.fuse(model, "eager")
+    assert far(outcome(family, model, torch.float32, lengths=lengths), wanted) <= ROUNDING
+
+
+@families
+@pytest.mark.parametrize("targets", [ATTENTION, ALL], ids=["attention", "all"])
+def test_a_fused_model_keeps_less(family: Fused, targets: str) -> None:
+    def kept_bytes(fused: bool) -> int:
+        model = adapted(family, targets, torch.bfloat16)
+        if fused:
+            family.fuse(model, "eager")
+        weights = {parameter.data_ptr() for parameter in model.parameters()}
+        kept: dict[int, int] = {}
+        with saved_tensors_hooks(lambda t: kept.update({t.untyped_storage().data_ptr(): t.nbytes}) or t, lambda t: t):
+            family.run(model, torch.bfloat16, torch.Generator().manual_seed(1))
+        return sum(size for at, size in kept.items() if at not in weights)
+
+    assert kept_bytes(fused=True) < 0.9 * kept_bytes(fused=False)
+
+
+@families
+def test_without_a_plain_lora_the_layers_are_called_one_by_one(family: Fused) -> None:
+    model = adapted(family, ATTENTION)
+    family.fuse(model, "eager")
+    wanted = outcome(family, model, torch.float32)
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.weight.ndim == 2 and not module.weight.requires_grad:
+            module.weight.data = module.weight.data.clone()  # as offloading replaces weights
+    assert far(outcome(family, model, torch.float32), wanted) <= ROUNDING

@@ -1,0 +1,72 @@
+"""Norms of rows with residual branches in their plain form: against the formula, and what they keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from lora_rocm.kernels.norms import Branch, RowNorm, add_branch, add_norm, rms_normal
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+def rms(x: Tensor, eps: float) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+
+
+def gradients(output: Tensor, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
+    return [output, *torch.autograd.grad(output, inputs, weights)]
+
+
+def same(found: Callable[..., Tensor], wanted: Callable[..., Tensor], *inputs: Tensor) -> bool:
+    pairs = zip(gradients(found(*inputs), inputs), gradients(wanted(*inputs), inputs), strict=True)
+    return all(torch.allclose(one, other) for one, other in pairs)
+
+
+def test_a_gated_branch_is_normalised_and_added() -> None:
+    x, y, gate = numbers(2, 3, 8), numbers(2, 3, 8), numbers(2, 8)
+
+    def wanted(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
+        return x + gate[:, None] * rms(y, 1e-5)
+
+    assert same(lambda x, y, gate: add_branch(x, Branch(y, gate, 1e-5), "eager"), wanted, x, y, gate)
+    assert not same(lambda x, y, gate: add_branch(x, Branch(y, gate), "eager"), wanted, x, y, gate)
+
+
+@pytest.mark.parametrize("centred", [False, True])
+def test_a_sum_is_normalised_and_modulated_for_each_sample(centred: bool) -> None:
+    x, y, weight, bias = numbers(2, 3, 8), numbers(2, 3, 8), numbers(2, 8), numbers(2, 8)
+
+    def wanted(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        total = x + y
+        normal = rms(total - total.mean(-1, keepdim=True) if centred else total, 1e-5)
+        return total + normal * weight[:, None] + bias[:, None]
+
+    def found(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        total, normal = add_norm(x, Branch(y), RowNorm(weight, bias, 1e-5, centred), "eager")
+        return total + normal
+
+    assert same(found, wanted, x, y, weight, bias)
+
+
+def test_an_rms_norm_keeps_only_its_input() -> None:
+    def kept(function: Callable[[Tensor], Tensor]) -> int:
+        sizes: list[int] = []
+        with saved_tensors_hooks(lambda t: sizes.append(t.nbytes) or t, lambda t: t):
+            function(torch.randn(4, 16, dtype=torch.bfloat16, requires_grad=True))
+        return sum(sizes)
+
+    assert kept(lambda x: rms_normal(x, 1e-5)) == 4 * 16 * 2
+    assert kept(lambda x: torch.nn.functional.rms_norm(x, (16,), eps=1e-5)) > 4 * 16 * 2

@@ -1,0 +1,54 @@
+"""Normed and turned heads in their plain form: against the libraries that models come from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from diffusers.models.embeddings import apply_rotary_emb
+from torch import Tensor
+
+from lora_rocm.kernels.rotary import Rotation, norm_rotary
+
+TOKENS, DIM = 5, 8
+
+
+def angles(interleaved: bool) -> tuple[tuple[Tensor, Tensor], Rotation]:
+    """A random angle for each token and pair: as diffusers has it, and as ``norm_rotary`` takes it."""
+    turn = torch.randn(TOKENS, DIM // 2, generator=torch.Generator().manual_seed(1))
+    both = turn.repeat_interleave(2, dim=1) if interleaved else torch.cat((turn, turn), dim=1)
+    return (both.cos(), both.sin()), Rotation(turn.cos(), turn.sin(), interleaved)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_two_streams_are_turned_as_by_diffusers(interleaved: bool, dtype: torch.dtype, tolerance: float) -> None:
+    torch.manual_seed(0)
+    theirs, ours = angles(interleaved)
+    norm = torch.nn.RMSNorm(DIM, eps=1e-6).requires_grad_(False)
+    norm.weight.copy_(torch.randn(DIM))
+    text, image, dy = torch.randn(2, 2, 3, DIM), torch.randn(2, 3, 3, DIM), torch.randn(2, TOKENS, 3, DIM)
+
+    def outcome(dtype: torch.dtype, plain: bool) -> list[Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in (text, image)]
+        if plain:
+            unbind = -1 if interleaved else -2
+            joined = norm(torch.cat(leaves, dim=1))
+            output: Tensor = apply_rotary_emb(joined, theirs, use_real_unbind_dim=unbind, sequence_dim=1)  # type: ignore[assignment]
+        else:
+            output = norm_rotary([(x, norm.weight.to(dtype)) for x in leaves], 1e-6, ours, "eager")
+        return [output, *torch.autograd.grad(output, leaves, dy.to(dtype))]
+
+    for found, wanted in zip(outcome(dtype, plain=False), outcome(torch.float32, plain=True), strict=True):
+        assert found.dtype == dtype and (found - wanted).norm() <= tolerance * wanted.norm()
+
+
+def test_angles_of_each_sample_turn_as_complex_numbers_do() -> None:
+    torch.manual_seed(0)
+    x, turn = torch.randn(2, TOKENS, 3, DIM), torch.randn(2, TOKENS, DIM // 2)
+    unit = torch.polar(torch.ones_like(turn), turn)
+    weight = torch.ones(DIM)
+    normal = torch.nn.functional.rms_norm(x, (DIM,), weight, 1e-5)
+    complex_ = torch.view_as_complex(normal.unflatten(-1, (-1, 2))) * unit.unsqueeze(2)
+    rotation = Rotation(unit.real, unit.imag, interleaved=True)
+    found = norm_rotary([(x, weight)], 1e-5, rotation, "eager")
+    torch.testing.assert_close(found, torch.view_as_real(complex_).flatten(3))
