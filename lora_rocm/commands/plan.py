@@ -33,6 +33,8 @@ MODULE = "lora_rocm.memory.footprint"
 PUBLISHED = "counted by the configuration that the family's first model has published, as all of its fine-tunes have it"
 CARD = re.compile(r"(\d+(?:\.\d+)?)\s*(?:G|GB|GiB)?", re.IGNORECASE)
 LARGEST_CARD_GIB = 4096
+WEIGHT_ERROR = {"int8": 0.0078, "fp8": 0.026, "nf4": 0.093}
+"""Relative error, as a norm, of normally distributed weights in each format of ``model.quantization``."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,9 @@ def _lines(
     )
     adapter = size_text(sum(getattr(footprint, name) for name in ADAPTER))
     yield f"weights {size_text(footprint.weight_bytes)}, adapter and optimizer {adapter}"
+    if recipe.model.quantization != "none":
+        error = 100 * WEIGHT_ERROR[recipe.model.quantization]
+        yield f"model.quantization: {recipe.model.quantization} rounds the frozen weights: {error:.1f} % of their size"
     if footprint.narrow_layers:
         yield (
             f"{footprint.narrow_layers} adapted layers have fewer inputs or outputs than lora.rank: a lower rank can "

@@ -94,6 +94,12 @@ def test_a_rank_that_is_larger_than_layers_is_told(write: Any, child: Any, capsy
     assert "7 adapted layers have fewer inputs or outputs than lora.rank" in capsys.readouterr().out
 
 
+def test_the_rounding_of_a_quantised_base_is_named(write: Any, child: Any, capsys: Any) -> None:
+    for name, said in (("none", False), ("nf4", True)):
+        assert command.plan(write(), (f"model.quantization={name}",), card="80GB", as_json=False) == 0
+        assert ("nf4 rounds the frozen weights: 9.3 %" in capsys.readouterr().out) == said
+
+
 def gpu(budget_gib: float, **changes: Any) -> dict[str, Any]:
     rates = {"flops": 1e14, "moved_bytes": 1e12, "bus_bytes": 1e10, "launch_s": 4e-6, "known": True}
     return {"name": "Card", "integrated": False, "budget_bytes": int(budget_gib * GIB), "rates": rates} | changes

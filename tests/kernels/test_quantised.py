@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lora_rocm.commands.plan import WEIGHT_ERROR
 from lora_rocm.kernels.quantised import LEVELS, Nf4, QuantisedLinears, levels_of, quantised
 from lora_rocm.kernels.weight_format import DENSE, PackedLinear, dense_shape, dense_weight, pack
 
@@ -72,6 +73,13 @@ def test_the_error_does_not_depend_on_the_size_of_the_weights(name: str, most: f
     assert most / 4 < error < most
     plain = weight.to(torch.float8_e4m3fn).float()
     assert (plain - weight).norm() / weight.norm() > most or size == 1.0, "the control: a plain cast loses small ones"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_error_is_that_which_plan_names(name: str) -> None:
+    weight = torch.randn(256, 1024, generator=torch.Generator().manual_seed(0))
+    error = (dense_weight(packed(name, weight)) - weight).norm() / weight.norm()
+    assert float(error) == pytest.approx(WEIGHT_ERROR[name], rel=0.05)
 
 
 @pytest.mark.parametrize("name", FORMATS)
