@@ -28,6 +28,7 @@ from lora_rocm.families.objectives.base import Prediction
 from lora_rocm.families.transformer.family import TransformerFamily
 from lora_rocm.families.transformer.packing import packed, places, unpacked
 from lora_rocm.families.transformer.sampling import GUIDANCE
+from lora_rocm.families.transformer_blocks.flux import fuse
 from lora_rocm.families.vae import VaeEncoder
 from lora_rocm.recipe.schema import Recipe
 
@@ -63,6 +64,7 @@ class Flux(TransformerFamily):
     pipeline = FluxLoraLoaderMixin
     reader_options = {"network_alphas": None}
     file_prefixes = {"transformer": "transformer."}
+    fuse_blocks = staticmethod(fuse)
     block_lists = ("transformer_blocks", "single_transformer_blocks")
     packed_layers = f"^{BLOCK}"
     told_guidance = True

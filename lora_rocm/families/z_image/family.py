@@ -21,6 +21,7 @@ from lora_rocm.families.base import Encoder, LoadedModel, Tensors
 from lora_rocm.families.transformer import language_model
 from lora_rocm.families.transformer.family import TransformerFamily
 from lora_rocm.families.transformer.language_model import LanguageModelEncoder
+from lora_rocm.families.transformer_blocks.z_image import fuse
 from lora_rocm.families.vae import VaeEncoder
 from lora_rocm.families.z_image.forward import CAPTION_MULTIPLE, predicted
 from lora_rocm.families.z_image.names import transformer_of_original
@@ -54,6 +55,7 @@ class ZImage(TransformerFamily):
     layout = LAYOUT
     pipeline = ZImagePipeline
     file_prefixes = {"transformer": "diffusion_model."}
+    fuse_blocks = staticmethod(fuse)
     block_lists = ("noise_refiner", "context_refiner", "layers")
     packed_layers = r"^(layers|noise_refiner|context_refiner)\.\d+\.(attention|feed_forward)\."
     targets = {
