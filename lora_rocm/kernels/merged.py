@@ -16,9 +16,9 @@ from lora_rocm.kernels.weight_format import PackedLinear, is_packed, joined_weig
 class MergedLinears:
     """Computes layers of the same input by one product.
 
-    The weights of the layers become views of one tensor, as do their biases; packed weights are unpacked into one
-    tensor in each pass. If a layer is not a plain LoRA, or the first weight was replaced since, the layers are called
-    one by one.
+    The weights of the layers become views of one tensor, as do their biases. In each pass one tensor is made of packed
+    weights, and of weights that were moved since (offloading does). If a layer is not a plain LoRA, the layers are
+    called one by one.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
@@ -38,17 +38,24 @@ class MergedLinears:
     def __call__(self, layers: Sequence[nn.Module], x: Tensor, join: bool = False) -> tuple[Tensor, ...]:
         """The outputs of the layers, which must be those of the constructor; ``join``: see ``lora_projections``."""
         found = [plain_lora(layer, x) for layer in layers]
-        merged = None not in found and len({plain[2] for plain in found if plain}) == 1
-        if not merged or not (torch.compiler.is_compiling() or self._holds(layers[0])):
+        if None in found or len({plain[2] for plain in found if plain}) != 1:
             return tuple(layer(x) for layer in layers)
+        bases = [base_of(layer) for layer in layers]
+        if not torch.compiler.is_compiling() and not self._holds(bases[0]):
+            self.weight_OI = None
         a_RI, b_OR, scales = zip(*found, strict=True)
-        packed = [base for layer in layers if isinstance(base := base_of(layer), PackedLinear)]
-        dense = partial(joined_weights, packed, x.dtype) if packed else None
         bias_O = None if self.bias_O is None else self.bias_O.to(x.dtype)
+        dense = partial(_stacked, bases, x.dtype) if self.weight_OI is None else None
         return lora_projections(x, self.weight_OI, a_RI, b_OR, scales[0], join, bias_O, dense)
 
-    def _holds(self, layer: nn.Module) -> bool:
-        return self.weight_OI is None or self.weight_OI.data_ptr() == base_of(layer).get_parameter("weight").data_ptr()
+    def _holds(self, base: nn.Module) -> bool:
+        return self.weight_OI is None or self.weight_OI.data_ptr() == base.get_parameter("weight").data_ptr()
+
+
+def _stacked(bases: Sequence[nn.Module], dtype: torch.dtype) -> Tensor:
+    """The weights of the layers, one below the other, in a new tensor."""
+    packed = [base for base in bases if isinstance(base, PackedLinear)]
+    return joined_weights(packed, dtype) if packed else torch.cat([base.get_parameter("weight") for base in bases])
 
 
 def _joined(parameters: Sequence[nn.Parameter]) -> Tensor:
