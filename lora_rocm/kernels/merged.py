@@ -23,10 +23,12 @@ class MergedLinears:
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         bases = [base_of(layer) for layer in layers]
-        packed = is_packed(bases[0])
-        self.weight_OI = None if packed else _joined([base.get_parameter("weight") for base in bases])
-        has_bias = bases[0].bias is not None
-        self.bias_O = _joined([base.get_parameter("bias") for base in bases]) if has_bias else None
+        self.weight_OI: Tensor | None = None
+        self.bias_O: Tensor | None = None
+        if not is_packed(bases[0]):
+            self.weight_OI = _joined([base.get_parameter("weight") for base in bases])
+            has_bias = bases[0].bias is not None
+            self.bias_O = _joined([base.get_parameter("bias") for base in bases]) if has_bias else None
 
     @classmethod
     def of(cls, *layers: nn.Module) -> MergedLinears | None:
@@ -42,9 +44,11 @@ class MergedLinears:
             return tuple(layer(x) for layer in layers)
         bases = [base_of(layer) for layer in layers]
         if not torch.compiler.is_compiling() and not self._holds(bases[0]):
-            self.weight_OI = None
+            self.weight_OI = self.bias_O = None
         a_RI, b_OR, scales = zip(*found, strict=True)
-        bias_O = None if self.bias_O is None else self.bias_O.to(x.dtype)
+        bias_O = self.bias_O
+        if bias_O is None and bases[0].bias is not None:
+            bias_O = torch.cat([base.get_parameter("bias") for base in bases]).to(x.dtype)
         dense = partial(_stacked, bases, x.dtype) if self.weight_OI is None else None
         return lora_projections(x, self.weight_OI, a_RI, b_OR, scales[0], join, bias_O, dense)
 
