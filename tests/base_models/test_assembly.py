@@ -72,8 +72,9 @@ def assert_equal(found: nn.Module, expected: nn.Module) -> None:
     assert [type(module) for module in found.modules()] == [type(module) for module in expected.modules()]
     assert found.state_dict().keys() == expected.state_dict().keys() and not found.training
     assert not any(parameter.requires_grad for parameter in found.parameters())
+    tensors = found.state_dict()
     for key, tensor in expected.state_dict().items():
-        assert torch.equal(found.state_dict()[key], tensor), key
+        assert torch.equal(tensors[key], tensor), key
 
 
 @pytest.mark.parametrize("name", ["none", "int8", "fp8", "nf4"])
