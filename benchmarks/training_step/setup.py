@@ -187,6 +187,8 @@ def _key(number: int) -> str:
 def _random(example: torch.Tensor, rng: torch.Generator) -> torch.Tensor:
     if example.is_floating_point():
         return torch.randn(example.shape, generator=rng).to(example.dtype)
+    if example.dtype is torch.bool:  # a mask that hides nothing
+        return torch.ones_like(example)
     return torch.randint(0, 100, example.shape, generator=rng, dtype=example.dtype)
 
 
