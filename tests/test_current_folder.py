@@ -236,7 +236,10 @@ def stand_in(tmp_path: Path) -> Iterator[Path]:
     """A folder with a program ``lora-rocm`` that notes how it was started."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    text = f"#!{sys.executable}\nimport json, os, sys\nfrom pathlib import Path\n"
+    # as pip does: a "#!" line may hold neither a space nor a long path
+    text = (
+        f"#!/bin/sh\n'''exec' '{sys.executable}' \"$0\" \"$@\"\n' '''\nimport json, os, sys\nfrom pathlib import Path\n"
+    )
     text += f"note = Path({str(tmp_path)!r}, 'rank' + os.environ['RANK'])\n"
     text += "note.write_text(json.dumps({'words': sys.argv[1:], 'path': sys.path, 'environ': dict(os.environ)}))\n"
     (folder / "lora-rocm").write_text(text, encoding="utf-8")

@@ -46,7 +46,7 @@ class Stand:
 
     def call(self, command: list[str], hush: bool = False) -> bool:
         self.commands.append(" ".join(command).replace(str(self.venv.python), "python"))
-        if "compileall" in self.commands[-1]:
+        if "train.pipeline" in self.commands[-1]:
             self.compiled = self.commands.pop()
         if "-m venv" in self.commands[-1]:
             self.venv.python.parent.mkdir(parents=True, exist_ok=True)
@@ -108,7 +108,7 @@ def test_from_nothing(stand: Stand) -> None:
         "python -m pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/rocm7.2",
         "python -m pip install -q -c constraints.txt -c .venv/torch-constraint.txt -e .",
     ]
-    assert stand.compiled.startswith("python -m compileall")
+    assert stand.compiled == "python -c import lora_rocm.train.pipeline"
     assert stand.venv.constraint.read_text(encoding="utf-8") == "torch==2.12.0+rocm7.2\n"
 
 

@@ -37,6 +37,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "both products": {"rank": 1, "alpha": 0.5, "decompose_both": True, "factor": 4},
     "factor 8": {"rank": 2, "alpha": 1.0, "factor": 8},
 }
+SLOW_FORMS = ("second a product", "factor 8")
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +251,9 @@ def start(folder: Path, path: Path, **settings: Any) -> tuple[Any, list[str]]:
     return inject(family, model, recipe.lora, 3, said.append), said
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", ["both whole", "both products", *(pytest.param(form, marks=pytest.mark.slow) for form in SLOW_FORMS)]
+)
 def test_a_run_starts_from_a_file(folder: Path, tmp_path: Path, form: str) -> None:
     """Exactly with the settings of the file; with a higher rank and another scale with the same effect."""
     family, _, adapter = shared(folder, form)

@@ -84,7 +84,7 @@ def test_equals_what_is_packed_after_loading(file: Path, fused: Path, name: str)
     assert_equal(loaded(fused, quantised(name, ""), split), expected)
 
 
-@pytest.mark.parametrize("name", ["int8", "fp8", "nf4"])
+@pytest.mark.parametrize("name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "fp8")), "nf4"])
 def test_a_model_of_a_family_too(tiny_sdxl: Path, name: str) -> None:
     at_once = Sdxl(tiny_recipe(tiny_sdxl, model={"quantization": name})).load(torch.bfloat16, CPU).components["unet"]
     family = Sdxl(tiny_recipe(tiny_sdxl))

@@ -55,7 +55,10 @@ CLOSE = 2e-5
 """Between a batch and its samples, as a share: sums of some hundred products in float32, taken in another order."""
 
 
-@pytest.fixture(scope="module", params=TOYS.names)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.slow) if name == "sd2" else name for name in TOYS.names],  # as sd15
+)
 def its(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Its:
     return Its.write(request.param, tmp_path_factory.mktemp(request.param))
 

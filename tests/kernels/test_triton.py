@@ -69,6 +69,7 @@ def too_far(off: dict[str, float]) -> list[str]:
     return [name for name, far in off.items() if not far <= TOLERANCE[name.rpartition(" ")[2]]]
 
 
+@pytest.mark.slow  # tests/machine_code runs the same in the emulator
 def test_kernels_equal_their_plain_forms_in_the_interpreter() -> None:
     off = twins("cpu", "few", TRITON_INTERPRET="1")
     assert len(off) == 6 and too_far(off) == []

@@ -29,7 +29,7 @@ from tests.tiny_models import FEW_TARGETS, tiny_recipe, write_tiny_sdxl
 CPU = torch.device("cpu")
 
 
-FORMATS = ("int8", "fp8", "nf4")
+FORMATS = ("int8", pytest.param("fp8", marks=pytest.mark.slow), "nf4")
 STORED = {"int8": torch.int8, "fp8": torch.uint8, "nf4": torch.uint8}
 
 

@@ -89,7 +89,7 @@ def test_small_tiles_are_the_vae_s_at_that_size_and_have_a_fingerprint_of_their_
     assert not torch.equal(in_tiles["latent_mean"], whole["latent_mean"])
 
 
-@pytest.mark.parametrize("train_text", [False, True])
+@pytest.mark.parametrize("train_text", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_fingerprints_follow_weights_and_settings(tiny_sdxl: Path, tmp_path: Path, train_text: bool) -> None:
     lora = {"train_text_encoder": train_text}
 

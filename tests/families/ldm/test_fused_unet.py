@@ -214,7 +214,10 @@ def kept_bytes(unet: UNet2DConditionModel) -> int:
     return sum(pieces.values())
 
 
-@pytest.mark.parametrize("how", FUSIONS[:2], ids=["apart", "joined"])
+@pytest.mark.parametrize(
+    "how",
+    [pytest.param(FUSIONS[0], id="apart"), pytest.param(FUSIONS[1], id="joined", marks=pytest.mark.slow)],
+)
 def test_neighbours_computed_again_together_give_the_same_and_keep_less(how: Fusion) -> None:
     wanted, kept = run(make(lean=False, depth=4)), []
     for together in (1, 3):
