@@ -52,7 +52,7 @@ QUICK = ["--retries", "0", "--timeout", "10"]
 def torch_command(choice: WheelChoice, upgrade: bool = False) -> list[str]:
     """What installs torch: the only step that knows its index."""
     index = ["--index-url", choice.url] if choice.url else []
-    return ["-m", "pip", "install", *(["--upgrade"] if upgrade else []), choice.requirement, *index]
+    return ["-m", "pip", "install", "--no-compile", *(["--upgrade"] if upgrade else []), choice.requirement, *index]
 
 
 def package_command(dev: bool, cpu: bool) -> list[str]:
@@ -61,7 +61,7 @@ def package_command(dev: bool, cpu: bool) -> list[str]:
     A torch for a GPU brings its own Triton; another one must not take its place.
     """
     what = "." if not dev else ".[dev,triton]" if cpu else ".[dev]"
-    return ["-m", "pip", "install", "-q", "-c", "constraints.txt", "-c", CONSTRAINT, "-e", what]
+    return ["-m", "pip", "install", "--no-compile", "-q", "-c", "constraints.txt", "-c", CONSTRAINT, "-e", what]
 
 
 def useless(venv: Venv, found: Found) -> str | None:

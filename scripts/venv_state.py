@@ -73,7 +73,6 @@ def call(command: list[str], hush: bool = False) -> bool:
         **python_environment(os.environ),
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         "PIP_USER": "0",
-        "PIP_NO_COMPILE": "1",  # install.py imports the program once afterwards
         "PYTHONUTF8": "1",
     }
     quiet = subprocess.DEVNULL if hush else None

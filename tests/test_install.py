@@ -105,8 +105,8 @@ def test_from_nothing(stand: Stand) -> None:
     assert stand.run() == 0
     assert stand.commands == [
         f"{sys.executable} -m venv .venv",
-        "python -m pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/rocm7.2",
-        "python -m pip install -q -c constraints.txt -c .venv/torch-constraint.txt -e .",
+        "python -m pip install --no-compile torch==2.13.0 --index-url https://download.pytorch.org/whl/rocm7.2",
+        "python -m pip install --no-compile -q -c constraints.txt -c .venv/torch-constraint.txt -e .",
     ]
     assert stand.compiled == "python -c import lora_rocm.train.pipeline"
     assert stand.venv.constraint.read_text(encoding="utf-8") == "torch==2.12.0+rocm7.2\n"
@@ -210,7 +210,7 @@ def test_the_default_index_serves_where_the_vendors_does_not_answer(
     stand.states, stand.failing = [EMPTY, CPU_TORCH], "--index-url"
     assert stand.run() == 0
     quick, plain = stand.torch_installs()
-    assert quick.endswith(f"install torch==2.13.0 --index-url {CPU} --retries 0 --timeout 10")
+    assert quick.endswith(f"install --no-compile torch==2.13.0 --index-url {CPU} --retries 0 --timeout 10")
     assert plain.endswith("install torch==2.13.0")
     assert "no answer" in capsys.readouterr().out
 
