@@ -29,6 +29,8 @@ NAN = 0x7FC00000
         ("v_lshrrev_b64 v[3:4], 36, v[1:2]", 0x44332211, 0x88776655, 0x8877665),
         ("v_lshrrev_b32 v3, v1, v2", 4, 0x80000000, 0x8000000),
         ("v_ashrrev_i32 v3, v1, v2", 4, 0x80000000, 0xF8000000),
+        ("v_mad_u32_u24 v3, v1, v2, 7", 0x1000003, 5, 22),
+        ("v_mul_u32_u24 v3, v1, v2", 0x1000003, 5, 15),
         ("v_bfe_u32 v3, v1, 4, 8", 0xABCD, 0, 0xBC),
         ("v_bfe_i32 v3, v1, 4, 8", 0xABCD, 0, 0xFFFFFFBC),
         ("v_bfe_i32 v3, v1, 28, 8", 0x80000000, 0, 0xFFFFFFF8),
@@ -193,3 +195,8 @@ def test_parts_of_registers() -> None:
 def test_what_is_not_known_is_named(code: str) -> None:
     with pytest.raises(UnknownInstructionError, match="is not modelled"):
         run("gfx1100", code)
+
+
+def test_a_function_of_three_bits_on_halves() -> None:
+    state = run("gfx950", "v_bitop3_b16 v3, v1, v2, 6 bitop3:0xc8", {1: words(8), 2: words(11)})
+    assert int(state.vector[3, 0, 9]) & 0xFFFF == 11 & (8 | 6)

@@ -229,6 +229,17 @@ def bitwise_operation(instruction: Instruction, target: Target) -> Operation:
     return Computed(applied(function, readers), write(instruction, into, "u32"))
 
 
+def bitwise_halves(instruction: Instruction, target: Target) -> Operation:
+    """``bitwise_operation`` on the low halves; gfx9, which has it, clears the high ones."""
+    into, *texts = instruction.operands
+    readers = [read_words(instruction, text) for text in texts]
+    if target.major != 9 or len(readers) != 3 or set(instruction.modifiers) != {"bitop3"}:
+        raise instruction.unknown("form")
+    function = bitwise(int(instruction.modifiers["bitop3"], 0))
+    low = np.uint32(0xFFFF)
+    return Computed(applied(lambda *bits: function(*bits) & low, readers), write(instruction, into, "u32"))
+
+
 def _low_bits(x: Array, bits: int) -> Array:
     """The low bits of numbers with signs."""
     shift = np.int32(32 - bits)
@@ -240,6 +251,7 @@ def _halves(function: Function) -> Function:
     return lambda x, y, *more: function(_low_bits(x, 24), _low_bits(y, 24), *more)
 
 
+LOW_24 = np.uint32(0xFFFFFF)
 UU, II, FF = ("u32", "u32"), ("i32", "i32"), ("f32", "f32")
 INTEGERS: dict[str, Builder] = {
     "v_not_b32": alu("u32", lambda x: ~x, "u32"),
@@ -253,6 +265,7 @@ INTEGERS: dict[str, Builder] = {
     "v_xad_u32": alu("u32", lambda x, y, z: (x ^ y) + z, *UU, "u32"),
     "v_bfi_b32": alu("u32", lambda mask, x, y: (mask & x) | (~mask & y), *UU, "u32"),
     "v_bitop3_b32": bitwise_operation,
+    "v_bitop3_b16": bitwise_halves,
     "v_perm_b32": alu("u32", permuted_bytes, *UU, "u32"),
     "v_add_nc_u32": alu("u32", lambda x, y: x + y, *UU),
     "v_sub_nc_u32": alu("u32", lambda x, y: x - y, *UU),
@@ -263,6 +276,8 @@ INTEGERS: dict[str, Builder] = {
     "v_mul_hi_i32": alu("i32", high_product, *II),
     "v_mul_i32_i24": alu("i32", _halves(lambda x, y: x * y), *II),
     "v_mad_i32_i24": alu("i32", _halves(lambda x, y, z: x * y + z), *II, "i32"),
+    "v_mul_u32_u24": alu("u32", lambda x, y: (x & LOW_24) * (y & LOW_24), *UU),
+    "v_mad_u32_u24": alu("u32", lambda x, y, z: (x & LOW_24) * (y & LOW_24) + z, *UU, "u32"),
     "v_min_i32": alu("i32", np.minimum, *II),
     "v_max_i32": alu("i32", np.maximum, *II),
     "v_min_u32": alu("u32", np.minimum, *UU),
