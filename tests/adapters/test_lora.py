@@ -120,14 +120,14 @@ def test_only_the_adapter_is_trained(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("targets", "modules"), [
-    ("attention", 17 * 8),
-    ("attention-mlp", 17 * 10 + 2 * 11),
-    ("attention-mlp-conv", 17 * 10 + 2 * 11 + 17 * 3 + 10 + 4),
-    (r".*\.attn2\.to_k", 17),
-    ((r".*\.attn2\.to_k", r"conv_in"), 18),
+    ("attention", 11 * 8),
+    ("attention-mlp", 11 * 10 + 2 * 7),
+    ("attention-mlp-conv", 11 * 10 + 2 * 7 + 11 * 3 + 7 + 4),
+    (r".*\.attn2\.to_k", 11),
+    ((r".*\.attn2\.to_k", r"conv_in"), 12),
 ])  # fmt: skip
 def test_targets(whole: Path, targets: Any, modules: int) -> None:
-    """17 transformer layers in 11 blocks; 17 resnets of which 10 change their width; 4 samplers."""
+    """11 transformer layers in 7 blocks; 11 resnets of which 7 change their width; 4 samplers."""
     _, _, adapter = injected(whole, targets=targets)
     assert len(adapter.modules) == modules
     assert adapter.components == ["unet"]

@@ -183,7 +183,7 @@ def test_weights_of_another_shape_are_an_error_with_a_remedy(tmp_path: Path) -> 
     ("model.diffusion_model.middle_block.1.proj_in.weight", 1),
     ("model.diffusion_model.middle_block.1.", 1),
     ("model.diffusion_model.label_emb.0.0.weight", 1),
-    ("model.diffusion_model.output_blocks.8.", 1),
+    ("model.diffusion_model.output_blocks.5.", 1),
     ("first_stage_model.decoder.mid.", 1),
     ("conditioner.embedders.0.transformer.text_model.encoder.layers.1.", 1),
     ("conditioner.embedders.1.model.transformer.resblocks.0.attn.in_proj_weight", 3),  # query, key and value

@@ -26,7 +26,7 @@ from tests.tiny_models import read_json, tiny_pipeline, tiny_recipe, write_confi
 
 CPU = torch.device("cpu")
 UNET = "model.diffusion_model."
-LAYER = f"{UNET}input_blocks.4.1.transformer_blocks.0.attn1.to_q"
+LAYER = f"{UNET}input_blocks.3.1.transformer_blocks.0.attn1.to_q"
 PATH = "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"
 Edit = Callable[[State], None]
 

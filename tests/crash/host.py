@@ -39,8 +39,9 @@ def write_in_place(patch: pytest.MonkeyPatch) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
 
-    for module in ("data.cache", "train.export", "train.preview", "host.files", "run.prepare"):
-        patch.setattr(f"lora_rocm.{module}.write_atomic", write)
+    importers = [name for name in sys.modules if name.startswith("lora_rocm.")]
+    for module in [sys.modules[name] for name in importers if hasattr(sys.modules[name], "write_atomic")]:
+        patch.setattr(module, "write_atomic", write)
 
 
 FAULTS = {"position": forget_the_position, "in-place": write_in_place}

@@ -43,7 +43,7 @@ def spread(straight: Straight, count: int, seed: int) -> list[int]:
 
 
 def test_cuts_anywhere_and_the_same_bytes(place: Lab, straight: Straight) -> None:
-    assert wrong(series.exits(place, PLAIN, straight, EXIT, spread(straight, 2, 1))) == []
+    assert wrong(series.exits(place, PLAIN, straight, EXIT, spread(straight, 1, 1))) == []
     assert wrong(series.exits(place, PLAIN, straight, HALF, spread(straight, 1, 2))) == []
     assert wrong(series.power_cuts(place, PLAIN, straight, spread(straight, 1, 3))) == []
 
@@ -55,7 +55,7 @@ def test_cut_again_and_again(place: Lab, straight: Straight) -> None:
 def test_what_is_wrong_on_purpose_is_found(place: Lab, straight: Straight) -> None:
     """Negative control of the tests above."""
     for fault, found in series.controls(place, PLAIN, straight):
-        assert [one for one in found if one.wrong], fault
+        assert any(what.endswith("differs") for one in found for what in one.wrong), (fault, found)
 
 
 def test_a_disk_that_is_full_from_some_call_on(place: Lab, straight: Straight) -> None:
