@@ -91,6 +91,10 @@ def test_what_files_show(tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "model_index.json").write_text('{"_class_name": "FluxPipeline"}', encoding="utf-8")
     assert evidence(str(tmp_path / "base"), lora) == Evidence(("flux",), ("sd2",))
+    (tmp_path / "modular").mkdir()
+    index = '{"_class_name": "AnimaModularPipeline"}'
+    (tmp_path / "modular" / "modular_model_index.json").write_text(index, encoding="utf-8")
+    assert evidence(str(tmp_path / "modular"), tmp_path) == Evidence(("anima",))
     base = written("base.safetensors", "conditioner.embedders.1.model.x", {})
     assert evidence(str(base), tmp_path) == Evidence(("sdxl",)) and evidence(str(lora), tmp_path) == Evidence()
     assert evidence("builtin:tiny-sdxl", tmp_path) == Evidence(("sdxl",))
