@@ -57,7 +57,10 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "toy-text": ("peft",),
 }
 CAPTIONS = ("a", "a b", "a b c d", "e f g")
-SOME_OF_EACH = r"(layers|context_refiner)\.\d+\.(attention\.(to_q|to_out\.0)|feed_forward\.w2)"
+SOME_OF_EACH = {
+    "z-image": r"(layers|context_refiner)\.\d+\.(attention\.(to_q|to_out\.0)|feed_forward\.w2)",
+    "flux": r"(single_)?transformer_blocks\.0\.(attn\.(to_q|add_v_proj|to_add_out)|ff\.net\.2|proj_out)",
+}
 TEXTS = ("one\r\ntwo", "three and four, and so on", "five six", "ä" * 15, "x" * 200)
 
 
@@ -101,10 +104,8 @@ class Its:
     def there(cls, name: str, folder: Path) -> Its:
         """As written before."""
         lora: dict[str, Any] = {"rank": 2, "targets": "attention-mlp"}
-        if name == "z-image":
-            lora |= {"targets": [SOME_OF_EACH], "alpha": 1}
-        elif name == "flux":
-            lora |= {"alpha": 1}
+        if name in SOME_OF_EACH:
+            lora |= {"targets": [SOME_OF_EACH[name]], "alpha": 1}
         elif not name.startswith("toy"):
             lora |= {"targets": [RUN_TARGETS], "train_text_encoder": name == "sd15"}
         return cls(name, folder, lora, FORMATS[name])
