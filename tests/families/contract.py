@@ -31,6 +31,7 @@ from lora_rocm.train.engine import Engine
 from lora_rocm.train.graphs import Passed
 from tests.fake_encoders import image
 from tests.families.toy_families import TOYS
+from tests.tiny_anima import write_tiny_anima
 from tests.tiny_flux import write_tiny_flux
 from tests.tiny_models import RUN_TARGETS, SHALLOW, write_tiny_sdxl
 from tests.tiny_sd import write_tiny_sd
@@ -52,6 +53,7 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "sd2": ("kohya", "diffusers"),
     "z-image": ("kohya", "diffusers", "peft"),
     "flux": ("kohya", "diffusers", "peft"),
+    "anima": ("kohya", "diffusers", "peft"),
     "toy-flow": ("diffusers", "peft"),
     "toy-video": ("diffusers", "peft"),
     "toy-text": ("peft",),
@@ -60,6 +62,7 @@ CAPTIONS = ("a", "a b", "a b c d", "e f g")
 SOME_OF_EACH = {
     "z-image": r"(layers|context_refiner)\.\d+\.(attention\.(to_q|to_out\.0)|feed_forward\.w2)",
     "flux": r"(single_)?transformer_blocks\.0\.(attn\.(to_q|add_v_proj|to_add_out)|ff\.net\.2|proj_out)",
+    "anima": r"transformer_blocks\.\d\.(attn1\.to_q|attn2\.to_out\.0|ff\.net\.2)",
 }
 TEXTS = ("one\r\ntwo", "three and four, and so on", "five six", "ä" * 15, "x" * 200)
 
@@ -98,6 +101,8 @@ class Its:
             write_tiny_z_image(folder / "base")
         elif name == "flux":
             write_tiny_flux(folder / "base")
+        elif name == "anima":
+            write_tiny_anima(folder / "base")
         return cls.there(name, folder)
 
     @classmethod

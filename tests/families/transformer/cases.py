@@ -11,20 +11,33 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from diffusers import FluxPipeline, ZImagePipeline
+from diffusers.models.transformers import transformer_cosmos
+from diffusers.modular_pipelines import AnimaModularPipeline, SequentialPipelineBlocks
+from diffusers.modular_pipelines.anima import before_denoise, denoise
 from torch import Tensor, nn
 
 from lora_rocm.adapters.factory import inject
 from lora_rocm.base_models.loading import Layout, Source
+from lora_rocm.families.anima import family as anima
 from lora_rocm.families.base import LoadedModel, PreviewRequest, Tensors
 from lora_rocm.families.flux import family as flux
 from lora_rocm.families.flux.encoders import POOLED
 from lora_rocm.families.transformer.language_model import OWN, REAL, STATES, filled
 from lora_rocm.families.transformer.packing import unpacked
 from lora_rocm.families.z_image import family as z_image
-from tests.families.transformer.original_names import modules_of_flux, of_flux, of_z_image
+from tests.families.transformer.original_names import (
+    module_of_anima,
+    modules_of_flux,
+    of_anima,
+    of_flux,
+    of_wan_vae,
+    of_z_image,
+)
+from tests.tiny_anima import MEAN, STD, write_tiny_anima
 from tests.tiny_flux import CLIP_WIDTH, T5_WIDTH, write_tiny_flux
 from tests.tiny_models import _ldm_vae, tiny_recipe
 from tests.tiny_z_image import WIDTH, write_tiny_z_image
@@ -278,3 +291,107 @@ class Flux(Case):
 
 class Schnell(Flux):
     model, guidance = {"variant": "schnell"}, None
+
+
+class Resize:
+    """What ``CosmosTransformer3DModel`` takes of torchvision, which need not be there."""
+
+    class InterpolationMode:
+        NEAREST = "nearest"
+
+    class functional:
+        @staticmethod
+        def resize(mask: Tensor, size: list[int], interpolation: str) -> Tensor:
+            return nn.functional.interpolate(mask, size, mode=interpolation)
+
+
+class Anima(Case):
+    name, cls, layout = "anima", anima.Anima, anima.LAYOUT
+    layers = {"attention": 224, "attention-mlp": 280, "all-linear": 448}
+    parameters = {
+        "transformer": 1_956_405_248,
+        "text_conditioner": 134_663_680,
+        "text_encoder": 596_049_920,
+        "vae": 126_892_531,
+    }
+    prefixes = ("net.", "diffusion_model.")
+    native = True
+    tokenizers = ("tokenizer", "t5_tokenizer")
+    shift, scale = MEAN, [1 / each for each in STD]
+    changed = 2 * (2 * 4 + 2 + 2 * 3)
+    by_width = ("diffusers", "onetrainer")
+
+    def written(self, folder: Path) -> Path:
+        return write_tiny_anima(folder)
+
+    def read(self) -> Any:
+        pipeline = AnimaModularPipeline.from_pretrained(str(self.folder), local_files_only=True)
+        pipeline.load_components()
+        return pipeline
+
+    def text(self, rows: int) -> Tensors:
+        """Most of it zeros, as of a short caption."""
+        states = torch.zeros(rows, 512, WIDTH)
+        states[:, :9] = torch.randn(rows, 9, WIDTH, generator=torch.Generator().manual_seed(5))
+        return {STATES: states}
+
+    def velocity(self, transformer: Any, noisy_BCHW: Tensor, sigma_B: Tensor, text: Tensors) -> Tensor:
+        height, width = noisy_BCHW.shape[-2:]
+        transformer.register_to_config(concat_padding_mask=True)
+        with patch.object(transformer_cosmos, "transforms", Resize, create=True):
+            velocity_BCFHW: Tensor = transformer(
+                hidden_states=noisy_BCHW[:, :, None],
+                timestep=sigma_B * 1000 / 1000,
+                encoder_hidden_states=text[STATES],
+                padding_mask=torch.zeros(1, 1, 8 * height, 8 * width),
+                return_dict=False,
+            )[0]
+        return velocity_BCFHW[:, :, 0]
+
+    def sampled(self, request: PreviewRequest, noise_CHW: Tensor, texts: Mapping[str, Tensors]) -> Tensor:
+        """Of the steps behind the text conditioner."""
+        steps = {
+            "input": before_denoise.AnimaTextInputStep(),
+            "latents": before_denoise.AnimaPrepareLatentsStep(),
+            "timesteps": before_denoise.AnimaSetTimestepsStep(),
+            "denoise": denoise.AnimaDenoiseStep(),
+        }
+        pipeline = SequentialPipelineBlocks.from_blocks_dict(steps).init_pipeline()
+        pipeline.update_components(transformer=self.pipeline.transformer, scheduler=self.pipeline.scheduler)
+        assert pipeline.guider.guidance_scale == request.guidance_scale
+        with patch.object(transformer_cosmos, "transforms", Resize, create=True):
+            latents: Tensor = pipeline(
+                prompt_embeds=texts[request.prompt][STATES][None],
+                negative_prompt_embeds=texts[request.negative_prompt][STATES][None],
+                height=request.height,
+                width=request.width,
+                num_inference_steps=request.steps,
+                num_images_per_prompt=1,
+                latents=noise_CHW[None, :, None],
+                output="latents",
+            )
+        return latents[0, :, 0]
+
+    def posterior(self, pixels_BCHW: Tensor) -> Any:
+        found = super().posterior(pixels_BCHW[:, :, None])
+        found.mean, found.std = found.mean[:, :, 0], found.std[:, :, 0]
+        return found
+
+    def decoded(self, latents_BCHW: Tensor) -> Tensor:
+        return super().decoded(latents_BCHW[:, :, None])[:, :, 0]
+
+    def original(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return of_anima(state)
+
+    def original_modules(self, modules: Iterable[str]) -> dict[str, list[str]]:
+        return {module_of_anima(name): [name] for name in modules}
+
+    def original_vae(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return of_wan_vae(state)
+
+    def files(self) -> dict[str, dict[str, Tensor]]:
+        pipeline, found = self.pipeline, super().files()
+        conditioner = pipeline.text_conditioner.state_dict().items()
+        found["name_or_path"] |= {f"llm_adapter.{name}": tensor for name, tensor in conditioner}
+        found["name_or_path"]["pos_embedder.seq"] = torch.zeros(2)  # in some files, and nothing reads it
+        return found

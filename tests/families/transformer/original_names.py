@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import torch
@@ -101,4 +102,79 @@ def of_z_image(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             found[name.replace("to_q", "qkv")] = torch.cat(parts)
         elif ".attention.to_" not in name:
             found[name] = tensor.contiguous()
+    return found
+
+
+OF_ANIMA = {
+    "attn1.to_q": "self_attn.q_proj",
+    "attn1.to_k": "self_attn.k_proj",
+    "attn1.to_v": "self_attn.v_proj",
+    "attn1.to_out.0": "self_attn.output_proj",
+    "attn1.norm_q": "self_attn.q_norm",
+    "attn1.norm_k": "self_attn.k_norm",
+    "attn2.to_q": "cross_attn.q_proj",
+    "attn2.to_k": "cross_attn.k_proj",
+    "attn2.to_v": "cross_attn.v_proj",
+    "attn2.to_out.0": "cross_attn.output_proj",
+    "attn2.norm_q": "cross_attn.q_norm",
+    "attn2.norm_k": "cross_attn.k_norm",
+    "ff.net.0.proj": "mlp.layer1",
+    "ff.net.2": "mlp.layer2",
+    "norm1.linear_1": "adaln_modulation_self_attn.1",
+    "norm1.linear_2": "adaln_modulation_self_attn.2",
+    "norm2.linear_1": "adaln_modulation_cross_attn.1",
+    "norm2.linear_2": "adaln_modulation_cross_attn.2",
+    "norm3.linear_1": "adaln_modulation_mlp.1",
+    "norm3.linear_2": "adaln_modulation_mlp.2",
+}
+OUTSIDE_ANIMA = {
+    "patch_embed.proj": "x_embedder.proj.1",
+    "time_embed.t_embedder.linear_1": "t_embedder.1.linear_1",
+    "time_embed.t_embedder.linear_2": "t_embedder.1.linear_2",
+    "time_embed.norm": "t_embedding_norm",
+    "norm_out.linear_1": "final_layer.adaln_modulation.1",
+    "norm_out.linear_2": "final_layer.adaln_modulation.2",
+    "proj_out": "final_layer.linear",
+}
+
+
+def of_anima(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{module_of_anima(name.rpartition('.')[0])}.weight": tensor for name, tensor in state.items()}
+
+
+def module_of_anima(path: str) -> str:
+    block = re.fullmatch(r"transformer_blocks\.(\d+)\.(.+)", path)
+    return OUTSIDE_ANIMA[path] if block is None else f"blocks.{block[1]}.{OF_ANIMA[block[2]]}"
+
+
+OF_WAN = {
+    ".norm1.": ".residual.0.",
+    ".conv1.": ".residual.2.",
+    ".norm2.": ".residual.3.",
+    ".conv2.": ".residual.6.",
+    "conv_shortcut.": "shortcut.",
+    "mid_block.resnets.0.": "middle.0.",
+    "mid_block.attentions.0.": "middle.1.",
+    "mid_block.resnets.1.": "middle.2.",
+    "down_blocks.": "downsamples.",
+    "conv_in.": "conv1.",
+    "norm_out.": "head.0.",
+    "conv_out.": "head.2.",
+    "post_quant_conv.": "conv2.",
+    "quant_conv.": "conv1.",
+}
+UP = re.compile(r"up_blocks\.(\d)\.(resnets|upsamplers)\.(\d)")
+
+
+def of_wan_vae(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The layers of its decoder are counted through all blocks: four of each, of which the last enlarges."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        place = UP.search(name)
+        if place is not None:
+            number = 4 * int(place[1]) + (int(place[3]) if place[2] == "resnets" else 3)
+            name = name.replace(place[0], f"upsamples.{number}")
+        for ours, theirs in OF_WAN.items():
+            name = name.replace(ours, theirs)
+        found[name] = tensor
     return found

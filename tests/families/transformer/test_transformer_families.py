@@ -26,9 +26,9 @@ from lora_rocm.families.transformer.sampling import denoised
 from lora_rocm.families.vae import decode
 from lora_rocm.latent_cache.quarantine import plain_door
 from tests.families.transformer import cases
-from tests.families.transformer.cases import CHANNELS, CPU, TEXTS, Case, Flux, Schnell, ZImage, adapted
+from tests.families.transformer.cases import CHANNELS, CPU, TEXTS, Anima, Case, Flux, Schnell, ZImage, adapted
 
-FAMILIES = (ZImage, Flux)
+FAMILIES = (ZImage, Flux, Anima)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def of(*kinds: type[Case]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", kinds, indirect=True, ids=lambda kind: kind.__name__)
 
 
-@of(ZImage, Flux, Schnell)
+@of(ZImage, Flux, Schnell, Anima)
 def test_loss_and_gradients_are_those_of_the_pipeline_s_parts(case: Case) -> None:
     family, model, adapter = case.adapted
     pixels = torch.rand(2, 3, 64, 32, generator=torch.Generator().manual_seed(1)) * 2 - 1
@@ -94,7 +94,7 @@ def test_a_preview_that_begins_at_an_image_shows_it(case: Case) -> None:
     assert abs(np.asarray(image) / 255 - wanted).max() < 0.02 and wanted.std() > 0
 
 
-@of(ZImage, Flux, Schnell)
+@of(ZImage, Flux, Schnell, Anima)
 def test_a_preview_is_that_of_the_pipeline(case: Case) -> None:
     """Its shift is the base's, whatever that of training."""
     family, batch = case.family(objective={"shift": 2}), case.text(2)
@@ -234,7 +234,7 @@ def in_kohya_s_form(modules: Mapping[str, tuple[Tensor, ...]]) -> dict[str, Tens
     }
 
 
-@of(Flux)
+@of(Flux, Anima)
 @pytest.mark.parametrize("spelling", ["diffusers", "kohya", "comfyui", "peft names", "onetrainer"])
 def test_files_of_other_programs_are_read(case: Case, tmp_path: Path, spelling: str) -> None:
     family, model, adapter = case.adapted
@@ -258,7 +258,7 @@ ADAPTERS: tuple[tuple[type[Case], dict[str, Any]], ...] = (
     (ZImage, {}),
     (ZImage, {"use_rslora": True}),
     (ZImage, {"type": "lokr"}),
-    (ZImage, {"use_dora": True}),
+    (Anima, {"use_dora": True}),
 )
 
 
