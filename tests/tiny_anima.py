@@ -22,20 +22,21 @@ CHANNELS, WIDTH = 4, 16
 MEAN, STD = [-0.7, 0.4, 0.1, 1.5], [2.8, 1.4, 0.6, 1.9]
 
 
-def tiny_transformer() -> Any:
-    return CosmosTransformer3DModel(
-        in_channels=CHANNELS,
-        out_channels=CHANNELS,
-        num_attention_heads=2,
-        attention_head_dim=16,
-        num_layers=2,
-        mlp_ratio=2.0,
-        text_embed_dim=WIDTH,
-        adaln_lora_dim=4,
-        max_size=(4, 16, 16),
-        rope_scale=(1.0, 4.0, 4.0),
-        extra_pos_embed_type=None,
-    )
+def tiny_transformer(**changes: Any) -> Any:
+    config: dict[str, Any] = {
+        "in_channels": CHANNELS,
+        "out_channels": CHANNELS,
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "num_layers": 2,
+        "mlp_ratio": 2.0,
+        "text_embed_dim": WIDTH,
+        "adaln_lora_dim": 4,
+        "max_size": (4, 16, 16),
+        "rope_scale": (1.0, 4.0, 4.0),
+        "extra_pos_embed_type": None,
+    }
+    return CosmosTransformer3DModel(**(config | changes))
 
 
 def tiny_anima(seed: int = 0) -> Any:

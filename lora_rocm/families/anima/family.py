@@ -102,6 +102,7 @@ class Anima(TransformerFamily):
         # The last channel marks padding of the image, and there is none. It is added here, because the model would
         # resize a mask with torchvision, which the program does not need otherwise.
         transformer.register_to_config(concat_padding_mask=False)
+        transformer.rope.max_size = latents_BCHW.shape[-2:]  # it has no positions beyond, by its config 2048 pixels
         output_BCFHW = transformer(
             hidden_states=torch.nn.functional.pad(latents_BCHW, (0, 0, 0, 0, 0, 1)).to(model.dtype)[:, :, None],
             timestep=sigma_B,

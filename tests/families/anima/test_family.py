@@ -22,8 +22,9 @@ from lora_rocm.families.anima.family import Anima
 from lora_rocm.families.base import LoadedModel
 from lora_rocm.families.objectives.loss import losses
 from lora_rocm.latent_cache.quarantine import plain_door
+from tests.families.transformer.cases import Anima as Case
 from tests.families.transformer.original_names import of_anima
-from tests.tiny_anima import CHANNELS, WIDTH, tiny_anima, write_tiny_anima
+from tests.tiny_anima import CHANNELS, WIDTH, tiny_anima, tiny_transformer, write_tiny_anima
 from tests.tiny_models import tiny_recipe
 
 CPU = torch.device("cpu")
@@ -68,6 +69,8 @@ def test_a_model_that_knows_the_velocity_has_no_loss(base: Path) -> None:
     clean = (batch["latent_mean"] - family.latents.shift_C[:, None, None]) * family.latents.scale_C[:, None, None]
 
     class Oracle(torch.nn.Module):
+        rope = torch.nn.Module()
+
         def register_to_config(self, concat_padding_mask: bool) -> None:
             assert not concat_padding_mask
 
@@ -83,6 +86,16 @@ def test_a_model_that_knows_the_velocity_has_no_loss(base: Path) -> None:
         loss_B = losses(family, model, {**batch, **texts}, draws)
         assert loss_B.max() < 1e-8 if sign == 1 else loss_B.min() > 1e-2, "the last is the control"
     assert not hasattr(transformer_cosmos, "transforms") or transformer_cosmos.is_torchvision_available()
+
+
+def test_the_config_s_number_of_positions_is_no_limit(base: Path) -> None:
+    family, x, text = family_of(base), torch.randn(1, CHANNELS, 4, 40), torch.randn(1, MAX_TOKENS, WIDTH)
+    model, sigma = family.load(torch.float32, CPU), torch.tensor([0.4])
+    larger = tiny_transformer(max_size=(4, 64, 64))
+    larger.load_state_dict(model.components["transformer"].state_dict())
+    with torch.no_grad():
+        found = family.velocity(model, x, sigma, {STATES: text})
+        torch.testing.assert_close(found, Case.velocity(None, larger, x, sigma, {STATES: text}))  # type: ignore[arg-type]
 
 
 def test_a_file_without_the_text_conditioner_is_no_anima(base: Path, tmp_path: Path) -> None:
