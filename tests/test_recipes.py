@@ -12,7 +12,9 @@ from lora_rocm.recipe.load import load_recipe, shipped_recipes
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
-PROMISED = {f"{name}.yaml" for name in ("demo", "flux", "sd15", "sdxl", "sdxl-character", "sdxl-lowvram", "z-image")}
+PROMISED = {
+    f"{name}.yaml" for name in ("anima", "demo", "flux", "sd15", "sdxl", "sdxl-character", "sdxl-lowvram", "z-image")
+}
 
 
 def test_the_promised_recipes_are_there() -> None:

@@ -41,10 +41,15 @@ def tiny_transformer(**changes: Any) -> Any:
     return transformer
 
 
+def tiny_t5_tokenizer() -> Any:
+    """A letter is a token."""
+    pieces = [(piece, 0.0) for piece in ("<pad>", "</s>", "<unk>")] + [(letter, -3.0) for letter in LETTERS]
+    return T5Tokenizer(vocab=pieces)
+
+
 def tiny_flux(seed: int = 0, schnell: bool = False) -> Any:
     """A random tiny pipeline; the same seed gives the same weights."""
     vocab, merges = vocabulary()
-    pieces = [(piece, 0.0) for piece in ("<pad>", "</s>", "<unk>")] + [(letter, -3.0) for letter in LETTERS]
     text = T5Config(
         vocab_size=200,
         d_model=T5_WIDTH,
@@ -64,7 +69,7 @@ def tiny_flux(seed: int = 0, schnell: bool = False) -> Any:
             text_encoder=CLIPTextModel(text_config(CLIP_WIDTH, vocab, vocab[END])),
             tokenizer=CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=77, pad_token=END),
             text_encoder_2=T5EncoderModel(text),
-            tokenizer_2=T5Tokenizer(vocab=pieces),
+            tokenizer_2=tiny_t5_tokenizer(),
             transformer=tiny_transformer(guidance_embeds=not schnell),
         )
 

@@ -53,6 +53,10 @@ HARMLESS_PARTS = (
     "first_stage_model.loss.",
     "first_stage_model.discriminator.",
     "cond_stage_model.model.transformer.resblocks.23.",  # Stable Diffusion 2.x does not use the last layer
+    "llm_adapter.",  # Anima's text conditioner, in the file of its transformer
+    "pos_embedder.",  # of Cosmos: positions that are computed, and counters of its training
+    "accum_",
+    "_extra_state",
 )
 HARMLESS_STARTS = ("loss.", "discriminator.")  # in a VAE's own file
 # Known tensors outside the components of a checkpoint: remains of training, and marks of the prediction type.

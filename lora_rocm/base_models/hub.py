@@ -17,6 +17,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError 
 )
 
 from lora_rocm.errors import ModelError
+from lora_rocm.model_files.models import INDEXES
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 ANSWER_TIMEOUT_S = 15.0  # snapshot_download waits for a silent hub without limit (huggingface_hub 2.4)
@@ -40,7 +41,7 @@ def download_model(repo: str, revision: str | None, parts: Sequence[str], tokeni
     def has_weights(folder: Path) -> bool:
         return all(any((folder / part).glob("*.safetensors")) for part in parts)
 
-    configs = ["model_index.json", "scheduler/*.json", *(f"{part}/*.json" for part in parts)]
+    configs = [*INDEXES, "scheduler/*.json", *(f"{part}/*.json" for part in parts)]
     configs += [f"{tokenizer}/*" for tokenizer in tokenizers]
     half = [*configs, *(f"{part}/*.fp16.safetensors" for part in parts)]
     full = [*configs, *(f"{part}/*.safetensors" for part in parts)]

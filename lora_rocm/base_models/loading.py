@@ -41,6 +41,7 @@ from lora_rocm.errors import ModelError, StorageError
 from lora_rocm.foundation.bounded_read import FileVersion, read_plain
 from lora_rocm.kernels.weight_format import DENSE, WeightFormat
 from lora_rocm.model_files.header import Header, read_header
+from lora_rocm.model_files.models import INDEXES
 from lora_rocm.model_files.storage_formats import QUANTISED_KEYS
 
 BUILTIN_PREFIX = "builtin:"
@@ -109,13 +110,13 @@ class Layout:
     configs: packaged folder with the family's published configs, for one-file checkpoints.
     tokenizers: folder of a tokenizer in a model -> the packaged tokenizer (``base_models.tokenizers``) of a one-file
         checkpoint.
-    alone: the component that a single file holds alone; empty if a single file holds them all.
+    alone: the components that a single file holds without the others; empty if a single file holds them all.
     """
 
     parts: Mapping[str, Part]
     tokenizers: Mapping[str, str]
     configs: Path
-    alone: str = ""
+    alone: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -269,7 +270,7 @@ class Source:
     def files(self) -> list[Path]:
         """Return all files of the base that are on this machine."""
         found = [
-            self.folder / "model_index.json",
+            *(self.folder / index for index in INDEXES),
             *(self.config_path(name) for name in (*self.layout.parts, "scheduler")),
         ]
         found += [header.path for name in self.layout.parts for header in self.weights(name)[0]]
@@ -418,12 +419,12 @@ def _beside(path: Path, layout: Layout, own: Mapping[str, Path]) -> dict[str, Pa
     Raises:
         ModelError: incomplete-model.
     """
-    found = {layout.alone: path, **own}
+    found = {**dict.fromkeys(layout.alone, path), **own}
     missing = [part for part in layout.parts if part not in found]
     if missing:
         raise ModelError(
             "incomplete-model",
-            f"A file holds the {layout.alone} of this model alone.",
+            f"A file holds only the {' and the '.join(layout.alone)} of this model.",
             where=f"model.name_or_path: {path}",
             fix=f"Set {' and '.join(f'model.{part}' for part in missing)} too, or give a diffusers folder.",
         )

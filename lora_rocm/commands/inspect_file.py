@@ -16,11 +16,11 @@ from lora_rocm.foundation.terminal_text import one_line
 from lora_rocm.foundation.units import number_text, size_text
 from lora_rocm.model_files.adapters import FACTOR, families_of, kind_of, origin_of
 from lora_rocm.model_files.header import Header, read_header
-from lora_rocm.model_files.models import BASES, OTHER, PARTS, model_of, models_in, pipeline_of
+from lora_rocm.model_files.models import BASES, INDEXES, OTHER, PARTS, index_of, model_of, models_in, pipeline_of
 from lora_rocm.model_files.readers import readers_of, spelling_of
 from lora_rocm.model_files.storage_formats import scaled
 
-INDEX, STATE, PEFT_CONFIG = "model_index.json", "state.json", "adapter_config.json"
+STATE, PEFT_CONFIG = "state.json", "adapter_config.json"
 PICKLES = (".ckpt", ".bin", ".pt", ".pth")
 MAX_CONFIG_BYTES = 1 << 22
 NOTED = (
@@ -87,18 +87,19 @@ def _folder(path: Path, registry: Registry) -> dict[str, Any]:
         return found
     if (path / STATE).is_file() and (path / "adapter.safetensors").is_file():
         return {"title": "a training state of lora-rocm", "families": [], "trainable": []}
-    if not (path / INDEX).is_file():
+    place = index_of(path)
+    if place is None:
         raise ModelError(
             "not-a-model",
-            f"This folder has no {INDEX} and no {PEFT_CONFIG}.",
+            f"This folder has no {INDEXES[0]} and no {PEFT_CONFIG}.",
             where=str(path),
             fix="Give a .safetensors file, a diffusers folder or a PEFT folder.",
         )
-    index = _config(path / INDEX)
+    index = _config(place)
     name = str(index.get("_class_name", ""))
     known = pipeline_of(name)
     families = [family for family in known.families if family != OTHER] if known is not None else []
-    classes = {part: value[1] for part, value in index.items() if isinstance(value, list) and len(value) == 2}
+    classes = {part: value[1] for part, value in index.items() if isinstance(value, list) and len(value) > 1}
     return {
         "title": f"{known.title if known is not None else 'a model that is not known'} ({name})",
         "families": families,

@@ -10,13 +10,11 @@ from lora_rocm.errors import AdapterError
 from lora_rocm.families.spec import Evidence
 from lora_rocm.model_files.adapters import families_of
 from lora_rocm.model_files.header import read_header
-from lora_rocm.model_files.models import PARTS, model_of, pipeline_of
-
-INDEX = "model_index.json"
+from lora_rocm.model_files.models import INDEXES, PARTS, index_of, model_of, pipeline_of
 
 
 def evidence(base: str, lora: Path) -> Evidence:
-    """Collect evidence of the family without reading weights. For a hub id, model_index.json is downloaded.
+    """Collect evidence of the family without reading weights. For a hub id, the index is downloaded.
 
     Args:
         base: a folder, a .safetensors file, a hub id, or a built-in model.
@@ -37,10 +35,11 @@ def evidence(base: str, lora: Path) -> Evidence:
     if base.startswith(BUILTIN_PREFIX):
         folder = builtin_folder(base)
     elif not path.is_dir() and looks_like_id(base):
-        folder = download(base, None, [INDEX], lambda found: (found / INDEX).is_file())
+        folder = download(base, None, list(INDEXES), lambda found: index_of(found) is not None)
     return Evidence(_families_of_folder(folder) if folder is not None else (), of_lora)
 
 
 def _families_of_folder(folder: Path) -> tuple[str, ...]:
-    known = pipeline_of(str(read_config(folder / INDEX).get("_class_name", ""))) if (folder / INDEX).is_file() else None
+    index = index_of(folder)
+    known = pipeline_of(str(read_config(index).get("_class_name", ""))) if index is not None else None
     return known.families if known is not None else ()

@@ -136,12 +136,13 @@ class LatentFamily(ABC):
     def latents(self) -> LatentSpace:
         """The normalisation ``(latents - shift) * scale``, as diffusers' pipelines decode."""
         config = self.source.config("vae")
-        channels, factor = int(config["latent_channels"]), float(config.get("scaling_factor", 0.18215))
+        factor = float(config.get("scaling_factor", 1.0 if "z_dim" in config else 0.18215))  # z_dim: of Wan's VAEs
         if config.get("latents_mean") is not None and config.get("latents_std") is not None:
             std_C = torch.tensor(config["latents_std"], dtype=torch.float32)
             return LatentSpace(torch.tensor(config["latents_mean"], dtype=torch.float32), factor / std_C)
         shift = float(config.get("shift_factor") or 0.0)
-        return LatentSpace(torch.full((channels,), shift), torch.full((channels,), factor))
+        channels = (int(config["latent_channels"]),)
+        return LatentSpace(torch.full(channels, shift), torch.full(channels, factor))
 
     def base_facts(self) -> Mapping[str, str]:
         file = self.source.single_file

@@ -76,7 +76,7 @@ def load_vae(source: Source, device: torch.device, small_tiles: bool = False) ->
     vae: Any = source.load("vae", torch.float32, device)
     if small_tiles:
         vae.tile_sample_min_size = SMALL_TILE_PX
-        vae.tile_latent_min_size = SMALL_TILE_PX // 2 ** (len(vae.config.block_out_channels) - 1)
+        vae.tile_latent_min_size = SMALL_TILE_PX // pixels_per_latent(source)
     return vae
 
 
@@ -106,4 +106,5 @@ def decode(
 
 def pixels_per_latent(source: Source) -> int:
     """Pixels per latent along a side (8 in SDXL and in Stable Diffusion 1.x and 2.x)."""
-    return int(2 ** (len(source.config("vae")["block_out_channels"]) - 1))
+    config = source.config("vae")
+    return int(2 ** (len(config.get("block_out_channels") or config["dim_mult"]) - 1))

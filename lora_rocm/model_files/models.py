@@ -17,6 +17,8 @@ PARTS = ("whole", "unet", "transformer", "language model")
 """The parts that are a model of their family, unlike text encoders and VAEs."""
 BASES = ("whole", "transformer", "language model")
 """The parts that a file of ``model.name_or_path`` may hold. UNets come in whole files."""
+INDEXES = ("model_index.json", "modular_model_index.json")
+"""Names of the file that says which pipeline a diffusers folder is for; the second is that of modular pipelines."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,11 @@ def model_of(shapes: Shapes) -> Found | None:
 def pipeline_of(class_name: str) -> Pipeline | None:
     """Return the pipeline of a diffusers folder by its ``_class_name``."""
     return next((row for row in _table().pipelines if class_name.startswith(row.start)), None)
+
+
+def index_of(folder: Path) -> Path | None:
+    """Return the index of a diffusers folder; None if it has none."""
+    return next((folder / name for name in INDEXES if (folder / name).is_file()), None)
 
 
 def _found(names: list[str], shapes: Shapes) -> Iterator[Found]:

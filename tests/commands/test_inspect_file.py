@@ -89,6 +89,14 @@ def test_folders(tmp_path: Path) -> None:
     (tmp_path / "model" / "model_index.json").write_text(json.dumps(index), encoding="utf-8")
     found = inspect(tmp_path / "model")
     assert found["title"] == "a FLUX.1 model (FluxPipeline)" and found["components"] == {"vae": "AutoencoderKL"}
+    (tmp_path / "modular").mkdir()
+    index = {
+        "_class_name": "AnimaModularPipeline",
+        "vae": ["diffusers", "AutoencoderKLQwenImage", {"subfolder": "vae"}],
+    }
+    (tmp_path / "modular" / "modular_model_index.json").write_text(json.dumps(index), encoding="utf-8")
+    found = inspect(tmp_path / "modular")
+    assert found["families"] == ["anima"] and found["components"] == {"vae": "AutoencoderKLQwenImage"}
     (tmp_path / "peft").mkdir()
     (tmp_path / "peft" / "adapter_config.json").write_text('{"lora_alpha": 3}', encoding="utf-8")
     lora(tmp_path / "peft" / "adapter_model.safetensors")

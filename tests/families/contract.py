@@ -31,6 +31,7 @@ from lora_rocm.train.engine import Engine
 from lora_rocm.train.graphs import Passed
 from tests.fake_encoders import image
 from tests.families.toy_families import TOYS
+from tests.tiny_anima import write_tiny_anima
 from tests.tiny_flux import write_tiny_flux
 from tests.tiny_models import RUN_TARGETS, SHALLOW, write_tiny_sdxl
 from tests.tiny_sd import write_tiny_sd
@@ -52,12 +53,17 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "sd2": ("kohya", "diffusers"),
     "z-image": ("kohya", "diffusers", "peft"),
     "flux": ("kohya", "diffusers", "peft"),
+    "anima": ("kohya", "diffusers", "peft"),
     "toy-flow": ("diffusers", "peft"),
     "toy-video": ("diffusers", "peft"),
     "toy-text": ("peft",),
 }
 CAPTIONS = ("a", "a b", "a b c d", "e f g")
-SOME_OF_EACH = r"(layers|context_refiner)\.\d+\.(attention\.(to_q|to_out\.0)|feed_forward\.w2)"
+SOME_OF_EACH = {
+    "z-image": r"(layers|context_refiner)\.\d+\.(attention\.(to_q|to_out\.0)|feed_forward\.w2)",
+    "flux": r"(single_)?transformer_blocks\.0\.(attn\.(to_q|add_v_proj|to_add_out)|ff\.net\.2|proj_out)",
+    "anima": r"transformer_blocks\.\d\.(attn1\.to_q|attn2\.to_out\.0|ff\.net\.2)",
+}
 TEXTS = ("one\r\ntwo", "three and four, and so on", "five six", "ä" * 15, "x" * 200)
 
 
@@ -95,16 +101,16 @@ class Its:
             write_tiny_z_image(folder / "base")
         elif name == "flux":
             write_tiny_flux(folder / "base")
+        elif name == "anima":
+            write_tiny_anima(folder / "base")
         return cls.there(name, folder)
 
     @classmethod
     def there(cls, name: str, folder: Path) -> Its:
         """As written before."""
         lora: dict[str, Any] = {"rank": 2, "targets": "attention-mlp"}
-        if name == "z-image":
-            lora |= {"targets": [SOME_OF_EACH], "alpha": 1}
-        elif name == "flux":
-            lora |= {"alpha": 1}
+        if name in SOME_OF_EACH:
+            lora |= {"targets": [SOME_OF_EACH[name]], "alpha": 1}
         elif not name.startswith("toy"):
             lora |= {"targets": [RUN_TARGETS], "train_text_encoder": name == "sd15"}
         return cls(name, folder, lora, FORMATS[name])

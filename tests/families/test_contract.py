@@ -49,7 +49,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning"),  # of later versions of Python
 ]
-SLOW = ("toy-flow", "toy-video", "toy-text", "z-image", "flux")
+SLOW = ("toy-flow", "toy-video", "toy-text", "z-image", "flux", "anima")
 WORKER = "tests.families.toy_worker"
 CLOSE = 2e-5
 """Between a batch and its samples, as a share: sums of some hundred products in float32, taken in another order."""
@@ -143,7 +143,7 @@ def test_padding_changes_nothing(its: Its, device: torch.device) -> None:
     adapted, batch = its.adapted(device), its.batch
     padded = {name: spec for name, spec in its.family.cache_spec.items() if spec.pad is not None}
     if not padded:
-        assert its.name in ("sdxl", "sd15", "sd2", "flux", "toy-video"), "texts of one length"
+        assert its.name in ("sdxl", "sd15", "sd2", "flux", "anima", "toy-video"), "texts of one length"
         return
     tensors = dict(batch.tensors)
     for name, spec in padded.items():

@@ -30,7 +30,9 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_program_s_families_and_no_reserved_name() -> None:
-    assert PRODUCT.names == ("sdxl", "sd15", "sd2", "z-image", "flux") and not set(PRODUCT.names) & set(RESERVED)
+    assert PRODUCT.names == ("sdxl", "sd15", "sd2", "z-image", "flux", "anima") and not set(PRODUCT.names) & set(
+        RESERVED
+    )
     with pytest.raises(ValueError, match="once"):
         Registry([TOY_TEXT, TOY_TEXT])
     with pytest.raises(ValueError, match="at least one"):
@@ -91,6 +93,10 @@ def test_what_files_show(tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "model_index.json").write_text('{"_class_name": "FluxPipeline"}', encoding="utf-8")
     assert evidence(str(tmp_path / "base"), lora) == Evidence(("flux",), ("sd2",))
+    (tmp_path / "modular").mkdir()
+    index = '{"_class_name": "AnimaModularPipeline"}'
+    (tmp_path / "modular" / "modular_model_index.json").write_text(index, encoding="utf-8")
+    assert evidence(str(tmp_path / "modular"), tmp_path) == Evidence(("anima",))
     base = written("base.safetensors", "conditioner.embedders.1.model.x", {})
     assert evidence(str(base), tmp_path) == Evidence(("sdxl",)) and evidence(str(lora), tmp_path) == Evidence()
     assert evidence("builtin:tiny-sdxl", tmp_path) == Evidence(("sdxl",))
@@ -119,6 +125,7 @@ def test_recipes_of_other_families_have_their_own_keys() -> None:
         ("toy-text", "train.min_snr_gamma=5", "--set train.min_snr_gamma: there is no such key"),
         ("z-image", "train.mixed_precision=fp16", "too large for fp16"),
         ("z-image", "objective.min_snr_gamma=5", "no such key"),
+        ("anima", "train.mixed_precision=fp16", "too large for fp16"),
         ("toy-video", "data.bucket_step=16", "has to be a multiple of 32 for Toy video, got 16"),
         ("toy-video", "sample.width=1000", "Take 992 or 1024"),
         ("sdxl", "sample.height=100", "has to be a multiple of 8 for SDXL, got 100"),

@@ -194,7 +194,7 @@ def test_shown_is_short_and_printable() -> None:
             "toy-text",
             {"objective": {"shift": 1}},
             "objective.shift",
-            "objective.shift is a key of model.family: z-image or flux or toy-video or toy-flow.",
+            "objective.shift is a key of model.family: z-image or flux or anima or toy-video or toy-flow.",
         ),
         (
             "toy-text",

@@ -52,7 +52,7 @@ LAYOUT = Layout(
     parts=PARTS,
     tokenizers={"tokenizer": "clip_l", "tokenizer_2": "t5"},
     configs=Path(__file__).parent / "config_dev",
-    alone="transformer",
+    alone=("transformer",),
 )
 LAYOUT_SCHNELL = replace(LAYOUT, configs=Path(__file__).parent / "config_schnell")
 

@@ -8,9 +8,7 @@ from lora_rocm.families.component_check import check_component
 from lora_rocm.families.spec import FamilySpec
 from lora_rocm.foundation.terminal_text import printable
 from lora_rocm.model_files.adapters import kind_of
-from lora_rocm.model_files.models import model_of, pipeline_of
-
-INDEX = "model_index.json"
+from lora_rocm.model_files.models import index_of, model_of, pipeline_of
 
 
 def check(source: Source, spec: FamilySpec) -> tuple[str, ...]:
@@ -22,8 +20,8 @@ def check(source: Source, spec: FamilySpec) -> tuple[str, ...]:
     fix = f"Use a {spec.title} base model: a diffusers folder, a hub id, or a .safetensors file of its transformer."
     header = source.single_header
     if header is None:
-        index = source.folder / INDEX
-        if not index.is_file():
+        index = index_of(source.folder)
+        if index is None:
             what = "This folder is no diffusers model."
             raise ModelError("not-a-model", what, where=f"model.name_or_path: {source.name}", fix=fix)
         kind = str(read_config(index).get("_class_name", ""))
@@ -44,7 +42,7 @@ def check(source: Source, spec: FamilySpec) -> tuple[str, ...]:
 def _check_vae(source: Source, spec: FamilySpec) -> None:
     """Refuse a VAE of another family, whose latents would be normalised wrongly."""
     own, base = source.config("vae"), read_config(source.folder / "vae" / "config.json")
-    keys = ("latent_channels", "scaling_factor", "shift_factor")
+    keys = ("latent_channels", "scaling_factor", "shift_factor", "z_dim", "latents_mean", "latents_std")
     if [own.get(key) for key in keys] != [base.get(key) for key in keys]:
         raise ModelError(
             "wrong-family",

@@ -5,13 +5,14 @@ Dimensions: B batch, S tokens, H heads, D width of a head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lora_rocm.families.adopt import adopt_all
 from lora_rocm.kernels.backend import Form
 from lora_rocm.kernels.merged import MergedLinears
 from lora_rocm.kernels.rotary import Rotation, norm_rotary
@@ -41,35 +42,70 @@ class Stream:
         return [getattr(attention, name) for name in self._names]
 
 
-def attended(
-    attention: nn.Module,
-    streams: Sequence[tuple[Stream, Tensor]],
-    heads: int,
-    rotation: Rotation,
-    form: Form,
-    mask: Tensor | None = None,
-) -> Tensor:
-    """What the tokens of all streams, one after the other, see: [B, S, H * D], before the projection of the output.
+class TurnedAttention:
+    """The common part of attention processors with one product for query, key and value of each stream.
 
-    Args:
-        attention: has the layers that the streams name.
-        streams: each with its tokens, [B, S, inputs].
-        heads: H.
-        rotation: of the tokens of all streams.
-        form: see ``backend``.
-        mask: [B, S] of keys that count, or anything that PyTorch's attention takes.
+    library: the processor of diffusers that it replaces.
     """
-    queries, keys, values = zip(*(stream.projected(attention, x, heads) for stream, x in streams), strict=True)
-    norms = [stream.norms(attention) for stream, _ in streams]
-    query, key = (
-        norm_rotary(
-            [(x, both[number].weight) for x, both in zip(given, norms, strict=True)],
-            norms[0][number].eps,
-            rotation,
-            form,
-        ).transpose(1, 2)
-        for number, given in enumerate((queries, keys))
-    )
-    value = torch.cat(values, dim=1) if len(values) > 1 else values[0]
-    mask = mask[:, None, None] if mask is not None and mask.ndim == 2 else mask
-    return F.scaled_dot_product_attention(query, key, value.transpose(1, 2), attn_mask=mask).transpose(1, 2).flatten(2)
+
+    library: ClassVar[type[Any]]
+    form: Form
+
+    def __init__(self, attention: Any) -> None:
+        self.streams = [Stream(attention, ("to_q", "to_k", "to_v"), ("norm_q", "norm_k"))]
+
+    def of_streams(self, attention: Any, inputs: Sequence[Tensor], rotation: Rotation, mask: Tensor | None) -> Tensor:
+        """What the tokens of all streams, one after the other, see: [B, S, H * D], before the projection of the output.
+
+        Args:
+            attention: has the layers that the streams name.
+            inputs: the tokens of each stream, [B, S, inputs].
+            rotation: of the tokens of all streams.
+            mask: [B, S] of keys that count, or anything that PyTorch's attention takes.
+        """
+        pairs = zip(self.streams, inputs, strict=True)
+        queries, keys, values = zip(
+            *(stream.projected(attention, x, attention.heads) for stream, x in pairs), strict=True
+        )
+        norms = [stream.norms(attention) for stream in self.streams]
+        query, key = (
+            norm_rotary(
+                [(x, both[number].weight) for x, both in zip(given, norms, strict=True)],
+                norms[0][number].eps,
+                rotation,
+                self.form,
+            ).transpose(1, 2)
+            for number, given in enumerate((queries, keys))
+        )
+        value = (torch.cat(values, dim=1) if len(values) > 1 else values[0]).transpose(1, 2)
+        mask = mask[:, None, None] if mask is not None and mask.ndim == 2 else mask
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2).flatten(2)
+
+    def of_one(self, attention: Any, x_BSD: Tensor, rotation: Rotation, mask: Tensor | None) -> Tensor:
+        """The output of an attention with one stream."""
+        mixed = self.of_streams(attention, [x_BSD], rotation, mask)
+        for layer in attention.to_out:
+            mixed = layer(mixed)
+        return mixed
+
+
+def fuse_blocks(
+    transformer: nn.Module,
+    form: Form,
+    classes: Mapping[type[nn.Module], Any],
+    attention: str,
+    processor: type[TurnedAttention],
+) -> None:
+    """Fuse the blocks, and the self-attention that they have under this name. A second call changes the form.
+
+    Call it after LoRA is injected and the weights are on their device.
+    """
+    adopt_all(transformer, classes)
+    fused: list[Any] = [module for module in transformer.modules() if isinstance(module, tuple(classes.values()))]
+    for module in fused:
+        module.form = form
+        layer = getattr(module, attention, None)
+        if layer is not None and type(layer.processor) is processor.library:
+            layer.set_processor(processor(layer))
+        if layer is not None and isinstance(layer.processor, processor):
+            layer.processor.form = form

@@ -11,35 +11,21 @@ from diffusers.models.attention_processor import Attention
 from diffusers.models.transformers.transformer_cosmos import CosmosAttnProcessor2_0, CosmosTransformerBlock
 from torch import Tensor, nn
 
-from lora_rocm.families.adopt import adopt_all
-from lora_rocm.families.transformer_blocks.attention import Stream, attended
+from lora_rocm.families.transformer_blocks.attention import TurnedAttention, fuse_blocks
 from lora_rocm.kernels.backend import Form
 from lora_rocm.kernels.norms import Branch, RowNorm, add_branch, add_norm
 from lora_rocm.kernels.rotary import Rotation
 
 
 def fuse(transformer: nn.Module, form: Form) -> None:
-    """Fuse the blocks. Call it after LoRA is injected and the weights are on their device.
-
-    A second call changes the form.
-    """
-    adopt_all(transformer, {CosmosTransformerBlock: FusedBlock})
-    for module in transformer.modules():
-        if isinstance(module, FusedBlock):
-            module.form = form
-            if type(module.attn1.processor) is CosmosAttnProcessor2_0:
-                module.attn1.set_processor(TurnedAttention(module.attn1))
-            if isinstance(module.attn1.processor, TurnedAttention):
-                module.attn1.processor.form = form
+    """As ``fuse_blocks``."""
+    fuse_blocks(transformer, form, {CosmosTransformerBlock: FusedBlock}, "attn1", SelfAttention)
 
 
-class TurnedAttention:
-    """A processor of self-attention with one product for query, key and value."""
+class SelfAttention(TurnedAttention):
+    """The processor of self-attention."""
 
-    form: Form
-
-    def __init__(self, attention: Attention) -> None:
-        self.stream = Stream(attention, ("to_q", "to_k", "to_v"), ("norm_q", "norm_k"))
+    library = CosmosAttnProcessor2_0
 
     def __call__(
         self,
@@ -55,11 +41,7 @@ class TurnedAttention:
             )
             return output
         cos, sin = (turn.chunk(2, dim=1)[0] for turn in image_rotary_emb)  # each number stands there twice
-        turn = Rotation(cos, sin, interleaved=False)
-        mixed = attended(attn, [(self.stream, hidden_states)], attn.heads, turn, self.form, attention_mask)
-        for layer in attn.to_out:
-            mixed = layer(mixed)
-        return mixed
+        return self.of_one(attn, hidden_states, Rotation(cos, sin, interleaved=False), attention_mask)
 
 
 class FusedBlock(CosmosTransformerBlock):

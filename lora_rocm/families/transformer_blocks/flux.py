@@ -16,8 +16,7 @@ from diffusers.models.transformers.transformer_flux import (
 )
 from torch import Tensor, nn
 
-from lora_rocm.families.adopt import adopt_all
-from lora_rocm.families.transformer_blocks.attention import Stream, attended
+from lora_rocm.families.transformer_blocks.attention import Stream, TurnedAttention, fuse_blocks
 from lora_rocm.kernels.backend import Form
 from lora_rocm.kernels.norms import Branch, RowNorm, add_branch, add_norm
 from lora_rocm.kernels.rotary import Rotation
@@ -26,27 +25,18 @@ Turns = tuple[Tensor, Tensor]
 
 
 def fuse(transformer: nn.Module, form: Form) -> None:
-    """Fuse the blocks. Call it after LoRA is injected and the weights are on their device.
-
-    A second call changes the form.
-    """
-    adopt_all(transformer, {FluxTransformerBlock: FusedDoubleBlock, FluxSingleTransformerBlock: FusedSingleBlock})
-    for module in transformer.modules():
-        if isinstance(module, (FusedDoubleBlock, FusedSingleBlock)):
-            module.form = form
-            if type(module.attn.processor) is FluxAttnProcessor:
-                module.attn.set_processor(TurnedAttention(module.attn))
-            if isinstance(module.attn.processor, TurnedAttention):
-                module.attn.processor.form = form
+    """As ``fuse_blocks``."""
+    classes = {FluxTransformerBlock: FusedDoubleBlock, FluxSingleTransformerBlock: FusedSingleBlock}
+    fuse_blocks(transformer, form, classes, "attn", JointAttention)
 
 
-class TurnedAttention:
-    """An attention processor with one product for query, key and value of each stream."""
+class JointAttention(TurnedAttention):
+    """The attention processor, of one stream or two."""
 
-    form: Form
+    library = FluxAttnProcessor
 
     def __init__(self, attention: FluxAttention) -> None:
-        self.streams = [Stream(attention, ("to_q", "to_k", "to_v"), ("norm_q", "norm_k"))]
+        super().__init__(attention)
         if attention.added_kv_proj_dim is not None:
             names = ("add_q_proj", "add_k_proj", "add_v_proj")
             self.streams.insert(0, Stream(attention, names, ("norm_added_q", "norm_added_k")))
@@ -66,8 +56,7 @@ class TurnedAttention:
             return output
         cos, sin = (turn[:, ::2] for turn in image_rotary_emb)  # each number stands there twice
         inputs = [hidden_states] if encoder_hidden_states is None else [encoder_hidden_states, hidden_states]
-        streams = list(zip(self.streams, inputs, strict=True))
-        mixed = attended(attn, streams, attn.heads, Rotation(cos, sin, interleaved=True), self.form, attention_mask)
+        mixed = self.of_streams(attn, inputs, Rotation(cos, sin, interleaved=True), attention_mask)
         if encoder_hidden_states is None:
             return mixed
         text, image = mixed.split([encoder_hidden_states.shape[1], hidden_states.shape[1]], dim=1)

@@ -17,8 +17,7 @@ from diffusers.models.transformers.transformer_z_image import (
 )
 from torch import Tensor, nn
 
-from lora_rocm.families.adopt import adopt_all
-from lora_rocm.families.transformer_blocks.attention import Stream, attended
+from lora_rocm.families.transformer_blocks.attention import TurnedAttention, fuse_blocks
 from lora_rocm.kernels.backend import Form
 from lora_rocm.kernels.gated import gated
 from lora_rocm.kernels.merged import MergedLinears
@@ -27,31 +26,18 @@ from lora_rocm.kernels.rotary import Rotation
 
 
 def fuse(transformer: nn.Module, form: Form) -> None:
-    """Fuse the blocks. Call it after LoRA is injected and the weights are on their device.
-
-    A second call changes the form.
-    """
-    adopt_all(transformer, {ZImageTransformerBlock: FusedBlock, FeedForward: FusedFeedForward})
+    """As ``fuse_blocks``."""
+    classes = {ZImageTransformerBlock: FusedBlock, FeedForward: FusedFeedForward}
+    fuse_blocks(transformer, form, classes, "attention", SelfAttention)
     for module in transformer.modules():
-        if isinstance(module, FusedBlock):
-            module.form = form
-            if type(module.attention.processor) is ZSingleStreamAttnProcessor:
-                module.attention.set_processor(TurnedAttention(module.attention))
-            if isinstance(module.attention.processor, TurnedAttention):
-                module.attention.processor.form = form
-        elif isinstance(module, FusedFeedForward):
-            module.form = form
-            if not hasattr(module, "merged"):
-                module.merged = MergedLinears.of(module.w1, module.w3)
+        if isinstance(module, FusedFeedForward) and not hasattr(module, "merged"):
+            module.merged = MergedLinears.of(module.w1, module.w3)
 
 
-class TurnedAttention:
-    """An attention processor with one product for query, key and value."""
+class SelfAttention(TurnedAttention):
+    """The attention processor."""
 
-    form: Form
-
-    def __init__(self, attention: Attention) -> None:
-        self.stream = Stream(attention, ("to_q", "to_k", "to_v"), ("norm_q", "norm_k"))
+    library = ZSingleStreamAttnProcessor
 
     def __call__(
         self,
@@ -65,10 +51,7 @@ class TurnedAttention:
             output: Tensor = ZSingleStreamAttnProcessor()(attn, hidden_states, encoder_hidden_states, attention_mask)
             return output
         turn = Rotation(freqs_cis.real, freqs_cis.imag, interleaved=True)
-        mixed = attended(attn, [(self.stream, hidden_states)], attn.heads, turn, self.form, attention_mask)
-        for layer in attn.to_out:
-            mixed = layer(mixed)
-        return mixed
+        return self.of_one(attn, hidden_states, turn, attention_mask)
 
 
 class FusedFeedForward(FeedForward):

@@ -44,7 +44,7 @@ LAYOUT = Layout(
     },
     tokenizers={"tokenizer": "qwen3"},
     configs=Path(__file__).parent / "config",
-    alone="transformer",
+    alone=("transformer",),
 )
 
 

@@ -1,0 +1,83 @@
+"""Anima's caption entry: what its text conditioner makes of the states of Qwen3 and the token ids of T5.
+
+The conditioner is frozen, so its output is cached. The transformer has no text mask: it reads the zeros behind a
+caption too, and their number changes its output. So each entry is filled up to the 512 tokens of the published model,
+and batches have one shape.
+
+Dimensions: B batch, S tokens, D width.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lora_rocm.base_models.loading import Source
+from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, TensorSpec
+from lora_rocm.device.transfer import DeviceTransfer
+from lora_rocm.families.base import Encode, Inputs, Tensors
+from lora_rocm.families.tokenizers import digest, tokenizer_identity
+from lora_rocm.families.transformer.language_model import load_tokenizer
+from lora_rocm.families.vae import CPU
+
+ENCODING_VERSION = 1  # increase it if the same weights would give other tensors
+STATES = "prompt_embeds"
+MAX_TOKENS = 512  # of Qwen3, of T5, and of the states with their zeros
+TOKENIZERS = ("tokenizer", "t5_tokenizer")
+
+
+class TextEncoder:
+    """Encodes captions as ``AnimaTextEncoderStep`` and ``AnimaTextConditioningStep``, one at a time."""
+
+    entry = EntrySpec("text", (CAPTION,), {STATES: TensorSpec("bfloat16", "SD")})
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    @cached_property
+    def fingerprint(self) -> str:
+        weights = [self._source.fingerprint(name) for name in ("text_encoder", "text_conditioner")]
+        return f"anima-text{ENCODING_VERSION}-{digest([*weights, tokenizer_identity(self._source, TOKENIZERS)])}"
+
+    def in_tiles(self) -> None:
+        return None
+
+    def tokenizers(self) -> list[Any]:
+        """Those of Qwen3 and T5.
+
+        Raises:
+            ModelError: one is missing or cannot be read.
+        """
+        return [load_tokenizer(self._source.tokenizer_path(name)) for name in TOKENIZERS]
+
+    def load(self, door: DeviceTransfer) -> Encode:
+        tokenizers = self.tokenizers()
+        parts: list[Any] = []
+        for name in ("text_encoder", "text_conditioner"):
+            parts.append(self._source.load(name, torch.bfloat16, CPU))
+            door.send_parameters(parts[-1], name)
+        encoder, conditioner = parts
+
+        @torch.no_grad()
+        def encode(inputs: Inputs) -> Tensors:
+            caption = inputs[CAPTION]
+            assert isinstance(caption, str), "the text encoder encodes captions"
+            ids_BS, t5_ids_BS = (_ids(tokenizer, caption) for tokenizer in tokenizers)
+            t5_ids_BS = door.send_checked(t5_ids_BS, "token ids")
+            if ids_BS.shape[1]:
+                ids_BS = door.send_checked(ids_BS, "token ids")
+                states_BSD = encoder(input_ids=ids_BS, use_cache=False).last_hidden_state
+            else:  # an empty caption: of a state of zeros nothing reaches the conditioner, as with a mask that hides it
+                states_BSD = encoder.embed_tokens.weight.new_zeros(1, 1, encoder.config.hidden_size)
+            return door.receive({STATES: conditioner(states_BSD, t5_ids_BS)[0]})
+
+        return encode
+
+
+def _ids(tokenizer: Any, caption: str) -> Tensor:
+    """Token ids, int64 [1, S]; none of Qwen3 for an empty caption."""
+    ids: list[int] = tokenizer(caption, truncation=True, max_length=MAX_TOKENS).input_ids
+    return torch.tensor([ids], dtype=torch.int64)

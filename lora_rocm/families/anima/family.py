@@ -1,0 +1,113 @@
+"""Anima: the transformer of Cosmos-Predict2 with a conditioner that reads the states of Qwen3-0.6B.
+
+Dimensions: B batch, C channels, H W latent height and width, S tokens, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AnimaTextConditioner, CosmosTransformer3DModel
+from diffusers.loaders import AnimaLoraLoaderMixin
+from torch import Tensor
+from transformers import Qwen3Model
+
+from lora_rocm.base_models import conversion
+from lora_rocm.base_models.loading import Layout, Part, Source
+from lora_rocm.dataset.caption_length import TokenLimit
+from lora_rocm.families.anima import names
+from lora_rocm.families.anima.encoders import MAX_TOKENS, STATES, TextEncoder
+from lora_rocm.families.anima.vae import ImageVae, vae_of_original
+from lora_rocm.families.base import Encoder, LoadedModel, Tensors
+from lora_rocm.families.transformer.family import TransformerFamily
+from lora_rocm.families.transformer_blocks.cosmos import fuse
+from lora_rocm.families.vae import VaeEncoder
+
+BLOCK = r"transformer_blocks\.\d+\."
+ATTENTION, MLP = r"attn[12]\.(to_[qkv]|to_out\.0)", r"ff\.net\.(0\.proj|2)"
+MODULATION = r"norm[123]\.linear_[12]"
+NOTICES = {
+    "turbo": "By its name this base is distilled to few steps (Anima Turbo), and a LoRA trained on it undoes that. "
+    "Train on the base, and use the LoRA beside the Turbo LoRA.",
+    "preview": "By its name this base is a preview of Anima. Its LoRA is not expected to work with version 1.0.",
+}
+"""Word in the name of a base -> notice: its tensors do not tell them apart."""
+LAYOUT = Layout(
+    parts={
+        "transformer": Part(
+            CosmosTransformer3DModel,
+            names.PREFIXES[0],
+            names.transformer_of_original,
+            other_prefixes=names.PREFIXES[1:],
+        ),
+        "text_conditioner": Part(
+            AnimaTextConditioner,
+            names.PREFIXES[0] + names.CONDITIONER,
+            names.conditioner_of_original,
+            other_prefixes=(*(prefix + names.CONDITIONER for prefix in names.PREFIXES[1:]), names.CONDITIONER),
+        ),
+        "vae": Part(ImageVae, "first_stage_model.", vae_of_original, other_prefixes=("vae.",)),
+        "text_encoder": Part(Qwen3Model, "", conversion.own_names),
+    },
+    tokenizers={"tokenizer": "qwen3", "t5_tokenizer": "t5"},
+    configs=Path(__file__).parent / "config",
+    alone=("transformer", "text_conditioner"),
+)
+
+
+class Anima(TransformerFamily):
+    """Implements ``ModelFamily`` for Anima."""
+
+    name = "anima"
+    layout = LAYOUT
+    pipeline = AnimaLoraLoaderMixin
+    file_prefixes = {"transformer": "diffusion_model."}
+    fuse_blocks = staticmethod(fuse)
+    block_lists = ("transformer_blocks",)
+    packed_layers = f"^{BLOCK}"
+    targets = {
+        "attention": f"{BLOCK}{ATTENTION}",
+        "attention-mlp": f"{BLOCK}({ATTENTION}|{MLP})",
+        "all-linear": f"{BLOCK}({ATTENTION}|{MLP}|{MODULATION})",
+    }
+
+    def encoders(self) -> Sequence[Encoder]:
+        return [VaeEncoder(self.source), TextEncoder(self.source)]
+
+    def token_limits(self) -> Sequence[TokenLimit]:
+        found = TextEncoder(self.source).tokenizers()
+        return [TokenLimit(tokenizer.backend_tokenizer.to_str(), MAX_TOKENS) for tokenizer in found]
+
+    def text_example(self, rows: int) -> Tensors:
+        width = int(self.source.config("transformer")["text_embed_dim"])
+        return {STATES: torch.zeros(rows, MAX_TOKENS, width, dtype=torch.bfloat16)}
+
+    def export_key(self, component: str, module: str) -> str:
+        """As ``TransformerFamily.export_key``, with the original name: ComfyUI reads none of diffusers'."""
+        return super().export_key(component, names.original(module))
+
+    def original_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
+        return ((names.original(module), 0, rows),)
+
+    def check(self, source: Source) -> tuple[str, ...]:
+        name = Path(source.name).name.lower()
+        return (*super().check(source), *(notice for word, notice in NOTICES.items() if word in name))
+
+    def velocity(self, model: LoadedModel, latents_BCHW: Tensor, sigma_B: Tensor, batch: Tensors) -> Tensor:
+        """As ``TransformerFamily.velocity``. The model's time is sigma itself, in float32."""
+        transformer: Any = model.components["transformer"]
+        # The last channel marks padding of the image, and there is none. It is added here, because the model would
+        # resize a mask with torchvision, which the program does not need otherwise.
+        transformer.register_to_config(concat_padding_mask=False)
+        transformer.rope.max_size = latents_BCHW.shape[-2:]  # it has no positions beyond, by its config 2048 pixels
+        output_BCFHW = transformer(
+            hidden_states=torch.nn.functional.pad(latents_BCHW, (0, 0, 0, 0, 0, 1)).to(model.dtype)[:, :, None],
+            timestep=sigma_B,
+            encoder_hidden_states=batch[STATES].to(model.dtype),
+            return_dict=False,
+        )[0]
+        velocity_BCHW: Tensor = output_BCFHW[:, :, 0]
+        return velocity_BCHW

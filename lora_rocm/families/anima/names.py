@@ -1,0 +1,55 @@
+"""Names of Anima's transformer in files of the original release, which ComfyUI and kohya's scripts use too."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from lora_rocm.base_models.conversion import State
+
+PREFIXES = ("net.", "model.diffusion_model.", "diffusion_model.")
+CONDITIONER = "llm_adapter."
+PARTS = {
+    "transformer_blocks.": "blocks.",
+    "attn1.": "self_attn.",
+    "attn2.": "cross_attn.",
+    "to_q": "q_proj",
+    "to_k": "k_proj",
+    "to_v": "v_proj",
+    "to_out.0": "output_proj",
+    "norm_q": "q_norm",
+    "norm_k": "k_norm",
+    "ff.net.0.proj": "mlp.layer1",
+    "ff.net.2": "mlp.layer2",
+    "norm1.linear_": "adaln_modulation_self_attn.",
+    "norm2.linear_": "adaln_modulation_cross_attn.",
+    "norm3.linear_": "adaln_modulation_mlp.",
+    "norm_out.linear_": "final_layer.adaln_modulation.",
+    "proj_out": "final_layer.linear",
+    "patch_embed.proj": "x_embedder.proj.1",
+    "time_embed.t_embedder": "t_embedder.1",
+    "time_embed.norm": "t_embedding_norm",
+}
+"""Part of a name in diffusers -> in the original."""
+
+
+def original(name: str) -> str:
+    """The original name of a module or tensor of diffusers' transformer."""
+    for ours, theirs in PARTS.items():
+        name = name.replace(ours, theirs)
+    return name
+
+
+def transformer_of_original(state: State, module: nn.Module) -> State:
+    """Convert from the original names; diffusers' own names stay."""
+    ours = {original(name): name for name in module.state_dict()}
+    bare = {_without_prefix(name): tensor for name, tensor in state.items()}
+    return {ours.get(name, name): tensor for name, tensor in bare.items()}
+
+
+def conditioner_of_original(state: State, module: nn.Module) -> State:
+    """The text conditioner in the transformer's file, where its names are those of diffusers."""
+    return {name.rpartition(CONDITIONER)[2]: tensor for name, tensor in state.items()}
+
+
+def _without_prefix(name: str) -> str:
+    return name.removeprefix(next((prefix for prefix in PREFIXES if name.startswith(prefix)), ""))

@@ -1,0 +1,44 @@
+"""The specification of Anima for the light half: recipe section and names."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from lora_rocm.families.spec import Axis, FamilySpec, FileMetadata, ShapeRules, TransformerSection
+from lora_rocm.recipe.sections import FlowSection, InputFolder, PathOrHubId
+
+
+class AnimaSection(TransformerSection):
+    """The base model. Anima and its fine-tunes."""
+
+    part_keys: ClassVar[tuple[str, ...]] = (*TransformerSection.part_keys, "t5_tokenizer")
+
+    family: Literal["anima"] = Field("anima", description="Model family.")
+    name_or_path: PathOrHubId = Field(
+        description="A diffusers folder, a hub id, or a .safetensors file of the transformer."
+    )
+    t5_tokenizer: InputFolder | None = Field(
+        None, description="Folder of another tokenizer of T5, whose tokens the text conditioner reads."
+    )
+
+
+SPEC = FamilySpec(
+    name="anima",
+    title="Anima",
+    model_section=AnimaSection,
+    objective_section=FlowSection,
+    implementation="lora_rocm.families.anima.family:Anima",
+    component="transformer",
+    shapes=ShapeRules(
+        (Axis("h", multiple=16, per_latent=8, per_token=16), Axis("w", multiple=16, per_latent=8, per_token=16))
+    ),
+    guidance=4.0,
+    takes_fp16=False,
+    metadata=FileMetadata(
+        base_version="anima",
+        architecture="anima/lora",
+        implementation="https://huggingface.co/circlestone-labs/Anima",
+    ),
+)

@@ -1,0 +1,33 @@
+"""The VAE of Qwen-Image and Wan 2.1 for images: it is one of videos, of which an image is the only frame.
+
+Dimensions: B batch, C channels, H W height and width in pixels or latents.
+"""
+
+from __future__ import annotations
+
+from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
+from diffusers.models.autoencoders.autoencoder_kl_qwenimage import AutoencoderKLQwenImage
+from diffusers.models.autoencoders.vae import DecoderOutput
+from torch import Tensor, nn
+
+from lora_rocm.base_models.conversion import State, own_names
+
+OF_ORIGINAL = "encoder.conv1."  # in the names of Wan's release
+
+
+class ImageVae(AutoencoderKLQwenImage):
+    """Reads and returns tensors without the axis of frames. Its tiles are of 256 pixels."""
+
+    def _encode(self, x: Tensor) -> Tensor:
+        moments_BCHW: Tensor = super()._encode(x[:, :, None])[:, :, 0]
+        return moments_BCHW
+
+    def _decode(self, z: Tensor, return_dict: bool = True) -> DecoderOutput:
+        return DecoderOutput(sample=super()._decode(z[:, :, None]).sample[:, :, 0])
+
+
+def vae_of_original(state: State, module: nn.Module) -> State:
+    """Convert from the names of Wan's release, which ComfyUI uses too; diffusers' own names stay."""
+    if not any(OF_ORIGINAL in name for name in state):
+        return own_names(state, module)
+    return dict(convert_wan_vae_to_diffusers(state))

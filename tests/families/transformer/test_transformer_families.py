@@ -1,0 +1,283 @@
+"""Families with a transformer against diffusers' own pipelines: loss, gradients, previews, files and their names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers.image_processor import VaeImageProcessor
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lora_rocm.adapters.lora_reader import components_of, read_lora
+from lora_rocm.adapters.targets import targets
+from lora_rocm.dataset.entry_spec import IMAGE
+from lora_rocm.errors import AdapterError, ModelError
+from lora_rocm.export.metadata import Facts
+from lora_rocm.export.writers import kohya_tensors, verify, write
+from lora_rocm.families.base import LoadedModel, PreviewRequest
+from lora_rocm.families.objectives.loss import losses
+from lora_rocm.families.transformer.sampling import denoised
+from lora_rocm.families.vae import decode
+from lora_rocm.latent_cache.quarantine import plain_door
+from tests.families.transformer import cases
+from tests.families.transformer.cases import CHANNELS, CPU, TEXTS, Anima, Case, Flux, Schnell, ZImage, adapted
+
+FAMILIES = (ZImage, Flux, Anima)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[type[Case], Case]:
+    return {}
+
+
+@pytest.fixture
+def case(
+    request: pytest.FixtureRequest, made: dict[type[Case], Case], tmp_path_factory: pytest.TempPathFactory
+) -> Case:
+    """One of each family for all tests."""
+    if request.param not in made:
+        made[request.param] = request.param(tmp_path_factory.mktemp(request.param.__name__) / "base")
+    return made[request.param]
+
+
+def of(*kinds: type[Case]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("case", kinds, indirect=True, ids=lambda kind: kind.__name__)
+
+
+@of(ZImage, Flux, Schnell, Anima)
+def test_loss_and_gradients_are_those_of_the_pipeline_s_parts(case: Case) -> None:
+    family, model, adapter = case.adapted
+    pixels = torch.rand(2, 3, 64, 32, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    encode = family.encoders()[0].load(plain_door(CPU))
+    images = [encode({IMAGE: image}) for image in pixels]
+    text = case.text(2)
+    batch = {**text, **{name: torch.stack([image[name] for image in images]) for name in images[0]}}
+    draws = family.objective.draw(batch, [4, 5]).tensors
+    loss_B = losses(family, model, batch, draws)
+    loss_B.sum().backward()
+    found = {name: leaf.grad.clone() for name, leaf in adapter.leaves.items()}
+    for leaf in adapter.leaves.values():
+        leaf.grad = None
+    # the same by diffusers
+    with torch.no_grad():
+        posterior = case.posterior(pixels)
+    latents = case.normalised(posterior.mean + posterior.std * draws["posterior"])
+    sigma = draws["sigma"][:, None, None, None]
+    noisy = (1.0 - sigma) * latents + sigma * draws["noise"]
+    predicted = case.velocity(model.components["transformer"], noisy, draws["sigma"], text)
+    wanted_B = (predicted - (draws["noise"] - latents)).square().mean(dim=(1, 2, 3))
+    wanted_B.sum().backward()
+    torch.testing.assert_close(loss_B, wanted_B, rtol=1e-5, atol=0)
+    assert all(grad.any() for grad in found.values())
+    for name, leaf in adapter.leaves.items():
+        assert float((found[name] - leaf.grad).norm() / leaf.grad.norm()) < 1e-4, name
+        leaf.grad = None
+
+
+@of(*FAMILIES)
+def test_a_preview_that_begins_at_an_image_shows_it(case: Case) -> None:
+    family, text = case.family(), case.sample(case.text(1), 0)
+    pixels = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    with torch.no_grad():
+        mean = case.posterior(pixels).mean
+        wanted = VaeImageProcessor().postprocess(case.decoded(mean), output_type="np")[0]
+        request = PreviewRequest("a cat", "", 64, 64, 2, 3.5, 1)
+        clean_CHW = case.normalised(mean)[0]
+        found = denoised(family, case.adapted[1], request, clean_CHW + 1e-4, lambda prompt: text, 1e-4)
+    (image,) = decode(family.source, CPU, [found], family.latents, False)
+    assert abs(np.asarray(image) / 255 - wanted).max() < 0.02 and wanted.std() > 0
+
+
+@of(ZImage, Flux, Schnell, Anima)
+def test_a_preview_is_that_of_the_pipeline(case: Case) -> None:
+    """Its shift is the base's, whatever that of training."""
+    family, batch = case.family(objective={"shift": 2}), case.text(2)
+    model = family.load(torch.float32, CPU)
+    texts = {prompt: case.sample(batch, row) for row, prompt in enumerate(TEXTS)}
+    noise = torch.randn(CHANNELS, 8, 12, generator=torch.Generator().manual_seed(7))
+    request = PreviewRequest(*TEXTS, 96, 64, 3, 4.0, 7)
+    with torch.no_grad():
+        found = denoised(family, model, request, noise, texts.__getitem__)
+        wanted = case.sampled(request, noise, texts)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert family.preview(model, [request], texts.__getitem__)[0].size == (96, 64)
+
+
+@of(*FAMILIES)
+def test_the_presets_name_the_layers_of_the_published_model(case: Case) -> None:
+    for preset, count in case.layers.items():
+        family = case.family(lora={"targets": preset})
+        model = LoadedModel({"transformer": case.full}, torch.float32, CPU)
+        chosen = targets(family, model, family.recipe.lora)["transformer"]
+        assert chosen.count("|") + 1 == count and not chosen.endswith("|proj_out") and "|proj_out|" not in chosen
+
+
+@of(*FAMILIES)
+def test_the_bundled_configs_are_those_of_the_published_model(case: Case) -> None:
+    assert set(case.parameters) == set(case.layout.parts)
+    for name, number in case.parameters.items():
+        module = case.full if name == "transformer" else case.published.skeleton(name)
+        assert sum(p.numel() for key, p in module.named_parameters() if key != "shared.weight") == number, name
+        if hasattr(module, "rotary_emb") and name == "text_encoder":
+            assert float(1 / module.rotary_emb.inv_freq[1]) == pytest.approx(1e6 ** (2 / 128))
+
+
+@of(*FAMILIES)
+def test_files_of_single_components_are_read_as_a_folder_is(case: Case, tmp_path: Path) -> None:
+    def alone(keys: Mapping[str, Any]) -> Any:
+        family = case.family({**keys, **{name: str(case.folder / name) for name in case.tokenizers}})
+        family.layout = cases.with_configs(family.layout, case.folder)
+        return family
+
+    def same(found: Any, names: Any) -> None:
+        for name in names:
+            tensors = found.source.load(name, torch.float32, CPU).state_dict()
+            assert all(torch.equal(tensors[key], tensor) for key, tensor in wanted[name].items()), name
+
+    folder, files = case.family(), {key: {n: t.contiguous() for n, t in f.items()} for key, f in case.files().items()}
+    wanted = {name: folder.source.load(name, torch.float32, CPU).state_dict() for name in case.layout.parts}
+    state = case.pipeline.transformer.state_dict()
+    assert sum(map(torch.numel, case.original(state).values())) == sum(map(torch.numel, state.values()))
+    paths = {key: str(tmp_path / f"{key}.safetensors") for key in files}
+    for key, tensors in files.items():
+        save_file(tensors, paths[key])
+    found = alone(paths)
+    same(found, case.layout.parts)
+    assert found.notices == () and set(map(Path, paths.values())) <= set(found.examine())
+    assert found.token_limits() == folder.token_limits()
+    for missing in set(paths) - {"name_or_path"}:
+        error = refused(alone({key: path for key, path in paths.items() if key != missing}))
+        assert error.code == "incomplete-model" and f"model.{missing}" in error.fix
+    for prefix in case.prefixes:
+        save_file({prefix + name: tensor for name, tensor in files["name_or_path"].items()}, paths["name_or_path"])
+        same(alone(paths), case.layout.alone)
+
+
+def refused(family: Any) -> ModelError:
+    with pytest.raises(ModelError) as caught:
+        _ = family.source
+    return caught.value
+
+
+@of(*FAMILIES)
+def test_other_models_are_refused(case: Case, tmp_path: Path, tiny_sdxl: Path) -> None:
+    assert "an SDXL model" in refused(case.family(folder=tiny_sdxl)).what
+    assert refused(case.family({"vae": str(tiny_sdxl / "vae")})).where.startswith("model.vae")
+    assert refused(case.family({"name_or_path": str(tmp_path)})).code == "not-a-model"
+    other = tmp_path / "other.safetensors"
+    save_file({"blocks.0.weight": torch.zeros(2, 2)}, other)
+    parts = {name: str(case.folder / name) for name in set(case.layout.parts) - set(case.layout.alone)}
+    assert refused(case.family({"name_or_path": str(other), **parts})).code == "wrong-family"
+
+
+@of(*FAMILIES)
+def test_the_file_changes_every_weight_in_comfyui_as_in_training(case: Case) -> None:
+    """Each of its names is one that ComfyUI maps to rows of the original's weights, and no alpha is missed, for it is
+    in the factors."""
+    family, _, adapter = case.adapted
+    state = case.pipeline.transformer.state_dict()
+    updates = {name.removeprefix("transformer."): entry.update() for name, entry in adapter.entries().items()}
+    wanted = {
+        name: updates.get(name.removesuffix(".weight"), torch.zeros(tensor.shape)) for name, tensor in state.items()
+    }
+    wanted = case.original(wanted)
+    found = {name: torch.zeros_like(tensor) for name, tensor in (wanted if case.native else state).items()}
+    tensors = kohya_tensors(family, adapter, torch.float32)
+    for path in {name.removeprefix(case.file_prefix).rpartition(".lora_")[0] for name in tensors}:
+        down, up = (tensors.pop(f"{case.file_prefix}{path}.lora_{letter}.weight") for letter in "AB")
+        found[f"{path}.weight"] += up @ down
+    assert not tensors, "nothing else is in the file"
+    found = found if case.native else case.original(found)
+    assert all(torch.allclose(found[name], tensor, atol=1e-6) for name, tensor in wanted.items())
+    assert sum(bool(tensor.any()) for tensor in wanted.values()) == case.changed
+
+
+def fused(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """(down, up) of several layers as one: the downs stacked, the ups in blocks along the diagonal."""
+    return torch.cat([down for down, _ in parts]), torch.block_diag(*(up for _, up in parts))
+
+
+def written(case: Case, updates: Mapping[str, tuple[Tensor, Tensor]], spelling: str) -> tuple[dict[str, Tensor], Any]:
+    """(tensors, metadata) of (down, up) by diffusers' names, where the scale is 1/2 and the rank 2."""
+    alpha, config = torch.tensor(1.0), {"r": 2, "lora_alpha": 1}
+    if spelling == "diffusers":  # as its own saving, with the alpha in the metadata
+        settings = {f"transformer.{key}": value for key, value in config.items()}
+        metadata = {"format": "pt", "lora_adapter_metadata": json.dumps(settings)}
+        return in_peft_s_form("transformer.", updates, 1.0), metadata
+    if spelling == "onetrainer":
+        names = {name: f"lora_transformer_{name.replace('.', '_')}" for name in updates}
+        return in_kohya_s_form({names[name]: (*pair, alpha.clone()) for name, pair in updates.items()}), {}
+    rows = case.original_modules(updates)
+    assert sum(map(len, rows.values())) == len(updates)
+    whole = {name: fused([updates[part] for part in parts]) for name, parts in rows.items()}
+    if spelling == "kohya":
+        names = {name: f"lora_unet_{name.replace('.', '_')}" for name in whole}
+        return in_kohya_s_form({names[k]: (*pair, alpha * len(rows[k])) for k, pair in whole.items()}), {}
+    return in_peft_s_form("diffusion_model." if spelling == "comfyui" else "base_model.model.", whole, 0.5), {}
+
+
+def in_peft_s_form(start: str, pairs: Mapping[str, tuple[Tensor, Tensor]], scale: float) -> dict[str, Tensor]:
+    downs = {f"{start}{name}.lora_A.weight": down for name, (down, _) in pairs.items()}
+    return downs | {f"{start}{name}.lora_B.weight": scale * up for name, (_, up) in pairs.items()}
+
+
+def in_kohya_s_form(modules: Mapping[str, tuple[Tensor, ...]]) -> dict[str, Tensor]:
+    parts = ("lora_down.weight", "lora_up.weight", "alpha")
+    return {
+        f"{name}.{part}": tensor for name, found in modules.items() for part, tensor in zip(parts, found, strict=True)
+    }
+
+
+@of(Flux, Anima)
+@pytest.mark.parametrize("spelling", ["diffusers", "kohya", "comfyui", "peft names", "onetrainer"])
+def test_files_of_other_programs_are_read(case: Case, tmp_path: Path, spelling: str) -> None:
+    family, model, adapter = case.adapted
+    live = adapter.entries()
+    updates = {name.removeprefix("transformer."): (e.down.clone(), e.up.clone()) for name, e in live.items()}
+    tensors, metadata = written(case, updates, spelling)
+    path = tmp_path / "lora.safetensors"
+    save_file(tensors, path, metadata)
+    if spelling not in case.by_width:
+        assert components_of(family, path) == {"transformer"}
+    found = read_lora(family, model.components, path)
+    assert found.keys() == live.keys()
+    for name, entry in live.items():
+        torch.testing.assert_close(found[name].update(), entry.update())
+    save_file({name.replace("blocks", "block"): tensor for name, tensor in tensors.items()}, path, metadata)
+    with pytest.raises(AdapterError):
+        read_lora(family, model.components, path)
+
+
+ADAPTERS: tuple[tuple[type[Case], dict[str, Any]], ...] = (
+    (ZImage, {}),
+    (ZImage, {"use_rslora": True}),
+    (ZImage, {"type": "lokr"}),
+    (Anima, {"use_dora": True}),
+)
+
+
+@pytest.mark.parametrize(("case", "kind"), ADAPTERS, indirect=["case"], ids=str)
+def test_every_adapter_is_written_in_every_form_and_loaded_back(
+    case: Case, tmp_path: Path, kind: dict[str, Any]
+) -> None:
+    some = r".*\.1\..*\.to_(q|out\.0)"
+    family = case.family(lora={"rank": 2, "alpha": 1, "targets": [some], **kind})
+    model, adapter = adapted(family)
+    for form in family.recipe.lora.formats:
+        path = tmp_path / (form if form == "peft" else f"{form}.safetensors")
+        write(form, path, family, adapter, family.recipe, Facts(1, 1, 1))
+        found = verify(form, path, family, model, adapter)
+        assert found.relative_difference < 1e-2
+        if form != "peft":
+            assert "kohya's tools" in str(found.cannot_read) or kind.get("type"), found.cannot_read
+            entries = read_lora(family, model.components, path)
+            assert entries.keys() == adapter.entries().keys()
+            for name, entry in adapter.entries().items():
+                off = entry.additive().update() - entries[name].additive().update()
+                assert off.norm() < 1e-2 * entry.update().norm()
