@@ -160,7 +160,7 @@ def counted(
     on_gpu = on_gpu and settings.triton
     memory = Path(recipe.cache.dir) / "footprints.json"
     kept = _remembered(memory)
-    key = _key(recipe, family, dtype, [plain, shape.to_json(), on_gpu])
+    key = _key(recipe, family, dtype, [plain, shape.to_json(), on_gpu, recipe.data.has_controls])
     if key in kept:
         with suppress(AttributeError, KeyError, TypeError, ValueError):  # another version's entry, or damaged
             return Footprint.from_json(kept[key])

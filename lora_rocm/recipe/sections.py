@@ -115,6 +115,11 @@ class ModelSection(Section):
         """Folder of configs and tokenizers for a single-file checkpoint."""
         return None
 
+    @property
+    def without_control(self) -> str:
+        """The fix of a recipe that gives this model control images; empty if the model takes them."""
+        return "Remove it."
+
     def metadata(self) -> Mapping[str, object]:
         """The ``ss_`` fields that kohya has for these keys, for the metadata of a LoRA file; None: left out."""
         return {}

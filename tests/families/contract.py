@@ -95,6 +95,8 @@ class Its:
             write_tiny_z_image(folder / "base")
         elif name == "flux":
             write_tiny_flux(folder / "base")
+            for number in range(len(CAPTIONS)):
+                image(folder / "controls" / f"{number}.png", 96, 64, seed=9 - number)
         return cls.there(name, folder)
 
     @classmethod
@@ -114,14 +116,17 @@ class Its:
         spec = TOYS[self.name]
         sizes = {"resolution": 64, "bucket_step": 32} if spec.reads("data.resolution") else {}
         sides = {"width": 64, "height": 64} if spec.reads("sample.width") else {}
+        controls = {"control_path": str(self.folder / "controls")} if self.name == "flux" else {}
+        variant = {"variant": "kontext"} if self.name == "flux" else {}
+        previews = {"control_images": [str(self.folder / "controls" / "0.png")]} if self.name == "flux" else {}
         return recipe_from(
             {
-                "model": {"family": self.name, "name_or_path": str(self.folder / "base")},
-                "data": {"path": str(self.folder / "data"), **sizes},
+                "model": {"family": self.name, "name_or_path": str(self.folder / "base"), **variant},
+                "data": {"path": str(self.folder / "data"), **sizes, **controls},
                 "lora": self.lora,
                 "optim": {"learning_rate": 1e-2},
                 "train": {"max_train_steps": 4, "batch_size": 2, "mixed_precision": "no"},
-                "sample": {"prompts": ["a zibu"], "steps": 2, **sides},
+                "sample": {"prompts": ["a zibu"], "steps": 2, **sides, **previews},
                 "runtime": {"deterministic": True},
                 "cache": {"dir": str(self.folder / "cache")},
                 "output": {"save_every_n_steps": 2, "formats": self.formats},

@@ -46,6 +46,7 @@ IN_TRAINING: dict[str, Any] = {
     "model.name_or_path": "other",
     "model.quantization": "nf4",
     "data.resolution": 512,
+    "data.control_path": "controls",
     "train.batch_size": 3,
     "train.mixed_precision": "fp16",
     "train.gradient_checkpointing": True,

@@ -24,7 +24,7 @@ from lora_rocm.families.base import Encoder, LoadedModel, Tensors
 from lora_rocm.families.flux import names
 from lora_rocm.families.flux.encoders import POOLED, STATES, TextEncoder, clip_part, t5_part
 from lora_rocm.families.flux.spec import FluxSection
-from lora_rocm.families.objectives.base import Prediction
+from lora_rocm.families.objectives.base import CONTROL_LATENTS, Prediction
 from lora_rocm.families.transformer.family import TransformerFamily
 from lora_rocm.families.transformer.packing import packed, places, unpacked
 from lora_rocm.families.transformer.sampling import GUIDANCE
@@ -137,22 +137,29 @@ class Flux(TransformerFamily):
         """
         seen_B = (draws["sigma"].to(model.dtype) * 1000).float() / 1000
         noisy_BCHW, target_BCHW = self.objective.noised(batch, {**draws, "sigma": seen_B})
+        if CONTROL_LATENTS in batch:
+            batch = {**batch, CONTROL_LATENTS: self.latents.normalised(batch[CONTROL_LATENTS], draws)}
         predicted_BCHW = self.velocity(model, noisy_BCHW, draws["sigma"], batch)
         return Prediction(predicted_BCHW, target_BCHW, torch.ones_like(seen_B))
 
     def velocity(self, model: LoadedModel, latents_BCHW: Tensor, sigma_B: Tensor, batch: Tensors) -> Tensor:
-        """As ``TransformerFamily.velocity``. ``batch`` may have the guidance [B] that the model is told."""
-        high, wide = latents_BCHW.shape[-2] // self.patch, latents_BCHW.shape[-1] // self.patch
-        image_I3 = places(high, wide, latents_BCHW.device)
+        """As ``TransformerFamily.velocity``. ``batch`` may have the guidance [B] that the model is told.
+
+        It may also have the normalised latents of control images, whose tokens stand behind those of the images.
+        """
+        given = [latents_BCHW, *([batch[CONTROL_LATENTS]] if CONTROL_LATENTS in batch else [])]
+        sides = [(latents.shape[-2] // self.patch, latents.shape[-1] // self.patch) for latents in given]
+        grids = [places(high, wide, latents_BCHW.device, number) for number, (high, wide) in enumerate(sides)]
+        tokens_BID = torch.cat([packed(latents.to(model.dtype)) for latents in given], dim=1)
         told_B = batch[GUIDANCE] if GUIDANCE in batch else torch.full_like(sigma_B, self._model.guidance)
-        tokens_BID = model.components["transformer"](
-            hidden_states=packed(latents_BCHW.to(model.dtype)),
+        predicted_BID = model.components["transformer"](
+            hidden_states=tokens_BID,
             encoder_hidden_states=batch[STATES].to(model.dtype),
             pooled_projections=batch[POOLED].to(model.dtype),
             timestep=sigma_B,
-            img_ids=image_I3,
-            txt_ids=image_I3.new_zeros(batch[STATES].shape[1], 3),
+            img_ids=torch.cat(grids),
+            txt_ids=grids[0].new_zeros(batch[STATES].shape[1], 3),
             guidance=told_B if self.source.config("transformer").get("guidance_embeds") else None,
             return_dict=False,
         )[0]
-        return unpacked(tokens_BID, *latents_BCHW.shape[-2:])
+        return unpacked(predicted_BID[:, : len(grids[0])], *latents_BCHW.shape[-2:])
