@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
@@ -84,5 +84,5 @@ class ControlWanted(CompanionWanted):
     def tensor(self, image: Image.Image, flip: bool) -> Tensor:
         return pixels_of(cut(image, covering((image.height, image.width), self.geometry.target_hw), flip))
 
-    def parts(self, sha256: str, flip: bool) -> tuple[Any, ...]:
+    def parts(self, sha256: str, flip: bool) -> tuple[object, ...]:
         return sha256, (self.geometry.target_hw, flip)

@@ -105,6 +105,12 @@ class ModelSection(Section):
         "memory of bf16, for a slower step and less exact weights.",
     )
 
+    training_adapter: InputFile | None = Field(
+        None,
+        description="A LoRA file that takes part in training and is not trained; previews and results are without it. "
+        "For bases distilled to few steps (Z-Image-Turbo, FLUX.1 schnell): their training adapter undoes that.",
+    )
+
     @property
     def parts(self) -> Mapping[str, str]:
         """Components and tokenizers that are taken from elsewhere: name -> file or folder."""

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from lora_rocm.adapters.base import Adapter
+from lora_rocm.adapters.training_adapter import TrainingAdapter
 from lora_rocm.dataset.scan import load_image
 from lora_rocm.device.allocator import empty_pools
 from lora_rocm.device.process_group import World
@@ -55,6 +56,7 @@ class Artifacts:
     family: ModelFamily
     model: LoadedModel
     adapter: Adapter
+    training_adapter: TrainingAdapter
     optimizer: GatedOptimizer
     transfer: DeviceTransfer
     guard: Guard
@@ -210,7 +212,7 @@ class Artifacts:
         """Paths of the previews of a round, or the error: out of memory, or a control image cannot be read."""
         how = (self.family, self.model, self.recipe, self.prepared.text_lookup, self.tiles)
         try:
-            with self.adapter.casting_inputs():
+            with self.adapter.casting_inputs(), self.training_adapter.absent():
                 return preview.draw(self.run_dir, updates, *how)
         except DataError as error:
             if error.code != CONTROL_UNUSABLE:

@@ -123,10 +123,10 @@ class Flux(TransformerFamily):
         named = next((each for each in ("schnell", "kontext") if each in Path(source.name).name.lower()), "")
         if named not in ("", variant):
             notices += (f"The base is called {source.name}, and model.variant is {variant}: is {named} meant?",)
-        if self._is_schnell:
+        if self._is_schnell and self._model.training_adapter is None:
             notices += (
-                "FLUX.1 schnell is distilled to few steps, and a LoRA trained on it undoes that. Train on dev: its "
-                "LoRA works with schnell.",
+                "FLUX.1 schnell is distilled to few steps, and a LoRA trained on it undoes that. Train on dev, whose "
+                "LoRA works with schnell, or name schnell's training adapter: model.training_adapter.",
             )
         return notices
 
