@@ -442,6 +442,23 @@ def test_files_of_other_programs_are_read(base: Path, tmp_path: Path, spelling: 
         read_lora(family, model.components, path)
 
 
+def test_a_file_that_also_adapts_clip_is_refused_by_name(base: Path, tmp_path: Path) -> None:
+    """kohya's scripts train CLIP-L too. Its part has no place here, and without it the file would be another LoRA."""
+    family, path = family_of(base), tmp_path / "lora.safetensors"
+    own, clip = "lora_unet_double_blocks_0_img_attn_proj", "lora_te1_text_model_encoder_layers_0_self_attn_q_proj"
+    factors = {"lora_down.weight": torch.ones(2, 32), "lora_up.weight": torch.ones(32, 2)}
+    tensors, more = ({f"{key}.{part}": factor.clone() for part, factor in factors.items()} for key in (own, clip))
+    for state, whole in ((tensors, True), (tensors | more, False)):
+        save_file(state, path)
+        assert components_of(family, path) == {"transformer"}
+        if whole:
+            assert read_lora(family, {"transformer": family.skeleton("transformer")}, path).keys(), "the control"
+            continue
+        with pytest.raises(AdapterError, match=f"not in this model, for example {clip}") as caught:
+            read_lora(family, {"transformer": family.skeleton("transformer")}, path)
+        assert caught.value.code == "lora-of-another-model"
+
+
 def refused(family: Flux) -> ModelError:
     with pytest.raises(ModelError) as caught:
         _ = family.source
