@@ -20,7 +20,7 @@ from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.latent_cache.prepare import Prepared, prepare
 from lora_rocm.loader.batches import BatchPlan, loader, open_workers
 from lora_rocm.recipe.schema import RuntimeSection
-from tests.fake_encoders import FakeFamily
+from tests.fake_encoders import FakeEncoder, FakeFamily
 
 CPU = torch.device("cpu")
 
@@ -141,6 +141,21 @@ def test_a_file_that_breaks_after_the_scan_sets_its_image_aside(world: World) ->
     (problem,) = prepared.set_aside
     assert [item.key for item in prepared.items] == ["1.png"]
     assert problem.where.endswith("0.png") and "control image of 0.png cannot be read" in problem.what
+
+
+def test_a_control_image_that_does_not_fit_is_encoded_in_tiles(world: World) -> None:
+    whole = world.prepare().items
+    encoder = world.family.image_encoder
+    encoder.tiled = FakeEncoder(encoder.entry, "tiled", encoder.tensors_of)
+
+    def full(pixels_CHW: Tensor) -> Any:
+        raise torch.OutOfMemoryError("HIP out of memory.")
+
+    encoder.tensors_of = full
+    world.cache = LatentCache(world.root / "other cache")
+    tiled = world.prepare()
+    assert world.entry(tiled, 0).isfinite().all() and len(encoder.tiled.encoded) == 4
+    assert {item.keys[CONTROL] for item in whole}.isdisjoint(item.keys[CONTROL] for item in tiled.items)
 
 
 def test_without_control_images_there_is_no_entry(world: World) -> None:

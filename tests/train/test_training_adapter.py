@@ -95,15 +95,12 @@ def test_previews_and_results_are_without_it(
     lookup = prepare(recipe, family, Encoding(LatentCache(Path(recipe.cache.dir)), CPU)).text_lookup
     preview.draw(RunDir(tmp_path / "export").create(), LAST, family, model, recipe, lookup)
     assert differs(RunDir(tmp_path / "export"), straight) <= 2
-    # With the fault, and before without it as a control, the same previews are drawn again.
-    for fault in (False, True):
-        again = RunDir(Path(shutil.copytree(straight.path, tmp_path / f"again {fault}")))
-        shutil.rmtree(again.samples_at(LAST))
-        again.result.unlink()
-        if fault:
-            monkeypatch.setattr(TrainingAdapter, "absent", lambda self: nullcontext())
-        assert start(recipe, again.path)
-        assert (differs(again, straight) > 2) is fault
+    # With the fault another one is drawn.
+    again = RunDir(Path(shutil.copytree(straight.path, tmp_path / "again")))
+    shutil.rmtree(again.samples_at(LAST))
+    again.result.unlink()
+    monkeypatch.setattr(TrainingAdapter, "absent", lambda self: nullcontext())
+    assert start(recipe, again.path) and differs(again, straight) > 2
 
 
 def differs(one: RunDir, other: RunDir) -> int:

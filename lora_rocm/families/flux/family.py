@@ -147,19 +147,20 @@ class Flux(TransformerFamily):
 
         It may also have the normalised latents of control images, whose tokens stand behind those of the images.
         """
-        given = [latents_BCHW, *([batch[CONTROL_LATENTS]] if CONTROL_LATENTS in batch else [])]
-        sides = [(latents.shape[-2] // self.patch, latents.shape[-1] // self.patch) for latents in given]
-        grids = [places(high, wide, latents_BCHW.device, number) for number, (high, wide) in enumerate(sides)]
-        tokens_BID = torch.cat([packed(latents.to(model.dtype)) for latents in given], dim=1)
+        high, wide = latents_BCHW.shape[-2] // self.patch, latents_BCHW.shape[-1] // self.patch
+        tokens_BID, image_I3 = packed(latents_BCHW.to(model.dtype)), places(high, wide, latents_BCHW.device)
+        if CONTROL_LATENTS in batch:
+            tokens_BID = torch.cat([tokens_BID, packed(batch[CONTROL_LATENTS].to(model.dtype))], dim=1)
+            image_I3 = torch.cat([image_I3, places(high, wide, latents_BCHW.device, number=1)])
         told_B = batch[GUIDANCE] if GUIDANCE in batch else torch.full_like(sigma_B, self._model.guidance)
         predicted_BID = model.components["transformer"](
             hidden_states=tokens_BID,
             encoder_hidden_states=batch[STATES].to(model.dtype),
             pooled_projections=batch[POOLED].to(model.dtype),
             timestep=sigma_B,
-            img_ids=torch.cat(grids),
-            txt_ids=grids[0].new_zeros(batch[STATES].shape[1], 3),
+            img_ids=image_I3,
+            txt_ids=image_I3.new_zeros(batch[STATES].shape[1], 3),
             guidance=told_B if self.source.config("transformer").get("guidance_embeds") else None,
             return_dict=False,
         )[0]
-        return unpacked(predicted_BID[:, : len(grids[0])], *latents_BCHW.shape[-2:])
+        return unpacked(predicted_BID[:, : high * wide], *latents_BCHW.shape[-2:])
