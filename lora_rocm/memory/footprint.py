@@ -203,7 +203,6 @@ def hollow_model(family: ModelFamily, recipe: Recipe, dtype: torch.dtype, on_gpu
     wanted = [name for name in presets if recipe.trains(name)]
     model = LoadedModel({name: family.skeleton(name) for name in wanted}, dtype, META)
     adapter = inject_hollow(family, model, recipe.lora)
-    put_training_adapter(family, model, recipe.model.training_adapter)
     adapter.cast_inputs(False)
     for name, component in model.components.items():
         component.to(META).train()
@@ -212,6 +211,7 @@ def hollow_model(family: ModelFamily, recipe: Recipe, dtype: torch.dtype, on_gpu
                 tensor.data = tensor.data.to(dtype)
         pack(component, family.weight_format(name))
         use_form(component, form_for(META, on_gpu))
+    put_training_adapter(family, model, recipe.model.training_adapter)  # not before its layers could be packed too
     family.fuse(model, triton=on_gpu)
     return model
 

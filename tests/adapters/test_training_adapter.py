@@ -16,6 +16,7 @@ from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, family_for
 from lora_rocm.families.objectives.loss import losses
+from lora_rocm.memory.footprint import hollow_model
 from lora_rocm.train.base_seal import seals_of
 from tests.families.flux.test_family import CHANNELS, CPU, base, family_of, random_text
 from tests.lora_files import write_random_lora
@@ -139,6 +140,19 @@ def test_a_quantised_base_keeps_its_bytes_and_a_change_has_a_seal_of_its_own(
     another = Made(base, KINDS[0], tmp_path / "other.safetensors", quantization="int8")
     changed = seals_of(another.transfer.base)
     assert {key for key in seals if seals[key] != changed[key]} == {f"{NAME} float32"}
+
+
+@pytest.mark.parametrize("lora", [KINDS[0], KINDS[2]], ids=["lora", "lokr"])
+def test_what_is_counted_before_training_is_what_is_there(base: Path, file: Path, lora: dict[str, Any]) -> None:
+    """Its tensors are not quantised, so the model without weights has the tensors of the real one."""
+    family = family_of(base, {"quantization": "int8", "training_adapter": str(file)}, lora=lora)
+    hollow = hollow_model(family, family.recipe, torch.float32, False).components["transformer"]
+    real = Made(base, lora, file, quantization="int8").root
+    found, wanted = (
+        {name: (tensor.shape, tensor.dtype) for name, tensor in [*root.named_parameters(), *root.named_buffers()]}
+        for root in (hollow, real)
+    )
+    assert found == wanted and any(NAME in name for name in found)
 
 
 def test_a_pair_that_changes_on_the_device_is_found(base: Path, file: Path) -> None:
