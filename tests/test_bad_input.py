@@ -437,7 +437,9 @@ def test_sample_and_export_of_what_is_not_there(program: Program, files: Path, t
     shutil.copy(files / "runs" / "ok" / "recipe.yaml", young)
     program("sample", alone, *SMALL).refused(2, alone, "--base")
     program("sample", alone, *SMALL, "--base", "nowhere").refused(2, "nowhere", "Give a diffusers folder")
-    program("sample", alone, *SMALL, "--base", "builtin:tiny-sdxl").refused(2, alone, "are not in this model", "give the base")
+    program("sample", alone, *SMALL, "--base", "builtin:tiny-sdxl").refused(
+        2, alone, "are not in this model", "give the base"
+    )
     program("sample", alone, *SMALL, "--config", "configs").refused(2, "--config configs", "--base")
     program("sample", young, *SMALL).refused(2, young, "Train on first")
     program("sample", "runs/ok", "--prompt", "x", "--width", "65").refused(2, "--width 65", "Take 64 or 72")

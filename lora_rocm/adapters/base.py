@@ -52,7 +52,7 @@ class Adapter(ABC):
             (canonical(component, path), (component, path, layer))
             for component, root in model.components.items()
             for path, layer in root.named_modules()
-            if isinstance(layer, self.layer_type)
+            if isinstance(layer, self.layer_type) and PEFT_NAME in layer.r
         ]
         self.modules: dict[str, tuple[str, str, Any]] = dict(sorted(found, key=lambda item: item[0]))
         self.family, self.components_in_model = family, model.components

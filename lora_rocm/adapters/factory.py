@@ -9,7 +9,7 @@ import torch
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.entry import Entry, Say
 from lora_rocm.adapters.kinds import kind_for, kind_of_file
-from lora_rocm.adapters.lora_reader import read_adapter
+from lora_rocm.adapters.lora_reader import read_adapter, read_for_model
 from lora_rocm.adapters.start_file import check_start
 from lora_rocm.adapters.targets import targets
 from lora_rocm.families.base import LoadedModel, ModelFamily
@@ -66,8 +66,7 @@ def start_entries(
     """
     assert lora.init_from is not None, "asked for a start that the recipe does not name"
     path = Path(lora.init_from).expanduser()
-    absent = {name: family.skeleton(name) for name in family.text_components if name not in model.components}
-    files, entries = read_adapter(family, {**model.components, **absent}, path, say)
+    files, entries = read_for_model(family, model, path, say)
     check_start(family, lora, adapter, files, entries, path)
     return entries
 

@@ -71,21 +71,10 @@ class LoraAdapter(Adapter):
     def attach(cls, family: ModelFamily, model: LoadedModel, entries: Mapping[str, Any]) -> LoraAdapter:
         use_dora = any(entry.magnitude is not None for entry in entries.values())
         for component, root in model.components.items():
-            names = {p: canonical(component, p) for p, _ in adaptable(root)}
-            ranks = {path: entries[name].rank for path, name in names.items() if name in entries}
-            if not ranks:
-                continue
-            rank = Counter(ranks.values()).most_common(1)[0][0]
-            others = {f"^{re.escape(module)}": r for module, r in ranks.items() if r != rank}
-            config = LoraConfig(
-                r=rank,
-                lora_alpha=rank,
-                rank_pattern=others,
-                alpha_pattern=dict(others),
-                use_dora=use_dora,
-                target_modules=either(ranks),
-            )
-            cls.insert(root, config)
+            config = config_for(component, root, entries)
+            if config is not None:
+                config.use_dora = use_dora
+                cls.insert(root, config)
         adapter = cls(family, model)
         adapter.start_from(entries)
         with torch.no_grad():
@@ -186,6 +175,18 @@ class LoraAdapter(Adapter):
         """Return the number of layers with fewer inputs or outputs than the rank."""
         weights = (self.trained(layer, PEFT_NAME) for _, _, layer in self.modules.values())
         return sum(min(found["lora_A"][0].numel(), len(found["lora_B"])) < lora.rank for found in weights)
+
+
+def config_for(component: str, root: nn.Module, entries: Mapping[str, LoraEntry]) -> LoraConfig | None:
+    """PEFT's config of layers at scale 1 for a file's entries of a component; None if there are none."""
+    names = {path: canonical(component, path) for path, _ in adaptable(root)}
+    ranks = {path: entries[name].rank for path, name in names.items() if name in entries}
+    if not ranks:
+        return None
+    rank = Counter(ranks.values()).most_common(1)[0][0]
+    others = {f"^{re.escape(module)}": r for module, r in ranks.items() if r != rank}
+    patterns = {"rank_pattern": others, "alpha_pattern": dict(others)}
+    return with_lean_layers(LoraConfig(r=rank, lora_alpha=rank, target_modules=either(ranks), **patterns))
 
 
 def trained_scale(layer: LoraLayer, name: str = PEFT_NAME) -> float:

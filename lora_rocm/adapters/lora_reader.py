@@ -28,7 +28,7 @@ from lora_rocm.adapters.lora_parts import check_config, grouped
 from lora_rocm.adapters.module_names import KeyTable, adaptable, canonical, main_component
 from lora_rocm.base_models.safetensors_file import read_tensors
 from lora_rocm.errors import AdapterError
-from lora_rocm.families.base import ModelFamily
+from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.families.registry import PRODUCT
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.kernels.weight_format import dense_shape
@@ -90,6 +90,21 @@ def read_lora(
         AdapterError: the file is missing, a pickle, damaged, no adapter, of several kinds, or for another model.
     """
     return read_adapter(family, components, path, say)[1]
+
+
+def read_for_model(family: ModelFamily, model: LoadedModel, path: Path, say: Say) -> tuple[FileKind, dict[str, Entry]]:
+    """As ``read_adapter``, also of a file that adapts text encoders which are not in the model."""
+    absent = {name: family.skeleton(name) for name in family.text_components if name not in model.components}
+    return read_adapter(family, {**model.components, **absent}, path, say)
+
+
+def files_of(path: Path) -> list[Path]:
+    """The files of an adapter: one, or all of a PEFT directory.
+
+    Raises:
+        AdapterError: there is no such file, or it is a pickle.
+    """
+    return sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [_one_file(path)]
 
 
 def read_adapter(

@@ -116,9 +116,14 @@ def choose_bucket(
     target = min(landscape, key=lambda hw: (abs(math.log(hw[1] / hw[0]) - aspect), -hw[0] * hw[1]))
     if not upscale and (height < target[0] or width < target[1]):
         target = _own_bucket(width, height, target, step, max_aspect)
-    resized = _cover((height, width), target)
-    top_left = ((resized[0] - target[0]) // 2, (resized[1] - target[1]) // 2)
-    return Geometry((height, width), resized, top_left, target)
+    return covering((height, width), target)
+
+
+def covering(original_hw: Size, target_hw: Size) -> Geometry:
+    """The geometry of an image that is scaled to cover the target, whatever its size, and cropped at the centre."""
+    resized = _cover(original_hw, target_hw)
+    top_left = ((resized[0] - target_hw[0]) // 2, (resized[1] - target_hw[1]) // 2)
+    return Geometry(original_hw, resized, top_left, target_hw)
 
 
 def _own_bucket(width: int, height: int, bucket_hw: Size, step: int, max_aspect: float) -> Size:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+from lora_rocm.dataset.controls import Controls
 from lora_rocm.dataset.masks import Masks
 
 if TYPE_CHECKING:
@@ -30,10 +31,10 @@ class CompanionInput(Protocol):
         """Notices about the companions; none if the recipe uses none.
 
         Raises:
-            DataError: no image has a companion.
+            DataError: images lack a companion that they need, or all of them lack it.
         """
         ...
 
 
-COMPANION_INPUTS: tuple[Callable[[ResolvedSource, int], CompanionInput], ...] = (Masks,)
+COMPANION_INPUTS: tuple[Callable[[ResolvedSource, int], CompanionInput], ...] = (Masks, Controls)
 """One class a kind, made from the options of a source and its index in the recipe."""

@@ -11,7 +11,6 @@ from functools import cache, lru_cache
 from pathlib import Path
 
 from lora_rocm.foundation.tables import read_table
-from lora_rocm.recipe.schema import SourceOptions
 
 CAPTION_SUFFIXES = (".txt", ".caption", ".captions", ".tags", ".cap")
 
@@ -35,7 +34,7 @@ class Companion:
     """A kind of image that other trainers store next to training images.
 
     what: its name in messages, in the plural.
-    key: the key of ``data`` that names their folder, where the recipe has one.
+    key: the key of ``data`` that names their folder.
     stem_ends: endings of a file name, before the extension, that mark a companion.
     folders: names of sub-folders that hold only companions.
     paired_folders: ordinary names of sub-folders. A file in one is a companion if an image elsewhere has the same name.
@@ -50,8 +49,7 @@ class Companion:
     @property
     def unused(self) -> str:
         """The reason why they are not used."""
-        has_key = self.key in SourceOptions.model_fields
-        return f"data.{self.key} does not name their folder" if has_key else "training with them is not supported yet"
+        return f"data.{self.key} does not name their folder"
 
 
 @dataclass(frozen=True)

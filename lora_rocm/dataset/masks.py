@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lora_rocm.dataset.buckets import Geometry, Size
-from lora_rocm.dataset.folders import shown, source_folder
+from lora_rocm.dataset.folders import shown
 from lora_rocm.dataset.hf_datasets import DatasetRow
-from lora_rocm.dataset.image_io import Header, UnreadableImage, decode_as, read_header, readable_extensions
-from lora_rocm.dataset.left_out import COMPANION_END, counted, few, some
+from lora_rocm.dataset.image_io import Header, UnreadableImage, decode_as, read_header
+from lora_rocm.dataset.left_out import counted, few, some
+from lora_rocm.dataset.paired_files import PairedFiles
 from lora_rocm.dataset.sample_table import Sample
 from lora_rocm.errors import DataError, Problem
 from lora_rocm.recipe.schema import ResolvedSource
@@ -27,9 +27,7 @@ MASK_FIX = "Repair the mask, or take it away: an image without a mask is trained
 
 
 class Masks:
-    """The masks of one source. A file in ``mask_path`` belongs to the image with the same path relative to its folder.
-
-    The comparison ignores extensions and the endings that other trainers give to masks ("0-masklabel", "0_mask").
+    """The masks of one source: the files of ``mask_path`` (see ``PairedFiles``), or the images' alpha channels.
 
     Args:
         options: options of the source.
@@ -41,46 +39,20 @@ class Masks:
 
     def __init__(self, options: ResolvedSource, index: int) -> None:
         self._options = options
-        self._with, self._without, self._used, self._doubles = 0, few(), set[Path](), list[Path]()
-        if options.mask_path is None:
-            return
-        self._images, self._root = source_folder(options.path or "", index), Path(options.mask_path)
-        if os.path.realpath(self._images) == os.path.realpath(self._root):
-            raise DataError(
-                "mask-folder-same",
-                "mask_path is the folder of the images themselves.",
-                where=shown(self._root),
-                fix="Put the masks into a folder of their own, or set data.alpha_mask: true for the alpha channels.",
-            )
+        self._with, self._without = 0, few()
+        path = options.mask_path
+        self._files = None if path is None else PairedFiles(options, index, path, "mask_path", "mask")
 
     @property
     def folder(self) -> str | None:
         """The folder of masks; None if the recipe names none."""
         return self._options.mask_path
 
-    @cached_property
-    def _files(self) -> dict[str, Path]:
-        """Relative path without extension -> mask; the first by name if several match."""
-        wanted, found = readable_extensions(), dict[str, Path]()
-        visited = set[str]()
-        for parent, folders, names in os.walk(self._root, onerror=_refuse, followlinks=True):
-            if (real := os.path.realpath(parent)) in visited:  # links may lead in a circle
-                folders.clear()
-                continue
-            visited.add(real)
-            for path in (Path(parent, name) for name in sorted(names) if not name.startswith(".")):
-                if path.suffix.lower() not in wanted:
-                    continue
-                if found.setdefault(str(path.relative_to(self._root).with_suffix("")), path) != path:
-                    self._doubles.append(path)
-        return {COMPANION_END.sub("", name): path for name, path in found.items()} | found
-
     def of(self, sample: Sample) -> Path | DatasetRow | None:
         """The location of the mask of an image of this source: a file, or the image itself; None without a mask."""
-        if self._options.mask_path is None:
+        if self._files is None:
             return sample.location if self._options.alpha_mask else None
-        assert isinstance(sample.location, Path), "a recipe with rows of a dataset and mask_path is refused"
-        return self._files.get(str(sample.location.relative_to(self._images).with_suffix("")))
+        return self._files.of(sample)
 
     def look(self, sample: Sample, header: Header) -> Problem | None:
         """Count an image and check the header of its mask. Returns the reason if the pair cannot be used, else None."""
@@ -92,7 +64,6 @@ class Masks:
         if mask == sample.location:
             return None
         assert isinstance(mask, Path), "a row of a dataset is its own mask"
-        self._used.add(mask)
         try:
             size = read_header(mask).size
         except UnreadableImage as error:
@@ -124,19 +95,14 @@ class Masks:
         if self._without:
             have = counted(self._without, "image has none and is", "images have none and are")
             said.append(f"{have} trained on whole: {some(self._without)}.")
-        files = set() if self._options.mask_path is None else {*self._files.values()} - self._used
-        if lonely := sorted(shown(path.name) for path in files):
-            have = counted(lonely, "mask has", "masks have")
-            said.append(f"{have} no image of the same name: {some(lonely)}.")
-        if doubles := [shown(path.name) for path in self._doubles]:
-            have = counted(doubles, "mask has the name of another one and is", "masks have the names of others and are")
-            said.append(f"{have} not used: {some(doubles)}.")
+        if self._files is not None:
+            said += self._files.lonely()
+            if doubles := [shown(second.name) for _, second in self._files.doubles]:
+                have = counted(
+                    doubles, "mask has the name of another one and is", "masks have the names of others and are"
+                )
+                said.append(f"{have} not used: {some(doubles)}.")
         return [" ".join(said)]
-
-
-def _refuse(error: OSError) -> NoReturn:
-    what, where = f"A folder of masks cannot be read: {error.strerror}.", shown(error.filename)
-    raise DataError("mask-folder-unreadable", what, where=where, fix="Correct data.mask_path, or the rights.")
 
 
 def decode_mask(content: bytes, alpha: bool) -> Image.Image:

@@ -90,6 +90,7 @@ class PreviewRequest:
     steps: int
     guidance_scale: float
     seed: int
+    control: str = ""  # file of the control image
 
 
 class ModelFamily(Protocol):

@@ -23,7 +23,7 @@ from lora_rocm.cache_files.hash_memory import HashMemory
 from lora_rocm.dataset.entry_spec import TensorSpec
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors
-from lora_rocm.families.objectives.base import LatentSpace
+from lora_rocm.families.objectives.base import CONTROL_LATENTS, MEAN, STD, LatentSpace
 from lora_rocm.families.vae import pixels_per_latent
 from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.weight_format import DENSE, WeightFormat
@@ -130,7 +130,8 @@ class LatentFamily(ABC):
         latents = torch.zeros(rows, channels, height // side_px, width // side_px)
         meta = self.sample_meta((height, width), (0, 0), (height, width))
         repeated = {name: tensor.expand(rows, *tensor.shape).contiguous() for name, tensor in meta.items()}
-        return {"latent_mean": latents, "latent_std": latents.clone(), **repeated, **self.text_example(rows)}
+        names = (MEAN, STD, *([CONTROL_LATENTS] if self.recipe.data.has_controls else []))
+        return {**{name: latents.clone() for name in names}, **repeated, **self.text_example(rows)}
 
     @cached_property
     def latents(self) -> LatentSpace:

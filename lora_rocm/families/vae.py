@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,15 +13,21 @@ from PIL import Image
 from torch import Tensor
 
 from lora_rocm.base_models.loading import Source
+from lora_rocm.dataset.buckets import covering
 from lora_rocm.dataset.entry_spec import IMAGE, EntrySpec, TensorSpec
+from lora_rocm.dataset.image_io import MAX_IMAGE_BYTES, UnreadableImage, cut
+from lora_rocm.dataset.image_io import decode as decode_image
 from lora_rocm.device.backend_settings import plain_attention
 from lora_rocm.device.transfer import DeviceTransfer
-from lora_rocm.families.base import Encode, Inputs, Tensors
-from lora_rocm.families.objectives.base import LatentSpace
+from lora_rocm.errors import DataError
+from lora_rocm.families.base import Encode, Inputs, PreviewRequest, Tensors
+from lora_rocm.families.objectives.base import MEAN, STD, LatentSpace
+from lora_rocm.foundation.bounded_read import read_plain
 
 ENCODING_VERSION = 1  # increase it if the same weights would give other tensors
 TILING_PIXELS = 1_200_000  # larger images use the VAE's own overlapping, blended tiles
 CPU = torch.device("cpu")
+CONTROL_UNUSABLE = "control-unusable"  # error code
 SMALL_TILE_PX = 512  # tile side if memory is short; the VAE's default of 1024 saves little
 
 
@@ -35,7 +42,7 @@ class VaeEncoder:
     entry = EntrySpec(
         "image",
         (IMAGE,),
-        {"latent_mean": TensorSpec("float32", "CHW"), "latent_std": TensorSpec("float32", "CHW")},
+        {MEAN: TensorSpec("float32", "CHW"), STD: TensorSpec("float32", "CHW")},
         follows_shape=True,
     )
 
@@ -63,7 +70,7 @@ class VaeEncoder:
             pixels_BCHW = door.send_checked(pixels_CHW[None].to(torch.float32), "pixels")
             with plain_attention(door.device):
                 posterior = vae.encode(pixels_BCHW).latent_dist
-            return door.receive({"latent_mean": posterior.mean[0], "latent_std": posterior.std[0]})
+            return door.receive({MEAN: posterior.mean[0], STD: posterior.std[0]})
 
         return encode
 
@@ -78,6 +85,32 @@ def load_vae(source: Source, device: torch.device, small_tiles: bool = False) ->
         vae.tile_sample_min_size = SMALL_TILE_PX
         vae.tile_latent_min_size = SMALL_TILE_PX // pixels_per_latent(source)
     return vae
+
+
+@torch.no_grad()
+def encode_control(
+    source: Source, device: torch.device, request: PreviewRequest, space: LatentSpace, in_tiles: bool
+) -> Tensor:
+    """Normalised latents [1, C, H, W] of a preview's control image, cut as those of the training data are.
+
+    The float32 VAE is freed at the end. ``in_tiles``: as in ``decode``.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    try:
+        image = decode_image(read_plain(Path(request.control), MAX_IMAGE_BYTES))
+    except (OSError, UnreadableImage) as error:
+        what, fix = f"A control image cannot be read: {error}.", "Correct sample.control_images, or the file."
+        raise DataError(CONTROL_UNUSABLE, what, where=request.control, fix=fix) from error
+    vae = load_vae(source, device, in_tiles)
+    vae.use_tiling = in_tiles or request.height * request.width > TILING_PIXELS
+    seen = cut(image, covering((image.height, image.width), (request.height, request.width)), flip=False)
+    with plain_attention(device):
+        mean_BCHW = vae.encode(VaeImageProcessor(vae_scale_factor=1).preprocess(seen).to(device)).latent_dist.mean
+    shift, scale = (values_C.to(device)[:, None, None] for values_C in (space.shift_C, space.scale_C))
+    latents_BCHW: Tensor = (mean_BCHW - shift) * scale
+    return latents_BCHW
 
 
 def decode(

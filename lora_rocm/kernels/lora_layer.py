@@ -24,26 +24,31 @@ class LoraLinear(Linear):
     """A linear layer with LoRA. If ``plain`` returns None, it runs as PEFT's."""
 
     def plain(self, x: Tensor) -> tuple[Tensor, Tensor, float] | None:
-        """(A, B, scale) if the layer has one active plain LoRA on a plain base layer in the dtype of ``x``, else None.
+        """(A, B, scale) if the active adapters are plain LoRAs on a plain base layer in the dtype of ``x``, else None.
 
-        A packed base layer may have any dtype.
+        Several adapters of one scale are one of their joined ranks. A packed base layer may have any dtype.
         """
         if self._disable_adapters or self.merged_adapters or _under_autocast(x):
             return None
-        name = self._active_adapter if isinstance(self._active_adapter, str) else self._active_adapter[0]
-        several = not isinstance(self._active_adapter, str) and len(self._active_adapter) != 1
+        names = [self._active_adapter] if isinstance(self._active_adapter, str) else self._active_adapter
         packed = is_packed(self.base_layer)
         known = packed or type(self.base_layer) is nn.Linear
-        if several or name not in self.lora_A or name in self.lora_variant or not known:
-            return None
-        dropout, a, b = self.lora_dropout[name], self.lora_A[name], self.lora_B[name]
-        if b.bias is not None or a.weight.dtype != x.dtype:
+        if not known or len({self.scaling.get(name) for name in names}) != 1:
             return None
         if not packed and self.base_layer.weight.dtype != x.dtype:
             return None
-        if isinstance(dropout, nn.Dropout) and dropout.p > 0 and dropout.training:
+        if not all(self._is_plain(name, x) for name in names):
             return None
-        return a.weight, b.weight, self.scaling[name]
+        a_RI, b_OR = ([pairs[name].weight for name in names] for pairs in (self.lora_A, self.lora_B))
+        scale = self.scaling[names[0]]
+        return (a_RI[0], b_OR[0], scale) if len(names) == 1 else (torch.cat(a_RI), torch.cat(b_OR, dim=1), scale)
+
+    def _is_plain(self, name: str, x: Tensor) -> bool:
+        if name not in self.lora_A or name in self.lora_variant:
+            return False
+        dropout, a, b = self.lora_dropout[name], self.lora_A[name], self.lora_B[name]
+        drops = isinstance(dropout, nn.Dropout) and dropout.p > 0 and dropout.training
+        return b.bias is None and a.weight.dtype == x.dtype and not drops
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         found = None if args or kwargs or self.base_layer.weight.requires_grad else self.plain(x)

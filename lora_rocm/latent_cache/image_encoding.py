@@ -85,7 +85,7 @@ class LoadedEncoder:
     def __init__(self, encoder: Encoder, encoding: Encoding) -> None:
         self._encoder, self._encoding, self._device = encoder, encoding, encoding.device
         encoding.cache.writing = encoder.entry.name
-        self._reads_image = IMAGE in encoder.entry.inputs
+        self._reads_image = encoder.entry.has_views
         self._load()
         self.held = encoding.held_back(lambda: self._door)
 
@@ -140,8 +140,7 @@ class LoadedEncoder:
     def _go_to_tiles(self, full: MachineError, inputs: Mapping[str, Tensor | str], place: str) -> None:
         """Reload the encoder with tiling; raises MachineError if it already tiles or cannot tile."""
         if self._encoding.tiles or self._encoder.in_tiles() is None:
-            pixels_CHW = inputs[IMAGE]
-            assert isinstance(pixels_CHW, Tensor)
+            pixels_CHW = next(value for value in inputs.values() if isinstance(value, Tensor))
             height, width = pixels_CHW.shape[1:]
             raise MachineError(
                 full.code,

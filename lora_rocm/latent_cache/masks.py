@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -13,14 +12,11 @@ from torch import Tensor
 
 from lora_rocm.dataset.buckets import Size
 from lora_rocm.dataset.entry_spec import EntrySpec, TensorSpec
-from lora_rocm.dataset.folders import shown
-from lora_rocm.dataset.hf_datasets import DatasetRow
-from lora_rocm.dataset.image_io import MAX_IMAGE_BYTES, UnreadableImage
+from lora_rocm.dataset.image_io import UnreadableImage
 from lora_rocm.dataset.masks import MASK, MASK_FIX, Masks, decode_mask, fits, mask_on_grid
-from lora_rocm.errors import DataError
 from lora_rocm.families.objectives.loss import LOSS_MASK
-from lora_rocm.foundation.bounded_read import read_plain
-from lora_rocm.latent_cache.image_preprocess import Wanted, hash_of
+from lora_rocm.latent_cache.companion import CompanionWanted
+from lora_rocm.latent_cache.image_preprocess import Wanted
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -51,8 +47,8 @@ class MaskEncoder:
         return None
 
     def companion_of(self, image: Wanted) -> Wanted:
-        mask = self.sources[image.sample.source].of(image.sample)
-        return MaskWanted(image.sample, image.geometry, image.flips, mask=mask, step_hw=self.step_hw)
+        place = self.sources[image.sample.source].of(image.sample)
+        return MaskWanted(image.sample, image.geometry, image.flips, place=place, step_hw=self.step_hw)
 
     def load(self, door: DeviceTransfer) -> Encode:
         def encode(inputs: Inputs) -> Tensors:
@@ -73,66 +69,37 @@ def mask_encoder(recipe: Recipe) -> MaskEncoder | None:
 
 
 @dataclass(frozen=True, slots=True)
-class MaskWanted(Wanted):
-    """The mask of a sample, whose entries are to be in the cache.
+class MaskWanted(CompanionWanted):
+    """The mask of a sample; without one the image counts everywhere. step_hw: pixels per latent."""
 
-    mask: location of the mask; None if the image counts everywhere. step_hw: pixels per latent.
-    """
-
-    mask: Path | DatasetRow | None = None
+    kind: ClassVar[str] = MASK
+    noun: ClassVar[str] = "mask"
+    fix: ClassVar[str] = MASK_FIX
     step_hw: Size = (1, 1)
 
     @property
-    def reads(self) -> str:
-        return MASK
-
-    @property
-    def file(self) -> Path | None:
-        return self.mask if isinstance(self.mask, Path) else None
-
-    @property
     def _is_alpha(self) -> bool:
-        return self.mask == self.sample.location
-
-    def hashed(self) -> str:
-        try:
-            return hash_of(self.read())
-        except DataError:
-            return ""
-
-    def read(self) -> bytes:
-        if self.mask is None:
-            return b""
-        if self._is_alpha:
-            return Wanted.read(self)
-        assert isinstance(self.mask, Path)
-        try:
-            return read_plain(self.mask, MAX_IMAGE_BYTES)
-        except OSError as error:
-            raise self._unusable(f"cannot be read: {error.strerror or error}") from error
+        return self.place == self.sample.location
 
     def decoded(self, content: bytes) -> Image.Image:
         from PIL import Image
 
         sample = self.sample
-        if self.mask is None:
+        if self.place is None:
             return Image.new("L", (sample.width, sample.height), 255)
         try:
             mask = decode_mask(content, self._is_alpha)
         except UnreadableImage as error:
-            raise self._unusable(f"cannot be read: {error}") from error
+            raise self.unusable(f"cannot be read: {error}") from error
         if not fits(mask.size, (sample.width, sample.height)):
-            raise self._unusable(f"has other proportions: it is {mask.size[0]}x{mask.size[1]}")
+            raise self.unusable(f"has other proportions: it is {mask.size[0]}x{mask.size[1]}")
         return mask
 
     def tensor(self, image: Image.Image, flip: bool) -> Tensor:
         mask_HW = mask_on_grid(np.asarray(image), self.geometry, flip, self.step_hw)
         if not mask_HW.any():
-            raise self._unusable("leaves nothing to train on: it is black where the image is cut")
+            raise self.unusable("leaves nothing to train on: it is black where the image is cut")
         return torch.from_numpy(mask_HW[None])
 
     def parts(self, sha256: str, flip: bool) -> tuple[Any, ...]:
         return (*Wanted.parts(self, sha256, flip), self._is_alpha)
-
-    def _unusable(self, why: str) -> DataError:
-        return DataError("mask-unusable", f"The mask of {self.sample.key} {why}.", where=shown(self.mask), fix=MASK_FIX)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from lora_rocm.dataset.entry_spec import CAPTION, IMAGE
+from lora_rocm.latent_cache.controls import control_encoder
 from lora_rocm.latent_cache.image_preprocess import ReadsCompanion
 from lora_rocm.latent_cache.masks import mask_encoder
 
 if TYPE_CHECKING:
     from lora_rocm.families.base import Encoder, ModelFamily
     from lora_rocm.recipe.schema import Recipe
-
-SHARED: tuple[Callable[[Recipe], Encoder | None], ...] = (mask_encoder,)
-"""The encoders for every family; None if the recipe needs no such entries."""
 
 
 def run_encoders(recipe: Recipe, family: ModelFamily) -> tuple[Encoder, ...]:
@@ -23,8 +20,9 @@ def run_encoders(recipe: Recipe, family: ModelFamily) -> tuple[Encoder, ...]:
     Raises:
         TypeError: an entry reads a companion of the image, and its encoder has no ``companion_of``.
     """
-    shared = [make(recipe) for make in SHARED]
-    encoders = (*(encoder for encoder in shared if encoder is not None), *family.encoders())
+    own = family.encoders()
+    shared = (mask_encoder(recipe), control_encoder(recipe, own))
+    encoders = (*(encoder for encoder in shared if encoder is not None), *own)
     for encoder in encoders:
         if not {IMAGE, CAPTION}.issuperset(encoder.entry.inputs) and not isinstance(encoder, ReadsCompanion):
             raise TypeError(f"{encoder.entry.name} reads {encoder.entry.inputs}, and its encoder has no companion_of")

@@ -15,7 +15,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -30,6 +30,8 @@ from lora_rocm import __version__
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.factory import inject_hollow
 from lora_rocm.adapters.kinds import kind_for
+from lora_rocm.adapters.lora_reader import files_of
+from lora_rocm.adapters.training_adapter import put_training_adapter
 from lora_rocm.base_models.random_weights import PREFIX
 from lora_rocm.checks.timing import seconds_of
 from lora_rocm.dataset.buckets import largest_shape
@@ -42,6 +44,7 @@ from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors, family_fo
 from lora_rocm.families.objectives.loss import losses
 from lora_rocm.families.recompute import TOGETHER, Recomputing
 from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.foundation.files import write_json
 from lora_rocm.hardware.settings import Settings, settings_from
 from lora_rocm.kernels.backend import available, form_for
@@ -160,7 +163,7 @@ def counted(
     on_gpu = on_gpu and settings.triton
     memory = Path(recipe.cache.dir) / "footprints.json"
     kept = _remembered(memory)
-    key = _key(recipe, family, dtype, [plain, shape.to_json(), on_gpu])
+    key = _key(recipe, family, dtype, [plain, shape.to_json(), on_gpu, recipe.data.has_controls])
     if key in kept:
         with suppress(AttributeError, KeyError, TypeError, ValueError):  # another version's entry, or damaged
             return Footprint.from_json(kept[key])
@@ -175,7 +178,9 @@ def _key(recipe: Recipe, family: ModelFamily, dtype: torch.dtype, more: list[obj
     software = (__version__, torch.__version__, version("diffusers"), version("peft"))
     lora = recipe.lora.model_dump(mode="json", exclude={"init_from", "alpha"})
     kernels = available(META)
-    state = (recipe.optim.optimizer, bool(recipe.train.ema_decay))
+    other = recipe.model.training_adapter
+    files = [astuple(FileVersion.of(file)) for file in files_of(Path(other))] if other else []
+    state = (recipe.optim.optimizer, bool(recipe.train.ema_decay), files)
     formats = [family.weight_format(name).name for name in family.all_components]
     parts = [software, family.name, family.structure, formats, lora, *state, kernels]
     return hashlib.sha256(json.dumps([*parts, str(dtype), *more]).encode("utf-8")).hexdigest()
@@ -206,6 +211,7 @@ def hollow_model(family: ModelFamily, recipe: Recipe, dtype: torch.dtype, on_gpu
                 tensor.data = tensor.data.to(dtype)
         pack(component, family.weight_format(name))
         use_form(component, form_for(META, on_gpu))
+    put_training_adapter(family, model, recipe.model.training_adapter)  # not before its layers could be packed too
     family.fuse(model, triton=on_gpu)
     return model
 

@@ -111,11 +111,11 @@ def _value_at(data: Any, key: Key, otherwise: Any) -> Any:
 
 
 def _of_rule(detail: ErrorDetails, key: Key, data: Any, where: Callable[[Key], str]) -> Problem:
-    """The problem of a rule about several keys of a section, placed at the last given one."""
+    """The problem of a rule, placed ``at`` a key below the section, or at the last given one of its ``keys``."""
     context = detail.get("ctx", {})
     section = _value_at(data, key, {})
-    given = [name for name in section if name in context["keys"]]
-    return Problem(where((*key, *given[-1:])), context["what"], context["fix"])
+    place = context.get("at") or [name for name in section if name in context["keys"]][-1:]
+    return Problem(where((*key, *place)), context["what"], context["fix"])
 
 
 def _sentence_and_fix(detail: ErrorDetails, key: Key, kinds: Kinds) -> tuple[str, str]:

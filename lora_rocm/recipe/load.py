@@ -484,6 +484,8 @@ def _with_absolute_paths(section: AnySection) -> AnySection:
         value, rule = getattr(section, name), path_rule(info)
         if isinstance(value, BaseModel):
             changed[name] = _with_absolute_paths(value)
+        elif isinstance(value, tuple) and rule is not None:
+            changed[name] = tuple(_made_absolute(path, rule) for path in value)
         elif isinstance(value, tuple):
             changed[name] = tuple(_with_absolute_paths(v) if isinstance(v, BaseModel) else v for v in value)
         elif rule is not None and value is not None:
@@ -501,6 +503,8 @@ def _paths(section: BaseModel, prefix: Key = ()) -> Iterator[tuple[Key, str, Pat
             for index, item in enumerate(value):
                 if isinstance(item, BaseModel):
                     yield from _paths(item, (*prefix, name, index))
+                elif rule is not None:
+                    yield (*prefix, name, index), item, rule
         elif rule is not None and value is not None:
             yield (*prefix, name), value, rule
 

@@ -77,6 +77,11 @@ class SourceOptions(Section):
         description="A folder of masks with the names of the images: the loss counts white, not black, grey in part.",
     )
     alpha_mask: bool = Field(False, description="Take the alpha channel of each image as its mask.")
+    control_path: InputFolder | None = Field(
+        None,
+        description="A folder of control images with the names of the images, for models that edit an image: what the "
+        "model is given, while the image is what it should make of it.",
+    )
 
 
 class DataSource(Section):
@@ -106,6 +111,7 @@ class DataSource(Section):
     exclude: Annotated[tuple[PathText, ...], Field(max_length=MAX_ITEMS)] | None = None
     mask_path: InputFolder | None = None
     alpha_mask: bool | None = None
+    control_path: InputFolder | None = None
 
     @model_validator(mode="after")
     def _one_kind(self) -> DataSource:
@@ -139,14 +145,27 @@ class DataSection(SourceOptions):
         return self
 
     @model_validator(mode="after")
-    def _masks_can_be_paired(self) -> DataSection:
+    def _files_can_be_paired(self) -> DataSection:
         for source in self.resolved_sources():
+            name, keys = source.path or source.dataset, []
             if source.mask_path and (source.dataset or source.alpha_mask):
-                other = "alpha_mask" if source.alpha_mask else "dataset"
-                what = f"{source.path or source.dataset} cannot have both mask_path and {other}"
-                fix = "Remove one of them. mask_path is for folders: rows of a dataset have no file names."
-                raise PydanticCustomError("rule", "{what}", {"what": what, "keys": ["mask_path"], "fix": fix})
+                keys = ["mask_path", "alpha_mask" if source.alpha_mask else "dataset"]
+            elif source.control_path and source.dataset:
+                keys = ["control_path", "dataset"]
+            if keys:
+                what = f"{name} cannot have both {keys[0]} and {keys[1]}"
+                fix = f"Remove one of them. {keys[0]} is for folders: rows of a dataset have no file names."
+                raise PydanticCustomError("rule", "{what}", {"what": what, "keys": keys[:1], "fix": fix})
+            if self.has_controls and not source.control_path:
+                what = f"{name} has no control_path, and another source has one"
+                fix = "Add its control_path, or train on it in a run of its own."
+                raise PydanticCustomError("rule", "{what}", {"what": what, "keys": ["sources"], "fix": fix})
         return self
+
+    @property
+    def has_controls(self) -> bool:
+        """Whether the images have control images."""
+        return any(source.control_path for source in self.resolved_sources())
 
     def resolved_sources(self) -> tuple[ResolvedSource, ...]:
         """Every source with the defaults of ``data`` filled in."""
@@ -359,6 +378,9 @@ class SampleSection(Section):
         (), "Prompts without the concept, which the LoRA should not change.", max_length=MAX_ITEMS
     )
     negative_prompt: str = on_resume("", "Negative prompt of the previews.")
+    control_images: Annotated[tuple[InputFile, ...], Field(max_length=MAX_ITEMS)] = on_resume(
+        (), "Control images of the previews, in the order of the prompts; the last one is for all further prompts too."
+    )
     seed: int = on_resume(1234, "Seed of the first image; it increases by one per image.", ge=0, lt=2**31)
     guidance_scale: float | None = on_resume(
         None, "Guidance; unset means what is usual for the family.", ge=1.0, le=MAX_GUIDANCE
@@ -509,6 +531,17 @@ class Recipe(Section):
             what = f"{self.lora.title} needs dense weights, and model.quantization is {self.model.quantization}"
             fix = f"Train without lora.{key}, or set model.quantization: none."
             raise PydanticCustomError("rule", "{what}", {"what": what, "keys": ["lora"], "fix": fix})
+        return self
+
+    @model_validator(mode="after")
+    def _base_takes_control_images(self) -> Recipe:
+        given = [number for number, source in enumerate(self.data.sources) if source.control_path]
+        at = ("data", *(("sources", given[0]) if given else ()), "control_path")
+        if not self.data.has_controls:
+            at = ("sample", "control_images") if self.sample.control_images else ()
+        if at and (fix := self.model.without_control):
+            what = f"{self.spec.title} takes no control images"
+            raise PydanticCustomError("rule", "{what}", {"what": what, "at": at, "fix": fix})
         return self
 
     def trains(self, component: str) -> bool:

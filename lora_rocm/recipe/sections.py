@@ -105,6 +105,12 @@ class ModelSection(Section):
         "memory of bf16, for a slower step and less exact weights.",
     )
 
+    training_adapter: InputFile | None = Field(
+        None,
+        description="A LoRA file that takes part in training and is not trained; previews and results are without it. "
+        "For bases distilled to few steps (Z-Image-Turbo, FLUX.1 schnell): their training adapter undoes that.",
+    )
+
     @property
     def parts(self) -> Mapping[str, str]:
         """Components and tokenizers that are taken from elsewhere: name -> file or folder."""
@@ -114,6 +120,11 @@ class ModelSection(Section):
     def configs(self) -> str | None:
         """Folder of configs and tokenizers for a single-file checkpoint."""
         return None
+
+    @property
+    def without_control(self) -> str:
+        """The fix of a recipe that gives this model control images; empty if the model takes them."""
+        return "Remove it."
 
     def metadata(self) -> Mapping[str, object]:
         """The ``ss_`` fields that kohya has for these keys, for the metadata of a LoRA file; None: left out."""

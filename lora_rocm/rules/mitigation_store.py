@@ -77,6 +77,8 @@ def _words_of_training(recipe: Recipe) -> list[str]:
     return [
         *_base(recipe),
         *([f"{', '.join(map(str, sides))} px"] if recipe.spec.reads("data.resolution") else []),
+        *(["with control images"] if recipe.data.has_controls else []),
+        *(["with a training adapter"] if recipe.model.training_adapter else []),
         f"batch {train.batch_size}",
         f"{lora.title} rank {lora.rank} ({targets})",
         *(["with text encoders"] if any(map(recipe.trains, recipe.spec.text_components)) else []),

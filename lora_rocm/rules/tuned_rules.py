@@ -35,6 +35,7 @@ def key_of(kind: Kind, stack: Stack, recipe: Recipe) -> dict[str, Any]:
         "model": recipe.model.model_dump(mode="json"),
         "resolutions": sorted({source.resolution for source in recipe.data.resolved_sources()}),
         "buckets": recipe.data.model_dump(include={"bucket_step", "bucket_max_aspect", "enable_bucket"}),
+        "controls": recipe.data.has_controls,
         "batch_size": recipe.train.batch_size,
         "graphs": recipe.runtime.graphs,
         "mixed_precision": recipe.train.mixed_precision,

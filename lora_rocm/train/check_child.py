@@ -18,6 +18,8 @@ import torch
 from torch import nn
 
 from lora_rocm.adapters.factory import inject_hollow, start_entries
+from lora_rocm.adapters.lora_reader import files_of
+from lora_rocm.adapters.training_adapter import put_training_adapter
 from lora_rocm.device.precision import choose_device, compute_dtype
 from lora_rocm.errors import LoraRocmError, ModelError
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
@@ -89,11 +91,11 @@ def _examine_adapter(
     trained = {name: skeletons[name] for name in adapted if recipe.trains(name)}
     model = LoadedModel(trained, dtype, torch.device("meta"))
     adapter = inject_hollow(family, model, recipe.lora)
-    if recipe.lora.init_from is None:
-        return []
-    start_entries(family, model, recipe.lora, adapter, say)
-    path = Path(recipe.lora.init_from).expanduser()
-    return sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    if recipe.lora.init_from is not None:
+        start_entries(family, model, recipe.lora, adapter, say)
+    put_training_adapter(family, model, recipe.model.training_adapter, say)
+    named = [path for path in (recipe.lora.init_from, recipe.model.training_adapter) if path is not None]
+    return [file for path in named for file in files_of(Path(path).expanduser())]
 
 
 def main(registry: Registry = PRODUCT) -> int:

@@ -12,15 +12,17 @@ import torch
 from PIL import Image
 
 from lora_rocm.adapters.base import Adapter
+from lora_rocm.adapters.training_adapter import TrainingAdapter
 from lora_rocm.dataset.scan import load_image
 from lora_rocm.device.allocator import empty_pools
 from lora_rocm.device.process_group import World
 from lora_rocm.device.torch_errors import out_of_memory
 from lora_rocm.device.transfer import DeviceTransfer
-from lora_rocm.errors import DataError, ExportError, MachineError, StateError
+from lora_rocm.errors import DataError, ExportError, LoraRocmError, MachineError, StateError
 from lora_rocm.export import writers
 from lora_rocm.export.metadata import Facts
 from lora_rocm.families.base import LoadedModel, ModelFamily
+from lora_rocm.families.vae import CONTROL_UNUSABLE
 from lora_rocm.foundation.files import write_json
 from lora_rocm.loader.batches import Prepared
 from lora_rocm.memory.controller import Memory
@@ -54,6 +56,7 @@ class Artifacts:
     family: ModelFamily
     model: LoadedModel
     adapter: Adapter
+    training_adapter: TrainingAdapter
     optimizer: GatedOptimizer
     transfer: DeviceTransfer
     guard: Guard
@@ -195,21 +198,26 @@ class Artifacts:
             empty_pools()
             drawn = self._drawn(updates)
         empty_pools()
-        if isinstance(drawn, MachineError):
+        if isinstance(drawn, LoraRocmError):
+            fix = f"{'Smaller sample.width and sample.height' if images else 'Fewer sample.steps'} would help."
             self.session.context.notice(
-                f"No previews after step {updates}: {drawn.what} ({drawn.where}) The run goes on without them; "
-                f"{'smaller sample.width and sample.height' if images else 'fewer sample.steps'} would help."
+                f"No previews after step {updates}: {drawn.what} ({drawn.where}) The run goes on without them. "
+                f"{fix if isinstance(drawn, MachineError) else drawn.fix}"
             )
             return
         self.drawn_at = updates
         self.session.context.emit(PreviewEvent(updates=updates, images=[self._name(path) for path in drawn]))
 
-    def _drawn(self, updates: int) -> list[Path] | MachineError:
-        """Paths of the previews of a round, or the out-of-memory error."""
+    def _drawn(self, updates: int) -> list[Path] | MachineError | DataError:
+        """Paths of the previews of a round, or the error: out of memory, or a control image cannot be read."""
         how = (self.family, self.model, self.recipe, self.prepared.text_lookup, self.tiles)
         try:
-            with self.adapter.casting_inputs():
+            with self.adapter.casting_inputs(), self.training_adapter.absent():
                 return preview.draw(self.run_dir, updates, *how)
+        except DataError as error:
+            if error.code != CONTROL_UNUSABLE:
+                raise
+            return error
         except (RuntimeError, MemoryError) as error:
             full = out_of_memory(error)
             if full is None:

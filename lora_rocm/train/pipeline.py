@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.factory import inject, without_start
+from lora_rocm.adapters.training_adapter import NAME as TRAINING_ADAPTER
+from lora_rocm.adapters.training_adapter import TrainingAdapter, put_training_adapter
 from lora_rocm.checks import kernel_check
 from lora_rocm.checks.canary import Canary
 from lora_rocm.checks.graph_check import capture_on_gpu
@@ -48,6 +50,7 @@ from lora_rocm.train.session import Session
 RECIPE_DIFFERS = "The recipe differs from the checkpoint's in a key that may not change."
 DATA_DIFFER = "The training data are not those of the checkpoint: samples, captions, or the encoders that encode them."
 BASE_DIFFERS = "The base model is not that of the checkpoint."
+ADAPTER_DIFFERS = "The training adapter (model.training_adapter) is not that of the checkpoint."
 WEIGHT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -139,7 +142,7 @@ def load(start: StartContext, family: ModelFamily, data: Data) -> tuple[Artifact
     transfer = transfer_of(start)
     memory = _decide(start, family, data)
     memory.again = training_context(start.settings.attention)
-    model, adapter, triton = _load_model(start, family, transfer, memory)
+    model, adapter, training_adapter, triton = _load_model(start, family, transfer, memory)
     optimizer = make_optimizer(
         adapter.flatten(start.dtype, WEIGHT_DTYPES[recipe.lora.weight_dtype]),
         adapter.groups(recipe.optim),
@@ -172,6 +175,7 @@ def load(start: StartContext, family: ModelFamily, data: Data) -> tuple[Artifact
         family=family,
         model=model,
         adapter=adapter,
+        training_adapter=training_adapter,
         optimizer=optimizer,
         transfer=transfer,
         guard=guard,
@@ -274,7 +278,7 @@ def _decide(start: StartContext, family: ModelFamily, data: Data) -> Memory:
 
 def _load_model(
     start: StartContext, family: ModelFamily, transfer: DeviceTransfer, memory: Memory
-) -> tuple[LoadedModel, Adapter, bool]:
+) -> tuple[LoadedModel, Adapter, TrainingAdapter, bool]:
     """Load and adapt the model on the CPU, then send it to the device. The returned flag: Triton is used."""
     recipe = start.recipe
     compiled = compilation.how_asked(recipe.runtime.compile, start.device) is not None  # made from the unfused modules
@@ -282,6 +286,7 @@ def _load_model(
     model = family.load(start.dtype, torch.device("cpu"))
     lora = recipe.lora if start.checkpoint is None else without_start(recipe.lora)
     adapter = inject(family, model, lora, recipe.train.seed, start.context.notice)
+    training_adapter = put_training_adapter(family, model, recipe.model.training_adapter, start.context.notice)
     adapter.cast_inputs(False)
     adapter.read = transfer.receive
     staying = memory.staying(family, model)
@@ -295,7 +300,7 @@ def _load_model(
         use_form(component, form_for(start.device, triton and not compiled))
     memory.put(family, model, transfer, pins(start))
     empty_pools()
-    return model, adapter, triton
+    return model, adapter, training_adapter, triton
 
 
 def _require_finite(component: nn.Module, name: str, start: StartContext) -> None:
@@ -336,7 +341,9 @@ def _require_same_base_and_data(
     else:
         compared += [("data", data.identity(), DATA_DIFFER), ("base", family.base_facts()["identity"], BASE_DIFFERS)]
     found = [(key, what, "") for key, now, what in compared if facts[key] != now]
-    found += [("base", BASE_DIFFERS, f", {name}") for name in broken(before or {}, seals)]
+    for name in broken(before or {}, seals):
+        own = name.startswith(TRAINING_ADAPTER)
+        found.append(("training-adapter", ADAPTER_DIFFERS, "") if own else ("base", BASE_DIFFERS, f", {name}"))
     for key, what, more in found:
         if not start.accept_changes:
             raise ResumeError(

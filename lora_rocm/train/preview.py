@@ -29,6 +29,7 @@ def requests_of(recipe: Recipe) -> list[PreviewRequest]:
     """Requests for the recipe's prompts, then for its control prompts; the seed counts up over all of them."""
     sample = recipe.sample
     width, height = recipe.preview_size
+    controls = sample.control_images or ("",)
     return [
         PreviewRequest(
             prompt=prompt,
@@ -38,6 +39,7 @@ def requests_of(recipe: Recipe) -> list[PreviewRequest]:
             steps=sample.steps,
             guidance_scale=sample.guidance_scale or recipe.spec.guidance,
             seed=sample.seed + number,
+            control=controls[min(number, len(controls) - 1)],
         )
         for number, prompt in enumerate((*sample.prompts, *sample.control_prompts))
     ]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lora_rocm.adapters.factory import inject
+from lora_rocm.adapters.training_adapter import put_training_adapter
 from lora_rocm.device.transfer import DeviceTransfer, fingerprint
 from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors, family_for
 from lora_rocm.latent_cache.cache import LatentCache
@@ -31,6 +32,7 @@ from lora_rocm.train.engine import Engine
 from lora_rocm.train.graphs import Passed
 from tests.fake_encoders import image
 from tests.families.toy_families import TOYS
+from tests.lora_files import write_random_lora
 from tests.tiny_anima import write_tiny_anima
 from tests.tiny_flux import write_tiny_flux
 from tests.tiny_models import RUN_TARGETS, SHALLOW, write_tiny_sdxl
@@ -57,6 +59,16 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "toy-flow": ("diffusers", "peft"),
     "toy-video": ("diffusers", "peft"),
     "toy-text": ("peft",),
+}
+TRAINING_ADAPTERS = {
+    "sdxl": r".*attn[12]\.to_[qv]|down_blocks\.0\.resnets\.0\.conv1",
+    "z-image": r"layers\.\d+\.(attention\.to_[qv]|feed_forward\.w[12])",
+}
+"""Modules that a training adapter changes, by family: some that are trained, and some that are not."""
+TRANSFORMERS: dict[str, Callable[[Path], Path]] = {
+    "z-image": write_tiny_z_image,
+    "flux": write_tiny_flux,
+    "anima": write_tiny_anima,
 }
 CAPTIONS = ("a", "a b", "a b c d", "e f g")
 SOME_OF_EACH = {
@@ -97,12 +109,13 @@ class Its:
         elif name.startswith("sd"):
             scheduler = {"prediction_type": "v_prediction"} if name == "sd2" else {}
             write_tiny_sd(folder / "base", name, SHALLOW_SD, **scheduler)  # type: ignore[arg-type]
-        elif name == "z-image":
-            write_tiny_z_image(folder / "base")
-        elif name == "flux":
-            write_tiny_flux(folder / "base")
-        elif name == "anima":
-            write_tiny_anima(folder / "base")
+        elif name in TRANSFORMERS:
+            TRANSFORMERS[name](folder / "base")
+        for number in range(len(CAPTIONS)) if name == "flux" else ():
+            image(folder / "controls" / f"{number}.png", 96, 64, seed=9 - number)
+        if pattern := TRAINING_ADAPTERS.get(name):
+            its, component = cls.there(name, folder), TOYS[name].component
+            write_random_lora(its.training_adapter, component, its.family.skeleton(component), pattern)
         return cls.there(name, folder)
 
     @classmethod
@@ -115,19 +128,29 @@ class Its:
             lora |= {"targets": [RUN_TARGETS], "train_text_encoder": name == "sd15"}
         return cls(name, folder, lora, FORMATS[name])
 
+    @property
+    def training_adapter(self) -> Path:
+        """The file of ``model.training_adapter``, in families that have one here."""
+        return self.folder / "training.safetensors"
+
     @cached_property
     def recipe(self) -> Recipe:
         spec = TOYS[self.name]
         sizes = {"resolution": 64, "bucket_step": 32} if spec.reads("data.resolution") else {}
         sides = {"width": 64, "height": 64} if spec.reads("sample.width") else {}
+        controls = {"control_path": str(self.folder / "controls")} if self.name == "flux" else {}
+        model = {"variant": "kontext"} if self.name == "flux" else {}
+        if self.name in TRAINING_ADAPTERS:
+            model = {"training_adapter": str(self.training_adapter)}
+        previews = {"control_images": [str(self.folder / "controls" / "0.png")]} if self.name == "flux" else {}
         return recipe_from(
             {
-                "model": {"family": self.name, "name_or_path": str(self.folder / "base")},
-                "data": {"path": str(self.folder / "data"), **sizes},
+                "model": {"family": self.name, "name_or_path": str(self.folder / "base"), **model},
+                "data": {"path": str(self.folder / "data"), **sizes, **controls},
                 "lora": self.lora,
                 "optim": {"learning_rate": 1e-2},
                 "train": {"max_train_steps": 4, "batch_size": 2, "mixed_precision": "no"},
-                "sample": {"prompts": ["a zibu"], "steps": 2, **sides},
+                "sample": {"prompts": ["a zibu"], "steps": 2, **sides, **previews},
                 "runtime": {"deterministic": True},
                 "cache": {"dir": str(self.folder / "cache")},
                 "output": {"save_every_n_steps": 2, "formats": self.formats},
@@ -178,6 +201,7 @@ class Adapted:
         self.family, self.pin = family_for(its.recipe), device.type == "cuda"
         self.model: LoadedModel = self.family.load(torch.float32, CPU)
         self.adapter = inject(self.family, self.model, its.recipe.lora, 0)
+        put_training_adapter(self.family, self.model, its.recipe.model.training_adapter)
         rng = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for leaf in self.adapter.leaves.values():

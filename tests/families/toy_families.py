@@ -48,7 +48,7 @@ class FlowSection(ObjectiveSection):
 OF_IMAGES = (
     *("resolution", "flip_aug", "bucket_step", "bucket_max_aspect", "enable_bucket", "upscale", "dataset"),
     *("image_column", "caption_column", "caption_extension", "caption_fallback", "trigger_word", "shuffle_caption"),
-    *("keep_tokens", "caption_variants", "caption_dropout_rate", "mask_path", "alpha_mask"),
+    *("keep_tokens", "caption_variants", "caption_dropout_rate", "mask_path", "alpha_mask", "control_path"),
 )
 TOY_TEXT = FamilySpec(
     name="toy-text",
@@ -60,7 +60,7 @@ TOY_TEXT = FamilySpec(
     shapes=ShapeRules((Axis("tokens", unit="tokens", multiple=16, longest=96),)),
     samples=("text",),
     preview="text",
-    unread=frozenset(f"data.{name}" for name in OF_IMAGES) | {f"sample.{name}" for name in ("width", "height")},
+    unread=frozenset(f"data.{name}" for name in OF_IMAGES) | {"sample.width", "sample.height", "sample.control_images"},
 )
 TOY_VIDEO = FamilySpec(
     name="toy-video",

@@ -20,9 +20,10 @@ from torch.utils._pytree import tree_leaves
 
 from lora_rocm.adapters.factory import inject
 from lora_rocm.adapters.flat_params import FlatWeights
+from lora_rocm.adapters.training_adapter import put_training_adapter
 from lora_rocm.base_models.loading import builtin_folder
 from lora_rocm.dataset.shape import Shape
-from lora_rocm.errors import ModelError
+from lora_rocm.errors import AdapterError, ModelError
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
 from lora_rocm.families.ldm.fused_unet import fuse
 from lora_rocm.families.ldm.fusion_options import Fusion
@@ -78,6 +79,7 @@ class Real:
         self.family: ModelFamily = family_for(its)
         self.model: LoadedModel = self.family.load(torch.float32, CPU)
         self.adapter = inject(self.family, self.model, its.lora, 0)
+        put_training_adapter(self.family, self.model, its.model.training_adapter)
         self.family.fuse(self.model)
         for component in self.model.components.values():
             component.train()
@@ -317,6 +319,19 @@ def test_a_footprint_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     made.pop()
     ask(recipe(tmp_path, alpha=3.0))  # of no weight here
     assert len(made) == 4
+    (tmp_path / "t.safetensors").write_bytes(b"1")
+    other = its.model_copy(
+        update={"model": its.model.model_copy(update={"training_adapter": f"{tmp_path}/t.safetensors"})}
+    )
+    ask(other)
+    (tmp_path / "t.safetensors").write_bytes(b"23")
+    ask(other)
+    ask(its.model_copy(update={"data": its.data.model_copy(update={"control_path": "x"})}))
+    assert len(made) == 7, "another adapter takes part, and control images are tokens too"
+    del made[4:]
+    (tmp_path / "t.safetensors").unlink()
+    with pytest.raises(AdapterError, match="There is no such LoRA file"):
+        ask(other)
     for damaged in ("{", "[]", json.dumps({key: {"height": 1} for key in json.loads(memory.read_text("utf-8"))})):
         memory.write_text(damaged, encoding="utf-8")
         assert ask() == fake

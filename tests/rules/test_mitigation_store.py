@@ -45,7 +45,9 @@ MACHINE, OF_SIZE = "sdma-off", "micro-batch-halved"
 IN_TRAINING: dict[str, Any] = {
     "model.name_or_path": "other",
     "model.quantization": "nf4",
+    "model.training_adapter": "other.safetensors",
     "data.resolution": 512,
+    "data.control_path": "controls",
     "train.batch_size": 3,
     "train.mixed_precision": "fp16",
     "train.gradient_checkpointing": True,

@@ -95,6 +95,15 @@ def test_targets_that_match_nothing_are_refused(tiny_sdxl: Path) -> None:
     assert weighed(tiny_recipe(tiny_sdxl, lora={"targets": ".*to_q"})).num_bytes == real_bytes(tiny_sdxl)
 
 
+def test_the_training_adapter_is_looked_at(tiny_sdxl: Path, tmp_path: Path) -> None:
+    path = lora_file(tmp_path / "t.safetensors", tiny_sdxl, rank=8)
+    found = weighed(tiny_recipe(tiny_sdxl, model={"name_or_path": str(tiny_sdxl), "training_adapter": str(path)}))
+    assert str(path) in {file[0] for file in found.files} and found.num_bytes == real_bytes(tiny_sdxl)
+    other = lora_file(tmp_path / "other.safetensors", tiny_sdxl, module="unet.of.another.model")
+    with pytest.raises(AdapterError, match=r"other\.safetensors"):
+        weighed(tiny_recipe(tiny_sdxl, model={"name_or_path": str(tiny_sdxl), "training_adapter": str(other)}))
+
+
 def test_the_file_that_a_lora_starts_from_is_looked_at(tiny_sdxl: Path, tmp_path: Path) -> None:
     path = lora_file(tmp_path / "start.safetensors", tiny_sdxl)
     found = weighed(tiny_recipe(tiny_sdxl, lora={"init_from": str(path), "rank": 2}))

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from PIL import Image
 
+from lora_rocm.errors import DataError
+from lora_rocm.families.vae import CONTROL_UNUSABLE
 from lora_rocm.foundation.files import write_atomic, write_json
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import preview
+from lora_rocm.train.outputs import Artifacts
+from tests.supervisor.fake_run import listening
 
 
 def make_recipe(**sample: object) -> Recipe:
@@ -100,3 +107,36 @@ def test_large_images_are_reduced(tmp_path: Path) -> None:
     after = draw_round(run_dir, 5, ["blue"] * 3, size=(1024, 768))
     with Image.open(preview.before_after(run_dir, before, after, make_recipe())) as grid:
         assert grid.width <= 2 * preview.GRID_TILE_PX + 3 * preview.MARGIN_PX
+
+
+@pytest.mark.parametrize("code", [CONTROL_UNUSABLE, "prompt-not-cached"])
+def test_a_control_image_that_is_gone_costs_the_previews_and_not_the_run(
+    code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another error of data, the control, is not passed over."""
+    said: list[str] = []
+    without: Any = lambda: nullcontext()  # noqa: E731
+    run: Any = SimpleNamespace(
+        **dict.fromkeys(("family", "model"), None),
+        run_dir=SimpleNamespace(require=lambda: None),
+        recipe=SimpleNamespace(spec=SimpleNamespace(preview="image")),
+        prepared=SimpleNamespace(text_lookup=None),
+        tiles=False,
+        adapter=SimpleNamespace(casting_inputs=without),
+        training_adapter=SimpleNamespace(absent=without),
+        session=SimpleNamespace(context=listening(said)),
+        _drawn=lambda updates: Artifacts._drawn(run, updates),
+    )
+
+    def draw(*args: Any) -> Any:
+        raise DataError(code, "It cannot be read.", where="test.png", fix="Put it back.")
+
+    monkeypatch.setattr(preview, "draw", draw)
+    if code != CONTROL_UNUSABLE:
+        with pytest.raises(DataError):
+            Artifacts._draw(run, 3)
+        return
+    Artifacts._draw(run, 3)
+    assert said == [
+        "No previews after step 3: It cannot be read. (test.png) The run goes on without them. Put it back."
+    ]

@@ -24,7 +24,7 @@ from lora_rocm.families.base import Encoder, LoadedModel, Tensors
 from lora_rocm.families.flux import names
 from lora_rocm.families.flux.encoders import POOLED, STATES, TextEncoder, clip_part, t5_part
 from lora_rocm.families.flux.spec import FluxSection
-from lora_rocm.families.objectives.base import Prediction
+from lora_rocm.families.objectives.base import CONTROL_LATENTS, Prediction
 from lora_rocm.families.transformer.family import TransformerFamily
 from lora_rocm.families.transformer.packing import packed, places, unpacked
 from lora_rocm.families.transformer.sampling import GUIDANCE
@@ -123,10 +123,10 @@ class Flux(TransformerFamily):
         named = next((each for each in ("schnell", "kontext") if each in Path(source.name).name.lower()), "")
         if named not in ("", variant):
             notices += (f"The base is called {source.name}, and model.variant is {variant}: is {named} meant?",)
-        if self._is_schnell:
+        if self._is_schnell and self._model.training_adapter is None:
             notices += (
-                "FLUX.1 schnell is distilled to few steps, and a LoRA trained on it undoes that. Train on dev: its "
-                "LoRA works with schnell.",
+                "FLUX.1 schnell is distilled to few steps, and a LoRA trained on it undoes that. Train on dev, whose "
+                "LoRA works with schnell, or name schnell's training adapter: model.training_adapter.",
             )
         return notices
 
@@ -137,16 +137,24 @@ class Flux(TransformerFamily):
         """
         seen_B = (draws["sigma"].to(model.dtype) * 1000).float() / 1000
         noisy_BCHW, target_BCHW = self.objective.noised(batch, {**draws, "sigma": seen_B})
+        if CONTROL_LATENTS in batch:
+            batch = {**batch, CONTROL_LATENTS: self.latents.normalised(batch[CONTROL_LATENTS], draws)}
         predicted_BCHW = self.velocity(model, noisy_BCHW, draws["sigma"], batch)
         return Prediction(predicted_BCHW, target_BCHW, torch.ones_like(seen_B))
 
     def velocity(self, model: LoadedModel, latents_BCHW: Tensor, sigma_B: Tensor, batch: Tensors) -> Tensor:
-        """As ``TransformerFamily.velocity``. ``batch`` may have the guidance [B] that the model is told."""
+        """As ``TransformerFamily.velocity``. ``batch`` may have the guidance [B] that the model is told.
+
+        It may also have the normalised latents of control images, whose tokens stand behind those of the images.
+        """
         high, wide = latents_BCHW.shape[-2] // self.patch, latents_BCHW.shape[-1] // self.patch
-        image_I3 = places(high, wide, latents_BCHW.device)
+        tokens_BID, image_I3 = packed(latents_BCHW.to(model.dtype)), places(high, wide, latents_BCHW.device)
+        if CONTROL_LATENTS in batch:
+            tokens_BID = torch.cat([tokens_BID, packed(batch[CONTROL_LATENTS].to(model.dtype))], dim=1)
+            image_I3 = torch.cat([image_I3, places(high, wide, latents_BCHW.device, number=1)])
         told_B = batch[GUIDANCE] if GUIDANCE in batch else torch.full_like(sigma_B, self._model.guidance)
-        tokens_BID = model.components["transformer"](
-            hidden_states=packed(latents_BCHW.to(model.dtype)),
+        predicted_BID = model.components["transformer"](
+            hidden_states=tokens_BID,
             encoder_hidden_states=batch[STATES].to(model.dtype),
             pooled_projections=batch[POOLED].to(model.dtype),
             timestep=sigma_B,
@@ -155,4 +163,4 @@ class Flux(TransformerFamily):
             guidance=told_B if self.source.config("transformer").get("guidance_embeds") else None,
             return_dict=False,
         )[0]
-        return unpacked(tokens_BID, *latents_BCHW.shape[-2:])
+        return unpacked(predicted_BID[:, : high * wide], *latents_BCHW.shape[-2:])

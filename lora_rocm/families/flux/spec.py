@@ -34,6 +34,10 @@ class FluxSection(TransformerSection):
     )
     tokenizer_2: InputFolder | None = Field(None, description="Folder of another tokenizer of T5.")
 
+    @property
+    def without_control(self) -> str:
+        return "" if self.variant == "kontext" else "Remove it, or set model.variant: kontext."
+
 
 SPEC = FamilySpec(
     name="flux",

@@ -24,6 +24,11 @@ class Draws:
     tensors: dict[str, Tensor]
 
 
+MEAN, STD = "latent_mean", "latent_std"
+"""Names in the batch of the mean and standard deviation of an image's posterior, [B, C, ...]."""
+CONTROL_LATENTS = "control_latents"
+"""Name in the batch of the latents of control images, [B, C, ...], if the images have any. The mean is cached."""
+
 Distance = Callable[[Tensor, Tensor], Tensor]
 """(prediction in float32, target) -> the distance at each place, in float32."""
 
@@ -59,8 +64,8 @@ class LatentSpace:
 
     shift_C: Tensor
     scale_C: Tensor
-    mean: str = "latent_mean"
-    std: str = "latent_std"
+    mean: str = MEAN
+    std: str = STD
 
     def draws(self, rngs: Sequence[torch.Generator], shape: Sequence[int]) -> dict[str, Tensor]:
         """The draws that ``sample`` needs, for latents of ``shape`` (without B): float32, one row per generator."""
@@ -75,7 +80,10 @@ class LatentSpace:
 
         Source: arXiv 1312.6114, section 2.4.
         """
-        latents = batch[self.mean] + batch[self.std] * draws["posterior"]
+        return self.normalised(batch[self.mean] + batch[self.std] * draws["posterior"], draws)
+
+    def normalised(self, latents: Tensor, draws: Mapping[str, Tensor]) -> Tensor:
+        """Normalised latents [B, C, ...]. ``draws``: those of ``draws``, on the device of the latents."""
         shift, scale = (over(draws[name], latents) for name in ("latent_shift", "latent_scale"))
         return (latents - shift) * scale
 

@@ -24,9 +24,9 @@ def unpacked(tokens_BID: Tensor, height: int, width: int) -> Tensor:
     return split.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
 
 
-def places(high: int, wide: int, device: torch.device) -> Tensor:
-    """The places (0, row, column) of a grid of tokens: float32 [I, 3], on the device."""
-    grid = torch.zeros(high, wide, 3, device=device)
+def places(high: int, wide: int, device: torch.device, number: int = 0) -> Tensor:
+    """The places (number, row, column) of a grid of tokens: float32 [I, 3], on the device."""
+    grid = torch.full((high, wide, 3), float(number), device=device)
     grid[..., 1] = torch.arange(high, device=device)[:, None]
     grid[..., 2] = torch.arange(wide, device=device)
     return grid.flatten(0, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -11,10 +12,10 @@ from torch import Tensor
 
 from lora_rocm.base_models.loading import Source
 from lora_rocm.families.base import LoadedModel, PreviewRequest, Tensors
-from lora_rocm.families.objectives.base import LatentSpace
+from lora_rocm.families.objectives.base import CONTROL_LATENTS, LatentSpace
 from lora_rocm.families.objectives.flow import published_shift, shifted
 from lora_rocm.families.recompute import evaluating
-from lora_rocm.families.vae import decode, pixels_per_latent
+from lora_rocm.families.vae import decode, encode_control, pixels_per_latent
 
 GUIDANCE = "guidance"  # name in the batch of the guidance [B], float32, that a preview asks for
 
@@ -60,7 +61,11 @@ def sample_images(
         for request in requests:
             shape = (channels, request.height // ratio, request.width // ratio)
             noise_CHW = torch.randn(shape, generator=torch.Generator().manual_seed(request.seed))
-            drawn.append(denoised(family, model, request, noise_CHW.to(model.device), text))
+            more = {}
+            if request.control:
+                control = encode_control(family.source, model.device, request, family.latents, in_tiles)
+                more[CONTROL_LATENTS] = control
+            drawn.append(denoised(family, model, request, noise_CHW.to(model.device), text, more=more))
     return decode(family.source, model.device, drawn, family.latents, in_tiles)
 
 
@@ -71,8 +76,12 @@ def denoised(
     noisy_CHW: Tensor,
     text: Callable[[str], Tensors],
     first_sigma: float = 1.0,
+    more: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Tensor:
-    """Normalised latents float32 [C, H, W], from noisy ones at ``first_sigma`` on the model's device."""
+    """Normalised latents float32 [C, H, W], from noisy ones at ``first_sigma`` on the model's device.
+
+    ``more``: further tensors of the batch, with a batch dimension.
+    """
     sides = [side // family.patch for side in noisy_CHW.shape[-2:]]
     even = torch.linspace(1.0, 0.0, request.steps + 1)
     levels = (first_sigma * shifted(even, published_shift(family.scheduler_config, sides[0] * sides[1]))).tolist()
@@ -80,7 +89,7 @@ def denoised(
     prompts = [request.prompt, *([request.negative_prompt] if guided else [])]
     texts = [{name: tensor[None].to(model.device) for name, tensor in text(prompt).items()} for prompt in prompts]
     for batch in texts:
-        batch[GUIDANCE] = torch.full((1,), request.guidance_scale, device=model.device)
+        batch |= {GUIDANCE: torch.full((1,), request.guidance_scale, device=model.device), **more}
     x_BCHW = noisy_CHW[None]
     for sigma, following in zip(levels, levels[1:], strict=False):
         sigma_B = torch.full((1,), sigma, device=model.device)

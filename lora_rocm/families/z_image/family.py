@@ -77,10 +77,11 @@ class ZImage(TransformerFamily):
 
     def check(self, source: Source) -> tuple[str, ...]:
         notices = super().check(source)
-        if self._is_turbo:
+        if self._is_turbo and self.recipe.model.training_adapter is None:
             notices += (
                 "Z-Image Turbo is distilled to few steps, and a LoRA trained on it undoes that: images become blurred. "
-                "Train on the base model; its LoRA works with Turbo.",
+                "Train on the base model, whose LoRA works with Turbo, or name Turbo's training adapter: "
+                "model.training_adapter.",
             )
         return notices
 

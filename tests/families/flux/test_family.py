@@ -12,9 +12,10 @@ from diffusers import FluxPipeline
 from safetensors.torch import save_file
 from torch import Tensor
 
+from lora_rocm.adapters.lora_reader import components_of, read_lora
 from lora_rocm.base_models.loading import Source
 from lora_rocm.dataset.entry_spec import CAPTION
-from lora_rocm.errors import ModelError
+from lora_rocm.errors import AdapterError, ModelError
 from lora_rocm.families.base import LoadedModel, Tensors
 from lora_rocm.families.flux.encoders import POOLED, STATES
 from lora_rocm.families.flux.family import LAYOUT, LAYOUT_SCHNELL, Flux
@@ -119,6 +120,23 @@ def test_the_bundled_configs_differ_in_what_the_variants_do() -> None:
     dev, schnell = (Source("published", layout, layout.configs, None) for layout in (LAYOUT, LAYOUT_SCHNELL))
     assert all(dev.config(name) == schnell.config(name) for name in ("text_encoder", "text_encoder_2", "vae"))
     assert {**dev.config("transformer"), "guidance_embeds": False} == schnell.config("transformer")
+
+
+def test_a_file_that_also_adapts_clip_is_refused_by_name(base: Path, tmp_path: Path) -> None:
+    """kohya's scripts train CLIP-L too. Its part has no place here, and without it the file would be another LoRA."""
+    family, path = family_of(base), tmp_path / "lora.safetensors"
+    own, clip = "lora_unet_double_blocks_0_img_attn_proj", "lora_te1_text_model_encoder_layers_0_self_attn_q_proj"
+    factors = {"lora_down.weight": torch.ones(2, 32), "lora_up.weight": torch.ones(32, 2)}
+    tensors, more = ({f"{key}.{part}": factor.clone() for part, factor in factors.items()} for key in (own, clip))
+    for state, whole in ((tensors, True), (tensors | more, False)):
+        save_file(state, path)
+        assert components_of(family, path) == {"transformer"}
+        if whole:
+            assert read_lora(family, {"transformer": family.skeleton("transformer")}, path).keys(), "the control"
+            continue
+        with pytest.raises(AdapterError, match=f"not in this model, for example {clip}") as caught:
+            read_lora(family, {"transformer": family.skeleton("transformer")}, path)
+        assert caught.value.code == "lora-of-another-model"
 
 
 def refused(family: Flux) -> ModelError:

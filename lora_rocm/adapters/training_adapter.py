@@ -1,0 +1,112 @@
+"""A LoRA that takes part in training without being trained: ``model.training_adapter``.
+
+A base that was distilled to few steps loses that when it is trained. With an adapter that undoes the distillation the
+trained LoRA does not learn it again, and is used without that adapter.
+
+The adapter is a second low-rank pair beside the trained one. So the base keeps its bytes: a quantised weight is rounded
+as without it, fingerprints and seals hold, and leaving it out is exact. Merged into the weights, none of that would be.
+The pairs are buffers, so nothing trains them; they are sent, checked, offloaded and counted as frozen weights are.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from peft import inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+
+from lora_rocm.adapters.base import PEFT_NAME
+from lora_rocm.adapters.entry import Say
+from lora_rocm.adapters.lora import config_for
+from lora_rocm.adapters.lora_entry import LORA, LoraEntry
+from lora_rocm.adapters.lora_reader import read_for_model
+from lora_rocm.adapters.module_names import canonical
+from lora_rocm.errors import AdapterError
+from lora_rocm.families.base import LoadedModel, ModelFamily
+
+NAME = "training_adapter"
+"""Of the pairs in PEFT's layers, and so a part of the names of their tensors."""
+
+
+class TrainingAdapter:
+    """The training adapter in a model. ``layers``: all adapted layers of the components that have it."""
+
+    def __init__(self, layers: Sequence[BaseTunerLayer]) -> None:
+        self._layers = layers
+        self._use([PEFT_NAME, NAME])
+
+    @contextmanager
+    def absent(self) -> Iterator[None]:
+        """Leave the adapter out inside the context, as those do who use the trained LoRA."""
+        self._use([PEFT_NAME])
+        try:
+            yield
+        finally:
+            self._use([PEFT_NAME, NAME])
+
+    def _use(self, names: list[str]) -> None:
+        for layer in self._layers:
+            layer.set_adapter([name for name in names if name in layer.r])
+
+
+def put_training_adapter(
+    family: ModelFamily, model: LoadedModel, path: str | None, say: Say = lambda text: None
+) -> TrainingAdapter:
+    """Put the adapter of a file into a model, beside the one to train, which is there already.
+
+    The model may be on the meta device. ``path``: the file; None: there is no such adapter.
+
+    Raises:
+        AdapterError: the file is missing, damaged, no LoRA, for another model, or adapts what is not in the model.
+    """
+    if path is None:
+        return TrainingAdapter([])
+    entries = _entries(family, model, Path(path), say)
+    layers = list[BaseTunerLayer]()
+    for component, root in model.components.items():
+        config = config_for(component, root, entries)
+        if config is None:
+            continue
+        with torch.device(model.device), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of PEFT, about a second adapter
+            inject_adapter_in_model(config, root, NAME)
+        for name, layer in root.named_modules():
+            if isinstance(layer, BaseTunerLayer):
+                layers.append(layer)
+            if isinstance(layer, LoraLayer) and NAME in layer.lora_A:
+                _fill(layer, entries[canonical(component, name)], model.dtype)
+    return TrainingAdapter(layers)
+
+
+def _fill(layer: LoraLayer, entry: LoraEntry, dtype: torch.dtype) -> None:
+    """Write an entry into a layer, scaled so that both pairs of the layer have the scale of the trained one."""
+    scale = layer.scaling[NAME] = layer.scaling.get(PEFT_NAME, 1.0)
+    for pairs, values in ((layer.lora_A, entry.down), (layer.lora_B, entry.up * (entry.scale / scale))):
+        pair: nn.Module = pairs[NAME]
+        weight = pair.get_parameter("weight")
+        del pair.weight
+        pair.register_buffer("weight", torch.empty_like(weight, dtype=dtype).copy_(values))
+
+
+def _entries(family: ModelFamily, model: LoadedModel, path: Path, say: Say) -> dict[str, LoraEntry]:
+    files, entries = read_for_model(family, model, path, say)
+    where = f"model.training_adapter: {path}"
+    plain = {name: entry for name, entry in entries.items() if isinstance(entry, LoraEntry) and not entry.needs_weight}
+    if len(plain) < len(entries):
+        what = f"The training adapter is a {'DoRA' if files is LORA else files.name}, and only a LoRA can be one."
+        raise AdapterError("training-adapter-kind", what, where=where, fix="Use a LoRA file.")
+    beyond = [name for name in entries if name.split(".")[0] not in model.components]
+    if beyond:
+        raise AdapterError(
+            "training-adapter-text",
+            f"The training adapter adapts the text encoders ({beyond[0]}), which are not part of training.",
+            where=where,
+            fix="Set lora.train_text_encoder: true, or use a file without text encoders.",
+        )
+    return plain

@@ -1,0 +1,86 @@
+"""Pairs the images of a source with the files of another folder, by name."""
+
+from __future__ import annotations
+
+import os
+from functools import cached_property
+from pathlib import Path
+from typing import NoReturn
+
+from lora_rocm.dataset.folders import shown, source_folder
+from lora_rocm.dataset.image_io import readable_extensions
+from lora_rocm.dataset.left_out import COMPANION_END, counted, some
+from lora_rocm.dataset.sample_table import Sample
+from lora_rocm.errors import DataError
+from lora_rocm.recipe.schema import ResolvedSource
+
+
+class PairedFiles:
+    """The image files of a folder. Each belongs to the image that has the same path relative to its own folder.
+
+    The comparison ignores extensions and the endings that other trainers give ("0-masklabel", "0_mask").
+
+    Args:
+        options: options of the source of images.
+        index: index of the source in the recipe.
+        root: the folder of files.
+        key: the key of ``data`` that names the folder.
+        noun: a file's name in messages, in the singular.
+
+    Attributes:
+        doubles: (file, further file with the same name), known once ``of`` was called.
+
+    Raises:
+        DataError: the folder is that of the images.
+    """
+
+    def __init__(self, options: ResolvedSource, index: int, root: str, key: str, noun: str) -> None:
+        self._images, self.root, self._key, self._noun = source_folder(options.path or "", index), Path(root), key, noun
+        self._used, self.doubles = set[Path](), list[tuple[Path, Path]]()
+        if os.path.realpath(self._images) == os.path.realpath(self.root):
+            raise DataError(
+                f"{key.removesuffix('_path')}-folder-same",
+                f"{key} is the folder of the images themselves.",
+                where=shown(self.root),
+                fix=f"Put the {noun}s into a folder of their own.",
+            )
+
+    @cached_property
+    def _files(self) -> dict[str, Path]:
+        """Relative path without extension -> file; the first by name if several match."""
+        wanted, found = readable_extensions(), dict[str, Path]()
+        visited = set[str]()
+        for parent, folders, names in os.walk(self.root, onerror=self._refuse, followlinks=True):
+            if (real := os.path.realpath(parent)) in visited:  # links may lead in a circle
+                folders.clear()
+                continue
+            visited.add(real)
+            for path in (Path(parent, name) for name in sorted(names) if not name.startswith(".")):
+                if path.suffix.lower() not in wanted:
+                    continue
+                first = found.setdefault(str(path.relative_to(self.root).with_suffix("")), path)
+                if first != path:
+                    self.doubles.append((first, path))
+        return {COMPANION_END.sub("", name): path for name, path in found.items()} | found
+
+    def of(self, sample: Sample) -> Path | None:
+        """The file of an image of this source; None if there is none."""
+        assert isinstance(sample.location, Path), "a recipe that pairs rows of a dataset with files is refused"
+        file = self._files.get(str(sample.location.relative_to(self._images).with_suffix("")))
+        if file is not None:
+            self._used.add(file)
+        return file
+
+    def lonely(self) -> list[str]:
+        """A sentence about the files that belong to no image for which ``of`` was called; empty if there are none."""
+        names = sorted(shown(path.name) for path in {*self._files.values()} - self._used)
+        have = counted(names, f"{self._noun} has", f"{self._noun}s have")
+        return [f"{have} no image of the same name: {some(names)}."] if names else []
+
+    def _refuse(self, error: OSError) -> NoReturn:
+        raise DataError(
+            f"{self._key.removesuffix('_path')}-folder-unreadable",
+            f"A folder of {self._noun}s cannot be read: {error.strerror}.",
+            where=shown(error.filename),
+            fix=f"Correct data.{self._key}, or the rights.",
+        )

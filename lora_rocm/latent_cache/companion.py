@@ -1,0 +1,58 @@
+"""A file that belongs to an image, as what an encoder reads in the image's place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from lora_rocm.dataset.folders import shown
+from lora_rocm.dataset.hf_datasets import DatasetRow
+from lora_rocm.dataset.image_io import MAX_IMAGE_BYTES
+from lora_rocm.errors import DataError
+from lora_rocm.foundation.bounded_read import read_plain
+from lora_rocm.latent_cache.image_preprocess import Wanted, hash_of
+
+
+@dataclass(frozen=True, slots=True)
+class CompanionWanted(Wanted):
+    """The companion of a sample, whose entries are to be in the cache.
+
+    kind: the input that the entries are made from. noun, fix: its name in errors, and their remedy.
+    place: the file, or the image itself; None if the sample has no companion.
+    """
+
+    kind: ClassVar[str]
+    noun: ClassVar[str]
+    fix: ClassVar[str]
+    place: Path | DatasetRow | None = None
+
+    @property
+    def reads(self) -> str:
+        return self.kind
+
+    @property
+    def file(self) -> Path | None:
+        return self.place if isinstance(self.place, Path) else None
+
+    def hashed(self) -> str:
+        try:
+            return hash_of(self.read())
+        except DataError:
+            return ""
+
+    def read(self) -> bytes:
+        if self.place is None:
+            return b""
+        if self.place == self.sample.location:
+            return Wanted.read(self)
+        assert isinstance(self.place, Path)
+        try:
+            return read_plain(self.place, MAX_IMAGE_BYTES)
+        except OSError as error:
+            raise self.unusable(f"cannot be read: {error.strerror or error}") from error
+
+    def unusable(self, why: str) -> DataError:
+        """The error for a companion that cannot be used. ``why``: a verb and what follows."""
+        what = f"The {self.noun} of {self.sample.key} {why}."
+        return DataError(f"{self.kind}-unusable", what, where=shown(self.place), fix=self.fix)

@@ -1,0 +1,120 @@
+"""Control images: paired by name, one for each image, refused in words with the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lora_rocm.dataset.controls import Controls
+from lora_rocm.dataset.scan import Scan, scan
+from lora_rocm.errors import DataError, RecipeError
+from lora_rocm.recipe.load import load_recipe
+
+
+@pytest.fixture
+def images(tmp_path: Path, make: SimpleNamespace) -> Path:
+    """Two images, one of them in a sub-folder, each with a control image of another format and size."""
+    for number, name in enumerate(("a", "sub/b")):
+        make.image(tmp_path / "data" / f"{name}.png", seed=number, caption=name)
+        make.image(tmp_path / "controls" / f"{name}.webp", 40, 80, seed=9 + number)
+    return tmp_path / "data"
+
+
+def scanned(make: SimpleNamespace, images: Path, **keys: Any) -> Scan:
+    return scan(make.data(path=str(images), **{"control_path": str(images.parent / "controls"), **keys}))
+
+
+def test_a_control_image_belongs_to_the_image_with_its_path(images: Path, make: SimpleNamespace) -> None:
+    found = scanned(make, images)
+    controls = Controls(found.samples[0].options, 0)
+    wanted = [images.parent / "controls" / "a.webp", images.parent / "controls" / "sub" / "b.webp"]
+    assert [controls.of(sample) for sample in found.samples] == wanted
+    assert not found.set_aside and not found.notices and not found.lasting
+    assert scanned(make, images, control_path=None).lasting, "the control"
+
+
+def test_control_images_in_the_image_folder_are_not_trained_on(images: Path, make: SimpleNamespace) -> None:
+    (images.parent / "controls").rename(images / "before")
+    found = scanned(make, images, control_path=str(images / "before"))
+    assert [sample.key for sample in found.samples] == ["a.png", "sub/b.png"]
+
+
+def test_an_image_without_a_control_image_is_an_error(images: Path, make: SimpleNamespace) -> None:
+    (images.parent / "controls" / "sub" / "b.webp").unlink()
+    with pytest.raises(DataError, match=r"1 image has no control image: sub/b.png\.") as caught:
+        scanned(make, images)
+    assert caught.value.code == "control-missing" and caught.value.where.endswith("controls") and caught.value.fix
+
+
+def test_two_control_images_of_one_name_are_an_error(images: Path, make: SimpleNamespace) -> None:
+    make.image(images.parent / "controls" / "a.png")
+    with pytest.raises(DataError, match=r"a.png and a.webp\. Which of them") as caught:
+        scanned(make, images)
+    assert caught.value.code == "control-ambiguous" and caught.value.where.endswith("a.webp")
+
+
+def test_a_control_image_without_an_image_is_said(images: Path, make: SimpleNamespace) -> None:
+    make.image(images.parent / "controls" / "c.png")
+    assert scanned(make, images).notices == ("1 control image has no image of the same name: c.png.",)
+
+
+def test_an_unreadable_control_image_sets_its_image_aside(images: Path, make: SimpleNamespace) -> None:
+    (images.parent / "controls" / "a.webp").write_bytes(b"no image")
+    found = scanned(make, images)
+    assert [sample.key for sample in found.samples] == ["sub/b.png"]
+    (problem,) = found.set_aside
+    assert problem.where.endswith("a.webp") and problem.what.startswith("The control image of a.png cannot be read:")
+    assert "take it away together with its image" in problem.fix
+
+
+def test_the_folder_of_the_images_is_refused(images: Path, make: SimpleNamespace) -> None:
+    with pytest.raises(DataError, match="control_path is the folder of the images") as caught:
+        scanned(make, images, control_path=str(images))
+    assert caught.value.code == "control-folder-same"
+    with pytest.raises(DataError, match="A folder of control images cannot be read"):
+        scanned(make, images, control_path=str(images / "nowhere"))
+
+
+KONTEXT = "model: {family: flux, name_or_path: x, variant: kontext}\ntrain: {epochs: 1}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "what", "fix"),
+    [
+        ("data: {path: a, control_path: c}", "", "", ""),
+        ("data: {path: a}\nsample: {control_images: [c]}", "", "", ""),
+        ("data: {dataset: a, control_path: c}", "data.dataset", "there is no such key", ""),
+        ("data: {control_path: c, sources: [{dataset: b}]}", "data.control_path", "b cannot have both", "row"),
+        ("data: {sources: [{path: a, control_path: c}, {path: b}]}", "data.sources", "b has no control_path", "Add"),
+    ],
+)
+def test_what_a_recipe_may_say(tmp_path: Path, text: str, place: str, what: str, fix: str) -> None:
+    (tmp_path / "r.yaml").write_text(KONTEXT + text, encoding="utf-8")
+    if not place:
+        assert load_recipe(tmp_path / "r.yaml").recipe.model.without_control == ""
+        return
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(tmp_path / "r.yaml")
+    problem = caught.value.problems[0]
+    assert problem.where.endswith(f"r.yaml:3 {place}") and what in problem.what and fix in problem.fix
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("data:\n  path: a\n  control_path: c", "r.yaml:5 data.control_path"),
+        ("data:\n  sources:\n  - {path: a, control_path: c}", "r.yaml:5 data.sources[0].control_path"),
+        ("data: {path: a}\nsample:\n  control_images: [c]", "r.yaml:5 sample.control_images"),
+    ],
+)
+def test_other_variants_and_families_take_none(tmp_path: Path, text: str, place: str) -> None:
+    for model, fix in (("flux, variant: dev", "or set model.variant: kontext"), ("z-image", "Remove it.")):
+        recipe = KONTEXT.replace("flux", model).replace(", variant: kontext", "") + text
+        (tmp_path / "r.yaml").write_text(recipe, encoding="utf-8")
+        with pytest.raises(RecipeError) as caught:
+            load_recipe(tmp_path / "r.yaml")
+        (problem,) = caught.value.problems
+        assert problem.where.endswith(place) and "takes no control images" in problem.what and fix in problem.fix

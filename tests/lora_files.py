@@ -1,0 +1,28 @@
+"""LoRA files with random weights, for tests that need the file of another training."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from lora_rocm.adapters.module_names import adaptable
+
+
+def write_random_lora(path: Path, component: str, root: nn.Module, pattern: str, rank: int = 3) -> Path:
+    """A file in the names of diffusers for the modules of a component that match; ``root`` may have no weights."""
+    scale = 0.3
+    rng = torch.Generator().manual_seed(11)
+    tensors: dict[str, Tensor] = {}
+    for name, layer in adaptable(root):
+        if re.fullmatch(pattern, name):
+            (rows, *inputs), kernel = layer.weight.shape, (1,) * (layer.weight.ndim - 2)  # type: ignore[union-attr,operator]
+            tensors[f"{component}.{name}.lora_A.weight"] = scale * torch.randn(rank, *inputs, generator=rng)
+            tensors[f"{component}.{name}.lora_B.weight"] = scale * torch.randn(rows, rank, *kernel, generator=rng)
+    assert tensors, "the pattern matches no module"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path)
+    return path
