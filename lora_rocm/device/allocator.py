@@ -49,7 +49,7 @@ def usage(device: torch.device) -> Usage | None:
 def empty_pools() -> None:
     """Return torch's unused memory to the device, which also joins free neighbouring pieces, and its pinned memory.
 
-    Call it between phases, whose tensors differ in size. Before torch 2.13, unused pinned memory stays with the process.
+    Call it between phases, whose tensors differ in size. Before torch 2.13, unused pinned memory stays in the process.
     """
     gc.collect()
     if torch.cuda.is_initialized():
