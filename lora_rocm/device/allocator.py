@@ -49,14 +49,14 @@ def usage(device: torch.device) -> Usage | None:
 def empty_pools() -> None:
     """Return torch's unused memory to the device, which also joins free neighbouring pieces, and its pinned memory.
 
-    Call it between phases, whose tensors differ in size. Before torch 2.13, unused pinned memory stays in the process.
+    Call it between phases, whose tensors differ in size.
     """
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-        release_pinned = getattr(torch.accelerator, "empty_host_cache", None)
-        if release_pinned is not None:
-            release_pinned()
+        # torch 2.11 has the first name, later versions the second
+        release_pinned = getattr(torch._C, "_host_emptyCache", None) or torch.accelerator.empty_host_cache
+        release_pinned()
 
 
 def device_budget(device: torch.device) -> int:
