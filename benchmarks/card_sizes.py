@@ -50,7 +50,8 @@ def make_base(folder: Path, family: str, toy: bool) -> None:
     if toy:
         TINY[family](folder)
         return
-    recipe = recipe_from({"model": {"family": family, "name_or_path": "random:"}, "data": {"path": "."}})
+    model = {"family": family, "name_or_path": "random:"}
+    recipe = recipe_from({"model": model, "data": {"path": "."}, "train": {"max_train_steps": 1}})
     make_model(folder, family_for(recipe).layout, torch.bfloat16)  # type: ignore[attr-defined]
 
 
