@@ -1,13 +1,16 @@
 """What fits into cards of some sizes: the real command at full size, encoders included, under a cap of the allocator.
 
 usage: python benchmarks/card_sizes.py ROOT FAMILY [--quantization none] [--cards 24,16,12,8] [--steps 14] [--toy]
-                                       [--limit-s SECONDS] [--json FILE]
+                                       [--only steps] [--limit-s SECONDS] [--json FILE]
 
 Writes a base with random bf16 weights in the family's published structure (ROOT/FAMILY; FLUX.1 32 GiB, Z-Image 19 GiB),
 and four images of 1024x1024. Then it runs ``lora-rocm train`` at batch 1 and rank 16 on attention in a child for each
 row, from empty caches to the exported file. The first row has no cap and recomputes all activations; its step is what
 the others are compared with. The cap of a card is its size less 0.75 GiB for desktop and runtime. ``--limit-s``: rows
 that would probably end later are left out. ``--toy``: a tiny base on the CPU, without caps.
+
+``--only steps`` is quicker: steps alone, in one process, of weights that are made in memory and offloaded further from
+row to row. It also tells how much memory the allocator holds.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +33,19 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # benchmarks share helpers with each other and with tests
 
 from benchmarks.full_size_sdxl import make_images, make_model  # noqa: E402
+from benchmarks.memory_plan import Setup, limited_steps  # noqa: E402
 from benchmarks.reliable_memory import LAUNCH, figures  # noqa: E402
+from lora_rocm.device.allocator import empty_pools  # noqa: E402
 from lora_rocm.families.base import family_for  # noqa: E402
+from lora_rocm.memory.footprint import measured_rates  # noqa: E402
+from lora_rocm.planning.step_cost import Job, Rates, choose  # noqa: E402
 from lora_rocm.recipe.kinds import recipe_from  # noqa: E402
 from tests.tiny_flux import write_tiny_flux  # noqa: E402
 from tests.tiny_z_image import write_tiny_z_image  # noqa: E402
 
 GIB = 2**30
 DESKTOP_BYTES = 3 * GIB // 4
-IMAGES, WARM_UP = 4, 6
+IMAGES, WARM_UP, TIMED = 4, 6, 6
 TINY = {"flux": write_tiny_flux, "z-image": write_tiny_z_image}
 KEPT = ("weights.jsonl", "footprints.json")
 """Files of the cache folder that later rows get: digests of the base, counted steps."""
@@ -137,6 +145,36 @@ def line_of(row: dict[str, Any], reference_s: float | None) -> str:
     return f"{row['family']} {row['quantization']}, {card}: {step}{ratio}, {peak}, {times}{said}"
 
 
+def steps_alone(options: argparse.Namespace) -> int:
+    """Run steps of the plan for each card, the largest first; return 0 if all fitted."""
+    base = options.root / options.family if options.toy else options.family
+    model = {"family": options.family, "name_or_path": f"random:{base}", "quantization": options.quantization}
+    on_gpu, side_px = not options.toy, 64 if options.toy else 1024
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    whole_bytes = torch.cuda.get_device_properties(device).total_memory if on_gpu else 1 << 62
+    rates = measured_rates(device, torch.bfloat16) if on_gpu else Rates()
+    setup, job, rows = Setup(model, options.toy, options.root, 16, device), Job(graphs=on_gpu), list[dict[str, Any]]()
+    for card_gib in (0.0, *sorted(map(float, options.cards.split(",")), reverse=True)):
+        cap_bytes = int(card_gib * GIB) - DESKTOP_BYTES if card_gib else whole_bytes
+        wanted = job if card_gib else replace(job, modes=("recompute",))
+        plan = choose(cap_bytes, setup.footprint(side_px), wanted, rates)
+        row: dict[str, Any] = {"card_GiB": card_gib, "cap_GiB": cap_bytes / GIB}
+        if plan is None:
+            row["problem"] = "no plan fits"
+        else:
+            row |= limited_steps(setup, cap_bytes, plan, side_px, anew=False, timed=TIMED)
+            setup.optimizer.drop_gradients()
+            empty_pools()
+        if "step_s" in row and rows:
+            row["ratio"] = row["step_s"] / rows[0]["step_s"]
+        rows.append(row)
+        sizes = {name: round(size / GIB, 2) for name, size in row.items() if name.endswith("_bytes")}
+        print(json.dumps({**row, **sizes}), flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    return int(any("step_s" not in row for row in rows))
+
+
 def main() -> int:
     """Make the inputs, run the rows, print; return 0 if all finished."""
     parser = argparse.ArgumentParser()
@@ -146,12 +184,17 @@ def main() -> int:
     parser.add_argument("--cards", default="24,16,12,8")
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--toy", action="store_true")
+    parser.add_argument("--only", choices=["steps"])
     parser.add_argument("--limit-s", type=float, default=float("inf"))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     options.root = options.root.resolve()
     started = time.perf_counter()
-    make_images(options.root / "images", 64 if options.toy else 1024, IMAGES)
+    if options.only:
+        if options.toy:
+            make_base(options.root / options.family, options.family, True)
+        return steps_alone(options)
+    make_images(options.root / "images", 64 if options.toy else 1024, IMAGES, square=True)
     make_base(options.root / options.family, options.family, options.toy)
     print(f"base written after {time.perf_counter() - started:.0f} s", flush=True)
     rows: list[dict[str, Any]] = []

@@ -32,8 +32,8 @@ IMAGES = 16
 WARM_UP_STEPS = 10
 
 
-def make_images(folder: Path, side_px: int, count: int = IMAGES) -> None:
-    """Write blurred noise in three shapes, so that there are several buckets."""
+def make_images(folder: Path, side_px: int, count: int = IMAGES, square: bool = False) -> None:
+    """Write blurred noise in three shapes, so that there are several buckets; ``square``: in one."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = np.random.default_rng(7)
     for number in range(count):
@@ -41,7 +41,7 @@ def make_images(folder: Path, side_px: int, count: int = IMAGES) -> None:
             (side_px, side_px),
             (side_px * 5 // 4, side_px * 4 // 5),
             (side_px * 4 // 5, side_px * 5 // 4),
-        ][number % 3]
+        ][0 if square else number % 3]
         coarse = Image.fromarray(generator.integers(0, 255, (12, 12, 3), dtype=np.uint8))
         coarse.resize((width, height), Image.Resampling.BICUBIC).save(folder / f"{number:02d}.jpg", quality=92)
         (folder / f"{number:02d}.txt").write_text(f"image number {number}, blurred colours", encoding="utf-8")
