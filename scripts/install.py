@@ -43,9 +43,10 @@ from lora_rocm.hardware.wheels import ANY_TORCH, INDEX_VARIABLE, VARIABLES, Whee
 from scripts.venv_state import CONSTRAINT, LOOK_TIMEOUT_S, Found, Venv, again, ask, say, venv_command  # noqa: E402
 
 UNINSTALL = ["-m", "pip", "uninstall", "-q", "-y", "torch", "triton", "triton-rocm", "pytorch-triton-rocm"]
-# pip compiles every file of every package, which takes a third of the installation. Importing the program once compiles
-# what it uses.
+# pip compiles every file of every package, which takes a third of the installation. Importing the program once, or the
+# tests, compiles what they use.
 COMPILE = ["-c", "import lora_rocm.train.pipeline"]
+COMPILE_TESTS = ["-m", "pytest", "--collect-only", "-p", "no:terminal", "-o", "addopts=--import-mode=importlib"]
 QUICK = ["--retries", "0", "--timeout", "10"]
 
 
@@ -218,7 +219,7 @@ def install(options: argparse.Namespace, facts: HostFacts) -> None:
     else:
         ready_torch(venv, ready_venv(venv, options.repair), choice, options.repair, options.upgrade)
         install_package(venv, verified(venv, choice), options.dev)
-        venv.run(*COMPILE, hush=True)
+        venv.run(*(COMPILE_TESTS if options.dev else COMPILE), hush=True)
         _, output, _ = ask([str(venv.python), "-m", "pip", "check", "--disable-pip-version-check"], LOOK_TIMEOUT_S)
         say(f"pip check: {(output.strip().splitlines() or ['no answer'])[0]}")
     new = {"project": fingerprint(), "dev": bool(options.dev or (same and stamp.get("dev"))), "asked": asked}
@@ -259,7 +260,8 @@ def describe(facts: HostFacts, choice: WheelChoice, dev: bool) -> str:
         lines.append(f"  where that does not answer: {inside} {quoted(plain, windows)}")
     lines.append(f"  the version of torch is written to {CONSTRAINT}, so that nothing replaces it")
     lines.append(f"  {inside} {quoted(package_command(dev, choice.kind == 'cpu'), windows)}")
-    lines += [f"  {inside} {quoted(COMPILE, windows)}", f"  {inside} -m pip check"]
+    compiled = quoted(COMPILE_TESTS if dev else COMPILE, windows)
+    lines += [f"  {inside} {compiled}", f"  {inside} -m pip check"]
     return "\n".join(map(printable, lines))
 
 

@@ -63,16 +63,19 @@ def again(option: str, windows: bool = os.name == "nt") -> str:
 
 def venv_command(clear: bool = False) -> list[str]:
     """What makes the venv, for the Python of the machine."""
-    return ["-m", "venv", *(["--clear"] if clear else []), ".venv"]
+    # --upgrade-deps: the pip that an old Python brings takes twice the time to choose and unpack packages.
+    return ["-m", "venv", "--upgrade-deps", *(["--clear"] if clear else []), ".venv"]
 
 
 def call(command: list[str], hush: bool = False) -> bool:
     """Run a command in the repository's folder, its output where ours goes; True when it ended well."""
     # PIP_USER=0: a "user = true" in somebody's pip configuration would refuse every install into a venv.
+    # PYTHONDONTWRITEBYTECODE: the step that compiles would leave nothing, and every process would compile again.
     environ = {
         **python_environment(os.environ),
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         "PIP_USER": "0",
+        "PYTHONDONTWRITEBYTECODE": "",
         "PYTHONUTF8": "1",
     }
     quiet = subprocess.DEVNULL if hush else None
@@ -135,7 +138,8 @@ class Venv:
             raise MachineError("inside-venv", "This is the Python of the .venv to be made.", where=sys.prefix, fix=fix)
         say(f"making {self.folder}")
         if not call([sys.executable, *venv_command(clear)]):
-            what, fix = "The virtual environment could not be made (see above).", "Is the disk full, or read-only?"
+            what = "The virtual environment could not be made (see above)."
+            fix = "Common: no network (pip is renewed first), a full or read-only disk. Then run this again."
             raise MachineError("venv-failed", what, where=str(self.folder), fix=fix)
 
 

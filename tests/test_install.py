@@ -46,7 +46,7 @@ class Stand:
 
     def call(self, command: list[str], hush: bool = False) -> bool:
         self.commands.append(" ".join(command).replace(str(self.venv.python), "python"))
-        if "train.pipeline" in self.commands[-1]:
+        if "train.pipeline" in self.commands[-1] or "--collect-only" in self.commands[-1]:
             self.compiled = self.commands.pop()
         if "-m venv" in self.commands[-1]:
             self.venv.python.parent.mkdir(parents=True, exist_ok=True)
@@ -104,12 +104,15 @@ def test_from_nothing(stand: Stand) -> None:
     stand.states = [EMPTY, ROCM_TORCH]
     assert stand.run() == 0
     assert stand.commands == [
-        f"{sys.executable} -m venv .venv",
+        f"{sys.executable} -m venv --upgrade-deps .venv",
         "python -m pip install --no-compile torch==2.13.0 --index-url https://download.pytorch.org/whl/rocm7.2",
         "python -m pip install --no-compile -q -c constraints.txt -c .venv/torch-constraint.txt -e .",
     ]
     assert stand.compiled == "python -c import lora_rocm.train.pipeline"
     assert stand.venv.constraint.read_text(encoding="utf-8") == "torch==2.12.0+rocm7.2\n"
+    stand.states = [ROCM_TORCH]
+    assert stand.run("--dev") == 0
+    assert stand.compiled.startswith("python -m pytest --collect-only")
 
 
 CUDA_TORCH = [RUNS, {"release": "2.13.0"}, {"version": "2.13.0", "hip": None, "cuda": "13.0", "archs": ["sm_90"]}]
@@ -335,7 +338,7 @@ def test_a_torch_that_pip_cannot_remove_takes_the_venv_with_it(stand: Stand) -> 
     with_venv(stand, BROKEN_TORCH, ROCM_TORCH)
     stand.failing = "uninstall"
     assert stand.run("--repair") == 0
-    assert "-m venv --clear .venv" in stand.commands[1] and len(stand.torch_installs()) == 1
+    assert "-m venv --upgrade-deps --clear .venv" in stand.commands[1] and len(stand.torch_installs()) == 1
 
 
 @pytest.mark.parametrize(
@@ -354,7 +357,7 @@ def test_a_venv_that_does_not_work_is_made_anew_only_when_asked(
     assert reason in said and "--repair" in said
     stand.states = [state, EMPTY, CPU_TORCH]
     assert stand.run("--repair") == 0
-    assert stand.commands[0].endswith("-m venv --clear .venv")
+    assert stand.commands[0].endswith("-m venv --upgrade-deps --clear .venv")
 
 
 def test_a_venv_whose_python_vanished_after_it_was_ready_is_not_overwritten(stand: Stand) -> None:
@@ -573,8 +576,9 @@ def test_look_where_no_python_is(tmp_path: Path) -> None:
 
 def test_commands_see_the_environment_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_USER", "1")
-    command = [sys.executable, "-c", "import os, sys; sys.exit(os.environ['PIP_USER'] != '0')"]
-    assert venv_state.call(command)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    wrong = "os.environ['PIP_USER'] != '0' or sys.dont_write_bytecode"
+    assert venv_state.call([sys.executable, "-c", f"import os, sys; sys.exit({wrong})"])
     assert not venv_state.call([sys.executable, "-c", "import sys; sys.exit('no')"], hush=True)
 
 
