@@ -23,10 +23,12 @@ import statistics
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -96,14 +98,12 @@ def run(options: argparse.Namespace, card_gib: float) -> dict[str, Any]:
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environ = {**os.environ, "LORA_ROCM_HOME": str(home), "PYTHONPATH": paths}
     started = time.perf_counter()
-    child = subprocess.Popen(
-        [sys.executable, "-c", LAUNCH, str(recipe), str(run_dir), str(cap_bytes), ""],
-        env=environ,
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-    )
-    _, status, used = os.wait4(child.pid, 0)
-    child.returncode = os.waitstatus_to_exitcode(status)
+    command = [sys.executable, "-c", LAUNCH, str(recipe), str(run_dir), str(cap_bytes), ""]
+    child = subprocess.Popen(command, env=environ, cwd=ROOT, stdout=subprocess.DEVNULL)
+    host_bytes = 0
+    while child.poll() is None:
+        host_bytes = max(host_bytes, resident_bytes(child.pid))
+        time.sleep(0.1)
     wall_s = time.perf_counter() - started
     if not card_gib and not child.returncode:
         (root / "kept").mkdir(exist_ok=True)
@@ -119,10 +119,18 @@ def run(options: argparse.Namespace, card_gib: float) -> dict[str, Any]:
         "cap_GiB": cap_bytes / GIB,
         "exit_code": child.returncode,
         "wall_s": round(wall_s, 1),
-        "host_peak_GiB": used.ru_maxrss * 1024 / GIB,
+        "host_peak_GiB": host_bytes / GIB,
         **phases(run_dir),
         **figures(run_dir, 1),
     }
+
+
+def resident_bytes(pid: int) -> int:
+    """Return the main memory of a process and its children now, pinned memory included; 0 if it has ended."""
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        return sum(each.memory_info().rss for each in (process, *process.children(recursive=True)))
+    return 0
 
 
 def phases(run_dir: Path) -> dict[str, Any]:
