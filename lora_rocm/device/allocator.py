@@ -54,7 +54,7 @@ def empty_pools() -> None:
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-        # torch 2.11 has the first name, later versions the second
+        # torch 2.11 has the first name alone, later versions both
         release_pinned = getattr(torch._C, "_host_emptyCache", None) or torch.accelerator.empty_host_cache
         release_pinned()
 
