@@ -16,52 +16,58 @@ import statistics
 import subprocess
 import sys
 import time
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from diffusers import ModelMixin
 from PIL import Image
+
+from lora_rocm.base_models.loading import Layout
+from lora_rocm.base_models.tokenizers import packaged
+from lora_rocm.families.sdxl.family import LAYOUT
 
 IMAGES = 16
 WARM_UP_STEPS = 10
 
 
-def make_images(folder: Path, side_px: int) -> None:
-    """Write blurred noise in three shapes, so that there are several buckets."""
+def make_images(folder: Path, side_px: int, count: int = IMAGES, square: bool = False) -> None:
+    """Write blurred noise in three shapes, so that there are several buckets; ``square``: in one."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = np.random.default_rng(7)
-    for number in range(IMAGES):
+    for number in range(count):
         width, height = [
             (side_px, side_px),
             (side_px * 5 // 4, side_px * 4 // 5),
             (side_px * 4 // 5, side_px * 5 // 4),
-        ][number % 3]
+        ][0 if square else number % 3]
         coarse = Image.fromarray(generator.integers(0, 255, (12, 12, 3), dtype=np.uint8))
         coarse.resize((width, height), Image.Resampling.BICUBIC).save(folder / f"{number:02d}.jpg", quality=92)
         (folder / f"{number:02d}.txt").write_text(f"image number {number}, blurred colours", encoding="utf-8")
 
 
-def make_model(folder: Path) -> None:
-    """Write random fp16 weights with SDXL's published structure; tokenizers are the builtin model's."""
-    from diffusers import AutoencoderKL, UNet2DConditionModel
-    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
-
-    from lora_rocm.families.sdxl.family import LAYOUT
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    builtin = Path(str(resources.files("lora_rocm.builtin") / "tiny_sdxl"))
-    shutil.copytree(LAYOUT.configs, folder, dirs_exist_ok=True)
-    for tokenizer in LAYOUT.tokenizers:
-        shutil.copytree(builtin / tokenizer, folder / tokenizer, dirs_exist_ok=True)
-    shutil.copy(builtin / "model_index.json", folder / "model_index.json")
+def make_model(folder: Path, layout: Layout = LAYOUT, dtype: torch.dtype = torch.float16) -> None:
+    """Write random weights with a family's published structure, and the packaged tokenizers."""
+    shutil.copytree(layout.configs, folder, dirs_exist_ok=True)
+    for name, packed in layout.tokenizers.items():
+        shutil.copytree(packaged(packed), folder / name, dirs_exist_ok=True)
+    pipeline = layout.parts[layout.alone].cls.__name__ if layout.alone else "StableDiffusionXLPipeline"
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": pipeline}), encoding="utf-8")
     torch.manual_seed(0)
-    with torch.device(device):
-        for name, cls in (("unet", UNet2DConditionModel), ("vae", AutoencoderKL)):
-            cls.from_config(cls.load_config(folder / name)).half().save_pretrained(folder / name)
-        for name, text_cls in (("text_encoder", CLIPTextModel), ("text_encoder_2", CLIPTextModelWithProjection)):
-            text_cls(CLIPTextConfig.from_pretrained(folder / name)).half().save_pretrained(folder / name)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            for name, part in layout.parts.items():
+                if issubclass(part.cls, ModelMixin):
+                    made = part.cls.from_config(part.cls.load_config(folder / name))
+                else:
+                    made = part.cls(part.cls.config_class.from_pretrained(folder / name))
+                made.save_pretrained(folder / name)
+                del made
+    finally:
+        torch.set_default_dtype(before)
 
 
 def run(root: Path, model: str, side_px: int, batch_size: int, steps: int) -> dict[str, Any]:

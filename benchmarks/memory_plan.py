@@ -32,6 +32,8 @@ from lora_rocm.device.allocator import empty_pools
 from lora_rocm.device.torch_errors import out_of_memory
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
+from lora_rocm.kernels.backend import form_for
+from lora_rocm.kernels.weight_format import use_form
 from lora_rocm.memory.controller import Memory, apply
 from lora_rocm.memory.footprint import count, hollow_model, measured_rates
 from lora_rocm.memory.offload import Offload
@@ -88,12 +90,16 @@ def cases(toy: bool) -> list[Case]:
     return found
 
 
-def make_recipe(toy: bool, root: Path, side_px: int, rank: int, rows: int) -> Recipe:
+def sdxl(toy: bool) -> dict[str, Any]:
+    """Return the section ``model`` of a random SDXL."""
+    return {"name_or_path": "random:builtin:tiny-sdxl" if toy else "random:sdxl"}
+
+
+def make_recipe(model: dict[str, Any], toy: bool, root: Path, side_px: int, rank: int, rows: int) -> Recipe:
     """Return a recipe without images, which this benchmark never reads."""
-    base = "random:builtin:tiny-sdxl" if toy else "random:sdxl"
     return recipe_from(
         {
-            "model": {"name_or_path": base},
+            "model": model,
             "data": {"path": str(root), "resolution": side_px, "bucket_step": 32 if toy else 64},
             "lora": {"rank": rank, "targets": "attention"},
             "train": {"max_train_steps": 1, "batch_size": rows},
@@ -104,9 +110,9 @@ def make_recipe(toy: bool, root: Path, side_px: int, rank: int, rows: int) -> Re
 class Setup:
     """A model of one rank, ready to train; memory plans can be applied one after the other."""
 
-    def __init__(self, toy: bool, root: Path, rank: int, device: torch.device) -> None:
-        self.toy, self.root, self.rank, self.device = toy, root, rank, device
-        self.recipe = make_recipe(toy, root, 64, rank, 1)
+    def __init__(self, model: dict[str, Any], toy: bool, root: Path, rank: int, device: torch.device) -> None:
+        self.section, self.toy, self.root, self.rank, self.device = model, toy, root, rank, device
+        self.recipe = make_recipe(model, toy, root, 64, rank, 1)
         self.dtype = torch.float32 if toy else torch.bfloat16
         self.family: ModelFamily = family_for(self.recipe)
         self.hollow = hollow_model(self.family, self.recipe, self.dtype, not toy)
@@ -132,6 +138,8 @@ class Setup:
             component.train()
         model.device = self.device
         self.family.fuse(model)
+        for component in model.components.values():
+            use_form(component, form_for(self.device, True))
         weights, optim = adapter.flatten(self.dtype, torch.float32), self.recipe.optim
         how: dict[str, Any] = {"max_train_steps": 1000, "ema_decay": 0.0, "use_loss_scale": False}
         self.model, self.optimizer = model, make_optimizer(weights, adapter.groups(optim), optim, **how)
@@ -140,8 +148,8 @@ class Setup:
 
     def footprint(self, side_px: int) -> Footprint:
         if side_px not in self.counted:
-            recipe = make_recipe(self.toy, self.root, side_px, self.rank, 1)
-            self.counted[side_px] = count(self.family, self.hollow, recipe, side_px, side_px)
+            recipe = make_recipe(self.section, self.toy, self.root, side_px, self.rank, 1)
+            self.counted[side_px] = count(self.family, self.hollow, recipe, Shape.of(h=side_px, w=side_px))
         return self.counted[side_px]
 
     def put(self, plan: Plan) -> None:
@@ -270,9 +278,15 @@ def limited(setup: Setup, limit_bytes: int, rates: Rates, factor: float, rows: i
     return found
 
 
-def limited_steps(setup: Setup, limit_bytes: int, plan: Plan, side_px: int) -> dict[str, Any]:
-    """Run steps of one plan. A separate function, so that its engine and the whole model are freed at its end."""
-    setup.load(plan)  # as in a run: memory is not fragmented by freed weights
+def limited_steps(
+    setup: Setup, limit_bytes: int, plan: Plan, side_px: int, anew: bool = True, timed: int = TIMED
+) -> dict[str, Any]:
+    """Run steps of one plan. A separate function, so that its engine and the whole model are freed at its end.
+
+    ``anew``: load the model anew, as in a run: memory is not fragmented by freed weights.
+    """
+    if anew:
+        setup.load(plan)
     setup.put(plan)
     said: dict[str, Any] = {"plan": text_of(plan)}
     said |= {"estimate_bytes": plan.peak_bytes, "needed_bytes": plan.needed_bytes}
@@ -282,7 +296,7 @@ def limited_steps(setup: Setup, limit_bytes: int, plan: Plan, side_px: int) -> d
             engine = setup.engine(plan.graphs)
             setup.steps(plan, side_px, engine, WARM_UP + 1)
             before = allocations(setup.device)
-            seconds = setup.steps(plan, side_px, engine, TIMED)
+            seconds = setup.steps(plan, side_px, engine, timed)
             said |= {name: count - before[name] for name, count in allocations(setup.device).items()}
             allocated, reserved = peak()
             captured = engine.graphs is not None and any(engine.graphs.captured.values())
@@ -338,7 +352,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     side_px = 128 if options.toy else 1024
     # one model per rank: its configurations, and once the limits
     for rank in dict.fromkeys(case.rank for case in wanted):
-        setup = Setup(options.toy, options.root, rank, device)
+        setup = Setup(sdxl(options.toy), options.toy, options.root, rank, device)
         for case in [case for case in wanted if case.rank == rank]:
             row = measure(setup, case)
             factor = row["correction"] if not rows else factor

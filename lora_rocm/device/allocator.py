@@ -47,13 +47,16 @@ def usage(device: torch.device) -> Usage | None:
 
 
 def empty_pools() -> None:
-    """Return torch's unused memory to the device, which also joins free neighbouring pieces.
+    """Return torch's unused memory to the device, which also joins free neighbouring pieces, and its pinned memory.
 
     Call it between phases, whose tensors differ in size.
     """
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+        # torch 2.11 has the first name alone, later versions both
+        release_pinned = getattr(torch._C, "_host_emptyCache", None) or torch.accelerator.empty_host_cache
+        release_pinned()
 
 
 def device_budget(device: torch.device) -> int:

@@ -240,6 +240,10 @@ class DeviceTransfer:
             if not tensor.requires_grad:
                 self.base[name] = Sent(tensor.dtype, expected)
 
+    def streaming(self) -> DeviceTransfer | None:
+        """A transfer that needs less memory of the device, as layers stay in main memory; None: there is none."""
+        return None
+
     def changed(self, fingerprints: Callable[[Sequence[Tensor], int], Tensor] = whole_fingerprints) -> list[str]:
         """Names of the frozen tensors whose bytes on the device have changed; synchronises once."""
         if not self.frozen:

@@ -24,6 +24,7 @@ from lora_rocm.latent_cache.prefetch import Behind
 from lora_rocm.rules.mitigations import change_event
 
 if TYPE_CHECKING:
+    from lora_rocm.device.transfer import DeviceTransfer
     from lora_rocm.families.base import Encode, Encoder, Inputs, Tensors
 
 CPU = torch.device("cpu")
@@ -79,7 +80,8 @@ def _made(entry: Entry, in_tiles: bool) -> Entry:
 class LoadedEncoder:
     """An encoder with its weights on the device.
 
-    On out-of-memory, an image encoder switches to tiles and a caption encoder to the CPU, permanently.
+    On out-of-memory, an image encoder switches to tiles, and a caption encoder to streaming, then to the CPU,
+    permanently.
     """
 
     def __init__(self, encoder: Encoder, encoding: Encoding) -> None:
@@ -90,22 +92,25 @@ class LoadedEncoder:
         self.held = encoding.held_back(lambda: self._door)
 
     def _load(self) -> None:
+        door = self._encoding.open_door(self._device)
         try:
-            self._load_on(self._device)
+            self._load_through(door)
             return
         except (RuntimeError, MemoryError) as error:
             full = out_of_memory(error)
             if full is None or self._reads_image or self._device.type == "cpu":
                 raise
-        self._go_to_cpu()
+        del door
+        self._take_less()
 
-    def _load_on(self, device: torch.device) -> None:
+    def _load_through(self, door: DeviceTransfer) -> None:
         tiled = self._encoder.in_tiles() if self._encoding.tiles else None
-        self._door = self._encoding.open_door(device)
-        encode = (tiled if tiled is not None else self._encoder).load(self._door)
+        self._door = door
+        encode = (tiled if tiled is not None else self._encoder).load(door)
         self._encode: Encode = encode
         if self._encoder.entry.inputs == (IMAGE,):
-            one_image = watched(lambda pixels_CHW: encode({IMAGE: pixels_CHW}), device, self._encoding.context.notice)
+            notice = self._encoding.context.notice
+            one_image = watched(lambda pixels_CHW: encode({IMAGE: pixels_CHW}), self._device, notice)
             self._encode = lambda inputs: one_image(inputs[IMAGE])
 
     def __call__(self, inputs: Inputs, place: str) -> Tensors:
@@ -124,18 +129,30 @@ class LoadedEncoder:
             if self._device.type == "cpu":
                 raise full
             self.held.settle()  # check with the weights that encoded the held entries
-            self._forget()
-            self._go_to_cpu()
+            self._take_less()
         else:
             self._go_to_tiles(full, inputs, place)
         return self(inputs, place)
 
-    def _go_to_cpu(self) -> None:
-        self._device = CPU
+    def _take_less(self) -> None:
+        """Reload a caption encoder so that it needs less memory of the GPU: streamed, or else on the CPU."""
+        streaming = self._door.streaming()
+        self._forget()
         empty_pools()
+        if streaming is not None:
+            try:
+                self._load_through(streaming)
+                return
+            except (RuntimeError, MemoryError) as error:
+                if out_of_memory(error) is None:
+                    raise
+            del streaming
+            self._forget()
+            empty_pools()
+        self._device = CPU
         name = self._encoder.entry.name
         self._encoding.context.notice(f"The encoder of {name} does not fit into the GPU's memory: it runs on the CPU.")
-        self._load_on(CPU)
+        self._load_through(self._encoding.open_door(CPU))
 
     def _go_to_tiles(self, full: MachineError, inputs: Mapping[str, Tensor | str], place: str) -> None:
         """Reload the encoder with tiling; raises MachineError if it already tiles or cannot tile."""
@@ -154,7 +171,9 @@ class LoadedEncoder:
         self.held.settle()  # check with the weights that encoded the held entries
         self._forget()
         empty_pools()
-        self._load_on(self._device)
+        self._load_through(self._encoding.open_door(self._device))
 
     def _forget(self) -> None:
-        del self._encode, self._door
+        """Drop the weights, of an encoder that may have been loaded in part only."""
+        for name in ("_encode", "_door"):
+            vars(self).pop(name, None)

@@ -126,7 +126,7 @@ class _Watch:
         self._before = index
         seen = self._inside = self.seen[index]
         seen.start_bytes, seen.begun = self.ledger.live_bytes, self.ledger.tally.now()
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = _by_storage((args, kwargs))
         seen.inputs = [(weakref.ref(tensor.untyped_storage()), self.ledger.size_of(tensor)) for tensor in given]
 
     def _leave(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
@@ -135,7 +135,7 @@ class _Watch:
         if not torch.is_grad_enabled():
             seen.passing_bytes = self.ledger.peak_bytes - seen.start_bytes
             return
-        seen.kept_bytes = live - seen.start_bytes - sum(map(self.ledger.size_of, outputs))
+        seen.kept_bytes = live - seen.start_bytes - sum(map(self.ledger.size_of, _by_storage(output)))
         seen.forward = self.ledger.tally.minus(seen.begun)
         self.note(within=True)
         self._before = index + 1
@@ -148,6 +148,12 @@ class _Watch:
         self.note()
         self._before = index
         self.seen[index].entry_bytes = self.ledger.live_bytes
+
+
+def _by_storage(values: Any) -> list[Tensor]:
+    """One tensor of each storage among the values: a block may take or return two views of one storage."""
+    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    return list({tensor.untyped_storage()._cdata: tensor for tensor in tensors}.values())
 
 
 def counted(

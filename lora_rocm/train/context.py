@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -11,6 +11,7 @@ from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.loader.batches import BatchPlan, Prepared
 from lora_rocm.loader.worker_pool import Workers
+from lora_rocm.memory.encoder_transfer import EncoderTransfer, free_bytes
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.run_context import RunContext
 from lora_rocm.train.checkpoint import Checkpoint
@@ -75,6 +76,15 @@ def transfer_of(start: StartContext) -> DeviceTransfer:
     """A new transfer to the device, as planned for this machine."""
     settings = start.settings
     return DeviceTransfer(start.device, pin=pins(start), first=settings.copy_method, heap_copy=settings.heap_copy)
+
+
+def encoder_transfer(start: StartContext, device: torch.device) -> DeviceTransfer:
+    """A new transfer of an encoder to a device; to a GPU with memory of its own one that can stream layers."""
+    on = replace(start, device=device)
+    if device.type != "cuda" or getattr(torch.cuda.get_device_properties(device), "is_integrated", False):
+        return transfer_of(on)
+    how = {"first": start.settings.copy_method, "heap_copy": start.settings.heap_copy}
+    return EncoderTransfer(device, pins(on), free_bytes(device, start.settings), start.context, **how)
 
 
 def pins(start: StartContext) -> bool:

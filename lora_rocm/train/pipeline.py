@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,7 +39,7 @@ from lora_rocm.train import compilation
 from lora_rocm.train.base_seal import Seals, broken, seals_of
 from lora_rocm.train.build_trainer import first_pass, new_trainer
 from lora_rocm.train.checkpoint import Checkpoint, discard_newer, latest_valid, read_checkpoint, restore_threads
-from lora_rocm.train.context import Data, StartContext, captures, pins, transfer_of
+from lora_rocm.train.context import Data, StartContext, captures, encoder_transfer, pins, transfer_of
 from lora_rocm.train.disk_forecast import CacheRoom, Room
 from lora_rocm.train.guard import CacheGuard, Guard
 from lora_rocm.train.hooks import TensorBoard
@@ -204,7 +205,7 @@ def prepare_data(start: StartContext, family: ModelFamily) -> Data:
         report=CacheRoom(cache, start.context),
         context=start.context,
         tiles=start.settings.image_tiling,
-        open_door=lambda device: transfer_of(replace(start, device=device)),
+        open_door=partial(encoder_transfer, start),
         look=CacheGuard(recipe.lora.rank, updates, start.context),
     )
     # If training is complete, the checkpoint's facts can replace missing data

@@ -276,13 +276,54 @@ def test_a_text_encoder_that_does_not_fit_goes_to_the_cpu_and_says_so(
             world.cache,
             gpu,
             context=listening(world.notices),
-            open_door=lambda device: SimpleNamespace(device=device),  # type: ignore[arg-type,return-value]
+            open_door=lambda device: SimpleNamespace(device=device, streaming=lambda: None),  # type: ignore[arg-type,return-value]
         )
         prepared = prepare(world.make.recipe(data), family, encoding)  # type: ignore[arg-type]
         assert devices == ["cuda", "cpu"] and len(prepared.items) == 4
         entries.append({path.name: path.read_bytes() for path in world.cache.root.rglob("*.safetensors")})
     assert entries[0] == entries[1] and len(entries[0]) == 5
     assert len(world.notices) == 2 and all("words" in said and "CPU" in said for said in world.notices)
+
+
+class Door:
+    """A transfer in name only: to the GPU, to the GPU as a stream of layers, or to the CPU."""
+
+    def __init__(self, device: torch.device, name: str = "") -> None:
+        self.device, self.name = device, name or device.type
+
+    def streaming(self) -> Door | None:
+        return Door(self.device, "streamed") if self.name == "cuda" else None
+
+
+@pytest.mark.parametrize(("fits", "wanted"), [("streamed", ["cuda", "streamed"]), ("cpu", ["cuda", "streamed", "cpu"])])
+@pytest.mark.parametrize("where", ["load", "encode"])
+def test_a_text_encoder_that_does_not_fit_is_streamed_before_it_goes_to_the_cpu(
+    world: World, where: str, fits: str, wanted: list[str]
+) -> None:
+    family, doors = Toy(text_encoder()), list[str]()
+    (encoder,) = family.made
+    load = encoder.load
+
+    def full(door: Any) -> Any:
+        doors.append(door.name)
+        encode = load(door)
+        if where == "load" and door.name not in (fits, "cpu"):
+            raise torch.OutOfMemoryError("HIP out of memory.")
+
+        def encoded(inputs: Any) -> Any:
+            if door.name not in (fits, "cpu") and len(inputs[CAPTION]) > 3:
+                raise torch.OutOfMemoryError("HIP out of memory.")
+            return encode(inputs)
+
+        return encoded
+
+    encoder.load = full  # type: ignore[method-assign]
+    data = world.make.data(path=str(world.root / "data"))
+    context, gpu = listening(world.notices), torch.device("cuda", 0)
+    encoding = Encoding(world.cache, gpu, context=context, open_door=Door)  # type: ignore[arg-type]
+    assert len(prepare(world.make.recipe(data), family, encoding).items) == 4  # type: ignore[arg-type]
+    assert doors == wanted
+    assert len(world.notices) == (fits == "cpu"), "the transfer itself says that it streams"
 
 
 def test_an_encoder_that_does_not_fit_the_cpu_either_is_an_error(world: World) -> None:
