@@ -24,7 +24,8 @@ from lora_rocm.families.objectives.loss import losses
 from lora_rocm.families.transformer.packing import packed, places, unpacked
 from lora_rocm.families.transformer.sampling import denoised
 from lora_rocm.families.vae import encode_control
-from tests.families.flux.test_family import CPU, adapted, base, family_of, random_text
+from tests.families.flux.test_family import CPU, base, family_of, random_text
+from tests.families.transformer.cases import adapted
 from tests.tiny_flux import CHANNELS
 
 __all__ = ["base"]
