@@ -178,11 +178,11 @@ def tune(recipe: RecipePath, overrides: Overrides = None) -> int:
 
 @app.command(cls=Command)
 @explained_for_files
-def demo() -> int:
-    """Teach a new creature to the tiny model that ships with the program (minutes on a CPU)."""
+def demo(family: Annotated[str | None, typer.Option(help="Family of the tiny model.")] = None) -> int:
+    """Teach a new creature to a tiny model that ships with the program (minutes on a CPU)."""
     from lora_rocm.commands import train as launch
 
-    return launch.demo()
+    return launch.demo(family)
 
 
 @app.command(cls=Command)

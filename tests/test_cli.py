@@ -27,7 +27,7 @@ COMMANDS: dict[str, set[str]] = {
     "train": {"RECIPE", "--set", "--run-dir", "--resume", "--accept-changes", "--gpus", "--no-supervisor"},
     "check": {"RECIPE", "--set", "--schema-only"},
     "plan": {"RECIPE", "--set", "--card", "--json"},
-    "demo": set(),
+    "demo": {"--family"},
     "sample": {
         "RUN_OR_LORA",
         "--prompt",
@@ -199,11 +199,16 @@ def test_train_hands_on_what_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_interrupt_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted() -> int:
+    def interrupted(family: str | None) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("lora_rocm.commands.train.demo", interrupted)
     assert run("demo") == (130, "", "Stopped.\n")
+
+
+def test_the_demo_of_a_family_without_one_names_those_that_exist() -> None:
+    code, _, said = run("demo", "--family", "flux")
+    assert code == 2 and "sdxl" in said and "z-image" in said
 
 
 def test_schema_status_and_report(tmp_path: Path) -> None:

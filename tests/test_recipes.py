@@ -12,9 +12,9 @@ from lora_rocm.recipe.load import load_recipe, shipped_recipes
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
-PROMISED = {
-    f"{name}.yaml" for name in ("anima", "demo", "flux", "sd15", "sdxl", "sdxl-character", "sdxl-lowvram", "z-image")
-}
+DEMOS = ("demo", "demo-z-image")
+OTHERS = ("anima", "flux", "sd15", "sdxl", "sdxl-character", "sdxl-lowvram", "z-image")
+PROMISED = {f"{name}.yaml" for name in DEMOS + OTHERS}
 
 
 def test_the_promised_recipes_are_there() -> None:
@@ -46,7 +46,8 @@ def test_found_by_name_outside_the_checkout(tmp_path: Path, monkeypatch: pytest.
     assert load_recipe("recipes/demo.yaml").recipe.model.name_or_path == "builtin:tiny-sdxl"
 
 
-def test_the_demo_needs_nothing_but_the_package() -> None:
-    recipe = load_recipe(ROOT / "recipes" / "demo.yaml").recipe
+@pytest.mark.parametrize("name", DEMOS)
+def test_a_demo_needs_nothing_but_the_package(name: str) -> None:
+    recipe = load_recipe(ROOT / "recipes" / f"{name}.yaml").recipe
     assert recipe.model.name_or_path.startswith("builtin:")
     assert all((source.path or "").startswith("builtin:") for source in recipe.data.resolved_sources())

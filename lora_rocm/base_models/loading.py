@@ -437,13 +437,15 @@ def builtin_folder(name: str) -> Path:
     Raises:
         ModelError: model-missing.
     """
-    folder = Path(str(resources.files("lora_rocm.builtin"))) / name.removeprefix(BUILTIN_PREFIX).replace("-", "_")
+    package = Path(str(resources.files("lora_rocm.builtin")))
+    folder = package / name.removeprefix(BUILTIN_PREFIX).replace("-", "_")
     if not (folder / "model_index.json").is_file():
+        known = (BUILTIN_PREFIX + index.parent.name.replace("_", "-") for index in package.glob("*/model_index.json"))
         raise ModelError(
             "model-missing",
             "No such model ships with the package.",
             where=f"model.name_or_path: {name}",
-            fix="The one that does is builtin:tiny-sdxl.",
+            fix=f"Those that do: {', '.join(sorted(known))}.",
         )
     return folder
 

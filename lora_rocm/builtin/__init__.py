@@ -1,1 +1,1 @@
-"""Data that ships with the package: the tiny base model and the demo images."""
+"""Data that ships with the package: the tiny base models and the demo images."""

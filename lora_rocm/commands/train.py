@@ -12,10 +12,11 @@ from functools import partial
 from pathlib import Path
 
 from lora_rocm.commands import sample_export
-from lora_rocm.errors import LoraRocmError, MachineError, StoppedError, StorageError
+from lora_rocm.errors import LoraRocmError, MachineError, StoppedError, StorageError, UserError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.files import write_json
 from lora_rocm.foundation.packages import require_packages
+from lora_rocm.foundation.terminal_text import printable
 from lora_rocm.hardware.ranks import rank_of
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe, shipped_recipes
 from lora_rocm.report.progress_bar import make_progress
@@ -102,9 +103,20 @@ def _leave_complete(run: RunDir, loaded: LoadedRecipe) -> None:
         _report(run, loaded.registry)
 
 
-def demo() -> int:
-    """Run ``lora-rocm demo``: train the recipe demo.yaml that ships with the program."""
-    return train(str(shipped_recipes()["demo.yaml"]))
+def demo(family: str | None = None) -> int:
+    """Run ``lora-rocm demo``: train a demo's recipe that ships with the program, demo.yaml or that of a family.
+
+    Raises:
+        LoraRocmError: the family has no demo, or as ``train``.
+    """
+    shipped = shipped_recipes()
+    if family is None:
+        return train(str(shipped["demo.yaml"]))
+    demos = {load_recipe(path).recipe.model.family: path for name, path in shipped.items() if name.startswith("demo")}
+    if family not in demos:
+        what, fix = "There is no demo of this family.", f"Give one of {', '.join(sorted(demos))}."
+        raise UserError("no-demo", what, where=f"--family {printable(family)}", fix=fix)
+    return train(str(demos[family]))
 
 
 def _train_in(

@@ -155,7 +155,8 @@ def test_the_model_that_ships(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     write_tiny_sdxl(tmp_path / "tiny_sdxl")
     monkeypatch.setattr(loading.resources, "files", lambda package: tmp_path)
     assert family(Path("builtin:tiny-sdxl")).source.folder == tmp_path / "tiny_sdxl"
-    assert refused(Path("builtin:other")).code == "model-missing"
+    error = refused(Path("builtin:other"))
+    assert error.code == "model-missing" and "builtin:tiny-sdxl" in error.fix
 
 
 def test_damage_is_noticed_before_loading(tmp_path: Path, single: tuple[Path, Path]) -> None:

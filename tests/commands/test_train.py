@@ -178,11 +178,12 @@ def test_a_gpu_that_cannot_train_makes_no_directory(fake: pytest.MonkeyPatch, tm
     assert [path.name for path in tmp_path.iterdir()] == ["my recipe.yaml"]
 
 
-def test_demo_is_the_shipped_recipe(fake: pytest.MonkeyPatch) -> None:
+def test_demo_is_the_shipped_recipe_of_its_family(fake: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     fake.setattr(train, "train", lambda path: asked.append(path) or 0)
-    assert train.demo() == 0
-    assert Path(asked[0]).name == "demo.yaml" and Path(asked[0]).exists()
+    assert train.demo() == train.demo("sdxl") == train.demo("z-image") == 0
+    assert [Path(path).name for path in asked] == ["demo.yaml", "demo.yaml", "demo-z-image.yaml"]
+    assert all(Path(path).exists() for path in asked)
 
 
 def test_the_command_is_quoted_for_windows_too(fake: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from diffusers import AutoencoderKL, EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
 from safetensors.torch import load_file, save_file
-from tokens import END, MAX_LENGTH, START
+from sdxl_tokens import END, MAX_LENGTH, START, train_tokenizers
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 TIME_DIM = 32
@@ -24,6 +24,12 @@ class Parts:
     encoders: tuple[CLIPTextModel, CLIPTextModelWithProjection]
     unet: UNet2DConditionModel
     vae: AutoencoderKL
+
+    @property
+    def modules(self) -> dict[str, torch.nn.Module]:
+        """What is trained."""
+        named = {"text_encoder": self.encoders[0], "text_encoder_2": self.encoders[1]}
+        return {**named, "unet": self.unet, "vae": self.vae}
 
 
 def text_config(tokenizer: CLIPTokenizer, width: int) -> CLIPTextConfig:
@@ -95,8 +101,9 @@ def scheduler() -> EulerDiscreteScheduler:
     )
 
 
-def build(folder: Path, toy: bool) -> Parts:
-    """Fresh parts around the tokenizers already written to the folder."""
+def build(folder: Path, captions: list[str], seed: int, toy: bool) -> Parts:
+    """Fresh parts around the tokenizers, which are written to the folder."""
+    train_tokenizers(captions, seed, 60 if toy else 510, folder)
     one = CLIPTokenizer.from_pretrained(folder / "tokenizer")
     two = CLIPTokenizer.from_pretrained(folder / "tokenizer_2")
     first, second = CLIPTextModel(text_config(one, 64)), CLIPTextModelWithProjection(text_config(two, 96))
@@ -145,10 +152,3 @@ def restore_prefix(path: Path) -> None:
     weights = load_file(path)
     named = {k if k.startswith("text_model.") else f"text_model.{k}": v for k, v in weights.items()}
     save_file(named, path, metadata={"format": "pt"})
-
-
-def count_parameters(parts: Parts) -> dict[str, int]:
-    """Parameters of every trained part."""
-    named = {"text_encoder": parts.encoders[0], "text_encoder_2": parts.encoders[1]}
-    modules = {**named, "unet": parts.unet, "vae": parts.vae}
-    return {name: sum(p.numel() for p in m.parameters()) for name, m in modules.items()}

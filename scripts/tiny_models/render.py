@@ -1,7 +1,7 @@
 """Render captioned pictures of the tiny world, deterministic for a seed.
 
-    python scripts/tiny_sdxl/render.py --count 16 --out /tmp/samples     # look at the training pictures
-    python scripts/tiny_sdxl/render.py --demo lora_rocm/builtin/demo_images
+    python scripts/tiny_models/render.py --count 16 --out /tmp/samples     # look at the training pictures
+    python scripts/tiny_models/render.py --demo lora_rocm/builtin/demo_images
 
 A picture is a pure function of (seed, index), so any subset can be rendered by any number of workers.
 """
