@@ -156,7 +156,7 @@ def synthetic(recipe: Recipe, family: ModelFamily, cache: LatentCache) -> Prepar
     data, train = recipe.data, recipe.train
     square = square_shape(data)
     size_hw = square["h"], square["w"]
-    example = family.example(square, 1)
+    example = family.example(square, 2)  # two, so that masks of padding are among them
     count = max(MIN_ITEMS, ROUNDS_OF_ITEMS * train.batch_size * train.gradient_accumulation_steps)
     entries = [encoder.entry for encoder in family.encoders()]
     for encoder in family.encoders():
