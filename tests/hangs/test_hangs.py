@@ -19,6 +19,7 @@ import torch
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from tests.hangs.faulty_worker import GRANDCHILD, fault_file
+from tests.program import Program
 from tests.test_kill import results, write_recipe
 
 LIMITS_S = {"first_step": 60, "step": 6, "checkpoint": 6}
@@ -40,13 +41,17 @@ def environ() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
+def settings_of(recipe: Path) -> tuple[str, ...]:
+    return f"cache.dir={recipe.parent / 'cache'}", f"train.max_train_steps={UPDATES}"
+
+
 def train(
     recipe: Path, run_dir: Path, *more: str, fault: str | None = None, limits_s: dict[str, int] = LIMITS_S
 ) -> subprocess.CompletedProcess[str]:
     if fault:
         fault_file(run_dir).write_text(fault, encoding="utf-8")
     limits = [f"timeouts.{name}={seconds}" for name, seconds in limits_s.items()]
-    settings = [f"cache.dir={recipe.parent / 'cache'}", f"train.max_train_steps={UPDATES}", *limits, *more]
+    settings = [*settings_of(recipe), *limits, *more]
     words = [word for setting in settings for word in ("--set", setting)]
     return subprocess.run(
         [sys.executable, "-m", "tests.hangs.drive", "train", str(recipe), "--run-dir", str(run_dir), *words],
@@ -59,9 +64,10 @@ def train(
 
 @pytest.fixture(scope="module")
 def undisturbed(recipe: Path) -> dict[str, bytes]:
-    done = train(recipe, recipe.parent / "straight")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert supervised(recipe.parent / "straight") == []
+    """Of a run within this process, which has the libraries already."""
+    with pytest.MonkeyPatch.context() as patch:
+        done = Program(patch).train(recipe.parent / "straight", *settings_of(recipe), recipe=recipe)
+    assert done.code == 0, done.text
     return results(recipe.parent / "straight")
 
 
