@@ -98,6 +98,8 @@ def _measure(recipe: Recipe, asked: Asked, traces: Path | None, found: Measured)
                 say(f"Measuring {begun['name']}{', again' if begun['round'] else ''} ...")
             case "row":
                 found.rows.append(fields_of(event))
+                if not found.rows[-1]["problem"]:  # said at once: what comes next takes minutes, or ends the process
+                    say(*tables.step_table(found.rows[-1:]))
 
     # run the child process; its death becomes a row if our own steps were measured
     with tempfile.TemporaryDirectory(prefix="lora-rocm-", ignore_cleanup_errors=True) as folder:

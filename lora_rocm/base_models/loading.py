@@ -17,7 +17,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, Protocol
@@ -117,6 +117,19 @@ class Layout:
     tokenizers: Mapping[str, str]
     configs: Path
     alone: tuple[str, ...] = ()
+
+
+def _hollow(cls: type[Any], config: str) -> nn.Module:
+    """Build a component from its config (JSON), with weights on the meta device."""
+    with init_empty_weights():
+        known = issubclass(cls, ConfigMixin)
+        made: nn.Module = (
+            cls.from_config(json.loads(config)) if known else cls(cls.config_class.from_dict(json.loads(config)))
+        )
+    return made
+
+
+_hollow_shared = lru_cache(maxsize=16)(_hollow)  # to look at: a process may look at the same component many times
 
 
 @dataclass(frozen=True)
@@ -265,7 +278,7 @@ class Source:
         """
         tensors = self.tensors(name)
         with self._explained(name):
-            return conversion.look(tensors.entries, self._hollow(name), self._converter(name))
+            return conversion.look(tensors.entries, self._hollow(name, shared=True), self._converter(name))
 
     def files(self) -> list[Path]:
         """Return all files of the base that are on this machine."""
@@ -279,8 +292,12 @@ class Source:
             found += sorted(folder.glob("*")) if folder is not None else []
         return sorted({path for path in found if path.is_file()})
 
-    def _hollow(self, name: str) -> nn.Module:
+    def _hollow(self, name: str, shared: bool = False) -> nn.Module:
         """Build a component from its config, with weights on the meta device.
+
+        Args:
+            name: name of the component.
+            shared: nothing changes the module, so one may serve all calls.
 
         Raises:
             ModelError: config-missing, config-unreadable, config-absurd, config-unfit.
@@ -289,11 +306,9 @@ class Source:
         require_bounded(found, path)
         left_out = (NAMES_CODE, *QUANTISED_KEYS)
         config = {key: value for key, value in found.items() if not key.endswith(left_out)}
-        made: nn.Module
         try:
-            with init_empty_weights():
-                known = issubclass(cls, ConfigMixin)
-                made = cls.from_config(config) if known else cls(cls.config_class.from_dict(config))
+            text = json.dumps(config)
+            return _hollow_shared(cls, text) if shared else _hollow(cls, text)
         except UNFIT_ERRORS as error:
             if out_of_memory(error):
                 raise
@@ -303,7 +318,6 @@ class Source:
                 where=str(path),
                 fix=DOWNLOAD_AGAIN,
             ) from error
-        return made
 
     @contextlib.contextmanager
     def _explained(self, name: str) -> Iterator[None]:

@@ -34,6 +34,7 @@ def usual(bench: Bench) -> Counts:
     return count_step(bench)[0]
 
 
+@pytest.mark.slow
 def test_a_step_is_counted_alike_each_time(bench: Bench, usual: Counts) -> None:
     assert count_step(bench)[0] == usual
     assert usual.waits == 1  # the verdict

@@ -164,6 +164,7 @@ def test_what_cannot_fit_is_an_error_behind_the_table(
     assert rows_of(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_the_real_child_counts_the_tiny_model(write: Any, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(data={"resolution": 128}, lora={"rank": 4, "targets": r".*mid_block.*attn1\.to_q"})
     assert command.plan(path, (), card="8GB", as_json=True) == 0

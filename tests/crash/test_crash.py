@@ -48,6 +48,7 @@ def test_cuts_anywhere_and_the_same_bytes(place: Lab, straight: Straight) -> Non
     assert wrong(series.power_cuts(place, PLAIN, straight, spread(straight, 1, 3))) == []
 
 
+@pytest.mark.slow
 def test_cut_again_and_again(place: Lab, straight: Straight) -> None:
     assert wrong(series.chains(place, PLAIN, straight, 1, random.Random(5))) == []
 

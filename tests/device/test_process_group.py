@@ -172,7 +172,7 @@ else:
 """
 
 
-@pytest.mark.parametrize("end", ["leave", "die"])
+@pytest.mark.parametrize("end", [pytest.param("leave", marks=pytest.mark.slow), "die"])
 def test_real_processes_over_gloo(end: str) -> None:
     envs = environments({**os.environ, "PYTHONPATH": str(ROOT)}, 2)
     command = [sys.executable, "-c", CHILD, end]
@@ -196,7 +196,7 @@ except LoraRocmError as error:
 """
 
 
-@pytest.mark.parametrize("devices", [("cpu", "cuda"), ("cpu", "cpu")])
+@pytest.mark.parametrize("devices", [("cpu", "cuda"), pytest.param(("cpu", "cpu"), marks=pytest.mark.slow)])
 def test_a_gpu_and_a_processor_do_not_wait_for_each_other(devices: tuple[str, str]) -> None:
     """Their backends differ, so the refusal comes before these meet. Rank 1 may find rank 0, and its store, gone."""
     envs = environments({**os.environ, "PYTHONPATH": str(ROOT)}, 2)

@@ -57,7 +57,9 @@ CLOSE = 2e-5
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=pytest.mark.slow) if name == "sd2" else name for name in TOYS.names],  # as sd15
+    params=[  # they share the code of sdxl
+        pytest.param(name, marks=pytest.mark.slow) if name in ("sd15", "sd2") else name for name in TOYS.names
+    ],
 )
 def its(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Its:
     return Its.write(request.param, tmp_path_factory.mktemp(request.param))

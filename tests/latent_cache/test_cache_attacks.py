@@ -103,6 +103,7 @@ def test_two_processes_fill_one_cache(tmp_path: Path) -> None:
     assert snapshot(tmp_path / "cache") == undisturbed(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_killed_filler_is_gone_on_from(tmp_path: Path) -> None:
     root = tmp_path / "cache"
     done = 0

@@ -139,6 +139,7 @@ def test_a_worker_that_fails_costs_no_batch(fault: str, orders: Orders, tmp_path
     assert len(list(tmp_path.iterdir())) == 1  # the fault did happen
 
 
+@pytest.mark.slow
 def test_half_as_many_and_in_the_end_none(orders: Orders, tmp_path: Path) -> None:
     said: list[str] = []
     given_up: list[str] = []
@@ -184,7 +185,7 @@ def test_what_failed_once_is_not_tried_again(orders: Orders, tmp_path: Path) -> 
     assert len(said) == 1 and SAID["raises"] in said[0] and workers.count == 0
 
 
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("persistent", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_workers_are_kept_where_the_recipe_says_so(orders: Orders, persistent: bool) -> None:
     workers = Workers(Source(), RuntimeSection(workers=1, persistent_workers=persistent))
     whole, seen = read(Source(), orders, []), []

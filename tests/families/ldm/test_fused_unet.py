@@ -142,7 +142,10 @@ def other_weight(unet: nn.Module) -> None:
     layer.base_layer.weight.data = layer.base_layer.weight.data * 2
 
 
-@pytest.mark.parametrize("change", [switch_off, set_strength, one_off, merge, other_weight])
+@pytest.mark.parametrize(
+    "change",
+    [switch_off, *(pytest.param(one, marks=pytest.mark.slow) for one in (set_strength, one_off, merge)), other_weight],
+)
 def test_switches_work_as_on_the_plain_unet(change: Callable[[nn.Module], None]) -> None:
     unet, reference = make(), make(lean=False)
     untouched = run(reference)
@@ -216,7 +219,10 @@ def kept_bytes(unet: UNet2DConditionModel) -> int:
 
 @pytest.mark.parametrize(
     "how",
-    [pytest.param(FUSIONS[0], id="apart"), pytest.param(FUSIONS[1], id="joined", marks=pytest.mark.slow)],
+    [
+        pytest.param(FUSIONS[0], id="apart", marks=pytest.mark.slow),
+        pytest.param(FUSIONS[1], id="joined", marks=pytest.mark.slow),
+    ],
 )
 def test_neighbours_computed_again_together_give_the_same_and_keep_less(how: Fusion) -> None:
     wanted, kept = run(make(lean=False, depth=4)), []
