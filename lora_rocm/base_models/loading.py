@@ -119,8 +119,9 @@ class Layout:
     alone: tuple[str, ...] = ()
 
 
-def _hollow(cls: type[Any], config: str) -> nn.Module:
+def _hollow(part: Part, config: str) -> nn.Module:
     """Build a component from its config (JSON), with weights on the meta device."""
+    cls = part.cls
     with init_empty_weights():
         known = issubclass(cls, ConfigMixin)
         made: nn.Module = (
@@ -302,13 +303,13 @@ class Source:
         Raises:
             ModelError: config-missing, config-unreadable, config-absurd, config-unfit.
         """
-        cls, path, found = self.layout.parts[name].cls, self.config_path(name), self.config(name)
+        part, path, found = self.layout.parts[name], self.config_path(name), self.config(name)
         require_bounded(found, path)
         left_out = (NAMES_CODE, *QUANTISED_KEYS)
         config = {key: value for key, value in found.items() if not key.endswith(left_out)}
         try:
             text = json.dumps(config)
-            return _hollow_shared(cls, text) if shared else _hollow(cls, text)
+            return _hollow_shared(part, text) if shared else _hollow(part, text)
         except UNFIT_ERRORS as error:
             if out_of_memory(error):
                 raise
