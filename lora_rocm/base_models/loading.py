@@ -31,6 +31,7 @@ from torch import nn
 
 from lora_rocm.base_models import conversion, hub
 from lora_rocm.base_models.assembly import Assembly
+from lora_rocm.base_models.config_file import DOWNLOAD_AGAIN, read_config, require_bounded
 from lora_rocm.base_models.conversion import Converter, Found, UnfitError
 from lora_rocm.base_models.safetensors_file import digest, indexed, read_hashed
 from lora_rocm.base_models.stored_weights import ComponentTensors
@@ -38,7 +39,7 @@ from lora_rocm.base_models.tokenizers import packaged
 from lora_rocm.cache_files.hash_memory import HashMemory
 from lora_rocm.device.torch_errors import out_of_memory
 from lora_rocm.errors import ModelError, StorageError
-from lora_rocm.foundation.bounded_read import FileVersion, read_plain
+from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.kernels.weight_format import DENSE, WeightFormat
 from lora_rocm.model_files.header import Header, read_header
 from lora_rocm.model_files.models import INDEXES
@@ -48,11 +49,7 @@ BUILTIN_PREFIX = "builtin:"
 PICKLE_SUFFIXES = (".ckpt", ".bin", ".pt", ".pth")
 WEIGHT_STEMS = ("diffusion_pytorch_model", "model")
 VARIANTS = (None, "fp16", "bf16")
-MAX_CONFIG_BYTES = 1 << 24
-MAX_CONFIG_NUMBER = 1 << 24  # the largest number in a supported model is a vocabulary of 262,208
-MAX_LAYERS = 2000  # limit for a config; SDXL's UNet has 180 by this count
 WEIGHTS_MEMORY = "weights.jsonl"
-DOWNLOAD_AGAIN = "Download the model again; configs and weights must come from the same model."
 # Exceptions of the model libraries for configs or weights that are damaged or of another kind.
 UNFIT_ERRORS = (
     ArithmeticError,
@@ -463,75 +460,6 @@ def builtin_folder(name: str) -> Path:
             fix=f"Those that do: {', '.join(sorted(known))}.",
         )
     return folder
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """Read a JSON config.
-
-    Raises:
-        ModelError: config-missing, config-unreadable.
-    """
-    try:
-        config = json.loads(read_plain(path, MAX_CONFIG_BYTES).decode("utf-8"))
-    except FileNotFoundError as error:
-        raise ModelError(
-            "config-missing", "A config file of the model is missing.", where=str(path), fix=DOWNLOAD_AGAIN
-        ) from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(
-            "config-unreadable",
-            f"A config file of the model is not readable: {error}",
-            where=str(path),
-            fix=DOWNLOAD_AGAIN,
-        ) from error
-    if not isinstance(config, dict):
-        what = "A config file of the model holds no object."
-        raise ModelError("config-unreadable", what, where=str(path), fix=DOWNLOAD_AGAIN)
-    return config
-
-
-def require_bounded(config: Mapping[str, Any], path: Path) -> None:
-    """Refuse a config with absurd sizes, which would take minutes and memory to build.
-
-    Raises:
-        ModelError: config-absurd.
-    """
-    for key, value in config.items():
-        largest = max((abs(number) for number in _numbers(value)), default=0)
-        if largest > MAX_CONFIG_NUMBER:
-            raise _absurd(path, f"{key} is {largest:.6g}")
-    blocks = max(len(_listed(config.get(key))) for key in ("down_block_types", "up_block_types", "block_out_channels"))
-    most = [_most(config.get(key)) for key in ("layers_per_block", "transformer_layers_per_block", "num_hidden_layers")]
-    layers = 2 * blocks * (most[0] + 1) * max(1, most[1]) + most[2]
-    if layers > MAX_LAYERS:
-        raise _absurd(path, f"it describes {layers:,.0f} layers")
-
-
-def _numbers(value: object) -> Iterator[float]:
-    """Yield all numbers in a config value, at any depth."""
-    parts = [value]
-    while parts:
-        part = parts.pop()
-        if isinstance(part, int | float) and not isinstance(part, bool):
-            yield part
-        parts += part.values() if isinstance(part, dict) else _listed(part)
-
-
-def _listed(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _most(value: object) -> float:
-    return max(_numbers(value), default=0)
-
-
-def _absurd(path: Path, what: str) -> ModelError:
-    return ModelError(
-        "config-absurd",
-        f"A config file of the model describes what no model has: {what}.",
-        where=str(path),
-        fix=DOWNLOAD_AGAIN,
-    )
 
 
 def _part_path(part: str, given: str) -> Path:

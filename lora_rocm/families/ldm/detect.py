@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from lora_rocm.base_models.config_file import DOWNLOAD_AGAIN, read_config
 from lora_rocm.base_models.conversion import beside
-from lora_rocm.base_models.loading import DOWNLOAD_AGAIN, PICKLE_SUFFIXES, UNFIT_ERRORS, Source, read_config
+from lora_rocm.base_models.loading import PICKLE_SUFFIXES, UNFIT_ERRORS, Source
 from lora_rocm.errors import ModelError
 from lora_rocm.families.component_check import MAX_NAMED, check_component
 from lora_rocm.families.objectives import ddpm

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from lora_rocm.base_models.loading import Source, read_config
+from lora_rocm.base_models.config_file import read_config
+from lora_rocm.base_models.loading import Source
 from lora_rocm.errors import ModelError
 from lora_rocm.families.component_check import check_component
 from lora_rocm.families.spec import FamilySpec

@@ -1,0 +1,85 @@
+"""Reads the JSON config of a component, and refuses one that describes what no model has."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lora_rocm.errors import ModelError
+from lora_rocm.foundation.bounded_read import read_plain
+
+MAX_CONFIG_BYTES = 1 << 24
+MAX_CONFIG_NUMBER = 1 << 24  # the largest number in a supported model is a vocabulary of 262,208
+MAX_LAYERS = 2000  # limit for a config; SDXL's UNet has 180 by this count
+DOWNLOAD_AGAIN = "Download the model again; configs and weights must come from the same model."
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read a JSON config.
+
+    Raises:
+        ModelError: config-missing, config-unreadable.
+    """
+    try:
+        config = json.loads(read_plain(path, MAX_CONFIG_BYTES).decode("utf-8"))
+    except FileNotFoundError as error:
+        raise ModelError(
+            "config-missing", "A config file of the model is missing.", where=str(path), fix=DOWNLOAD_AGAIN
+        ) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(
+            "config-unreadable",
+            f"A config file of the model is not readable: {error}",
+            where=str(path),
+            fix=DOWNLOAD_AGAIN,
+        ) from error
+    if not isinstance(config, dict):
+        what = "A config file of the model holds no object."
+        raise ModelError("config-unreadable", what, where=str(path), fix=DOWNLOAD_AGAIN)
+    return config
+
+
+def require_bounded(config: Mapping[str, Any], path: Path) -> None:
+    """Refuse a config with absurd sizes, which would take minutes and memory to build.
+
+    Raises:
+        ModelError: config-absurd.
+    """
+    for key, value in config.items():
+        largest = max((abs(number) for number in _numbers(value)), default=0)
+        if largest > MAX_CONFIG_NUMBER:
+            raise _absurd(path, f"{key} is {largest:.6g}")
+    blocks = max(len(_listed(config.get(key))) for key in ("down_block_types", "up_block_types", "block_out_channels"))
+    most = [_most(config.get(key)) for key in ("layers_per_block", "transformer_layers_per_block", "num_hidden_layers")]
+    layers = 2 * blocks * (most[0] + 1) * max(1, most[1]) + most[2]
+    if layers > MAX_LAYERS:
+        raise _absurd(path, f"it describes {layers:,.0f} layers")
+
+
+def _numbers(value: object) -> Iterator[float]:
+    """Yield all numbers in a config value, at any depth."""
+    parts = [value]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, int | float) and not isinstance(part, bool):
+            yield part
+        parts += part.values() if isinstance(part, dict) else _listed(part)
+
+
+def _listed(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _most(value: object) -> float:
+    return max(_numbers(value), default=0)
+
+
+def _absurd(path: Path, what: str) -> ModelError:
+    return ModelError(
+        "config-absurd",
+        f"A config file of the model describes what no model has: {what}.",
+        where=str(path),
+        fix=DOWNLOAD_AGAIN,
+    )
