@@ -73,7 +73,8 @@ PROCESS_EDGES = {
 BINARY_OPENERS = {"Image", "os", "webbrowser", "zipfile", "tarfile"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 60
 FAMILY_WORDS = re.compile(
-    r"(?<![a-z])(sdxl|unet|vae|time_ids|pooled|clip(?!_grad)|text_encoder|lora_te)(?![a-z]{2})", re.IGNORECASE
+    r"(?<![a-z])(sdxl|unet|vae|time_ids|pooled|clip(?!_grad|_threshold)|text_encoder|lora_te)(?![a-z]{2})",
+    re.IGNORECASE,
 )
 FOREIGN_NAMES = (
     *("families", "base_models", "recipe.peer_names", "recipe.suggest", "recipe.foreign"),

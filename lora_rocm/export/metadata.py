@@ -13,7 +13,6 @@ from typing import Any
 
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.families.base import ModelFamily
-from lora_rocm.optim.factory import rule_of
 from lora_rocm.recipe.schema import Recipe
 
 SPEC_VERSION = "1.0.1"
@@ -70,7 +69,7 @@ def ss_fields(recipe: Recipe, family: ModelFamily, facts: Facts, network: Mappin
         "ss_learning_rate": optim.learning_rate,
         names.rate: optim.learning_rate,
         names.text_rate: optim.text_rate if trains_text else None,
-        "ss_optimizer": rule_of(optim).description(optim),
+        "ss_optimizer": optim.description,
         "ss_lr_scheduler": optim.lr_scheduler,
         "ss_lr_warmup_steps": optim.warmup_steps(train.max_train_steps or facts.steps),
         "ss_max_grad_norm": optim.max_grad_norm,

@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, field
 from functools import partial
@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 from lora_rocm import __version__
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.factory import inject_hollow
+from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.adapters.kinds import kind_for
 from lora_rocm.adapters.lora_reader import files_of
 from lora_rocm.adapters.training_adapter import put_training_adapter
@@ -52,8 +53,10 @@ from lora_rocm.kernels.weight_format import dense_shape, pack, use_form
 from lora_rocm.memory.op_counter import Ledger, Tally, fused_attention, taken_bytes
 from lora_rocm.optim.base import AVERAGE_ITEMSIZE
 from lora_rocm.optim.factory import rule_of
+from lora_rocm.optim.update_rule import Group, Scalars
 from lora_rocm.planning.step_cost import CONTEXT_BYTES, Block, Footprint, Moment, Rates, SmallerAdapter, Work
 from lora_rocm.recipe.kinds import recipe_from
+from lora_rocm.recipe.optim_sections import OptimSection
 from lora_rocm.recipe.schema import Recipe
 
 META = torch.device("meta")
@@ -186,10 +189,14 @@ def _key(recipe: Recipe, family: ModelFamily, dtype: torch.dtype, more: list[obj
     kernels = available(META)
     other = recipe.model.training_adapter
     files = [astuple(FileVersion.of(file)) for file in files_of(Path(other))] if other else []
-    state = (recipe.optim.optimizer, bool(recipe.train.ema_decay), files)
+    state = (recipe.optim.model_dump(mode="json", exclude=SHARED), bool(recipe.train.ema_decay), files)
     formats = [family.weight_format(name).name for name in family.all_components]
     parts = [software, family.name, family.structure, formats, lora, *state, kernels]
     return hashlib.sha256(json.dumps([*parts, str(dtype), *more]).encode("utf-8")).hexdigest()
+
+
+SHARED = set(OptimSection.model_fields) - {"optimizer"}
+"""Keys of ``optim`` that change no size."""
 
 
 def _remembered(path: Path) -> dict[str, Any]:
@@ -255,7 +262,8 @@ def count(
         for drop in drops:
             drop.remove()
     # Memory of weights and adapter follows from their sizes.
-    always_bytes, gradient_bytes, landing_bytes = adapter_bytes(sum(p.numel() for p in trained), recipe, model.dtype)
+    numbers, state = sum(p.numel() for p in trained), state_bytes([p.shape for p in trained], recipe)
+    always_bytes, gradient_bytes, landing_bytes = adapter_bytes(numbers, state, recipe, model.dtype)
     adapter = kind_for(recipe.lora)(family, model)
     frozen = {id(p): p for p in [*parameters, *buffers] if not p.requires_grad}
     return Footprint(
@@ -270,16 +278,17 @@ def count(
         work=work,
         recomputed_bytes=recomputed_bytes,
         narrow_layers=adapter.narrow(recipe.lora),
-        smaller=tuple(_smaller(adapter, recipe, model.dtype)),
+        smaller=tuple(_smaller(adapter, recipe, model.dtype, state / numbers)),
     )
 
 
-def _smaller(adapter: Adapter, recipe: Recipe, dtype: torch.dtype) -> Iterator[SmallerAdapter]:
-    """The adapter's memory with smaller settings."""
+def _smaller(adapter: Adapter, recipe: Recipe, dtype: torch.dtype, state_itemsize: float) -> Iterator[SmallerAdapter]:
+    """The adapter's memory with smaller settings, and as much optimizer state for a weight."""
     shapes = [dense_shape(layer.get_base_layer()) for _, _, layer in adapter.modules.values()]
     for setting, section in adapter.smaller(recipe.lora):
         numbers = sum(adapter.weights_of(section, shape) for shape in shapes)
-        yield SmallerAdapter(setting, *adapter_bytes(numbers, recipe.model_copy(update={"lora": section}), dtype))
+        smaller, state = recipe.model_copy(update={"lora": section}), int(numbers * state_itemsize)
+        yield SmallerAdapter(setting, *adapter_bytes(numbers, state, smaller, dtype))
 
 
 def _recomputed(
@@ -293,19 +302,31 @@ def _recomputed(
     return ledger.mark()
 
 
-def adapter_bytes(count: int, recipe: Recipe, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Bytes for ``count`` trained weights: (always, gradient buffer, staging buffer of the gradients).
+def state_bytes(shapes: Sequence[torch.Size], recipe: Recipe) -> int:
+    """Bytes of the optimizer's state for trained weights of these shapes."""
+    leaves = {str(number): nn.Parameter(torch.empty(shape, device=META)) for number, shape in enumerate(shapes)}
+    flat = FlatWeights(leaves, weight_dtype=_master_dtype(recipe))
+    group = Group(flat.slice_of(list(leaves)), recipe.optim.learning_rate)
+    rule = rule_of(recipe.optim)(flat, [group], recipe.optim, Scalars(META))
+    return sum(state.nbytes for state in [*rule.buffers.values(), *rule.tables.values()])
+
+
+def _master_dtype(recipe: Recipe) -> torch.dtype:
+    return torch.bfloat16 if recipe.lora.weight_dtype == "bf16" else torch.float32
+
+
+def adapter_bytes(count: int, state: int, recipe: Recipe, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Bytes for ``count`` trained weights and ``state`` bytes: (always, gradient buffer, staging buffer of gradients).
 
     Always: masters, optimizer state, average, the layers' compute copy if its dtype differs, and the gradients that a
     pass makes.
     """
-    master_dtype = torch.bfloat16 if recipe.lora.weight_dtype == "bf16" else torch.float32
+    master_dtype = _master_dtype(recipe)
     leaf_dtype = torch.float32 if kind_for(recipe.lora).asks_float32(recipe.lora) else dtype
     master, leaf = master_dtype.itemsize, leaf_dtype.itemsize
-    state = sum(rule_of(recipe.optim).itemsizes(master_dtype))
     average = AVERAGE_ITEMSIZE if recipe.train.ema_decay else 0
     working = 0 if leaf_dtype is master_dtype else leaf
-    return count * (master + state + average + working + leaf), count * 4, count * leaf
+    return count * (master + average + working + leaf) + state, count * 4, count * leaf
 
 
 def _block(name: str, seen: _Seen) -> Block:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from lora_rocm.optim.update_rule import Group, Scalars, TrainedWeights, UpdateRule
-from lora_rocm.recipe.optim_sections import AdamwSection, OptimSection
+from lora_rocm.recipe.optim_sections import AdamwSection
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class AdamW(UpdateRule):
+class AdamW(UpdateRule[AdamwSection]):
     """AdamW whose moments have the dtype of the weights.
 
     Unscaling and clipping take no pass of their own: the fused kernel divides by one number for both.
@@ -26,10 +26,9 @@ class AdamW(UpdateRule):
     """
 
     def __init__(
-        self, weights: TrainedWeights, groups: Sequence[Group], section: OptimSection, scalars: Scalars
+        self, weights: TrainedWeights, groups: Sequence[Group], section: AdamwSection, scalars: Scalars
     ) -> None:
-        assert isinstance(section, AdamwSection)
-        self._weights, self._groups = weights, groups
+        super().__init__(weights, groups, section, scalars)
         self._parts = [nn.Parameter(weights.masters[group.place]) for group in groups]
         self.kernel = torch.optim.AdamW(
             [{"params": [part]} for part in self._parts],
@@ -55,12 +54,3 @@ class AdamW(UpdateRule):
         self.kernel.step()
         for part in self._parts:
             part.grad = None
-
-    @staticmethod
-    def itemsizes(weight_dtype: torch.dtype) -> tuple[int, ...]:
-        return (weight_dtype.itemsize,) * len(MOMENTS)
-
-    @staticmethod
-    def description(section: OptimSection) -> str:
-        assert isinstance(section, AdamwSection)
-        return f"torch.optim.AdamW(weight_decay={section.weight_decay},betas={section.betas},eps={section.epsilon})"

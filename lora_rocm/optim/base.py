@@ -60,7 +60,7 @@ class GatedOptimizer:
 
     def __init__(
         self,
-        rule: type[UpdateRule],
+        rule: type[UpdateRule[Any]],
         weights: TrainedWeights,
         groups: Sequence[Mapping[str, Any]],
         section: OptimSection,
@@ -81,7 +81,7 @@ class GatedOptimizer:
         self.use_loss_scale = use_loss_scale
         self._average_N = weights.masters.to(torch.float32, copy=True) if ema_decay else None
         self.ema = weights.views(self._average_N) if self._average_N is not None else {}
-        guarded = {"weights": weights.masters, **self.rule.buffers, SCALARS: self._scalars.flat_S}
+        guarded = {"weights": weights.masters, **self.rule.buffers, **self.rule.tables, SCALARS: self._scalars.flat_S}
         if weights.working is not weights.masters:
             guarded = {"weights in the layers": weights.working, **guarded}  # first: just written, still in the cache
         if self._average_N is not None:
@@ -146,12 +146,17 @@ class GatedOptimizer:
         self.growth.copy_(torch.where(blocked > 0, self.growth, torch.where(grown, 0.0, growth)))
         self.loss_scale.copy_(torch.where(blocked > 0, self.loss_scale, scale))
 
+    def shown(self) -> Mapping[str, Tensor]:
+        """Name -> weight that users get: the average (EMA), or that of the rule; empty if it is the trained weight."""
+        averaged_N = self.rule.averaged()
+        return self.ema if averaged_N is None else self.weights.views(averaged_N)
+
     def drop_gradients(self) -> None:
         self.weights.drop_gradients()
 
     def state(self) -> dict[str, Tensor]:
-        """Loss scale and scalars of the rule, and its buffers by parameter name: the live tensors on the device."""
-        tensors = dict(self._scalars.views)
+        """Loss scale, scalars and tables of the rule, and its buffers by parameter name: the live tensors."""
+        tensors = {**self._scalars.views, **self.rule.tables}
         for name in self.parameters:
             tensors |= {f"{name}.{buffer}": views[name] for buffer, views in self._buffers.items()}
         return tensors

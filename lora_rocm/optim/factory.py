@@ -5,17 +5,36 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lora_rocm.optim.adafactor import Adafactor
 from lora_rocm.optim.adamw import AdamW
+from lora_rocm.optim.adamw_8bit import Adamw8bit
+from lora_rocm.optim.adamw_bf16 import AdamwBf16
 from lora_rocm.optim.base import GatedOptimizer
+from lora_rocm.optim.came import Came
+from lora_rocm.optim.dadapt_adam import DAdaptAdam
+from lora_rocm.optim.lion import Lion
+from lora_rocm.optim.muon import Muon
 from lora_rocm.optim.prodigy import Prodigy
+from lora_rocm.optim.schedule_free import ScheduleFree
 from lora_rocm.optim.update_rule import TrainedWeights, UpdateRule
 from lora_rocm.recipe.optim_sections import OptimSection
 
-RULES: Mapping[str, type[UpdateRule]] = {"adamw": AdamW, "prodigy": Prodigy}
+RULES: Mapping[str, type[UpdateRule[Any]]] = {
+    "adamw": AdamW,
+    "adamw_8bit": Adamw8bit,
+    "adamw_bf16": AdamwBf16,
+    "adamw_schedule_free": ScheduleFree,
+    "adafactor": Adafactor,
+    "came": Came,
+    "lion": Lion,
+    "muon": Muon,
+    "prodigy": Prodigy,
+    "dadapt_adam": DAdaptAdam,
+}
 """By ``optim.optimizer``."""
 
 
-def rule_of(section: OptimSection) -> type[UpdateRule]:
+def rule_of(section: OptimSection) -> type[UpdateRule[Any]]:
     """The update rule of a recipe's optimizer."""
     return RULES[section.optimizer]
 

@@ -16,13 +16,20 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lora_rocm.optim.update_rule import Group, Scalars, TrainedWeights, UpdateRule
-from lora_rocm.recipe.optim_sections import OptimSection, ProdigySection
+from lora_rocm.optim.update_rule import (
+    Group,
+    Scalars,
+    TrainedWeights,
+    UpdateRule,
+    one_minus_power,
+    write,
+)
+from lora_rocm.recipe.optim_sections import ProdigySection
 
 MOMENTS, GRADIENT_SUM, START = ("exp_avg", "exp_avg_sq"), "s", "start"
 
 
-class Prodigy(UpdateRule):
+class Prodigy(UpdateRule[ProdigySection]):
     """Prodigy over the flat weights, computed in float32.
 
     The moments and the start weights have the dtype of the weights. The sum of gradients is always float32: in bf16 its
@@ -33,10 +40,9 @@ class Prodigy(UpdateRule):
     """
 
     def __init__(
-        self, weights: TrainedWeights, groups: Sequence[Group], section: OptimSection, scalars: Scalars
+        self, weights: TrainedWeights, groups: Sequence[Group], section: ProdigySection, scalars: Scalars
     ) -> None:
-        assert isinstance(section, ProdigySection)
-        self._weights, self._section = weights, section
+        super().__init__(weights, groups, section, scalars)
         self._multiples = [(group.place, group.learning_rate / section.learning_rate) for group in groups]
         masters = weights.masters
         self.buffers = {
@@ -82,62 +88,25 @@ class Prodigy(UpdateRule):
             # spare_N holds the second moment, which is zero in the padding: avoid 0 / 0 there
             spare_N.sqrt_().add_((grown * section.epsilon).clamp(min=torch.finfo(torch.float32).tiny))
             torch.div(self.buffers["exp_avg"], spare_N, out=spare_N)
-            for place, multiple in self._multiples:
-                part, shrink = spare_N[place], rate * (-multiple * section.weight_decay)
-                part.mul_(rate * -multiple).addcmul_(masters_N[place], shrink)
-            _write(masters_N, spare_N.add_(masters_N), hold)
-            _write(self._numerator, numerator, hold)
-            _write(self._steps, self._steps + 1, hold)
-            _write(self.d, grown, hold)
+            self._descend(spare_N, rate / section.learning_rate, hold)
+            write(self._numerator, numerator, hold)
+            write(self._steps, self._steps + 1, hold)
+            write(self.d, grown, hold)
             self._effective_rate.copy_(rate)
 
     def _correction(self) -> Tensor:
         """Adam's bias correction of the next step; 1 if it is off."""
         if not self._section.use_bias_correction:
             return torch.ones_like(self._steps)
-        first, second = (_one_minus_power(beta, self._steps + 1) for beta in self._section.betas)
+        first, second = (one_minus_power(beta, self._steps + 1) for beta in self._section.betas)
         return second.sqrt() / first
 
     def _renew(self, name: str, added_N: Tensor, decay: float, hold: Tensor) -> None:
         """Decay a running sum and add ``added_N``, which afterwards holds the new sum in float32."""
-        _write(self.buffers[name], added_N.add_(self.buffers[name], alpha=decay), hold)
+        write(self.buffers[name], added_N.add_(self.buffers[name], alpha=decay), hold)
 
     def _denominator(self) -> Tensor:
         """L1 norm of the sum of gradients, with each group weighted by its multiple."""
         sum_N = self.buffers[GRADIENT_SUM]
         norms = [torch.linalg.vector_norm(sum_N[place], ord=1) * multiple for place, multiple in self._multiples]
         return torch.stack(norms).sum()
-
-    @staticmethod
-    def itemsizes(weight_dtype: torch.dtype) -> tuple[int, ...]:
-        same = (weight_dtype.itemsize,)
-        return (*same * len(MOMENTS), torch.float32.itemsize, *same)
-
-    @staticmethod
-    def description(section: OptimSection) -> str:
-        assert isinstance(section, ProdigySection)
-        values = {
-            "decouple": True,
-            "weight_decay": section.weight_decay,
-            "betas": section.betas,
-            "beta3": section.beta3,
-            "eps": section.epsilon,
-            "d0": section.d0,
-            "d_coef": section.d_coef,
-            "use_bias_correction": section.use_bias_correction,
-            "safeguard_warmup": section.safeguard_warmup,
-        }
-        return f"prodigyopt.prodigy.Prodigy({','.join(f'{name}={value}' for name, value in values.items())})"
-
-
-def _write(state: Tensor, new: Tensor, hold: Tensor) -> None:
-    """Write ``new`` (float32, overwritten) into ``state`` unless ``hold`` is true; then no bit changes.
-
-    Non-finite values of ``new`` are then dropped, which a product with 0 would not guarantee.
-    """
-    state.copy_(torch.where(hold, state, new, out=new))
-
-
-def _one_minus_power(base: float, exponent: Tensor) -> Tensor:
-    """``1 - base**exponent``, exact to float32 even for a base near 1."""
-    return -torch.expm1(exponent * math.log(base)) if base else torch.ones_like(exponent)

@@ -6,15 +6,18 @@ EMA, state guard and checkpoints are shared by all rules (``base``).
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from lora_rocm.recipe.optim_sections import OptimSection
+
+S = TypeVar("S", bound=OptimSection)
 
 
 class TrainedWeights(Protocol):
@@ -86,7 +89,7 @@ class Scalars:
         return self.views[name]
 
 
-class UpdateRule(ABC):
+class UpdateRule(ABC, Generic[S]):
     """Computes weights from gradients. ``step`` does not synchronise: all state is on the device.
 
     Args:
@@ -96,16 +99,17 @@ class UpdateRule(ABC):
         scalars: the rule adds its scalars here; they are state like ``buffers``.
 
     Attributes:
-        buffers: name -> state per weight, [N], in the layout of the weights. The constructor allocates all memory that
-            ``step`` keeps.
+        buffers: name -> state per weight, at least [N], in the layout of the weights. The constructor allocates all
+            memory that ``step`` keeps.
+        tables: name -> other state, flat, in a layout of its own; a multiple of ``TABLE_MULTIPLE`` elements.
     """
 
     buffers: Mapping[str, Tensor]
+    tables: Mapping[str, Tensor]
 
-    @abstractmethod
-    def __init__(
-        self, weights: TrainedWeights, groups: Sequence[Group], section: OptimSection, scalars: Scalars
-    ) -> None: ...
+    def __init__(self, weights: TrainedWeights, groups: Sequence[Group], section: S, scalars: Scalars) -> None:
+        self._weights, self._groups, self._section = weights, groups, section
+        self.buffers, self.tables = {}, {}
 
     @abstractmethod
     def step(self, factor: float, held: Tensor, divisor: Tensor) -> None:
@@ -113,8 +117,8 @@ class UpdateRule(ABC):
 
         Args:
             factor: the schedule's factor of the peak learning rates.
-            held: float32 0-d, 0 or 1. If it is 1, no bit of weights, buffers and scalars may change, whatever the
-                gradients are.
+            held: float32 0-d, 0 or 1. If it is 1, no bit of weights, buffers, tables and scalars may change, whatever
+                the gradients are.
             divisor: float32 0-d; the gradients have to be divided by it (loss scale and clipping).
         """
 
@@ -123,12 +127,37 @@ class UpdateRule(ABC):
         """Name -> 0-d tensor on the device: values of the last ``step`` for the log. The names never change."""
         return {}
 
-    @staticmethod
-    @abstractmethod
-    def itemsizes(weight_dtype: torch.dtype) -> tuple[int, ...]:
-        """Bytes per trained weight of this dtype for each of ``buffers``."""
+    def averaged(self) -> Tensor | None:
+        """[N] float32, made anew: the weights that users get, if they are not the masters."""
+        return None
 
-    @staticmethod
-    @abstractmethod
-    def description(section: OptimSection) -> str:
-        """Class and arguments in the form of kohya's metadata field ``ss_optimizer``."""
+    def _descend(self, update_N: Tensor, rate: Tensor | float, hold: Tensor) -> None:
+        """Take ``rate`` times each group's learning rate times (update + weight decay) from the masters.
+
+        Args:
+            update_N: float32, overwritten.
+            rate: the schedule's factor, and what the rule multiplies it by.
+            hold: bool 0-d.
+        """
+        masters_N = self._weights.masters
+        update_N.add_(masters_N, alpha=self._section.weight_decay)
+        for group in self._groups:
+            update_N[group.place].mul_(rate * -group.learning_rate)
+        write(masters_N, update_N.add_(masters_N), hold)
+
+
+TABLE_MULTIPLE = 64
+"""The state guard reads rows of 16 bytes."""
+
+
+def write(state: Tensor, new: Tensor, hold: Tensor) -> None:
+    """Write ``new`` (overwritten) into ``state`` unless ``hold`` is true; then no bit changes.
+
+    Non-finite values of ``new`` are then dropped, which a product with 0 would not guarantee.
+    """
+    state.copy_(torch.where(hold, state, new, out=new))
+
+
+def one_minus_power(base: float, exponent: Tensor) -> Tensor:
+    """``1 - base**exponent``, exact to float32 even for a base near 1."""
+    return -torch.expm1(exponent * math.log(base)) if base else torch.ones_like(exponent)

@@ -19,16 +19,33 @@ READ_BY_SCHEDULE: Mapping[str, tuple[str, ...]] = {
 """Key of ``optim`` -> the values of ``lr_scheduler`` that read it."""
 
 
+Small = Annotated[float, Field(gt=0.0, le=1.0)]
+Share = Annotated[float, Field(gt=0.0, lt=1.0)]
+
+
+def rule(what: str, key: str, fix: str) -> PydanticCustomError:
+    """The error of a key that does not fit the others of its section."""
+    return PydanticCustomError("rule", "{what}", {"what": what, "keys": [key], "fix": fix})
+
+
 class OptimSection(Section):
     """Optimizer and schedule: the keys that every optimizer reads. Steps are optimizer updates.
 
     Attributes:
         usual_rates: (lowest, highest) learning rate without a notice.
         rate_advice: half a sentence about its usual learning rate.
+        published: class of the library that users of other trainers know it by, for metadata.
+        implied: what this class is always given.
+        averages: it keeps an average of the weights, which is the result.
+        weight_dtypes: what ``lora.weight_dtype`` may be.
     """
 
     usual_rates: ClassVar[tuple[float, float]] = (0.0, math.inf)
     rate_advice: ClassVar[str] = ""
+    published: ClassVar[str] = ""
+    implied: ClassVar[Mapping[str, object]] = {}
+    averages: ClassVar[bool] = False
+    weight_dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16")
 
     optimizer: str = Field(description="Optimizer.")
     learning_rate: float = Field(1e-4, gt=0, description="Peak learning rate.")
@@ -61,8 +78,7 @@ class OptimSection(Section):
         for key, readers in READ_BY_SCHEDULE.items():
             if getattr(self, key) != OptimSection.model_fields[key].default and self.lr_scheduler not in readers:
                 what = f"{key} is not read with lr_scheduler: {self.lr_scheduler}"
-                fix = f"Remove it, or set lr_scheduler to {' or '.join(readers)}."
-                raise PydanticCustomError("rule", "{what}", {"what": what, "keys": [key], "fix": fix})
+                raise rule(what, key, f"Remove it, or set lr_scheduler to {' or '.join(readers)}.")
         return self
 
     def warmup_steps(self, max_train_steps: int) -> int:
@@ -74,6 +90,18 @@ class OptimSection(Section):
         """The peak learning rate of the text encoders."""
         return self.text_encoder_learning_rate or self.learning_rate
 
+    @property
+    def description(self) -> str:
+        """Class and arguments in the form of kohya's metadata field ``ss_optimizer``."""
+        own = [name for name in type(self).model_fields if name not in OptimSection.model_fields]
+        values = {name: getattr(self, name) for name in ["weight_decay", *own]}
+        given = {"eps" if name == "epsilon" else name: value for name, value in values.items()}
+        return f"{self.published}({','.join(f'{name}={value}' for name, value in {**self.implied, **given}.items())})"
+
+
+BETAS = "Decay of the two moments."
+EPSILON = "Added to the denominator."
+
 
 class AdamwSection(OptimSection):
     """Optimizer and schedule. Steps are optimizer updates."""
@@ -83,25 +111,36 @@ class AdamwSection(OptimSection):
         "which usually takes 1.0e-4. Rates near 1 are meant for Prodigy: for that set optim.optimizer: prodigy."
     )
 
+    published: ClassVar[str] = "torch.optim.AdamW"
+
     optimizer: Literal["adamw"] = Field("adamw", description="Optimizer.")
-    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="Decay of the two moments.")
-    epsilon: float = Field(1e-8, gt=0, le=1.0, description="Added to the denominator.")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description=BETAS)
+    epsilon: float = Field(1e-8, gt=0, le=1.0, description=EPSILON)
 
 
-class ProdigySection(OptimSection):
-    """Prodigy estimates the learning rate itself (arXiv 2306.06101). Steps are optimizer updates."""
+class EstimatedRateSection(OptimSection):
+    """An optimizer that estimates the learning rate."""
 
     usual_rates: ClassVar[tuple[float, float]] = (1e-2, 10.0)
-    rate_advice: ClassVar[str] = (
-        "which estimates the learning rate itself and takes 1.0 as its factor; optim.d_coef is the way to tune it."
-    )
+    implied: ClassVar[Mapping[str, object]] = {"decouple": True}
 
-    optimizer: Literal["prodigy"] = Field("prodigy", description="Optimizer.")
     learning_rate: float = Field(1.0, gt=0, description="Factor of the estimated learning rate.")
     text_encoder_learning_rate: float | None = Field(
         None, gt=0, description="Factor for the text encoders; unset means learning_rate."
     )
-    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="Decay of the two moments.")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description=BETAS)
+
+
+class ProdigySection(EstimatedRateSection):
+    """Prodigy estimates the learning rate itself (arXiv 2306.06101). Steps are optimizer updates."""
+
+    rate_advice: ClassVar[str] = (
+        "which estimates the learning rate itself and takes 1.0 as its factor; optim.d_coef is the way to tune it."
+    )
+
+    published: ClassVar[str] = "prodigyopt.prodigy.Prodigy"
+
+    optimizer: Literal["prodigy"] = Field("prodigy", description="Optimizer.")
     beta3: Decay | None = Field(
         None, description="Decay of the sums behind the estimate; unset means the square root of the second beta."
     )
@@ -115,5 +154,159 @@ class ProdigySection(OptimSection):
     )
 
 
-OPTIMIZERS: Mapping[str, type[OptimSection]] = {"adamw": AdamwSection, "prodigy": ProdigySection}
+class Adamw8bitSection(AdamwSection):
+    """AdamW with moments of 8 bits in blocks of 256 (arXiv 2110.02861). Steps are optimizer updates."""
+
+    published: ClassVar[str] = "bitsandbytes.optim.AdamW8bit"
+
+    optimizer: Literal["adamw_8bit"] = Field("adamw_8bit", description="Optimizer.")  # type: ignore[assignment]
+
+
+class LionSection(OptimSection):
+    """Lion: the sign of a momentum (arXiv 2302.06675). Steps are optimizer updates."""
+
+    usual_rates: ClassVar[tuple[float, float]] = (0.0, 1e-3)
+    rate_advice: ClassVar[str] = "which usually takes a third to a tenth of AdamW's rate, such as 3.0e-5."
+    published: ClassVar[str] = "lion_pytorch.lion_pytorch.Lion"
+
+    optimizer: Literal["lion"] = Field("lion", description="Optimizer.")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.99), description="Share of the momentum in the sign; its decay.")
+
+
+class AdafactorSection(OptimSection):
+    """Adafactor: second moments by rows and columns (arXiv 1804.04235). Steps are optimizer updates."""
+
+    usual_rates: ClassVar[tuple[float, float]] = (0.0, 1e-2)
+    rate_advice: ClassVar[str] = "which takes rates like AdamW's; with scale_parameter up to 1.0e-2."
+    published: ClassVar[str] = "transformers.optimization.Adafactor"
+
+    optimizer: Literal["adafactor"] = Field("adafactor", description="Optimizer.")
+    eps: tuple[Small, Small] = Field(
+        (1e-30, 1e-3), description="Added to squared gradients; least size of weights for scale_parameter."
+    )
+    clip_threshold: float = Field(1.0, gt=0, le=1e9, description="Greatest root mean square of an update.")
+    decay_rate: float = Field(-0.8, lt=0, ge=-10.0, description="Power of the step that the second moment forgets by.")
+    beta1: Decay | None = Field(None, description="Decay of a first moment; unset means none.")
+    scale_parameter: bool = Field(False, description="Multiply the rate by the root mean square of each weight.")
+    relative_step: bool = Field(
+        False, description="The rate is 1 / sqrt(step), at most 0.01, in place of learning_rate and lr_scheduler."
+    )
+    warmup_init: bool = Field(False, description="With relative_step: the rate starts at step * 1e-6.")
+
+    @model_validator(mode="after")
+    def _relative_step_has_its_rate(self) -> AdafactorSection:
+        if self.warmup_init and not self.relative_step:
+            raise rule("warmup_init does nothing without relative_step", "warmup_init", "Set relative_step: true.")
+        given = [
+            name
+            for name, field in OptimSection.model_fields.items()
+            if (name.startswith("lr_") or name.endswith("learning_rate")) and getattr(self, name) != field.default
+        ]
+        if self.relative_step and given:
+            what = f"{given[0]} is not read with relative_step, which has its own rate"
+            raise rule(what, given[0], f"Remove {given[0]}, or set relative_step: false.")
+        return self
+
+
+class CameSection(OptimSection):
+    """CAME: Adafactor guided by confidence (arXiv 2307.02047). Steps are optimizer updates."""
+
+    usual_rates: ClassVar[tuple[float, float]] = (0.0, 1e-2)
+    rate_advice: ClassVar[str] = "which usually takes 1.0e-4."
+    published: ClassVar[str] = "came_pytorch.CAME"
+
+    optimizer: Literal["came"] = Field("came", description="Optimizer.")
+    betas: tuple[Decay, Decay, Decay] = Field(
+        (0.9, 0.999, 0.9999), description="Decay of the update, of the second moment, and of the instability."
+    )
+    eps: tuple[Small, Small] = Field((1e-30, 1e-16), description="Added to squared gradients; to the instability.")
+    clip_threshold: float = Field(1.0, gt=0, le=1e9, description="Greatest root mean square of an update.")
+
+
+class ScheduleFreeSection(OptimSection):
+    """AdamW with an average in place of a schedule (arXiv 2405.15682). Steps are optimizer updates."""
+
+    usual_rates: ClassVar[tuple[float, float]] = (0.0, 1e-1)
+    rate_advice: ClassVar[str] = "which takes one to ten times AdamW's rate, such as 5.0e-4."
+    published: ClassVar[str] = "schedulefree.AdamWScheduleFree"
+    averages: ClassVar[bool] = True
+    weight_dtypes: ClassVar[tuple[str, ...]] = ("fp32",)
+
+    optimizer: Literal["adamw_schedule_free"] = Field("adamw_schedule_free", description="Optimizer.")
+    betas: tuple[Share, Decay] = Field(
+        (0.9, 0.999), description="Share of the average in the trained weights; decay of the second moment."
+    )
+    epsilon: float = Field(1e-8, gt=0, le=1.0, description=EPSILON)
+    r: float = Field(0.0, ge=0, le=100.0, description="Power of the step in the weights of the average.")
+    weight_lr_power: float = Field(
+        2.0, ge=0, le=100.0, description="Power of the learning rate in the weights of the average, for the warm-up."
+    )
+
+    @model_validator(mode="after")
+    def _has_no_schedule(self) -> ScheduleFreeSection:
+        if self.lr_scheduler != "constant":
+            what = f"{self.optimizer} averages in place of a schedule, and lr_scheduler is {self.lr_scheduler}"
+            raise rule(what, "lr_scheduler", "Remove lr_scheduler; a warm-up is fine.")
+        return self
+
+
+class DAdaptAdamSection(EstimatedRateSection):
+    """Adam with D-Adaptation, which estimates the learning rate (arXiv 2301.07733). Steps are optimizer updates."""
+
+    rate_advice: ClassVar[str] = "which estimates the learning rate itself and takes 1.0 as its factor."
+    published: ClassVar[str] = "dadaptation.dadapt_adam.DAdaptAdam"
+
+    optimizer: Literal["dadapt_adam"] = Field("dadapt_adam", description="Optimizer.")
+    epsilon: float = Field(1e-8, gt=0, le=1.0, description=EPSILON)
+    d0: float = Field(1e-6, gt=0, le=1.0, description="The estimate at the start.")
+    growth_rate: float | None = Field(
+        None, gt=1.0, le=1e9, description="Greatest growth of the estimate in an update, such as 1.02; unset: any."
+    )
+    use_bias_correction: bool = Field(False, description="Adam's bias correction of the rate.")
+
+
+class MuonSection(OptimSection):
+    """Muon for matrices, AdamW for other weights (arXiv 2502.16982). Steps are optimizer updates."""
+
+    usual_rates: ClassVar[tuple[float, float]] = (0.0, 1e-1)
+    rate_advice: ClassVar[str] = "which takes AdamW's rate with adjust_lr_fn: match_rms_adamw, such as 1.0e-4."
+    published: ClassVar[str] = "torch.optim.Muon"
+
+    optimizer: Literal["muon"] = Field("muon", description="Optimizer.")
+    momentum: Decay = Field(0.95, description="Decay of the momentum of matrices.")
+    nesterov: bool = Field(True, description="Nesterov's momentum.")
+    ns_steps: int = Field(5, gt=0, le=100, description="Steps of the Newton-Schulz iteration.")
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] = Field(
+        "match_rms_adamw", description="How the shape of a matrix changes its rate; original wants rates near 0.02."
+    )
+    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="Decay of AdamW's two moments.")
+    epsilon: float = Field(1e-8, gt=0, le=1.0, description="Added to AdamW's denominator.")
+
+
+class AdamwBf16Section(AdamwSection):
+    """AdamW for lora.weight_dtype: bf16, which loses no small updates to rounding. Steps are optimizer updates."""
+
+    published: ClassVar[str] = "lora_rocm.AdamWBF16"
+    weight_dtypes: ClassVar[tuple[str, ...]] = ("bf16",)
+
+    optimizer: Literal["adamw_bf16"] = Field("adamw_bf16", description="Optimizer.")  # type: ignore[assignment]
+    rounding: Literal["stochastic", "kahan"] = Field(
+        "stochastic",
+        description="Round the weights up or down by chance, or keep what rounding left out (2 bytes more a weight).",
+    )
+
+
+SECTIONS: tuple[type[OptimSection], ...] = (
+    AdamwSection,
+    Adamw8bitSection,
+    AdamwBf16Section,
+    ScheduleFreeSection,
+    AdafactorSection,
+    CameSection,
+    LionSection,
+    MuonSection,
+    ProdigySection,
+    DAdaptAdamSection,
+)
+OPTIMIZERS: Mapping[str, type[OptimSection]] = {each.model_fields["optimizer"].default: each for each in SECTIONS}
 """The section of each ``optim.optimizer``; the first is that of a recipe that names none."""

@@ -27,13 +27,14 @@ class PeerNames:
     same_value: name -> our key with the same meaning and unit.
     units: word of a key -> the unit of its value.
     number_formats: ours -> theirs.
-    schedulers: theirs -> what to write.
+    schedulers, optimizers: theirs -> what to write.
     """
 
     same_value: Mapping[str, str]
     units: Mapping[str, str]
     number_formats: Mapping[str, tuple[str, ...]]
     schedulers: Mapping[str, str]
+    optimizers: Mapping[str, str]
     advice: tuple[Advice, ...]
 
 
@@ -47,11 +48,6 @@ def peer_names() -> PeerNames:
 def advice() -> Mapping[str, str]:
     """Name -> its advice."""
     return {name: row.text for row in peer_names().advice for name in row.names}
-
-
-D_ADAPTATION = ("dadapt", "d_adapt")
-RATE_OF_ADAMW = "1.0e-4"
-ADAMW_NAMES = ("adamw", "adamw_torch", "adamw_fused", "torch.optim.adamw")
 
 
 def value_advice(key: str, value: object) -> str:
@@ -83,16 +79,9 @@ def value_advice(key: str, value: object) -> str:
 
 
 def _optimizer_advice(plain: str) -> str:
-    name = plain.rpartition(".")[2]
-    if name == "prodigy":
-        return "Write prodigy."
-    if "prodigy" in name or any(mark in name for mark in D_ADAPTATION):
-        return "Write prodigy, which estimates its own learning rate too; a learning rate of 1.0 can stay."
-    if plain in ADAMW_NAMES:
-        return "Write adamw."
-    if "adamw" in name:
-        return "Write adamw: its moments have full precision, which takes more memory; the learning rate can stay."
-    return f"Of adamw a usual learning rate is {RATE_OF_ADAMW}, of prodigy 1.0." if plain.isprintable() else ""
+    name = plain.rpartition(".")[2].replace("_", "").replace("-", "")
+    usual = "Of adamw a usual learning rate is 1.0e-4, of prodigy 1.0." if plain.isprintable() else ""
+    return peer_names().optimizers.get(name, usual)
 
 
 def _warmup_advice(value: object) -> str:

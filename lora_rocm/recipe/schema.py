@@ -523,6 +523,19 @@ class Recipe(Section):
             raise PydanticCustomError("rule", "{what}", {"what": what, "at": at, "fix": fix})
         return self
 
+    @model_validator(mode="after")
+    def _optimizer_fits_weights(self) -> Recipe:
+        name, dtypes = self.optim.optimizer, self.optim.weight_dtypes
+        if self.optim.averages and self.train.ema_decay:
+            what = f"{name} keeps an average of its own, which is the result"
+            at, fix = ("train", "ema_decay"), "Remove train.ema_decay."
+        elif self.lora.weight_dtype not in dtypes:
+            what = f"{name} is not for lora.weight_dtype: {self.lora.weight_dtype}"
+            at, fix = ("optim", "optimizer"), f"Set lora.weight_dtype: {dtypes[0]}, or take another optimizer."
+        else:
+            return self
+        raise PydanticCustomError("rule", "{what}", {"what": what, "at": at, "fix": fix})
+
     def trains(self, component: str) -> bool:
         """Whether a component that an adapter can be put on is trained: text encoders are if the recipe says so."""
         return component not in self.spec.text_components or self.lora.train_text_encoder

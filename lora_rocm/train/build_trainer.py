@@ -41,6 +41,7 @@ def new_trainer(start: StartContext, data: Data, position: Position, artifacts: 
             Validation(
                 validation_steps,
                 lambda: open_batches(held_out, 0, held_out.steps_per_epoch),
+                artifacts.shown_weights,
             )
         )
     clock = SaveClock(minutes) if (minutes := recipe.output.save_every_minutes) else None

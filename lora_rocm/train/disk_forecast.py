@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -11,8 +11,6 @@ from lora_rocm.errors import StoppedError
 from lora_rocm.export.writers import DTYPES
 from lora_rocm.foundation.units import size_text
 from lora_rocm.latent_cache.cache import LatentCache
-from lora_rocm.optim.base import AVERAGE_ITEMSIZE
-from lora_rocm.optim.factory import rule_of
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.disk_space import Free, free_bytes, require, shortage
 from lora_rocm.rundir.event_types import CacheEvent
@@ -32,6 +30,7 @@ class Room:
 
     Attributes:
         parameters: the trained parameters.
+        state: the tensors of a checkpoint beside them.
         context: receives a notice, once, if the disk may become full.
         free: returns the free bytes at a path.
     """
@@ -39,6 +38,7 @@ class Room:
     run_dir: RunDir
     recipe: Recipe
     parameters: Mapping[str, Tensor]
+    state: Sequence[Tensor]
     max_train_steps: int
     context: RunContext
     steps_per_epoch: int
@@ -79,13 +79,7 @@ class Room:
     @property
     def checkpoint_bytes(self) -> int:
         """Size of the weights, their optimizer state, and the average if one is kept."""
-        found, rule = self.parameters.values(), rule_of(self.recipe.optim)
-        average_itemsizes = [AVERAGE_ITEMSIZE] if self.recipe.train.ema_decay else []
-        return sum(
-            _file_bytes(tensor, itemsize)
-            for tensor in found
-            for itemsize in [tensor.element_size(), *rule.itemsizes(tensor.dtype), *average_itemsizes]
-        )
+        return sum(_file_bytes(tensor, tensor.element_size()) for tensor in [*self.parameters.values(), *self.state])
 
     @property
     def lora_bytes(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,16 +60,25 @@ class Save:
 
 @dataclass(frozen=True)
 class Validation:
-    """Mean loss over held-out samples at fixed noise; the training loss of a diffusion model says little."""
+    """Mean loss over held-out samples at fixed noise; the training loss of a diffusion model says little.
+
+    ``shown_weights``: a context that uses the weights that users get.
+    """
 
     steps: int
     open_batches: Callable[[], Iterator[Batch]]
+    shown_weights: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def due(self, updates: int) -> bool:
         return updates % self.steps == 0
 
     @torch.no_grad()
     def act(self, trainer: Trainer) -> None:
+        with self.shown_weights():
+            loss = self._mean_loss(trainer)
+        trainer.context.emit(ValidationEvent(updates=trainer.position.updates, loss=loss))
+
+    def _mean_loss(self, trainer: Trainer) -> float:
         total, weight = 0.0, 0.0
         for component in trainer.model.components.values():
             component.eval()
@@ -85,7 +94,7 @@ class Validation:
             trainer.context.beat("loader")
         for component in trainer.model.components.values():
             component.train()
-        trainer.context.emit(ValidationEvent(updates=trainer.position.updates, loss=total / weight))
+        return total / weight
 
     def _losses(self, trainer: Trainer, batch: Batch, place: float) -> torch.Tensor:
         """Per-sample loss on the CPU. Noise depends on the sample alone. The transfer is checked as in training."""

@@ -98,7 +98,7 @@ class Artifacts:
         self.room.require_checkpoint(updates)
         # Write the LoRA file and read the state
         lora = self.run_dir.checkpoint_lora(updates)
-        with self._shown_weights():
+        with self.shown_weights():
             self._written += self._write("kohya", lora, position)
         parts = {
             "adapter": self.adapter.state(),
@@ -155,7 +155,7 @@ class Artifacts:
 
     def preview(self, updates: int) -> None:
         """Draw the previews with the LoRA as it is (its average, if one is kept)."""
-        with self.session.phase("preview"), self._shown_weights():
+        with self.session.phase("preview"), self.shown_weights():
             self._draw(updates)
 
     def finish(self, position: Position) -> None:
@@ -165,7 +165,7 @@ class Artifacts:
         """
         self.guard.check_all(position.updates)
         self.run_dir.require()
-        with self._shown_weights():
+        with self.shown_weights():
             exports = [self._export(form, position) for form in self.recipe.output.formats]
         self.guard.check_state(position.updates)  # again: it must not have changed while it was read
         loras = self._checkpoint_loras()
@@ -181,9 +181,10 @@ class Artifacts:
                 result |= self._concept(before, after)
         write_json(self.run_dir.result, result, self.run_dir.path)
 
-    def _shown_weights(self) -> AbstractContextManager[None]:
-        """A context that uses the weights that users get: the average, if one is kept."""
-        return self.adapter.using(self.optimizer.ema) if self.optimizer.ema else nullcontext()
+    def shown_weights(self) -> AbstractContextManager[None]:
+        """A context that uses the weights that users get: the average, if there is one."""
+        shown = self.optimizer.shown()
+        return self.adapter.using(shown) if shown else nullcontext()
 
     def _draw(self, updates: int) -> None:
         """Draw one round of previews; if memory runs out, in tiles from then on.

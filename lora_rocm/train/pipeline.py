@@ -170,6 +170,9 @@ def load(start: StartContext, family: ModelFamily, data: Data) -> tuple[Artifact
     guard = Guard(canary, optimizer, start.context)
     guard.check_kernels(position.updates)
     guard.use_graphs(capture)
+    state = [*optimizer.state().values(), *optimizer.ema.values()]
+    weights, steps = adapter.parameters, data.max_train_steps
+    room = Room(session.run_dir, recipe, weights, state, steps, start.context, data.steps_per_epoch)
     artifacts = Artifacts(
         session=session,
         recipe=recipe,
@@ -184,9 +187,7 @@ def load(start: StartContext, family: ModelFamily, data: Data) -> tuple[Artifact
         data_identity=data.identity(),
         base_seals=seals,
         steps_per_epoch=data.steps_per_epoch,
-        room=Room(
-            session.run_dir, recipe, adapter.parameters, data.max_train_steps, start.context, data.steps_per_epoch
-        ),
+        room=room,
         tiles=start.settings.preview_tiling,
         memory=memory,
         world=start.world,

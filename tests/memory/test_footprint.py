@@ -32,14 +32,15 @@ from lora_rocm.families.objectives.loss import losses
 from lora_rocm.families.recompute import TOGETHER, Recomputing
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.memory import footprint as counting
-from lora_rocm.memory.footprint import adapter_bytes, count, counted, hollow_model
+from lora_rocm.memory.footprint import adapter_bytes, count, counted, hollow_model, state_bytes
 from lora_rocm.memory.op_counter import Ledger
 from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.planning.step_cost import Footprint, Rates, Work, activation_bytes, by_worth
 from lora_rocm.recipe.kinds import recipe_from
-from lora_rocm.recipe.optim_sections import AdamwSection, OptimSection, ProdigySection
+from lora_rocm.recipe.optim_sections import OptimSection, ProdigySection
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.recipe.sections import MAX_RANK
+from tests.optim.test_base import SECTIONS
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 SIDE_PX = 96
@@ -262,23 +263,25 @@ def test_text_encoders_are_counted_where_they_are_trained(both: tuple[Footprint,
 
 def test_what_the_adapter_takes() -> None:
     plain = recipe(Path("x"))
-    assert adapter_bytes(100, plain, torch.float32) == (100 * (4 + 8 + 4), 400, 400)
-    assert adapter_bytes(100, plain, torch.bfloat16) == (100 * (4 + 8 + 2 + 2), 400, 200)
-    assert adapter_bytes(100, recipe(Path("x"), weight_dtype="bf16"), torch.bfloat16)[0] == 100 * (2 + 4 + 2)
-    assert adapter_bytes(100, recipe(Path("x"), use_dora=True), torch.bfloat16) == (100 * (4 + 8 + 4), 400, 400)
+    assert adapter_bytes(100, 800, plain, torch.float32) == (100 * (4 + 8 + 4), 400, 400)
+    assert adapter_bytes(100, 800, plain, torch.bfloat16) == (100 * (4 + 8 + 2 + 2), 400, 200)
+    assert adapter_bytes(100, 400, recipe(Path("x"), weight_dtype="bf16"), torch.bfloat16)[0] == 100 * (2 + 4 + 2)
+    assert adapter_bytes(100, 800, recipe(Path("x"), use_dora=True), torch.bfloat16) == (100 * (4 + 8 + 4), 400, 400)
 
 
-@pytest.mark.parametrize("optim", [AdamwSection(), ProdigySection()], ids=lambda optim: optim.optimizer)
-@pytest.mark.parametrize("ema_decay", [0.0, 0.9])
+@pytest.mark.parametrize("optim", SECTIONS, ids=lambda optim: optim.optimizer)
 @pytest.mark.parametrize(("weight_dtype", "master_dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
-@pytest.mark.parametrize("leaf_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("leaf_dtype", "ema_decay"),
+    [(torch.float32, 0.0), (torch.bfloat16, 0.9), (torch.bfloat16, 0.0), (torch.float16, 0.9)],
+)
 def test_the_adapter_takes_what_weights_and_optimizer_hold(
     leaf_dtype: torch.dtype, weight_dtype: str, master_dtype: torch.dtype, ema_decay: float, optim: OptimSection
 ) -> None:
     its = recipe(Path("x"), weight_dtype=weight_dtype)
     train = its.train.model_copy(update={"ema_decay": ema_decay})
     its = its.model_copy(update={"train": train, "optim": optim})
-    leaf, size = nn.Parameter(torch.ones(1280)), 1280
+    leaf, size = nn.Parameter(torch.ones(16, 80)), 1280
     weights = FlatWeights({"unet.w": leaf}, leaf_dtype, master_dtype)
     groups = [{"names": ["unet.w"], "lr": 1.0}]
     how = {"max_train_steps": 1, "ema_decay": ema_decay, "use_loss_scale": False}
@@ -286,12 +289,12 @@ def test_the_adapter_takes_what_weights_and_optimizer_hold(
     leaf.grad = torch.ones_like(leaf)
 
     def held() -> int:
-        holders = [vars(weights).values(), vars(optimizer).values(), optimizer.rule.buffers.values()]
-        holders += [[leaf.grad]]
+        holders = [vars(weights).values(), vars(optimizer).values(), [leaf.grad]]
         tensors = [each for holder in holders for each in holder if isinstance(each, Tensor) and each.numel() == size]
+        tensors += [*optimizer.rule.buffers.values(), *optimizer.rule.tables.values()]
         return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
-    always, buffer, landing = adapter_bytes(size, its, leaf_dtype)
+    always, buffer, landing = adapter_bytes(size, state_bytes([leaf.shape], its), its, leaf_dtype)
     assert held() == always
     with Ledger(iter(())) as ledger:  # of what comes while they are gathered, only the sum stays
         weights.gather()

@@ -221,5 +221,5 @@ def test_every_part_of_its_state_is_guarded(leaf_dtype: torch.dtype) -> None:
 
 
 def test_the_metadata_name_the_published_class() -> None:
-    said = make(ProdigySection(d_coef=2)).rule.description(ProdigySection(d_coef=2))
+    said = ProdigySection(d_coef=2).description
     assert said.startswith("prodigyopt.prodigy.Prodigy(decouple=True,weight_decay=0.01,") and "d_coef=2" in said

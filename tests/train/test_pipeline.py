@@ -147,6 +147,9 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "lora": {"train_text_encoder": True, "weight_dtype": "bf16"},
         "train": {"ema_decay": 0.9},
     },
+    "schedule-free": {"optim": {"optimizer": "adamw_schedule_free"}, "data": {"validation_split": 0.2}},
+    "8-bit moments": {"optim": {"optimizer": "adamw_8bit"}},
+    "CAME, fp16 with loss scale": {"optim": {"optimizer": "came"}, "train": {"mixed_precision": "fp16"}},
     "shuffled, dropped, mirrored": {
         "data": {"shuffle_caption": True, "caption_dropout_rate": 0.3, "flip_aug": True, "validation_split": 0.2},
         "train": {"validation_every_n_steps": 2},

@@ -1,0 +1,76 @@
+"""AdamW over weights in bf16 that loses no small updates to rounding.
+
+A step of 1e-4 of a weight is less than half of the distance to the next bf16 number, so rounding to the nearest would
+leave the weight where it is. Rounding by chance moves it as far on average (arXiv 2010.06192, section 4); Kahan's
+summation keeps what rounding left out in a second bf16 number. The moments are always rounded by chance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lora_rocm.optim.update_rule import Group, Scalars, TrainedWeights, UpdateRule, one_minus_power, write
+from lora_rocm.recipe.optim_sections import AdamwBf16Section
+
+MOMENTS, LEFT_OUT = ("exp_avg", "exp_avg_sq"), "kahan"
+WEIGHTS = 2  # number of the weights' chance, after those of the moments
+
+
+def round_by_chance(new_N: Tensor, dtype: torch.dtype, steps: Tensor, stream: int) -> Tensor:
+    """Round float32 [N] up or down to a bf16 number, with the nearer one likelier; float32 again, in place.
+
+    Chance is a hash of place, step and stream: the same on every device, and after a resume.
+
+    Args:
+        new_N: the numbers.
+        dtype: of the tensor that will hold them; all but bf16 leave them as they are.
+        steps: 0-d, the number of the step.
+        stream: which of several tensors of a step it is.
+    """
+    if dtype is not torch.bfloat16:
+        return new_N
+    chance_N = torch.arange(new_N.numel(), dtype=torch.int32, device=new_N.device)
+    chance_N.add_(steps.to(torch.int32) * 0x3C6EF35F + stream * 0x1B873593)
+    for shift, factor in ((16, 0x7FEB352D), (15, -0x7B935975), (16, 1)):  # C. Wellons' hash lowbias32
+        chance_N.bitwise_xor_((chance_N >> shift).bitwise_and_(0xFFFFFFFF >> shift)).mul_(factor)
+    new_N.view(torch.int32).add_(chance_N.bitwise_and_(0xFFFF)).bitwise_and_(-0x10000)  # bf16 has the upper 16 bits
+    return new_N
+
+
+class AdamwBf16(UpdateRule[AdamwBf16Section]):
+    """AdamW with moments in the dtype of the weights, computed in float32."""
+
+    def __init__(
+        self, weights: TrainedWeights, groups: Sequence[Group], section: AdamwBf16Section, scalars: Scalars
+    ) -> None:
+        super().__init__(weights, groups, section, scalars)
+        names = (*MOMENTS, LEFT_OUT) if section.rounding == LEFT_OUT else MOMENTS
+        self.buffers = {name: torch.zeros_like(weights.masters) for name in names}
+        self._steps = scalars.add("step")
+
+    @torch.no_grad()
+    def step(self, factor: float, held: Tensor, divisor: Tensor) -> None:
+        section, hold, masters_N = self._section, held > 0, self._weights.masters
+        (beta1, beta2), steps, dtype = section.betas, self._steps + 1, masters_N.dtype
+        gradients_N = self._weights.gradients.div_(divisor)
+        squares_N = (gradients_N * gradients_N).mul_(1 - beta2).add_(self.buffers["exp_avg_sq"], alpha=beta2)
+        means_N = gradients_N.mul_(1 - beta1).add_(self.buffers["exp_avg"], alpha=beta1)
+        denominators_N = (squares_N / one_minus_power(beta2, steps)).sqrt_().add_(section.epsilon)
+        update_N = (means_N / one_minus_power(beta1, steps)).div_(denominators_N)
+        for stream, (name, new_N) in enumerate(zip(MOMENTS, (means_N, squares_N), strict=True)):
+            write(self.buffers[name], round_by_chance(new_N, dtype, steps, stream), hold)
+        update_N.add_(masters_N, alpha=section.weight_decay)
+        for group in self._groups:
+            update_N[group.place].mul_(factor * -group.learning_rate)
+        update_N.add_(masters_N)
+        left_N = self.buffers.get(LEFT_OUT)
+        if left_N is None:
+            update_N = round_by_chance(update_N, dtype, steps, WEIGHTS)
+        else:
+            update_N.add_(left_N)
+            write(left_N, update_N - update_N.to(dtype), hold)
+        write(masters_N, update_N, hold)
+        write(self._steps, steps, hold)

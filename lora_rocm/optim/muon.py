@@ -1,0 +1,76 @@
+"""Muon (Jordan et al.; Liu et al., arXiv 2502.16982): the momentum of a matrix made orthogonal; AdamW for the rest.
+
+The iteration runs in float32: the matrices of a LoRA are small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lora_rocm.optim.stacks import Stack, StackedRule
+from lora_rocm.optim.update_rule import Group, Scalars, TrainedWeights, one_minus_power, write
+from lora_rocm.recipe.optim_sections import MuonSection
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+SMALLEST_NORM = 1e-7
+
+
+def orthogonal(matrices_nrc: Tensor, steps: int) -> Tensor:
+    """The nearest matrices with orthogonal rows or columns, nearly: ``steps`` of Newton and Schulz's iteration."""
+    a, b, c = COEFFICIENTS
+    wide = matrices_nrc.shape[-2] <= matrices_nrc.shape[-1]
+    x: Tensor = matrices_nrc if wide else matrices_nrc.mT
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=SMALLEST_NORM)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    return x if wide else x.mT
+
+
+class Muon(StackedRule[MuonSection]):
+    """Muon on stacks. All state has the dtype of the weights."""
+
+    def __init__(
+        self, weights: TrainedWeights, groups: Sequence[Group], section: MuonSection, scalars: Scalars
+    ) -> None:
+        super().__init__(weights, groups, section, scalars)
+        dtype = weights.masters.dtype
+        self._first = self._table("exp_avg", lambda stack: (stack.rows, stack.columns), dtype)
+        self._second = self._table(
+            "exp_avg_sq", lambda stack: None if stack.is_matrix else (stack.rows, stack.columns), dtype
+        )
+
+    def _update(
+        self, number: int, gradients_nrc: Tensor, weights_nrc: Tensor, factor: float, steps: Tensor, hold: Tensor
+    ) -> Tensor:
+        section, stack = self._section, self.stacks[number]
+        rate, decayed_nrc = stack.learning_rate * factor, weights_nrc.mul_(section.weight_decay)
+        if not stack.is_matrix:
+            return self._adamw(number, gradients_nrc, steps, hold).add_(decayed_nrc).mul_(rate)
+        momentum_nrc = torch.lerp(gradients_nrc, self._first[number].float(), section.momentum)
+        write(self._first[number], momentum_nrc, hold)
+        if section.nesterov:
+            momentum_nrc = torch.lerp(gradients_nrc, momentum_nrc, section.momentum)
+        update_nrc = orthogonal(momentum_nrc, section.ns_steps)
+        return (update_nrc * _shape_factor(stack, section.adjust_lr_fn)).add_(decayed_nrc).mul_(rate)
+
+    def _adamw(self, number: int, gradients_nrc: Tensor, steps: Tensor, hold: Tensor) -> Tensor:
+        (beta1, beta2), first, second = self._section.betas, self._first[number], self._second[number]
+        means, squares = gradients_nrc * (1 - beta1), gradients_nrc.square_().mul_(1 - beta2)
+        means.add_(first, alpha=beta1)
+        squares.add_(second, alpha=beta2)
+        update = means / one_minus_power(beta1, steps)
+        update.div_((squares / one_minus_power(beta2, steps)).sqrt_().add_(self._section.epsilon))
+        write(first, means, hold)
+        write(second, squares, hold)
+        return update
+
+
+def _shape_factor(stack: Stack, adjust_lr_fn: str) -> float:
+    """The factor of a matrix's rate for its shape."""
+    if adjust_lr_fn == "original":
+        return float(max(1.0, stack.rows / stack.columns) ** 0.5)
+    return float(0.2 * max(stack.rows, stack.columns) ** 0.5)

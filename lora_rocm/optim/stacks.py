@@ -1,0 +1,123 @@
+"""Update rules that see each weight as a matrix, on stacks of matrices of equal shape.
+
+A LoRA has a thousand small matrices of a few shapes. Operations on a stack [n, r, c] take as many launches as one
+matrix does. State lies in tables, stack after stack.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from lora_rocm.optim.update_rule import TABLE_MULTIPLE, Group, S, Scalars, TrainedWeights, UpdateRule, write
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Weights of equal shape and learning rate.
+
+    Attributes:
+        places: their numbers among all weights.
+        rows, columns: of each; a weight of more axes is [first axis, all others], one of fewer has one row.
+        learning_rate: the peak.
+    """
+
+    places: tuple[int, ...]
+    rows: int
+    columns: int
+    learning_rate: float
+
+    @property
+    def is_matrix(self) -> bool:
+        return min(self.rows, self.columns) > 1
+
+
+class StackedRule(UpdateRule[S]):
+    """An update rule with one ``_update`` for a stack.
+
+    Attributes:
+        stacks: of all weights.
+    """
+
+    def __init__(self, weights: TrainedWeights, groups: Sequence[Group], section: S, scalars: Scalars) -> None:
+        super().__init__(weights, groups, section, scalars)
+        found: dict[tuple[int, int, float], list[int]] = {}
+        slices = [weights.slice_of([name]) for name in weights.parameters]
+        for number, (weight, place) in enumerate(zip(weights.parameters.values(), slices, strict=True)):
+            rate = next(group.learning_rate for group in groups if place.start < group.place.stop)
+            rows = weight.shape[0] if weight.ndim > 1 else 1
+            found.setdefault((rows, weight.numel() // rows, rate), []).append(number)
+        self.stacks = [Stack(tuple(places), *key) for key, places in found.items()]
+        self._lengths = [place.stop - place.start for place in slices]
+        self._steps = scalars.add("step")
+
+    def _table(
+        self, name: str, shape_of: Callable[[Stack], tuple[int, ...] | None], dtype: torch.dtype = torch.float32
+    ) -> list[Tensor]:
+        """Add a table. Returns a tensor [n, *shape] of zeros for each stack; shape None: an empty one."""
+        shapes = [(0,) if (shape := shape_of(stack)) is None else (len(stack.places), *shape) for stack in self.stacks]
+        sizes = [torch.Size(shape).numel() for shape in shapes]
+        total = -(-sum(sizes) // TABLE_MULTIPLE) * TABLE_MULTIPLE
+        table = self._weights.masters.new_zeros(total, dtype=dtype)
+        if total:
+            self.tables = {**self.tables, name: table}
+        parts = table.split([*sizes, total - sum(sizes)])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=False)]
+
+    @torch.no_grad()
+    def step(self, factor: float, held: Tensor, divisor: Tensor) -> None:
+        hold, masters_N, steps = held > 0, self._weights.masters, self._steps + 1
+        gradients = self._weights.gradients.div_(divisor).split(self._lengths)
+        masters = masters_N.split(self._lengths)
+        updates: dict[int, Tensor] = {}
+        for number, stack in enumerate(self.stacks):
+            length, size = self._lengths[stack.places[0]], stack.rows * stack.columns
+            gradients_nrc, weights_nrc = (
+                torch.stack([parts[place] for place in stack.places])[:, :size]
+                .reshape(-1, stack.rows, stack.columns)
+                .float()
+                for parts in (gradients, masters)
+            )
+            update_nrc = self._update(number, gradients_nrc, weights_nrc, factor, steps, hold)
+            update_nL = pad(update_nrc.reshape(-1, size), (0, length - size))
+            updates |= zip(stack.places, update_nL.unbind(), strict=True)
+        update_N = torch.cat([updates[place] for place in range(len(updates))])
+        write(masters_N, torch.sub(masters_N, update_N, out=update_N), hold)
+        write(self._steps, steps, hold)
+
+    @abstractmethod
+    def _update(
+        self, number: int, gradients_nrc: Tensor, weights_nrc: Tensor, factor: float, steps: Tensor, hold: Tensor
+    ) -> Tensor:
+        """Renew the state of a stack and return what is taken from its weights, float32 [n, r, c].
+
+        Args:
+            number: of the stack.
+            gradients_nrc: float32, may be overwritten.
+            weights_nrc: float32.
+            factor: the schedule's factor.
+            steps: 0-d, the number of this step from 1.
+            hold: if true, no state may change.
+        """
+
+
+def mean_square_root(tensor_nrc: Tensor) -> Tensor:
+    """The root mean square of each matrix, [n, 1, 1]."""
+    return tensor_nrc.square().mean((-2, -1), keepdim=True).sqrt_()
+
+
+def factored(rows_nr: Tensor, columns_nc: Tensor) -> Tensor:
+    """1 / sqrt of the matrices of rank 1 with these means of rows and columns (arXiv 1804.04235), [n, r, c]."""
+    row_factor_nr = (rows_nr / rows_nr.mean(-1, keepdim=True)).rsqrt_()
+    return row_factor_nr.unsqueeze(-1) * columns_nc.rsqrt().unsqueeze(-2)
+
+
+def renew_means(means: Mapping[int, Tensor], squares_nrc: Tensor, share: Tensor | float, hold: Tensor) -> None:
+    """Move the running means over an axis (by the axis) by ``share`` towards those of ``squares_nrc``."""
+    for axis, state in means.items():
+        write(state, torch.lerp(state, squares_nrc.mean(axis), share), hold)

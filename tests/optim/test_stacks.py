@@ -1,0 +1,40 @@
+"""Rules on stacks: as many operations for many weights as for a few."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lora_rocm.recipe.optim_sections import AdafactorSection, CameSection, MuonSection, OptimSection
+from tests.optim.published import optimizer_of
+from tests.optim.test_base import FREE
+
+SHAPES = ((4, 12), (12, 4), (5,), (4, 3, 3, 3))
+
+
+class Count(TorchDispatchMode):
+    """Counts the operations of each name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations(section: OptimSection, layers: int) -> int:
+    optimizer = optimizer_of(section, [torch.ones(shape) for _ in range(layers) for shape in SHAPES])
+    optimizer.weights.gradients.fill_(1.0)
+    with Count() as count:
+        optimizer.rule.step(1.0, FREE, torch.ones(()))
+    return count.number
+
+
+@pytest.mark.parametrize("section", [AdafactorSection(beta1=0.9), CameSection(), MuonSection()], ids=str)
+def test_more_layers_of_equal_shapes_take_no_more_operations(section: OptimSection) -> None:
+    assert 0 < operations(section, 20) == operations(section, 2)
