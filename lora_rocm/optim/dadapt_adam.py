@@ -79,8 +79,3 @@ class DAdaptAdam(UpdateRule[DAdaptAdamSection]):
         for state, new in ((self._numerator, numerator), (self._steps, steps), (self.d, grown)):
             write(state, new, hold)
         self._effective_rate.copy_(rate)
-
-    def _over_groups(self, values: Sequence[Tensor]) -> Tensor:
-        """The sum of a number of each group, times the group's multiple of the learning rate."""
-        multiples = [group.learning_rate / self._section.learning_rate for group in self._groups]
-        return torch.stack([value * multiple for value, multiple in zip(values, multiples, strict=True)]).sum()

@@ -15,6 +15,7 @@ from lora_rocm.optim.dadapt_adam import DAdaptAdam
 from lora_rocm.optim.lion import Lion
 from lora_rocm.optim.muon import Muon
 from lora_rocm.optim.prodigy import Prodigy
+from lora_rocm.optim.prodigy_schedule_free import ProdigyScheduleFree
 from lora_rocm.optim.schedule_free import ScheduleFree
 from lora_rocm.optim.update_rule import TrainedWeights, UpdateRule
 from lora_rocm.recipe.optim_sections import OptimSection
@@ -29,6 +30,7 @@ RULES: Mapping[str, type[UpdateRule[Any]]] = {
     "lion": Lion,
     "muon": Muon,
     "prodigy": Prodigy,
+    "prodigy_schedule_free": ProdigyScheduleFree,
     "dadapt_adam": DAdaptAdam,
 }
 """By ``optim.optimizer``."""

@@ -43,7 +43,6 @@ class Prodigy(UpdateRule[ProdigySection]):
         self, weights: TrainedWeights, groups: Sequence[Group], section: ProdigySection, scalars: Scalars
     ) -> None:
         super().__init__(weights, groups, section, scalars)
-        self._multiples = [(group.place, group.learning_rate / section.learning_rate) for group in groups]
         masters = weights.masters
         self.buffers = {
             **{name: torch.zeros_like(masters) for name in MOMENTS},
@@ -80,7 +79,9 @@ class Prodigy(UpdateRule[ProdigySection]):
 
             # The new estimate d.
             numerator = self._numerator * beta3 + progress
-            denominator = self._denominator()
+            sum_N = self.buffers[GRADIENT_SUM]
+            norms = [torch.linalg.vector_norm(sum_N[group.place], ord=1) for group in self._groups]
+            denominator = self._over_groups(norms)
             grown = torch.maximum(self.d, section.d_coef * numerator / denominator)
             grown = torch.where(denominator > 0, grown, self.d)  # no gradient so far
 
@@ -104,9 +105,3 @@ class Prodigy(UpdateRule[ProdigySection]):
     def _renew(self, name: str, added_N: Tensor, decay: float, hold: Tensor) -> None:
         """Decay a running sum and add ``added_N``, which afterwards holds the new sum in float32."""
         write(self.buffers[name], added_N.add_(self.buffers[name], alpha=decay), hold)
-
-    def _denominator(self) -> Tensor:
-        """L1 norm of the sum of gradients, with each group weighted by its multiple."""
-        sum_N = self.buffers[GRADIENT_SUM]
-        norms = [torch.linalg.vector_norm(sum_N[place], ord=1) * multiple for place, multiple in self._multiples]
-        return torch.stack(norms).sum()

@@ -131,6 +131,11 @@ class UpdateRule(ABC, Generic[S]):
         """[N] float32, made anew: the weights that users get, if they are not the masters."""
         return None
 
+    def _over_groups(self, values: Sequence[Tensor]) -> Tensor:
+        """The sum of a number of each group, times the group's multiple of the learning rate."""
+        multiples = [group.learning_rate / self._section.learning_rate for group in self._groups]
+        return torch.stack([value * multiple for value, multiple in zip(values, multiples, strict=True)]).sum()
+
     def _descend(self, update_N: Tensor, rate: Tensor | float, hold: Tensor) -> None:
         """Take ``rate`` times each group's learning rate times (update + weight decay) from the masters.
 

@@ -75,6 +75,9 @@ class OptimSection(Section):
     def _schedule_reads_its_keys(self) -> OptimSection:
         if self.lr_warmup_steps and self.lr_warmup_ratio:
             raise not_both("lr_warmup_steps", "lr_warmup_ratio")
+        if self.averages and self.lr_scheduler != "constant":
+            what = f"{self.optimizer} averages in place of a schedule, and lr_scheduler is {self.lr_scheduler}"
+            raise rule(what, "lr_scheduler", "Remove lr_scheduler; a warm-up is fine.")
         for key, readers in READ_BY_SCHEDULE.items():
             if getattr(self, key) != OptimSection.model_fields[key].default and self.lr_scheduler not in readers:
                 what = f"{key} is not read with lr_scheduler: {self.lr_scheduler}"
@@ -242,12 +245,27 @@ class ScheduleFreeSection(OptimSection):
         2.0, ge=0, le=100.0, description="Power of the learning rate in the weights of the average, for the warm-up."
     )
 
-    @model_validator(mode="after")
-    def _has_no_schedule(self) -> ScheduleFreeSection:
-        if self.lr_scheduler != "constant":
-            what = f"{self.optimizer} averages in place of a schedule, and lr_scheduler is {self.lr_scheduler}"
-            raise rule(what, "lr_scheduler", "Remove lr_scheduler; a warm-up is fine.")
-        return self
+
+class ProdigyScheduleFreeSection(EstimatedRateSection):
+    """Prodigy with an average in place of a schedule. Steps are optimizer updates."""
+
+    rate_advice: ClassVar[str] = ProdigySection.rate_advice
+    published: ClassVar[str] = "prodigyplus.ProdigyPlusScheduleFree"
+    implied: ClassVar[Mapping[str, object]] = {"factored": False, "use_stableadamw": False, "split_groups": False}
+    averages: ClassVar[bool] = True
+    weight_dtypes: ClassVar[tuple[str, ...]] = ("fp32",)
+
+    optimizer: Literal["prodigy_schedule_free"] = Field("prodigy_schedule_free", description="Optimizer.")
+    betas: tuple[Share, Decay] = Field(
+        (0.9, 0.99), description="Share of the average in the trained weights; decay of the second moment."
+    )
+    beta3: Decay | None = Field(
+        None, description="Decay of the sums behind the estimate; unset means the square root of the second beta."
+    )
+    epsilon: float = Field(1e-8, gt=0, le=1.0, description="Added to the denominator, times the estimate.")
+    d0: float = Field(1e-6, gt=0, le=1.0, description="The estimate at the start.")
+    d_coef: float = Field(1.0, gt=0, le=1000.0, description="Factor of the estimate; 0.5 and 2 are usual too.")
+    d_limiter: bool = Field(True, description="Let the estimate grow by a fifth at most in an update.")
 
 
 class DAdaptAdamSection(EstimatedRateSection):
@@ -306,6 +324,7 @@ SECTIONS: tuple[type[OptimSection], ...] = (
     LionSection,
     MuonSection,
     ProdigySection,
+    ProdigyScheduleFreeSection,
     DAdaptAdamSection,
 )
 OPTIMIZERS: Mapping[str, type[OptimSection]] = {each.model_fields["optimizer"].default: each for each in SECTIONS}

@@ -28,6 +28,7 @@ from lora_rocm.recipe.optim_sections import (
     LionSection,
     MuonSection,
     OptimSection,
+    ProdigyScheduleFreeSection,
     ProdigySection,
     ScheduleFreeSection,
 )
@@ -43,6 +44,7 @@ SECTIONS: list[OptimSection] = [
     CameSection(learning_rate=1e-2),
     LionSection(learning_rate=1e-2),
     MuonSection(learning_rate=1e-2),
+    ProdigyScheduleFreeSection(d0=1e-3),
     DAdaptAdamSection(d0=1e-3, growth_rate=1.02),
 ]
 each_rule = pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.optimizer)

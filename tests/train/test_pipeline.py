@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from lora_rocm.adapters.base import Adapter
 from lora_rocm.device import attention
 from lora_rocm.device.transfer import DeviceTransfer, copy_to_device
 from lora_rocm.errors import DataError, ModelError, ResumeError, TransferError
@@ -147,7 +150,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "lora": {"train_text_encoder": True, "weight_dtype": "bf16"},
         "train": {"ema_decay": 0.9},
     },
-    "schedule-free": {"optim": {"optimizer": "adamw_schedule_free"}, "data": {"validation_split": 0.2}},
+    "schedule-free": {"optim": {"optimizer": "adamw_schedule_free", "lr_scheduler": "constant"}},
     "8-bit moments": {"optim": {"optimizer": "adamw_8bit"}},
     "CAME, fp16 with loss scale": {"optim": {"optimizer": "came"}, "train": {"mixed_precision": "fp16"}},
     "shuffled, dropped, mirrored": {
@@ -350,6 +353,30 @@ def test_a_resume_takes_the_checkpoints_threads_unless_the_recipe_names_them(
     finally:
         torch.set_num_threads(used)
     assert during_cache == [2, 2, 1]  # what is cached anew depends on it too
+
+
+def test_a_schedule_free_run_exports_its_average_and_goes_on_from_what_it_trains(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[dict[str, Tensor]] = []
+    using = Adapter.using
+
+    def watched(adapter: Adapter, tensors: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+        shown.append({name: tensor.clone() for name, tensor in tensors.items()})
+        return using(adapter, tensors)
+
+    monkeypatch.setattr(Adapter, "using", watched)
+    optim = {"optimizer": "adamw_schedule_free", "lr_scheduler": "constant"}
+    validation = {"max_train_steps": 2, "validation_every_n_steps": 2}
+    recipe = make_recipe(material, optim=optim, train=validation, data={"validation_split": 0.2})
+    assert start(recipe, tmp_path / "run")
+    checkpoint, _ = latest_valid(RunDir(tmp_path / "run"))
+    assert checkpoint is not None and len(shown) == 3, "held-out loss, LoRA file of the checkpoint, export"
+    trained, state = checkpoint.tensors("adapter"), checkpoint.tensors("optimizer")
+    for name, weight in trained.items():
+        average = torch.lerp(weight, state[f"{name}.z"], 1 - 1 / 0.9)
+        assert all(torch.equal(each[name], average) for each in shown)
+    assert any(not torch.equal(shown[0][name], weight) for name, weight in trained.items())
 
 
 def test_an_average_that_is_new_to_a_run_starts_at_its_weights(
