@@ -10,7 +10,7 @@ import sys
 import traceback
 
 from lora_rocm.foundation.output_stream import outlive
-from lora_rocm.foundation.packages import unusable
+from lora_rocm.foundation.packages import imports, unusable
 from lora_rocm.rundir.event_types import ErrorEvent
 from lora_rocm.rundir.events import emit
 
@@ -20,7 +20,8 @@ def main() -> int:
     sys.stderr = outlive(sys.stderr)
     sys.argv = sys.argv[1:]
     try:
-        module = importlib.import_module(sys.argv[0])
+        with imports():
+            module = importlib.import_module(sys.argv[0])
     except Exception as error:  # the edge of the process: a broken package may raise anything while it is imported
         return _told(error)
     try:
