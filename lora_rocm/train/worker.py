@@ -29,7 +29,7 @@ from lora_rocm.errors import LoraRocmError, MachineError, StoppedError, StorageE
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.files import refuse_link
 from lora_rocm.foundation.output_stream import outliving_stdout
-from lora_rocm.foundation.packages import imports
+from lora_rocm.foundation.packages import imported
 from lora_rocm.hardware.ranks import Rank, rank_of
 from lora_rocm.hardware.settings import settings_from
 from lora_rocm.recipe.load import load_recipe, shared_values
@@ -45,6 +45,8 @@ from lora_rocm.train.session import Session
 if TYPE_CHECKING:
     from lora_rocm.train.checkpoint import Checkpoint
 
+IMPORTS_MORE = True
+"""``main`` imports packages, too, and says when it has (``foundation.packages.imported``)."""
 ORPHAN_LOCK_WAIT_S = 60.0
 PACKAGES = ("diffusers", "peft", "transformers", "triton", "triton-rocm", "pytorch-triton-rocm", "triton-windows")
 """Packages besides torch that a step depends on. Triton has another name in some wheels of torch."""
@@ -117,12 +119,12 @@ def _train(session: Session, recipe: Recipe, options: argparse.Namespace, me: Ra
     apply(settings, device)
     waking = wake(device)
     # Heavy imports, only once the lock is held and errors can be recorded
-    with imports():
-        from lora_rocm.families.base import family_for
-        from lora_rocm.train import pipeline
-        from lora_rocm.train.context import StartContext
+    from lora_rocm.families.base import family_for
+    from lora_rocm.train import pipeline
+    from lora_rocm.train.context import StartContext
 
-        family_for(recipe)
+    family_for(recipe)
+    imported()
     waking.join()
     if options.began is not None:
         session.emit(PhaseEvent(phase="command", state="end", seconds=round(BEGAN_S - options.began, 3)))
