@@ -17,7 +17,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any, Protocol
@@ -116,18 +116,31 @@ class Layout:
     alone: tuple[str, ...] = ()
 
 
-def _hollow(part: Part, config: str) -> nn.Module:
-    """Build a component from its config (JSON), with weights on the meta device."""
-    cls = part.cls
+_looked_at: dict[tuple[Part, str], nn.Module] = {}
+MAX_LOOKED_AT = 16
+
+
+def _hollow(part: Part, config: str, to_look_at: bool) -> nn.Module:
+    """Return a component made from its config (JSON), with weights on the meta device.
+
+    What is only looked at is kept for the next look at it, or for who takes it, as it is made in half a second.
+    """
+    known = _looked_at.pop((part, config), None)
+    made = _made(part.cls, config) if known is None else known
+    if to_look_at:
+        _looked_at[part, config] = made
+        for oldest in list(_looked_at)[:-MAX_LOOKED_AT]:
+            del _looked_at[oldest]
+    return made
+
+
+def _made(cls: type[Any], config: str) -> nn.Module:
     with init_empty_weights():
         known = issubclass(cls, ConfigMixin)
         made: nn.Module = (
             cls.from_config(json.loads(config)) if known else cls(cls.config_class.from_dict(json.loads(config)))
         )
     return made
-
-
-_hollow_shared = lru_cache(maxsize=16)(_hollow)  # to look at: a process may look at the same component many times
 
 
 @dataclass(frozen=True)
@@ -276,7 +289,7 @@ class Source:
         """
         tensors = self.tensors(name)
         with self._explained(name):
-            return conversion.look(tensors.entries, self._hollow(name, shared=True), self._converter(name))
+            return conversion.look(tensors.entries, self._hollow(name, to_look_at=True), self._converter(name))
 
     def files(self) -> list[Path]:
         """Return all files of the base that are on this machine."""
@@ -290,12 +303,12 @@ class Source:
             found += sorted(folder.glob("*")) if folder is not None else []
         return sorted({path for path in found if path.is_file()})
 
-    def _hollow(self, name: str, shared: bool = False) -> nn.Module:
+    def _hollow(self, name: str, to_look_at: bool = False) -> nn.Module:
         """Build a component from its config, with weights on the meta device.
 
         Args:
             name: name of the component.
-            shared: nothing changes the module, so one may serve all calls.
+            to_look_at: nothing changes the module.
 
         Raises:
             ModelError: config-missing, config-unreadable, config-absurd, config-unfit.
@@ -306,7 +319,7 @@ class Source:
         config = {key: value for key, value in found.items() if not key.endswith(left_out)}
         try:
             text = json.dumps(config)
-            return _hollow_shared(part, text) if shared else _hollow(part, text)
+            return _hollow(part, text, to_look_at)
         except UNFIT_ERRORS as error:
             if out_of_memory(error):
                 raise

@@ -310,3 +310,21 @@ def test_a_folder_around_a_checkpoint_is_pointed_into(single: tuple[Path, Path])
     error = refused(single[0].parent)
     assert error.code == "not-a-model"
     assert single[0].name in error.fix
+
+
+def test_what_was_looked_at_is_loaded_and_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, made = family(write_tiny_sdxl(tmp_path / "model")).source, list[type]()
+    make = loading._made
+    monkeypatch.setattr(loading, "_looked_at", {})
+    monkeypatch.setattr(loading, "_made", lambda cls, config: made.append(cls) or make(cls, config))
+    source.look("unet")
+    source.look("unet")
+    first = source.load("unet", torch.float32, torch.device("cpu"))
+    assert len(made) == 1
+    second = source.load("unet", torch.float32, torch.device("cpu"))
+    assert len(made) == 2 and second is not first, "what is in use is nobody else's"
+    assert not any(parameter.is_meta for parameter in (*first.parameters(), *second.parameters()))
+    monkeypatch.setattr(loading, "MAX_LOOKED_AT", 1)
+    for name in ("unet", "vae", "unet"):
+        source.look(name)
+    assert len(made) == 5 and len(loading._looked_at) == 1
