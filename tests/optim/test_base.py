@@ -5,6 +5,7 @@ For every update rule.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -200,6 +201,15 @@ def test_state_of_another_optimizer_is_refused(section: OptimSection) -> None:
             optimizer.load(wrong, optimizer.ema)
         assert caught.value.code == "resume-optimizer-changed" and section.optimizer in str(caught.value)
         assert changed(before, everything(optimizer)) == set()
+
+
+@each_rule
+def test_the_metadata_name_the_published_class_and_its_arguments(section: OptimSection) -> None:
+    name, _, arguments = section.description.partition("(")
+    assert name == section.published and "." in name
+    given = set(re.findall(r"(\w+)=", arguments))
+    own = type(section).model_fields.keys() - OptimSection.model_fields.keys()
+    assert given - section.implied.keys() == {name.replace("epsilon", "eps") for name in own} | {"weight_decay"}
 
 
 @each_rule
