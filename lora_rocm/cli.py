@@ -42,6 +42,7 @@ class Format(StrEnum):
     """Formats of a LoRA file."""
 
     kohya = "kohya"
+    sd_scripts = "sd-scripts"
     diffusers = "diffusers"
     peft = "peft"
 

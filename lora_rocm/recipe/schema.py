@@ -196,7 +196,7 @@ class AdapterSection(Section):
     formats: the values of ``output.formats`` in which the adapter can be written.
     """
 
-    formats: ClassVar[tuple[str, ...]] = ("kohya", "diffusers", "peft")
+    formats: ClassVar[tuple[str, ...]] = ("kohya", "sd-scripts", "diffusers", "peft")
 
     type: str = Field(description="Kind of adapter.")
     rank: int = Field(16, gt=0, le=MAX_RANK, description="Rank of the update.")
@@ -499,8 +499,11 @@ class OutputSection(Section):
         500, "Updates between two checkpoints, each with a usable LoRA file.", gt=0, le=MAX_STEPS
     )
     keep_last: int = on_resume(2, "Number of checkpoints kept for resuming. All LoRA files are kept.", gt=0, le=10_000)
-    formats: tuple[Literal["kohya", "diffusers", "peft"], ...] = on_resume(
-        ("kohya",), "What to write at the end.", min_length=1, max_length=MAX_ITEMS
+    formats: tuple[Literal["kohya", "sd-scripts", "diffusers", "peft"], ...] = on_resume(
+        ("kohya",),
+        "What to write at the end. sd-scripts has the names and fused layers of kohya's scripts.",
+        min_length=1,
+        max_length=MAX_ITEMS,
     )
     dtype: Literal["fp16", "bf16", "fp32"] = on_resume("fp16", "Dtype of the exported weights.")
     author: str | None = on_resume(None, "Author in the metadata of the file.")

@@ -22,9 +22,12 @@ from lora_rocm.families.flux.family import LAYOUT, LAYOUT_SCHNELL, Flux
 from lora_rocm.families.objectives.loss import losses
 from lora_rocm.families.transformer.packing import packed, places, unpacked
 from lora_rocm.latent_cache.quarantine import plain_door
+from lora_rocm.rundir.layout import RunDir
+from tests.fake_encoders import image
 from tests.families.transformer.original_names import of_flux
 from tests.tiny_flux import CHANNELS, CLIP_WIDTH, T5_WIDTH, tiny_transformer, write_tiny_flux
 from tests.tiny_models import tiny_recipe
+from tests.train.test_pipeline import start
 
 CPU = torch.device("cpu")
 CAPTIONS = ("a cat", "a dog with " + "a long and very long " * 9 + "tail")
@@ -168,3 +171,14 @@ def test_a_base_of_another_variant_than_the_recipe_s_is_noticed(base: Path, schn
     named = tmp_path / "FLUX.1-Kontext-dev"
     named.symlink_to(base)
     assert "is kontext meant" in family_of(named).notices[0] and not family_of(named, {"variant": "kontext"}).notices
+
+
+def test_a_form_that_cannot_be_written_is_refused_before_training(base: Path, tmp_path: Path) -> None:
+    """A DoRA of the queries alone: kohya's scripts have one weight of query, key and value."""
+    image(tmp_path / "data" / "0.png", 64, 64, seed=1, caption="a")
+    keys = {"data": {"path": str(tmp_path / "data"), "bucket_step": 32}, "output": {"formats": ["sd-scripts"]}}
+    lora = {"use_dora": True, "targets": [r".*\.attn\.to_q"]}
+    recipe = tiny_recipe(base, model={"family": "flux"}, cache={"dir": str(tmp_path / "cache")}, lora=lora, **keys)
+    with pytest.raises(AdapterError, match="double_blocks_0_img_attn_qkv"):
+        start(recipe, tmp_path / "run")
+    assert not RunDir(tmp_path / "run").list_checkpoints()
