@@ -542,8 +542,9 @@ class Recipe(Section):
         at = ("data", *(("sources", given[0]) if given else ()), "control_path")
         if not self.data.has_controls:
             at = ("sample", "control_images") if self.sample.control_images else ()
-        if at and (fix := self.model.without_control):
+        if at and not self.model.takes_control:
             what = f"{self.spec.title} takes no control images"
+            fix = f"Remove it, or set {self.model.for_control}." if self.model.for_control else "Remove it."
             raise PydanticCustomError("rule", "{what}", {"what": what, "at": at, "fix": fix})
         return self
 

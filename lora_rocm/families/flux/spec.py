@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -14,6 +15,7 @@ class FluxSection(TransformerSection):
     """The base model. FLUX.1 and its fine-tunes."""
 
     part_keys: ClassVar[tuple[str, ...]] = (*TransformerSection.part_keys, "text_encoder_2", "tokenizer_2")
+    control_keys = MappingProxyType({"variant": "kontext"})
 
     family: Literal["flux"] = Field("flux", description="Model family.")
     name_or_path: PathOrHubId = Field(
@@ -33,10 +35,6 @@ class FluxSection(TransformerSection):
         None, description="Another T5-XXL, as text_encoder, which is CLIP-L. A file needs all of them."
     )
     tokenizer_2: InputFolder | None = Field(None, description="Folder of another tokenizer of T5.")
-
-    @property
-    def without_control(self) -> str:
-        return "" if self.variant == "kontext" else "Remove it, or set model.variant: kontext."
 
 
 SPEC = FamilySpec(
