@@ -55,6 +55,7 @@ LAYOUT = Layout(
     tokenizers={"tokenizer": "qwen3", "t5_tokenizer": "t5"},
     configs=Path(__file__).parent / "config",
     alone=("transformer", "text_conditioner"),
+    depths={"transformer": ("num_layers", r"(?<!adapter\.)blocks\.(\d+)\.")},  # larger fine-tunes have more blocks
 )
 
 
