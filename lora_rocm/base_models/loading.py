@@ -15,8 +15,7 @@ import contextlib
 import hashlib
 import json
 import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import cached_property, lru_cache
 from importlib import resources
@@ -109,15 +108,15 @@ class Layout:
     tokenizers: folder of a tokenizer in a model -> the packaged tokenizer (``base_models.tokenizers``) of a one-file
         checkpoint.
     alone: the components that a single file holds without the others; empty if a single file holds them all.
-    depths: component -> (key of its config, regular expression of a block's number in the names of its tensors). A file
-        has as many blocks as it names, whatever the packaged config says.
+    changed: component -> function that returns the keys of its config that are others here. It gets the config, and the
+        names of the tensors if it is the packaged one of a file.
     """
 
     parts: Mapping[str, Part]
     tokenizers: Mapping[str, str]
     configs: Path
     alone: tuple[str, ...] = ()
-    depths: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    changed: Mapping[str, Callable[[Mapping[str, Any], Collection[str]], dict[str, Any]]] = field(default_factory=dict)
 
 
 def _hollow(part: Part, config: str) -> nn.Module:
@@ -150,7 +149,6 @@ class Source:
     own: Mapping[str, Path] = field(default_factory=dict)
     memory: HashMemory | None = None
     _digests: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _depths: dict[str, dict[str, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def single_header(self) -> Header | None:
@@ -162,15 +160,11 @@ class Source:
         Raises:
             ModelError: config-missing, config-unreadable.
         """
-        return read_config(self.config_path(name)) | self._depth(name)
-
-    def _depth(self, name: str) -> dict[str, int]:
-        """Return the part of a component's config that its file says; empty if it has a config of its own."""
-        if name not in self._depths and name in self.layout.depths and self._in_one_file(name):
-            key, pattern = self.layout.depths[name]
-            blocks = {found[1] for tensor in self.weights(name)[0][0].tensors if (found := re.search(pattern, tensor))}
-            self._depths[name] = {key: len(blocks)}
-        return self._depths.get(name, {})
+        found = read_config(self.config_path(name))
+        if name in self.layout.changed:
+            tensors = self.weights(name)[0][0].tensors if self._in_one_file(name) else ()
+            found |= self.layout.changed[name](found, tensors)
+        return found
 
     def config_path(self, name: str) -> Path:
         """Return the path of a component's config file."""

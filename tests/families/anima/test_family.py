@@ -70,11 +70,6 @@ def test_a_model_that_knows_the_velocity_has_no_loss(base: Path) -> None:
     clean = (batch["latent_mean"] - family.latents.shift_C[:, None, None]) * family.latents.scale_C[:, None, None]
 
     class Oracle(torch.nn.Module):
-        rope = torch.nn.Module()
-
-        def register_to_config(self, concat_padding_mask: bool) -> None:
-            assert not concat_padding_mask
-
         def forward(self, hidden_states: Tensor, timestep: Tensor, **others: Any) -> tuple[Tensor]:
             assert timestep.dtype == torch.float32 and not hidden_states[:, -1].any()
             velocity = (hidden_states[:, :-1, 0] - clean) / timestep[:, None, None, None]

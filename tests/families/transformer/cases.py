@@ -342,7 +342,7 @@ class Anima(Case):
         return {STATES: states}
 
     def velocity(self, transformer: Any, noisy_BCHW: Tensor, sigma_B: Tensor, text: Tensors) -> Tensor:
-        height, width = noisy_BCHW.shape[-2:]
+        (height, width), as_made = noisy_BCHW.shape[-2:], transformer.config.concat_padding_mask
         transformer.register_to_config(concat_padding_mask=True)
         with patch.object(transformer_cosmos, "transforms", Resize, create=True):
             velocity_BCFHW: Tensor = transformer(
@@ -352,6 +352,7 @@ class Anima(Case):
                 padding_mask=torch.zeros(1, 1, 8 * height, 8 * width),
                 return_dict=False,
             )[0]
+        transformer.register_to_config(concat_padding_mask=as_made)
         return velocity_BCFHW[:, :, 0]
 
     def sampled(self, request: PreviewRequest, noise_CHW: Tensor, texts: Mapping[str, Tensors]) -> Tensor:
