@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from lora_rocm.families.spec import Axis, FamilySpec, FileMetadata, ShapeRules, TransformerSection
+from lora_rocm.families.spec import FamilySpec, FileMetadata, TransformerSection, image_shapes
 from lora_rocm.recipe.sections import MAX_GUIDANCE, FlowSection, InputFolder, PathOrHubId
 
 
@@ -44,9 +44,7 @@ SPEC = FamilySpec(
     objective_section=FlowSection,
     implementation="lora_rocm.families.flux.family:Flux",
     component="transformer",
-    shapes=ShapeRules(
-        (Axis("h", multiple=16, per_latent=8, per_token=16), Axis("w", multiple=16, per_latent=8, per_token=16))
-    ),
+    shapes=image_shapes(multiple=16, per_token=16),
     guidance=3.5,
     unread=frozenset({"sample.negative_prompt"}),
     metadata=FileMetadata(
