@@ -81,6 +81,12 @@ def one_of(section: BaseModel, first: str, second: str) -> PydanticCustomError:
     return PydanticCustomError("rule", "{what}", {"what": what, "keys": given, "fix": fix})
 
 
+def not_both(first: str, second: str) -> PydanticCustomError:
+    """The error if two keys are given of which one replaces the other."""
+    what, fix = f"give only one of {first} and {second}", f"Remove one of them: {first} or {second}."
+    return PydanticCustomError("rule", "{what}", {"what": what, "keys": [first, second], "fix": fix})
+
+
 class Section(BaseModel):
     """Base class of all sections: unknown keys are refused, values are immutable."""
 

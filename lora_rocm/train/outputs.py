@@ -144,7 +144,8 @@ class Artifacts:
     def preview_again(self, updates: int) -> None:
         """Draw the previews of the checkpoint that a run resumes from, if it was interrupted before they were drawn."""
         sample = self.recipe.sample
-        due = sample.prompts and sample.every_n_steps and updates and updates % sample.every_n_steps == 0
+        steps = sample.round_steps(self.steps_per_epoch)
+        due = sample.prompts and steps and updates and updates % steps == 0
         if due and not preview.existing(self.run_dir, updates, self.recipe):
             self.preview(updates)
 
