@@ -53,7 +53,7 @@ def of(*kinds: type[Case]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", kinds, indirect=True, ids=lambda kind: kind.__name__)
 
 
-@of(ZImage, Flux, Schnell, Anima)
+@of(*FAMILIES)
 def test_loss_and_gradients_are_those_of_the_pipeline_s_parts(case: Case) -> None:
     family, model, adapter = case.adapted
     pixels = torch.rand(2, 3, 64, 32, generator=torch.Generator().manual_seed(1)) * 2 - 1
