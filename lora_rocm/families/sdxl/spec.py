@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from lora_rocm.families.spec import CheckpointSection, FamilySpec, FileMetadata, image_shapes
-from lora_rocm.recipe.sections import DdpmSection, PathOrHubId
+from lora_rocm.recipe.sections import ALL_SAMPLERS, DdpmSection, PathOrHubId
 
 
 class SdxlSection(CheckpointSection):
@@ -26,6 +26,7 @@ SPEC = FamilySpec(
     objective_section=DdpmSection,
     implementation="lora_rocm.families.sdxl.family:Sdxl",
     component="unet",
+    samplers=ALL_SAMPLERS,
     text_components=("text_encoder", "text_encoder_2"),
     shapes=image_shapes(multiple=8, per_token=16),
     metadata=FileMetadata(
