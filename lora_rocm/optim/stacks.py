@@ -49,7 +49,7 @@ class StackedRule(UpdateRule[S]):
         found: dict[tuple[int, int, float], list[int]] = {}
         slices = [weights.slice_of([name]) for name in weights.parameters]
         for number, (weight, place) in enumerate(zip(weights.parameters.values(), slices, strict=True)):
-            rate = next(group.learning_rate for group in groups if place.start < group.place.stop)
+            rate = next(g.learning_rate for g in groups if g.place.start <= place.start < g.place.stop)
             rows = weight.shape[0] if weight.ndim > 1 else 1
             found.setdefault((rows, weight.numel() // rows, rate), []).append(number)
         self.stacks = [Stack(tuple(places), *key) for key, places in found.items()]
