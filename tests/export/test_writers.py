@@ -230,7 +230,7 @@ def test_metadata(folder: Path, tmp_path: Path) -> None:
         folder,
         lora={"rank": 4, "alpha": 2.0, "use_rslora": True},
         output=output,
-        objective={"min_snr_gamma": 5.0},
+        objective={"min_snr_gamma": 5.0, "loss_type": "huber", "huber_c": 0.2, "debiased_estimation_loss": True},
         data={"trigger_word": "zibu"},
     )
     writers.write("kohya", tmp_path / "x.safetensors", family, adapter, family.recipe, FACTS)
@@ -249,6 +249,10 @@ def test_metadata(folder: Path, tmp_path: Path) -> None:
         "ss_num_epochs": "3",
         "ss_num_train_images": "20",
         "ss_min_snr_gamma": "5.0",
+        "ss_loss_type": "huber",
+        "ss_huber_schedule": "snr",
+        "ss_huber_c": "0.2",
+        "ss_debiased_estimation": "True",
         "ss_seed": "0",
         "ss_sd_model_name": "tiny",
         "modelspec.sai_model_spec": "1.0.1",

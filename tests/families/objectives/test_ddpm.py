@@ -80,13 +80,13 @@ def test_draws_depend_on_the_seed_alone(seeds: list[int]) -> None:
 
 @given(SEEDS)
 def test_timesteps_are_in_range(seeds: list[int]) -> None:
-    timesteps = ddpm.uniform_timesteps(generators(seeds), 1000)
+    timesteps = ddpm.uniform_timesteps(generators(seeds), 0, 1000)
     assert timesteps.dtype == torch.int64
     assert 0 <= timesteps.min() and timesteps.max() < 1000
 
 
 def test_timesteps_are_uniform() -> None:
-    timesteps = ddpm.uniform_timesteps(generators(range(4000)), 1000)
+    timesteps = ddpm.uniform_timesteps(generators(range(4000)), 0, 1000)
     quarters = torch.bincount(timesteps // 250, minlength=4)
     assert quarters.min() > 900
     assert timesteps.max() > 990 and timesteps.min() < 10

@@ -1,0 +1,79 @@
+"""Keys of the objective that cannot be combined are refused at their place; others are accepted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lora_rocm.errors import RecipeError
+from lora_rocm.recipe.load import dump_recipe, load_recipe
+
+RECIPE = """\
+model:
+  family: {family}
+  name_or_path: some/base
+data:
+  path: pics
+train:
+  max_train_steps: 10
+objective:
+"""
+
+
+def load(folder: Path, keys: str, family: str = "sdxl") -> None:
+    path = folder / "r.yaml"
+    path.write_text(RECIPE.format(family=family) + "".join(f"  {key}\n" for key in keys.split("; ")), encoding="utf-8")
+    loaded = load_recipe(str(path)).recipe
+    path.write_text(dump_recipe(loaded), encoding="utf-8")
+    assert load_recipe(str(path)).recipe == loaded, "a recipe that is written down whole is read again"
+
+
+REFUSED = [
+    ("loss_type: hubber", ":9 objective.loss_type", "expected one of l2, l1, huber, smooth_l1", "Did you mean huber?"),
+    ("loss_type: mse", ":9 objective.loss_type", "expected one of", "Write l2."),
+    ("huber_c: 0.2", ":9 objective.huber_c", "has no effect with loss_type: l2", "set loss_type: huber"),
+    (
+        "loss_type: huber; huber_scale: 2",
+        ":10 objective.huber_scale",
+        "no effect with huber_schedule: snr",
+        "huber_schedule: constant",
+    ),
+    ("min_timestep: 500; max_timestep: 500", ":10 objective.max_timestep", "no timestep is from", "Lower min_timestep"),
+    ("min_timestep: -1", ":9 objective.min_timestep", "at least 0", "least noise"),
+    ("timestep_sampling: uniform; logit_mean: 1", ":10 objective.logit_mean", "no effect", "logit-normal"),
+]
+
+
+@pytest.mark.parametrize("family", ["sdxl", "flux"])
+@pytest.mark.parametrize(("keys", "where", "what", "fix"), REFUSED)
+def test_refused_in_every_family(tmp_path: Path, keys: str, where: str, what: str, fix: str, family: str) -> None:
+    refused(tmp_path, keys, where, what, fix, family)
+
+
+def test_refused_of_diffusion(tmp_path: Path) -> None:
+    both, where = "min_snr_gamma: 5; soft_min_snr_gamma: 4", ":10 objective.soft_min_snr_gamma"
+    refused(tmp_path, both, where, "only one of", "Remove one")
+    refused(tmp_path, "debiased_estimation_loss: true", ":9 objective.debiased", "no such key", "sdxl", "flux")
+
+
+def refused(folder: Path, keys: str, where: str, what: str, fix: str, family: str = "sdxl") -> None:
+    with pytest.raises(RecipeError) as caught:
+        load(folder, keys, family)
+    (problem,) = caught.value.problems
+    assert where in problem.where and what in problem.what and fix in problem.fix, problem
+
+
+@pytest.mark.parametrize("family", ["sdxl", "flux"])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        "loss_type: huber; huber_schedule: constant; huber_c: 0.2; huber_scale: 2",
+        "loss_type: smooth_l1; huber_c: 0.2",
+        "min_timestep: 1; max_timestep: 2",
+        "timestep_sampling: logit-normal; logit_mean: 1",
+        "loss_type: l2; huber_c: 0.1; huber_schedule: snr",
+    ],
+)
+def test_accepted(tmp_path: Path, keys: str, family: str) -> None:
+    load(tmp_path, keys, family)
