@@ -199,6 +199,29 @@ class DenoisingSection(ObjectiveSection):
         1.0, gt=0, le=1000.0, description="Factor of the threshold; not with huber_schedule: snr."
     )
 
+    noise_offset: float = Field(
+        0.0, ge=0, le=10.0, description="Per-channel offset added to the noise; 0 off, 0.05 usual."
+    )
+    adaptive_noise_scale: float = Field(
+        0.0,
+        ge=-10.0,
+        le=10.0,
+        description="Added to noise_offset, times the size of the mean of each channel of the image's latents.",
+    )
+    multires_noise_iterations: int = Field(
+        0, ge=0, le=100, description="Most resolutions of multi-resolution (pyramid) noise; 0 off, 6 to 10 usual."
+    )
+    multires_noise_discount: float = Field(
+        0.3, ge=0, le=1, description="Strength of each resolution of that noise, relative to the next finer one."
+    )
+    ip_noise_gamma: float = Field(
+        0.0,
+        ge=0,
+        le=10.0,
+        description="Input perturbation (arXiv 2301.11706): more noise in the model's input than in the target; 0 off, "
+        "0.1 usual.",
+    )
+
     @model_validator(mode="after")
     def _all_keys_count(self) -> Self:
         if self.min_timestep >= self.max_timestep:
@@ -215,6 +238,11 @@ class DenoisingSection(ObjectiveSection):
         elif self.huber_schedule == "snr":
             how = "Remove it, or set huber_schedule: constant or exponential."
             refuse_unread(self, ("huber_scale",), "with huber_schedule: snr", how)
+        if not self.noise_offset:
+            refuse_unread(self, ("adaptive_noise_scale",), "without noise_offset", "Remove it, or set noise_offset.")
+        if not self.multires_noise_iterations:
+            how = "Remove it, or set multires_noise_iterations."
+            refuse_unread(self, ("multires_noise_discount",), "without multires_noise_iterations", how)
         return self
 
     def metadata(self) -> Mapping[str, object]:
@@ -224,6 +252,11 @@ class DenoisingSection(ObjectiveSection):
             "ss_huber_schedule": self.huber_schedule if huber else None,
             "ss_huber_c": self.huber_c if huber else None,
             "ss_huber_scale": self.huber_scale if huber else None,
+            "ss_noise_offset": self.noise_offset or None,
+            "ss_adaptive_noise_scale": self.adaptive_noise_scale or None,
+            "ss_multires_noise_iterations": self.multires_noise_iterations or None,
+            "ss_multires_noise_discount": self.multires_noise_discount if self.multires_noise_iterations else None,
+            "ss_ip_noise_gamma": self.ip_noise_gamma or None,
         }
 
 
@@ -251,9 +284,6 @@ class DdpmSection(DenoisingSection):
     scale_v_pred_loss_like_noise_pred: bool = Field(
         False, description="Scale the loss of a velocity to that of the noise; for velocity predictions."
     )
-    noise_offset: float = Field(
-        0.0, ge=0, le=10.0, description="Per-channel offset added to the noise; 0 off, 0.05 usual."
-    )
     zero_terminal_snr: bool = Field(
         False,
         description="Rescale the noise schedule to zero terminal SNR (arXiv 2305.08891). Min-SNR weights use the "
@@ -271,7 +301,6 @@ class DdpmSection(DenoisingSection):
             **super().metadata(),
             "ss_min_snr_gamma": self.min_snr_gamma or None,
             "ss_debiased_estimation": self.debiased_estimation_loss or None,
-            "ss_noise_offset": self.noise_offset or None,
             "ss_zero_terminal_snr": self.zero_terminal_snr,
         }
 

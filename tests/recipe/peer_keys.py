@@ -138,11 +138,16 @@ RIGHT: dict[str, str] = {
     "min_timestep": "objective.min_timestep",
     "max_timestep": "objective.max_timestep",
     "timestep_sampling": "objective.timestep_sampling",
+    "adaptive_noise_scale": "objective.adaptive_noise_scale",
+    "multires_noise_iterations": "objective.multires_noise_iterations",
+    "multires_noise_discount": "objective.multires_noise_discount",
+    "ip_noise_gamma": "objective.ip_noise_gamma",
+    "input_perturbation": "objective.ip_noise_gamma",
 }
 """Where the key may stand in any section."""
 
 NOTHING_LIKE_IT = """
-    LoRA_type activation_offloading adaptive_noise_scale additional_embeddings aspect_bucket_rounding
+    LoRA_type activation_offloading additional_embeddings aspect_bucket_rounding
     async_offloading attention_mechanism balancing balancing_strategy base_model_precision beta1 beta2
     blank_prompt_preservation block_alphas block_dims blocks_to_swap bucket_no_upscale bucket_tolerance
     bundle_additional_embeddings cache_latents cache_latents_to_disk cache_text_embeddings
@@ -155,7 +160,7 @@ NOTHING_LIKE_IT = """
     fallback_train_dtype flip_y flow_schedule_shift force_epsilon_prediction force_v_prediction fp8_base fps
     full_bf16 full_fp16 fused_backward_pass gpu_ids hf_repo_id highvram hub_model_id
     huber_strength ignore_if_contains image_variations in_json
-    instance_prompt invert_mask ip_noise_gamma is_flux is_reg is_v2 is_v3 is_v_pred is_xl keep_tokens_separator
+    instance_prompt invert_mask is_flux is_reg is_v2 is_v3 is_v_pred is_xl keep_tokens_separator
     latent_caching layer_filter layer_filter_preset layer_filter_regex layer_offloading
     learning_rate_scaler linear_timesteps log_cosh_strength log_prefix log_with
     logging_dir lora_type loss_weight loss_weight_fn loss_weight_strength low_vram lowram
@@ -163,8 +168,8 @@ NOTHING_LIKE_IT = """
     masked_prior_preservation_weight masked_training max_bucket_reso max_denoising_steps max_noising_strength
     max_step_saves_to_keep max_token_length mem_eff_attn metadata_file min_bucket_reso
     min_denoising_steps min_noising_strength minimum_image_size model_flavour model_name
-    model_prediction_type model_type module_dropout mse_strength multi_gpu multires_noise_discount
-    multires_noise_iterations network_args network_module network_train_unet_only network_weight no_half_vae
+    model_prediction_type model_type module_dropout mse_strength multi_gpu
+    network_args network_module network_train_unet_only network_weight no_half_vae
     noise_offset_type noise_scheduler noising_bias noising_weight non_ema_sampling num_cpu_threads_per_process
     num_frames num_machines num_processes offload_fraction only_cache only_if_contains only_instance_prompt
     optimizer_args output_model_destination peft_type performance_log_every perturbation_noise_weight

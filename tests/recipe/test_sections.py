@@ -41,6 +41,9 @@ REFUSED = [
     ),
     ("min_timestep: 500; max_timestep: 500", ":10 objective.max_timestep", "no timestep is from", "Lower min_timestep"),
     ("min_timestep: -1", ":9 objective.min_timestep", "at least 0", "least noise"),
+    ("adaptive_noise_scale: 1", ":9 objective.adaptive_noise_scale", "without noise_offset", "set noise_offset"),
+    ("multires_noise_discount: 0.5", ":9 objective.multires_noise_discount", "no effect without", "iterations"),
+    ("ip_noise_gamma: -0.1", ":9 objective.ip_noise_gamma", "at least 0", "Input perturbation"),
     ("timestep_sampling: uniform; logit_mean: 1", ":10 objective.logit_mean", "no effect", "logit-normal"),
 ]
 
@@ -71,6 +74,7 @@ def refused(folder: Path, keys: str, where: str, what: str, fix: str, family: st
         "loss_type: huber; huber_schedule: constant; huber_c: 0.2; huber_scale: 2",
         "loss_type: smooth_l1; huber_c: 0.2",
         "min_timestep: 1; max_timestep: 2",
+        "noise_offset: 0.1; adaptive_noise_scale: -0.5; multires_noise_iterations: 6; multires_noise_discount: 0.5",
         "timestep_sampling: logit-normal; logit_mean: 1",
         "loss_type: l2; huber_c: 0.1; huber_schedule: snr",
     ],

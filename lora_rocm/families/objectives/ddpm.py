@@ -17,7 +17,7 @@ from diffusers import DDPMScheduler
 from torch import Tensor
 
 from lora_rocm.errors import ModelError
-from lora_rocm.families.objectives.base import Draws, generators, normal, over
+from lora_rocm.families.objectives.base import Draws, generators, over
 from lora_rocm.families.objectives.denoising import DenoisingObjective, Levels, in_range, logit_normal
 from lora_rocm.families.spec import CheckpointSection
 from lora_rocm.recipe.schema import Recipe
@@ -119,19 +119,19 @@ class DdpmObjective(DenoisingObjective[DdpmSection]):
         """All tensors that the loss needs besides the batch, including those looked up on the host."""
         shape = batch[self.latents.mean].shape[1:]
         sampling = self.latents.draws(rngs, shape)
-        noise = offset_noise(normal(rngs, shape), rngs, self.settings.noise_offset)
+        noise = self.noise_draws(batch, sampling, rngs)
         signal_B, noise_level_B = self.schedule.levels(timesteps_B)
         weight_B = level_weight(signal_B, noise_level_B, self.settings, self.schedule.prediction_type)
         levels = Levels(signal_B, noise_level_B, timesteps_B / len(self.schedule))
         return Draws(
             {
                 "timesteps": timesteps_B,
-                "noise": noise,
                 "signal": signal_B,
                 "noise_level": noise_level_B,
                 "snr_weight": weight_B,
                 **self.loss_draws(levels),
                 **sampling,
+                **noise,
             }
         )
 
@@ -139,7 +139,7 @@ class DdpmObjective(DenoisingObjective[DdpmSection]):
         """(model input, target), float32 [B, C, ...], on the device of the batch."""
         latents = self.latents.sample(batch, draws)
         levels = (draws["signal"], draws["noise_level"])
-        noisy = add_noise(latents, draws["noise"], *levels)
+        noisy = add_noise(latents, draws.get("input_noise", draws["noise"]), *levels)
         if self.schedule.prediction_type == "v_prediction":
             return noisy, velocity(latents, draws["noise"], *levels)
         return noisy, draws["noise"]
@@ -236,13 +236,3 @@ def level_weight(signal_B: Tensor, noise_level_B: Tensor, section: DdpmSection, 
 def uniform_timesteps(rngs: Sequence[torch.Generator], first: int, end: int) -> Tensor:
     """One timestep per sample, uniform over first .. end - 1: int64 [B]."""
     return torch.cat([torch.randint(first, end, (1,), generator=rng) for rng in rngs])
-
-
-def offset_noise(noise: Tensor, rngs: Sequence[torch.Generator], strength: float) -> Tensor:
-    """Add a random offset per channel to noise [B, C, ...], so that a model can learn very dark and bright images.
-
-    Source: N. Guttenberg, "Diffusion with offset noise", 2023. Draws nothing if ``strength`` is 0.
-    """
-    if strength == 0:
-        return noise
-    return noise + strength * normal(rngs, (noise.shape[1], *(1,) * (noise.ndim - 2)))

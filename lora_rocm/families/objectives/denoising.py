@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lora_rocm.families.objectives.base import Distance, LatentSpace, Prediction, normal, over, squared
+from lora_rocm.families.objectives.noise import adaptive_strength, offset_noise, pyramid_noise
 from lora_rocm.recipe.sections import NUM_TIMESTEPS, DenoisingSection
 
 Settings = TypeVar("Settings", bound=DenoisingSection)
@@ -43,6 +44,27 @@ class DenoisingObjective(Generic[Settings]):
     scheduler_config: Mapping[str, Any]
     latents: LatentSpace
     settings: Settings
+
+    def noise_draws(
+        self, batch: Mapping[str, Tensor], sampling: Mapping[str, Tensor], rngs: Sequence[torch.Generator]
+    ) -> dict[str, Tensor]:
+        """The noise of the target, and that of the model's input if it differs: float32, the shape of the latents.
+
+        Args:
+            batch: on the CPU. The strength of an adaptive offset depends on its latents, everything else on shapes.
+            sampling: the result of ``LatentSpace.draws``.
+            rngs: one per sample.
+        """
+        settings, shape = self.settings, batch[self.latents.mean].shape[1:]
+        strength: float | Tensor = settings.noise_offset
+        if scale := settings.adaptive_noise_scale:
+            strength = adaptive_strength(self.latents.sample(batch, sampling), settings.noise_offset, scale)
+        noise = offset_noise(normal(rngs, shape), rngs, strength)
+        if levels := settings.multires_noise_iterations:
+            noise = pyramid_noise(noise, rngs, levels, settings.multires_noise_discount)
+        if not settings.ip_noise_gamma:
+            return {"noise": noise}
+        return {"noise": noise, "input_noise": noise + settings.ip_noise_gamma * normal(rngs, shape)}
 
     def loss_draws(self, levels: Levels) -> dict[str, Tensor]:
         """The values that the loss needs besides prediction and target, looked up on the host: float32 [B]."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lora_rocm.families.objectives.base import Draws, generators, normal, over
+from lora_rocm.families.objectives.base import Draws, generators, over
 from lora_rocm.families.objectives.denoising import DenoisingObjective, Levels, in_range, logit_normal
 from lora_rocm.recipe.sections import FlowSection
 
@@ -48,15 +48,15 @@ class FlowObjective(DenoisingObjective[FlowSection]):
         return self._draws(batch, generators(seeds), torch.full((len(seeds),), position))
 
     def _draws(self, batch: Mapping[str, Tensor], rngs: list[torch.Generator], sigma_B: Tensor) -> Draws:
-        shape = batch[self.latents.mean].shape[1:]
+        sampling = self.latents.draws(rngs, batch[self.latents.mean].shape[1:])
         loss = self.loss_draws(Levels(1 - sigma_B, sigma_B, sigma_B))
-        return Draws({"sigma": sigma_B, **loss, **self.latents.draws(rngs, shape), "noise": normal(rngs, shape)})
+        return Draws({"sigma": sigma_B, **loss, **sampling, **self.noise_draws(batch, sampling, rngs)})
 
     def noised(self, batch: Mapping[str, Tensor], draws: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """(model input, target), float32 [B, C, ...], on the device of the batch."""
         latents, noise = self.latents.sample(batch, draws), draws["noise"]
         sigma = over(draws["sigma"], latents)
-        return (1 - sigma) * latents + sigma * noise, noise - latents
+        return (1 - sigma) * latents + sigma * draws.get("input_noise", noise), noise - latents
 
     def shift(self, tokens: int) -> float:
         """The shift of the sigmas of an image of this many tokens in training."""
