@@ -42,6 +42,7 @@ from lora_rocm.recipe.sections import (
     not_both,
     on_resume,
     one_of,
+    refuse_unread,
 )
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ class SourceOptions(Section):
         description="A folder of masks with the names of the images: the loss counts white, not black, grey in part.",
     )
     alpha_mask: bool = Field(False, description="Take the alpha channel of each image as its mask.")
+    unmasked_weight: Fraction = Field(0.0, description="Least weight of a place in the loss: that of black in a mask.")
     control_path: InputFolder | None = Field(
         None,
         description="A folder of control images with the names of the images, for models that edit an image: what the "
@@ -112,6 +114,7 @@ class DataSource(Section):
     exclude: Annotated[tuple[PathText, ...], Field(max_length=MAX_ITEMS)] | None = None
     mask_path: InputFolder | None = None
     alpha_mask: bool | None = None
+    unmasked_weight: Fraction | None = None
     control_path: InputFolder | None = None
 
     @model_validator(mode="after")
@@ -135,6 +138,11 @@ class DataSection(SourceOptions):
     enable_bucket: bool = Field(True, description="Aspect-ratio buckets; false crops everything to a square.")
     upscale: bool = Field(False, description="Enlarge images that are smaller than their bucket.")
     caption_variants: int = Field(4, gt=0, le=1000, description="Number of shuffles of each caption that are cached.")
+    normalize_masked_area_loss: bool = Field(
+        True,
+        description="Divide the loss of an image by the area of its mask, so that small masks count as much as large "
+        "ones. kohya does not; OneTrainer and ai-toolkit have a switch for it.",
+    )
     validation_split: Annotated[float, Field(ge=0.0, le=0.5)] = Field(
         0.0, description="Share of the images held out for the validation loss."
     )
@@ -161,6 +169,22 @@ class DataSection(SourceOptions):
                 what = f"{name} has no control_path, and another source has one"
                 fix = "Add its control_path, or train on it in a run of its own."
                 raise PydanticCustomError("rule", "{what}", {"what": what, "keys": ["sources"], "fix": fix})
+        return self
+
+    @model_validator(mode="after")
+    def _masks_are_there(self) -> DataSection:
+        masked = [bool(source.mask_path or source.alpha_mask) for source in self.resolved_sources()]
+        fix = "Remove it, or set mask_path or alpha_mask."
+        for index, (source, has_masks) in enumerate(zip(self.sources, masked, strict=False)):
+            if source.unmasked_weight and not has_masks:
+                context = {
+                    "what": "has no effect without masks",
+                    "at": ("sources", index, "unmasked_weight"),
+                    "fix": fix,
+                }
+                raise PydanticCustomError("rule", "{what}", context)
+        if not any(masked):
+            refuse_unread(self, ("unmasked_weight", "normalize_masked_area_loss"), "without masks", fix)
         return self
 
     @property

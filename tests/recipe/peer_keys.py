@@ -138,6 +138,8 @@ RIGHT: dict[str, str] = {
     "min_timestep": "objective.min_timestep",
     "max_timestep": "objective.max_timestep",
     "timestep_sampling": "objective.timestep_sampling",
+    "unmasked_weight": "data.unmasked_weight",
+    "normalize_masked_area_loss": "data.normalize_masked_area_loss",
     "adaptive_noise_scale": "objective.adaptive_noise_scale",
     "multires_noise_iterations": "objective.multires_noise_iterations",
     "multires_noise_discount": "objective.multires_noise_discount",
@@ -181,7 +183,7 @@ NOTHING_LIKE_IT = """
     sdxl_no_half_vae secondary_separator secrets skip_first_sample sqlite_db_path tag_delimiter temp_device
     tensorboard text_encoder_layer_skip text_encoder_lr1 text_variations timestep_distribution
     timestep_shift timestep_type train_embedding train_unet training_method tread_config type unit
-    unmasked_probability unmasked_weight up_lr_weight use_cp use_ema use_tucker v_parameterization
+    unmasked_probability up_lr_weight use_cp use_ema use_tucker v_parameterization
     vae_batch_size validation validation_num_inference_steps validation_resolution wandb
     weighted_captions weighting_scheme workspace_dir xformers
 """.split()

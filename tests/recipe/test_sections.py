@@ -81,3 +81,31 @@ def refused(folder: Path, keys: str, where: str, what: str, fix: str, family: st
 )
 def test_accepted(tmp_path: Path, keys: str, family: str) -> None:
     load(tmp_path, keys, family)
+
+
+MASKS = """\
+model: {name_or_path: some/base}
+train: {max_train_steps: 10}
+data:
+"""
+
+
+@pytest.mark.parametrize(
+    ("data", "where"),
+    [
+        ("  path: pics\n  unmasked_weight: 0.1\n", ":5 data.unmasked_weight"),
+        ("  path: pics\n  normalize_masked_area_loss: false\n", ":5 data.normalize_masked_area_loss"),
+        ("  sources:\n  - {path: a, unmasked_weight: 0.1}\n", ":5 data.sources[0].unmasked_weight"),
+        ("  path: pics\n  alpha_mask: true\n  unmasked_weight: 1.5\n", ":6 data.unmasked_weight"),
+    ],
+)
+def test_options_of_masks_without_masks(tmp_path: Path, data: str, where: str) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(MASKS + data, encoding="utf-8")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(str(path))
+    (problem,) = caught.value.problems
+    assert where in problem.where and ("without masks" in problem.what or "at most 1" in problem.what) and problem.fix
+    one_masked = "  unmasked_weight: 0.1\n  sources: [{path: a}, {path: b, alpha_mask: true}]\n"
+    path.write_text(MASKS + one_masked, encoding="utf-8")
+    assert load_recipe(str(path)).recipe.data.unmasked_weight == 0.1
