@@ -247,6 +247,7 @@ class Items(Lazy[Item]):
             num_captions=num_captions,
             dropout_rate=0.0 if self.held_out else options.caption_dropout_rate,
             repeats=1 if self.held_out else sample.repeats,
+            loss_weight=options.loss_weight,
             geometry=geometry,
             content=tuple(content),
         )

@@ -39,6 +39,7 @@ from lora_rocm.recipe.sections import (
     Resolution,
     Section,
     Tags,
+    Weight,
     not_both,
     on_resume,
     one_of,
@@ -57,6 +58,7 @@ class SourceOptions(Section):
 
     resolution: Resolution = Field(1024, description="Side in pixels of the square whose area the buckets keep to.")
     repeats: Repeats = Field(1, description="Number of times that each image is seen in an epoch.")
+    loss_weight: Weight = Field(1.0, description="Factor of the loss of each image.")
     caption_extension: str = Field(".txt", description="Extension of the caption files beside the images.")
     caption_fallback: Literal["filename", "trigger", "empty", "error"] = Field(
         "filename",
@@ -103,6 +105,7 @@ class DataSource(Section):
     )
     resolution: Resolution | None = None
     repeats: Repeats | None = None
+    loss_weight: Weight | None = None
     caption_extension: str | None = None
     caption_fallback: Literal["filename", "trigger", "empty", "error"] | None = None
     trigger_word: str | None = None

@@ -32,6 +32,7 @@ Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 Resolution = Annotated[int, Field(gt=0, le=MAX_SIDE_PX)]
 Batch = Annotated[int, Field(gt=0, le=MAX_BATCH)]
 Tags = Annotated[int, Field(ge=0, le=MAX_TAGS)]
+Weight = Annotated[float, Field(gt=0.0, le=1000.0)]
 Repeats = Annotated[int, Field(gt=0, le=10_000)]
 PathText = Annotated[str, Field(min_length=1)]  # an empty path would mean the current folder
 

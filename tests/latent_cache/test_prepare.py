@@ -64,6 +64,16 @@ def test_the_items(runs: Runs) -> None:
     assert prepared.held_out == () and prepared.set_aside == ()
 
 
+def test_each_source_has_its_weight(runs: Runs) -> None:
+    path = str(runs.root / "data")
+    sources = [{"path": path, "loss_weight": 0.5}, {"path": path}]
+    runs.keys = {"path": None, "sources": sources, "loss_weight": 2.0, "validation_split": 0.3}
+    prepared = runs()
+    assert {(item.key[:10], item.loss_weight) for item in prepared.items} == {("sources[0]", 0.5), ("sources[1]", 2.0)}
+    runs.keys = {}
+    assert {item.loss_weight for item in runs().items} == {1.0} and runs.encoded == (0, 0), "the cache is the same"
+
+
 def test_what_is_trained_on_is_hashed_once(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed = list[int]()
     monkeypatch.setattr(prepare_module, "identity", lambda items: hashed.append(len(items)) or "same")

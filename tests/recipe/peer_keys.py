@@ -138,6 +138,7 @@ RIGHT: dict[str, str] = {
     "min_timestep": "objective.min_timestep",
     "max_timestep": "objective.max_timestep",
     "timestep_sampling": "objective.timestep_sampling",
+    "loss_weight": "data.loss_weight",
     "unmasked_weight": "data.unmasked_weight",
     "normalize_masked_area_loss": "data.normalize_masked_area_loss",
     "adaptive_noise_scale": "objective.adaptive_noise_scale",
@@ -165,7 +166,7 @@ NOTHING_LIKE_IT = """
     instance_prompt invert_mask is_flux is_reg is_v2 is_v3 is_v_pred is_xl keep_tokens_separator
     latent_caching layer_filter layer_filter_preset layer_filter_regex layer_offloading
     learning_rate_scaler linear_timesteps log_cosh_strength log_prefix log_with
-    logging_dir lora_type loss_weight loss_weight_fn loss_weight_strength low_vram lowram
+    logging_dir lora_type loss_weight_fn loss_weight_strength low_vram lowram
     lr_warmup lycoris_config mae_strength mask_min_value masked_loss
     masked_prior_preservation_weight masked_training max_bucket_reso max_denoising_steps max_noising_strength
     max_step_saves_to_keep max_token_length mem_eff_attn metadata_file min_bucket_reso

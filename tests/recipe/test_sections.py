@@ -90,6 +90,19 @@ data:
 """
 
 
+def test_a_weight_is_above_0(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    for data, where in (
+        ("  path: a\n  loss_weight: -1\n", ":5 "),
+        ("  sources:\n  - {path: a, loss_weight: 0}\n", ":5 "),
+    ):
+        path.write_text(MASKS + data, encoding="utf-8")
+        with pytest.raises(RecipeError) as caught:
+            load_recipe(str(path))
+        (problem,) = caught.value.problems
+        assert ":5 " in problem.where and "loss_weight" in problem.where and "greater than 0" in problem.what
+
+
 @pytest.mark.parametrize(
     ("data", "where"),
     [

@@ -86,6 +86,7 @@ NO_PART_OF_THE_SIZE: dict[str, str] = {
     "data.flip_aug": "more entries, not larger ones",
     **dict.fromkeys(("data.mask_path", "data.alpha_mask", "data.unmasked_weight"), "one number a latent"),
     "data.normalize_masked_area_loss": "one number a latent",
+    "data.loss_weight": "one number a sample",
     **dict.fromkeys(("data.bucket_step", "data.bucket_max_aspect", "data.enable_bucket"), "the area stays"),
     "data.upscale": "which bucket a small image has",
     **dict.fromkeys(("data.validation_split", "train.validation_every_n_steps"), "a pass without a backward pass"),
