@@ -250,14 +250,27 @@ class Adapter(ABC):
             for leaf in self.leaves.values():
                 leaf.requires_grad_(True)
 
+    @contextmanager
+    def scaled(self, strength: float) -> Iterator[None]:
+        """Multiply the adapter's effect by ``strength`` inside the context. A DoRA's magnitudes stay as trained."""
+        before = [dict(layer.scaling) for _, _, layer in self.modules.values()]
+        try:
+            for _, _, layer in self.modules.values():
+                layer.scaling |= {name: scale * strength for name, scale in layer.scaling.items() if name == PEFT_NAME}
+            yield
+        finally:
+            for (_, _, layer), scaling in zip(self.modules.values(), before, strict=True):
+                layer.scaling |= scaling
+
     def cast_inputs(self, enabled: bool) -> None:
         """Set whether PEFT casts the input of every adapted layer to the dtype of its trained tensors.
 
         Without the cast, layers that compute in the base's dtype or under autocast avoid copies. A kind that needs
         float32 always casts.
         """
+        casts = enabled or self.needs_float32
         for _, _, layer in self.modules.values():
-            layer.cast_input_dtype_enabled = enabled or self.needs_float32
+            layer.cast_input_dtype_enabled = casts
 
     @contextmanager
     def casting_inputs(self) -> Iterator[None]:

@@ -154,7 +154,7 @@ def plan_data(recipe: Recipe, samples: Sequence[Any], shapes: Mapping[str, Shape
 
     train, data = recipe.train, recipe.data
     buckets: Counter[Shape] = Counter()
-    captions: set[str] = {"", recipe.sample.negative_prompt, *recipe.sample.prompts, *recipe.sample.control_prompts}
+    captions: set[str] = {"", recipe.sample.negative_prompt, *recipe.sample.texts}
     for sample in samples:
         buckets[shapes[sample.key]] += sample.repeats
         captions.update(variants(sample.caption, sample.options, data.caption_variants, train.seed))

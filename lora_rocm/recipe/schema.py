@@ -15,14 +15,12 @@ from pydantic import Field, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
 from lora_rocm.recipe.optim_sections import OptimSection
+from lora_rocm.recipe.sample_section import SampleSection
 from lora_rocm.recipe.sections import (
     MAX_BUCKET_STEP,
     MAX_EPOCHS,
-    MAX_GUIDANCE,
     MAX_ITEMS,
     MAX_RANK,
-    MAX_SAMPLE_STEPS,
-    MAX_SIDE_PX,
     MAX_STEPS,
     MAX_TIMEOUT_S,
     MAX_WORKERS,
@@ -339,42 +337,6 @@ class TrainSection(Section):
         return self.validation_every_n_steps or self.validation_every_n_epochs * steps_per_epoch
 
 
-class SampleSection(Section):
-    """Preview images. All keys may change on resume."""
-
-    every_n_steps: int = on_resume(
-        0, "Updates between two rounds of previews; 0 means only before and after training.", ge=0, le=MAX_STEPS
-    )
-    every_n_epochs: int = on_resume(
-        0, "Epochs between two rounds of previews, in place of every_n_steps.", ge=0, le=MAX_EPOCHS
-    )
-    prompts: tuple[str, ...] = on_resume((), "Prompts of the previews; empty means no previews.", max_length=MAX_ITEMS)
-    control_prompts: tuple[str, ...] = on_resume(
-        (), "Prompts without the concept, which the LoRA should not change.", max_length=MAX_ITEMS
-    )
-    negative_prompt: str = on_resume("", "Negative prompt of the previews.")
-    control_images: Annotated[tuple[InputFile, ...], Field(max_length=MAX_ITEMS)] = on_resume(
-        (), "Control images of the previews, in the order of the prompts; the last one is for all further prompts too."
-    )
-    seed: int = on_resume(1234, "Seed of the first image; it increases by one per image.", ge=0, lt=2**31)
-    guidance_scale: float | None = on_resume(
-        None, "Guidance; unset means what is usual for the family.", ge=1.0, le=MAX_GUIDANCE
-    )
-    steps: int = on_resume(25, "Denoising steps.", gt=0, le=MAX_SAMPLE_STEPS)
-    width: int | None = on_resume(None, "Width in pixels; unset means data.resolution.", gt=0, le=MAX_SIDE_PX)
-    height: int | None = on_resume(None, "Height in pixels; unset means data.resolution.", gt=0, le=MAX_SIDE_PX)
-
-    @model_validator(mode="after")
-    def _one_unit(self) -> SampleSection:
-        if self.every_n_steps and self.every_n_epochs:
-            raise not_both("every_n_steps", "every_n_epochs")
-        return self
-
-    def round_steps(self, steps_per_epoch: int) -> int:
-        """The number of updates between two rounds of previews; 0: only before and after training."""
-        return self.every_n_steps or self.every_n_epochs * steps_per_epoch
-
-
 class RuntimeSection(Section):
     """Use of the machine. All keys may change on resume, but a bit-exact resume needs an unchanged thread count."""
 
@@ -550,6 +512,26 @@ class Recipe(Section):
             raise PydanticCustomError("rule", "{what}", {"what": what, "at": at, "fix": fix})
         return self
 
+    @model_validator(mode="after")
+    def _previews_suit_the_family(self) -> Recipe:
+        step = self.spec.shapes.multiple_px
+        for key, number, preview in self.sample.numbered():
+            what = fix = ""
+            if preview.sampler not in self.spec.samplers:
+                what = f"{self.spec.title} is not drawn with the sampler {preview.sampler}"
+                fix = f"Take {' or '.join(self.spec.samplers)}."
+            elif preview.negative_prompt != self.sample.negative_prompt and not self.spec.reads(NEGATIVE_PROMPT):
+                what, fix = f"{self.spec.title} reads no negative prompt", "Remove it."
+            elif any(side is not None and side % step for side in (preview.width, preview.height)):
+                what = f"the sides of images of {self.spec.title} are multiples of {step} pixels"
+                fix = f"Change {preview.width} x {preview.height}."
+            if what:
+                at = ("sample", "sampler") if preview.sampler == self.sample.sampler and "sampler" in what else ()
+                raise PydanticCustomError(
+                    "rule", "{what}", {"what": what, "at": at or ("sample", key, number), "fix": fix}
+                )
+        return self
+
     def trains(self, component: str) -> bool:
         """Whether a component that an adapter can be put on is trained: text encoders are if the recipe says so."""
         return component not in self.spec.text_components or self.lora.train_text_encoder
@@ -564,6 +546,7 @@ class Recipe(Section):
 
 ADAPTERS: Mapping[str, type[AdapterSection]] = {"lora": LoraSection, "lokr": LokrSection}
 """The section of each ``lora.type``; the first is the default."""
+NEGATIVE_PROMPT = "sample.negative_prompt"
 TEXT_KEY = "train_text_encoder"
 """The key of ``lora`` that a family without text encoders refuses."""
 MOVED = {("train", name): ("objective", name) for name in ("min_snr_gamma", "noise_offset", "zero_terminal_snr")}

@@ -110,8 +110,7 @@ class Room:
         sample, (width, height) = self.recipe.sample, self.recipe.preview_size
         every = sample.round_steps(self.steps_per_epoch)
         rounds = 2 + (self.max_train_steps // every - updates // every if every else 0)
-        images = len(sample.prompts) + len(sample.control_prompts) if sample.prompts else 0
-        return rounds * images * width * height * 3 if self.recipe.spec.preview == "image" else 0
+        return rounds * sample.num_images * width * height * 3 if self.recipe.spec.preview == "image" else 0
 
 
 @dataclass

@@ -100,7 +100,9 @@ RIGHT: dict[str, str] = {
     "rs_lora": "lora.use_rslora",
     "sample_every_n_epochs": "sample.every_n_epochs",
     "sample_every_n_steps": "sample.every_n_steps",
+    "sample_sampler": "sample.sampler",
     "sample_steps": "sample.steps",
+    "sampler": "sample.sampler",
     "save_every_n_epochs": "output.save_every_n_epochs",
     "save_every_n_steps": "output.save_every_n_steps",
     "save_precision": "output.dtype",
@@ -178,7 +180,7 @@ NOTHING_LIKE_IT = """
     optimizer_args output_model_destination peft_type performance_log_every perturbation_noise_weight
     prior_loss_weight probability prompt_source push_to_hub qtype quantize quantize_te quantize_via random_crop
     rank_dropout reg_data_dir report_to resolution_type resume sample_every sample_prompts
-    sample_sampler sample_skip_first sampler save_every save_filename_prefix
+    sample_skip_first save_every save_filename_prefix
     save_format save_last_n_epochs save_last_n_steps save_model_as save_skip_first save_state
     scale_weight_norms sdpa sdxl sdxl_cache_text_encoder_outputs
     sdxl_no_half_vae secondary_separator secrets skip_first_sample sqlite_db_path tag_delimiter temp_device

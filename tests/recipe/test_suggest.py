@@ -107,7 +107,6 @@ def test_suggestions(name: str, siblings: list[str], section: str, expected: str
         ("lora", "unit", "Did you mean", "LoKr (lora.type"),
         ("model", "weight_dtype", "lora.weight_dtype", "follows train.mixed_precision"),
         ("optim", "lr_scheduler_type", "Did you mean", "its options as keys of optim"),
-        ("sample", "sampler", "Did you mean", "Euler"),
         ("", "text_encoder", "Did you mean", "lora.train_text_encoder: true"),
         ("lora", "use_lora", "Did you mean", "Keys of lora"),
         ("data", "no_shuffle_caption", "Did you mean", "Keys of data"),
