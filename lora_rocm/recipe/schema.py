@@ -101,6 +101,11 @@ class DataSource(Section):
     caption_column: str | None = Field(
         "text", description="Column with the caption; with path, of metadata.jsonl or metadata.csv beside the images."
     )
+    is_reg: bool = Field(
+        False,
+        description="These are regularisation images: images of the class without the concept. As many are used in an "
+        "epoch as there are others, and none is held out.",
+    )
     resolution: Resolution | None = None
     repeats: Repeats | None = None
     loss_weight: Weight | None = None
@@ -132,6 +137,7 @@ class DataSection(SourceOptions):
     sources: tuple[DataSource, ...] = Field(
         (), max_length=MAX_ITEMS, description="Several sources, each with its own options."
     )
+    prior_loss_weight: Weight = Field(1.0, description="Factor of the loss of regularisation images.")
     bucket_step: int = Field(
         64, gt=0, le=MAX_BUCKET_STEP, description="Bucket sides are multiples of this many pixels."
     )
@@ -188,6 +194,18 @@ class DataSection(SourceOptions):
             refuse_unread(self, ("unmasked_weight", "normalize_masked_area_loss"), "without masks", fix)
         return self
 
+    @model_validator(mode="after")
+    def _some_are_to_be_learned(self) -> DataSection:
+        are_reg = [source.is_reg for source in self.sources]
+        if are_reg and all(are_reg):
+            what = "all sources are regularisation images, so there is nothing to learn"
+            fix = "Add the images that are to be learned as a source, or remove is_reg."
+            raise PydanticCustomError("rule", "{what}", {"what": what, "at": ("sources", 0, "is_reg"), "fix": fix})
+        if not any(are_reg):
+            fix = "Remove it, or set is_reg: true in an entry of data.sources."
+            refuse_unread(self, ("prior_loss_weight",), "without regularisation images", fix)
+        return self
+
     @property
     def has_controls(self) -> bool:
         """Whether the images have control images."""
@@ -202,7 +220,7 @@ class DataSection(SourceOptions):
             own = {name: getattr(source, name) for name in names if getattr(source, name) is not None}
             defaults = {name: getattr(self, name) for name in names}
             rest = {name: getattr(source, name) for name in DataSource.model_fields if name not in names}
-            resolved.append(ResolvedSource(**{**defaults, **own, **rest}))
+            resolved.append(ResolvedSource(**{**defaults, **own, **rest}, prior_loss_weight=self.prior_loss_weight))
         return tuple(resolved)
 
 
@@ -214,6 +232,13 @@ class ResolvedSource(SourceOptions):
     split: str
     image_column: str
     caption_column: str | None
+    is_reg: bool
+    prior_loss_weight: float
+
+    @property
+    def weight(self) -> float:
+        """The factor of the loss of its images."""
+        return self.loss_weight * (self.prior_loss_weight if self.is_reg else 1.0)
 
 
 class AdapterSection(Section):

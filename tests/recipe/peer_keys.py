@@ -140,6 +140,7 @@ RIGHT: dict[str, str] = {
     "min_timestep": "objective.min_timestep",
     "max_timestep": "objective.max_timestep",
     "timestep_sampling": "objective.timestep_sampling",
+    "prior_loss_weight": "data.prior_loss_weight",
     "loss_weight": "data.loss_weight",
     "unmasked_weight": "data.unmasked_weight",
     "normalize_masked_area_loss": "data.normalize_masked_area_loss",
@@ -178,7 +179,7 @@ NOTHING_LIKE_IT = """
     noise_offset_type noise_scheduler noising_bias noising_weight non_ema_sampling num_cpu_threads_per_process
     num_frames num_machines num_processes offload_fraction only_cache only_if_contains only_instance_prompt
     optimizer_args output_model_destination peft_type performance_log_every perturbation_noise_weight
-    prior_loss_weight probability prompt_source push_to_hub qtype quantize quantize_te quantize_via random_crop
+    probability prompt_source push_to_hub qtype quantize quantize_te quantize_via random_crop
     rank_dropout reg_data_dir report_to resolution_type resume sample_every sample_prompts
     sample_skip_first save_every save_filename_prefix
     save_format save_last_n_epochs save_last_n_steps save_model_as save_skip_first save_state

@@ -90,12 +90,30 @@ data:
 """
 
 
+@pytest.mark.parametrize(
+    ("data", "where", "what"),
+    [
+        ("  sources:\n  - {path: a, is_reg: true}\n", ":5 data.sources[0].is_reg", "nothing to learn"),
+        ("  path: a\n  prior_loss_weight: 0.5\n", ":5 data.prior_loss_weight", "without regularisation images"),
+        ("  path: a\n  is_reg: true\n", ":5 data.is_reg", "no such key"),
+    ],
+)
+def test_regularisation_images_need_others(tmp_path: Path, data: str, where: str, what: str) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(MASKS + data, encoding="utf-8")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(str(path))
+    (problem,) = caught.value.problems
+    assert where in problem.where and what in problem.what and problem.fix
+    path.write_text(
+        MASKS + "  prior_loss_weight: 0.5\n  sources: [{path: a}, {path: b, is_reg: true}]\n", encoding="utf-8"
+    )
+    assert [source.weight for source in load_recipe(str(path)).recipe.data.resolved_sources()] == [1.0, 0.5]
+
+
 def test_a_weight_is_above_0(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
-    for data, where in (
-        ("  path: a\n  loss_weight: -1\n", ":5 "),
-        ("  sources:\n  - {path: a, loss_weight: 0}\n", ":5 "),
-    ):
+    for data in ("  path: a\n  loss_weight: -1\n", "  sources:\n  - {path: a, loss_weight: 0}\n"):
         path.write_text(MASKS + data, encoding="utf-8")
         with pytest.raises(RecipeError) as caught:
             load_recipe(str(path))
