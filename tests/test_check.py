@@ -192,3 +192,16 @@ def test_crops_and_files_that_are_left_out_are_said(
     assert "  note: 1 image loses more than 25% of the area to the crop: wide.png (640x128: 67%)." in text
     assert "  note: 1 file is left out: raw camera images are not read here (raw.nef)." in text
     assert "  note: 1 mask is not used" in text and "images: 6 usable" in text
+
+
+def test_regularisation_images_are_as_many_as_the_others(weigh: Weigh, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(7):
+        Path("reg").mkdir(exist_ok=True)
+        Image.new("RGB", (128, 128), (0, number, 0)).save(f"reg/{number}.png")
+    sources = "data.sources=[{path: pics}, {path: reg, is_reg: true}]"
+    check("my.yaml", ["data.path=null", sources])
+    said = capsys.readouterr().out
+    assert "images: 12 usable" in said and "reg: 5 images, resolution 128, for regularisation, 5 in an epoch" in said
+    assert "2 of the regularisation images are not used" in said
+    check("my.yaml", ["data.path=null", sources.replace("pics}", "pics, repeats: 3}")])
+    assert "for regularisation, 15 in an epoch" in capsys.readouterr().out

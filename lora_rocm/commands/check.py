@@ -109,6 +109,7 @@ def _cut_captions(recipe: Recipe, samples: Iterable[Any], limits: Sequence[Token
 
 def _data_lines(loaded: LoadedRecipe, usable: list[Any]) -> Iterator[str]:
     """Yield the lines about the data; append the usable samples (``dataset.sample_table.Sample``) to ``usable``."""
+    from lora_rocm.dataset.regularisation import evened, unused_notice
     from lora_rocm.dataset.scan import geometries, nothing_left
     from lora_rocm.dataset.shape import Shape
     from lora_rocm.dataset.text_scan import find_samples
@@ -121,22 +122,25 @@ def _data_lines(loaded: LoadedRecipe, usable: list[Any]) -> Iterator[str]:
     samples = [sample for sample in found.samples if texts or sample.key in fitted]
     if not samples:
         raise nothing_left(aside)
+    num_found, samples = len(samples), evened(samples)
     usable += samples
     # describe them
     yield f"recipe {loaded.path}"
     yield f"model: {recipe.model.name_or_path} ({recipe.model.family})"
     noun = NOUNS[recipe.spec.samples[0]]
-    yield f"{noun}: {len(samples)} usable, {len(aside)} set aside"
+    yield f"{noun}: {num_found} usable, {len(aside)} set aside"
     per_source = Counter(sample.source for sample in samples)
     for index, source in enumerate(recipe.data.resolved_sources()):
         name = source.path or source.dataset
         resolution = f"resolution {source.resolution}, " if recipe.spec.reads("data.resolution") else ""
-        yield f"  {name}: {per_source[index]} {noun}, {resolution}repeats {source.repeats}"
+        seen = sum(sample.repeats for sample in samples if sample.source == index)
+        how = f"for regularisation, {seen} in an epoch" if source.is_reg else f"repeats {source.repeats}"
+        yield f"  {name}: {per_source[index]} {noun}, {resolution}{how}"
     for problem in aside[:MAX_NAMED]:
         yield f"  set aside: {problem.where}: {problem.what} {problem.fix}".rstrip()
     if len(aside) > MAX_NAMED:
         yield f"  ... and {len(aside) - MAX_NAMED} more"
-    for notice in (*found.notices, *cropped):
+    for notice in (*found.notices, *cropped, *unused_notice(num_found, len(samples))):
         yield f"  note: {notice}"
     # derive steps and buckets
     shapes = {key: geometry.shape for key, geometry in fitted.items()}

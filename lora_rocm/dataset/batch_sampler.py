@@ -39,6 +39,7 @@ class Item:
     num_views: 2 with flip_aug (the image and its mirror image), else 1.
     num_captions: number of caption variants, without the empty caption.
     dropout_rate: probability that the empty caption replaces a variant.
+    loss_weight: factor of its loss.
     geometry: scaling and crop of the image; None if the family reads no image.
     content: cache keys that identify the data independently of how it was encoded.
     """
@@ -50,6 +51,7 @@ class Item:
     num_captions: int = 1
     dropout_rate: float = 0.0
     repeats: int = 1
+    loss_weight: float = 1.0
     geometry: Geometry | None = None
     content: tuple[tuple[str, ...], ...] = ()
 
@@ -162,7 +164,7 @@ class BatchPlan:
         return len(self._bounds_S1) - 1
 
     def rows(self, iteration: int) -> list[Row]:
-        """All rows of one effective batch, over all ranks. The weights of real samples are equal and sum to 1."""
+        """All rows of one effective batch, over all ranks. Each of its N samples has the weight ``loss_weight / N``."""
         return self._rows(iteration, range(self.effective_batch))
 
     def micro(self, iteration: int, index: int) -> list[Row]:
@@ -185,7 +187,7 @@ class BatchPlan:
         return Row(
             item,
             position,
-            weight,
+            weight * item.loss_weight,
             flip=draw("flip", *what) % item.num_views == 1,
             variant=draw("variant", *what) % item.num_captions,
             dropout=fraction("dropout", *what) < item.dropout_rate,

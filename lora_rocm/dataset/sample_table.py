@@ -115,6 +115,27 @@ class Samples(Lazy[Sample]):
         rows = np.ascontiguousarray(indices, np.int64)
         return Samples(self.sources, self.batch.take(_numbers(rows)))
 
+    def repeated(self, repeats_N: NDArray[np.int64]) -> Samples:
+        """The same samples with other repeats."""
+        import pyarrow
+
+        columns = dict(zip(self.batch.schema.names, self.batch.columns, strict=True))
+        columns["repeats"] = _numbers(repeats_N)
+        return Samples(self.sources, pyarrow.record_batch([*columns.values()], sample_schema()))
+
+    @property
+    def is_reg_N(self) -> NDArray[np.bool_]:
+        """Which samples are regularisation images."""
+        import numpy as np
+
+        of_source = np.array([source.is_reg for source in self.sources])
+        return of_source[numbers_of(self.batch["source"])]
+
+    @property
+    def repeats_N(self) -> NDArray[np.int64]:
+        """The repeats of each sample."""
+        return numbers_of(self.batch["repeats"])
+
     def __len__(self) -> int:
         return self._length
 

@@ -24,7 +24,8 @@ class Facts:
 
     steps: updates made; epochs: passes over the data, rounded down.
     num_images: images of an epoch, repeats included.
-    tag_frequency: folder -> tag -> count; buckets: "WxH" -> images; dataset_dirs: folder -> {n_repeats, img_count}.
+    tag_frequency: folder -> tag -> count; buckets: "WxH" -> images.
+    dataset_dirs: folder -> {n_repeats, img_count}; num_reg, the number in an epoch, if these are regularisation images.
     base_name: of the base model.
     finished_at_s: seconds since the epoch, only where SOURCE_DATE_EPOCH fixes it: result files carry no time of day.
     """
@@ -50,6 +51,9 @@ def ss_fields(recipe: Recipe, family: ModelFamily, facts: Facts, network: Mappin
         network: ss_network_module, ss_network_dim, ss_network_alpha and ss_network_args of the adapter.
     """
     optim, train, names = recipe.optim, recipe.train, recipe.spec.metadata
+    reg_dirs = {name: folder for name, folder in facts.dataset_dirs.items() if "num_reg" in folder}
+    own_dirs = {name: folder for name, folder in facts.dataset_dirs.items() if name not in reg_dirs}
+    num_reg_images = sum(folder["num_reg"] for folder in reg_dirs.values())
     trains_text = any(map(recipe.trains, recipe.spec.text_components))
     values: dict[str, Any] = {
         **names.extra,
@@ -60,8 +64,9 @@ def ss_fields(recipe: Recipe, family: ModelFamily, facts: Facts, network: Mappin
         "ss_max_train_steps": train.max_train_steps or facts.steps,
         "ss_epoch": facts.epochs,
         "ss_num_epochs": facts.num_epochs,
-        "ss_num_train_images": facts.num_images,
-        "ss_num_reg_images": 0,
+        "ss_num_train_images": facts.num_images - num_reg_images,
+        "ss_num_reg_images": num_reg_images,
+        "ss_prior_loss_weight": recipe.data.prior_loss_weight if num_reg_images else None,
         "ss_total_batch_size": train.batch_size * train.gradient_accumulation_steps,
         "ss_batch_size_per_device": train.batch_size,
         "ss_gradient_accumulation_steps": train.gradient_accumulation_steps,
@@ -86,7 +91,8 @@ def ss_fields(recipe: Recipe, family: ModelFamily, facts: Facts, network: Mappin
         "ss_bucket_no_upscale": not recipe.data.upscale,
         "ss_cache_latents": True,
         "ss_tag_frequency": _json(facts.tag_frequency),
-        "ss_dataset_dirs": _json(facts.dataset_dirs),
+        "ss_dataset_dirs": _json(own_dirs),
+        "ss_reg_dataset_dirs": _json(reg_dirs) if reg_dirs else None,
         "ss_bucket_info": _json(_bucket_info(facts.buckets)),
         "ss_sd_model_name": facts.base_name,
         "ss_sd_model_hash": family.base_facts()["hash"] or None,

@@ -156,6 +156,10 @@ class Usable(Lazy[Wanted]):
         keys_NB = {column: rows_NB[indices] for column, rows_NB in self._keys_NB.items()}
         return Usable(self.samples.at(indices), self._cuts_NB[indices], self._sha256_NB[indices], keys_NB)
 
+    def repeated(self, repeats_N: NDArray[np.int64]) -> Usable:
+        """The same samples with other repeats."""
+        return Usable(self.samples.repeated(repeats_N), self._cuts_NB, self._sha256_NB, self._keys_NB)
+
     def __len__(self) -> int:
         return len(self.samples)
 
@@ -247,6 +251,7 @@ class Items(Lazy[Item]):
             num_captions=num_captions,
             dropout_rate=0.0 if self.held_out else options.caption_dropout_rate,
             repeats=1 if self.held_out else sample.repeats,
+            loss_weight=options.weight,
             geometry=geometry,
             content=tuple(content),
         )

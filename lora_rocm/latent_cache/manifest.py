@@ -53,7 +53,8 @@ class Facts:
     """Statistics of the training samples for the metadata of the LoRA file.
 
     tag_frequency: folder -> tag -> number of captions. bucket_counts: shape -> samples times repeats.
-    folders: folder -> {"n_repeats", "img_count"}, as in kohya's ``ss_dataset_dirs``.
+    folders: folder -> {"n_repeats", "img_count"}, as in kohya's ``ss_dataset_dirs``; with "num_reg" if it
+        has regularisation images, which is how many of these are seen in an epoch.
     """
 
     tag_frequency: dict[str, dict[str, int]]

@@ -14,7 +14,7 @@ from lora_rocm.dataset.buckets import Size
 from lora_rocm.dataset.entry_spec import EntrySpec, TensorSpec
 from lora_rocm.dataset.image_io import UnreadableImage
 from lora_rocm.dataset.masks import MASK, MASK_FIX, Masks, decode_mask, fits, mask_on_grid
-from lora_rocm.families.objectives.loss import LOSS_MASK
+from lora_rocm.families.objectives.loss import LOSS_MASK, LOSS_WEIGHTS
 from lora_rocm.latent_cache.companion import CompanionWanted
 from lora_rocm.latent_cache.image_preprocess import Wanted
 
@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from lora_rocm.families.base import Encode, Inputs, Tensors
     from lora_rocm.recipe.schema import Recipe
 
-MASK_ENTRY = EntrySpec(MASK, (MASK,), {LOSS_MASK: TensorSpec("float32", "CHW")}, follows_shape=True)
+TENSOR = TensorSpec("float32", "CHW")
+MASK_ENTRY = EntrySpec(MASK, (MASK,), {LOSS_MASK: TENSOR}, follows_shape=True)
+WEIGHTS_ENTRY = EntrySpec(MASK, (MASK,), {LOSS_WEIGHTS: TENSOR}, follows_shape=True)
+"""If the loss is not divided by the area of the mask."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,11 @@ class MaskEncoder:
 
     @property
     def fingerprint(self) -> str:
-        return f"mask1-{self.step_hw[0]}x{self.step_hw[1]}"
+        return f"{self._tensor}2-{self.step_hw[0]}x{self.step_hw[1]}"
+
+    @property
+    def _tensor(self) -> str:
+        return next(iter(self.entry.tensors))
 
     def in_tiles(self) -> None:
         return None
@@ -54,7 +61,7 @@ class MaskEncoder:
         def encode(inputs: Inputs) -> Tensors:
             mask_CHW = inputs[MASK]
             assert isinstance(mask_CHW, Tensor)
-            return {LOSS_MASK: mask_CHW}
+            return {self._tensor: mask_CHW}
 
         return encode
 
@@ -65,7 +72,8 @@ def mask_encoder(recipe: Recipe) -> MaskEncoder | None:
     if not any(source.mask_path or source.alpha_mask for source in sources):
         return None
     height, width = (recipe.spec.shapes[axis].per_latent for axis in ("h", "w"))
-    return MaskEncoder([Masks(source, index) for index, source in enumerate(sources)], (height, width))
+    entry = MASK_ENTRY if recipe.data.normalize_masked_area_loss else WEIGHTS_ENTRY
+    return MaskEncoder([Masks(source, index) for index, source in enumerate(sources)], (height, width), entry)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +105,10 @@ class MaskWanted(CompanionWanted):
 
     def tensor(self, image: Image.Image, flip: bool) -> Tensor:
         mask_HW = mask_on_grid(np.asarray(image), self.geometry, flip, self.step_hw)
+        mask_HW = mask_HW.clip(min=self.sample.options.unmasked_weight)
         if not mask_HW.any():
             raise self.unusable("leaves nothing to train on: it is black where the image is cut")
         return torch.from_numpy(mask_HW[None])
 
     def parts(self, sha256: str, flip: bool) -> tuple[Any, ...]:
-        return (*Wanted.parts(self, sha256, flip), self._is_alpha)
+        return (*Wanted.parts(self, sha256, flip), self._is_alpha, self.sample.options.unmasked_weight)

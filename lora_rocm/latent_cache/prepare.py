@@ -19,6 +19,7 @@ from lora_rocm.dataset.batch_sampler import Item
 from lora_rocm.dataset.caption_length import TokenLimit, cut_notice
 from lora_rocm.dataset.columns import Lazy
 from lora_rocm.dataset.progress import QUIET_S, Progress, Report
+from lora_rocm.dataset.regularisation import evened_repeats, unused_notice
 from lora_rocm.dataset.scan import Cropped, Sample, Samples, geometry_of, groups_of, nothing_left, say_copies
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.dataset.text_scan import find_samples
@@ -130,10 +131,14 @@ def _manifest(recipe: Recipe, family: ModelFamily, caches: Caches) -> Manifest:
         raise nothing_left(set_aside)
     # Order the samples: training first, then held out.
     copies = _say_copies(usable, ready_N)
-    held_N = _held_out(usable, ready_N, data.validation_split)
+    is_reg_N, repeats_N = usable.samples.is_reg_N, usable.samples.repeats_N
+    held_N = _held_out(usable, ready_N[~is_reg_N[ready_N]], data.validation_split)
     training_N = np.setdiff1d(ready_N, held_N)
+    repeats_N[training_N] = evened_repeats(is_reg_N[training_N], repeats_N[training_N])
+    unused = unused_notice(len(training_N), int(np.count_nonzero(repeats_N[training_N])))
+    training_N = training_N[repeats_N[training_N] > 0]
     order_N = np.concatenate([training_N, held_N])
-    usable = usable.ordered(order_N)
+    usable = usable.repeated(repeats_N).ordered(order_N)
     # Encode the captions, count tokens and collect the keys.
     texts = _Texts(recipe, usable, len(training_N), report)
     caches.fill_texts(texts)
@@ -141,7 +146,7 @@ def _manifest(recipe: Recipe, family: ModelFamily, caches: Caches) -> Manifest:
     captions = _caption_keys(caches, texts, _pair_keys(caches, texts, memory))
     # Build the manifest.
     unused_N = np.setdiff1d(np.arange(len(found.samples)), cut_N[order_N])
-    notices = *found.notices, *cropped, *copies, *_say_cut(limits, texts), *_say_held_out(texts)
+    notices = *found.notices, *cropped, *copies, *unused, *_say_cut(limits, texts), *_say_held_out(texts)
     entries = [encoder.entry for encoder in caches.encoders]
     batch, count = usable.table(entries, captions), len(training_N)
     return Manifest(
@@ -335,6 +340,8 @@ def _facts(texts: _Texts) -> Facts:
         shapes[texts.usable.shape(index)] += sample.repeats
         folder = folders.setdefault(sample.folder, {"n_repeats": sample.repeats, "img_count": 0})
         folder["img_count"] += 1
+        if sample.options.is_reg:
+            folder["num_reg"] = folder.get("num_reg", 0) + sample.repeats
     tag_frequency = {folder: dict(sorted(counter.items())) for folder, counter in sorted(tags.items())}
     return Facts(
         tag_frequency, dict(sorted(shapes.items(), key=lambda pair: pair[0].axes)), dict(sorted(folders.items()))

@@ -69,13 +69,21 @@ def value_advice(key: str, value: object) -> str:
         )
     if key == "optim.optimizer":
         return _optimizer_advice(plain)
-    if key == "objective.timestep_sampling":
-        return "Write logit-normal; a shift is objective.shift." if plain != "linear" else "Write uniform."
+    if key.startswith("objective."):
+        return _objective_advice(key, plain)
     if key == "runtime.device" and plain.partition(":")[0] in ("cuda", "hip", "rocm"):
         return "Write gpu; on AMD cards too."
     if key.startswith("output.formats") and ("safetensors" in plain or "comfy" in plain or "kohya" in plain):
         return "Write kohya: a .safetensors file that ComfyUI, Forge and kohya's tools read."
     return peer_names().schedulers.get(plain, "") if key == "optim.lr_scheduler" else ""
+
+
+def _objective_advice(key: str, plain: str) -> str:
+    if key == "objective.loss_type":
+        return {"mse": "Write l2.", "mae": "Write l1."}.get(plain, "")
+    if key != "objective.timestep_sampling":
+        return ""
+    return "Write logit-normal; a shift is objective.shift." if plain != "linear" else "Write uniform."
 
 
 def _optimizer_advice(plain: str) -> str:

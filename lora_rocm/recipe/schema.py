@@ -37,9 +37,11 @@ from lora_rocm.recipe.sections import (
     Resolution,
     Section,
     Tags,
+    Weight,
     not_both,
     on_resume,
     one_of,
+    refuse_unread,
 )
 
 if TYPE_CHECKING:
@@ -54,6 +56,7 @@ class SourceOptions(Section):
 
     resolution: Resolution = Field(1024, description="Side in pixels of the square whose area the buckets keep to.")
     repeats: Repeats = Field(1, description="Number of times that each image is seen in an epoch.")
+    loss_weight: Weight = Field(1.0, description="Factor of the loss of each image.")
     caption_extension: str = Field(".txt", description="Extension of the caption files beside the images.")
     caption_fallback: Literal["filename", "trigger", "empty", "error"] = Field(
         "filename",
@@ -76,6 +79,7 @@ class SourceOptions(Section):
         description="A folder of masks with the names of the images: the loss counts white, not black, grey in part.",
     )
     alpha_mask: bool = Field(False, description="Take the alpha channel of each image as its mask.")
+    unmasked_weight: Fraction = Field(0.0, description="Least weight of a place in the loss: that of black in a mask.")
     control_path: InputFolder | None = Field(
         None,
         description="A folder of control images with the names of the images, for models that edit an image: what the "
@@ -97,8 +101,14 @@ class DataSource(Section):
     caption_column: str | None = Field(
         "text", description="Column with the caption; with path, of metadata.jsonl or metadata.csv beside the images."
     )
+    is_reg: bool = Field(
+        False,
+        description="These are regularisation images: images of the class without the concept. As many are used in an "
+        "epoch as there are others, and none is held out.",
+    )
     resolution: Resolution | None = None
     repeats: Repeats | None = None
+    loss_weight: Weight | None = None
     caption_extension: str | None = None
     caption_fallback: Literal["filename", "trigger", "empty", "error"] | None = None
     trigger_word: str | None = None
@@ -110,6 +120,7 @@ class DataSource(Section):
     exclude: Annotated[tuple[PathText, ...], Field(max_length=MAX_ITEMS)] | None = None
     mask_path: InputFolder | None = None
     alpha_mask: bool | None = None
+    unmasked_weight: Fraction | None = None
     control_path: InputFolder | None = None
 
     @model_validator(mode="after")
@@ -126,6 +137,7 @@ class DataSection(SourceOptions):
     sources: tuple[DataSource, ...] = Field(
         (), max_length=MAX_ITEMS, description="Several sources, each with its own options."
     )
+    prior_loss_weight: Weight = Field(1.0, description="Factor of the loss of regularisation images.")
     bucket_step: int = Field(
         64, gt=0, le=MAX_BUCKET_STEP, description="Bucket sides are multiples of this many pixels."
     )
@@ -133,6 +145,11 @@ class DataSection(SourceOptions):
     enable_bucket: bool = Field(True, description="Aspect-ratio buckets; false crops everything to a square.")
     upscale: bool = Field(False, description="Enlarge images that are smaller than their bucket.")
     caption_variants: int = Field(4, gt=0, le=1000, description="Number of shuffles of each caption that are cached.")
+    normalize_masked_area_loss: bool = Field(
+        True,
+        description="Divide the loss of an image by the area of its mask, so that small masks count as much as large "
+        "ones. kohya does not; OneTrainer and ai-toolkit have a switch for it.",
+    )
     validation_split: Annotated[float, Field(ge=0.0, le=0.5)] = Field(
         0.0, description="Share of the images held out for the validation loss."
     )
@@ -161,6 +178,34 @@ class DataSection(SourceOptions):
                 raise PydanticCustomError("rule", "{what}", {"what": what, "keys": ["sources"], "fix": fix})
         return self
 
+    @model_validator(mode="after")
+    def _masks_are_there(self) -> DataSection:
+        masked = [bool(source.mask_path or source.alpha_mask) for source in self.resolved_sources()]
+        fix = "Remove it, or set mask_path or alpha_mask."
+        for index, (source, has_masks) in enumerate(zip(self.sources, masked, strict=False)):
+            if source.unmasked_weight and not has_masks:
+                context = {
+                    "what": "has no effect without masks",
+                    "at": ("sources", index, "unmasked_weight"),
+                    "fix": fix,
+                }
+                raise PydanticCustomError("rule", "{what}", context)
+        if not any(masked):
+            refuse_unread(self, ("unmasked_weight", "normalize_masked_area_loss"), "without masks", fix)
+        return self
+
+    @model_validator(mode="after")
+    def _some_are_to_be_learned(self) -> DataSection:
+        are_reg = [source.is_reg for source in self.sources]
+        if are_reg and all(are_reg):
+            what = "all sources are regularisation images, so there is nothing to learn"
+            fix = "Add the images that are to be learned as a source, or remove is_reg."
+            raise PydanticCustomError("rule", "{what}", {"what": what, "at": ("sources", 0, "is_reg"), "fix": fix})
+        if not any(are_reg):
+            fix = "Remove it, or set is_reg: true in an entry of data.sources."
+            refuse_unread(self, ("prior_loss_weight",), "without regularisation images", fix)
+        return self
+
     @property
     def has_controls(self) -> bool:
         """Whether the images have control images."""
@@ -175,7 +220,7 @@ class DataSection(SourceOptions):
             own = {name: getattr(source, name) for name in names if getattr(source, name) is not None}
             defaults = {name: getattr(self, name) for name in names}
             rest = {name: getattr(source, name) for name in DataSource.model_fields if name not in names}
-            resolved.append(ResolvedSource(**{**defaults, **own, **rest}))
+            resolved.append(ResolvedSource(**{**defaults, **own, **rest}, prior_loss_weight=self.prior_loss_weight))
         return tuple(resolved)
 
 
@@ -187,6 +232,13 @@ class ResolvedSource(SourceOptions):
     split: str
     image_column: str
     caption_column: str | None
+    is_reg: bool
+    prior_loss_weight: float
+
+    @property
+    def weight(self) -> float:
+        """The factor of the loss of its images."""
+        return self.loss_weight * (self.prior_loss_weight if self.is_reg else 1.0)
 
 
 class AdapterSection(Section):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
@@ -21,7 +21,8 @@ MAX_RANK = 2048
 MAX_SIDE_PX = 16_384
 MAX_BUCKET_STEP = 1024
 MAX_TAGS = 1000
-MAX_SAMPLE_STEPS = 1000  # the number of noise levels of a base model
+NUM_TIMESTEPS = 1000  # the number of noise levels of a base model
+MAX_SAMPLE_STEPS = NUM_TIMESTEPS
 MAX_GUIDANCE = 1000.0
 MAX_WORKERS = 256
 MAX_TIMEOUT_S = 604_800.0  # a week
@@ -33,6 +34,7 @@ Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 Resolution = Annotated[int, Field(gt=0, le=MAX_SIDE_PX)]
 Batch = Annotated[int, Field(gt=0, le=MAX_BATCH)]
 Tags = Annotated[int, Field(ge=0, le=MAX_TAGS)]
+Weight = Annotated[float, Field(gt=0.0, le=1000.0)]
 Repeats = Annotated[int, Field(gt=0, le=10_000)]
 PathText = Annotated[str, Field(min_length=1)]  # an empty path would mean the current folder
 
@@ -87,6 +89,18 @@ def not_both(first: str, second: str) -> PydanticCustomError:
     """The error if two keys are given of which one replaces the other."""
     what, fix = f"give only one of {first} and {second}", f"Remove one of them: {first} or {second}."
     return PydanticCustomError("rule", "{what}", {"what": what, "keys": [first, second], "fix": fix})
+
+
+def refuse_unread(section: BaseModel, names: Sequence[str], why: str, fix: str) -> None:
+    """Refuse keys that have no effect beside the others. A key at its default is as good as not given.
+
+    Raises:
+        PydanticCustomError: at the first such key.
+    """
+    fields = type(section).model_fields
+    for name in names:
+        if getattr(section, name) != fields[name].default:
+            raise PydanticCustomError("rule", "{what}", {"what": f"has no effect {why}", "at": (name,), "fix": fix})
 
 
 class Section(BaseModel):
@@ -155,39 +169,13 @@ class ObjectiveSection(Section):
         return {}
 
 
-class DdpmSection(ObjectiveSection):
-    """The training objective of discrete-time diffusion: predict the noise or the velocity."""
-
-    min_snr_gamma: float = Field(
-        0.0, ge=0, le=1000.0, description="Min-SNR loss weighting (arXiv 2303.09556); 0 off, 5 usual."
-    )
-    noise_offset: float = Field(
-        0.0, ge=0, le=10.0, description="Per-channel offset added to the noise; 0 off, 0.05 usual."
-    )
-    zero_terminal_snr: bool = Field(
-        False,
-        description="Rescale the noise schedule to zero terminal SNR (arXiv 2305.08891). Min-SNR weights use the "
-        "rescaled schedule, as in diffusers; kohya uses the original one, which changes gradients by 2 to 10 %.",
-    )
-
-    def metadata(self) -> Mapping[str, object]:
-        return {
-            "ss_min_snr_gamma": self.min_snr_gamma or None,
-            "ss_noise_offset": self.noise_offset or None,
-            "ss_zero_terminal_snr": self.zero_terminal_snr,
-        }
-
-
-class FlowSection(ObjectiveSection):
-    """The training objective of flow matching: predict the velocity from the image to the noise.
-
-    The noise level sigma is 0 for the image and 1 for noise.
-    """
+class DenoisingSection(ObjectiveSection):
+    """The keys of all objectives that remove noise. Timesteps count from 0, the image, to 1000, noise."""
 
     timestep_sampling: Literal["logit-normal", "uniform"] = Field(
-        "logit-normal",
-        description="Distribution of the noise levels before the shift. logit-normal is the sigmoid of a normal number "
-        "with logit_mean and logit_std.",
+        "uniform",
+        description="Distribution of the noise levels. logit-normal is the sigmoid of a normal number with logit_mean "
+        "and logit_std.",
     )
     logit_mean: float = Field(
         0.0,
@@ -198,6 +186,147 @@ class FlowSection(ObjectiveSection):
     logit_std: float = Field(
         1.0, gt=0, le=10.0, description="Spread of the logit-normal distribution (sigmoid_scale elsewhere)."
     )
+    min_timestep: int = Field(
+        0,
+        ge=0,
+        lt=NUM_TIMESTEPS,
+        description="The least noise that is trained on, in thousandths. The distribution is scaled to the range.",
+    )
+    max_timestep: int = Field(
+        NUM_TIMESTEPS, gt=0, le=NUM_TIMESTEPS, description="The most noise that is trained on, in thousandths."
+    )
+    loss_type: Literal["l2", "l1", "huber", "smooth_l1"] = Field(
+        "l2",
+        description="Distance of prediction and target: its square (l2), its size (l1), or pseudo-Huber, which is l2 "
+        "for small errors and l1 for large ones; smooth_l1 is huber divided by its threshold.",
+    )
+    huber_schedule: Literal["constant", "exponential", "snr"] = Field(
+        "snr",
+        description="Threshold of huber and smooth_l1: huber_c at all noise levels (constant), or from 1 without noise "
+        "down to huber_c, by the timestep (exponential) or by the signal-to-noise ratio (snr).",
+    )
+    huber_c: float = Field(0.1, gt=0, le=1000.0, description="Least threshold of huber and smooth_l1.")
+    huber_scale: float = Field(
+        1.0, gt=0, le=1000.0, description="Factor of the threshold; not with huber_schedule: snr."
+    )
+
+    noise_offset: float = Field(
+        0.0, ge=0, le=10.0, description="Per-channel offset added to the noise; 0 off, 0.05 usual."
+    )
+    adaptive_noise_scale: float = Field(
+        0.0,
+        ge=-10.0,
+        le=10.0,
+        description="Added to noise_offset, times the size of the mean of each channel of the image's latents.",
+    )
+    multires_noise_iterations: int = Field(
+        0, ge=0, le=100, description="Most resolutions of multi-resolution (pyramid) noise; 0 off, 6 to 10 usual."
+    )
+    multires_noise_discount: float = Field(
+        0.3, ge=0, le=1, description="Strength of each resolution of that noise, relative to the next finer one."
+    )
+    ip_noise_gamma: float = Field(
+        0.0,
+        ge=0,
+        le=10.0,
+        description="Input perturbation (arXiv 2301.11706): more noise in the model's input than in the target; 0 off, "
+        "0.1 usual.",
+    )
+
+    @model_validator(mode="after")
+    def _all_keys_count(self) -> Self:
+        if self.min_timestep >= self.max_timestep:
+            what = f"no timestep is from min_timestep {self.min_timestep} to below max_timestep {self.max_timestep}"
+            keys = {"keys": ["min_timestep", "max_timestep"], "fix": "Lower min_timestep, or raise max_timestep."}
+            raise PydanticCustomError("rule", "{what}", {"what": what, **keys})
+        if self.timestep_sampling == "uniform":
+            how = "Remove it, or set timestep_sampling: logit-normal."
+            refuse_unread(self, ("logit_mean", "logit_std"), "with timestep_sampling: uniform", how)
+        if self.loss_type in ("l2", "l1"):
+            how = "Remove it, or set loss_type: huber or smooth_l1."
+            names = ("huber_schedule", "huber_c", "huber_scale")
+            refuse_unread(self, names, f"with loss_type: {self.loss_type}", how)
+        elif self.huber_schedule == "snr":
+            how = "Remove it, or set huber_schedule: constant or exponential."
+            refuse_unread(self, ("huber_scale",), "with huber_schedule: snr", how)
+        if not self.noise_offset:
+            refuse_unread(self, ("adaptive_noise_scale",), "without noise_offset", "Remove it, or set noise_offset.")
+        if not self.multires_noise_iterations:
+            how = "Remove it, or set multires_noise_iterations."
+            refuse_unread(self, ("multires_noise_discount",), "without multires_noise_iterations", how)
+        return self
+
+    def metadata(self) -> Mapping[str, object]:
+        huber = self.loss_type in ("huber", "smooth_l1")
+        return {
+            "ss_loss_type": None if self.loss_type == "l2" else self.loss_type,
+            "ss_huber_schedule": self.huber_schedule if huber else None,
+            "ss_huber_c": self.huber_c if huber else None,
+            "ss_huber_scale": self.huber_scale if huber else None,
+            "ss_noise_offset": self.noise_offset or None,
+            "ss_adaptive_noise_scale": self.adaptive_noise_scale or None,
+            "ss_multires_noise_iterations": self.multires_noise_iterations or None,
+            "ss_multires_noise_discount": self.multires_noise_discount if self.multires_noise_iterations else None,
+            "ss_ip_noise_gamma": self.ip_noise_gamma or None,
+        }
+
+
+class DdpmSection(DenoisingSection):
+    """The training objective of discrete-time diffusion: predict the noise or the velocity."""
+
+    min_snr_gamma: float = Field(
+        0.0, ge=0, le=1000.0, description="Min-SNR loss weighting (arXiv 2303.09556); 0 off, 5 usual."
+    )
+    soft_min_snr_gamma: float = Field(
+        0.0,
+        ge=0,
+        le=1000.0,
+        description="Soft Min-SNR loss weighting (arXiv 2401.11605), in place of min_snr_gamma; 0 off, 4 usual.",
+    )
+    debiased_estimation_loss: bool = Field(
+        False, description="Divide the loss by the root of the SNR (arXiv 2310.08442), for velocities by SNR + 1."
+    )
+    v_pred_like_loss: float = Field(
+        0.0,
+        ge=0,
+        le=1000.0,
+        description="Add the loss of the velocity, times this; for noise predictions.",
+    )
+    scale_v_pred_loss_like_noise_pred: bool = Field(
+        False, description="Scale the loss of a velocity to that of the noise; for velocity predictions."
+    )
+    zero_terminal_snr: bool = Field(
+        False,
+        description="Rescale the noise schedule to zero terminal SNR (arXiv 2305.08891). Min-SNR weights use the "
+        "rescaled schedule, as in diffusers; kohya uses the original one, which changes gradients by 2 to 10 %.",
+    )
+
+    @model_validator(mode="after")
+    def _one_min_snr(self) -> Self:
+        if self.min_snr_gamma and self.soft_min_snr_gamma:
+            raise not_both("min_snr_gamma", "soft_min_snr_gamma")
+        return self
+
+    def metadata(self) -> Mapping[str, object]:
+        return {
+            **super().metadata(),
+            "ss_min_snr_gamma": self.min_snr_gamma or None,
+            "ss_debiased_estimation": self.debiased_estimation_loss or None,
+            "ss_zero_terminal_snr": self.zero_terminal_snr,
+        }
+
+
+class FlowSection(DenoisingSection):
+    """The training objective of flow matching: predict the velocity from the image to the noise.
+
+    The noise level sigma is 0 for the image and 1 for noise.
+    """
+
+    timestep_sampling: Literal["logit-normal", "uniform"] = Field(
+        "logit-normal",
+        description="Distribution of the noise levels before the shift. logit-normal is the sigmoid of a normal number "
+        "with logit_mean and logit_std.",
+    )
     shift: Literal["auto", "resolution"] | Annotated[float, Field(gt=0, le=1000.0)] = Field(
         "auto",
         description="Above 1: more noise. A number, resolution (grows with the image's tokens), or auto, which takes "
@@ -206,6 +335,7 @@ class FlowSection(ObjectiveSection):
 
     def metadata(self) -> Mapping[str, object]:
         return {
+            **super().metadata(),
             "ss_timestep_sampling": "uniform" if self.timestep_sampling == "uniform" else "sigmoid",
             "ss_discrete_flow_shift": self.shift if isinstance(self.shift, float) else None,
         }

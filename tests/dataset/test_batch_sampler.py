@@ -1,6 +1,7 @@
 import math
 import tracemalloc
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -192,6 +193,16 @@ def test_a_tail_is_filled_with_real_samples_of_no_weight() -> None:
     rows = BatchPlan([item(0), item(1)], 5, 1, 0).rows(0)
     assert [row.weight for row in rows] == [0.5, 0.5, 0.0, 0.0, 0.0]
     assert [row.item for row in rows[2:]] == [rows[0].item, rows[1].item, rows[0].item]
+
+
+def test_a_weight_is_a_factor_of_the_share_of_its_sample() -> None:
+    """As in kohya-ss/sd-scripts train_network.py, where a batch is the mean of weight times loss of its samples."""
+    plain = [item(0), item(1)]
+    weighted = [plain[0], replace(plain[1], loss_weight=0.25)]
+    one, other = (BatchPlan(each, 2, 2, 0).rows(0) for each in (plain, weighted))
+    weights = {row.item.key: row.weight for row in other[:2]}
+    assert weights == {"0.png": 0.5, "1.png": 0.125} and [row.weight for row in other[2:]] == [0.0, 0.0]
+    assert [row.item.key for row in one] == [row.item.key for row in other], "the order stays"
 
 
 def test_choices_are_drawn_in_their_shares() -> None:

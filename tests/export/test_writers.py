@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor
 from lora_rocm.errors import StorageError
 from lora_rocm.export import writers
 from lora_rocm.export.comfy_reader import apply_comfy
-from lora_rocm.export.metadata import Facts
+from lora_rocm.export.metadata import Facts, ss_fields
 from tests.tiny_models import FEW_TARGETS, caption_encoder, trained, unet_output, write_tiny_sdxl
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
@@ -230,7 +231,7 @@ def test_metadata(folder: Path, tmp_path: Path) -> None:
         folder,
         lora={"rank": 4, "alpha": 2.0, "use_rslora": True},
         output=output,
-        objective={"min_snr_gamma": 5.0},
+        objective={"min_snr_gamma": 5.0, "loss_type": "huber", "huber_c": 0.2, "debiased_estimation_loss": True},
         data={"trigger_word": "zibu"},
     )
     writers.write("kohya", tmp_path / "x.safetensors", family, adapter, family.recipe, FACTS)
@@ -249,6 +250,10 @@ def test_metadata(folder: Path, tmp_path: Path) -> None:
         "ss_num_epochs": "3",
         "ss_num_train_images": "20",
         "ss_min_snr_gamma": "5.0",
+        "ss_loss_type": "huber",
+        "ss_huber_schedule": "snr",
+        "ss_huber_c": "0.2",
+        "ss_debiased_estimation": "True",
         "ss_seed": "0",
         "ss_sd_model_name": "tiny",
         "modelspec.sai_model_spec": "1.0.1",
@@ -268,6 +273,19 @@ def test_metadata(folder: Path, tmp_path: Path) -> None:
     buckets = json.loads(metadata["ss_bucket_info"])["buckets"]
     assert buckets == {"0": {"resolution": [64, 48], "count": 12}, "1": {"resolution": [64, 64], "count": 8}}
     assert not [name for name in metadata if "date" in name or "time" in name or "started" in name]
+
+
+def test_regularisation_images_are_counted_apart(folder: Path) -> None:
+    """kohya-ss/sd-scripts train_network.py: ss_num_reg_images and ss_reg_dataset_dirs."""
+    family, _, _ = trained(folder)
+    own, reg = {"n_repeats": 4, "img_count": 3}, {"n_repeats": 1, "img_count": 5, "num_reg": 8}
+    facts = replace(FACTS, num_images=20, dataset_dirs={"anna": own, "woman": reg})
+    found = ss_fields(family.recipe, family, facts, {})
+    assert (found["ss_num_train_images"], found["ss_num_reg_images"]) == ("12", "8")
+    assert json.loads(found["ss_dataset_dirs"]) == {"anna": own}
+    assert json.loads(found["ss_reg_dataset_dirs"]) == {"woman": reg} and found["ss_prior_loss_weight"] == "1.0"
+    plain = ss_fields(family.recipe, family, FACTS, {})
+    assert plain["ss_num_reg_images"] == "0" and not {"ss_reg_dataset_dirs", "ss_prior_loss_weight"} & plain.keys()
 
 
 @pytest.mark.parametrize("form", ["kohya", "diffusers", "peft"])

@@ -15,7 +15,7 @@ from torch import Tensor
 from lora_rocm.dataset.batch_sampler import BatchPlan
 from lora_rocm.dataset.masks import MASK
 from lora_rocm.errors import DataError
-from lora_rocm.families.objectives.loss import LOSS_MASK
+from lora_rocm.families.objectives.loss import LOSS_MASK, LOSS_WEIGHTS
 from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.latent_cache.masks import MASK_ENTRY, mask_encoder
@@ -58,13 +58,13 @@ class World:
         workers.close()
         return found
 
-    def masks(self, batch_size: int = 1) -> dict[str, Tensor]:
+    def masks(self, batch_size: int = 1, name: str = LOSS_MASK) -> dict[str, Tensor]:
         """The mask of each sample, as it is in its batch."""
         batches = self.batches(self.prepare(), batch_size)
         return {
             key: mask_CHW
             for batch in batches
-            for key, mask_CHW in zip(batch.sample_keys, batch.tensors[LOSS_MASK], strict=True)
+            for key, mask_CHW in zip(batch.sample_keys, batch.tensors[name], strict=True)
         }
 
 
@@ -185,3 +185,22 @@ def test_alpha_is_a_mask_of_its_own(world: World) -> None:
     assert torch.equal(by_alpha["0.png"][0], left_HW)
     assert torch.equal(by_file[0], left_HW * left_HW.T)
     assert torch.equal(by_alpha["1.png"], torch.ones(1, 8, 8))
+
+
+def test_what_is_outside_of_a_mask_may_count_in_part(world: World) -> None:
+    """Nerogar/OneTrainer modules/util/loss/masked_loss.py: the reduced mask is limited from below."""
+    plain = world.masks()
+    world.keys["unmasked_weight"] = 0.1
+    found = world.masks()
+    assert plain.keys() == found.keys() and plain["0.png"].min() == 0
+    assert all(torch.equal(mask_CHW, plain[key].clamp(min=0.1)) for key, mask_CHW in found.items())
+    world.paint(0, slice(0, 0), slice(0, 0))
+    assert world.masks()["0.png"].unique().tolist() == [pytest.approx(0.1)], "an image with a black mask is used then"
+
+
+def test_masks_that_the_loss_is_not_divided_by_have_another_name(world: World) -> None:
+    plain = world.masks()
+    world.keys["normalize_masked_area_loss"] = False
+    found = world.masks(name=LOSS_WEIGHTS)
+    assert plain.keys() == found.keys() and all(torch.equal(found[key], plain[key]) for key in plain)
+    assert all(LOSS_MASK not in batch.tensors for batch in world.batches(world.prepare(), 1))

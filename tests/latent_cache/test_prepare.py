@@ -64,6 +64,37 @@ def test_the_items(runs: Runs) -> None:
     assert prepared.held_out == () and prepared.set_aside == ()
 
 
+def test_each_source_has_its_weight(runs: Runs) -> None:
+    path = str(runs.root / "data")
+    sources = [{"path": path, "loss_weight": 0.5}, {"path": path}]
+    runs.keys = {"path": None, "sources": sources, "loss_weight": 2.0, "validation_split": 0.3}
+    prepared = runs()
+    assert {(item.key[:10], item.loss_weight) for item in prepared.items} == {("sources[0]", 0.5), ("sources[1]", 2.0)}
+    runs.keys = {}
+    assert {item.loss_weight for item in runs().items} == {1.0} and runs.encoded == (0, 0), "the cache is the same"
+
+
+def test_regularisation_images_are_as_many_as_the_others_and_never_held_out(runs: Runs) -> None:
+    for index in range(2):
+        runs.make.image(runs.root / "reg" / f"{index}.png", 64, 64, seed=10 + index, caption="a cat")
+    own, reg = {"path": str(runs.root / "data")}, {"path": str(runs.root / "reg"), "is_reg": True}
+    runs.keys = {"path": None, "sources": [reg, own], "prior_loss_weight": 0.5, "validation_split": 0.4}
+    prepared = runs()
+    learned = [item for item in prepared.items if item.key.startswith("sources[1]")]
+    others = [item for item in prepared.items if item not in learned]
+    assert prepared.held_out and all(item.key.startswith("sources[1]") for item in prepared.held_out)
+    assert {item.loss_weight for item in others} == {0.5} and {item.loss_weight for item in learned} == {1.0}
+    assert sum(item.repeats for item in others) == max(len(learned), 1) and len(learned) + len(prepared.held_out) == 4
+    outline = prepared.items.outline()  # type: ignore[attr-defined]
+    assert outline.repeats_N.tolist() == [item.repeats for item in prepared.items]
+    assert prepared.facts.folders["reg"]["num_reg"] == len(learned)
+    runs.keys |= {"sources": [reg, {**own, "repeats": 2}], "validation_split": 0.0}
+    assert [item.repeats for item in runs().items] == [4, 4, 2, 2, 2, 2] and not prepared.notices[-1].startswith("1 of")
+    runs.keys |= {"sources": [{**reg, "repeats": 9}, own]}
+    assert [item.repeats for item in runs().items] == [9, 1, 1, 1, 1]
+    assert any(notice.startswith("1 of the regularisation images") for notice in runs.prepared.notices)
+
+
 def test_what_is_trained_on_is_hashed_once(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed = list[int]()
     monkeypatch.setattr(prepare_module, "identity", lambda items: hashed.append(len(items)) or "same")

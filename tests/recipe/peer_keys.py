@@ -130,46 +130,65 @@ RIGHT: dict[str, str] = {
     "validation_steps": "sample.every_n_steps",
     "weight_decay": "optim.weight_decay",
     "zero_terminal_snr": "objective.zero_terminal_snr",
+    "loss_type": "objective.loss_type",
+    "huber_c": "objective.huber_c",
+    "huber_scale": "objective.huber_scale",
+    "huber_schedule": "objective.huber_schedule",
+    "debiased_estimation_loss": "objective.debiased_estimation_loss",
+    "v_pred_like_loss": "objective.v_pred_like_loss",
+    "scale_v_pred_loss_like_noise_pred": "objective.scale_v_pred_loss_like_noise_pred",
+    "min_timestep": "objective.min_timestep",
+    "max_timestep": "objective.max_timestep",
+    "timestep_sampling": "objective.timestep_sampling",
+    "prior_loss_weight": "data.prior_loss_weight",
+    "loss_weight": "data.loss_weight",
+    "unmasked_weight": "data.unmasked_weight",
+    "normalize_masked_area_loss": "data.normalize_masked_area_loss",
+    "adaptive_noise_scale": "objective.adaptive_noise_scale",
+    "multires_noise_iterations": "objective.multires_noise_iterations",
+    "multires_noise_discount": "objective.multires_noise_discount",
+    "ip_noise_gamma": "objective.ip_noise_gamma",
+    "input_perturbation": "objective.ip_noise_gamma",
 }
 """Where the key may stand in any section."""
 
 NOTHING_LIKE_IT = """
-    LoRA_type activation_offloading adaptive_noise_scale additional_embeddings aspect_bucket_rounding
+    LoRA_type activation_offloading additional_embeddings aspect_bucket_rounding
     async_offloading attention_mechanism balancing balancing_strategy base_model_precision beta1 beta2
     blank_prompt_preservation block_alphas block_dims blocks_to_swap bucket_no_upscale bucket_tolerance
     bundle_additional_embeddings cache_latents cache_latents_to_disk cache_text_embeddings
     cache_text_encoder_outputs caption_dropout_every_n_epochs caption_prefix caption_strategy caption_suffix
     caption_tag_dropout_rate class_tokens clear_cache_before_training clip_skip color_aug compress_disk_cache
     content_or_style continue_last_backup conv conv_alpha conv_dim cpu_offload_checkpointing crop
-    dataloader_threads debiased_estimation_loss decompose_both device_indexes diff_output_preservation
+    dataloader_threads decompose_both device_indexes diff_output_preservation
     disable_bucket_pruning disable_sampling discrete_flow_shift do_differential_guidance dropout_probability ema
     ema_config ema_update_step_interval enable_crop_jitter enable_wildcard enabled face_crop_aug_range factor
     fallback_train_dtype flip_y flow_schedule_shift force_epsilon_prediction force_v_prediction fp8_base fps
-    full_bf16 full_fp16 fused_backward_pass gpu_ids hf_repo_id highvram hub_model_id huber_c huber_scale
-    huber_schedule huber_strength ignore_if_contains image_variations in_json
-    instance_prompt invert_mask ip_noise_gamma is_flux is_reg is_v2 is_v3 is_v_pred is_xl keep_tokens_separator
+    full_bf16 full_fp16 fused_backward_pass gpu_ids hf_repo_id highvram hub_model_id
+    huber_strength ignore_if_contains image_variations in_json
+    instance_prompt invert_mask is_flux is_reg is_v2 is_v3 is_v_pred is_xl keep_tokens_separator
     latent_caching layer_filter layer_filter_preset layer_filter_regex layer_offloading
     learning_rate_scaler linear_timesteps log_cosh_strength log_prefix log_with
-    logging_dir lora_type loss_type loss_weight loss_weight_fn loss_weight_strength low_vram lowram
+    logging_dir lora_type loss_weight_fn loss_weight_strength low_vram lowram
     lr_warmup lycoris_config mae_strength mask_min_value masked_loss
     masked_prior_preservation_weight masked_training max_bucket_reso max_denoising_steps max_noising_strength
-    max_step_saves_to_keep max_timestep max_token_length mem_eff_attn metadata_file min_bucket_reso
-    min_denoising_steps min_noising_strength min_timestep minimum_image_size model_flavour model_name
-    model_prediction_type model_type module_dropout mse_strength multi_gpu multires_noise_discount
-    multires_noise_iterations network_args network_module network_train_unet_only network_weight no_half_vae
+    max_step_saves_to_keep max_token_length mem_eff_attn metadata_file min_bucket_reso
+    min_denoising_steps min_noising_strength minimum_image_size model_flavour model_name
+    model_prediction_type model_type module_dropout mse_strength multi_gpu
+    network_args network_module network_train_unet_only network_weight no_half_vae
     noise_offset_type noise_scheduler noising_bias noising_weight non_ema_sampling num_cpu_threads_per_process
     num_frames num_machines num_processes offload_fraction only_cache only_if_contains only_instance_prompt
     optimizer_args output_model_destination peft_type performance_log_every perturbation_noise_weight
-    prior_loss_weight probability prompt_source push_to_hub qtype quantize quantize_te quantize_via random_crop
+    probability prompt_source push_to_hub qtype quantize quantize_te quantize_via random_crop
     rank_dropout reg_data_dir report_to resolution_type resume sample_every sample_prompts
     sample_skip_first save_every save_filename_prefix
     save_format save_last_n_epochs save_last_n_steps save_model_as save_skip_first save_state
-    scale_v_pred_loss_like_noise_pred scale_weight_norms sdpa sdxl sdxl_cache_text_encoder_outputs
+    scale_weight_norms sdpa sdxl sdxl_cache_text_encoder_outputs
     sdxl_no_half_vae secondary_separator secrets skip_first_sample sqlite_db_path tag_delimiter temp_device
-    tensorboard text_encoder_layer_skip text_encoder_lr1 text_variations timestep_distribution timestep_sampling
+    tensorboard text_encoder_layer_skip text_encoder_lr1 text_variations timestep_distribution
     timestep_shift timestep_type train_embedding train_unet training_method tread_config type unit
-    unmasked_probability unmasked_weight up_lr_weight use_cp use_ema use_tucker v_parameterization
-    v_pred_like_loss vae_batch_size validation validation_num_inference_steps validation_resolution wandb
+    unmasked_probability up_lr_weight use_cp use_ema use_tucker v_parameterization
+    vae_batch_size validation validation_num_inference_steps validation_resolution wandb
     weighted_captions weighting_scheme workspace_dir xformers
 """.split()
 """There is a sentence for these or nothing, never another key."""

@@ -101,7 +101,7 @@ def test_suggestions(name: str, siblings: list[str], section: str, expected: str
         ("train", "steps", "sample.steps", "Did you mean train.max_train_steps?"),
         ("train", "dtype", "output.dtype", "Did you mean train.mixed_precision?"),
         ("train", "vae_batch_size", "train.batch_size", "leave it out"),
-        ("train", "noise_offset_type", "Did you mean", "Only kohya's type Original"),
+        ("train", "noise_offset_type", "Did you mean", "For Original set objective.noise_offset"),
         ("train", "max_train_minutes", "max_train_steps?", "not minutes"),
         ("output", "type", "output.dtype", "Keys of output"),
         ("lora", "unit", "Did you mean", "LoKr (lora.type"),

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from lora_rocm.errors import StorageError
 from lora_rocm.recipe.kinds import kinds_of, recipe_from
 from lora_rocm.recipe.schema import Recipe
+from lora_rocm.recipe.sections import DdpmSection
 from lora_rocm.recipe.suggest import all_keys
 from lora_rocm.rules import mitigation_store, this_machine
 from lora_rocm.rules.environment import plan
@@ -73,14 +74,20 @@ KEYS = tuple(all_keys(kinds_of({}).recipe))
 MANY_KEYS_OF = ("timeouts", "output", "cache", "optim")
 NO_PART_OF_THE_SIZE: dict[str, str] = {
     **dict.fromkeys(("model.family", "model.config", "model.vae", "model.revision"), "of one size in a family"),
-    **dict.fromkeys(("model.prediction_type", "objective.min_snr_gamma", "objective.noise_offset"), "another formula"),
+    "model.prediction_type": "another formula",
+    **dict.fromkeys(
+        [f"objective.{key}" for key in DdpmSection.model_fields if key != "zero_terminal_snr"], "another formula"
+    ),
     "objective.zero_terminal_snr": "another table",
     **dict.fromkeys(("data.path", "data.sources", "data.repeats", "data.trigger_word"), "which images"),
     **dict.fromkeys(("data.recursive", "data.exclude"), "which images"),
     **dict.fromkeys(("data.caption_extension", "data.caption_fallback", "data.shuffle_caption"), "which captions"),
     **dict.fromkeys(("data.keep_tokens", "data.caption_dropout_rate", "data.caption_variants"), "which captions"),
     "data.flip_aug": "more entries, not larger ones",
-    **dict.fromkeys(("data.mask_path", "data.alpha_mask"), "one number a latent"),
+    **dict.fromkeys(("data.mask_path", "data.alpha_mask", "data.unmasked_weight"), "one number a latent"),
+    "data.normalize_masked_area_loss": "one number a latent",
+    "train.validation_every_n_epochs": "a pass without a backward pass",
+    **dict.fromkeys(("data.loss_weight", "data.prior_loss_weight"), "one number a sample"),
     **dict.fromkeys(("data.bucket_step", "data.bucket_max_aspect", "data.enable_bucket"), "the area stays"),
     "data.upscale": "which bucket a small image has",
     **dict.fromkeys(("data.validation_split", "train.validation_every_n_steps"), "a pass without a backward pass"),

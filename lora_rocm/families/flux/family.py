@@ -139,7 +139,7 @@ class Flux(TransformerFamily):
         if CONTROL_LATENTS in batch:
             batch = {**batch, CONTROL_LATENTS: self.latents.normalised(batch[CONTROL_LATENTS], draws)}
         predicted_BCHW = self.velocity(model, noisy_BCHW, draws["sigma"], batch)
-        return Prediction(predicted_BCHW, target_BCHW, torch.ones_like(seen_B))
+        return self.objective.prediction(predicted_BCHW, target_BCHW, draws)
 
     def velocity(self, model: LoadedModel, latents_BCHW: Tensor, sigma_B: Tensor, batch: Tensors) -> Tensor:
         """As ``TransformerFamily.velocity``. ``batch`` may have the guidance [B] that the model is told.

@@ -23,7 +23,7 @@ from lora_rocm.families.ldm.blocks import blocks_of
 from lora_rocm.families.ldm.fusion_options import fusion_for
 from lora_rocm.families.ldm.sampling import sample_images
 from lora_rocm.families.objectives.base import Prediction
-from lora_rocm.families.objectives.ddpm import DdpmObjective, DdpmSettings
+from lora_rocm.families.objectives.ddpm import DdpmObjective, DdpmSettings, check_weighting
 from lora_rocm.families.recompute import TOGETHER, Recomputing
 
 if TYPE_CHECKING:
@@ -67,8 +67,9 @@ class LdmFamily(LatentFamily):
         return {preset: {"unet": pattern, **text} for preset, pattern in kohya_keys.UNET_TARGETS.items()}
 
     def check(self, source: Source) -> tuple[str, ...]:
-        notices = detect.check(source, self.expected)
-        detect.check_scheduler(source, self._scheduler_config(source))
+        notices, config = detect.check(source, self.expected), self._scheduler_config(source)
+        detect.check_scheduler(source, config)
+        check_weighting(self._settings.section, config)
         return notices
 
     @property
@@ -77,7 +78,7 @@ class LdmFamily(LatentFamily):
 
     @cached_property
     def objective(self) -> DdpmObjective:
-        return DdpmObjective(self.scheduler_config, self.latents, DdpmSettings.from_recipe(self.recipe))
+        return DdpmObjective(self.scheduler_config, self.latents, self._settings.section)
 
     @cached_property
     def scheduler_config(self) -> dict[str, Any]:
@@ -85,7 +86,11 @@ class LdmFamily(LatentFamily):
         return self._scheduler_config(self.source)
 
     def _scheduler_config(self, source: Source) -> dict[str, Any]:
-        return DdpmSettings.from_recipe(self.recipe).decided(self.published_scheduler(source), self.marks(source))
+        return self._settings.decided(self.published_scheduler(source), self.marks(source))
+
+    @property
+    def _settings(self) -> DdpmSettings:
+        return DdpmSettings.from_recipe(self.recipe)
 
     def published_scheduler(self, source: Source) -> dict[str, Any]:
         """The scheduler config of the base."""
@@ -118,7 +123,7 @@ class LdmFamily(LatentFamily):
         prediction_BCHW = model.components["unet"](
             noisy_BCHW.to(model.dtype), draws["timesteps"], **self.conditioning(model, batch), return_dict=False
         )[0]
-        return Prediction(prediction_BCHW, target_BCHW, draws["snr_weight"])
+        return self.objective.prediction(prediction_BCHW, target_BCHW, draws)
 
     def preview(
         self,

@@ -95,8 +95,8 @@ class Objective(Protocol):
         """Draw noise, timesteps and posterior samples for one micro-batch of CPU tensors.
 
         Args:
-            batch: only its shapes are used.
-            seeds: one per sample; a sample's draws depend on its seed alone.
+            batch: of its values at most the latents are used (adaptive noise offset), else only its shapes.
+            seeds: one per sample; a sample's draws depend on its seed and its latents alone.
         """
         ...
 

@@ -16,33 +16,34 @@ import torch
 from diffusers import DDPMScheduler
 from torch import Tensor
 
-from lora_rocm.families.objectives.base import Draws, LatentSpace, generators, normal, over
+from lora_rocm.errors import ModelError
+from lora_rocm.families.objectives.base import Draws, generators, over
+from lora_rocm.families.objectives.denoising import DenoisingObjective, Levels, in_range, logit_normal
 from lora_rocm.families.spec import CheckpointSection
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.recipe.sections import DdpmSection
+from lora_rocm.recipe.sections import NUM_TIMESTEPS, DdpmSection
 
 PREDICTION_TYPES = ("epsilon", "v_prediction")  # supported here; diffusers has more
+MAX_SNR = 1000.0  # the first timesteps have more
 SCHEDULE_KEYS = ("num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "trained_betas")
 
 
 @dataclass(frozen=True)
 class DdpmSettings:
-    """The recipe's settings of the objective.
+    """The recipe's settings of the noise schedule.
 
     prediction_type: "epsilon", "v_prediction", or "auto" for the type that the base declares.
     """
 
-    prediction_type: str = "auto"
-    zero_terminal_snr: bool = False
-    min_snr_gamma: float = 0.0
-    noise_offset: float = 0.0
+    prediction_type: str
+    section: DdpmSection
 
     @classmethod
     def from_recipe(cls, recipe: Recipe) -> DdpmSettings:
         """Read the recipe's keys. Only this function does."""
         section, model = recipe.objective, recipe.model
         assert isinstance(section, DdpmSection) and isinstance(model, CheckpointSection), "as the family's spec says"
-        return cls(model.prediction_type, section.zero_terminal_snr, section.min_snr_gamma, section.noise_offset)
+        return cls(model.prediction_type, section)
 
     def decided(self, published: Mapping[str, Any], marks: Collection[str] = ()) -> dict[str, Any]:
         """The base's scheduler config with ``prediction_type`` and ``rescale_betas_zero_snr`` resolved.
@@ -55,20 +56,39 @@ class DdpmSettings:
         prediction = self.prediction_type
         if prediction == "auto":
             prediction = "v_prediction" if "v_pred" in marks else published.get("prediction_type", "epsilon")
-        zero_snr = self.zero_terminal_snr or "ztsnr" in marks or bool(published.get("rescale_betas_zero_snr"))
+        zero_snr = self.section.zero_terminal_snr or "ztsnr" in marks or bool(published.get("rescale_betas_zero_snr"))
         return {**published, "prediction_type": prediction, "rescale_betas_zero_snr": zero_snr}
 
 
+def check_weighting(section: DdpmSection, config: Mapping[str, Any]) -> None:
+    """Refuse a weighting of the loss that has no meaning for what the base predicts.
+
+    Args:
+        section: the recipe's keys.
+        config: the result of ``DdpmSettings.decided``.
+
+    Raises:
+        ModelError: weighting-unfit.
+    """
+    predicts_velocity = config["prediction_type"] == "v_prediction"
+    divides = [name for name in ("debiased_estimation_loss", "v_pred_like_loss") if getattr(section, name)]
+    if section.scale_v_pred_loss_like_noise_pred and not predicts_velocity:
+        key, why = "scale_v_pred_loss_like_noise_pred", "is for velocity predictions, and the base predicts the noise"
+    elif section.v_pred_like_loss and predicts_velocity:
+        key, why = "v_pred_like_loss", "is for noise predictions, and the base predicts the velocity"
+    elif divides and not predicts_velocity and config["rescale_betas_zero_snr"]:
+        key, why = divides[0], "divides by the SNR, which is 0 at the end of a schedule with zero terminal SNR"
+    else:
+        return
+    raise ModelError("weighting-unfit", f"{key} {why}.", where=f"objective.{key}", fix="Remove it.")
+
+
 @dataclass(frozen=True)
-class DdpmObjective:
+class DdpmObjective(DenoisingObjective[DdpmSection]):
     """Implements ``Objective``: predict the noise or the velocity of latents noised by a DDPM schedule.
 
     scheduler_config: the result of ``DdpmSettings.decided``.
     """
-
-    scheduler_config: Mapping[str, Any]
-    latents: LatentSpace
-    settings: DdpmSettings
 
     @cached_property
     def schedule(self) -> NoiseSchedule:
@@ -79,28 +99,39 @@ class DdpmObjective:
     def draw(self, batch: Mapping[str, Tensor], seeds: Sequence[int]) -> Draws:
         """As ``Objective.draw``. Timesteps are int64 [B]."""
         rngs = generators(seeds)
-        return self._draws(batch, rngs, uniform_timesteps(rngs, len(self.schedule)))
+        return self._draws(batch, rngs, self._timesteps(rngs))
 
     def fixed_draw(self, batch: Mapping[str, Tensor], seeds: Sequence[int], position: float) -> Draws:
         """As ``Objective.fixed_draw``."""
         timestep = round(position * (len(self.schedule) - 1))
         return self._draws(batch, generators(seeds), torch.full((len(seeds),), timestep, dtype=torch.int64))
 
+    def _timesteps(self, rngs: Sequence[torch.Generator]) -> Tensor:
+        """One timestep per sample, in the recipe's range and distribution: int64 [B]."""
+        settings, count = self.settings, len(self.schedule)
+        first, end = (at * count // NUM_TIMESTEPS for at in (settings.min_timestep, settings.max_timestep))
+        if settings.timestep_sampling == "uniform":
+            return uniform_timesteps(rngs, first, max(end, first + 1))
+        position_B = in_range(settings, logit_normal(rngs, settings.logit_mean, settings.logit_std))
+        return (position_B * count).long().clamp(first, max(end - 1, first))
+
     def _draws(self, batch: Mapping[str, Tensor], rngs: list[torch.Generator], timesteps_B: Tensor) -> Draws:
         """All tensors that the loss needs besides the batch, including those looked up on the host."""
         shape = batch[self.latents.mean].shape[1:]
         sampling = self.latents.draws(rngs, shape)
-        noise = offset_noise(normal(rngs, shape), rngs, self.settings.noise_offset)
+        noise = self.noise_draws(batch, sampling, rngs)
         signal_B, noise_level_B = self.schedule.levels(timesteps_B)
-        weight_B = min_snr_weight(signal_B, noise_level_B, self.settings.min_snr_gamma, self.schedule.prediction_type)
+        weight_B = level_weight(signal_B, noise_level_B, self.settings, self.schedule.prediction_type)
+        levels = Levels(signal_B, noise_level_B, timesteps_B / len(self.schedule))
         return Draws(
             {
                 "timesteps": timesteps_B,
-                "noise": noise,
                 "signal": signal_B,
                 "noise_level": noise_level_B,
                 "snr_weight": weight_B,
+                **self.loss_draws(levels),
                 **sampling,
+                **noise,
             }
         )
 
@@ -108,7 +139,7 @@ class DdpmObjective:
         """(model input, target), float32 [B, C, ...], on the device of the batch."""
         latents = self.latents.sample(batch, draws)
         levels = (draws["signal"], draws["noise_level"])
-        noisy = add_noise(latents, draws["noise"], *levels)
+        noisy = add_noise(latents, draws.get("input_noise", draws["noise"]), *levels)
         if self.schedule.prediction_type == "v_prediction":
             return noisy, velocity(latents, draws["noise"], *levels)
         return noisy, draws["noise"]
@@ -179,16 +210,29 @@ def min_snr_weight(signal_B: Tensor, noise_level_B: Tensor, gamma: float, predic
     return (gamma * noise_power_B / signal_power_B).clamp(max=1.0)
 
 
-def uniform_timesteps(rngs: Sequence[torch.Generator], count: int) -> Tensor:
-    """One timestep per sample, uniform over 0 .. count - 1: int64 [B]."""
-    return torch.cat([torch.randint(count, (1,), generator=rng) for rng in rngs])
+def level_weight(signal_B: Tensor, noise_level_B: Tensor, section: DdpmSection, prediction_type: str) -> Tensor:
+    """The weight of each sample's noise level in the loss, float32 [B]: the product of those that the recipe sets.
 
-
-def offset_noise(noise: Tensor, rngs: Sequence[torch.Generator], strength: float) -> Tensor:
-    """Add a random offset per channel to noise [B, C, ...], so that a model can learn very dark and bright images.
-
-    Source: N. Guttenberg, "Diffusion with offset noise", 2023. Draws nothing if ``strength`` is 0.
+    Sources: min-SNR as below; soft min-SNR arXiv 2401.11605, section 4.3; the others as in kohya's sd-scripts, which
+    limits the SNR to MAX_SNR.
     """
-    if strength == 0:
-        return noise
-    return noise + strength * normal(rngs, (noise.shape[1], *(1,) * (noise.ndim - 2)))
+    predicts_velocity = prediction_type == "v_prediction"
+    weight_B = min_snr_weight(signal_B, noise_level_B, section.min_snr_gamma, prediction_type)
+    if gamma := section.soft_min_snr_gamma:
+        signal_power_B, noise_power_B = signal_B.square(), noise_level_B.square()
+        weight_B = gamma * noise_power_B / (signal_power_B + gamma * noise_power_B)  # gamma / (SNR + gamma)
+        weight_B = weight_B * signal_power_B if predicts_velocity else weight_B
+    snr_B = (signal_B / noise_level_B).square().clamp(max=MAX_SNR)
+    share_B = snr_B / (snr_B + 1)
+    if section.scale_v_pred_loss_like_noise_pred:
+        weight_B = weight_B * share_B
+    if section.v_pred_like_loss:
+        weight_B = weight_B * (1 + section.v_pred_like_loss / share_B)
+    if section.debiased_estimation_loss:
+        weight_B = weight_B / (snr_B + 1 if predicts_velocity else snr_B.sqrt())
+    return weight_B
+
+
+def uniform_timesteps(rngs: Sequence[torch.Generator], first: int, end: int) -> Tensor:
+    """One timestep per sample, uniform over first .. end - 1: int64 [B]."""
+    return torch.cat([torch.randint(first, end, (1,), generator=rng) for rng in rngs])

@@ -14,26 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lora_rocm.families.objectives.base import Draws, LatentSpace, generators, normal, over
+from lora_rocm.families.objectives.base import Draws, generators, over
+from lora_rocm.families.objectives.denoising import DenoisingObjective, Levels, in_range, logit_normal
 from lora_rocm.recipe.sections import FlowSection
 
 
 @dataclass(frozen=True)
-class FlowObjective:
+class FlowObjective(DenoisingObjective[FlowSection]):
     """Implements ``Objective``: predict the velocity of latents mixed with noise.
 
     Sigma is drawn in float32 and is not rounded, for the image is mixed with what the model is told. A family whose
     model rounds its time to another dtype rounds ``draws["sigma"]`` before it calls ``noised``.
 
     scheduler_config: the base's scheduler_config.json.
-    latents: the space in which noise is added.
-    settings: the recipe's keys.
     patch: side of the square of latents that is one token of the model.
     """
 
-    scheduler_config: Mapping[str, Any]
-    latents: LatentSpace
-    settings: FlowSection
     patch: int
 
     def draw(self, batch: Mapping[str, Tensor], seeds: Sequence[int]) -> Draws:
@@ -42,24 +38,25 @@ class FlowObjective:
         if settings.timestep_sampling == "uniform":
             sigma_B = torch.cat([torch.rand(1, generator=rng) for rng in rngs])
         else:
-            sigma_B = torch.sigmoid(settings.logit_mean + settings.logit_std * normal(rngs, ()))
+            sigma_B = logit_normal(rngs, settings.logit_mean, settings.logit_std)
         high, wide = batch[self.latents.mean].shape[-2:]
         shift = self.shift(high // self.patch * (wide // self.patch))
-        return self._draws(batch, rngs, shifted(sigma_B, shift))
+        return self._draws(batch, rngs, in_range(settings, shifted(sigma_B, shift)))
 
     def fixed_draw(self, batch: Mapping[str, Tensor], seeds: Sequence[int], position: float) -> Draws:
         """As ``Objective.fixed_draw``. The position is sigma."""
         return self._draws(batch, generators(seeds), torch.full((len(seeds),), position))
 
     def _draws(self, batch: Mapping[str, Tensor], rngs: list[torch.Generator], sigma_B: Tensor) -> Draws:
-        shape = batch[self.latents.mean].shape[1:]
-        return Draws({"sigma": sigma_B, **self.latents.draws(rngs, shape), "noise": normal(rngs, shape)})
+        sampling = self.latents.draws(rngs, batch[self.latents.mean].shape[1:])
+        loss = self.loss_draws(Levels(1 - sigma_B, sigma_B, sigma_B))
+        return Draws({"sigma": sigma_B, **loss, **sampling, **self.noise_draws(batch, sampling, rngs)})
 
     def noised(self, batch: Mapping[str, Tensor], draws: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """(model input, target), float32 [B, C, ...], on the device of the batch."""
         latents, noise = self.latents.sample(batch, draws), draws["noise"]
         sigma = over(draws["sigma"], latents)
-        return (1 - sigma) * latents + sigma * noise, noise - latents
+        return (1 - sigma) * latents + sigma * draws.get("input_noise", noise), noise - latents
 
     def shift(self, tokens: int) -> float:
         """The shift of the sigmas of an image of this many tokens in training."""

@@ -19,6 +19,9 @@ LOSS_MASK = "loss_mask"
 """Name in the batch of an optional mask: [B, ...], as many dimensions as the distance, broadcastable to it (one
 channel for all). 0 leaves a place out, and what lies between counts as that share of its area."""
 
+LOSS_WEIGHTS = "loss_weights"
+"""Like ``LOSS_MASK``, but the mean is taken over all places: a sample with a small mask has a small loss."""
+
 
 def losses(family: ModelFamily, model: LoadedModel, batch: dict[str, Tensor], draws: dict[str, Tensor]) -> Tensor:
     """The loss of each sample of one micro-batch on the device: float32 [B].
@@ -26,10 +29,10 @@ def losses(family: ModelFamily, model: LoadedModel, batch: dict[str, Tensor], dr
     It draws no random numbers, does not synchronise, and copies nothing between host and device.
     """
     prediction = family.predict(model, batch, draws)
-    return reduced(prediction, batch.get(LOSS_MASK))
+    return reduced(prediction, batch.get(LOSS_MASK), batch.get(LOSS_WEIGHTS))
 
 
-def reduced(prediction: Prediction, mask: Tensor | None = None) -> Tensor:
+def reduced(prediction: Prediction, mask: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
     """The weighted mean distance of each sample: float32 [B].
 
     With a mask the mean is taken over the masked area. A sample whose mask is empty has loss 0.
@@ -37,11 +40,14 @@ def reduced(prediction: Prediction, mask: Tensor | None = None) -> Tensor:
     Args:
         prediction: a weight per sample is multiplied in last.
         mask: see ``LOSS_MASK``.
+        weights: see ``LOSS_WEIGHTS``.
     """
     error = prediction.distance(prediction.prediction.float(), prediction.target)
     weight = prediction.weight
     if weight.ndim > 1:
         error = error * weight
+    if weights is not None:
+        error = error * weights
     others = tuple(range(1, error.ndim))
     if mask is None:
         mean_B = error.mean(dim=others)

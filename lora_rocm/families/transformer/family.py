@@ -12,7 +12,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from lora_rocm.base_models.loading import Source
@@ -90,7 +89,7 @@ class TransformerFamily(LatentFamily):
     def predict(self, model: LoadedModel, batch: Tensors, draws: Tensors) -> Prediction:
         noisy_BCHW, target_BCHW = self.objective.noised(batch, draws)
         predicted_BCHW = self.velocity(model, noisy_BCHW, draws["sigma"], batch)
-        return Prediction(predicted_BCHW, target_BCHW, torch.ones_like(draws["sigma"]))
+        return self.objective.prediction(predicted_BCHW, target_BCHW, draws)
 
     def preview(
         self,

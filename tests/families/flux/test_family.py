@@ -102,11 +102,13 @@ def test_a_model_that_knows_the_velocity_has_no_loss(base: Path) -> None:
             return (sign * packed(noise - clean),)
 
     noisy: dict[str, Tensor] = {}
-    noised = family.objective.noised
+    objective = family.objective
 
     class Kept:
+        prediction = objective.prediction
+
         def noised(self, *args: Any) -> Any:
-            noisy["latents"], target = noised(*args)
+            noisy["latents"], target = objective.noised(*args)
             return noisy["latents"], target
 
     family.objective = Kept()  # type: ignore[assignment]

@@ -80,24 +80,16 @@ def test_draws_depend_on_the_seed_alone(seeds: list[int]) -> None:
 
 @given(SEEDS)
 def test_timesteps_are_in_range(seeds: list[int]) -> None:
-    timesteps = ddpm.uniform_timesteps(generators(seeds), 1000)
+    timesteps = ddpm.uniform_timesteps(generators(seeds), 0, 1000)
     assert timesteps.dtype == torch.int64
     assert 0 <= timesteps.min() and timesteps.max() < 1000
 
 
 def test_timesteps_are_uniform() -> None:
-    timesteps = ddpm.uniform_timesteps(generators(range(4000)), 1000)
+    timesteps = ddpm.uniform_timesteps(generators(range(4000)), 0, 1000)
     quarters = torch.bincount(timesteps // 250, minlength=4)
     assert quarters.min() > 900
     assert timesteps.max() > 990 and timesteps.min() < 10
-
-
-def test_offset_noise_shifts_whole_channels() -> None:
-    noise = torch.randn(2, 4, 8, 8)
-    shifted = ddpm.offset_noise(noise, generators([1, 2]), 0.1) - noise
-    assert torch.allclose(shifted, shifted[:, :, :1, :1].expand_as(shifted), atol=1e-6)
-    assert len(shifted[:, :, 0, 0].unique()) == 8
-    assert ddpm.offset_noise(noise, generators([1, 2]), 0.0) is noise
 
 
 def test_posterior_sample() -> None:
@@ -114,8 +106,5 @@ def test_any_number_of_dimensions() -> None:
     for function in (ddpm.add_noise, ddpm.velocity):
         video = function(latents[:, :, None], noise[:, :, None], *levels)
         assert torch.equal(video[:, :, 0], function(latents, noise, *levels))
-    rngs = [generators([1, 2]) for _ in range(2)]
-    video = ddpm.offset_noise(noise[:, :, None], rngs[0], 0.1)
-    assert torch.equal(video[:, :, 0], ddpm.offset_noise(noise, rngs[1], 0.1))
     tokens, level = torch.ones(1, 2, 3), torch.tensor([[1.0, 0.5]])
     assert ddpm.add_noise(tokens, tokens, level, 0 * level)[0, :, 0].tolist() == [1.0, 0.5]

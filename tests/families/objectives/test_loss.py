@@ -80,3 +80,19 @@ def test_a_batch_of_masked_and_whole_samples_is_its_singles() -> None:
     singles = [reduced(Prediction(prediction[row], target[row], ONES_B[row]), mask[row]) for row in rows]
     torch.testing.assert_close(loss_B, torch.cat(singles))
     torch.testing.assert_close(loss_B[:1], reduced(Prediction(prediction[:1], target[:1], ONES_B[:1])))
+
+
+def test_masked_losses_are_those_of_onetrainer() -> None:
+    """Nerogar/OneTrainer modules/util/loss/masked_loss.py: masked_losses, and the mean that follows it.
+
+    Without the division by the area it is kohya-ss/sd-scripts library/custom_train_functions.py: apply_masked_loss.
+    """
+    prediction, target = random(2, 4, 8, 8), torch.zeros(2, 4, 8, 8)
+    mask = random(2, 1, 8, 8).abs().clamp(0.1, 1)
+    error = (prediction.double() - target).square() * mask
+    whole = reduced(Prediction(prediction, target, ONES_B), weights=mask)
+    torch.testing.assert_close(whole.double(), error.mean(dim=(1, 2, 3)), rtol=1e-6, atol=0)
+    by_area = reduced(Prediction(prediction, target, ONES_B), mask)
+    expected = (error / mask.double().mean(dim=(1, 2, 3), keepdim=True)).mean(dim=(1, 2, 3))
+    torch.testing.assert_close(by_area.double(), expected, rtol=1e-6, atol=0)
+    assert (whole < by_area).all()

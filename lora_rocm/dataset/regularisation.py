@@ -1,0 +1,64 @@
+"""Regularisation images: images of the class without the concept, as many in an epoch as of the concept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lora_rocm.dataset.sample_table import Sample
+from lora_rocm.errors import DataError
+
+
+def evened_repeats(is_reg_N: NDArray[np.bool_], repeats_N: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The repeats of N samples, of which the regularisation images are as many in an epoch as the others.
+
+    They are taken in their order, with their own repeats, until they are as many. If they are too few, each is seen
+    once more, from the first on, until they are. This is how kohya's sd-scripts counts.
+
+    Args:
+        is_reg_N: which samples are regularisation images.
+        repeats_N: the repeats that the recipe says.
+
+    Returns:
+        0 for a regularisation image that is not used. Without such images the given repeats.
+
+    Raises:
+        DataError: all samples are regularisation images.
+    """
+    if not is_reg_N.any():
+        return repeats_N
+    wanted = int(repeats_N[~is_reg_N].sum())
+    if wanted == 0:
+        raise DataError(
+            "only-regularisation-images",
+            "All images that can be used are regularisation images, so there is nothing to learn.",
+            where="data.sources",
+            fix="Look at the images that were set aside, or remove is_reg from a source.",
+        )
+    own_R = repeats_N[is_reg_N]
+    before_R = np.cumsum(own_R) - own_R
+    evened_R = np.where(before_R < wanted, own_R, 0)
+    more = max(wanted - int(evened_R.sum()), 0)
+    rounds, rest = divmod(more, len(own_R))
+    evened_R += rounds + (np.arange(len(own_R)) < rest)
+    evened_N = repeats_N.copy()
+    evened_N[is_reg_N] = evened_R
+    return evened_N
+
+
+def evened(samples: Sequence[Sample]) -> list[Sample]:
+    """The samples that are used, with the repeats of ``evened_repeats``."""
+    is_reg_N = np.array([sample.options.is_reg for sample in samples])
+    repeats_N = evened_repeats(is_reg_N, np.array([sample.repeats for sample in samples]))
+    return [replace(sample, repeats=count) for sample, count in zip(samples, repeats_N.tolist(), strict=True) if count]
+
+
+def unused_notice(num_found: int, num_used: int) -> tuple[str, ...]:
+    """A notice if some samples are not used; there can only be too many regularisation images."""
+    if num_used == num_found:
+        return ()
+    unused = f"{num_found - num_used} of the regularisation images are not used"
+    return (f"{unused}: no more are seen in an epoch than there are other images, with their repeats.",)

@@ -1,0 +1,142 @@
+"""Keys of the objective that cannot be combined are refused at their place; others are accepted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lora_rocm.errors import RecipeError
+from lora_rocm.recipe.load import dump_recipe, load_recipe
+
+RECIPE = """\
+model:
+  family: {family}
+  name_or_path: some/base
+data:
+  path: pics
+train:
+  max_train_steps: 10
+objective:
+"""
+
+
+def load(folder: Path, keys: str, family: str = "sdxl") -> None:
+    path = folder / "r.yaml"
+    path.write_text(RECIPE.format(family=family) + "".join(f"  {key}\n" for key in keys.split("; ")), encoding="utf-8")
+    loaded = load_recipe(str(path)).recipe
+    path.write_text(dump_recipe(loaded), encoding="utf-8")
+    assert load_recipe(str(path)).recipe == loaded, "a recipe that is written down whole is read again"
+
+
+REFUSED = [
+    ("loss_type: hubber", ":9 objective.loss_type", "expected one of l2, l1, huber, smooth_l1", "Did you mean huber?"),
+    ("loss_type: mse", ":9 objective.loss_type", "expected one of", "Write l2."),
+    ("huber_c: 0.2", ":9 objective.huber_c", "has no effect with loss_type: l2", "set loss_type: huber"),
+    (
+        "loss_type: huber; huber_scale: 2",
+        ":10 objective.huber_scale",
+        "no effect with huber_schedule: snr",
+        "huber_schedule: constant",
+    ),
+    ("min_timestep: 500; max_timestep: 500", ":10 objective.max_timestep", "no timestep is from", "Lower min_timestep"),
+    ("min_timestep: -1", ":9 objective.min_timestep", "at least 0", "least noise"),
+    ("adaptive_noise_scale: 1", ":9 objective.adaptive_noise_scale", "without noise_offset", "set noise_offset"),
+    ("multires_noise_discount: 0.5", ":9 objective.multires_noise_discount", "no effect without", "iterations"),
+    ("ip_noise_gamma: -0.1", ":9 objective.ip_noise_gamma", "at least 0", "Input perturbation"),
+    ("timestep_sampling: uniform; logit_mean: 1", ":10 objective.logit_mean", "no effect", "logit-normal"),
+]
+
+
+@pytest.mark.parametrize("family", ["sdxl", "flux"])
+@pytest.mark.parametrize(("keys", "where", "what", "fix"), REFUSED)
+def test_refused_in_every_family(tmp_path: Path, keys: str, where: str, what: str, fix: str, family: str) -> None:
+    refused(tmp_path, keys, where, what, fix, family)
+
+
+def test_refused_of_diffusion(tmp_path: Path) -> None:
+    both, where = "min_snr_gamma: 5; soft_min_snr_gamma: 4", ":10 objective.soft_min_snr_gamma"
+    refused(tmp_path, both, where, "only one of", "Remove one")
+    refused(tmp_path, "debiased_estimation_loss: true", ":9 objective.debiased", "no such key", "sdxl", "flux")
+
+
+def refused(folder: Path, keys: str, where: str, what: str, fix: str, family: str = "sdxl") -> None:
+    with pytest.raises(RecipeError) as caught:
+        load(folder, keys, family)
+    (problem,) = caught.value.problems
+    assert where in problem.where and what in problem.what and fix in problem.fix, problem
+
+
+@pytest.mark.parametrize("family", ["sdxl", "flux"])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        "loss_type: huber; huber_schedule: constant; huber_c: 0.2; huber_scale: 2",
+        "loss_type: smooth_l1; huber_c: 0.2",
+        "min_timestep: 1; max_timestep: 2",
+        "noise_offset: 0.1; adaptive_noise_scale: -0.5; multires_noise_iterations: 6; multires_noise_discount: 0.5",
+        "timestep_sampling: logit-normal; logit_mean: 1",
+        "loss_type: l2; huber_c: 0.1; huber_schedule: snr",
+    ],
+)
+def test_accepted(tmp_path: Path, keys: str, family: str) -> None:
+    load(tmp_path, keys, family)
+
+
+MASKS = """\
+model: {name_or_path: some/base}
+train: {max_train_steps: 10}
+data:
+"""
+
+
+@pytest.mark.parametrize(
+    ("data", "where", "what"),
+    [
+        ("  sources:\n  - {path: a, is_reg: true}\n", ":5 data.sources[0].is_reg", "nothing to learn"),
+        ("  path: a\n  prior_loss_weight: 0.5\n", ":5 data.prior_loss_weight", "without regularisation images"),
+        ("  path: a\n  is_reg: true\n", ":5 data.is_reg", "no such key"),
+    ],
+)
+def test_regularisation_images_need_others(tmp_path: Path, data: str, where: str, what: str) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(MASKS + data, encoding="utf-8")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(str(path))
+    (problem,) = caught.value.problems
+    assert where in problem.where and what in problem.what and problem.fix
+    path.write_text(
+        MASKS + "  prior_loss_weight: 0.5\n  sources: [{path: a}, {path: b, is_reg: true}]\n", encoding="utf-8"
+    )
+    assert [source.weight for source in load_recipe(str(path)).recipe.data.resolved_sources()] == [1.0, 0.5]
+
+
+def test_a_weight_is_above_0(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    for data in ("  path: a\n  loss_weight: -1\n", "  sources:\n  - {path: a, loss_weight: 0}\n"):
+        path.write_text(MASKS + data, encoding="utf-8")
+        with pytest.raises(RecipeError) as caught:
+            load_recipe(str(path))
+        (problem,) = caught.value.problems
+        assert ":5 " in problem.where and "loss_weight" in problem.where and "greater than 0" in problem.what
+
+
+@pytest.mark.parametrize(
+    ("data", "where"),
+    [
+        ("  path: pics\n  unmasked_weight: 0.1\n", ":5 data.unmasked_weight"),
+        ("  path: pics\n  normalize_masked_area_loss: false\n", ":5 data.normalize_masked_area_loss"),
+        ("  sources:\n  - {path: a, unmasked_weight: 0.1}\n", ":5 data.sources[0].unmasked_weight"),
+        ("  path: pics\n  alpha_mask: true\n  unmasked_weight: 1.5\n", ":6 data.unmasked_weight"),
+    ],
+)
+def test_options_of_masks_without_masks(tmp_path: Path, data: str, where: str) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(MASKS + data, encoding="utf-8")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(str(path))
+    (problem,) = caught.value.problems
+    assert where in problem.where and ("without masks" in problem.what or "at most 1" in problem.what) and problem.fix
+    one_masked = "  unmasked_weight: 0.1\n  sources: [{path: a}, {path: b, alpha_mask: true}]\n"
+    path.write_text(MASKS + one_masked, encoding="utf-8")
+    assert load_recipe(str(path)).recipe.data.unmasked_weight == 0.1
