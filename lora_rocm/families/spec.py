@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from lora_rocm.recipe.sections import InputFolder, ModelSection, ObjectiveSection, PathOrHubId
+from lora_rocm.recipe.sections import InputFolder, ModelSection, ObjectiveSection, PathOrHubId, Quantization
 
 
 class LatentSection(ModelSection):
@@ -50,6 +50,11 @@ class TransformerSection(LatentSection):
         "file, this and vae are needed.",
     )
     tokenizer: InputFolder | None = Field(None, description="Folder of another tokenizer.")
+    text_encoder_quantization: Quantization = Field(
+        "none",
+        description="As quantization, for the layers of the large text encoder (T5 or Qwen3) while captions are "
+        "encoded. Other numbers are cached than without it.",
+    )
 
 
 SampleKind = Literal["image", "text", "video"]

@@ -75,7 +75,8 @@ def write(tmp_path: Path) -> Any:
 @pytest.fixture
 def child(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The heavy child's answer, to be changed; "asked" gets the job."""
-    answer: dict[str, Any] = {"footprint": net().to_json(), "precision": "bf16", "model_is_here": True, "gpu": None}
+    answer: dict[str, Any] = {"footprint": net().to_json(), "precision": "bf16", "model_is_here": True}
+    answer |= {"gpu": None, "encoders": []}
 
     def run_for_json(module: str, arguments: list[str], env: dict[str, str]) -> dict[str, Any]:
         asked = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
@@ -98,6 +99,18 @@ def test_the_rounding_of_a_quantised_base_is_named(write: Any, child: Any, capsy
     for name, said in (("none", False), ("nf4", True)):
         assert command.plan(write(), (f"model.quantization={name}",), card="80GB", as_json=False) == 0
         assert ("nf4 rounds the frozen weights: 9.3 %" in capsys.readouterr().out) == said
+
+
+def test_a_quantised_text_encoder_is_named_with_its_memory(write: Any, child: Any, capsys: Any) -> None:
+    assert command.plan(write(), (), card="80GB", as_json=False) == 0
+    assert "while captions" not in capsys.readouterr().out
+    sizes = {"weight_bytes": 5 * GIB, "dense_bytes": 9 * GIB}
+    child["encoders"] = [{"component": "text_encoder_2", "format": "int8", **sizes}]
+    assert command.plan(write(), (), card="80GB", as_json=False) == 0
+    said = (
+        "text_encoder_2 takes 5.0 GiB while captions are encoded (9.0 GiB dense); int8 rounds the frozen weights: 0.8 %"
+    )
+    assert said in capsys.readouterr().out
 
 
 def gpu(budget_gib: float, **changes: Any) -> dict[str, Any]:
