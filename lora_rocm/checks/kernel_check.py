@@ -103,6 +103,10 @@ def _modulated_norm(form: Form, norm: None, x: Tensor, y: Tensor, *rows: Tensor)
     return add_norm(x, Branch(y, gate), RowNorm(1 + scale, shift, 1e-6, centred=True), form)
 
 
+def _norm_of_stream(form: Form, norm: None, x: Tensor, y: Tensor, *rows: Tensor) -> Outputs:
+    return _modulated_norm(form, norm, x.float(), y, *rows)
+
+
 def _sandwich_norm(form: Form, norm: None, x: Tensor, y: Tensor, gate: Tensor, weight: Tensor) -> Outputs:
     return add_norm(x, Branch(y, gate, 1e-5), RowNorm(weight, None, 1e-5), form)
 
@@ -228,6 +232,11 @@ chunks.
 WORDS = (16, 3 * TILE + 48, TILE, 64 * TILE)
 FINGERPRINTS = ExactCase("fingerprint of trained state", _fingerprints)
 CASES: tuple[Case | ExactCase, ...] = (*SMALL, *LARGE, FINGERPRINTS)
+IN_FP16 = tuple(
+    Case("gated sum in float32 and modulated LayerNorm", _norm_of_stream, case.shapes, mean=1.5)
+    for case in (SMALL[8], LARGE[8])
+)
+"""Further cases of float16, whose residual stream is float32."""
 
 
 def trusted(device: torch.device, dtype: torch.dtype, say: Callable[[str], None]) -> bool:
@@ -244,7 +253,7 @@ def trusted(device: torch.device, dtype: torch.dtype, say: Callable[[str], None]
             say(f"Steps do without this program's Triton kernels, and are slower: {reason}.")
         return False
     with first_time(device, "Comparing the Triton kernels with plain PyTorch", say):
-        wrong = first_wrong(device, dtype)
+        wrong = first_wrong(device, dtype, (*CASES, *IN_FP16) if dtype is torch.float16 else CASES)
     if wrong is not None:
         say(f"Steps do without this program's Triton kernels, and are slower: {wrong}")
     return wrong is None

@@ -58,6 +58,8 @@ class TransformerSection(LatentSection):
 
 
 SampleKind = Literal["image", "text", "video"]
+Fp16 = Literal["whole", "products", "never"]
+"""What fits fp16: all activations; the products, beside a residual stream in float32; or not even these."""
 PreviewMedium = Literal["image", "text", "video"]
 
 
@@ -170,7 +172,7 @@ class FamilySpec:
         preview: the medium of previews.
         guidance: usual guidance scale of previews.
         unread: dotted keys of shared sections that it does not read. A recipe that sets one is refused.
-        takes_fp16: whether its activations fit fp16.
+        fp16: whether its activations fit fp16, see ``Fp16``.
         metadata: entries of its LoRA files' metadata.
     """
 
@@ -186,8 +188,13 @@ class FamilySpec:
     preview: PreviewMedium = "image"
     guidance: float = 6.0
     unread: frozenset[str] = frozenset()
-    takes_fp16: bool = True
+    fp16: Fp16 = "whole"
     metadata: FileMetadata = FileMetadata()
+
+    @property
+    def takes_fp16(self) -> bool:
+        """Whether it can be trained in fp16."""
+        return self.fp16 != "never"
 
     @property
     def trains_on_texts(self) -> bool:

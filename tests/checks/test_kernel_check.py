@@ -164,6 +164,14 @@ def test_it_is_said_where_they_are_not_used(monkeypatch: pytest.MonkeyPatch) -> 
     assert not trusted(CPU, torch.bfloat16, said.append) and said == []
 
 
+def test_kernels_with_a_float32_stream_are_proven_for_float16_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    proven: dict[torch.dtype, set[object]] = {}
+    monkeypatch.setattr(kernel_check, "first_wrong", lambda _, dtype, cases: proven.update({dtype: set(cases)}))
+    assert all(trusted(GPU, dtype, pytest.fail) for dtype in TOLERANCE)
+    assert proven[torch.float16] - proven[torch.bfloat16] == set(kernel_check.IN_FP16)
+    assert proven[torch.bfloat16] == proven[torch.float32] == set(kernel_check.CASES)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_a_sound_gpu_passes(dtype: torch.dtype) -> None:

@@ -50,6 +50,7 @@ SPEC = FamilySpec(
         (Axis("h", multiple=16, per_latent=8, per_token=16), Axis("w", multiple=16, per_latent=8, per_token=16))
     ),
     guidance=3.5,
+    fp16="products",
     unread=frozenset({"sample.negative_prompt"}),
     metadata=FileMetadata(
         base_version="flux1",

@@ -33,7 +33,7 @@ SPEC = FamilySpec(
         (Axis("h", multiple=16, per_latent=8, per_token=16), Axis("w", multiple=16, per_latent=8, per_token=16))
     ),
     guidance=4.0,
-    takes_fp16=False,
+    fp16="never",
     metadata=FileMetadata(
         base_version="zimage",
         architecture="z-image/lora",
