@@ -259,7 +259,7 @@ def trusted(device: torch.device, dtype: torch.dtype, say: Callable[[str], None]
     if proof.is_known:
         return True
     with first_time(device, "Comparing the Triton kernels with plain PyTorch", say):
-        wrong = first_wrong(device, dtype, (*CASES, *IN_FP16) if dtype is torch.float16 else CASES)
+        wrong = first_wrong(device, dtype)
     if wrong is not None:
         say(f"Steps do without this program's Triton kernels, and are slower: {wrong}")
     else:
@@ -267,12 +267,18 @@ def trusted(device: torch.device, dtype: torch.dtype, say: Callable[[str], None]
     return wrong is None
 
 
-def first_wrong(device: torch.device, dtype: torch.dtype, cases: Sequence[Case | ExactCase] = CASES) -> str | None:
+def first_wrong(
+    device: torch.device, dtype: torch.dtype, cases: Sequence[Case | ExactCase] | None = None
+) -> str | None:
     """Return the first kernel that cannot be compiled or run, or that differs from its eager form; else None.
+
+    ``cases``: None takes all of the format.
 
     Raises:
         RuntimeError: as in ``trusted``.
     """
+    if cases is None:
+        cases = (*CASES, *IN_FP16) if dtype is torch.float16 else CASES
     given = f" in {str(dtype).removeprefix('torch.')}"
     checks = (
         Check(str(case), partial(_exact, case, device))
