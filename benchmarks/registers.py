@@ -121,9 +121,10 @@ class Launch:
 
     @property
     def name(self) -> str:
-        """Everything in the launch that changes the machine code, except the dtype.
+        """Everything in the launch that changes the machine code, except the dtype of a step.
 
-        Triton compiles whole numbers that are multiples of 16 apart from others.
+        A step in float16 has residual streams in float32. Triton compiles whole numbers that are multiples of 16 apart
+        from others.
         """
         words = [f"{key}={value}" for key, value in self.options.items() if key not in LAUNCH]
         for key, value in zip(self.kernel.arg_names, self.args, strict=False):
@@ -133,6 +134,8 @@ class Launch:
                 words.append(f"{key}:int64")
             elif isinstance(value, Tensor) and value.untyped_storage().nbytes() >= 2**31:
                 words.append(f"{key}:large")
+            elif key in ("x", "dx") and isinstance(value, Tensor) and value.dtype == torch.float32:
+                words.append(f"{key}:float32")
         return " ".join([self.kernel.fn.__name__, *words])
 
 
@@ -213,7 +216,7 @@ def train_blocks(dtype: torch.dtype, is_modulation_trained: bool) -> None:
         turns = torch.empty(1, 4608, 64, dtype=torch.complex64)
         blocks[1](blocks[0](x, None, turns, z_time), None, turns).sum().backward()
         turned = (torch.empty(4096, 128),) * 2
-        anima(y, torch.empty(1, 512, 1024, dtype=dtype), y_time, None, turned).sum().backward()
+        blocks[2](y, torch.empty(1, 512, 1024, dtype=dtype), y_time, None, turned).sum().backward()
         for block in blocks[3:]:
             sum(part.sum() for part in block(image, text, time, (torch.empty(4608, 128),) * 2)).backward()
 

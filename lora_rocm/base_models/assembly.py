@@ -21,7 +21,7 @@ class Assembly:
     Then its dense weight is freed.
 
     A weight that a file stores with scales is taken as soon as all its parts were read. Its layer stays as it is stored
-    if the wanted format is the same, and its numbers then are.
+    if the wanted format is the same, and its numbers then are. So does one in fp8 without a scale.
 
     Args:
         module: the component, with weights on the meta device.
@@ -66,6 +66,8 @@ class Assembly:
                 read = self._parts.pop(source)
                 self._as_stored[source] = self._stored[source].weight({role: read[at] for role, at in parts.items()})
                 tensor = self._as_stored[source].dense(self._dtype)
+            elif tensor.dtype is torch.float8_e4m3fn and tensor.ndim == 2:  # a plain cast
+                self._as_stored[source] = ScaledWeight(tensor, torch.ones(len(tensor), 1))
             self._read[source] = tensor.to(self._dtype) if tensor.is_floating_point() else tensor
             del tensor
             for user in [*self._users[source]]:

@@ -104,6 +104,10 @@ def _modulated_norm(form: Form, norm: None, x: Tensor, y: Tensor, *rows: Tensor)
     return add_norm(x, Branch(y, gate), RowNorm(1 + scale, shift, 1e-6, centred=True), form)
 
 
+def _norm_of_stream(form: Form, norm: None, x: Tensor, y: Tensor, *rows: Tensor) -> Outputs:
+    return _modulated_norm(form, norm, x.float(), y, *rows)
+
+
 def _sandwich_norm(form: Form, norm: None, x: Tensor, y: Tensor, gate: Tensor, weight: Tensor) -> Outputs:
     return add_norm(x, Branch(y, gate, 1e-5), RowNorm(weight, None, 1e-5), form)
 
@@ -229,6 +233,11 @@ chunks.
 WORDS = (16, 3 * TILE + 48, TILE, 64 * TILE)
 FINGERPRINTS = ExactCase("fingerprint of trained state", _fingerprints)
 CASES: tuple[Case | ExactCase, ...] = (*SMALL, *LARGE, FINGERPRINTS)
+IN_FP16 = tuple(
+    Case("gated sum in float32 and modulated LayerNorm", _norm_of_stream, case.shapes, mean=1.5)
+    for case in (SMALL[8], LARGE[8])
+)
+"""Further cases of float16, whose residual stream is float32."""
 
 
 def trusted(device: torch.device, dtype: torch.dtype, say: Callable[[str], None]) -> bool:
@@ -258,12 +267,18 @@ def trusted(device: torch.device, dtype: torch.dtype, say: Callable[[str], None]
     return wrong is None
 
 
-def first_wrong(device: torch.device, dtype: torch.dtype, cases: Sequence[Case | ExactCase] = CASES) -> str | None:
+def first_wrong(
+    device: torch.device, dtype: torch.dtype, cases: Sequence[Case | ExactCase] | None = None
+) -> str | None:
     """Return the first kernel that cannot be compiled or run, or that differs from its eager form; else None.
+
+    ``cases``: None takes all of the format.
 
     Raises:
         RuntimeError: as in ``trusted``.
     """
+    if cases is None:
+        cases = (*CASES, *IN_FP16) if dtype is torch.float16 else CASES
     given = f" in {str(dtype).removeprefix('torch.')}"
     checks = (
         Check(str(case), partial(_exact, case, device))

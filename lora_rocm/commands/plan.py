@@ -14,9 +14,12 @@ from typing import Any
 
 from lora_rocm.errors import UserError
 from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.families.spec import Fp16
 from lora_rocm.foundation.files import write_json
 from lora_rocm.foundation.terminal_text import legible
 from lora_rocm.foundation.units import size_text, time_text
+from lora_rocm.hardware.archs import arch_of
+from lora_rocm.hardware.facts import Gpu
 from lora_rocm.hardware.memory_budget import DISPLAY_MAX_BYTES, DISPLAY_MIN_BYTES, DISPLAY_SHARE, GIB, budget
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.planning.fit import ADAPTER, does_not_fit, job_of, plan_text
@@ -34,7 +37,15 @@ PUBLISHED = "counted by the configuration that the family's first model has publ
 CARD = re.compile(r"(\d+(?:\.\d+)?)\s*(?:G|GB|GiB)?", re.IGNORECASE)
 LARGEST_CARD_GIB = 4096
 WEIGHT_ERROR = {"int8": 0.0078, "fp8": 0.026, "nf4": 0.093}
-"""Relative error, as a norm, of normally distributed weights in each format of ``model.quantization``."""
+"""Relative error, as a norm, of normally distributed weights in each format of ``recipe.sections.Quantization``."""
+
+PRECISION_ERROR = {"fp16": 0.002, "bf16": 0.018}
+"""Relative difference of a LoRA's gradients from those in float32 (``benchmarks/precision_error.py``)."""
+FITS_FP16: dict[Fp16, str] = {
+    "whole": "its activations fit fp16",
+    "products": "products in fp16, the residual stream between them in float32, for its sums leave the range of fp16",
+    "never": "factors of its products are too large for fp16",
+}
 
 
 @dataclass(frozen=True)
@@ -76,13 +87,17 @@ def plan(
     rows = table(room.num_bytes, footprint, replace(job, modes=MODES if not room.shared else MODES[:-1]), rates)
     if as_json:
         found = {"footprint": _facts(footprint), "room": asdict(room)}
-        found |= {name: counted[name] for name in ("precision", "model_is_here")}
+        found |= {name: counted[name] for name in ("precision", "model_is_here", "encoders")}
         plans = {"plans": [asdict(row) for row in rows], "chosen": asdict(chosen) if chosen is not None else None}
         more = {"seconds_are_known": rates.known, "attention": attention_text(situation)}
         _say(json.dumps({**found, **plans, **more}, indent=1))
     else:
         for line in _lines(loaded.name, recipe, counted["precision"], footprint, room, rows, chosen, rates):
             _say(legible(line))
+        for line in _precision_lines(recipe, counted["precision"], situation.gpu if total is None else None):
+            _say(legible(line))
+        for encoder in counted["encoders"]:
+            _say(legible(_encoder_text(encoder)))
         _say(legible(f"attention: {attention_text(situation)}"))
         if not counted["model_is_here"]:
             _say(legible(f"{recipe.model.name_or_path} is not on this machine: {PUBLISHED}"))
@@ -159,8 +174,7 @@ def _lines(
     adapter = size_text(sum(getattr(footprint, name) for name in ADAPTER))
     yield f"weights {size_text(footprint.weight_bytes)}, adapter and optimizer {adapter}"
     if recipe.model.quantization != "none":
-        error = 100 * WEIGHT_ERROR[recipe.model.quantization]
-        yield f"model.quantization: {recipe.model.quantization} rounds the frozen weights: {error:.1f} % of their size"
+        yield f"model.quantization: {_rounding(recipe.model.quantization)}"
     if footprint.narrow_layers:
         yield (
             f"{footprint.narrow_layers} adapted layers have fewer inputs or outputs than lora.rank: a lower rank can "
@@ -187,6 +201,29 @@ def _lines(
             yield f"{train.max_train_steps} steps: about {time_text(chosen.step_s * train.max_train_steps)}"
     if not rates.known:
         yield "times are relative to the fastest: no GPU was measured"
+
+
+def _precision_lines(recipe: Recipe, precision: str, gpu: Gpu | None) -> Iterator[str]:
+    if precision not in PRECISION_ERROR:
+        return
+    arch = arch_of(gpu.gfx) if gpu is not None else None
+    emulates = arch is not None and not arch.bf16
+    why = [f"{arch.gfx} computes bf16 slowly"] if arch is not None and emulates else []
+    if emulates or precision == "fp16":
+        why.append(f"{recipe.spec.title}: {FITS_FP16[recipe.spec.fp16]}")
+    reasons = f" ({'; '.join(why)})" if why else ""
+    yield f"train.mixed_precision: {recipe.train.mixed_precision} is {precision}{reasons}"
+    yield f"{precision} changes the gradients by about {100 * PRECISION_ERROR[precision]:.1f} % of their size"
+
+
+def _rounding(name: str) -> str:
+    return f"{name} rounds the frozen weights: {100 * WEIGHT_ERROR[name]:.1f} % of their size"
+
+
+def _encoder_text(encoder: dict[str, Any]) -> str:
+    taken, dense = (size_text(encoder[key]) for key in ("weight_bytes", "dense_bytes"))
+    rounds = _rounding(encoder["format"])
+    return f"{encoder['component']} takes {taken} while captions are encoded ({dense} dense); {rounds}"
 
 
 def _say(text: str) -> None:

@@ -60,8 +60,8 @@ def compute_dtype(
     """The dtype of the frozen base and of computation with it (autocast, or the LoRA layers' own copies).
 
     ``auto`` follows the plan. Without a planned precision, a GPU gets bf16 if it is known to compute it natively, else
-    fp16, which every GPU computes. (``is_bf16_supported`` is always true on HIP: torch/cuda/__init__.py.) A model that
-    fp16 overflows (not ``takes_fp16``) gets bf16 there, which such a GPU emulates.
+    fp16, which every GPU computes. (``is_bf16_supported`` is always true on HIP: torch/cuda/__init__.py.) A model whose
+    products overflow fp16 (not ``takes_fp16``) gets bf16 there, which such a GPU emulates.
     """
     if mixed_precision != "auto":
         return DTYPES[mixed_precision]

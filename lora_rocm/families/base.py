@@ -159,7 +159,7 @@ class ModelFamily(Protocol):
         ...
 
     def weight_format(self, component: str) -> WeightFormat:
-        """The storage format of a trained component's frozen layers. Encoders that fill the cache are always dense."""
+        """The storage format of a component's frozen layers."""
         ...
 
     def blocks(self, model: LoadedModel) -> list[nn.Module]:

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from lora_rocm.recipe.sections import InputFolder, ModelSection, ObjectiveSection, PathOrHubId
+from lora_rocm.recipe.sections import InputFolder, ModelSection, ObjectiveSection, PathOrHubId, Quantization
 
 
 class LatentSection(ModelSection):
@@ -50,9 +50,16 @@ class TransformerSection(LatentSection):
         "file, this and vae are needed.",
     )
     tokenizer: InputFolder | None = Field(None, description="Folder of another tokenizer.")
+    text_encoder_quantization: Quantization = Field(
+        "none",
+        description="As quantization, for the layers of the large text encoder (T5 or Qwen3) while captions are "
+        "encoded. Other numbers are cached than without it.",
+    )
 
 
 SampleKind = Literal["image", "text", "video"]
+Fp16 = Literal["whole", "products", "never"]
+"""What fits fp16: all activations; the products, beside a residual stream in float32; or not even these."""
 PreviewMedium = Literal["image", "text", "video"]
 
 
@@ -171,7 +178,7 @@ class FamilySpec:
         guidance: usual guidance scale of previews.
         samplers: the values of ``sample.sampler`` that previews can be drawn with.
         unread: dotted keys of shared sections that it does not read. A recipe that sets one is refused.
-        takes_fp16: whether its activations fit fp16.
+        fp16: whether its activations fit fp16, see ``Fp16``.
         metadata: entries of its LoRA files' metadata.
     """
 
@@ -188,8 +195,13 @@ class FamilySpec:
     guidance: float = 6.0
     samplers: tuple[str, ...] = ("euler",)
     unread: frozenset[str] = frozenset()
-    takes_fp16: bool = True
+    fp16: Fp16 = "whole"
     metadata: FileMetadata = FileMetadata()
+
+    @property
+    def takes_fp16(self) -> bool:
+        """Whether it can be trained in fp16."""
+        return self.fp16 != "never"
 
     @property
     def trains_on_texts(self) -> bool:

@@ -148,7 +148,7 @@ class TritonAddNorm(Function):
         vectors, shared_by = _rows_of(x, gate, weight, bias)
         branch = None if branch is None else branch.contiguous()
         total = flat if branch is None else torch.empty_like(flat)
-        y = None if weight is None else torch.empty_like(flat)
+        y = None if weight is None else torch.empty_like(flat, dtype=weight.dtype)
         sizes = (width, shared_by, eps, 0.0 if branch_eps is None else branch_eps)
         flags = {"GATE": gate is not None, "BRANCH_NORM": branch_eps is not None, "NORM": y is not None}
         flags |= {"CENTRED": centred, **_block(width)}
@@ -158,14 +158,15 @@ class TritonAddNorm(Function):
         ctx.set_materialize_grads(False)
         reads_branch = branch_eps is not None or ctx.needs_input_grad[2]
         ctx.save_for_backward(None if y is None else total, branch if reads_branch else None, *vectors[:2])
-        ctx.given, ctx.sizes, ctx.flags = (branch is not None, gate, weight, bias), sizes, flags
+        ctx.given, ctx.sizes, ctx.flags = (None if branch is None else branch.dtype, gate, weight, bias), sizes, flags
+        ctx.dtype = x.dtype
         return (x if branch is None else total), y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, residual: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         total, branch, gate, weight = ctx.saved_tensors
-        has_branch, *vectors = ctx.given
+        branch_dtype, *vectors = ctx.given
         dy = None if dy is None else dy.contiguous()
         residual = None if residual is None else residual.contiguous()
         known = residual if dy is None else dy
@@ -175,10 +176,11 @@ class TritonAddNorm(Function):
         flags = {**ctx.flags, "NORM": norm, "GATE_GRADIENT": ctx.needs_input_grad[2]}
         flags["WEIGHT_GRADIENT"] = norm and ctx.needs_input_grad[3]
         has_own = flags["GATE"] or flags["BRANCH_NORM"]  # a gradient of the branch that is not that of the sum
-        dx = torch.empty_like(known) if norm else residual
-        dbranch, dgate, dweight = (
-            torch.empty_like(known) if wanted else None
-            for wanted in (has_own, flags["GATE_GRADIENT"], flags["WEIGHT_GRADIENT"])
+        dx = torch.empty_like(known, dtype=ctx.dtype) if norm else residual
+        dbranch = torch.empty_like(known, dtype=branch_dtype) if has_own else None
+        dgate, dweight = (
+            torch.empty_like(known, dtype=ctx.dtype) if wanted else None
+            for wanted in (flags["GATE_GRADIENT"], flags["WEIGHT_GRADIENT"])
         )
         if has_own or norm:
             add_norm_backward[(known.numel() // known.shape[-1],)](
@@ -187,7 +189,7 @@ class TritonAddNorm(Function):
             )  # fmt: skip
         products = (dgate, dweight, dy if ctx.needs_input_grad[4] else None)
         summed = (_summed(rows, vector) for rows, vector in zip(products, vectors, strict=True))
-        return dx, (dbranch if has_own else dx) if has_branch else None, *summed, None, None, None
+        return dx, (dbranch if has_own else dx) if branch_dtype else None, *summed, None, None, None
 
 
 def _rows_of(x: Tensor, *vectors: Tensor | None) -> tuple[list[Tensor | None], int]:

@@ -85,9 +85,9 @@ def add_norm(x: Tensor, branch: Branch | None, norm: RowNorm, form: Form) -> tup
     that of the second is computed.
 
     Args:
-        x: [B, ..., D].
-        branch: its ``y`` as ``x``.
-        norm: of the sum.
+        x: [B, ..., D]. The sum has its dtype.
+        branch: its ``y`` as ``x``. With a float32 ``x`` it may have fewer bits (see ``residual_stream``).
+        norm: of the sum. The normalisation has the dtype of its weight.
         form: see ``backend``.
     """
     if backend.launches(form, x):
@@ -99,7 +99,12 @@ def add_norm(x: Tensor, branch: Branch | None, norm: RowNorm, form: Form) -> tup
         return total, F.layer_norm(total, x.shape[-1:], norm.weight, norm.bias, norm.eps)
     normal = F.layer_norm(total, x.shape[-1:], eps=norm.eps) if norm.centred else rms_normal(total, norm.eps)
     y = normal * _by_row(norm.weight, x)
-    return total, y if norm.bias is None else y + _by_row(norm.bias, x)
+    return total, (y if norm.bias is None else y + _by_row(norm.bias, x)).to(norm.weight.dtype)
+
+
+def residual_stream(x: Tensor) -> Tensor:
+    """``x`` as the start of a residual stream: in float32 if it is float16, whose range sums of many branches leave."""
+    return x.float() if x.dtype == torch.float16 else x
 
 
 def add_branch(x: Tensor, branch: Branch, form: Form) -> Tensor:

@@ -95,9 +95,7 @@ class ScaledRows(QuantisedLinears):
 
     def of_codes(self, layer: nn.Linear, stored_OI: Tensor, scale_O1: Tensor) -> PackedLinear:
         """A layer of numbers in the dtype ``stored`` and float32 scales."""
-        integer = self.stored is torch.int8
-        as_bytes = stored_OI if integer else stored_OI.view(torch.uint8)  # PEFT would cast the adapter to fp8 too
-        return PackedLinear(layer, self, as_bytes, weight_scale=scale_O1)
+        return PackedLinear(layer, self, stored_OI, weight_scale=scale_O1)
 
     def stored_bytes(self, layer: nn.Linear, dtype: torch.dtype) -> int:
         return layer.weight.numel() * self.stored.itemsize + layer.out_features * torch.float32.itemsize
@@ -108,7 +106,8 @@ class ScaledRows(QuantisedLinears):
             if not out_OI.is_meta:
                 from lora_rocm.kernels.unpack_triton import launch_rows
 
-                launch_rows(layer.weight, scale_O1, out_OI)
+                codes_OI = layer.weight if self.stored is torch.int8 else layer.weight.view(torch.uint8)
+                launch_rows(codes_OI, scale_O1, out_OI)
         elif self.stored is torch.int8:
             torch.mul(layer.weight, scale_O1, out=out_OI)
         else:
@@ -143,7 +142,7 @@ class Nf4(QuantisedLinears):
         """A layer of pairs of codes, and of the tensors that ``magnitudes`` reads."""
         levels = torch.tensor(LEVELS, dtype=layer.weight.dtype, device=pairs.device)
         table = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
-        packed = pairs.view(layer.out_features, layer.in_features // 2)
+        packed = pairs.view(layer.out_features, -1)
         return PackedLinear(layer, self, packed, table=table, **magnitudes)
 
     def stored_bytes(self, layer: nn.Linear, dtype: torch.dtype) -> int:
@@ -153,17 +152,17 @@ class Nf4(QuantisedLinears):
         return layer.weight.numel() // 2 + nested + tables
 
     def unpack(self, layer: PackedLinear, form: Form, out_OI: Tensor) -> None:
-        table = layer.get_buffer("table")
+        table, pairs = layer.get_buffer("table"), layer.weight.view(torch.uint8)
         if form == "triton":
             if not out_OI.is_meta:
                 from lora_rocm.kernels.unpack_triton import launch_nf4
 
                 codes_K, code = layer.get_buffer("nested_codes"), layer.get_buffer("code")
                 nested, offset = layer.get_buffer("nested"), layer.get_buffer("offset")
-                launch_nf4(layer.weight, table, codes_K, code, nested, offset, out_OI)
+                launch_nf4(pairs, table, codes_K, code, nested, offset, out_OI)
             return
         pair = torch.int32 if table.dtype.itemsize == 2 else torch.int64  # both values of a byte as one number
-        found_N = table.view(pair).view(-1).index_select(0, layer.weight.view(-1).int()).view(table.dtype)
+        found_N = table.view(pair).view(-1).index_select(0, pairs.view(-1).int()).view(table.dtype)
         magnitude_K1 = self.magnitudes(layer)[: len(found_N) // BLOCK, None]
         torch.mul(found_N.view(-1, BLOCK), magnitude_K1, out=out_OI.view(-1, BLOCK))
 

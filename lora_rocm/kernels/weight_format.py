@@ -109,7 +109,8 @@ class PackedLinear(nn.Linear):
     Args:
         layer: the dense layer; its bias is taken over.
         weight_format: its ``unpack`` reads ``weight`` and ``buffers``.
-        weight: the packed tensor; its first dimension is the outputs.
+        weight: the packed tensor; its first dimension is the outputs. Its bytes are kept as int8: to any other dtype
+            PEFT would cast its adapter, and T5 its activations.
         buffers: further packed tensors, by name.
 
     Attributes:
@@ -123,7 +124,7 @@ class PackedLinear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.weight_format = weight_format
-        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.weight = nn.Parameter(weight.view(torch.int8), requires_grad=False)
         self.bias = layer.bias
         for name, buffer in buffers.items():
             self.register_buffer(name, buffer)

@@ -49,7 +49,7 @@ from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.foundation.files import write_json
 from lora_rocm.hardware.settings import Settings, settings_from
 from lora_rocm.kernels.backend import available, form_for
-from lora_rocm.kernels.weight_format import dense_shape, pack, use_form
+from lora_rocm.kernels.weight_format import DENSE, dense_shape, pack, use_form
 from lora_rocm.memory.op_counter import Ledger, Tally, fused_attention, taken_bytes
 from lora_rocm.optim.base import AVERAGE_ITEMSIZE
 from lora_rocm.optim.factory import rule_of
@@ -61,6 +61,7 @@ from lora_rocm.recipe.schema import Recipe
 
 META = torch.device("meta")
 NOT_HERE = ("hub-unreachable", "hub-incomplete")  # error codes: the model is not, or not fully, on this machine
+ENCODER_DTYPE = torch.bfloat16  # of the language models among the encoders, which may be packed
 KEPT = 20  # footprints in the cache file
 SIDE, COPIED_BYTES = 4096, 256 * 2**20  # sizes of the rate measurement
 SENT_BYTES = 32 * 2**20  # of copies from main memory; small, because PyTorch keeps pinned memory
@@ -391,20 +392,34 @@ def _found(recipe: Recipe, settings: Settings, for_card: bool) -> dict[str, Any]
     how, is_here = (dtype, settings, largest_of(recipe), on_gpu), True
     gpu = _gpu(device, settings, dtype, settings.pins(recipe.runtime.pin_memory))  # first: its kernels are counted
     try:
-        found = counted(recipe, family_for(recipe), *how)
+        found = counted(recipe, family := family_for(recipe), *how)
     except ModelError as error:
         if error.code not in NOT_HERE:
             raise
         model, is_here = recipe.model.model_copy(update={"name_or_path": PREFIX + recipe.model.name_or_path}), False
         recipe = recipe.model_copy(update={"model": model})
-        found = counted(recipe, family_for(recipe), *how)
+        found = counted(recipe, family := family_for(recipe), *how)
     precision = next(name for name, known in DTYPES.items() if known is dtype)
     told = {"precision": precision, "model_is_here": is_here}
     return {
         "footprint": found.to_json(),
         **told,
+        "encoders": packed_encoders(family),
         "gpu": gpu,
     }
+
+
+def packed_encoders(family: ModelFamily) -> list[dict[str, Any]]:
+    """Component, format and bytes of the encoders that are stored in another format than the dense one."""
+    adapted = next(iter(family.lora_targets.values()))
+    formats = {name: family.weight_format(name) for name in family.all_components if name not in adapted}
+    return [
+        {"component": name, "format": weights.name, "weight_bytes": weights.num_bytes(component, ENCODER_DTYPE)}
+        | {"dense_bytes": DENSE.num_bytes(component, ENCODER_DTYPE)}
+        for name, weights in formats.items()
+        if weights.name != DENSE.name
+        for component in [family.skeleton(name)]
+    ]
 
 
 def largest_of(recipe: Recipe) -> Shape:

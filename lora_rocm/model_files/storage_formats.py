@@ -98,8 +98,9 @@ def told(component: str, forms: Sequence[str]) -> str:
     if not forms:
         return ""
     return (
-        f"The base's {component} is stored as {' and '.join(forms)}. Its layers stay so if model.quantization asks for "
-        "the same format; else they are converted to what it asks for, and none means dense weights."
+        f"The base's {component} is stored as {' and '.join(forms)}. Its layers stay so if model.quantization (or "
+        "model.text_encoder_quantization) asks for the same format; else they are converted to what it asks for, and "
+        "none means dense weights."
     )
 
 

@@ -38,7 +38,7 @@ def family_problems(data: Any, where: Callable[[Key], str], spec: FamilySpec) ->
             what = f"has to be a multiple of {step} for {spec.title}, got {value}"
             yield Problem(where(key), what, f"Take {' or '.join(near)}." if near else "")
     if _get(data, PRECISION) == "fp16" and not spec.takes_fp16:
-        what = f"{spec.title} has activations that are too large for fp16"
+        what = f"{spec.title} has products whose factors are too large for fp16"
         yield Problem(where(PRECISION), what, "Take auto, bf16 or no.")
     if _get(data, ("lora", TEXT_KEY)) is True and not spec.text_components:
         what = f"{spec.title} has no text encoder that can be trained"

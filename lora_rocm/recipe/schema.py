@@ -330,7 +330,9 @@ class TrainSection(Section):
     gradient_accumulation_steps: Batch = Field(1, description="Micro-batches per update.")
     seed: int = Field(0, ge=0, lt=2**31, description="Seed of all random numbers.")
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = Field(
-        "auto", description="auto is bf16 on a GPU that computes it, fp16 on other GPUs, no (float32) on the CPU."
+        "auto",
+        description="auto is bf16 on a GPU that computes it, fp16 on other GPUs (bf16 if the family's products do not "
+        "fit fp16), no (float32) on the CPU.",
     )
     gradient_checkpointing: bool = on_resume(
         False, "Recompute activations: less memory, slower. false leaves the choice to runtime.memory."

@@ -36,6 +36,7 @@ Batch = Annotated[int, Field(gt=0, le=MAX_BATCH)]
 Tags = Annotated[int, Field(ge=0, le=MAX_TAGS)]
 Weight = Annotated[float, Field(gt=0.0, le=1000.0)]
 Repeats = Annotated[int, Field(gt=0, le=10_000)]
+Quantization = Literal["none", "int8", "fp8", "nf4"]
 PathText = Annotated[str, Field(min_length=1)]  # an empty path would mean the current folder
 
 
@@ -123,7 +124,7 @@ class ModelSection(Section):
     family: str = Field(description="Model family.")
     name_or_path: PathOrHubId = Field(description="The base model: a folder, a file or a hub id.")
     revision: str | None = Field(None, description="Branch, tag or commit of a hub id.")
-    quantization: Literal["none", "int8", "fp8", "nf4"] = Field(
+    quantization: Quantization = Field(
         "none",
         description="Format of the frozen linear layers in the blocks: a half (int8, fp8) or a quarter (nf4) of the "
         "memory of bf16, for a slower step and less exact weights.",

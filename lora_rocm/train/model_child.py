@@ -69,6 +69,7 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
     model = family.load(dtype, torch.device("cpu"))
     attach_file(family, model, lora, job["strength"], lambda text: emit(NoticeEvent(text=text)))
     _send(model, device, settings)
+    family.fuse(model, triton=False)  # in float16 some families are only right as they are trained
     # Draw and save
     requests = [
         PreviewRequest(

@@ -19,7 +19,7 @@ from lora_rocm.base_models.safetensors_file import READERS, read_hashed
 from lora_rocm.base_models.stored_weights import ComponentTensors
 from lora_rocm.families.sdxl.family import Sdxl
 from lora_rocm.kernels.quantised import ScaledRows, quantised
-from lora_rocm.kernels.weight_format import DENSE, PackedLinear, WeightFormat, is_packed, pack
+from lora_rocm.kernels.weight_format import DENSE, PackedLinear, WeightFormat, dense_weight, is_packed, pack
 from lora_rocm.model_files.header import read_header
 from tests.tiny_models import tiny_recipe
 
@@ -82,6 +82,19 @@ def test_equals_what_is_packed_after_loading(file: Path, fused: Path, name: str)
     expected = packed_afterwards(name)
     assert_equal(loaded(file, quantised(name, "")), expected)
     assert_equal(loaded(fused, quantised(name, ""), split), expected)
+
+
+def test_plain_fp8_is_not_rounded_again(tmp_path: Path) -> None:
+    """A plain cast has no scales. Scales of rows would change what it has (the control)."""
+    state = {key: tensor.to(torch.float8_e4m3fn) for key, tensor in stack().state_dict().items()}
+    save_file(state, tmp_path / "w.safetensors")
+    layers = [loaded(tmp_path / "w.safetensors", quantised("fp8", "")).get_submodule(f"{n}") for n in range(2)]
+    for number, layer in enumerate(layers):
+        wanted = state[f"{number}.weight"].float()
+        assert is_packed(layer) and torch.equal(dense_weight(layer), wanted)
+        again = nn.Linear(WIDTH, WIDTH, bias=False)
+        again.weight = nn.Parameter(wanted)
+        assert not torch.equal(dense_weight(quantised("fp8", "").packed(again)), wanted)
 
 
 @pytest.mark.parametrize("name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "fp8")), "nf4"])

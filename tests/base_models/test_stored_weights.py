@@ -86,7 +86,7 @@ def nf4(tensors: State, nested: bool = True) -> None:
             layer.weight = nn.Parameter(tensors[name], requires_grad=False)
             packed, blocks = quantised("nf4", "").packed(layer), tensors[name].numel() // 64
             state: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "dtype": "float16", "shape": [rows, width]}
-            tensors[name] = packed.weight.data.view(-1, 1)
+            tensors[name] = packed.weight.data.view(torch.uint8).view(-1, 1)
             tensors[f"{name}.quant_map"] = torch.tensor(LEVELS)
             tensors[f"{name}.absmax"] = quantised("nf4", "").magnitudes(packed)[:blocks]  # type: ignore[attr-defined]
             if nested:
@@ -177,7 +177,7 @@ def test_rows_of_a_split_weight_keep_their_codes_and_scales(tmp_path: Path) -> N
     exact = codes.float() * scale[:, None]
     first, second = loaded(tmp_path / "x.safetensors", quantised("fp8", "")).children()
     assert torch.equal(dense_weight(first), exact[:64])
-    assert torch.equal(first.weight.flatten(), codes[:64].view(torch.uint8).flatten())
+    assert torch.equal(first.weight.flatten(), codes[:64].view(torch.int8).flatten())
     off = dense_weight(second) - exact[64:].T
     assert 0 < off.norm() / exact[64:].norm() < 0.03
     for layer, wanted in zip(loaded(tmp_path / "x.safetensors", quantised("none", "")), exact.split(64), strict=True):
@@ -195,7 +195,7 @@ def test_a_folder_of_bitsandbytes(checkpoint: tuple[Path, Path], tiny_sdxl: Path
     unet = Sdxl(tiny_recipe(folder, model={"quantization": "nf4"})).load(torch.float32, CPU).components["unet"]
     layer = unet.get_submodule(PATH)
     assert isinstance(layer, PackedLinear)
-    assert torch.equal(layer.weight.flatten(), tensors[f"{UNET}{PATH}.weight"].flatten())
+    assert torch.equal(layer.weight.flatten(), tensors[f"{UNET}{PATH}.weight"].view(torch.int8).flatten())
 
 
 def turned(tensors: State) -> None:

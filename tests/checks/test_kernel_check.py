@@ -164,6 +164,16 @@ def test_it_is_said_where_they_are_not_used(monkeypatch: pytest.MonkeyPatch) -> 
     assert not trusted(CPU, torch.bfloat16, said.append) and said == []
 
 
+def test_kernels_with_a_float32_stream_are_proven_for_float16_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    proven: list[list[str]] = []
+    monkeypatch.setattr(kernel_check, "first_wrong_of", lambda checks: proven.append([each.name for each in checks]))
+    for dtype in TOLERANCE:
+        first_wrong(CPU, dtype)
+    told = [sum("gated sum in float32" in name for name in names) for names in proven]
+    assert told == [len(kernel_check.IN_FP16) if dtype is torch.float16 else 0 for dtype in TOLERANCE]
+    assert all(len(names) - more == len(kernel_check.CASES) for names, more in zip(proven, told, strict=True))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_a_sound_gpu_passes(dtype: torch.dtype) -> None:

@@ -19,6 +19,7 @@ from lora_rocm.planning.step_cost import MODES, Block, Footprint, Job, Mode, Mom
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
 from tests.families.toy_families import TOYS
+from tests.hardware.situations import situation
 
 GIB = 2**30
 
@@ -75,7 +76,8 @@ def write(tmp_path: Path) -> Any:
 @pytest.fixture
 def child(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The heavy child's answer, to be changed; "asked" gets the job."""
-    answer: dict[str, Any] = {"footprint": net().to_json(), "precision": "bf16", "model_is_here": True, "gpu": None}
+    answer: dict[str, Any] = {"footprint": net().to_json(), "precision": "bf16", "model_is_here": True}
+    answer |= {"gpu": None, "encoders": []}
 
     def run_for_json(module: str, arguments: list[str], env: dict[str, str]) -> dict[str, Any]:
         asked = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
@@ -98,6 +100,45 @@ def test_the_rounding_of_a_quantised_base_is_named(write: Any, child: Any, capsy
     for name, said in (("none", False), ("nf4", True)):
         assert command.plan(write(), (f"model.quantization={name}",), card="80GB", as_json=False) == 0
         assert ("nf4 rounds the frozen weights: 9.3 %" in capsys.readouterr().out) == said
+
+
+@pytest.mark.parametrize(
+    ("machine", "family", "precision", "said"),
+    [
+        (
+            "linux-rx6800xt",
+            "sdxl",
+            "fp16",
+            "auto is fp16 (gfx1030 computes bf16 slowly; SDXL: its activations fit fp16)",
+        ),
+        ("linux-rx6800xt", "flux", "fp16", "FLUX.1: products in fp16, the residual stream between them in float32"),
+        ("linux-rx6800xt", "anima", "fp16", "Anima: products in fp16, the residual stream between them in float32"),
+        ("linux-rx6800xt", "z-image", "bf16", "auto is bf16 (gfx1030 computes bf16 slowly; Z-Image: factors of its"),
+        ("linux-rx7900xtx", "flux", "bf16", "auto is bf16\nbf16 changes the gradients by about 1.8 %"),
+    ],
+)
+def test_the_number_format_is_told_with_its_reason_and_its_rounding(
+    write: Any, child: Any, capsys: Any, monkeypatch: Any, machine: str, family: str, precision: str, said: str
+) -> None:
+    monkeypatch.setattr(command, "situation_here", lambda recipe: situation(machine))
+    child["precision"] = precision
+    assert command.plan(write(model={"family": family}), (), card=None, as_json=False) == 0
+    output = capsys.readouterr().out
+    assert said in output and f"{precision} changes the gradients by about" in output
+    assert command.plan(write(model={"family": family}), (), card="80GB", as_json=False) == 0
+    assert "gfx" not in capsys.readouterr().out, "that of another card"
+
+
+def test_a_quantised_text_encoder_is_named_with_its_memory(write: Any, child: Any, capsys: Any) -> None:
+    assert command.plan(write(), (), card="80GB", as_json=False) == 0
+    assert "while captions" not in capsys.readouterr().out
+    sizes = {"weight_bytes": 5 * GIB, "dense_bytes": 9 * GIB}
+    child["encoders"] = [{"component": "text_encoder_2", "format": "int8", **sizes}]
+    assert command.plan(write(), (), card="80GB", as_json=False) == 0
+    said = (
+        "text_encoder_2 takes 5.0 GiB while captions are encoded (9.0 GiB dense); int8 rounds the frozen weights: 0.8 %"
+    )
+    assert said in capsys.readouterr().out
 
 
 def gpu(budget_gib: float, **changes: Any) -> dict[str, Any]:

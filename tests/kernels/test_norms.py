@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from lora_rocm.kernels.norms import Branch, RowNorm, add_branch, add_norm, rms_normal
+from lora_rocm.kernels.norms import Branch, RowNorm, add_branch, add_norm, residual_stream, rms_normal
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +59,25 @@ def test_a_sum_is_normalised_and_modulated_for_each_sample(centred: bool) -> Non
         return total + normal
 
     assert same(found, wanted, x, y, weight, bias)
+
+
+def test_a_float32_stream_takes_float16_branches_and_gives_float16_normals() -> None:
+    """The sum is exact beyond the range of float16, where the same in float16 is infinite (the control)."""
+    x, y, gate = (torch.full(shape, 3e4, dtype=torch.float16) for shape in ((1, 2, 4), (1, 2, 4), (1, 4)))
+    gate.fill_(8)
+    y[..., 0] = 1
+    norm = RowNorm(torch.ones_like(gate), torch.zeros_like(gate), 1e-6, centred=True)
+    stream = residual_stream(x).requires_grad_()
+    y.requires_grad_()
+    total, normal = add_norm(stream, Branch(y, gate), norm, "eager")
+    assert total.dtype == torch.float32 and normal.dtype == torch.float16
+    assert torch.equal(total, x.float() + 8 * y.float()) and total.max() > 2e5
+    torch.testing.assert_close(normal.float(), rms(total - total.mean(-1, keepdim=True), 1e-6), rtol=1e-3, atol=0)
+    (total.sum() + normal.sum()).backward()
+    assert stream.grad is not None and stream.grad.dtype == torch.float32
+    assert y.grad is not None and y.grad.dtype == torch.float16
+    assert not add_norm(x, Branch(y, gate), norm, "eager")[0].isfinite().all()
+    assert residual_stream(x.bfloat16()).dtype == torch.bfloat16
 
 
 def test_an_rms_norm_keeps_only_its_input() -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from lora_rocm.checks.kernel_check import FINGERPRINTS, SMALL, first_wrong
+from lora_rocm.checks.kernel_check import FINGERPRINTS, IN_FP16, SMALL, first_wrong
 from lora_rocm.kernels.gated import gated
 from lora_rocm.kernels.norms import add_layer_norm, group_norm, residual
 
@@ -67,7 +67,8 @@ def main() -> None:
     wrong = first_wrong(DEVICE, torch.float32, [FINGERPRINTS])
     assert wrong is None, wrong
     for dtype in () if FEW else (torch.float32, torch.float16, torch.bfloat16):
-        assert first_wrong(DEVICE, dtype, SMALL) is None, first_wrong(DEVICE, dtype, SMALL)
+        wrong = first_wrong(DEVICE, dtype, (*SMALL, *IN_FP16[:1]))
+        assert wrong is None, wrong
     sys.stdout.write(json.dumps(off) + "\n")
 
 

@@ -14,6 +14,7 @@ from tests.machine_code.errors import LdsRaceError, LdsUnwrittenError, Misaligne
 
 Array = npt.NDArray[Any]
 Words = npt.NDArray[np.uint32]
+Halves = npt.NDArray[np.uint16]
 Numbers = npt.NDArray[np.int64]
 
 FIRST_ADDRESS = 0x7E00_0000_0000
@@ -94,31 +95,31 @@ class Buffers:
 
 
 class Lds:
-    """The LDS of all workgroups, in words, and who touched them since the last barrier."""
+    """The LDS of all workgroups, in halves of words, and who touched them since the last barrier."""
 
     def __init__(self, groups: int, size: int) -> None:
-        words = -(-size // 4)
+        halves = -(-size // 4) * 2
         self._size = size
-        self._words = np.zeros((groups, words), np.uint32)
-        self._written = np.zeros((groups, words), np.bool_)
-        self._writer = np.full((groups, words), NOBODY, np.int32)
-        self._reader = np.full((groups, words), NOBODY, np.int32)
+        self._halves = np.zeros((groups, halves), np.uint16)
+        self._written = np.zeros((groups, halves), np.bool_)
+        self._writer = np.full((groups, halves), NOBODY, np.int32)
+        self._reader = np.full((groups, halves), NOBODY, np.int32)
 
     def barrier(self, groups: Numbers) -> None:
         """Forget who touched the LDS of some workgroups."""
         self._writer[groups] = NOBODY
         self._reader[groups] = NOBODY
 
-    def load(self, groups: Numbers, waves: Numbers, addresses: Numbers, size: int) -> Words:
-        """[threads, words].
+    def load(self, groups: Numbers, waves: Numbers, addresses: Numbers, size: int) -> Halves:
+        """[threads, halves].
 
         Raises:
             OutOfBoundsError: an address beyond the workgroup's LDS.
             MisalignedError: an address that is no multiple of the size.
-            LdsUnwrittenError: a word that was never written.
-            LdsRaceError: a word that another wave wrote since the last barrier.
+            LdsUnwrittenError: a half that was never written.
+            LdsRaceError: a half that another wave wrote since the last barrier.
         """
-        at = self._words_at(groups, addresses, size)
+        at = self._halves_at(groups, addresses, size)
         wave = np.broadcast_to(waves[:, None], at[1].shape)
         if not self._written[at].all():
             raise LdsUnwrittenError(
@@ -131,35 +132,35 @@ class Lds:
         self._reader[at] = np.where((reader == NOBODY) | (reader == wave), wave, SEVERAL)
         alone = self._reader[at] == wave
         self._reader[at[0][~alone], at[1][~alone]] = SEVERAL
-        return self._words[at]
+        return self._halves[at]
 
-    def store(self, groups: Numbers, waves: Numbers, addresses: Numbers, words: Words) -> None:
-        """As ``load``. Several waves may write equal words. Of the threads of a wave the last one wins.
+    def store(self, groups: Numbers, waves: Numbers, addresses: Numbers, halves: Halves) -> None:
+        """As ``load``. Several waves may write equal halves. Of the threads of a wave the last one wins.
 
         Raises:
-            LdsRaceError: a word that another wave read, or wrote otherwise, since the last barrier.
+            LdsRaceError: a half that another wave read, or wrote otherwise, since the last barrier.
         """
         places = (groups * self._size + addresses) * MOST_WAVES + waves
         last = len(places) - 1 - np.unique(places[::-1], return_index=True)[1]
-        groups, waves, addresses, words = groups[last], waves[last], addresses[last], words[last]
-        at = self._words_at(groups, addresses, 4 * words.shape[1])
+        groups, waves, addresses, halves = groups[last], waves[last], addresses[last], halves[last]
+        at = self._halves_at(groups, addresses, 2 * halves.shape[1])
         wave = np.broadcast_to(waves[:, None], at[1].shape)
         writer, reader = self._writer[at], self._reader[at]
         of_others = (writer != NOBODY) & (writer != wave)
-        if (of_others & (self._words[at] != words)).any():
+        if (of_others & (self._halves[at] != halves)).any():
             raise LdsRaceError("LDS is written that another wave wrote, without a barrier between")
         if ((reader != NOBODY) & (reader != wave)).any():
             raise LdsRaceError("LDS is written that another wave read, without a barrier between")
-        self._words[at], self._writer[at], self._written[at] = words, wave, True
+        self._halves[at], self._writer[at], self._written[at] = halves, wave, True
         alone = (self._writer[at] == wave) & ~of_others
-        if (self._words[at] != words).any():
-            raise LdsRaceError("two waves write different words to the same place of LDS at once")
+        if (self._halves[at] != halves).any():
+            raise LdsRaceError("two waves write different numbers to the same place of LDS at once")
         self._writer[at[0][~alone], at[1][~alone]] = SEVERAL
 
-    def _words_at(self, groups: Numbers, addresses: Numbers, size: int) -> tuple[Numbers, Numbers]:
+    def _halves_at(self, groups: Numbers, addresses: Numbers, size: int) -> tuple[Numbers, Numbers]:
         if addresses.size and (addresses.min() < 0 or addresses.max() + size > self._size):
             raise OutOfBoundsError(f"byte {int(addresses.max())} of LDS: the workgroup has {self._size}")
         if (addresses % size).any():
             raise MisalignedError(f"{size} bytes of LDS at an address that is no multiple of {size}")
-        index = addresses[:, None] // 4 + np.arange(size // 4)
+        index = addresses[:, None] // 2 + np.arange(size // 2)
         return np.broadcast_to(groups[:, None], index.shape), index

@@ -162,8 +162,8 @@ def lds(stores: bool, size: int, accesses: int, unit: int) -> Builder:
         offsets = [_offset(instruction, key) * unit for key in keys]
         if stores:
             address = read_words(instruction, instruction.operands[0])
-            data = [_words(instruction, text, size // 4) for text in instruction.operands[1:]]
-            return _checked(lambda waves: _lds_store(waves, address, offsets, data))
+            data = [_words(instruction, text, max(size // 4, 1)) for text in instruction.operands[1:]]
+            return _checked(lambda waves: _lds_store(waves, address, offsets, data, size))
         address = read_words(instruction, instruction.operands[1])
         first = vector_register(instruction, instruction.operands[0])
         return _checked(lambda waves: _lds_load(waves, address, offsets, size, first))
@@ -187,14 +187,19 @@ def _threads(waves: Waves, address: Reader, offset: int) -> tuple[Numbers, Numbe
     return waves.group[which], waves.wave[which], at[waves.on]
 
 
-def _lds_store(waves: Waves, address: Reader, offsets: list[int], data: list[Callable[[Waves], Words]]) -> None:
+def _lds_store(
+    waves: Waves, address: Reader, offsets: list[int], data: list[Callable[[Waves], Words]], size: int
+) -> None:
     for offset, words in zip(offsets, data, strict=True):
-        waves.lds.store(*_threads(waves, address, offset), np.ascontiguousarray(words(waves)[waves.on]))
+        halves = np.ascontiguousarray(words(waves)[waves.on]).view(np.uint16)
+        waves.lds.store(*_threads(waves, address, offset), halves[:, : size // 2])  # of a narrow one the low bits
 
 
 def _lds_load(waves: Waves, address: Reader, offsets: list[int], size: int, first: int) -> None:
     loaded = [waves.lds.load(*_threads(waves, address, offset), size) for offset in offsets]
-    for part, words in enumerate(np.concatenate(loaded, axis=1).T):
+    halves = np.concatenate(loaded, axis=1)
+    words_N = np.ascontiguousarray(halves).view(np.uint32) if size > 2 else halves.astype(np.uint32)
+    for part, words in enumerate(words_N.T):
         found = np.zeros((waves.count, waves.lanes), np.uint32)
         found[waves.on] = words
         waves.write_vector(first + part, found)
@@ -209,6 +214,7 @@ def _table() -> dict[str, Builder]:
         found |= {f"{space}_load_{name}": device_memory(space, False, width) for name, width in loads.items()}
         stored = {**wide, "b16": Width(2), "b8": Width(1)}
         found |= {f"{space}_store_{name}": device_memory(space, True, width) for name, width in stored.items()}
+    found |= {"ds_load_u16": lds(False, 2, 1, 1), "ds_store_b16": lds(True, 2, 1, 1)}
     for stores, verb in ((False, "load"), (True, "store")):
         for name, width in wide.items():
             found[f"ds_{verb}_{name}"] = lds(stores, width.size, 1, 1)

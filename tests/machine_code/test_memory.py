@@ -120,6 +120,19 @@ def test_lds_of_several_words() -> None:
     assert state.vector[8:12, 0, 3].tolist() == [703, 3, 703, 3]
 
 
+def test_lds_of_halves_of_words() -> None:
+    code = """v_lshlrev_b32 v4, 1, v5
+        ds_write_b16 v4, v6
+        ds_read_u16 v8, v4
+        v_and_b32 v4, -4, v4
+        ds_read_b32 v9, v4"""
+    state = run("gfx1030", code, {5: LANE, 6: LANE + 0x50700}, lds=16, on=LANE < 8)
+    assert state.vector[8, 0, :4].tolist() == [0x700, 0x701, 0x702, 0x703]
+    assert state.vector[9, 0, :4].tolist() == [0x7010700, 0x7010700, 0x7030702, 0x7030702]
+    with pytest.raises(MisalignedError):
+        run("gfx1030", "ds_write_b16 v5, v6", {5: LANE, 6: LANE}, lds=16, on=LANE < 8)
+
+
 @pytest.mark.parametrize(
     ("code", "error"),
     [

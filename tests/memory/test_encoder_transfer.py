@@ -11,6 +11,9 @@ from transformers import CLIPTextConfig, CLIPTextModel, Qwen3Config, Qwen3Model,
 
 from lora_rocm.device import transfer
 from lora_rocm.device.transfer import DeviceTransfer
+from lora_rocm.families.transformer.language_model import LAYERS as LAYER_PATHS
+from lora_rocm.kernels.quantised import quantised
+from lora_rocm.kernels.weight_format import is_packed, pack
 from lora_rocm.memory import encoder_transfer as module
 from lora_rocm.memory import offload
 from lora_rocm.memory.encoder_transfer import ENCODING_BYTES, EncoderTransfer, repeated_layers
@@ -59,14 +62,17 @@ def streaming(device: torch.device = CPU, said: list[str] | None = None) -> Enco
     return EncoderTransfer(device, device.type == "cuda", 0, NOBODY if said is None else listening(said))
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_streamed_encoder_gives_the_same_bits(name: str) -> None:
-    wanted, said = states(made(MODELS[name])), list[str]()
-    model, door = made(MODELS[name]), streaming(said=said)
+@pytest.mark.parametrize(("name", "stored"), [*((name, "none") for name in MODELS), ("T5", "nf4"), ("Qwen3", "int8")])
+def test_a_streamed_encoder_gives_the_same_bits(name: str, stored: str) -> None:
+    model, said = made(MODELS[name]), list[str]()
+    pack(model, quantised(stored, LAYER_PATHS))
+    wanted, door = states(model), streaming(said=said)
     door.send_parameters(model, "text_encoder")
     assert all(torch.equal(one, other) for one, other in zip(states(model), wanted, strict=True))
     assert door.changed() == [] and door.streaming() is None
     assert len(said) == 1 and f"{LAYERS} layers" in said[0] and "text_encoder" in said[0] and "has 0 B free" in said[0]
+    packed = [each for each in model.modules() if is_packed(each)]
+    assert len(packed) == (0 if stored == "none" else 7 * LAYERS)
     names = [path for path, _ in model.named_parameters()]
     layers = [path for path in names if any(part.isdigit() for part in path.split("."))]
     assert 0 < len(layers) < len(names)

@@ -225,6 +225,12 @@ def test_shown_is_short_and_printable() -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "where", "fix"),
     [
+        (
+            "sdxl",
+            {"model": {"text_encoder_quantization": "nf4"}},
+            "model.text_encoder_quantization",
+            "model.text_encoder_quantization is a key of model.family: z-image or flux or anima.",
+        ),
         ("toy-text", {"model": {"vae": "x"}}, "model.vae", "model.vae is a key of model.family: "),
         (
             "toy-text",

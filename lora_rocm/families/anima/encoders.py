@@ -22,6 +22,7 @@ from lora_rocm.families.base import Encode, Inputs, Tensors
 from lora_rocm.families.tokenizers import digest, tokenizer_identity
 from lora_rocm.families.transformer.language_model import load_tokenizer
 from lora_rocm.families.vae import CPU
+from lora_rocm.kernels.weight_format import DENSE, WeightFormat
 
 ENCODING_VERSION = 1  # increase it if the same weights would give other tensors
 STATES = "prompt_embeds"
@@ -30,34 +31,32 @@ TOKENIZERS = ("tokenizer", "t5_tokenizer")
 
 
 class TextEncoder:
-    """Encodes captions as ``AnimaTextEncoderStep`` and ``AnimaTextConditioningStep``, one at a time."""
+    """Encodes captions as ``AnimaTextEncoderStep`` and ``AnimaTextConditioningStep``, one at a time.
+
+    Args:
+        source: the base.
+        weights: storage format of the layers of Qwen3.
+    """
 
     entry = EntrySpec("text", (CAPTION,), {STATES: TensorSpec("bfloat16", "SD")})
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
+    def __init__(self, source: Source, weights: WeightFormat) -> None:
+        self._source, self._weights = source, weights
 
     @cached_property
     def fingerprint(self) -> str:
         weights = [self._source.fingerprint(name) for name in ("text_encoder", "text_conditioner")]
-        return f"anima-text{ENCODING_VERSION}-{digest([*weights, tokenizer_identity(self._source, TOKENIZERS)])}"
+        parts = [*weights, tokenizer_identity(self._source, TOKENIZERS), self._weights.name]
+        return f"anima-text{ENCODING_VERSION}-{digest(parts)}"
 
     def in_tiles(self) -> None:
         return None
 
-    def tokenizers(self) -> list[Any]:
-        """Those of Qwen3 and T5.
-
-        Raises:
-            ModelError: one is missing or cannot be read.
-        """
-        return [load_tokenizer(self._source.tokenizer_path(name)) for name in TOKENIZERS]
-
     def load(self, door: DeviceTransfer) -> Encode:
-        tokenizers = self.tokenizers()
+        tokenizers = load_tokenizers(self._source)
         parts: list[Any] = []
-        for name in ("text_encoder", "text_conditioner"):
-            parts.append(self._source.load(name, torch.bfloat16, CPU))
+        for name, weights in (("text_encoder", self._weights), ("text_conditioner", DENSE)):
+            parts.append(self._source.load(name, torch.bfloat16, CPU, weights))
             door.send_parameters(parts[-1], name)
         encoder, conditioner = parts
 
@@ -75,6 +74,15 @@ class TextEncoder:
             return door.receive({STATES: conditioner(states_BSD, t5_ids_BS)[0]})
 
         return encode
+
+
+def load_tokenizers(source: Source) -> list[Any]:
+    """Those of Qwen3 and T5.
+
+    Raises:
+        ModelError: one is missing or cannot be read.
+    """
+    return [load_tokenizer(source.tokenizer_path(name)) for name in TOKENIZERS]
 
 
 def _ids(tokenizer: Any, caption: str) -> Tensor:

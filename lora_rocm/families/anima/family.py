@@ -18,7 +18,7 @@ from lora_rocm.base_models import conversion
 from lora_rocm.base_models.loading import Layout, Part, Source
 from lora_rocm.dataset.caption_length import TokenLimit
 from lora_rocm.families.anima import names
-from lora_rocm.families.anima.encoders import MAX_TOKENS, STATES, TextEncoder
+from lora_rocm.families.anima.encoders import MAX_TOKENS, STATES, TextEncoder, load_tokenizers
 from lora_rocm.families.anima.vae import ImageVae, vae_of_original
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors
 from lora_rocm.families.transformer.family import TransformerFamily
@@ -75,10 +75,10 @@ class Anima(TransformerFamily):
     }
 
     def encoders(self) -> Sequence[Encoder]:
-        return [VaeEncoder(self.source), TextEncoder(self.source)]
+        return [VaeEncoder(self.source), TextEncoder(self.source, self.weight_format(self.language_model))]
 
     def token_limits(self) -> Sequence[TokenLimit]:
-        found = TextEncoder(self.source).tokenizers()
+        found = load_tokenizers(self.source)
         return [TokenLimit(tokenizer.backend_tokenizer.to_str(), MAX_TOKENS) for tokenizer in found]
 
     def text_example(self, rows: int) -> Tensors:

@@ -33,7 +33,7 @@ SPEC = FamilySpec(
     component="transformer",
     shapes=image_shapes(multiple=16, per_token=16),
     guidance=4.0,
-    takes_fp16=False,
+    fp16="products",
     metadata=FileMetadata(
         base_version="anima",
         architecture="anima/lora",

@@ -21,6 +21,7 @@ from lora_rocm.families.base import Encode, Inputs, Tensors
 from lora_rocm.families.tokenizers import digest, tokenizer_identity
 from lora_rocm.families.transformer import language_model
 from lora_rocm.families.vae import CPU
+from lora_rocm.kernels.weight_format import WeightFormat
 
 ENCODING_VERSION = 1  # increase it if the same weights would give other tensors
 POOLED, STATES = "pooled_embeds", "prompt_embeds"
@@ -65,17 +66,23 @@ def t5_part(tokens: int) -> TextPart:
 
 
 class TextEncoder:
-    """Encodes captions with one text encoder, its part of ``FluxPipeline.encode_prompt``."""
+    """Encodes captions with one text encoder, its part of ``FluxPipeline.encode_prompt``.
 
-    def __init__(self, source: Source, part: TextPart) -> None:
-        self._source, self._part = source, part
+    Args:
+        source: the base.
+        part: the text encoder.
+        weights: storage format of its layers.
+    """
+
+    def __init__(self, source: Source, part: TextPart, weights: WeightFormat) -> None:
+        self._source, self._part, self._weights = source, part, weights
         dtype = str(part.dtype).removeprefix("torch.")
         self.entry = EntrySpec(part.component, (CAPTION,), {part.output: TensorSpec(dtype, part.dims)})
 
     @cached_property
     def fingerprint(self) -> str:
         weights, tokenizer = self._source.fingerprint(self._part.component), (self._part.tokenizer,)
-        parts = [weights, tokenizer_identity(self._source, tokenizer), str(self._part.tokens)]
+        parts = [weights, tokenizer_identity(self._source, tokenizer), str(self._part.tokens), self._weights.name]
         return f"flux-text{ENCODING_VERSION}-{digest(parts)}"
 
     def in_tiles(self) -> None:
@@ -93,7 +100,7 @@ class TextEncoder:
 
     def load(self, door: DeviceTransfer) -> Encode:
         tokenizer, part = self.tokenizer(), self._part
-        encoder = self._source.load(part.component, part.dtype, CPU)
+        encoder = self._source.load(part.component, part.dtype, CPU, self._weights)
         door.send_parameters(encoder, part.component)
 
         @torch.no_grad()

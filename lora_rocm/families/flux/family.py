@@ -22,7 +22,7 @@ from lora_rocm.errors import ModelError
 from lora_rocm.families import clip
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors
 from lora_rocm.families.flux import names
-from lora_rocm.families.flux.encoders import POOLED, STATES, TextEncoder, clip_part, t5_part
+from lora_rocm.families.flux.encoders import POOLED, STATES, TextEncoder, TextPart, clip_part, t5_part
 from lora_rocm.families.flux.spec import FluxSection
 from lora_rocm.families.objectives.base import CONTROL_LATENTS, Prediction
 from lora_rocm.families.transformer.family import TransformerFamily
@@ -67,6 +67,7 @@ class Flux(TransformerFamily):
     fuse_blocks = staticmethod(fuse)
     block_lists = ("transformer_blocks", "single_transformer_blocks")
     packed_layers = f"^{BLOCK}"
+    language_model = "text_encoder_2"
     told_guidance = True
     targets = {
         "attention": f"{BLOCK}{ATTENTION}",
@@ -83,12 +84,14 @@ class Flux(TransformerFamily):
         self.layout = LAYOUT_SCHNELL if self._is_schnell else LAYOUT
 
     def encoders(self) -> Sequence[Encoder]:
-        texts = (clip_part(), t5_part(self._tokens))
-        return [VaeEncoder(self.source), *(TextEncoder(self.source, part) for part in texts)]
+        return [VaeEncoder(self.source), self._text_encoder(clip_part()), self._text_encoder(t5_part(self._tokens))]
+
+    def _text_encoder(self, part: TextPart) -> TextEncoder:
+        return TextEncoder(self.source, part, self.weight_format(part.component))
 
     def token_limits(self) -> Sequence[TokenLimit]:
         """That of T5: what CLIP's pooled embedding lacks of a long caption is in T5's states."""
-        return [clip.token_limit(TextEncoder(self.source, t5_part(self._tokens)).tokenizer())]
+        return [clip.token_limit(self._text_encoder(t5_part(self._tokens)).tokenizer())]
 
     def text_example(self, rows: int) -> Tensors:
         config = self.source.config("transformer")

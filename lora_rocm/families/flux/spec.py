@@ -46,6 +46,7 @@ SPEC = FamilySpec(
     component="transformer",
     shapes=image_shapes(multiple=16, per_token=16),
     guidance=3.5,
+    fp16="products",
     unread=frozenset({"sample.negative_prompt"}),
     metadata=FileMetadata(
         base_version="flux1",

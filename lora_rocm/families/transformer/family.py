@@ -20,9 +20,13 @@ from lora_rocm.families.latent_family import LatentFamily
 from lora_rocm.families.objectives.base import Prediction
 from lora_rocm.families.objectives.flow import FlowObjective
 from lora_rocm.families.recompute import Recomputing
+from lora_rocm.families.spec import TransformerSection
 from lora_rocm.families.transformer import detect
+from lora_rocm.families.transformer.language_model import LAYERS
 from lora_rocm.families.transformer.sampling import sample_images
 from lora_rocm.kernels.backend import Form, form_for
+from lora_rocm.kernels.quantised import quantised
+from lora_rocm.kernels.weight_format import WeightFormat
 from lora_rocm.recipe.sections import FlowSection
 
 if TYPE_CHECKING:
@@ -39,6 +43,7 @@ class TransformerFamily(LatentFamily):
         targets: preset -> regular expression of module names, as ``ModelFamily.lora_targets``.
         patch: side of the square of latents that is one token.
         fuse_blocks: replaces the blocks by fused ones (see ``families.transformer_blocks``).
+        language_model: the text encoder that ``model.text_encoder_quantization`` packs.
         told_guidance: whether ``velocity`` is told the guidance of a preview, which needs no negative prompt then.
     """
 
@@ -51,6 +56,7 @@ class TransformerFamily(LatentFamily):
     targets: Mapping[str, str]
     patch: int = 2
     fuse_blocks: Callable[[nn.Module, Form], None]
+    language_model: str = "text_encoder"
     told_guidance: bool = False
 
     @abstractmethod
@@ -67,6 +73,12 @@ class TransformerFamily(LatentFamily):
     @property
     def lora_targets(self) -> Mapping[str, Mapping[str, str]]:
         return {preset: {self.component: pattern} for preset, pattern in self.targets.items()}
+
+    def weight_format(self, component: str) -> WeightFormat:
+        if component != self.language_model:
+            return super().weight_format(component)
+        assert isinstance(self.recipe.model, TransformerSection), "as the family's spec says"
+        return quantised(self.recipe.model.text_encoder_quantization, LAYERS)
 
     def export_key(self, component: str, module: str) -> str:
         """The component's prefix and the module's name in diffusers."""

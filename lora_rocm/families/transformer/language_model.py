@@ -17,8 +17,10 @@ from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.families.base import Encode, Inputs, Tensors
 from lora_rocm.families.tokenizers import Explained, digest, tokenizer_identity
 from lora_rocm.families.vae import CPU
+from lora_rocm.kernels.weight_format import WeightFormat
 
 ENCODING_VERSION = 1  # increase it if the same weights would give other tensors
+LAYERS = r"(^|\.)(block|layers)\.\d+\."  # of T5 and Qwen3
 STATES, REAL, OWN = "prompt_embeds", "prompt_real", "prompt_mask"
 
 
@@ -33,6 +35,7 @@ class LanguageModelEncoder:
         max_tokens: the tokens after this many are cut off.
         skipped: layers at the end whose states are not wanted; they and the final norm are not computed.
         multiple: see above.
+        weights: storage format of the encoder's layers.
     """
 
     entry = EntrySpec(
@@ -45,16 +48,18 @@ class LanguageModelEncoder:
         },
     )
 
-    def __init__(self, source: Source, template: str, max_tokens: int, skipped: int, multiple: int) -> None:
+    def __init__(
+        self, source: Source, template: str, max_tokens: int, skipped: int, multiple: int, weights: WeightFormat
+    ) -> None:
         self._source, self._template, self._max_tokens = source, template, max_tokens
-        self._skipped, self._multiple = skipped, multiple
+        self._skipped, self._multiple, self._weights = skipped, multiple, weights
 
     @cached_property
     def fingerprint(self) -> str:
         parts = [
             self._source.fingerprint("text_encoder"),
             tokenizer_identity(self._source, ("tokenizer",)),
-            f"{self._template} {self._max_tokens} {self._skipped} {self._multiple}",
+            f"{self._template} {self._max_tokens} {self._skipped} {self._multiple} {self._weights.name}",
         ]
         return f"language-model{ENCODING_VERSION}-{digest(parts)}"
 
@@ -63,7 +68,7 @@ class LanguageModelEncoder:
 
     def load(self, door: DeviceTransfer) -> Encode:
         tokenizer = load_tokenizer(self._source.tokenizer_path("tokenizer"))
-        encoder: Any = self._source.load("text_encoder", torch.bfloat16, CPU)
+        encoder: Any = self._source.load("text_encoder", torch.bfloat16, CPU, self._weights)
         encoder.layers, encoder.norm = encoder.layers[: len(encoder.layers) - self._skipped], nn.Identity()
         door.send_parameters(encoder, "text_encoder")
 

@@ -1,5 +1,7 @@
 """The blocks of Cosmos-Predict2, which Anima has: modulated LayerNorms and gated branches, text by cross-attention.
 
+In float16 the residual stream is float32 from the first block to the last norm.
+
 Dimensions: B batch, S tokens, D width.
 """
 
@@ -8,18 +10,23 @@ from __future__ import annotations
 from typing import Any
 
 from diffusers.models.attention_processor import Attention
-from diffusers.models.transformers.transformer_cosmos import CosmosAttnProcessor2_0, CosmosTransformerBlock
+from diffusers.models.transformers.transformer_cosmos import (
+    CosmosAdaLayerNorm,
+    CosmosAttnProcessor2_0,
+    CosmosTransformerBlock,
+)
 from torch import Tensor, nn
 
 from lora_rocm.families.transformer_blocks.attention import TurnedAttention, fuse_blocks
 from lora_rocm.kernels.backend import Form
-from lora_rocm.kernels.norms import Branch, RowNorm, add_branch, add_norm
+from lora_rocm.kernels.norms import Branch, RowNorm, add_branch, add_norm, residual_stream
 from lora_rocm.kernels.rotary import Rotation
 
 
 def fuse(transformer: nn.Module, form: Form) -> None:
     """As ``fuse_blocks``."""
-    fuse_blocks(transformer, form, {CosmosTransformerBlock: FusedBlock}, "attn1", SelfAttention)
+    classes = {CosmosTransformerBlock: FusedBlock, CosmosAdaLayerNorm: FusedFinalNorm}
+    fuse_blocks(transformer, form, classes, "attn1", SelfAttention)
 
 
 class SelfAttention(TurnedAttention):
@@ -81,12 +88,28 @@ class FusedBlock(CosmosTransformerBlock):
         (norm_1, gate_1), (norm_2, gate_2), (norm_3, gate_3) = (
             _modulated(norm, embedded_timestep, temb) for norm in (self.norm1, self.norm2, self.norm3)
         )
-        x, normal = add_norm(hidden_states, None, norm_1, self.form)
+        x, normal = add_norm(residual_stream(hidden_states), None, norm_1, self.form)
         y = self.attn1(normal, image_rotary_emb=image_rotary_emb)
         x, normal = add_norm(x, Branch(y, gate_1), norm_2, self.form)
         y = self.attn2(normal, encoder_hidden_states=encoder_hidden_states, attention_mask=attention_mask)
         x, normal = add_norm(x, Branch(y, gate_2), norm_3, self.form)
         return add_branch(x, Branch(self.ff(normal), gate_3), self.form)
+
+
+class FusedFinalNorm(CosmosAdaLayerNorm):
+    """The norm after the blocks, whose output has the dtype of its weights."""
+
+    form: Form
+
+    @staticmethod
+    def fits(module: Any) -> bool:
+        return True
+
+    def forward(self, hidden_states: Tensor, embedded_timestep: Tensor, temb: Tensor | None = None) -> Tensor:
+        rows = self.linear_2(self.linear_1(self.activation(embedded_timestep)))
+        shift, scale = (rows if temb is None else rows + temb[..., : rows.shape[-1]]).chunk(2, dim=-1)
+        norm = RowNorm(1 + scale, shift, self.norm.eps, centred=True)
+        return add_norm(hidden_states, None, norm, self.form)[1]
 
 
 def _modulated(norm: Any, time_BD: Tensor, temb_BD: Tensor | None) -> tuple[RowNorm, Tensor]:

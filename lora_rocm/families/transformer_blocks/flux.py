@@ -1,5 +1,7 @@
 """The blocks of FLUX.1: modulated LayerNorms, gated branches, text and image in streams of their own and then in one.
 
+In float16 the residual streams are float32 from the first block to the last norm.
+
 Dimensions: B batch, S tokens, D width.
 """
 
@@ -8,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from diffusers.models.normalization import AdaLayerNormContinuous
 from diffusers.models.transformers.transformer_flux import (
     FluxAttention,
     FluxAttnProcessor,
@@ -18,7 +21,7 @@ from torch import Tensor, nn
 
 from lora_rocm.families.transformer_blocks.attention import Stream, TurnedAttention, fuse_blocks
 from lora_rocm.kernels.backend import Form
-from lora_rocm.kernels.norms import Branch, RowNorm, add_branch, add_norm
+from lora_rocm.kernels.norms import Branch, RowNorm, add_branch, add_norm, residual_stream
 from lora_rocm.kernels.rotary import Rotation
 
 Turns = tuple[Tensor, Tensor]
@@ -27,6 +30,7 @@ Turns = tuple[Tensor, Tensor]
 def fuse(transformer: nn.Module, form: Form) -> None:
     """As ``fuse_blocks``."""
     classes = {FluxTransformerBlock: FusedDoubleBlock, FluxSingleTransformerBlock: FusedSingleBlock}
+    classes[AdaLayerNormContinuous] = FusedFinalNorm
     fuse_blocks(transformer, form, classes, "attn", JointAttention)
 
 
@@ -85,12 +89,12 @@ class FusedDoubleBlock(FluxTransformerBlock):
                 hidden_states, encoder_hidden_states, temb, image_rotary_emb, joint_attention_kwargs
             )
             return outputs
-        x, image = self._started(self.norm1, hidden_states, temb)
-        text_x, text = self._started(self.norm1_context, encoder_hidden_states, temb)
+        x, image = self._started(self.norm1, residual_stream(hidden_states), temb)
+        text_x, text = self._started(self.norm1_context, residual_stream(encoder_hidden_states), temb)
         y, text_y = self.attn(hidden_states=x[1], encoder_hidden_states=text_x[1], image_rotary_emb=image_rotary_emb)
         image_out = self._ended(x[0], y, image, self.norm2, self.ff)
         text_out = self._ended(text_x[0], text_y, text, self.norm2_context, self.ff_context)
-        return _in_range(text_out), image_out
+        return text_out, image_out
 
     def _started(self, norm: Any, x_BSD: Tensor, temb_BD: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
         """((tokens, tokens normed for attention), the gates and the modulation that are left)."""
@@ -128,19 +132,28 @@ class FusedSingleBlock(FluxSingleTransformerBlock):
             return outputs
         tokens = [encoder_hidden_states.shape[1], hidden_states.shape[1]]
         shift, scale, gate = self.norm.linear(self.norm.silu(temb)).chunk(3, dim=1)
-        joined = torch.cat([encoder_hidden_states, hidden_states], dim=1)
+        joined = residual_stream(torch.cat([encoder_hidden_states, hidden_states], dim=1))
         x, normal = add_norm(joined, None, _modulated(self.norm.norm, scale, shift), self.form)
         active = self.act_mlp(self.proj_mlp(normal))
         y = self.attn(hidden_states=normal, image_rotary_emb=image_rotary_emb)
         x = add_branch(x, Branch(self.proj_out(torch.cat([y, active], dim=2)), gate), self.form)
-        text, image = _in_range(x).split(tokens, dim=1)
+        text, image = x.split(tokens, dim=1)
         return text, image
+
+
+class FusedFinalNorm(AdaLayerNormContinuous):
+    """The norm after the blocks, whose output has the dtype of its weights."""
+
+    form: Form
+
+    @staticmethod
+    def fits(module: Any) -> bool:
+        return isinstance(module.norm, nn.LayerNorm) and not module.norm.elementwise_affine
+
+    def forward(self, x: Tensor, conditioning_embedding: Tensor) -> Tensor:
+        scale, shift = self.linear(self.silu(conditioning_embedding)).chunk(2, dim=1)
+        return add_norm(x, None, _modulated(self.norm, scale, shift), self.form)[1]
 
 
 def _modulated(norm: Any, scale_BD: Tensor, shift_BD: Tensor) -> RowNorm:
     return RowNorm(1 + scale_BD, shift_BD, norm.eps, centred=True)
-
-
-def _in_range(x: Tensor) -> Tensor:
-    """In float16, large numbers instead of infinity, as diffusers does."""
-    return x.clip(-65504, 65504) if x.dtype == torch.float16 else x

@@ -65,7 +65,8 @@ class ZImage(TransformerFamily):
     }
 
     def encoders(self) -> Sequence[Encoder]:
-        text = LanguageModelEncoder(self.source, TEMPLATE, MAX_TOKENS, skipped=1, multiple=CAPTION_MULTIPLE)
+        weights = self.weight_format(self.language_model)
+        text = LanguageModelEncoder(self.source, TEMPLATE, MAX_TOKENS, 1, CAPTION_MULTIPLE, weights)
         return [VaeEncoder(self.source), text]
 
     def token_limits(self) -> Sequence[TokenLimit]:

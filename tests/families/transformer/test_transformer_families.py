@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,22 +13,27 @@ import numpy as np
 import pytest
 import torch
 from diffusers.image_processor import VaeImageProcessor
-from safetensors.torch import save_file
-from torch import Tensor
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 from lora_rocm.adapters.lora_reader import components_of, read_lora
 from lora_rocm.adapters.module_names import KeyTable
 from lora_rocm.adapters.targets import targets
-from lora_rocm.dataset.entry_spec import IMAGE
+from lora_rocm.commands.plan import WEIGHT_ERROR
+from lora_rocm.dataset.entry_spec import CAPTION, IMAGE
 from lora_rocm.errors import AdapterError, ModelError
 from lora_rocm.export.comfy_reader import apply_comfy
 from lora_rocm.export.metadata import Facts
 from lora_rocm.export.writers import kohya_tensors, verify, write
 from lora_rocm.families.base import LoadedModel, PreviewRequest
 from lora_rocm.families.objectives.loss import losses
+from lora_rocm.families.transformer.language_model import STATES
 from lora_rocm.families.transformer.sampling import denoised
 from lora_rocm.families.vae import decode
+from lora_rocm.kernels.quantised import quantised
+from lora_rocm.kernels.weight_format import dense_weight, is_packed
 from lora_rocm.latent_cache.quarantine import plain_door
+from lora_rocm.memory.footprint import packed_encoders
 from tests.families.transformer import cases
 from tests.families.transformer.cases import CHANNELS, CPU, TEXTS, Anima, Case, Flux, Schnell, ZImage, adapted
 
@@ -110,6 +116,54 @@ def test_a_preview_is_that_of_the_pipeline(case: Case) -> None:
         wanted = case.sampled(request, noise, texts)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     assert family.preview(model, [request], texts.__getitem__)[0].size == (96, 64)
+
+
+def rounded(name: str, weight_OI: Tensor) -> Tensor:
+    """A weight after storage in a format, from the file's numbers in bf16."""
+    weight_OI = weight_OI.to(torch.bfloat16)
+    scale_O1 = weight_OI.float().abs().amax(1, keepdim=True) / {"int8": 127, "fp8": 448, "nf4": 1}[name]
+    scaled_OI = weight_OI.float() / scale_O1
+    if name == "int8":
+        return (scaled_OI.round() * scale_O1).to(torch.bfloat16)
+    if name == "fp8":
+        return (scaled_OI.to(torch.float8_e4m3fn).to(torch.bfloat16) * scale_O1).to(torch.bfloat16)
+    layer = nn.Linear(weight_OI.shape[1], len(weight_OI), bias=False).requires_grad_(False)
+    layer.weight.data = weight_OI
+    return dense_weight(quantised(name, "").packed(layer), torch.bfloat16)
+
+
+@of(*FAMILIES)
+@pytest.mark.parametrize("name", ["int8", "nf4", pytest.param("fp8", marks=pytest.mark.slow)])
+def test_a_packed_text_encoder_encodes_as_its_rounded_weights_do(case: Case, name: str, tmp_path: Path) -> None:
+    """The dense one encodes otherwise, by about the rounding of the format (the control): its embeddings are exact."""
+
+    def encoded(**model: Any) -> tuple[str, Tensor]:
+        encoder = case.family(model=model).encoders()[-1]
+        return encoder.fingerprint, encoder.load(plain_door(CPU))({CAPTION: "a cat"})[STATES].float()
+
+    component = case.cls.language_model
+    folder = Path(shutil.copytree(case.folder / component, tmp_path / component))
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    layers = [key for key, tensor in tensors.items() if tensor.ndim == 2 and ".weight" in key and "embed" not in key]
+    for key in layers:
+        if ("block." in key or "layers." in key) and "bias" not in key:
+            tensors[key] = rounded(name, tensors[key])
+    save_file(tensors, file)
+    packed, dense = encoded(text_encoder_quantization=name), encoded()
+    reference = encoded(**{component: str(folder)})
+    assert torch.equal(packed[1], reference[1])
+    assert 0.05 < (packed[1] - dense[1]).norm() / dense[1].norm() / WEIGHT_ERROR[name] < 4
+    assert packed[0] != dense[0], "the cache has both"
+    family = case.family(model={"text_encoder_quantization": name})
+    formats = {each: family.weight_format(each).name for each in case.layout.parts}
+    assert formats.pop(component) == name and set(formats.values()) == {"dense"}
+    (planned,) = packed_encoders(family)
+    model = family.source.load(component, torch.bfloat16, CPU, family.weight_format(component))
+    buffers = [buffer for layer in model.modules() if is_packed(layer) for buffer in layer.buffers()]
+    assert planned["component"] == component
+    assert planned["weight_bytes"] == sum(t.numel() * t.element_size() for t in [*model.parameters(), *buffers])
+    assert packed_encoders(case.family()) == []
 
 
 @of(*FAMILIES)
