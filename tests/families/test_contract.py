@@ -288,8 +288,9 @@ def test_a_form_that_cannot_be_written_is_refused_before_training(its: Its, tmp_
 
 def in_this_process(run_dir: RunDir, env: Any, on_event: Any, words: Any, say: Any) -> int:
     """``process.run_worker`` without a new Python."""
-    assert words[-1] == str(run_dir.path)
-    code: int = importlib.import_module(words[-2]).main([words[-1]])
+    module = words.index(WORKER)
+    assert words[module + 1] == str(run_dir.path)
+    code: int = importlib.import_module(WORKER).main(words[module + 1 :])
     for event in read_events(run_dir.events()):
         on_event(event)
     return code

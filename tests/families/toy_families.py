@@ -61,7 +61,10 @@ TOY_TEXT = FamilySpec(
     shapes=ShapeRules((Axis("tokens", unit="tokens", multiple=16, longest=96),)),
     samples=("text",),
     preview="text",
-    unread=frozenset(f"data.{name}" for name in OF_IMAGES) | {"sample.width", "sample.height", "sample.control_images"},
+    unread=frozenset(
+        [f"data.{name}" for name in OF_IMAGES]
+        + [f"sample.{name}" for name in ("width", "height", "control_images", "images_per_prompt")]
+    ),
 )
 TOY_VIDEO = FamilySpec(
     name="toy-video",
