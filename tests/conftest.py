@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 from collections.abc import Iterator
@@ -33,8 +34,8 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # Triton 3.9 complains at the end of everything that is not collected
+# Triton 3.9 complains at the end of everything that is not collected. pytest collects before that, five times.
+atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(autouse=True, scope="session")

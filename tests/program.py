@@ -22,9 +22,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from PIL import Image
-from typer.testing import CliRunner
 
-from lora_rocm import cli
 from lora_rocm.errors import LoraRocmError
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.rundir import exit_status
@@ -33,6 +31,7 @@ from lora_rocm.rundir.heartbeat import HeartbeatWriter
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor import process
 from lora_rocm.train import check_child, model_child, session, worker
+from tests.command_line import command_line
 from tests.tiny_models import RUN_TARGETS
 
 MAX_ERROR_LINES = 14
@@ -103,11 +102,10 @@ class Program:
         threads = torch.get_num_threads()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # as in a process of its own: nobody sees them, nothing fails on them
-            result = CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+            ended = command_line(*arguments)
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(False)
-        assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-        return Said(result.exit_code, result.stdout, result.stderr)
+        return Said(ended.exit_code, ended.stdout, ended.stderr)
 
 
 def images(folder: Path, count: int = 4) -> Path:

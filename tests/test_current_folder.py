@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from lora_rocm import cli
 from lora_rocm.foundation.safe_path import NO_PROGRAMS_HERE, forbid_programs_here, python_environment
 from lora_rocm.hardware.probe.sources import Look, this_machine
 from lora_rocm.hardware.probe.torch_files import ASK
@@ -25,6 +23,7 @@ from lora_rocm.supervisor import selftest_runner
 from lora_rocm.supervisor.process import heavy_command
 from lora_rocm.supervisor.subprocesses import run_for_json
 from lora_rocm.supervisor.worker_group import free_port
+from tests.command_line import command_line
 from tests.program import RECIPE, images
 from tests.supervisor.fake_run import write_whole_run
 from tests.tiny_models import SHALLOW, write_tiny_sdxl
@@ -141,7 +140,7 @@ def test_every_command_starts_its_children_safely(name: str, tmp_path: Path, mon
     write_whole_run(RunDir(tmp_path / "whole"))
     started = Started()
     monkeypatch.setattr(subprocess, "Popen", started)
-    CliRunner().invoke(cli.app, COMMANDS[name])
+    command_line(*COMMANDS[name])
     assert started.pythons
     for command, environ in started.pythons:
         assert command[1:4] == ["-P", "-m", "lora_rocm.supervisor.child_main"]

@@ -6,7 +6,7 @@ shapes but no data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -97,19 +97,20 @@ def own_names(state: Mapping[str, Tensor], module: nn.Module) -> State:
     expected = set(module.state_dict())
     renamed = {}
     for name, tensor in state.items():
-        bare = name.removeprefix(TEXT_WRAPPER).removeprefix(LANGUAGE_WRAPPER)
-        ways = (name, bare, TEXT_WRAPPER + name, _new_attention(name))
-        renamed[next((way for way in ways if way in expected), name)] = tensor
+        renamed[name if name in expected else _present(name, expected)] = tensor
     for pair in (getattr(module, "_tied_weights_keys", None) or {}).items():  # a file has one name of the two
         there = next((renamed[name] for name in pair if name in renamed), None)
         renamed |= {name: there for name in pair if there is not None and name in expected}
     return renamed
 
 
-def _new_attention(name: str) -> str:
+def _present(name: str, expected: Set[str]) -> str:
+    """Return the present name of a tensor, or ``name`` if none is known."""
+    bare = name.removeprefix(TEXT_WRAPPER).removeprefix(LANGUAGE_WRAPPER)
+    renewed = name
     for old, new in OLD_ATTENTION.items():
-        name = name.replace(old, new)
-    return name
+        renewed = renewed.replace(old, new)
+    return next((way for way in (bare, TEXT_WRAPPER + name, renewed) if way in expected), name)
 
 
 def _config(module: nn.Module) -> dict[str, Any]:
@@ -186,7 +187,9 @@ def traced(entries: Mapping[str, TensorEntry], module: nn.Module, converter: Con
         tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta").as_subclass(_Traced)
         tensor.sources, tensor.compute = frozenset([name]), itemgetter(name)
         state[name] = tensor
-    return fitted(converted(state, module, converter), module)
+    made = converted(state, module, converter)
+    with torch._C.DisableTorchFunctionSubclass():  # to look at a shape is no operation to record
+        return fitted(made, module)
 
 
 def sources_of(tensor: Tensor) -> frozenset[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -204,13 +205,12 @@ def test_a_checkpoint_that_lacks_tensors_is_refused_by_its_header(
 
 
 def test_what_looking_refuses_loading_refuses(single: tuple[Path, Path]) -> None:
-    source = family(single[0], config=str(single[1])).source
+    unread = replace(family(single[0], config=str(single[1])).source)
     tensors = load_file(single[0])
     del tensors["model.diffusion_model.middle_block.1.proj_in.weight"]
     save_file(tensors, single[0])
-    del source.__dict__["single_header"]
     with pytest.raises(ModelError, match="1 tensor is missing, for example mid_block.attentions.0.proj_in.weight"):
-        source.load("unet", torch.float32, CPU)
+        unread.load("unet", torch.float32, CPU)
 
 
 def test_a_vae_with_more_channels_is_told_by_its_shapes(tmp_path: Path) -> None:

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from typer.testing import CliRunner
 
-from lora_rocm.cli import app
 from lora_rocm.commands.inspect_file import inspect, inspect_text
 from lora_rocm.errors import ModelError
+from tests.command_line import command_line
 
 ATTENTION = "down_blocks_1_attentions_0_transformer_blocks_{}_attn2_to_k"
 TAGS = {
@@ -129,6 +128,6 @@ def test_what_is_no_model(tmp_path: Path, name: str, content: bytes | None, word
 
 def test_the_command(tmp_path: Path) -> None:
     path = lora(tmp_path / "x.safetensors")
-    said = CliRunner().invoke(app, ["inspect", str(path), "--json"])
-    assert said.exit_code == 0 and json.loads(said.output) == inspect(path)
-    assert "a LoRA for SDXL" in CliRunner().invoke(app, ["inspect", str(path)]).output
+    said = command_line("inspect", path, "--json")
+    assert said.exit_code == 0 and json.loads(said.stdout) == inspect(path)
+    assert "a LoRA for SDXL" in command_line("inspect", path).stdout

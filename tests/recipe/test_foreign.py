@@ -7,11 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from lora_rocm import cli
 from lora_rocm.errors import RecipeError
 from lora_rocm.recipe.load import MAX_RECIPE_BYTES, dump_recipe, load_recipe, shipped_recipes
+from tests.command_line import command_line
 
 KOHYA_TOML = """
 pretrained_model_name_or_path = "C:\\models\\base.safetensors"
@@ -130,7 +129,7 @@ def test_a_file_of_another_trainer_is_one_problem_that_says_whose_it_is(name: st
 def test_each_command_says_so(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("god.toml").write_text(KOHYA_TOML, encoding="utf-8")
-    found = CliRunner().invoke(cli.app, [command, "god.toml"])
+    found = command_line(command, "god.toml")
     assert found.exit_code == 2 and "god.toml: this is a configuration of kohya's sd-scripts" in found.stderr
     assert "1 problem." in found.stderr and [path.name for path in tmp_path.iterdir()] == ["god.toml"]
 
