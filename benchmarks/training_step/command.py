@@ -72,7 +72,7 @@ def step(recipe_path: str, overrides: Sequence[str], asked: Asked, json_path: Pa
     traces = (json_path.parent if json_path is not None else Path()).absolute() / TRACES
     if asked.profile:
         make_folder(traces)
-    head = {"bench": "step", "lora_rocm": __version__, "date": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    head: Row = {"bench": "step", "lora_rocm": __version__, "date": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
     head |= {"recipe": loaded.recipe.model_dump(mode="json"), "random_weights": asked.random_weights}
 
     def keep(**more: Any) -> None:

@@ -28,6 +28,12 @@ class Rotation:
     sin: Tensor
     interleaved: bool
 
+    @classmethod
+    def none(cls, heads: Tensor) -> Rotation:
+        """The one that leaves heads [B, S, H, D] as they are."""
+        angles = heads.new_zeros((1, 1), dtype=torch.float32).expand(heads.shape[1], heads.shape[3] // 2)
+        return cls(angles + 1, angles, interleaved=False)
+
 
 def norm_rotary(streams: Sequence[tuple[Tensor, Tensor]], eps: float, rotation: Rotation, form: Form) -> Tensor:
     """Normalise and rotate the heads of streams of tokens that follow one another.
