@@ -41,6 +41,7 @@ sys.path.insert(0, str(ROOT))  # benchmarks share helpers with each other and wi
 from benchmarks.full_size_sdxl import make_images, make_model  # noqa: E402
 from benchmarks.memory_plan import Setup, limited_steps  # noqa: E402
 from benchmarks.reliable_memory import LAUNCH, figures  # noqa: E402
+from lora_rocm.base_models.loading import Layout  # noqa: E402
 from lora_rocm.device.allocator import empty_pools  # noqa: E402
 from lora_rocm.families.base import family_for  # noqa: E402
 from lora_rocm.memory.footprint import measured_rates  # noqa: E402
@@ -62,12 +63,12 @@ def make_base(folder: Path, family: str, toy: bool) -> None:
     """Write the base, unless it is there."""
     if (folder / "model_index.json").exists():
         return
-    if toy:
-        TINY[family](folder)
-        return
     model = {"family": family, "name_or_path": "random:"}
     recipe = recipe_from({"model": model, "data": {"path": "."}, "train": {"max_train_steps": 1}})
-    make_model(folder, family_for(recipe).layout, torch.bfloat16)  # type: ignore[attr-defined]
+    layout: Layout = family_for(recipe).layout  # type: ignore[attr-defined]
+    if toy:
+        layout = replace(layout, configs=TINY[family](folder.with_name(f"tiny-{family}")), tokenizers={})
+    make_model(folder, layout, torch.bfloat16)
 
 
 def write_recipe(path: Path, options: argparse.Namespace, card_gib: float, cache: Path) -> None:
