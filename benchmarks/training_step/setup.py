@@ -23,7 +23,8 @@ from lora_rocm.families.base import ModelFamily, Tensors, family_for
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.loader.batches import Facts, Item, Prepared
-from lora_rocm.recipe.schema import Recipe, SampleSection
+from lora_rocm.recipe.sample_section import SampleSection
+from lora_rocm.recipe.schema import Recipe
 from lora_rocm.recipe.sections import path_rule
 from lora_rocm.rundir.event_types import Event
 from lora_rocm.rundir.layout import RunDir

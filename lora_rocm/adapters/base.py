@@ -23,7 +23,8 @@ from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.adapters.module_names import canonical
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
-from lora_rocm.recipe.schema import AdapterSection, OptimSection
+from lora_rocm.recipe.optim_sections import OptimSection
+from lora_rocm.recipe.schema import AdapterSection
 from lora_rocm.recipe.sections import MAX_RANK
 
 PEFT_NAME = "default"
@@ -248,6 +249,18 @@ class Adapter(ABC):
                 layer.enable_adapters(True)
             for leaf in self.leaves.values():
                 leaf.requires_grad_(True)
+
+    @contextmanager
+    def scaled(self, strength: float) -> Iterator[None]:
+        """Multiply the adapter's effect by ``strength`` inside the context. A DoRA's magnitudes stay as trained."""
+        before = [dict(layer.scaling) for _, _, layer in self.modules.values()]
+        try:
+            for _, _, layer in self.modules.values():
+                layer.scaling |= {name: scale * strength for name, scale in layer.scaling.items() if name == PEFT_NAME}
+            yield
+        finally:
+            for (_, _, layer), scaling in zip(self.modules.values(), before, strict=True):
+                layer.scaling |= scaling
 
     def cast_inputs(self, enabled: bool) -> None:
         """Set whether PEFT casts the input of every adapted layer to the dtype of its trained tensors.

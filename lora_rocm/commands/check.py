@@ -154,7 +154,7 @@ def plan_data(recipe: Recipe, samples: Sequence[Any], shapes: Mapping[str, Shape
 
     train, data = recipe.train, recipe.data
     buckets: Counter[Shape] = Counter()
-    captions: set[str] = {"", recipe.sample.negative_prompt, *recipe.sample.prompts, *recipe.sample.control_prompts}
+    captions: set[str] = {"", recipe.sample.negative_prompt, *recipe.sample.texts}
     for sample in samples:
         buckets[shapes[sample.key]] += sample.repeats
         captions.update(variants(sample.caption, sample.options, data.caption_variants, train.seed))
@@ -163,7 +163,7 @@ def plan_data(recipe: Recipe, samples: Sequence[Any], shapes: Mapping[str, Shape
     return DataPlan(
         buckets=dict(buckets),
         steps_per_epoch=steps_per_epoch,
-        max_train_steps=train.max_train_steps or steps_per_epoch * (train.epochs or 1),
+        max_train_steps=train.num_steps(steps_per_epoch),
         num_images=sum(2 if sample.options.flip_aug else 1 for sample in samples),
         num_captions=len(captions),
     )

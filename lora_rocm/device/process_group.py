@@ -61,14 +61,14 @@ class Agreed:
         wrong: float32, 0 or 1: the sum is wrong.
         loss: summed over ranks.
         guilty: number of samples over all ranks with a non-finite loss.
-        stop: number of ranks that were asked to stop.
+        asked: number of ranks that were asked to stop; 0.5 more if the first rank's clock asks for a checkpoint.
     """
 
     blocked: Tensor
     wrong: Tensor
     loss: Tensor
     guilty: Tensor
-    stop: Tensor
+    asked: Tensor
 
 
 @dataclass
@@ -132,7 +132,7 @@ class World:
 
     @torch.no_grad()
     def agree(
-        self, flat_N: Tensor, blocked: Tensor, loss: Tensor, losses_B: Tensor, *, stop: bool, stamp: int
+        self, flat_N: Tensor, blocked: Tensor, loss: Tensor, losses_B: Tensor, *, stop: bool, save: bool, stamp: int
     ) -> Agreed:
         """Sum the gradients and decide together about the update. Does not synchronise on a GPU.
 
@@ -142,6 +142,7 @@ class World:
             loss: this rank's weighted loss.
             losses_B: losses of this rank's samples.
             stop: this rank was asked to stop.
+            save: this rank's clock asks for a checkpoint; only that of the first rank counts.
             stamp: see ``sum_``.
 
         Raises:
@@ -150,7 +151,7 @@ class World:
         if self.size == 1:
             return Agreed(blocked, self._nothing(blocked), loss, self._nothing(blocked), self._nothing(blocked))
         guilty = (~torch.isfinite(losses_B)).sum()
-        asked = torch.full((), float(stop), dtype=torch.float64, device=flat_N.device)
+        asked = torch.full((), stop + 0.5 * (save and self.is_first), dtype=torch.float64, device=flat_N.device)
         votes_K = torch.stack([vote.to(torch.float64) for vote in (blocked, loss, guilty, asked)])
         summed = self.sum_(flat_N, votes_K, stamp)
         anybody = (summed.votes_K[0] != 0).to(torch.float32)

@@ -72,7 +72,7 @@ def ss_fields(recipe: Recipe, family: ModelFamily, facts: Facts, network: Mappin
         names.text_rate: optim.text_rate if trains_text else None,
         "ss_optimizer": rule_of(optim).description(optim),
         "ss_lr_scheduler": optim.lr_scheduler,
-        "ss_lr_warmup_steps": optim.lr_warmup_steps,
+        "ss_lr_warmup_steps": optim.warmup_steps(train.max_train_steps or facts.steps),
         "ss_max_grad_norm": optim.max_grad_norm,
         "ss_seed": train.seed,
         "ss_mixed_precision": train.mixed_precision,

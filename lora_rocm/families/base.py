@@ -91,6 +91,8 @@ class PreviewRequest:
     guidance_scale: float
     seed: int
     control: str = ""  # file of the control image
+    sampler: str = "euler"
+    lora_scale: float = 1.0
 
 
 class ModelFamily(Protocol):

@@ -164,6 +164,7 @@ class FamilySpec:
         samples: the kinds of sample that it trains on.
         preview: the medium of previews.
         guidance: usual guidance scale of previews.
+        samplers: the values of ``sample.sampler`` that previews can be drawn with.
         unread: dotted keys of shared sections that it does not read. A recipe that sets one is refused.
         takes_fp16: whether its activations fit fp16.
         metadata: entries of its LoRA files' metadata.
@@ -180,6 +181,7 @@ class FamilySpec:
     samples: tuple[SampleKind, ...] = ("image",)
     preview: PreviewMedium = "image"
     guidance: float = 6.0
+    samplers: tuple[str, ...] = ("euler",)
     unread: frozenset[str] = frozenset()
     takes_fp16: bool = True
     metadata: FileMetadata = FileMetadata()

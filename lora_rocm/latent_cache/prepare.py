@@ -318,8 +318,7 @@ def _say_held_out(texts: _Texts) -> tuple[str, ...]:
 
 
 def _prompts(recipe: Recipe) -> tuple[str, ...]:
-    sample = recipe.sample
-    return (*sample.prompts, *sample.control_prompts, sample.negative_prompt)
+    return (*recipe.sample.texts, recipe.sample.negative_prompt)
 
 
 def _facts(texts: _Texts) -> Facts:

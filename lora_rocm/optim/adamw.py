@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lora_rocm.optim.update_rule import Group, Scalars, TrainedWeights, UpdateRule
-from lora_rocm.recipe.schema import AdamwSection, OptimSection
+from lora_rocm.recipe.optim_sections import AdamwSection, OptimSection
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

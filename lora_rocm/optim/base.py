@@ -18,7 +18,7 @@ from lora_rocm.kernels.backend import form_for
 from lora_rocm.optim.schedule import learning_rate_factor
 from lora_rocm.optim.state_guard import StateGuard
 from lora_rocm.optim.update_rule import Group, Scalars, TrainedWeights, UpdateRule
-from lora_rocm.recipe.schema import OptimSection
+from lora_rocm.recipe.optim_sections import OptimSection
 
 INITIAL_LOSS_SCALE = 2.0**16
 LOSS_SCALE_GROWTH_INTERVAL = 2000

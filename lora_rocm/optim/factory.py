@@ -9,7 +9,7 @@ from lora_rocm.optim.adamw import AdamW
 from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.optim.prodigy import Prodigy
 from lora_rocm.optim.update_rule import TrainedWeights, UpdateRule
-from lora_rocm.recipe.schema import OptimSection
+from lora_rocm.recipe.optim_sections import OptimSection
 
 RULES: Mapping[str, type[UpdateRule]] = {"adamw": AdamW, "prodigy": Prodigy}
 """By ``optim.optimizer``."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lora_rocm.optim.update_rule import Group, Scalars, TrainedWeights, UpdateRule
-from lora_rocm.recipe.schema import OptimSection, ProdigySection
+from lora_rocm.recipe.optim_sections import OptimSection, ProdigySection
 
 MOMENTS, GRADIENT_SUM, START = ("exp_avg", "exp_avg_sq"), "s", "start"
 

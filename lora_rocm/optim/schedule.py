@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 
-from lora_rocm.recipe.schema import OptimSection
+from lora_rocm.recipe.optim_sections import OptimSection
+
+Shape = Callable[[float, OptimSection], float]
+"""(progress from 0 to 1, the section) -> factor from 1 to 0."""
+
+SHAPES: Mapping[str, Shape] = {
+    "constant": lambda progress, optim: 1.0,
+    "linear": lambda progress, optim: 1.0 - progress,
+    "cosine": lambda progress, optim: _cosine(progress),
+    "cosine_with_restarts": lambda progress, optim: _restarts(progress, optim.lr_scheduler_num_cycles),
+    "polynomial": lambda progress, optim: (1.0 - progress) ** optim.lr_scheduler_power,
+    # Chen et al., REX: Revisiting Budgeted Training with an Improved Schedule, arXiv 2107.04197, section 4
+    "rex": lambda progress, optim: (1.0 - progress) / (1.0 - progress / 2.0),
+}
+"""By ``optim.lr_scheduler``."""
 
 
 def learning_rate_factor(optim: OptimSection, updates: int, max_train_steps: int) -> float:
     """Factor (0 to 1) of the peak learning rate for the update after ``updates`` updates."""
-    warmup = optim.lr_warmup_steps
+    warmup = optim.warmup_steps(max_train_steps)
     if updates < warmup:
         return (updates + 1) / (warmup + 1)
-    progress = (updates - warmup) / max(1, max_train_steps - warmup)
-    if optim.lr_scheduler == "linear":
-        return max(0.0, 1.0 - progress)
-    if optim.lr_scheduler == "cosine":
-        return 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
-    return 1.0
+    progress = min(1.0, (updates - warmup) / max(1, max_train_steps - warmup))
+    lowest = optim.lr_min_ratio
+    return lowest + (1.0 - lowest) * SHAPES[optim.lr_scheduler](progress, optim)
+
+
+def _cosine(progress: float) -> float:
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def _restarts(progress: float, cycles: int) -> float:
+    return _cosine((cycles * progress) % 1.0) if progress < 1.0 else 0.0

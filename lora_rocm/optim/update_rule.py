@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lora_rocm.recipe.schema import OptimSection
+from lora_rocm.recipe.optim_sections import OptimSection
 
 
 class TrainedWeights(Protocol):

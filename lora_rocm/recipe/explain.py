@@ -55,8 +55,6 @@ def explain(error: ValidationError, data: Any, where: Callable[[Key], str], kind
     """
     expected: dict[Key, dict[str, None]] = {}
     problems: dict[Key, Problem] = {}
-    train = data.get("train") if isinstance(data, dict) else None
-    steps = train.get("max_train_steps") if isinstance(train, dict) else None
     for detail in error.errors(include_url=False):
         if len(problems) == MAX_PROBLEMS:
             break
@@ -76,7 +74,7 @@ def explain(error: ValidationError, data: Any, where: Callable[[Key], str], kind
                 )
                 continue
             sentence = f"expected {' or '.join(phrases)}, got {shown(value)}"
-            fix = value_advice(dotted(key), value, steps) or _quote_advice(phrases, value) or _about(key, kinds.recipe)
+            fix = value_advice(dotted(key), value) or _quote_advice(phrases, value) or _about(key, kinds.recipe)
             problems[key] = Problem(where(key), sentence, fix)
         elif detail["type"] == "rule":
             problems.setdefault((*key, "rule"), _of_rule(detail, key, data, where))

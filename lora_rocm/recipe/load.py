@@ -216,19 +216,20 @@ def questions(recipe: Recipe, layers: Layered) -> list[str]:
                 f"{recipe.optim.rate_advice}"
             )
     values = recipe.model_dump()
-    for key, other in NEED_ANOTHER.items():
-        if _get(layers.data, key) and not _get(values, other):
-            found.append(f"{layers.where(key)}: this does nothing without {dotted(other)}.")
+    for key, others in NEED_ANOTHER.items():
+        if _get(layers.data, key) and not any(_get(values, other) for other in others):
+            found.append(f"{layers.where(key)}: this does nothing without {' or '.join(map(dotted, others))}.")
     return found
 
 
 INIT_FROM: Key = ("lora", "init_from")
-NEED_ANOTHER: dict[Key, Key] = {
-    ("optim", "text_encoder_learning_rate"): ("lora", "train_text_encoder"),
-    ("train", "validation_every_n_steps"): ("data", "validation_split"),
-    ("data", "validation_split"): ("train", "validation_every_n_steps"),
+NEED_ANOTHER: dict[Key, tuple[Key, ...]] = {
+    ("optim", "text_encoder_learning_rate"): (("lora", "train_text_encoder"),),
+    ("train", "validation_every_n_steps"): (("data", "validation_split"),),
+    ("train", "validation_every_n_epochs"): (("data", "validation_split"),),
+    ("data", "validation_split"): (("train", "validation_every_n_steps"), ("train", "validation_every_n_epochs")),
 }
-"""Keys that are read only if another one is set -> that other."""
+"""Keys that are read only if another one is set -> those others, of which one is enough."""
 
 
 def _in_order(problems: list[Problem], layers: Layered) -> list[Problem]:

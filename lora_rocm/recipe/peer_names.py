@@ -54,13 +54,10 @@ RATE_OF_ADAMW = "1.0e-4"
 ADAMW_NAMES = ("adamw", "adamw_torch", "adamw_fused", "torch.optim.adamw")
 
 
-def value_advice(key: str, value: object, steps: object = None) -> str:
-    """Advice for a value of ``key`` (dotted) as other trainers write it; empty if none is known.
-
-    ``steps`` is the recipe's ``train.max_train_steps`` if it is an integer.
-    """
+def value_advice(key: str, value: object) -> str:
+    """Advice for a value of ``key`` (dotted) as other trainers write it; empty if none is known."""
     if key == "optim.lr_warmup_steps":
-        return _warmup_advice(value, steps)
+        return _warmup_advice(value)
     if key == "data.resolution" or key.startswith("data.sources["):
         return _resolution_advice(key, value)
     if not isinstance(value, str):
@@ -98,18 +95,16 @@ def _optimizer_advice(plain: str) -> str:
     return f"Of adamw a usual learning rate is {RATE_OF_ADAMW}, of prodigy 1.0." if plain.isprintable() else ""
 
 
-def _warmup_advice(value: object, steps: object) -> str:
+def _warmup_advice(value: object) -> str:
     try:
         share = float(value)  # type: ignore[arg-type]  # raises for anything but a number
     except (TypeError, ValueError):
         return ""
-    if not 0 < share < 1:
-        return ""
-    if isinstance(steps, int) and not isinstance(steps, bool) and 0 < steps < 2**53:
-        return (
-            f"It counts optimizer updates, not a share of them: {share:g} of {steps} steps is {round(share * steps)}."
-        )
-    return f"It counts optimizer updates, not a share of them: write {share:g} times the number of steps."
+    return (
+        f"It counts optimizer updates. Write lr_warmup_ratio: {share:g} for a share of the run."
+        if 0 < share < 1
+        else ""
+    )
 
 
 def _resolution_advice(key: str, value: object) -> str:

@@ -243,6 +243,8 @@ def _type(value: dict[str, Any]) -> str:
         return str(value["names"])
     if "anyOf" in value:
         return " or ".join(_type(part) for part in value["anyOf"] if part.get("type") != "null")
+    if "$ref" in value:
+        return "section"
     if "enum" in value:
         return ", ".join(f"`{choice}`" for choice in value["enum"])
     if "const" in value:
@@ -250,7 +252,8 @@ def _type(value: dict[str, Any]) -> str:
     if value.get("type") == "array":
         items = value.get("items") or value.get("prefixItems", [{}])[0]
         most = f", at most {value['maxItems']:,}" if "items" in value and "maxItems" in value else ""
-        return ("list of sections" if "$ref" in items else f"list of {_type(items)}") + most
+        listed = [f"{_type(part)}s" if "$ref" in part else _type(part) for part in items.get("anyOf", [items])]
+        return f"list of {' or '.join(listed)}{most}"
     limits = [f"{sign} {_number(value[key])}" for key, sign in LIMITS.items() if key in value and value[key] < 2**31]
     return " ".join([TYPE_NAMES[value["type"]], ", ".join(limits)]).strip()
 

@@ -7,7 +7,6 @@ catch typing errors before they exhaust the machine's memory.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -15,19 +14,17 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
+from lora_rocm.recipe.optim_sections import OptimSection
+from lora_rocm.recipe.sample_section import SampleSection
 from lora_rocm.recipe.sections import (
     MAX_BUCKET_STEP,
     MAX_EPOCHS,
-    MAX_GUIDANCE,
     MAX_ITEMS,
     MAX_RANK,
-    MAX_SAMPLE_STEPS,
-    MAX_SIDE_PX,
     MAX_STEPS,
     MAX_TIMEOUT_S,
     MAX_WORKERS,
     Batch,
-    Decay,
     Fraction,
     InputFile,
     InputFolder,
@@ -40,6 +37,7 @@ from lora_rocm.recipe.sections import (
     Resolution,
     Section,
     Tags,
+    not_both,
     on_resume,
     one_of,
 )
@@ -47,6 +45,7 @@ from lora_rocm.recipe.sections import (
 if TYPE_CHECKING:
     from lora_rocm.families.spec import FamilySpec
 
+SAVE_STEPS = 500  # updates between two checkpoints where the recipe says nothing
 Pattern = Annotated[str, Field(min_length=1)]  # an empty expression matches no module
 
 
@@ -270,75 +269,6 @@ class LokrSection(AdapterSection):
         return "LoKr"
 
 
-class OptimSection(Section):
-    """Optimizer and schedule: the keys that every optimizer reads. Steps are optimizer updates.
-
-    Attributes:
-        usual_rates: (lowest, highest) learning rate without a notice.
-        rate_advice: half a sentence about its usual learning rate.
-    """
-
-    usual_rates: ClassVar[tuple[float, float]] = (0.0, math.inf)
-    rate_advice: ClassVar[str] = ""
-
-    optimizer: str = Field(description="Optimizer.")
-    learning_rate: float = Field(1e-4, gt=0, description="Peak learning rate.")
-    text_encoder_learning_rate: float | None = Field(
-        None, gt=0, description="Peak learning rate of the text encoders; unset means learning_rate."
-    )
-    weight_decay: float = Field(0.01, ge=0, le=100.0, description="Decoupled weight decay.")
-    lr_scheduler: Literal["constant", "linear", "cosine"] = Field("constant", description="Shape after the warm-up.")
-    lr_warmup_steps: int = Field(
-        0, ge=0, le=MAX_STEPS, description="Linear warm-up: update i of w uses i / (w + 1) of the rate."
-    )
-    max_grad_norm: float = Field(1.0, ge=0, le=1e9, description="Clip the total gradient norm; 0 disables it.")
-
-    @property
-    def text_rate(self) -> float:
-        """The peak learning rate of the text encoders."""
-        return self.text_encoder_learning_rate or self.learning_rate
-
-
-class AdamwSection(OptimSection):
-    """Optimizer and schedule. Steps are optimizer updates."""
-
-    usual_rates: ClassVar[tuple[float, float]] = (0.0, 1e-2)
-    rate_advice: ClassVar[str] = (
-        "which usually takes 1.0e-4. Rates near 1 are meant for Prodigy: for that set optim.optimizer: prodigy."
-    )
-
-    optimizer: Literal["adamw"] = Field("adamw", description="Optimizer.")
-    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="Decay of the two moments.")
-    epsilon: float = Field(1e-8, gt=0, le=1.0, description="Added to the denominator.")
-
-
-class ProdigySection(OptimSection):
-    """Prodigy estimates the learning rate itself (arXiv 2306.06101). Steps are optimizer updates."""
-
-    usual_rates: ClassVar[tuple[float, float]] = (1e-2, 10.0)
-    rate_advice: ClassVar[str] = (
-        "which estimates the learning rate itself and takes 1.0 as its factor; optim.d_coef is the way to tune it."
-    )
-
-    optimizer: Literal["prodigy"] = Field("prodigy", description="Optimizer.")
-    learning_rate: float = Field(1.0, gt=0, description="Factor of the estimated learning rate.")
-    text_encoder_learning_rate: float | None = Field(
-        None, gt=0, description="Factor for the text encoders; unset means learning_rate."
-    )
-    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="Decay of the two moments.")
-    beta3: Decay | None = Field(
-        None, description="Decay of the sums behind the estimate; unset means the square root of the second beta."
-    )
-    epsilon: float = Field(1e-8, gt=0, le=1.0, description="Added to the denominator, times the estimate.")
-    d0: float = Field(1e-6, gt=0, le=1.0, description="The estimate at the start.")
-    d_coef: float = Field(1.0, gt=0, le=1000.0, description="Factor of the estimate; 0.5 and 2 are usual too.")
-    use_bias_correction: bool = Field(False, description="Adam's bias correction of the moments.")
-    safeguard_warmup: bool = Field(
-        False,
-        description="Prevent a warm-up of the learning rate (lr_warmup_steps) from raising the estimate.",
-    )
-
-
 class TrainSection(Section):
     """Length of training, batch size and precision."""
 
@@ -359,35 +289,25 @@ class TrainSection(Section):
     validation_every_n_steps: int = on_resume(
         0, "Updates between two held-out losses; 0 means never.", ge=0, le=MAX_STEPS
     )
+    validation_every_n_epochs: int = on_resume(
+        0, "Epochs between two held-out losses, in place of validation_every_n_steps.", ge=0, le=MAX_EPOCHS
+    )
 
     @model_validator(mode="after")
     def _one_length(self) -> TrainSection:
         if (self.max_train_steps is None) == (self.epochs is None):
             raise one_of(self, "max_train_steps", "epochs")
+        if self.validation_every_n_steps and self.validation_every_n_epochs:
+            raise not_both("validation_every_n_steps", "validation_every_n_epochs")
         return self
 
+    def num_steps(self, steps_per_epoch: int) -> int:
+        """The number of updates of the whole run."""
+        return self.max_train_steps or steps_per_epoch * (self.epochs or 1)
 
-class SampleSection(Section):
-    """Preview images. All keys may change on resume."""
-
-    every_n_steps: int = on_resume(
-        0, "Updates between two rounds of previews; 0 means only before and after training.", ge=0, le=MAX_STEPS
-    )
-    prompts: tuple[str, ...] = on_resume((), "Prompts of the previews; empty means no previews.", max_length=MAX_ITEMS)
-    control_prompts: tuple[str, ...] = on_resume(
-        (), "Prompts without the concept, which the LoRA should not change.", max_length=MAX_ITEMS
-    )
-    negative_prompt: str = on_resume("", "Negative prompt of the previews.")
-    control_images: Annotated[tuple[InputFile, ...], Field(max_length=MAX_ITEMS)] = on_resume(
-        (), "Control images of the previews, in the order of the prompts; the last one is for all further prompts too."
-    )
-    seed: int = on_resume(1234, "Seed of the first image; it increases by one per image.", ge=0, lt=2**31)
-    guidance_scale: float | None = on_resume(
-        None, "Guidance; unset means what is usual for the family.", ge=1.0, le=MAX_GUIDANCE
-    )
-    steps: int = on_resume(25, "Denoising steps.", gt=0, le=MAX_SAMPLE_STEPS)
-    width: int | None = on_resume(None, "Width in pixels; unset means data.resolution.", gt=0, le=MAX_SIDE_PX)
-    height: int | None = on_resume(None, "Height in pixels; unset means data.resolution.", gt=0, le=MAX_SIDE_PX)
+    def validation_steps(self, steps_per_epoch: int) -> int:
+        """The number of updates between two held-out losses; 0: never."""
+        return self.validation_every_n_steps or self.validation_every_n_epochs * steps_per_epoch
 
 
 class RuntimeSection(Section):
@@ -495,8 +415,17 @@ class OutputSection(Section):
 
     name: str = on_resume("lora", "Title in the metadata of the file.")
     dir: OutputFolder = on_resume("runs", "Folder of the run directories, relative to where the command runs.")
-    save_every_n_steps: int = on_resume(
-        500, "Updates between two checkpoints, each with a usable LoRA file.", gt=0, le=MAX_STEPS
+    save_every_n_steps: int | None = on_resume(
+        None,
+        "Updates between two checkpoints, each with a usable LoRA file. Unset: 500, or as the next two keys say.",
+        gt=0,
+        le=MAX_STEPS,
+    )
+    save_every_n_epochs: int | None = on_resume(
+        None, "Epochs between two checkpoints, in place of save_every_n_steps.", gt=0, le=MAX_EPOCHS
+    )
+    save_every_minutes: float | None = on_resume(
+        None, "Minutes between two checkpoints; may be given beside one of the two above.", gt=0, le=MAX_TIMEOUT_S
     )
     keep_last: int = on_resume(2, "Number of checkpoints kept for resuming. All LoRA files are kept.", gt=0, le=10_000)
     formats: tuple[Literal["kohya", "diffusers", "peft"], ...] = on_resume(
@@ -506,6 +435,18 @@ class OutputSection(Section):
     author: str | None = on_resume(None, "Author in the metadata of the file.")
     description: str | None = on_resume(None, "Description in the metadata of the file.")
     license: str | None = on_resume(None, "License in the metadata of the file.")
+
+    @model_validator(mode="after")
+    def _one_unit(self) -> OutputSection:
+        if self.save_every_n_steps and self.save_every_n_epochs:
+            raise not_both("save_every_n_steps", "save_every_n_epochs")
+        return self
+
+    def save_steps(self, steps_per_epoch: int) -> int:
+        """The number of updates between two checkpoints; 0: only time counts."""
+        if self.save_every_n_epochs:
+            return self.save_every_n_epochs * steps_per_epoch
+        return self.save_every_n_steps or (0 if self.save_every_minutes else SAVE_STEPS)
 
 
 class Recipe(Section):
@@ -544,6 +485,26 @@ class Recipe(Section):
             raise PydanticCustomError("rule", "{what}", {"what": what, "at": at, "fix": fix})
         return self
 
+    @model_validator(mode="after")
+    def _previews_suit_the_family(self) -> Recipe:
+        step = self.spec.shapes.multiple_px
+        for key, number, preview in self.sample.numbered():
+            what = fix = ""
+            if preview.sampler not in self.spec.samplers:
+                what = f"{self.spec.title} is not drawn with the sampler {preview.sampler}"
+                fix = f"Take {' or '.join(self.spec.samplers)}."
+            elif preview.negative_prompt != self.sample.negative_prompt and not self.spec.reads(NEGATIVE_PROMPT):
+                what, fix = f"{self.spec.title} reads no negative prompt", "Remove it."
+            elif any(side is not None and side % step for side in (preview.width, preview.height)):
+                what = f"the sides of images of {self.spec.title} are multiples of {step} pixels"
+                fix = f"Change {preview.width} x {preview.height}."
+            if what:
+                at = ("sample", "sampler") if preview.sampler == self.sample.sampler and "sampler" in what else ()
+                raise PydanticCustomError(
+                    "rule", "{what}", {"what": what, "at": at or ("sample", key, number), "fix": fix}
+                )
+        return self
+
     def trains(self, component: str) -> bool:
         """Whether a component that an adapter can be put on is trained: text encoders are if the recipe says so."""
         return component not in self.spec.text_components or self.lora.train_text_encoder
@@ -558,8 +519,7 @@ class Recipe(Section):
 
 ADAPTERS: Mapping[str, type[AdapterSection]] = {"lora": LoraSection, "lokr": LokrSection}
 """The section of each ``lora.type``; the first is the default."""
-OPTIMIZERS: Mapping[str, type[OptimSection]] = {"adamw": AdamwSection, "prodigy": ProdigySection}
-"""The section of each ``optim.optimizer``; the first is that of a recipe that names none."""
+NEGATIVE_PROMPT = "sample.negative_prompt"
 TEXT_KEY = "train_text_encoder"
 """The key of ``lora`` that a family without text encoders refuses."""
 MOVED = {("train", name): ("objective", name) for name in ("min_snr_gamma", "noise_offset", "zero_terminal_snr")}

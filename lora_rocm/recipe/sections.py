@@ -26,6 +26,8 @@ MAX_GUIDANCE = 1000.0
 MAX_WORKERS = 256
 MAX_TIMEOUT_S = 604_800.0  # a week
 MAX_ITEMS = 1000  # in a list
+Sampler = Literal["euler", "euler_a", "heun", "dpmpp_2m", "dpmpp_2m_karras", "ddim", "unipc"]
+ALL_SAMPLERS: tuple[str, ...] = get_args(Sampler)
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 Resolution = Annotated[int, Field(gt=0, le=MAX_SIDE_PX)]
@@ -79,6 +81,12 @@ def one_of(section: BaseModel, first: str, second: str) -> PydanticCustomError:
     fix = f"Remove one of them: {first} or {second}." if given else f"Add {first} or {second}."
     what = f"give exactly one of {first} and {second}"
     return PydanticCustomError("rule", "{what}", {"what": what, "keys": given, "fix": fix})
+
+
+def not_both(first: str, second: str) -> PydanticCustomError:
+    """The error if two keys are given of which one replaces the other."""
+    what, fix = f"give only one of {first} and {second}", f"Remove one of them: {first} or {second}."
+    return PydanticCustomError("rule", "{what}", {"what": what, "keys": [first, second], "fix": fix})
 
 
 class Section(BaseModel):

@@ -10,7 +10,7 @@ import difflib
 import re
 from collections.abc import Iterator
 from functools import cache
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -23,10 +23,10 @@ ALIKE = 0.8  # difflib's ratio of a word and its misspelling exceeds this (lora,
 SPEAK_ALONE = frozenset({
     "rank", "alpha", "optimizer", "betas", "epsilon", "epochs", "repeats", "resolution", "targets", "prompts", "vae",
     "threads", "workers", "seed", "device", "deterministic", "graphs", "revision", "family", "upscale", "author",
-    "license", "description",
+    "license", "description", "sampler",
 })  # fmt: skip
 """Keys of one word with one meaning in every section."""
-NEED_THEIR_SECTION = frozenset({"every_n_steps", "keep_last", "first_step"})
+NEED_THEIR_SECTION = frozenset({"every_n_steps", "every_n_epochs", "keep_last", "first_step"})
 """Keys of several words whose meaning depends on the section."""
 
 
@@ -38,11 +38,11 @@ def section_class(annotation: Any) -> type[BaseModel] | None:
 
 
 def all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every key of a recipe class as ``section.key`` in schema order, the sections included."""
+    """Every key of a recipe class as ``section.key`` in schema order, sections included, those in lists left out."""
     for name, field in model.model_fields.items():
         yield prefix + name
         section = section_class(field.annotation)
-        if section is not None and section is not DataSource:
+        if section is not None and get_origin(field.annotation) is not tuple:
             yield from all_keys(section, f"{prefix}{name}.")
 
 

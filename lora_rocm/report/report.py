@@ -227,7 +227,9 @@ def _previews(facts: Facts) -> str:
     if len(rounds) > MAX_ROUNDS:
         stride = (len(rounds) - 1) / (MAX_ROUNDS - 1)
         rounds = [rounds[round(number * stride)] for number in range(MAX_ROUNDS)]
-    prompts = [*facts.recipe.sample.prompts, *facts.recipe.sample.control_prompts] if facts.recipe else []
+    sample = facts.recipe.sample if facts.recipe else None
+    previews = sample.numbered() if sample else ()
+    prompts = [preview.prompt for _, _, preview in previews for _ in range(sample.images_per_prompt if sample else 0)]
     columns = min(MAX_PROMPTS, max(len(files) for _, files in rounds))
     head = [prompts[number] if number < len(prompts) else f"preview {number + 1}" for number in range(columns)]
     rows = [

@@ -19,15 +19,15 @@ from lora_rocm.train import compilation
 from lora_rocm.train.context import Data, StartContext, captures, pins
 from lora_rocm.train.engine import Engine
 from lora_rocm.train.graphs import Graphs
-from lora_rocm.train.hooks import CallEvery, Validation
-from lora_rocm.train.loop import Hook, Position, Trainer
+from lora_rocm.train.hooks import CallEvery, Save, Validation
+from lora_rocm.train.loop import Hook, Position, SaveClock, Trainer
 from lora_rocm.train.outputs import Artifacts
 
 
 def new_trainer(start: StartContext, data: Data, position: Position, artifacts: Artifacts) -> Trainer:
     """Build the trainer, with its engine and hooks."""
     recipe, family, model = start.recipe, artifacts.family, artifacts.model
-    train, pinned = recipe.train, pins(start)
+    train, pinned, steps_per_epoch = recipe.train, pins(start), data.plan.steps_per_epoch
 
     def open_batches(plan: BatchPlan, first: int, count: int | None) -> Iterator[Batch]:
         repair = data.prepared.repair
@@ -35,19 +35,20 @@ def new_trainer(start: StartContext, data: Data, position: Position, artifacts: 
 
     # Hooks: canary, validation, checkpoints, previews
     hooks: list[Hook] = [CallEvery(recipe.runtime.canary_every_n_steps, artifacts.guard.check_kernels)]
-    if train.validation_every_n_steps and data.prepared.held_out:
+    if (validation_steps := train.validation_steps(steps_per_epoch)) and data.prepared.held_out:
         held_out = BatchPlan(data.prepared.held_out, train.batch_size, 1, train.seed)
         hooks.append(
             Validation(
-                train.validation_every_n_steps,
+                validation_steps,
                 lambda: open_batches(held_out, 0, held_out.steps_per_epoch),
             )
         )
-    hooks.append(CallEvery(recipe.output.save_every_n_steps, lambda updates: artifacts.checkpoint(position)))
+    clock = SaveClock(minutes) if (minutes := recipe.output.save_every_minutes) else None
+    hooks.append(Save(recipe.output.save_steps(steps_per_epoch), clock, lambda updates: artifacts.checkpoint(position)))
     # Engine, and previews, which need the memory of its graphs
     engine = _engine(start, artifacts)
     if recipe.sample.prompts:
-        hooks.append(CallEvery(recipe.sample.every_n_steps, artifacts.preview_once, engine.release))
+        hooks.append(CallEvery(recipe.sample.round_steps(steps_per_epoch), artifacts.preview_once, engine.release))
     # The loop
     return Trainer(
         family=family,
@@ -72,7 +73,8 @@ def new_trainer(start: StartContext, data: Data, position: Position, artifacts: 
         context=start.context,
         world=start.world,
         hooks=hooks,
-        steps_per_epoch=data.plan.steps_per_epoch,
+        steps_per_epoch=steps_per_epoch,
+        clock=clock,
     )
 
 

@@ -41,6 +41,7 @@ class Room:
     parameters: Mapping[str, Tensor]
     max_train_steps: int
     context: RunContext
+    steps_per_epoch: int
     free: Free = free_bytes
     _said: bool = field(default=False, init=False)
 
@@ -93,8 +94,10 @@ class Room:
         return METADATA_BYTES + sum(_file_bytes(tensor, itemsize) for tensor in self.parameters.values())
 
     def _saves(self, updates: int) -> int:
-        """Number of checkpoints still to be written."""
-        every, last = self.recipe.output.save_every_n_steps, self.max_train_steps
+        """Number of checkpoints still to be written, without those that ``output.save_every_minutes`` asks for."""
+        every, last = self.recipe.output.save_steps(self.steps_per_epoch), self.max_train_steps
+        if not every:  # nobody knows how many minutes the run takes
+            return int(updates < last)
         return max(last // every - updates // every + bool(last % every), 0)
 
     def _states(self, updates: int) -> int:
@@ -105,10 +108,9 @@ class Room:
     def _images_bytes(self, updates: int) -> int:
         """Size of the remaining previews, assuming no compression."""
         sample, (width, height) = self.recipe.sample, self.recipe.preview_size
-        every = sample.every_n_steps
+        every = sample.round_steps(self.steps_per_epoch)
         rounds = 2 + (self.max_train_steps // every - updates // every if every else 0)
-        images = len(sample.prompts) + len(sample.control_prompts) if sample.prompts else 0
-        return rounds * images * width * height * 3 if self.recipe.spec.preview == "image" else 0
+        return rounds * sample.num_images * width * height * 3 if self.recipe.spec.preview == "image" else 0
 
 
 @dataclass

@@ -16,7 +16,7 @@ from lora_rocm.foundation.files import refuse_link
 from lora_rocm.loader.batch import Batch, split
 from lora_rocm.rundir.event_types import EndEvent, ErrorEvent, Event, StepEvent, ValidationEvent
 from lora_rocm.rundir.run_context import RunContext
-from lora_rocm.train.loop import Trainer, seed_for
+from lora_rocm.train.loop import SaveClock, Trainer, seed_for
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -39,6 +39,23 @@ class CallEvery:
     def act(self, trainer: Trainer) -> None:
         self.before()
         self.action(trainer.position.updates)
+
+
+@dataclass(frozen=True)
+class Save:
+    """Writes a checkpoint by ``action(updates)`` after every ``steps`` updates (0: never), and when the clock asks."""
+
+    steps: int
+    clock: SaveClock | None
+    action: Callable[[int], None]
+
+    def due(self, updates: int) -> bool:
+        return (self.steps > 0 and updates % self.steps == 0) or (self.clock is not None and self.clock.due)
+
+    def act(self, trainer: Trainer) -> None:
+        self.action(trainer.position.updates)
+        if self.clock is not None:
+            self.clock.restart()
 
 
 @dataclass(frozen=True)

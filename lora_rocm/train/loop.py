@@ -61,6 +61,7 @@ class Pending:
     clocks: list[Clock]
     loading_s: float
     stop: bool  # this process was asked to stop
+    save: bool  # this process's clock asks for a checkpoint
     lost: bool  # see Work
     on_device: Tensor  # float64 [11 + the optimizer's logged values + samples], see Trainer._update
     on_host: Tensor  # its copy, which may not have arrived yet
@@ -108,6 +109,25 @@ class Outcome(Enum):
     RESEND = "resend"  # a wrong transfer or sum, or out of memory on a rank: repeat the batch
 
 
+class SaveClock:
+    """Asks for a checkpoint when ``minutes`` have passed since the last one.
+
+    Attributes:
+        due: all ranks know that a checkpoint follows the next update.
+    """
+
+    def __init__(self, minutes: float) -> None:
+        self._seconds, self.due = 60.0 * minutes, False
+        self.restart()
+
+    def restart(self) -> None:
+        """Start counting at a checkpoint."""
+        self.due, self._since = False, time.monotonic()
+
+    def is_over(self) -> bool:
+        return not self.due and time.monotonic() - self._since >= self._seconds
+
+
 class Hook(Protocol):
     """Acts after chosen updates, on confirmed state only."""
 
@@ -141,6 +161,7 @@ class Trainer:
     context: RunContext
     hooks: Sequence[Hook] = ()
     steps_per_epoch: int = 1
+    clock: SaveClock | None = None
     world: World = field(default_factory=World)
     _max_train_steps: int = field(default=0, init=False)  # the argument of ``fit``
     _stopping: bool = field(default=False, init=False)  # all ranks know that they should stop
@@ -243,13 +264,15 @@ class Trainer:
         """
         updates, iteration = self.position.updates, self.position.iteration
         learning_rate = self.optimizer.learning_rate(updates)
-        changed, stop = self.optimizer.state_guard.check(), self.context.should_stop()
+        changed = self.optimizer.state_guard.check()
+        stop, save = self.context.should_stop(), self.clock is not None and self.clock.is_over()
         own = torch.maximum(self.transfer.bad, changed)
         if work.lost:  # this rank contributes nothing, and all ranks repeat the batch
             work.losses, work.losses_B, own = [torch.zeros_like(own)], [own.new_zeros(0)], torch.ones_like(own)
         loss, losses_B = torch.stack(work.losses).sum(), torch.cat(work.losses_B)
         # Decide on the update together, then queue it
-        said = self.world.agree(self.optimizer.weights.gradients, own, loss, losses_B, stop=stop, stamp=iteration)
+        asks = {"stop": stop, "save": save}
+        said = self.world.agree(self.optimizer.weights.gradients, own, loss, losses_B, **asks, stamp=iteration)
         stats = self.optimizer.step(updates, said.blocked)
         stamp = torch.full((), float(iteration + 1), dtype=torch.float64, device=self.model.device)
         # the stamp comes from a kernel argument, not from memory
@@ -261,21 +284,21 @@ class Trainer:
             stats.nonfinite,
             stats.loss_scale,
         )
-        values += (own, said.wrong, said.guilty, said.stop, changed, *stats.logged.values())
+        values += (own, said.wrong, said.guilty, said.asked, changed, *stats.logged.values())
         # Copy the verdict to the host without waiting
         on_device = torch.cat([torch.stack([v.to(torch.float64) for v in values]), losses_B])
         on_host, arrived = on_device.to("cpu", non_blocking=True), None
         if self.model.device.type == "cuda":
             arrived = torch.cuda.Event()
             arrived.record()
-        queued = (work.clocks, work.loading_s, stop, work.lost, on_device, on_host, arrived)
+        queued = (work.clocks, work.loading_s, stop, save, work.lost, on_device, on_host, arrived)
         return Pending(iteration, work.samples, learning_rate, *queued)
 
     def _settle(self, pending: Pending) -> Outcome:
         """Wait for the verdict on a queued update and act on it."""
         self.context.beat("verdict")
         started = time.perf_counter()
-        _, loss, grad_norm, bad, nonfinite, scale, own, wrong, guilty, stop, changed, *more = pending.verdict()
+        _, loss, grad_norm, bad, nonfinite, scale, own, wrong, guilty, asked, changed, *more = pending.verdict()
         waited_s = time.perf_counter() - started
         names = self.optimizer.logged_names
         logged, losses = dict(zip(names, more, strict=False)), more[len(names) :]
@@ -289,7 +312,9 @@ class Trainer:
         # The batch is used; a non-finite update is skipped
         self.transfer.succeeded()
         self._wrong_sums = 0
-        self._stopping = stop > 0 or (pending.stop and self.world.size == 1)
+        self._stopping = asked >= 1 or (pending.stop and self.world.size == 1)
+        if self.clock is not None:
+            self.clock.due = asked % 1 > 0 or (pending.save and self.world.size == 1)
         position.iteration += 1
         if nonfinite:
             self._skip(pending, loss, grad_norm, scale, losses, others_guilty=guilty > 0)

@@ -36,7 +36,7 @@ def data_of_checkpoint(checkpoint: Checkpoint | None, recipe: Recipe, num_ranks:
     except (LookupError, TypeError, ValueError, AttributeError):
         return None
     steps_per_epoch = sum(-(-count // effective) for count in counts.values())
-    max_train_steps = train.max_train_steps or steps_per_epoch * (train.epochs or 1)
+    max_train_steps = train.num_steps(steps_per_epoch)
     if not isinstance(identity, str) or steps_per_epoch <= 0 or checkpoint.position.updates < max_train_steps:
         return None
     return DataOfCheckpoint(facts, steps_per_epoch, max_train_steps, identity)

@@ -144,7 +144,8 @@ class Artifacts:
     def preview_again(self, updates: int) -> None:
         """Draw the previews of the checkpoint that a run resumes from, if it was interrupted before they were drawn."""
         sample = self.recipe.sample
-        due = sample.prompts and sample.every_n_steps and updates and updates % sample.every_n_steps == 0
+        steps = sample.round_steps(self.steps_per_epoch)
+        due = sample.prompts and steps and updates and updates % steps == 0
         if due and not preview.existing(self.run_dir, updates, self.recipe):
             self.preview(updates)
 
@@ -210,7 +211,7 @@ class Artifacts:
 
     def _drawn(self, updates: int) -> list[Path] | MachineError | DataError:
         """Paths of the previews of a round, or the error: out of memory, or a control image cannot be read."""
-        how = (self.family, self.model, self.recipe, self.prepared.text_lookup, self.tiles)
+        how = (self.family, self.model, self.recipe, self.prepared.text_lookup, self.tiles, self.adapter.scaled)
         try:
             with self.adapter.casting_inputs(), self.training_adapter.absent():
                 return preview.draw(self.run_dir, updates, *how)
@@ -269,7 +270,9 @@ class Artifacts:
         if not training:
             self.session.context.notice("No concept score: none of the training images can be read any more.")
             return {}
-        found = concept_score.score(_open(before), _open(after), training, len(self.recipe.sample.control_prompts))
+        previews = self.recipe.sample
+        controls = previews.images_per_prompt * len(previews.control_prompts)
+        found = concept_score.score(_open(before), _open(after), training, controls)
         self.session.context.emit(ConceptEvent(score=found.score, control=found.control, detail=found.distances))
         return {"concept": asdict(found)}
 

@@ -184,7 +184,9 @@ def load(start: StartContext, family: ModelFamily, data: Data) -> tuple[Artifact
         data_identity=data.identity(),
         base_seals=seals,
         steps_per_epoch=data.steps_per_epoch,
-        room=Room(session.run_dir, recipe, adapter.parameters, data.max_train_steps, start.context),
+        room=Room(
+            session.run_dir, recipe, adapter.parameters, data.max_train_steps, start.context, data.steps_per_epoch
+        ),
         tiles=start.settings.preview_tiling,
         memory=memory,
         world=start.world,
@@ -239,7 +241,7 @@ def data_of(start: StartContext, family: ModelFamily, cache: LatentCache, prepar
     train = start.recipe.train
     ranks = (start.world.size, start.world.me.rank)
     plan = BatchPlan(prepared.items, train.batch_size, train.gradient_accumulation_steps, train.seed, *ranks)
-    steps = train.max_train_steps or plan.steps_per_epoch * (train.epochs or 1)
+    steps = train.num_steps(plan.steps_per_epoch)
     start.context.emit(
         DataEvent(
             samples=len(prepared.items),

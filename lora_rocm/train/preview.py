@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from io import BytesIO
 from pathlib import Path
@@ -26,22 +27,28 @@ MAX_REQUESTS_BYTES = 1 << 24
 
 
 def requests_of(recipe: Recipe) -> list[PreviewRequest]:
-    """Requests for the recipe's prompts, then for its control prompts; the seed counts up over all of them."""
+    """Requests for the recipe's prompts, then for its control prompts; the seed counts up over all of them.
+
+    A prompt with a seed of its own counts from there.
+    """
     sample = recipe.sample
     width, height = recipe.preview_size
     controls = sample.control_images or ("",)
     return [
         PreviewRequest(
-            prompt=prompt,
-            negative_prompt=sample.negative_prompt,
-            width=width,
-            height=height,
-            steps=sample.steps,
-            guidance_scale=sample.guidance_scale or recipe.spec.guidance,
-            seed=sample.seed + number,
+            prompt=preview.prompt,
+            negative_prompt=preview.negative_prompt or "",
+            width=preview.width or width,
+            height=preview.height or height,
+            steps=preview.steps or sample.steps,
+            guidance_scale=preview.guidance_scale or recipe.spec.guidance,
+            seed=image + (sample.seed + number * sample.images_per_prompt if preview.seed is None else preview.seed),
             control=controls[min(number, len(controls) - 1)],
+            sampler=preview.sampler or sample.sampler,
+            lora_scale=sample.lora_scale if preview.lora_scale is None else preview.lora_scale,
         )
-        for number, prompt in enumerate((*sample.prompts, *sample.control_prompts))
+        for number, (_, _, preview) in enumerate(sample.numbered())
+        for image in range(sample.images_per_prompt)
     ]
 
 
@@ -53,14 +60,23 @@ def draw(
     recipe: Recipe,
     text: Callable[[str], dict[str, Tensor]],
     in_tiles: bool = False,
+    scaled: Callable[[float], AbstractContextManager[None]] = lambda scale: nullcontext(),
 ) -> list[Path]:
     """Draw and save all previews with the model as it is, one per file, each written atomically.
+
+    ``scaled(strength)`` changes the strength of the LoRA inside the context.
 
     Those of an older round are deleted. The requests are written last, so that an interrupted round does not look
     complete.
     """
     requests, folder = requests_of(recipe), run_dir.samples_at(updates)
-    previews = family.preview(model, requests, text, in_tiles)
+    drawn: dict[int, Image.Image | str] = {}
+    for scale in dict.fromkeys(request.lora_scale for request in requests):
+        numbers = [number for number, request in enumerate(requests) if request.lora_scale == scale]
+        with scaled(scale):
+            found = family.preview(model, [requests[number] for number in numbers], text, in_tiles)
+        drawn |= zip(numbers, found, strict=True)
+    previews = [drawn[number] for number in range(len(requests))]
     for old in sorted(folder.iterdir(), reverse=True) if is_folder(folder) else ():
         if OF_PREVIEWS.fullmatch(old.name):
             remove(old)

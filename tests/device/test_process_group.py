@@ -216,7 +216,7 @@ def test_an_update_of_several_ranks_waits_for_no_gpu() -> None:
     flat_N, losses_B = torch.ones(1000, device=gpu), torch.ones(2, device=gpu)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        world.agree(flat_N, losses_B[0], losses_B[0], losses_B, stop=False, stamp=3)
+        world.agree(flat_N, losses_B[0], losses_B[0], losses_B, stop=False, save=False, stamp=3)
         with pytest.raises(RuntimeError, match="synchroniz"):  # an assignment copies its number from main memory
             flat_N[0] = 1.0
     finally:

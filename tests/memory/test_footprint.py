@@ -37,7 +37,8 @@ from lora_rocm.memory.op_counter import Ledger
 from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.planning.step_cost import Footprint, Rates, Work, activation_bytes, by_worth
 from lora_rocm.recipe.kinds import recipe_from
-from lora_rocm.recipe.schema import AdamwSection, OptimSection, ProdigySection, Recipe
+from lora_rocm.recipe.optim_sections import AdamwSection, OptimSection, ProdigySection
+from lora_rocm.recipe.schema import Recipe
 from lora_rocm.recipe.sections import MAX_RANK
 
 CPU, META = torch.device("cpu"), torch.device("meta")

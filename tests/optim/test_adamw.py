@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lora_rocm.recipe.schema import AdamwSection
+from lora_rocm.recipe.optim_sections import AdamwSection
 from tests.optim.test_base import FREE, make, set_gradients
 
 

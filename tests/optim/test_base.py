@@ -17,7 +17,7 @@ from lora_rocm.errors import ResumeError
 from lora_rocm.optim.base import LOSS_SCALE_GROWTH_INTERVAL, GatedOptimizer
 from lora_rocm.optim.factory import RULES, make_optimizer, rule_of
 from lora_rocm.optim.update_rule import Scalars
-from lora_rocm.recipe.schema import OPTIMIZERS, AdamwSection, OptimSection, ProdigySection
+from lora_rocm.recipe.optim_sections import OPTIMIZERS, AdamwSection, OptimSection, ProdigySection
 
 FREE, BLOCKED = torch.tensor(0.0), torch.tensor(1.0)
 SECTIONS: list[OptimSection] = [

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.optim.base import SCALARS, GatedOptimizer
 from lora_rocm.optim.factory import make_optimizer
-from lora_rocm.recipe.schema import ProdigySection
+from lora_rocm.recipe.optim_sections import ProdigySection
 from tests.optim.test_base import BLOCKED, FREE, as_bytes
 
 STEPS = 60

@@ -1,15 +1,84 @@
-"""The learning rate by the number of updates."""
+"""The learning rate by the number of updates, beside the formulas of diffusers and of the REX paper."""
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import pytest
+import torch
+from diffusers.optimization import get_scheduler
+from pydantic import ValidationError
+
 from lora_rocm.optim.schedule import learning_rate_factor
-from lora_rocm.recipe.schema import AdamwSection
+from lora_rocm.recipe.optim_sections import AdamwSection
+
+STEPS, WARMUP = 23, 4
 
 
-def test_schedules() -> None:
-    warm = AdamwSection(lr_warmup_steps=4)
-    assert [learning_rate_factor(warm, n, 10) for n in range(5)] == [0.2, 0.4, 0.6, 0.8, 1.0]
-    linear = AdamwSection(lr_scheduler="linear")
-    assert [round(learning_rate_factor(linear, n, 4), 6) for n in range(5)] == [1.0, 0.75, 0.5, 0.25, 0.0]
-    cosine = AdamwSection(lr_scheduler="cosine", lr_warmup_steps=2)
-    assert [round(learning_rate_factor(cosine, n, 6), 6) for n in (2, 4, 6)] == [1.0, 0.5, 0.0]
+def factors(steps: int = STEPS, **keys: Any) -> list[float]:
+    section = AdamwSection.model_validate(keys)
+    return [learning_rate_factor(section, updates, steps) for updates in range(steps + 1)]
+
+
+def of_diffusers(name: str, **keys: Any) -> list[float]:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    there = get_scheduler(name, optimizer, num_warmup_steps=WARMUP, num_training_steps=STEPS, **keys)
+    found = []
+    for _ in range(STEPS + 1):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        there.step()
+    return found
+
+
+def test_the_warm_up() -> None:
+    assert factors(10, lr_warmup_steps=4)[:5] == [0.2, 0.4, 0.6, 0.8, 1.0]
+    assert factors(10, lr_warmup_ratio=0.31)[:5] == [0.2, 0.4, 0.6, 0.8, 1.0]  # 4 of 10: rounded up
+    assert factors(10)[0] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({"lr_scheduler": "linear"}, of_diffusers("linear")),
+        ({"lr_scheduler": "cosine"}, of_diffusers("cosine")),
+        (
+            {"lr_scheduler": "cosine_with_restarts", "lr_scheduler_num_cycles": 3},
+            of_diffusers("cosine_with_restarts", num_cycles=3),
+        ),
+        ({"lr_scheduler": "polynomial", "lr_scheduler_power": 2.5}, of_diffusers("polynomial", power=2.5)),
+    ],
+    ids=lambda keys: keys["lr_scheduler"] if isinstance(keys, dict) else "",
+)
+def test_after_the_warm_up_they_are_those_of_diffusers(ours: dict[str, Any], theirs: list[float]) -> None:
+    found = factors(lr_warmup_steps=WARMUP, **ours)
+    assert found[WARMUP:] == pytest.approx(theirs[WARMUP:], abs=1e-6)  # polynomial ends at 1e-7 there
+    assert max(abs(a - b) for a, b in zip(found[:WARMUP], theirs[:WARMUP], strict=True)) > 0.01  # theirs starts at 0
+
+
+def test_rex_is_the_formula_of_its_paper() -> None:
+    found = factors(20, lr_scheduler="rex")
+    assert found == pytest.approx([(1 - t / 20) / (0.5 + 0.5 * (1 - t / 20)) for t in range(21)])
+    assert all(a > b for a, b in zip(found[1:-1], factors(20, lr_scheduler="linear")[1:-1], strict=True))
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine", "cosine_with_restarts", "polynomial", "rex"])
+def test_it_ends_at_the_least_and_stays_there(name: str) -> None:
+    section = AdamwSection.model_validate({"lr_scheduler": name, "lr_min_ratio": 0.1})
+    assert [learning_rate_factor(section, updates, 10) for updates in (0, 10, 99)] == pytest.approx([1.0, 0.1, 0.1])
+    assert math.isclose(learning_rate_factor(section, 5, 10), 0.1 + 0.9 * factors(10, lr_scheduler=name)[5])
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"lr_scheduler_num_cycles": 2},
+        {"lr_scheduler": "cosine", "lr_scheduler_power": 2.0},
+        {"lr_min_ratio": 0.1},
+        {"lr_warmup_steps": 4, "lr_warmup_ratio": 0.1},
+    ],
+)
+def test_a_key_that_is_not_read_is_refused(keys: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        AdamwSection.model_validate(keys)

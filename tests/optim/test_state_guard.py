@@ -20,7 +20,7 @@ from lora_rocm.memory import oom_recovery
 from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.optim.state_guard import StateGuard
-from lora_rocm.recipe.schema import AdamwSection
+from lora_rocm.recipe.optim_sections import AdamwSection
 from lora_rocm.rules.mitigations import seen_of_code
 from lora_rocm.rundir.event_types import Event, StepEvent
 from lora_rocm.rundir.run_context import NOBODY

@@ -41,6 +41,8 @@ RIGHT: dict[str, str] = {
     "keep_tags_count": "data.keep_tokens",
     "keep_tokens": "data.keep_tokens",
     "learning_rate": "optim.learning_rate",
+    "learning_rate_cycles": "optim.lr_scheduler_num_cycles",
+    "learning_rate_min_factor": "optim.lr_min_ratio",
     "learning_rate_scheduler": "optim.lr_scheduler",
     "learning_rate_warmup_steps": "optim.lr_warmup_steps",
     "linear": "lora.rank",
@@ -54,6 +56,7 @@ RIGHT: dict[str, str] = {
     "lora_weight_dtype": "lora.weight_dtype",
     "lr": "optim.learning_rate",
     "lr_scheduler": "optim.lr_scheduler",
+    "lr_scheduler_num_cycles": "optim.lr_scheduler_num_cycles",
     "lr_warmup_steps": "optim.lr_warmup_steps",
     "max_data_loader_n_workers": "runtime.workers",
     "max_grad_norm": "optim.max_grad_norm",
@@ -95,8 +98,12 @@ RIGHT: dict[str, str] = {
     "resolution_override": "data.resolution",
     "rolling_backup_count": "output.keep_last",
     "rs_lora": "lora.use_rslora",
+    "sample_every_n_epochs": "sample.every_n_epochs",
     "sample_every_n_steps": "sample.every_n_steps",
+    "sample_sampler": "sample.sampler",
     "sample_steps": "sample.steps",
+    "sampler": "sample.sampler",
+    "save_every_n_epochs": "output.save_every_n_epochs",
     "save_every_n_steps": "output.save_every_n_steps",
     "save_precision": "output.dtype",
     "seed": "train.seed or sample.seed",
@@ -141,10 +148,10 @@ NOTHING_LIKE_IT = """
     full_bf16 full_fp16 fused_backward_pass gpu_ids hf_repo_id highvram hub_model_id huber_c huber_scale
     huber_schedule huber_strength ignore_if_contains image_variations in_json
     instance_prompt invert_mask ip_noise_gamma is_flux is_reg is_v2 is_v3 is_v_pred is_xl keep_tokens_separator
-    latent_caching layer_filter layer_filter_preset layer_filter_regex layer_offloading learning_rate_cycles
-    learning_rate_min_factor learning_rate_scaler linear_timesteps log_cosh_strength log_prefix log_with
+    latent_caching layer_filter layer_filter_preset layer_filter_regex layer_offloading
+    learning_rate_scaler linear_timesteps log_cosh_strength log_prefix log_with
     logging_dir lora_type loss_type loss_weight loss_weight_fn loss_weight_strength low_vram lowram
-    lr_scheduler_num_cycles lr_warmup lycoris_config mae_strength mask_min_value masked_loss
+    lr_warmup lycoris_config mae_strength mask_min_value masked_loss
     masked_prior_preservation_weight masked_training max_bucket_reso max_denoising_steps max_noising_strength
     max_step_saves_to_keep max_timestep max_token_length mem_eff_attn metadata_file min_bucket_reso
     min_denoising_steps min_noising_strength min_timestep minimum_image_size model_flavour model_name
@@ -154,8 +161,8 @@ NOTHING_LIKE_IT = """
     num_frames num_machines num_processes offload_fraction only_cache only_if_contains only_instance_prompt
     optimizer_args output_model_destination peft_type performance_log_every perturbation_noise_weight
     prior_loss_weight probability prompt_source push_to_hub qtype quantize quantize_te quantize_via random_crop
-    rank_dropout reg_data_dir report_to resolution_type resume sample_every sample_every_n_epochs sample_prompts
-    sample_sampler sample_skip_first sampler save_every save_every_n_epochs save_filename_prefix
+    rank_dropout reg_data_dir report_to resolution_type resume sample_every sample_prompts
+    sample_skip_first save_every save_filename_prefix
     save_format save_last_n_epochs save_last_n_steps save_model_as save_skip_first save_state
     scale_v_pred_loss_like_noise_pred scale_weight_norms sdpa sdxl sdxl_cache_text_encoder_outputs
     sdxl_no_half_vae secondary_separator secrets skip_first_sample sqlite_db_path tag_delimiter temp_device

@@ -146,7 +146,7 @@ MINIMAL = "model: {name_or_path: builtin:tiny-sdxl}\ndata: {path: pics}\ntrain: 
 
 
 @pytest.mark.parametrize(
-    "extra", ["", "network_dim: 4\n", "config: {process: 3}\n", "output: {save_every_n_epochs: 1}\n"]
+    "extra", ["", "network_dim: 4\n", "config: {process: 3}\n", "output: {save_every_n_hours: 1}\n"]
 )
 def test_a_recipe_with_a_wrong_key_is_a_recipe_with_a_wrong_key(extra: str, tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"

@@ -34,7 +34,7 @@ def room(folder: Path, free: int | None, **sections: dict[str, Any]) -> tuple[Ro
         }
     )
     said: list[str] = []
-    return Room(RunDir(folder), recipe, PARAMETERS, 10, listening(said), lambda path: free), said
+    return Room(RunDir(folder), recipe, PARAMETERS, 10, listening(said), 4, lambda path: free), said
 
 
 def test_what_is_to_come_is_counted(tmp_path: Path) -> None:

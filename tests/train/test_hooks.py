@@ -7,14 +7,15 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.train.hooks import VALIDATION_POSITIONS, CallEvery, TensorBoard, Validation
-from lora_rocm.train.loop import Trainer
+from lora_rocm.train.hooks import VALIDATION_POSITIONS, CallEvery, Save, TensorBoard, Validation
+from lora_rocm.train.loop import SaveClock, Trainer
 from tests.supervisor.fake_run import event, listening, step_fields
 from tests.train.test_loop import Corruptor, Rig, batches
 
@@ -75,6 +76,28 @@ def test_a_corrupted_held_out_batch_is_sent_again() -> None:
     for rig in (clean, hit):
         held_out(rig).act(rig.trainer)
     assert losses(hit) == losses(clean) and hit.trainer.transfer.failures == 1
+
+
+def test_a_checkpoint_comes_by_steps_and_when_the_clock_asks_and_not_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every update takes 20 s of a made-up clock, and a checkpoint is asked for every minute and every seventh step."""
+    saved: list[int] = []
+    now = [0.0]
+    monkeypatch.setattr(
+        "lora_rocm.train.loop.time", SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter)
+    )
+    clock = SaveClock(minutes=1.0)
+    rig = Rig(hooks=[Save(7, clock, saved.append)])
+    real = rig.trainer._update
+
+    def update(work: Any) -> Any:
+        now[0] += 20.0
+        return real(work)
+
+    rig.trainer.clock, rig.trainer._update = clock, update  # type: ignore[method-assign]
+    rig.fit(16)
+    assert saved == [4, 7, 11, 14]  # asked at the third, known to all at its verdict, written after the next
+    off = Rig(hooks=[Save(0, None, saved.append)]).fit(5)
+    assert len(saved) == 4 and off.trainer.position.updates == 5
 
 
 def test_checkpoints_are_called_with_confirmed_updates(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from lora_rocm.families.objectives.base import Draws, Prediction
 from lora_rocm.loader.batch import Batch
 from lora_rocm.memory.oom_recovery import Relief
 from lora_rocm.optim.factory import make_optimizer
-from lora_rocm.recipe.schema import AdamwSection, OptimSection, ProdigySection
+from lora_rocm.recipe.optim_sections import AdamwSection, OptimSection, ProdigySection
 from lora_rocm.rundir.event_types import Event
 from lora_rocm.rundir.run_context import RunContext
 from lora_rocm.train.engine import Engine

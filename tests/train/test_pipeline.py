@@ -109,6 +109,11 @@ def straight(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
+def weights_of(path: Path) -> dict[str, bytes]:
+    """The tensors of a file; its metadata differ."""
+    return {name: tensor.numpy().tobytes() for name, tensor in load_file(path).items()}
+
+
 def losses_of(run_dir: Path) -> list[float]:
     return [event["loss"] for event in read_events(RunDir(run_dir).events()) if event["type"] == "step"]
 
@@ -481,11 +486,21 @@ def test_a_bus_that_never_works_ends_the_run_with_all_kept(
     assert {path.name: path.read_bytes() for path in last.iterdir()} == before
 
 
-def test_every_checkpoint_has_a_usable_file_and_old_states_are_rotated(material: Path, tmp_path: Path) -> None:
-    assert start(make_recipe(material, output={"save_every_n_steps": 2, "keep_last": 1}), tmp_path / "run")
+def test_every_checkpoint_has_a_usable_file_and_old_states_are_rotated(
+    material: Path, straight: Path, tmp_path: Path
+) -> None:
+    """The recipe of ``straight`` in epochs and shares, of which one has two steps: the same bytes."""
+    recipe = make_recipe(
+        material,
+        optim={"lr_warmup_steps": 0, "lr_warmup_ratio": 1 / 3},
+        train={"max_train_steps": None, "epochs": 3},
+        output={"save_every_n_steps": None, "save_every_n_epochs": 1, "keep_last": 1},
+    )
+    assert start(recipe, tmp_path / "run")
     directory = RunDir(tmp_path / "run")
     assert [updates for updates, _ in directory.list_checkpoints()] == [STEPS]
-    assert [directory.checkpoint_lora(updates).exists() for updates in (2, 4, 6)] == [True, True, True]
+    assert [directory.checkpoint_lora(updates).exists() for updates in range(1, 7)] == [False, True] * 3
+    assert weights_of(directory.lora) == weights_of(RunDir(straight).lora)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +12,10 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from pydantic import ValidationError
 
 from lora_rocm.errors import DataError
+from lora_rocm.families.base import PreviewRequest
 from lora_rocm.families.vae import CONTROL_UNUSABLE
 from lora_rocm.foundation.files import write_atomic, write_json
 from lora_rocm.recipe.kinds import recipe_from
@@ -122,7 +125,7 @@ def test_a_control_image_that_is_gone_costs_the_previews_and_not_the_run(
         recipe=SimpleNamespace(spec=SimpleNamespace(preview="image")),
         prepared=SimpleNamespace(text_lookup=None),
         tiles=False,
-        adapter=SimpleNamespace(casting_inputs=without),
+        adapter=SimpleNamespace(casting_inputs=without, scaled=None),
         training_adapter=SimpleNamespace(absent=without),
         session=SimpleNamespace(context=listening(said)),
         _drawn=lambda updates: Artifacts._drawn(run, updates),
@@ -140,3 +143,65 @@ def test_a_control_image_that_is_gone_costs_the_previews_and_not_the_run(
     assert said == [
         "No previews after step 3: It cannot be read. (test.png) The run goes on without them. Put it back."
     ]
+
+
+def test_prompts_have_options_of_their_own() -> None:
+    prompts = [
+        "a cat --n a dog --w 256 --h 320 --d 9 --s 30 --l 5.5 --ss k_euler_a --am 0.8",
+        {"prompt": "a cat", "seed": 4, "lora_scale": 0.5, "sampler": "ddim"},
+        "a cat -- cat",
+    ]
+    recipe = make_recipe(prompts=prompts, negative_prompt="blurry", images_per_prompt=2, guidance_scale=3.0)
+    first, again, second, *_, fifth, sixth, control, last = preview.requests_of(recipe)
+    assert (first.prompt, first.negative_prompt, first.width, first.height) == ("a cat", "a dog", 256, 320)
+    assert (first.steps, first.guidance_scale, first.sampler, first.lora_scale) == (30, 5.5, "euler_a", 0.8)
+    assert [each.seed for each in (first, again, second)] == [9, 10, 4]
+    assert (second.negative_prompt, second.guidance_scale, second.lora_scale) == ("blurry", 3.0, 0.5)
+    assert (fifth.prompt, fifth.sampler, fifth.lora_scale) == ("a cat -- cat", "euler", 1.0)
+    assert [each.seed for each in (fifth, sixth, control, last)] == [11, 12, 13, 14]  # those of the section, by place
+    assert set(recipe.sample.texts) == {"a cat", "a cat -- cat", "a dog", "blurry"}
+    assert recipe.sample.num_images == len(preview.requests_of(recipe))
+
+
+@pytest.mark.parametrize(
+    ("sample", "words"),
+    [
+        ({"prompts": ["a cat --x 3"]}, "there is no option --x"),
+        ({"prompts": ["a cat --w wide"]}, "--w cannot be 'wide'"),
+        ({"prompts": ["a cat --w"]}, "--w cannot be ''"),
+        ({"prompts": [{"prompt": "a cat", "width": 100}]}, "multiples of 8 pixels"),
+        ({"prompts": [{"prompt": "a cat", "with": 100}]}, "with"),
+        ({"prompts": ["a cat --ss plms"]}, "--ss cannot be 'plms'"),
+    ],
+)
+def test_options_of_a_prompt_that_cannot_be_are_refused(sample: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        make_recipe(**sample)
+
+
+def test_a_sampler_is_refused_where_the_family_has_none() -> None:
+    sections = {"data": {"path": "p"}, "train": {"epochs": 1}, "model": {"family": "flux", "name_or_path": "x"}}
+    with pytest.raises(ValidationError, match="not drawn with the sampler ddim"):
+        recipe_from({**sections, "sample": {"prompts": ["a cat"], "sampler": "ddim"}})
+    with pytest.raises(ValidationError, match="no negative prompt"):
+        recipe_from({**sections, "sample": {"prompts": ["a cat --n dog"]}})
+
+
+def test_each_strength_is_drawn_at_its_strength_and_in_the_order_of_the_requests(tmp_path: Path) -> None:
+    recipe = make_recipe(prompts=["a cat --am 0.5", "a dog", "a cow --am 0.5"], control_prompts=[])
+    now, drawn = [1.0], list[tuple[str, float]]()
+
+    @contextmanager
+    def scaled(strength: float) -> Iterator[None]:
+        now.append(strength)
+        yield
+        now.pop()
+
+    def draw(model: Any, requests: list[PreviewRequest], *rest: Any) -> list[str]:
+        drawn.extend((request.prompt, now[-1]) for request in requests)
+        return [request.prompt for request in requests]
+
+    family: Any = SimpleNamespace(preview=draw)
+    paths = preview.draw(RunDir(tmp_path), 1, family, None, recipe, dict, scaled=scaled)  # type: ignore[arg-type]
+    assert drawn == [("a cat", 0.5), ("a cow", 0.5), ("a dog", 1.0)]
+    assert [path.read_text(encoding="utf-8") for path in paths] == ["a cat", "a dog", "a cow"]

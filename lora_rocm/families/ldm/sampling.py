@@ -1,4 +1,4 @@
-"""Preview images from the live model, with the family's diffusers pipeline and the Euler sampler."""
+"""Preview images from the live model, with the family's diffusers pipeline and a sampler of diffusers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from diffusers import EulerDiscreteScheduler
+from diffusers import (
+    ConfigMixin,
+    DDIMScheduler,
+    DPMSolverMultistepScheduler,
+    EulerAncestralDiscreteScheduler,
+    EulerDiscreteScheduler,
+    HeunDiscreteScheduler,
+    UniPCMultistepScheduler,
+)
 from PIL import Image
 from torch import Tensor, nn
 
@@ -18,6 +26,16 @@ from lora_rocm.families.vae import decode, pixels_per_latent
 
 BATCH_PIXELS = 1024 * 1024  # total area of a batch of images of one size
 
+SAMPLERS: Mapping[str, tuple[type[ConfigMixin], Mapping[str, bool]]] = {
+    "euler": (EulerDiscreteScheduler, {}),
+    "euler_a": (EulerAncestralDiscreteScheduler, {}),
+    "heun": (HeunDiscreteScheduler, {}),
+    "dpmpp_2m": (DPMSolverMultistepScheduler, {}),
+    "dpmpp_2m_karras": (DPMSolverMultistepScheduler, {"use_karras_sigmas": True}),
+    "ddim": (DDIMScheduler, {}),
+    "unipc": (UniPCMultistepScheduler, {}),
+}
+"""(class of diffusers, its options) by ``sample.sampler``."""
 Embeddings = Callable[[str], dict[str, Tensor]]
 """Maps a prompt to arguments of the pipeline ("prompt_embeds", ...) with B = 1, on the model's device."""
 MakePipeline = Callable[[nn.Module, Any], Any]
@@ -52,8 +70,8 @@ def sample_images(
     """
     latents: list[Tensor | None] = [None] * len(requests)
     with evaluating(model.components.values()):
-        pipeline = _pipeline(model, scheduler_config, make_pipeline)
         for group in _batches(requests):
+            pipeline = _pipeline(model, scheduler_config, make_pipeline, requests[group[0]].sampler)
             batch = _denoise(pipeline, model, [requests[i] for i in group], embeddings, source)
             for index, latent_CHW in zip(group, batch, strict=True):
                 latents[index] = latent_CHW
@@ -61,23 +79,26 @@ def sample_images(
     return decode(source, model.device, drawn, space, in_tiles)
 
 
-def _pipeline(model: LoadedModel, scheduler_config: Mapping[str, Any], make_pipeline: MakePipeline) -> Any:
+def _pipeline(
+    model: LoadedModel, scheduler_config: Mapping[str, Any], make_pipeline: MakePipeline, sampler: str
+) -> Any:
     config = dict(scheduler_config)
     if config["rescale_betas_zero_snr"]:
         config["timestep_spacing"] = "trailing"  # so that sampling starts from pure noise (arXiv 2305.08891, 3.3)
-    pipeline = make_pipeline(model.components["unet"], EulerDiscreteScheduler.from_config(config))
+    cls, options = SAMPLERS[sampler]
+    pipeline = make_pipeline(model.components["unet"], cls.from_config(config, **options))
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
 
 def _batches(requests: Sequence[PreviewRequest]) -> list[list[int]]:
-    """Indices of requests to sample together: equal size, steps and guidance, up to BATCH_PIXELS."""
-    groups: dict[tuple[int, int, int, float], list[int]] = {}
+    """Indices of requests to sample together: equal size, steps, guidance and sampler, up to BATCH_PIXELS."""
+    groups: dict[tuple[int, int, int, float, str], list[int]] = {}
     for index, request in enumerate(requests):
-        key = (request.width, request.height, request.steps, request.guidance_scale)
+        key = (request.width, request.height, request.steps, request.guidance_scale, request.sampler)
         groups.setdefault(key, []).append(index)
     batches = []
-    for (width, height, _, _), members in groups.items():
+    for (width, height, *_), members in groups.items():
         size = max(1, BATCH_PIXELS // (width * height))
         batches += [members[start : start + size] for start in range(0, len(members), size)]
     return batches
@@ -93,9 +114,8 @@ def _denoise(
     first = requests[0]
     factor = pixels_per_latent(source)
     shape = (source.config("unet")["in_channels"], first.height // factor, first.width // factor)
-    noise_BCHW = torch.stack(
-        [torch.randn(shape, generator=torch.Generator().manual_seed(request.seed)) for request in requests]
-    )
+    generators = [torch.Generator().manual_seed(request.seed) for request in requests]
+    noise_BCHW = torch.stack([torch.randn(shape, generator=generator) for generator in generators])
     arguments = _embed(embeddings, [request.prompt for request in requests], model)
     if first.guidance_scale > 1:
         negative = _embed(embeddings, [request.negative_prompt for request in requests], model)
@@ -106,6 +126,7 @@ def _denoise(
         num_inference_steps=first.steps,
         guidance_scale=first.guidance_scale,
         latents=noise_BCHW.to(model.device, model.dtype),
+        generator=generators,  # some samplers add noise in each step
         output_type="latent",
         **arguments,
     )

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from lora_rocm.families.spec import Axis, CheckpointSection, FamilySpec, FileMetadata, ShapeRules
-from lora_rocm.recipe.sections import DdpmSection, PathOrHubId
+from lora_rocm.recipe.sections import ALL_SAMPLERS, DdpmSection, PathOrHubId
 
 WHERE = "A diffusers folder, a hub id or a single .safetensors checkpoint."
 
@@ -37,6 +37,7 @@ SPEC_SD15 = FamilySpec(
     objective_section=DdpmSection,
     implementation="lora_rocm.families.sd.family:Sd15",
     component="unet",
+    samplers=ALL_SAMPLERS,
     text_components=("text_encoder",),
     shapes=SHAPES,
     metadata=FileMetadata(
@@ -53,6 +54,7 @@ SPEC_SD2 = FamilySpec(
     objective_section=DdpmSection,
     implementation="lora_rocm.families.sd.family:Sd2",
     component="unet",
+    samplers=ALL_SAMPLERS,
     text_components=("text_encoder",),
     shapes=SHAPES,
     metadata=FileMetadata(

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from lora_rocm.families.spec import Axis, CheckpointSection, FamilySpec, FileMetadata, ShapeRules
-from lora_rocm.recipe.sections import DdpmSection, PathOrHubId
+from lora_rocm.recipe.sections import ALL_SAMPLERS, DdpmSection, PathOrHubId
 
 
 class SdxlSection(CheckpointSection):
@@ -26,6 +26,7 @@ SPEC = FamilySpec(
     objective_section=DdpmSection,
     implementation="lora_rocm.families.sdxl.family:Sdxl",
     component="unet",
+    samplers=ALL_SAMPLERS,
     text_components=("text_encoder", "text_encoder_2"),
     shapes=ShapeRules(
         (Axis("h", multiple=8, per_latent=8, per_token=16), Axis("w", multiple=8, per_latent=8, per_token=16))

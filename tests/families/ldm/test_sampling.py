@@ -15,6 +15,7 @@ from PIL import Image
 from lora_rocm.families import vae as vae_module
 from lora_rocm.families.base import PreviewRequest
 from lora_rocm.families.ldm import sampling
+from lora_rocm.families.ldm.sampling import SAMPLERS
 from lora_rocm.families.sdxl.family import Sdxl
 from tests.tiny_models import caption_encoder, drawn_by, tiny_recipe, write_tiny_sdxl
 
@@ -34,12 +35,16 @@ def draw(folder: Path, requests: list[PreviewRequest], dtype: torch.dtype = torc
     return family.preview(family.load(dtype, CPU), requests, caption_encoder(family))
 
 
-@pytest.mark.parametrize("guidance", [1.0, 4.0])
-@pytest.mark.parametrize("negative", ["", "dog"])
-def test_a_preview_is_the_pipeline_s_image(tiny_sdxl: Path, guidance: float, negative: str) -> None:
-    request = replace(REQUEST, guidance_scale=guidance, negative_prompt=negative)
+@pytest.mark.parametrize(
+    ("guidance", "negative", "sampler"),
+    [(1.0, "", "euler"), (4.0, "dog", "euler_a"), (4.0, "", "dpmpp_2m_karras"), (1.0, "dog", "ddim")],
+)
+def test_a_preview_is_the_pipeline_s_image(tiny_sdxl: Path, guidance: float, negative: str, sampler: str) -> None:
+    request = replace(REQUEST, guidance_scale=guidance, negative_prompt=negative, sampler=sampler)
     (ours,) = draw(tiny_sdxl, [request])
     pipeline = StableDiffusionXLPipeline.from_pretrained(tiny_sdxl, local_files_only=True)
+    cls, options = SAMPLERS[sampler]
+    pipeline.scheduler = cls.from_config(pipeline.scheduler.config, **options)
     theirs = drawn_by(pipeline, request)
     assert ours.size == (64, 48)
     assert abs(pixels(ours) - pixels(theirs)).max() <= 1

@@ -1,0 +1,151 @@
+"""The ``sample`` section of a recipe: previews and their prompts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from lora_rocm.recipe.sections import (
+    MAX_EPOCHS,
+    MAX_GUIDANCE,
+    MAX_ITEMS,
+    MAX_SAMPLE_STEPS,
+    MAX_SIDE_PX,
+    MAX_STEPS,
+    InputFile,
+    Sampler,
+    Section,
+    not_both,
+    on_resume,
+)
+
+OPTION = re.compile(r"\s--(\w+)(?:\s|$)")
+OPTIONS_OF_KOHYA: Mapping[str, str] = {
+    "n": "negative_prompt",
+    "w": "width",
+    "h": "height",
+    "d": "seed",
+    "s": "steps",
+    "l": "guidance_scale",
+    "g": "guidance_scale",
+    "ss": "sampler",
+    "am": "lora_scale",
+}
+"""Option after a prompt in the files of sd-scripts (docs/train_network.md there) -> key of ``PreviewPrompt``."""
+SAMPLERS_OF_KOHYA = {"k_euler": "euler", "k_euler_a": "euler_a", "dpmsolver++": "dpmpp_2m", "dpmsolver": "dpmpp_2m"}
+
+
+class PreviewPrompt(Section):
+    """A prompt of the previews with options of its own. What is not set comes from ``sample``."""
+
+    prompt: str
+    negative_prompt: str | None = None
+    width: int | None = Field(None, gt=0, le=MAX_SIDE_PX)
+    height: int | None = Field(None, gt=0, le=MAX_SIDE_PX)
+    steps: int | None = Field(None, gt=0, le=MAX_SAMPLE_STEPS)
+    guidance_scale: float | None = Field(None, ge=1.0, le=MAX_GUIDANCE)
+    seed: int | None = Field(None, ge=0, lt=2**31)
+    sampler: Sampler | None = None
+    lora_scale: float | None = Field(None, ge=-100.0, le=100.0)
+
+
+def of_text(text: str) -> PreviewPrompt:
+    """Read a prompt with kohya's options after it.
+
+    Raises:
+        PydanticCustomError: an option is unknown, or its value is wrong.
+    """
+    prompt, *rest = OPTION.split(f" {text}" if text.startswith("--") else text)
+    found: dict[str, str] = {"prompt": prompt.strip()}
+    for option, value in zip(rest[::2], rest[1::2], strict=True):
+        key = OPTIONS_OF_KOHYA.get(option)
+        if key is None:
+            fix = f"Options of a prompt: {', '.join(f'--{name}' for name in OPTIONS_OF_KOHYA)}."
+
+            raise _wrong(f"there is no option --{option}", fix)
+        found[key] = SAMPLERS_OF_KOHYA.get(value.strip(), value.strip())
+    try:
+        return TypeAdapter(PreviewPrompt).validate_python(found)
+    except ValidationError as error:
+        key = str(error.errors()[0]["loc"][0])
+        option = next(name for name, named in OPTIONS_OF_KOHYA.items() if named == key)
+        raise _wrong(f"--{option} cannot be {found[key]!a:.40}", f"It is {key}.") from error
+
+
+def _wrong(what: str, fix: str) -> PydanticCustomError:
+    return PydanticCustomError("rule", "{what}", {"what": what, "fix": fix})
+
+
+class SampleSection(Section):
+    """Preview images. All keys may change on resume."""
+
+    every_n_steps: int = on_resume(
+        0, "Updates between two rounds of previews; 0 means only before and after training.", ge=0, le=MAX_STEPS
+    )
+    every_n_epochs: int = on_resume(
+        0, "Epochs between two rounds of previews, in place of every_n_steps.", ge=0, le=MAX_EPOCHS
+    )
+    prompts: tuple[str | PreviewPrompt, ...] = on_resume(
+        (),
+        "Prompts of the previews; empty means no previews. An item is a text, also with kohya's options after it "
+        "(a cat --n dog --w 512 --h 768 --d 7 --s 30 --l 5), or a mapping of prompt and its own options.",
+        max_length=MAX_ITEMS,
+    )
+    control_prompts: tuple[str | PreviewPrompt, ...] = on_resume(
+        (), "Prompts without the concept, which the LoRA should not change.", max_length=MAX_ITEMS
+    )
+    images_per_prompt: int = on_resume(1, "Images of each prompt, from seeds that count up.", gt=0, le=MAX_ITEMS)
+    negative_prompt: str = on_resume("", "Negative prompt of the previews.")
+    control_images: Annotated[tuple[InputFile, ...], Field(max_length=MAX_ITEMS)] = on_resume(
+        (), "Control images of the previews, in the order of the prompts; the last one is for all further prompts too."
+    )
+    sampler: Sampler = on_resume("euler", "Sampler of the previews.")
+    lora_scale: float = on_resume(1.0, "Strength of the LoRA in previews.", ge=-100.0, le=100.0)
+    seed: int = on_resume(1234, "Seed of the first image; it increases by one per image.", ge=0, lt=2**31)
+    guidance_scale: float | None = on_resume(
+        None, "Guidance; unset means what is usual for the family.", ge=1.0, le=MAX_GUIDANCE
+    )
+    steps: int = on_resume(25, "Denoising steps.", gt=0, le=MAX_SAMPLE_STEPS)
+    width: int | None = on_resume(None, "Width in pixels; unset means data.resolution.", gt=0, le=MAX_SIDE_PX)
+    height: int | None = on_resume(None, "Height in pixels; unset means data.resolution.", gt=0, le=MAX_SIDE_PX)
+
+    @field_validator("prompts", "control_prompts")
+    @classmethod
+    def _options_can_be_read(cls, prompts: tuple[str | PreviewPrompt, ...]) -> tuple[str | PreviewPrompt, ...]:
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                of_text(prompt)
+        return prompts
+
+    @model_validator(mode="after")
+    def _one_unit(self) -> SampleSection:
+        if self.every_n_steps and self.every_n_epochs:
+            raise not_both("every_n_steps", "every_n_epochs")
+        return self
+
+    def round_steps(self, steps_per_epoch: int) -> int:
+        """The number of updates between two rounds of previews; 0: only before and after training."""
+        return self.every_n_steps or self.every_n_epochs * steps_per_epoch
+
+    def numbered(self) -> Iterator[tuple[str, int, PreviewPrompt]]:
+        """Every prompt with its options, those of this section filled in: (key, number in its list, prompt)."""
+        shared = {name: getattr(self, name) for name in PreviewPrompt.model_fields if name not in ("prompt", "seed")}
+        for key in ("prompts", "control_prompts"):
+            for number, given in enumerate(getattr(self, key)):
+                own = (of_text(given) if isinstance(given, str) else given).model_dump(exclude_none=True)
+                yield key, number, PreviewPrompt.model_validate({**shared, **own})
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All texts that previews are drawn from."""
+        previews = [preview for _, _, preview in self.numbered()]
+        return (*(each.prompt for each in previews), *(each.negative_prompt or "" for each in previews))
+
+    @property
+    def num_images(self) -> int:
+        """The number of previews of one round."""
+        return (len(self.prompts) + len(self.control_prompts)) * self.images_per_prompt if self.prompts else 0
