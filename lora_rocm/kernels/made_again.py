@@ -58,12 +58,10 @@ class _Hooks:
 
 def made_again(*tensors: Made) -> AbstractContextManager[Any]:
     """A context in which operations keep no tensor of these, or view of one. They have to live until its end."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return nullcontext()
     pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True) or (_same, _same)
-    if (
-        getattr(pack, "__module__", "") == checkpoint.__module__
-        or not torch.is_grad_enabled()
-        or torch.compiler.is_compiling()
-    ):
+    if getattr(pack, "__module__", "") == checkpoint.__module__:
         return nullcontext()
     hooks = _Hooks({tensor.untyped_storage()._cdata: make for tensor, make in tensors}, pack, unpack)
     return saved_tensors_hooks(hooks.forget, hooks.remember)

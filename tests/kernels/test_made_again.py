@@ -60,3 +60,16 @@ def test_in_recomputed_blocks_it_stays_out_of_the_way(again: bool) -> None:
     loss = checkpoint(passed, x, again, seen, use_reentrant=False)
     assert seen[0]() is None
     assert torch.equal(torch.autograd.grad(loss, x)[0], gradient(again=False)[0])
+
+
+def test_a_compiler_traces_the_whole() -> None:
+    x = torch.linspace(0, 3, 12).view(3, 4).requires_grad_()
+
+    def square(x: Tensor) -> Tensor:
+        both = made(lambda given: given[0].sin(), [x])
+        with made_again(both):
+            return both[0] @ both[0].t()
+
+    compiled = torch.compile(square, backend="eager", fullgraph=True)
+    assert torch.equal(torch.autograd.grad(compiled(x).sum(), x)[0], torch.autograd.grad(square(x).sum(), x)[0])
+    torch._dynamo.reset()
