@@ -71,6 +71,7 @@ PROCESS_EDGES = {
     ("benchmarks/step_variants.py", "main"),
 }
 BINARY_OPENERS = {"Image", "os", "webbrowser", "zipfile", "tarfile"}
+NOT_AT_START = ("tensorboard", "torch.utils.tensorboard", "datasets", "torch._dynamo", "torch._inductor", "pandas")
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 60
 FAMILY_WORDS = re.compile(
     r"(?<![a-z])(sdxl|unet|vae|time_ids|pooled|clip(?!_grad)|text_encoder|lora_te)(?![a-z]{2})", re.IGNORECASE
@@ -218,6 +219,13 @@ def light_faults(module: Module) -> Iterator[str]:
             yield f"{module.name}:{found.line} imports {found.target}"
 
 
+def eager_faults(module: Module) -> Iterator[str]:
+    """A package at the top of a module that most starts can do without, or at first: it costs each of them seconds."""
+    for found in imports_of(module):
+        if found.at_top and not found.for_types and found.target.startswith(NOT_AT_START):
+            yield f"{module.name}:{found.line} imports {found.target} at its top"
+
+
 def standard_library_faults(module: Module) -> Iterator[str]:
     """A package that has to be installed first, in what the installer uses."""
     if ROOMS[module.room] != STANDARD:
@@ -339,6 +347,7 @@ RULES: list[tuple[Callable[[Module], Iterator[str]], bool]] = [  # rule, does it
     (arrow_faults, False),
     (family_faults, False),
     (light_faults, False),
+    (eager_faults, False),
     (standard_library_faults, False),
     (size_faults, True),
     (broad_except_faults, True),
@@ -400,6 +409,8 @@ def bad(rule: Callable[[Module], Iterator[str]], name: str, source: str) -> obje
         bad(light_faults, "hardware.probe.detection", "from transformers import CLIPTextModel"),
         bad(light_faults, "dataset.scan", "import datasets"),
         bad(light_faults, "commands.check", "def f():\n    from lora_rocm.latent_cache.cache import LatentCache"),
+        bad(eager_faults, "train.hooks", "from torch.utils.tensorboard import SummaryWriter"),
+        bad(eager_faults, "latent_cache.encode", "import datasets"),
         bad(standard_library_faults, "hardware.probe.detection", "import psutil"),
         bad(standard_library_faults, "hardware.wheels", "from lora_rocm.recipe.schema import Recipe"),
         bad(size_faults, "errors", "x = 1\n" * (MAX_FILE_LINES + 1)),
@@ -433,6 +444,8 @@ def test_fires_on_a_planted_fault(rule: Callable[[Module], Iterator[str]], plant
         (arrow_faults, "train.loop", "from lora_rocm import __version__"),
         (family_faults, "families.sdxl.detect", "from lora_rocm.families.sdxl.family import Sdxl"),
         (light_faults, "dataset.scan", "def f():\n    import datasets"),
+        (eager_faults, "train.hooks", "def f():\n    from torch.utils.tensorboard import SummaryWriter"),
+        (eager_faults, "train.hooks", "import torch"),
         (light_faults, "latent_cache.cache", "import torch"),
         (light_faults, "families.flux.family", "import torch"),
         (light_faults, "recipe.kinds", "from lora_rocm.families.flux.spec import SPEC"),

@@ -268,8 +268,9 @@ class Adapter(ABC):
         Without the cast, layers that compute in the base's dtype or under autocast avoid copies. A kind that needs
         float32 always casts.
         """
+        casts = enabled or self.needs_float32
         for _, _, layer in self.modules.values():
-            layer.cast_input_dtype_enabled = enabled or self.needs_float32
+            layer.cast_input_dtype_enabled = casts
 
     @contextmanager
     def casting_inputs(self) -> Iterator[None]:

@@ -1,8 +1,8 @@
 """Compares our Triton kernels with their eager forms, on the run's device and in its dtype.
 
-The kernels run on untested cards and compilers. So before a model is fused, they are compiled and compared here,
-forward and backward; kernels over whole numbers must match to the bit. If one fails, the run uses the eager forms and
-says so.
+The kernels run on untested cards and compilers. So before a model is fused for the first time, they are compiled and
+compared here, forward and backward; kernels over whole numbers must match to the bit. If one fails, the run uses the
+eager forms and says so.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from lora_rocm.checks.kernel_proof import Proof
 from lora_rocm.checks.selftest_base import Check, WrongAnswerError, poison
 from lora_rocm.checks.selftest_base import first_wrong as first_wrong_of
 from lora_rocm.device.encoder_speed import first_time
@@ -238,6 +239,8 @@ CASES: tuple[Case | ExactCase, ...] = (*SMALL, *LARGE, FINGERPRINTS)
 def trusted(device: torch.device, dtype: torch.dtype, say: Callable[[str], None]) -> bool:
     """Return whether the Triton kernels may be used on this device; ``say`` is told if a GPU cannot use them.
 
+    They are compared once for these kernels, libraries, driver and GPU (``kernel_proof``).
+
     Call this before the device is full: it briefly takes some 400 MB.
 
     Raises:
@@ -248,10 +251,15 @@ def trusted(device: torch.device, dtype: torch.dtype, say: Callable[[str], None]
         if device.type == "cuda":
             say(f"Steps do without this program's Triton kernels, and are slower: {reason}.")
         return False
+    proof = Proof(dtype)
+    if proof.is_known:
+        return True
     with first_time(device, "Comparing the Triton kernels with plain PyTorch", say):
         wrong = first_wrong(device, dtype)
     if wrong is not None:
         say(f"Steps do without this program's Triton kernels, and are slower: {wrong}")
+    else:
+        proof.keep()
     return wrong is None
 
 

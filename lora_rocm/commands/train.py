@@ -7,10 +7,12 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from lora_rocm import BEGAN_S
 from lora_rocm.commands import sample_export
 from lora_rocm.errors import LoraRocmError, MachineError, StoppedError, StorageError, UserError
 from lora_rocm.families.registry import PRODUCT, Registry
@@ -139,13 +141,9 @@ def _train_in(
         _say(sentence)
     _say(f"Run directory: {run.path}")
 
-    def command(
-        checkpoint: Path | None, attempt: int = 0, stacks_after_s: Mapping[str, float] | None = None
-    ) -> list[str]:
-        return process.worker_command(run, checkpoint, accept_changes, attempt, stacks_after_s, worker)
-
     # run the worker, supervised or not
     stopped: StoppedError | None = None
+    command = _commands(run, accept_changes, worker)
     spill = spill_bytes(situation.facts, situation.selection, loaded.recipe.runtime.device)
     with make_progress(spill_bytes=spill) as progress:
         try:
@@ -179,6 +177,19 @@ def _train_in(
     _tell_end(run, code, stopped, again)
     _report(run, loaded.registry)
     return code
+
+
+def _commands(run: RunDir, accept_changes: bool, worker: str | None) -> Callable[..., list[str]]:
+    """Return what makes the command line of each start of the worker (``supervisor.Command``)."""
+    beginnings = [BEGAN_S]  # of the first start; a restart begins when it is made
+
+    def command(
+        checkpoint: Path | None, attempt: int = 0, stacks_after_s: Mapping[str, float] | None = None
+    ) -> list[str]:
+        began_s = beginnings.pop() if beginnings else time.time()
+        return process.worker_command(run, checkpoint, accept_changes, attempt, stacks_after_s, worker, began_s)
+
+    return command
 
 
 def _tell_end(run: RunDir, code: int, stopped: StoppedError | None, again: str) -> None:

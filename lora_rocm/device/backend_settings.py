@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from threading import Thread
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -25,6 +26,16 @@ def apply(settings: Settings, device: torch.device) -> None:
     if settings.products is not None and device.type == "cuda":
         use_table(settings.products)
     limit(device, settings.memory_limit_bytes)
+
+
+def wake(device: torch.device) -> Thread:
+    """Begin to use a GPU in a thread, which takes a second: its driver does not hold the interpreter's lock meanwhile.
+
+    What fails is in the log, and fails again where the GPU is used next.
+    """
+    thread = Thread(target=lambda: torch.zeros((), device=device), name="wake", daemon=True)
+    thread.start()
+    return thread
 
 
 def plain_attention(device: torch.device) -> AbstractContextManager[None]:

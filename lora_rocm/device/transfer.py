@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
@@ -229,16 +230,17 @@ class DeviceTransfer:
         Raises:
             TransferError: a parameter did not arrive by any method.
         """
-        for path, tensor in [*module.named_parameters(), *module.named_buffers()]:
-            name = f"{component}.{path}"
-            if id(tensor) in staying:
-                expected = int(whole_fingerprint(tensor.data))
-            else:
-                tensor.data, expected = self._sent(tensor.data, name)
+        named = [*module.named_parameters(), *module.named_buffers()]
+        with ThreadPoolExecutor(1) as ahead:  # the next tensors are read while one is copied and compared
+            fingerprints = ahead.map(whole_fingerprint, [tensor.data for _, tensor in named])
+            for (path, tensor), found in zip(named, fingerprints, strict=True):
+                name, expected = f"{component}.{path}", int(found)
+                if id(tensor) not in staying:
+                    tensor.data = self._sent(tensor.data, name, expected)
+                    if not tensor.requires_grad:
+                        self.frozen[name] = (tensor, expected)
                 if not tensor.requires_grad:
-                    self.frozen[name] = (tensor, expected)
-            if not tensor.requires_grad:
-                self.base[name] = Sent(tensor.dtype, expected)
+                    self.base[name] = Sent(tensor.dtype, expected)
 
     def streaming(self) -> DeviceTransfer | None:
         """A transfer that needs less memory of the device, as layers stay in main memory; None: there is none."""
@@ -261,17 +263,16 @@ class DeviceTransfer:
         With ``heap_copy`` the device never reads the tensor's own memory, which may be a mapped file, but a copy of it.
         Only one tensor at a time is copied, so a model is never in memory twice.
         """
-        return self._sent(tensor, name)[0]
+        return self._sent(tensor, name, int(whole_fingerprint(tensor)))
 
-    def _sent(self, tensor: Tensor, name: str) -> tuple[Tensor, int]:
-        wanted = int(whole_fingerprint(tensor))
+    def _sent(self, tensor: Tensor, name: str, wanted: int) -> Tensor:
         for method in self.methods[self._base_rung :]:
             if self._heap_copy and method == "unpinned":
                 continue
             arrived = self._copy(tensor, self.device, method)
             self.checks += 1
             if int(whole_fingerprint(arrived)) == wanted:
-                return arrived, wanted
+                return arrived
             self.failures += 1
         raise self._gave_up(f"{name} {tuple(tensor.shape)} {tensor.dtype}")
 

@@ -6,6 +6,9 @@ from lora_rocm.hardware.facts import HostFacts
 from lora_rocm.hardware.gpu_select import Selection
 from lora_rocm.hardware.selftest_result import Stack
 
+STACK = "LORA_ROCM_STACK"
+"""The variable by which a heavy process learns ``Stack.key``; empty without a GPU."""
+
 
 def stack_of(facts: HostFacts, selection: Selection) -> Stack | None:
     """Torch, runtime, driver and GPU as text; None without torch or without a GPU that it could use."""

@@ -20,6 +20,7 @@ from typing import Any
 from lora_rocm import __version__
 from lora_rocm.hardware.facts import HostFacts
 from lora_rocm.hardware.settings import VARIABLE, Settings
+from lora_rocm.hardware.software_stack import STACK, stack_of
 from lora_rocm.rules.amd_rules import amd_table
 from lora_rocm.rules.general_rules import general_rules
 from lora_rocm.rules.harmful_values import harms
@@ -83,10 +84,14 @@ class Warned:
 
 @dataclass(frozen=True)
 class EnvPlan:
-    """The planned variables and settings of a heavy process, in addition to its inherited environment."""
+    """The planned variables and settings of a heavy process, in addition to its inherited environment.
+
+    stack: key of the software stack and the GPU; empty if there is none.
+    """
 
     rows: tuple[EnvRow, ...]
     warnings: tuple[Warned, ...] = ()
+    stack: str = ""
 
     @property
     def settings(self) -> Settings:
@@ -105,7 +110,7 @@ class EnvPlan:
     def applied_to(self, environ: Mapping[str, str]) -> dict[str, str]:
         """The complete environment of a child."""
         planned = {row.variable: row.value for row in self.variables}
-        return {**environ, **planned, VARIABLE: self.settings.to_text()}
+        return {**environ, **planned, VARIABLE: self.settings.to_text(), STACK: self.stack}
 
 
 def plan(situation: Situation) -> EnvPlan:
@@ -123,7 +128,8 @@ def plan(situation: Situation) -> EnvPlan:
         for name, value in harm.found(situation)
         if name not in gone
     ]
-    return EnvPlan(rows, tuple(warnings))
+    stack = stack_of(situation.facts, situation.selection)
+    return EnvPlan(rows, tuple(warnings), "" if stack is None else stack.key)
 
 
 def _row(rule: Rule, variable: str, value: str, situation: Situation) -> EnvRow:

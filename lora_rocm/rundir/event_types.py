@@ -107,7 +107,8 @@ class PhaseEvent(Event):
     """A phase begins or ends.
 
     Attributes:
-        phase: load, cache, compile, step, checkpoint, preview, export.
+        phase: command (from the first instruction of the command to that of the worker), imports (from there), start,
+            cache, load, compile, step, checkpoint, preview, export. The first two have no beginning.
         state: begin or end.
         seconds: the phase's duration, at its end.
     """

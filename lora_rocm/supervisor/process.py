@@ -68,15 +68,18 @@ def worker_command(
     attempt: int = 0,
     stacks_after_s: Mapping[str, float] | None = None,
     worker: str | None = None,
+    began_s: float | None = None,
 ) -> list[str]:
     """The command of the training child. Without ``checkpoint`` it resumes from the newest valid one.
 
     worker: the module whose ``main`` trains; None: this program's, with this program's model families.
+    began_s: when the command began, in seconds since the epoch.
     """
     command = heavy_command(worker or WORKER, str(run_dir.path))
     command += ["--checkpoint", str(checkpoint)] if checkpoint else []
     command += ["--accept-changes"] if accept_changes else []
     command += ["--attempt", str(attempt)] if attempt else []
+    command += ["--began", str(began_s)] if began_s is not None else []
     return command + (["--stacks-after", json.dumps(stacks_after_s)] if stacks_after_s is not None else [])
 
 

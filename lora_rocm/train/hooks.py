@@ -114,27 +114,30 @@ class TensorBoard:
     SCALARS = {"step": ("loss", "learning_rate", "grad_norm", "step_s", "loss_scale"), "validation": ("loss",)}
 
     def __init__(self, folder: Path, context: RunContext) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
         refuse_link(folder)
-        self._folder, self._context = folder, context
+        self._folder, self._context, self._wanted = folder, context, True
         self._writer: SummaryWriter | None = None
-        with self._given_up():
-            self._writer = SummaryWriter(str(folder))
 
     def __call__(self, event: Event) -> None:
         with self._given_up():
-            if self._writer is None:
-                return
-            if isinstance(event, StepEvent | ValidationEvent):
+            if isinstance(event, StepEvent | ValidationEvent) and (writer := self._opened()) is not None:
                 found = {name: getattr(event, name) for name in self.SCALARS[event.type]}
                 for name, value in {**found, **getattr(event, "optimizer", {})}.items():
-                    self._writer.add_scalar(f"{event.type}/{name}", math.nan if value is None else value, event.updates)
+                    writer.add_scalar(f"{event.type}/{name}", math.nan if value is None else value, event.updates)
             if isinstance(event, EndEvent | ErrorEvent):
                 self.close()
 
+    def _opened(self) -> SummaryWriter | None:
+        """The library's writer, or None if it is not wanted any more. It is imported once there is a number."""
+        if self._writer is None and self._wanted:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self._folder))
+        return self._writer
+
     def close(self) -> None:
         """Write what is left, and end the library's thread. Nothing is written after that."""
+        self._wanted = False
         with self._given_up():
             if self._writer is not None:
                 self._writer.close()
@@ -145,7 +148,7 @@ class TensorBoard:
         try:
             yield
         except OSError as error:
-            self._writer = None
+            self._writer, self._wanted = None, False
             self._context.notice(
                 f"No more numbers for TensorBoard: {error.strerror or error} ({self._folder}). Training goes on."
             )

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import sys
+import time
 import traceback
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,8 +20,8 @@ from typing import TYPE_CHECKING
 import filelock
 import torch
 
-from lora_rocm import __version__
-from lora_rocm.device.backend_settings import apply
+from lora_rocm import BEGAN_S, __version__
+from lora_rocm.device.backend_settings import apply, wake
 from lora_rocm.device.precision import choose_device, compute_dtype, describe
 from lora_rocm.device.process_group import World, join
 from lora_rocm.device.torch_errors import settle, told
@@ -28,12 +29,13 @@ from lora_rocm.errors import LoraRocmError, MachineError, StoppedError, StorageE
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.files import refuse_link
 from lora_rocm.foundation.output_stream import outliving_stdout
+from lora_rocm.foundation.packages import imported
 from lora_rocm.hardware.ranks import Rank, rank_of
 from lora_rocm.hardware.settings import settings_from
 from lora_rocm.recipe.load import load_recipe, shared_values
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.mitigations import mitigation_table
-from lora_rocm.rundir.event_types import Emit, EndEvent, ErrorEvent, StartEvent
+from lora_rocm.rundir.event_types import Emit, EndEvent, ErrorEvent, PhaseEvent, StartEvent
 from lora_rocm.rundir.events import EventWriter
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.process import stop_signals
@@ -43,6 +45,8 @@ from lora_rocm.train.session import Session
 if TYPE_CHECKING:
     from lora_rocm.train.checkpoint import Checkpoint
 
+IMPORTS_MORE = True
+"""``main`` imports packages, too, and says when it has (``foundation.packages.imported``)."""
 ORPHAN_LOCK_WAIT_S = 60.0
 PACKAGES = ("diffusers", "peft", "transformers", "triton", "triton-rocm", "pytorch-triton-rocm", "triton-windows")
 """Packages besides torch that a step depends on. Triton has another name in some wheels of torch."""
@@ -58,6 +62,7 @@ def main(arguments: list[str] | None = None, registry: Registry = PRODUCT) -> in
     parser.add_argument(
         "--stacks-after", type=json.loads, help="JSON: phase -> write all stacks down after so many seconds of silence"
     )
+    parser.add_argument("--began", type=float, help="when the command began, in seconds since the epoch")
     parser.add_argument("--recipe", type=Path, help="this recipe, not that of the run directory (torchrun)")
     options = parser.parse_args(arguments)
     run_dir = RunDir(options.run_dir)
@@ -103,9 +108,6 @@ def _explained(error: Exception, run_dir: RunDir, me: Rank) -> LoraRocmError:
 
 
 def _train(session: Session, recipe: Recipe, options: argparse.Namespace, me: Rank) -> int:
-    from lora_rocm.train import pipeline  # heavy imports only once the lock is held and errors can be recorded
-    from lora_rocm.train.context import StartContext
-
     settings = settings_from(os.environ)
     mitigation_table()  # read now: after a failure there may be no memory to read it with
     # Set up the device, torch and the process group
@@ -115,10 +117,23 @@ def _train(session: Session, recipe: Recipe, options: argparse.Namespace, me: Ra
     if recipe.runtime.deterministic:
         torch.use_deterministic_algorithms(True)
     apply(settings, device)
-    dtype = compute_dtype(recipe.train.mixed_precision, device, settings, recipe.spec.takes_fp16)
-    world = join(me, device, session.context.beat)
+    waking = wake(device)
+    # Heavy imports, only once the lock is held and errors can be recorded
+    from lora_rocm.families.base import family_for
+    from lora_rocm.train import pipeline
+    from lora_rocm.train.context import StartContext
+
+    family_for(recipe)
+    imported()
+    waking.join()
+    if options.began is not None:
+        session.emit(PhaseEvent(phase="command", state="end", seconds=round(BEGAN_S - options.began, 3)))
+    session.emit(PhaseEvent(phase="imports", state="end", seconds=round(time.time() - BEGAN_S, 3)))
     # Find the checkpoint and announce the start
-    checkpoint = pipeline.find_checkpoint(session, options.checkpoint)
+    with session.phase("start"):
+        dtype = compute_dtype(recipe.train.mixed_precision, device, settings, recipe.spec.takes_fp16)
+        world = join(me, device, session.context.beat)
+        checkpoint = pipeline.find_checkpoint(session, options.checkpoint)
     session.emit(
         StartEvent(
             pid=os.getpid(),

@@ -310,3 +310,16 @@ def test_a_folder_around_a_checkpoint_is_pointed_into(single: tuple[Path, Path])
     error = refused(single[0].parent)
     assert error.code == "not-a-model"
     assert single[0].name in error.fix
+
+
+def test_a_component_is_made_once_and_each_that_is_loaded_is_a_copy_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, made = family(write_tiny_sdxl(tmp_path / "model")).source, list[loading.Part]()
+    make = loading._hollow
+    monkeypatch.setattr(loading, "_hollow_shared", lambda part, config: made.append(part) or make(part, config))
+    loading._hollow_bytes.cache_clear()
+    first, second = (source.load("unet", torch.float32, torch.device("cpu")) for _ in range(2))
+    assert len(made) == 1 and second is not first
+    assert not {id(each) for each in first.parameters()} & {id(each) for each in second.parameters()}
+    assert not any(parameter.is_meta for parameter in (*first.parameters(), *second.parameters()))
