@@ -42,6 +42,7 @@ class Format(StrEnum):
     """Formats of a LoRA file."""
 
     kohya = "kohya"
+    sd_scripts = "sd-scripts"
     diffusers = "diffusers"
     peft = "peft"
 
@@ -202,6 +203,9 @@ def sample(
     num: Annotated[
         int, typer.Option(min=1, max=1000, help="Number of images; the seed increases by one per image.")
     ] = 1,
+    control_image: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Image that the model edits, if it takes one.")
+    ] = None,
     output: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder for the images.")] = None,
     base: Annotated[str | None, typer.Option(metavar="MODEL", help="Base model; default: that of the run.")] = None,
     config: Annotated[
@@ -225,6 +229,7 @@ def sample(
         seed=seed,
         strength=strength,
         num=num,
+        control_image=control_image,
         output=output,
         base=base,
         config=config,

@@ -38,6 +38,7 @@ COMMANDS: dict[str, set[str]] = {
         "--seed",
         "--strength",
         "--num",
+        "--control-image",
         "--output",
         "--base",
         "--family",

@@ -16,6 +16,7 @@ from diffusers import (
 from transformers import Qwen3Config, Qwen3Model
 
 from tests.tiny_flux import tiny_t5_tokenizer
+from tests.tiny_models import written_once
 from tests.tiny_z_image import tiny_tokenizer
 
 CHANNELS, WIDTH = 4, 16
@@ -85,5 +86,5 @@ def tiny_anima(seed: int = 0) -> Any:
 
 def write_tiny_anima(folder: Path, seed: int = 0) -> Path:
     """Write a random tiny model as a diffusers folder and return the folder."""
-    tiny_anima(seed).save_pretrained(str(folder), safe_serialization=True, overwrite_modular_index=True)
-    return folder
+    how = {"safe_serialization": True, "overwrite_modular_index": True}
+    return written_once(folder, f"anima {seed}", lambda: tiny_anima(seed).save_pretrained(str(folder), **how))

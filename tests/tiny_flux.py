@@ -9,7 +9,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 from transformers import CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel, T5Tokenizer
 
-from tests.tiny_models import END, text_config, tiny_vae, vocabulary
+from tests.tiny_models import END, text_config, tiny_vae, vocabulary, written_once
 
 CHANNELS, CLIP_WIDTH, T5_WIDTH = 4, 32, 16
 LETTERS = "▁abcdefghijklmnopqrstuvwxyz,.0123456789"
@@ -76,5 +76,5 @@ def tiny_flux(seed: int = 0, schnell: bool = False) -> Any:
 
 def write_tiny_flux(folder: Path, seed: int = 0, schnell: bool = False) -> Path:
     """Write a random tiny model as a diffusers folder and return the folder."""
-    tiny_flux(seed, schnell).save_pretrained(folder, safe_serialization=True)
-    return folder
+    how = f"flux {seed} {schnell}"
+    return written_once(folder, how, lambda: tiny_flux(seed, schnell).save_pretrained(folder, safe_serialization=True))

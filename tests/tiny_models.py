@@ -164,9 +164,17 @@ def write_tiny_sdxl(
     variant: str | None = None,
 ) -> Path:
     """Write a random tiny SDXL as a new diffusers folder and return the folder; a process makes each model once."""
-    how = repr((seed, unet, scheduler, vae, variant))
-    if how not in WRITTEN:
+
+    def write() -> None:
         tiny_pipeline(seed, unet, scheduler, vae).save_pretrained(folder, safe_serialization=True, variant=variant)
+
+    return written_once(folder, repr((seed, unet, scheduler, vae, variant)), write)
+
+
+def written_once(folder: Path, how: str, write: Callable[[], object]) -> Path:
+    """Write a new folder and return it; what is written in the same way a second time is copied."""
+    if how not in WRITTEN:
+        write()
         WRITTEN[how] = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         return folder
     for name, content in WRITTEN[how].items():

@@ -13,7 +13,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTra
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3Model
 
-from tests.tiny_models import tiny_vae
+from tests.tiny_models import tiny_vae, written_once
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 WIDTH, CHANNELS = 16, 4
@@ -81,5 +81,8 @@ def tiny_z_image(seed: int = 0, transformer: dict[str, Any] | None = None) -> An
 
 def write_tiny_z_image(folder: Path, seed: int = 0, **transformer: Any) -> Path:
     """Write a random tiny model as a diffusers folder and return the folder."""
-    tiny_z_image(seed, transformer).save_pretrained(folder, safe_serialization=True)
-    return folder
+
+    def write() -> None:
+        tiny_z_image(seed, transformer).save_pretrained(folder, safe_serialization=True)
+
+    return written_once(folder, f"z-image {seed} {transformer}", write)

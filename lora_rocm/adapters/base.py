@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lora_rocm.adapters.entry import Entry, FileKind, Form
 from lora_rocm.adapters.flat_params import FlatWeights
-from lora_rocm.adapters.module_names import canonical
+from lora_rocm.adapters.module_names import SD_SCRIPTS, KeyTable, canonical, sd_scripts_rows
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.recipe.optim_sections import OptimSection
@@ -170,6 +170,11 @@ class Adapter(ABC):
             **self.config_fields(list(layers.values())),
             "inference_mode": True,
         }
+
+    def key_table(self, form: Form) -> KeyTable:
+        """Return the keys of a file that is written in the form "kohya" or "sd-scripts"."""
+        rows_of = sd_scripts_rows(self.family) if form == SD_SCRIPTS else None
+        return KeyTable(self.family, self.components_in_model, rows_of)
 
     @classmethod
     def insert(cls, component: nn.Module, config: PeftConfig) -> None:

@@ -16,7 +16,7 @@ from lora_rocm.errors import AdapterError
 
 Say = Callable[[str], None]
 Form = str
-"""Form of a module's tensors in a file: kohya, diffusers or peft (``output.formats``), or folded.
+"""Form of a module's tensors in a file: one of ``output.formats``, or folded.
 
 "folded" has the names of diffusers and the scale in the factors, for readers that ignore an alpha.
 """

@@ -18,19 +18,22 @@ from torch import Tensor, nn
 from lora_rocm.adapters.base import PEFT_NAME, Adapter, plain_number
 from lora_rocm.adapters.entry import Form
 from lora_rocm.adapters.lora_entry import LORA, LoraEntry
-from lora_rocm.adapters.module_names import adaptable, canonical
+from lora_rocm.adapters.module_names import SD_SCRIPTS, adaptable, canonical
 from lora_rocm.adapters.targets import either
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.kernels.lora_layer import with_lean_layers
 from lora_rocm.kernels.weight_format import dense_weight
+from lora_rocm.model_files.readers import readers_of
 from lora_rocm.recipe.schema import AdapterSection, LoraSection
 
 INPUT_SCALE = "dora_input_scale"
+READ = ("reads it", "read it")  # in the table of readers
 UI_TOOLS = "ComfyUI, Forge, A1111 and kohya's tools"
 UNKNOWN_NAMES = "A1111 and kohya's tools (do not know these names)"
 CANNOT_READ: Mapping[Form, tuple[str, ...]] = {
     "kohya": (),
+    SD_SCRIPTS: (),
     "diffusers": (
         "ComfyUI and Forge (apply a part of it, the modules whose names they know; only their log says so)",
         UNKNOWN_NAMES,
@@ -48,7 +51,12 @@ class LoraAdapter(Adapter):
 
     layer_type = LoraLayer
     files = LORA
-    readers = {"kohya": ("diffusers", "comfyui"), "diffusers": ("diffusers",), "peft": ("peft",)}
+    readers = {
+        "kohya": ("diffusers", "comfyui"),
+        SD_SCRIPTS: ("comfyui",),
+        "diffusers": ("diffusers",),
+        "peft": ("peft",),
+    }
 
     @classmethod
     def config(cls, lora: AdapterSection, pattern: str) -> LoraConfig:
@@ -163,7 +171,11 @@ class LoraAdapter(Adapter):
         }
 
     def cannot_read(self, form: Form) -> tuple[str, ...]:
-        found = DORA_IN_KOHYA_FORM if form == "kohya" and self.needs_float32 else CANNOT_READ[form]
+        found = DORA_IN_KOHYA_FORM if form in ("kohya", SD_SCRIPTS) and self.needs_float32 else CANNOT_READ[form]
+        if form == SD_SCRIPTS:
+            row = readers_of([f"{key}.alpha" for key in self.key_table(form).parts], [self.family.name])
+            told = {"diffusers": row.diffusers, "ComfyUI": row.comfyui, "kohya's tools": row.kohya} if row else {}
+            found += tuple(f"{program} ({text})" for program, text in told.items() if text not in READ)
         return (*found, UNKNOWN_NAMES) if form == "kohya" and self.family.file_form == "folded" else found
 
     @property

@@ -160,13 +160,16 @@ class LoraEntry(Entry):
         return replace(self, up=self.up * self.scale, scale=1.0)
 
     def rows(self, first: int, count: int) -> LoraEntry:
-        """Return an entry with the same ``down`` and these rows of ``up``."""
+        """Return an entry with these rows of ``up``, and of the ranks those that reach them, but at least one."""
         if (first, count) == (0, len(self.up)):
             return self
         if self.input_magnitude is not None:
             raise ValueError("a DoRA with one magnitude an input cannot be cut into modules")
         part = slice(first, first + count)
-        return replace(self, up=self.up[part], magnitude=None if self.magnitude is None else self.magnitude[part])
+        used_R = self.up[part].flatten(1).any(dim=0)
+        used_R[0] |= not used_R.any()
+        magnitude = None if self.magnitude is None else self.magnitude[part]
+        return replace(self, down=self.down[used_R], up=self.up[part][:, used_R], magnitude=magnitude)
 
     def joined(self, parts: Sequence[tuple[int, Entry]], rows: int) -> LoraEntry:
         """Share ``down`` if all parts have the same one; otherwise add the ranks, with a block-diagonal ``up``."""

@@ -39,8 +39,7 @@ from lora_rocm.model_files.models import Shapes
 PEFT_CONFIG, PEFT_WEIGHTS, PEFT_PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 DIFFUSERS_METADATA = "lora_adapter_metadata"
 PICKLES = (".ckpt", ".bin", ".pt", ".pth")
-KOHYA_PREFIXES = ("lora_", "lycoris_")
-ORIGINAL_PREFIXES = ("lora_unet_", "lycoris_", "diffusion_model.", PEFT_PREFIX)  # before a transformer's original names
+MAIN_PREFIXES = ("lora_unet_", "lycoris_", "diffusion_model.", PEFT_PREFIX)  # before names of the main component
 OLD_DIFFUSERS = re.compile(r"_lora\.(up|down)\.")
 MAX_CONFIG_BYTES = 1 << 22
 PATTERN, MAX_WILDCARDS = re.compile(r"\^?(?:[\w-]|\\?\.|\.\*)*\$?"), 2
@@ -61,6 +60,8 @@ def components_of(family: ModelFamily, path: Path) -> set[str]:
         names = sorted(shapes)
         found = {_component_of(name, family) for name in names}
     ours = found & {main_component(family), *family.text_components}
+    if not ours and (origin := origin_of(names, shapes)) is not None and family.name in origin.families:
+        ours = {main_component(family)}  # its names, and nothing before them
     if not ours or _foreign(family, names, shapes) is not None:
         raise _of_another_model(family, names, path, shapes=shapes)
     return ours
@@ -68,7 +69,7 @@ def components_of(family: ModelFamily, path: Path) -> set[str]:
 
 def _component_of(name: str, family: ModelFamily) -> str:
     """Return the component of a tensor name; if no component is known, the first part of the name."""
-    prefixes = dict.fromkeys(ORIGINAL_PREFIXES, main_component(family))
+    prefixes = dict.fromkeys(MAIN_PREFIXES, main_component(family))
     prefixes |= {f"lora_{component}_": component for component in family.file_prefixes}
     prefixes |= {prefix: component for component, prefix in family.file_prefixes.items()}
     longest = max((prefix for prefix in prefixes if name.startswith(prefix)), key=len, default="")
@@ -121,8 +122,8 @@ def read_adapter(
         header = read_header(_one_file(path), AdapterError)
         tensors = read_tensors(header, error=AdapterError)
         kind = _kind_of(tensors)
-        own = [prefix for component, prefix in family.file_prefixes.items() if prefix != f"{component}."]
-        if any(name.startswith((*KOHYA_PREFIXES, *ORIGINAL_PREFIXES, *own)) for name in tensors):
+        plain = tuple(f"{component}." for component in family.file_prefixes)
+        if not any(name.startswith(plain) for name in tensors):
             return kind, _from_kohya(grouped(tensors, path, kind, say), family, components, shapes, kind, path)
         modules = _from_diffusers(tensors, header, set(family.text_components), kind, say)
         return kind, _fitted(modules, shapes, kind, family, path)
@@ -158,15 +159,19 @@ def _from_kohya(
     kind: FileKind,
     path: Path,
 ) -> dict[str, Entry]:
-    """Read modules by the family's names, by the original release's, and by those that LyCORIS makes of diffusers'."""
+    """Read modules by the family's names, by the original release's and by diffusers', behind any known prefix."""
     table, original = KeyTable(family, components), KeyTable(family, components, family.original_rows)
-    keys = {key: table.whole(key) or key for key in table.parts}
-    for key in original.parts:
-        keys |= {start + (key if start[-1] == "." else key.replace(".", "_")): key for start in ORIGINAL_PREFIXES}
-    plain = [(c, module) for c, root in components.items() for module, _ in adaptable(root)]
-    ways = [(c, c, module) for c, module in plain]
-    ways += [("unet", c, module) for c, module in plain if c == main_component(family)]
-    keys = {f"lora_{start}_{module.replace('.', '_')}": canonical(c, module) for start, c, module in ways} | keys
+    prefixes = (*MAIN_PREFIXES, "")
+    spellings = [(key, key, prefixes) for key in original.parts]
+    for component, root in components.items():
+        own = (f"lora_{component}_", *(prefixes if component == main_component(family) else ()))
+        spellings += [(module, canonical(component, module), own) for module, _ in adaptable(root)]
+    keys = {
+        prefix + (name.replace(".", "_") if prefix.endswith("_") else name): meant
+        for name, meant, starts in spellings
+        for prefix in starts
+    }
+    keys |= {key: table.whole(key) or key for key in table.parts}
     modules = _modules(groups, {}, lambda key: keys.get(key, key), kind)
     entries = _fitted(modules, {**shapes, **table.shapes, **original.shapes}, kind, family, path)
     return original.of_modules(table.of_modules(entries))

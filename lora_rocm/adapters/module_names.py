@@ -22,6 +22,7 @@ TEXT_LEVEL = "text_model."
 
 RowsOf = Callable[[str, str, int], Sequence[tuple[str, int, int]]]
 """As ``ModelFamily.export_rows``."""
+SD_SCRIPTS = "sd-scripts"
 
 
 def canonical(component: str, module: str) -> str:
@@ -43,6 +44,17 @@ def adaptable(component: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def main_component(family: ModelFamily) -> str:
     """Return the family's main adapted component: its UNet or transformer."""
     return next(name for name in family.file_prefixes if name not in family.text_components)
+
+
+def sd_scripts_rows(family: ModelFamily) -> RowsOf:
+    """As ``ModelFamily.export_rows``, with the names of kohya's scripts: the original release's, if these differ."""
+
+    def rows_of(component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
+        original = family.original_rows(component, module, rows)
+        named = [(f"lora_unet_{name.replace('.', '_')}", first, count) for name, first, count in original]
+        return named or family.export_rows(component, module, rows)
+
+    return rows_of
 
 
 @dataclass(frozen=True)
@@ -105,6 +117,8 @@ class KeyTable:
     def of_modules(self, entries: Mapping[str, Entry]) -> dict[str, Entry]:
         """Convert entries by key to entries by module; entries that are already by module are kept.
 
+        A module whose rows of a shared key do not change gets none.
+
         Raises:
             ValueError: an entry cannot be cut, or the entries of a module cannot be joined.
         """
@@ -113,7 +127,8 @@ class KeyTable:
         for key in entries.keys() & self.parts.keys():
             for part in self.parts[key]:
                 piece = entries[key].rows(part.at, part.count)
-                pieces.setdefault(part.module, []).append((part.first, piece))
+                if len(self.parts[key]) == 1 or piece.needs_weight or piece.norm():
+                    pieces.setdefault(part.module, []).append((part.first, piece))
         for name, several in pieces.items():
             several.sort(key=lambda piece: piece[0])
             if name in found:
@@ -125,13 +140,17 @@ class KeyTable:
         """Convert entries by module to entries by key.
 
         Raises:
-            ValueError: an entry cannot be cut, or the entries of a key cannot be joined.
+            ValueError: an entry cannot be cut, or the entries of a key cannot be joined; it names the keys.
         """
-        found = {}
+        found, unfit = dict[str, Entry](), dict[str, str]()
         for key, parts in self.parts.items():
-            pieces = [
-                (part.at, entries[part.module].rows(part.first, part.count)) for part in parts if part.module in entries
-            ]
-            if pieces:
-                found[key] = pieces[0][1].joined(pieces, self.shapes[key][0])
+            ours = [part for part in parts if part.module in entries]
+            try:
+                pieces = [(part.at, entries[part.module].rows(part.first, part.count)) for part in ours]
+                if pieces:
+                    found[key] = pieces[0][1].joined(pieces, self.shapes[key][0])
+            except ValueError as error:
+                unfit[key] = f"{error} ({', '.join(part.module for part in ours)})"
+        if unfit:
+            raise ValueError(f"{len(unfit)} weights, for example {next(iter(unfit))}: {next(iter(unfit.values()))}")
         return found

@@ -52,8 +52,9 @@ def require_bounded(config: Mapping[str, Any], path: Path) -> None:
         if largest > MAX_CONFIG_NUMBER:
             raise _absurd(path, f"{key} is {largest:.6g}")
     blocks = max(len(_listed(config.get(key))) for key in ("down_block_types", "up_block_types", "block_out_channels"))
-    most = [_most(config.get(key)) for key in ("layers_per_block", "transformer_layers_per_block", "num_hidden_layers")]
-    layers = 2 * blocks * (most[0] + 1) * max(1, most[1]) + most[2]
+    most = [_most(config.get(key)) for key in ("layers_per_block", "transformer_layers_per_block")]
+    alike = sum(_most(config.get(key)) for key in ("num_hidden_layers", "num_layers", "num_single_layers", "n_layers"))
+    layers = 2 * blocks * (most[0] + 1) * max(1, most[1]) + alike
     if layers > MAX_LAYERS:
         raise _absurd(path, f"it describes {layers:,.0f} layers")
 

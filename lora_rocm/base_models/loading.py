@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import cached_property, lru_cache
 from importlib import resources
@@ -109,12 +109,15 @@ class Layout:
     tokenizers: folder of a tokenizer in a model -> the packaged tokenizer (``base_models.tokenizers``) of a one-file
         checkpoint.
     alone: the components that a single file holds without the others; empty if a single file holds them all.
+    changed: component -> function that returns the keys of its config that are others here. It gets the config, and the
+        names of the tensors if it is the packaged one of a file.
     """
 
     parts: Mapping[str, Part]
     tokenizers: Mapping[str, str]
     configs: Path
     alone: tuple[str, ...] = ()
+    changed: Mapping[str, Callable[[Mapping[str, Any], Collection[str]], dict[str, Any]]] = field(default_factory=dict)
 
 
 def _hollow(part: Part, config: str) -> nn.Module:
@@ -171,7 +174,11 @@ class Source:
         Raises:
             ModelError: config-missing, config-unreadable.
         """
-        return read_config(self.config_path(name))
+        found = read_config(self.config_path(name))
+        if name in self.layout.changed:
+            tensors = self.weights(name)[0][0].tensors if self._in_one_file(name) else ()
+            found |= self.layout.changed[name](found, tensors)
+        return found
 
     def config_path(self, name: str) -> Path:
         """Return the path of a component's config file."""
@@ -216,9 +223,11 @@ class Source:
 
     def _converter(self, name: str) -> Converter:
         """Return the converter from the tensor names in a component's files to its own."""
-        own_file = self.own.get(name, self.single_file)
-        in_one_file = own_file is not None and own_file.is_file()
-        return self.layout.parts[name].from_single_file if in_one_file else conversion.own_names
+        return self.layout.parts[name].from_single_file if self._in_one_file(name) else conversion.own_names
+
+    def _in_one_file(self, name: str) -> bool:
+        file = self.own.get(name, self.single_file)
+        return file is not None and file.is_file()
 
     def settings(self, name: str) -> str:
         """Return a component's config as text, without keys that do not affect computation."""

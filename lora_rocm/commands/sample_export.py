@@ -33,6 +33,7 @@ def sample(
     base: str | None,
     config: Path | None,
     family: str | None = None,
+    control_image: Path | None = None,
     registry: Registry = PRODUCT,
     **options: Any,
 ) -> int:
@@ -51,8 +52,12 @@ def sample(
     elif not output.is_dir() and os.path.lexists(output):
         what = "A file lies where the folder for the images would be made."
         raise UserError("output-no-folder", what, where=f"--output {output}", fix="Give the name of a folder.")
+    if control_image is not None and not control_image.is_file():
+        what, where = "There is no such control image.", f"--control-image {control_image}"
+        raise UserError("control-missing", what, where=where, fix="Correct the path.")
     job = {
         **options,
+        "control_image": str(control_image.absolute()) if control_image else "",
         "source": str(source),
         "output": str(output.absolute()),
         "family": family,

@@ -50,7 +50,7 @@ def verify(form: Form, path: Path, family: ModelFamily, model: LoadedModel, adap
     """Load an exported file as its users do and compare its effect with the adapter's.
 
     Args:
-        form: kohya, diffusers or peft.
+        form: one of ``output.formats``.
         path: the file, or the folder of PEFT folders.
         family: reads the file with diffusers.
         model: holds the base weights of the adapter.
@@ -75,7 +75,7 @@ def verify(form: Form, path: Path, family: ModelFamily, model: LoadedModel, adap
     cannot_read = adapter.cannot_read(form)
     if "comfyui" not in readers:
         return comparison.result(cannot_read)
-    deviation = _compare_in_comfy(comparison, family, adapter, live, of_weights)
+    deviation = _compare_in_comfy(comparison, adapter.key_table(form), adapter, live, of_weights)
     note = f"ComfyUI and Forge (divide by the base weight's norm: {deviation:.1%} of the change differs)"
     return comparison.result((*cannot_read, note) if of_weights else cannot_read)
 
@@ -100,10 +100,9 @@ def _load_back(form: Form, path: Path, family: ModelFamily, adapter: Adapter) ->
 
 
 def _compare_in_comfy(
-    comparison: _Comparison, family: ModelFamily, adapter: Adapter, live: Mapping[str, Entry], of_weights: bool
+    comparison: _Comparison, table: KeyTable, adapter: Adapter, live: Mapping[str, Entry], of_weights: bool
 ) -> float:
     """Compare by ComfyUI's rules; return the deviation of its DoRA rule as a share of the whole change."""
-    table = KeyTable(family, adapter.components_in_model)
     expected = table.of_keys(live)
     weights = _Weights(table, adapter.modules, expected, real=of_weights)
     seen, off, whole = [], 0.0, 0.0

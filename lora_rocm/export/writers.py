@@ -1,4 +1,4 @@
-"""Writes an adapter in the formats of other programs: a kohya file, a diffusers file, PEFT folders.
+"""Writes an adapter in the formats of other programs: a file for all, one of sd-scripts or diffusers, PEFT folders.
 
 Sources of the formats: kohya-ss/sd-scripts ``networks/lora.py``, diffusers ``loaders/lora_base.py``, PEFT's adapter
 folders. Magnitudes and alphas stay float32 whatever the dtype of the weights: they are few, and rounding a DoRA
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.entry import Form
 from lora_rocm.adapters.lora_reader import DIFFUSERS_METADATA, PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS
-from lora_rocm.adapters.module_names import TEXT_LEVEL, KeyTable
+from lora_rocm.adapters.module_names import SD_SCRIPTS, TEXT_LEVEL
 from lora_rocm.errors import AdapterError
 from lora_rocm.export.metadata import Facts, modelspec, ss_fields
 from lora_rocm.export.safetensors_writer import kohya_hashes, serialise
@@ -45,7 +46,7 @@ def write(
     """Write one format, whole or not at all. The same adapter gives the same bytes.
 
     Args:
-        form: kohya, diffusers or peft.
+        form: one of ``output.formats``.
         path: the file, or for peft the folder that gets a sub-folder per component.
         family: knows the kohya names.
         adapter: its current weights are written (inside ``adapter.using`` the average).
@@ -57,7 +58,7 @@ def write(
         The digest of each file's intended content, by its path below ``root``.
 
     Raises:
-        AdapterError: "export-form": the adapter cannot be written in this form.
+        AdapterError: "export-form": the adapter cannot be written in this form, or some of its modules cannot.
         StorageError: disk full, no permission, or the file reads back differently.
     """
     if form not in adapter.readers:
@@ -69,6 +70,7 @@ def write(
         )
     contents: dict[str, Callable[..., Iterator[tuple[Path, bytes]]]] = {
         "kohya": _kohya,
+        SD_SCRIPTS: partial(_kohya, form=SD_SCRIPTS),
         "diffusers": _diffusers,
         "peft": _peft,
     }
@@ -79,24 +81,32 @@ def write(
     return tuple(written)
 
 
-def kohya_tensors(family: ModelFamily, adapter: Adapter, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The tensors of a kohya file.
+def kohya_tensors(family: ModelFamily, adapter: Adapter, dtype: torch.dtype, form: Form = "kohya") -> dict[str, Tensor]:
+    """The tensors of a kohya file, or of one of sd-scripts.
 
     Raises:
-        ValueError: modules that are one weight in the file cannot be merged.
+        AdapterError: "export-form": modules that are one weight in the file cannot be merged.
     """
-    entries = KeyTable(family, adapter.components_in_model).of_keys(adapter.entries())
+    try:
+        entries = adapter.key_table(form).of_keys(adapter.entries())
+    except ValueError as error:
+        raise AdapterError(
+            "export-form",
+            f"Some modules cannot be written in the {form} form: {error}.",
+            fix="Set lora.targets to all layers of these weights, or leave the form out of output.formats.",
+        ) from error
+    how = "kohya" if form == SD_SCRIPTS else family.file_form
     return {
         f"{key}.{ending}": tensor
         for key, entry in entries.items()
-        for ending, tensor in entry.tensors(family.file_form, dtype).items()
+        for ending, tensor in entry.tensors(how, dtype).items()
     }
 
 
 def _kohya(
-    path: Path, family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: Facts
+    path: Path, family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: Facts, form: Form = "kohya"
 ) -> Iterator[tuple[Path, bytes]]:
-    tensors = kohya_tensors(family, adapter, DTYPES[recipe.output.dtype])
+    tensors = kohya_tensors(family, adapter, DTYPES[recipe.output.dtype], form)
     yield path, serialise(tensors, _metadata(tensors, family, adapter, recipe, facts))
 
 

@@ -115,6 +115,11 @@ class ShapeRules:
         return math.prod(axis.tokens(length) for axis, length in zip(self.axes, lengths, strict=True))
 
 
+def image_shapes(multiple: int, per_token: int) -> ShapeRules:
+    """The rules of images whose sides are multiples, of a VAE with eight pixels per latent."""
+    return ShapeRules(tuple(Axis(name, multiple=multiple, per_latent=8, per_token=per_token) for name in "hw"))
+
+
 @dataclass(frozen=True)
 class FileMetadata:
     """A family's entries in the metadata of a LoRA file. An empty string leaves the field out.

@@ -101,7 +101,7 @@ def encode_control(
     try:
         image = decode_image(read_plain(Path(request.control), MAX_IMAGE_BYTES))
     except (OSError, UnreadableImage) as error:
-        what, fix = f"A control image cannot be read: {error}.", "Correct sample.control_images, or the file."
+        what, fix = f"A control image cannot be read: {error}.", "Name another file, or repair this one."
         raise DataError(CONTROL_UNUSABLE, what, where=request.control, fix=fix) from error
     vae = load_vae(source, device, in_tiles)
     vae.use_tiling = in_tiles or request.height * request.width > TILING_PIXELS

@@ -87,10 +87,10 @@ class ScaledRows(QuantisedLinears):
     def packed(self, layer: nn.Linear) -> PackedLinear:
         integer = self.stored is torch.int8
         largest = torch.iinfo(self.stored).max if integer else torch.finfo(self.stored).max
-        weight_OI = layer.weight.detach().float()
-        scale_O1 = weight_OI.abs().amax(dim=1, keepdim=True).clamp(min=TINY) / largest
-        scaled_OI = weight_OI / scale_O1
-        stored_OI = (scaled_OI.round() if integer else scaled_OI).clamp(-largest, largest).to(self.stored)
+        scaled_OI = layer.weight.detach().to(torch.float32, copy=True)
+        scale_O1 = scaled_OI.abs().amax(dim=1, keepdim=True).clamp(min=TINY) / largest
+        scaled_OI.div_(scale_O1)  # in place: most of the time would go to new memory
+        stored_OI = (scaled_OI.round_() if integer else scaled_OI).clamp_(-largest, largest).to(self.stored)
         return self.of_codes(layer, stored_OI, scale_O1)
 
     def of_codes(self, layer: nn.Linear, stored_OI: Tensor, scale_O1: Tensor) -> PackedLinear:
@@ -176,12 +176,12 @@ class Nf4(QuantisedLinears):
 
 def levels_of(weight: Tensor) -> tuple[Tensor, Tensor]:
     """The index of the nearest level for each value (uint8), and the largest magnitude of each block (float32)."""
-    blocks_KB = weight.float().reshape(-1, BLOCK)
-    absmax_K = blocks_KB.abs().amax(dim=1)
-    scaled_KB = blocks_KB / absmax_K.clamp(min=TINY)[:, None]
+    scaled_KB = weight.to(torch.float32, copy=True).reshape(-1, BLOCK)
+    absmax_K = scaled_KB.abs().amax(dim=1)
+    scaled_KB.div_(absmax_K.clamp(min=TINY)[:, None])
     levels = torch.tensor(LEVELS, device=weight.device)
     between = (levels[:-1] + levels[1:]) / 2
-    return torch.bucketize(scaled_KB, between).to(torch.uint8).view(-1), absmax_K
+    return torch.bucketize(scaled_KB, between, out_int32=True).to(torch.uint8).view(-1), absmax_K
 
 
 def _mean(values_K: Tensor) -> Tensor:

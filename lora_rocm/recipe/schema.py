@@ -195,7 +195,7 @@ class AdapterSection(Section):
     formats: the values of ``output.formats`` in which the adapter can be written.
     """
 
-    formats: ClassVar[tuple[str, ...]] = ("kohya", "diffusers", "peft")
+    formats: ClassVar[tuple[str, ...]] = ("kohya", "sd-scripts", "diffusers", "peft")
 
     type: str = Field(description="Kind of adapter.")
     rank: int = Field(16, gt=0, le=MAX_RANK, description="Rank of the update.")
@@ -428,8 +428,11 @@ class OutputSection(Section):
         None, "Minutes between two checkpoints; may be given beside one of the two above.", gt=0, le=MAX_TIMEOUT_S
     )
     keep_last: int = on_resume(2, "Number of checkpoints kept for resuming. All LoRA files are kept.", gt=0, le=10_000)
-    formats: tuple[Literal["kohya", "diffusers", "peft"], ...] = on_resume(
-        ("kohya",), "What to write at the end.", min_length=1, max_length=MAX_ITEMS
+    formats: tuple[Literal["kohya", "sd-scripts", "diffusers", "peft"], ...] = on_resume(
+        ("kohya",),
+        "What to write at the end. sd-scripts has the names and fused layers of kohya's scripts.",
+        min_length=1,
+        max_length=MAX_ITEMS,
     )
     dtype: Literal["fp16", "bf16", "fp32"] = on_resume("fp16", "Dtype of the exported weights.")
     author: str | None = on_resume(None, "Author in the metadata of the file.")
@@ -480,8 +483,9 @@ class Recipe(Section):
         at = ("data", *(("sources", given[0]) if given else ()), "control_path")
         if not self.data.has_controls:
             at = ("sample", "control_images") if self.sample.control_images else ()
-        if at and (fix := self.model.without_control):
+        if at and not self.model.takes_control:
             what = f"{self.spec.title} takes no control images"
+            fix = f"Remove it, or set {self.model.for_control}." if self.model.for_control else "Remove it."
             raise PydanticCustomError("rule", "{what}", {"what": what, "at": at, "fix": fix})
         return self
 

@@ -100,9 +100,11 @@ class ModelSection(Section):
 
     Attributes:
         part_keys: the keys, named like components and tokenizers, that take these from elsewhere.
+        control_keys: keys and their values with which a base takes control images; None: none of this family does.
     """
 
     part_keys: ClassVar[tuple[str, ...]] = ()
+    control_keys: ClassVar[Mapping[str, str] | None] = None
 
     family: str = Field(description="Model family.")
     name_or_path: PathOrHubId = Field(description="The base model: a folder, a file or a hub id.")
@@ -130,9 +132,15 @@ class ModelSection(Section):
         return None
 
     @property
-    def without_control(self) -> str:
-        """The fix of a recipe that gives this model control images; empty if the model takes them."""
-        return "Remove it."
+    def takes_control(self) -> bool:
+        """Whether the model takes control images."""
+        keys = self.control_keys
+        return keys is not None and all(getattr(self, key) == value for key, value in keys.items())
+
+    @property
+    def for_control(self) -> str:
+        """``control_keys`` as a recipe has them."""
+        return ", ".join(f"model.{key}: {value}" for key, value in (self.control_keys or {}).items())
 
     def metadata(self) -> Mapping[str, object]:
         """The ``ss_`` fields that kohya has for these keys, for the metadata of a LoRA file; None: left out."""

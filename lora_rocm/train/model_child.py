@@ -50,7 +50,7 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
     # The LoRA file, its recipe and whether it trains text encoders
     lora = source if source.is_file() else _lora_of(RunDir(source))
     recipe = recipe_for(job, lora, registry)
-    require_prompts_read(job, recipe.spec)
+    require_inputs_read(job, recipe)
     width, height = sides_of(job, recipe)
     text_too = not components_of(family_for(recipe), lora).isdisjoint(recipe.spec.text_components)
     recipe = recipe.model_copy(update={"lora": recipe.lora.model_copy(update={TEXT_KEY: text_too})})
@@ -79,6 +79,7 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
             job["steps"],
             job["guidance_scale"] or recipe.spec.guidance,
             job["seed"] + number,
+            job["control_image"],
         )
         for number in range(job["num"])
     ]
@@ -171,15 +172,20 @@ def _lora_of(run_dir: RunDir) -> Path:
     )
 
 
-def require_prompts_read(job: Job, spec: FamilySpec) -> None:
-    """Refuse a negative prompt for a family that reads none.
+def require_inputs_read(job: Job, recipe: Recipe) -> None:
+    """Refuse a negative prompt or a control image for a model that reads none.
 
     Raises:
-        UserError: prompt-unused.
+        UserError: prompt-unused, control-unused.
     """
-    if job["negative_prompt"] and not spec.reads("sample.negative_prompt"):
-        what = f"{spec.title} reads no negative prompt."
+    title = recipe.spec.title
+    if job["negative_prompt"] and not recipe.spec.reads("sample.negative_prompt"):
+        what = f"{title} reads no negative prompt."
         raise UserError("prompt-unused", what, where="--negative-prompt", fix="Leave it out.")
+    if job["control_image"] and not recipe.model.takes_control:
+        only = f" (only with {recipe.model.for_control})" if recipe.model.for_control else ""
+        what = f"{title} takes no control images{only}."
+        raise UserError("control-unused", what, where="--control-image", fix="Leave it out.")
 
 
 def sides_of(job: Job, recipe: Recipe) -> tuple[int, int]:
@@ -238,7 +244,8 @@ def recipe_for(job: Job, lora: Path, registry: Registry) -> Recipe:
 def _recipe_of_base(job: Job, lora: Path, registry: Registry) -> Recipe:
     """A recipe for a LoRA outside a run. Its family is ``--family`` if given, else detected."""
     spec = registry[job["family"]] if job["family"] else registry.detect(evidence(job["base"], lora), job["base"])
-    model = {"family": spec.name, "name_or_path": job["base"], **_config(job, spec)}
+    for_control = (spec.model_section.control_keys or {}) if job["control_image"] else {}
+    model = {"family": spec.name, "name_or_path": job["base"], **_config(job, spec), **for_control}
     return recipe_from({"model": model, "data": {"path": "."}, "train": {"max_train_steps": 1}}, registry)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.factory import inject, without_start
+from lora_rocm.adapters.module_names import SD_SCRIPTS
 from lora_rocm.adapters.training_adapter import NAME as TRAINING_ADAPTER
 from lora_rocm.adapters.training_adapter import TrainingAdapter, put_training_adapter
 from lora_rocm.checks import kernel_check
@@ -22,6 +23,7 @@ from lora_rocm.device.attention import training_context
 from lora_rocm.device.encoder_speed import first_time
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import DataError, ModelError, ResumeError
+from lora_rocm.export.writers import kohya_tensors
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
 from lora_rocm.kernels.backend import form_for
 from lora_rocm.kernels.weight_format import use_form
@@ -289,6 +291,8 @@ def _load_model(
     model = family.load(start.dtype, torch.device("cpu"))
     lora = recipe.lora if start.checkpoint is None else without_start(recipe.lora)
     adapter = inject(family, model, lora, recipe.train.seed, start.context.notice)
+    if SD_SCRIPTS in recipe.output.formats:  # refused now and not at the end: some adapters cannot be fused
+        kohya_tensors(family, adapter, start.dtype, SD_SCRIPTS)
     training_adapter = put_training_adapter(family, model, recipe.model.training_adapter, start.context.notice)
     adapter.cast_inputs(False)
     adapter.read = transfer.receive

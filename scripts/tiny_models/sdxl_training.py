@@ -9,7 +9,7 @@ import torch
 from data import Bucket, Shelf
 from sdxl import Parts
 from sdxl_tokens import encode
-from training import Clock, backward, half, optimise
+from training import Clock, Draws, backward, half, optimise
 
 
 @dataclass
@@ -54,21 +54,19 @@ class Trainer:
         latents: dict[Bucket, tuple[torch.Tensor, torch.Tensor]],
         seed: int,
     ) -> None:
-        self.parts, self.sets = parts, shelve(parts, shelves, latents)
+        self.parts, self.pools = parts, list(shelve(parts, shelves, latents).values())
         self.scale = float(parts.vae.config.scaling_factor)
-        self.rng = np.random.default_rng((seed, 12))
         self.device = next(parts.unet.parameters()).device
-        self.buckets = list(self.sets)
-        share = np.asarray([len(self.sets[b].mean) for b in self.buckets], float)
-        self.share = share / share.sum()
+        self.draws = Draws([len(pool.mean) for pool in self.pools], (seed, 12), self.device)
+        self.rng = self.draws.rng
         betas = torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64) ** 2
         self.alphas = torch.cumprod(1 - betas, 0).float().to(self.device)
         self.empty = tuple(torch.from_numpy(encode(t, [""])[0]).to(self.device) for t in parts.tokenizers)
 
     def draw(self, batch: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], torch.Tensor, torch.Tensor]:
         """Latents, ids, size numbers and which rows get the all-zero text, for one random size."""
-        pool = self.sets[self.buckets[int(self.rng.choice(len(self.buckets), p=self.share))]]
-        rows = torch.from_numpy(self.rng.integers(0, len(pool.mean), batch)).to(self.device)
+        number, rows = self.draws(batch)
+        pool = self.pools[number]
         wording = torch.from_numpy(self.rng.integers(0, 2, batch)).to(self.device)
         mean, std = pool.mean[rows], pool.std[rows]
         z = (mean + std * torch.randn_like(mean)) * self.scale

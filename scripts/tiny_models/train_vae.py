@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from data import Bucket
 from diffusers import AutoencoderKL
-from training import Clock, Graphed, backward, half, optimise
+from training import Clock, Draws, Graphed, backward, half, optimise
 
 PixelSets = dict[Bucket, torch.Tensor]
 
@@ -42,26 +41,21 @@ def vae_loss(vae: AutoencoderKL, x: torch.Tensor, kl_weight: float) -> tuple[tor
 def train_vae(vae: AutoencoderKL, sets: PixelSets, clock: Clock, batch: int, seed: int) -> dict[str, float]:
     """Optimise until the clock is done; the VAE ends holding the averaged weights."""
     device = next(vae.parameters()).device
-    rng = np.random.default_rng((seed, 11))
-    buckets = list(sets)
-    share = np.asarray([len(sets[b]) for b in buckets], float)
+    pools = list(sets.values())
+    draws = Draws([len(pool) for pool in pools], (seed, 11), device)
     # Latents of four times the channels carry four times the KL of a mean of the same size.
     kl_weight = 3e-4 * vae.config.latent_channels / 4
     vae.to(memory_format=torch.channels_last)
 
     def compute(number: int, rows: torch.Tensor) -> torch.Tensor:
-        x = to_float(sets[buckets[number]][rows], device)
+        x = to_float(pools[number][rows], device)
         loss, l1 = vae_loss(vae, x.contiguous(memory_format=torch.channels_last), kl_weight)
         backward(loss, list(vae.parameters()))
         return l1
 
     graphed = Graphed(compute)
 
-    def passes() -> torch.Tensor:
-        number = int(rng.choice(len(buckets), p=share / share.sum()))
-        return graphed(number, torch.from_numpy(rng.integers(0, len(sets[buckets[number]]), batch)).to(device))
-
-    return optimise("vae", passes, {vae: 1.0}, clock, 0.998, weight_decay=1e-4)
+    return optimise("vae", lambda: graphed(*draws(batch)), {vae: 1.0}, clock, 0.998, weight_decay=1e-4)
 
 
 @torch.no_grad()

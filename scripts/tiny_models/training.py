@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 
@@ -92,6 +93,19 @@ class Graphed:
         own.copy_(rows)
         graph.replay()
         return shown
+
+
+class Draws:
+    """Batches of rows, each of one pool, which is drawn by its size."""
+
+    def __init__(self, sizes: list[int], seed: tuple[int, int], device: torch.device) -> None:
+        self.sizes, self.rng, self.device = sizes, np.random.default_rng(seed), device
+        self.share = np.asarray(sizes, float) / sum(sizes)
+
+    def __call__(self, batch: int) -> tuple[int, torch.Tensor]:
+        """The number of a pool, and rows of it."""
+        number = int(self.rng.choice(len(self.sizes), p=self.share))
+        return number, torch.from_numpy(self.rng.integers(0, self.sizes[number], batch)).to(self.device)
 
 
 def backward(loss: torch.Tensor, parameters: list[torch.nn.Parameter]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from data import Bucket, Shelf
-from training import Clock, Graphed, backward, half, optimise
+from training import Clock, Draws, Graphed, backward, half, optimise
 from z_image import SHIFT, Parts
 
 from lora_rocm.families.objectives.base import LatentSpace
@@ -41,11 +41,10 @@ class Trainer:
         latents: dict[Bucket, tuple[torch.Tensor, torch.Tensor]],
         seed: int,
     ) -> None:
-        self.parts, self.rng = parts, np.random.default_rng((seed, 12))
+        self.parts = parts
         self.device = next(parts.transformer.parameters()).device
         self.pools = [pool for bucket, shelf in shelves.items() for pool in self.pools_of(shelf, latents[bucket])]
-        share = np.asarray([len(pool.ids_NS) for pool in self.pools], float)
-        self.share = share / share.sum()
+        self.draws = Draws([len(pool.ids_NS) for pool in self.pools], (seed, 12), self.device)
         scale = torch.full((16,), float(parts.vae.config.scaling_factor), device=self.device)
         space = LatentSpace(torch.zeros_like(scale), scale)
         self.objective = FlowObjective({"shift": SHIFT}, space, FlowSection(), PATCH)
@@ -108,9 +107,4 @@ class Trainer:
 
         graphed = Graphed(compute)
 
-        def passes() -> torch.Tensor:
-            number = int(self.rng.choice(len(self.pools), p=self.share))
-            rows = self.rng.integers(0, len(self.pools[number].ids_NS), batch)
-            return graphed(number, torch.from_numpy(rows).to(self.device))
-
-        return optimise("flow", passes, modules, clock, 0.9985)
+        return optimise("flow", lambda: graphed(*self.draws(batch)), modules, clock, 0.9985)

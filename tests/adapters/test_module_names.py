@@ -72,6 +72,7 @@ def test_several_modules_are_written_as_one_weight_and_read_back(dora: bool, sca
     assert back.keys() == entries.keys()
     for name, entry in entries.items():
         torch.testing.assert_close(back[name].update(), entry.update())
+        assert back[name].rank == entry.rank, "the ranks of the others are left out"
 
 
 def test_one_module_is_written_as_several_weights() -> None:
@@ -88,6 +89,7 @@ def test_modules_that_are_not_adapted_stay_zero_rows() -> None:
     del entries["transformer.to_k"]
     update = table().of_keys(entries)["k_qkv"].update()
     assert not update[6:10].any() and update[:6].any() and update[10:].any()
+    assert table().of_modules(table().of_keys(entries)).keys() == entries.keys()
 
 
 def test_what_was_cut_from_one_is_joined_to_the_same_again() -> None:

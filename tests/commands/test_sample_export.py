@@ -50,6 +50,7 @@ def test_sample_of_a_run(jobs: list[dict[str, Any]], tmp_path: Path, capsys: pyt
             "base": None,
             "config": None,
             "family": None,
+            "control_image": "",
             "prompt": "ü",
             "seed": 3,
         }
@@ -65,7 +66,10 @@ def test_sample_of_a_file(jobs: list[dict[str, Any]], tmp_path: Path) -> None:
     sample_export.sample(Path("lora.safetensors"), output=Path("out"), base="base", config=Path("c"), prompt="x")
     assert jobs[0]["source"] == str(tmp_path / "lora.safetensors") and jobs[0]["output"] == str(tmp_path / "out")
     assert jobs[0]["base"] == str(tmp_path / "base") and jobs[0]["config"] == str(tmp_path / "c")
-    sample_export.sample(Path("lora.safetensors"), output=None, base="some/hub-id", config=None, prompt="x")
+    Path("c.png").touch()
+    asked: dict[str, Any] = {"config": None, "control_image": Path("c.png"), "prompt": "x"}
+    sample_export.sample(Path("lora.safetensors"), output=None, base="some/hub-id", **asked)
+    assert jobs[1]["control_image"] == str(tmp_path / "c.png")
     assert jobs[1]["base"] == "some/hub-id" and jobs[1]["output"] == str(tmp_path / "samples")
 
 
@@ -77,6 +81,7 @@ def test_sample_of_a_file(jobs: list[dict[str, Any]], tmp_path: Path) -> None:
         ({"prompt": "\udcff"}, "--prompt '\\udcff'"),
         ({"negative_prompt": "\udcff"}, "--negative-prompt"),
         ({"config": Path("c")}, "--config c"),
+        ({"control_image": Path("c.png")}, "--control-image c.png"),
         ({"output": Path("lora.safetensors")}, "--output lora.safetensors"),
     ],
 )

@@ -94,7 +94,7 @@ KONTEXT = "model: {family: flux, name_or_path: x, variant: kontext}\ntrain: {epo
 def test_what_a_recipe_may_say(tmp_path: Path, text: str, place: str, what: str, fix: str) -> None:
     (tmp_path / "r.yaml").write_text(KONTEXT + text, encoding="utf-8")
     if not place:
-        assert load_recipe(tmp_path / "r.yaml").recipe.model.without_control == ""
+        assert load_recipe(tmp_path / "r.yaml").recipe.model.takes_control
         return
     with pytest.raises(RecipeError) as caught:
         load_recipe(tmp_path / "r.yaml")

@@ -54,7 +54,7 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "sd15": ("kohya", "diffusers", "peft"),
     "sd2": ("kohya", "diffusers"),
     "z-image": ("kohya", "diffusers", "peft"),
-    "flux": ("kohya", "diffusers", "peft"),
+    "flux": ("kohya", "sd-scripts", "diffusers", "peft"),
     "anima": ("kohya", "diffusers", "peft"),
     "toy-flow": ("diffusers", "peft"),
     "toy-video": ("diffusers", "peft"),

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lora_rocm.commands import train as command
 from lora_rocm.commands.check import check
+from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import family_for
 from lora_rocm.families.recompute import Recomputing
 from lora_rocm.loader.batch import Batch, split
@@ -273,6 +274,16 @@ def test_a_run_that_is_killed_goes_on_to_the_same_bytes(its: Its, device: torch.
     for run_dir in (there, RunDir(tmp_path / "straight")):
         made = [preview.existing(run_dir, updates, its.recipe) for updates in (0, 4)]
         assert all(paths and all(path.stat().st_size for path in paths) for paths in made)
+
+
+@pytest.mark.parametrize("its", ["flux"], indirect=True)
+def test_a_form_that_cannot_be_written_is_refused_before_training(its: Its, tmp_path: Path) -> None:
+    """A DoRA of the queries alone: kohya's scripts have one weight of query, key and value."""
+    lora = its.recipe.lora.model_copy(update={"use_dora": True, "targets": (r".*\.attn\.to_q",)})
+    output = its.recipe.output.model_copy(update={"formats": ("sd-scripts",)})
+    with pytest.raises(AdapterError, match="double_blocks_0_img_attn_qkv"):
+        start(its.recipe.model_copy(update={"lora": lora, "output": output}), tmp_path / "run")
+    assert not RunDir(tmp_path / "run").list_checkpoints()
 
 
 def in_this_process(run_dir: RunDir, env: Any, on_event: Any, words: Any, say: Any) -> int:

@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field
 
 from lora_rocm.families.registry import PRODUCT, Registry
-from lora_rocm.families.spec import Axis, FamilySpec, FileMetadata, ShapeRules
+from lora_rocm.families.spec import Axis, FamilySpec, FileMetadata, ShapeRules, image_shapes
 from lora_rocm.recipe.sections import InputFolder, ModelSection, ObjectiveSection
 
 
@@ -86,9 +86,7 @@ TOY_FLOW = FamilySpec(
     objective_section=FlowSection,
     implementation="tests.families.toys.flux_like:FluxLike",
     component="transformer",
-    shapes=ShapeRules(
-        (Axis("h", multiple=16, per_latent=8, per_token=16), Axis("w", multiple=16, per_latent=8, per_token=16))
-    ),
+    shapes=image_shapes(multiple=16, per_token=16),
     metadata=FileMetadata(base_version="toy_flow_v1"),
 )
 TOYS = Registry([*PRODUCT, TOY_TEXT, TOY_VIDEO, TOY_FLOW])

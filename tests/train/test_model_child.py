@@ -8,22 +8,26 @@ from typing import Any
 import pytest
 
 from lora_rocm.errors import AdapterError, UserError
-from lora_rocm.families.registry import PRODUCT
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.load import dump_recipe
-from lora_rocm.train.model_child import recipe_for, require_prompts_read, sides_of
+from lora_rocm.train.model_child import recipe_for, require_inputs_read, sides_of
 from tests.families.toy_families import TOYS
 
 LORA = Path("lora.safetensors")
 
 
-def recipe(family: str) -> Any:
-    sections = {"model": {"family": family, "name_or_path": "x"}, "data": {"path": "p"}, "train": {"epochs": 1}}
+def recipe(family: str, **model: str) -> Any:
+    sections = {
+        "model": {"family": family, "name_or_path": "x", **model},
+        "data": {"path": "p"},
+        "train": {"epochs": 1},
+    }
     return recipe_from(sections, TOYS)
 
 
 def job(**options: Any) -> dict[str, Any]:
-    return {"base": None, "config": None, "family": None, "width": None, "height": None, **options}
+    none = dict.fromkeys(("base", "config", "family", "width", "height"))
+    return {**none, "control_image": "", "negative_prompt": "", **options}
 
 
 def test_sizes_are_as_asked_or_as_in_training() -> None:
@@ -46,10 +50,20 @@ def test_sizes_that_the_family_does_not_take(family: str, options: dict[str, Any
 
 
 def test_a_negative_prompt_is_refused_where_none_is_read() -> None:
-    require_prompts_read(job(negative_prompt="blue"), PRODUCT["sdxl"])
-    require_prompts_read(job(negative_prompt=""), PRODUCT["flux"])
+    require_inputs_read(job(negative_prompt="blue"), recipe("sdxl"))
+    require_inputs_read(job(), recipe("flux"))
     with pytest.raises(UserError, match="FLUX.1 reads no negative prompt"):
-        require_prompts_read(job(negative_prompt="blue"), PRODUCT["flux"])
+        require_inputs_read(job(negative_prompt="blue"), recipe("flux"))
+
+
+def test_a_control_image_is_refused_where_none_is_taken() -> None:
+    """The variant of a base outside of a run is that which takes one, for its files do not say."""
+    asked = job(control_image="c.png", base="x", family="flux")
+    require_inputs_read(asked, recipe("flux", variant="kontext"))
+    require_inputs_read(asked, recipe_for(asked, LORA, TOYS))
+    for family, words in (("sdxl", r"SDXL takes no control images\."), ("flux", "only with model.variant: kontext")):
+        with pytest.raises(UserError, match=words):
+            require_inputs_read(asked, recipe(family))
 
 
 def test_outside_of_a_run_the_family_is_named_or_recognised(tmp_path: Path) -> None:

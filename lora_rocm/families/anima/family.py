@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from diffusers import AnimaTextConditioner, CosmosTransformer3DModel
@@ -55,6 +54,7 @@ LAYOUT = Layout(
     tokenizers={"tokenizer": "qwen3", "t5_tokenizer": "t5"},
     configs=Path(__file__).parent / "config",
     alone=("transformer", "text_conditioner"),
+    changed={"transformer": names.config_changes},
 )
 
 
@@ -98,12 +98,7 @@ class Anima(TransformerFamily):
 
     def velocity(self, model: LoadedModel, latents_BCHW: Tensor, sigma_B: Tensor, batch: Tensors) -> Tensor:
         """As ``TransformerFamily.velocity``. The model's time is sigma itself, in float32."""
-        transformer: Any = model.components["transformer"]
-        # The last channel marks padding of the image, and there is none. It is added here, because the model would
-        # resize a mask with torchvision, which the program does not need otherwise.
-        transformer.register_to_config(concat_padding_mask=False)
-        transformer.rope.max_size = latents_BCHW.shape[-2:]  # it has no positions beyond, by its config 2048 pixels
-        output_BCFHW = transformer(
+        output_BCFHW = model.components["transformer"](  # the last channel marks padding of the image: there is none
             hidden_states=torch.nn.functional.pad(latents_BCHW, (0, 0, 0, 0, 0, 1)).to(model.dtype)[:, :, None],
             timestep=sigma_B,
             encoder_hidden_states=batch[STATES].to(model.dtype),

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
 from torch import nn
 
 from lora_rocm.base_models.conversion import State
 
 PREFIXES = ("net.", "model.diffusion_model.", "diffusion_model.")
 CONDITIONER = "llm_adapter."
+MAX_SIZE = [1, 1 << 14, 1 << 14]  # in frames, and in latents
 PARTS = {
     "transformer_blocks.": "blocks.",
     "attn1.": "self_attn.",
@@ -37,6 +42,18 @@ def original(name: str) -> str:
     for ours, theirs in PARTS.items():
         name = name.replace(ours, theirs)
     return name
+
+
+def config_changes(config: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
+    """As ``Layout.changed``.
+
+    The channel of the mask is an input like the others: the model would resize a mask with torchvision, which need not
+    be there. The positions have no limit. A file has as many blocks as it names; larger fine-tunes have more.
+    """
+    blocks = {found[1] for name in tensors if (found := re.search(r"(?<!adapter\.)blocks\.(\d+)\.", name))}
+    channels = config["in_channels"] + bool(config["concat_padding_mask"])
+    depth = {"num_layers": len(blocks)} if tensors else {}
+    return {"in_channels": channels, "concat_padding_mask": False, "max_size": MAX_SIZE, **depth}
 
 
 def transformer_of_original(state: State, module: nn.Module) -> State:

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from lora_rocm.families.spec import Axis, FamilySpec, FileMetadata, ShapeRules, TransformerSection
+from lora_rocm.families.spec import FamilySpec, FileMetadata, TransformerSection, image_shapes
 from lora_rocm.recipe.sections import FlowSection, InputFolder, PathOrHubId
 
 
@@ -31,9 +31,7 @@ SPEC = FamilySpec(
     objective_section=FlowSection,
     implementation="lora_rocm.families.anima.family:Anima",
     component="transformer",
-    shapes=ShapeRules(
-        (Axis("h", multiple=16, per_latent=8, per_token=16), Axis("w", multiple=16, per_latent=8, per_token=16))
-    ),
+    shapes=image_shapes(multiple=16, per_token=16),
     guidance=4.0,
     takes_fp16=False,
     metadata=FileMetadata(

@@ -96,8 +96,7 @@ class Flux(TransformerFamily):
         return {STATES: states, POOLED: torch.zeros(rows, int(config["pooled_projection_dim"]))}
 
     def original_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
-        config = self.source.config("transformer")
-        return names.original_rows(module, rows, config["num_attention_heads"] * config["attention_head_dim"])
+        return names.original_rows(module, rows)
 
     def check(self, source: Source) -> tuple[str, ...]:
         """As ``TransformerFamily.check``; what the base says of its variant is compared with the recipe."""

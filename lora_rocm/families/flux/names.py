@@ -55,14 +55,14 @@ def reads_guidance(tensors: Collection[str]) -> bool | None:
     return "guidance_in." in text or "guidance_embedder." in text
 
 
-def original_rows(module: str, rows: int, width: int) -> list[tuple[str, int, int]]:
-    """As ``ModelFamily.original_rows``. What stands before a module in a fused one has ``width`` rows each."""
+def original_rows(module: str, rows: int) -> list[tuple[str, int, int]]:
+    """As ``ModelFamily.original_rows``. Query, key and value have equally many rows, the MLP four times as many."""
     number = BLOCK_NUMBER.search(module)
     original, place = ORIGINALS[BLOCK_NUMBER.sub("#", module)]
     name = original.replace("#", number[0]) if number else original
     if module == TURNED:
         return [(name, rows // 2, rows // 2), (name, 0, rows // 2)]
-    return [(name, place * width, rows)]
+    return [(name, place * (rows // 4 if module.endswith("proj_mlp") else rows), rows)]
 
 
 def transformer_of_original(state: State, module: nn.Module) -> State:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from lora_rocm.families.spec import Axis, FamilySpec, FileMetadata, ShapeRules, TransformerSection
+from lora_rocm.families.spec import FamilySpec, FileMetadata, TransformerSection, image_shapes
 from lora_rocm.recipe.sections import MAX_GUIDANCE, FlowSection, InputFolder, PathOrHubId
 
 
@@ -14,6 +15,7 @@ class FluxSection(TransformerSection):
     """The base model. FLUX.1 and its fine-tunes."""
 
     part_keys: ClassVar[tuple[str, ...]] = (*TransformerSection.part_keys, "text_encoder_2", "tokenizer_2")
+    control_keys = MappingProxyType({"variant": "kontext"})
 
     family: Literal["flux"] = Field("flux", description="Model family.")
     name_or_path: PathOrHubId = Field(
@@ -34,10 +36,6 @@ class FluxSection(TransformerSection):
     )
     tokenizer_2: InputFolder | None = Field(None, description="Folder of another tokenizer of T5.")
 
-    @property
-    def without_control(self) -> str:
-        return "" if self.variant == "kontext" else "Remove it, or set model.variant: kontext."
-
 
 SPEC = FamilySpec(
     name="flux",
@@ -46,9 +44,7 @@ SPEC = FamilySpec(
     objective_section=FlowSection,
     implementation="lora_rocm.families.flux.family:Flux",
     component="transformer",
-    shapes=ShapeRules(
-        (Axis("h", multiple=16, per_latent=8, per_token=16), Axis("w", multiple=16, per_latent=8, per_token=16))
-    ),
+    shapes=image_shapes(multiple=16, per_token=16),
     guidance=3.5,
     unread=frozenset({"sample.negative_prompt"}),
     metadata=FileMetadata(

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from lora_rocm.families.spec import Axis, CheckpointSection, FamilySpec, FileMetadata, ShapeRules
+from lora_rocm.families.spec import CheckpointSection, FamilySpec, FileMetadata, image_shapes
 from lora_rocm.recipe.sections import ALL_SAMPLERS, DdpmSection, PathOrHubId
 
 WHERE = "A diffusers folder, a hub id or a single .safetensors checkpoint."
@@ -26,9 +26,7 @@ class Sd2Section(CheckpointSection):
     name_or_path: PathOrHubId = Field(description=WHERE)
 
 
-SHAPES = ShapeRules(
-    (Axis("h", multiple=8, per_latent=8, per_token=8), Axis("w", multiple=8, per_latent=8, per_token=8))
-)
+SHAPES = image_shapes(multiple=8, per_token=8)
 
 SPEC_SD15 = FamilySpec(
     name="sd15",

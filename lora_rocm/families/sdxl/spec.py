@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from lora_rocm.families.spec import Axis, CheckpointSection, FamilySpec, FileMetadata, ShapeRules
+from lora_rocm.families.spec import CheckpointSection, FamilySpec, FileMetadata, image_shapes
 from lora_rocm.recipe.sections import ALL_SAMPLERS, DdpmSection, PathOrHubId
 
 
@@ -28,9 +28,7 @@ SPEC = FamilySpec(
     component="unet",
     samplers=ALL_SAMPLERS,
     text_components=("text_encoder", "text_encoder_2"),
-    shapes=ShapeRules(
-        (Axis("h", multiple=8, per_latent=8, per_token=16), Axis("w", multiple=8, per_latent=8, per_token=16))
-    ),
+    shapes=image_shapes(multiple=8, per_token=16),
     metadata=FileMetadata(
         base_version="sdxl_base_v1-0",
         architecture="stable-diffusion-xl-v1-base/lora",

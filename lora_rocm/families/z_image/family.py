@@ -23,8 +23,8 @@ from lora_rocm.families.transformer.family import TransformerFamily
 from lora_rocm.families.transformer.language_model import LanguageModelEncoder
 from lora_rocm.families.transformer_blocks.z_image import fuse
 from lora_rocm.families.vae import VaeEncoder
+from lora_rocm.families.z_image import names
 from lora_rocm.families.z_image.forward import CAPTION_MULTIPLE, predicted
-from lora_rocm.families.z_image.names import transformer_of_original
 from lora_rocm.families.z_image.spec import ZImageSection
 
 TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"  # Qwen3's chat, with thinking left to the model
@@ -36,7 +36,7 @@ LAYOUT = Layout(
         "transformer": Part(
             ZImageTransformer2DModel,
             "model.diffusion_model.",
-            transformer_of_original,
+            names.transformer_of_original,
             other_prefixes=("diffusion_model.",),
         ),
         "vae": Part(AutoencoderKL, "first_stage_model.", conversion.vae_of_ldm, other_prefixes=("vae.",)),
@@ -74,6 +74,9 @@ class ZImage(TransformerFamily):
 
     def text_example(self, rows: int) -> Tensors:
         return language_model.zeros(rows, MAX_TOKENS, int(self.source.config("transformer")["cap_feat_dim"]))
+
+    def original_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
+        return names.original_rows(module, rows)
 
     def check(self, source: Source) -> tuple[str, ...]:
         notices = super().check(source)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from lora_rocm.base_models.conversion import State
@@ -14,6 +16,15 @@ PARTS = {
     ".attention.k_norm.": ".attention.norm_k.",
 }
 FUSED = ".attention.qkv."
+
+
+def original_rows(module: str, rows: int) -> Sequence[tuple[str, int, int]]:
+    """As ``ModelFamily.original_rows``. Query, key and value have the same number of rows."""
+    path = f"{module}."
+    for old, new in (STARTS | PARTS).items():
+        path = path.replace(new, old)
+    block, _, letter = path.rpartition(".attention.to_")
+    return [(f"{block}{FUSED}"[:-1], "qkv".index(letter[0]) * rows, rows)] if block else [(path[:-1], 0, rows)]
 
 
 def transformer_of_original(state: State, module: nn.Module) -> State:

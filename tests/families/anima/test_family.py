@@ -23,6 +23,7 @@ from lora_rocm.families.base import LoadedModel
 from lora_rocm.families.objectives.loss import losses
 from lora_rocm.latent_cache.quarantine import plain_door
 from tests.families.transformer.cases import Anima as Case
+from tests.families.transformer.cases import with_configs
 from tests.families.transformer.original_names import of_anima
 from tests.tiny_anima import CHANNELS, WIDTH, tiny_anima, tiny_transformer, write_tiny_anima
 from tests.tiny_models import tiny_recipe
@@ -69,11 +70,6 @@ def test_a_model_that_knows_the_velocity_has_no_loss(base: Path) -> None:
     clean = (batch["latent_mean"] - family.latents.shift_C[:, None, None]) * family.latents.scale_C[:, None, None]
 
     class Oracle(torch.nn.Module):
-        rope = torch.nn.Module()
-
-        def register_to_config(self, concat_padding_mask: bool) -> None:
-            assert not concat_padding_mask
-
         def forward(self, hidden_states: Tensor, timestep: Tensor, **others: Any) -> tuple[Tensor]:
             assert timestep.dtype == torch.float32 and not hidden_states[:, -1].any()
             velocity = (hidden_states[:, :-1, 0] - clean) / timestep[:, None, None, None]
@@ -104,6 +100,28 @@ def test_a_file_without_the_text_conditioner_is_no_anima(base: Path, tmp_path: P
     others = {name: str(base / name) for name in ("vae", "text_encoder")}
     with pytest.raises(ModelError, match="a Cosmos-Predict2 model"):
         _ = family_of(base, {"name_or_path": str(tmp_path / "cosmos.safetensors"), **others}).source
+
+
+def test_a_file_has_as_many_blocks_as_it_names(base: Path, tmp_path: Path) -> None:
+    """As fine-tunes that put blocks between those of the base. A number left out is a damaged file."""
+    torch.manual_seed(0)
+    state, conditioner = tiny_transformer(num_layers=4).state_dict(), tiny_anima().text_conditioner.state_dict()
+    tensors = {f"net.{name}": tensor for name, tensor in of_anima(state).items()}
+    tensors |= {f"net.llm_adapter.{name}": tensor for name, tensor in conditioner.items()}
+    parts = {name: str(base / name) for name in ("vae", "text_encoder", "tokenizer", "t5_tokenizer")}
+    path = tmp_path / "deep.safetensors"
+
+    def family() -> Anima:
+        made = family_of(base, {"name_or_path": str(path), **parts})
+        made.layout = with_configs(made.layout, base)
+        return made
+
+    save_file(tensors, path)
+    loaded = family().source.load("transformer", torch.float32, CPU).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items()) and family().notices == ()
+    save_file({name: tensor for name, tensor in tensors.items() if ".blocks.2." not in name[:15]}, path)
+    with pytest.raises(ModelError):
+        _ = family().source
 
 
 def test_a_lora_with_parts_of_the_text_conditioner_is_refused(base: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ Dimensions: B batch, C channels, H W latent height and width, S tokens, D width.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -31,7 +31,8 @@ from lora_rocm.families.transformer.packing import unpacked
 from lora_rocm.families.z_image import family as z_image
 from tests.families.transformer.original_names import (
     module_of_anima,
-    modules_of_flux,
+    module_of_flux,
+    module_of_z_image,
     of_anima,
     of_flux,
     of_wan_vae,
@@ -73,9 +74,10 @@ class Case(ABC):
     name, cls: of the family. layout: the published one. model: further keys of ``model``.
     layers: preset -> number of layers of the published model. parameters: component -> their number in it.
     prefixes: before the names in some files of the transformer. file_prefix: before those in a LoRA file for others.
-    native: whether that file has the original names.
+    native: whether that file has the original names. by_width: whether only the width of the published model tells
+        diffusers' names from those of other families.
     tokenizers: their folders. shift, scale: of latents. changed: how many of the original's weights all-linear changes.
-    by_width: spellings of LoRA files that only the width of the published model tells from those of other families.
+    original_module: diffusers' module -> (the original's, place among those that are its rows).
     """
 
     name: str
@@ -91,7 +93,8 @@ class Case(ABC):
     shift: float | list[float] = 0.1159
     scale: float | list[float] = 0.3611
     changed: int
-    by_width: tuple[str, ...] = ()
+    by_width = False
+    original_module: Callable[[str], tuple[str, int]]
 
     def __init__(self, folder: Path) -> None:
         self.folder = self.written(folder)
@@ -162,7 +165,10 @@ class Case(ABC):
 
     def original_modules(self, modules: Iterable[str]) -> dict[str, list[str]]:
         """The original's module -> those of diffusers, in the order of its rows."""
-        raise NotImplementedError
+        found: dict[str, list[str]] = {}
+        for module in sorted(modules, key=self.original_module):
+            found.setdefault(self.original_module(module)[0], []).append(module)
+        return found
 
     def files(self) -> dict[str, dict[str, Tensor]]:
         """Key of ``model`` -> the tensors of its file, but for the prefix of the transformer's."""
@@ -177,6 +183,7 @@ class ZImage(Case):
     layers = {"attention": 120, "attention-mlp": 210, "all-linear": 270}
     parameters = {"transformer": 6_154_908_736, "text_encoder": 4_022_468_096, "vae": 83_819_683}
     changed = 4 * 6 - 1
+    original_module = staticmethod(module_of_z_image)
 
     def written(self, folder: Path) -> Path:
         return write_tiny_z_image(folder)
@@ -232,6 +239,7 @@ class Flux(Case):
     file_prefix = "transformer."
     tokenizers = ("tokenizer", "tokenizer_2")
     changed = 2 * 5 + 3
+    original_module = staticmethod(module_of_flux)
 
     def written(self, folder: Path) -> Path:
         return write_tiny_flux(folder, schnell=self.guidance is None)
@@ -278,9 +286,6 @@ class Flux(Case):
     def original(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return of_flux(state)
 
-    def original_modules(self, modules: Iterable[str]) -> dict[str, list[str]]:
-        return modules_of_flux()
-
     def files(self) -> dict[str, dict[str, Tensor]]:
         pipeline = self.pipeline
         clip = {f"text_model.{name}": tensor for name, tensor in pipeline.text_encoder.state_dict().items()}
@@ -319,7 +324,8 @@ class Anima(Case):
     tokenizers = ("tokenizer", "t5_tokenizer")
     shift, scale = MEAN, [1 / each for each in STD]
     changed = 2 * (2 * 4 + 2 + 2 * 3)
-    by_width = ("diffusers", "onetrainer")
+    by_width = True
+    original_module = staticmethod(module_of_anima)
 
     def written(self, folder: Path) -> Path:
         return write_tiny_anima(folder)
@@ -336,7 +342,7 @@ class Anima(Case):
         return {STATES: states}
 
     def velocity(self, transformer: Any, noisy_BCHW: Tensor, sigma_B: Tensor, text: Tensors) -> Tensor:
-        height, width = noisy_BCHW.shape[-2:]
+        (height, width), as_made = noisy_BCHW.shape[-2:], transformer.config.concat_padding_mask
         transformer.register_to_config(concat_padding_mask=True)
         with patch.object(transformer_cosmos, "transforms", Resize, create=True):
             velocity_BCFHW: Tensor = transformer(
@@ -346,6 +352,7 @@ class Anima(Case):
                 padding_mask=torch.zeros(1, 1, 8 * height, 8 * width),
                 return_dict=False,
             )[0]
+        transformer.register_to_config(concat_padding_mask=as_made)
         return velocity_BCFHW[:, :, 0]
 
     def sampled(self, request: PreviewRequest, noise_CHW: Tensor, texts: Mapping[str, Tensors]) -> Tensor:
@@ -382,9 +389,6 @@ class Anima(Case):
 
     def original(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return of_anima(state)
-
-    def original_modules(self, modules: Iterable[str]) -> dict[str, list[str]]:
-        return {module_of_anima(name): [name] for name in modules}
 
     def original_vae(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         return of_wan_vae(state)

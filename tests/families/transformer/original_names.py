@@ -73,21 +73,26 @@ def of_flux(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def modules_of_flux() -> dict[str, list[str]]:
-    """The original's module -> those of diffusers in its rows, of a block of each kind."""
-    single = [f"single_transformer_blocks.0.{part}" for part in ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")]
-    return {
-        "double_blocks.0.img_attn.qkv": [f"transformer_blocks.0.attn.to_{letter}" for letter in "qkv"],
-        "double_blocks.0.txt_attn.qkv": [f"transformer_blocks.0.attn.add_{letter}_proj" for letter in "qkv"],
-        "single_blocks.0.linear1": single,
-        "single_blocks.0.linear2": ["single_transformer_blocks.0.proj_out"],
-        "single_blocks.0.modulation.lin": ["single_transformer_blocks.0.norm.linear"],
-        **{
-            f"double_blocks.0.{new}": [f"transformer_blocks.0.{old}"]
-            for old, new in OF_BLOCK.items()
-            if "norm_" not in old
-        },
-    }
+def module_of_flux(path: str) -> tuple[str, int]:
+    """(the original's module, place among those of diffusers in its rows) of a block's module."""
+    kind, number, inner = path.split(".", 2)
+    parts = ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")
+    if kind == "single_transformer_blocks":
+        return (
+            f"single_blocks.{number}.{OF_SINGLE.get(inner, 'linear1')}",
+            parts.index(inner) if inner in parts else 0,
+        )
+    for start, names in (("img", parts[:3]), ("txt", ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"))):
+        if inner in names:
+            return f"double_blocks.{number}.{start}_attn.qkv", names.index(inner)
+    return f"double_blocks.{number}.{OF_BLOCK[inner]}", 0
+
+
+def module_of_z_image(path: str) -> tuple[str, int]:
+    block, _, inner = path.rpartition(".attention.")
+    if inner in ("to_q", "to_k", "to_v"):
+        return f"{block}.attention.qkv", ("to_q", "to_k", "to_v").index(inner)
+    return (f"{block}.attention.out" if inner == "to_out.0" else path), 0
 
 
 def of_z_image(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -139,12 +144,12 @@ OUTSIDE_ANIMA = {
 
 
 def of_anima(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {f"{module_of_anima(name.rpartition('.')[0])}.weight": tensor for name, tensor in state.items()}
+    return {f"{module_of_anima(name.rpartition('.')[0])[0]}.weight": tensor for name, tensor in state.items()}
 
 
-def module_of_anima(path: str) -> str:
+def module_of_anima(path: str) -> tuple[str, int]:
     block = re.fullmatch(r"transformer_blocks\.(\d+)\.(.+)", path)
-    return OUTSIDE_ANIMA[path] if block is None else f"blocks.{block[1]}.{OF_ANIMA[block[2]]}"
+    return (OUTSIDE_ANIMA[path] if block is None else f"blocks.{block[1]}.{OF_ANIMA[block[2]]}"), 0
 
 
 OF_WAN = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lora_rocm.adapters.lora_reader import components_of, read_lora
+from lora_rocm.adapters.module_names import KeyTable
 from lora_rocm.adapters.targets import targets
 from lora_rocm.dataset.entry_spec import IMAGE
 from lora_rocm.errors import AdapterError, ModelError
+from lora_rocm.export.comfy_reader import apply_comfy
 from lora_rocm.export.metadata import Facts
 from lora_rocm.export.writers import kohya_tensors, verify, write
 from lora_rocm.families.base import LoadedModel, PreviewRequest
@@ -50,7 +53,7 @@ def of(*kinds: type[Case]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", kinds, indirect=True, ids=lambda kind: kind.__name__)
 
 
-@of(ZImage, Flux, Schnell, Anima)
+@of(*FAMILIES)
 def test_loss_and_gradients_are_those_of_the_pipeline_s_parts(case: Case) -> None:
     family, model, adapter = case.adapted
     pixels = torch.rand(2, 3, 64, 32, generator=torch.Generator().manual_seed(1)) * 2 - 1
@@ -176,26 +179,97 @@ def test_other_models_are_refused(case: Case, tmp_path: Path, tiny_sdxl: Path) -
     assert refused(case.family({"name_or_path": str(other), **parts})).code == "wrong-family"
 
 
+KINDS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "rslora": {"use_rslora": True},
+    "dora": {"use_dora": True},
+    "lokr": {"type": "lokr"},
+}
+
+
+def known_to_comfyui(case: Case, state: Mapping[str, Tensor]) -> dict[str, tuple[str, int, int]]:
+    """Key of a file -> (the original's weight, its rows): as ComfyUI's map for each model names them."""
+    weights = {name: tensor for name, tensor in case.original(state).items() if name.endswith(".weight")}
+    whole = {name.removesuffix(".weight"): tensor for name, tensor in weights.items()}
+    found = {f"diffusion_model.{name}": (f"{name}.weight", 0, len(tensor)) for name, tensor in whole.items()}
+    found |= {f"lora_unet_{name.replace('.', '_')}": found[f"diffusion_model.{name}"] for name in whole}
+    pattern = re.compile(case.family().lora_targets["all-linear"]["transformer"])
+    layers = {name.removesuffix(".weight") for name in state}
+    for original, modules in case.original_modules(filter(pattern.fullmatch, layers)).items():
+        first = 0
+        for module in modules if not case.native else ():
+            rows = len(state[f"{module}.weight"])
+            found[case.file_prefix + module] = f"{original}.weight", first, first + rows
+            first += rows
+    return found
+
+
 @of(*FAMILIES)
-def test_the_file_changes_every_weight_in_comfyui_as_in_training(case: Case) -> None:
-    """Each of its names is one that ComfyUI maps to rows of the original's weights, and no alpha is missed, for it is
-    in the factors."""
-    family, _, adapter = case.adapted
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_file_changes_every_weight_in_comfyui_as_in_training(case: Case, kind: str) -> None:
+    """In each spelling that ComfyUI reads; nothing in the file is left over."""
+    family = case.family(lora={"rank": 2, "alpha": 1, "targets": "all-linear", **KINDS[kind]})
+    _, adapter = case.adapted[1:] if kind == "lora" else adapted(family)
     state = case.pipeline.transformer.state_dict()
-    updates = {name.removeprefix("transformer."): entry.update() for name, entry in adapter.entries().items()}
-    wanted = {
-        name: updates.get(name.removesuffix(".weight"), torch.zeros(tensor.shape)) for name, tensor in state.items()
-    }
-    wanted = case.original(wanted)
-    found = {name: torch.zeros_like(tensor) for name, tensor in (wanted if case.native else state).items()}
-    tensors = kohya_tensors(family, adapter, torch.float32)
-    for path in {name.removeprefix(case.file_prefix).rpartition(".lora_")[0] for name in tensors}:
-        down, up = (tensors.pop(f"{case.file_prefix}{path}.lora_{letter}.weight") for letter in "AB")
-        found[f"{path}.weight"] += up @ down
-    assert not tensors, "nothing else is in the file"
-    found = found if case.native else case.original(found)
-    assert all(torch.allclose(found[name], tensor, atol=1e-6) for name, tensor in wanted.items())
-    assert sum(bool(tensor.any()) for tensor in wanted.values()) == case.changed
+    effects = {f"{name.removeprefix('transformer.')}.weight": entry for name, entry in adapter.entries().items()}
+    trained = {name: W + effects[name].effect(W) if name in effects else W for name, W in state.items()}
+    base, wanted = case.original(state), case.original(trained)
+    keys = known_to_comfyui(case, state)
+    for form in ("kohya", "sd-scripts") if kind != "lokr" else ("kohya",):
+        tensors, found = kohya_tensors(family, adapter, torch.float32, form), {n: W.clone() for n, W in base.items()}
+        weights = {key: base[name][first:last] for key, (name, first, last) in keys.items()}
+        for key, patched in apply_comfy(tensors, weights):
+            name, first, last = keys[key]
+            found[name][first:last] = patched
+        for name, tensor in wanted.items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5)
+        assert sum(not torch.equal(wanted[name], tensor) for name, tensor in base.items()) == case.changed
+        if form == "sd-scripts" and kind != "dora":
+            without = {name: tensor for name, tensor in tensors.items() if not name.endswith(".alpha")}
+            key, patched = next(iter(apply_comfy(without, weights)))
+            name, first, last = keys[key]
+            assert not torch.allclose(patched, wanted[name][first:last], atol=1e-3), "the control"
+
+
+@of(Flux)
+def test_a_dora_of_a_part_of_a_fused_weight_is_refused_by_name(case: Case) -> None:
+    """The file would have to give the lengths of the other rows. The other spelling has a key for each layer."""
+    family = case.family(lora={"targets": [r"transformer_blocks\.0\.attn\.to_[qv]"], "use_dora": True})
+    _, adapter = adapted(family)
+    assert kohya_tensors(family, adapter, torch.float32)
+    with pytest.raises(AdapterError, match=r"double_blocks_0_img_attn_qkv.*attn\.to_q, transformer.*attn\.to_v"):
+        kohya_tensors(family, adapter, torch.float32, "sd-scripts")
+
+
+@of(*FAMILIES)
+def test_every_layer_of_the_published_model_has_its_place_in_the_original(case: Case) -> None:
+    family = case.family()
+    table = KeyTable(family, {"transformer": case.full}, family.original_rows)
+    pattern = re.compile(family.lora_targets["all-linear"]["transformer"])
+    wanted = case.original_modules(name for name, _ in case.full.named_modules() if pattern.fullmatch(name))
+    assert sum(map(len, wanted.values())) == case.layers["all-linear"]
+    for key, modules in wanted.items():
+        found = table.parts[key]
+        assert [part.module for part in found] == [f"transformer.{module}" for module in modules]
+        ends = [part.at + part.count for part in found]
+        assert [part.at for part in found] == [0, *ends[:-1]] and all(part.first == 0 for part in found)
+
+
+SPELLINGS = {
+    "diffusers": ("transformer.", False, "config"),
+    "ai-toolkit": ("diffusion_model.", False, "folded"),
+    "kohya": ("lora_unet_", True, "kohya"),
+    "musubi-tuner": ("lora_unet_", False, "kohya"),
+    "ComfyUI": ("diffusion_model.", True, "alpha"),
+    "PEFT": ("base_model.model.", True, "folded"),
+    "OneTrainer": ("", True, "alpha"),
+    "OneTrainer, in the past": ("lora_transformer_", False, "kohya"),
+    "OneTrainer, in the past, with dots": ("transformer.", False, "kohya"),
+    "SimpleTuner": ("lycoris_", False, "kohya"),
+    "DiffSynth": ("", False, "default"),
+}
+"""Program -> (what stands before a name, whether the name is the original's, the parts of a module)."""
+CONFIG = {"format": "pt", "lora_adapter_metadata": json.dumps({"transformer.r": 2, "transformer.lora_alpha": 1})}
 
 
 def fused(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -203,53 +277,41 @@ def fused(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return torch.cat([down for down, _ in parts]), torch.block_diag(*(up for _, up in parts))
 
 
-def written(case: Case, updates: Mapping[str, tuple[Tensor, Tensor]], spelling: str) -> tuple[dict[str, Tensor], Any]:
-    """(tensors, metadata) of (down, up) by diffusers' names, where the scale is 1/2 and the rank 2."""
-    alpha, config = torch.tensor(1.0), {"r": 2, "lora_alpha": 1}
-    if spelling == "diffusers":  # as its own saving, with the alpha in the metadata
-        settings = {f"transformer.{key}": value for key, value in config.items()}
-        metadata = {"format": "pt", "lora_adapter_metadata": json.dumps(settings)}
-        return in_peft_s_form("transformer.", updates, 1.0), metadata
-    if spelling == "onetrainer":
-        names = {name: f"lora_transformer_{name.replace('.', '_')}" for name in updates}
-        return in_kohya_s_form({names[name]: (*pair, alpha.clone()) for name, pair in updates.items()}), {}
-    rows = case.original_modules(updates)
+def written(case: Case, updates: Mapping[str, tuple[Tensor, Tensor]], spelling: str) -> dict[str, Tensor]:
+    """The file of (down, up) by diffusers' names, where the scale is 1/2 and the rank 2."""
+    prefix, original, form = SPELLINGS[spelling]
+    rows = case.original_modules(updates) if original else {name: [name] for name in updates}
     assert sum(map(len, rows.values())) == len(updates)
-    whole = {name: fused([updates[part] for part in parts]) for name, parts in rows.items()}
-    if spelling == "kohya":
-        names = {name: f"lora_unet_{name.replace('.', '_')}" for name in whole}
-        return in_kohya_s_form({names[k]: (*pair, alpha * len(rows[k])) for k, pair in whole.items()}), {}
-    return in_peft_s_form("diffusion_model." if spelling == "comfyui" else "base_model.model.", whole, 0.5), {}
+    found: dict[str, Tensor] = {}
+    for name, parts in rows.items():
+        down, up = fused([updates[part] for part in parts])
+        start = prefix + (name.replace(".", "_") if prefix.endswith("_") else name)
+        ends = ("lora_down", "lora_up") if form == "kohya" else ("lora_A", "lora_B")
+        if form in ("folded", "default"):
+            up = 0.5 * up
+        else:
+            found |= {f"{start}.alpha": torch.tensor(1.0 * len(parts))} if form != "config" else {}
+        more = ".default" if form == "default" else ""
+        found |= {f"{start}.{end}{more}.weight": t for end, t in zip(ends, (down, up), strict=True)}
+    return found
 
 
-def in_peft_s_form(start: str, pairs: Mapping[str, tuple[Tensor, Tensor]], scale: float) -> dict[str, Tensor]:
-    downs = {f"{start}{name}.lora_A.weight": down for name, (down, _) in pairs.items()}
-    return downs | {f"{start}{name}.lora_B.weight": scale * up for name, (_, up) in pairs.items()}
-
-
-def in_kohya_s_form(modules: Mapping[str, tuple[Tensor, ...]]) -> dict[str, Tensor]:
-    parts = ("lora_down.weight", "lora_up.weight", "alpha")
-    return {
-        f"{name}.{part}": tensor for name, found in modules.items() for part, tensor in zip(parts, found, strict=True)
-    }
-
-
-@of(Flux, Anima)
-@pytest.mark.parametrize("spelling", ["diffusers", "kohya", "comfyui", "peft names", "onetrainer"])
+@of(*FAMILIES)
+@pytest.mark.parametrize("spelling", SPELLINGS)
 def test_files_of_other_programs_are_read(case: Case, tmp_path: Path, spelling: str) -> None:
     family, model, adapter = case.adapted
     live = adapter.entries()
     updates = {name.removeprefix("transformer."): (e.down.clone(), e.up.clone()) for name, e in live.items()}
-    tensors, metadata = written(case, updates, spelling)
+    tensors, metadata = written(case, updates, spelling), CONFIG if spelling == "diffusers" else {}
     path = tmp_path / "lora.safetensors"
     save_file(tensors, path, metadata)
-    if spelling not in case.by_width:
+    if SPELLINGS[spelling][1] or not case.by_width:
         assert components_of(family, path) == {"transformer"}
     found = read_lora(family, model.components, path)
     assert found.keys() == live.keys()
     for name, entry in live.items():
         torch.testing.assert_close(found[name].update(), entry.update())
-    save_file({name.replace("blocks", "block"): tensor for name, tensor in tensors.items()}, path, metadata)
+    save_file({name.replace("0", "7"): tensor for name, tensor in tensors.items()}, path, metadata)
     with pytest.raises(AdapterError):
         read_lora(family, model.components, path)
 
@@ -275,7 +337,7 @@ def test_every_adapter_is_written_in_every_form_and_loaded_back(
         found = verify(form, path, family, model, adapter)
         assert found.relative_difference < 1e-2
         if form != "peft":
-            assert "kohya's tools" in str(found.cannot_read) or kind.get("type"), found.cannot_read
+            assert form == "sd-scripts" or "kohya's tools" in str(found.cannot_read) or kind.get("type")
             entries = read_lora(family, model.components, path)
             assert entries.keys() == adapter.entries().keys()
             for name, entry in adapter.entries().items():
