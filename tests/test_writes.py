@@ -51,7 +51,7 @@ ALLOWED = {
     ("supervisor.supervisor", "_state", "unlink"): OF_A_LINK,
     ("supervisor.worker_group", "run_workers", "unlink"): OF_A_LINK,
     ("train.outputs", "_save", "unlink"): OF_A_LINK,
-    ("train.hooks", "__init__", "SummaryWriter"): "``refuse_link`` of its folder comes before; a new name each time",
+    ("train.hooks", "_opened", "SummaryWriter"): "``refuse_link`` of its folder comes before; a new name each time",
     ("train.session", "put_off", "truncate"): "its own open file",
     ("train.checkpoint", "discard_newer", "unlink"): OF_A_LINK,
     ("train.checkpoint", "_remove", "unlink"): "in a folder that is no link",

@@ -23,8 +23,8 @@ from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.adapters.module_names import SD_SCRIPTS, KeyTable, canonical, sd_scripts_rows
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
+from lora_rocm.recipe.adapter_sections import AdapterSection
 from lora_rocm.recipe.optim_sections import OptimSection
-from lora_rocm.recipe.schema import AdapterSection
 from lora_rocm.recipe.sections import MAX_RANK
 
 PEFT_NAME = "default"

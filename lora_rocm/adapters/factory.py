@@ -13,7 +13,7 @@ from lora_rocm.adapters.lora_reader import read_adapter, read_for_model
 from lora_rocm.adapters.start_file import check_start
 from lora_rocm.adapters.targets import targets
 from lora_rocm.families.base import LoadedModel, ModelFamily
-from lora_rocm.recipe.schema import AdapterSection
+from lora_rocm.recipe.adapter_sections import AdapterSection
 
 
 def inject(

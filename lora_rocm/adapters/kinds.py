@@ -8,7 +8,7 @@ from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.entry import FileKind
 from lora_rocm.adapters.lokr import LokrAdapter
 from lora_rocm.adapters.lora import LoraAdapter
-from lora_rocm.recipe.schema import AdapterSection
+from lora_rocm.recipe.adapter_sections import AdapterSection
 
 KINDS: Mapping[str, type[Adapter]] = {"lora": LoraAdapter, "lokr": LokrAdapter}
 """``lora.type`` -> kind. For a file with tensors of several kinds the first kind here is used; the other tensors are

@@ -42,7 +42,7 @@ from lora_rocm.adapters.targets import either
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.kernels.weight_format import dense_shape
-from lora_rocm.recipe.schema import AdapterSection, LokrSection
+from lora_rocm.recipe.adapter_sections import AdapterSection, LokrSection
 
 FACTORS = ("lokr_w1", "lokr_w2")
 PARTS = tuple(f"{factor}{part}" for factor in FACTORS for part in ("", "_a", "_b"))

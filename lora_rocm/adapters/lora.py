@@ -25,7 +25,7 @@ from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.kernels.lora_layer import with_lean_layers
 from lora_rocm.kernels.weight_format import dense_weight
 from lora_rocm.model_files.readers import readers_of
-from lora_rocm.recipe.schema import AdapterSection, LoraSection
+from lora_rocm.recipe.adapter_sections import AdapterSection, LoraSection
 
 INPUT_SCALE = "dora_input_scale"
 READ = ("reads it", "read it")  # in the table of readers

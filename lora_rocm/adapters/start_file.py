@@ -10,7 +10,7 @@ from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.entry import Entry, FileKind
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import ModelFamily
-from lora_rocm.recipe.schema import AdapterSection
+from lora_rocm.recipe.adapter_sections import AdapterSection
 
 
 def check_start(

@@ -10,7 +10,7 @@ import regex
 from lora_rocm.adapters.module_names import adaptable
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
-from lora_rocm.recipe.schema import AdapterSection
+from lora_rocm.recipe.adapter_sections import AdapterSection
 
 EXAMPLES = 4
 MATCHING_S = 5.0

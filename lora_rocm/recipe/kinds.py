@@ -8,8 +8,9 @@ from typing import Any
 
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.families.spec import FamilySpec
+from lora_rocm.recipe.adapter_sections import ADAPTERS, AdapterSection
 from lora_rocm.recipe.optim_sections import OPTIMIZERS, OptimSection
-from lora_rocm.recipe.schema import ADAPTERS, AdapterSection, Recipe, recipe_class
+from lora_rocm.recipe.schema import Recipe, recipe_class
 from lora_rocm.recipe.sections import Section
 
 FAMILY, ADAPTER, OPTIMIZER = ("model", "family"), ("lora", "type"), ("optim", "optimizer")

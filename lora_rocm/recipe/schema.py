@@ -7,26 +7,24 @@ catch typing errors before they exhaust the machine's memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
+from lora_rocm.recipe.adapter_sections import AdapterSection
 from lora_rocm.recipe.optim_sections import OptimSection
 from lora_rocm.recipe.sample_section import SampleSection
 from lora_rocm.recipe.sections import (
     MAX_BUCKET_STEP,
     MAX_EPOCHS,
     MAX_ITEMS,
-    MAX_RANK,
     MAX_STEPS,
     MAX_TIMEOUT_S,
     MAX_WORKERS,
     Batch,
     Fraction,
-    InputFile,
     InputFolder,
     ModelSection,
     ObjectiveSection,
@@ -48,7 +46,6 @@ if TYPE_CHECKING:
     from lora_rocm.families.spec import FamilySpec
 
 SAVE_STEPS = 500  # updates between two checkpoints where the recipe says nothing
-Pattern = Annotated[str, Field(min_length=1)]  # an empty expression matches no module
 
 
 class SourceOptions(Section):
@@ -239,86 +236,6 @@ class ResolvedSource(SourceOptions):
     def weight(self) -> float:
         """The factor of the loss of its images."""
         return self.loss_weight * (self.prior_loss_weight if self.is_reg else 1.0)
-
-
-class AdapterSection(Section):
-    """The adapter: the keys that every kind of adapter reads.
-
-    formats: the values of ``output.formats`` in which the adapter can be written.
-    """
-
-    formats: ClassVar[tuple[str, ...]] = ("kohya", "sd-scripts", "diffusers", "peft")
-
-    type: str = Field(description="Kind of adapter.")
-    rank: int = Field(16, gt=0, le=MAX_RANK, description="Rank of the update.")
-    alpha: float | None = Field(
-        None, gt=0, le=100_000.0, description="Scale is alpha / rank; unset means alpha = rank."
-    )
-    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.0, description="Dropout on the adapter's input.")
-    targets: Pattern | Annotated[tuple[Pattern, ...], Field(min_length=1, max_length=MAX_ITEMS)] = Field(
-        "attention-mlp",
-        description="A preset (attention, attention-mlp, attention-mlp-conv) or regular expressions of module names.",
-    )
-    train_text_encoder: bool = Field(False, description="Also adapt the text encoders.")
-    weight_dtype: Literal["fp32", "bf16"] = Field(
-        "fp32",
-        description="Dtype of the trained weights and their moments. bf16 takes less memory, but loses small updates.",
-    )
-    init_from: InputFile | None = Field(
-        None,
-        description="Start from this file (kohya, diffusers or PEFT) of the same type. Modules of a lower rank are "
-        "padded to rank; the effect is that of the file.",
-    )
-
-    @property
-    def title(self) -> str:
-        """The usual name of the adapter."""
-        return self.type
-
-    @property
-    def needs_dense(self) -> str:
-        """The key because of which the base has to be dense; empty if a quantised base is possible."""
-        return ""
-
-    @property
-    def effective_alpha(self) -> float:
-        return float(self.rank if self.alpha is None else self.alpha)
-
-
-class LoraSection(AdapterSection):
-    """The adapter."""
-
-    type: Literal["lora"] = Field("lora", description="Kind of adapter.")
-    use_rslora: bool = Field(False, description="Rank-stabilised scale: alpha / sqrt(rank).")
-    use_dora: bool = Field(False, description="Weight-decomposed LoRA (magnitude trained too).")
-
-    @property
-    def title(self) -> str:
-        return "DoRA" if self.use_dora else "LoRA"
-
-    @property
-    def needs_dense(self) -> str:
-        return "use_dora" if self.use_dora else ""
-
-
-class LokrSection(AdapterSection):
-    """The adapter: LyCORIS' LoKr, a Kronecker product of two small matrices."""
-
-    formats = ("kohya", "peft")
-
-    type: Literal["lokr"] = Field("lokr", description="Kind of adapter.")
-    factor: int = Field(
-        -1,
-        ge=-1,
-        le=MAX_RANK,
-        description="Size of the first matrix. If it does not divide a side, the next smaller divisor is used. -1: "
-        "near the square root of each side.",
-    )
-    decompose_both: bool = Field(False, description="Factorise the first matrix to rank as well, if that is smaller.")
-
-    @property
-    def title(self) -> str:
-        return "LoKr"
 
 
 class TrainSection(Section):
@@ -588,8 +505,6 @@ class Recipe(Section):
         return self.sample.width or side, self.sample.height or side
 
 
-ADAPTERS: Mapping[str, type[AdapterSection]] = {"lora": LoraSection, "lokr": LokrSection}
-"""The section of each ``lora.type``; the first is the default."""
 NEGATIVE_PROMPT = "sample.negative_prompt"
 TEXT_KEY = "train_text_encoder"
 """The key of ``lora`` that a family without text encoders refuses."""

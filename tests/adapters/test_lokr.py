@@ -23,7 +23,7 @@ from lora_rocm.errors import AdapterError, ExportError
 from lora_rocm.export import writers
 from lora_rocm.export.metadata import Facts
 from lora_rocm.families.base import family_for
-from lora_rocm.recipe.schema import LokrSection
+from lora_rocm.recipe.adapter_sections import LokrSection
 from tests.tiny_models import FEW_TARGETS, tiny_recipe, trained, unet_output, write_tiny_sdxl
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")

@@ -6,9 +6,9 @@ import pytest
 
 from lora_rocm.errors import Problem
 from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.recipe.adapter_sections import ADAPTERS, AdapterSection
 from lora_rocm.recipe.explain import boolean_problems, explain, shown
 from lora_rocm.recipe.kinds import kinds_of, recipe_from
-from lora_rocm.recipe.schema import ADAPTERS, AdapterSection
 from lora_rocm.recipe.yaml_tree import dotted
 from tests.families.toy_families import TOYS
 from tests.recipe.test_reference import ToyAdapter

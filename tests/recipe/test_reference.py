@@ -7,9 +7,10 @@ from typing import Any, Literal, cast
 import pytest
 from pydantic import Field
 
+from lora_rocm.recipe.adapter_sections import ADAPTERS, AdapterSection
 from lora_rocm.recipe.kinds import kinds_of
 from lora_rocm.recipe.reference import json_schema, reference_page
-from lora_rocm.recipe.schema import ADAPTERS, AdapterSection, Recipe
+from lora_rocm.recipe.schema import Recipe
 from lora_rocm.recipe.suggest import all_keys
 from tests.families.toy_families import TOYS
 

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_rocm.families.registry import PRODUCT
+from lora_rocm.recipe.adapter_sections import LoraSection
 from lora_rocm.recipe.kinds import kinds_of
 from lora_rocm.recipe.peer_names import advice, peer_names
-from lora_rocm.recipe.schema import DataSource, LoraSection, TrainSection
+from lora_rocm.recipe.schema import DataSource, TrainSection
 from lora_rocm.recipe.suggest import (
     NEED_THEIR_SECTION,
     SPEAK_ALONE,
