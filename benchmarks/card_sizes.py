@@ -3,11 +3,12 @@
 usage: python benchmarks/card_sizes.py ROOT FAMILY [--quantization none] [--cards 24,16,12,8] [--steps 14] [--toy]
                                        [--only steps] [--limit-s SECONDS] [--json FILE]
 
-Writes a base with random bf16 weights in the family's published structure (ROOT/FAMILY; FLUX.1 32 GiB, Z-Image 19 GiB),
-and four images of 1024x1024. Then it runs ``lora-rocm train`` at batch 1 and rank 16 on attention in a child for each
-row, from empty caches to the exported file. The first row has no cap and recomputes all activations; its step is what
-the others are compared with. The cap of a card is its size less 0.75 GiB for desktop and runtime. ``--limit-s``: rows
-that would probably end later are left out. ``--toy``: a tiny base on the CPU, without caps.
+Writes a base with random bf16 weights in the family's published structure (ROOT/FAMILY; FLUX.1 32 GiB, Z-Image 19,
+Anima 6), and four images of 1024x1024. Then it runs ``lora-rocm train`` at batch 1 and rank 16 on attention in a child
+for each row, from empty caches to the exported file; a row starts when the steps of the one before have ended. The
+first row has no cap, recomputes all activations and makes 30 steps; its step is what the others are compared with. The
+cap of a card is its size less 0.75 GiB for desktop and runtime. ``--limit-s``: rows that would probably end later are
+left out. ``--toy``: a tiny base on the CPU, without caps.
 
 ``--only steps`` is quicker: steps alone, in one process, of weights that are made in memory and offloaded further from
 row to row. It also tells how much memory the allocator holds.
@@ -22,7 +23,10 @@ import shutil
 import statistics
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -37,18 +41,20 @@ sys.path.insert(0, str(ROOT))  # benchmarks share helpers with each other and wi
 from benchmarks.full_size_sdxl import make_images, make_model  # noqa: E402
 from benchmarks.memory_plan import Setup, limited_steps  # noqa: E402
 from benchmarks.reliable_memory import LAUNCH, figures  # noqa: E402
+from lora_rocm.base_models.loading import Layout  # noqa: E402
 from lora_rocm.device.allocator import empty_pools  # noqa: E402
 from lora_rocm.families.base import family_for  # noqa: E402
 from lora_rocm.memory.footprint import measured_rates  # noqa: E402
 from lora_rocm.planning.step_cost import Job, Rates, choose  # noqa: E402
 from lora_rocm.recipe.kinds import recipe_from  # noqa: E402
+from tests.tiny_anima import write_tiny_anima  # noqa: E402
 from tests.tiny_flux import write_tiny_flux  # noqa: E402
 from tests.tiny_z_image import write_tiny_z_image  # noqa: E402
 
 GIB = 2**30
 DESKTOP_BYTES = 3 * GIB // 4
-IMAGES, WARM_UP, TIMED = 4, 6, 6
-TINY = {"flux": write_tiny_flux, "z-image": write_tiny_z_image}
+IMAGES, WARM_UP, TIMED, FIRST_STEPS = 4, 6, 6, 30
+TINY = {"anima": write_tiny_anima, "flux": write_tiny_flux, "z-image": write_tiny_z_image}
 KEPT = ("weights.jsonl", "footprints.json")
 """Files of the cache folder that later rows get: digests of the base, counted steps."""
 
@@ -57,16 +63,17 @@ def make_base(folder: Path, family: str, toy: bool) -> None:
     """Write the base, unless it is there."""
     if (folder / "model_index.json").exists():
         return
-    if toy:
-        TINY[family](folder)
-        return
     model = {"family": family, "name_or_path": "random:"}
     recipe = recipe_from({"model": model, "data": {"path": "."}, "train": {"max_train_steps": 1}})
-    make_model(folder, family_for(recipe).layout, torch.bfloat16)  # type: ignore[attr-defined]
+    layout: Layout = family_for(recipe).layout  # type: ignore[attr-defined]
+    if toy:
+        layout = replace(layout, configs=TINY[family](folder.with_name(f"tiny-{family}")), tokenizers={})
+    make_model(folder, layout, torch.bfloat16)
 
 
-def write_recipe(path: Path, options: argparse.Namespace, memory: str, cache: Path) -> None:
+def write_recipe(path: Path, options: argparse.Namespace, card_gib: float, cache: Path) -> None:
     """Write the recipe of a row."""
+    memory, steps = ("auto", options.steps) if card_gib else ("recompute", max(options.steps, FIRST_STEPS))
     root, side_px = options.root, 64 if options.toy else 1024
     device = ", device: cpu, threads: 2" if options.toy else ""
     model = f"family: {options.family}, name_or_path: '{root / options.family}', quantization: {options.quantization}"
@@ -74,15 +81,15 @@ def write_recipe(path: Path, options: argparse.Namespace, memory: str, cache: Pa
         f"model: {{{model}}}\n"
         f"data: {{path: '{root / 'images'}', resolution: {side_px}, bucket_step: 16, enable_bucket: false}}\n"
         "lora: {rank: 16, targets: attention}\n"
-        f"train: {{max_train_steps: {options.steps}, batch_size: 1, seed: 1}}\n"
+        f"train: {{max_train_steps: {steps}, batch_size: 1, seed: 1}}\n"
         f"runtime: {{memory: {memory}{device}}}\n"
-        f"cache: {{dir: '{cache}'}}\noutput: {{save_every_n_steps: {options.steps}}}\n",
+        f"cache: {{dir: '{cache}'}}\noutput: {{save_every_n_steps: {steps}}}\n",
         encoding="utf-8",
     )
 
 
-def run(options: argparse.Namespace, card_gib: float) -> dict[str, Any]:
-    """Run one row (0: no cap, everything recomputed) and return its figures."""
+def run(options: argparse.Namespace, card_gib: float, trained: threading.Event) -> dict[str, Any]:
+    """Run one row (0: no cap, everything recomputed) and return its figures; ``trained`` is set after its steps."""
     root, name = options.root, f"{options.family}-{options.quantization}-{card_gib:g}"
     cache, run_dir, home = (root / f"{kind}-{name}" for kind in ("cache", "run", "home"))
     for folder in (cache, run_dir, home):
@@ -90,10 +97,10 @@ def run(options: argparse.Namespace, card_gib: float) -> dict[str, Any]:
     # What the first row learns of machine and base is given to the others, but not what it encodes.
     cache.mkdir(parents=True)
     home.mkdir()
-    for kept in (root / "kept").glob("*"):
+    for kept in kept_in(options).glob("*"):
         shutil.copytree(kept, home, dirs_exist_ok=True) if kept.name == "home" else shutil.copy(kept, cache)
     recipe = root / f"{name}.yaml"
-    write_recipe(recipe, options, "auto" if card_gib else "recompute", cache)
+    write_recipe(recipe, options, card_gib, cache)
     cap_bytes = int(card_gib * GIB) - DESKTOP_BYTES if card_gib and not options.toy else 0
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environ = {**os.environ, "LORA_ROCM_HOME": str(home), "PYTHONPATH": paths}
@@ -104,13 +111,12 @@ def run(options: argparse.Namespace, card_gib: float) -> dict[str, Any]:
     while child.poll() is None:
         host_bytes = max(host_bytes, resident_bytes(child.pid))
         time.sleep(0.1)
+        if not trained.is_set() and any((run_dir / "checkpoints").glob("step-*")):
+            if not card_gib:
+                keep(kept_in(options), home, cache)
+            trained.set()
     wall_s = time.perf_counter() - started
-    if not card_gib and not child.returncode:
-        (root / "kept").mkdir(exist_ok=True)
-        shutil.copytree(home, root / "kept" / "home", dirs_exist_ok=True)
-        for kept in KEPT:
-            if (cache / kept).exists():
-                shutil.copy(cache / kept, root / "kept")
+    trained.set()
     shutil.rmtree(cache, ignore_errors=True)
     return {
         "family": options.family,
@@ -123,6 +129,20 @@ def run(options: argparse.Namespace, card_gib: float) -> dict[str, Any]:
         **phases(run_dir),
         **figures(run_dir, 1),
     }
+
+
+def kept_in(options: argparse.Namespace) -> Path:
+    """Return the folder for what the first row learns."""
+    folder: Path = options.root / f"kept-{options.family}-{options.quantization}"
+    return folder
+
+
+def keep(folder: Path, home: Path, cache: Path) -> None:
+    """Keep for later rows what a row learned of machine and base."""
+    shutil.copytree(home, folder / "home", dirs_exist_ok=True)
+    for kept in KEPT:
+        if (cache / kept).exists():
+            shutil.copy(cache / kept, folder)
 
 
 def resident_bytes(pid: int) -> int:
@@ -183,6 +203,15 @@ def steps_alone(options: argparse.Namespace) -> int:
     return int(any("step_s" not in row for row in rows))
 
 
+def show(options: argparse.Namespace, running: Sequence[Future[dict[str, Any]]], rows: list[dict[str, Any]]) -> None:
+    """Print the rows that have ended, and write all so far."""
+    while len(rows) < len(running) and running[len(rows)].done():
+        rows.append(running[len(rows)].result())
+        print(line_of(rows[-1], rows[0]["step_s"]), flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+
+
 def main() -> int:
     """Make the inputs, run the rows, print; return 0 if all finished."""
     parser = argparse.ArgumentParser()
@@ -205,16 +234,18 @@ def main() -> int:
     make_images(options.root / "images", 64 if options.toy else 1024, IMAGES, square=True)
     make_base(options.root / options.family, options.family, options.toy)
     print(f"base written after {time.perf_counter() - started:.0f} s", flush=True)
-    rows: list[dict[str, Any]] = []
-    for card_gib in (0.0, *map(float, options.cards.split(","))):
-        longest_s = max((row["wall_s"] for row in rows), default=0.0)
-        if time.perf_counter() - started + longest_s > options.limit_s:
-            print(f"{card_gib:g} GB: left out, there is no time", flush=True)
-            continue
-        rows.append(run(options, card_gib))
-        print(line_of(rows[-1], rows[0]["step_s"]), flush=True)
-        if options.json:
-            options.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    running, rows = list[Future[dict[str, Any]]](), list[dict[str, Any]]()
+    with ThreadPoolExecutor() as pool:
+        for card_gib in (0.0, *map(float, options.cards.split(","))):
+            longest_s = max((row["wall_s"] for row in rows), default=0.0)
+            if time.perf_counter() - started + longest_s > options.limit_s:
+                print(f"{card_gib:g} GB: left out, there is no time", flush=True)
+                continue
+            trained = threading.Event()
+            running.append(pool.submit(run, options, card_gib, trained))
+            trained.wait()
+            show(options, running, rows)
+    show(options, running, rows)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(f"torch {torch.__version__}, {device}")
     return int(any(not row["finished"] for row in rows))

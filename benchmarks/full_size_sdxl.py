@@ -52,7 +52,8 @@ def make_model(folder: Path, layout: Layout = LAYOUT, dtype: torch.dtype = torch
     shutil.copytree(layout.configs, folder, dirs_exist_ok=True)
     for name, packed in layout.tokenizers.items():
         shutil.copytree(packaged(packed), folder / name, dirs_exist_ok=True)
-    pipeline = layout.parts[layout.alone].cls.__name__ if layout.alone else "StableDiffusionXLPipeline"
+    own = layout.alone[-1:]  # by the class of a part that no other family has, a folder is recognised too
+    pipeline = layout.parts[own[0]].cls.__name__ if own else "StableDiffusionXLPipeline"
     (folder / "model_index.json").write_text(json.dumps({"_class_name": pipeline}), encoding="utf-8")
     torch.manual_seed(0)
     before = torch.get_default_dtype()

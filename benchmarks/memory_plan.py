@@ -129,12 +129,14 @@ class Setup:
         gc.collect()  # an out-of-memory error may still hold memory
         empty_pools()
         started = time.perf_counter()
-        model = self.family.load(self.dtype, torch.device("cpu"))
+        device = torch.device("cpu") if plan and plan.offloaded else self.device
+        model = self.family.load(self.dtype, device)
         adapter = inject(self.family, model, self.recipe.lora, 0)
         adapter.cast_inputs(False)
         staying = Memory(Job(), False, False, plan=plan).staying(self.family, model) if plan else ()
         for name, component in model.components.items():
-            self.transfer.send_parameters(component, name, staying)
+            if device != self.device:
+                self.transfer.send_parameters(component, name, staying)
             component.train()
         model.device = self.device
         self.family.fuse(model)

@@ -67,8 +67,7 @@ class BareStep:
         self, family: ModelFamily, recipe: Recipe, inputs: Inputs, dtype: torch.dtype, device: torch.device, how: str
     ) -> None:
         self.family = family
-        self.model: LoadedModel = family.load(dtype, torch.device("cpu"))
-        self.model.device = device
+        self.model: LoadedModel = family.load(dtype, device)
         parameters: list[nn.Parameter] = []
         for name, component in self.model.components.items():
             parameters += _adapt(component, inputs.layers.get(name, ()), recipe, dtype)

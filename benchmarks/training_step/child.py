@@ -33,7 +33,6 @@ from lora_rocm.rundir.event_types import BeginEvent, MachineEvent, RowEvent
 from lora_rocm.rundir.events import emit
 
 OURS = "lora-rocm"
-ROUNDS = 2  # alternating ours and bare, so that drift affects both
 LIMIT_S = 1800.0
 """A row that takes longer counts as hung; compiling takes minutes."""
 
@@ -58,7 +57,7 @@ def _measure(job: dict[str, Any], folder: Path, watch_parent: bool) -> None:
     names = variants(job["against"], device)
     inputs: Inputs | None = None
     number = 0
-    for again in range(ROUNDS if names else 1):
+    for again in range(job["rounds"] if names else 1):
         fields = {"name": OURS, "round": again}
         _begin(number, fields)
         figures, inputs = _ours(recipe, settings, folder, job["random_weights"], watch_parent, wanted, matmul)

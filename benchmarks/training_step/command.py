@@ -7,7 +7,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ class Asked:
     """The requested measurement.
 
     random_weights: use random numbers instead of a base model and images.
-    against: None, "bare" or "bare-compiled".
+    against: None, "bare", "bare-eager" or "bare-compiled".
     profile: keep traces, and show kernels.
     """
 
@@ -47,6 +47,7 @@ class Asked:
     random_weights: bool
     profile: bool
     against: str | None
+    rounds: int = 2
 
 
 @dataclass
@@ -71,21 +72,23 @@ def step(recipe_path: str, overrides: Sequence[str], asked: Asked, json_path: Pa
     traces = (json_path.parent if json_path is not None else Path()).absolute() / TRACES
     if asked.profile:
         make_folder(traces)
-    _measure(loaded.recipe, asked, traces if asked.profile else None, found)
+    head: Row = {"bench": "step", "lora_rocm": __version__, "date": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    head |= {"recipe": loaded.recipe.model_dump(mode="json"), "random_weights": asked.random_weights}
+
+    def keep(**more: Any) -> None:
+        if json_path is not None:
+            write_json(followed(json_path), {**head, "machine": found.machine, "rows": found.rows, **more})
+
+    _measure(loaded.recipe, asked, traces if asked.profile else None, found, keep)
     rows = over_rounds(found.rows)
     price, unlike = price_of(rows), unlike_of(rows)
     say("", *_text(loaded.recipe, asked, found.machine, rows, price, unlike))
-    if json_path is not None:
-        head = {"bench": "step", "lora_rocm": __version__, "date": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-        about = {"recipe": loaded.recipe.model_dump(mode="json"), "random_weights": asked.random_weights}
-        found_here = {"machine": found.machine, **about, "rows": found.rows, "price": price, "unlike": unlike}
-        write_json(followed(json_path), {**head, **found_here})
-        say("", f"Wrote {json_path}")
+    keep(price=price, unlike=unlike)
     return 0
 
 
-def _measure(recipe: Recipe, asked: Asked, traces: Path | None, found: Measured) -> None:
-    """Measure all rows into ``found``. If the child dies after our own steps, the failed row says so."""
+def _measure(recipe: Recipe, asked: Asked, traces: Path | None, found: Measured, keep: Callable[[], None]) -> None:
+    """Measure all rows into ``found``, and ``keep`` each. If the child dies after our own steps, the row says so."""
     begun: Row = {}
 
     def on_event(event: Row) -> None:
@@ -98,6 +101,7 @@ def _measure(recipe: Recipe, asked: Asked, traces: Path | None, found: Measured)
                 say(f"Measuring {begun['name']}{', again' if begun['round'] else ''} ...")
             case "row":
                 found.rows.append(fields_of(event))
+                keep()
                 if not found.rows[-1]["problem"]:  # said at once: what comes next takes minutes, or ends the process
                     say(*tables.step_table(found.rows[-1:]))
 
@@ -109,6 +113,7 @@ def _measure(recipe: Recipe, asked: Asked, traces: Path | None, found: Measured)
             "steps": asked.steps,
             "profile": asked.profile,
             "against": asked.against,
+            "rounds": asked.rounds,
             "traces": str(traces or folder),
         }
         write_json(Path(folder) / "job.json", job)

@@ -144,7 +144,7 @@ def variants(against: str | None, device: torch.device) -> Sequence[str]:
     """Return the bare loops to measure: eager everywhere, captured on a GPU, compiled if asked for."""
     if against is None:
         return ()
-    if device.type != "cuda":
+    if device.type != "cuda" or against == "bare-eager":
         return (EAGER,)
     return (EAGER, CAPTURED, COMPILED) if against == "bare-compiled" else (EAGER, CAPTURED)
 

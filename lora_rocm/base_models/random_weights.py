@@ -27,13 +27,13 @@ class RandomSource(Source):
 
     def load(self, name: str, dtype: torch.dtype, device: torch.device, weights: WeightFormat = DENSE) -> nn.Module:
         """Make one component, frozen and in eval mode."""
-        pool_N = torch.empty(POOL).normal_(generator=torch.Generator().manual_seed(0)).to(dtype)
+        pool_N = torch.empty(POOL).normal_(generator=torch.Generator().manual_seed(0)).to(device, dtype)
         module, at = self.skeleton(name), 0
         packed = weights.chosen(module)
         for path, owner in list(module.named_modules()):
             for key, hollow in list(owner.named_parameters(recurse=False)):
                 weight = _weight(hollow.shape, key, pool_N, at)
-                owner.register_parameter(key, nn.Parameter(weight.to(device), requires_grad=False))
+                owner.register_parameter(key, nn.Parameter(weight, requires_grad=False))
                 at = (at + weight.numel()) % POOL
             if path in packed:
                 module.set_submodule(path, weights.packed(packed[path]))
@@ -67,8 +67,8 @@ def random_source(name: str, layout: Layout) -> RandomSource:
 def _weight(shape: torch.Size, key: str, pool_N: Tensor, at: int) -> Tensor:
     """Return a new tensor filled from the pool, starting at ``at``, with the spread of a fresh layer."""
     if len(shape) < 2:
-        return torch.full(shape, float(key == "weight"), dtype=pool_N.dtype)
-    spread, flat_N = 1.0 / math.sqrt(math.prod(shape[1:])), torch.empty(math.prod(shape), dtype=pool_N.dtype)
+        return pool_N.new_full(shape, float(key == "weight"))
+    spread, flat_N = 1.0 / math.sqrt(math.prod(shape[1:])), pool_N.new_empty(math.prod(shape))
     done = 0
     while done < len(flat_N):
         count = min(len(flat_N) - done, len(pool_N) - at)

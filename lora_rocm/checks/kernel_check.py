@@ -112,6 +112,10 @@ def _sandwich_norm(form: Form, norm: None, x: Tensor, y: Tensor, gate: Tensor, w
     return add_norm(x, Branch(y, gate, 1e-5), RowNorm(weight, None, 1e-5), form)
 
 
+def _gated_branch(form: Form, norm: None, x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
+    return add_branch(x, Branch(y, gate), form)
+
+
 def _normed_branch(form: Form, norm: None, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
     return add_branch(x, Branch(y, weight, 1e-5), form)
 
@@ -205,6 +209,7 @@ SMALL: tuple[Case, ...] = (
     Case("heads of two streams turned by neighbours", _neighbours, ((2, 3, 3, 12), (2, 3, 3, 12)), _heads(12)),
     Case("heads turned by halves", _halves, ((2, 3, 6, 12),), _heads(12)),
     *(Case(f"product of {name}", run, ((5, 136),)) for name, run in PACKED.items()),
+    Case("gated sum", _gated_branch, (*[(2, 3, 70)] * 2, (2, 70))),
 )
 """Odd sizes: no row, width or number of pixels fills its last block."""
 LARGE: tuple[Case, ...] = (

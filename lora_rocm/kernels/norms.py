@@ -7,7 +7,8 @@ sample. Dimensions: B batch, C channels, H W height and width, D width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -107,9 +108,16 @@ def residual_stream(x: Tensor) -> Tensor:
     return x.float() if x.dtype == torch.float16 else x
 
 
+def normal_again(total: Tensor, norm: RowNorm, form: Form) -> Callable[[], Tensor]:
+    """Makes the second output of ``add_norm`` again from the first."""
+    weight, bias = norm.weight.detach(), None if norm.bias is None else norm.bias.detach()
+    frozen = replace(norm, weight=weight, bias=bias)
+    return lambda: add_norm(total.detach(), None, frozen, form)[1]
+
+
 def add_branch(x: Tensor, branch: Branch, form: Form) -> Tensor:
     """``x`` plus the branch; both are [B, ..., D]."""
-    if branch.eps is not None and backend.launches(form, x):
+    if (branch.eps is not None or branch.gate is not None) and backend.launches(form, x):
         return _triton(x, branch, None)[0]
     y = branch.y if branch.eps is None else rms_normal(branch.y, branch.eps)
     return x + y if branch.gate is None else torch.addcmul(x, y, _by_row(branch.gate, x))

@@ -20,13 +20,24 @@ from lora_rocm.kernels.norms import rms_normal
 class Rotation:
     """An angle for each token and each pair of numbers of a head, all float32.
 
-    cos, sin: [S, D/2] or [B, S, D/2], the same for all heads.
+    cos, sin: [S, D/2] or [B, S, D/2], the same for all heads; both have the same strides, by which the kernels read.
     interleaved: a pair is neighbouring numbers; otherwise number i of the first half with number i of the second.
     """
 
     cos: Tensor
     sin: Tensor
     interleaved: bool
+
+    def __post_init__(self) -> None:
+        if self.cos.stride() != self.sin.stride():
+            raise ValueError(f"cosines and sines have different strides: {self.cos.stride()}, {self.sin.stride()}")
+
+    @classmethod
+    def none(cls, heads: Tensor) -> Rotation:
+        """The one that leaves heads [B, S, H, D] as they are."""
+        size = (heads.shape[1], heads.shape[3] // 2)
+        cos, sin = (heads.new_full(size, number, dtype=torch.float32) for number in (1, 0))
+        return cls(cos, sin, interleaved=False)
 
 
 def norm_rotary(streams: Sequence[tuple[Tensor, Tensor]], eps: float, rotation: Rotation, form: Form) -> Tensor:

@@ -42,12 +42,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("MIN_WARM_UP", 1), ("PARTS_STEPS", 1), ("TRACED_STEPS", 1)):
         monkeypatch.setattr(measurement, name, value)
     monkeypatch.setitem(measurement.MATMUL_SIDE, "cpu", 64)
-    monkeypatch.setattr(child, "ROUNDS", 1)
 
 
 def events_of(tmp_path: Path, capfd: pytest.CaptureFixture[str], recipe: Recipe, **more: Any) -> list[dict[str, Any]]:
     job = {"recipe": recipe.model_dump(mode="json"), "random_weights": True, "steps": 2, "profile": False}
-    job |= {"against": None, "traces": str(tmp_path), **more}
+    job |= {"against": None, "rounds": 1, "traces": str(tmp_path), **more}
     (tmp_path / "job.json").write_text(json.dumps(job), encoding="utf-8")
     code = child.main([str(tmp_path / "job.json")], watch_parent=False)
     found = [as_heard(line) for line in capfd.readouterr().out.splitlines()]

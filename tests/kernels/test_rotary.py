@@ -52,3 +52,15 @@ def test_angles_of_each_sample_turn_as_complex_numbers_do() -> None:
     rotation = Rotation(unit.real, unit.imag, interleaved=True)
     found = norm_rotary([(x, weight)], 1e-5, rotation, "eager")
     torch.testing.assert_close(found, torch.view_as_real(complex_).flatten(3))
+
+
+def test_angles_of_different_strides_are_refused() -> None:
+    one = torch.ones(TOKENS, DIM // 2)
+    with pytest.raises(ValueError, match="strides"):
+        Rotation(one, torch.zeros(1, 1).expand_as(one), interleaved=False)
+
+
+def test_the_rotation_that_turns_nothing_leaves_the_norm() -> None:
+    x, weight = torch.randn(2, TOKENS, 3, DIM), torch.randn(DIM)
+    wanted = torch.nn.functional.rms_norm(x, (DIM,), weight, 1e-6)
+    assert torch.equal(norm_rotary([(x, weight)], 1e-6, Rotation.none(x), "eager"), wanted)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lora_rocm.families.adopt import adopt_all
 from lora_rocm.kernels.backend import Form
+from lora_rocm.kernels.made_again import Made, made, made_again
 from lora_rocm.kernels.merged import MergedLinears
 from lora_rocm.kernels.rotary import Rotation, norm_rotary
 
@@ -67,19 +68,18 @@ class TurnedAttention:
         queries, keys, values = zip(
             *(stream.projected(attention, x, attention.heads) for stream, x in pairs), strict=True
         )
-        norms = [stream.norms(attention) for stream in self.streams]
-        query, key = (
-            norm_rotary(
-                [(x, both[number].weight) for x, both in zip(given, norms, strict=True)],
-                norms[0][number].eps,
-                rotation,
-                self.form,
-            ).transpose(1, 2)
-            for number, given in enumerate((queries, keys))
-        )
-        value = (torch.cat(values, dim=1) if len(values) > 1 else values[0]).transpose(1, 2)
-        mask = mask[:, None, None] if mask is not None and mask.ndim == 2 else mask
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2).flatten(2)
+        norm_q, norm_k = zip(*(stream.norms(attention) for stream in self.streams), strict=True)
+        turned_q, turned_k = self.turned(queries, norm_q, rotation), self.turned(keys, norm_k, rotation)
+        return attended(turned_q, turned_k, made(_joined, values), mask)
+
+    def turned(self, heads: Sequence[Tensor], norms: Sequence[Any], rotation: Rotation) -> Made:
+        """Queries or keys of streams, [B, S, H, D] each, joined, normed and turned."""
+
+        def turn(given: Sequence[Tensor]) -> Tensor:
+            return norm_rotary([*zip(given, weights, strict=True)], norms[0].eps, rotation, self.form)
+
+        weights = [norm.weight for norm in norms]
+        return made(turn, heads)
 
     def of_one(self, attention: Any, x_BSD: Tensor, rotation: Rotation, mask: Tensor | None) -> Tensor:
         """The output of an attention with one stream."""
@@ -89,14 +89,25 @@ class TurnedAttention:
         return mixed
 
 
+def attended(query: Made, key: Made, value: Made, mask: Tensor | None) -> Tensor:
+    """Attention without the projection of its output: [B, S, H * D]. Its inputs, [B, S, H, D], are not kept."""
+    mask = mask[:, None, None] if mask is not None and mask.ndim == 2 else mask
+    q, k, v = (tensor.transpose(1, 2) for tensor, _ in (query, key, value))
+    with made_again(query, key, value):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+
+
+def _joined(tokens: Sequence[Tensor]) -> Tensor:
+    return torch.cat([*tokens], dim=1) if len(tokens) > 1 else tokens[0]
+
+
 def fuse_blocks(
     transformer: nn.Module,
     form: Form,
     classes: Mapping[type[nn.Module], Any],
-    attention: str,
-    processor: type[TurnedAttention],
+    attentions: Mapping[str, type[TurnedAttention]],
 ) -> None:
-    """Fuse the blocks, and the self-attention that they have under this name. A second call changes the form.
+    """Fuse the blocks, and the attentions that they have under these names. A second call changes the form.
 
     Call it after LoRA is injected and the weights are on their device.
     """
@@ -104,8 +115,9 @@ def fuse_blocks(
     fused: list[Any] = [module for module in transformer.modules() if isinstance(module, tuple(classes.values()))]
     for module in fused:
         module.form = form
-        layer = getattr(module, attention, None)
-        if layer is not None and type(layer.processor) is processor.library:
-            layer.set_processor(processor(layer))
-        if layer is not None and isinstance(layer.processor, processor):
-            layer.processor.form = form
+        for name, processor in attentions.items():
+            layer = getattr(module, name, None)
+            if layer is not None and type(layer.processor) is processor.library:
+                layer.set_processor(processor(layer))
+            if layer is not None and isinstance(layer.processor, processor):
+                layer.processor.form = form

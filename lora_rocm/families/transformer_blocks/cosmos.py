@@ -17,16 +17,18 @@ from diffusers.models.transformers.transformer_cosmos import (
 )
 from torch import Tensor, nn
 
-from lora_rocm.families.transformer_blocks.attention import TurnedAttention, fuse_blocks
+from lora_rocm.families.transformer_blocks.attention import TurnedAttention, attended, fuse_blocks
 from lora_rocm.kernels.backend import Form
-from lora_rocm.kernels.norms import Branch, RowNorm, add_branch, add_norm, residual_stream
+from lora_rocm.kernels.made_again import made_again
+from lora_rocm.kernels.merged import MergedLinears
+from lora_rocm.kernels.norms import Branch, RowNorm, add_branch, add_norm, normal_again, residual_stream
 from lora_rocm.kernels.rotary import Rotation
 
 
 def fuse(transformer: nn.Module, form: Form) -> None:
     """As ``fuse_blocks``."""
     classes = {CosmosTransformerBlock: FusedBlock, CosmosAdaLayerNorm: FusedFinalNorm}
-    fuse_blocks(transformer, form, classes, "attn1", SelfAttention)
+    fuse_blocks(transformer, form, classes, {"attn1": SelfAttention, "attn2": CrossAttention})
 
 
 class SelfAttention(TurnedAttention):
@@ -49,6 +51,31 @@ class SelfAttention(TurnedAttention):
             return output
         cos, sin = (turn.chunk(2, dim=1)[0] for turn in image_rotary_emb)  # each number stands there twice
         return self.of_one(attn, hidden_states, Rotation(cos, sin, interleaved=False), attention_mask)
+
+
+class CrossAttention(TurnedAttention):
+    """The processor of attention to the text, whose keys and values are one product."""
+
+    library = CosmosAttnProcessor2_0
+
+    def __init__(self, attention: Attention) -> None:
+        self.merged = MergedLinears.of(attention.to_k, attention.to_v)
+
+    def __call__(
+        self,
+        attn: Attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        layers, text_BSD = [attn.to_k, attn.to_v], encoder_hidden_states
+        text = [layer(text_BSD) for layer in layers] if self.merged is None else self.merged(layers, text_BSD)
+        query, key, value = (x.unflatten(-1, (attn.heads, -1)) for x in (attn.to_q(hidden_states), *text))
+        turned_q = self.turned([query], [attn.norm_q], Rotation.none(query))
+        turned_k = self.turned([key], [attn.norm_k], Rotation.none(key))
+        mixed = attended(turned_q, turned_k, (value, value.detach), attention_mask)
+        output: Tensor = attn.to_out[1](attn.to_out[0](mixed))
+        return output
 
 
 class FusedBlock(CosmosTransformerBlock):
@@ -89,9 +116,11 @@ class FusedBlock(CosmosTransformerBlock):
             _modulated(norm, embedded_timestep, temb) for norm in (self.norm1, self.norm2, self.norm3)
         )
         x, normal = add_norm(residual_stream(hidden_states), None, norm_1, self.form)
-        y = self.attn1(normal, image_rotary_emb=image_rotary_emb)
+        with made_again((normal, normal_again(x, norm_1, self.form))):
+            y = self.attn1(normal, image_rotary_emb=image_rotary_emb)
         x, normal = add_norm(x, Branch(y, gate_1), norm_2, self.form)
-        y = self.attn2(normal, encoder_hidden_states=encoder_hidden_states, attention_mask=attention_mask)
+        with made_again((normal, normal_again(x, norm_2, self.form))):
+            y = self.attn2(normal, encoder_hidden_states=encoder_hidden_states, attention_mask=attention_mask)
         x, normal = add_norm(x, Branch(y, gate_2), norm_3, self.form)
         return add_branch(x, Branch(self.ff(normal), gate_3), self.form)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from diffusers.models.normalization import AdaLayerNormContinuous
 from diffusers.models.transformers.transformer_flux import (
     FluxAttention,
@@ -21,7 +22,8 @@ from torch import Tensor, nn
 
 from lora_rocm.families.transformer_blocks.attention import Stream, TurnedAttention, fuse_blocks
 from lora_rocm.kernels.backend import Form
-from lora_rocm.kernels.norms import Branch, RowNorm, add_branch, add_norm, residual_stream
+from lora_rocm.kernels.made_again import Made, made, made_again
+from lora_rocm.kernels.norms import Branch, RowNorm, add_branch, add_norm, normal_again, residual_stream
 from lora_rocm.kernels.rotary import Rotation
 
 Turns = tuple[Tensor, Tensor]
@@ -31,7 +33,7 @@ def fuse(transformer: nn.Module, form: Form) -> None:
     """As ``fuse_blocks``."""
     classes = {FluxTransformerBlock: FusedDoubleBlock, FluxSingleTransformerBlock: FusedSingleBlock}
     classes[AdaLayerNormContinuous] = FusedFinalNorm
-    fuse_blocks(transformer, form, classes, "attn", JointAttention)
+    fuse_blocks(transformer, form, classes, {"attn": JointAttention})
 
 
 class JointAttention(TurnedAttention):
@@ -89,17 +91,22 @@ class FusedDoubleBlock(FluxTransformerBlock):
                 hidden_states, encoder_hidden_states, temb, image_rotary_emb, joint_attention_kwargs
             )
             return outputs
-        x, image = self._started(self.norm1, residual_stream(hidden_states), temb)
-        text_x, text = self._started(self.norm1_context, residual_stream(encoder_hidden_states), temb)
-        y, text_y = self.attn(hidden_states=x[1], encoder_hidden_states=text_x[1], image_rotary_emb=image_rotary_emb)
-        image_out = self._ended(x[0], y, image, self.norm2, self.ff)
-        text_out = self._ended(text_x[0], text_y, text, self.norm2_context, self.ff_context)
+        x, normal, image = self._started(self.norm1, residual_stream(hidden_states), temb)
+        text_x, text_normal, text = self._started(self.norm1_context, residual_stream(encoder_hidden_states), temb)
+        with made_again(normal, text_normal):
+            y, text_y = self.attn(
+                hidden_states=normal[0], encoder_hidden_states=text_normal[0], image_rotary_emb=image_rotary_emb
+            )
+        image_out = self._ended(x, y, image, self.norm2, self.ff)
+        text_out = self._ended(text_x, text_y, text, self.norm2_context, self.ff_context)
         return text_out, image_out
 
-    def _started(self, norm: Any, x_BSD: Tensor, temb_BD: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
-        """((tokens, tokens normed for attention), the gates and the modulation that are left)."""
+    def _started(self, norm: Any, x_BSD: Tensor, temb_BD: Tensor) -> tuple[Tensor, Made, tuple[Tensor, ...]]:
+        """(tokens, tokens normed for attention, the gates and the modulation that are left)."""
         shift, scale, *rest = norm.linear(norm.silu(temb_BD)).chunk(6, dim=1)
-        return add_norm(x_BSD, None, _modulated(norm.norm, scale, shift), self.form), tuple(rest)
+        rows = _modulated(norm.norm, scale, shift)
+        x_BSD, normal = add_norm(x_BSD, None, rows, self.form)
+        return x_BSD, (normal, normal_again(x_BSD, rows, self.form)), tuple(rest)
 
     def _ended(self, x_BSD: Tensor, y_BSD: Tensor, rows_BD: tuple[Tensor, ...], norm: Any, mlp: nn.Module) -> Tensor:
         """Add what attention gave, then what the feed-forward layer gives."""
@@ -133,12 +140,25 @@ class FusedSingleBlock(FluxSingleTransformerBlock):
         tokens = [encoder_hidden_states.shape[1], hidden_states.shape[1]]
         shift, scale, gate = self.norm.linear(self.norm.silu(temb)).chunk(3, dim=1)
         joined = residual_stream(torch.cat([encoder_hidden_states, hidden_states], dim=1))
-        x, normal = add_norm(joined, None, _modulated(self.norm.norm, scale, shift), self.form)
-        active = self.act_mlp(self.proj_mlp(normal))
-        y = self.attn(hidden_states=normal, image_rotary_emb=image_rotary_emb)
-        x = add_branch(x, Branch(self.proj_out(torch.cat([y, active], dim=2)), gate), self.form)
+        rows = _modulated(self.norm.norm, scale, shift)
+        x, normal = add_norm(joined, None, rows, self.form)
+        with made_again((normal, normal_again(x, rows, self.form))):
+            inner = self.proj_mlp(normal)
+            y = self.attn(hidden_states=normal, image_rotary_emb=image_rotary_emb)
+        x = add_branch(x, Branch(self._out(y, inner), gate), self.form)
         text, image = x.split(tokens, dim=1)
         return text, image
+
+    def _out(self, y_BSD: Tensor, inner_BSN: Tensor) -> Tensor:
+        """The projection of what attention and the feed-forward layer give."""
+        if type(self.proj_out) is nn.Linear:  # two products, so that neither they nor their gradients are joined
+            weight_y, weight = self.proj_out.weight.split([y_BSD.shape[2], inner_BSN.shape[2]], dim=1)
+            of_y = F.linear(y_BSD, weight_y, self.proj_out.bias).flatten(0, 1)
+            return of_y.addmm(self.act_mlp(inner_BSN).flatten(0, 1), weight.t()).view_as(y_BSD)
+        joined, again = made(lambda given: torch.cat([given[0], self.act_mlp(given[1])], dim=2), [y_BSD, inner_BSN])
+        with made_again((joined, again)):
+            output: Tensor = self.proj_out(joined)
+        return output
 
 
 class FusedFinalNorm(AdaLayerNormContinuous):

@@ -28,7 +28,7 @@ from lora_rocm.kernels.rotary import Rotation
 def fuse(transformer: nn.Module, form: Form) -> None:
     """As ``fuse_blocks``."""
     classes = {ZImageTransformerBlock: FusedBlock, FeedForward: FusedFeedForward}
-    fuse_blocks(transformer, form, classes, "attention", SelfAttention)
+    fuse_blocks(transformer, form, classes, {"attention": SelfAttention})
     for module in transformer.modules():
         if isinstance(module, FusedFeedForward) and not hasattr(module, "merged"):
             module.merged = MergedLinears.of(module.w1, module.w3)
