@@ -1,0 +1,62 @@
+"""The ``output`` section of a recipe: files, checkpoints and their metadata."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from lora_rocm.recipe.sections import (
+    MAX_EPOCHS,
+    MAX_ITEMS,
+    MAX_STEPS,
+    MAX_TIMEOUT_S,
+    OutputFolder,
+    Section,
+    not_both,
+    on_resume,
+)
+
+SAVE_STEPS = 500  # updates between two checkpoints where the recipe says nothing
+
+
+class OutputSection(Section):
+    """Output files and folders."""
+
+    name: str = on_resume("lora", "Title in the metadata of the file.")
+    dir: OutputFolder = on_resume("runs", "Folder of the run directories, relative to where the command runs.")
+    save_every_n_steps: int | None = on_resume(
+        None,
+        "Updates between two checkpoints, each with a usable LoRA file. Unset: 500, or as the next two keys say.",
+        gt=0,
+        le=MAX_STEPS,
+    )
+    save_every_n_epochs: int | None = on_resume(
+        None, "Epochs between two checkpoints, in place of save_every_n_steps.", gt=0, le=MAX_EPOCHS
+    )
+    save_every_minutes: float | None = on_resume(
+        None, "Minutes between two checkpoints; may be given beside one of the two above.", gt=0, le=MAX_TIMEOUT_S
+    )
+    keep_last: int = on_resume(2, "Number of checkpoints kept for resuming. All LoRA files are kept.", gt=0, le=10_000)
+    formats: tuple[Literal["kohya", "sd-scripts", "diffusers", "peft"], ...] = on_resume(
+        ("kohya",),
+        "What to write at the end. sd-scripts has the names and fused layers of kohya's scripts.",
+        min_length=1,
+        max_length=MAX_ITEMS,
+    )
+    dtype: Literal["fp16", "bf16", "fp32"] = on_resume("fp16", "Dtype of the exported weights.")
+    author: str | None = on_resume(None, "Author in the metadata of the file.")
+    description: str | None = on_resume(None, "Description in the metadata of the file.")
+    license: str | None = on_resume(None, "License in the metadata of the file.")
+
+    @model_validator(mode="after")
+    def _one_unit(self) -> OutputSection:
+        if self.save_every_n_steps and self.save_every_n_epochs:
+            raise not_both("save_every_n_steps", "save_every_n_epochs")
+        return self
+
+    def save_steps(self, steps_per_epoch: int) -> int:
+        """The number of updates between two checkpoints; 0: only time counts."""
+        if self.save_every_n_epochs:
+            return self.save_every_n_epochs * steps_per_epoch
+        return self.save_every_n_steps or (0 if self.save_every_minutes else SAVE_STEPS)
