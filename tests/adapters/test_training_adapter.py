@@ -101,11 +101,13 @@ def test_absent_it_leaves_nothing(base: Path, file: Path, lora: dict[str, Any]) 
     found, plain = Made(base, lora, file), Made(base, lora)
     present = found.losses()
     with found.training_adapter.absent():
-        assert torch.equal(found.losses(), plain.losses()) and not torch.equal(present, plain.losses())
+        # not to the bit: a layer that nothing adapts may be fused with the sum after it, one that was adapted is not
+        torch.testing.assert_close(found.losses(), plain.losses(), rtol=1e-6, atol=0)
+        assert not torch.allclose(present, plain.losses(), rtol=1e-2)
         with found.adapter.disabled():
             without = found.losses()
     with plain.adapter.disabled():
-        assert torch.equal(without, plain.losses())
+        torch.testing.assert_close(without, plain.losses(), rtol=1e-6, atol=0)
     with found.adapter.disabled(), found.training_adapter.absent():
         assert torch.equal(without, found.losses())
     assert torch.equal(found.losses(), present)

@@ -222,15 +222,25 @@ def level_weight(signal_B: Tensor, noise_level_B: Tensor, section: DdpmSection, 
         signal_power_B, noise_power_B = signal_B.square(), noise_level_B.square()
         weight_B = gamma * noise_power_B / (signal_power_B + gamma * noise_power_B)  # gamma / (SNR + gamma)
         weight_B = weight_B * signal_power_B if predicts_velocity else weight_B
-    snr_B = (signal_B / noise_level_B).square().clamp(max=MAX_SNR)
-    share_B = snr_B / (snr_B + 1)
     if section.scale_v_pred_loss_like_noise_pred:
-        weight_B = weight_B * share_B
+        weight_B = weight_B * _share(signal_B, noise_level_B)
     if section.v_pred_like_loss:
-        weight_B = weight_B * (1 + section.v_pred_like_loss / share_B)
+        weight_B = weight_B * (1 + section.v_pred_like_loss / _share(signal_B, noise_level_B))
     if section.debiased_estimation_loss:
+        snr_B = _limited_snr(signal_B, noise_level_B)
         weight_B = weight_B / (snr_B + 1 if predicts_velocity else snr_B.sqrt())
     return weight_B
+
+
+def _limited_snr(signal_B: Tensor, noise_level_B: Tensor) -> Tensor:
+    """The signal-to-noise ratio, at most MAX_SNR."""
+    return (signal_B / noise_level_B).square().clamp(max=MAX_SNR)
+
+
+def _share(signal_B: Tensor, noise_level_B: Tensor) -> Tensor:
+    """SNR / (SNR + 1)."""
+    snr_B = _limited_snr(signal_B, noise_level_B)
+    return snr_B / (snr_B + 1)
 
 
 def uniform_timesteps(rngs: Sequence[torch.Generator], first: int, end: int) -> Tensor:
