@@ -92,5 +92,17 @@ class LokrSection(AdapterSection):
         return "LoKr"
 
 
-ADAPTERS: Mapping[str, type[AdapterSection]] = {"lora": LoraSection, "lokr": LokrSection}
+class LohaSection(AdapterSection):
+    """The adapter: LyCORIS' LoHa, the product, entry by entry, of two low-rank products."""
+
+    formats = ("kohya", "peft")
+
+    type: Literal["loha"] = Field("loha", description="Kind of adapter.")
+
+    @property
+    def title(self) -> str:
+        return "LoHa"
+
+
+ADAPTERS: Mapping[str, type[AdapterSection]] = {"lora": LoraSection, "lokr": LokrSection, "loha": LohaSection}
 """The section of each ``lora.type``; the first is the default."""

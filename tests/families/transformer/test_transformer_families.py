@@ -374,6 +374,7 @@ ADAPTERS: tuple[tuple[type[Case], dict[str, Any]], ...] = (
     (ZImage, {}),
     (ZImage, {"use_rslora": True}),
     (ZImage, {"type": "lokr"}),
+    (ZImage, {"type": "loha"}),
     (Anima, {"use_dora": True}),
 )
 
