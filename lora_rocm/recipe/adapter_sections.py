@@ -18,7 +18,7 @@ class AdapterSection(Section):
     formats: the values of ``output.formats`` in which the adapter can be written.
     """
 
-    formats: ClassVar[tuple[str, ...]] = ("kohya", "sd-scripts", "diffusers", "peft")
+    formats: ClassVar[tuple[str, ...]] = ("kohya", "sd-scripts", "comfyui", "diffusers", "peft")
 
     type: str = Field(description="Kind of adapter.")
     rank: int = Field(16, gt=0, le=MAX_RANK, description="Rank of the update.")
