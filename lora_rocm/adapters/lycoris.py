@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 import torch.nn.functional as F
 from peft import PeftConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from lora_rocm.adapters.base import PEFT_NAME, Adapter
@@ -21,6 +23,7 @@ from lora_rocm.adapters.entry import Entry, FileModule, Form, file_error
 from lora_rocm.adapters.module_names import adaptable, canonical
 from lora_rocm.adapters.targets import either
 from lora_rocm.families.base import LoadedModel, ModelFamily
+from lora_rocm.kernels.weight_format import dense_shape
 
 Factor = tuple[Tensor, ...]
 """One matrix, or the two of a product."""
@@ -149,6 +152,41 @@ class LycorisLayer(nn.Module):
             output.dtype
         )
         return adapted
+
+
+class OutputLayer(LycorisLayer, BaseTunerLayer):
+    """A layer of a kind that changes the base layer's output and that PEFT lacks. Its tensors start at zero.
+
+    A change of ``D W`` of a weight ``W`` is one of ``D`` times the output without the bias.
+    """
+
+    other_param_names = ("r", "alpha", "scaling")
+
+    def __init__(self, base_layer: nn.Module, adapter_name: str, config: PeftConfig, r: int, alpha: float) -> None:
+        super().__init__()
+        layer: Any = self
+        self.base_layer, self._active_adapter = base_layer, adapter_name
+        self._disable_adapters, self.merged_adapters = False, list[str]()
+        self.r, self.alpha, self.scaling = {adapter_name: r}, {adapter_name: alpha}, {adapter_name: 1.0}
+        for name, size in self.sizes(dense_shape(layer.get_base_layer())[0], r).items():
+            setattr(self, name, nn.ParameterDict({adapter_name: nn.Parameter(torch.zeros(size))}))
+        layer._move_adapter_to_device_of_base_layer(adapter_name)
+        layer.set_adapter(layer.active_adapters, inference_mode=config.inference_mode)
+
+    @classmethod
+    @abstractmethod
+    def sizes(cls, rows: int, r: int) -> dict[str, tuple[int, ...]]:
+        """Return name -> size of the tensors for a weight with this number of rows."""
+
+    @abstractmethod
+    def changed(self, y: Tensor) -> Tensor:
+        """Return the change of the base layer's output without its bias, [..., O]."""
+
+    def change(self, x: Tensor, output: Tensor, base: Any) -> Tensor:
+        channels = -3 if isinstance(base, nn.Conv2d) else -1
+        y = output.movedim(channels, -1)
+        y = y if base.bias is None else y - base.bias.to(y.dtype)
+        return self.changed(F.dropout(y, self.input_dropout, self.training)).movedim(-1, channels)
 
 
 class LycorisAdapter(Adapter):

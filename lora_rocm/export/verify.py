@@ -81,7 +81,7 @@ def verify(form: Form, path: Path, family: ModelFamily, model: LoadedModel, adap
         f"ComfyUI and Forge (divide by the base weight's norm: {deviation:.1%} of the change differs; export the "
         "comfyui format for them)"
     )
-    return comparison.result((*cannot_read, note) if of_weights and form != COMFYUI else cannot_read)
+    return comparison.result((*cannot_read, note) if deviation and form != COMFYUI else cannot_read)
 
 
 def _load_back(form: Form, path: Path, family: ModelFamily, adapter: Adapter) -> dict[str, Entry]:

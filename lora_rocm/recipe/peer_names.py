@@ -65,7 +65,7 @@ def value_advice(key: str, value: object) -> str:
         own = "no" if key == "train.mixed_precision" and own == "fp32" else own
         return f"Write {own}." if own and own != plain and (key, own) != ("lora.weight_dtype", "fp16") else ""
     if key == "lora.type":
-        own = "lora" if plain in ("locon", "dora") else plain
+        own = {"locon": "lora", "dora": "lora", "diag-oft": "oft"}.get(plain, plain)
         return f"Write {own}." if own in ADAPTERS else advice()["lora_type"]
     if key == "optim.optimizer":
         return _optimizer_advice(plain)

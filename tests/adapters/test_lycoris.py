@@ -23,6 +23,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "LoKr, both factors whole": {"type": "lokr", "rank": 64, "alpha": 2.0},
     "LoKr, one whole": {"type": "lokr", "rank": 2, "alpha": 1.0},
     "LoKr, none whole": {"type": "lokr", "rank": 1, "alpha": 0.5, "decompose_both": True, "factor": 4},
+    "OFT": {"type": "oft", "rank": 8, "constraint": 0.05},
     "LoHa": {"type": "loha", "rank": 3, "alpha": 2.0},
 }
 
@@ -54,6 +55,6 @@ def test_lycoris_reads_the_file_with_equal_effect(folder: Path, tmp_path: Path, 
         x = torch.randn(2, base.in_channels, 4, 4) if isinstance(base, nn.Conv2d) else torch.randn(2, base.in_features)
         torch.testing.assert_close(by_lycoris(tensors, keys[name], base, x), layer(x), rtol=1e-4, atol=1e-5)
         entry = adapter.trained(layer, PEFT_NAME)
-        part = next(ending for ending in entry if ending.endswith(("_w1", "_w1_a")))
+        part = next(ending for ending in entry if ending.endswith(("_w1", "_w1_a", "oft_blocks")))
         wrong = tensors | {f"{keys[name]}.{part}": tensors[f"{keys[name]}.{part}"] * 1.1}
         assert not torch.allclose(by_lycoris(wrong, keys[name], base, x), layer(x), atol=1e-3), "the control"
