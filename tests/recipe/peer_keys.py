@@ -40,6 +40,7 @@ RIGHT: dict[str, str] = {
     "instance_data_dir": "data.path",
     "keep_tags_count": "data.keep_tokens",
     "keep_tokens": "data.keep_tokens",
+    "max_token_length": "model.max_token_length",
     "learning_rate": "optim.learning_rate",
     "learning_rate_cycles": "optim.lr_scheduler_num_cycles",
     "learning_rate_min_factor": "optim.lr_min_ratio",
@@ -172,7 +173,7 @@ NOTHING_LIKE_IT = """
     logging_dir lora_type loss_weight_fn loss_weight_strength low_vram lowram
     lr_warmup lycoris_config mae_strength mask_min_value masked_loss
     masked_prior_preservation_weight masked_training max_bucket_reso max_denoising_steps max_noising_strength
-    max_step_saves_to_keep max_token_length mem_eff_attn metadata_file min_bucket_reso
+    max_step_saves_to_keep mem_eff_attn metadata_file min_bucket_reso
     min_denoising_steps min_noising_strength minimum_image_size model_flavour model_name
     model_prediction_type model_type module_dropout mse_strength multi_gpu
     network_args network_module network_train_unet_only network_weight no_half_vae

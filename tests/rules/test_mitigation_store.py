@@ -75,6 +75,7 @@ MANY_KEYS_OF = ("timeouts", "output", "cache", "optim")
 NO_PART_OF_THE_SIZE: dict[str, str] = {
     **dict.fromkeys(("model.family", "model.config", "model.vae", "model.revision"), "of one size in a family"),
     "model.prediction_type": "another formula",
+    "model.max_token_length": "some MB of keys and values an image",
     **dict.fromkeys(
         [f"objective.{key}" for key in DdpmSection.model_fields if key != "zero_terminal_snr"], "another formula"
     ),
