@@ -83,6 +83,8 @@ NO_PART_OF_THE_SIZE: dict[str, str] = {
     **dict.fromkeys(("data.path", "data.sources", "data.repeats", "data.trigger_word"), "which images"),
     **dict.fromkeys(("data.recursive", "data.exclude"), "which images"),
     **dict.fromkeys(("data.caption_extension", "data.caption_fallback", "data.shuffle_caption"), "which captions"),
+    **dict.fromkeys(("data.caption_prefix", "data.caption_suffix", "data.enable_wildcard"), "which captions"),
+    "data.caption_tag_dropout_rate": "which captions",
     **dict.fromkeys(("data.keep_tokens", "data.caption_dropout_rate", "data.caption_variants"), "which captions"),
     "data.flip_aug": "more entries, not larger ones",
     **dict.fromkeys(("data.mask_path", "data.alpha_mask", "data.unmasked_weight"), "one number a latent"),
