@@ -9,6 +9,7 @@ mislead it.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -85,9 +86,11 @@ def _load_back(form: Form, path: Path, family: ModelFamily, adapter: Adapter) ->
     if form == "peft":
         loaded: dict[str, nn.Module] = {}
         for component in adapter.components:
-            peft_model = PeftModel.from_pretrained(
-                family.skeleton(component), str(path / component), low_cpu_mem_usage=True, torch_device="cpu"
-            )
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # PEFT reads an attribute that transformers deprecates
+                peft_model = PeftModel.from_pretrained(
+                    family.skeleton(component), str(path / component), low_cpu_mem_usage=True, torch_device="cpu"
+                )
             loaded[component] = peft_model.get_base_model()
     else:
         loaded = family.load_in_diffusers(path, adapter.components)
