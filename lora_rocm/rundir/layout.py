@@ -18,6 +18,7 @@ from lora_rocm.errors import ResumeError, storage_error
 from lora_rocm.foundation.files import is_folder, open_in_place, refuse_link, remove, write_atomic
 
 CHECKPOINT_NAME = re.compile(r"step-(\d{8})$")
+LORA_NAME = re.compile(r"lora-step(\d{8})\.safetensors")
 WORKER_LOCK_NAME = re.compile(r"\.worker(?:\.rank(\d+))?\.lock")
 PROBE_BYTES = 65536
 SUPERVISOR = "supervisor"
@@ -35,7 +36,7 @@ IN_PLACE = (
 )
 """Files that are written in place."""
 OF_PARENT = re.compile(
-    r"recipe(\.asked)?\.yaml|environment\.json|tuned\.json|products\.csv|report\.html|stacks-\d+\.txt|\.probe\.tmp"
+    r"recipe(\.asked)?\.yaml|environment\.json|tuned\.json|products\.csv|report\.html|compare\.html|stacks-\d+\.txt|\.probe\.tmp"
 )
 """Files that the light parent of rank 0 writes atomically.
 
@@ -168,6 +169,11 @@ class RunDir:
     def report(self) -> Path:
         return self.path / "report.html"
 
+    @property
+    def comparison(self) -> Path:
+        """The page of ``lora-rocm compare``."""
+        return self.path / "compare.html"
+
     def events(self, writer: str | int = "rank0") -> Path:
         """``events.jsonl`` of rank 0, ``events.rankN.jsonl``, and ``events.supervisor.jsonl`` (``SUPERVISOR``)."""
         name = f"rank{writer}" if isinstance(writer, int) else writer
@@ -193,6 +199,11 @@ class RunDir:
 
     def checkpoint_lora(self, updates: int) -> Path:
         return self.checkpoints / f"lora-step{updates:08d}.safetensors"
+
+    def checkpoint_loras(self) -> list[tuple[int, Path]]:
+        """(updates, file) of every LoRA file beside the checkpoints, oldest first."""
+        found = [(LORA_NAME.fullmatch(path.name), path) for path in self.checkpoints.glob("lora-step*")]
+        return sorted((int(match.group(1)), path) for match, path in found if match)
 
     def samples_at(self, updates: int) -> Path:
         return self.samples / f"step-{updates:08d}"

@@ -148,5 +148,5 @@ def _fault(run_dir: RunDir, wanted: FileDigest) -> str:
 def result_files(run_dir: RunDir) -> list[Path]:
     """Files that a user may want from a run: LoRA files with the newest step last, then the report."""
     finals = [run_dir.export_of(form) for form in FILES_OF]
-    steps = sorted(run_dir.checkpoints.glob("lora-step*.safetensors"))
+    steps = [path for _, path in run_dir.checkpoint_loras()]
     return [path for path in (*steps, *finals, run_dir.report) if path.exists()]
