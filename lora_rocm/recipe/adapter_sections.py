@@ -136,10 +136,32 @@ class OftSection(AdapterSection):
         return f"blocks of {self.rank} rows"
 
 
+class Ia3Section(AdapterSection):
+    """The adapter: LyCORIS' IA3, one number for each output of a layer. A1111, SD.Next and LyCORIS read it."""
+
+    formats = ("kohya",)
+
+    type: Literal["ia3"] = Field("ia3", description="Kind of adapter.")
+
+    @model_validator(mode="after")
+    def _without_rank(self) -> Ia3Section:
+        refuse_unread(self, ("rank", "alpha"), "on an IA3: it has no rank and no scale", "Remove it.")
+        return self
+
+    @property
+    def title(self) -> str:
+        return "IA3"
+
+    @property
+    def size(self) -> str:
+        return "one number an output"
+
+
 ADAPTERS: Mapping[str, type[AdapterSection]] = {
     "lora": LoraSection,
     "lokr": LokrSection,
     "loha": LohaSection,
     "oft": OftSection,
+    "ia3": Ia3Section,
 }
 """The section of each ``lora.type``; the first is the default."""
