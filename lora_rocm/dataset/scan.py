@@ -252,13 +252,15 @@ def _scan_folder(found: _Findings) -> None:
         root,
         options.caption_extension,
         recursive=options.recursive,
+        include=options.include,
         exclude=options.exclude,
         caption_column=options.caption_column,
+        metadata_file=options.metadata_file,
         skip=[each.folder for each in found.companions if each.folder is not None],
     )
     found.notices += folder.notices
     found.notices += _say_own_number(root.name)
-    found.lasting &= folder.lasting
+    found.lasting &= folder.lasting and options.metadata_file is None  # a manifest's listing covers images only
     progress = Progress("sizes", len(folder.relatives), found.report, quiet_s=QUIET_S)
     for position, (path, relative) in enumerate(folder.images):
         progress.step()

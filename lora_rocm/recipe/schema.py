@@ -26,6 +26,7 @@ from lora_rocm.recipe.sections import (
     MAX_WORKERS,
     Batch,
     Fraction,
+    InputFile,
     InputFolder,
     ModelSection,
     ObjectiveSection,
@@ -75,10 +76,18 @@ class SourceOptions(Section):
     caption_dropout_rate: Fraction = Field(0.0, description="Share of steps that see the empty caption.")
     flip_aug: bool = Field(False, description="Also train on mirrored images (cached; half of the draws).")
     recursive: bool = Field(True, description="Read the sub-folders of a folder too.")
+    include: Annotated[tuple[PathText, ...], Field(max_length=MAX_ITEMS)] = Field(
+        (), description="If given, only images that match one of these are used: patterns as for exclude."
+    )
     exclude: Annotated[tuple[PathText, ...], Field(max_length=MAX_ITEMS)] = Field(
         (),
         description="Files and sub-folders to leave out: names, or paths below the folder with slashes. * matches "
         "anything, also slashes; case does not matter.",
+    )
+    metadata_file: InputFile | None = Field(
+        None,
+        description="A JSON file with captions, as kohya's: image names with caption and tags. The caption file of an "
+        "image takes precedence.",
     )
     mask_path: InputFolder | None = Field(
         None,
@@ -127,7 +136,9 @@ class DataSource(Section):
     caption_dropout_rate: Fraction | None = None
     flip_aug: bool | None = None
     recursive: bool | None = None
+    include: Annotated[tuple[PathText, ...], Field(max_length=MAX_ITEMS)] | None = None
     exclude: Annotated[tuple[PathText, ...], Field(max_length=MAX_ITEMS)] | None = None
+    metadata_file: InputFile | None = None
     mask_path: InputFolder | None = None
     alpha_mask: bool | None = None
     unmasked_weight: Fraction | None = None
@@ -184,6 +195,8 @@ class DataSection(SourceOptions):
                 keys = ["mask_path", "alpha_mask" if source.alpha_mask else "dataset"]
             elif source.control_path and source.dataset:
                 keys = ["control_path", "dataset"]
+            elif source.metadata_file and source.dataset:
+                keys = ["metadata_file", "dataset"]
             if keys:
                 what = f"{name} cannot have both {keys[0]} and {keys[1]}"
                 fix = f"Remove one of them. {keys[0]} is for folders: rows of a dataset have no file names."

@@ -39,6 +39,8 @@ RIGHT: dict[str, str] = {
     "init_lora": "lora.init_from",
     "instance_data_dir": "data.path",
     "keep_tags_count": "data.keep_tokens",
+    "in_json": "data.metadata_file",
+    "metadata_file": "data.metadata_file",
     "token_dropout_rate": "data.caption_tag_dropout_rate",
     "caption_tag_dropout_rate": "data.caption_tag_dropout_rate",
     "caption_prefix": "data.caption_prefix",
@@ -171,14 +173,14 @@ NOTHING_LIKE_IT = """
     ema_config ema_update_step_interval enable_crop_jitter enabled face_crop_aug_range factor
     fallback_train_dtype flip_y flow_schedule_shift force_epsilon_prediction force_v_prediction fp8_base fps
     full_bf16 full_fp16 fused_backward_pass gpu_ids hf_repo_id highvram hub_model_id
-    huber_strength ignore_if_contains image_variations in_json
+    huber_strength ignore_if_contains image_variations
     instance_prompt invert_mask is_flux is_reg is_v2 is_v3 is_v_pred is_xl keep_tokens_separator
     latent_caching layer_filter layer_filter_preset layer_filter_regex layer_offloading
     learning_rate_scaler linear_timesteps log_cosh_strength log_prefix log_with
     logging_dir lora_type loss_weight_fn loss_weight_strength low_vram lowram
     lr_warmup lycoris_config mae_strength mask_min_value masked_loss
     masked_prior_preservation_weight masked_training max_bucket_reso max_denoising_steps max_noising_strength
-    max_step_saves_to_keep mem_eff_attn metadata_file min_bucket_reso
+    max_step_saves_to_keep mem_eff_attn min_bucket_reso
     min_denoising_steps min_noising_strength minimum_image_size model_flavour model_name
     model_prediction_type model_type module_dropout mse_strength multi_gpu
     network_args network_module network_train_unet_only network_weight no_half_vae
