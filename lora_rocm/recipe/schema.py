@@ -75,6 +75,11 @@ class SourceOptions(Section):
     keep_tokens: Tags = Field(0, description="Number of tags at the front that are never shuffled or left out.")
     caption_dropout_rate: Fraction = Field(0.0, description="Share of steps that see the empty caption.")
     flip_aug: bool = Field(False, description="Also train on mirrored images (cached; half of the draws).")
+    random_crop: bool = Field(
+        False,
+        description="Crop at a random place in place of the centre: one for each image, the same in each run. For "
+        "several, list the folder several times in sources: each is encoded.",
+    )
     recursive: bool = Field(True, description="Read the sub-folders of a folder too.")
     include: Annotated[tuple[PathText, ...], Field(max_length=MAX_ITEMS)] = Field(
         (), description="If given, only images that match one of these are used: patterns as for exclude."
@@ -135,6 +140,7 @@ class DataSource(Section):
     keep_tokens: Tags | None = None
     caption_dropout_rate: Fraction | None = None
     flip_aug: bool | None = None
+    random_crop: bool | None = None
     recursive: bool | None = None
     include: Annotated[tuple[PathText, ...], Field(max_length=MAX_ITEMS)] | None = None
     exclude: Annotated[tuple[PathText, ...], Field(max_length=MAX_ITEMS)] | None = None

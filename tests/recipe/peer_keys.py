@@ -39,6 +39,7 @@ RIGHT: dict[str, str] = {
     "init_lora": "lora.init_from",
     "instance_data_dir": "data.path",
     "keep_tags_count": "data.keep_tokens",
+    "random_crop": "data.random_crop",
     "in_json": "data.metadata_file",
     "metadata_file": "data.metadata_file",
     "token_dropout_rate": "data.caption_tag_dropout_rate",
@@ -187,7 +188,7 @@ NOTHING_LIKE_IT = """
     noise_offset_type noise_scheduler noising_bias noising_weight non_ema_sampling num_cpu_threads_per_process
     num_frames num_machines num_processes offload_fraction only_cache only_if_contains only_instance_prompt
     optimizer_args output_model_destination peft_type performance_log_every perturbation_noise_weight
-    probability prompt_source push_to_hub qtype quantize quantize_te quantize_via random_crop
+    probability prompt_source push_to_hub qtype quantize quantize_te quantize_via
     rank_dropout reg_data_dir report_to resolution_type resume sample_every sample_prompts
     sample_skip_first save_every save_filename_prefix
     save_format save_last_n_epochs save_last_n_steps save_model_as save_skip_first save_state
