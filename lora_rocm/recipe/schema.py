@@ -26,6 +26,7 @@ from lora_rocm.recipe.sections import (
     MAX_WORKERS,
     Batch,
     Fraction,
+    InputFile,
     InputFolder,
     ModelSection,
     ObjectiveSection,
@@ -74,11 +75,24 @@ class SourceOptions(Section):
     keep_tokens: Tags = Field(0, description="Number of tags at the front that are never shuffled or left out.")
     caption_dropout_rate: Fraction = Field(0.0, description="Share of steps that see the empty caption.")
     flip_aug: bool = Field(False, description="Also train on mirrored images (cached; half of the draws).")
+    random_crop: bool = Field(
+        False,
+        description="Crop at a random place in place of the centre: one for each image, the same in each run. For "
+        "several, list the folder several times in sources: each is encoded.",
+    )
     recursive: bool = Field(True, description="Read the sub-folders of a folder too.")
+    include: Annotated[tuple[PathText, ...], Field(max_length=MAX_ITEMS)] = Field(
+        (), description="If given, only images that match one of these are used: patterns as for exclude."
+    )
     exclude: Annotated[tuple[PathText, ...], Field(max_length=MAX_ITEMS)] = Field(
         (),
         description="Files and sub-folders to leave out: names, or paths below the folder with slashes. * matches "
         "anything, also slashes; case does not matter.",
+    )
+    metadata_file: InputFile | None = Field(
+        None,
+        description="A JSON file with captions, as kohya's: image names with caption and tags. The caption file of an "
+        "image takes precedence.",
     )
     mask_path: InputFolder | None = Field(
         None,
@@ -126,8 +140,11 @@ class DataSource(Section):
     keep_tokens: Tags | None = None
     caption_dropout_rate: Fraction | None = None
     flip_aug: bool | None = None
+    random_crop: bool | None = None
     recursive: bool | None = None
+    include: Annotated[tuple[PathText, ...], Field(max_length=MAX_ITEMS)] | None = None
     exclude: Annotated[tuple[PathText, ...], Field(max_length=MAX_ITEMS)] | None = None
+    metadata_file: InputFile | None = None
     mask_path: InputFolder | None = None
     alpha_mask: bool | None = None
     unmasked_weight: Fraction | None = None
@@ -184,6 +201,8 @@ class DataSection(SourceOptions):
                 keys = ["mask_path", "alpha_mask" if source.alpha_mask else "dataset"]
             elif source.control_path and source.dataset:
                 keys = ["control_path", "dataset"]
+            elif source.metadata_file and source.dataset:
+                keys = ["metadata_file", "dataset"]
             if keys:
                 what = f"{name} cannot have both {keys[0]} and {keys[1]}"
                 fix = f"Remove one of them. {keys[0]} is for folders: rows of a dataset have no file names."
