@@ -43,6 +43,7 @@ class Format(StrEnum):
 
     kohya = "kohya"
     sd_scripts = "sd-scripts"
+    comfyui = "comfyui"
     diffusers = "diffusers"
     peft = "peft"
 

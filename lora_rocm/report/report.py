@@ -148,7 +148,7 @@ def _headline(facts: Facts, title: str) -> str:
     about = ""
     if facts.recipe:
         model, lora = facts.recipe.model, facts.recipe.lora
-        about = f"{lora.title} of rank {lora.rank}, alpha {lora.effective_alpha:g}, for {model.name_or_path}"
+        about = f"{lora.title} of {lora.size}, for {model.name_or_path}"
         about += f", from {data['samples']} samples" if data else ""
     return header(title, paragraph(about, "soft") if about else "", state) + _usage(facts)
 

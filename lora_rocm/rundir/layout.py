@@ -42,7 +42,7 @@ OF_PARENT = re.compile(
 
 The others are written by its worker, except for the recipes of other ranks.
 """
-OF_WORKER = re.compile(r"result\.json|lora(-sd-scripts)?\.safetensors|pytorch_lora_weights\.safetensors")
+OF_WORKER = re.compile(r"result\.json|lora(-sd-scripts|-comfyui)?\.safetensors|pytorch_lora_weights\.safetensors")
 OF_CHECKPOINTS = re.compile(r"step-\d{8}|lora-step\d{8}\.safetensors")
 OF_SAMPLES = re.compile(r"before-after\.png")
 OF_PREVIEWS = re.compile(r"\d+\.(png|txt)|requests\.json")
@@ -159,14 +159,10 @@ class RunDir:
     def peft_dir(self) -> Path:
         return self.path / "peft"
 
-    @property
-    def sd_scripts_lora(self) -> Path:
-        return self.path / "lora-sd-scripts.safetensors"
-
     def export_of(self, form: str) -> Path:
         """Path of the LoRA in each format: a file, or for peft a folder with a folder per component."""
-        files = {"kohya": self.lora, "sd-scripts": self.sd_scripts_lora, "diffusers": self.diffusers_lora}
-        return {**files, "peft": self.peft_dir}[form]
+        files = {"kohya": self.lora, "diffusers": self.diffusers_lora, "peft": self.peft_dir}
+        return files.get(form, self.path / f"lora-{form}.safetensors")
 
     @property
     def result(self) -> Path:
