@@ -64,6 +64,7 @@ ROOMS: dict[str, str] = {
 PROCESS_EDGES = {
     (f"{PACKAGE}.train.worker", "main"),
     (f"{PACKAGE}.train.model_child", "main"),
+    (f"{PACKAGE}.train.tracking", "main"),
     (f"{PACKAGE}.foundation.exit_codes", "exit_code_of"),
     (f"{PACKAGE}.supervisor.child_main", "main"),
     (f"{PACKAGE}.loader.worker_pool", "_serve"),

@@ -22,6 +22,7 @@ from lora_rocm.foundation.terminal_text import legible
 from lora_rocm.foundation.units import size_text
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe, paths_of
 from lora_rocm.recipe.schema import Recipe
+from lora_rocm.supervisor.trackers import require_trackers
 
 if TYPE_CHECKING:
     from lora_rocm.dataset.caption_length import TokenLimit
@@ -49,6 +50,7 @@ def check(
         _say(f"{loaded.path}: keys and values are valid; images and base model were not looked at")
         return
     loaded.require_files()
+    require_trackers(loaded.recipe.output)
     # scan the data, while a child process examines the base model
     weighing = _Weighing(loaded.recipe)
     errors: list[LoraRocmError] = []

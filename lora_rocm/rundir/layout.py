@@ -32,7 +32,7 @@ STATE_FILE = "state.json"
 FOLDERS = r"checkpoints|samples|tensorboard|peft"
 IN_PLACE = (
     r"\.parent\.lock|\.worker(\.rank\d+)?\.lock|stop|worker(\.rank\d+)?\.log|events(\.rank\d+|\.supervisor)?\.jsonl|"
-    r"heartbeat\.rank\d+\.json|stacks\.rank\d+\.txt"
+    r"heartbeat\.rank\d+\.json|tracker\.\w+\.log|stacks\.rank\d+\.txt"
 )
 """Files that are written in place."""
 OF_PARENT = re.compile(
@@ -100,6 +100,10 @@ class RunDir:
     def log_of(self, rank: int) -> Path:
         """A worker's standard output and error."""
         return self.path / f"worker.rank{rank}.log" if rank else self.worker_log
+
+    def tracker_log(self, name: str) -> Path:
+        """Standard output and error of a tracker's process."""
+        return self.path / f"tracker.{name}.log"
 
     def recipe_of(self, rank: int) -> Path:
         """The recipe of a rank. Ranks that the parent of rank 0 did not start (``torchrun``) have their own."""

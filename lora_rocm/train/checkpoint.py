@@ -196,6 +196,13 @@ def rotate_checkpoints(run_dir: RunDir, keep_last: int) -> None:
             kept += 1
 
 
+def rotate_loras(run_dir: RunDir, keep_last: int | None) -> None:
+    """Delete all LoRA files beside the checkpoints but the newest ``keep_last``; None: keep all."""
+    for _, path in run_dir.checkpoint_loras()[: -keep_last if keep_last else 0]:
+        with contextlib.suppress(OSError):  # Windows: it is open; the next rotation tries again
+            path.unlink()
+
+
 def discard_newer(run_dir: RunDir, updates: int) -> None:
     """Remove the files of later steps: valid checkpoints, their LoRA files, previews. These steps are trained again.
 
