@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from lora_rocm.adapters import new_tokens
 from lora_rocm.adapters.factory import attach_file, inject, without_start
 from lora_rocm.adapters.lora_reader import components_of
 from lora_rocm.dataset.entry_spec import CAPTION
@@ -31,12 +32,13 @@ from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.families.spec import FamilySpec
 from lora_rocm.foundation.files import followed, write_atomic
 from lora_rocm.hardware.settings import Settings, settings_from
+from lora_rocm.recipe.adapter_sections import NewToken
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.load import load_recipe
-from lora_rocm.recipe.schema import TEXT_KEY, Recipe
+from lora_rocm.recipe.schema import TEXT_KEY, TOKENS_KEY, Recipe
 from lora_rocm.rundir.event_types import DrawnEvent, ErrorEvent, ExportEvent, NoticeEvent
 from lora_rocm.rundir.events import emit
-from lora_rocm.rundir.layout import RunDir
+from lora_rocm.rundir.layout import RunDir, embeddings_of
 from lora_rocm.train.checkpoint import Checkpoint, latest_valid, read_checkpoint
 from lora_rocm.train.preview import ENDINGS, content_of
 
@@ -53,7 +55,9 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
     require_inputs_read(job, recipe)
     width, height = sides_of(job, recipe)
     text_too = not components_of(family_for(recipe), lora).isdisjoint(recipe.spec.text_components)
-    recipe = recipe.model_copy(update={"lora": recipe.lora.model_copy(update={TEXT_KEY: text_too})})
+    tokens = _tokens_of(lora, recipe)
+    of_file = {TEXT_KEY: text_too, TOKENS_KEY: tokens}
+    recipe = recipe.model_copy(update={"lora": recipe.lora.model_copy(update=of_file)})
     family = family_for(recipe)
     device, settings = _start(recipe)
     # Encode the prompts, one encoder in memory at a time
@@ -67,6 +71,8 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
     # Load the model with the LoRA
     dtype = compute_dtype(recipe.train.mixed_precision, device, settings, recipe.spec.takes_fp16)
     model = family.load(dtype, torch.device("cpu"))
+    new_tokens.put(family, model, tokens)
+    new_tokens.start(family, model, tokens)
     attach_file(family, model, lora, job["strength"], lambda text: emit(NoticeEvent(text=text)))
     _send(model, device, settings)
     family.fuse(model, triton=False)  # in float16 some families are only right as they are trained
@@ -171,6 +177,28 @@ def _lora_of(run_dir: RunDir) -> Path:
     raise AdapterError(
         "no-lora-yet", "This run has not written a LoRA file yet.", where=str(run_dir.path), fix="Train on first."
     )
+
+
+def _tokens_of(lora: Path, recipe: Recipe) -> tuple[NewToken, ...]:
+    """The new tokens of the embedding files beside a LoRA file.
+
+    Raises:
+        AdapterError: "embeddings-missing", a file of a token that the run trains is not there.
+    """
+    folder = embeddings_of(lora)
+    tokens = new_tokens.tokens_in(folder) if recipe.spec.embedding_keys else ()
+    found = {token.token for token in tokens}
+    missing = [token for token in recipe.lora.new_tokens if token.token not in found]
+    if missing:
+        raise AdapterError(
+            "embeddings-missing",
+            f"The embedding of the token {missing[0].token} is not beside this LoRA.",
+            where=str(folder / f"{missing[0].file_stem}.safetensors"),
+            fix="Put the folder back, or write it again: lora-rocm export RUN.",
+        )
+    if found:
+        emit(NoticeEvent(text=f"Prompts may have the new tokens {', '.join(sorted(found))} ({folder})."))
+    return tokens
 
 
 def require_inputs_read(job: Job, recipe: Recipe) -> None:

@@ -51,8 +51,8 @@ class Sdxl(LdmFamily):
     file_prefixes = kohya_keys.PREFIXES
 
     def encoders(self) -> Sequence[Encoder]:
-        if self.recipe.lora.train_text_encoder:
-            return [VaeEncoder(self.source), TokenEncoder(self.source)]
+        if self.recipe.lora.tokenises:
+            return [VaeEncoder(self.source), TokenEncoder(self.source, self.recipe.lora.new_tokens)]
         return [VaeEncoder(self.source), TextEncoder(self.source, 1), TextEncoder(self.source, 2)]
 
     def sample_meta(
@@ -63,7 +63,7 @@ class Sdxl(LdmFamily):
 
     def text_example(self, rows: int) -> Tensors:
         unet = self.source.config("unet")
-        if self.recipe.lora.train_text_encoder:
+        if self.recipe.lora.tokenises:
             ids = torch.zeros(rows, clip.CLIP_TOKENS, dtype=torch.int64)
             return {"input_ids_1": ids, "input_ids_2": ids.clone()}
         pooled = int(unet["projection_class_embeddings_input_dim"]) - 6 * int(unet["addition_time_embed_dim"])
