@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import PreTrainedModel
 
 from lora_rocm.base_models.safetensors_file import read_tensors
 from lora_rocm.dataset.caption_length import TokenLimit
@@ -51,7 +51,7 @@ class NewTokenLayer(nn.Module):
 def put(family: ModelFamily, model: LoadedModel, tokens: Sequence[NewToken]) -> None:
     """Put rows for new tokens into the text encoders of a model; without tokens it does nothing."""
     for component in family.embedding_keys if tokens else ():
-        encoder: Any = model.components[component]
+        encoder: PreTrainedModel = model.components[component]
         num_vectors = sum(token.vectors for token in tokens)
         encoder.set_input_embeddings(NewTokenLayer(encoder.get_input_embeddings(), num_vectors))
 

@@ -25,6 +25,7 @@ from lora_rocm.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     from lora_rocm.dataset.caption_length import TokenLimit
+    from lora_rocm.dataset.sample_table import Sample
     from lora_rocm.dataset.shape import Shape
 
 WEIGH_MODULE = "lora_rocm.train.check_child"
@@ -111,7 +112,7 @@ def _cut_captions(recipe: Recipe, samples: Iterable[Any], limits: Sequence[Token
     return cut_notice(captioned, limits, recipe.spec.trains_on_texts)
 
 
-def _unused_tokens(recipe: Recipe, samples: Iterable[Any]) -> Iterator[str]:
+def _unused_tokens(recipe: Recipe, samples: Iterable[Sample]) -> Iterator[str]:
     """Yield a notice for each new token that no caption has."""
     from lora_rocm.dataset.captions import prepare
 

@@ -68,16 +68,21 @@ def identity_of_tokens(source: Source, new_tokens: Sequence[NewToken]) -> str:
 
 
 def token_ids(tokenizer: CLIPTokenizer, caption: str) -> Tensor:
-    """Token ids of a caption, int64 [S], padded or truncated to the tokenizer's length.
-
-    Vectors of new tokens are -1, -2, ..., so that the largest id is still that of the end, where CLIP pools.
-    """
+    """Token ids of a caption, int64 [S], padded or truncated to the tokenizer's length; see ``_with_negative``."""
     encoded = tokenizer(
         caption, padding="max_length", max_length=tokenizer.model_max_length, truncation=True, return_tensors="pt"
     )
     ids_S: Tensor = encoded.input_ids[0]
+    return _with_negative(tokenizer, ids_S)
+
+
+def _with_negative(tokenizer: CLIPTokenizer, ids: Tensor) -> Tensor:
+    """Token ids of any shape, with -1, -2, ... for the vectors of new tokens.
+
+    So the largest id is still that of the end, where CLIP pools.
+    """
     first = tokenizer.get_added_vocab().get(chr(FIRST_MARK), len(tokenizer))
-    return torch.where(ids_S < first, ids_S, first - 1 - ids_S)
+    return torch.where(ids < first, ids, first - 1 - ids)
 
 
 def token_limit(tokenizer: CLIPTokenizer) -> TokenLimit:

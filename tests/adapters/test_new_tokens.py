@@ -16,6 +16,7 @@ from lora_rocm.adapters.factory import inject, without_start
 from lora_rocm.dataset.entry_spec import CAPTION
 from lora_rocm.errors import AdapterError, UserError
 from lora_rocm.export import writers
+from lora_rocm.export.metadata import Facts
 from lora_rocm.families import clip
 from lora_rocm.families.base import family_for
 from lora_rocm.latent_cache.quarantine import plain_door
@@ -119,7 +120,7 @@ def by_rules_of_uis(pipeline: Any, files: dict[str, dict[str, Tensor]], number: 
     """A1111's and ComfyUI's rule: a name in the prompt is read as its vectors, which take the places of tokens."""
     component, (tokenizer, key) = list(COMPONENTS.items())[number]
     encoder, tokenizer = getattr(pipeline, component), getattr(pipeline, tokenizer)
-    ids, vectors = [tokenizer.bos_token_id], {}
+    ids, vectors = [tokenizer.bos_token_id], dict[int, Tensor]()
     for piece in ("a photo of", "Toy", ", small", "glib", "glibly"):
         if piece in files:
             rows = files[piece].get(key, next(iter(files[piece].values())))
@@ -170,7 +171,7 @@ def test_the_file_of_sd15_is_read_by_diffusers_and_starts_a_token(tmp_path: Path
     adapter = inject(family, model, recipe.lora, 0)
     with torch.no_grad():
         new_tokens.layers_of(model)["text_encoder"].rows_ND.normal_()
-    facts = writers.Facts(steps=1, epochs=1, num_epochs=1)
+    facts = Facts(steps=1, epochs=1, num_epochs=1)
     writers.write("kohya", tmp_path / "lora.safetensors", family, adapter, recipe, facts)
     path = tmp_path / "lora-embeddings" / "Toy.safetensors"
     assert list(load_file(path)) == ["emb_params"]
