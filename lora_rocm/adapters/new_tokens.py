@@ -21,6 +21,7 @@ from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.model_files.header import read_header
 from lora_rocm.recipe.adapter_sections import NewToken
+from lora_rocm.rundir.layout import embeddings_of
 
 NAME = "new_tokens"
 """First part of the names of the trained tensors, before the component."""
@@ -131,21 +132,28 @@ def read_vectors(path: Path, key: str, shape: Sequence[int]) -> Tensor:
     return found
 
 
-def tokens_in(folder: Path) -> tuple[NewToken, ...]:
-    """Return the tokens of the embedding files in a folder, which start from these files; empty if there is none.
+def tokens_beside(lora: Path, wanted: Sequence[NewToken] = ()) -> tuple[NewToken, ...]:
+    """Return the tokens of the embedding files beside a LoRA file, which start from these files: first those wanted.
 
     Raises:
         ModelError: a file is damaged.
-        AdapterError: "embedding-unfit", a file is no embedding.
+        AdapterError: "embedding-unfit", a file is no embedding; "embedding-missing", that of a wanted token.
     """
-    found = []
+    found, folder = dict[str, NewToken](), embeddings_of(lora)
     for path in sorted(folder.glob("*.safetensors")):
         header = read_header(path)
-        shape = next(iter(header.shapes.values()), (0,))
-        token = header.metadata.get(TOKEN_FIELD, path.stem)
+        shape, name = next(iter(header.shapes.values()), (0,)), header.metadata.get(TOKEN_FIELD, path.stem)
         try:
-            found.append(NewToken(token=token, vectors=shape[0] if len(shape) > 1 else 1, init_from=str(path)))
+            found[name] = NewToken(token=name, vectors=shape[0] if len(shape) > 1 else 1, init_from=str(path))
         except ValidationError as error:
             what = f"The file is no embedding of a token: {error.errors()[0]['msg']}."
             raise AdapterError("embedding-unfit", what, where=str(path), fix="Move it out of the folder.") from error
-    return tuple(found)
+    for token in wanted:
+        if token.token not in found:
+            raise AdapterError(
+                "embedding-missing",
+                f"The embedding of the token {token.token} is not beside the LoRA.",
+                where=str(folder / f"{token.file_stem}.safetensors"),
+                fix="Put the folder back, or write it again with lora-rocm export.",
+            )
+    return (*(found.pop(token.token) for token in wanted), *found.values())

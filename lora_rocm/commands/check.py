@@ -114,12 +114,12 @@ def _cut_captions(recipe: Recipe, samples: Iterable[Any], limits: Sequence[Token
 
 def _unused_tokens(recipe: Recipe, samples: Iterable[Sample]) -> Iterator[str]:
     """Yield a notice for each new token that no caption has."""
-    from lora_rocm.dataset.captions import prepare
+    from lora_rocm.dataset.captions import variants
 
     left = list(recipe.lora.new_tokens)
     for sample in samples if left else ():
-        caption = prepare(sample.caption, sample.options)
-        left = [token for token in left if not token.is_in(caption)]
+        texts = variants(sample.caption, sample.options, recipe.data.caption_variants, recipe.train.seed)
+        left = [token for token in left if not any(map(token.is_in, texts))]
     for token in left:
         yield f"no caption has the token {token.token} of lora.new_tokens: its vectors are not trained."
 

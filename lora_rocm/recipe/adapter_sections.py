@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from lora_rocm.recipe.sections import MAX_ITEMS, MAX_RANK, InputFile, Section, one_of
+from lora_rocm.recipe.sections import MAX_ITEMS, MAX_RANK, InputFile, Section, one_of, refuse_unread
 
 Pattern = Annotated[str, Field(min_length=1)]  # an empty expression matches no module
 
@@ -68,7 +68,7 @@ class AdapterSection(Section):
     formats: the values of ``output.formats`` in which the adapter can be written.
     """
 
-    formats: ClassVar[tuple[str, ...]] = ("kohya", "sd-scripts", "diffusers", "peft")
+    formats: ClassVar[tuple[str, ...]] = ("kohya", "sd-scripts", "comfyui", "diffusers", "peft")
 
     type: str = Field(description="Kind of adapter.")
     rank: int = Field(16, gt=0, le=MAX_RANK, description="Rank of the update.")
@@ -118,6 +118,11 @@ class AdapterSection(Section):
         return self.type
 
     @property
+    def size(self) -> str:
+        """What decides the number of trained weights, and their scale, in words."""
+        return f"rank {self.rank}, alpha {self.effective_alpha:g}"
+
+    @property
     def needs_dense(self) -> str:
         """The key because of which the base has to be dense; empty if a quantised base is possible."""
         return ""
@@ -163,5 +168,49 @@ class LokrSection(AdapterSection):
         return "LoKr"
 
 
-ADAPTERS: Mapping[str, type[AdapterSection]] = {"lora": LoraSection, "lokr": LokrSection}
+class LohaSection(AdapterSection):
+    """The adapter: LyCORIS' LoHa, the product, entry by entry, of two low-rank products."""
+
+    formats = ("kohya", "peft")
+
+    type: Literal["loha"] = Field("loha", description="Kind of adapter.")
+
+    @property
+    def title(self) -> str:
+        return "LoHa"
+
+
+class OftSection(AdapterSection):
+    """The adapter: LyCORIS' diag-oft, which rotates blocks of each layer's outputs. rank is the largest block."""
+
+    formats = ("kohya",)
+
+    type: Literal["oft"] = Field("oft", description="Kind of adapter.")
+    constraint: float = Field(
+        0.0,
+        ge=0.0,
+        le=100_000.0,
+        description="Largest norm of a layer's rotation, as a share of its number of outputs; 0: no limit.",
+    )
+
+    @model_validator(mode="after")
+    def _without_scale(self) -> OftSection:
+        refuse_unread(self, ("alpha",), "on an OFT: a rotation has no scale", "Remove it.")
+        return self
+
+    @property
+    def title(self) -> str:
+        return "OFT"
+
+    @property
+    def size(self) -> str:
+        return f"blocks of {self.rank} rows"
+
+
+ADAPTERS: Mapping[str, type[AdapterSection]] = {
+    "lora": LoraSection,
+    "lokr": LokrSection,
+    "loha": LohaSection,
+    "oft": OftSection,
+}
 """The section of each ``lora.type``; the first is the default."""

@@ -107,7 +107,7 @@ def conditioning(family: Any, model: Any, prompt: str) -> tuple[Tensor, ...]:
 
 def loaded(recipe: Any, run: RunDir) -> tuple[Any, Any]:
     """The base with the tokens of a run's embedding files."""
-    tokens = new_tokens.tokens_in(embeddings_of(run.lora))
+    tokens = new_tokens.tokens_beside(run.lora)
     lora = recipe.lora.model_copy(update={"new_tokens": tokens})
     family = family_for(recipe.model_copy(update={"lora": lora}))
     model = family.load(torch.float32, CPU)
@@ -208,14 +208,21 @@ def test_what_cannot_start_a_token_is_refused(material: Path, tmp_path: Path) ->
     assert caught.value.code == "token-init-empty"
 
 
-def test_a_file_that_is_no_embedding_is_refused_in_the_folder(tmp_path: Path) -> None:
-    assert new_tokens.tokens_in(tmp_path / "none") == ()
-    save_file({"emb_params": torch.zeros(32)}, tmp_path / "glib.safetensors")
-    (token,) = new_tokens.tokens_in(tmp_path)
-    assert (token.token, token.vectors) == ("glib", 1)
-    save_file({"x": torch.zeros(2000, 4)}, tmp_path / "lora.safetensors", {new_tokens.TOKEN_FIELD: "a b"})
+def test_the_embeddings_beside_a_lora_are_found_and_missed(tmp_path: Path) -> None:
+    lora, folder = tmp_path / "x.safetensors", tmp_path / "x-embeddings"
+    assert new_tokens.tokens_beside(lora) == ()
+    wanted = (NewToken(token="<toy>", init="cat"),)
     with pytest.raises(AdapterError) as caught:
-        new_tokens.tokens_in(tmp_path)
+        new_tokens.tokens_beside(lora, wanted)
+    assert caught.value.code == "embedding-missing" and "toy.safetensors" in str(caught.value.where)
+    folder.mkdir()
+    save_file({"emb_params": torch.zeros(32)}, folder / "glib.safetensors")
+    save_file({"emb_params": torch.zeros(2, 32)}, folder / "toy.safetensors", {new_tokens.TOKEN_FIELD: "<toy>"})
+    found = [(token.token, token.vectors) for token in new_tokens.tokens_beside(lora, wanted)]
+    assert found == [("<toy>", 2), ("glib", 1)]
+    save_file({"x": torch.zeros(2000, 4)}, folder / "lora.safetensors", {new_tokens.TOKEN_FIELD: "a b"})
+    with pytest.raises(AdapterError) as caught:
+        new_tokens.tokens_beside(lora)
     assert caught.value.code == "embedding-unfit"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from lora_rocm.commands.check import _unused_tokens
 from lora_rocm.errors import RecipeError
 from lora_rocm.recipe.adapter_sections import NewToken
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe
+from lora_rocm.recipe.schema import SourceOptions
 
 MINIMAL = "model: {{family: {family}, name_or_path: builtin:tiny-sdxl}}\ndata: {{path: .}}\ntrain: {{epochs: 1}}\n"
 
@@ -67,8 +69,10 @@ def test_tokens_are_found_as_the_tokenizer_finds_them() -> None:
     plain, marked = NewToken(token="Glib", init="cat"), NewToken(token="<Ä>", init="cat")
     assert plain.is_in("a GLIB, cat") and not plain.is_in("a glibly, cat")
     assert marked.is_in("x<a\u0308>y") and marked.file_stem == "Ä"
-    options = SimpleNamespace(trigger_word="glib")
-    samples = [SimpleNamespace(caption="a cat", options=options)]
-    recipe = SimpleNamespace(lora=SimpleNamespace(new_tokens=(plain, marked)))
-    (notice,) = _unused_tokens(recipe, samples)  # type: ignore[arg-type]
-    assert "<Ä>" in notice
+
+
+def test_check_names_tokens_that_no_caption_has(tmp_path: Path) -> None:
+    recipe = loaded(tmp_path, "[{token: glib, init: cat}, {token: <toy>, init: cat}]").recipe
+    samples: Any = [SimpleNamespace(caption="a cat", options=SourceOptions(trigger_word="Glib"))]
+    (notice,) = _unused_tokens(recipe, samples)
+    assert "<toy>" in notice

@@ -6,14 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
-from lora_rocm.adapters.new_tokens import TOKEN_FIELD
 from lora_rocm.errors import AdapterError, UserError
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.load import dump_recipe
-from lora_rocm.train.model_child import _tokens_of, recipe_for, require_inputs_read, sides_of
+from lora_rocm.train.model_child import recipe_for, require_inputs_read, sides_of
 from tests.families.toy_families import TOYS
 
 LORA = Path("lora.safetensors")
@@ -89,19 +86,3 @@ def test_in_a_run_its_family_counts(tmp_path: Path) -> None:
     assert recipe_for(job(base="other", family="toy-video"), lora, TOYS).model.name_or_path == "other"
     with pytest.raises(AdapterError, match="trained on Toy video"):
         recipe_for(job(base="other", family="sdxl"), lora, TOYS)
-
-
-def test_the_embeddings_beside_a_lora_are_used_and_missed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lora = tmp_path / "x.safetensors"
-    plain = recipe("sdxl")
-    assert _tokens_of(lora, plain) == () and not capsys.readouterr().out
-    trained = recipe_from({**plain.model_dump(), "lora": {"new_tokens": [{"token": "<toy>", "init": "cat"}]}})
-    with pytest.raises(AdapterError) as caught:
-        _tokens_of(lora, trained)
-    assert caught.value.code == "embeddings-missing" and "toy.safetensors" in str(caught.value.where)
-    (tmp_path / "x-embeddings").mkdir()
-    tensors = {"clip_l": torch.zeros(2, 8), "clip_g": torch.zeros(2, 8)}
-    save_file(tensors, tmp_path / "x-embeddings" / "toy.safetensors", {TOKEN_FIELD: "<toy>"})
-    for each in (plain, trained):
-        (token,) = _tokens_of(lora, each)
-        assert (token.token, token.vectors) == ("<toy>", 2) and "<toy>" in capsys.readouterr().out

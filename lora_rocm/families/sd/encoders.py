@@ -20,15 +20,16 @@ from lora_rocm.recipe.adapter_sections import NewToken
 class TextEncoder:
     """Encodes captions to the embeddings of ``StableDiffusionPipeline.encode_prompt``, in float32."""
 
-    entry = EntrySpec("text", (CAPTION,), {"prompt_embeds": TensorSpec("float32", "SD")})
+    entry = EntrySpec("text", (CAPTION,), {"prompt_embeds": TensorSpec("float32", "SD", clip.PAD)})
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
+    def __init__(self, source: Source, max_tokens: int) -> None:
+        self._source, self._max_tokens = source, max_tokens
 
     @cached_property
     def fingerprint(self) -> str:
         weights = self._source.fingerprint("text_encoder")
-        return f"text-last{ENCODING_VERSION}-{weights}-{tokenizer_identity(self._source, ('tokenizer',))}"
+        identity = tokenizer_identity(self._source, ("tokenizer",))
+        return f"text-last{ENCODING_VERSION}-{self._max_tokens}-{weights}-{identity}"
 
     def in_tiles(self) -> None:
         return None
@@ -42,7 +43,7 @@ class TextEncoder:
         def encode(inputs: Inputs) -> Tensors:
             caption = inputs[CAPTION]
             assert isinstance(caption, str), "the text encoder encodes captions"
-            ids_BS = door.send_checked(clip.token_ids(tokenizer, caption)[None], "token ids")
+            ids_BS = door.send_checked(clip.chunk_ids(tokenizer, caption, self._max_tokens)[None], "token ids")
             return door.receive({"prompt_embeds": clip.last_states(encoder, ids_BS)[0]})
 
         return encode
@@ -51,15 +52,15 @@ class TextEncoder:
 class TokenEncoder:
     """Encodes captions to token ids, used if the text encoder runs in every step."""
 
-    entry = EntrySpec("tokens", (CAPTION,), {"input_ids": TensorSpec("int64", "S")})
+    entry = EntrySpec("tokens", (CAPTION,), {"input_ids": TensorSpec("int64", "S", clip.PAD)})
 
-    def __init__(self, source: Source, new_tokens: Sequence[NewToken] = ()) -> None:
-        self._source, self._new_tokens = source, new_tokens
+    def __init__(self, source: Source, max_tokens: int, new_tokens: Sequence[NewToken] = ()) -> None:
+        self._source, self._max_tokens, self._new_tokens = source, max_tokens, new_tokens
 
     @cached_property
     def fingerprint(self) -> str:
         identity = clip.identity_of_tokens(self._source, self._new_tokens)
-        return f"tokens{ENCODING_VERSION}-{identity}"
+        return f"tokens{ENCODING_VERSION}-{self._max_tokens}-{identity}"
 
     def in_tiles(self) -> None:
         return None
@@ -70,6 +71,6 @@ class TokenEncoder:
         def encode(inputs: Inputs) -> Tensors:
             caption = inputs[CAPTION]
             assert isinstance(caption, str), "the tokenizer encodes captions"
-            return {"input_ids": clip.token_ids(tokenizer, caption)}
+            return {"input_ids": clip.chunk_ids(tokenizer, caption, self._max_tokens)}
 
         return encode

@@ -56,8 +56,9 @@ class StableDiffusion(LdmFamily):
 
     def encoders(self) -> Sequence[Encoder]:
         lora = self.recipe.lora
-        words = TokenEncoder(self.source, lora.new_tokens) if lora.tokenises else TextEncoder(self.source)
-        return [VaeEncoder(self.source), words]
+        if lora.tokenises:
+            return [VaeEncoder(self.source), TokenEncoder(self.source, self.max_tokens, lora.new_tokens)]
+        return [VaeEncoder(self.source), TextEncoder(self.source, self.max_tokens)]
 
     def text_example(self, rows: int) -> Tensors:
         if self.recipe.lora.tokenises:

@@ -51,9 +51,10 @@ class Sdxl(LdmFamily):
     file_prefixes = kohya_keys.PREFIXES
 
     def encoders(self) -> Sequence[Encoder]:
-        if self.recipe.lora.tokenises:
-            return [VaeEncoder(self.source), TokenEncoder(self.source, self.recipe.lora.new_tokens)]
-        return [VaeEncoder(self.source), TextEncoder(self.source, 1), TextEncoder(self.source, 2)]
+        lora = self.recipe.lora
+        if lora.tokenises:
+            return [VaeEncoder(self.source), TokenEncoder(self.source, self.max_tokens, lora.new_tokens)]
+        return [VaeEncoder(self.source), *(TextEncoder(self.source, number, self.max_tokens) for number in (1, 2))]
 
     def sample_meta(
         self, original_hw: tuple[int, int], crop_top_left: tuple[int, int], target_hw: tuple[int, int]
