@@ -83,7 +83,7 @@ FOREIGN_NAMES = (
     *("adapters.lora_reader", "adapters.lora_parts", "model_files"),
 )
 """Where the words of families belong: in these, and in tables of other trainers' names and of LoRA files."""
-MAX_FAMILY_LINES = 10
+MAX_FAMILY_LINES = 11
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from lora_rocm.adapters import new_tokens
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.entry import Entry, Say
 from lora_rocm.adapters.kinds import kind_for, kind_of_file
@@ -37,6 +38,7 @@ def inject(
     """
     adapter = _with_layers(family, model, lora)
     adapter.initialise(seed)
+    new_tokens.start(family, model, lora.new_tokens)
     if lora.init_from is not None:
         entries = start_entries(family, model, lora, adapter, say)
         adapter.start_from(entries)
@@ -49,8 +51,9 @@ def inject(
 
 
 def without_start(lora: AdapterSection) -> AdapterSection:
-    """Return the section without ``init_from``, for layers whose weights all come from a checkpoint."""
-    return lora.model_copy(update={"init_from": None})
+    """Return the section without what its weights start from, for layers whose weights come from a checkpoint."""
+    tokens = tuple(token.model_copy(update={"init": None, "init_from": None}) for token in lora.new_tokens)
+    return lora.model_copy(update={"init_from": None, "new_tokens": tokens})
 
 
 def start_entries(
@@ -112,4 +115,5 @@ def _with_layers(family: ModelFamily, model: LoadedModel, lora: AdapterSection) 
     kind = kind_for(lora)
     for component, pattern in targets(family, model, lora).items():
         kind.insert(model.components[component], kind.config(lora, pattern))
+    new_tokens.put(family, model, lora.new_tokens)  # after PEFT, which freezes all but its own layers
     return kind(family, model)

@@ -26,6 +26,7 @@ from lora_rocm.supervisor.trackers import require_trackers
 
 if TYPE_CHECKING:
     from lora_rocm.dataset.caption_length import TokenLimit
+    from lora_rocm.dataset.sample_table import Sample
     from lora_rocm.dataset.shape import Shape
 
 WEIGH_MODULE = "lora_rocm.train.check_child"
@@ -75,7 +76,11 @@ def check(
         _say(f"  {component}: {size_text(size)}")
     total = sum(base.num_bytes.values())
     _say(f"  together: {size_text(total)} (training adds activations, adapter and optimizer)")
-    for notice in (*base.notices, *_cut_captions(loaded.recipe, samples, base.token_limits)):
+    of_captions = (
+        *_cut_captions(loaded.recipe, samples, base.token_limits),
+        *_unused_tokens(loaded.recipe, samples),
+    )
+    for notice in (*base.notices, *of_captions):
         _say(f"  note: {notice}")
     _say(f"recipe {loaded.path}: valid")
 
@@ -107,6 +112,18 @@ def _cut_captions(recipe: Recipe, samples: Iterable[Any], limits: Sequence[Token
 
     captioned = ((sample.key, prepare(sample.caption, sample.options)) for sample in samples)
     return cut_notice(captioned, limits, recipe.spec.trains_on_texts)
+
+
+def _unused_tokens(recipe: Recipe, samples: Iterable[Sample]) -> Iterator[str]:
+    """Yield a notice for each new token that no caption has."""
+    from lora_rocm.dataset.captions import variants
+
+    left = list(recipe.lora.new_tokens)
+    for sample in samples if left else ():
+        texts = variants(sample.caption, sample.options, recipe.data.caption_variants, recipe.train.seed)
+        left = [token for token in left if not any(map(token.is_in, texts))]
+    for token in left:
+        yield f"no caption has the token {token.token} of lora.new_tokens: its vectors are not trained."
 
 
 def _data_lines(loaded: LoadedRecipe, usable: list[Any]) -> Iterator[str]:

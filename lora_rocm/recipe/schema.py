@@ -490,8 +490,8 @@ class Recipe(Section):
         return self
 
     def trains(self, component: str) -> bool:
-        """Whether a component that an adapter can be put on is trained: text encoders are if the recipe says so."""
-        return component not in self.spec.text_components or self.lora.train_text_encoder
+        """Whether a component of an adapter's runs in a step: text encoders do if they, or new tokens, are trained."""
+        return component not in self.spec.text_components or self.lora.tokenises
 
     @property
     def preview_size(self) -> tuple[int, int]:
@@ -502,8 +502,8 @@ class Recipe(Section):
 
 
 NEGATIVE_PROMPT = "sample.negative_prompt"
-TEXT_KEY = "train_text_encoder"
-"""The key of ``lora`` that a family without text encoders refuses."""
+TEXT_KEY, TOKENS_KEY = "train_text_encoder", "new_tokens"
+"""The keys of ``lora`` that a family without text encoders, or without embedding files, refuses."""
 MOVED = {("train", name): ("objective", name) for name in ("min_snr_gamma", "noise_offset", "zero_terminal_snr")}
 """Old place -> new place of keys that have moved; the old places are still read."""
 

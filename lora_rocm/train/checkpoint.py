@@ -211,7 +211,7 @@ def discard_newer(run_dir: RunDir, updates: int) -> None:
     for found, path in run_dir.list_checkpoints():
         if found > updates and read_checkpoint(path) is not None:
             _remove(path)
-            run_dir.checkpoint_lora(found).unlink(missing_ok=True)
+            run_dir.discard_lora(found)
     for found, folder in run_dir.list_samples():
         if found > updates:
             with contextlib.suppress(OSError):  # Windows: a preview is open; it will be overwritten

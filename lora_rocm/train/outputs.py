@@ -32,7 +32,7 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.mitigations import change_event
 from lora_rocm.rundir.event_types import CheckpointEvent, ConceptEvent, ExportEvent, PreviewEvent
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.rundir.results import FileDigest
+from lora_rocm.rundir.results import EMBEDDING_FILE, FileDigest
 from lora_rocm.train import concept_score, preview
 from lora_rocm.train.base_seal import Seals
 from lora_rocm.train.checkpoint import read_checkpoint, rotate_checkpoints, rotate_loras, save_checkpoint
@@ -108,7 +108,7 @@ class Artifacts:
         try:
             self.guard.check_state(updates)  # again: it must not have changed while it was read
         except StateError:
-            lora.unlink(missing_ok=True)
+            self.run_dir.discard_lora(updates)
             raise
         # Write the state
         facts = {
@@ -239,6 +239,7 @@ class Artifacts:
             "path": self._name(path),
             "max_difference": found.max_difference,
             "cannot_read": list(found.cannot_read),
+            "embeddings": [digest.path for digest in written if EMBEDDING_FILE.fullmatch(digest.path)],
         }
         changed = [digest.path for digest in written if FileDigest.of_file(self.run_dir, digest.path) != digest]
         if changed:
