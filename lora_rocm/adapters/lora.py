@@ -139,10 +139,14 @@ class LoraAdapter(Adapter):
         for name, entry in entries.items():
             if entry.input_magnitude is not None:
                 raise _other_axis(name, entry.input_magnitude, path)
-        highest = max(entry.rank for entry in entries.values())
-        if highest > lora.rank:
-            what = f"it has rank {highest}, the recipe asks for rank {lora.rank}"
-            found.append((what, f"lora.rank to {highest}"))
+        lacking: dict[str, tuple[int, int]] = {}
+        for name, entry in entries.items():
+            ours = self.modules[name][2].r[PEFT_NAME] if name in self.modules else lora.rank
+            key = "lora.rank" if ours == lora.rank else "its own rank in lora.overrides, or lora.conv_rank,"
+            if entry.rank > ours:
+                lacking[key] = max(lacking.get(key, (0, 0)), (entry.rank, ours))
+        for key, (rank, ours) in lacking.items():
+            found.append((f"it has rank {rank}, the recipe asks for rank {ours}", f"{key} to {rank}"))
         if not lora.use_dora and any(entry.magnitude is not None for entry in entries.values()):
             found.append(("it is a DoRA", "lora.use_dora to true"))
         return found
@@ -186,7 +190,7 @@ class LoraAdapter(Adapter):
     def narrow(self, lora: AdapterSection) -> int:
         """Return the number of layers with fewer inputs or outputs than the rank."""
         weights = (self.trained(layer, PEFT_NAME) for _, _, layer in self.modules.values())
-        return sum(min(found["lora_A"][0].numel(), len(found["lora_B"])) < lora.rank for found in weights)
+        return sum(min(found["lora_A"][0].numel(), len(found["lora_B"])) < len(found["lora_A"]) for found in weights)
 
 
 def config_for(component: str, root: nn.Module, entries: Mapping[str, LoraEntry]) -> LoraConfig | None:

@@ -2,14 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from lora_rocm.recipe.sections import MAX_ITEMS, MAX_RANK, InputFile, Section
 
+MAX_OVERRIDES = 64
 Pattern = Annotated[str, Field(min_length=1)]  # an empty expression matches no module
+Rank = Annotated[int, Field(gt=0, le=MAX_RANK)]
+Alpha = Annotated[float, Field(gt=0, le=100_000.0)]
+Rate = Annotated[float, Field(gt=0)]
+
+
+def has_kernel(shape: Sequence[int]) -> bool:
+    """Whether a weight, [out, in] or [out, in, kh, kw], is that of a convolution larger than 1 x 1."""
+    return any(side > 1 for side in shape[2:])
+
+
+class ModuleOverride(Section):
+    """Rank, alpha and learning rate of some modules. What it leaves out is as in the other modules."""
+
+    match: Pattern = Field(
+        description="A regular expression of whole module names with their component, such as "
+        "unet\\.up_blocks\\..* or text_encoder_2\\..*."
+    )
+    rank: Rank | None = Field(None, description="Rank of the update.")
+    alpha: Alpha | None = Field(None, description="Scale is alpha / rank; unset means lora.alpha, else the rank.")
+    learning_rate: Rate | None = Field(None, description="Peak learning rate.")
+
+    @model_validator(mode="after")
+    def _changes_something(self) -> Self:
+        if self.rank is None and self.alpha is None and self.learning_rate is None:
+            fix = "Add rank, alpha or learning_rate, or remove the entry."
+            raise PydanticCustomError("rule", "{what}", {"what": "it sets nothing", "keys": ["match"], "fix": fix})
+        return self
 
 
 class AdapterSection(Section):
@@ -47,6 +76,29 @@ class AdapterSection(Section):
         return self.type
 
     @property
+    def module_overrides(self) -> tuple[ModuleOverride, ...]:
+        """What differs between modules. The first that matches a module counts for it."""
+        return ()
+
+    @property
+    def size(self) -> str:
+        """What decides the number of trained weights of a module, in words."""
+        return f"rank {self.rank}"
+
+    def at(self, override: ModuleOverride | None, shape: Sequence[int]) -> Self:
+        """The section with the rank and the alpha of a module.
+
+        Args:
+            override: the one that counts for the module.
+            shape: of its weight, [out, in] or [out, in, kh, kw].
+        """
+        return self
+
+    def rate_factor(self, role: str) -> float:
+        """What the learning rate of the tensors of a role is multiplied by."""
+        return 1.0
+
+    @property
     def needs_dense(self) -> str:
         """The key because of which the base has to be dense; empty if a quantised base is possible."""
         return ""
@@ -62,6 +114,16 @@ class LoraSection(AdapterSection):
     type: Literal["lora"] = Field("lora", description="Kind of adapter.")
     use_rslora: bool = Field(False, description="Rank-stabilised scale: alpha / sqrt(rank).")
     use_dora: bool = Field(False, description="Weight-decomposed LoRA (magnitude trained too).")
+    conv_rank: Rank | None = Field(
+        None, description="Rank of convolutions with kernels larger than 1 x 1; unset means rank."
+    )
+    conv_alpha: Alpha | None = Field(None, description="Alpha of these convolutions; unset means alpha, else the rank.")
+    overrides: Annotated[tuple[ModuleOverride, ...], Field(max_length=MAX_OVERRIDES)] = Field(
+        (), description="Other ranks, alphas and learning rates of some modules. The first entry that matches counts."
+    )
+    loraplus_lr_ratio: float = Field(
+        1.0, gt=0, le=10_000.0, description="LoRA+: learning rate of B as a multiple of that of A; 16 is usual."
+    )
 
     @property
     def title(self) -> str:
@@ -70,6 +132,25 @@ class LoraSection(AdapterSection):
     @property
     def needs_dense(self) -> str:
         return "use_dora" if self.use_dora else ""
+
+    @property
+    def module_overrides(self) -> tuple[ModuleOverride, ...]:
+        return self.overrides
+
+    @property
+    def size(self) -> str:
+        conv = [] if self.conv_rank is None else [f"of convolutions {self.conv_rank}"]
+        others = [f"of {override.match} {override.rank}" for override in self.overrides if override.rank is not None]
+        return ", ".join([super().size, *conv, *others])
+
+    def at(self, override: ModuleOverride | None, shape: Sequence[int]) -> Self:
+        rank, alpha = (self.conv_rank, self.conv_alpha) if has_kernel(shape) else (None, None)
+        if override is not None:
+            rank, alpha = override.rank or rank, override.alpha or alpha
+        return self.model_copy(update={"rank": rank or self.rank, "alpha": alpha or self.alpha})
+
+    def rate_factor(self, role: str) -> float:
+        return self.loraplus_lr_ratio if role == "lora_B" else 1.0
 
 
 class LokrSection(AdapterSection):

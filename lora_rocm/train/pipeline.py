@@ -146,9 +146,10 @@ def load(start: StartContext, family: ModelFamily, data: Data) -> tuple[Artifact
     memory = _decide(start, family, data)
     memory.again = training_context(start.settings.attention)
     model, adapter, training_adapter, triton = _load_model(start, family, transfer, memory)
+    groups = adapter.groups(recipe.optim, recipe.lora)
     optimizer = make_optimizer(
-        adapter.flatten(start.dtype, WEIGHT_DTYPES[recipe.lora.weight_dtype]),
-        adapter.groups(recipe.optim),
+        adapter.flatten(start.dtype, WEIGHT_DTYPES[recipe.lora.weight_dtype], groups),
+        groups,
         recipe.optim,
         max_train_steps=data.max_train_steps,
         ema_decay=recipe.train.ema_decay,

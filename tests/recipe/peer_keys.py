@@ -25,6 +25,9 @@ RIGHT: dict[str, str] = {
     "dora_wd": "lora.use_dora",
     "ema_decay": "train.ema_decay",
     "enable_bucket": "data.enable_bucket",
+    "conv": "lora.conv_rank",
+    "conv_alpha": "lora.conv_alpha",
+    "conv_dim": "lora.conv_rank",
     "conditioning_data_dir": "data.mask_path",
     "enable_random_flip": "data.flip_aug",
     "enable_tag_shuffling": "data.shuffle_caption",
@@ -159,7 +162,7 @@ NOTHING_LIKE_IT = """
     bundle_additional_embeddings cache_latents cache_latents_to_disk cache_text_embeddings
     cache_text_encoder_outputs caption_dropout_every_n_epochs caption_prefix caption_strategy caption_suffix
     caption_tag_dropout_rate class_tokens clear_cache_before_training clip_skip color_aug compress_disk_cache
-    content_or_style continue_last_backup conv conv_alpha conv_dim cpu_offload_checkpointing crop
+    content_or_style continue_last_backup cpu_offload_checkpointing crop
     dataloader_threads decompose_both device_indexes diff_output_preservation
     disable_bucket_pruning disable_sampling discrete_flow_shift do_differential_guidance dropout_probability ema
     ema_config ema_update_step_interval enable_crop_jitter enable_wildcard enabled face_crop_aug_range factor
