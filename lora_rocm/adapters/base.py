@@ -24,6 +24,7 @@ from lora_rocm.adapters.module_names import SD_SCRIPTS, KeyTable, canonical, sd_
 from lora_rocm.adapters.targets import overrides_of
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
+from lora_rocm.optim.norm_limit import NormLimit
 from lora_rocm.recipe.adapter_sections import AdapterSection
 from lora_rocm.recipe.optim_sections import OptimSection
 from lora_rocm.recipe.sections import MAX_RANK
@@ -139,6 +140,10 @@ class Adapter(ABC):
     def needs_float32(self) -> bool:
         """Whether the layers compute in float32 on a base of another dtype."""
         return False
+
+    def norm_limit(self, lora: AdapterSection) -> NormLimit | None:
+        """Return what keeps the modules' updates within ``lora.max_update_norm``, once the weights are flat."""
+        return None
 
     def narrow(self, lora: AdapterSection) -> int:
         """Return how many layers have more trained numbers than their weight can use."""

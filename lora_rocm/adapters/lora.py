@@ -7,6 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ from lora_rocm.adapters.module_names import SD_SCRIPTS, adaptable, canonical
 from lora_rocm.adapters.targets import either
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
-from lora_rocm.kernels.lora_layer import with_lean_layers
+from lora_rocm.kernels.lora_layer import drop_ranks, with_lean_layers
 from lora_rocm.kernels.weight_format import dense_weight
 from lora_rocm.model_files.readers import readers_of
+from lora_rocm.optim.norm_limit import NormLimit
 from lora_rocm.recipe.adapter_sections import AdapterSection, LoraSection
 
 INPUT_SCALE = "dora_input_scale"
@@ -46,6 +48,12 @@ DORA_IN_KOHYA_FORM = (
 )
 
 
+@dataclass
+class _Config(LoraConfig):  # type: ignore[misc]  # PEFT leaves its type open
+    rank_dropout: float = 0.0
+    module_dropout: float = 0.0
+
+
 class LoraAdapter(Adapter):
     """The LoRA layers of a model. Roles: lora_A, lora_B, magnitude (of a DoRA)."""
 
@@ -61,19 +69,25 @@ class LoraAdapter(Adapter):
     @classmethod
     def config(cls, lora: AdapterSection, pattern: str) -> LoraConfig:
         assert isinstance(lora, LoraSection), "a section of this kind"
-        return LoraConfig(
+        return _Config(
             r=lora.rank,
             lora_alpha=lora.effective_alpha,  # PEFT divides by the rank; any number works
             lora_dropout=lora.dropout,
             use_rslora=lora.use_rslora,
             use_dora=lora.use_dora,
             target_modules=pattern,
+            rank_dropout=lora.rank_dropout,
+            module_dropout=lora.module_dropout,
         )
 
     @classmethod
     def put(cls, component: nn.Module, config: PeftConfig) -> None:
         assert isinstance(config, LoraConfig), "a config of this kind"
         super().put(component, with_lean_layers(config))
+        if isinstance(config, _Config) and (config.rank_dropout or config.module_dropout):
+            for layer in component.modules():
+                if isinstance(layer, LoraLayer):
+                    drop_ranks(layer, PEFT_NAME, config.rank_dropout, config.module_dropout)
 
     @classmethod
     def attach(cls, family: ModelFamily, model: LoadedModel, entries: Mapping[str, Any]) -> LoraAdapter:
@@ -181,6 +195,15 @@ class LoraAdapter(Adapter):
             told = {"diffusers": row.diffusers, "ComfyUI": row.comfyui, "kohya's tools": row.kohya} if row else {}
             found += tuple(f"{program} ({text})" for program, text in told.items() if text not in READ)
         return (*found, UNKNOWN_NAMES) if form == "kohya" and self.family.file_form == "folded" else found
+
+    def norm_limit(self, lora: AdapterSection) -> NormLimit | None:
+        if lora.max_update_norm is None:
+            return None
+        pairs = [
+            (self.parameters[f"{name}.lora_A"], self.parameters[f"{name}.lora_B"], trained_scale(layer))
+            for name, (_, _, layer) in self.modules.items()
+        ]
+        return NormLimit(pairs, lora.max_update_norm)
 
     @property
     def needs_float32(self) -> bool:

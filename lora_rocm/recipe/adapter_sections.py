@@ -8,12 +8,14 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from lora_rocm.recipe.sections import MAX_ITEMS, MAX_RANK, InputFile, Section
+from lora_rocm.recipe.sections import MAX_ITEMS, MAX_RANK, InputFile, Section, not_both
 
 MAX_OVERRIDES = 64
 Pattern = Annotated[str, Field(min_length=1)]  # an empty expression matches no module
 Rank = Annotated[int, Field(gt=0, le=MAX_RANK)]
 Alpha = Annotated[float, Field(gt=0, le=100_000.0)]
+DROPOUTS = ("dropout", "rank_dropout", "module_dropout")
+Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 Rate = Annotated[float, Field(gt=0)]
 
 
@@ -54,7 +56,7 @@ class AdapterSection(Section):
     alpha: float | None = Field(
         None, gt=0, le=100_000.0, description="Scale is alpha / rank; unset means alpha = rank."
     )
-    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.0, description="Dropout on the adapter's input.")
+    dropout: Share = Field(0.0, description="Dropout on the adapter's input.")
     targets: Pattern | Annotated[tuple[Pattern, ...], Field(min_length=1, max_length=MAX_ITEMS)] = Field(
         "attention-mlp",
         description="A preset (attention, attention-mlp, attention-mlp-conv) or regular expressions of module names.",
@@ -84,6 +86,21 @@ class AdapterSection(Section):
     def size(self) -> str:
         """What decides the number of trained weights of a module, in words."""
         return f"rank {self.rank}"
+
+    @property
+    def drops(self) -> tuple[str, ...]:
+        """The kinds of dropout in training, which draws random numbers for them."""
+        return tuple(name for name in DROPOUTS if getattr(self, name, 0.0))
+
+    @property
+    def max_update_norm(self) -> float | None:
+        """The largest norm that the update of a module may have; None: any."""
+        return None
+
+    @property
+    def sets_rates(self) -> bool:
+        """Whether some weights have a learning rate of their own."""
+        return False
 
     def at(self, override: ModuleOverride | None, shape: Sequence[int]) -> Self:
         """The section with the rank and the alpha of a module.
@@ -121,6 +138,15 @@ class LoraSection(AdapterSection):
     overrides: Annotated[tuple[ModuleOverride, ...], Field(max_length=MAX_OVERRIDES)] = Field(
         (), description="Other ranks, alphas and learning rates of some modules. The first entry that matches counts."
     )
+    rank_dropout: Share = Field(0.0, description="Share of the ranks that each sample of a batch is trained without.")
+    module_dropout: Share = Field(0.0, description="Share of the modules that a batch is trained without.")
+    scale_weight_norms: float | None = Field(
+        None,
+        gt=0,
+        le=1e6,
+        description="Largest norm of a module's update, alpha / rank * B A. After each step A and B of larger ones are "
+        "scaled down; 1 is usual.",
+    )
     loraplus_lr_ratio: float = Field(
         1.0, gt=0, le=10_000.0, description="LoRA+: learning rate of B as a multiple of that of A; 16 is usual."
     )
@@ -132,6 +158,20 @@ class LoraSection(AdapterSection):
     @property
     def needs_dense(self) -> str:
         return "use_dora" if self.use_dora else ""
+
+    @model_validator(mode="after")
+    def _dora_keeps_its_ranks(self) -> Self:
+        if self.use_dora and (self.rank_dropout or self.module_dropout):
+            raise not_both("rank_dropout" if self.rank_dropout else "module_dropout", "use_dora")
+        return self
+
+    @property
+    def max_update_norm(self) -> float | None:
+        return self.scale_weight_norms
+
+    @property
+    def sets_rates(self) -> bool:
+        return self.loraplus_lr_ratio != 1.0 or any(override.learning_rate for override in self.overrides)
 
     @property
     def module_overrides(self) -> tuple[ModuleOverride, ...]:

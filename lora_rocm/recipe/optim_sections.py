@@ -89,6 +89,11 @@ class OptimSection(Section):
         return self.lr_warmup_steps or math.ceil(self.lr_warmup_ratio * max_train_steps)
 
     @property
+    def reads_rates(self) -> bool:
+        """Whether learning rates have an effect."""
+        return True
+
+    @property
     def text_rate(self) -> float:
         """The peak learning rate of the text encoders."""
         return self.text_encoder_learning_rate or self.learning_rate
@@ -209,6 +214,10 @@ class AdafactorSection(OptimSection):
             what = f"{given[0]} is not read with relative_step, which has its own rate"
             raise rule(what, given[0], f"Remove {given[0]}, or set relative_step: false.")
         return self
+
+    @property
+    def reads_rates(self) -> bool:
+        return not self.relative_step
 
 
 class CameSection(OptimSection):

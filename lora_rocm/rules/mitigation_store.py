@@ -85,7 +85,7 @@ def _words_of_training(recipe: Recipe) -> list[str]:
         f"precision {train.mixed_precision}",
         *(["checkpointing"] if train.gradient_checkpointing else []),
         *([f"trained in {lora.weight_dtype}"] if lora.weight_dtype != "fp32" else []),
-        *(["dropout"] if lora.dropout else []),
+        *lora.drops,
         *(["average"] if train.ema_decay else []),
         *([f"memory {runtime.memory}"] if runtime.memory != "auto" else []),
         *([f"compile {runtime.compile}"] if runtime.compile not in ("auto", "off") else []),

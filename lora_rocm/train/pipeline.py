@@ -147,14 +147,16 @@ def load(start: StartContext, family: ModelFamily, data: Data) -> tuple[Artifact
     memory.again = training_context(start.settings.attention)
     model, adapter, training_adapter, triton = _load_model(start, family, transfer, memory)
     groups = adapter.groups(recipe.optim, recipe.lora)
+    weights = adapter.flatten(start.dtype, WEIGHT_DTYPES[recipe.lora.weight_dtype], groups)
     optimizer = make_optimizer(
-        adapter.flatten(start.dtype, WEIGHT_DTYPES[recipe.lora.weight_dtype], groups),
+        weights,
         groups,
         recipe.optim,
         max_train_steps=data.max_train_steps,
         ema_decay=recipe.train.ema_decay,
         use_loss_scale=start.dtype is torch.float16,
         triton=triton,
+        limit=adapter.norm_limit(recipe.lora),
     )
     # Checkpoint: compare, then restore
     position, seals = Position(), seals_of(transfer.base)
@@ -174,8 +176,8 @@ def load(start: StartContext, family: ModelFamily, data: Data) -> tuple[Artifact
     guard.check_kernels(position.updates)
     guard.use_graphs(capture)
     state = [*optimizer.state().values(), *optimizer.ema.values()]
-    weights, steps = adapter.parameters, data.max_train_steps
-    room = Room(session.run_dir, recipe, weights, state, steps, start.context, data.steps_per_epoch)
+    steps = data.max_train_steps
+    room = Room(session.run_dir, recipe, adapter.parameters, state, steps, start.context, data.steps_per_epoch)
     artifacts = Artifacts(
         session=session,
         recipe=recipe,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from lora_rocm.adapters.base import Adapter
@@ -87,6 +88,11 @@ def test_files_hold_the_rank_and_alpha_of_each_module(folder: Path, tmp_path: Pa
     started = injected(folder, init_from=str(tmp_path / "lora")).entries()
     for name, entry in adapter.entries().items():
         assert torch.allclose(started[name].update(), entry.update(), atol=1e-6)
+    assert sizes(adapter, QUERY)[1] != sizes(adapter, KEY)[1]
+    assert writers.verify(form, tmp_path / "lora", family, model, adapter).relative_difference < 1e-5
+    if form == "kohya":  # diffusers ignores alphas that differ from the others
+        tensors = load_file(tmp_path / "lora")
+        assert len({float(tensor) for name, tensor in tensors.items() if name.endswith(".alpha")}) == 1
     with pytest.raises(AdapterError, match="rank 6, the recipe asks for rank 3") as caught:
         injected(folder, init_from=str(tmp_path / "lora"), overrides=[{**OVERRIDES[0], "rank": 3}])
     assert "lora.overrides" in caught.value.fix and "to 6" in caught.value.fix
@@ -153,3 +159,16 @@ def test_a_state_goes_round_in_the_order_of_its_groups(folder: Path) -> None:
     other, _ = flattened(0.25)
     other.load(wanted)
     assert all(torch.equal(other.leaves[name], tensor) for name, tensor in wanted.items())
+
+
+def test_what_does_not_fit_the_others_is_refused(folder: Path) -> None:
+    for sections, words in (
+        ({"lora": {"use_dora": True, "rank_dropout": 0.1}}, "rank_dropout and use_dora"),
+        ({"optim": {"optimizer": "adamw_schedule_free"}, "lora": {"scale_weight_norms": 1.0}}, "average"),
+        (
+            {"optim": {"optimizer": "adafactor", "relative_step": True}, "lora": {"loraplus_lr_ratio": 2.0}},
+            "no learning",
+        ),
+    ):
+        with pytest.raises(ValidationError, match=words):
+            tiny_recipe(folder, **sections)

@@ -177,16 +177,16 @@ NOTHING_LIKE_IT = """
     masked_prior_preservation_weight masked_training max_bucket_reso max_denoising_steps max_noising_strength
     max_step_saves_to_keep max_token_length mem_eff_attn metadata_file min_bucket_reso
     min_denoising_steps min_noising_strength minimum_image_size model_flavour model_name
-    model_prediction_type model_type module_dropout mse_strength multi_gpu
+    model_prediction_type model_type mse_strength multi_gpu
     network_args network_module network_train_unet_only network_weight no_half_vae
     noise_offset_type noise_scheduler noising_bias noising_weight non_ema_sampling num_cpu_threads_per_process
     num_frames num_machines num_processes offload_fraction only_cache only_if_contains only_instance_prompt
     optimizer_args output_model_destination peft_type performance_log_every perturbation_noise_weight
     probability prompt_source push_to_hub qtype quantize quantize_te quantize_via random_crop
-    rank_dropout reg_data_dir report_to resolution_type resume sample_every sample_prompts
+    reg_data_dir report_to resolution_type resume sample_every sample_prompts
     sample_skip_first save_every save_filename_prefix
     save_format save_last_n_epochs save_last_n_steps save_model_as save_skip_first save_state
-    scale_weight_norms sdpa sdxl sdxl_cache_text_encoder_outputs
+    sdpa sdxl sdxl_cache_text_encoder_outputs
     sdxl_no_half_vae secondary_separator secrets skip_first_sample sqlite_db_path tag_delimiter temp_device
     tensorboard text_encoder_layer_skip text_encoder_lr1 text_variations timestep_distribution
     timestep_shift timestep_type train_embedding train_unet training_method tread_config type unit
