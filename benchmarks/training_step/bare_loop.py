@@ -83,9 +83,9 @@ class BareStep:
         )
 
     def __call__(self) -> None:
-        loss_B = losses(self.family, self.model, self.batch, self.draws)
-        self.loss: Tensor = loss_B.mean()
-        self.loss.backward()
+        loss = losses(self.family, self.model, self.batch, self.draws).mean()
+        loss.backward()
+        self.loss: Tensor = loss.detach()  # keeps no nodes of the graph, which belong to the stream they were made on
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -103,7 +103,7 @@ def captured(step: Callable[[], None]) -> Callable[[], None]:
             step()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=side):
         step()
     return graph.replay
 

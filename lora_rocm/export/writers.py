@@ -1,4 +1,4 @@
-"""Writes an adapter in the formats of other programs: a file for all, one of sd-scripts or diffusers, PEFT folders.
+"""Writes an adapter in the formats of other programs: kohya's file for all, others for one program, PEFT folders.
 
 Sources of the formats: kohya-ss/sd-scripts ``networks/lora.py``, diffusers ``loaders/lora_base.py``, PEFT's adapter
 folders. Magnitudes and alphas stay float32 whatever the dtype of the weights: they are few, and rounding a DoRA
@@ -19,8 +19,8 @@ from torch import Tensor
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.entry import Form
 from lora_rocm.adapters.lora_entry import with_one_alpha
-from lora_rocm.adapters.lora_reader import DIFFUSERS_METADATA, PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS
-from lora_rocm.adapters.module_names import SD_SCRIPTS, TEXT_LEVEL
+from lora_rocm.adapters.lora_reader import DIFFUSERS_METADATA, DORA_NORM, PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS
+from lora_rocm.adapters.module_names import COMFYUI, SD_SCRIPTS, TEXT_LEVEL
 from lora_rocm.errors import AdapterError
 from lora_rocm.export.metadata import Facts, modelspec, ss_fields
 from lora_rocm.export.safetensors_writer import kohya_hashes, serialise
@@ -72,6 +72,7 @@ def write(
     contents: dict[str, Callable[..., Iterator[tuple[Path, bytes]]]] = {
         "kohya": _kohya,
         SD_SCRIPTS: partial(_kohya, form=SD_SCRIPTS),
+        COMFYUI: partial(_kohya, form=COMFYUI),
         "diffusers": _diffusers,
         "peft": _peft,
     }
@@ -83,13 +84,13 @@ def write(
 
 
 def kohya_tensors(family: ModelFamily, adapter: Adapter, dtype: torch.dtype, form: Form = "kohya") -> dict[str, Tensor]:
-    """The tensors of a kohya file, or of one of sd-scripts.
+    """The tensors of a kohya file, or of one for sd-scripts or ComfyUI.
 
     Raises:
         AdapterError: "export-form": modules that are one weight in the file cannot be merged.
     """
     try:
-        entries = adapter.key_table(form).of_keys(adapter.entries())
+        entries = adapter.key_table(form).of_keys(adapter.entries_in(form))
     except ValueError as error:
         raise AdapterError(
             "export-form",
@@ -108,7 +109,10 @@ def _kohya(
     path: Path, family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: Facts, form: Form = "kohya"
 ) -> Iterator[tuple[Path, bytes]]:
     tensors = kohya_tensors(family, adapter, DTYPES[recipe.output.dtype], form)
-    yield path, serialise(tensors, _metadata(tensors, family, adapter, recipe, facts))
+    metadata = _metadata(tensors, family, adapter, recipe, facts)
+    if form == COMFYUI and any(name.endswith(".dora_scale") for name in tensors):
+        metadata[DORA_NORM] = "base"
+    yield path, serialise(tensors, metadata)
 
 
 def _diffusers(

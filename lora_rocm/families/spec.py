@@ -33,10 +33,18 @@ class CheckpointSection(LatentSection):
     prediction_type: Literal["auto", "epsilon", "v_prediction"] = Field(
         "auto", description="What the model predicts; auto reads the model's own scheduler config."
     )
+    max_token_length: Literal[75, 150, 225] = Field(
+        225,
+        description="The most tokens that the text encoders read of a caption or prompt, in chunks of 75 as in "
+        "ComfyUI. What is longer is cut.",
+    )
 
     @property
     def configs(self) -> str | None:
         return self.config
+
+    def metadata(self) -> Mapping[str, object]:
+        return {**super().metadata(), "ss_max_token_length": self.max_token_length}
 
 
 class TransformerSection(LatentSection):

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from lora_rocm.recipe.sections import MAX_ITEMS, MAX_RANK, InputFile, Section, not_both
+from lora_rocm.recipe.sections import MAX_ITEMS, MAX_RANK, InputFile, Section, not_both, refuse_unread
 
 MAX_OVERRIDES = 64
 Pattern = Annotated[str, Field(min_length=1)]  # an empty expression matches no module
@@ -49,7 +49,7 @@ class AdapterSection(Section):
     formats: the values of ``output.formats`` in which the adapter can be written.
     """
 
-    formats: ClassVar[tuple[str, ...]] = ("kohya", "sd-scripts", "diffusers", "peft")
+    formats: ClassVar[tuple[str, ...]] = ("kohya", "sd-scripts", "comfyui", "diffusers", "peft")
 
     type: str = Field(description="Kind of adapter.")
     rank: int = Field(16, gt=0, le=MAX_RANK, description="Rank of the update.")
@@ -78,12 +78,17 @@ class AdapterSection(Section):
         return self.type
 
     @property
+    def size(self) -> str:
+        """What decides the number of trained weights, and their scale, in words."""
+        return f"rank {self.rank}, alpha {self.effective_alpha:g}"
+
+    @property
     def module_overrides(self) -> tuple[ModuleOverride, ...]:
         """What differs between modules. The first that matches a module counts for it."""
         return ()
 
     @property
-    def size(self) -> str:
+    def ranks(self) -> str:
         """What decides the number of trained weights of a module, in words."""
         return f"rank {self.rank}"
 
@@ -178,10 +183,10 @@ class LoraSection(AdapterSection):
         return self.overrides
 
     @property
-    def size(self) -> str:
+    def ranks(self) -> str:
         conv = [] if self.conv_rank is None else [f"of convolutions {self.conv_rank}"]
         others = [f"of {override.match} {override.rank}" for override in self.overrides if override.rank is not None]
-        return ", ".join([super().size, *conv, *others])
+        return ", ".join([super().ranks, *conv, *others])
 
     def at(self, override: ModuleOverride | None, shape: Sequence[int]) -> Self:
         rank, alpha = (self.conv_rank, self.conv_alpha) if has_kernel(shape) else (None, None)
@@ -213,5 +218,49 @@ class LokrSection(AdapterSection):
         return "LoKr"
 
 
-ADAPTERS: Mapping[str, type[AdapterSection]] = {"lora": LoraSection, "lokr": LokrSection}
+class LohaSection(AdapterSection):
+    """The adapter: LyCORIS' LoHa, the product, entry by entry, of two low-rank products."""
+
+    formats = ("kohya", "peft")
+
+    type: Literal["loha"] = Field("loha", description="Kind of adapter.")
+
+    @property
+    def title(self) -> str:
+        return "LoHa"
+
+
+class OftSection(AdapterSection):
+    """The adapter: LyCORIS' diag-oft, which rotates blocks of each layer's outputs. rank is the largest block."""
+
+    formats = ("kohya",)
+
+    type: Literal["oft"] = Field("oft", description="Kind of adapter.")
+    constraint: float = Field(
+        0.0,
+        ge=0.0,
+        le=100_000.0,
+        description="Largest norm of a layer's rotation, as a share of its number of outputs; 0: no limit.",
+    )
+
+    @model_validator(mode="after")
+    def _without_scale(self) -> OftSection:
+        refuse_unread(self, ("alpha",), "on an OFT: a rotation has no scale", "Remove it.")
+        return self
+
+    @property
+    def title(self) -> str:
+        return "OFT"
+
+    @property
+    def size(self) -> str:
+        return f"blocks of {self.rank} rows"
+
+
+ADAPTERS: Mapping[str, type[AdapterSection]] = {
+    "lora": LoraSection,
+    "lokr": LokrSection,
+    "loha": LohaSection,
+    "oft": OftSection,
+}
 """The section of each ``lora.type``; the first is the default."""

@@ -80,7 +80,7 @@ def _words_of_training(recipe: Recipe) -> list[str]:
         *(["with control images"] if recipe.data.has_controls else []),
         *(["with a training adapter"] if recipe.model.training_adapter else []),
         f"batch {train.batch_size}",
-        f"{lora.title} {lora.size} ({targets})",
+        f"{lora.title} {lora.ranks} ({targets})",
         *(["with text encoders"] if any(map(recipe.trains, recipe.spec.text_components)) else []),
         f"precision {train.mixed_precision}",
         *(["checkpointing"] if train.gradient_checkpointing else []),

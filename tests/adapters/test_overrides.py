@@ -74,7 +74,7 @@ def test_the_footprint_counts_each_module_with_its_rank(folder: Path) -> None:
     sections = sections_of(recipe.lora, shapes)
     counted = sum(adapter.weights_of(sections[name], shape) for name, shape in shapes.items())
     assert counted == sum(leaf.numel() for leaf in adapter.leaves.values())
-    assert "conv" in recipe.lora.size and "6" in recipe.lora.size
+    assert "conv" in recipe.lora.ranks and "6" in recipe.lora.ranks
 
 
 @pytest.mark.parametrize("form", ["kohya", "diffusers", "peft"])
