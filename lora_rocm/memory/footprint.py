@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from lora_rocm import __version__
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.factory import inject_hollow
-from lora_rocm.adapters.flat_params import FlatWeights
+from lora_rocm.adapters.flat_params import WEIGHT_DTYPES, FlatWeights
 from lora_rocm.adapters.kinds import kind_for
 from lora_rocm.adapters.lora_reader import files_of
 from lora_rocm.adapters.targets import sections_of
@@ -315,7 +315,7 @@ def state_bytes(shapes: Sequence[torch.Size], recipe: Recipe) -> int:
 
 
 def _master_dtype(recipe: Recipe) -> torch.dtype:
-    return torch.bfloat16 if recipe.lora.weight_dtype == "bf16" else torch.float32
+    return WEIGHT_DTYPES[recipe.lora.weight_dtype]
 
 
 def adapter_bytes(count: int, state: int, recipe: Recipe, dtype: torch.dtype) -> tuple[int, int, int]:

@@ -62,9 +62,10 @@ class AdapterSection(Section):
         description="A preset (attention, attention-mlp, attention-mlp-conv) or regular expressions of module names.",
     )
     train_text_encoder: bool = Field(False, description="Also adapt the text encoders.")
-    weight_dtype: Literal["fp32", "bf16"] = Field(
+    weight_dtype: Literal["fp32", "bf16", "fp16"] = Field(
         "fp32",
-        description="Dtype of the trained weights and their moments. bf16 takes less memory, but loses small updates.",
+        description="Dtype of the trained weights and their moments. bf16 and fp16 take less memory, but lose small "
+        "updates; fp16 only with optimizers whose second moments are never fp16.",
     )
     init_from: InputFile | None = Field(
         None,

@@ -166,6 +166,7 @@ class Adamw8bitSection(AdamwSection):
     """AdamW with moments of 8 bits in blocks of 256 (arXiv 2110.02861). Steps are optimizer updates."""
 
     published: ClassVar[str] = "bitsandbytes.optim.AdamW8bit"
+    weight_dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "fp16")
 
     optimizer: Literal["adamw_8bit"] = Field("adamw_8bit", description="Optimizer.")  # type: ignore[assignment]
 
@@ -187,6 +188,7 @@ class AdafactorSection(OptimSection):
     usual_rates: ClassVar[tuple[float, float]] = (0.0, 1e-2)
     rate_advice: ClassVar[str] = "which takes rates like AdamW's; with scale_parameter up to 1.0e-2."
     published: ClassVar[str] = "transformers.optimization.Adafactor"
+    weight_dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "fp16")
 
     optimizer: Literal["adafactor"] = Field("adafactor", description="Optimizer.")
     eps: tuple[Small, Small] = Field(
@@ -226,6 +228,7 @@ class CameSection(OptimSection):
     usual_rates: ClassVar[tuple[float, float]] = (0.0, 1e-2)
     rate_advice: ClassVar[str] = "which usually takes 1.0e-4."
     published: ClassVar[str] = "came_pytorch.CAME"
+    weight_dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "fp16")
 
     optimizer: Literal["came"] = Field("came", description="Optimizer.")
     betas: tuple[Decay, Decay, Decay] = Field(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.factory import inject, without_start
+from lora_rocm.adapters.flat_params import WEIGHT_DTYPES
 from lora_rocm.adapters.module_names import SD_SCRIPTS
 from lora_rocm.adapters.training_adapter import NAME as TRAINING_ADAPTER
 from lora_rocm.adapters.training_adapter import TrainingAdapter, put_training_adapter
@@ -54,7 +55,6 @@ RECIPE_DIFFERS = "The recipe differs from the checkpoint's in a key that may not
 DATA_DIFFER = "The training data are not those of the checkpoint: samples, captions, or the encoders that encode them."
 BASE_DIFFERS = "The base model is not that of the checkpoint."
 ADAPTER_DIFFERS = "The training adapter (model.training_adapter) is not that of the checkpoint."
-WEIGHT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def find_checkpoint(session: Session, chosen: Path | None) -> Checkpoint | None:
