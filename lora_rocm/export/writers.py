@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.entry import Form
+from lora_rocm.adapters.lora_entry import with_one_alpha
 from lora_rocm.adapters.lora_reader import DIFFUSERS_METADATA, DORA_NORM, PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS
 from lora_rocm.adapters.module_names import COMFYUI, SD_SCRIPTS, TEXT_LEVEL
 from lora_rocm.errors import AdapterError
@@ -102,7 +103,7 @@ def kohya_tensors(family: ModelFamily, adapter: Adapter, dtype: torch.dtype, for
     how = "kohya" if form == SD_SCRIPTS else family.file_form
     return {
         f"{key}.{ending}": tensor
-        for key, entry in entries.items()
+        for key, entry in (with_one_alpha(entries) if form == "kohya" else entries).items()
         for ending, tensor in entry.tensors(how, dtype).items()
     }
 

@@ -135,8 +135,12 @@ def _conditions(registry: Registry, sections: dict[str, Any]) -> list[dict[str, 
     return found
 
 
+ENTRIES = {"data.sources": "DataSource", "lora.overrides": "ModuleOverride", "lora.new_tokens": "NewToken"}
+"""Key whose entries have a table of their own -> their section."""
+
+
 def reference_page(registry: Registry = PRODUCT) -> str:
-    """The page in Markdown: a table per section, per kind of a section, and for the entries of lists."""
+    """The page in Markdown: a table per section, per kind of a section, and of ``ENTRIES``."""
     schema, sections = _schema_of(kinds_of({}, registry))
     named_by = {**{key[0]: ".".join(key) for key in NAMED_BY}, "objective": ".".join(FAMILY)}
     parts = [_texts().head]
@@ -147,8 +151,7 @@ def reference_page(registry: Registry = PRODUCT) -> str:
             parts.append(_table(name, sections[_ref(value)], registry))
         else:
             parts += _tables_of_kinds(name, discriminator, kinds, registry)
-    parts.append(_table("data.sources[]", sections["DataSource"], registry))
-    parts.append(_table("lora.new_tokens[]", sections["NewToken"], registry))
+    parts += [_table(f"{key}[]", sections[entry], registry) for key, entry in ENTRIES.items()]
     parts += [_moved_table(), _names_table()]
     return "\n".join(parts)
 
