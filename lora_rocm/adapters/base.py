@@ -18,6 +18,7 @@ from peft import PeftConfig, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
+from lora_rocm.adapters import new_tokens
 from lora_rocm.adapters.entry import Entry, FileKind, Form
 from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.adapters.module_names import SD_SCRIPTS, KeyTable, canonical, sd_scripts_rows
@@ -37,7 +38,7 @@ class Adapter(ABC):
     """The adapted layers of a model.
 
     modules: module name ("unet.mid_block...to_q") -> (component, path in the component, PEFT layer), in a fixed order.
-    leaves: "<module name>.<role>" -> tensor in its layer, in the same order.
+    leaves: "<module name>.<role>" -> tensor in its layer, in the same order; then "new_tokens.<component>".
     parameters: the same names -> trained tensors: the leaves, or the masters after ``flatten``.
 
     Set by each kind:
@@ -65,6 +66,7 @@ class Adapter(ABC):
             for name, (_, _, layer) in self.modules.items()
             for role, tensor in self.trained(layer, PEFT_NAME).items()
         }
+        self.leaves |= {f"{new_tokens.NAME}.{c}": layer.rows_ND for c, layer in new_tokens.layers_of(model).items()}
         self.parameters: dict[str, Tensor] = dict(self.leaves)
         self._flat: FlatWeights | None = None
 
@@ -253,7 +255,7 @@ class Adapter(ABC):
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Disable the adapter inside the context: the base model alone."""
+        """Disable the adapter inside the context: the base model alone. New tokens keep their vectors."""
         for _, _, layer in self.modules.values():
             layer.enable_adapters(False)
         try:
@@ -296,7 +298,7 @@ class Adapter(ABC):
             self.cast_inputs(False)
 
     def groups(self, optim: OptimSection, lora: AdapterSection) -> list[dict[str, Any]]:
-        """Return the optimizer parameter groups: weights of one component with one peak learning rate.
+        """Return the optimizer parameter groups: weights of one component with one peak learning rate, and new tokens.
 
         Raises:
             AdapterError: as ``overrides_of``.
@@ -308,6 +310,8 @@ class Adapter(ABC):
             rate = rate if override is None else override.learning_rate or rate
             for role in self.trained(layer, PEFT_NAME):
                 found.setdefault((component, rate * lora.rate_factor(role)), []).append(f"{name}.{role}")
+        if vectors := [name for name in self.parameters if name.startswith(f"{new_tokens.NAME}.")]:
+            found[new_tokens.NAME, optim.embedding_rate] = vectors
         return [{"names": names, "component": component, "lr": rate} for (component, rate), names in found.items()]
 
     def entries(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lora_rocm.adapters import new_tokens
 from lora_rocm.adapters.base import PEFT_NAME, Adapter
 from lora_rocm.adapters.entry import Entry, Say
 from lora_rocm.adapters.kinds import kind_for, kind_of_file
@@ -41,6 +42,7 @@ def inject(
     """
     adapter = _with_layers(family, model, lora)
     adapter.initialise(seed)
+    new_tokens.start(family, model, lora.new_tokens)
     if lora.init_from is not None:
         entries = start_entries(family, model, lora, adapter, say)
         adapter.start_from(entries)
@@ -53,8 +55,9 @@ def inject(
 
 
 def without_start(lora: AdapterSection) -> AdapterSection:
-    """Return the section without ``init_from``, for layers whose weights all come from a checkpoint."""
-    return lora.model_copy(update={"init_from": None})
+    """Return the section without what its weights start from, for layers whose weights come from a checkpoint."""
+    tokens = tuple(token.model_copy(update={"init": None, "init_from": None}) for token in lora.new_tokens)
+    return lora.model_copy(update={"init_from": None, "new_tokens": tokens})
 
 
 def start_entries(
@@ -128,4 +131,5 @@ def _with_layers(family: ModelFamily, model: LoadedModel, lora: AdapterSection) 
             if section.effective_alpha != lora.effective_alpha:
                 config.alpha_pattern[pattern] = section.effective_alpha
         kind.insert(model.components[component], config)
+    new_tokens.put(family, model, lora.new_tokens)  # after PEFT, which freezes all but its own layers
     return kind(family, model)

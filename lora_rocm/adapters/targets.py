@@ -35,7 +35,8 @@ def targets(family: ModelFamily, model: LoadedModel, lora: AdapterSection) -> di
     chosen = {}
     # match them against each component's modules
     for component, pattern in wanted.items():
-        if component not in model.components:
+        text = component in family.text_components
+        if component not in model.components or (text and not lora.train_text_encoder):
             continue
         paths = [path for path, _ in adaptable(model.components[component])]
         known = f"Presets: {', '.join(presets)}."

@@ -70,7 +70,12 @@ def _scan_folder(found: _Findings, index: int, options: ResolvedSource, prefix: 
             where=f"data.sources[{index}].dataset: {options.dataset}",
             fix="Give a folder of .txt files as path.",
         )
-    folder = walk_texts(source_folder(options.path, index), recursive=options.recursive, exclude=options.exclude)
+    folder = walk_texts(
+        source_folder(options.path, index),
+        recursive=options.recursive,
+        include=options.include,
+        exclude=options.exclude,
+    )
     found.notices += folder.notices
     found.lasting &= folder.lasting
     progress = Progress("sizes", len(folder.relatives), found.report, quiet_s=QUIET_S)

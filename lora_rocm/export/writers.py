@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from lora_rocm.adapters.lora_entry import with_one_alpha
 from lora_rocm.adapters.lora_reader import DIFFUSERS_METADATA, DORA_NORM, PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS
 from lora_rocm.adapters.module_names import COMFYUI, SD_SCRIPTS, TEXT_LEVEL
 from lora_rocm.errors import AdapterError
+from lora_rocm.export.embedding_files import embedding_files
 from lora_rocm.export.metadata import Facts, modelspec, ss_fields
 from lora_rocm.export.safetensors_writer import kohya_hashes, serialise
 from lora_rocm.export.verify import Verification, verify
@@ -44,7 +46,7 @@ def write(
     facts: Facts,
     root: Path | None = None,
 ) -> tuple[FileDigest, ...]:
-    """Write one format, whole or not at all. The same adapter gives the same bytes.
+    """Write one format, whole or not at all, and its embedding files. The same adapter gives the same bytes.
 
     Args:
         form: one of ``output.formats``.
@@ -77,7 +79,8 @@ def write(
         "peft": _peft,
     }
     written = []
-    for file, content in contents[form](path, family, adapter, recipe, facts):
+    found = contents[form](path, family, adapter, recipe, facts)
+    for file, content in chain(found, embedding_files(path, adapter, recipe)):
         write_atomic(file, content, root)
         written.append(FileDigest.of(file.relative_to(root or path.parent).as_posix(), content))
     return tuple(written)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from lora_rocm.recipe.sections import MAX_ITEMS, MAX_RANK, InputFile, Section, not_both, refuse_unread
+from lora_rocm.recipe.sections import MAX_ITEMS, MAX_RANK, InputFile, Section, not_both, one_of, refuse_unread
 
 MAX_OVERRIDES = 64
 Pattern = Annotated[str, Field(min_length=1)]  # an empty expression matches no module
@@ -43,6 +45,53 @@ class ModuleOverride(Section):
         return self
 
 
+RESERVED_STEM = re.compile(r"(con|prn|aux|nul|(com|lpt)[0-9])?", re.IGNORECASE)
+"""Names that a file cannot have on Windows, without their endings."""
+
+
+class NewToken(Section):
+    """A token that the vocabulary lacks. Each text encoder gets vectors of its own for it, which are trained."""
+
+    token: Annotated[str, Field(pattern=r"^[^\s\x00-\x1f\x7f]+$", max_length=64)] = Field(
+        description="The word in captions and prompts, such as <zibu>. Small and capital letters are the same."
+    )
+    vectors: int = Field(1, gt=0, le=75, description="Number of vectors, each of which takes a token's place.")
+    init: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="A text of the vocabulary, such as creature: the vectors start at the mean of its tokens."
+    )
+    init_from: InputFile | None = Field(None, description="Start from this embedding file (.safetensors) instead.")
+
+    @model_validator(mode="after")
+    def _starts_somewhere(self) -> NewToken:
+        if (self.init is None) == (self.init_from is None):
+            raise one_of(self, "init", "init_from")
+        if RESERVED_STEM.fullmatch(self.file_stem):
+            what = f"no file can be named after {self.token}"
+            fix = "Add letters: the embedding's file has the token's name."
+            raise PydanticCustomError("rule", "{what}", {"what": what, "keys": ["token"], "fix": fix})
+        return self
+
+    @property
+    def file_stem(self) -> str:
+        """The token without what no file name can have: the file's name without its ending."""
+        return re.sub(r'[<>:"/\\|?*.]', "", self.token)
+
+    @property
+    def pattern(self) -> str:
+        """A regular expression for the token as a whole word in normalised text, for Python and for tokenizers."""
+        word = normalised(self.token)
+        begin, end = (r"(?<!\w)" if word[0].isalnum() else ""), (r"(?!\w)" if word[-1].isalnum() else "")
+        return begin + re.escape(word) + end
+
+    def is_in(self, caption: str) -> bool:
+        return re.search(self.pattern, normalised(caption)) is not None
+
+
+def normalised(text: str) -> str:
+    """Return a text as CLIP's tokenizers read it: in small letters, with composed characters."""
+    return unicodedata.normalize("NFC", text).lower()
+
+
 class AdapterSection(Section):
     """The adapter: the keys that every kind of adapter reads.
 
@@ -62,6 +111,12 @@ class AdapterSection(Section):
         description="A preset (attention, attention-mlp, attention-mlp-conv) or regular expressions of module names.",
     )
     train_text_encoder: bool = Field(False, description="Also adapt the text encoders.")
+    new_tokens: tuple[NewToken, ...] = Field(
+        (),
+        max_length=MAX_ITEMS,
+        description="New tokens whose vectors are trained beside the adapter (pivotal tuning). Each is written as an "
+        "embedding file beside the LoRA file.",
+    )
     weight_dtype: Literal["fp32", "bf16", "fp16"] = Field(
         "fp32",
         description="Dtype of the trained weights and their moments. bf16 and fp16 take less memory, but lose small "
@@ -72,6 +127,21 @@ class AdapterSection(Section):
         description="Start from this file (kohya, diffusers or PEFT) of the same type. Modules of a lower rank are "
         "padded to rank; the effect is that of the file.",
     )
+
+    @model_validator(mode="after")
+    def _tokens_differ(self) -> AdapterSection:
+        stems = [token.file_stem.lower() for token in self.new_tokens]
+        again = next((at for at, stem in enumerate(stems) if stem in stems[:at]), None)
+        if again is not None:
+            what = f"another token has the name {self.new_tokens[again].file_stem}, too"
+            where = {"at": ("new_tokens", again, "token"), "fix": "Give each token a file name of its own."}
+            raise PydanticCustomError("rule", "{what}", {"what": what, **where})
+        return self
+
+    @property
+    def tokenises(self) -> bool:
+        """Whether the text encoders run in every step, so that captions are only tokenised."""
+        return self.train_text_encoder or bool(self.new_tokens)
 
     @property
     def title(self) -> str:
@@ -258,10 +328,32 @@ class OftSection(AdapterSection):
         return f"blocks of {self.rank} rows"
 
 
+class Ia3Section(AdapterSection):
+    """The adapter: LyCORIS' IA3, one number for each output of a layer. A1111, SD.Next and LyCORIS read it."""
+
+    formats = ("kohya",)
+
+    type: Literal["ia3"] = Field("ia3", description="Kind of adapter.")
+
+    @model_validator(mode="after")
+    def _without_rank(self) -> Ia3Section:
+        refuse_unread(self, ("rank", "alpha"), "on an IA3: it has no rank and no scale", "Remove it.")
+        return self
+
+    @property
+    def title(self) -> str:
+        return "IA3"
+
+    @property
+    def size(self) -> str:
+        return "one number an output"
+
+
 ADAPTERS: Mapping[str, type[AdapterSection]] = {
     "lora": LoraSection,
     "lokr": LokrSection,
     "loha": LohaSection,
     "oft": OftSection,
+    "ia3": Ia3Section,
 }
 """The section of each ``lora.type``; the first is the default."""

@@ -52,6 +52,9 @@ class OptimSection(Section):
     text_encoder_learning_rate: float | None = Field(
         None, gt=0, description="Peak learning rate of the text encoders; unset means learning_rate."
     )
+    embedding_learning_rate: float | None = Field(
+        None, gt=0, description="As text_encoder_learning_rate, of lora.new_tokens; unset means the same."
+    )
     weight_decay: float = Field(0.01, ge=0, le=100.0, description="Decoupled weight decay.")
     lr_scheduler: Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "rex"] = Field(
         "constant", description="Shape after the warm-up. rex falls slowly at first (arXiv 2107.04197)."
@@ -97,6 +100,11 @@ class OptimSection(Section):
     def text_rate(self) -> float:
         """The peak learning rate of the text encoders."""
         return self.text_encoder_learning_rate or self.learning_rate
+
+    @property
+    def embedding_rate(self) -> float:
+        """The peak learning rate of new tokens."""
+        return self.embedding_learning_rate or self.text_rate
 
     @property
     def description(self) -> str:

@@ -46,9 +46,18 @@ class FlowSection(ObjectiveSection):
 
 
 OF_IMAGES = (
-    *("resolution", "flip_aug", "bucket_step", "bucket_max_aspect", "enable_bucket", "upscale", "dataset"),
+    *(
+        "resolution",
+        "flip_aug",
+        "random_crop",
+        "bucket_step",
+        "bucket_max_aspect",
+        "enable_bucket",
+        "upscale",
+        "dataset",
+    ),
     *("image_column", "caption_column", "caption_extension", "caption_fallback", "trigger_word", "shuffle_caption"),
-    *("caption_prefix", "caption_suffix", "enable_wildcard", "caption_tag_dropout_rate"),
+    *("caption_prefix", "caption_suffix", "enable_wildcard", "caption_tag_dropout_rate", "metadata_file"),
     *("keep_tokens", "caption_variants", "caption_dropout_rate", "mask_path", "alpha_mask", "control_path"),
     *("unmasked_weight", "normalize_masked_area_loss"),
 )

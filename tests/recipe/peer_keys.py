@@ -42,6 +42,9 @@ RIGHT: dict[str, str] = {
     "init_lora": "lora.init_from",
     "instance_data_dir": "data.path",
     "keep_tags_count": "data.keep_tokens",
+    "random_crop": "data.random_crop",
+    "in_json": "data.metadata_file",
+    "metadata_file": "data.metadata_file",
     "token_dropout_rate": "data.caption_tag_dropout_rate",
     "caption_tag_dropout_rate": "data.caption_tag_dropout_rate",
     "caption_prefix": "data.caption_prefix",
@@ -106,6 +109,10 @@ RIGHT: dict[str, str] = {
     "resolution": "data.resolution",
     "resolution_override": "data.resolution",
     "rolling_backup_count": "output.keep_last",
+    "max_step_saves_to_keep": "output.keep_last_loras",
+    "report_to": "output.log_with",
+    "log_tracker_name": "output.log_project",
+    "tracker_project_name": "output.log_project",
     "rs_lora": "lora.use_rslora",
     "sample_every_n_epochs": "sample.every_n_epochs",
     "sample_every_n_steps": "sample.every_n_steps",
@@ -174,22 +181,22 @@ NOTHING_LIKE_IT = """
     ema_config ema_update_step_interval enable_crop_jitter enabled face_crop_aug_range factor
     fallback_train_dtype flip_y flow_schedule_shift force_epsilon_prediction force_v_prediction fp8_base fps
     full_bf16 full_fp16 fused_backward_pass gpu_ids hf_repo_id highvram hub_model_id
-    huber_strength ignore_if_contains image_variations in_json
+    huber_strength ignore_if_contains image_variations
     instance_prompt invert_mask is_flux is_reg is_v2 is_v3 is_v_pred is_xl keep_tokens_separator
     latent_caching layer_filter layer_filter_preset layer_filter_regex layer_offloading
-    learning_rate_scaler linear_timesteps log_cosh_strength log_prefix log_with
+    learning_rate_scaler linear_timesteps log_cosh_strength log_prefix
     logging_dir lora_type loss_weight_fn loss_weight_strength low_vram lowram
     lr_warmup lycoris_config mae_strength mask_min_value masked_loss
     masked_prior_preservation_weight masked_training max_bucket_reso max_denoising_steps max_noising_strength
-    max_step_saves_to_keep mem_eff_attn metadata_file min_bucket_reso
+    mem_eff_attn min_bucket_reso
     min_denoising_steps min_noising_strength minimum_image_size model_flavour model_name
     model_prediction_type model_type mse_strength multi_gpu
     network_args network_module network_train_unet_only network_weight no_half_vae
     noise_offset_type noise_scheduler noising_bias noising_weight non_ema_sampling num_cpu_threads_per_process
     num_frames num_machines num_processes offload_fraction only_cache only_if_contains only_instance_prompt
     optimizer_args output_model_destination peft_type performance_log_every perturbation_noise_weight
-    probability prompt_source push_to_hub qtype quantize quantize_te quantize_via random_crop
-    reg_data_dir report_to resolution_type resume sample_every sample_prompts
+    probability prompt_source push_to_hub qtype quantize quantize_te quantize_via
+    reg_data_dir resolution_type resume sample_every sample_prompts
     sample_skip_first save_every save_filename_prefix
     save_format save_last_n_epochs save_last_n_steps save_model_as save_skip_first save_state
     sdpa sdxl sdxl_cache_text_encoder_outputs

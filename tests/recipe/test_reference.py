@@ -35,6 +35,7 @@ def test_schema_requires_nothing_with_a_base() -> None:
     assert schema["then"]["properties"]["model"]["required"] == ["name_or_path"]
     assert [name for name, section in schema["$defs"].items() if "required" in section] == [
         "ModuleOverride",
+        "NewToken",
         "PreviewPrompt",
     ]
 
