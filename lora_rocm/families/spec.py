@@ -181,6 +181,7 @@ class FamilySpec:
         component: name of the component that is always trained.
         shapes: the sample shapes that it accepts.
         text_components: components that ``lora.train_text_encoder`` trains too; (): the key is refused.
+        embedding_keys: text component -> name of its tensor in embedding files; empty: ``lora.new_tokens`` is refused.
         samples: the kinds of sample that it trains on.
         preview: the medium of previews.
         guidance: usual guidance scale of previews.
@@ -198,6 +199,7 @@ class FamilySpec:
     component: str
     shapes: ShapeRules
     text_components: tuple[str, ...] = ()
+    embedding_keys: Mapping[str, str] = field(default_factory=dict)
     samples: tuple[SampleKind, ...] = ("image",)
     preview: PreviewMedium = "image"
     guidance: float = 6.0

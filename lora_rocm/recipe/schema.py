@@ -344,7 +344,7 @@ class RuntimeSection(Section):
     graphs: Literal["auto", "off"] = on_resume(
         "auto",
         "auto: on a GPU each step is captured and replayed as one graph if this gives the same gradients; not with "
-        "lora.dropout.",
+        "dropout.",
     )
     compile: Literal["auto", "off", "regional", "full"] = on_resume(
         "auto",
@@ -462,6 +462,12 @@ class Recipe(Section):
         if self.optim.averages and self.train.ema_decay:
             what = f"{name} keeps an average of its own, which is the result"
             at, fix = ("train", "ema_decay"), "Remove train.ema_decay."
+        elif self.optim.averages and self.lora.max_update_norm:
+            what = f"{name} averages the weights, and the average would not be scaled down"
+            at, fix = ("lora", "scale_weight_norms"), "Remove it, or take another optimizer."
+        elif self.lora.sets_rates and not self.optim.reads_rates:
+            what = f"{name} with relative_step reads no learning rates"
+            at, fix = ("optim", "relative_step"), "Set it to false, or remove what sets learning rates from lora."
         elif self.lora.weight_dtype not in dtypes:
             what = f"{name} is not for lora.weight_dtype: {self.lora.weight_dtype}"
             at, fix = ("optim", "optimizer"), f"Set lora.weight_dtype: {dtypes[0]}, or take another optimizer."
@@ -490,8 +496,8 @@ class Recipe(Section):
         return self
 
     def trains(self, component: str) -> bool:
-        """Whether a component that an adapter can be put on is trained: text encoders are if the recipe says so."""
-        return component not in self.spec.text_components or self.lora.train_text_encoder
+        """Whether a component of an adapter's runs in a step: text encoders do if they, or new tokens, are trained."""
+        return component not in self.spec.text_components or self.lora.tokenises
 
     @property
     def preview_size(self) -> tuple[int, int]:
@@ -502,8 +508,8 @@ class Recipe(Section):
 
 
 NEGATIVE_PROMPT = "sample.negative_prompt"
-TEXT_KEY = "train_text_encoder"
-"""The key of ``lora`` that a family without text encoders refuses."""
+TEXT_KEY, TOKENS_KEY = "train_text_encoder", "new_tokens"
+"""The keys of ``lora`` that a family without text encoders, or without embedding files, refuses."""
 MOVED = {("train", name): ("objective", name) for name in ("min_snr_gamma", "noise_offset", "zero_terminal_snr")}
 """Old place -> new place of keys that have moved; the old places are still read."""
 
