@@ -34,7 +34,8 @@ from lora_rocm.adapters.entry import (
     product_of,
     rounded,
 )
-from lora_rocm.adapters.lycoris import Factor, FactorNames, LycorisAdapter, LycorisLayer, alone, check_config, product
+from lora_rocm.adapters.lycoris import Factor, FactorAdapter, FactorNames, LycorisLayer, alone, check_config, product
+from lora_rocm.kernels.lora_layer import base_of
 from lora_rocm.kernels.made_again import made, made_again
 from lora_rocm.kernels.weight_format import dense_shape
 from lora_rocm.recipe.adapter_sections import AdapterSection, LohaSection
@@ -143,7 +144,7 @@ class LohaLinear(LycorisLayer, Linear):
 
     def create_adapter_parameters(self, adapter_name: str, r: int, shape: tuple[int, ...]) -> None:
         """As PEFT's, for the dense weight: ``shape`` is that of the packed bytes of a quantised base."""
-        Linear.create_adapter_parameters(self, adapter_name, r, tuple(dense_shape(self.get_base_layer())))
+        Linear.create_adapter_parameters(self, adapter_name, r, tuple(dense_shape(base_of(self))))
 
     def change(self, x: Tensor, output: Tensor, base: Any) -> Tensor:
         change_OI, again = made(_change, list(LohaAdapter.trained(self, PEFT_NAME).values()))
@@ -166,7 +167,7 @@ class _Model(LoHaModel):
     layers_mapping = {nn.Linear: LohaLinear, nn.Conv2d: LohaConv2d}
 
 
-class LohaAdapter(LycorisAdapter):
+class LohaAdapter(FactorAdapter):
     """The LoHa layers of a model. Roles: hada_w1_a, hada_w1_b, hada_w2_a, hada_w2_b."""
 
     algorithm = "loha"
@@ -176,7 +177,14 @@ class LohaAdapter(LycorisAdapter):
 
     @classmethod
     def config(cls, lora: AdapterSection, pattern: str) -> LoHaConfig:
-        config = LoHaConfig(r=lora.rank, alpha=lora.effective_alpha, target_modules=pattern)
+        assert isinstance(lora, LohaSection), "a section of this kind"
+        config = LoHaConfig(
+            r=lora.rank,
+            alpha=lora.effective_alpha,
+            target_modules=pattern,
+            rank_dropout=lora.rank_dropout,
+            module_dropout=lora.module_dropout,
+        )
         config.input_dropout = lora.dropout
         return config
 
@@ -193,6 +201,12 @@ class LohaAdapter(LycorisAdapter):
     def entry_of(layer: Any, name: str, tensors: Mapping[str, Tensor]) -> LohaEntry:
         shape = dense_shape(layer.get_base_layer())
         return LohaEntry(*NAMES.split(tensors), float(layer.scaling[name]), shape)
+
+    @staticmethod
+    def update_norm(tensors: Mapping[str, Tensor]) -> Tensor:
+        w1, w2 = NAMES.split({role: tensor.float() for role, tensor in tensors.items()})
+        norm: Tensor = torch.linalg.vector_norm(product(w1) * product(w2))
+        return norm
 
     def start(self, layer: Any, rng: torch.Generator) -> None:
         """Draw all tensors from a normal distribution, except w2_a, which is zero."""

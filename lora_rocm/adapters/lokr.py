@@ -1,7 +1,7 @@
 """LyCORIS' LoKr: each weight's change is a Kronecker product, ``scale * kron(w1, w2)``, of two small matrices.
 
 Each factor is one matrix or a product of two. The layers are PEFT's, but apply the product factor by factor: the
-full-size change of a weight is never materialised, and no random number is drawn. As in LyCORIS
+full-size change of a weight is never materialised. As in LyCORIS
 (``lycoris/modules/lokr.py``), the scale is alpha / rank, or 1 if neither factor is a low-rank product; ``w2`` (or its
 second part) starts at zero.
 
@@ -35,7 +35,7 @@ from lora_rocm.adapters.entry import (
     product_of,
     rounded,
 )
-from lora_rocm.adapters.lycoris import Factor, FactorNames, LycorisAdapter, LycorisLayer, alone, check_config, product
+from lora_rocm.adapters.lycoris import Factor, FactorAdapter, FactorNames, LycorisLayer, alone, check_config, product
 from lora_rocm.errors import AdapterError
 from lora_rocm.kernels.weight_format import dense_shape
 from lora_rocm.recipe.adapter_sections import AdapterSection, LokrSection
@@ -188,7 +188,7 @@ class _Model(LoKrModel):
     layers_mapping = {nn.Linear: LokrLinear, nn.Conv2d: LokrConv2d}
 
 
-class LokrAdapter(LycorisAdapter):
+class LokrAdapter(FactorAdapter):
     """The LoKr layers of a model. Roles: lokr_w1 or lokr_w1_a and lokr_w1_b, and likewise for lokr_w2."""
 
     algorithm = "lokr"
@@ -205,6 +205,8 @@ class LokrAdapter(LycorisAdapter):
             decompose_both=lora.decompose_both,
             decompose_factor=lora.factor,
             target_modules=pattern,
+            rank_dropout=lora.rank_dropout,
+            module_dropout=lora.module_dropout,
         )
         config.input_dropout = lora.dropout
         return config
@@ -235,6 +237,12 @@ class LokrAdapter(LycorisAdapter):
     def entry_of(layer: Any, name: str, tensors: Mapping[str, Tensor]) -> LokrEntry:
         shape = dense_shape(layer.get_base_layer())
         return LokrEntry(*NAMES.split(tensors), float(layer.scaling[name]), shape)
+
+    @staticmethod
+    def update_norm(tensors: Mapping[str, Tensor]) -> Tensor:
+        w1, w2 = NAMES.split({role: tensor.float() for role, tensor in tensors.items()})
+        norm: Tensor = torch.linalg.vector_norm(product(w1)) * torch.linalg.vector_norm(product(w2))
+        return norm
 
     def start(self, layer: Any, rng: torch.Generator) -> None:
         """Draw all tensors from a Kaiming uniform distribution, except the last tensor of w2, which is zero."""

@@ -208,7 +208,7 @@ class LoraAdapter(Adapter):
         if lora.max_update_norm is None:
             return None
         pairs = [
-            (self.parameters[f"{name}.lora_A"], self.parameters[f"{name}.lora_B"], trained_scale(layer))
+            ({role: self.parameters[f"{name}.{role}"] for role in ("lora_A", "lora_B")}, trained_scale(layer))
             for name, (_, _, layer) in self.modules.items()
         ]
         return NormLimit(pairs, lora.max_update_norm)

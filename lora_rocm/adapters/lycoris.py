@@ -1,6 +1,7 @@
 """What LyCORIS' kinds of adapters share: layers, the place of their tensors in files, and files of two factors.
 
-The layers are PEFT's with another forward pass, which draws no random number; PEFT's draws one in every call.
+The layers are PEFT's with another forward pass, which draws random numbers for dropout alone; PEFT's draws one in
+every call.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from peft import LoHaConfig, PeftConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
@@ -23,7 +23,10 @@ from lora_rocm.adapters.entry import Entry, FileModule, Form, file_error
 from lora_rocm.adapters.module_names import adaptable, canonical
 from lora_rocm.adapters.targets import either
 from lora_rocm.families.base import LoadedModel, ModelFamily
+from lora_rocm.kernels.lora_layer import ModuleDropout, RankDropout
 from lora_rocm.kernels.weight_format import dense_shape
+from lora_rocm.optim.norm_limit import NormLimit
+from lora_rocm.recipe.adapter_sections import AdapterSection
 
 Factor = tuple[Tensor, ...]
 """One matrix, or the two of a product."""
@@ -124,10 +127,21 @@ def alone(entry: Entry, parts: Sequence[tuple[int, Entry]], whole: bool, name: s
 class LycorisLayer(nn.Module):
     """The forward pass of a layer. This class stands before PEFT's layer among the bases of a kind's layers.
 
-    input_dropout: probability of dropout on the adapter's input.
+    input_dropout: on the adapter's input.
+    dropouts: on the change of the output.
     """
 
-    input_dropout = 0.0
+    input_dropout: nn.Dropout
+    dropouts: nn.Sequential
+
+    def drop(self, config: PeftConfig) -> None:
+        """Set the dropout of a config. Modules hold it: where one is found, recomputation draws the same again."""
+        layer: Any = self
+        rates: Any = vars(config)
+        self.input_dropout = nn.Dropout(rates.get("input_dropout", 0.0))
+        axis = 1 if isinstance(layer.get_base_layer(), nn.Conv2d) else -1
+        drops = RankDropout(rates["rank_dropout"], axis, by_batch=True), ModuleDropout(rates["module_dropout"])
+        self.dropouts = nn.Sequential(*(drop for drop in drops if drop.p))
 
     @abstractmethod
     def change(self, x: Tensor, output: Tensor, base: Any) -> Tensor:
@@ -147,10 +161,9 @@ class LycorisLayer(nn.Module):
         dtype = next(
             getattr(layer, name)[PEFT_NAME].dtype for name in layer.adapter_layer_names if getattr(layer, name)
         )
-        x = F.dropout(layer._cast_input_dtype(x, dtype), self.input_dropout, self.training)
-        adapted: Tensor = output + (self.change(x, output, layer.get_base_layer()) * layer.scaling[PEFT_NAME]).to(
-            output.dtype
-        )
+        x = self.input_dropout(layer._cast_input_dtype(x, dtype))
+        change = self.dropouts(self.change(x, output, layer.get_base_layer()))
+        adapted: Tensor = output + (change * layer.scaling[PEFT_NAME]).to(output.dtype)
         return adapted
 
 
@@ -210,7 +223,7 @@ class OutputLayer(LycorisLayer, BaseTunerLayer):
         channels = -3 if isinstance(base, nn.Conv2d) else -1
         y = output.movedim(channels, -1)
         y = y if base.bias is None else y - base.bias.to(y.dtype)
-        return self.changed(F.dropout(y, self.input_dropout, self.training)).movedim(-1, channels)
+        return self.changed(self.input_dropout(y)).movedim(-1, channels)
 
 
 class LycorisAdapter(Adapter):
@@ -235,7 +248,7 @@ class LycorisAdapter(Adapter):
         cls.tuner(component, config, PEFT_NAME)
         for layer in component.modules():
             if isinstance(layer, LycorisLayer):
-                layer.input_dropout = vars(config).get("input_dropout", 0.0)
+                layer.drop(config)
 
     @classmethod
     def attach(cls, family: ModelFamily, model: LoadedModel, entries: Mapping[str, Any]) -> Adapter:
@@ -280,6 +293,28 @@ class LycorisAdapter(Adapter):
             return ("ComfyUI, Forge, A1111 and kohya's tools (a PEFT folder is for PEFT)",)
         name = self.files.name
         return (f"diffusers (reads no {name} of this model)", f"kohya's networks.lora (knows no {name}; LyCORIS does)")
+
+
+class FactorAdapter(LycorisAdapter):
+    """A kind whose change of a weight is ``scale`` times a product of its tensors."""
+
+    @staticmethod
+    @abstractmethod
+    def update_norm(tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return the norm, float32 0-d, of the change at scale 1. ``tensors``: by role."""
+
+    def norm_limit(self, lora: AdapterSection) -> NormLimit | None:
+        if lora.max_update_norm is None:
+            return None
+        modules = [
+            ({role: self.parameters[f"{name}.{role}"] for role in self.trained(layer, PEFT_NAME)},
+             float(layer.scaling[PEFT_NAME]))
+            for name, (_, _, layer) in self.modules.items()
+        ]  # fmt: skip
+        return NormLimit(modules, lora.max_update_norm, self._norms)
+
+    def _norms(self, modules: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        return torch.stack([self.update_norm(tensors) for tensors in modules])  # one weight's change at a time
 
 
 class OutputAdapter(LycorisAdapter):

@@ -75,20 +75,21 @@ class LoraLinear(Linear):
 class RankDropout(nn.Dropout):
     """Sets each rank of each sample to zero with probability ``p``, and multiplies the others by 1 / (1 - p).
 
-    ``axis``: of the ranks.
+    axis: of the ranks.
+    by_batch: each rank of all samples at once, without a factor for the others.
     """
 
-    def __init__(self, p: float, axis: int) -> None:
+    def __init__(self, p: float, axis: int, by_batch: bool = False) -> None:
         super().__init__(p)
-        self.axis = axis
+        self.axis, self.by_batch = axis, by_batch
 
     def forward(self, h: Tensor) -> Tensor:
         if not self.training:
             return h
-        shape = [len(h), *[1] * (h.ndim - 1)]
+        shape = [1 if self.by_batch else len(h), *[1] * (h.ndim - 1)]
         shape[self.axis] = h.shape[self.axis]
-        kept = torch.rand(shape, device=h.device) >= self.p
-        return h * kept.to(h.dtype).div_(1 - self.p)
+        kept = (torch.rand(shape, device=h.device) >= self.p).to(h.dtype)
+        return h * (kept if self.by_batch else kept.div_(1 - self.p))
 
 
 class ModuleDropout(nn.Dropout):

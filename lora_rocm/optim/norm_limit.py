@@ -1,43 +1,58 @@
-"""Keeps the low-rank updates of modules below a norm (max-norm regularisation), on the device without synchronisation.
+"""Keeps the updates of modules below a norm (max-norm regularisation), on the device without synchronisation.
 
+An update is ``scale`` times a product of a module's tensors, each of which counts once.
 Dimensions: n modules of one shape, R rank, I inputs, O outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-Pair = tuple[Tensor, Tensor, float]
+Factors = Mapping[str, Tensor]
+Norms = Callable[[Sequence[Factors]], Tensor]
+"""The Frobenius norms, float32 [n], of the products of modules of one shape."""
+
+
+def norms_of_pairs(pairs: Sequence[Factors]) -> Tensor:
+    """``Norms`` of ``B @ A``, with the factors lora_A [R, I...] and lora_B [O, R...]."""
+    stacks = (torch.stack([pair[role] for pair in pairs]) for role in ("lora_A", "lora_B"))
+    down_nRI, up_nOR = (stack.float().flatten(2) for stack in stacks)
+    # the norm of a product from the small Gram matrices of its factors
+    products_nRR = (down_nRI @ down_nRI.mT) * (up_nOR.mT @ up_nOR)
+    norms_n: Tensor = products_nRR.sum((1, 2)).clamp(min=0).sqrt()
+    return norms_n
 
 
 class NormLimit:
-    """Scales A and B of each module whose norm of ``scale * B @ A`` is too large, both by the same factor.
+    """Scales the tensors of each module whose update is too large, all by the same factor.
 
     Args:
-        pairs: (A [R, I...], B [O, R...], scale) of each module: the trained weights, which are changed in place.
-        most: the norm, in the Frobenius norm.
+        modules: (role -> factor, scale) of each module: the trained weights, which are changed in place.
+        most: the largest Frobenius norm of an update.
+        norms: of the products of the factors.
     """
 
-    def __init__(self, pairs: Sequence[Pair], most: float) -> None:
-        self._most = most
-        stacks: dict[tuple[torch.Size, torch.Size], list[Pair]] = {}
-        for pair in pairs:
-            stacks.setdefault((pair[0].shape, pair[1].shape), []).append(pair)
+    def __init__(self, modules: Sequence[tuple[Factors, float]], most: float, norms: Norms = norms_of_pairs) -> None:
+        self._most, self._norms = most, norms
+        stacks: dict[tuple[tuple[str, torch.Size], ...], list[tuple[Factors, float]]] = {}
+        for factors, scale in modules:
+            shapes = tuple((role, factor.shape) for role, factor in factors.items())
+            stacks.setdefault(shapes, []).append((factors, scale))
         self._stacks = list(stacks.values())
 
     @torch.no_grad()
     def apply(self, held: Tensor) -> None:
         """Scale down what is too large. ``held``: float32 0-d, 0 or 1; if it is 1, no bit changes."""
         for stack in self._stacks:
-            downs, ups, scales = zip(*stack, strict=True)
-            down_nRI, up_nOR = (torch.stack(tensors).float().flatten(2) for tensors in (downs, ups))
-            # the norm of a product from the small Gram matrices of its factors
-            products_nRR = (down_nRI @ down_nRI.mT) * (up_nOR.mT @ up_nOR)
-            norms_n = products_nRR.sum((1, 2)).clamp(min=0).sqrt() * products_nRR.new_tensor(scales)
-            divisors_n = (norms_n / self._most).clamp(min=1).sqrt()  # exactly 1 where nothing is to change
-            divisors = torch.where(held > 0, torch.ones_like(divisors_n), divisors_n).unbind()
-            for weight, divisor in zip((*downs, *ups), (*divisors, *divisors), strict=True):
-                weight.div_(divisor)
+            modules, scales = zip(*stack, strict=True)
+            norms_n = self._norms(modules)
+            norms_n = norms_n * norms_n.new_tensor(scales)
+            # exactly 1 where nothing is to change
+            divisors_n = (norms_n / self._most).clamp(min=1).pow(1 / len(modules[0]))
+            divisors_n = torch.where(held > 0, torch.ones_like(divisors_n), divisors_n)
+            for factors, divisor in zip(modules, divisors_n.unbind(), strict=True):
+                for factor in factors.values():
+                    factor.div_(divisor)

@@ -201,7 +201,29 @@ class AdapterSection(Section):
         return float(self.rank if self.alpha is None else self.alpha)
 
 
-class LoraSection(AdapterSection):
+class ProductSection(AdapterSection):
+    """The keys of adapters whose update is a product of their tensors."""
+
+    rank_dropout: Share = Field(
+        0.0,
+        description="LoRA: share of the ranks that each sample of a batch is trained without, the others scaled to the "
+        "same mean. LoKr and LoHa, as in LyCORIS: share of a layer's outputs that a batch is trained without.",
+    )
+    module_dropout: Share = Field(0.0, description="Share of the modules that a batch is trained without.")
+    scale_weight_norms: float | None = Field(
+        None,
+        gt=0,
+        le=1e6,
+        description="Largest norm of a module's update with its scale. After each step the tensors of larger ones are "
+        "scaled down, all by the same factor; 1 is usual.",
+    )
+
+    @property
+    def max_update_norm(self) -> float | None:
+        return self.scale_weight_norms
+
+
+class LoraSection(ProductSection):
     """The adapter."""
 
     type: Literal["lora"] = Field("lora", description="Kind of adapter.")
@@ -213,15 +235,6 @@ class LoraSection(AdapterSection):
     conv_alpha: Alpha | None = Field(None, description="Alpha of these convolutions; unset means alpha, else the rank.")
     overrides: Annotated[tuple[ModuleOverride, ...], Field(max_length=MAX_OVERRIDES)] = Field(
         (), description="Other ranks, alphas and learning rates of some modules. The first entry that matches counts."
-    )
-    rank_dropout: Share = Field(0.0, description="Share of the ranks that each sample of a batch is trained without.")
-    module_dropout: Share = Field(0.0, description="Share of the modules that a batch is trained without.")
-    scale_weight_norms: float | None = Field(
-        None,
-        gt=0,
-        le=1e6,
-        description="Largest norm of a module's update, alpha / rank * B A. After each step A and B of larger ones are "
-        "scaled down; 1 is usual.",
     )
     loraplus_lr_ratio: float = Field(
         1.0, gt=0, le=10_000.0, description="LoRA+: learning rate of B as a multiple of that of A; 16 is usual."
@@ -240,10 +253,6 @@ class LoraSection(AdapterSection):
         if self.use_dora and (self.rank_dropout or self.module_dropout):
             raise not_both("rank_dropout" if self.rank_dropout else "module_dropout", "use_dora")
         return self
-
-    @property
-    def max_update_norm(self) -> float | None:
-        return self.scale_weight_norms
 
     @property
     def sets_rates(self) -> bool:
@@ -269,7 +278,7 @@ class LoraSection(AdapterSection):
         return self.loraplus_lr_ratio if role == "lora_B" else 1.0
 
 
-class LokrSection(AdapterSection):
+class LokrSection(ProductSection):
     """The adapter: LyCORIS' LoKr, a Kronecker product of two small matrices."""
 
     formats = ("kohya", "peft")
@@ -289,7 +298,7 @@ class LokrSection(AdapterSection):
         return "LoKr"
 
 
-class LohaSection(AdapterSection):
+class LohaSection(ProductSection):
     """The adapter: LyCORIS' LoHa, the product, entry by entry, of two low-rank products."""
 
     formats = ("kohya", "peft")
