@@ -57,6 +57,8 @@ HARMLESS_PARTS = (
     "pos_embedder.",  # of Cosmos: positions that are computed, and counters of its training
     "accum_",
     "_extra_state",
+    "vision_tower.",  # of a language model that reads images too
+    "multi_modal_projector.",
 )
 HARMLESS_STARTS = ("loss.", "discriminator.")  # in a VAE's own file
 # Known tensors outside the components of a checkpoint: remains of training, and marks of the prediction type.

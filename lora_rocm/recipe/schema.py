@@ -23,6 +23,7 @@ from lora_rocm.recipe.sections import (
     MAX_ITEMS,
     MAX_STEPS,
     MAX_TIMEOUT_S,
+    MAX_TOKENS,
     MAX_WORKERS,
     Batch,
     Fraction,
@@ -141,6 +142,9 @@ class DataSection(SourceOptions):
     enable_bucket: bool = Field(True, description="Aspect-ratio buckets; false crops everything to a square.")
     upscale: bool = Field(False, description="Enlarge images that are smaller than their bucket.")
     caption_variants: int = Field(4, gt=0, le=1000, description="Number of shuffles of each caption that are cached.")
+    max_length: int = Field(
+        2048, gt=0, le=MAX_TOKENS, description="Most tokens of a text that is trained on; the rest of it is cut off."
+    )
     normalize_masked_area_loss: bool = Field(
         True,
         description="Divide the loss of an image by the area of its mask, so that small masks count as much as large "
@@ -449,6 +453,11 @@ class Recipe(Section):
                     "rule", "{what}", {"what": what, "at": at or ("sample", key, number), "fix": fix}
                 )
         return self
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """The forms in which the result is written: as given, else the family's usual one."""
+        return self.output.formats or self.spec.formats[:1]
 
     def trains(self, component: str) -> bool:
         """Whether a component that an adapter can be put on is trained: text encoders are if the recipe says so."""

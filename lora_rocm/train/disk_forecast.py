@@ -48,7 +48,7 @@ class Room:
     def look_ahead(self, updates: int) -> None:
         """Tell the user, once, if the disk may become full before the end of the run."""
         saves, states = self._saves(updates), self._states(updates)
-        exports = len(self.recipe.output.formats)
+        exports = len(self.recipe.formats)
         needed = states * self.checkpoint_bytes + (saves + exports) * self.lora_bytes + self._images_bytes(updates)
         what = (
             f"{saves + exports} LoRA files of {size_text(self.lora_bytes)}, {states} checkpoints of "

@@ -85,12 +85,12 @@ class Validation:
         trainer.context.beat("loader")
         for batch in self.open_batches():
             for part in split(batch, trainer.relief.parts):  # a batch trained in parts does not fit here either
-                real = part.tensors["weight"] > 0
+                real, share_B = part.tensors["weight"] > 0, torch.tensor(part.shares)
                 for place in VALIDATION_POSITIONS:
                     trainer.context.beat("validation")
                     losses_B = self._losses(trainer, part, place)
-                    total += float(losses_B[real].sum())
-                    weight += float(real.sum())
+                    total += float((losses_B * share_B)[real].sum())
+                    weight += float(share_B[real].sum())
             trainer.context.beat("loader")
         for component in trainer.model.components.values():
             component.train()
