@@ -100,9 +100,9 @@ def own_names(state: Mapping[str, Tensor], module: nn.Module) -> State:
     renamed = {}
     for name, tensor in state.items():
         renamed[name if name in expected else _present(name, expected)] = tensor
-    for pair in (getattr(module, "_tied_weights_keys", None) or {}).items():  # a file has one name of the two
+    for pair in (getattr(module, "_tied_weights_keys", None) or {}).items():  # with both, they are not tied
         there = next((renamed[name] for name in pair if name in renamed), None)
-        renamed |= {name: there for name in pair if there is not None and name in expected}
+        renamed |= {name: there for name in pair if there is not None and name in expected - renamed.keys()}
     return renamed
 
 
