@@ -115,12 +115,12 @@ def caption(rng: random.Random) -> bytes:
 
 def read_caption(path: Path) -> None:
     """Read a caption, and make its shuffled variants."""
-    from lora_rocm.dataset.captions import variants
+    from lora_rocm.dataset.captions import as_read, variants
     from lora_rocm.dataset.folders import read_caption
     from lora_rocm.recipe.schema import SourceOptions
 
     try:
-        text = read_caption(path)
+        text = as_read(read_caption(path), SourceOptions())
     except (UnicodeDecodeError, OSError) as error:
         raise Refused(str(error)) from None
     assert not any(letter in text for letter in (*STEERING, "\n"))

@@ -43,6 +43,7 @@ class Format(StrEnum):
 
     kohya = "kohya"
     sd_scripts = "sd-scripts"
+    comfyui = "comfyui"
     diffusers = "diffusers"
     peft = "peft"
 
@@ -235,6 +236,25 @@ def sample(
         config=config,
         family=family,
     )
+
+
+@app.command(cls=Command)
+@explained_for_files
+def compare(
+    run: RunPath,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="Prompt in place of the recipe's; may be given several times.")
+    ] = None,
+    strength: Annotated[
+        list[float] | None,
+        typer.Option(min=-100.0, max=100.0, help="Strength of the LoRA; may be given several times."),
+    ] = None,
+    most: Annotated[int, typer.Option(min=1, max=1000, help="LoRA files at most, evenly spread over the run.")] = 8,
+) -> int:
+    """Compare the LoRA files of a run on one page: images from the same seeds, and held-out losses."""
+    from lora_rocm.commands import compare as comparison
+
+    return comparison.compare(run, prompt or (), strength or (), most)
 
 
 @app.command(cls=Command)

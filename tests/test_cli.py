@@ -27,6 +27,7 @@ COMMANDS: dict[str, set[str]] = {
     "check": {"RECIPE", "--set", "--schema-only"},
     "plan": {"RECIPE", "--set", "--card", "--json"},
     "demo": {"--family"},
+    "compare": {"RUN", "--prompt", "--strength", "--most"},
     "sample": {
         "RUN_OR_LORA",
         "--prompt",

@@ -305,6 +305,10 @@ class Adapter(ABC):
             for name, (_, _, layer) in self.modules.items()
         }
 
+    def entries_in(self, form: Form) -> Mapping[str, Entry]:
+        """Return ``entries`` as a file of this form has them."""
+        return self.entries()
+
     @torch.no_grad()
     def start_from(self, entries: Mapping[str, Entry]) -> None:
         """Load the effect of entries that fit; modules without an entry keep their neutral start."""

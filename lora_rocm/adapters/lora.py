@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lora_rocm.adapters.base import PEFT_NAME, Adapter, plain_number
 from lora_rocm.adapters.entry import Form
 from lora_rocm.adapters.lora_entry import LORA, LoraEntry
-from lora_rocm.adapters.module_names import SD_SCRIPTS, adaptable, canonical
+from lora_rocm.adapters.module_names import COMFYUI, SD_SCRIPTS, adaptable, canonical
 from lora_rocm.adapters.targets import either
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
@@ -34,6 +34,7 @@ UNKNOWN_NAMES = "A1111 and kohya's tools (do not know these names)"
 CANNOT_READ: Mapping[Form, tuple[str, ...]] = {
     "kohya": (),
     SD_SCRIPTS: (),
+    COMFYUI: (),
     "diffusers": (
         "ComfyUI and Forge (apply a part of it, the modules whose names they know; only their log says so)",
         UNKNOWN_NAMES,
@@ -43,6 +44,10 @@ CANNOT_READ: Mapping[Form, tuple[str, ...]] = {
 DORA_IN_KOHYA_FORM = (
     "diffusers (drops dora_scale: export the diffusers format for it)",
     "A1111 (normalises along the other axis) and kohya's networks.lora (knows no DoRA)",
+)
+DORA_FOR_COMFYUI = (
+    "LyCORIS, diffusers and PEFT (divide by the adapted weight's norm: export the kohya or diffusers format for them)",
+    "ComfyUI from the version on in which it does so too (pull request 15458)",
 )
 
 
@@ -54,6 +59,7 @@ class LoraAdapter(Adapter):
     readers = {
         "kohya": ("diffusers", "comfyui"),
         SD_SCRIPTS: ("comfyui",),
+        COMFYUI: ("comfyui",),
         "diffusers": ("diffusers",),
         "peft": ("peft",),
     }
@@ -171,12 +177,23 @@ class LoraAdapter(Adapter):
         }
 
     def cannot_read(self, form: Form) -> tuple[str, ...]:
-        found = DORA_IN_KOHYA_FORM if form in ("kohya", SD_SCRIPTS) and self.needs_float32 else CANNOT_READ[form]
+        found = CANNOT_READ[form]
+        if self.needs_float32 and form in ("kohya", SD_SCRIPTS, COMFYUI):
+            found = DORA_FOR_COMFYUI + DORA_IN_KOHYA_FORM[1:] if form == COMFYUI else DORA_IN_KOHYA_FORM
         if form == SD_SCRIPTS:
             row = readers_of([f"{key}.alpha" for key in self.key_table(form).parts], [self.family.name])
             told = {"diffusers": row.diffusers, "ComfyUI": row.comfyui, "kohya's tools": row.kohya} if row else {}
             found += tuple(f"{program} ({text})" for program, text in told.items() if text not in READ)
         return (*found, UNKNOWN_NAMES) if form == "kohya" and self.family.file_form == "folded" else found
+
+    def entries_in(self, form: Form) -> Mapping[str, LoraEntry]:
+        entries: dict[str, LoraEntry] = self.entries()
+        if form != COMFYUI:
+            return entries
+        return {
+            name: entry.of_base_norm(dense_weight(self.modules[name][2].get_base_layer()).cpu())
+            for name, entry in entries.items()
+        }
 
     @property
     def needs_float32(self) -> bool:

@@ -134,6 +134,20 @@ class LoraEntry(Entry):
         """Return the entry with ``factor`` times the update; a DoRA's magnitudes stay as trained."""
         return replace(self, scale=self.scale * factor)
 
+    def of_base_norm(self, weight: Tensor) -> LoraEntry:
+        """Return the entry that has this one's effect where DoRA's norm is that of the base weight, as in ComfyUI.
+
+        ComfyUI computes ``m * (W + update) / ||W||`` (``comfy/weight_adapter/base.py``), so ``m`` is multiplied by
+        ``||W|| / ||W + update||``.
+
+        Args:
+            weight: the base weight, float32.
+        """
+        if self.magnitude is None:
+            return self
+        ratio_O = weight.flatten(1).norm(dim=1) / (weight + self.update()).flatten(1).norm(dim=1)
+        return replace(self, magnitude=self.magnitude * ratio_O)
+
     def tensors(self, form: Form, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the file's tensors.
 

@@ -38,6 +38,8 @@ from lora_rocm.model_files.models import Shapes
 
 PEFT_CONFIG, PEFT_WEIGHTS, PEFT_PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 DIFFUSERS_METADATA = "lora_adapter_metadata"
+DORA_NORM = "dora_norm"
+"""Metadata of our files in the comfyui form: "base" if DoRA's magnitudes are for the norm of the base weight."""
 PICKLES = (".ckpt", ".bin", ".pt", ".pth")
 MAIN_PREFIXES = ("lora_unet_", "lycoris_", "diffusion_model.", PEFT_PREFIX)  # before names of the main component
 OLD_DIFFUSERS = re.compile(r"_lora\.(up|down)\.")
@@ -120,6 +122,13 @@ def read_adapter(
             kind, modules = _from_peft(folders, shapes, main_component(family), say)
             return kind, _fitted(modules, shapes, kind, family, path)
         header = read_header(_one_file(path), AdapterError)
+        if DORA_NORM in header.metadata:
+            raise file_error(
+                "lora-magnitudes",
+                "This DoRA is in the comfyui form: its magnitudes are for ComfyUI's rule alone.",
+                path,
+                "Give the same run's file in the kohya or diffusers form.",
+            )
         tensors = read_tensors(header, error=AdapterError)
         kind = _kind_of(tensors)
         plain = tuple(f"{component}." for component in family.file_prefixes)

@@ -23,6 +23,8 @@ TEXT_LEVEL = "text_model."
 RowsOf = Callable[[str, str, int], Sequence[tuple[str, int, int]]]
 """As ``ModelFamily.export_rows``."""
 SD_SCRIPTS = "sd-scripts"
+COMFYUI = "comfyui"
+"""The kohya form, with a DoRA's magnitudes for ComfyUI's rule (``LoraEntry.of_base_norm``)."""
 
 
 def canonical(component: str, module: str) -> str:

@@ -18,11 +18,12 @@ from lora_rocm.recipe.yaml_tree import is_clean
 from lora_rocm.rules.this_machine import plan_here
 from lora_rocm.rundir import results
 from lora_rocm.rundir.layout import RunDir
+from lora_rocm.supervisor.process import OnEvent
 from lora_rocm.supervisor.resume import holds_run, open_run
 from lora_rocm.supervisor.subprocesses import run_tool
 
 TOOLS_MODULE = "lora_rocm.train.model_child"
-RESULTS = {"sample": "drawn", "export": "export"}
+RESULTS = {"sample": "drawn", "export": "export", "compare": "compared"}
 """The event in which each tool names its results."""
 
 
@@ -64,18 +65,28 @@ def sample(
         "base": os.path.abspath(base) if base is not None and os.path.exists(base) else base,
         "config": str(config.absolute()) if config else None,
     }
-    return _run("sample", job)
+    return run_model_tool("sample", job)
 
 
 def _check_options(options: dict[str, Any], unused_config: Path | None) -> None:
     for name in ("prompt", "negative_prompt"):
-        if not is_clean(options.get(name, "")):
-            where = f"--{name.replace('_', '-')} {options[name]!a:.60}"
-            fix = "Type the prompt as UTF-8 text."
-            raise UserError("prompt-not-text", "The prompt has letters that are no text.", where=where, fix=fix)
+        require_text(f"--{name.replace('_', '-')}", options.get(name, ""))
     if unused_config is not None:
         what, fix = "--config belongs to a single-file model given by --base.", "Give --base too, or leave it out."
         raise UserError("config-unused", what, where=f"--config {unused_config}", fix=fix)
+
+
+def require_text(option: str, prompt: str) -> None:
+    """Refuse a prompt with bytes that are no text.
+
+    Raises:
+        UserError: prompt-not-text.
+    """
+    if not is_clean(prompt):
+        fix = "Type the prompt as UTF-8 text."
+        raise UserError(
+            "prompt-not-text", "The prompt has letters that are no text.", where=f"{option} {prompt!a:.60}", fix=fix
+        )
 
 
 def export(source: Path, form: str, *, output: Path | None, dtype: str | None) -> int:
@@ -116,7 +127,7 @@ def _export(run_dir: RunDir, form: str, *, output: Path | None, dtype: str | Non
         "dtype": dtype,
         "updates": updates,
     }
-    code = _run("export", job)
+    code = run_model_tool("export", job)
     if output is None:
         results.record_export(run_dir, form)
     return code
@@ -136,7 +147,13 @@ def _existing(source: Path) -> Path:
     return source
 
 
-def _run(tool: str, job: dict[str, Any]) -> int:
+def run_model_tool(tool: str, job: dict[str, Any], listen: OnEvent = lambda event: None) -> int:
+    """Run a job in the heavy child and show its notices and results; ``listen`` gets every event.
+
+    Raises:
+        MachineError: it ended without naming a result.
+        LoraRocmError: any error of the child process.
+    """
     env = plan_here().applied_to(os.environ)
     with tempfile.TemporaryDirectory(prefix="lora-rocm-") as folder:
         path = Path(folder) / "job.json"
@@ -146,6 +163,7 @@ def _run(tool: str, job: dict[str, Any]) -> int:
         def on_event(event: dict[str, Any]) -> None:
             told.append(event["type"])
             _show(event)
+            listen(event)
 
         code = run_tool(TOOLS_MODULE, [tool, str(path)], env, on_event)
     if RESULTS[tool] not in told:

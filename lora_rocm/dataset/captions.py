@@ -6,56 +6,111 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 from lora_rocm.foundation.seeds import drawer
+from lora_rocm.foundation.terminal_text import one_line
 from lora_rocm.recipe.schema import SourceOptions
 
 TRIES_PER_VARIANT = 32
+WILDCARD = re.compile(r"(\{\{|\}\})|\{([^{}]+)\}")
+Draw = Callable[..., int]
+"""Maps what a number is drawn for to the number, in [0, 2**64)."""
 
 
-def prepare(caption: str, options: SourceOptions) -> str:
-    """Prepend the trigger word as a separate tag, unless the caption contains it as a whole word.
+def as_read(text: str, options: SourceOptions) -> str:
+    """A caption on one line, or with a line for each of several captions if the options read wildcards."""
+    if not options.enable_wildcard:
+        return one_line(text)
+    return "\n".join(filter(None, map(one_line, text.splitlines())))
 
-    Matching ignores case, because CLIP's tokenizers lower-case all text.
+
+def prepare(caption: str, options: SourceOptions, draw: Draw = lambda *purpose: 0) -> str:
+    """Choose a line and words if the options read wildcards, and add prefix, suffix and trigger word.
+
+    The trigger word is a separate tag in front, unless the caption contains it as a whole word. Matching ignores case,
+    because CLIP's tokenizers lower-case all text.
+
+    Args:
+        caption: from ``as_read``.
+        options: of its source.
+        draw: draws the choices; if it is not given, the first line and words are taken.
     """
+    if options.enable_wildcard:
+        lines = caption.split("\n")
+        caption = WILDCARD.sub(partial(_chosen, draw), _framed(lines[draw("line") % len(lines)], options))
+    else:
+        caption = _framed(caption, options)
     trigger = (options.trigger_word or "").strip()
     if not trigger or _contains(caption, trigger):
         return caption
     return f"{trigger}, {caption}" if caption else trigger
 
 
+def open_wildcard(caption: str, options: SourceOptions) -> str:
+    """The first line from a brace on that has no counterpart; "" if there is none, or wildcards are not read."""
+    for line in caption.split("\n") if options.enable_wildcard else ():
+        text = _framed(line, options)
+        rest = WILDCARD.sub(lambda match: " " * len(match[0]), text)
+        if (brace := re.search(r"[{}]", rest)) is not None:
+            return text[brace.start() :]
+    return ""
+
+
 def variants(caption: str, options: SourceOptions, num_variants: int, seed: int) -> tuple[str, ...]:
     """The captions to cache for an image; depends only on seed, caption and options.
 
-    Without ``shuffle_caption``, this is the prepared caption alone. With it, up to ``num_variants`` different orders of
-    its comma-separated tags (fewer if there are not enough). The first ``keep_tokens`` tags and tags that contain the
-    trigger word keep their positions.
+    Up to ``num_variants`` different ones: of lines and wildcards, and of comma-separated tags that are shuffled or
+    dropped (fewer if there are not enough). Without any of these, this is the prepared caption alone. The first
+    ``keep_tokens`` tags and tags that contain the trigger word are neither moved nor dropped.
     """
-    prepared = prepare(caption, options)
-    tags = tags_of(prepared)
-    movable = [
-        place for place, tag in enumerate(tags) if place >= options.keep_tokens and not _is_trigger(tag, options)
-    ]
-    if not options.shuffle_caption or len(movable) < 2:
-        return (prepared,)
-    same = Counter(tags[place] for place in movable).values()
-    orders = math.factorial(len(movable)) // math.prod(math.factorial(count) for count in same)
+    number, possible = drawer("wildcard", seed, caption), num_variants
+    if not options.caption_tag_dropout_rate and not (options.enable_wildcard and re.search(r"[\n{]", caption)):
+        possible = _num_orders(prepare(caption, options), options) if options.shuffle_caption else 1
     found: dict[str, None] = {}
-    number = drawer("shuffle", seed, ",".join(tags))
     for attempt in range(num_variants * TRIES_PER_VARIANT):
-        found[_shuffled(tags, movable, number, attempt)] = None
-        if len(found) == min(num_variants, orders):
+        found[_arranged(prepare(caption, options, partial(number, attempt)), options, seed, attempt)] = None
+        if len(found) == min(num_variants, possible):
             break
     return tuple(found)
 
 
-def _shuffled(tags: list[str], movable: list[int], number: Callable[..., int], attempt: int) -> str:
-    """The caption with the tags at the ``movable`` positions reordered."""
-    order = sorted(movable, key=lambda place: number(attempt, place))
-    shuffled = list(tags)
-    for place, source in zip(movable, order, strict=True):
-        shuffled[place] = tags[source]
-    return ", ".join(shuffled)
+def _framed(caption: str, options: SourceOptions) -> str:
+    return " ".join(filter(None, (options.caption_prefix, caption, options.caption_suffix)))
+
+
+def _chosen(draw: Draw, match: re.Match[str]) -> str:
+    if match[1]:  # a doubled brace is a brace
+        return match[1][0]
+    words = match[2].split("|")
+    return words[draw("words", match.start()) % len(words)]
+
+
+def _movable(tags: list[str], options: SourceOptions) -> list[int]:
+    """Positions of the tags that may be moved or dropped."""
+    return [place for place, tag in enumerate(tags) if place >= options.keep_tokens and not _is_trigger(tag, options)]
+
+
+def _num_orders(prepared: str, options: SourceOptions) -> int:
+    tags = tags_of(prepared)
+    movable = _movable(tags, options)
+    same = Counter(tags[place] for place in movable).values()
+    return math.factorial(len(movable)) // math.prod(math.factorial(count) for count in same)
+
+
+def _arranged(prepared: str, options: SourceOptions, seed: int, attempt: int) -> str:
+    """The caption with its tags shuffled and some of them dropped, as the options say."""
+    tags, rate = tags_of(prepared), options.caption_tag_dropout_rate
+    movable = _movable(tags, options)
+    if not rate and (not options.shuffle_caption or len(movable) < 2):
+        return prepared
+    number, arranged = drawer("shuffle", seed, ",".join(tags)), list(tags)
+    if options.shuffle_caption:
+        order = sorted(movable, key=lambda place: number(attempt, place))
+        for place, source in zip(movable, order, strict=True):
+            arranged[place] = tags[source]
+    dropped = {place for place in movable if number(attempt, "drop", place) < rate * 2**64}
+    return ", ".join(tag for place, tag in enumerate(arranged) if place not in dropped)
 
 
 def tags_of(caption: str) -> list[str]:

@@ -12,10 +12,14 @@ ENTRY_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 @dataclass(frozen=True)
 class Pad:
-    """The axis of a tensor (a letter of ``TensorSpec.dims``) in which samples may differ, and the padding value."""
+    """The axis of a tensor (a letter of ``TensorSpec.dims``) in which samples may differ, and the padding value.
+
+    repeats: in place of a value, each sample is repeated along the axis, up to the least common multiple of the sizes.
+    """
 
     axis: str
     value: float = 0.0
+    repeats: bool = False
 
 
 @dataclass(frozen=True)

@@ -366,7 +366,7 @@ def _read_metadata(folder: Folder, column: str, files: Sequence[tuple[Path, str]
 
 
 def read_caption(path: Path) -> str:
-    """The text of a caption file (UTF-8, with or without a byte-order mark), joined to one line.
+    """The text of a caption file (UTF-8, with or without a byte-order mark).
 
     Raises:
         OSError: the file cannot be read, or cannot be a caption (a pipe, gigabytes in size).
@@ -375,7 +375,7 @@ def read_caption(path: Path) -> str:
     content = read_plain(path, MAX_CAPTION_BYTES)
     if content.count(0) * 3 > len(content):
         raise UnicodeDecodeError("utf-8", content, 0, len(content), "it holds many NUL bytes")
-    return one_line(content.decode("utf-8-sig"))
+    return content.decode("utf-8-sig")
 
 
 def file_name_caption(path: Path) -> str:

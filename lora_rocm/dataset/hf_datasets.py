@@ -16,7 +16,6 @@ from lora_rocm.dataset.folders import real_path, shown
 from lora_rocm.dataset.metadata_files import MAX_CAPTION_BYTES, METADATA_NAMES, names_files
 from lora_rocm.dataset.parquet_guard import unpacked_bytes
 from lora_rocm.errors import DataError
-from lora_rocm.foundation.terminal_text import one_line
 from lora_rocm.recipe.schema import ResolvedSource
 
 BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
@@ -114,7 +113,7 @@ def _caption(cell: Any, column: str | None, row: DatasetRow) -> str | None:
     content = cell.as_buffer()
     if content is not None and len(content) > MAX_CAPTION_BYTES:  # checked before it is copied
         raise UnreadableCell(f"its caption is larger than {MAX_CAPTION_BYTES >> 10} KiB")
-    return one_line(_text(cell))
+    return _text(cell)
 
 
 def _cell(table: Any, index: int) -> Any:

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 from lora_rocm.dataset.columns import Few
 from lora_rocm.dataset.left_out import counted, few, some
 from lora_rocm.foundation.bounded_read import check_plain
-from lora_rocm.foundation.terminal_text import legible, one_line
+from lora_rocm.foundation.terminal_text import legible
 
 READ_NAMES = ("metadata.jsonl", "metadata.csv")
 PARQUET_NAME = "metadata.parquet"
@@ -120,7 +120,7 @@ class Metadata:
         if self._captions[position] is not None:
             self.repeated.append(legible(name))
             return
-        self._captions[position] = one_line(caption)
+        self._captions[position] = caption
 
 
 def names_files(path: Path) -> bool:

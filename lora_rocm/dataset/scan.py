@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_rocm.dataset.buckets import Geometry, choose_bucket
+from lora_rocm.dataset.caption_length import LOST_SHOWN
+from lora_rocm.dataset.captions import as_read, open_wildcard
 from lora_rocm.dataset.columns import Few
 from lora_rocm.dataset.companion_inputs import COMPANION_INPUTS, CompanionInput
 from lora_rocm.dataset.folders import (
@@ -70,17 +72,21 @@ class _Findings:
     uncaptioned: Few = field(default_factory=few)
     used_instead: Few = field(default_factory=few)
     empty_captions: Few = field(default_factory=few)
+    open_wildcards: Few = field(default_factory=few)
     several_frames: Few = field(default_factory=few)
     deep_grey: list[int] = field(default_factory=list)
 
     def caption_for(self, key: str, caption: str | None, fallback: str) -> str:
-        """The caption to use; records missing and empty captions for the notices."""
+        """The caption to use; records missing, empty and malformed captions for the notices."""
         if caption is None:
             self.uncaptioned.append(key)
             self.used_instead.append(f'{key} "{fallback}"')
             return fallback
+        caption = as_read(caption, self.options)
         if not caption:
             self.empty_captions.append(key)
+        if wildcard := open_wildcard(caption, self.options):
+            self.open_wildcards.append(f"{key}: {wildcard[:LOST_SHOWN]}")
         return caption
 
     def add(self, sample: Sample, header: Header) -> None:
@@ -336,7 +342,8 @@ def _say_captions(found: _Findings) -> None:
     """Add notices about missing and empty captions.
 
     Raises:
-        DataError: a caption is missing and the recipe requires one, or falls back to a trigger word that is not set.
+        DataError: a wildcard is not closed, or a caption is missing and the recipe requires one, or falls back to a
+            trigger word that is not set.
     """
     options, missing = found.options, found.uncaptioned
     where = f"{options.path or options.dataset}: {some(missing)}"
@@ -353,6 +360,13 @@ def _say_captions(found: _Findings) -> None:
             f"{_images(missing)} no caption, and there is no trigger word to use instead.",
             where=where,
             fix="Set data.trigger_word, or another data.caption_fallback.",
+        )
+    if found.open_wildcards:
+        raise DataError(
+            "wildcard-open",
+            f"{_images(found.open_wildcards)} a caption with a brace that has no counterpart.",
+            where=f"{options.path or options.dataset}: {some(found.open_wildcards)}",
+            fix="Close the wildcard, write {{ or }} for a brace, or remove data.enable_wildcard.",
         )
     if missing:
         found.notices.append(f"{_images(missing)} no caption; used instead: {some(found.used_instead)}.")

@@ -4,7 +4,9 @@ Written from the rules in ComfyUI's ``comfy/lora.py`` and ``comfy/weight_adapter
 without an alpha; the update is the product of the flattened matrices; DoRA multiplies the adapted weight by
 ``dora_scale / norm``, with the norm taken per output row if the first sides of dora_scale and weight agree. The update
 of a LoKr (``comfy/weight_adapter/lokr.py``) is the Kronecker product of the factors, each whole or itself a product;
-its scale is alpha / rank if a factor is a product, else 1.
+its scale is alpha / rank if a factor is a product, else 1. That of a LoHa (``comfy/weight_adapter/loha.py``) is the
+product, entry by entry, of two products; its scale is alpha / rank. An OFT (``comfy/weight_adapter/oft.py``) rotates
+blocks of rows; its alpha limits the rotation, and 0 is no limit.
 
 The norm of DoRA (arXiv 2402.09353, eq. 5) and LyCORIS is that of the adapted weight. ComfyUI and Forge take the base
 weight's norm on the output axis (ComfyUI pull request 15458 would change that), so their result deviates a little.
@@ -18,8 +20,9 @@ import torch
 from torch import Tensor
 
 LOKR = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b")
+LOHA = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
 FACTORS = (("lora_up.weight", "lora_down.weight"), ("lora_B.weight", "lora_A.weight"))
-SUFFIXES = (*FACTORS[0], *FACTORS[1], *LOKR, "alpha", "dora_scale")
+SUFFIXES = (*FACTORS[0], *FACTORS[1], *LOKR, *LOHA, "oft_blocks", "alpha", "dora_scale")
 
 
 def apply_comfy(
@@ -50,6 +53,12 @@ def apply_comfy(
         alpha = parts["alpha"].item() if "alpha" in parts else None
         if any(suffix in parts for suffix in LOKR):
             patched = weight + _kronecker(parts, alpha).reshape(weight.shape)
+        elif LOHA[0] in parts:
+            one, other = (torch.mm(parts[f"hada_w{n}_a"], parts[f"hada_w{n}_b"]) for n in (1, 2))
+            scale = 1.0 if alpha is None else alpha / parts["hada_w1_b"].shape[0]
+            patched = weight + (one * other * scale).reshape(weight.shape)
+        elif "oft_blocks" in parts:
+            patched = _rotated(weight, parts["oft_blocks"], alpha or 0.0)
         elif (names := next((pair for pair in FACTORS if pair[0] in parts), None)) is not None:
             up, down = (parts[name] for name in names)
             scale = 1.0 if alpha is None else alpha / down.shape[0]
@@ -74,6 +83,17 @@ def _kronecker(parts: Mapping[str, Tensor], alpha: float | None) -> Tensor:
     if w2.ndim == 4:
         w1 = w1[:, :, None, None]
     return torch.kron(w1, w2.contiguous()) * (1.0 if alpha is None or rank is None else alpha / rank)
+
+
+def _rotated(weight: Tensor, blocks: Tensor, constraint: float) -> Tensor:
+    skew = blocks - blocks.transpose(1, 2)
+    norm = float(torch.linalg.vector_norm(skew)) + 1e-8
+    if 0 < constraint < norm:
+        skew = skew * (constraint / norm)
+    eye = torch.eye(blocks.shape[1])
+    rotation = (eye + skew) @ (eye - skew).inverse()
+    rows = weight.reshape(blocks.shape[0], blocks.shape[1], -1)
+    return torch.einsum("knm,kni->kmi", rotation, rows).reshape(weight.shape)
 
 
 def _decompose(weight: Tensor, patched: Tensor, dora_scale: Tensor, norm_of_base: bool) -> Tensor:

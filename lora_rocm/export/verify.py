@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lora_rocm.adapters.base import Adapter, loaded_entry
 from lora_rocm.adapters.entry import Entry, FileKind, Form, norm_of
-from lora_rocm.adapters.module_names import KeyTable, canonical
+from lora_rocm.adapters.module_names import COMFYUI, KeyTable, canonical
 from lora_rocm.base_models.safetensors_file import DTYPES, read_tensors
 from lora_rocm.errors import ExportError, ModelError
 from lora_rocm.export.comfy_reader import apply_comfy
@@ -76,9 +76,12 @@ def verify(form: Form, path: Path, family: ModelFamily, model: LoadedModel, adap
     cannot_read = adapter.cannot_read(form)
     if "comfyui" not in readers:
         return comparison.result(cannot_read)
-    deviation = _compare_in_comfy(comparison, adapter.key_table(form), adapter, live, of_weights)
-    note = f"ComfyUI and Forge (divide by the base weight's norm: {deviation:.1%} of the change differs)"
-    return comparison.result((*cannot_read, note) if of_weights else cannot_read)
+    deviation = _compare_in_comfy(comparison, form, adapter, live, of_weights)
+    note = (
+        f"ComfyUI and Forge (divide by the base weight's norm: {deviation:.1%} of the change differs; export the "
+        "comfyui format for them)"
+    )
+    return comparison.result((*cannot_read, note) if deviation and form != COMFYUI else cannot_read)
 
 
 def _load_back(form: Form, path: Path, family: ModelFamily, adapter: Adapter) -> dict[str, Entry]:
@@ -103,16 +106,20 @@ def _load_back(form: Form, path: Path, family: ModelFamily, adapter: Adapter) ->
 
 
 def _compare_in_comfy(
-    comparison: _Comparison, table: KeyTable, adapter: Adapter, live: Mapping[str, Entry], of_weights: bool
+    comparison: _Comparison, form: Form, adapter: Adapter, live: Mapping[str, Entry], of_weights: bool
 ) -> float:
-    """Compare by ComfyUI's rules; return the deviation of its DoRA rule as a share of the whole change."""
+    """Compare by ComfyUI's rules; return the deviation of its DoRA rule as a share of the whole change.
+
+    A DoRA is compared by that rule in the comfyui form, and by the definition in any other.
+    """
+    table = adapter.key_table(form)
     expected = table.of_keys(live)
     weights = _Weights(table, adapter.modules, expected, real=of_weights)
     seen, off, whole = [], 0.0, 0.0
     with _reported(comparison.path):
         tensors = read_tensors(read_header(comparison.path))
         present = apply_comfy(tensors, weights, norm_of_base=True) if of_weights else None
-        for key, patched in apply_comfy(tensors, weights):
+        for key, patched in apply_comfy(tensors, weights, norm_of_base=form == COMFYUI):
             weight = weights[key]
             if present is not None:
                 off += norm_of(next(present)[1] - patched) ** 2

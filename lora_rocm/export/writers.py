@@ -1,4 +1,4 @@
-"""Writes an adapter in the formats of other programs: a file for all, one of sd-scripts or diffusers, PEFT folders.
+"""Writes an adapter in the formats of other programs: kohya's file for all, others for one program, PEFT folders.
 
 Sources of the formats: kohya-ss/sd-scripts ``networks/lora.py``, diffusers ``loaders/lora_base.py``, PEFT's adapter
 folders. Magnitudes and alphas stay float32 whatever the dtype of the weights: they are few, and rounding a DoRA
@@ -19,8 +19,8 @@ from torch import Tensor
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.entry import Entry, Form
 from lora_rocm.adapters.lora_entry import LoraEntry
-from lora_rocm.adapters.lora_reader import DIFFUSERS_METADATA, PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS
-from lora_rocm.adapters.module_names import SD_SCRIPTS, TEXT_LEVEL
+from lora_rocm.adapters.lora_reader import DIFFUSERS_METADATA, DORA_NORM, PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS
+from lora_rocm.adapters.module_names import COMFYUI, SD_SCRIPTS, TEXT_LEVEL
 from lora_rocm.base_models.hub import looks_like_id
 from lora_rocm.errors import AdapterError
 from lora_rocm.export.metadata import Facts, modelspec, ss_fields
@@ -73,6 +73,7 @@ def write(
     contents: dict[str, Callable[..., Iterator[tuple[Path, bytes]]]] = {
         "kohya": _kohya,
         SD_SCRIPTS: partial(_kohya, form=SD_SCRIPTS),
+        COMFYUI: partial(_kohya, form=COMFYUI),
         "diffusers": _diffusers,
         "peft": _peft,
     }
@@ -84,13 +85,13 @@ def write(
 
 
 def kohya_tensors(family: ModelFamily, adapter: Adapter, dtype: torch.dtype, form: Form = "kohya") -> dict[str, Tensor]:
-    """The tensors of a kohya file, or of one of sd-scripts.
+    """The tensors of a kohya file, or of one for sd-scripts or ComfyUI.
 
     Raises:
         AdapterError: "export-form": modules that are one weight in the file cannot be merged.
     """
     try:
-        entries = adapter.key_table(form).of_keys(adapter.entries())
+        entries = adapter.key_table(form).of_keys(adapter.entries_in(form))
     except ValueError as error:
         raise AdapterError(
             "export-form",
@@ -109,7 +110,10 @@ def _kohya(
     path: Path, family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: Facts, form: Form = "kohya"
 ) -> Iterator[tuple[Path, bytes]]:
     tensors = kohya_tensors(family, adapter, DTYPES[recipe.output.dtype], form)
-    yield path, serialise(tensors, _metadata(tensors, family, adapter, recipe, facts))
+    metadata = _metadata(tensors, family, adapter, recipe, facts)
+    if form == COMFYUI and any(name.endswith(".dora_scale") for name in tensors):
+        metadata[DORA_NORM] = "base"
+    yield path, serialise(tensors, metadata)
 
 
 def _diffusers(

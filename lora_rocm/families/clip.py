@@ -1,4 +1,8 @@
-"""CLIP text encoding as in the diffusers pipelines, one caption at a time. Suffixes: S tokens, D width, B batch."""
+"""CLIP text encoding as in the diffusers pipelines, one caption at a time. Suffixes: S tokens, D width, B batch.
+
+A caption that is longer than CLIP's sequence is cut into chunks of 75 tokens, each with a begin and an end of its own.
+Their states stand one after another, and the pooled embedding is the first chunk's, as in ComfyUI and A1111.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,13 @@ from torch import Tensor, nn
 from transformers import CLIPTokenizer
 
 from lora_rocm.dataset.caption_length import TokenLimit
+from lora_rocm.dataset.entry_spec import Pad
 from lora_rocm.families.tokenizers import Explained, unreadable
 
 CLIP_TOKENS = 77  # sequence length of every CLIP text encoder (arXiv 2103.00020)
+CHUNK_TOKENS = CLIP_TOKENS - 2  # tokens of a caption between begin and end
+PAD = Pad("S", repeats=True)
+"""Captions of fewer chunks are repeated in a batch, which changes no result of an attention that reads all of them."""
 MAX_TOKENS = 1000  # transformers reports 1e30 if the config has no limit; CLIP's is 77
 
 
@@ -40,9 +48,29 @@ def token_ids(tokenizer: CLIPTokenizer, caption: str) -> Tensor:
     return ids_S
 
 
-def token_limit(tokenizer: CLIPTokenizer) -> TokenLimit:
-    """The tokenizer and its limit in a form that needs neither torch nor transformers."""
-    return TokenLimit(tokenizer.backend_tokenizer.to_str(), tokenizer.model_max_length)
+def chunk_ids(tokenizer: CLIPTokenizer, caption: str, max_tokens: int) -> Tensor:
+    """Token ids of a caption in chunks, int64 [S]; S is a multiple of CLIP_TOKENS.
+
+    Args:
+        tokenizer: the tokenizer.
+        caption: the caption.
+        max_tokens: tokens that are read, a multiple of CHUNK_TOKENS.
+    """
+    encoded = tokenizer(
+        caption,
+        padding="max_length",
+        max_length=CLIP_TOKENS,
+        truncation=True,
+        return_overflowing_tokens=True,
+        return_tensors="pt",
+    )
+    ids_KS: Tensor = encoded.input_ids[: max_tokens // CHUNK_TOKENS]
+    return ids_KS.flatten()
+
+
+def token_limit(tokenizer: CLIPTokenizer, max_tokens: int) -> TokenLimit:
+    """The tokenizer and the limit, with begin and end, in a form that needs neither torch nor transformers."""
+    return TokenLimit(tokenizer.backend_tokenizer.to_str(), max_tokens)
 
 
 def embed(encoders: Sequence[nn.Module], ids_BS: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -60,16 +88,27 @@ def embed(encoders: Sequence[nn.Module], ids_BS: Sequence[Tensor]) -> tuple[Tens
 
 
 def states(encoder: nn.Module, ids_BS: Tensor) -> tuple[Tensor, Tensor]:
-    """(penultimate hidden states [B, S, D], pooled embedding [B, D]) of one CLIP encoder."""
-    output = encoder(ids_BS, attention_mask=_causal(ids_BS), output_hidden_states=True)
-    pooled_BD = output.text_embeds if hasattr(output, "text_embeds") else output.pooler_output
-    return output.hidden_states[-2], pooled_BD
+    """(penultimate hidden states [B, S, D], pooled embedding of the first chunk [B, D]) of one CLIP encoder."""
+    ids_NS = _chunks(ids_BS)
+    output = encoder(ids_NS, attention_mask=_causal(ids_NS), output_hidden_states=True)
+    pooled_ND = output.text_embeds if hasattr(output, "text_embeds") else output.pooler_output
+    return _joined(output.hidden_states[-2], ids_BS), pooled_ND[:: len(ids_NS) // len(ids_BS)]
 
 
 def last_states(encoder: nn.Module, ids_BS: Tensor) -> Tensor:
     """Last hidden states [B, S, D] of one CLIP after its final norm, as ``StableDiffusionPipeline.encode_prompt``."""
-    states_BSD: Tensor = encoder(ids_BS, attention_mask=_causal(ids_BS)).last_hidden_state
-    return states_BSD
+    ids_NS = _chunks(ids_BS)
+    return _joined(encoder(ids_NS, attention_mask=_causal(ids_NS)).last_hidden_state, ids_BS)
+
+
+def _chunks(ids_BS: Tensor) -> Tensor:
+    """The chunks of several captions as rows of their own."""
+    return ids_BS.reshape(-1, min(ids_BS.shape[1], CLIP_TOKENS))
+
+
+def _joined(states_NSD: Tensor, ids_BS: Tensor) -> Tensor:
+    """The states of the chunks of each caption, one after another."""
+    return states_NSD.reshape(*ids_BS.shape, -1)
 
 
 def _causal(ids_BS: Tensor) -> Tensor:

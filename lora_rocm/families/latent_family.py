@@ -64,7 +64,7 @@ class LatentFamily(ABC):
 
     @abstractmethod
     def text_example(self, rows: int) -> Tensors:
-        """The text tensors of ``example``: zeros with ``rows`` samples."""
+        """The text tensors of ``example``: zeros with ``rows`` samples, of CLIP as short as those of usual captions."""
 
     @abstractmethod
     def export_key(self, component: str, module: str) -> str: ...

@@ -33,10 +33,18 @@ class CheckpointSection(LatentSection):
     prediction_type: Literal["auto", "epsilon", "v_prediction"] = Field(
         "auto", description="What the model predicts; auto reads the model's own scheduler config."
     )
+    max_token_length: Literal[75, 150, 225] = Field(
+        225,
+        description="The most tokens that the text encoders read of a caption or prompt, in chunks of 75 as in "
+        "ComfyUI. What is longer is cut.",
+    )
 
     @property
     def configs(self) -> str | None:
         return self.config
+
+    def metadata(self) -> Mapping[str, object]:
+        return {**super().metadata(), "ss_max_token_length": self.max_token_length}
 
 
 class TransformerSection(LatentSection):
@@ -63,6 +71,7 @@ OF_IMAGES = frozenset(
         for name in (
             *("resolution", "flip_aug", "bucket_step", "bucket_max_aspect", "enable_bucket", "upscale"),
             *("image_column", "caption_column", "caption_extension", "caption_fallback", "trigger_word"),
+            *("caption_prefix", "caption_suffix", "enable_wildcard", "caption_tag_dropout_rate"),
             *("shuffle_caption", "keep_tokens", "caption_variants", "caption_dropout_rate", "mask_path"),
             *("alpha_mask", "control_path", "unmasked_weight", "normalize_masked_area_loss", "is_reg"),
         )
@@ -215,7 +224,7 @@ class FamilySpec:
     unread: frozenset[str] = frozenset()
     fp16: Fp16 = "whole"
     metadata: FileMetadata = FileMetadata()
-    formats: tuple[str, ...] = ("kohya", "sd-scripts", "diffusers", "peft")
+    formats: tuple[str, ...] = ("kohya", "sd-scripts", "comfyui", "diffusers", "peft")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "unread", self.unread | (OF_IMAGES if self.trains_on_texts else OF_TEXTS))

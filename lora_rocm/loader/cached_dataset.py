@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -79,7 +80,7 @@ class Reader:
 
 
 def together(rows: Sequence[Tensor], fingerprints: Sequence[int], spec: TensorSpec) -> tuple[Tensor, Tensor] | None:
-    """Stack the tensors of several samples, padded at the end of the ``Pad`` axis; returns them and fingerprints [B].
+    """Stack the tensors of several samples, padded along the ``Pad`` axis; returns them and fingerprints [B].
 
     A padded row gets a new fingerprint of its padded bytes; the cached bytes were already verified when they were read.
     Returns None if the sizes differ in an axis that is not padded.
@@ -91,11 +92,13 @@ def together(rows: Sequence[Tensor], fingerprints: Sequence[int], spec: TensorSp
     axis = spec.dims.index(spec.pad.axis)
     if len({row.shape[:axis] + row.shape[axis + 1 :] for row in rows}) > 1:
         return None
-    longest = max(row.shape[axis] for row in rows)
+    sizes = [row.shape[axis] for row in rows]
+    longest = math.lcm(*sizes) if spec.pad.repeats else max(sizes)
     padded_B = rows[0].new_full((len(rows), *rows[0].shape[:axis], longest, *rows[0].shape[axis + 1 :]), spec.pad.value)
     sums = list(fingerprints)
     for number, row in enumerate(rows):
-        padded_B[number].narrow(axis, 0, row.shape[axis]).copy_(row)
+        copies = longest // row.shape[axis] if spec.pad.repeats else 1
+        padded_B[number].narrow(axis, 0, copies * row.shape[axis]).copy_(torch.cat([row] * copies, dim=axis))
         if row.shape[axis] < longest:
             sums[number] = int(fingerprint(padded_B[number : number + 1]))
     return padded_B, torch.tensor(sums, dtype=torch.int64)

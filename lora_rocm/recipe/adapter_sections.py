@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from lora_rocm.recipe.sections import MAX_ITEMS, MAX_RANK, InputFile, Section
+from lora_rocm.recipe.sections import MAX_ITEMS, MAX_RANK, InputFile, Section, refuse_unread
 
 Pattern = Annotated[str, Field(min_length=1)]  # an empty expression matches no module
 
@@ -18,7 +18,7 @@ class AdapterSection(Section):
     formats: the values of ``output.formats`` in which the adapter can be written.
     """
 
-    formats: ClassVar[tuple[str, ...]] = ("kohya", "sd-scripts", "diffusers", "peft")
+    formats: ClassVar[tuple[str, ...]] = ("kohya", "sd-scripts", "comfyui", "diffusers", "peft")
 
     type: str = Field(description="Kind of adapter.")
     rank: int = Field(16, gt=0, le=MAX_RANK, description="Rank of the update.")
@@ -45,6 +45,11 @@ class AdapterSection(Section):
     def title(self) -> str:
         """The usual name of the adapter."""
         return self.type
+
+    @property
+    def size(self) -> str:
+        """What decides the number of trained weights, and their scale, in words."""
+        return f"rank {self.rank}, alpha {self.effective_alpha:g}"
 
     @property
     def needs_dense(self) -> str:
@@ -92,5 +97,49 @@ class LokrSection(AdapterSection):
         return "LoKr"
 
 
-ADAPTERS: Mapping[str, type[AdapterSection]] = {"lora": LoraSection, "lokr": LokrSection}
+class LohaSection(AdapterSection):
+    """The adapter: LyCORIS' LoHa, the product, entry by entry, of two low-rank products."""
+
+    formats = ("kohya", "peft")
+
+    type: Literal["loha"] = Field("loha", description="Kind of adapter.")
+
+    @property
+    def title(self) -> str:
+        return "LoHa"
+
+
+class OftSection(AdapterSection):
+    """The adapter: LyCORIS' diag-oft, which rotates blocks of each layer's outputs. rank is the largest block."""
+
+    formats = ("kohya",)
+
+    type: Literal["oft"] = Field("oft", description="Kind of adapter.")
+    constraint: float = Field(
+        0.0,
+        ge=0.0,
+        le=100_000.0,
+        description="Largest norm of a layer's rotation, as a share of its number of outputs; 0: no limit.",
+    )
+
+    @model_validator(mode="after")
+    def _without_scale(self) -> OftSection:
+        refuse_unread(self, ("alpha",), "on an OFT: a rotation has no scale", "Remove it.")
+        return self
+
+    @property
+    def title(self) -> str:
+        return "OFT"
+
+    @property
+    def size(self) -> str:
+        return f"blocks of {self.rank} rows"
+
+
+ADAPTERS: Mapping[str, type[AdapterSection]] = {
+    "lora": LoraSection,
+    "lokr": LokrSection,
+    "loha": LohaSection,
+    "oft": OftSection,
+}
 """The section of each ``lora.type``; the first is the default."""

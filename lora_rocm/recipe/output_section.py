@@ -38,10 +38,10 @@ class OutputSection(Section):
         None, "Minutes between two checkpoints; may be given beside one of the two above.", gt=0, le=MAX_TIMEOUT_S
     )
     keep_last: int = on_resume(2, "Number of checkpoints kept for resuming. All LoRA files are kept.", gt=0, le=10_000)
-    formats: tuple[Literal["kohya", "sd-scripts", "diffusers", "peft"], ...] | None = on_resume(
+    formats: tuple[Literal["kohya", "sd-scripts", "comfyui", "diffusers", "peft"], ...] | None = on_resume(
         None,
         "What to write at the end. Unset: kohya, or peft for a language model. sd-scripts has the names and fused "
-        "layers of kohya's scripts.",
+        "layers of kohya's scripts, comfyui the magnitudes of a DoRA for ComfyUI's rule.",
         min_length=1,
         max_length=MAX_ITEMS,
     )

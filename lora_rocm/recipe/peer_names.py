@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from lora_rocm.foundation.tables import read_table
+from lora_rocm.recipe.adapter_sections import ADAPTERS
 
 PER_EPOCH = "multiply by the steps an epoch, which lora-rocm check prints"
 
@@ -64,9 +65,8 @@ def value_advice(key: str, value: object) -> str:
         own = "no" if key == "train.mixed_precision" and own == "fp32" else own
         return f"Write {own}." if own and own != plain and (key, own) != ("lora.weight_dtype", "fp16") else ""
     if key == "lora.type":
-        return (
-            "Write lora." if plain in ("locon", "dora") else "Write lokr." if plain == "lokr" else advice()["lora_type"]
-        )
+        own = {"locon": "lora", "dora": "lora", "diag-oft": "oft"}.get(plain, plain)
+        return f"Write {own}." if own in ADAPTERS else advice()["lora_type"]
     if key == "optim.optimizer":
         return _optimizer_advice(plain)
     if key.startswith("objective."):

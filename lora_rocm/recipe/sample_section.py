@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated
 
 from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
@@ -138,6 +138,16 @@ class SampleSection(Section):
             for number, given in enumerate(getattr(self, key)):
                 own = (of_text(given) if isinstance(given, str) else given).model_dump(exclude_none=True)
                 yield key, number, PreviewPrompt.model_validate({**shared, **own})
+
+    @property
+    def image_prompts(self) -> list[str]:
+        """The prompt of each image of one round."""
+        return [preview.prompt for _, _, preview in self.numbered() for _ in range(self.images_per_prompt)]
+
+    def only(self, prompts: Sequence[str]) -> SampleSection:
+        """This section with other prompts, which are read as they are."""
+        plain = tuple(PreviewPrompt(prompt=prompt) for prompt in prompts)
+        return self.model_copy(update={"prompts": plain, "control_prompts": ()})
 
     @property
     def texts(self) -> tuple[str, ...]:

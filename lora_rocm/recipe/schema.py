@@ -61,8 +61,18 @@ class SourceOptions(Section):
         "error.",
     )
     trigger_word: str | None = Field(None, description="Word put in front of every caption that does not contain it.")
+    caption_prefix: str = Field("", description="Text put in front of every caption.")
+    caption_suffix: str = Field("", description="Text put behind every caption.")
+    enable_wildcard: bool = Field(
+        False,
+        description="Read {a|b} in a caption as a or b, and each line of a caption as a caption of its own. {{ and }} "
+        "are braces.",
+    )
+    caption_tag_dropout_rate: Fraction = Field(
+        0.0, description="Share of the comma-separated tags of a caption that are left out."
+    )
     shuffle_caption: bool = Field(False, description="Shuffle the comma-separated tags of a caption.")
-    keep_tokens: Tags = Field(0, description="Number of tags at the front that are never shuffled or moved.")
+    keep_tokens: Tags = Field(0, description="Number of tags at the front that are never shuffled or left out.")
     caption_dropout_rate: Fraction = Field(0.0, description="Share of steps that see the empty caption.")
     flip_aug: bool = Field(False, description="Also train on mirrored images (cached; half of the draws).")
     recursive: bool = Field(True, description="Read the sub-folders of a folder too.")
@@ -109,6 +119,10 @@ class DataSource(Section):
     caption_extension: str | None = None
     caption_fallback: Literal["filename", "trigger", "empty", "error"] | None = None
     trigger_word: str | None = None
+    caption_prefix: str | None = None
+    caption_suffix: str | None = None
+    enable_wildcard: bool | None = None
+    caption_tag_dropout_rate: Fraction | None = None
     shuffle_caption: bool | None = None
     keep_tokens: Tags | None = None
     caption_dropout_rate: Fraction | None = None
@@ -141,7 +155,13 @@ class DataSection(SourceOptions):
     bucket_max_aspect: float = Field(2.5, ge=1.0, le=100.0, description="Longest side over shortest side of a bucket.")
     enable_bucket: bool = Field(True, description="Aspect-ratio buckets; false crops everything to a square.")
     upscale: bool = Field(False, description="Enlarge images that are smaller than their bucket.")
-    caption_variants: int = Field(4, gt=0, le=1000, description="Number of shuffles of each caption that are cached.")
+    caption_variants: int = Field(
+        4,
+        gt=0,
+        le=1000,
+        description="The most texts that shuffle_caption, caption_tag_dropout_rate and enable_wildcard make of each "
+        "caption. All are cached.",
+    )
     max_length: int = Field(
         2048, gt=0, le=MAX_TOKENS, description="Most tokens of a text that is trained on; the rest of it is cut off."
     )

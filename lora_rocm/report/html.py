@@ -10,11 +10,12 @@ from html import escape
 from io import BytesIO
 from pathlib import Path
 
-from lora_rocm.foundation.bounded_read import check_plain
+from lora_rocm.foundation.bounded_read import check_plain, read_plain
 
 MAX_SIDE_PX = 512
 MAX_IMAGE_BYTES, MAX_PIXELS = 1 << 27, 1 << 26
 LOSSLESS_SIDE_PX = 256
+MAX_PREVIEW_BYTES = 1 << 16
 MAX_ROWS = 200
 
 
@@ -86,6 +87,16 @@ def image_tag(path: Path, label: str, max_side_px: int = MAX_SIDE_PX) -> str:
     data = base64.b64encode(buffer.getvalue()).decode("ascii")
     kind = "png" if lossless else "jpeg"
     return f'<img src="data:image/{kind};base64,{data}" alt="{escape(label)}" title="{escape(label)}">'
+
+
+def preview_tag(path: Path, max_side_px: int) -> str:
+    """An image, or the text of a .txt file; a dash if it cannot be read."""
+    if path.suffix != ".txt":
+        return image_tag(path, path.name, max_side_px)
+    try:
+        return preformatted(read_plain(path, MAX_PREVIEW_BYTES).decode("utf-8", "replace"))
+    except OSError:
+        return "-"
 
 
 def image_table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:

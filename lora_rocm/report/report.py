@@ -15,7 +15,17 @@ from lora_rocm.foundation.files import write_atomic
 from lora_rocm.foundation.units import number_text, rate_text, size_text, time_text
 from lora_rocm.recipe.load import MAX_RECIPE_BYTES, load_recipe
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.report.html import header, image_table, image_tag, page, paragraph, preformatted, section, table
+from lora_rocm.report.html import (
+    header,
+    image_table,
+    image_tag,
+    page,
+    paragraph,
+    preformatted,
+    preview_tag,
+    section,
+    table,
+)
 from lora_rocm.report.incident_texts import failure_text, trouble_section
 from lora_rocm.report.outliers import spikes_section
 from lora_rocm.report.smoothing import Smoothed
@@ -31,7 +41,6 @@ MAX_PROMPTS = 8
 MAX_WRONG = 200
 PREVIEW_SIDE_PX = 256
 GRID_SIDE_PX = 2000
-MAX_PREVIEW_BYTES = 1 << 16
 MAX_JSON_BYTES = 1 << 24
 STEP_SHARES = {
     "loading_s": "loading",
@@ -139,7 +148,7 @@ def _headline(facts: Facts, title: str) -> str:
     about = ""
     if facts.recipe:
         model, lora = facts.recipe.model, facts.recipe.lora
-        about = f"{lora.title} of rank {lora.rank}, alpha {lora.effective_alpha:g}, for {model.name_or_path}"
+        about = f"{lora.title} of {lora.size}, for {model.name_or_path}"
         about += f", from {data['samples']} samples" if data else ""
     return header(title, paragraph(about, "soft") if about else "", state) + _usage(facts)
 
@@ -227,29 +236,17 @@ def _previews(facts: Facts) -> str:
     if len(rounds) > MAX_ROUNDS:
         stride = (len(rounds) - 1) / (MAX_ROUNDS - 1)
         rounds = [rounds[round(number * stride)] for number in range(MAX_ROUNDS)]
-    sample = facts.recipe.sample if facts.recipe else None
-    previews = sample.numbered() if sample else ()
-    prompts = [preview.prompt for _, _, preview in previews for _ in range(sample.images_per_prompt if sample else 0)]
+    prompts = facts.recipe.sample.image_prompts if facts.recipe else []
     columns = min(MAX_PROMPTS, max(len(files) for _, files in rounds))
     head = [prompts[number] if number < len(prompts) else f"preview {number + 1}" for number in range(columns)]
     rows = [
         (
             f"step {updates}" if updates else "before",
-            [_preview(file) for file in files[:columns]],
+            [preview_tag(file, PREVIEW_SIDE_PX) for file in files[:columns]],
         )
         for updates, files in rounds
     ]
     return section("Previews over time", image_table(head, rows))
-
-
-def _preview(path: Path) -> str:
-    """An image, or a text; a dash if it cannot be read."""
-    if path.suffix != ".txt":
-        return image_tag(path, path.name, PREVIEW_SIDE_PX)
-    try:
-        return preformatted(read_plain(path, MAX_PREVIEW_BYTES).decode("utf-8", "replace"))
-    except OSError:
-        return "-"
 
 
 def _guard(facts: Facts) -> str:

@@ -338,6 +338,17 @@ class DrawnEvent(Event):
     images: list[Text]
 
 
+class ComparedEvent(Event):
+    """Results of one LoRA file of a run; ``updates`` 0: of the base alone.
+
+    losses: key of each held-out sample -> its mean loss. images: absolute paths, those of the first strength first.
+    """
+
+    updates: Whole
+    losses: dict[Text, NumberOrNull]
+    images: list[Text]
+
+
 class ChecksEvent(Event):
     """The names of all checks of a self-test."""
 

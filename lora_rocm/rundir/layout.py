@@ -18,6 +18,7 @@ from lora_rocm.errors import ResumeError, storage_error
 from lora_rocm.foundation.files import is_folder, open_in_place, refuse_link, remove, write_atomic
 
 CHECKPOINT_NAME = re.compile(r"step-(\d{8})$")
+LORA_NAME = re.compile(r"lora-step(\d{8})\.safetensors")
 WORKER_LOCK_NAME = re.compile(r"\.worker(?:\.rank(\d+))?\.lock")
 PROBE_BYTES = 65536
 SUPERVISOR = "supervisor"
@@ -35,13 +36,13 @@ IN_PLACE = (
 )
 """Files that are written in place."""
 OF_PARENT = re.compile(
-    r"recipe(\.asked)?\.yaml|environment\.json|tuned\.json|products\.csv|report\.html|stacks-\d+\.txt|\.probe\.tmp"
+    r"recipe(\.asked)?\.yaml|environment\.json|tuned\.json|products\.csv|report\.html|compare\.html|stacks-\d+\.txt|\.probe\.tmp"
 )
 """Files that the light parent of rank 0 writes atomically.
 
 The others are written by its worker, except for the recipes of other ranks.
 """
-OF_WORKER = re.compile(r"result\.json|lora(-sd-scripts)?\.safetensors|pytorch_lora_weights\.safetensors")
+OF_WORKER = re.compile(r"result\.json|lora(-sd-scripts|-comfyui)?\.safetensors|pytorch_lora_weights\.safetensors")
 OF_CHECKPOINTS = re.compile(r"step-\d{8}|lora-step\d{8}\.safetensors")
 OF_SAMPLES = re.compile(r"before-after\.png")
 OF_PREVIEWS = re.compile(r"\d+\.(png|txt)|requests\.json")
@@ -154,14 +155,10 @@ class RunDir:
     def peft_dir(self) -> Path:
         return self.path / "peft"
 
-    @property
-    def sd_scripts_lora(self) -> Path:
-        return self.path / "lora-sd-scripts.safetensors"
-
     def export_of(self, form: str) -> Path:
         """Path of the LoRA in each format: a file, or for peft a folder with a folder per component."""
-        files = {"kohya": self.lora, "sd-scripts": self.sd_scripts_lora, "diffusers": self.diffusers_lora}
-        return {**files, "peft": self.peft_dir}[form]
+        files = {"kohya": self.lora, "diffusers": self.diffusers_lora, "peft": self.peft_dir}
+        return files.get(form, self.path / f"lora-{form}.safetensors")
 
     @property
     def result(self) -> Path:
@@ -171,6 +168,11 @@ class RunDir:
     @property
     def report(self) -> Path:
         return self.path / "report.html"
+
+    @property
+    def comparison(self) -> Path:
+        """The page of ``lora-rocm compare``."""
+        return self.path / "compare.html"
 
     def events(self, writer: str | int = "rank0") -> Path:
         """``events.jsonl`` of rank 0, ``events.rankN.jsonl``, and ``events.supervisor.jsonl`` (``SUPERVISOR``)."""
@@ -197,6 +199,11 @@ class RunDir:
 
     def checkpoint_lora(self, updates: int) -> Path:
         return self.checkpoints / f"lora-step{updates:08d}.safetensors"
+
+    def checkpoint_loras(self) -> list[tuple[int, Path]]:
+        """(updates, file) of every LoRA file beside the checkpoints, oldest first."""
+        found = [(LORA_NAME.fullmatch(path.name), path) for path in self.checkpoints.glob("lora-step*")]
+        return sorted((int(match.group(1)), path) for match, path in found if match)
 
     def samples_at(self, updates: int) -> Path:
         return self.samples / f"step-{updates:08d}"

@@ -22,6 +22,7 @@ MAX_FILE_BYTES = 1 << 36
 FILES_OF = {
     "kohya": re.compile(r"lora\.safetensors"),
     "sd-scripts": re.compile(r"lora-sd-scripts\.safetensors"),
+    "comfyui": re.compile(r"lora-comfyui\.safetensors"),
     "diffusers": re.compile(r"pytorch_lora_weights\.safetensors"),
     "peft": re.compile(r"peft/[A-Za-z0-9_]+/(adapter_model\.safetensors|adapter_config\.json)"),
 }
@@ -146,6 +147,6 @@ def _fault(run_dir: RunDir, wanted: FileDigest) -> str:
 
 def result_files(run_dir: RunDir) -> list[Path]:
     """Files that a user may want from a run: LoRA files with the newest step last, then the report."""
-    finals = [run_dir.lora, run_dir.sd_scripts_lora, run_dir.diffusers_lora, run_dir.peft_dir]
-    steps = sorted(run_dir.checkpoints.glob("lora-step*.safetensors"))
+    finals = [run_dir.export_of(form) for form in FILES_OF]
+    steps = [path for _, path in run_dir.checkpoint_loras()]
     return [path for path in (*steps, *finals, run_dir.report) if path.exists()]

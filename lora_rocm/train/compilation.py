@@ -28,7 +28,7 @@ from lora_rocm.rundir.run_context import RunContext
 
 How = Literal["regional", "full"]
 Asked = Literal["auto", "off", "regional", "full"]
-USES = 3  # of each shape, at most: a training pass, a validation pass, a preview
+USES = 3 * 4  # of each shape, at most: a training pass, a validation pass, a preview; each with texts of 4 lengths
 OFF = "Set runtime.compile to off: this program's own kernels then do what a compiler would do for it."
 
 

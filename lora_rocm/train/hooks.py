@@ -9,20 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
-from lora_rocm.device.transfer import fingerprint
 from lora_rocm.foundation.files import refuse_link
-from lora_rocm.loader.batch import Batch, split
+from lora_rocm.loader.batch import Batch
 from lora_rocm.rundir.event_types import EndEvent, ErrorEvent, Event, StepEvent, ValidationEvent
 from lora_rocm.rundir.run_context import RunContext
-from lora_rocm.train.loop import SaveClock, Trainer, seed_for
+from lora_rocm.train.held_out import HeldOutLoss
+from lora_rocm.train.loop import SaveClock, Trainer
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
-
-VALIDATION_POSITIONS = (0.1, 0.3, 0.5, 0.7, 0.9)
-"""Positions in the noise schedule at which the validation loss is taken; fixed, so that values are comparable."""
 
 
 @dataclass(frozen=True)
@@ -72,43 +67,15 @@ class Validation:
     def due(self, updates: int) -> bool:
         return updates % self.steps == 0
 
-    @torch.no_grad()
     def act(self, trainer: Trainer) -> None:
+        parts = trainer.relief.parts
+        held_out = HeldOutLoss(
+            trainer.family, trainer.model, trainer.transfer, trainer.engine.losses, trainer.context, parts
+        )
         with self.shown_weights():
-            loss = self._mean_loss(trainer)
+            found = held_out.of(self.open_batches())
+        loss = math.fsum(loss * share for _, loss, share in found) / sum(share for *_, share in found)
         trainer.context.emit(ValidationEvent(updates=trainer.position.updates, loss=loss))
-
-    def _mean_loss(self, trainer: Trainer) -> float:
-        total, weight = 0.0, 0.0
-        for component in trainer.model.components.values():
-            component.eval()
-        trainer.context.beat("loader")
-        for batch in self.open_batches():
-            for part in split(batch, trainer.relief.parts):  # a batch trained in parts does not fit here either
-                real, share_B = part.tensors["weight"] > 0, torch.tensor(part.shares)
-                for place in VALIDATION_POSITIONS:
-                    trainer.context.beat("validation")
-                    losses_B = self._losses(trainer, part, place)
-                    total += float((losses_B * share_B)[real].sum())
-                    weight += float(share_B[real].sum())
-            trainer.context.beat("loader")
-        for component in trainer.model.components.values():
-            component.train()
-        return total / weight
-
-    def _losses(self, trainer: Trainer, batch: Batch, place: float) -> torch.Tensor:
-        """Per-sample loss on the CPU. Noise depends on the sample alone. The transfer is checked as in training."""
-        seeds = [seed_for("validation", key, place) for key in batch.sample_keys]
-        draws = trainer.family.objective.fixed_draw(batch.tensors, seeds, place).tensors
-        fingerprints = {**batch.fingerprints, **{name: fingerprint(draw_B) for name, draw_B in draws.items()}}
-        while True:
-            tensors, _ = trainer.transfer.send({**batch.tensors, **draws}, fingerprints)
-            if not bool(trainer.transfer.bad):
-                break
-            trainer.transfer.failed(f"validation, samples {', '.join(batch.sample_keys)}")
-        trainer.transfer.succeeded()
-        sent_draws = {name: tensors.pop(name) for name in draws}
-        return trainer.engine.losses(tensors, sent_draws).float().cpu()
 
 
 class TensorBoard:

@@ -1,4 +1,4 @@
-"""The heavy child of ``lora-rocm sample`` and ``export``: ``python -m lora_rocm.train.model_child TOOL JOB.json``.
+"""The heavy child of ``sample``, ``export`` and ``compare``: ``python -m lora_rocm.train.model_child TOOL JOB.json``.
 
 It writes events to standard output, one JSON object per line.
 """
@@ -11,26 +11,22 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from lora_rocm.adapters.factory import attach_file, inject, without_start
 from lora_rocm.adapters.lora_reader import components_of
 from lora_rocm.dataset.entry_spec import CAPTION
-from lora_rocm.device.backend_settings import apply
-from lora_rocm.device.precision import choose_device, compute_dtype
+from lora_rocm.device.precision import compute_dtype
 from lora_rocm.device.torch_errors import settle, told
-from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import AdapterError, MachineError, StorageError, UserError
 from lora_rocm.export import writers
 from lora_rocm.export.metadata import Facts
-from lora_rocm.families.base import LoadedModel, PreviewRequest, Tensors, family_for
+from lora_rocm.families.base import PreviewRequest, Tensors, family_for
 from lora_rocm.families.detect import evidence
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.families.spec import FamilySpec
 from lora_rocm.foundation.files import followed, write_atomic
-from lora_rocm.hardware.settings import Settings, settings_from
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import TEXT_KEY, Recipe
@@ -38,9 +34,10 @@ from lora_rocm.rundir.event_types import DrawnEvent, ErrorEvent, ExportEvent, No
 from lora_rocm.rundir.events import emit
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train.checkpoint import Checkpoint, latest_valid, read_checkpoint
+from lora_rocm.train.compare import compare
 from lora_rocm.train.preview import ENDINGS, content_of
+from lora_rocm.train.standalone import Job, open_transfer, send_model, start_device
 
-Job = dict[str, Any]
 WRITTEN_TOGETHER = 8  # images drawn and saved at a time, so that a stop loses few of them
 
 
@@ -55,12 +52,12 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
     text_too = not components_of(family_for(recipe), lora).isdisjoint(recipe.spec.text_components)
     recipe = recipe.model_copy(update={"lora": recipe.lora.model_copy(update={TEXT_KEY: text_too})})
     family = family_for(recipe)
-    device, settings = _start(recipe)
+    device, settings = start_device(recipe)
     # Encode the prompts, one encoder in memory at a time
     encoded: dict[str, Tensors] = {prompt: {} for prompt in (job["prompt"], job["negative_prompt"])}
     for encoder in family.encoders():
         if encoder.entry.inputs == (CAPTION,):
-            encode = encoder.load(_door(device, settings))
+            encode = encoder.load(open_transfer(device, settings))
             for prompt, tensors in encoded.items():
                 tensors |= encode({CAPTION: prompt})
             del encode  # free it before the next one, or the model, is loaded
@@ -68,7 +65,7 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
     dtype = compute_dtype(recipe.train.mixed_precision, device, settings, recipe.spec.takes_fp16)
     model = family.load(dtype, torch.device("cpu"))
     attach_file(family, model, lora, job["strength"], lambda text: emit(NoticeEvent(text=text)))
-    _send(model, device, settings)
+    send_model(model, open_transfer(device, settings))
     family.fuse(model, triton=False)  # in float16 some families are only right as they are trained
     # Draw and save
     requests = [
@@ -111,7 +108,7 @@ def export_run(job: Job, registry: Registry = PRODUCT) -> None:
         recipe = recipe.model_copy(update={"output": recipe.output.model_copy(update={"dtype": job["dtype"]})})
     checkpoint = _checkpoint_of(run_dir, job["updates"])
     family = family_for(recipe)
-    device, settings = _start(recipe)
+    device, settings = start_device(recipe)
     dtype = compute_dtype(recipe.train.mixed_precision, device, settings, recipe.spec.takes_fp16)
     model = family.load(dtype, torch.device("cpu"))
     # The model with the checkpoint's LoRA
@@ -264,26 +261,6 @@ def _config(job: Job, spec: FamilySpec) -> dict[str, str | None]:
     return {}
 
 
-def _start(recipe: Recipe) -> tuple[torch.device, Settings]:
-    """The device that the recipe asks for, with the planned settings applied."""
-    settings = settings_from(os.environ)
-    device = choose_device(recipe.runtime.device, settings)
-    apply(settings, device)
-    return device, settings
-
-
-def _send(model: LoadedModel, device: torch.device, settings: Settings) -> None:
-    door = _door(device, settings)
-    for name, component in model.components.items():
-        door.send_parameters(component, name)
-    model.device = device
-
-
-def _door(device: torch.device, settings: Settings) -> DeviceTransfer:
-    pin = device.type == "cuda" and settings.pin_memory
-    return DeviceTransfer(device, pin=pin, heap_copy=settings.heap_copy)
-
-
 def _free_name(folder: Path, stem: str, ending: str) -> Path:
     """A path that does not exist yet."""
     path, number = folder / f"{stem}.{ending}", 2
@@ -292,7 +269,7 @@ def _free_name(folder: Path, stem: str, ending: str) -> Path:
     return path
 
 
-TOOLS: dict[str, Callable[[Job, Registry], None]] = {"sample": sample, "export": export_run}
+TOOLS: dict[str, Callable[[Job, Registry], None]] = {"sample": sample, "export": export_run, "compare": compare}
 
 
 def main(registry: Registry = PRODUCT) -> int:

@@ -250,7 +250,7 @@ class Artifacts:
     def _checkpoint_loras(self) -> list[dict[str, Any]]:
         """Digests of the LoRA files beside the checkpoints; for those that this start wrote, as they were written."""
         found = []
-        for path in sorted(self.run_dir.checkpoints.glob("lora-step*.safetensors")):
+        for _, path in self.run_dir.checkpoint_loras():
             self.session.context.beat("export")
             name = self._name(path)
             there = FileDigest.of_file(self.run_dir, name)

@@ -178,9 +178,9 @@ def test_a_lora_of_another_model(live: tuple[Any, Any, Any], tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("tensors", "code"), [
-    ({"lora_unet_x.hada_w1_a": 1, "lora_unet_x.hada_w1_b": 1}, "lora-kind"),
+    ({"lora_unet_x.hada_w1_a": 1, "lora_unet_x.hada_w1_b": 1}, "lora-incomplete"),
     ({"lora_unet_x.lokr_w1": 1}, "lora-incomplete"),
-    ({"lora_unet_x.oft_blocks": 1}, "lora-kind"),
+    ({"lora_unet_x.oft_diag": 1}, "lora-kind"),
     ({"lora_unet_x.lora_mid.weight": 1, "lora_unet_x.lora_up.weight": 1}, "lora-kind"),
     ({"model.diffusion_model.input_blocks.0.0.weight": 1}, "lora-empty"),
     ({"lora_unet_middle_block_1_proj_in.lora_down.weight": 1}, "lora-incomplete"),

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_rocm.dataset.captions import prepare, tags_of, variants
+from lora_rocm.dataset.captions import as_read, open_wildcard, prepare, tags_of, variants
 from lora_rocm.recipe.schema import SourceOptions
 
 captions = st.lists(st.text("abc xyz", min_size=1).map(str.strip).filter(bool), max_size=8).map(", ".join)
@@ -62,3 +62,49 @@ def test_the_trigger_word_stays_where_it_is() -> None:
 def test_another_seed_shuffles_otherwise() -> None:
     shuffled = options(shuffle_caption=True)
     assert variants("a, b, c, d, e, f", shuffled, 2, 0) != variants("a, b, c, d, e, f", shuffled, 2, 1)
+
+
+WILD = options(enable_wildcard=True)
+
+
+def test_prefix_and_suffix_frame_the_caption() -> None:
+    framed = options(caption_prefix="photo of", caption_suffix=", outdoors", trigger_word="zibu")
+    assert prepare("a house", framed) == "zibu, photo of a house , outdoors"
+    assert prepare("", options(caption_prefix="photo")) == "photo"
+
+
+def test_wildcards_are_chosen_within_the_bound_and_by_the_seed() -> None:
+    caption = "a {red|green|blue} {house|tree}, {{x}}"
+    every = {f"a {colour} {thing}, {{x}}" for colour in ("red", "green", "blue") for thing in ("house", "tree")}
+    assert set(variants(caption, WILD, 20, 0)) == every
+    assert len(variants(caption, WILD, 4, 0)) == 4 and set(variants(caption, WILD, 4, 0)) < every
+    assert variants(caption, WILD, 4, 0) == variants(caption, WILD, 4, 0) != variants(caption, WILD, 4, 1)
+    assert prepare(caption, WILD) == "a red house, {x}"
+    assert variants(caption, options(), 4, 0) == (caption,)  # not read without the key
+
+
+def test_each_line_is_a_caption_of_its_own_only_with_wildcards() -> None:
+    text = "a house\r\n\n  a {red|green}  tree \n"
+    assert as_read(text, options()) == "a house a {red|green} tree"
+    caption = as_read(text, WILD)
+    assert set(variants(caption, WILD, 9, 0)) == {"a house", "a red tree", "a green tree"}
+    assert prepare(caption, WILD) == "a house"
+
+
+def test_a_wildcard_that_is_not_closed_is_found() -> None:
+    assert open_wildcard("a {red|green house", WILD) == "{red|green house"
+    assert open_wildcard("a house\na red} house", WILD) == "} house"
+    assert open_wildcard("a {} house", WILD) == "{} house"
+    assert open_wildcard("a {red|green} {{house", WILD) == "" == open_wildcard("a {red", options())
+    assert open_wildcard("a house", options(enable_wildcard=True, caption_prefix="{a")) == "{a a house"
+
+
+def test_tags_are_dropped_by_their_share_and_the_first_ones_stay() -> None:
+    dropping = options(caption_tag_dropout_rate=0.3, keep_tokens=2, trigger_word="zibu")
+    tags = ["zibu", "first", *(f"tag{number}" for number in range(50))]
+    made = variants(", ".join(tags), dropping, 20, 0)
+    assert len(made) == 20 and all(tags_of(caption)[:2] == ["zibu", "first"] for caption in made)
+    assert all([tag for tag in tags if tag in tags_of(caption)] == tags_of(caption) for caption in made)  # in order
+    share = sum(52 - len(tags_of(caption)) for caption in made) / (20 * 50)
+    assert 0.25 < share < 0.35
+    assert variants("a, b", options(caption_tag_dropout_rate=1.0), 4, 0) == ("",)

@@ -6,6 +6,7 @@ import pytest
 
 from lora_rocm.dataset.folders import describes, read_caption, shown, some, source_folder, walk
 from lora_rocm.errors import DataError
+from lora_rocm.foundation.terminal_text import one_line
 
 
 def test_sub_folders_in_one_order(tmp_path: Path, make: SimpleNamespace) -> None:
@@ -120,7 +121,7 @@ def test_the_images_of_the_demo_ship_with_the_package() -> None:
 @pytest.mark.parametrize("content", [b"a  red\r\nhouse \n", b"\xef\xbb\xbfa red house"])
 def test_a_caption_is_one_line(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.txt").write_bytes(content)
-    assert read_caption(tmp_path / "a.txt") == "a red house"
+    assert one_line(read_caption(tmp_path / "a.txt")) == "a red house"
 
 
 def test_camera_names_describe_nothing() -> None:

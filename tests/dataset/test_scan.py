@@ -86,6 +86,17 @@ def test_missing_captions_can_be_errors(tmp_path: Path, make: SimpleNamespace, k
     scan(make.data(path=str(tmp_path), **keys))
 
 
+def test_a_wildcard_that_is_not_closed_is_named(tmp_path: Path, make: SimpleNamespace) -> None:
+    make.image(tmp_path / "a.png", caption="a {red|blue} cat\na {red|blue dog")
+    make.image(tmp_path / "b.png", seed=1, caption="a cat")
+    with pytest.raises(DataError) as caught:
+        scan(make.data(path=str(tmp_path), enable_wildcard=True))
+    assert caught.value.code == "wildcard-open" and "a.png: {red|blue dog" in caught.value.where
+    assert captions(scan(make.data(path=str(tmp_path))))["a.png"] == "a {red|blue} cat a {red|blue dog"
+    (tmp_path / "a.txt").write_text("a {red|blue} cat\na dog", encoding="utf-8")
+    assert captions(scan(make.data(path=str(tmp_path), enable_wildcard=True)))["a.png"] == "a {red|blue} cat\na dog"
+
+
 def test_an_empty_caption_file_is_an_empty_caption(tmp_path: Path, make: SimpleNamespace) -> None:
     make.image(tmp_path / "a.png", caption=" \n")
     found = scan(make.data(path=str(tmp_path)))

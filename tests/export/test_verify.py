@@ -16,7 +16,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lora_rocm.errors import ExportError
+from lora_rocm.adapters.lora_reader import read_lora
+from lora_rocm.errors import AdapterError, ExportError
 from lora_rocm.export import writers
 from lora_rocm.export.metadata import Facts
 from tests.tiny_models import FEW_TARGETS, SHALLOW_RISING, trained, write_tiny_sdxl
@@ -38,8 +39,7 @@ MODULE = {
 DOWN = {"kohya": "lora_down.weight", "diffusers": "lora_A.weight", "peft": "lora_A.weight"}
 UP = {"kohya": "lora_up.weight", "diffusers": "lora_B.weight", "peft": "lora_B.weight"}
 MAGNITUDE = {"kohya": "dora_scale", "diffusers": "lora_magnitude_vector", "peft": "lora_magnitude_vector"}
-
-
+MODULE["comfyui"], MAGNITUDE["comfyui"] = MODULE["kohya"], MAGNITUDE["kohya"]
 LORA = {"rank": 4, "alpha": 2.0, "targets": FEW_TARGETS}
 
 
@@ -125,6 +125,48 @@ def test_who_cannot_read_a_dora_is_said(folder: Path, tmp_path: Path) -> None:
     assert all(name in said for name in ("diffusers", "A1111", "ComfyUI", "Forge", "%"))
 
 
+def by_comfyui(weight: Tensor, parts: dict[str, Tensor], norm_of_base: bool) -> Tensor:
+    """ComfyUI's weight_decompose on the output axis, row by row; and with the adapted weight's norm, as in LyCORIS."""
+    up, down = parts["lora_up.weight"].flatten(1), parts["lora_down.weight"].flatten(1)
+    rows = []
+    for row, magnitude, old in zip(up, parts["dora_scale"].flatten(), weight.flatten(1), strict=True):
+        moved = old + parts["alpha"] / len(down) * (row[:, None] * down).sum(0)
+        rows.append(moved * magnitude / (old if norm_of_base else moved).square().sum().sqrt())
+    return torch.stack(rows).reshape(weight.shape)
+
+
+def test_a_dora_for_comfyui_has_its_effect_by_comfyui_s_rule(folder: Path, tmp_path: Path) -> None:
+    """And the file for all has it by the definition; each is off by the other's rule, and only one is read here."""
+    off: dict[tuple[str, bool], float] = {}
+    for form in ("kohya", "comfyui"):
+        lora = {"use_dora": True, "targets": r"mid_block\.(attentions\.0\.proj_in|resnets\.0\.conv1)"}
+        family, model, adapter, path = written(folder, tmp_path, form, "fp32", **lora)
+        assert writers.verify(form, path, family, model, adapter).relative_difference < 1e-5
+        tensors, table, entries = load_file(path), adapter.key_table(form), adapter.entries()
+        for rule in (True, False):
+            wrong = whole = 0.0
+            for key in table.parts:
+                parts = {name.removeprefix(f"{key}."): t for name, t in tensors.items() if name.startswith(f"{key}.")}
+                if parts:
+                    weight = adapter.modules[table.whole(key)][2].get_base_layer().weight.detach()
+                    wanted = entries[table.whole(key)].effect(weight)
+                    wrong += float((by_comfyui(weight, parts, rule) - weight - wanted).square().sum())
+                    whole += float(wanted.square().sum())
+            off[form, rule] = (wrong / whole) ** 0.5
+    assert off["kohya", False] < 1e-5 and off["comfyui", True] < 1e-5
+    assert off["kohya", True] > 0.01 and off["comfyui", False] > 0.01, "the control"
+    with pytest.raises(AdapterError, match="ComfyUI's rule alone"):
+        read_lora(family, model.components, path)
+
+
+def test_a_plain_lora_for_comfyui_is_the_file_for_all(folder: Path, tmp_path: Path) -> None:
+    family, model, _, path = written(folder, tmp_path, "comfyui", "fp32")
+    comfyui = load_file(path)
+    kohya = load_file(written(folder, tmp_path, "kohya", "fp32")[3])
+    assert comfyui.keys() == kohya.keys() and all(torch.equal(kohya[name], tensor) for name, tensor in comfyui.items())
+    assert read_lora(family, model.components, path)
+
+
 WRONG: dict[str, Callable[[str, dict[str, Tensor]], object]] = {
     "a wrong factor": lambda form, t: t[f"{MODULE[form]}.{UP[form]}"].mul_(1.01),
     "one wrong number": lambda form, t: t[f"{MODULE[form]}.{DOWN[form]}"][0, 0].add_(0.1),
@@ -154,7 +196,7 @@ def test_a_wrong_file_is_caught(folder: Path, tmp_path: Path, form: str, fault: 
     assert caught.value.code == "export-differs"
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*FORMS, "comfyui"])
 def test_a_wrong_magnitude_is_caught(folder: Path, tmp_path: Path, form: str) -> None:
     family, model, adapter, path = written(folder, tmp_path, form, use_dora=True)
     writers.verify(form, path, family, model, adapter)

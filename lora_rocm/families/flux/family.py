@@ -91,7 +91,7 @@ class Flux(TransformerFamily):
 
     def token_limits(self) -> Sequence[TokenLimit]:
         """That of T5: what CLIP's pooled embedding lacks of a long caption is in T5's states."""
-        return [clip.token_limit(self._text_encoder(t5_part(self._tokens)).tokenizer())]
+        return [clip.token_limit(self._text_encoder(t5_part(self._tokens)).tokenizer(), self._tokens)]
 
     def text_example(self, rows: int) -> Tensors:
         config = self.source.config("transformer")

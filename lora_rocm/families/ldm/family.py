@@ -25,6 +25,7 @@ from lora_rocm.families.ldm.sampling import sample_images
 from lora_rocm.families.objectives.base import Prediction
 from lora_rocm.families.objectives.ddpm import DdpmObjective, DdpmSettings, check_weighting
 from lora_rocm.families.recompute import TOGETHER, Recomputing
+from lora_rocm.families.spec import CheckpointSection
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -73,6 +74,13 @@ class LdmFamily(LatentFamily):
         return notices
 
     @property
+    def max_tokens(self) -> int:
+        """The tokens that are read of a caption."""
+        section = self.recipe.model
+        assert isinstance(section, CheckpointSection), "the spec of a family with a UNet has this section"
+        return section.max_token_length
+
+    @property
     def prediction_type(self) -> str:
         return str(self.scheduler_config["prediction_type"])
 
@@ -103,7 +111,7 @@ class LdmFamily(LatentFamily):
     def token_limits(self) -> Sequence[TokenLimit]:
         """The tokenizer and the token limit of each text encoder."""
         paths = [self.source.tokenizer_path(name) for name in self.layout.tokenizers]
-        return [clip.token_limit(clip.load_tokenizer(path)) for path in paths]
+        return [clip.token_limit(clip.load_tokenizer(path), self.max_tokens + 2) for path in paths]
 
     def blocks(self, model: LoadedModel) -> list[nn.Module]:
         """ResNets and transformer blocks of the UNet that diffusers can recompute (see ``blocks_of``)."""

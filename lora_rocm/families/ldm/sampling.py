@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -116,10 +117,12 @@ def _denoise(
     shape = (source.config("unet")["in_channels"], first.height // factor, first.width // factor)
     generators = [torch.Generator().manual_seed(request.seed) for request in requests]
     noise_BCHW = torch.stack([torch.randn(shape, generator=generator) for generator in generators])
-    arguments = _embed(embeddings, [request.prompt for request in requests], model)
-    if first.guidance_scale > 1:
-        negative = _embed(embeddings, [request.negative_prompt for request in requests], model)
-        arguments |= {f"negative_{name}": tensor for name, tensor in negative.items()}
+    count, guided = len(requests), first.guidance_scale > 1
+    negative = [request.negative_prompt for request in requests] if guided else []
+    embedded = _embed(embeddings, [*(request.prompt for request in requests), *negative], model)
+    arguments = {name: tensor[:count] for name, tensor in embedded.items()}
+    if guided:
+        arguments |= {f"negative_{name}": tensor[count:] for name, tensor in embedded.items()}
     result = pipeline(
         height=first.height,
         width=first.width,
@@ -136,5 +139,10 @@ def _denoise(
 
 def _embed(embeddings: Embeddings, prompts: Sequence[str], model: LoadedModel) -> dict[str, Tensor]:
     encoded = {prompt: embeddings(prompt) for prompt in dict.fromkeys(prompts)}
-    names = encoded[prompts[0]]
-    return {name: torch.cat([encoded[prompt][name] for prompt in prompts]).to(model.dtype) for name in names}
+    embedded = {}
+    for name in encoded[prompts[0]]:
+        rows = [encoded[prompt][name] for prompt in prompts]
+        length = math.lcm(*(row.shape[1] for row in rows))  # fewer chunks are repeated, as in training
+        copies = [torch.cat([row] * (length // row.shape[1]), dim=1) for row in rows]
+        embedded[name] = torch.cat(copies).to(model.dtype)
+    return embedded

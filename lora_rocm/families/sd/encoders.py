@@ -18,15 +18,16 @@ from lora_rocm.families.vae import CPU, ENCODING_VERSION
 class TextEncoder:
     """Encodes captions to the embeddings of ``StableDiffusionPipeline.encode_prompt``, in float32."""
 
-    entry = EntrySpec("text", (CAPTION,), {"prompt_embeds": TensorSpec("float32", "SD")})
+    entry = EntrySpec("text", (CAPTION,), {"prompt_embeds": TensorSpec("float32", "SD", clip.PAD)})
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
+    def __init__(self, source: Source, max_tokens: int) -> None:
+        self._source, self._max_tokens = source, max_tokens
 
     @cached_property
     def fingerprint(self) -> str:
         weights = self._source.fingerprint("text_encoder")
-        return f"text-last{ENCODING_VERSION}-{weights}-{tokenizer_identity(self._source, ('tokenizer',))}"
+        identity = tokenizer_identity(self._source, ("tokenizer",))
+        return f"text-last{ENCODING_VERSION}-{self._max_tokens}-{weights}-{identity}"
 
     def in_tiles(self) -> None:
         return None
@@ -40,7 +41,7 @@ class TextEncoder:
         def encode(inputs: Inputs) -> Tensors:
             caption = inputs[CAPTION]
             assert isinstance(caption, str), "the text encoder encodes captions"
-            ids_BS = door.send_checked(clip.token_ids(tokenizer, caption)[None], "token ids")
+            ids_BS = door.send_checked(clip.chunk_ids(tokenizer, caption, self._max_tokens)[None], "token ids")
             return door.receive({"prompt_embeds": clip.last_states(encoder, ids_BS)[0]})
 
         return encode
@@ -49,14 +50,14 @@ class TextEncoder:
 class TokenEncoder:
     """Encodes captions to token ids, used if the text encoder itself is trained."""
 
-    entry = EntrySpec("tokens", (CAPTION,), {"input_ids": TensorSpec("int64", "S")})
+    entry = EntrySpec("tokens", (CAPTION,), {"input_ids": TensorSpec("int64", "S", clip.PAD)})
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
+    def __init__(self, source: Source, max_tokens: int) -> None:
+        self._source, self._max_tokens = source, max_tokens
 
     @cached_property
     def fingerprint(self) -> str:
-        return f"tokens{ENCODING_VERSION}-{tokenizer_identity(self._source, ('tokenizer',))}"
+        return f"tokens{ENCODING_VERSION}-{self._max_tokens}-{tokenizer_identity(self._source, ('tokenizer',))}"
 
     def in_tiles(self) -> None:
         return None
@@ -67,6 +68,6 @@ class TokenEncoder:
         def encode(inputs: Inputs) -> Tensors:
             caption = inputs[CAPTION]
             assert isinstance(caption, str), "the tokenizer encodes captions"
-            return {"input_ids": clip.token_ids(tokenizer, caption)}
+            return {"input_ids": clip.chunk_ids(tokenizer, caption, self._max_tokens)}
 
         return encode

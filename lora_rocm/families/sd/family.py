@@ -56,7 +56,7 @@ class StableDiffusion(LdmFamily):
 
     def encoders(self) -> Sequence[Encoder]:
         words = TokenEncoder if self.recipe.lora.train_text_encoder else TextEncoder
-        return [VaeEncoder(self.source), words(self.source)]
+        return [VaeEncoder(self.source), words(self.source, self.max_tokens)]
 
     def text_example(self, rows: int) -> Tensors:
         if self.recipe.lora.train_text_encoder:

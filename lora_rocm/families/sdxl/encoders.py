@@ -23,17 +23,17 @@ class TextEncoder:
     The pipeline concatenates the states of both encoders in width; the pooled embedding is the second one's.
     """
 
-    def __init__(self, source: Source, number: int) -> None:
-        self._source, self._number = source, number
+    def __init__(self, source: Source, number: int, max_tokens: int) -> None:
+        self._source, self._number, self._max_tokens = source, number, max_tokens
         self._component, self._tokenizer = TEXT_COMPONENTS[number - 1], tuple(source.layout.tokenizers)[number - 1]
-        tensors = {f"prompt_embeds_{number}": TensorSpec("float32", "SD")}
+        tensors = {f"prompt_embeds_{number}": TensorSpec("float32", "SD", clip.PAD)}
         pooled = {"pooled_embeds": TensorSpec("float32", "D")} if number == len(TEXT_COMPONENTS) else {}
         self.entry = EntrySpec(f"text_{number}", (CAPTION,), tensors | pooled)
 
     @cached_property
     def fingerprint(self) -> str:
         parts = [self._source.fingerprint(self._component), tokenizer_identity(self._source, (self._tokenizer,))]
-        return f"text{ENCODING_VERSION}-{digest(parts)}"
+        return f"text{ENCODING_VERSION}-{self._max_tokens}-{digest(parts)}"
 
     def in_tiles(self) -> None:
         return None
@@ -47,7 +47,7 @@ class TextEncoder:
         def encode(inputs: Inputs) -> Tensors:
             caption = inputs[CAPTION]
             assert isinstance(caption, str), "the text encoders encode captions"
-            ids_BS = door.send_checked(clip.token_ids(tokenizer, caption)[None], "token ids")
+            ids_BS = door.send_checked(clip.chunk_ids(tokenizer, caption, self._max_tokens)[None], "token ids")
             states_BSD, pooled_BD = clip.states(encoder, ids_BS)
             made = {f"prompt_embeds_{self._number}": states_BSD[0], "pooled_embeds": pooled_BD[0]}
             return door.receive({name: made[name] for name in self.entry.tensors})
@@ -59,26 +59,28 @@ class TokenEncoder:
     """Encodes captions to token ids, used if the text encoders are trained."""
 
     entry = EntrySpec(
-        "tokens", (CAPTION,), {"input_ids_1": TensorSpec("int64", "S"), "input_ids_2": TensorSpec("int64", "S")}
+        "tokens", (CAPTION,), {f"input_ids_{number}": TensorSpec("int64", "S", clip.PAD) for number in (1, 2)}
     )
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
+    def __init__(self, source: Source, max_tokens: int) -> None:
+        self._source, self._max_tokens = source, max_tokens
 
     @cached_property
     def fingerprint(self) -> str:
-        return f"tokens{ENCODING_VERSION}-{tokenizer_identity(self._source, tuple(self._source.layout.tokenizers))}"
+        identity = tokenizer_identity(self._source, tuple(self._source.layout.tokenizers))
+        return f"tokens{ENCODING_VERSION}-{self._max_tokens}-{identity}"
 
     def in_tiles(self) -> None:
         return None
 
     def load(self, door: DeviceTransfer) -> Encode:
         names = self._source.layout.tokenizers
-        first, second = (clip.load_tokenizer(self._source.tokenizer_path(name)) for name in names)
+        tokenizers = [clip.load_tokenizer(self._source.tokenizer_path(name)) for name in names]
 
         def encode(inputs: Inputs) -> Tensors:
             caption = inputs[CAPTION]
             assert isinstance(caption, str), "the tokenizers encode captions"
-            return {"input_ids_1": clip.token_ids(first, caption), "input_ids_2": clip.token_ids(second, caption)}
+            found = [clip.chunk_ids(tokenizer, caption, self._max_tokens) for tokenizer in tokenizers]
+            return dict(zip(self.entry.tensors, found, strict=True))
 
         return encode

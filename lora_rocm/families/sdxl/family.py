@@ -52,8 +52,8 @@ class Sdxl(LdmFamily):
 
     def encoders(self) -> Sequence[Encoder]:
         if self.recipe.lora.train_text_encoder:
-            return [VaeEncoder(self.source), TokenEncoder(self.source)]
-        return [VaeEncoder(self.source), TextEncoder(self.source, 1), TextEncoder(self.source, 2)]
+            return [VaeEncoder(self.source), TokenEncoder(self.source, self.max_tokens)]
+        return [VaeEncoder(self.source), *(TextEncoder(self.source, number, self.max_tokens) for number in (1, 2))]
 
     def sample_meta(
         self, original_hw: tuple[int, int], crop_top_left: tuple[int, int], target_hw: tuple[int, int]

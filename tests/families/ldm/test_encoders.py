@@ -19,6 +19,7 @@ from lora_rocm.families.clip import CLIP_TOKENS, load_tokenizer, token_limit
 from lora_rocm.families.sdxl.family import Sdxl
 from lora_rocm.families.vae import SMALL_TILE_PX, VaeEncoder
 from lora_rocm.latent_cache.quarantine import plain_door
+from lora_rocm.loader.cached_dataset import together
 from tests.tiny_models import tiny_recipe, write_tiny_sdxl
 
 CPU = torch.device("cpu")
@@ -30,16 +31,68 @@ def test_text_is_encoded_as_the_pipeline_does(tiny_sdxl: Path, caption: str) -> 
     pipeline = StableDiffusionXLPipeline.from_pretrained(tiny_sdxl, local_files_only=True)
     with torch.no_grad():
         prompt, _, pooled, _ = pipeline.encode_prompt(caption, do_classifier_free_guidance=False)
-    encoders = Sdxl(tiny_recipe(tiny_sdxl)).encoders()[1:]
+    encoders = Sdxl(tiny_recipe(tiny_sdxl, model={"max_token_length": 75})).encoders()[1:]
     first, second = (encoder.load(plain_door(CPU))({CAPTION: caption}) for encoder in encoders)
     torch.testing.assert_close(torch.cat([first["prompt_embeds_1"], second["prompt_embeds_2"]], dim=-1), prompt[0])
     torch.testing.assert_close(second["pooled_embeds"], pooled[0])
     assert [encoded.keys() for encoded in (first, second)] == [encoder.entry.tensors.keys() for encoder in encoders]
 
 
+@pytest.mark.parametrize(("limit", "chunks"), [(225, 3), (150, 2), (75, 1)])
+def test_a_long_caption_is_encoded_in_chunks_of_its_own(tiny_sdxl: Path, limit: int, chunks: int) -> None:
+    caption, model = " ".join(["cat dog circle"] * 60), {"max_token_length": limit}
+    encoders = Sdxl(tiny_recipe(tiny_sdxl, model=model)).encoders()[1:]
+    pipeline = StableDiffusionXLPipeline.from_pretrained(tiny_sdxl, local_files_only=True)
+    for encoder, tokenizer, text, number in zip(
+        encoders,
+        (pipeline.tokenizer, pipeline.tokenizer_2),
+        (pipeline.text_encoder, pipeline.text_encoder_2),
+        (1, 2),
+        strict=True,
+    ):
+        words = tokenizer(caption, add_special_tokens=False, verbose=False).input_ids
+        assert len(words) > 150
+        states, pooled = [], []
+        for start in range(0, 75 * chunks, 75):
+            ids = [tokenizer.bos_token_id, *words[start : start + 75], tokenizer.eos_token_id]
+            ids += [tokenizer.pad_token_id] * (77 - len(ids))
+            with torch.no_grad():
+                output = text(torch.tensor([ids]), output_hidden_states=True)
+            states.append(output.hidden_states[-2][0])
+            pooled.append(output[0][0])
+        found = encoder.load(plain_door(CPU))({CAPTION: caption})
+        torch.testing.assert_close(found[f"prompt_embeds_{number}"], torch.cat(states))
+        if number == 2:
+            torch.testing.assert_close(found["pooled_embeds"], pooled[0])
+    assert (
+        len({Sdxl(tiny_recipe(tiny_sdxl, model={"max_token_length": n})).encoders()[1].fingerprint for n in (75, 225)})
+        == 2
+    )
+
+
+def test_trained_text_encoders_read_the_same_chunks_and_shorter_captions_beside_them(tiny_sdxl: Path) -> None:
+    cached = Sdxl(tiny_recipe(tiny_sdxl))
+    trained = Sdxl(tiny_recipe(tiny_sdxl, lora={"train_text_encoder": True}))
+    long, short = "cat dog " * 70, "a circle"
+    encode = trained.encoders()[1].load(plain_door(CPU))
+    ids = [encode({CAPTION: caption}) for caption in (long, short)]
+    entry = trained.encoders()[1].entry
+    batch = {name: together([row[name] for row in ids], [0, 0], entry.tensors[name])[0] for name in entry.tensors}
+    assert batch["input_ids_1"].shape == (2, 154)
+    model = trained.load(torch.float32, CPU)
+    prompts, pooled = trained._text(model, batch)
+    encoders = [encoder.load(plain_door(CPU)) for encoder in cached.encoders()[1:]]
+    for row, caption in enumerate((long, short)):
+        first, second = (encode({CAPTION: caption}) for encode in encoders)
+        states = torch.cat([first["prompt_embeds_1"], second["prompt_embeds_2"]], dim=-1)
+        torch.testing.assert_close(prompts[row], torch.cat([states] * (154 // len(states))))
+        torch.testing.assert_close(pooled[row], second["pooled_embeds"])
+
+
 def test_token_ids_are_the_pipeline_s(tiny_sdxl: Path) -> None:
     pipeline = StableDiffusionXLPipeline.from_pretrained(tiny_sdxl, local_files_only=True)
-    encode = Sdxl(tiny_recipe(tiny_sdxl, lora={"train_text_encoder": True})).encoders()[1].load(plain_door(CPU))
+    recipe = tiny_recipe(tiny_sdxl, lora={"train_text_encoder": True}, model={"max_token_length": 75})
+    encode = Sdxl(recipe).encoders()[1].load(plain_door(CPU))
     for caption in CAPTIONS:
         encoded = encode({CAPTION: caption})
         for name, tokenizer in (("input_ids_1", pipeline.tokenizer), ("input_ids_2", pipeline.tokenizer_2)):
@@ -121,9 +174,11 @@ def test_cache_spec_is_what_the_encoders_give(tiny_sdxl: Path) -> None:
 
 def test_truncation_is_noticed(tiny_sdxl: Path) -> None:
     fits = "cat " * 75  # and the two end tokens
-    limits = Sdxl(tiny_recipe(tiny_sdxl)).token_limits()
+    limits = Sdxl(tiny_recipe(tiny_sdxl, model={"max_token_length": 75})).token_limits()
     captions = [fits, fits + "dog", fits + "dog circle", "a cat"]
     assert list(lost_ends(captions, limits)) == ["", "dog", "dog circle", ""]
+    twice = Sdxl(tiny_recipe(tiny_sdxl, model={"max_token_length": 150})).token_limits()
+    assert list(lost_ends([fits + fits, fits + "dog", fits + fits + "dog"], twice)) == ["", "", "dog"]
 
 
 def test_as_many_captions_are_cut_as_the_tokenizer_of_transformers_cuts(tiny_sdxl: Path) -> None:
@@ -131,7 +186,9 @@ def test_as_many_captions_are_cut_as_the_tokenizer_of_transformers_cuts(tiny_sdx
     pieces = ["cat", "Zibu ", "it's", " , ", "İ", "ü", "中文", "👩‍🚀", "  ", "1024", "<|endoftext|>", "e\u0301", "\t"]
     captions = ["".join(rng.choices(pieces, k=rng.randint(0, 90))) for _ in range(300)]
     long = [len(tokenizer(caption, truncation=False, verbose=False).input_ids) > CLIP_TOKENS for caption in captions]
-    assert [bool(lost) for lost in lost_ends(captions, [token_limit(tokenizer)])] == long and 20 < sum(long) < 280
+    assert [bool(lost) for lost in lost_ends(captions, [token_limit(tokenizer, CLIP_TOKENS)])] == long and 20 < sum(
+        long
+    ) < 280
 
 
 def test_images_are_encoded_with_the_attention_of_the_vae(tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,19 @@ def test_seeds_prompts_and_batches(tiny_sdxl: Path, monkeypatch: pytest.MonkeyPa
     assert all(abs(a - b).max() <= 1 for a, b in zip(together, alone, strict=True))
 
 
+def test_prompts_of_several_lengths_are_drawn_together_as_alone(
+    tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long, longest = "cat dog " * 60, "cat dog " * 100
+    requests = [REQUEST, replace(REQUEST, prompt=long), replace(REQUEST, negative_prompt=longest)]
+    together = [pixels(image) for image in draw(tiny_sdxl, requests)]
+    monkeypatch.setattr(sampling, "BATCH_PIXELS", 1)
+    alone = [pixels(image) for image in draw(tiny_sdxl, requests)]
+    assert all(abs(a - b).max() <= 1 for a, b in zip(together, alone, strict=True))
+    (cut,) = draw(tiny_sdxl, requests[1:2], model={"max_token_length": 75})
+    assert abs(pixels(cut) - together[1]).max() > 1
+
+
 def test_v_prediction_and_zero_terminal_snr_are_respected(tmp_path: Path) -> None:
     folder = write_tiny_sdxl(tmp_path / "m")
     plain = pixels(draw(folder, [REQUEST])[0])

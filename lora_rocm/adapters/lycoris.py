@@ -1,0 +1,258 @@
+"""What LyCORIS' kinds of adapters share: layers, the place of their tensors in files, and files of two factors.
+
+The layers are PEFT's with another forward pass, which draws no random number; PEFT's draws one in every call.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from peft import PeftConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+
+from lora_rocm.adapters.base import PEFT_NAME, Adapter
+from lora_rocm.adapters.entry import Entry, FileModule, Form, file_error
+from lora_rocm.adapters.module_names import adaptable, canonical
+from lora_rocm.adapters.targets import either
+from lora_rocm.families.base import LoadedModel, ModelFamily
+from lora_rocm.kernels.weight_format import dense_shape
+
+Factor = tuple[Tensor, ...]
+"""One matrix, or the two of a product."""
+
+
+def product(factor: Factor) -> Tensor:
+    """Return the factor as one matrix."""
+    return factor[0] if len(factor) == 1 else factor[0] @ factor[1]
+
+
+@dataclass(frozen=True)
+class FactorNames:
+    """Names of the tensors of a kind's two factors, in PEFT's layers and in files.
+
+    prefix: their start ("lokr").
+    whole: whether a factor may be one matrix ("lokr_w1") instead of the two of a product ("lokr_w1_a", "lokr_w1_b").
+    """
+
+    prefix: str
+    whole: bool = False
+
+    @property
+    def factors(self) -> tuple[str, str]:
+        return f"{self.prefix}_w1", f"{self.prefix}_w2"
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """All names."""
+        endings = ("", "_a", "_b") if self.whole else ("_a", "_b")
+        return tuple(f"{factor}{ending}" for factor in self.factors for ending in endings)
+
+    def split(self, tensors: Mapping[str, Tensor]) -> tuple[Factor, Factor]:
+        """Return both factors from tensors by name.
+
+        Raises:
+            ValueError: a factor is missing, or given both whole and as a product.
+        """
+        found: list[Factor] = []
+        for factor in self.factors:
+            whole, parts = factor in tensors, f"{factor}_a" in tensors
+            if whole == parts:
+                raise ValueError(f"{factor} has to be there whole or as a product, and not both")
+            found.append((tensors[factor],) if whole else (tensors[f"{factor}_a"], tensors[f"{factor}_b"]))
+        return found[0], found[1]
+
+    def named(self, w1: Factor, w2: Factor) -> dict[str, Tensor]:
+        """Return the tensors by name."""
+        return {
+            f"{name}{part}": tensor
+            for name, factor in zip(self.factors, (w1, w2), strict=True)
+            for part, tensor in zip(("",) if len(factor) == 1 else ("_a", "_b"), factor, strict=True)
+        }
+
+    def lacking(self, roles: Collection[str]) -> list[str]:
+        """As ``FileKind.lacking``."""
+        lacking = []
+        for factor in self.factors:
+            halves = [f"{factor}_{half}" for half in "ab"]
+            present = [half for half in halves if half in roles]
+            if present or not self.whole:
+                lacking += [half for half in halves if half not in roles]
+            elif factor not in roles:
+                lacking.append(factor)
+        return lacking
+
+    def of_file(self, module: FileModule) -> tuple[Factor, Factor]:
+        """Return both factors of a module of a file, in float32.
+
+        Raises:
+            ValueError: they are no matrices, or the two of a product do not fit.
+        """
+        found = self.split({role: tensor.float() for role, tensor in module.parts.items() if role != "alpha"})
+        for factor in found:
+            if (
+                factor[0].ndim < 2
+                or 0 in factor[0].shape
+                or (len(factor) == 2 and factor[0].shape[1] != len(factor[1]))
+            ):
+                raise ValueError(f"{module.key} has factors of the shapes {[tuple(tensor.shape) for tensor in factor]}")
+        return found
+
+
+def check_config(name: str, config: Mapping[str, Any], path: Path) -> None:
+    """As ``FileKind.check_config``, for the kind ``name``."""
+    others = [field for field in ("modules_to_save", "use_effective_conv2d") if config.get(field)]
+    if others:
+        what = f"This adapter is more than a {name}: its config sets {', '.join(others)}."
+        raise file_error("lora-kind", what, path, f"Use a plain {name}.")
+
+
+def alone(entry: Entry, parts: Sequence[tuple[int, Entry]], whole: bool, name: str) -> Entry:
+    """As ``Entry.joined``, of a kind that no other module's can be joined to."""
+    if len(parts) == 1 and whole:
+        return entry
+    raise ValueError(f"the {name} of several modules cannot be written as one of a weight that holds them all")
+
+
+class LycorisLayer(nn.Module):
+    """The forward pass of a layer. This class stands before PEFT's layer among the bases of a kind's layers.
+
+    input_dropout: probability of dropout on the adapter's input.
+    """
+
+    input_dropout = 0.0
+
+    @abstractmethod
+    def change(self, x: Tensor, output: Tensor, base: Any) -> Tensor:
+        """Return the change of the output at scale 1.
+
+        Args:
+            x: the input, in the dtype of the trained tensors if inputs are cast, after dropout.
+            output: the base layer's output.
+            base: the base layer.
+        """
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        layer: Any = self
+        output: Tensor = layer.base_layer(x, *args, **kwargs)
+        if layer.disable_adapters:
+            return output
+        dtype = next(
+            getattr(layer, name)[PEFT_NAME].dtype for name in layer.adapter_layer_names if getattr(layer, name)
+        )
+        x = F.dropout(layer._cast_input_dtype(x, dtype), self.input_dropout, self.training)
+        adapted: Tensor = output + (self.change(x, output, layer.get_base_layer()) * layer.scaling[PEFT_NAME]).to(
+            output.dtype
+        )
+        return adapted
+
+
+class OutputLayer(LycorisLayer, BaseTunerLayer):
+    """A layer of a kind that changes the base layer's output and that PEFT lacks. Its tensors start at zero.
+
+    A change of ``D W`` of a weight ``W`` is one of ``D`` times the output without the bias.
+    """
+
+    other_param_names = ("r", "alpha", "scaling")
+
+    def __init__(self, base_layer: nn.Module, adapter_name: str, config: PeftConfig, r: int, alpha: float) -> None:
+        super().__init__()
+        layer: Any = self
+        self.base_layer, self._active_adapter = base_layer, adapter_name
+        self._disable_adapters, self.merged_adapters = False, list[str]()
+        self.r, self.alpha, self.scaling = {adapter_name: r}, {adapter_name: alpha}, {adapter_name: 1.0}
+        for name, size in self.sizes(dense_shape(layer.get_base_layer())[0], r).items():
+            setattr(self, name, nn.ParameterDict({adapter_name: nn.Parameter(torch.zeros(size))}))
+        layer._move_adapter_to_device_of_base_layer(adapter_name)
+        layer.set_adapter(layer.active_adapters, inference_mode=config.inference_mode)
+
+    @classmethod
+    @abstractmethod
+    def sizes(cls, rows: int, r: int) -> dict[str, tuple[int, ...]]:
+        """Return name -> size of the tensors for a weight with this number of rows."""
+
+    @abstractmethod
+    def changed(self, y: Tensor) -> Tensor:
+        """Return the change of the base layer's output without its bias, [..., O]."""
+
+    def change(self, x: Tensor, output: Tensor, base: Any) -> Tensor:
+        channels = -3 if isinstance(base, nn.Conv2d) else -1
+        y = output.movedim(channels, -1)
+        y = y if base.bias is None else y - base.bias.to(y.dtype)
+        return self.changed(F.dropout(y, self.input_dropout, self.training)).movedim(-1, channels)
+
+
+class LycorisAdapter(Adapter):
+    """The layers of one of LyCORIS' kinds. Roles: the names of the tensors in files.
+
+    Set by each kind:
+        algorithm: its name in LyCORIS.
+        tuner: PEFT's model class, with the kind's layers in its ``layers_mapping``.
+    """
+
+    algorithm: ClassVar[str]
+    tuner: ClassVar[type[Any]]
+    readers = {"kohya": ("comfyui",), "peft": ("peft",)}
+
+    @classmethod
+    @abstractmethod
+    def smallest(cls, pattern: str) -> PeftConfig:
+        """Return PEFT's config of the smallest layers, whose tensors ``attach`` exchanges."""
+
+    @classmethod
+    def put(cls, component: nn.Module, config: PeftConfig) -> None:
+        cls.tuner(component, config, PEFT_NAME)
+        for layer in component.modules():
+            if isinstance(layer, LycorisLayer):
+                layer.input_dropout = vars(config).get("input_dropout", 0.0)
+
+    @classmethod
+    def attach(cls, family: ModelFamily, model: LoadedModel, entries: Mapping[str, Any]) -> Adapter:
+        for component, root in model.components.items():
+            ours = [path for path, _ in adaptable(root) if canonical(component, path) in entries]
+            if ours:
+                cls.insert(root, cls.smallest(either(ours)))
+        layers = cls(family, model).modules
+        for name, entry in entries.items():
+            layer = layers[name][2]
+            for part in cls.trained(layer, PEFT_NAME):
+                del getattr(layer, part)[PEFT_NAME]
+            for part, tensor in entry.named().items():
+                getattr(layer, part)[PEFT_NAME] = nn.Parameter(tensor, requires_grad=False)
+            layer.scaling[PEFT_NAME] = entry.scale
+        return cls(family, model)
+
+    @staticmethod
+    def trained(layer: Any, name: str) -> dict[str, nn.Parameter]:
+        return {part: getattr(layer, part)[name] for part in layer.adapter_layer_names if name in getattr(layer, part)}
+
+    def config_fields(self, layers: Sequence[Any]) -> dict[str, Any]:
+        return {"rank_dropout": 0.0, "module_dropout": 0.0, "use_effective_conv2d": False, "init_weights": True}
+
+    def arguments(self) -> dict[str, str]:
+        """Return LyCORIS' arguments besides the algorithm."""
+        return {}
+
+    def network(self) -> dict[str, str]:
+        """Return LyCORIS' own description, for kohya's tools."""
+        layers = [layer for _, _, layer in self.modules.values()]
+        layer = next((layer for layer in layers if layer.scaling[PEFT_NAME] != 1.0), layers[0])
+        return {
+            "ss_network_module": "lycoris.kohya",
+            "ss_network_dim": str(layer.r[PEFT_NAME]),
+            "ss_network_alpha": f"{layer.alpha[PEFT_NAME]:g}",
+            "ss_network_args": json.dumps({"algo": self.algorithm, **self.arguments()}),
+        }
+
+    def cannot_read(self, form: Form) -> tuple[str, ...]:
+        if form == "peft":
+            return ("ComfyUI, Forge, A1111 and kohya's tools (a PEFT folder is for PEFT)",)
+        name = self.files.name
+        return (f"diffusers (reads no {name} of this model)", f"kohya's networks.lora (knows no {name}; LyCORIS does)")

@@ -1,0 +1,77 @@
+"""``lora-rocm compare``: the LoRA files of a run side by side on one page."""
+
+from __future__ import annotations
+
+import math
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from lora_rocm.commands.sample_export import require_text, run_model_tool
+from lora_rocm.errors import UserError
+from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.foundation.files import write_atomic
+from lora_rocm.recipe.load import load_recipe
+from lora_rocm.report.comparison import Compared, comparison_page, verdict
+from lora_rocm.supervisor.process import Event
+from lora_rocm.supervisor.resume import open_run
+
+
+def compare(
+    source: Path, prompts: Sequence[str], strengths: Sequence[float], most: int, registry: Registry = PRODUCT
+) -> int:
+    """Write ``compare.html`` of a run.
+
+    Args:
+        source: the run directory.
+        prompts: in place of the recipe's; empty: those of the recipe.
+        strengths: of the LoRA; empty: ``sample.lora_scale`` of the recipe.
+        most: number of LoRA files, spread evenly over the run if there are more.
+        registry: the model families.
+
+    Raises:
+        UserError: there is no run, it has no LoRA file yet, or there is nothing to compare by.
+        LoraRocmError: any error of the child process.
+    """
+    run_dir = open_run(source)
+    recipe = load_recipe(run_dir.recipe, registry=registry).recipe
+    for prompt in prompts:
+        require_text("--prompt", prompt)
+    sample = recipe.sample.only(prompts) if prompts else recipe.sample
+    if not sample.prompts and not recipe.data.validation_split:
+        what = "The recipe of this run has neither prompts nor held-out images, so there is nothing to compare by."
+        raise UserError("nothing-to-compare", what, where=str(run_dir.recipe), fix='Give --prompt "...".')
+    files = spread(run_dir.checkpoint_loras(), most)
+    if not files:
+        what = "This run has not written a LoRA file yet."
+        raise UserError("no-lora-yet", what, where=str(run_dir.path), fix="Train on first.")
+    shown = [*strengths] or [sample.lora_scale]
+    found = list[Compared]()
+
+    def on_event(event: Event) -> None:
+        if event["type"] == "compared":
+            losses = {key: math.nan if loss is None else loss for key, loss in event["losses"].items()}
+            found.append(Compared(event["updates"], losses, [Path(path) for path in event["images"]]))
+            sys.stdout.write(f"{found[-1].label} ({len(found)} of {len(files) + 1})\n")
+
+    with tempfile.TemporaryDirectory(prefix="lora-rocm-") as folder:
+        job = {
+            "source": str(run_dir.path),
+            "prompts": [*prompts],
+            "strengths": shown,
+            "output": folder,
+            "files": [(updates, str(path)) for updates, path in files],
+        }
+        run_model_tool("compare", job, on_event)
+        texts = sample.image_prompts if sample.prompts else []
+        html = comparison_page(recipe.output.name, found, texts, shown)
+    write_atomic(run_dir.comparison, html.encode("utf-8", "replace"), run_dir.path)
+    sys.stdout.write(f"{verdict(found)}\n{run_dir.comparison}\n".lstrip())
+    return 0
+
+
+def spread(files: Sequence[tuple[int, Path]], most: int) -> list[tuple[int, Path]]:
+    """At most ``most`` files, evenly spread; the last one is always among them."""
+    count = min(most, len(files))
+    return [files[round((number + 1) * len(files) / count) - 1] for number in range(count)]

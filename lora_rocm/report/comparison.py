@@ -1,0 +1,100 @@
+"""``compare.html``: the LoRA files of a run side by side, their held-out losses, and which one these prefer."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lora_rocm.foundation.units import number_text
+from lora_rocm.report.html import header, image_table, page, paragraph, preview_tag, section, table
+from lora_rocm.report.svg_plot import Series, line_plot
+
+PREVIEW_SIDE_PX = 256
+CLEAR_ERRORS = 2.0  # standard errors beyond which a difference counts
+NO_LOSSES = (
+    "There is no held-out loss. Train with data.validation_split: 0.1 (a tenth of the images is held out), and this "
+    "page says which step it prefers and whether later ones overfit."
+)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Results of one LoRA file; ``updates`` 0: of the base alone.
+
+    losses: key of each held-out sample -> mean loss, NaN if it is not finite.
+    images: those of the first strength first.
+    """
+
+    updates: int
+    losses: Mapping[str, float]
+    images: Sequence[Path]
+
+    @property
+    def loss(self) -> float:
+        """Mean over the samples; NaN if there are none."""
+        return statistics.fmean(self.losses.values()) if self.losses else math.nan
+
+    @property
+    def label(self) -> str:
+        return f"step {self.updates}" if self.updates else "without LoRA"
+
+
+def comparison_page(
+    title: str, compared: Sequence[Compared], prompts: Sequence[str], strengths: Sequence[float]
+) -> str:
+    """The whole page. ``prompts``: of each image of one strength."""
+    rows = [(one.label, f"{one.loss:.4g}", number_text(_error([*one.losses.values()]))) for one in compared]
+    points = [(one.updates, one.loss) for one in compared]
+    losses = [table(("", "held-out loss", "standard error"), rows), line_plot([Series("loss", points, "dots")], "step")]
+    said = verdict(compared)
+    return page(
+        f"{title}: lora-rocm compare",
+        [
+            header(title, paragraph(f"{len(compared) - 1} LoRA files of one run, from the same seeds", "soft")),
+            section("Held-out loss", paragraph(said or NO_LOSSES), *(losses if said else ())),
+            *(_images(compared, prompts, number, strength) for number, strength in enumerate(strengths)),
+        ],
+    )
+
+
+def _images(compared: Sequence[Compared], prompts: Sequence[str], number: int, strength: float) -> str:
+    if not prompts:
+        return ""
+    rows = []
+    for one in compared:
+        first = number * len(prompts) if one.updates else 0
+        cells = [preview_tag(path, PREVIEW_SIDE_PX) for path in one.images[first : first + len(prompts)]]
+        rows.append((one.label, cells))
+    return section(f"Strength {strength:g}", image_table(prompts, rows))
+
+
+def verdict(compared: Sequence[Compared]) -> str:
+    """Which step the held-out loss prefers, and whether later ones overfit; empty without held-out losses."""
+    trained = [one for one in compared if one.updates and math.isfinite(one.loss)]
+    if not trained:
+        return ""
+    best, last = min(trained, key=lambda one: one.loss), trained[-1]
+    said = f"The held-out loss is lowest after step {best.updates}: {number_text(best.loss)}."
+    base = next((one.loss for one in compared if not one.updates), math.nan)
+    if base < best.loss:
+        said += f" Without the LoRA it is lower, {number_text(base)}: on held-out samples no step is better than none."
+    if best is last:
+        return f"{said} No later step is compared, so nothing says that the run overfits."
+    higher = [last.losses[key] - loss for key, loss in best.losses.items()]
+    mean, error = statistics.fmean(higher), _error(higher)
+    said += f" After step {last.updates} it is higher by {number_text(mean)}"
+    if error is None:
+        return f"{said}; one held-out sample does not tell whether that is chance."
+    said += f", with a standard error of {number_text(error)} over the same {len(higher)} samples: "
+    clear = "later steps overfit." if mean > CLEAR_ERRORS * error else "that may be chance, no clear overfitting."
+    return said + clear
+
+
+def _error(values: Sequence[float]) -> float | None:
+    """The standard error of the mean; None for fewer than two values, or if one is not finite."""
+    if len(values) < 2 or not all(map(math.isfinite, values)):
+        return None
+    return statistics.stdev(values) / math.sqrt(len(values))

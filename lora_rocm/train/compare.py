@@ -1,0 +1,135 @@
+"""``lora-rocm compare`` in the heavy child: images and held-out losses of a run's LoRA files, with one loaded base."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from lora_rocm.adapters.base import Adapter
+from lora_rocm.adapters.factory import inject, without_start
+from lora_rocm.adapters.lora_reader import read_for_model
+from lora_rocm.adapters.training_adapter import put_training_adapter
+from lora_rocm.device.precision import compute_dtype
+from lora_rocm.device.transfer import DeviceTransfer
+from lora_rocm.errors import DataError
+from lora_rocm.families.base import LoadedModel, ModelFamily, PreviewRequest, family_for
+from lora_rocm.families.objectives.loss import losses
+from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.foundation.files import write_atomic
+from lora_rocm.latent_cache.cache import LatentCache
+from lora_rocm.latent_cache.encode_session import Encoding
+from lora_rocm.loader.batch import Batch
+from lora_rocm.loader.batches import BatchPlan, Facts, Prepared, loader, open_workers, prepare
+from lora_rocm.recipe.load import load_recipe
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.rundir.event_types import ComparedEvent
+from lora_rocm.rundir.events import emit
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.rundir.run_context import RunContext
+from lora_rocm.train.held_out import HeldOutLoss
+from lora_rocm.train.preview import ENDINGS, content_of, requests_of
+from lora_rocm.train.standalone import Job, open_transfer, send_model, start_device
+
+CONTEXT = RunContext(emit=emit)
+
+
+def compare(job: Job, registry: Registry = PRODUCT) -> None:
+    """Emit one ``ComparedEvent`` for the base alone and one for each of ``job["files"]``: (updates, path) pairs.
+
+    ``job["prompts"]`` replaces the recipe's prompts if it is not empty. Images are written to ``job["output"]``.
+    """
+    # The recipe, the held-out samples and the prompts in the cache
+    recipe = load_recipe(RunDir(Path(job["source"])).recipe, registry=registry).recipe
+    if job["prompts"]:
+        recipe = recipe.model_copy(update={"sample": recipe.sample.only(job["prompts"])})
+    device, settings = start_device(recipe)
+    family, transfer = family_for(recipe), open_transfer(device, settings)
+    cache = LatentCache(Path(recipe.cache.dir))
+    open_door = partial(open_transfer, settings=settings)
+    prepared = _prepared(recipe, family, Encoding(cache, device, context=CONTEXT, open_door=open_door))
+    # The model, and the weights of each file, read on the CPU
+    dtype = compute_dtype(recipe.train.mixed_precision, device, settings, recipe.spec.takes_fp16)
+    model = family.load(dtype, torch.device("cpu"))
+    adapter = inject(family, model, without_start(recipe.lora), recipe.train.seed, CONTEXT.notice)
+    training_adapter = put_training_adapter(family, model, recipe.model.training_adapter, CONTEXT.notice)
+    states = {updates: _state(family, model, adapter, Path(path)) for updates, path in job["files"]}
+    send_model(model, transfer)
+    family.fuse(model, triton=False)
+    # Losses and images of each
+    held_out = HeldOutLoss(family, model, transfer, partial(losses, family, model), CONTEXT)
+    requests = requests_of(recipe)
+    for updates in (0, *states):
+        if updates:
+            _put(adapter, states.pop(updates), transfer)
+        with nullcontext() if updates else adapter.disabled():
+            found = _mean_losses(held_out.of(_held_out_batches(recipe, family, cache, prepared)))
+            with training_adapter.absent():
+                strengths = job["strengths"] if updates else (1.0,)
+                drawn = _drawn(family, model, adapter, requests, strengths, prepared)
+        images = [
+            Path(job["output"]) / f"{updates}-{number}.{ENDINGS[recipe.spec.preview]}" for number in range(len(drawn))
+        ]
+        for path, preview in zip(images, drawn, strict=True):
+            write_atomic(path, content_of(preview))
+        emit(ComparedEvent(updates=updates, losses=found, images=[str(path) for path in images]))
+
+
+def _prepared(recipe: Recipe, family: ModelFamily, encoding: Encoding) -> Prepared:
+    """The prepared data of the run; only the prompts if nothing is held out or the images cannot be used any more."""
+    if recipe.data.validation_split:
+        try:
+            return prepare(recipe, family, encoding)
+        except DataError as error:
+            CONTEXT.notice(f"No held-out losses: {error.what} ({error.where}) {error.fix}")
+    return prepare(recipe, family, encoding, Facts({}, {}, {}))
+
+
+def _state(family: ModelFamily, model: LoadedModel, adapter: Adapter, path: Path) -> dict[str, Tensor]:
+    """The trained tensors of a LoRA file, on the CPU."""
+    adapter.start_from(read_for_model(family, model, path, CONTEXT.notice)[1])
+    return adapter.state()
+
+
+def _put(adapter: Adapter, state: Mapping[str, Tensor], transfer: DeviceTransfer) -> None:
+    adapter.load({name: transfer.send_checked(tensor, name) for name, tensor in state.items()})
+
+
+def _held_out_batches(recipe: Recipe, family: ModelFamily, cache: LatentCache, prepared: Prepared) -> Iterator[Batch]:
+    """The held-out samples one by one, which takes the least memory."""
+    if prepared.held_out:
+        workers = open_workers(cache, prepared.entries, recipe.runtime.model_copy(update={"workers": 0}), CONTEXT)
+        plan = BatchPlan(prepared.held_out, 1, 1, recipe.train.seed)
+        yield from loader(plan, family, workers, 0, plan.steps_per_epoch, repair=prepared.repair)
+
+
+def _mean_losses(found: Sequence[tuple[str, float, int]]) -> dict[str, float | None]:
+    """Sample key -> mean loss over all positions; a sample that is repeated in an epoch counts once."""
+    of_sample = defaultdict[str, list[float]](list)
+    for key, loss, _ in found:
+        of_sample[key].append(loss)
+    return {key: sum(values) / len(values) for key, values in of_sample.items()}
+
+
+def _drawn(
+    family: ModelFamily,
+    model: LoadedModel,
+    adapter: Adapter,
+    requests: Sequence[PreviewRequest],
+    strengths: Sequence[float],
+    prepared: Prepared,
+) -> list[Image.Image | str]:
+    """The previews of all requests at the first strength, then at the next."""
+    drawn = list[Image.Image | str]()
+    for strength in strengths if requests else ():
+        with adapter.scaled(strength):
+            asked = [replace(request, lora_scale=strength) for request in requests]
+            drawn += family.preview(model, asked, prepared.text_lookup)
+    return drawn

@@ -1,0 +1,39 @@
+"""The device and the base model of a child process that does not train."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from lora_rocm.device.backend_settings import apply
+from lora_rocm.device.precision import choose_device
+from lora_rocm.device.transfer import DeviceTransfer
+from lora_rocm.families.base import LoadedModel
+from lora_rocm.hardware.settings import Settings, settings_from
+from lora_rocm.recipe.schema import Recipe
+
+Job = dict[str, Any]
+"""What the child is asked to do, as the parent wrote it."""
+
+
+def start_device(recipe: Recipe) -> tuple[torch.device, Settings]:
+    """The device that the recipe asks for, with the planned settings applied."""
+    settings = settings_from(os.environ)
+    device = choose_device(recipe.runtime.device, settings)
+    apply(settings, device)
+    return device, settings
+
+
+def open_transfer(device: torch.device, settings: Settings) -> DeviceTransfer:
+    """A new transfer to the device."""
+    pin = device.type == "cuda" and settings.pin_memory
+    return DeviceTransfer(device, pin=pin, heap_copy=settings.heap_copy)
+
+
+def send_model(model: LoadedModel, transfer: DeviceTransfer) -> None:
+    """Move all components to the transfer's device."""
+    for name, component in model.components.items():
+        transfer.send_parameters(component, name)
+    model.device = transfer.device

@@ -1,0 +1,74 @@
+"""``lora-rocm compare``: the page of a real run, and which of its LoRA files are taken."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lora_rocm.commands.compare import spread
+from lora_rocm.rundir.events import read_events
+from lora_rocm.rundir.layout import RunDir
+from tests.program import RECIPE, Program, images
+from tests.tiny_models import SHALLOW, write_tiny_sdxl
+
+SETS = (
+    "train.max_train_steps=4",
+    "data.validation_split=0.4",
+    "train.validation_every_n_steps=2",
+    "output.save_every_n_steps=2",
+    "optim.learning_rate=0.01",
+)
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Program]:
+    monkeypatch.chdir(tmp_path)
+    write_tiny_sdxl(tmp_path / "model", **SHALLOW)
+    images(tmp_path / "pics", 6)
+    (tmp_path / "r.yaml").write_text(RECIPE, encoding="utf-8")
+    with monkeypatch.context() as patch:
+        yield Program(patch)
+
+
+def test_a_run_is_compared_and_its_losses_are_those_of_training(program: Program, tmp_path: Path) -> None:
+    """The losses agree with those that training has computed, but for the rounding of the files to fp16."""
+    assert program.train("run", *SETS).code == 0
+    run_dir = RunDir(tmp_path / "run")
+    said = program("compare", "run", "--prompt", "a cat", "--strength", "0", "--strength", "1")
+    assert said.code == 0, said.text
+    assert "The held-out loss is lowest after step" in said.out and str(run_dir.comparison) in said.out
+    html = run_dir.comparison.read_text(encoding="utf-8")
+    shown = [float(value) for value in re.findall(r"<td>step \d+</td><td>([\d.]+)</td>", html)]
+    trained = [event["loss"] for event in read_events(run_dir.events()) if event["type"] == "validation"]
+    assert shown == pytest.approx(trained, rel=2e-3) and len(shown) == 2
+    # Without LoRA one image, of each step one at strength 0, which is that without, and one at strength 1
+    drawn = re.findall(r'<img src="([^"]+)"', html)
+    assert len(drawn) == 6 and drawn[1] == drawn[2] == drawn[0] and len({drawn[0], *drawn[4:]}) == 3
+    # Without prompts only the losses are compared; the number of files is limited
+    assert program("compare", "run", "--most", "1").code == 0
+    html = run_dir.comparison.read_text(encoding="utf-8")
+    assert "step 4" in html and "step 2" not in html and "<img" not in html
+    # Held-out images that are gone do not prevent the images of the LoRA
+    for path in (tmp_path / "pics").iterdir():
+        path.unlink()
+    said = program("compare", "run", "--prompt", "a cat", "--most", "1")
+    assert said.code == 0 and "No held-out losses" in said.out
+
+
+def test_a_run_with_nothing_to_compare_is_refused(program: Program, tmp_path: Path) -> None:
+    assert program.train("run", "train.max_train_steps=1").code == 0
+    program("compare", "run").refused(2, "neither prompts nor held-out images", "--prompt")
+    program("compare", "pics", "--prompt", "x").refused(2, "There is no run here")
+    for _, path in RunDir(tmp_path / "run").checkpoint_loras():
+        path.unlink()
+    program("compare", "run", "--prompt", "x").refused(2, "Train on first")
+
+
+@pytest.mark.parametrize(
+    ("count", "most", "kept"), [(3, 8, [1, 2, 3]), (9, 3, [3, 6, 9]), (5, 2, [2, 5]), (4, 1, [4]), (0, 3, [])]
+)
+def test_files_are_spread_and_the_last_one_is_taken(count: int, most: int, kept: list[int]) -> None:
+    assert [at for at, _ in spread([(number, Path()) for number in range(1, count + 1)], most)] == kept

@@ -1,0 +1,49 @@
+"""The page of ``lora-rocm compare``, and what it says about the held-out losses."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from lora_rocm.report.comparison import Compared, comparison_page, verdict
+
+
+def compared(updates: int, *losses: float) -> Compared:
+    return Compared(updates, {f"image {number}": loss for number, loss in enumerate(losses)}, [])
+
+
+@pytest.mark.parametrize(
+    ("last", "words"),
+    [
+        ((0.5, 0.6, 0.7), "later steps overfit"),
+        ((0.5, 0.1, 0.6), "that may be chance"),
+        ((0.1, 0.1, 0.1), "nothing says that the run overfits"),
+    ],
+)
+def test_later_steps_overfit_only_if_they_are_worse_by_more_than_chance(last: tuple[float, ...], words: str) -> None:
+    """The differences are those of the same samples: their losses differ far more than the steps do."""
+    said = verdict([compared(0, 0.9, 0.9, 0.9), compared(10, 0.2, 0.3, 0.4), compared(20, *last)])
+    assert words in said and f"lowest after step {10 if last[2] > 0.4 else 20}" in said
+
+
+def test_what_cannot_be_told_is_not_told() -> None:
+    assert "does not tell" in verdict([compared(10, 0.2), compared(20, 0.3)])
+    assert "no step is better than none" in verdict([compared(0, 0.1), compared(10, 0.2)])
+    assert verdict([compared(0), compared(10)]) == ""
+    assert "after step 20" in verdict([compared(10, math.nan, 0.1), compared(20, 0.3, 0.3)])
+
+
+def test_the_page_has_an_image_of_each_step_prompt_and_strength(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{number}.png" for number in range(4)]
+    for path in paths:
+        Image.new("RGB", (8, 8)).save(path)
+    rows = [Compared(0, {}, paths[:2]), Compared(10, {}, paths)]
+    html = comparison_page("zibu <x>", rows, ["a cat", "a dog"], [0.5, 1.0])
+    assert html.count("<img") == 2 * 2 + 4 and html.count("data:image/png") == 8
+    assert "Strength 0.5" in html and "Strength 1" in html and "without LoRA" in html and "zibu &lt;x&gt;" in html
+    assert "data.validation_split" in html  # there are no losses, and it says how to get them
+    html = comparison_page("zibu", [compared(0, 0.3, 0.2), compared(10, 0.1, 0.2)], [], [1.0])
+    assert "<svg" in html and "lowest after step 10" in html and "data.validation_split" not in html
