@@ -342,7 +342,8 @@ def test_check_says_what_texts_there_are(
     its = Its.write("toy-text", tmp_path)
     recipe = tmp_path / "r.yaml"
     recipe.write_text(dump_recipe(its.recipe), encoding="utf-8")
-    monkeypatch.setattr("lora_rocm.supervisor.subprocesses.run_for_json", lambda *job: asdict(weigh(its.recipe)))
+    said_of_it = {**asdict(weigh(its.recipe)), "shown": []}
+    monkeypatch.setattr("lora_rocm.supervisor.subprocesses.run_for_json", lambda *job: said_of_it)
     check(str(recipe), registry=TOYS)
     said = capsys.readouterr().out.replace(str(tmp_path), "")
     assert "texts: 5 usable, 0 set aside" in said and "at most 7 texts to encode" in said
