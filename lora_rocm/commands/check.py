@@ -74,9 +74,7 @@ def check(
         _say(f"  {component}: {size_text(size)}")
     total = sum(base.num_bytes.values())
     _say(f"  together: {size_text(total)} (training adds activations, adapter and optimizer)")
-    for notice in (*base.notices, *_cut_captions(loaded.recipe, samples, base.token_limits)):
-        _say(f"  note: {notice}")
-    for line in (*_shown_texts(loaded.recipe, samples), f"recipe {loaded.path}: valid"):
+    for line in _last_lines(loaded, base, samples):
         _say(line)
 
 
@@ -109,14 +107,21 @@ def _cut_captions(recipe: Recipe, samples: Iterable[Any], limits: Sequence[Token
     return cut_notice(captioned, limits, recipe.spec.trains_on_texts)
 
 
+def _last_lines(loaded: LoadedRecipe, base: BaseFacts, samples: Sequence[Any]) -> Iterator[str]:
+    """Yield the notices about the base and about cut captions, the first texts, and the verdict."""
+    for notice in (*base.notices, *_cut_captions(loaded.recipe, samples, base.token_limits)):
+        yield f"  note: {notice}"
+    if loaded.recipe.spec.trains_on_texts:
+        yield from _shown_texts(loaded.recipe, samples)
+    yield f"recipe {loaded.path}: valid"
+
+
 def _shown_texts(recipe: Recipe, samples: Sequence[Any]) -> Iterator[str]:
-    """Yield the first texts as the model reads them, and notices about the first LOOKED_AT; nothing for images."""
+    """Yield the first texts as the model reads them, and notices about the first LOOKED_AT."""
     from lora_rocm.rules.this_machine import plan_here
     from lora_rocm.supervisor.subprocesses import run_for_json
 
     texts = [sample.caption for sample in samples[:LOOKED_AT]]
-    if not recipe.spec.trains_on_texts:
-        return
     with tempfile.TemporaryDirectory(prefix="lora-rocm-") as folder:
         file = Path(folder) / "job.json"
         file.write_text(json.dumps({"recipe": recipe.model_dump(mode="json"), "texts": texts}), encoding="utf-8")
