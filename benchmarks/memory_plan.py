@@ -144,7 +144,10 @@ class Setup:
             use_form(component, form_for(self.device, True))
         weights, optim = adapter.flatten(self.dtype, torch.float32), self.recipe.optim
         how: dict[str, Any] = {"max_train_steps": 1000, "ema_decay": 0.0, "use_loss_scale": False}
-        self.model, self.optimizer = model, make_optimizer(weights, adapter.groups(optim), optim, **how)
+        self.model, self.optimizer = (
+            model,
+            make_optimizer(weights, adapter.groups(optim, self.recipe.lora), optim, **how),
+        )
         empty_pools()
         _say(f"rank {self.rank}: loaded in {time.perf_counter() - started:.1f} s")
 

@@ -64,6 +64,7 @@ ROOMS: dict[str, str] = {
 PROCESS_EDGES = {
     (f"{PACKAGE}.train.worker", "main"),
     (f"{PACKAGE}.train.model_child", "main"),
+    (f"{PACKAGE}.train.tracking", "main"),
     (f"{PACKAGE}.foundation.exit_codes", "exit_code_of"),
     (f"{PACKAGE}.supervisor.child_main", "main"),
     (f"{PACKAGE}.loader.worker_pool", "_serve"),
@@ -82,7 +83,7 @@ FOREIGN_NAMES = (
     *("adapters.lora_reader", "adapters.lora_parts", "model_files"),
 )
 """Where the words of families belong: in these, and in tables of other trainers' names and of LoRA files."""
-MAX_FAMILY_LINES = 10
+MAX_FAMILY_LINES = 11
 
 
 @dataclass(frozen=True)

@@ -50,10 +50,8 @@ ALLOWED = {
     ("supervisor.supervisor", "run", "unlink"): OF_A_LINK,
     ("supervisor.supervisor", "_state", "unlink"): OF_A_LINK,
     ("supervisor.worker_group", "run_workers", "unlink"): OF_A_LINK,
-    ("train.outputs", "_save", "unlink"): OF_A_LINK,
     ("train.hooks", "_opened", "SummaryWriter"): "``refuse_link`` of its folder comes before; a new name each time",
     ("train.session", "put_off", "truncate"): "its own open file",
-    ("train.checkpoint", "discard_newer", "unlink"): OF_A_LINK,
     ("train.checkpoint", "_remove", "unlink"): "in a folder that is no link",
     ("train.worker", "main", "FileLock"): LOCK,
 }

@@ -18,11 +18,14 @@ from peft import PeftConfig, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
+from lora_rocm.adapters import new_tokens
 from lora_rocm.adapters.entry import Entry, FileKind, Form
 from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.adapters.module_names import SD_SCRIPTS, KeyTable, canonical, sd_scripts_rows
+from lora_rocm.adapters.targets import overrides_of
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
+from lora_rocm.optim.norm_limit import NormLimit
 from lora_rocm.recipe.adapter_sections import AdapterSection
 from lora_rocm.recipe.optim_sections import OptimSection
 from lora_rocm.recipe.sections import MAX_RANK
@@ -35,7 +38,7 @@ class Adapter(ABC):
     """The adapted layers of a model.
 
     modules: module name ("unet.mid_block...to_q") -> (component, path in the component, PEFT layer), in a fixed order.
-    leaves: "<module name>.<role>" -> tensor in its layer, in the same order.
+    leaves: "<module name>.<role>" -> tensor in its layer, in the same order; then "new_tokens.<component>".
     parameters: the same names -> trained tensors: the leaves, or the masters after ``flatten``.
 
     Set by each kind:
@@ -63,6 +66,7 @@ class Adapter(ABC):
             for name, (_, _, layer) in self.modules.items()
             for role, tensor in self.trained(layer, PEFT_NAME).items()
         }
+        self.leaves |= {f"{new_tokens.NAME}.{c}": layer.rows_ND for c, layer in new_tokens.layers_of(model).items()}
         self.parameters: dict[str, Tensor] = dict(self.leaves)
         self._flat: FlatWeights | None = None
 
@@ -139,6 +143,10 @@ class Adapter(ABC):
         """Whether the layers compute in float32 on a base of another dtype."""
         return False
 
+    def norm_limit(self, lora: AdapterSection) -> NormLimit | None:
+        """Return what keeps the modules' updates within ``lora.max_update_norm``, once the weights are flat."""
+        return None
+
     def narrow(self, lora: AdapterSection) -> int:
         """Return how many layers have more trained numbers than their weight can use."""
         return 0
@@ -198,12 +206,15 @@ class Adapter(ABC):
         for _, _, layer in self.modules.values():
             self.start(layer, rng)
 
-    def flatten(self, base_dtype: torch.dtype, weight_dtype: torch.dtype) -> FlatWeights:
-        """Move all trained tensors into flat memory for training, on their present device.
+    def flatten(
+        self, base_dtype: torch.dtype, weight_dtype: torch.dtype, groups: Sequence[Mapping[str, Any]] = ()
+    ) -> FlatWeights:
+        """Move all trained tensors into flat memory for training, on their present device, group by group.
 
         The layers compute in the base's dtype, without autocast, unless the kind needs float32.
         """
-        self._flat = FlatWeights(self.leaves, torch.float32 if self.needs_float32 else base_dtype, weight_dtype)
+        leaves = {name: self.leaves[name] for group in groups for name in group["names"]} or self.leaves
+        self._flat = FlatWeights(leaves, torch.float32 if self.needs_float32 else base_dtype, weight_dtype)
         self.parameters = self._flat.parameters
         return self._flat
 
@@ -244,7 +255,7 @@ class Adapter(ABC):
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Disable the adapter inside the context: the base model alone."""
+        """Disable the adapter inside the context: the base model alone. New tokens keep their vectors."""
         for _, _, layer in self.modules.values():
             layer.enable_adapters(False)
         try:
@@ -286,14 +297,22 @@ class Adapter(ABC):
         finally:
             self.cast_inputs(False)
 
-    def groups(self, optim: OptimSection) -> list[dict[str, Any]]:
-        """Return the optimizer parameter groups, one per component, with its peak learning rate."""
-        groups = []
-        for component in self.components:
-            names = [name for name in self.parameters if name.startswith(component + ".")]
+    def groups(self, optim: OptimSection, lora: AdapterSection) -> list[dict[str, Any]]:
+        """Return the optimizer parameter groups: weights of one component with one peak learning rate, and new tokens.
+
+        Raises:
+            AdapterError: as ``overrides_of``.
+        """
+        overrides, found = overrides_of(lora, self.modules), dict[tuple[str, float], list[str]]()
+        for name, (component, _, layer) in self.modules.items():
             rate = optim.text_rate if component in self.family.text_components else optim.learning_rate
-            groups.append({"names": names, "component": component, "lr": rate})
-        return groups
+            override = overrides.get(name)
+            rate = rate if override is None else override.learning_rate or rate
+            for role in self.trained(layer, PEFT_NAME):
+                found.setdefault((component, rate * lora.rate_factor(role)), []).append(f"{name}.{role}")
+        if vectors := [name for name in self.parameters if name.startswith(f"{new_tokens.NAME}.")]:
+            found[new_tokens.NAME, optim.embedding_rate] = vectors
+        return [{"names": names, "component": component, "lr": rate} for (component, rate), names in found.items()]
 
     def entries(self) -> dict[str, Any]:
         """Return the adapter at strength 1 as values: module name -> entry, on the CPU."""

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from lora_rocm.adapters.base import Adapter
+from lora_rocm.adapters import new_tokens
+from lora_rocm.adapters.base import PEFT_NAME, Adapter
 from lora_rocm.adapters.entry import Entry, Say
 from lora_rocm.adapters.kinds import kind_for, kind_of_file
 from lora_rocm.adapters.lora_reader import read_adapter, read_for_model
+from lora_rocm.adapters.module_names import canonical
 from lora_rocm.adapters.start_file import check_start
-from lora_rocm.adapters.targets import targets
+from lora_rocm.adapters.targets import either, sections_of, targets
 from lora_rocm.families.base import LoadedModel, ModelFamily
+from lora_rocm.kernels.weight_format import dense_shape
 from lora_rocm.recipe.adapter_sections import AdapterSection
 
 
@@ -37,20 +42,22 @@ def inject(
     """
     adapter = _with_layers(family, model, lora)
     adapter.initialise(seed)
+    new_tokens.start(family, model, lora.new_tokens)
     if lora.init_from is not None:
         entries = start_entries(family, model, lora, adapter, say)
         adapter.start_from(entries)
-        ranks_found = {entry.rank for entry in entries.values() if entry.rank is not None}
-        lower = sorted(rank for rank in ranks_found if rank < lora.rank)
+        ranks = [(entry.rank, adapter.modules[name][2].r[PEFT_NAME]) for name, entry in entries.items()]
+        lower = sorted({rank for rank, ours in ranks if rank is not None and rank < ours})
         if lower:
-            ranks, name = " and ".join(map(str, lower)), Path(lora.init_from).name
-            say(f"{name} has modules of rank {ranks}: they are filled up to lora.rank, with the same effect.")
+            named, name = " and ".join(map(str, lower)), Path(lora.init_from).name
+            say(f"{name} has modules of rank {named}: they are filled up to lora.rank, with the same effect.")
     return adapter
 
 
 def without_start(lora: AdapterSection) -> AdapterSection:
-    """Return the section without ``init_from``, for layers whose weights all come from a checkpoint."""
-    return lora.model_copy(update={"init_from": None})
+    """Return the section without what its weights start from, for layers whose weights come from a checkpoint."""
+    tokens = tuple(token.model_copy(update={"init": None, "init_from": None}) for token in lora.new_tokens)
+    return lora.model_copy(update={"init_from": None, "new_tokens": tokens})
 
 
 def start_entries(
@@ -110,6 +117,19 @@ def attach_file(
 
 def _with_layers(family: ModelFamily, model: LoadedModel, lora: AdapterSection) -> Adapter:
     kind = kind_for(lora)
-    for component, pattern in targets(family, model, lora).items():
-        kind.insert(model.components[component], kind.config(lora, pattern))
+    chosen, shapes = targets(family, model, lora), dict[str, tuple[int, ...]]()
+    for component, paths in chosen.items():
+        layers = model.components[component]
+        shapes |= {canonical(component, path): dense_shape(layers.get_submodule(path)) for path in paths}
+    sections = sections_of(lora, shapes)
+    for component, paths in chosen.items():
+        config: Any = kind.config(lora, either(paths))
+        for path in paths:
+            section, pattern = sections[canonical(component, path)], f"^{re.escape(path)}"
+            if section.rank != lora.rank:
+                config.rank_pattern[pattern] = section.rank
+            if section.effective_alpha != lora.effective_alpha:
+                config.alpha_pattern[pattern] = section.effective_alpha
+        kind.insert(model.components[component], config)
+    new_tokens.put(family, model, lora.new_tokens)  # after PEFT, which freezes all but its own layers
     return kind(family, model)

@@ -6,13 +6,20 @@ from collections.abc import Mapping
 
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.entry import FileKind
+from lora_rocm.adapters.ia3 import Ia3Adapter
 from lora_rocm.adapters.loha import LohaAdapter
 from lora_rocm.adapters.lokr import LokrAdapter
 from lora_rocm.adapters.lora import LoraAdapter
 from lora_rocm.adapters.oft import OftAdapter
 from lora_rocm.recipe.adapter_sections import AdapterSection
 
-KINDS: Mapping[str, type[Adapter]] = {"lora": LoraAdapter, "lokr": LokrAdapter, "loha": LohaAdapter, "oft": OftAdapter}
+KINDS: Mapping[str, type[Adapter]] = {
+    "lora": LoraAdapter,
+    "lokr": LokrAdapter,
+    "loha": LohaAdapter,
+    "oft": OftAdapter,
+    "ia3": Ia3Adapter,
+}
 """``lora.type`` -> kind. For a file with tensors of several kinds the first kind here is used; the other tensors are
 then refused.
 """

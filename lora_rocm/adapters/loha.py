@@ -141,6 +141,10 @@ def _change(tensors: Sequence[Tensor]) -> Tensor:
 class LohaLinear(LycorisLayer, Linear):
     """PEFT's linear layer, which does not keep the change of the weight between the passes."""
 
+    def create_adapter_parameters(self, adapter_name: str, r: int, shape: tuple[int, ...]) -> None:
+        """As PEFT's, for the dense weight: ``shape`` is that of the packed bytes of a quantised base."""
+        super().create_adapter_parameters(adapter_name, r, tuple(dense_shape(self.get_base_layer())))
+
     def change(self, x: Tensor, output: Tensor, base: Any) -> Tensor:
         change_OI, again = made(_change, list(LohaAdapter.trained(self, PEFT_NAME).values()))
         with made_again((change_OI, again)):

@@ -7,6 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ from lora_rocm.adapters.module_names import COMFYUI, SD_SCRIPTS, adaptable, cano
 from lora_rocm.adapters.targets import either
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
-from lora_rocm.kernels.lora_layer import with_lean_layers
+from lora_rocm.kernels.lora_layer import drop_ranks, with_lean_layers
 from lora_rocm.kernels.weight_format import dense_weight
 from lora_rocm.model_files.readers import readers_of
+from lora_rocm.optim.norm_limit import NormLimit
 from lora_rocm.recipe.adapter_sections import AdapterSection, LoraSection
 
 INPUT_SCALE = "dora_input_scale"
@@ -51,6 +53,12 @@ DORA_FOR_COMFYUI = (
 )
 
 
+@dataclass
+class _Config(LoraConfig):  # type: ignore[misc]  # PEFT leaves its type open
+    rank_dropout: float = 0.0
+    module_dropout: float = 0.0
+
+
 class LoraAdapter(Adapter):
     """The LoRA layers of a model. Roles: lora_A, lora_B, magnitude (of a DoRA)."""
 
@@ -67,19 +75,25 @@ class LoraAdapter(Adapter):
     @classmethod
     def config(cls, lora: AdapterSection, pattern: str) -> LoraConfig:
         assert isinstance(lora, LoraSection), "a section of this kind"
-        return LoraConfig(
+        return _Config(
             r=lora.rank,
             lora_alpha=lora.effective_alpha,  # PEFT divides by the rank; any number works
             lora_dropout=lora.dropout,
             use_rslora=lora.use_rslora,
             use_dora=lora.use_dora,
             target_modules=pattern,
+            rank_dropout=lora.rank_dropout,
+            module_dropout=lora.module_dropout,
         )
 
     @classmethod
     def put(cls, component: nn.Module, config: PeftConfig) -> None:
         assert isinstance(config, LoraConfig), "a config of this kind"
         super().put(component, with_lean_layers(config))
+        if isinstance(config, _Config) and (config.rank_dropout or config.module_dropout):
+            for layer in component.modules():
+                if isinstance(layer, LoraLayer):
+                    drop_ranks(layer, PEFT_NAME, config.rank_dropout, config.module_dropout)
 
     @classmethod
     def attach(cls, family: ModelFamily, model: LoadedModel, entries: Mapping[str, Any]) -> LoraAdapter:
@@ -145,10 +159,14 @@ class LoraAdapter(Adapter):
         for name, entry in entries.items():
             if entry.input_magnitude is not None:
                 raise _other_axis(name, entry.input_magnitude, path)
-        highest = max(entry.rank for entry in entries.values())
-        if highest > lora.rank:
-            what = f"it has rank {highest}, the recipe asks for rank {lora.rank}"
-            found.append((what, f"lora.rank to {highest}"))
+        lacking: dict[str, tuple[int, int]] = {}
+        for name, entry in entries.items():
+            ours = self.modules[name][2].r[PEFT_NAME] if name in self.modules else lora.rank
+            key = "lora.rank" if ours == lora.rank else "its own rank in lora.overrides, or lora.conv_rank,"
+            if entry.rank > ours:
+                lacking[key] = max(lacking.get(key, (0, 0)), (entry.rank, ours))
+        for key, (rank, ours) in lacking.items():
+            found.append((f"it has rank {rank}, the recipe asks for rank {ours}", f"{key} to {rank}"))
         if not lora.use_dora and any(entry.magnitude is not None for entry in entries.values()):
             found.append(("it is a DoRA", "lora.use_dora to true"))
         return found
@@ -186,6 +204,15 @@ class LoraAdapter(Adapter):
             found += tuple(f"{program} ({text})" for program, text in told.items() if text not in READ)
         return (*found, UNKNOWN_NAMES) if form == "kohya" and self.family.file_form == "folded" else found
 
+    def norm_limit(self, lora: AdapterSection) -> NormLimit | None:
+        if lora.max_update_norm is None:
+            return None
+        pairs = [
+            (self.parameters[f"{name}.lora_A"], self.parameters[f"{name}.lora_B"], trained_scale(layer))
+            for name, (_, _, layer) in self.modules.items()
+        ]
+        return NormLimit(pairs, lora.max_update_norm)
+
     def entries_in(self, form: Form) -> Mapping[str, LoraEntry]:
         entries: dict[str, LoraEntry] = self.entries()
         if form != COMFYUI:
@@ -203,7 +230,7 @@ class LoraAdapter(Adapter):
     def narrow(self, lora: AdapterSection) -> int:
         """Return the number of layers with fewer inputs or outputs than the rank."""
         weights = (self.trained(layer, PEFT_NAME) for _, _, layer in self.modules.values())
-        return sum(min(found["lora_A"][0].numel(), len(found["lora_B"])) < lora.rank for found in weights)
+        return sum(min(found["lora_A"][0].numel(), len(found["lora_B"])) < len(found["lora_A"]) for found in weights)
 
 
 def config_for(component: str, root: nn.Module, entries: Mapping[str, LoraEntry]) -> LoraConfig | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -170,8 +171,12 @@ class LoraEntry(Entry):
             found["lora_magnitude_vector"] = self.magnitude.reshape(shape)
         return found
 
+    def with_scale(self, scale: float) -> LoraEntry:
+        """Return the entry with another scale and the same update."""
+        return replace(self, up=self.up * (self.scale / scale), scale=scale)
+
     def folded(self) -> LoraEntry:
-        return replace(self, up=self.up * self.scale, scale=1.0)
+        return self.with_scale(1.0)
 
     def of_rank(self, rank: int) -> LoraEntry:
         """Return a folded entry of a higher rank with the same effect: what is added to its factors is zero."""
@@ -211,6 +216,21 @@ class LoraEntry(Entry):
             up[first : first + len(entry.up), column : column + entry.rank] = entry.up * (entry.scale / scale)
             column += 0 if shared else entry.rank
         return LoraEntry(down, up, scale, torch.cat(with_magnitude) if with_magnitude else None)
+
+
+def with_one_alpha(entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
+    """Return entries with the same effects whose scales are one alpha over their ranks, if all are LoRAs.
+
+    diffusers ignores the alphas of a kohya file that differ from the most frequent one.
+    """
+    loras = {name: entry for name, entry in entries.items() if isinstance(entry, LoraEntry)}
+    alphas = {name: round(entry.scale * entry.rank, 6) for name, entry in loras.items()}
+    if len(loras) < len(entries) or len(set(alphas.values())) < 2:
+        return entries
+    alpha = Counter(alphas.values()).most_common(1)[0][0]
+    return {
+        name: entry if alphas[name] == alpha else entry.with_scale(alpha / entry.rank) for name, entry in loras.items()
+    }
 
 
 def _lacking(roles: Collection[str]) -> list[str]:

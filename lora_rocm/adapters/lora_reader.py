@@ -300,7 +300,7 @@ def _fitted(
 
 
 def _entry(name: str, module: FileModule, shape: tuple[int, ...], kind: FileKind, path: Path) -> Entry:
-    numbers = [tensor for role, tensor in module.parts.items() if role != "alpha"]
+    numbers = [tensor for role, tensor in module.parts.items() if role != "alpha" and tensor.ndim]
     if not all(tensor.is_floating_point() for tensor in numbers):
         raise ValueError(f"{module.key} is stored as whole numbers")
     entry = kind.entry(name, module, shape, path)

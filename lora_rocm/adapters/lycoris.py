@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from peft import PeftConfig
+from peft import LoHaConfig, PeftConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
@@ -154,6 +154,30 @@ class LycorisLayer(nn.Module):
         return adapted
 
 
+class OutputEntry(Entry):
+    """An entry whose whole change depends on the base weight.
+
+    shape: shape of the weight.
+    """
+
+    shape: tuple[int, ...]
+
+    @property
+    def rank(self) -> None:
+        return None
+
+    @property
+    def needs_weight(self) -> bool:
+        return True
+
+    def update(self) -> Tensor:
+        """Return zeros."""
+        return torch.zeros(self.shape)
+
+    def norm(self) -> float:
+        return 0.0
+
+
 class OutputLayer(LycorisLayer, BaseTunerLayer):
     """A layer of a kind that changes the base layer's output and that PEFT lacks. Its tensors start at zero.
 
@@ -256,3 +280,13 @@ class LycorisAdapter(Adapter):
             return ("ComfyUI, Forge, A1111 and kohya's tools (a PEFT folder is for PEFT)",)
         name = self.files.name
         return (f"diffusers (reads no {name} of this model)", f"kohya's networks.lora (knows no {name}; LyCORIS does)")
+
+
+class OutputAdapter(LycorisAdapter):
+    """A kind whose layers are ``OutputLayer``; PEFT's model for LoHa puts them in, and no PEFT folder is written."""
+
+    readers = {"kohya": ("comfyui",)}
+
+    @classmethod
+    def smallest(cls, pattern: str) -> LoHaConfig:
+        return LoHaConfig(r=1, alpha=0, target_modules=pattern)

@@ -34,7 +34,7 @@ from lora_rocm.adapters.entry import (
     other_shape,
     rounded,
 )
-from lora_rocm.adapters.lycoris import LycorisAdapter, OutputLayer, alone
+from lora_rocm.adapters.lycoris import LycorisAdapter, OutputAdapter, OutputEntry, OutputLayer, alone
 from lora_rocm.errors import AdapterError
 from lora_rocm.kernels.weight_format import dense_shape
 from lora_rocm.recipe.adapter_sections import AdapterSection, OftSection
@@ -62,7 +62,7 @@ def _turn(blocks_KNN: Tensor) -> Tensor:
 
 
 @dataclass
-class OftEntry(Entry):
+class OftEntry(OutputEntry):
     """One module's ``scale * (R - I) W``: float32 on the CPU.
 
     blocks: [K, N, N].
@@ -73,21 +73,6 @@ class OftEntry(Entry):
     blocks: Tensor
     scale: float
     shape: tuple[int, ...]
-
-    @property
-    def rank(self) -> None:
-        return None
-
-    @property
-    def needs_weight(self) -> bool:
-        return True
-
-    def update(self) -> Tensor:
-        """Return zeros: the whole change depends on the base weight."""
-        return torch.zeros(self.shape)
-
-    def norm(self) -> float:
-        return 0.0
 
     def effect(self, weight: Tensor) -> Tensor:
         rows_KNI = weight.reshape(*self.blocks.shape[:2], -1)
@@ -187,14 +172,13 @@ class _Model(LoHaModel):
     layers_mapping = {nn.Linear: OftLayer, nn.Conv2d: OftLayer}
 
 
-class OftAdapter(LycorisAdapter):
+class OftAdapter(OutputAdapter):
     """The OFT layers of a model. Role: oft_blocks."""
 
     algorithm = "diag-oft"
     layer_type = OftLayer
     tuner = _Model
     files = OFT
-    readers = {"kohya": ("comfyui",)}
 
     @classmethod
     def config(cls, lora: AdapterSection, pattern: str) -> LoHaConfig:
@@ -202,10 +186,6 @@ class OftAdapter(LycorisAdapter):
         config = LoHaConfig(r=lora.rank, alpha=0, target_modules=pattern)
         config.input_dropout, config.constraint = lora.dropout, lora.constraint
         return config
-
-    @classmethod
-    def smallest(cls, pattern: str) -> LoHaConfig:
-        return LoHaConfig(r=1, alpha=0, target_modules=pattern)
 
     @classmethod
     def put(cls, component: nn.Module, config: PeftConfig) -> None:

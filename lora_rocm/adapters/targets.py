@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 
 import regex
 
 from lora_rocm.adapters.module_names import adaptable
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
-from lora_rocm.recipe.adapter_sections import AdapterSection
+from lora_rocm.recipe.adapter_sections import AdapterSection, LoraSection, ModuleOverride, has_kernel
 
 EXAMPLES = 4
 MATCHING_S = 5.0
 """CPU seconds allowed to match one module name; sane expressions take microseconds."""
 
 
-def targets(family: ModelFamily, model: LoadedModel, lora: AdapterSection) -> dict[str, str]:
-    """Return component -> regular expression that matches exactly the modules to adapt.
+def targets(family: ModelFamily, model: LoadedModel, lora: AdapterSection) -> dict[str, list[str]]:
+    """Return component -> paths of the modules to adapt.
 
     Raises:
         AdapterError: targets-invalid, targets-endless, targets-match-nothing.
@@ -34,36 +35,88 @@ def targets(family: ModelFamily, model: LoadedModel, lora: AdapterSection) -> di
     chosen = {}
     # match them against each component's modules
     for component, pattern in wanted.items():
-        if component not in model.components:
+        text = component in family.text_components
+        if component not in model.components or (text and not lora.train_text_encoder):
             continue
         paths = [path for path, _ in adaptable(model.components[component])]
-        fix = f"Presets: {', '.join(presets)}. Else a regular expression of Python's for whole module names."
-        try:
-            compiled = regex.compile(pattern)
-            matching = [path for path in paths if compiled.fullmatch(path, timeout=MATCHING_S)]
-        except (regex.error, OverflowError, RecursionError) as error:
-            raise AdapterError(
-                "targets-invalid",
-                f"This is no regular expression: {error}.",
-                where=f"lora.targets: {pattern}",
-                fix=fix,
-            ) from error
-        except TimeoutError as error:
-            raise AdapterError(
-                "targets-endless",
-                f"A module's name could not be matched within {MATCHING_S:g} s: there are too many ways to try.",
-                where=f"lora.targets: {pattern}",
-                fix=f"Write it without repetitions inside repetitions, such as (.*)*. {fix}",
-            ) from error
+        known = f"Presets: {', '.join(presets)}."
+        fix = f"{known} Else a regular expression of Python's for whole module names."
+        matching = _matching(pattern, paths, f"lora.targets: {pattern}", fix)
         if not matching:
             raise AdapterError(
                 "targets-match-nothing",
                 f"No module of {component} is matched.",
                 where=f"lora.targets: {pattern}",
-                fix=f"Presets: {', '.join(presets)}. Module names look like {', '.join(_spread(paths))}.",
+                fix=f"{known} Module names look like {', '.join(_spread(paths))}.",
             )
-        chosen[component] = either(matching)
+        chosen[component] = matching
     return chosen
+
+
+def overrides_of(lora: AdapterSection, names: Iterable[str]) -> Mapping[str, ModuleOverride]:
+    """Return adapted module -> the first of ``lora.overrides`` that matches its name, if one does.
+
+    Raises:
+        AdapterError: overrides-invalid, overrides-endless, overrides-match-nothing.
+    """
+    names = list(names)
+    found: dict[str, ModuleOverride] = {}
+    for number, override in enumerate(lora.module_overrides):
+        where = f"lora.overrides[{number}].match: {override.match}"
+        fix = f"Names of adapted modules look like {', '.join(_spread(names))}."
+        matching = _matching(override.match, names, where, fix, "overrides")
+        if not matching:
+            like = get_close_matches(override.match, names, EXAMPLES, cutoff=0.0)
+            fix = f"Names of adapted modules are {', '.join(like)} and others."
+            raise AdapterError("overrides-match-nothing", "No adapted module is matched.", where=where, fix=fix)
+        if not set(matching) - found.keys():
+            what = "Each module that is matched belongs to an entry before this one."
+            raise AdapterError("overrides-match-nothing", what, where=where, fix="Put the narrower entry first.")
+        found = dict.fromkeys(matching, override) | found
+    return found
+
+
+def sections_of(lora: AdapterSection, shapes: Mapping[str, Sequence[int]]) -> dict[str, AdapterSection]:
+    """Return adapted module -> the section with its rank and alpha. ``shapes``: of the modules' weights.
+
+    Raises:
+        AdapterError: conv-match-nothing, and those of ``overrides_of``.
+    """
+    if (
+        isinstance(lora, LoraSection)
+        and (lora.conv_rank or lora.conv_alpha)
+        and not any(map(has_kernel, shapes.values()))
+    ):
+        raise AdapterError(
+            "conv-match-nothing",
+            "No adapted module is a convolution with a kernel larger than 1 x 1.",
+            where="lora.conv_rank and lora.conv_alpha",
+            fix="Remove them, or set lora.targets to modules that are convolutions, such as attention-mlp-conv.",
+        )
+    overrides = overrides_of(lora, shapes)
+    return {name: lora.at(overrides.get(name), shape) for name, shape in shapes.items()}
+
+
+def _matching(pattern: str, names: list[str], where: str, fix: str, code: str = "targets") -> list[str]:
+    """Return the names that a regular expression matches whole.
+
+    Raises:
+        AdapterError: ``code``-invalid, ``code``-endless.
+    """
+    try:
+        compiled = regex.compile(pattern)
+        return [name for name in names if compiled.fullmatch(name, timeout=MATCHING_S)]
+    except (regex.error, OverflowError, RecursionError) as error:
+        raise AdapterError(
+            f"{code}-invalid", f"This is no regular expression: {error}.", where=where, fix=fix
+        ) from error
+    except TimeoutError as error:
+        raise AdapterError(
+            f"{code}-endless",
+            f"A module's name could not be matched within {MATCHING_S:g} s: there are too many ways to try.",
+            where=where,
+            fix=f"Write it without repetitions inside repetitions, such as (.*)*. {fix}",
+        ) from error
 
 
 def either(paths: Iterable[str]) -> str:

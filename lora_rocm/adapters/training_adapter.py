@@ -73,9 +73,12 @@ def put_training_adapter(
         config = config_for(component, root, entries)
         if config is None:
             continue
+        trained = [tensor for tensor in root.parameters() if tensor.requires_grad]
         with torch.device(model.device), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of PEFT, about a second adapter
             inject_adapter_in_model(config, root, NAME)
+        for tensor in trained:  # PEFT freezes all but its own layers
+            tensor.requires_grad_(True)
         for name, layer in root.named_modules():
             if isinstance(layer, BaseTunerLayer):
                 layers.append(layer)

@@ -22,9 +22,11 @@ from lora_rocm.foundation.terminal_text import legible
 from lora_rocm.foundation.units import size_text
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe, paths_of
 from lora_rocm.recipe.schema import Recipe
+from lora_rocm.supervisor.trackers import require_trackers
 
 if TYPE_CHECKING:
     from lora_rocm.dataset.caption_length import TokenLimit
+    from lora_rocm.dataset.sample_table import Sample
     from lora_rocm.dataset.shape import Shape
 
 WEIGH_MODULE, TEXTS_MODULE = "lora_rocm.train.check_child", "lora_rocm.train.texts_child"
@@ -50,6 +52,7 @@ def check(
         _say(f"{loaded.path}: keys and values are valid; images and base model were not looked at")
         return
     loaded.require_files()
+    require_trackers(loaded.recipe.output)
     # scan the data, while a child process examines the base model
     weighing = _Weighing(loaded.recipe)
     errors: list[LoraRocmError] = []
@@ -108,8 +111,12 @@ def _cut_captions(recipe: Recipe, samples: Iterable[Any], limits: Sequence[Token
 
 
 def _last_lines(loaded: LoadedRecipe, base: BaseFacts, samples: Sequence[Any]) -> Iterator[str]:
-    """Yield the notices about the base and about cut captions, the first texts, and the verdict."""
-    for notice in (*base.notices, *_cut_captions(loaded.recipe, samples, base.token_limits)):
+    """Yield the notices about the base and about captions, the first texts, and the verdict."""
+    of_captions = (
+        *_cut_captions(loaded.recipe, samples, base.token_limits),
+        *_unused_tokens(loaded.recipe, samples),
+    )
+    for notice in (*base.notices, *of_captions):
         yield f"  note: {notice}"
     if loaded.recipe.spec.trains_on_texts:
         yield from _shown_texts(loaded.recipe, samples)
@@ -133,6 +140,18 @@ def _shown_texts(recipe: Recipe, samples: Sequence[Any]) -> Iterator[str]:
     for text in said["shown"]:
         yield from (f"  | {line}" for line in text[:SHOWN_LETTERS].splitlines())
         yield "  " + "-" * 20
+
+
+def _unused_tokens(recipe: Recipe, samples: Iterable[Sample]) -> Iterator[str]:
+    """Yield a notice for each new token that no caption has."""
+    from lora_rocm.dataset.captions import variants
+
+    left = list(recipe.lora.new_tokens)
+    for sample in samples if left else ():
+        texts = variants(sample.caption, sample.options, recipe.data.caption_variants, recipe.train.seed)
+        left = [token for token in left if not any(map(token.is_in, texts))]
+    for token in left:
+        yield f"no caption has the token {token.token} of lora.new_tokens: its vectors are not trained."
 
 
 def _data_lines(loaded: LoadedRecipe, usable: list[Any]) -> Iterator[str]:

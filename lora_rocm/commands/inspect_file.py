@@ -41,7 +41,7 @@ MAX_SHOWN, MAX_NAMED = 200, 6
 BLOCK = re.compile(r".*(?:blocks?|layers|attentions|resnets|refiner)[._]\d+[._](.+)|.*?[._](.+)")
 """The module within its block, else within its component."""
 NUMBERS = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i"}
-STARTERS = ("LoRA", "LoRA and DoRA", "LoKr", "LoHa", "OFT")
+STARTERS = ("LoRA", "LoRA and DoRA", "LoKr", "LoHa", "OFT", "IA3")
 """Kinds of adapter that ``lora.init_from`` reads."""
 
 

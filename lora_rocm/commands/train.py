@@ -33,6 +33,7 @@ from lora_rocm.rundir.layout import SUPERVISOR, RunDir
 from lora_rocm.supervisor import lock, multi_gpu, process, selftest_runner, supervisor, tuning_runner
 from lora_rocm.supervisor.restart_policy import attempt_of
 from lora_rocm.supervisor.resume import Chosen, choose, holds_run, settle, withdraw
+from lora_rocm.supervisor.trackers import Trackers, require_trackers
 
 
 def train(
@@ -63,7 +64,7 @@ def train(
     begun = chosen.resume and (chosen.run_dir.result.exists() or bool(chosen.run_dir.list_checkpoints()))
     loaded.require_files(begun)  # the worker requires them if there are steps left to train
     require_packages()
-    # number of GPUs, here and under torchrun; other ranks only train
+    require_trackers(loaded.recipe.output)
     me = rank_of(os.environ)
     here, everywhere, children = gpus or 1, gpus or 1, gpus or 1
     if me.size > 1:
@@ -145,7 +146,11 @@ def _train_in(
     stopped: StoppedError | None = None
     command = _commands(run, accept_changes, worker)
     spill = spill_bytes(situation.facts, situation.selection, loaded.recipe.runtime.device)
-    with make_progress(spill_bytes=spill) as progress:
+    with (
+        make_progress(spill_bytes=spill) as progress,
+        Trackers(run, loaded.recipe.output, progress.say) as trackers,
+    ):
+        on_event = trackers.passing(progress.on_event)
         try:
             if supervised:
                 code = supervisor.Supervisor(
@@ -153,7 +158,7 @@ def _train_in(
                     loaded.recipe,
                     situation,
                     command,
-                    progress.on_event,
+                    on_event,
                     progress.say,
                     checkpoint=chosen.checkpoint,
                     again=again,
@@ -163,7 +168,7 @@ def _train_in(
             else:
                 attempt = attempt_of(read_events(run.events(SUPERVISOR)))
                 env, line = env_plan.applied_to(os.environ), command(chosen.checkpoint, attempt)
-                code = multi_gpu.run_unwatched(run, env, progress.on_event, line, progress.say, children)
+                code = multi_gpu.run_unwatched(run, env, on_event, line, progress.say, children)
         except StoppedError as error:
             code, stopped = error.exit_code, error
         except LoraRocmError as error:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lora_rocm.dataset.file_kinds import CAPTION_SUFFIXES
 from lora_rocm.dataset.image_io import readable_extensions
-from lora_rocm.dataset.left_out import Exclusion, LeftOut, counted, few, some
+from lora_rocm.dataset.left_out import LeftOut, Patterns, counted, few, some
 from lora_rocm.dataset.metadata_files import MAX_CAPTION_BYTES, METADATA_NAMES, PARQUET_NAME, Metadata
 from lora_rocm.errors import DataError
 from lora_rocm.foundation.bounded_read import read_plain
@@ -108,8 +108,10 @@ def walk(
     caption_extension: str,
     *,
     recursive: bool = True,
+    include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     caption_column: str | None = "text",
+    metadata_file: str | None = None,
     skip: Sequence[str] = (),
 ) -> Folder:
     """Find the images and captions in a folder and its sub-folders.
@@ -123,27 +125,25 @@ def walk(
         root: the folder.
         caption_extension: extension of caption files.
         recursive: also walk through sub-folders.
-        exclude: see ``Exclusion``.
+        include: patterns as those of ``exclude``; if there are any, an image has to match one of them.
+        exclude: see ``Patterns``.
         caption_column: caption column of metadata files next to the images; None ignores these files.
+        metadata_file: a JSON file of kohya's with captions.
         skip: folders of other files than images, such as masks, skipped if they lie inside ``root``.
 
     Raises:
-        DataError: there is no image at all.
+        DataError: there is no image at all, or ``metadata_file`` cannot be read.
     """
-    folder, left_out, exclusion = Folder(root), LeftOut(), Exclusion(exclude)
+    folder, left_out, inclusion, exclusion = Folder(root), LeftOut(), Patterns(include), Patterns(exclude)
     wanted, extension = readable_extensions(), "." + caption_extension.lower().lstrip(".")
     other_captions = {suffix: set[str]() for suffix in CAPTION_SUFFIXES if suffix != extension}
     metadata_files, taken = list[tuple[Path, str]](), set[str]()
     for path, real in _files(folder, left_out, exclusion, recursive, skip):
         (stem, found_extension), suffix = os.path.splitext(path), path.suffix.lower()
-        if suffix in wanted:
-            relative = real if real.isascii() and real.isprintable() else shown(real)
-            if relative in taken:  # names that differ only in unprintable characters
-                folder.notices.append(f"Left out, as another name looks the same: {relative}.")
-                continue
-            taken.add(relative)
-            if not left_out.is_companion(relative, real, stem):
-                folder.relatives.append((relative, real))
+        if suffix in wanted and include and not inclusion.fit(real):
+            left_out.not_included(real, stem)
+        elif suffix in wanted:
+            _add_image(folder, left_out, taken, real, stem)
         elif path.name in METADATA_NAMES:
             metadata_files.append((path, real))
         elif suffix == extension:
@@ -152,7 +152,7 @@ def walk(
             left_out.no_image(real, stem, suffix)
             other_captions.get(suffix, set()).add(stem)
     folder.relatives = sorted(folder.relatives + left_out.settle_pairs(str(root), folder.relatives))
-    folder.notices += left_out.notices(exclusion)
+    folder.notices += left_out.notices(exclusion, inclusion)
     num_found = len(folder.relatives)
     _say_lonely_captions(folder, left_out.stems)
     _leave_out_unwanted(folder)
@@ -160,26 +160,40 @@ def walk(
         left_out.suffixes[extension] += len(folder.captions)
         raise _no_images(folder, left_out.suffixes, num_found)
     _say_other_captions(folder, other_captions)
-    if caption_column is not None and metadata_files:
-        _read_metadata(folder, caption_column, metadata_files)
+    if metadata_file or (caption_column is not None and metadata_files):
+        _read_metadata(folder, caption_column, metadata_files, metadata_file)
     return folder
 
 
-def walk_texts(root: Path, *, recursive: bool = True, exclude: Sequence[str] = ()) -> Folder:
+def _add_image(folder: Folder, left_out: LeftOut, taken: set[str], real: str, stem: str) -> None:
+    relative = real if real.isascii() and real.isprintable() else shown(real)
+    if relative in taken:  # names that differ only in unprintable characters
+        folder.notices.append(f"Left out, as another name looks the same: {relative}.")
+        return
+    taken.add(relative)
+    if not left_out.is_companion(relative, real, stem):
+        folder.relatives.append((relative, real))
+
+
+def walk_texts(
+    root: Path, *, recursive: bool = True, include: Sequence[str] = (), exclude: Sequence[str] = ()
+) -> Folder:
     """Find the texts (``.txt`` files) in a folder and its sub-folders; skips names and follows links like ``walk``.
 
     Raises:
         DataError: there is no text at all.
     """
-    folder, left_out, exclusion = Folder(root), LeftOut(), Exclusion(exclude)
+    folder, left_out, inclusion, exclusion = Folder(root), LeftOut(), Patterns(include), Patterns(exclude)
     found, others = dict[str, str](), few()
     for path, real in _files(folder, left_out, exclusion, recursive):
         if path.suffix.lower() != TEXT_SUFFIX:
             others.append(shown(real))
+        elif include and not inclusion.fit(real):
+            left_out.not_included(real, os.path.splitext(path)[0])
         elif found.setdefault(shown(real), real) != real:  # names that differ only in unprintable characters
             folder.notices.append(f"Left out, as another name looks the same: {shown(real)}.")
     folder.relatives = sorted(found.items())
-    folder.notices += left_out.notices(exclusion)
+    folder.notices += left_out.notices(exclusion, inclusion)
     if others:
         are = counted(others, "file is", "files are")
         folder.notices.append(f"{are} left out, for only {TEXT_SUFFIX} files are read: {some(others)}.")
@@ -205,7 +219,7 @@ def _no_images(folder: Folder, suffixes: Counter[str], num_found: int) -> DataEr
 
 
 def _files(
-    folder: Folder, left_out: LeftOut, exclusion: Exclusion, recursive: bool, skip: Sequence[str] = ()
+    folder: Folder, left_out: LeftOut, exclusion: Patterns, recursive: bool, skip: Sequence[str] = ()
 ) -> Iterator[tuple[Path, str]]:
     """Path and relative path (with slashes) of every file of the tree, folder by folder; ``skip``: see ``walk``."""
     root = folder.root
@@ -226,7 +240,7 @@ def _files(
             path, relative, is_folder = parent / entry.name, above + entry.name, _is_folder(entry)
             if is_folder and not recursive:
                 continue
-            if exclusion.fits(relative):
+            if exclusion.fit(relative):
                 left_out.exclude(relative, os.path.splitext(path)[0], is_folder)
                 continue
             target = real_path(path) if entry.is_symlink() else os.path.join(real, entry.name)
@@ -340,10 +354,14 @@ def _say_other_captions(folder: Folder, others: Mapping[str, Container[str]]) ->
             )
 
 
-def _read_metadata(folder: Folder, column: str, files: Sequence[tuple[Path, str]]) -> None:
+def _read_metadata(
+    folder: Folder, column: str | None, files: Sequence[tuple[Path, str]], json_file: str | None
+) -> None:
     """Read the captions of metadata files, and add notices for rows and files that could not be used."""
-    found = Metadata(column, {real: position for position, (_, real) in enumerate(folder.relatives)})
-    for path, relative in files:
+    found = Metadata(column or "", {real: position for position, (_, real) in enumerate(folder.relatives)})
+    if json_file is not None:
+        found.read_json(Path(json_file), folder.root)
+    for path, relative in files if column is not None else ():
         if path.name == PARQUET_NAME:
             folder.notices.append(f"{shown(relative)} is not read here: give its folder as dataset, not as path.")
             continue

@@ -35,15 +35,15 @@ def few() -> Few:
     return Few(NUM_NAMED)
 
 
-class Exclusion:
-    """The patterns of ``data.exclude``, each matched against a file's or folder's name and its relative path."""
+class Patterns:
+    """The patterns of ``data.exclude`` or ``data.include``, each matched against a name and against a relative path."""
 
     def __init__(self, patterns: Iterable[str]) -> None:
         self._patterns = [(pattern, re.compile(fnmatch.translate(_plain(pattern)))) for pattern in patterns]
         self._used = set[str]()
 
-    def fits(self, relative: str) -> bool:
-        """Whether a path relative to the source's folder is excluded."""
+    def fit(self, relative: str) -> bool:
+        """Whether one of them fits a path relative to the source's folder."""
         plain = relative.lower()
         name = plain.rpartition("/")[2]
         found = [pattern for pattern, regex in self._patterns if regex.match(plain) or regex.match(name)]
@@ -74,6 +74,7 @@ class LeftOut:
     unpaired: Few = field(default_factory=few)
     unknown: Few = field(default_factory=few)
     excluded: Few = field(default_factory=few)
+    others: Few = field(default_factory=few)
     unreachable: Few = field(default_factory=few)
     stems: set[str] = field(default_factory=set)
     _paired: list[tuple[Companion, str, str]] = field(default_factory=list)
@@ -91,6 +92,11 @@ class LeftOut:
     def exclude(self, relative: str, stem: str, is_folder: bool) -> None:
         """Count a file or folder that matches ``data.exclude``."""
         self.excluded.append(legible(relative) + "/" * is_folder)
+        self.stems.add(stem)
+
+    def not_included(self, relative: str, stem: str) -> None:
+        """Count an image or text that matches no pattern of ``data.include``."""
+        self.others.append(legible(relative))
         self.stems.add(stem)
 
     def is_companion(self, relative: str, real: str, stem: str) -> bool:
@@ -123,7 +129,7 @@ class LeftOut:
                 alone.append((relative, real))
         return alone
 
-    def notices(self, exclusion: Exclusion) -> list[str]:
+    def notices(self, exclusion: Patterns, inclusion: Patterns) -> list[str]:
         """Notices about the files that are left out, and about patterns that matched nothing."""
         said = [_say_format(found, names) for found, names in self.formats.items()]
         said += [_say_companion(companion, names) for companion, names in self.companions.items()]
@@ -141,8 +147,12 @@ class LeftOut:
             )
         if self.excluded:
             said.append(f"Left out by data.exclude: {some(self.excluded)}.")
-        if exclusion.unused:
-            said.append(f"data.exclude: nothing here is called {some([legible(name) for name in exclusion.unused])}.")
+        if self.others:
+            are = counted(self.others, "file is left out, for it matches", "files are left out, for they match")
+            said.append(f"{are} none of data.include: {some(self.others)}.")
+        for key, patterns in (("exclude", exclusion), ("include", inclusion)):
+            if patterns.unused:
+                said.append(f"data.{key}: nothing here is called {some([legible(name) for name in patterns.unused])}.")
         if self.unreachable:
             links = counted(self.unreachable, "link leads", "links lead")
             said.append(f"{links} to a place that may not be read, and so left out: {some(self.unreachable)}.")

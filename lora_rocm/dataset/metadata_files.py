@@ -1,4 +1,4 @@
-"""Reads captions from ``metadata.jsonl`` and ``metadata.csv`` in the layout of Hugging Face's imagefolder.
+"""Reads captions from ``metadata.jsonl`` and ``metadata.csv`` of Hugging Face's imagefolder, and kohya's JSON files.
 
 The files are untrusted: sizes are bounded, unusable rows are counted and the first few named, and no file name may lead
 out of the metadata file's folder.
@@ -17,14 +17,15 @@ from typing import Any, BinaryIO
 
 from lora_rocm.dataset.columns import Few
 from lora_rocm.dataset.left_out import counted, few, some
-from lora_rocm.foundation.bounded_read import check_plain
-from lora_rocm.foundation.terminal_text import legible
+from lora_rocm.errors import DataError
+from lora_rocm.foundation.bounded_read import check_plain, read_plain
+from lora_rocm.foundation.terminal_text import legible, one_line
 
 READ_NAMES = ("metadata.jsonl", "metadata.csv")
 PARQUET_NAME = "metadata.parquet"
 METADATA_NAMES = (*READ_NAMES, PARQUET_NAME)
 FILE_COLUMN = "file_name"
-MAX_METADATA_BYTES, MAX_ROW_BYTES = 1 << 30, 1 << 18
+MAX_METADATA_BYTES, MAX_JSON_BYTES, MAX_ROW_BYTES = 1 << 30, 1 << 28, 1 << 18
 MAX_CAPTION_BYTES = 1 << 16  # text encoders see a few hundred words at most
 MAX_COLUMNS_NAMED = 10
 DRIVE = re.compile(r"[A-Za-z]:")
@@ -75,6 +76,36 @@ class Metadata:
                     self._take(row, folder)
                 except BadRow as error:
                     self.bad.append(f"{legible(relative)}, line {line}: {error}")
+
+    def read_json(self, path: Path, root: Path) -> None:
+        """Read kohya's file: a JSON object of image -> caption and tags, joined by a comma as kohya does.
+
+        Args:
+            path: the file.
+            root: the folder of the images; they are named by paths below it, with or without extension.
+
+        Raises:
+            DataError: the file cannot be read, or is no such object.
+        """
+        try:
+            rows = json.loads(read_plain(path, MAX_JSON_BYTES).decode("utf-8-sig"), object_pairs_hook=_unique)
+            if not isinstance(rows, dict):
+                raise BadRow("no JSON object")
+        except (OSError, ValueError, RecursionError, BadRow) as error:
+            what = f"The file of captions cannot be read: {one_line(str(error))[:200]}."
+            fix = "Give a JSON file of image names, each with caption or tags, or remove data.metadata_file."
+            raise DataError("metadata-unreadable", what, where=f"data.metadata_file: {path}", fix=fix) from error
+        stems = {posixpath.splitext(real)[0]: real for real in self.positions}
+        above = root.as_posix().rstrip("/") + "/"
+        for name, row in rows.items():
+            parts = (row.get("caption"), row.get("tags")) if isinstance(row, dict) else (row,)
+            place = name.replace("\\", "/").removeprefix(above)
+            try:
+                caption = ", ".join(part for part in parts if part) or None
+                self._take({FILE_COLUMN: stems.get(place, place), self.column: caption}, "")
+            except (BadRow, TypeError) as error:
+                reason = error if isinstance(error, BadRow) else "its caption is no text"
+                self.bad.append(f"{legible(path.name)}, {legible(name)[:100]}: {reason}")
 
     def notices(self) -> list[str]:
         """Notices about the rows that were not used."""

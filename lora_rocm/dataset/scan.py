@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,7 @@ from lora_rocm.dataset.progress import QUIET_S, Progress, Report, ignore
 from lora_rocm.dataset.sample_table import Sample, Samples
 from lora_rocm.errors import DataError, Problem
 from lora_rocm.foundation.bounded_read import read_plain
+from lora_rocm.foundation.seeds import draw
 from lora_rocm.recipe.schema import DataSection, ResolvedSource
 
 if TYPE_CHECKING:
@@ -196,13 +197,18 @@ def geometry_of(sample: Sample, data: DataSection) -> Geometry | Problem:
     """The geometry of a sample, or a problem if the image is too small."""
     size, resolution = (sample.width, sample.height), sample.options.resolution
     try:
-        return choose_bucket(
+        geometry = choose_bucket(
             *size, resolution, data.bucket_step, data.bucket_max_aspect, data.enable_bucket, data.upscale
         )
     except DataError as error:
         if error.code != "image-too-small":
             raise
         return Problem(shown(sample.location), error.what, error.fix)
+    if not sample.options.random_crop:
+        return geometry
+    spare_hw = [whole - side for whole, side in zip(geometry.resized_hw, geometry.target_hw, strict=True)]
+    top, left = (draw("crop", sample.key, axis) % (spare + 1) for axis, spare in enumerate(spare_hw))
+    return replace(geometry, crop_top_left=(top, left))
 
 
 def image_bytes(sample: Sample) -> bytes:
@@ -252,13 +258,15 @@ def _scan_folder(found: _Findings) -> None:
         root,
         options.caption_extension,
         recursive=options.recursive,
+        include=options.include,
         exclude=options.exclude,
         caption_column=options.caption_column,
+        metadata_file=options.metadata_file,
         skip=[each.folder for each in found.companions if each.folder is not None],
     )
     found.notices += folder.notices
     found.notices += _say_own_number(root.name)
-    found.lasting &= folder.lasting
+    found.lasting &= folder.lasting and options.metadata_file is None  # a manifest's listing covers images only
     progress = Progress("sizes", len(folder.relatives), found.report, quiet_s=QUIET_S)
     for position, (path, relative) in enumerate(folder.images):
         progress.step()

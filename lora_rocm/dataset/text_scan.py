@@ -103,7 +103,12 @@ def _scan_table(found: _Findings, index: int, options: ResolvedSource, prefix: s
 
 def _scan_folder(found: _Findings, index: int, options: ResolvedSource, prefix: str) -> None:
     assert options.path is not None, "a source has a path or a dataset"
-    folder = walk_texts(source_folder(options.path, index), recursive=options.recursive, exclude=options.exclude)
+    folder = walk_texts(
+        source_folder(options.path, index),
+        recursive=options.recursive,
+        include=options.include,
+        exclude=options.exclude,
+    )
     found.notices += folder.notices
     found.lasting &= folder.lasting
     progress = Progress("sizes", len(folder.relatives), found.report, quiet_s=QUIET_S)

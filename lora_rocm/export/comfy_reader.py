@@ -6,7 +6,8 @@ without an alpha; the update is the product of the flattened matrices; DoRA mult
 of a LoKr (``comfy/weight_adapter/lokr.py``) is the Kronecker product of the factors, each whole or itself a product;
 its scale is alpha / rank if a factor is a product, else 1. That of a LoHa (``comfy/weight_adapter/loha.py``) is the
 product, entry by entry, of two products; its scale is alpha / rank. An OFT (``comfy/weight_adapter/oft.py``) rotates
-blocks of rows; its alpha limits the rotation, and 0 is no limit.
+blocks of rows; its alpha limits the rotation, and 0 is no limit. ComfyUI reads no IA3: here the rule is that of LyCORIS
+(``lycoris/modules/ia3.py``) and A1111, ``(1 + weight) W`` for each output.
 
 The norm of DoRA (arXiv 2402.09353, eq. 5) and LyCORIS is that of the adapted weight. ComfyUI and Forge take the base
 weight's norm on the output axis (ComfyUI pull request 15458 would change that), so their result deviates a little.
@@ -22,7 +23,7 @@ from torch import Tensor
 LOKR = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b")
 LOHA = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
 FACTORS = (("lora_up.weight", "lora_down.weight"), ("lora_B.weight", "lora_A.weight"))
-SUFFIXES = (*FACTORS[0], *FACTORS[1], *LOKR, *LOHA, "oft_blocks", "alpha", "dora_scale")
+SUFFIXES = (*FACTORS[0], *FACTORS[1], *LOKR, *LOHA, "oft_blocks", "weight", "on_input", "alpha", "dora_scale")
 
 
 def apply_comfy(
@@ -59,6 +60,8 @@ def apply_comfy(
             patched = weight + (one * other * scale).reshape(weight.shape)
         elif "oft_blocks" in parts:
             patched = _rotated(weight, parts["oft_blocks"], alpha or 0.0)
+        elif "on_input" in parts:
+            patched = weight * (1 + parts["weight"].reshape(-1, *[1] * (weight.ndim - 1)))
         elif (names := next((pair for pair in FACTORS if pair[0] in parts), None)) is not None:
             up, down = (parts[name] for name in names)
             scale = 1.0 if alpha is None else alpha / down.shape[0]

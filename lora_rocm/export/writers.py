@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from torch import Tensor
 
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.entry import Entry, Form
-from lora_rocm.adapters.lora_entry import LoraEntry
+from lora_rocm.adapters.lora_entry import LoraEntry, with_one_alpha
 from lora_rocm.adapters.lora_reader import DIFFUSERS_METADATA, DORA_NORM, PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS
 from lora_rocm.adapters.module_names import COMFYUI, SD_SCRIPTS, TEXT_LEVEL
 from lora_rocm.base_models.hub import looks_like_id
 from lora_rocm.errors import AdapterError
+from lora_rocm.export.embedding_files import embedding_files
 from lora_rocm.export.metadata import Facts, modelspec, ss_fields
 from lora_rocm.export.safetensors_writer import kohya_hashes, serialise
 from lora_rocm.export.verify import Verification, verify
@@ -45,7 +47,7 @@ def write(
     facts: Facts,
     root: Path | None = None,
 ) -> tuple[FileDigest, ...]:
-    """Write one format, whole or not at all. The same adapter gives the same bytes.
+    """Write one format, whole or not at all, and its embedding files. The same adapter gives the same bytes.
 
     Args:
         form: one of ``output.formats``.
@@ -78,7 +80,8 @@ def write(
         "peft": _peft,
     }
     written = []
-    for file, content in contents[form](path, family, adapter, recipe, facts):
+    found = contents[form](path, family, adapter, recipe, facts)
+    for file, content in chain(found, embedding_files(path, adapter, recipe)):
         write_atomic(file, content, root)
         written.append(FileDigest.of(file.relative_to(root or path.parent).as_posix(), content))
     return tuple(written)
@@ -101,7 +104,7 @@ def kohya_tensors(family: ModelFamily, adapter: Adapter, dtype: torch.dtype, for
     how = "kohya" if form == SD_SCRIPTS else family.file_form
     return {
         f"{key}.{ending}": tensor
-        for key, entry in entries.items()
+        for key, entry in (with_one_alpha(entries) if form == "kohya" else entries).items()
         for ending, tensor in entry.tensors(how, dtype).items()
     }
 

@@ -123,6 +123,7 @@ class ModelFamily(Protocol):
     name: the recipe's ``model.family``.
     lora_targets: preset name -> component name -> regular expression (fullmatch) of the module names to adapt.
     text_components: names of the components that ``lora.train_text_encoder`` adapts.
+    embedding_keys: as in ``FamilySpec``, in the order of ``token_limits``.
     all_components: names of all components that a run loads at any time.
     file_prefixes: component -> prefix of its modules' names in the one file that other programs read ("lora_unet_").
     file_form: the form of that file (``adapters.entry.Form``): "kohya", or "folded" if its readers ignore an alpha.
@@ -136,6 +137,7 @@ class ModelFamily(Protocol):
     name: str
     lora_targets: Mapping[str, Mapping[str, str]]
     text_components: tuple[str, ...]
+    embedding_keys: Mapping[str, str]
     all_components: tuple[str, ...]
     file_prefixes: Mapping[str, str]
     file_form: str
@@ -154,7 +156,7 @@ class ModelFamily(Protocol):
     def objective(self) -> Objective: ...
 
     def encoders(self) -> Sequence[Encoder]:
-        """The encoders, one per cache entry. With ``train_text_encoder`` captions are only tokenised."""
+        """The encoders, one per cache entry. Captions are only tokenised if text encoders run in each step."""
         ...
 
     def examine(self) -> Sequence[Path]:

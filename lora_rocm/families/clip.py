@@ -10,25 +10,31 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from tokenizers import AddedToken, Regex, normalizers
 from torch import Tensor, nn
 from transformers import CLIPTokenizer
 
+from lora_rocm.base_models.loading import Source
 from lora_rocm.dataset.caption_length import TokenLimit
 from lora_rocm.dataset.entry_spec import Pad
-from lora_rocm.families.tokenizers import Explained, unreadable
+from lora_rocm.errors import UserError
+from lora_rocm.families.tokenizers import Explained, digest, tokenizer_identity, unreadable
+from lora_rocm.recipe.adapter_sections import NewToken, normalised
 
 CLIP_TOKENS = 77  # sequence length of every CLIP text encoder (arXiv 2103.00020)
 CHUNK_TOKENS = CLIP_TOKENS - 2  # tokens of a caption between begin and end
 PAD = Pad("S", repeats=True)
 """Captions of fewer chunks are repeated in a batch, which changes no result of an attention that reads all of them."""
 MAX_TOKENS = 1000  # transformers reports 1e30 if the config has no limit; CLIP's is 77
+FIRST_MARK = 0x100000  # private use: no caption has it
 
 
-def load_tokenizer(folder: Path) -> CLIPTokenizer:
-    """Load a CLIP tokenizer from a local folder.
+def load_tokenizer(folder: Path, new_tokens: Sequence[NewToken] = ()) -> CLIPTokenizer:
+    """Load a CLIP tokenizer from a local folder, and add new tokens to it.
 
     Raises:
         ModelError: tokenizer-unreadable.
+        UserError: token-known.
     """
     with Explained(folder):
         tokenizer: CLIPTokenizer = CLIPTokenizer.from_pretrained(str(folder), local_files_only=True)
@@ -36,16 +42,55 @@ def load_tokenizer(folder: Path) -> CLIPTokenizer:
         raise unreadable(folder, "tokenizer_config.json does not say model_max_length")
     with Explained(folder):
         token_ids(tokenizer, "a")
+    if new_tokens:
+        _add(tokenizer, new_tokens)
     return tokenizer
 
 
+def _add(tokenizer: CLIPTokenizer, new_tokens: Sequence[NewToken]) -> None:
+    """Let a tokenizer read each new token as so many added tokens as it has vectors.
+
+    The added tokens are characters that no text has. The normaliser puts them in the place of the new token.
+    """
+    backend, marks, count = tokenizer.backend_tokenizer, dict[str, str](), 0
+    for new in new_tokens:
+        if len(tokenizer(new.token, add_special_tokens=False).input_ids) == 1:
+            raise UserError(
+                "token-known",
+                f"The vocabulary of the text encoder has the token {new.token}.",
+                where="lora.new_tokens",
+                fix=f"Take a word that it lacks, such as <{new.file_stem}>.",
+            )
+        marks[new.pattern] = "".join(chr(FIRST_MARK + count + vector) for vector in range(new.vectors))
+        count += new.vectors
+    longest_first = sorted(marks.items(), key=lambda item: -len(item[0]))
+    replaced = [normalizers.Replace(Regex(pattern), mark) for pattern, mark in longest_first]
+    backend.normalizer = normalizers.Sequence([backend.normalizer, *replaced])
+    tokenizer.add_tokens([AddedToken(mark, normalized=True) for mark in "".join(marks.values())])
+
+
+def identity_of_tokens(source: Source, new_tokens: Sequence[NewToken]) -> str:
+    """SHA-256 of what decides the token ids: all tokenizers, and the new tokens."""
+    added = [f"{new.vectors} {normalised(new.token)}" for new in new_tokens]
+    return digest([tokenizer_identity(source, tuple(source.layout.tokenizers)), *added])
+
+
 def token_ids(tokenizer: CLIPTokenizer, caption: str) -> Tensor:
-    """Token ids of a caption, int64 [S], padded or truncated to the tokenizer's length."""
+    """Token ids of a caption, int64 [S], padded or truncated to the tokenizer's length; see ``_with_negative``."""
     encoded = tokenizer(
         caption, padding="max_length", max_length=tokenizer.model_max_length, truncation=True, return_tensors="pt"
     )
     ids_S: Tensor = encoded.input_ids[0]
-    return ids_S
+    return _with_negative(tokenizer, ids_S)
+
+
+def _with_negative(tokenizer: CLIPTokenizer, ids: Tensor) -> Tensor:
+    """Token ids of any shape, with -1, -2, ... for the vectors of new tokens.
+
+    So the largest id is still that of the end, where CLIP pools.
+    """
+    first = tokenizer.get_added_vocab().get(chr(FIRST_MARK), len(tokenizer))
+    return torch.where(ids < first, ids, first - 1 - ids)
 
 
 def chunk_ids(tokenizer: CLIPTokenizer, caption: str, max_tokens: int) -> Tensor:
@@ -65,7 +110,7 @@ def chunk_ids(tokenizer: CLIPTokenizer, caption: str, max_tokens: int) -> Tensor
         return_tensors="pt",
     )
     ids_KS: Tensor = encoded.input_ids[: max_tokens // CHUNK_TOKENS]
-    return ids_KS.flatten()
+    return _with_negative(tokenizer, ids_KS.flatten())
 
 
 def token_limit(tokenizer: CLIPTokenizer, max_tokens: int) -> TokenLimit:

@@ -81,6 +81,10 @@ class LatentFamily(ABC):
         return ""
 
     @property
+    def embedding_keys(self) -> Mapping[str, str]:
+        return self.recipe.spec.embedding_keys
+
+    @property
     def all_components(self) -> tuple[str, ...]:
         return tuple(self.layout.parts)
 
@@ -162,7 +166,7 @@ class LatentFamily(ABC):
 
     @property
     def _trained(self) -> tuple[str, ...]:
-        return (self.component, *(self.text_components if self.recipe.lora.train_text_encoder else ()))
+        return (self.component, *(self.text_components if self.recipe.lora.tokenises else ()))
 
     @property
     def structure(self) -> str:

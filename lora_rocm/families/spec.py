@@ -69,7 +69,16 @@ OF_IMAGES = frozenset(
     [
         f"data.{name}"
         for name in (
-            *("resolution", "flip_aug", "bucket_step", "bucket_max_aspect", "enable_bucket", "upscale"),
+            *(
+                "resolution",
+                "flip_aug",
+                "random_crop",
+                "metadata_file",
+                "bucket_step",
+                "bucket_max_aspect",
+                "enable_bucket",
+                "upscale",
+            ),
             *("image_column", "caption_column", "caption_extension", "caption_fallback", "trigger_word"),
             *("caption_prefix", "caption_suffix", "enable_wildcard", "caption_tag_dropout_rate"),
             *("shuffle_caption", "keep_tokens", "caption_variants", "caption_dropout_rate", "mask_path"),
@@ -198,6 +207,7 @@ class FamilySpec:
         component: name of the component that is always trained.
         shapes: the sample shapes that it accepts.
         text_components: components that ``lora.train_text_encoder`` trains too; (): the key is refused.
+        embedding_keys: text component -> name of its tensor in embedding files; empty: ``lora.new_tokens`` is refused.
         samples: the kinds of sample that it trains on.
         preview: the medium of previews.
         guidance: usual guidance scale of previews.
@@ -217,6 +227,7 @@ class FamilySpec:
     component: str
     shapes: ShapeRules
     text_components: tuple[str, ...] = ()
+    embedding_keys: Mapping[str, str] = field(default_factory=dict)
     samples: tuple[SampleKind, ...] = ("image",)
     preview: PreviewMedium = "image"
     guidance: float = 6.0

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
-from peft.tuners.lora import Linear
+from peft.tuners.lora import Linear, LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
@@ -46,8 +46,9 @@ class LoraLinear(Linear):
     def _is_plain(self, name: str, x: Tensor) -> bool:
         if name not in self.lora_A or name in self.lora_variant:
             return False
-        dropout, a, b = self.lora_dropout[name], self.lora_A[name], self.lora_B[name]
-        drops = isinstance(dropout, nn.Dropout) and dropout.p > 0 and dropout.training
+        a, b = self.lora_A[name], self.lora_B[name]
+        dropouts = [part for part in self.lora_dropout.values() if isinstance(part, nn.Dropout) and part.p > 0]
+        drops = any(dropout.training for dropout in dropouts)
         return b.bias is None and a.weight.dtype == x.dtype and not drops
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -69,6 +70,50 @@ class LoraLinear(Linear):
             return lora_linear(x, base.weight, base.bias, *found)
         bias = None if base.bias is None else base.bias.to(x.dtype)
         return lora_linear(x, None, bias, *found, partial(base.dense, x.dtype))
+
+
+class RankDropout(nn.Dropout):
+    """Sets each rank of each sample to zero with probability ``p``, and multiplies the others by 1 / (1 - p).
+
+    ``axis``: of the ranks.
+    """
+
+    def __init__(self, p: float, axis: int) -> None:
+        super().__init__(p)
+        self.axis = axis
+
+    def forward(self, h: Tensor) -> Tensor:
+        if not self.training:
+            return h
+        shape = [len(h), *[1] * (h.ndim - 1)]
+        shape[self.axis] = h.shape[self.axis]
+        kept = torch.rand(shape, device=h.device) >= self.p
+        return h * kept.to(h.dtype).div_(1 - self.p)
+
+
+class ModuleDropout(nn.Dropout):
+    """Sets all of its input to zero with probability ``p``."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h * (torch.rand((), device=h.device) >= self.p) if self.training else h
+
+
+def drop_ranks(layer: LoraLayer, name: str, rank_dropout: float, module_dropout: float) -> None:
+    """Apply these to what ``A`` of the adapter ``name`` makes.
+
+    They stand beside PEFT's dropout, where recomputation and ``LoraLinear.plain`` look for one.
+    """
+    down = layer.lora_A[name]
+    drops = RankDropout(rank_dropout, 1 if isinstance(down, nn.Conv2d) else -1), ModuleDropout(module_dropout)
+    for drop in drops:
+        if drop.p:
+            layer.lora_dropout[type(drop).__name__] = drop
+            down.register_forward_hook(partial(_dropped, drop))
+
+
+def _dropped(drop: nn.Dropout, down: nn.Module, args: tuple[Any, ...], h: Tensor) -> Tensor:
+    dropped: Tensor = drop(h)
+    return dropped
 
 
 def base_of(layer: nn.Module) -> nn.Module:

@@ -29,9 +29,10 @@ from torch.utils._pytree import tree_leaves
 from lora_rocm import __version__
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.factory import inject_hollow
-from lora_rocm.adapters.flat_params import FlatWeights
+from lora_rocm.adapters.flat_params import WEIGHT_DTYPES, FlatWeights
 from lora_rocm.adapters.kinds import kind_for
 from lora_rocm.adapters.lora_reader import files_of
+from lora_rocm.adapters.targets import sections_of
 from lora_rocm.adapters.training_adapter import put_training_adapter
 from lora_rocm.base_models.random_weights import PREFIX
 from lora_rocm.checks.timing import seconds_of
@@ -285,9 +286,10 @@ def count(
 
 def _smaller(adapter: Adapter, recipe: Recipe, dtype: torch.dtype, state_itemsize: float) -> Iterator[SmallerAdapter]:
     """The adapter's memory with smaller settings, and as much optimizer state for a weight."""
-    shapes = [dense_shape(layer.get_base_layer()) for _, _, layer in adapter.modules.values()]
+    shapes = {name: dense_shape(layer.get_base_layer()) for name, (_, _, layer) in adapter.modules.items()}
     for setting, section in adapter.smaller(recipe.lora):
-        numbers = sum(adapter.weights_of(section, shape) for shape in shapes)
+        sections = sections_of(section, shapes)
+        numbers = sum(adapter.weights_of(sections[name], shape) for name, shape in shapes.items())
         smaller, state = recipe.model_copy(update={"lora": section}), int(numbers * state_itemsize)
         yield SmallerAdapter(setting, *adapter_bytes(numbers, state, smaller, dtype))
 
@@ -313,7 +315,7 @@ def state_bytes(shapes: Sequence[torch.Size], recipe: Recipe) -> int:
 
 
 def _master_dtype(recipe: Recipe) -> torch.dtype:
-    return torch.bfloat16 if recipe.lora.weight_dtype == "bf16" else torch.float32
+    return WEIGHT_DTYPES[recipe.lora.weight_dtype]
 
 
 def adapter_bytes(count: int, state: int, recipe: Recipe, dtype: torch.dtype) -> tuple[int, int, int]:

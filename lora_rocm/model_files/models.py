@@ -47,7 +47,7 @@ class Model:
 
     family: value of ``model.family``, ``OTHER``, or the kind of a component that several families share.
     title: name with its article.
-    part: one of ``PARTS``, or "text encoder", "text conditioner", "vae".
+    part: one of ``PARTS``, or "text encoder", "text conditioner", "vae", "embedding".
     has, without: starts of tensor names after a prefix. All of ``has`` occur, and none of ``without``.
     """
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lora_rocm.errors import ResumeError
 from lora_rocm.kernels.backend import form_for
+from lora_rocm.optim.norm_limit import NormLimit
 from lora_rocm.optim.schedule import learning_rate_factor
 from lora_rocm.optim.state_guard import StateGuard
 from lora_rocm.optim.update_rule import Group, Scalars, TrainedWeights, UpdateRule
@@ -51,6 +52,7 @@ class GatedOptimizer:
         ema_decay: 0 for none.
         use_loss_scale: fp16 training.
         triton: Triton kernels may be used.
+        limit: keeps the weights small after each update.
 
     Attributes:
         rule: the update rule with its state.
@@ -69,6 +71,7 @@ class GatedOptimizer:
         ema_decay: float,
         use_loss_scale: bool,
         triton: bool = False,
+        limit: NormLimit | None = None,
     ) -> None:
         self.weights, self.section, self.max_train_steps, self.ema_decay = weights, section, max_train_steps, ema_decay
         device = weights.masters.device
@@ -78,7 +81,7 @@ class GatedOptimizer:
         placed = [Group(weights.slice_of(group["names"]), float(group["lr"])) for group in groups]
         self.rule = rule(weights, placed, section, self._scalars)
         self._buffers = {name: weights.views(buffer_N) for name, buffer_N in self.rule.buffers.items()}
-        self.use_loss_scale = use_loss_scale
+        self.use_loss_scale, self._limit = use_loss_scale, limit
         self._average_N = weights.masters.to(torch.float32, copy=True) if ema_decay else None
         self.ema = weights.views(self._average_N) if self._average_N is not None else {}
         guarded = {"weights": weights.masters, **self.rule.buffers, **self.rule.tables, SCALARS: self._scalars.flat_S}
@@ -120,6 +123,8 @@ class GatedOptimizer:
                 divisor = scale * ((grad_norm + 1e-6) / self.section.max_grad_norm).clamp(min=1.0)
             factor = learning_rate_factor(self.section, updates, self.max_train_steps)
             self.rule.step(factor, held, divisor)
+            if self._limit is not None:
+                self._limit.apply(held)
             self.weights.publish()
             self._average(updates, held)
             self._rescale(blocked, nonfinite)

@@ -14,6 +14,7 @@ from lora_rocm.optim.came import Came
 from lora_rocm.optim.dadapt_adam import DAdaptAdam
 from lora_rocm.optim.lion import Lion
 from lora_rocm.optim.muon import Muon
+from lora_rocm.optim.norm_limit import NormLimit
 from lora_rocm.optim.prodigy import Prodigy
 from lora_rocm.optim.prodigy_schedule_free import ProdigyScheduleFree
 from lora_rocm.optim.schedule_free import ScheduleFree
@@ -50,6 +51,7 @@ def make_optimizer(
     ema_decay: float,
     use_loss_scale: bool,
     triton: bool = False,
+    limit: NormLimit | None = None,
 ) -> GatedOptimizer:
     """Build the recipe's optimizer. The arguments are those of ``GatedOptimizer``."""
     return GatedOptimizer(
@@ -61,4 +63,5 @@ def make_optimizer(
         ema_decay=ema_decay,
         use_loss_scale=use_loss_scale,
         triton=triton,
+        limit=limit,
     )

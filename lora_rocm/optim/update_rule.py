@@ -71,7 +71,7 @@ class Scalars:
         views: name -> float32 0-d view.
     """
 
-    CAPACITY = 64
+    CAPACITY = 512
 
     def __init__(self, device: torch.device) -> None:
         self.flat_S = torch.zeros(self.CAPACITY, device=device)

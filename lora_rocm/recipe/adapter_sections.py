@@ -2,14 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+import re
+import unicodedata
+from collections.abc import Mapping, Sequence
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
-from lora_rocm.recipe.sections import MAX_ITEMS, MAX_RANK, InputFile, Section, refuse_unread
+from lora_rocm.recipe.sections import MAX_ITEMS, MAX_RANK, InputFile, Section, not_both, one_of, refuse_unread
 
+MAX_OVERRIDES = 64
 Pattern = Annotated[str, Field(min_length=1)]  # an empty expression matches no module
+Rank = Annotated[int, Field(gt=0, le=MAX_RANK)]
+Alpha = Annotated[float, Field(gt=0, le=100_000.0)]
+DROPOUTS = ("dropout", "rank_dropout", "module_dropout")
+Share = Annotated[float, Field(ge=0.0, lt=1.0)]
+Rate = Annotated[float, Field(gt=0)]
+
+
+def has_kernel(shape: Sequence[int]) -> bool:
+    """Whether a weight, [out, in] or [out, in, kh, kw], is that of a convolution larger than 1 x 1."""
+    return any(side > 1 for side in shape[2:])
+
+
+class ModuleOverride(Section):
+    """Rank, alpha and learning rate of some modules. What it leaves out is as in the other modules."""
+
+    match: Pattern = Field(
+        description="A regular expression of whole module names with their component, such as "
+        "unet\\.up_blocks\\..* or text_encoder_2\\..*."
+    )
+    rank: Rank | None = Field(None, description="Rank of the update.")
+    alpha: Alpha | None = Field(None, description="Scale is alpha / rank; unset means lora.alpha, else the rank.")
+    learning_rate: Rate | None = Field(None, description="Peak learning rate.")
+
+    @model_validator(mode="after")
+    def _changes_something(self) -> Self:
+        if self.rank is None and self.alpha is None and self.learning_rate is None:
+            fix = "Add rank, alpha or learning_rate, or remove the entry."
+            raise PydanticCustomError("rule", "{what}", {"what": "it sets nothing", "keys": ["match"], "fix": fix})
+        return self
+
+
+RESERVED_STEM = re.compile(r"(con|prn|aux|nul|(com|lpt)[0-9])?", re.IGNORECASE)
+"""Names that a file cannot have on Windows, without their endings."""
+
+
+class NewToken(Section):
+    """A token that the vocabulary lacks. Each text encoder gets vectors of its own for it, which are trained."""
+
+    token: Annotated[str, Field(pattern=r"^[^\s\x00-\x1f\x7f]+$", max_length=64)] = Field(
+        description="The word in captions and prompts, such as <zibu>. Small and capital letters are the same."
+    )
+    vectors: int = Field(1, gt=0, le=75, description="Number of vectors, each of which takes a token's place.")
+    init: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="A text of the vocabulary, such as creature: the vectors start at the mean of its tokens."
+    )
+    init_from: InputFile | None = Field(None, description="Start from this embedding file (.safetensors) instead.")
+
+    @model_validator(mode="after")
+    def _starts_somewhere(self) -> NewToken:
+        if (self.init is None) == (self.init_from is None):
+            raise one_of(self, "init", "init_from")
+        if RESERVED_STEM.fullmatch(self.file_stem):
+            what = f"no file can be named after {self.token}"
+            fix = "Add letters: the embedding's file has the token's name."
+            raise PydanticCustomError("rule", "{what}", {"what": what, "keys": ["token"], "fix": fix})
+        return self
+
+    @property
+    def file_stem(self) -> str:
+        """The token without what no file name can have: the file's name without its ending."""
+        return re.sub(r'[<>:"/\\|?*.]', "", self.token)
+
+    @property
+    def pattern(self) -> str:
+        """A regular expression for the token as a whole word in normalised text, for Python and for tokenizers."""
+        word = normalised(self.token)
+        begin, end = (r"(?<!\w)" if word[0].isalnum() else ""), (r"(?!\w)" if word[-1].isalnum() else "")
+        return begin + re.escape(word) + end
+
+    def is_in(self, caption: str) -> bool:
+        return re.search(self.pattern, normalised(caption)) is not None
+
+
+def normalised(text: str) -> str:
+    """Return a text as CLIP's tokenizers read it: in small letters, with composed characters."""
+    return unicodedata.normalize("NFC", text).lower()
 
 
 class AdapterSection(Section):
@@ -25,21 +105,43 @@ class AdapterSection(Section):
     alpha: float | None = Field(
         None, gt=0, le=100_000.0, description="Scale is alpha / rank; unset means alpha = rank."
     )
-    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.0, description="Dropout on the adapter's input.")
+    dropout: Share = Field(0.0, description="Dropout on the adapter's input.")
     targets: Pattern | Annotated[tuple[Pattern, ...], Field(min_length=1, max_length=MAX_ITEMS)] = Field(
         "attention-mlp",
         description="A preset (attention, attention-mlp, attention-mlp-conv) or regular expressions of module names.",
     )
     train_text_encoder: bool = Field(False, description="Also adapt the text encoders.")
-    weight_dtype: Literal["fp32", "bf16"] = Field(
+    new_tokens: tuple[NewToken, ...] = Field(
+        (),
+        max_length=MAX_ITEMS,
+        description="New tokens whose vectors are trained beside the adapter (pivotal tuning). Each is written as an "
+        "embedding file beside the LoRA file.",
+    )
+    weight_dtype: Literal["fp32", "bf16", "fp16"] = Field(
         "fp32",
-        description="Dtype of the trained weights and their moments. bf16 takes less memory, but loses small updates.",
+        description="Dtype of the trained weights and their moments. bf16 and fp16 take less memory, but lose small "
+        "updates; fp16 only with optimizers whose second moments are never fp16.",
     )
     init_from: InputFile | None = Field(
         None,
         description="Start from this file (kohya, diffusers or PEFT) of the same type. Modules of a lower rank are "
         "padded to rank; the effect is that of the file.",
     )
+
+    @model_validator(mode="after")
+    def _tokens_differ(self) -> AdapterSection:
+        stems = [token.file_stem.lower() for token in self.new_tokens]
+        again = next((at for at, stem in enumerate(stems) if stem in stems[:at]), None)
+        if again is not None:
+            what = f"another token has the name {self.new_tokens[again].file_stem}, too"
+            where = {"at": ("new_tokens", again, "token"), "fix": "Give each token a file name of its own."}
+            raise PydanticCustomError("rule", "{what}", {"what": what, **where})
+        return self
+
+    @property
+    def tokenises(self) -> bool:
+        """Whether the text encoders run in every step, so that captions are only tokenised."""
+        return self.train_text_encoder or bool(self.new_tokens)
 
     @property
     def title(self) -> str:
@@ -50,6 +152,44 @@ class AdapterSection(Section):
     def size(self) -> str:
         """What decides the number of trained weights, and their scale, in words."""
         return f"rank {self.rank}, alpha {self.effective_alpha:g}"
+
+    @property
+    def module_overrides(self) -> tuple[ModuleOverride, ...]:
+        """What differs between modules. The first that matches a module counts for it."""
+        return ()
+
+    @property
+    def ranks(self) -> str:
+        """What decides the number of trained weights of a module, in words."""
+        return f"rank {self.rank}"
+
+    @property
+    def drops(self) -> tuple[str, ...]:
+        """The kinds of dropout in training, which draws random numbers for them."""
+        return tuple(name for name in DROPOUTS if getattr(self, name, 0.0))
+
+    @property
+    def max_update_norm(self) -> float | None:
+        """The largest norm that the update of a module may have; None: any."""
+        return None
+
+    @property
+    def sets_rates(self) -> bool:
+        """Whether some weights have a learning rate of their own."""
+        return False
+
+    def at(self, override: ModuleOverride | None, shape: Sequence[int]) -> Self:
+        """The section with the rank and the alpha of a module.
+
+        Args:
+            override: the one that counts for the module.
+            shape: of its weight, [out, in] or [out, in, kh, kw].
+        """
+        return self
+
+    def rate_factor(self, role: str) -> float:
+        """What the learning rate of the tensors of a role is multiplied by."""
+        return 1.0
 
     @property
     def needs_dense(self) -> str:
@@ -67,6 +207,25 @@ class LoraSection(AdapterSection):
     type: Literal["lora"] = Field("lora", description="Kind of adapter.")
     use_rslora: bool = Field(False, description="Rank-stabilised scale: alpha / sqrt(rank).")
     use_dora: bool = Field(False, description="Weight-decomposed LoRA (magnitude trained too).")
+    conv_rank: Rank | None = Field(
+        None, description="Rank of convolutions with kernels larger than 1 x 1; unset means rank."
+    )
+    conv_alpha: Alpha | None = Field(None, description="Alpha of these convolutions; unset means alpha, else the rank.")
+    overrides: Annotated[tuple[ModuleOverride, ...], Field(max_length=MAX_OVERRIDES)] = Field(
+        (), description="Other ranks, alphas and learning rates of some modules. The first entry that matches counts."
+    )
+    rank_dropout: Share = Field(0.0, description="Share of the ranks that each sample of a batch is trained without.")
+    module_dropout: Share = Field(0.0, description="Share of the modules that a batch is trained without.")
+    scale_weight_norms: float | None = Field(
+        None,
+        gt=0,
+        le=1e6,
+        description="Largest norm of a module's update, alpha / rank * B A. After each step A and B of larger ones are "
+        "scaled down; 1 is usual.",
+    )
+    loraplus_lr_ratio: float = Field(
+        1.0, gt=0, le=10_000.0, description="LoRA+: learning rate of B as a multiple of that of A; 16 is usual."
+    )
 
     @property
     def title(self) -> str:
@@ -75,6 +234,39 @@ class LoraSection(AdapterSection):
     @property
     def needs_dense(self) -> str:
         return "use_dora" if self.use_dora else ""
+
+    @model_validator(mode="after")
+    def _dora_keeps_its_ranks(self) -> Self:
+        if self.use_dora and (self.rank_dropout or self.module_dropout):
+            raise not_both("rank_dropout" if self.rank_dropout else "module_dropout", "use_dora")
+        return self
+
+    @property
+    def max_update_norm(self) -> float | None:
+        return self.scale_weight_norms
+
+    @property
+    def sets_rates(self) -> bool:
+        return self.loraplus_lr_ratio != 1.0 or any(override.learning_rate for override in self.overrides)
+
+    @property
+    def module_overrides(self) -> tuple[ModuleOverride, ...]:
+        return self.overrides
+
+    @property
+    def ranks(self) -> str:
+        conv = [] if self.conv_rank is None else [f"of convolutions {self.conv_rank}"]
+        others = [f"of {override.match} {override.rank}" for override in self.overrides if override.rank is not None]
+        return ", ".join([super().ranks, *conv, *others])
+
+    def at(self, override: ModuleOverride | None, shape: Sequence[int]) -> Self:
+        rank, alpha = (self.conv_rank, self.conv_alpha) if has_kernel(shape) else (None, None)
+        if override is not None:
+            rank, alpha = override.rank or rank, override.alpha or alpha
+        return self.model_copy(update={"rank": rank or self.rank, "alpha": alpha or self.alpha})
+
+    def rate_factor(self, role: str) -> float:
+        return self.loraplus_lr_ratio if role == "lora_B" else 1.0
 
 
 class LokrSection(AdapterSection):
@@ -136,10 +328,32 @@ class OftSection(AdapterSection):
         return f"blocks of {self.rank} rows"
 
 
+class Ia3Section(AdapterSection):
+    """The adapter: LyCORIS' IA3, one number for each output of a layer. A1111, SD.Next and LyCORIS read it."""
+
+    formats = ("kohya",)
+
+    type: Literal["ia3"] = Field("ia3", description="Kind of adapter.")
+
+    @model_validator(mode="after")
+    def _without_rank(self) -> Ia3Section:
+        refuse_unread(self, ("rank", "alpha"), "on an IA3: it has no rank and no scale", "Remove it.")
+        return self
+
+    @property
+    def title(self) -> str:
+        return "IA3"
+
+    @property
+    def size(self) -> str:
+        return "one number an output"
+
+
 ADAPTERS: Mapping[str, type[AdapterSection]] = {
     "lora": LoraSection,
     "lokr": LokrSection,
     "loha": LohaSection,
     "oft": OftSection,
+    "ia3": Ia3Section,
 }
 """The section of each ``lora.type``; the first is the default."""

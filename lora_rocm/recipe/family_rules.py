@@ -7,7 +7,7 @@ from typing import Any
 
 from lora_rocm.errors import Problem
 from lora_rocm.families.spec import FamilySpec
-from lora_rocm.recipe.schema import TEXT_KEY
+from lora_rocm.recipe.schema import TEXT_KEY, TOKENS_KEY
 from lora_rocm.recipe.sections import MAX_BUCKET_STEP, MAX_SIDE_PX
 from lora_rocm.recipe.yaml_tree import Key
 
@@ -43,6 +43,9 @@ def family_problems(data: Any, where: Callable[[Key], str], spec: FamilySpec) ->
     if _get(data, ("lora", TEXT_KEY)) is True and not spec.text_components:
         what = f"{spec.title} has no text encoder that can be trained"
         yield Problem(where(("lora", TEXT_KEY)), what, "Remove it, or set it to false.")
+    if _get(data, ("lora", TOKENS_KEY)) and not spec.embedding_keys:
+        what = f"{spec.title} has no text encoder that new tokens can be added to"
+        yield Problem(where(("lora", TOKENS_KEY)), what, "Remove it.")
 
 
 def given_unread(data: Any, spec: FamilySpec) -> Iterator[Key]:

@@ -225,7 +225,8 @@ def questions(recipe: Recipe, layers: Layered) -> list[str]:
 
 INIT_FROM: Key = ("lora", "init_from")
 NEED_ANOTHER: dict[Key, tuple[Key, ...]] = {
-    ("optim", "text_encoder_learning_rate"): (("lora", "train_text_encoder"),),
+    ("optim", "text_encoder_learning_rate"): (("lora", "train_text_encoder"), ("lora", "new_tokens")),
+    ("optim", "embedding_learning_rate"): (("lora", "new_tokens"),),
     ("train", "validation_every_n_steps"): (("data", "validation_split"),),
     ("train", "validation_every_n_epochs"): (("data", "validation_split"),),
     ("data", "validation_split"): (("train", "validation_every_n_steps"), ("train", "validation_every_n_epochs")),

@@ -52,6 +52,9 @@ class OptimSection(Section):
     text_encoder_learning_rate: float | None = Field(
         None, gt=0, description="Peak learning rate of the text encoders; unset means learning_rate."
     )
+    embedding_learning_rate: float | None = Field(
+        None, gt=0, description="As text_encoder_learning_rate, of lora.new_tokens; unset means the same."
+    )
     weight_decay: float = Field(0.01, ge=0, le=100.0, description="Decoupled weight decay.")
     lr_scheduler: Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "rex"] = Field(
         "constant", description="Shape after the warm-up. rex falls slowly at first (arXiv 2107.04197)."
@@ -89,9 +92,19 @@ class OptimSection(Section):
         return self.lr_warmup_steps or math.ceil(self.lr_warmup_ratio * max_train_steps)
 
     @property
+    def reads_rates(self) -> bool:
+        """Whether learning rates have an effect."""
+        return True
+
+    @property
     def text_rate(self) -> float:
         """The peak learning rate of the text encoders."""
         return self.text_encoder_learning_rate or self.learning_rate
+
+    @property
+    def embedding_rate(self) -> float:
+        """The peak learning rate of new tokens."""
+        return self.embedding_learning_rate or self.text_rate
 
     @property
     def description(self) -> str:
@@ -161,6 +174,7 @@ class Adamw8bitSection(AdamwSection):
     """AdamW with moments of 8 bits in blocks of 256 (arXiv 2110.02861). Steps are optimizer updates."""
 
     published: ClassVar[str] = "bitsandbytes.optim.AdamW8bit"
+    weight_dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "fp16")
 
     optimizer: Literal["adamw_8bit"] = Field("adamw_8bit", description="Optimizer.")  # type: ignore[assignment]
 
@@ -182,6 +196,7 @@ class AdafactorSection(OptimSection):
     usual_rates: ClassVar[tuple[float, float]] = (0.0, 1e-2)
     rate_advice: ClassVar[str] = "which takes rates like AdamW's; with scale_parameter up to 1.0e-2."
     published: ClassVar[str] = "transformers.optimization.Adafactor"
+    weight_dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "fp16")
 
     optimizer: Literal["adafactor"] = Field("adafactor", description="Optimizer.")
     eps: tuple[Small, Small] = Field(
@@ -210,6 +225,10 @@ class AdafactorSection(OptimSection):
             raise rule(what, given[0], f"Remove {given[0]}, or set relative_step: false.")
         return self
 
+    @property
+    def reads_rates(self) -> bool:
+        return not self.relative_step
+
 
 class CameSection(OptimSection):
     """CAME: Adafactor guided by confidence (arXiv 2307.02047). Steps are optimizer updates."""
@@ -217,6 +236,7 @@ class CameSection(OptimSection):
     usual_rates: ClassVar[tuple[float, float]] = (0.0, 1e-2)
     rate_advice: ClassVar[str] = "which usually takes 1.0e-4."
     published: ClassVar[str] = "came_pytorch.CAME"
+    weight_dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "fp16")
 
     optimizer: Literal["came"] = Field("came", description="Optimizer.")
     betas: tuple[Decay, Decay, Decay] = Field(

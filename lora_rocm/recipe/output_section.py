@@ -37,7 +37,10 @@ class OutputSection(Section):
     save_every_minutes: float | None = on_resume(
         None, "Minutes between two checkpoints; may be given beside one of the two above.", gt=0, le=MAX_TIMEOUT_S
     )
-    keep_last: int = on_resume(2, "Number of checkpoints kept for resuming. All LoRA files are kept.", gt=0, le=10_000)
+    keep_last: int = on_resume(2, "Number of checkpoints kept for resuming.", gt=0, le=10_000)
+    keep_last_loras: int | None = on_resume(
+        None, "Number of LoRA files kept beside the checkpoints; unset: all.", gt=0, le=1_000_000
+    )
     formats: tuple[Literal["kohya", "sd-scripts", "comfyui", "diffusers", "peft"], ...] | None = on_resume(
         None,
         "What to write at the end. Unset: kohya, or peft for a language model. sd-scripts has the names and fused "
@@ -46,6 +49,12 @@ class OutputSection(Section):
         max_length=MAX_ITEMS,
     )
     dtype: Literal["fp16", "bf16", "fp32"] = on_resume("fp16", "Dtype of the exported weights.")
+    log_with: tuple[Literal["wandb", "trackio", "mlflow"], ...] = on_resume(
+        (),
+        "Trackers that also get the numbers, each in a process of its own. TensorBoard files are always written.",
+        max_length=MAX_ITEMS,
+    )
+    log_project: str = on_resume("lora-rocm", "Project in these trackers; the run has the name of its directory.")
     author: str | None = on_resume(None, "Author in the metadata of the file.")
     description: str | None = on_resume(None, "Description in the metadata of the file.")
     license: str | None = on_resume(None, "License in the metadata of the file.")

@@ -63,7 +63,7 @@ def value_advice(key: str, value: object) -> str:
     if key in ("output.dtype", "lora.weight_dtype", "train.mixed_precision"):
         own = next((own for own, theirs in peer_names().number_formats.items() if plain in theirs), "")
         own = "no" if key == "train.mixed_precision" and own == "fp32" else own
-        return f"Write {own}." if own and own != plain and (key, own) != ("lora.weight_dtype", "fp16") else ""
+        return f"Write {own}." if own and own != plain else ""
     if key == "lora.type":
         own = {"locon": "lora", "dora": "lora", "diag-oft": "oft"}.get(plain, plain)
         return f"Write {own}." if own in ADAPTERS else advice()["lora_type"]

@@ -17,7 +17,7 @@ from lora_rocm.foundation.tables import read_table
 from lora_rocm.recipe.family_rules import SIDES
 from lora_rocm.recipe.kinds import FAMILY, NAMED_BY, Kinds, every_kind, kinds_of
 from lora_rocm.recipe.peer_names import advice, peer_names
-from lora_rocm.recipe.schema import MOVED, TEXT_KEY
+from lora_rocm.recipe.schema import MOVED, TEXT_KEY, TOKENS_KEY
 from lora_rocm.recipe.yaml_tree import dotted
 
 TYPE_NAMES = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true, false"}
@@ -111,6 +111,8 @@ def _rules_of_families(registry: Registry, sections: dict[str, Any]) -> dict[str
             keys.setdefault(section, {})[key] = False
         if not spec.text_components:
             keys.setdefault("lora", {})[TEXT_KEY] = {"const": False}
+        if not spec.embedding_keys:
+            keys.setdefault("lora", {})[TOKENS_KEY] = {"maxItems": 0}
         shared = {section: {"properties": known} for section, known in keys.items()}
         rules[spec.name] = {"properties": {"objective": {"$ref": ref}, **shared}}
     return rules
@@ -133,8 +135,12 @@ def _conditions(registry: Registry, sections: dict[str, Any]) -> list[dict[str, 
     return found
 
 
+ENTRIES = {"data.sources": "DataSource", "lora.overrides": "ModuleOverride", "lora.new_tokens": "NewToken"}
+"""Key whose entries have a table of their own -> their section."""
+
+
 def reference_page(registry: Registry = PRODUCT) -> str:
-    """The page in Markdown: a table per section, per kind of a section, and for the entries of ``data.sources``."""
+    """The page in Markdown: a table per section, per kind of a section, and of ``ENTRIES``."""
     schema, sections = _schema_of(kinds_of({}, registry))
     named_by = {**{key[0]: ".".join(key) for key in NAMED_BY}, "objective": ".".join(FAMILY)}
     parts = [_texts().head]
@@ -145,7 +151,7 @@ def reference_page(registry: Registry = PRODUCT) -> str:
             parts.append(_table(name, sections[_ref(value)], registry))
         else:
             parts += _tables_of_kinds(name, discriminator, kinds, registry)
-    parts.append(_table("data.sources[]", sections["DataSource"], registry))
+    parts += [_table(f"{key}[]", sections[entry], registry) for key, entry in ENTRIES.items()]
     parts += [_moved_table(), _names_table()]
     return "\n".join(parts)
 

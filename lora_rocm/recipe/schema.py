@@ -27,6 +27,7 @@ from lora_rocm.recipe.sections import (
     MAX_WORKERS,
     Batch,
     Fraction,
+    InputFile,
     InputFolder,
     ModelSection,
     ObjectiveSection,
@@ -75,11 +76,24 @@ class SourceOptions(Section):
     keep_tokens: Tags = Field(0, description="Number of tags at the front that are never shuffled or left out.")
     caption_dropout_rate: Fraction = Field(0.0, description="Share of steps that see the empty caption.")
     flip_aug: bool = Field(False, description="Also train on mirrored images (cached; half of the draws).")
+    random_crop: bool = Field(
+        False,
+        description="Crop at a random place in place of the centre: one for each image, the same in each run. For "
+        "several, list the folder several times in sources: each is encoded.",
+    )
     recursive: bool = Field(True, description="Read the sub-folders of a folder too.")
+    include: Annotated[tuple[PathText, ...], Field(max_length=MAX_ITEMS)] = Field(
+        (), description="If given, only images that match one of these are used: patterns as for exclude."
+    )
     exclude: Annotated[tuple[PathText, ...], Field(max_length=MAX_ITEMS)] = Field(
         (),
         description="Files and sub-folders to leave out: names, or paths below the folder with slashes. * matches "
         "anything, also slashes; case does not matter.",
+    )
+    metadata_file: InputFile | None = Field(
+        None,
+        description="A JSON file with captions, as kohya's: image names with caption and tags. The caption file of an "
+        "image takes precedence.",
     )
     mask_path: InputFolder | None = Field(
         None,
@@ -127,8 +141,11 @@ class DataSource(Section):
     keep_tokens: Tags | None = None
     caption_dropout_rate: Fraction | None = None
     flip_aug: bool | None = None
+    random_crop: bool | None = None
     recursive: bool | None = None
+    include: Annotated[tuple[PathText, ...], Field(max_length=MAX_ITEMS)] | None = None
     exclude: Annotated[tuple[PathText, ...], Field(max_length=MAX_ITEMS)] | None = None
+    metadata_file: InputFile | None = None
     mask_path: InputFolder | None = None
     alpha_mask: bool | None = None
     unmasked_weight: Fraction | None = None
@@ -188,6 +205,8 @@ class DataSection(SourceOptions):
                 keys = ["mask_path", "alpha_mask" if source.alpha_mask else "dataset"]
             elif source.control_path and source.dataset:
                 keys = ["control_path", "dataset"]
+            elif source.metadata_file and source.dataset:
+                keys = ["metadata_file", "dataset"]
             if keys:
                 what = f"{name} cannot have both {keys[0]} and {keys[1]}"
                 fix = f"Remove one of them. {keys[0]} is for folders: rows of a dataset have no file names."
@@ -329,7 +348,7 @@ class RuntimeSection(Section):
     graphs: Literal["auto", "off"] = on_resume(
         "auto",
         "auto: on a GPU each step is captured and replayed as one graph if this gives the same gradients; not with "
-        "lora.dropout.",
+        "dropout.",
     )
     compile: Literal["auto", "off", "regional", "full"] = on_resume(
         "auto",
@@ -447,6 +466,12 @@ class Recipe(Section):
         if self.optim.averages and self.train.ema_decay:
             what = f"{name} keeps an average of its own, which is the result"
             at, fix = ("train", "ema_decay"), "Remove train.ema_decay."
+        elif self.optim.averages and self.lora.max_update_norm:
+            what = f"{name} averages the weights, and the average would not be scaled down"
+            at, fix = ("lora", "scale_weight_norms"), "Remove it, or take another optimizer."
+        elif self.lora.sets_rates and not self.optim.reads_rates:
+            what = f"{name} with relative_step reads no learning rates"
+            at, fix = ("optim", "relative_step"), "Set it to false, or remove what sets learning rates from lora."
         elif self.lora.weight_dtype not in dtypes:
             what = f"{name} is not for lora.weight_dtype: {self.lora.weight_dtype}"
             at, fix = ("optim", "optimizer"), f"Set lora.weight_dtype: {dtypes[0]}, or take another optimizer."
@@ -480,8 +505,8 @@ class Recipe(Section):
         return self.output.formats or self.spec.formats[:1]
 
     def trains(self, component: str) -> bool:
-        """Whether a component that an adapter can be put on is trained: text encoders are if the recipe says so."""
-        return component not in self.spec.text_components or self.lora.train_text_encoder
+        """Whether a component of an adapter's runs in a step: text encoders do if they, or new tokens, are trained."""
+        return component not in self.spec.text_components or self.lora.tokenises
 
     @property
     def preview_size(self) -> tuple[int, int]:
@@ -492,8 +517,8 @@ class Recipe(Section):
 
 
 NEGATIVE_PROMPT = "sample.negative_prompt"
-TEXT_KEY = "train_text_encoder"
-"""The key of ``lora`` that a family without text encoders refuses."""
+TEXT_KEY, TOKENS_KEY = "train_text_encoder", "new_tokens"
+"""The keys of ``lora`` that a family without text encoders, or without embedding files, refuses."""
 MOVED = {("train", name): ("objective", name) for name in ("min_snr_gamma", "noise_offset", "zero_terminal_snr")}
 """Old place -> new place of keys that have moved; the old places are still read."""
 

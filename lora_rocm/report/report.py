@@ -316,7 +316,7 @@ def _exports(facts: Facts) -> str:
     newest = {event["path"]: event for event in facts.all("export")}
     rows = [
         (
-            event["path"],
+            ", ".join([event["path"], *event.get("embeddings", ())]),
             event["format"],
             number_text(event["max_difference"]),
             ", ".join(event["cannot_read"]) or "none known",

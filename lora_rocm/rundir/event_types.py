@@ -241,12 +241,13 @@ class ConceptEvent(Event):
 
 
 class ExportEvent(Event):
-    """A LoRA file was written and read back."""
+    """A LoRA file was written and read back. ``embeddings``: the files of new tokens beside it."""
 
     format: Text
     path: Text
     max_difference: NumberOrNull
     cannot_read: list[Text]
+    embeddings: list[Text] = []
 
 
 class NoticeEvent(Event):

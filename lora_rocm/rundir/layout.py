@@ -29,10 +29,11 @@ PROBE = ".probe.tmp"
 STATE_FILE = "state.json"
 """In each checkpoint folder: position, facts about the run, checksums."""
 
-FOLDERS = r"checkpoints|samples|tensorboard|peft"
+EMBEDDINGS = r"(lora(-sd-scripts|-comfyui|-step\d{8})?|pytorch_lora_weights|peft)-embeddings"
+FOLDERS = rf"checkpoints|samples|tensorboard|peft|{EMBEDDINGS}"
 IN_PLACE = (
     r"\.parent\.lock|\.worker(\.rank\d+)?\.lock|stop|worker(\.rank\d+)?\.log|events(\.rank\d+|\.supervisor)?\.jsonl|"
-    r"heartbeat\.rank\d+\.json|stacks\.rank\d+\.txt"
+    r"heartbeat\.rank\d+\.json|tracker\.\w+\.log|stacks\.rank\d+\.txt"
 )
 """Files that are written in place."""
 OF_PARENT = re.compile(
@@ -48,6 +49,7 @@ OF_SAMPLES = re.compile(r"before-after\.png")
 OF_PREVIEWS = re.compile(r"\d+\.(png|txt)|requests\.json")
 OF_ASKED = re.compile(r"seed\d+(-\d+)?\.png")
 OF_PEFT = re.compile(r"adapter_model\.safetensors|adapter_config\.json")
+OF_EMBEDDINGS = re.compile(r"[^/\\:]+\.safetensors")
 TEMPORARY = re.compile(r"\.(?P<name>.+?)\.\d+(\.[0-9a-f]{8})?\.tmp")
 """Temporary names of files (``foundation.files.write_atomic``) and of checkpoint folders (``train.checkpoint``)."""
 BEGUN = re.compile(
@@ -57,6 +59,11 @@ BEGUN = re.compile(
 OF_RUN = re.compile(rf"{BEGUN.pattern}|{OF_PARENT.pattern}|{OF_WORKER.pattern}|{FOLDERS}")
 OF_SYSTEM = frozenset(("lost+found", ".ds_store", "desktop.ini", "thumbs.db"))
 """Files that an operating system puts into any folder, in lower case."""
+
+
+def embeddings_of(lora: Path) -> Path:
+    """The folder with the embedding files of new tokens that belong to a LoRA file or PEFT folder."""
+    return lora.with_name(f"{lora.stem}-embeddings")
 
 
 @dataclass(frozen=True)
@@ -100,6 +107,10 @@ class RunDir:
     def log_of(self, rank: int) -> Path:
         """A worker's standard output and error."""
         return self.path / f"worker.rank{rank}.log" if rank else self.worker_log
+
+    def tracker_log(self, name: str) -> Path:
+        """Standard output and error of a tracker's process."""
+        return self.path / f"tracker.{name}.log"
 
     def recipe_of(self, rank: int) -> Path:
         """The recipe of a rank. Ranks that the parent of rank 0 did not start (``torchrun``) have their own."""
@@ -199,6 +210,16 @@ class RunDir:
 
     def checkpoint_lora(self, updates: int) -> Path:
         return self.checkpoints / f"lora-step{updates:08d}.safetensors"
+
+    def discard_lora(self, updates: int) -> None:
+        """Remove the LoRA file of a checkpoint, and its embedding files.
+
+        Raises:
+            OSError: they cannot be removed.
+        """
+        lora = self.checkpoint_lora(updates)
+        for path in (lora, embeddings_of(lora)):
+            remove(path)
 
     def checkpoint_loras(self) -> list[tuple[int, Path]]:
         """(updates, file) of every LoRA file beside the checkpoints, oldest first."""
@@ -344,6 +365,9 @@ class RunDir:
                 yield self.asked, OF_ASKED
         if is_folder(self.peft_dir):
             yield from ((folder, OF_PEFT) for folder in sorted(self.peft_dir.iterdir()) if is_folder(folder))
+        for parent in (self.path, self.checkpoints):
+            folders = (path for path in sorted(parent.glob("*-embeddings")) if is_folder(path))
+            yield from ((folder, OF_EMBEDDINGS) for folder in folders if re.fullmatch(EMBEDDINGS, folder.name))
 
 
 def _is_ours(name: str) -> bool:

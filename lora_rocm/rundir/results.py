@@ -15,7 +15,7 @@ from typing import Any
 
 from lora_rocm.foundation.bounded_read import check_plain, read_plain
 from lora_rocm.foundation.files import write_json
-from lora_rocm.rundir.layout import RunDir
+from lora_rocm.rundir.layout import EMBEDDINGS, OF_EMBEDDINGS, RunDir, embeddings_of
 
 MAX_RESULT_BYTES = 1 << 24
 MAX_FILE_BYTES = 1 << 36
@@ -27,6 +27,7 @@ FILES_OF = {
     "peft": re.compile(r"peft/[A-Za-z0-9_]+/(adapter_model\.safetensors|adapter_config\.json)"),
 }
 """The paths of each format in the run directory."""
+EMBEDDING_FILE = re.compile(rf"{EMBEDDINGS}/{OF_EMBEDDINGS.pattern}")
 CHECKPOINT_LORA = re.compile(r"checkpoints/lora-step\d{8}\.safetensors")
 
 
@@ -105,8 +106,9 @@ def record_export(run_dir: RunDir, form: str) -> None:
         return
     place = run_dir.export_of(form)
     files = sorted(path for path in place.rglob("*") if path.is_file()) if place.is_dir() else [place]
+    files += sorted(embeddings_of(place).glob("*.safetensors"))
     names = [path.relative_to(run_dir.path).as_posix() for path in files]
-    digests = [FileDigest.of_file(run_dir, name) for name in names if FILES_OF[form].fullmatch(name)]
+    digests = [FileDigest.of_file(run_dir, name) for name in names if _is_of(name, FILES_OF[form])]
     old = result.get("exports")
     others = [entry for entry in old if isinstance(entry, dict)] if isinstance(old, list) else []
     entry = next((entry for entry in others if entry.get("format") == form), {"format": form, "path": names[0]})
@@ -132,9 +134,14 @@ def _digests(values: Any, paths: re.Pattern[str]) -> list[FileDigest]:
             digest = FileDigest(value["path"], value["bytes"], value["sha256"])
         except (LookupError, TypeError):
             continue
-        if isinstance(digest.path, str) and paths.fullmatch(digest.path):
+        if isinstance(digest.path, str) and _is_of(digest.path, paths):
             found.append(digest)
     return found
+
+
+def _is_of(path: str, paths: re.Pattern[str]) -> bool:
+    """Whether a path of a run is one of these, or that of an embedding file."""
+    return bool(paths.fullmatch(path) or EMBEDDING_FILE.fullmatch(path))
 
 
 def _fault(run_dir: RunDir, wanted: FileDigest) -> str:

@@ -60,7 +60,7 @@ def new_trainer(start: StartContext, data: Data, position: Position, artifacts: 
         open_batches=lambda first: open_batches(data.plan, first, None),
         accumulation=train.gradient_accumulation_steps,
         seed=train.seed,
-        dropout=recipe.lora.dropout > 0,
+        dropout=bool(recipe.lora.drops),
         position=position,
         relief=Relief(
             family,

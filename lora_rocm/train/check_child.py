@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lora_rocm.adapters import new_tokens
 from lora_rocm.adapters.factory import inject_hollow, start_entries
 from lora_rocm.adapters.lora_reader import files_of
 from lora_rocm.adapters.training_adapter import put_training_adapter
@@ -91,6 +92,7 @@ def _examine_adapter(
     trained = {name: skeletons[name] for name in adapted if recipe.trains(name)}
     model = LoadedModel(trained, dtype, torch.device("meta"))
     adapter = inject_hollow(family, model, recipe.lora)
+    new_tokens.start(family, model, recipe.lora.new_tokens)
     if recipe.lora.init_from is not None:
         start_entries(family, model, recipe.lora, adapter, say)
     put_training_adapter(family, model, recipe.model.training_adapter, say)

@@ -196,6 +196,13 @@ def rotate_checkpoints(run_dir: RunDir, keep_last: int) -> None:
             kept += 1
 
 
+def rotate_loras(run_dir: RunDir, keep_last: int | None) -> None:
+    """Delete all LoRA files beside the checkpoints but the newest ``keep_last``; None: keep all."""
+    for _, path in run_dir.checkpoint_loras()[: -keep_last if keep_last else 0]:
+        with contextlib.suppress(OSError):  # Windows: it is open; the next rotation tries again
+            path.unlink()
+
+
 def discard_newer(run_dir: RunDir, updates: int) -> None:
     """Remove the files of later steps: valid checkpoints, their LoRA files, previews. These steps are trained again.
 
@@ -204,7 +211,7 @@ def discard_newer(run_dir: RunDir, updates: int) -> None:
     for found, path in run_dir.list_checkpoints():
         if found > updates and read_checkpoint(path) is not None:
             _remove(path)
-            run_dir.checkpoint_lora(found).unlink(missing_ok=True)
+            run_dir.discard_lora(found)
     for found, folder in run_dir.list_samples():
         if found > updates:
             with contextlib.suppress(OSError):  # Windows: a preview is open; it will be overwritten

@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from lora_rocm.adapters import new_tokens
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.factory import inject, without_start
 from lora_rocm.adapters.lora_reader import read_for_model
@@ -28,6 +29,7 @@ from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.loader.batch import Batch
 from lora_rocm.loader.batches import BatchPlan, Facts, Prepared, loader, open_workers, prepare
+from lora_rocm.recipe.adapter_sections import NewToken
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.event_types import ComparedEvent
@@ -60,7 +62,9 @@ def compare(job: Job, registry: Registry = PRODUCT) -> None:
     model = family.load(dtype, torch.device("cpu"))
     adapter = inject(family, model, without_start(recipe.lora), recipe.train.seed, CONTEXT.notice)
     training_adapter = put_training_adapter(family, model, recipe.model.training_adapter, CONTEXT.notice)
-    states = {updates: _state(family, model, adapter, Path(path)) for updates, path in job["files"]}
+    tokens = recipe.lora.new_tokens
+    states = {updates: _state(family, model, adapter, Path(path), tokens) for updates, path in job["files"]}
+    new_tokens.start(family, model, tokens)
     send_model(model, transfer)
     family.fuse(model, triton=False)
     # Losses and images of each
@@ -92,8 +96,12 @@ def _prepared(recipe: Recipe, family: ModelFamily, encoding: Encoding) -> Prepar
     return prepare(recipe, family, encoding, Facts({}, {}, {}))
 
 
-def _state(family: ModelFamily, model: LoadedModel, adapter: Adapter, path: Path) -> dict[str, Tensor]:
-    """The trained tensors of a LoRA file, on the CPU."""
+def _state(
+    family: ModelFamily, model: LoadedModel, adapter: Adapter, path: Path, tokens: Sequence[NewToken]
+) -> dict[str, Tensor]:
+    """The trained tensors of a LoRA file and of the new tokens beside it, on the CPU."""
+    if tokens:
+        new_tokens.start(family, model, new_tokens.tokens_beside(path, tokens)[: len(tokens)])
     adapter.start_from(read_for_model(family, model, path, CONTEXT.notice)[1])
     return adapter.state()
 

@@ -48,10 +48,12 @@ class Room:
     def look_ahead(self, updates: int) -> None:
         """Tell the user, once, if the disk may become full before the end of the run."""
         saves, states = self._saves(updates), self._states(updates)
-        exports = len(self.recipe.formats)
-        needed = states * self.checkpoint_bytes + (saves + exports) * self.lora_bytes + self._images_bytes(updates)
+        keep = self.recipe.output.keep_last_loras
+        kept = saves if keep is None else min(saves, max(keep + 1 - len(self.run_dir.checkpoint_loras()), 1))
+        loras = kept + len(self.recipe.formats)
+        needed = states * self.checkpoint_bytes + loras * self.lora_bytes + self._images_bytes(updates)
         what = (
-            f"{saves + exports} LoRA files of {size_text(self.lora_bytes)}, {states} checkpoints of "
+            f"{loras} LoRA files of {size_text(self.lora_bytes)}, {states} checkpoints of "
             f"{size_text(self.checkpoint_bytes)} and the previews"
         )
         told = "" if self._said else shortage(self.run_dir.path, needed, what, self.free)

@@ -19,6 +19,9 @@ from lora_rocm.train.loop import SaveClock, Trainer
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
+SCALARS = {"step": ("loss", "learning_rate", "grad_norm", "step_s", "loss_scale"), "validation": ("loss",)}
+"""Type of an event -> its fields that TensorBoard and other trackers get, beside the optimizer's."""
+
 
 @dataclass(frozen=True)
 class CallEvery:
@@ -87,8 +90,6 @@ class TensorBoard:
             may come some events late.
     """
 
-    SCALARS = {"step": ("loss", "learning_rate", "grad_norm", "step_s", "loss_scale"), "validation": ("loss",)}
-
     def __init__(self, folder: Path, context: RunContext) -> None:
         refuse_link(folder)
         self._folder, self._context, self._wanted = folder, context, True
@@ -97,7 +98,7 @@ class TensorBoard:
     def __call__(self, event: Event) -> None:
         with self._given_up():
             if isinstance(event, StepEvent | ValidationEvent) and (writer := self._opened()) is not None:
-                found = {name: getattr(event, name) for name in self.SCALARS[event.type]}
+                found = {name: getattr(event, name) for name in SCALARS[event.type]}
                 for name, value in {**found, **getattr(event, "optimizer", {})}.items():
                     writer.add_scalar(f"{event.type}/{name}", math.nan if value is None else value, event.updates)
             if isinstance(event, EndEvent | ErrorEvent):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from lora_rocm.adapters import new_tokens
 from lora_rocm.adapters.factory import attach_file, inject, without_start
 from lora_rocm.adapters.lora_reader import components_of
 from lora_rocm.dataset.entry_spec import CAPTION
@@ -29,7 +30,7 @@ from lora_rocm.families.spec import FamilySpec
 from lora_rocm.foundation.files import followed, write_atomic
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.load import load_recipe
-from lora_rocm.recipe.schema import TEXT_KEY, Recipe
+from lora_rocm.recipe.schema import TEXT_KEY, TOKENS_KEY, Recipe
 from lora_rocm.rundir.event_types import DrawnEvent, ErrorEvent, ExportEvent, NoticeEvent
 from lora_rocm.rundir.events import emit
 from lora_rocm.rundir.layout import RunDir
@@ -50,7 +51,12 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
     require_inputs_read(job, recipe)
     width, height = sides_of(job, recipe)
     text_too = not components_of(family_for(recipe), lora).isdisjoint(recipe.spec.text_components)
-    recipe = recipe.model_copy(update={"lora": recipe.lora.model_copy(update={TEXT_KEY: text_too})})
+    tokens = new_tokens.tokens_beside(lora, recipe.lora.new_tokens) if recipe.spec.embedding_keys else ()
+    if tokens:
+        names = ", ".join(token.token for token in tokens)
+        emit(NoticeEvent(text=f"Prompts may have the new tokens {names}, whose embeddings are beside the LoRA."))
+    of_file = {TEXT_KEY: text_too, TOKENS_KEY: tokens}
+    recipe = recipe.model_copy(update={"lora": recipe.lora.model_copy(update=of_file)})
     family = family_for(recipe)
     device, settings = start_device(recipe)
     # Encode the prompts, one encoder in memory at a time
@@ -64,6 +70,8 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
     # Load the model with the LoRA
     dtype = compute_dtype(recipe.train.mixed_precision, device, settings, recipe.spec.takes_fp16)
     model = family.load(dtype, torch.device("cpu"))
+    new_tokens.put(family, model, tokens)
+    new_tokens.start(family, model, tokens)
     attach_file(family, model, lora, job["strength"], lambda text: emit(NoticeEvent(text=text)))
     send_model(model, open_transfer(device, settings))
     family.fuse(model, triton=False)  # in float16 some families are only right as they are trained

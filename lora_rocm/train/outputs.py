@@ -32,10 +32,10 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.mitigations import change_event
 from lora_rocm.rundir.event_types import CheckpointEvent, ConceptEvent, ExportEvent, PreviewEvent
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.rundir.results import FileDigest
+from lora_rocm.rundir.results import EMBEDDING_FILE, FileDigest
 from lora_rocm.train import concept_score, preview
 from lora_rocm.train.base_seal import Seals
-from lora_rocm.train.checkpoint import read_checkpoint, rotate_checkpoints, save_checkpoint
+from lora_rocm.train.checkpoint import read_checkpoint, rotate_checkpoints, rotate_loras, save_checkpoint
 from lora_rocm.train.disk_forecast import Room
 from lora_rocm.train.guard import Guard
 from lora_rocm.train.loop import Position
@@ -84,7 +84,7 @@ class Artifacts:
         """
         updates = position.updates
         if read_checkpoint(self.run_dir.checkpoint(updates)) is not None:
-            rotate_checkpoints(self.run_dir, self.recipe.output.keep_last)  # a kill may have prevented it after saving
+            self._rotate()  # a kill may have prevented it after saving
             return
         with self.session.phase("checkpoint"):
             self.guard.check_all(updates)
@@ -108,7 +108,7 @@ class Artifacts:
         try:
             self.guard.check_state(updates)  # again: it must not have changed while it was read
         except StateError:
-            lora.unlink(missing_ok=True)
+            self.run_dir.discard_lora(updates)
             raise
         # Write the state
         facts = {
@@ -121,8 +121,12 @@ class Artifacts:
             "metadata": asdict(self._facts(position)),
         }
         path = save_checkpoint(self.run_dir, position, parts, facts)
-        rotate_checkpoints(self.run_dir, self.recipe.output.keep_last)
+        self._rotate()
         self.session.context.emit(CheckpointEvent(updates=updates, path=self._name(path), lora=self._name(lora)))
+
+    def _rotate(self) -> None:
+        rotate_checkpoints(self.run_dir, self.recipe.output.keep_last)
+        rotate_loras(self.run_dir, self.recipe.output.keep_last_loras)
 
     def _require_in_step(self, updates: int) -> None:
         if self.world.size > 1:
@@ -235,6 +239,7 @@ class Artifacts:
             "path": self._name(path),
             "max_difference": found.max_difference,
             "cannot_read": list(found.cannot_read),
+            "embeddings": [digest.path for digest in written if EMBEDDING_FILE.fullmatch(digest.path)],
         }
         changed = [digest.path for digest in written if FileDigest.of_file(self.run_dir, digest.path) != digest]
         if changed:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.factory import inject, without_start
+from lora_rocm.adapters.flat_params import WEIGHT_DTYPES
 from lora_rocm.adapters.module_names import SD_SCRIPTS
 from lora_rocm.adapters.training_adapter import NAME as TRAINING_ADAPTER
 from lora_rocm.adapters.training_adapter import TrainingAdapter, put_training_adapter
@@ -54,7 +55,6 @@ RECIPE_DIFFERS = "The recipe differs from the checkpoint's in a key that may not
 DATA_DIFFER = "The training data are not those of the checkpoint: samples, captions, or the encoders that encode them."
 BASE_DIFFERS = "The base model is not that of the checkpoint."
 ADAPTER_DIFFERS = "The training adapter (model.training_adapter) is not that of the checkpoint."
-WEIGHT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def find_checkpoint(session: Session, chosen: Path | None) -> Checkpoint | None:
@@ -146,14 +146,17 @@ def load(start: StartContext, family: ModelFamily, data: Data) -> tuple[Artifact
     memory = _decide(start, family, data)
     memory.again = training_context(start.settings.attention)
     model, adapter, training_adapter, triton = _load_model(start, family, transfer, memory)
+    groups = adapter.groups(recipe.optim, recipe.lora)
+    weights = adapter.flatten(start.dtype, WEIGHT_DTYPES[recipe.lora.weight_dtype], groups)
     optimizer = make_optimizer(
-        adapter.flatten(start.dtype, WEIGHT_DTYPES[recipe.lora.weight_dtype]),
-        adapter.groups(recipe.optim),
+        weights,
+        groups,
         recipe.optim,
         max_train_steps=data.max_train_steps,
         ema_decay=recipe.train.ema_decay,
         use_loss_scale=start.dtype is torch.float16,
         triton=triton,
+        limit=adapter.norm_limit(recipe.lora),
     )
     # Checkpoint: compare, then restore
     position, seals = Position(), seals_of(transfer.base)
@@ -173,8 +176,8 @@ def load(start: StartContext, family: ModelFamily, data: Data) -> tuple[Artifact
     guard.check_kernels(position.updates)
     guard.use_graphs(capture)
     state = [*optimizer.state().values(), *optimizer.ema.values()]
-    weights, steps = adapter.parameters, data.max_train_steps
-    room = Room(session.run_dir, recipe, weights, state, steps, start.context, data.steps_per_epoch)
+    steps = data.max_train_steps
+    room = Room(session.run_dir, recipe, adapter.parameters, state, steps, start.context, data.steps_per_epoch)
     artifacts = Artifacts(
         session=session,
         recipe=recipe,

@@ -178,7 +178,7 @@ def test_any_targets_give_an_adapter_or_a_sentence(folder: Path, targets: str) -
 def test_groups_have_their_own_learning_rates(folder: Path) -> None:
     optim = {"learning_rate": 1e-3, "text_encoder_learning_rate": 1e-5}
     family, _, adapter = trained(folder, lora={**FEW, "train_text_encoder": True}, optim=optim)
-    groups = {group["component"]: group for group in adapter.groups(family.recipe.optim)}
+    groups = {group["component"]: group for group in adapter.groups(family.recipe.optim, family.recipe.lora)}
     assert {name: group["lr"] for name, group in groups.items()} == {
         "unet": 1e-3,
         "text_encoder": 1e-5,

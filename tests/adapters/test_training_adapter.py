@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from lora_rocm.adapters import new_tokens
 from lora_rocm.adapters.factory import inject
 from lora_rocm.adapters.training_adapter import NAME, put_training_adapter
 from lora_rocm.device.transfer import DeviceTransfer
@@ -197,8 +198,10 @@ def test_text_encoders_have_to_be_part_of_training(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match="adapts the text encoders") as caught:
         put_training_adapter(family, model, str(path))
     assert caught.value.code == "training-adapter-text" and "train_text_encoder" in caught.value.fix
-    both = family_for(tiny_recipe(tiny_sdxl, lora={"rank": 2, "train_text_encoder": True}))
+    tokens = [{"token": "<toy>", "init": "cat"}]
+    both = family_for(tiny_recipe(tiny_sdxl, lora={"rank": 2, "train_text_encoder": True, "new_tokens": tokens}))
     model = both.load(torch.float32, CPU)
     inject(both, model, both.recipe.lora, 0)
     put_training_adapter(both, model, str(path))
     assert any(NAME in name for name, _ in model.components["text_encoder"].named_buffers()), "the control"
+    assert new_tokens.layers_of(model)["text_encoder"].rows_ND.requires_grad, "PEFT freezes what is not its own"

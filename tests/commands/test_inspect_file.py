@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from lora_rocm.commands.inspect_file import inspect, inspect_text
 from lora_rocm.errors import ModelError
+from lora_rocm.model_files.models import model_of
 from tests.command_line import command_line
 
 ATTENTION = "down_blocks_1_attentions_0_transformer_blocks_{}_attn2_to_k"
@@ -66,6 +67,22 @@ def test_a_file_whose_family_is_only_named(tmp_path: Path) -> None:
     save_file({"a.hada_w1_a": torch.zeros(1), "a.dora_scale": torch.zeros(1)}, path, {"ss_tag_frequency": "[1]"})
     assert inspect(path)["title"] == "a LoHa and DoRA for a model that is not known"
     save_file({"blob": torch.zeros(1)}, path)
+    assert inspect(path)["title"] == "a file that is not known"
+
+
+def test_an_embedding(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    for tensors, family in (
+        ({"clip_l": torch.zeros(2, 768), "clip_g": torch.zeros(2, 1280)}, "sdxl"),
+        ({"emb_params": torch.zeros(1, 768)}, "sd15"),
+        ({"emb_params": torch.zeros(1, 1024)}, "sd2"),
+    ):
+        save_file(tensors, path)
+        found = inspect(path)
+        assert found["title"].startswith("an embedding for S") and (found["families"], found["trainable"]) == ([], [])
+        seen = model_of({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        assert seen is not None and seen.family == family
+    save_file({"clip_l": torch.zeros(2, 768)}, path)  # control
     assert inspect(path)["title"] == "a file that is not known"
 
 

@@ -15,7 +15,7 @@ from lora_rocm.dataset import folders
 from lora_rocm.dataset.file_kinds import companion_match, kinds
 from lora_rocm.dataset.folders import walk
 from lora_rocm.dataset.image_io import readable_extensions
-from lora_rocm.dataset.left_out import Exclusion
+from lora_rocm.dataset.left_out import Patterns
 from lora_rocm.dataset.scan import scan
 from lora_rocm.errors import DataError
 
@@ -169,6 +169,21 @@ def test_patterns(tmp_path: Path, make: SimpleNamespace, pattern: str, left: lis
     assert notice.startswith("Left out by data.exclude: ")
 
 
+def test_only_what_is_included_is_used(tmp_path: Path, make: SimpleNamespace) -> None:
+    for name in ("a.png", "b.png", "old/a.png", "sub/c.JPG"):
+        make.image(tmp_path / name, caption="x")
+    found = walk(tmp_path, ".txt", include=("a.*", "sub/*", "none"), exclude=("old",))
+    assert names(found) == ["a.png", "sub/c.JPG"] and len(found.captions) == 3
+    assert set(found.notices) == {
+        "1 file is left out, for it matches none of data.include: b.png.",
+        "Left out by data.exclude: old/.",
+        "data.include: nothing here is called none.",
+    }
+    with pytest.raises(DataError) as caught:
+        walk(tmp_path, ".txt", include=("none",))
+    assert caught.value.code == "data-folder-empty" and "data.include: nothing here is called none" in caught.value.what
+
+
 def test_a_pattern_that_fits_nothing_is_said(tmp_path: Path, make: SimpleNamespace) -> None:
     make.image(tmp_path / "a.png", caption="x")
     assert walk(tmp_path, ".txt", exclude=("olde", "*.gif")).notices == [
@@ -177,7 +192,7 @@ def test_a_pattern_that_fits_nothing_is_said(tmp_path: Path, make: SimpleNamespa
 
 
 def test_a_pattern_takes_no_longer_than_its_length() -> None:
-    assert not Exclusion(["*a" * 40 + "b"]).fits("a" * 4000)
+    assert not Patterns(["*a" * 40 + "b"]).fit("a" * 4000)
 
 
 # links, captions

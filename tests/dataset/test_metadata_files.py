@@ -14,6 +14,7 @@ from lora_rocm.dataset import metadata_files
 from lora_rocm.dataset.folders import walk
 from lora_rocm.dataset.metadata_files import Metadata, names_files
 from lora_rocm.dataset.scan import Scan, scan
+from lora_rocm.errors import DataError
 
 
 def captions(found: Scan) -> dict[str, str]:
@@ -149,3 +150,35 @@ def test_of_many_rows_only_those_of_images_are_kept(tmp_path: Path) -> None:
     assert found.caption(0) == "x" and len(found.unknown) == 4999
     (notice,) = found.notices()
     assert notice.endswith("0.png, 1.png, 2.png and 4996 more.")
+
+
+def test_kohya_s_file_gives_captions_and_tags(tmp_path: Path) -> None:
+    images = {"a.png": 0, "b.png": 1, "sub/c.png": 2, "d.png": 3, "e.png": 4}
+    rows = {
+        "a": {"caption": "a cat", "tags": "red, big"},
+        str(tmp_path / "b.png"): {"tags": "green"},
+        "sub/c.png": "a dog",
+        "d": {"train_resolution": [64, 64]},
+        "e": {"caption": ["x"]},
+        "f": {"caption": "none"},
+        "../a": {"caption": "out"},
+    }
+    file = tmp_path / "meta_lat.json"
+    file.write_text(json.dumps(rows), encoding="utf-8")
+    found = Metadata("text", images)
+    found.read_json(file, tmp_path)
+    assert [found.caption(position) for position in range(5)] == ["a cat, red, big", "green", "a dog", None, None]
+    assert list(found.unknown) == ["f"]
+    assert list(found.bad) == [
+        "meta_lat.json, e: its caption is no text",
+        "meta_lat.json, ../a: file_name leads out of the folder: ../a",
+    ]
+
+
+@pytest.mark.parametrize("content", [b"[]", b"{", b'{"a": 1, "a": 2}', b"\xff", b"[" * 100_000])
+def test_a_file_that_is_not_kohya_s_is_named(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "meta.json"
+    file.write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        Metadata("text", {"a.png": 0}).read_json(file, tmp_path)
+    assert caught.value.code == "metadata-unreadable" and str(file) in str(caught.value.where)

@@ -86,6 +86,22 @@ def test_missing_captions_can_be_errors(tmp_path: Path, make: SimpleNamespace, k
     scan(make.data(path=str(tmp_path), **keys))
 
 
+def test_a_random_crop_is_the_same_in_each_run_and_another_for_each_source(
+    tmp_path: Path, make: SimpleNamespace
+) -> None:
+    for index in range(4):
+        make.image(tmp_path / f"{index}.png", 100, 64, seed=index, caption="x")
+    plain = {"path": str(tmp_path), "resolution": 64}
+    data = make.data(sources=[plain, plain | {"random_crop": True}, plain | {"random_crop": True}], enable_bucket=False)
+    (found, _, _), (again, _, _) = (geometries(scan(data).samples, data) for _ in range(2))
+    assert found == again and len(found) == 12
+    places = {key: geometry.crop_top_left for key, geometry in found.items()}
+    assert {places[f"sources[0]/{index}.png"] for index in range(4)} == {(0, 18)}
+    drawn = [places[f"sources[{source}]/{index}.png"] for source in (1, 2) for index in range(4)]
+    assert len(set(drawn)) > 4 and drawn[:4] != drawn[4:]
+    assert all(top == 0 and 0 <= left <= 36 for top, left in drawn)
+
+
 def test_a_wildcard_that_is_not_closed_is_named(tmp_path: Path, make: SimpleNamespace) -> None:
     make.image(tmp_path / "a.png", caption="a {red|blue} cat\na {red|blue dog")
     make.image(tmp_path / "b.png", seed=1, caption="a cat")

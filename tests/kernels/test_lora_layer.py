@@ -9,9 +9,11 @@ import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import Conv2d, Linear
-from torch import nn
+from torch import Tensor, nn
 
-from lora_rocm.kernels.lora_layer import LoraLinear, with_lean_layers
+from lora_rocm.families.base import LoadedModel
+from lora_rocm.families.recompute import Recomputing
+from lora_rocm.kernels.lora_layer import LoraLinear, drop_ranks, with_lean_layers
 
 
 class Model(nn.Module):
@@ -56,3 +58,77 @@ def test_what_is_not_the_plain_case_goes_the_way_of_peft(spoil: object, is_plain
     assert isinstance(layer, LoraLinear) and callable(spoil)
     spoil(layer)
     assert (layer.plain(torch.zeros(1, 4)) is not None) is is_plain
+
+
+def dropping(rank_dropout: float, module_dropout: float) -> Model:
+    """Layers of rank 2 that add rows of ones for each rank that is kept."""
+    model = injected(lean=True)
+    for layer in (model.linear, model.conv):
+        assert isinstance(layer, LoraLinear | Conv2d)
+        drop_ranks(layer, "default", rank_dropout, module_dropout)
+        nn.init.ones_(layer.lora_A["default"].weight)
+        nn.init.zeros_(layer.lora_B["default"].weight)
+        with torch.no_grad():
+            layer.lora_B["default"].weight.flatten(1)[:2] = torch.eye(2)  # output 0 is rank 0, output 1 rank 1
+    return model
+
+
+def ranks(model: Model, samples: int = 4000) -> tuple[Tensor, Tensor]:
+    """What the two ranks add to each sample, as a share of all of it: (linear [B, S, 2], conv [B, H, W, 2])."""
+    shares = []
+    for layer, x in ((model.linear, torch.ones(samples, 3, 4)), (model.conv, torch.ones(samples, 4, 2, 2))):
+        added = layer(x) - layer.base_layer(x)
+        shares.append(
+            (added.movedim(1, -1) if x.ndim == 4 else added)[..., :2].detach() / (4 * layer.scaling["default"])
+        )
+    return shares[0], shares[1]
+
+
+def test_ranks_are_dropped_for_each_sample_and_the_others_scaled() -> None:
+    """As by kohya's rank_dropout: whole ranks of a sample, in all tokens and pixels alike; the mean stays."""
+    torch.manual_seed(0)
+    for shares in ranks(dropping(0.25, 0.0)):
+        flat = shares.flatten(1, -2)
+        assert torch.allclose(flat, flat[:, :1].expand_as(flat), atol=1e-5)
+        kept = flat[:, 0]
+        assert torch.all((kept.abs() < 1e-5) | ((kept - 1 / 0.75).abs() < 1e-5))
+        bound = 5 * (0.25 / 0.75 / len(kept)) ** 0.5  # five standard deviations of the mean
+        assert torch.all((kept.mean(0) - 1).abs() < bound)
+        both = ((kept[:, 0] > 0) == (kept[:, 1] > 0)).float().mean()
+        assert both < 0.75, "the ranks are drawn apart"
+
+
+def test_a_dropped_module_adds_nothing_to_a_whole_batch() -> None:
+    torch.manual_seed(0)
+    model = dropping(0.0, 0.5)
+    seen = [float(shares.sum()) for _ in range(20) for shares in ranks(model, samples=1)]
+    assert {round(value) for value in seen} == {0, 6, 8}
+
+
+def test_nothing_is_dropped_outside_of_training_and_the_fused_product_knows_it() -> None:
+    model, plain = dropping(0.5, 0.5), injected(lean=True)
+    x = torch.zeros(1, 4)
+    assert isinstance(model.linear, LoraLinear) and isinstance(plain.linear, LoraLinear)
+    assert model.linear.plain(x) is None and plain.linear.plain(x) is not None
+    model.eval()
+    assert model.linear.plain(x) is not None
+    assert all(torch.allclose(shares, torch.ones_like(shares), atol=1e-5) for shares in ranks(model, samples=4))
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_a_recomputed_layer_drops_the_same_ranks_again(forgotten: bool) -> None:
+    """``forgotten``, the control: where the model is said to have no dropout, other ranks are dropped."""
+    model = dropping(0.5, 0.2)
+    with torch.no_grad():
+        model.linear.lora_B["default"].weight.normal_()
+    told = injected(lean=True) if forgotten else model
+    x, found = torch.randn(8, 64, 4), []
+    for run in (None, Recomputing(LoadedModel({"model": told}, torch.float32, torch.device("cpu")))):
+        torch.manual_seed(3)
+        chain = [model.linear, nn.Linear(6, 4), model.linear]
+        torch.manual_seed(3)
+        y = x
+        for block in chain:
+            y = block(y) if run is None else run(block, y)
+        found.append(torch.autograd.grad(y.square().sum(), model.linear.lora_A["default"].weight)[0])
+    assert torch.equal(*found) is not forgotten

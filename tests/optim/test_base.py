@@ -271,3 +271,26 @@ def test_the_logged_rate_is_the_recipes_also_when_text_encoders_come_first() -> 
     weights = FlatWeights({"p": parameter})
     optimizer = make_optimizer(weights, groups, optim, max_train_steps=9, ema_decay=0, use_loss_scale=False)
     assert optimizer.learning_rate(0) == 1e-4
+
+
+def moved_by_small_gradients(section: OptimSection, weight_dtype: torch.dtype) -> Tensor:
+    """What ten updates with gradients near 1e-5, whose squares fp16 does not hold, change."""
+    optimizer = make(section, ema=0.0, weight_dtype=weight_dtype)
+    before = optimizer.weights.masters.to(torch.float32, copy=True)
+    for update in range(10):
+        set_gradients(optimizer, seed=update)
+        optimizer.weights.gradients.mul_(1e-5).add_(1e-5 * (before > 0))
+        optimizer.step(update, FREE)
+    return optimizer.weights.masters.float() - before
+
+
+FP16 = [section for section in SECTIONS if "fp16" in section.weight_dtypes]
+
+
+@pytest.mark.parametrize("section", [*FP16, SECTIONS[0]], ids=lambda section: section.optimizer)
+def test_fp16_weights_move_as_those_of_float32_where_they_are_allowed(section: OptimSection) -> None:
+    """The control is AdamW, whose second moments would be zero."""
+    section = section.model_copy(update={"max_grad_norm": 0.0})
+    wanted, found = (moved_by_small_gradients(section, dtype) for dtype in (torch.float32, torch.float16))
+    off = float((found - wanted).norm() / wanted.norm())
+    assert (off < 0.2) is (section in [s.model_copy(update={"max_grad_norm": 0.0}) for s in FP16]), off

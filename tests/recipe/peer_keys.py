@@ -28,6 +28,9 @@ RIGHT: dict[str, str] = {
     "dora_wd": "lora.use_dora",
     "ema_decay": "train.ema_decay",
     "enable_bucket": "data.enable_bucket",
+    "conv": "lora.conv_rank",
+    "conv_alpha": "lora.conv_alpha",
+    "conv_dim": "lora.conv_rank",
     "conditioning_data_dir": "data.mask_path",
     "enable_random_flip": "data.flip_aug",
     "enable_tag_shuffling": "data.shuffle_caption",
@@ -42,6 +45,9 @@ RIGHT: dict[str, str] = {
     "init_lora": "lora.init_from",
     "instance_data_dir": "data.path",
     "keep_tags_count": "data.keep_tokens",
+    "random_crop": "data.random_crop",
+    "in_json": "data.metadata_file",
+    "metadata_file": "data.metadata_file",
     "token_dropout_rate": "data.caption_tag_dropout_rate",
     "caption_tag_dropout_rate": "data.caption_tag_dropout_rate",
     "caption_prefix": "data.caption_prefix",
@@ -106,6 +112,10 @@ RIGHT: dict[str, str] = {
     "resolution": "data.resolution",
     "resolution_override": "data.resolution",
     "rolling_backup_count": "output.keep_last",
+    "max_step_saves_to_keep": "output.keep_last_loras",
+    "report_to": "output.log_with",
+    "log_tracker_name": "output.log_project",
+    "tracker_project_name": "output.log_project",
     "rs_lora": "lora.use_rslora",
     "sample_every_n_epochs": "sample.every_n_epochs",
     "sample_every_n_steps": "sample.every_n_steps",
@@ -168,31 +178,31 @@ NOTHING_LIKE_IT = """
     bundle_additional_embeddings cache_latents cache_latents_to_disk cache_text_embeddings
     cache_text_encoder_outputs caption_dropout_every_n_epochs caption_strategy
     class_tokens clear_cache_before_training clip_skip color_aug compress_disk_cache
-    content_or_style continue_last_backup conv conv_alpha conv_dim cpu_offload_checkpointing crop
+    content_or_style continue_last_backup cpu_offload_checkpointing crop
     dataloader_threads decompose_both device_indexes diff_output_preservation
     disable_bucket_pruning disable_sampling discrete_flow_shift do_differential_guidance dropout_probability ema
     ema_config ema_update_step_interval enable_crop_jitter enabled face_crop_aug_range factor
     fallback_train_dtype flip_y flow_schedule_shift force_epsilon_prediction force_v_prediction fp8_base fps
     full_bf16 full_fp16 fused_backward_pass gpu_ids hf_repo_id highvram hub_model_id
-    huber_strength ignore_if_contains image_variations in_json
+    huber_strength ignore_if_contains image_variations
     instance_prompt invert_mask is_flux is_reg is_v2 is_v3 is_v_pred is_xl keep_tokens_separator
     latent_caching layer_filter layer_filter_preset layer_filter_regex layer_offloading
-    learning_rate_scaler linear_timesteps log_cosh_strength log_prefix log_with
+    learning_rate_scaler linear_timesteps log_cosh_strength log_prefix
     logging_dir lora_type loss_weight_fn loss_weight_strength low_vram lowram
     lr_warmup lycoris_config mae_strength mask_min_value masked_loss
     masked_prior_preservation_weight masked_training max_bucket_reso max_denoising_steps max_noising_strength
-    max_step_saves_to_keep mem_eff_attn metadata_file min_bucket_reso
+    mem_eff_attn min_bucket_reso
     min_denoising_steps min_noising_strength minimum_image_size model_flavour model_name
-    model_prediction_type model_type module_dropout mse_strength multi_gpu
+    model_prediction_type model_type mse_strength multi_gpu
     network_args network_module network_train_unet_only network_weight no_half_vae
     noise_offset_type noise_scheduler noising_bias noising_weight non_ema_sampling num_cpu_threads_per_process
     num_frames num_machines num_processes offload_fraction only_cache only_if_contains only_instance_prompt
     optimizer_args output_model_destination peft_type performance_log_every perturbation_noise_weight
-    probability prompt_source push_to_hub qtype quantize quantize_te quantize_via random_crop
-    rank_dropout reg_data_dir report_to resolution_type resume sample_every sample_prompts
+    probability prompt_source push_to_hub qtype quantize quantize_te quantize_via
+    reg_data_dir resolution_type resume sample_every sample_prompts
     sample_skip_first save_every save_filename_prefix
     save_format save_last_n_epochs save_last_n_steps save_model_as save_skip_first save_state
-    scale_weight_norms sdpa sdxl sdxl_cache_text_encoder_outputs
+    sdpa sdxl sdxl_cache_text_encoder_outputs
     sdxl_no_half_vae secondary_separator secrets skip_first_sample sqlite_db_path tag_delimiter temp_device
     tensorboard text_encoder_layer_skip text_encoder_lr1 text_variations timestep_distribution
     timestep_shift timestep_type train_embedding train_unet training_method tread_config type unit

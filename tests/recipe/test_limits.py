@@ -19,6 +19,8 @@ MINIMAL = "model: {name_or_path: builtin:tiny-sdxl}\ndata: {path: pics}\ntrain: 
 NO_UPPER_LIMIT = {
     "optim.learning_rate": "takes no memory; above 0.01 it is questioned, and an update that is not finite is not made",
     "optim.text_encoder_learning_rate": "as learning_rate",
+    "optim.embedding_learning_rate": "as learning_rate",
+    "lora.overrides.learning_rate": "as learning_rate",
 }
 
 RECIPE = kinds_of({}).recipe

@@ -33,7 +33,11 @@ def test_schema_requires_nothing_with_a_base() -> None:
     assert "required" not in schema and schema["if"] == {"not": {"required": ["base"]}}
     assert schema["then"]["required"] == ["model", "data", "train"]
     assert schema["then"]["properties"]["model"]["required"] == ["name_or_path"]
-    assert [name for name, section in schema["$defs"].items() if "required" in section] == ["PreviewPrompt"]
+    assert [name for name, section in schema["$defs"].items() if "required" in section] == [
+        "ModuleOverride",
+        "NewToken",
+        "PreviewPrompt",
+    ]
 
 
 def test_schema_describes_every_section_and_refuses_unknown_keys() -> None:

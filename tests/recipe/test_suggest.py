@@ -69,7 +69,8 @@ def test_the_tables_do_not_hide_a_key_of_ours_and_do_not_contradict_each_other()
 
 def test_a_name_in_the_table_has_the_unit_of_its_key() -> None:
     other = {name for name, key in SAME_VALUE.items() if unit_of(name) != unit_of(key)}
-    assert other == {"aspect_ratio_bucketing", "learning_rate_min_factor"}  # the ratio of two sides; a factor is one
+    # the ratio of two sides; a factor is a ratio; a number of files, saved by steps
+    assert other == {"aspect_ratio_bucketing", "learning_rate_min_factor", "max_step_saves_to_keep"}
 
 
 @pytest.mark.parametrize(
@@ -115,7 +116,7 @@ def test_suggestions(name: str, siblings: list[str], section: str, expected: str
         ("data", "bucket_min_aspect", "Did you mean", "Keys of data"),
         ("data", "bucket_no_upscale", "Did you mean", "the opposite"),
         ("optim", "text_encoder_2_learning_rate", "Did you mean", "Keys of optim"),
-        ("output", "save_last_n_steps", "Did you mean", "how many checkpoints are kept"),
+        ("output", "save_last_n_steps", "Did you mean", "a number of files"),
         ("", "every_n_steps", "Did you mean", "Keys at the top"),
         ("train", "width", "sample.width", "Keys of train"),
         ("output", "path", "data.path", "Keys of output"),

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_rocm.errors import StorageError
+from lora_rocm.recipe.adapter_sections import ModuleOverride
 from lora_rocm.recipe.kinds import kinds_of, recipe_from
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.recipe.sections import DdpmSection
@@ -54,11 +55,15 @@ IN_TRAINING: dict[str, Any] = {
     "train.gradient_checkpointing": True,
     "train.ema_decay": 0.9,
     "lora.rank": 32,
+    "lora.conv_rank": 32,
+    "lora.overrides": (ModuleOverride(match=".*", rank=32),),
     "lora.targets": "attention",
     "lora.train_text_encoder": True,
     "lora.use_dora": True,
     "lora.weight_dtype": "bf16",
     "lora.dropout": 0.1,
+    "lora.rank_dropout": 0.1,
+    "lora.module_dropout": 0.1,
     "runtime.memory": "keep",
     "runtime.compile": "regional",
     "runtime.attention": "math",
@@ -81,11 +86,12 @@ NO_PART_OF_THE_SIZE: dict[str, str] = {
     ),
     "objective.zero_terminal_snr": "another table",
     **dict.fromkeys(("data.path", "data.sources", "data.repeats", "data.trigger_word"), "which images"),
-    **dict.fromkeys(("data.recursive", "data.exclude"), "which images"),
+    **dict.fromkeys(("data.recursive", "data.include", "data.exclude"), "which images"),
     **dict.fromkeys(("data.caption_extension", "data.caption_fallback", "data.shuffle_caption"), "which captions"),
     **dict.fromkeys(("data.caption_prefix", "data.caption_suffix", "data.enable_wildcard"), "which captions"),
-    "data.caption_tag_dropout_rate": "which captions",
+    **dict.fromkeys(("data.caption_tag_dropout_rate", "data.metadata_file"), "which captions"),
     **dict.fromkeys(("data.keep_tokens", "data.caption_dropout_rate", "data.caption_variants"), "which captions"),
+    "data.random_crop": "another place of the same size",
     "data.flip_aug": "more entries, not larger ones",
     **dict.fromkeys(("data.mask_path", "data.alpha_mask", "data.unmasked_weight"), "one number a latent"),
     "data.normalize_masked_area_loss": "one number a latent",
@@ -94,7 +100,11 @@ NO_PART_OF_THE_SIZE: dict[str, str] = {
     **dict.fromkeys(("data.bucket_step", "data.bucket_max_aspect", "data.enable_bucket"), "the area stays"),
     "data.upscale": "which bucket a small image has",
     **dict.fromkeys(("data.validation_split", "train.validation_every_n_steps"), "a pass without a backward pass"),
-    **dict.fromkeys(("lora.alpha", "lora.use_rslora", "lora.init_from"), "another number in the same tensors"),
+    **dict.fromkeys(
+        ("lora.alpha", "lora.conv_alpha", "lora.use_rslora", "lora.init_from"), "another number in the same tensors"
+    ),
+    "lora.loraplus_lr_ratio": "a rate",
+    "lora.scale_weight_norms": "after the update, one shape of modules at a time",
     "lora.type": "the adapter's title says it",
     **dict.fromkeys(("train.max_train_steps", "train.epochs", "train.seed"), "more of the same"),
     "train.gradient_accumulation_steps": "one after the other",

@@ -261,6 +261,16 @@ def test_rotation_keeps_the_newest_whole_ones(tmp_path: Path) -> None:
     assert [updates for updates, _ in run_dir.list_checkpoints()] == [3, 4]
 
 
+def test_rotation_of_lora_files_keeps_the_newest(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    for updates in (2, 10, 6):
+        run_dir.checkpoint_lora(updates).parent.mkdir(exist_ok=True)
+        run_dir.checkpoint_lora(updates).touch()
+    for keep, kept in ((None, [2, 6, 10]), (5, [2, 6, 10]), (2, [6, 10]), (1, [10])):
+        module.rotate_loras(run_dir, keep)
+        assert [updates for updates, _ in run_dir.checkpoint_loras()] == kept
+
+
 def test_an_old_checkpoint_that_is_in_use_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = RunDir(tmp_path)
     for updates in (1, 2, 3):

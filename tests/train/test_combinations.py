@@ -28,6 +28,8 @@ CHOICES: dict[str, tuple[Sections, ...]] = {
         {"lora": {"use_rslora": True, "alpha": 1}},
         {"lora": {"use_dora": True, "dropout": 0.1}},
         {"lora": {"type": "lokr", "factor": 4}},
+        {"lora": {"type": "loha"}},
+        {"lora": {"type": "oft"}},
         {"lora": {"weight_dtype": "bf16"}},
         {"lora": {"train_text_encoder": True}, "optim": {"text_encoder_learning_rate": 1e-4}},
     ),
@@ -73,6 +75,9 @@ CHOICES: dict[str, tuple[Sections, ...]] = {
         {"data": {"caption_dropout_rate": 0.3, "flip_aug": True}},
         {"data": {"alpha_mask": True, "unmasked_weight": 0.1}},
         {"data": {"validation_split": 0.2}, "train": {"validation_every_n_steps": 2}},
+        {"data": {"caption_tag_dropout_rate": 0.4, "keep_tokens": 1, "caption_suffix": "drawn"}},
+        {"data": {"caption_prefix": "{a photo|a drawing} of", "enable_wildcard": True}},
+        {"model": {"max_token_length": 150}, "data": {"caption_suffix": ", ".join(f"word {n}" for n in range(40))}},
     ),
     "step": (
         {},
@@ -88,6 +93,7 @@ CHOICES: dict[str, tuple[Sections, ...]] = {
         {"output": {"formats": ["kohya", "peft"], "dtype": "fp32"}},
         {"output": {"formats": ["diffusers", "kohya"], "dtype": "bf16"}},
         {"output": {"formats": ["sd-scripts", "kohya"]}},
+        {"output": {"formats": ["comfyui", "kohya"]}},
     ),
 }
 """Sections of a recipe by the part of the program that reads them; {} is the default."""

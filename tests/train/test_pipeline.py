@@ -144,6 +144,11 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "average": {"train": {"ema_decay": 0.9, "gradient_accumulation_steps": 1}},
     "text encoders": {"lora": {"train_text_encoder": True}, "optim": {"text_encoder_learning_rate": 1e-4}},
     "dropout, DoRA": {"lora": {"dropout": 0.2, "use_dora": True}},
+    "dropped ranks, own ranks and rates, limited norms": {
+        "lora": {"rank_dropout": 0.3, "module_dropout": 0.2, "loraplus_lr_ratio": 4.0, "scale_weight_norms": 0.01}
+        | {"overrides": [{"match": ".*to_q", "rank": 1, "learning_rate": 1e-2}]},
+        "train": {"gradient_checkpointing": True},
+    },
     "fp16 with loss scale": {"train": {"mixed_precision": "fp16"}},
     "Prodigy, two rates, bf16 weights": {
         "optim": {"optimizer": "prodigy", "learning_rate": 1.0, "text_encoder_learning_rate": 0.5, "d0": 1e-3},

@@ -111,7 +111,8 @@ class LdmFamily(LatentFamily):
     def token_limits(self) -> Sequence[TokenLimit]:
         """The tokenizer and the token limit of each text encoder."""
         paths = [self.source.tokenizer_path(name) for name in self.layout.tokenizers]
-        return [clip.token_limit(clip.load_tokenizer(path), self.max_tokens + 2) for path in paths]
+        tokenizers = [clip.load_tokenizer(path, self.recipe.lora.new_tokens) for path in paths]
+        return [clip.token_limit(tokenizer, self.max_tokens + 2) for tokenizer in tokenizers]
 
     def blocks(self, model: LoadedModel) -> list[nn.Module]:
         """ResNets and transformer blocks of the UNet that diffusers can recompute (see ``blocks_of``)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -13,6 +14,7 @@ from lora_rocm.families import clip
 from lora_rocm.families.base import Encode, Inputs, Tensors
 from lora_rocm.families.tokenizers import tokenizer_identity
 from lora_rocm.families.vae import CPU, ENCODING_VERSION
+from lora_rocm.recipe.adapter_sections import NewToken
 
 
 class TextEncoder:
@@ -48,22 +50,23 @@ class TextEncoder:
 
 
 class TokenEncoder:
-    """Encodes captions to token ids, used if the text encoder itself is trained."""
+    """Encodes captions to token ids, used if the text encoder runs in every step."""
 
     entry = EntrySpec("tokens", (CAPTION,), {"input_ids": TensorSpec("int64", "S", clip.PAD)})
 
-    def __init__(self, source: Source, max_tokens: int) -> None:
-        self._source, self._max_tokens = source, max_tokens
+    def __init__(self, source: Source, max_tokens: int, new_tokens: Sequence[NewToken] = ()) -> None:
+        self._source, self._max_tokens, self._new_tokens = source, max_tokens, new_tokens
 
     @cached_property
     def fingerprint(self) -> str:
-        return f"tokens{ENCODING_VERSION}-{self._max_tokens}-{tokenizer_identity(self._source, ('tokenizer',))}"
+        identity = clip.identity_of_tokens(self._source, self._new_tokens)
+        return f"tokens{ENCODING_VERSION}-{self._max_tokens}-{identity}"
 
     def in_tiles(self) -> None:
         return None
 
     def load(self, door: DeviceTransfer) -> Encode:
-        tokenizer = clip.load_tokenizer(self._source.tokenizer_path("tokenizer"))
+        tokenizer = clip.load_tokenizer(self._source.tokenizer_path("tokenizer"), self._new_tokens)
 
         def encode(inputs: Inputs) -> Tensors:
             caption = inputs[CAPTION]

@@ -55,11 +55,13 @@ class StableDiffusion(LdmFamily):
     file_prefixes = {"unet": "lora_unet_", "text_encoder": "lora_te_"}
 
     def encoders(self) -> Sequence[Encoder]:
-        words = TokenEncoder if self.recipe.lora.train_text_encoder else TextEncoder
-        return [VaeEncoder(self.source), words(self.source, self.max_tokens)]
+        lora = self.recipe.lora
+        if lora.tokenises:
+            return [VaeEncoder(self.source), TokenEncoder(self.source, self.max_tokens, lora.new_tokens)]
+        return [VaeEncoder(self.source), TextEncoder(self.source, self.max_tokens)]
 
     def text_example(self, rows: int) -> Tensors:
-        if self.recipe.lora.train_text_encoder:
+        if self.recipe.lora.tokenises:
             return {"input_ids": torch.zeros(rows, clip.CLIP_TOKENS, dtype=torch.int64)}
         width = int(self.source.config("unet")["cross_attention_dim"])
         return {"prompt_embeds": torch.zeros(rows, clip.CLIP_TOKENS, width)}

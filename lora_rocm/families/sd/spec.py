@@ -26,6 +26,7 @@ class Sd2Section(CheckpointSection):
     name_or_path: PathOrHubId = Field(description=WHERE)
 
 
+EMBEDDING_KEYS = {"text_encoder": "emb_params"}
 SHAPES = image_shapes(multiple=8, per_token=8)
 
 SPEC_SD15 = FamilySpec(
@@ -37,6 +38,7 @@ SPEC_SD15 = FamilySpec(
     component="unet",
     samplers=ALL_SAMPLERS,
     text_components=("text_encoder",),
+    embedding_keys=EMBEDDING_KEYS,
     shapes=SHAPES,
     metadata=FileMetadata(
         base_version="sd_v1",
@@ -54,6 +56,7 @@ SPEC_SD2 = FamilySpec(
     component="unet",
     samplers=ALL_SAMPLERS,
     text_components=("text_encoder",),
+    embedding_keys=EMBEDDING_KEYS,
     shapes=SHAPES,
     metadata=FileMetadata(
         base_version="sd_v2",

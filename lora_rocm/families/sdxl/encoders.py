@@ -1,7 +1,8 @@
-"""SDXL's caption entries: the states of both text encoders, or token ids (if the text encoders are trained)."""
+"""SDXL's caption entries: the states of both text encoders, or token ids (if the text encoders run in every step)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -13,6 +14,7 @@ from lora_rocm.families import clip
 from lora_rocm.families.base import Encode, Inputs, Tensors
 from lora_rocm.families.tokenizers import digest, tokenizer_identity
 from lora_rocm.families.vae import CPU, ENCODING_VERSION
+from lora_rocm.recipe.adapter_sections import NewToken
 
 TEXT_COMPONENTS = ("text_encoder", "text_encoder_2")
 
@@ -56,18 +58,18 @@ class TextEncoder:
 
 
 class TokenEncoder:
-    """Encodes captions to token ids, used if the text encoders are trained."""
+    """Encodes captions to token ids, used if the text encoders run in every step."""
 
     entry = EntrySpec(
         "tokens", (CAPTION,), {f"input_ids_{number}": TensorSpec("int64", "S", clip.PAD) for number in (1, 2)}
     )
 
-    def __init__(self, source: Source, max_tokens: int) -> None:
-        self._source, self._max_tokens = source, max_tokens
+    def __init__(self, source: Source, max_tokens: int, new_tokens: Sequence[NewToken] = ()) -> None:
+        self._source, self._max_tokens, self._new_tokens = source, max_tokens, new_tokens
 
     @cached_property
     def fingerprint(self) -> str:
-        identity = tokenizer_identity(self._source, tuple(self._source.layout.tokenizers))
+        identity = clip.identity_of_tokens(self._source, self._new_tokens)
         return f"tokens{ENCODING_VERSION}-{self._max_tokens}-{identity}"
 
     def in_tiles(self) -> None:
@@ -75,7 +77,8 @@ class TokenEncoder:
 
     def load(self, door: DeviceTransfer) -> Encode:
         names = self._source.layout.tokenizers
-        tokenizers = [clip.load_tokenizer(self._source.tokenizer_path(name)) for name in names]
+        paths = [self._source.tokenizer_path(name) for name in names]
+        tokenizers = [clip.load_tokenizer(path, self._new_tokens) for path in paths]
 
         def encode(inputs: Inputs) -> Tensors:
             caption = inputs[CAPTION]

@@ -51,8 +51,9 @@ class Sdxl(LdmFamily):
     file_prefixes = kohya_keys.PREFIXES
 
     def encoders(self) -> Sequence[Encoder]:
-        if self.recipe.lora.train_text_encoder:
-            return [VaeEncoder(self.source), TokenEncoder(self.source, self.max_tokens)]
+        lora = self.recipe.lora
+        if lora.tokenises:
+            return [VaeEncoder(self.source), TokenEncoder(self.source, self.max_tokens, lora.new_tokens)]
         return [VaeEncoder(self.source), *(TextEncoder(self.source, number, self.max_tokens) for number in (1, 2))]
 
     def sample_meta(
@@ -63,7 +64,7 @@ class Sdxl(LdmFamily):
 
     def text_example(self, rows: int) -> Tensors:
         unet = self.source.config("unet")
-        if self.recipe.lora.train_text_encoder:
+        if self.recipe.lora.tokenises:
             ids = torch.zeros(rows, clip.CLIP_TOKENS, dtype=torch.int64)
             return {"input_ids_1": ids, "input_ids_2": ids.clone()}
         pooled = int(unet["projection_class_embeddings_input_dim"]) - 6 * int(unet["addition_time_embed_dim"])

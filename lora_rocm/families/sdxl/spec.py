@@ -28,6 +28,7 @@ SPEC = FamilySpec(
     component="unet",
     samplers=ALL_SAMPLERS,
     text_components=("text_encoder", "text_encoder_2"),
+    embedding_keys={"text_encoder": "clip_l", "text_encoder_2": "clip_g"},
     shapes=image_shapes(multiple=8, per_token=16),
     metadata=FileMetadata(
         base_version="sdxl_base_v1-0",

@@ -137,7 +137,14 @@ def scaled_by_other_readers(folder: Path) -> dict[str, Tensor]:
     return changes
 
 
-@pytest.mark.parametrize("lora", [{"use_rslora": True, "alpha": 8}, {"alpha": 8}], ids=["rslora", "plain"])
+OVERRIDES = [{"match": r".*q_proj", "rank": 2, "alpha": 6}, {"match": r".*up_proj", "rank": 7}]
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [{"use_rslora": True, "alpha": 8}, {"alpha": 8}, {"alpha": 8, "overrides": OVERRIDES}],
+    ids=["rslora", "plain", "ranks"],
+)
 def test_readers_that_know_no_rslora_find_the_trained_strength(lora: dict[str, Any], tmp_path: Path) -> None:
     base = write_tiny_llm(tmp_path / "base", "qwen3")
     adapted = Adapted(recipe_of(base, lora={"rank": 4, **lora}, output={"dtype": "fp32"}))

@@ -1,0 +1,159 @@
+"""Trained vectors of new tokens in text encoders (pivotal tuning), and the embedding files that hold them.
+
+The tokenizers give the vectors the ids -1, -2, ... (``lora.new_tokens`` in their order). The table of the vocabulary
+stays frozen. Suffixes: N vectors, B batch, S tokens, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from lora_rocm.base_models.safetensors_file import read_tensors
+from lora_rocm.dataset.caption_length import TokenLimit
+from lora_rocm.errors import AdapterError
+from lora_rocm.families.base import LoadedModel, ModelFamily
+from lora_rocm.model_files.header import read_header
+from lora_rocm.recipe.adapter_sections import NewToken
+from lora_rocm.rundir.layout import embeddings_of
+
+NAME = "new_tokens"
+"""First part of the names of the trained tensors, before the component."""
+TOKEN_FIELD = "modelspec.trigger_phrase"
+"""The token in the metadata of an embedding file; its name may lack letters of it."""
+SHOWN = 4  # tensors of a file that an error names
+
+
+class NewTokenLayer(nn.Module):
+    """The token embedding of a text encoder, with rows for new tokens.
+
+    Args:
+        base_layer: the table of the vocabulary.
+        num_vectors: N. The rows are float32, and zero until ``start`` fills them.
+    """
+
+    def __init__(self, base_layer: nn.Embedding, num_vectors: int) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.rows_ND = nn.Parameter(torch.zeros(num_vectors, base_layer.embedding_dim))
+
+    def forward(self, ids_BS: Tensor) -> Tensor:
+        known_BSD: Tensor = self.base_layer(ids_BS.clamp(min=0))
+        new_BSD = functional.embedding((-1 - ids_BS).clamp(min=0), self.rows_ND).to(known_BSD.dtype)
+        return torch.where((ids_BS < 0)[..., None], new_BSD, known_BSD)
+
+
+def put(family: ModelFamily, model: LoadedModel, tokens: Sequence[NewToken]) -> None:
+    """Put rows for new tokens into the text encoders of a model; without tokens it does nothing."""
+    for component in family.embedding_keys if tokens else ():
+        encoder: PreTrainedModel = model.components[component]
+        num_vectors = sum(token.vectors for token in tokens)
+        encoder.set_input_embeddings(NewTokenLayer(encoder.get_input_embeddings(), num_vectors))
+
+
+def layers_of(model: LoadedModel) -> dict[str, NewTokenLayer]:
+    """Return component -> its layer, of the components that have one."""
+    return {
+        component: layer
+        for component, root in model.components.items()
+        for layer in root.modules()
+        if isinstance(layer, NewTokenLayer)
+    }
+
+
+@torch.no_grad()
+def start(family: ModelFamily, model: LoadedModel, tokens: Sequence[NewToken]) -> None:
+    """Fill the rows from ``init`` or ``init_from``; the model may be on meta, which checks them.
+
+    A token with neither starts at zero: its rows come from a checkpoint.
+
+    Raises:
+        AdapterError: "token-init-empty", or see ``read_vectors``.
+        ModelError: an embedding file is missing or damaged.
+    """
+    layers = layers_of(model)
+    texts = family.token_limits() if any(token.init for token in tokens) else [None] * len(layers)
+    for (component, key), text in zip(family.embedding_keys.items() if tokens else (), texts, strict=True):
+        table_VD, rows_ND = layers[component].base_layer.weight, layers[component].rows_ND
+        for token, vectors_ND in zip(tokens, rows_ND.split([token.vectors for token in tokens]), strict=True):
+            if token.init_from is not None:
+                vectors_ND.copy_(read_vectors(Path(token.init_from).expanduser(), key, vectors_ND.shape))
+            elif token.init is not None and text is not None:
+                vectors_ND.copy_(table_VD[_ids_of(token, token.init, text, len(table_VD))].float().mean(dim=0))
+
+
+def _ids_of(token: NewToken, text: str, limit: TokenLimit, vocabulary: int) -> list[int]:
+    """The ids of a text in the vocabulary, without begin, end, and other new tokens."""
+    from tokenizers import Tokenizer
+
+    found = Tokenizer.from_str(limit.tokenizer).encode(text, add_special_tokens=False)
+    ids = [each for each, counts in zip(found.ids, found.attention_mask, strict=True) if counts and each < vocabulary]
+    if not ids:
+        raise AdapterError(
+            "token-init-empty",
+            f"The text {text!r} has no token of the vocabulary.",
+            where=f"lora.new_tokens: {token.token}",
+            fix="Set init to a word for what the token means, such as creature.",
+        )
+    return ids
+
+
+def read_vectors(path: Path, key: str, shape: Sequence[int]) -> Tensor:
+    """Read a text encoder's vectors from an embedding file of A1111's, ComfyUI's or diffusers' form.
+
+    Args:
+        path: a .safetensors file.
+        key: the tensor's name. A file's only tensor may have any name.
+        shape: wanted shape (N, D). The file may omit N if it is 1.
+
+    Returns:
+        [N, D], in the file's dtype.
+
+    Raises:
+        ModelError: the file is missing or damaged.
+        AdapterError: "embedding-unfit", it has no such tensor.
+    """
+    tensors = read_tensors(read_header(path))
+    found = next(iter(tensors.values())) if len(tensors) == 1 else tensors.get(key)
+    if found is None or tuple(found.shape if found.dim() > 1 else (1, *found.shape)) != tuple(shape):
+        seen = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in list(tensors.items())[:SHOWN])
+        raise AdapterError(
+            "embedding-unfit",
+            f"The file is no embedding of this form: wanted is {key} {list(shape)}, and it holds {seen or 'nothing'}.",
+            where=str(path),
+            fix="Use an embedding for this model's family, and set vectors to its number of vectors.",
+        )
+    return found
+
+
+def tokens_beside(lora: Path, wanted: Sequence[NewToken] = ()) -> tuple[NewToken, ...]:
+    """Return the tokens of the embedding files beside a LoRA file, which start from these files: first those wanted.
+
+    Raises:
+        ModelError: a file is damaged.
+        AdapterError: "embedding-unfit", a file is no embedding; "embedding-missing", that of a wanted token.
+    """
+    found, folder = dict[str, NewToken](), embeddings_of(lora)
+    for path in sorted(folder.glob("*.safetensors")):
+        header = read_header(path)
+        shape, name = next(iter(header.shapes.values()), (0,)), header.metadata.get(TOKEN_FIELD, path.stem)
+        try:
+            found[name] = NewToken(token=name, vectors=shape[0] if len(shape) > 1 else 1, init_from=str(path))
+        except ValidationError as error:
+            what = f"The file is no embedding of a token: {error.errors()[0]['msg']}."
+            raise AdapterError("embedding-unfit", what, where=str(path), fix="Move it out of the folder.") from error
+    for token in wanted:
+        if token.token not in found:
+            raise AdapterError(
+                "embedding-missing",
+                f"The embedding of the token {token.token} is not beside the LoRA.",
+                where=str(folder / f"{token.file_stem}.safetensors"),
+                fix="Put the folder back, or write it again with lora-rocm export.",
+            )
+    return (*(found.pop(token.token) for token in wanted), *found.values())

@@ -1,0 +1,102 @@
+"""The processes that hand a run's numbers to trackers (``output.log_with``). The run never waits for them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from types import TracebackType
+
+from lora_rocm.errors import UserError
+from lora_rocm.foundation.files import open_in_place
+from lora_rocm.foundation.safe_path import python_environment
+from lora_rocm.hardware.ranks import LOCAL_RANK, NEEDED
+from lora_rocm.recipe.output_section import OutputSection
+from lora_rocm.rundir.events import EventReader
+from lora_rocm.rundir.exit_status import size_of
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.supervisor.process import Event, OnEvent, heavy_command, own_group
+
+MODULE = "lora_rocm.train.tracking"
+NO_GPU = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
+
+
+def require_trackers(output: OutputSection) -> None:
+    """Check that the packages of ``output.log_with`` are installed.
+
+    Raises:
+        UserError: tracker-missing.
+    """
+    for name in output.log_with:
+        if find_spec(name) is None:
+            what, where = f"The package {name} is not installed.", f"output.log_with: {name}"
+            fix = f"Install it with {sys.executable} -m pip install {name}, or leave it out."
+            raise UserError("tracker-missing", what, where=where, fix=fix)
+
+
+class Trackers:
+    """One process for each tracker, from entering the context to leaving it. They finish on their own after it.
+
+    Args:
+        run_dir: the run; events that it already has were logged by an earlier start.
+        output: names the trackers and the project.
+        say: told once about each tracker that failed; the others and the run go on.
+        environ: of this process; the trackers get it without the GPU and without the ranks of a process group.
+    """
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        output: OutputSection,
+        say: Callable[[str], None],
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
+        self._run_dir, self._output, self._say = run_dir, output, say
+        kept = {name: value for name, value in environ.items() if name not in (*NEEDED, LOCAL_RANK)}
+        self._environ = python_environment({**kept, **NO_GPU})
+        self._running: dict[str, tuple[subprocess.Popen[bytes], EventReader]] = {}
+
+    def __enter__(self) -> Trackers:
+        offset = str(size_of(self._run_dir.events()))
+        for name in self._output.log_with:
+            log = self._run_dir.tracker_log(name)
+            reader = EventReader(log, size_of(log), ("error",))
+            command = heavy_command(MODULE, str(self._run_dir.path), name, self._output.log_project, offset)
+            with open_in_place(log) as file:
+                child = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=file, stderr=file, env=self._environ, **own_group()
+                )
+            self._running[name] = child, reader
+        return self
+
+    def passing(self, on_event: OnEvent) -> OnEvent:
+        """``on_event``, and a look at the trackers with each event."""
+
+        def look(event: Event) -> None:
+            on_event(event)
+            self.look()
+
+        return look
+
+    def look(self) -> None:
+        """Name trackers that failed or ended, once."""
+        for name, (child, reader) in list(self._running.items()):
+            code, said = child.poll(), [f"{error['what']} {error['fix']}" for error in reader.poll()]
+            if said or code is not None:
+                _close(self._running.pop(name)[0])
+                ended = f"{name} ended with exit code {code} and gets no more numbers of this run."
+                self._say(said[-1] if said else ended)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.look()
+        for child, _ in self._running.values():
+            _close(child)
+
+
+def _close(child: subprocess.Popen[bytes]) -> None:
+    assert child.stdin is not None
+    child.stdin.close()

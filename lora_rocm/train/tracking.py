@@ -1,0 +1,135 @@
+"""The process of a tracker: ``python -m lora_rocm.train.tracking RUN_DIR NAME PROJECT OFFSET``.
+
+It hands on the numbers of the run's events, so it delays no step, and nothing of the run depends on it. It ends after
+its standard input.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from hashlib import blake2b
+from pathlib import Path
+
+from accelerate import PartialState
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+from lora_rocm.errors import MachineError
+from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.recipe.load import load_recipe
+from lora_rocm.rundir.event_types import ErrorEvent
+from lora_rocm.rundir.events import EventReader, emit
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.supervisor.process import Event
+from lora_rocm.train.hooks import SCALARS
+
+CALL_LIMIT_S = 60.0
+POLL_S = 1.0
+
+
+def options_of(name: str, run_dir: RunDir) -> dict[str, str]:
+    """Arguments of a tracker's class besides the project: a resumed run goes on where it stood, if the tracker can."""
+    title = run_dir.path.name
+    run_id = blake2b(str(run_dir.path).encode("utf-8", "replace"), digest_size=8).hexdigest()
+    return {
+        "wandb": {"name": title, "id": run_id, "resume": "allow", "dir": str(run_dir.path)},
+        "trackio": {"name": title, "resume": "allow"},
+        "mlflow": {"run_name": title},
+    }.get(name, {})
+
+
+def track(
+    run_dir: RunDir,
+    name: str,
+    project: str,
+    offset: int,
+    over: Callable[[], bool],
+    registry: Registry = PRODUCT,
+    limit_s: float = CALL_LIMIT_S,
+) -> None:
+    """Log the numbers of all events from ``offset`` on until ``over()``, which may wait, returns True.
+
+    The process exits if a call of the tracker takes longer than ``limit_s``.
+    """
+    PartialState(cpu=True)  # the library asks it which process may log
+    limited = _Limit(name, limit_s)
+    with limited.call():
+        tracker = LOGGER_TYPE_TO_CLASS[name](project, **options_of(name, run_dir))
+        tracker.start()
+        tracker.store_init_configuration(_settings(run_dir, registry))
+    reader = EventReader(run_dir.events(), offset, tuple(SCALARS))
+    ended = False
+    while not ended:
+        ended = over()
+        for event in reader.poll():
+            with limited.call():
+                tracker.log(numbers_of(event), step=event["updates"])
+    with limited.call():
+        tracker.finish()
+
+
+def numbers_of(event: Event) -> Mapping[str, float]:
+    """The finite numbers of an event: "step/loss", "step/learning_rate", "validation/loss" and so on."""
+    found = {name: event[name] for name in SCALARS[event["type"]]} | event.get("optimizer", {})
+    return {f"{event['type']}/{name}": value for name, value in found.items() if value is not None}
+
+
+def _settings(run_dir: RunDir, registry: Registry) -> dict[str, bool | int | float | str]:
+    """The recipe as "section.key" -> value; values that are no number and no text as text."""
+    sections = load_recipe(run_dir.recipe, registry=registry).recipe.model_dump(mode="json", exclude_none=True)
+    pairs = [(f"{name}.{key}", value) for name, section in sections.items() for key, value in section.items()]
+    return {key: value if isinstance(value, bool | int | float | str) else str(value) for key, value in pairs}
+
+
+class _Limit:
+    """Ends the process if a call takes too long: a hung library cannot be interrupted from inside."""
+
+    def __init__(self, name: str, limit_s: float) -> None:
+        self._name, self._limit_s = name, limit_s
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        timer = threading.Timer(self._limit_s, self._end)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _end(self) -> None:
+        emit(ErrorEvent(**_failed(self._name, f"it did not answer for {self._limit_s:g} s").to_event()))
+        os._exit(MachineError.exit_code)
+
+
+def _failed(name: str, why: str) -> MachineError:
+    what = f"{name} gets no more numbers of this run: {why}. Training goes on."
+    return MachineError("tracker-failed", what, fix=f"Check your network and the settings of {name}.")
+
+
+def main() -> int:
+    """Track one run; an error becomes an event on standard output."""
+    folder, name, project, offset = sys.argv[1:]
+    closed = threading.Event()
+
+    def listen() -> None:
+        while os.read(sys.stdin.fileno(), 1):  # unbuffered: a buffer's lock would be held at exit
+            pass
+        closed.set()
+
+    threading.Thread(target=listen, daemon=True).start()
+    try:
+        track(RunDir(Path(folder)), name, project, int(offset), lambda: closed.wait(POLL_S))
+        return 0
+    except Exception as error:  # the edge of the process: a tracker may raise anything
+        traceback.print_exc()
+        emit(ErrorEvent(**_failed(name, f"{type(error).__name__}: {error}").to_event()))
+        return MachineError.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""The key ``lora.new_tokens``: what a token may be, how it is found in captions, and which families have it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lora_rocm.commands.check import _unused_tokens
+from lora_rocm.errors import RecipeError
+from lora_rocm.recipe.adapter_sections import NewToken
+from lora_rocm.recipe.load import LoadedRecipe, load_recipe
+from lora_rocm.recipe.schema import SourceOptions
+
+MINIMAL = "model: {{family: {family}, name_or_path: builtin:tiny-sdxl}}\ndata: {{path: .}}\ntrain: {{epochs: 1}}\n"
+
+
+def loaded(folder: Path, tokens: str, *overrides: str, family: str = "sdxl") -> LoadedRecipe:
+    path = folder / "recipe.yaml"
+    path.write_text(f"{MINIMAL.format(family=family)}lora:\n  new_tokens: {tokens}\n", encoding="utf-8")
+    return load_recipe(path, overrides)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        ("[{token: <a>}]", "exactly one of init and init_from"),
+        ("[{token: <a>, init: cat, init_from: x.safetensors}]", "exactly one of init and init_from"),
+        ("[{token: 'a b', init: cat}]", "token"),
+        ("[{token: <Con>, init: cat}]", "no file can be named after <Con>"),
+        ("[{token: '<?>', init: cat}]", "no file can be named after <?>"),
+        ("[{token: <a>, init: cat}, {token: A, init: dog}]", "another token has the name A"),
+        ("[{token: <a>, init: cat, vectors: 0}]", "vectors"),
+    ],
+)
+def test_a_wrong_token_is_refused(tmp_path: Path, tokens: str, words: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        loaded(tmp_path, tokens)
+    assert words in str(caught.value) and "recipe.yaml:5" in str(caught.value)
+
+
+def test_a_family_without_clip_refuses_the_key(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="no text encoder that new tokens can be added to"):
+        loaded(tmp_path, "[{token: <a>, init: cat}]", family="flux")
+    loaded(tmp_path, "[]", family="flux")  # control
+
+
+def test_rates_follow_each_other(tmp_path: Path) -> None:
+    tokens = "[{token: <a>, init: cat}]"
+    text = ["optim.text_encoder_learning_rate=2e-4"]
+    assert not [n for n in loaded(tmp_path, tokens, *text).notices if "does nothing" in n]
+    assert loaded(tmp_path, tokens, *text).recipe.optim.embedding_rate == 2e-4
+    assert loaded(tmp_path, tokens, *text, "optim.embedding_learning_rate=1e-3").recipe.optim.embedding_rate == 1e-3
+    notices = loaded(tmp_path, "[]", "optim.embedding_learning_rate=1e-3").notices
+    assert any("does nothing without lora.new_tokens" in notice for notice in notices)
+
+
+def test_a_path_is_made_absolute_and_missed(tmp_path: Path) -> None:
+    found = loaded(tmp_path, "[{token: <a>, init_from: no.safetensors}]")
+    path = found.recipe.lora.new_tokens[0].init_from
+    assert path is not None and Path(path).is_absolute()
+    with pytest.raises(RecipeError, match=r"no\.safetensors"):
+        found.require_files()
+
+
+def test_tokens_are_found_as_the_tokenizer_finds_them() -> None:
+    plain, marked = NewToken(token="Glib", init="cat"), NewToken(token="<Ä>", init="cat")
+    assert plain.is_in("a GLIB, cat") and not plain.is_in("a glibly, cat")
+    assert marked.is_in("x<a\u0308>y") and marked.file_stem == "Ä"
+
+
+def test_check_names_tokens_that_no_caption_has(tmp_path: Path) -> None:
+    recipe = loaded(tmp_path, "[{token: glib, init: cat}, {token: <toy>, init: cat}]").recipe
+    samples: Any = [SimpleNamespace(caption="a cat", options=SourceOptions(trigger_word="Glib"))]
+    (notice,) = _unused_tokens(recipe, samples)
+    assert "<toy>" in notice

@@ -1,0 +1,93 @@
+"""The parent's side of trackers: it never waits for them, and names one that ended, once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lora_rocm.errors import MachineError, UserError
+from lora_rocm.recipe.output_section import OutputSection
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.supervisor import trackers
+from tests.supervisor.fake_run import event
+
+ERROR = event("error", **MachineError("tracker-failed", "wandb gets no more numbers.", fix="Look.").to_event())
+ONE = OutputSection(log_with=("wandb",))
+ENVIRON = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "HERE": "x"}
+
+
+def started(
+    run_dir: RunDir, script: str, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> tuple[trackers.Trackers, subprocess.Popen[bytes], list[str]]:
+    commands: list[str] = []
+
+    def command(module: str, *arguments: str) -> list[str]:
+        commands.extend((module, *arguments))
+        return [sys.executable, "-c", script]
+
+    monkeypatch.setattr(trackers, "heavy_command", command)
+    found = trackers.Trackers(run_dir, ONE, said.append, ENVIRON)
+    found.__enter__()
+    (child, _) = found._running["wandb"]
+    return found, child, commands
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path / "run").create()
+
+
+def test_one_that_failed_is_named_once_and_the_events_go_on(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    heard: list[str] = []
+    line = json.dumps(ERROR.to_json())
+    found, child, _ = started(run_dir, f"import sys; print({line!r}); sys.exit(5)", monkeypatch, said)
+    child.wait(60)
+    on_event = found.passing(lambda event: heard.append(event["type"]))
+    for _ in range(3):
+        on_event({"type": "step"})
+    found.__exit__(None, None, None)
+    assert said == ["wandb gets no more numbers. Look."] and heard == ["step"] * 3
+    found, child, _ = started(run_dir, "import sys; sys.exit(5)", monkeypatch, said)  # it dies without a word
+    child.wait(60)
+    found.__exit__(None, None, None)
+    assert said[1:] == ["wandb ended with exit code 5 and gets no more numbers of this run."]
+
+
+def test_nobody_waits_for_one_that_hangs(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    found, child, _ = started(run_dir, "import time; time.sleep(600)", monkeypatch, said)
+    found.passing(lambda event: None)({"type": "step"})
+    found.__exit__(None, None, None)
+    assert child.poll() is None and said == []
+    child.kill()
+    child.wait(60)
+
+
+def test_one_that_works_ends_after_the_run_and_knows_no_gpu_and_no_rank(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir.events().write_text("12345\n", encoding="utf-8")
+    script = "import os, sys; sys.stdin.read(); print([os.environ.get(n) for n in sys.argv[1:] or %r])"
+    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "HERE", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"]
+    said: list[str] = []
+    found, child, command = started(run_dir, script % names, monkeypatch, said)
+    assert command == [trackers.MODULE, str(run_dir.path), "wandb", "lora-rocm", "6"]
+    found.__exit__(None, None, None)
+    assert child.wait(60) == 0 and said == []
+    assert "[None, None, None, 'x', '-1', '-1']" in run_dir.tracker_log("wandb").read_text(encoding="utf-8")
+
+
+def test_a_package_that_is_missing_is_refused_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="(?s)wandb is not installed.*output.log_with: wandb.*-m pip install wandb"):
+        trackers.require_trackers(ONE)
+    trackers.require_trackers(OutputSection())
+    monkeypatch.setattr(trackers, "find_spec", lambda name: name)
+    trackers.require_trackers(ONE)
