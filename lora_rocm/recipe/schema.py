@@ -23,6 +23,7 @@ from lora_rocm.recipe.sections import (
     MAX_ITEMS,
     MAX_STEPS,
     MAX_TIMEOUT_S,
+    MAX_TOKENS,
     MAX_WORKERS,
     Batch,
     Fraction,
@@ -177,6 +178,9 @@ class DataSection(SourceOptions):
         le=1000,
         description="The most texts that shuffle_caption, caption_tag_dropout_rate and enable_wildcard make of each "
         "caption. All are cached.",
+    )
+    max_length: int = Field(
+        2048, gt=0, le=MAX_TOKENS, description="Most tokens of a text that is trained on; the rest of it is cut off."
     )
     normalize_masked_area_loss: bool = Field(
         True,
@@ -494,6 +498,11 @@ class Recipe(Section):
                     "rule", "{what}", {"what": what, "at": at or ("sample", key, number), "fix": fix}
                 )
         return self
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """The forms in which the result is written: as given, else the family's usual one."""
+        return self.output.formats or self.spec.formats[:1]
 
     def trains(self, component: str) -> bool:
         """Whether a component of an adapter's runs in a step: text encoders do if they, or new tokens, are trained."""

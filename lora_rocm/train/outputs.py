@@ -170,7 +170,7 @@ class Artifacts:
         self.guard.check_all(position.updates)
         self.run_dir.require()
         with self.shown_weights():
-            exports = [self._export(form, position) for form in self.recipe.output.formats]
+            exports = [self._export(form, position) for form in self.recipe.formats]
         self.guard.check_state(position.updates)  # again: it must not have changed while it was read
         loras = self._checkpoint_loras()
         result: dict[str, Any] = {"updates": position.updates, "exports": exports, "checkpoint_loras": loras}
