@@ -485,8 +485,8 @@ def builtin_folder(name: str) -> Path:
     """
     package = Path(str(resources.files("lora_rocm.builtin")))
     folder = package / name.removeprefix(BUILTIN_PREFIX).replace("-", "_")
-    if not (folder / "model_index.json").is_file():
-        known = (BUILTIN_PREFIX + index.parent.name.replace("_", "-") for index in package.glob("*/model_index.json"))
+    if not folder.is_dir() or not folder.name.startswith("tiny_"):
+        known = (BUILTIN_PREFIX + path.name.replace("_", "-") for path in package.glob("tiny_*"))
         raise ModelError(
             "model-missing",
             "No such model ships with the package.",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lora_rocm.dataset.folders import shown
+from lora_rocm.dataset.folders import shown, table_path
 from lora_rocm.dataset.hf_datasets import opened
 from lora_rocm.dataset.records import UnusableText
 from lora_rocm.errors import DataError
@@ -29,7 +29,7 @@ def rows_of(source: ResolvedSource) -> Iterator[Row]:
         DataError: there is no such dataset or split, or it cannot be read.
     """
     assert source.dataset is not None
-    path = Path(os.path.expanduser(source.dataset))
+    path = table_path(source.dataset)
     reader = READERS.get(path.suffix.lower())
     if reader is None or not os.path.isfile(path):
         for number, row in enumerate(opened(source.dataset, source.split)):

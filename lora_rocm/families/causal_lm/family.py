@@ -16,7 +16,7 @@ from torch import nn
 from transformers import DynamicCache
 
 from lora_rocm.base_models import hub
-from lora_rocm.base_models.loading import WEIGHTS_MEMORY, Source
+from lora_rocm.base_models.loading import BUILTIN_PREFIX, WEIGHTS_MEMORY, Source, builtin_folder
 from lora_rocm.base_models.random_weights import PREFIX, RandomSource
 from lora_rocm.cache_files.hash_memory import HashMemory
 from lora_rocm.dataset.caption_length import TokenLimit
@@ -90,6 +90,8 @@ class CausalLM:
         return Source(name, layout, folder, folder, None, own, memory)
 
     def _folder(self, name: str) -> Path:
+        if name.startswith(BUILTIN_PREFIX):
+            return builtin_folder(name)
         path = Path(os.path.expanduser(name))
         if os.path.isdir(path):
             return path
