@@ -16,7 +16,7 @@ ARROW = "tables of pyarrow and rows of datasets, which have no annotations"
 SYSTEM = "functions of the operating system through ctypes and winreg, which other systems lack"
 TORCH = "arguments of autograd functions, hooks and dispatch modes, which torch types as Any"
 HOLES: dict[str, tuple[int, int, str]] = {
-    "adapters": (67, 0, LIBRARY),
+    "adapters": (70, 1, LIBRARY),
     "base_models": (26, 3, LIBRARY),
     "bench": (7, 0, JSON),
     "cache_files": (5, 0, JSON),
@@ -32,7 +32,7 @@ HOLES: dict[str, tuple[int, int, str]] = {
     "foundation": (5, 0, JSON),
     "hardware": (23, 0, JSON),
     "hardware.probe": (14, 1, SYSTEM),
-    "kernels": (30, 0, TORCH),
+    "kernels": (31, 0, TORCH),
     "latent_cache": (17, 0, ARROW),
     "loader": (6, 2, TORCH),
     "memory": (34, 0, TORCH),

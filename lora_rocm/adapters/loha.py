@@ -143,7 +143,8 @@ class LohaLinear(LycorisLayer, Linear):
 
     def create_adapter_parameters(self, adapter_name: str, r: int, shape: tuple[int, ...]) -> None:
         """As PEFT's, for the dense weight: ``shape`` is that of the packed bytes of a quantised base."""
-        super().create_adapter_parameters(adapter_name, r, tuple(dense_shape(self.get_base_layer())))
+        layer: Any = self
+        Linear.create_adapter_parameters(self, adapter_name, r, dense_shape(layer.get_base_layer()))
 
     def change(self, x: Tensor, output: Tensor, base: Any) -> Tensor:
         change_OI, again = made(_change, list(LohaAdapter.trained(self, PEFT_NAME).values()))

@@ -489,9 +489,9 @@ class Recipe(Section):
                 fix = f"Take {' or '.join(self.spec.samplers)}."
             elif preview.negative_prompt != self.sample.negative_prompt and not self.spec.reads(NEGATIVE_PROMPT):
                 what, fix = f"{self.spec.title} reads no negative prompt", "Remove it."
-            elif any(side is not None and side % step for side in (preview.width, preview.height)):
-                what = f"the sides of images of {self.spec.title} are multiples of {step} pixels"
-                fix = f"Change {preview.width} x {preview.height}."
+            elif wrong := [side for side in (preview.width, preview.height) if side is not None and side % step]:
+                what = f"the sides of images of {self.spec.title} are multiples of {step} pixels, and one is {wrong[0]}"
+                fix = f"Take {wrong[0] // step * step} or {wrong[0] // step * step + step}."
             if what:
                 at = ("sample", "sampler") if preview.sampler == self.sample.sampler and "sampler" in what else ()
                 raise PydanticCustomError(

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lora_rocm.errors import StorageError
-from lora_rocm.rundir.layout import RunDir
+from lora_rocm.rundir.layout import RunDir, embeddings_of
 from lora_rocm.train import checkpoint as module
 from lora_rocm.train.loop import Position
 
@@ -266,9 +266,11 @@ def test_rotation_of_lora_files_keeps_the_newest(tmp_path: Path) -> None:
     for updates in (2, 10, 6):
         run_dir.checkpoint_lora(updates).parent.mkdir(exist_ok=True)
         run_dir.checkpoint_lora(updates).touch()
+        embeddings_of(run_dir.checkpoint_lora(updates)).mkdir()
     for keep, kept in ((None, [2, 6, 10]), (5, [2, 6, 10]), (2, [6, 10]), (1, [10])):
         module.rotate_loras(run_dir, keep)
         assert [updates for updates, _ in run_dir.checkpoint_loras()] == kept
+        assert len(list(run_dir.checkpoints.glob("*-embeddings"))) == len(kept)
 
 
 def test_an_old_checkpoint_that_is_in_use_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
