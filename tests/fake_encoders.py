@@ -71,6 +71,8 @@ def letter_limit(max_tokens: int) -> TokenLimit:
 class FakeFamily:
     """What prepare and loader use of a family."""
 
+    texts = None
+
     def __init__(self, recipe: Recipe | None = None) -> None:
         latents = {"latent_mean": TensorSpec("float32", "CHW"), "latent_std": TensorSpec("float32", "CHW")}
         words = {"embeds": TensorSpec("float32", "SD"), "token_ids": TensorSpec("int64", "S")}

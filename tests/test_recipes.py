@@ -13,7 +13,18 @@ from lora_rocm.recipe.load import load_recipe, shipped_recipes
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 DEMOS = ("demo", "demo-z-image")
-OTHERS = ("anima", "flux", "sd15", "sdxl", "sdxl-character", "sdxl-lowvram", "z-image")
+OTHERS = (
+    "anima",
+    "flux",
+    "llm-chat",
+    "llm-qlora",
+    "llm-strix-halo",
+    "sd15",
+    "sdxl",
+    "sdxl-character",
+    "sdxl-lowvram",
+    "z-image",
+)
 PROMISED = {f"{name}.yaml" for name in DEMOS + OTHERS}
 
 

@@ -35,7 +35,6 @@ from lora_rocm.adapters.entry import (
     rounded,
 )
 from lora_rocm.adapters.lycoris import Factor, FactorAdapter, FactorNames, LycorisLayer, alone, check_config, product
-from lora_rocm.kernels.lora_layer import base_of
 from lora_rocm.kernels.made_again import made, made_again
 from lora_rocm.kernels.weight_format import dense_shape
 from lora_rocm.recipe.adapter_sections import AdapterSection, LohaSection
@@ -144,7 +143,8 @@ class LohaLinear(LycorisLayer, Linear):
 
     def create_adapter_parameters(self, adapter_name: str, r: int, shape: tuple[int, ...]) -> None:
         """As PEFT's, for the dense weight: ``shape`` is that of the packed bytes of a quantised base."""
-        Linear.create_adapter_parameters(self, adapter_name, r, tuple(dense_shape(base_of(self))))
+        layer: Any = self
+        Linear.create_adapter_parameters(self, adapter_name, r, dense_shape(layer.get_base_layer()))
 
     def change(self, x: Tensor, output: Tensor, base: Any) -> Tensor:
         change_OI, again = made(_change, list(LohaAdapter.trained(self, PEFT_NAME).values()))

@@ -178,6 +178,13 @@ class LoraEntry(Entry):
     def folded(self) -> LoraEntry:
         return self.with_scale(1.0)
 
+    def of_rank(self, rank: int) -> LoraEntry:
+        """Return a folded entry of a higher rank with the same effect: what is added to its factors is zero."""
+        more, entry = rank - self.rank, self.folded()
+        down = torch.cat([entry.down, entry.down.new_zeros(more, *entry.down.shape[1:])])
+        up = torch.cat([entry.up, entry.up.new_zeros(len(entry.up), more, *entry.up.shape[2:])], dim=1)
+        return replace(entry, down=down, up=up)
+
     def rows(self, first: int, count: int) -> LoraEntry:
         """Return an entry with these rows of ``up``, and of the ranks those that reach them, but at least one."""
         if (first, count) == (0, len(self.up)):

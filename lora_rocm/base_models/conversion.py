@@ -57,6 +57,8 @@ HARMLESS_PARTS = (
     "pos_embedder.",  # of Cosmos: positions that are computed, and counters of its training
     "accum_",
     "_extra_state",
+    "vision_tower.",  # of a language model that reads images too
+    "multi_modal_projector.",
 )
 HARMLESS_STARTS = ("loss.", "discriminator.")  # in a VAE's own file
 # Known tensors outside the components of a checkpoint: remains of training, and marks of the prediction type.
@@ -98,9 +100,9 @@ def own_names(state: Mapping[str, Tensor], module: nn.Module) -> State:
     renamed = {}
     for name, tensor in state.items():
         renamed[name if name in expected else _present(name, expected)] = tensor
-    for pair in (getattr(module, "_tied_weights_keys", None) or {}).items():  # a file has one name of the two
+    for pair in (getattr(module, "_tied_weights_keys", None) or {}).items():  # with both, they are not tied
         there = next((renamed[name] for name in pair if name in renamed), None)
-        renamed |= {name: there for name in pair if there is not None and name in expected}
+        renamed |= {name: there for name in pair if there is not None and name in expected - renamed.keys()}
     return renamed
 
 

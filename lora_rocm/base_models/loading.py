@@ -93,12 +93,14 @@ class Part:
     """One component: its class, and the prefix and converter of its tensors in a one-file checkpoint.
 
     other_prefixes: further prefixes in a file of its own.
+    from_folder: converter of its tensors in a folder.
     """
 
     cls: type[Any]
     prefix: str
     from_single_file: Converter
     other_prefixes: tuple[str, ...] = ()
+    from_folder: Converter = conversion.own_names
 
 
 @dataclass(frozen=True)
@@ -223,7 +225,8 @@ class Source:
 
     def _converter(self, name: str) -> Converter:
         """Return the converter from the tensor names in a component's files to its own."""
-        return self.layout.parts[name].from_single_file if self._in_one_file(name) else conversion.own_names
+        part = self.layout.parts[name]
+        return part.from_single_file if self._in_one_file(name) else part.from_folder
 
     def _in_one_file(self, name: str) -> bool:
         file = self.own.get(name, self.single_file)
@@ -482,8 +485,8 @@ def builtin_folder(name: str) -> Path:
     """
     package = Path(str(resources.files("lora_rocm.builtin")))
     folder = package / name.removeprefix(BUILTIN_PREFIX).replace("-", "_")
-    if not (folder / "model_index.json").is_file():
-        known = (BUILTIN_PREFIX + index.parent.name.replace("_", "-") for index in package.glob("*/model_index.json"))
+    if not folder.is_dir() or not folder.name.startswith("tiny_"):
+        known = (BUILTIN_PREFIX + path.name.replace("_", "-") for path in package.glob("tiny_*"))
         raise ModelError(
             "model-missing",
             "No such model ships with the package.",

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from lora_rocm.dataset.sample_table import Sample
     from lora_rocm.dataset.shape import Shape
 
-WEIGH_MODULE = "lora_rocm.train.check_child"
+WEIGH_MODULE, TEXTS_MODULE = "lora_rocm.train.check_child", "lora_rocm.train.texts_child"
+LOOKED_AT, SHOWN_LETTERS = 1000, 1200
 MAX_NAMED = 20
 NOUNS = {"image": "images", "video": "videos", "text": "texts"}  # keys: values of FamilySpec.samples
 KEPT_WEIGHTS = 50
@@ -76,13 +77,8 @@ def check(
         _say(f"  {component}: {size_text(size)}")
     total = sum(base.num_bytes.values())
     _say(f"  together: {size_text(total)} (training adds activations, adapter and optimizer)")
-    of_captions = (
-        *_cut_captions(loaded.recipe, samples, base.token_limits),
-        *_unused_tokens(loaded.recipe, samples),
-    )
-    for notice in (*base.notices, *of_captions):
-        _say(f"  note: {notice}")
-    _say(f"recipe {loaded.path}: valid")
+    for line in _last_lines(loaded, base, samples):
+        _say(line)
 
 
 @dataclass(frozen=True)
@@ -112,6 +108,38 @@ def _cut_captions(recipe: Recipe, samples: Iterable[Any], limits: Sequence[Token
 
     captioned = ((sample.key, prepare(sample.caption, sample.options)) for sample in samples)
     return cut_notice(captioned, limits, recipe.spec.trains_on_texts)
+
+
+def _last_lines(loaded: LoadedRecipe, base: BaseFacts, samples: Sequence[Any]) -> Iterator[str]:
+    """Yield the notices about the base and about captions, the first texts, and the verdict."""
+    of_captions = (
+        *_cut_captions(loaded.recipe, samples, base.token_limits),
+        *_unused_tokens(loaded.recipe, samples),
+    )
+    for notice in (*base.notices, *of_captions):
+        yield f"  note: {notice}"
+    if loaded.recipe.spec.trains_on_texts:
+        yield from _shown_texts(loaded.recipe, samples)
+    yield f"recipe {loaded.path}: valid"
+
+
+def _shown_texts(recipe: Recipe, samples: Sequence[Any]) -> Iterator[str]:
+    """Yield the first texts as the model reads them, and notices about the first LOOKED_AT."""
+    from lora_rocm.rules.this_machine import plan_here
+    from lora_rocm.supervisor.subprocesses import run_for_json
+
+    texts = [sample.caption for sample in samples[:LOOKED_AT]]
+    with tempfile.TemporaryDirectory(prefix="lora-rocm-") as folder:
+        file = Path(folder) / "job.json"
+        file.write_text(json.dumps({"recipe": recipe.model_dump(mode="json"), "texts": texts}), encoding="utf-8")
+        said = run_for_json(TEXTS_MODULE, [str(file)], plan_here(recipe).applied_to(os.environ))
+    for notice in said["notices"]:
+        yield f"  note: of the first {len(texts)} texts: {notice}"
+    if said["shown"]:
+        yield "the first samples, with \u27e6 \u27e7 around what is trained on"
+    for text in said["shown"]:
+        yield from (f"  | {line}" for line in text[:SHOWN_LETTERS].splitlines())
+        yield "  " + "-" * 20
 
 
 def _unused_tokens(recipe: Recipe, samples: Iterable[Sample]) -> Iterator[str]:

@@ -112,7 +112,7 @@ def make_again(run_dir: RunDir, recipe: Recipe, say: Callable[[str], None]) -> b
     """
     for fault in results.wrong_checkpoint_loras(run_dir):
         say(f"{fault} Do not use it.")
-    wrong = results.wrong_exports(run_dir, recipe.output.formats)
+    wrong = results.wrong_exports(run_dir, recipe.formats)
     for form, what in wrong.items():
         say(f"{what} It is made again from the last checkpoint.")
         _export(run_dir, form, output=None, dtype=recipe.output.dtype, updates=results.updates_of(run_dir))

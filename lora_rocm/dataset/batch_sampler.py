@@ -40,6 +40,7 @@ class Item:
     num_captions: number of caption variants, without the empty caption.
     dropout_rate: probability that the empty caption replaces a variant.
     loss_weight: factor of its loss.
+    share: number of places that its loss is the mean of, if samples count by these; else 1.
     geometry: scaling and crop of the image; None if the family reads no image.
     content: cache keys that identify the data independently of how it was encoded.
     """
@@ -52,6 +53,7 @@ class Item:
     dropout_rate: float = 0.0
     repeats: int = 1
     loss_weight: float = 1.0
+    share: int = 1
     geometry: Geometry | None = None
     content: tuple[tuple[str, ...], ...] = ()
 
@@ -83,12 +85,14 @@ class Outline:
     keys: sample keys; iterated again for each epoch.
     shapes: the distinct shapes of the items. shape_N: index of each item's shape in ``shapes``.
     repeats_N: repeats of each item in an epoch.
+    share_N: ``Item.share`` of each.
     """
 
     keys: Iterable[str]
     shapes: Sequence[Shape]
     shape_N: NDArray[np.int64]
     repeats_N: NDArray[np.int64]
+    share_N: NDArray[np.int32]
 
 
 @runtime_checkable
@@ -106,7 +110,8 @@ def outline_of(items: Sequence[Item]) -> Outline:
     found = (numbers.setdefault(item.shape, len(numbers)) for item in items)
     shape_N = np.fromiter(found, np.int64, len(items))
     repeats_N = np.fromiter((item.repeats for item in items), np.int64, len(items))
-    return Outline([item.key for item in items], tuple(numbers), shape_N, repeats_N)
+    share_N = np.fromiter((item.share for item in items), np.int32, len(items))
+    return Outline([item.key for item in items], tuple(numbers), shape_N, repeats_N, share_N)
 
 
 @dataclass(frozen=True)
@@ -139,7 +144,7 @@ class BatchPlan:
         self.seed, self.world, self.rank = seed, world, rank
         # Number the samples item by item, one per repeat.
         outline = outline_of(items)
-        self._keys, self._repeats_N = outline.keys, outline.repeats_N
+        self._keys, self._repeats_N, self._share_N = outline.keys, outline.repeats_N, outline.share_N
         self._firsts_N = np.cumsum(self._repeats_N) - self._repeats_N  # first sample number of each item
         # Assign each sample to its bucket and cut the buckets into batches.
         shapes = sorted(outline.shapes, key=lambda shape: shape.axes)
@@ -164,7 +169,11 @@ class BatchPlan:
         return len(self._bounds_S1) - 1
 
     def rows(self, iteration: int) -> list[Row]:
-        """All rows of one effective batch, over all ranks. Each of its N samples has the weight ``loss_weight / N``."""
+        """All rows of one effective batch, over all ranks.
+
+        The weight of each sample is ``loss_weight`` times its share of the batch: ``Item.share`` divided by the sum of
+        those of all its samples.
+        """
         return self._rows(iteration, range(self.effective_batch))
 
     def micro(self, iteration: int, index: int) -> list[Row]:
@@ -175,19 +184,19 @@ class BatchPlan:
     def _rows(self, iteration: int, positions: range) -> list[Row]:
         epoch, step = divmod(iteration, self.steps_per_epoch)
         samples = self._samples(epoch, step)
-        count = len(samples)
+        count, whole = len(samples), int(self._share_N[[index for index, _ in samples]].sum())
         return [
-            self._row(epoch, *samples[position % count], position, 1.0 / count if position < count else 0.0)
+            self._row(epoch, *samples[position % count], position, 1.0 / whole if position < count else 0.0)
             for position in positions
         ]
 
-    def _row(self, epoch: int, index: int, repeat: int, position: int, weight: float) -> Row:
+    def _row(self, epoch: int, index: int, repeat: int, position: int, per_share: float) -> Row:
         item = self.items[index]
         what = (self.seed, epoch, item.key, repeat)
         return Row(
             item,
             position,
-            weight * item.loss_weight,
+            per_share * item.share * item.loss_weight,
             flip=draw("flip", *what) % item.num_views == 1,
             variant=draw("variant", *what) % item.num_captions,
             dropout=fraction("dropout", *what) < item.dropout_rate,

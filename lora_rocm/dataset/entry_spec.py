@@ -53,12 +53,14 @@ class EntrySpec:
     tensors: the cached tensors by name, without a batch dimension.
     follows_shape: the sample's ``Shape`` determines the size of its tensors. For a text, the tensors determine the
         shape: the number of tokens is the size of their axis S, because only the encoder can count tokens.
+    share: name of the tensor whose sum is the sample's share of the loss of an update; "": all samples count alike.
     """
 
     name: str
     inputs: tuple[str, ...]
     tensors: Mapping[str, TensorSpec]
     follows_shape: bool = False
+    share: str = ""
 
     def __post_init__(self) -> None:
         if not self.inputs or not all(ENTRY_NAME.fullmatch(name) for name in (self.name, *self.inputs)):

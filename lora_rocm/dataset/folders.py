@@ -22,6 +22,7 @@ from lora_rocm.rundir.layout import RUN_MARKS
 
 TEXT_SUFFIX = ".txt"
 BUILTIN_FOLDERS = {"builtin:demo": "demo_images"}
+BUILTIN_TABLES = {"builtin:demo-chats": "demo_chats.jsonl"}
 REPEAT_FOLDER = re.compile(r"(\d{1,4})_(.+)")  # more digits are a date ("20240131_beach")
 # File names that cameras and phones assign ("IMG_0042", "20240131_120000", "Screenshot 3"), useless as captions.
 CAMERA_NAME = re.compile(r"(img|image|dsc[nf]?|pxl|mvimg|photo|image|screenshot)?[\W\d_]*", re.IGNORECASE)
@@ -77,6 +78,13 @@ class Folder:
         if match is None:
             return RepeatFolder()
         return RepeatFolder(first, int(match[1]), _words(match[2]))
+
+
+def table_path(dataset: str) -> Path:
+    """The path of a source's ``dataset``; ``builtin:demo-chats`` is the one shipped with the package."""
+    if dataset in BUILTIN_TABLES:
+        return Path(str(resources.files("lora_rocm.builtin") / BUILTIN_TABLES[dataset]))
+    return Path(os.path.expanduser(dataset))
 
 
 def source_folder(path: str, index: int) -> Path:

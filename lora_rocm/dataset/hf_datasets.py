@@ -57,6 +57,15 @@ class DatasetRow:
         return f"{self.dataset} [{self.split}] row {self.index}"
 
 
+def opened(dataset: str, split: str) -> Any:
+    """The library's table of a dataset.
+
+    Raises:
+        DataError: there is no such dataset or split, or it cannot be read.
+    """
+    return _open(dataset, split)
+
+
 def num_rows(source: ResolvedSource) -> int:
     """The number of rows.
 

@@ -1,20 +1,30 @@
-"""Finds texts: each ``.txt`` file of a folder is one sample. Odd files are set aside or reported."""
+"""Finds texts: each ``.txt`` file of a folder is a sample, and each row of a table. Odd ones are set aside."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lora_rocm.dataset.folders import shown, source_folder, walk_texts
+from lora_rocm.dataset.hf_datasets import DatasetRow
 from lora_rocm.dataset.left_out import NUM_NAMED
 from lora_rocm.dataset.progress import QUIET_S, Progress, Report, ignore
+from lora_rocm.dataset.records import UnusableText, record_of, written
 from lora_rocm.dataset.sample_table import Sample, Samples
 from lora_rocm.dataset.scan import Scan, scan
+from lora_rocm.dataset.text_rows import rows_of
 from lora_rocm.errors import DataError, Problem
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.recipe.schema import DataSection, Recipe, ResolvedSource
 
 MAX_TEXT_BYTES = 1 << 24
+Parts = Callable[[str], Sequence[str]]
+"""The samples that a text is cut into. Raises UnusableText."""
+
+
+def _whole(text: str) -> Sequence[str]:
+    return (text,)
 
 
 @dataclass
@@ -23,35 +33,49 @@ class _Findings:
 
     samples: Samples
     report: Report
+    parts: Parts
     set_aside: list[Problem] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     lasting: bool = True
 
+    def add(self, sample: Sample, where: str, text: str) -> None:
+        """Add the samples of a text, which are told apart by numbers if there are several."""
+        try:
+            parts = self.parts(text)
+        except UnusableText as error:
+            self.set_aside.append(Problem(where, error.what, error.fix))
+            return
+        for number, part in enumerate(parts):
+            key = sample.key if len(parts) == 1 else f"{sample.key}#{number}"
+            self.samples.append(replace(sample, key=key, caption=part))
 
-def find_samples(recipe: Recipe, report: Report = ignore, *, copies: bool = True) -> Scan:
+
+def find_samples(recipe: Recipe, report: Report = ignore, *, copies: bool = True, parts: Parts = _whole) -> Scan:
     """Find the samples of a recipe's family, in a fixed order: texts, or images with their captions.
 
     For arguments and errors see ``scan`` and ``scan_texts``.
     """
     if recipe.spec.trains_on_texts:
-        return scan_texts(recipe.data, report)
+        return scan_texts(recipe.data, report, parts)
     return scan(recipe.data, report, copies=copies)
 
 
-def scan_texts(data: DataSection, report: Report = ignore) -> Scan:
+def scan_texts(data: DataSection, report: Report = ignore, parts: Parts = _whole) -> Scan:
     """Find every text of every source, in a fixed order. The text is the sample's caption; width and height are 0.
 
     Args:
         data: the data section of the recipe.
         report: receives the progress if there are very many texts.
+        parts: cuts a text, or a record of a table (``records.written``), into samples.
 
     Raises:
-        DataError: a source is not a folder or has no texts, or no text is usable.
+        DataError: a source cannot be read or has no texts, or no text is usable.
     """
     sources = data.resolved_sources()
-    found = _Findings(Samples(sources), report)
+    found = _Findings(Samples(sources), report, parts)
     for index, options in enumerate(sources):
-        _scan_folder(found, index, options, f"sources[{index}]/" if len(sources) > 1 else "")
+        add = _scan_table if options.path is None else _scan_folder
+        add(found, index, options, f"sources[{index}]/" if len(sources) > 1 else "")
     if not found.samples:
         raise DataError(
             "no-usable-texts",
@@ -62,14 +86,23 @@ def scan_texts(data: DataSection, report: Report = ignore) -> Scan:
     return Scan(found.samples, tuple(found.set_aside), tuple(found.notices), found.lasting)
 
 
+def _scan_table(found: _Findings, index: int, options: ResolvedSource, prefix: str) -> None:
+    assert options.dataset is not None, "a source has a path or a dataset"
+    name = Path(options.dataset).name
+    for number, (where, row) in enumerate(rows_of(options)):
+        try:
+            if isinstance(row, UnusableText):
+                raise row
+            text = written(record_of(row))
+        except UnusableText as error:
+            found.set_aside.append(Problem(shown(f"{options.dataset} {where}"), error.what, error.fix))
+            continue
+        place = DatasetRow(options.dataset, options.split, "", number)
+        found.add(Sample(prefix + where, index, name, place, text, 0, 0, options.repeats, options), where, text)
+
+
 def _scan_folder(found: _Findings, index: int, options: ResolvedSource, prefix: str) -> None:
-    if options.path is None:
-        raise DataError(
-            "source-without-texts",
-            "Texts are read from folders only, and this is a dataset.",
-            where=f"data.sources[{index}].dataset: {options.dataset}",
-            fix="Give a folder of .txt files as path.",
-        )
+    assert options.path is not None, "a source has a path or a dataset"
     folder = walk_texts(
         source_folder(options.path, index),
         recursive=options.recursive,
@@ -95,7 +128,8 @@ def _scan_folder(found: _Findings, index: int, options: ResolvedSource, prefix: 
         if not text.strip():
             found.set_aside.append(Problem(shown(path), "The text is empty.", "Take the file away."))
             continue
-        found.samples.append(Sample(prefix + relative, index, folder.name, path, text, 0, 0, options.repeats, options))
+        sample = Sample(prefix + relative, index, folder.name, path, text, 0, 0, options.repeats, options)
+        found.add(sample, shown(path), written(text))
 
 
 def text_in(path: Path) -> str:

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from lora_rocm.adapters.base import Adapter
-from lora_rocm.adapters.entry import Form
-from lora_rocm.adapters.lora_entry import with_one_alpha
+from lora_rocm.adapters.entry import Entry, Form
+from lora_rocm.adapters.lora_entry import LoraEntry, with_one_alpha
 from lora_rocm.adapters.lora_reader import DIFFUSERS_METADATA, DORA_NORM, PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS
 from lora_rocm.adapters.module_names import COMFYUI, SD_SCRIPTS, TEXT_LEVEL
+from lora_rocm.base_models.hub import looks_like_id
 from lora_rocm.errors import AdapterError
 from lora_rocm.export.embedding_files import embedding_files
 from lora_rocm.export.metadata import Facts, modelspec, ss_fields
@@ -126,7 +127,7 @@ def _diffusers(
     for component in adapter.components:
         level = TEXT_LEVEL if component in family.text_components else ""  # diffusers drops the level if it is obsolete
         endings = adapter.files.text_endings if level else {}
-        part = _peft_tensors(adapter, component, "diffusers", DTYPES[recipe.output.dtype], endings)
+        part = _diffusers_tensors(adapter, component, DTYPES[recipe.output.dtype], endings)
         tensors |= {f"{component}.{level}{name}": tensor for name, tensor in part.items()}
         configs |= {f"{component}.{key}": value for key, value in adapter.peft_config(component).items()}
     metadata = _metadata(tensors, family, adapter, recipe, facts)
@@ -139,14 +140,32 @@ def _diffusers(
 def _peft(
     path: Path, family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: Facts
 ) -> Iterator[tuple[Path, bytes]]:
-    base = facts.base_name or recipe.model.name_or_path
+    name = recipe.model.name_or_path
+    is_id = looks_like_id(name) and not Path(name).expanduser().exists()
+    base = name if is_id else facts.base_name or name
     for component in adapter.components:
-        level = _text_level(adapter, component)
-        part = _peft_tensors(adapter, component, "peft", DTYPES[recipe.output.dtype], {})
-        tensors = {f"{PEFT_PREFIX}{level}{name}": tensor for name, tensor in part.items()}
+        level, config = _text_level(adapter, component), adapter.peft_config(component)
+        entries = {n: entry for n, entry in adapter.entries().items() if adapter.modules[n][0] == component}
+        if family.file_form == "folded":
+            config, entries = _without_patterns(config, entries)
+        tensors = {
+            f"{PEFT_PREFIX}{level}{name.removeprefix(component + '.')}.{ending}": tensor
+            for name, entry in entries.items()
+            for ending, tensor in entry.tensors("peft", DTYPES[recipe.output.dtype]).items()
+        }
         yield path / component / PEFT_WEIGHTS, serialise(tensors, {"format": "pt"})
-        config = {**adapter.peft_config(component), "base_model_name_or_path": base}
-        yield path / component / PEFT_CONFIG, json_bytes(config)
+        yield path / component / PEFT_CONFIG, json_bytes({**config, "base_model_name_or_path": base})
+
+
+def _without_patterns(config: dict[str, Any], entries: dict[str, Entry]) -> tuple[dict[str, Any], dict[str, Entry]]:
+    """The same LoRA with one rank, as alpha, and no rsLoRA: readers that know no such fields take a wrong strength."""
+    patterns = config["rank_pattern"] or config["alpha_pattern"] or config.get("use_rslora")
+    found = {name: entry for name, entry in entries.items() if isinstance(entry, LoraEntry)}
+    if not patterns or len(found) < len(entries):
+        return config, entries
+    rank = max(entry.rank for entry in found.values())
+    config |= {"r": rank, "lora_alpha": rank, "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": False}
+    return config, {name: entry.of_rank(rank) for name, entry in found.items()}
 
 
 def _text_level(adapter: Adapter, component: str) -> str:
@@ -155,19 +174,19 @@ def _text_level(adapter: Adapter, component: str) -> str:
     return path.removesuffix(name.removeprefix(component + "."))
 
 
-def _peft_tensors(
-    adapter: Adapter, component: str, form: Form, dtype: torch.dtype, endings: Mapping[str, str]
+def _diffusers_tensors(
+    adapter: Adapter, component: str, dtype: torch.dtype, endings: Mapping[str, str]
 ) -> dict[str, Tensor]:
     """The tensors of one component in PEFT's form, with version-independent module names.
 
     ``endings``: replacements for endings of tensor names.
     """
-    folds = form == "diffusers" and adapter.family.file_form == "folded"
+    folds = adapter.family.file_form == "folded"
     return {
         f"{name.removeprefix(component + '.')}.{endings.get(ending, ending)}": tensor
         for name, entry in adapter.entries().items()
         if adapter.modules[name][0] == component
-        for ending, tensor in (entry.folded() if folds else entry).tensors(form, dtype).items()
+        for ending, tensor in (entry.folded() if folds else entry).tensors("diffusers", dtype).items()
     }
 
 

@@ -70,6 +70,32 @@ class Encoder(Protocol):
         ...
 
 
+class TextReader(Protocol):
+    """Reads texts that are samples, as records (``dataset.records``)."""
+
+    @property
+    def notices(self) -> Sequence[str]:
+        """Messages about all texts that ``parts`` has seen."""
+        ...
+
+    def parts(self, text: str) -> Sequence[str]:
+        """The samples that a text is cut into.
+
+        Raises:
+            UnusableText: it cannot be trained on.
+            DataError: no text of this kind can.
+        """
+        ...
+
+    def shown(self, text: str) -> str:
+        """A sample as the model reads it, with marks around what is trained on."""
+        ...
+
+    def trained(self, text: str) -> str:
+        """What is trained on in a sample."""
+        ...
+
+
 @dataclass
 class LoadedModel:
     """The frozen base: components by diffusers name ("unet", "text_encoder", ...), in ``dtype`` on ``device``."""
@@ -108,6 +134,7 @@ class ModelFamily(Protocol):
     cache_spec: the cached tensors of one sample (union of the encoders' outputs).
     notices: messages about the base that the user has to see, but that do not prevent training.
     structure: identifies the shapes of the trained components, computed from configs alone.
+    texts: reads texts that are samples; None: a plain text is one sample.
     objective: draws noise and timesteps for a batch, and defines the target.
     """
 
@@ -127,6 +154,8 @@ class ModelFamily(Protocol):
     def notices(self) -> Sequence[str]: ...
     @property
     def structure(self) -> str: ...
+    @property
+    def texts(self) -> TextReader | None: ...
     @property
     def objective(self) -> Objective: ...
 

@@ -46,6 +46,7 @@ class LatentFamily(ABC):
     component: str
     packed_layers: str
     text_components: tuple[str, ...] = ()
+    texts = None
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from lora_rocm.errors import ModelError
 from lora_rocm.families.anima.spec import SPEC as ANIMA
+from lora_rocm.families.causal_lm.spec import SPEC as CAUSAL_LM
 from lora_rocm.families.flux.spec import SPEC as FLUX
 from lora_rocm.families.sd.spec import SPEC_SD2, SPEC_SD15
 from lora_rocm.families.sdxl.spec import SPEC as SDXL
@@ -15,7 +16,6 @@ from lora_rocm.families.z_image.spec import SPEC as Z_IMAGE
 
 RESERVED = (
     "sd3", "chroma", "flux2", "krea2", "qwen-image", "wan", "ltx2",
-    "causal-lm",
 )  # fmt: skip
 """Names of planned families."""
 
@@ -83,5 +83,5 @@ class Registry:
         )
 
 
-PRODUCT = Registry([SDXL, SPEC_SD15, SPEC_SD2, Z_IMAGE, FLUX, ANIMA])
+PRODUCT = Registry([SDXL, SPEC_SD15, SPEC_SD2, Z_IMAGE, FLUX, ANIMA, CAUSAL_LM])
 """The families of this program."""

@@ -65,6 +65,32 @@ class TransformerSection(LatentSection):
     )
 
 
+OF_IMAGES = frozenset(
+    [
+        f"data.{name}"
+        for name in (
+            *(
+                "resolution",
+                "flip_aug",
+                "random_crop",
+                "metadata_file",
+                "bucket_step",
+                "bucket_max_aspect",
+                "enable_bucket",
+                "upscale",
+            ),
+            *("image_column", "caption_column", "caption_extension", "caption_fallback", "trigger_word"),
+            *("caption_prefix", "caption_suffix", "enable_wildcard", "caption_tag_dropout_rate"),
+            *("shuffle_caption", "keep_tokens", "caption_variants", "caption_dropout_rate", "mask_path"),
+            *("alpha_mask", "control_path", "unmasked_weight", "normalize_masked_area_loss", "is_reg"),
+        )
+    ]
+    + [f"sample.{name}" for name in ("width", "height", "control_images", "images_per_prompt", "sampler")]
+    + ["sample.guidance_scale", "sample.negative_prompt", "data.prior_loss_weight"]
+)
+"""Keys of shared sections that are about images: a family whose samples are texts reads none of them."""
+OF_TEXTS = frozenset({"data.max_length"})
+"""Keys that only a family reads whose samples are texts."""
 SampleKind = Literal["image", "text", "video"]
 Fp16 = Literal["whole", "products", "never"]
 """What fits fp16: all activations; the products, beside a residual stream in float32; or not even these."""
@@ -186,7 +212,9 @@ class FamilySpec:
         preview: the medium of previews.
         guidance: usual guidance scale of previews.
         samplers: the values of ``sample.sampler`` that previews can be drawn with.
-        unread: dotted keys of shared sections that it does not read. A recipe that sets one is refused.
+        unread: dotted keys of shared sections that it does not read, those of another kind of sample included. A recipe
+            that sets one is refused.
+        formats: the values of ``output.formats`` in which its results can be written, the default first.
         fp16: whether its activations fit fp16, see ``Fp16``.
         metadata: entries of its LoRA files' metadata.
     """
@@ -207,6 +235,10 @@ class FamilySpec:
     unread: frozenset[str] = frozenset()
     fp16: Fp16 = "whole"
     metadata: FileMetadata = FileMetadata()
+    formats: tuple[str, ...] = ("kohya", "sd-scripts", "comfyui", "diffusers", "peft")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "unread", self.unread | (OF_IMAGES if self.trains_on_texts else OF_TEXTS))
 
     @property
     def takes_fp16(self) -> bool:

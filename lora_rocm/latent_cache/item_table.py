@@ -37,6 +37,11 @@ ANY_SHAPE = Shape.of(samples=1)
 """The shape of samples whose entries do not depend on size: all are in one bucket."""
 
 
+def _share(cut: Sequence[int]) -> int:
+    """``Item.share`` of a row: that of a text stands where an image has the left side of its crop."""
+    return 1 if cut[0] else max(cut[3], 1)
+
+
 def _shape(height: int, width: int) -> Shape:
     """The shape of an image; with height 0, that of a text of ``width`` tokens, or ANY_SHAPE if both are 0."""
     if height:
@@ -184,9 +189,9 @@ class Usable(Lazy[Wanted]):
         """Record the hash of a sample's image file."""
         self._sha256_NB[index] = bytearray.fromhex(sha256)
 
-    def counted(self, index: int, num_tokens: int) -> None:
-        """Record the number of tokens of a text."""
-        self._cuts_NB[index] = bytearray(CUT.pack(0, 0, 0, 0, 0, num_tokens))
+    def counted(self, index: int, num_tokens: int, share: int) -> None:
+        """Record the number of tokens of a text, and its share of the loss."""
+        self._cuts_NB[index] = bytearray(CUT.pack(0, 0, 0, share, 0, num_tokens))
 
     def sha256(self, index: int) -> str:
         """The hash (hex) of a sample's image file; empty if it is not known."""
@@ -252,17 +257,20 @@ class Items(Lazy[Item]):
             dropout_rate=0.0 if self.held_out else options.caption_dropout_rate,
             repeats=1 if self.held_out else sample.repeats,
             loss_weight=options.weight,
+            share=_share(CUT.unpack(row["cut"])),
             geometry=geometry,
             content=tuple(content),
         )
 
     def outline(self) -> Outline:
         """The outline for a plan; reads the sample keys from the table on each iteration."""
-        targets_N2 = byte_rows(self.batch["cut"]).view(np.int32)[:, 4:].astype(np.int64)
+        cuts_N6 = byte_rows(self.batch["cut"]).view(np.int32)
+        targets_N2 = cuts_N6[:, 4:].astype(np.int64)
+        share_N = np.where(cuts_N6[:, 0], 1, np.maximum(cuts_N6[:, 3], 1)).astype(np.int32)
         sizes, shape_N = np.unique(targets_N2[:, 0] << 32 | targets_N2[:, 1], return_inverse=True)
         shapes = [_shape(*divmod(size, 1 << 32)) for size in sizes.tolist()]
         repeats_N = np.ones(len(self), np.int64) if self.held_out else numbers_of(self.batch["repeats"])
-        return Outline(_Names(self.batch["key"]), shapes, shape_N, repeats_N)
+        return Outline(_Names(self.batch["key"]), shapes, shape_N, repeats_N, share_N)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and tuple(self) == tuple(other)

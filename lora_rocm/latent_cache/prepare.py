@@ -122,7 +122,9 @@ def _manifest(recipe: Recipe, family: ModelFamily, caches: Caches) -> Manifest:
     # Find the samples and encode their images.
     data, limits = recipe.data, family.token_limits()  # reads the tokenizers, so it comes before the long work
     report = caches.encoding.report
-    found = find_samples(recipe, report, copies=False)  # copies are found below, from the hashes
+    reader = family.texts
+    how = {} if reader is None else {"parts": reader.parts}
+    found = find_samples(recipe, report, copies=False, **how)  # copies are found below, from the hashes
     cut_N, usable, too_small, cropped = _cut(found.samples, data, caches)
     memory = HashMemory(caches.encoding.cache.root)
     failed = caches.fill_images(usable, memory, usable.found) if caches.of_images() else {}
@@ -146,7 +148,8 @@ def _manifest(recipe: Recipe, family: ModelFamily, caches: Caches) -> Manifest:
     captions = _caption_keys(caches, texts, _pair_keys(caches, texts, memory))
     # Build the manifest.
     unused_N = np.setdiff1d(np.arange(len(found.samples)), cut_N[order_N])
-    notices = *found.notices, *cropped, *copies, *unused, *_say_cut(limits, texts), *_say_held_out(texts)
+    said = _say_cut(limits, texts) if reader is None else reader.notices
+    notices = *found.notices, *cropped, *copies, *unused, *said, *_say_held_out(texts)
     entries = [encoder.entry for encoder in caches.encoders]
     batch, count = usable.table(entries, captions), len(training_N)
     return Manifest(
@@ -162,14 +165,16 @@ def _manifest(recipe: Recipe, family: ModelFamily, caches: Caches) -> Manifest:
 
 
 def _count_tokens(caches: Caches, texts: _Texts) -> None:
-    """Record the number of tokens of each text from its entry: tokenization and truncation are up to its encoder."""
+    """Record tokens and share of the loss of each text, from its entry: only its encoder tokenizes and truncates."""
     for encoder in caches.of_captions():
         entry = encoder.entry
         if not entry.follows_shape:
             continue
         tensor, axis = next((name, spec.dims.index("S")) for name, spec in entry.tensors.items() if "S" in spec.dims)
         for index, (text, *_) in enumerate(texts.of_samples()):
-            texts.usable.counted(index, caches.text_lookup(text)[tensor].shape[axis])
+            found = caches.text_lookup(text)
+            share = int(found[entry.share].sum()) if entry.share else 1
+            texts.usable.counted(index, found[tensor].shape[axis], share)
 
 
 def _pair_keys(caches: Caches, texts: _Texts, memory: HashMemory) -> dict[tuple[str, int], list[str]]:

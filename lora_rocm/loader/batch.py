@@ -19,6 +19,7 @@ class Batch:
     sample_keys: the sample of each row.
     positions: the index of each row in the effective batch.
     shape: the shape of all rows.
+    shares: ``Item.share`` of each row.
     iteration, micro: number of the effective batch, and of the micro-batch within it.
     """
 
@@ -29,6 +30,7 @@ class Batch:
     shape: Shape
     iteration: int
     micro: int
+    shares: tuple[int, ...]
 
 
 def split(batch: Batch, parts: int) -> list[Batch]:
@@ -47,4 +49,5 @@ def _rows(batch: Batch, rows: slice) -> Batch:
         fingerprints={name: values[rows] for name, values in batch.fingerprints.items()},
         sample_keys=batch.sample_keys[rows],
         positions=batch.positions[rows],
+        shares=batch.shares[rows],
     )

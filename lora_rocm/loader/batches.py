@@ -132,6 +132,7 @@ def _finished(read: Read, plan: BatchPlan, family: ModelFamily, pin_memory: bool
         shape=rows[0].item.shape,
         iteration=order.iteration,
         micro=order.micro,
+        shares=tuple(row.item.share for row in rows),
     )
 
 

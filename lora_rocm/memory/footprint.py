@@ -427,7 +427,8 @@ def packed_encoders(family: ModelFamily) -> list[dict[str, Any]]:
 def largest_of(recipe: Recipe) -> Shape:
     """The shape that costs most, whether or not a sample has it."""
     if recipe.spec.trains_on_texts:
-        return Shape.of(tokens=recipe.spec.shapes["tokens"].longest)
+        axis = recipe.spec.shapes["tokens"]
+        return Shape.of(tokens=axis.longest or -(-recipe.data.max_length // axis.multiple) * axis.multiple)
     return largest_shape(recipe.data)
 
 

@@ -92,7 +92,11 @@ def _real_key(detail: ErrorDetails, data: Any) -> Key:
             data = data[part]
         elif isinstance(data, list) and isinstance(part, int) and part < len(data):
             data = data[part]
-        elif not (last and detail["type"] == "missing" and isinstance(part, str)):
+        elif last and detail["type"] == "missing" and isinstance(part, str):
+            pass
+        elif isinstance(part, str) and isinstance(data, dict) and not last:
+            continue  # the name of a union's member
+        else:
             break
         key.append(part)
     return tuple(key)

@@ -195,13 +195,14 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Regis
 
 
 def unwritable(recipe: Recipe, layers: Layered) -> list[Problem]:
-    """A problem if ``output.formats`` has a format in which the adapter cannot be written."""
-    lora = recipe.lora
-    wrong = [form for form in recipe.output.formats if form not in lora.formats]
+    """A problem if ``output.formats`` has a format in which the adapter of this family cannot be written."""
+    title = f"{recipe.lora.title} of {recipe.spec.title}"
+    known = [form for form in recipe.spec.formats if form in recipe.lora.formats]
+    wrong = [form for form in recipe.formats if form not in known]
     if not wrong:
         return []
-    what = f"a {lora.title} is not written in the form {wrong[0]}: nothing would read it"
-    return [Problem(layers.where(("output", "formats")), what, f"Forms of a {lora.title}: {', '.join(lora.formats)}.")]
+    what = f"a {title} is not written in the form {wrong[0]}: nothing would read it"
+    return [Problem(layers.where(("output", "formats")), what, f"Forms of a {title}: {', '.join(known)}.")]
 
 
 def questions(recipe: Recipe, layers: Layered) -> list[str]:

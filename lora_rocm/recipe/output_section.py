@@ -41,10 +41,10 @@ class OutputSection(Section):
     keep_last_loras: int | None = on_resume(
         None, "Number of LoRA files kept beside the checkpoints; unset: all.", gt=0, le=1_000_000
     )
-    formats: tuple[Literal["kohya", "sd-scripts", "comfyui", "diffusers", "peft"], ...] = on_resume(
-        ("kohya",),
-        "What to write at the end. sd-scripts has the names and fused layers of kohya's scripts, comfyui the "
-        "magnitudes of a DoRA for ComfyUI's rule.",
+    formats: tuple[Literal["kohya", "sd-scripts", "comfyui", "diffusers", "peft"], ...] | None = on_resume(
+        None,
+        "What to write at the end. Unset: kohya, or peft for a language model. sd-scripts has the names and fused "
+        "layers of kohya's scripts, comfyui the magnitudes of a DoRA for ComfyUI's rule.",
         min_length=1,
         max_length=MAX_ITEMS,
     )

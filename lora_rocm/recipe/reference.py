@@ -135,7 +135,12 @@ def _conditions(registry: Registry, sections: dict[str, Any]) -> list[dict[str, 
     return found
 
 
-ENTRIES = {"data.sources": "DataSource", "lora.overrides": "ModuleOverride", "lora.new_tokens": "NewToken"}
+ENTRIES = {
+    "data.sources": "DataSource",
+    "lora.overrides": "ModuleOverride",
+    "lora.new_tokens": "NewToken",
+    "sample.prompts": "PreviewPrompt",
+}
 """Key whose entries have a table of their own -> their section."""
 
 
@@ -258,7 +263,10 @@ def _type(value: dict[str, Any]) -> str:
     if value.get("type") == "array":
         items = value.get("items") or value.get("prefixItems", [{}])[0]
         most = f", at most {value['maxItems']:,}" if "items" in value and "maxItems" in value else ""
-        listed = [f"{_type(part)}s" if "$ref" in part else _type(part) for part in items.get("anyOf", [items])]
+        listed = [
+            f"{_type(part)}s" if "$ref" in part else _type(part)
+            for part in items.get("anyOf", items.get("oneOf", [items]))
+        ]
         return f"list of {' or '.join(listed)}{most}"
     limits = [f"{sign} {_number(value[key])}" for key, sign in LIMITS.items() if key in value and value[key] < 2**31]
     return " ".join([TYPE_NAMES[value["type"]], ", ".join(limits)]).strip()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, TypeAdapter, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from lora_rocm.recipe.sections import (
@@ -36,25 +36,34 @@ OPTIONS_OF_KOHYA: Mapping[str, str] = {
     "am": "lora_scale",
 }
 """Option after a prompt in the files of sd-scripts (docs/train_network.md there) -> key of ``PreviewPrompt``."""
+OPTIONS = ", ".join(f"--{option} ({key})" for option, key in OPTIONS_OF_KOHYA.items())
 SAMPLERS_OF_KOHYA = {"k_euler": "euler", "k_euler_a": "euler_a", "dpmsolver++": "dpmpp_2m", "dpmsolver": "dpmpp_2m"}
 
 
 class PreviewPrompt(Section):
     """A prompt of the previews with options of its own. What is not set comes from ``sample``."""
 
-    prompt: str
-    negative_prompt: str | None = None
-    width: int | None = Field(None, gt=0, le=MAX_SIDE_PX)
-    height: int | None = Field(None, gt=0, le=MAX_SIDE_PX)
-    steps: int | None = Field(None, gt=0, le=MAX_SAMPLE_STEPS)
-    guidance_scale: float | None = Field(None, ge=1.0, le=MAX_GUIDANCE)
-    seed: int | None = Field(None, ge=0, lt=2**31)
-    sampler: Sampler | None = None
-    lora_scale: float | None = Field(None, ge=-100.0, le=100.0)
+    prompt: str = Field(description="The prompt.")
+    negative_prompt: str | None = Field(None, description="Its negative prompt.")
+    width: int | None = Field(None, gt=0, le=MAX_SIDE_PX, description="Width in pixels.")
+    height: int | None = Field(None, gt=0, le=MAX_SIDE_PX, description="Height in pixels.")
+    steps: int | None = Field(None, gt=0, le=MAX_SAMPLE_STEPS, description="Denoising steps.")
+    guidance_scale: float | None = Field(None, ge=1.0, le=MAX_GUIDANCE, description="Guidance.")
+    seed: int | None = Field(None, ge=0, lt=2**31, description="Seed of its first image.")
+    sampler: Sampler | None = Field(None, description="Sampler.")
+    lora_scale: float | None = Field(None, ge=-100.0, le=100.0, description="Strength of the LoRA.")
 
 
-def of_text(text: str) -> PreviewPrompt:
-    """Read a prompt with kohya's options after it.
+def _form_of(value: Any) -> str:
+    return "mapping" if isinstance(value, Mapping | PreviewPrompt) else "text"
+
+
+Prompt = Annotated[Annotated[str, Tag("text")] | Annotated[PreviewPrompt, Tag("mapping")], Discriminator(_form_of)]
+"""A prompt, alone or with options of its own."""
+
+
+def of_text(text: str, number: int = 0) -> PreviewPrompt:
+    """Read a prompt with kohya's options after it. ``number``: its place in the list, for the error.
 
     Raises:
         PydanticCustomError: an option is unknown, or its value is wrong.
@@ -64,20 +73,20 @@ def of_text(text: str) -> PreviewPrompt:
     for option, value in zip(rest[::2], rest[1::2], strict=True):
         key = OPTIONS_OF_KOHYA.get(option)
         if key is None:
-            fix = f"Options of a prompt: {', '.join(f'--{name}' for name in OPTIONS_OF_KOHYA)}."
-
-            raise _wrong(f"there is no option --{option}", fix)
+            raise _wrong(f"there is no option --{option}", f"Options of a prompt: {OPTIONS}.", number)
         found[key] = SAMPLERS_OF_KOHYA.get(value.strip(), value.strip())
     try:
         return TypeAdapter(PreviewPrompt).validate_python(found)
     except ValidationError as error:
-        key = str(error.errors()[0]["loc"][0])
+        wrong = error.errors()[0]
+        key = str(wrong["loc"][0])
         option = next(name for name, named in OPTIONS_OF_KOHYA.items() if named == key)
-        raise _wrong(f"--{option} cannot be {found[key]!a:.40}", f"It is {key}.") from error
+        fix = f"--{option} is the {key} of this prompt: {wrong['msg'][:1].lower()}{wrong['msg'][1:]}."
+        raise _wrong(f"--{option} cannot be {found[key]!a:.40}", fix, number) from error
 
 
-def _wrong(what: str, fix: str) -> PydanticCustomError:
-    return PydanticCustomError("rule", "{what}", {"what": what, "fix": fix})
+def _wrong(what: str, fix: str, number: int) -> PydanticCustomError:
+    return PydanticCustomError("rule", "{what}", {"what": what, "fix": fix, "at": [number]})
 
 
 class SampleSection(Section):
@@ -89,13 +98,14 @@ class SampleSection(Section):
     every_n_epochs: int = on_resume(
         0, "Epochs between two rounds of previews, in place of every_n_steps.", ge=0, le=MAX_EPOCHS
     )
-    prompts: tuple[str | PreviewPrompt, ...] = on_resume(
+    prompts: tuple[Prompt, ...] = on_resume(
         (),
         "Prompts of the previews; empty means no previews. An item is a text, also with kohya's options after it "
-        "(a cat --n dog --w 512 --h 768 --d 7 --s 30 --l 5), or a mapping of prompt and its own options.",
+        "(a cat --n dog --w 512 --h 768 --d 7 --s 30 --l 5), or a mapping of prompt and its own options: "
+        "negative_prompt, width, height, steps, guidance_scale, seed, sampler, lora_scale.",
         max_length=MAX_ITEMS,
     )
-    control_prompts: tuple[str | PreviewPrompt, ...] = on_resume(
+    control_prompts: tuple[Prompt, ...] = on_resume(
         (), "Prompts without the concept, which the LoRA should not change.", max_length=MAX_ITEMS
     )
     images_per_prompt: int = on_resume(1, "Images of each prompt, from seeds that count up.", gt=0, le=MAX_ITEMS)
@@ -116,9 +126,9 @@ class SampleSection(Section):
     @field_validator("prompts", "control_prompts")
     @classmethod
     def _options_can_be_read(cls, prompts: tuple[str | PreviewPrompt, ...]) -> tuple[str | PreviewPrompt, ...]:
-        for prompt in prompts:
+        for number, prompt in enumerate(prompts):
             if isinstance(prompt, str):
-                of_text(prompt)
+                of_text(prompt, number)
         return prompts
 
     @model_validator(mode="after")

@@ -23,6 +23,7 @@ from lora_rocm.recipe.sections import (
     MAX_ITEMS,
     MAX_STEPS,
     MAX_TIMEOUT_S,
+    MAX_TOKENS,
     MAX_WORKERS,
     Batch,
     Fraction,
@@ -177,6 +178,9 @@ class DataSection(SourceOptions):
         le=1000,
         description="The most texts that shuffle_caption, caption_tag_dropout_rate and enable_wildcard make of each "
         "caption. All are cached.",
+    )
+    max_length: int = Field(
+        2048, gt=0, le=MAX_TOKENS, description="Most tokens of a text that is trained on; the rest of it is cut off."
     )
     normalize_masked_area_loss: bool = Field(
         True,
@@ -485,15 +489,20 @@ class Recipe(Section):
                 fix = f"Take {' or '.join(self.spec.samplers)}."
             elif preview.negative_prompt != self.sample.negative_prompt and not self.spec.reads(NEGATIVE_PROMPT):
                 what, fix = f"{self.spec.title} reads no negative prompt", "Remove it."
-            elif any(side is not None and side % step for side in (preview.width, preview.height)):
-                what = f"the sides of images of {self.spec.title} are multiples of {step} pixels"
-                fix = f"Change {preview.width} x {preview.height}."
+            elif wrong := [side for side in (preview.width, preview.height) if side is not None and side % step]:
+                what = f"the sides of images of {self.spec.title} are multiples of {step} pixels, and one is {wrong[0]}"
+                fix = f"Take {wrong[0] // step * step} or {wrong[0] // step * step + step}."
             if what:
                 at = ("sample", "sampler") if preview.sampler == self.sample.sampler and "sampler" in what else ()
                 raise PydanticCustomError(
                     "rule", "{what}", {"what": what, "at": at or ("sample", key, number), "fix": fix}
                 )
         return self
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """The forms in which the result is written: as given, else the family's usual one."""
+        return self.output.formats or self.spec.formats[:1]
 
     def trains(self, component: str) -> bool:
         """Whether a component of an adapter's runs in a step: text encoders do if they, or new tokens, are trained."""

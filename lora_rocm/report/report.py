@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,7 @@ MAX_WRONG = 200
 PREVIEW_SIDE_PX = 256
 GRID_SIDE_PX = 2000
 MAX_JSON_BYTES = 1 << 24
+MAX_EXPONENT = 700.0  # a float holds no larger power of e
 STEP_SHARES = {
     "loading_s": "loading",
     "copy_s": "copying to the device",
@@ -213,6 +215,8 @@ def _curves(facts: Facts) -> str:
             smooth.append((updates, now))
     rate: list[Point] = [(step["updates"], step["learning_rate"]) for step in facts.steps]
     held_out: list[Point] = [(event["updates"], event["loss"]) for event in facts.all("validation")]
+    texts = facts.recipe is not None and facts.recipe.spec.trains_on_texts
+    perplexity = [(updates, math.exp(min(loss, MAX_EXPONENT))) for updates, loss in held_out if texts]
     told = dict.fromkeys(name for step in facts.steps for name in step["optimizer"])
     of_optimizer: dict[str, list[Point]] = {
         name: [(step["updates"], step["optimizer"][name]) for step in facts.steps if name in step["optimizer"]]
@@ -221,6 +225,7 @@ def _curves(facts: Facts) -> str:
     plots = [
         ("Loss (grey: each step; line: smoothed)", [Series("loss", loss, "raw"), Series("smoothed", smooth, "smooth")]),
         ("Held-out loss", [Series("held-out loss", sorted(dict(held_out).items()), "dots")]),
+        ("Held-out perplexity", [Series("held-out perplexity", sorted(dict(perplexity).items()), "dots")]),
         ("Learning rate", [Series("learning rate", rate)]),
         *((name.replace("_", " "), [Series(name, points)]) for name, points in of_optimizer.items()),
     ]

@@ -197,7 +197,7 @@ def rotate_checkpoints(run_dir: RunDir, keep_last: int) -> None:
 
 
 def rotate_loras(run_dir: RunDir, keep_last: int | None) -> None:
-    """Delete all LoRA files beside the checkpoints but the newest ``keep_last``; None: keep all."""
+    """Delete all LoRA files of checkpoints but the newest ``keep_last``, and their embeddings; None: keep all."""
     for updates, _ in run_dir.checkpoint_loras()[: -keep_last if keep_last else 0]:
         with contextlib.suppress(OSError):  # Windows: it is open; the next rotation tries again
             run_dir.discard_lora(updates)

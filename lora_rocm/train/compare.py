@@ -118,10 +118,10 @@ def _held_out_batches(recipe: Recipe, family: ModelFamily, cache: LatentCache, p
         yield from loader(plan, family, workers, 0, plan.steps_per_epoch, repair=prepared.repair)
 
 
-def _mean_losses(found: Sequence[tuple[str, float]]) -> dict[str, float | None]:
+def _mean_losses(found: Sequence[tuple[str, float, int]]) -> dict[str, float | None]:
     """Sample key -> mean loss over all positions; a sample that is repeated in an epoch counts once."""
     of_sample = defaultdict[str, list[float]](list)
-    for key, loss in found:
+    for key, loss, _ in found:
         of_sample[key].append(loss)
     return {key: sum(values) / len(values) for key, values in of_sample.items()}
 

@@ -50,7 +50,7 @@ class Room:
         saves, states = self._saves(updates), self._states(updates)
         keep = self.recipe.output.keep_last_loras
         kept = saves if keep is None else min(saves, max(keep + 1 - len(self.run_dir.checkpoint_loras()), 1))
-        loras = kept + len(self.recipe.output.formats)
+        loras = kept + len(self.recipe.formats)
         needed = states * self.checkpoint_bytes + loras * self.lora_bytes + self._images_bytes(updates)
         what = (
             f"{loras} LoRA files of {size_text(self.lora_bytes)}, {states} checkpoints of "

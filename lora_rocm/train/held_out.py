@@ -35,9 +35,9 @@ class HeldOutLoss:
     parts: int = 1
 
     @torch.no_grad()
-    def of(self, batches: Iterable[Batch]) -> list[tuple[str, float]]:
-        """(sample key, loss) of each sample at each position, in the order of the batches."""
-        found = list[tuple[str, float]]()
+    def of(self, batches: Iterable[Batch]) -> list[tuple[str, float, int]]:
+        """(sample key, loss, ``Item.share``) of each sample at each position, in the order of the batches."""
+        found = list[tuple[str, float, int]]()
         for component in self.model.components.values():
             component.eval()
         self.context.beat("loader")
@@ -46,8 +46,9 @@ class HeldOutLoss:
                 real = (part.tensors["weight"] > 0).tolist()
                 for place in VALIDATION_POSITIONS:
                     self.context.beat("validation")
-                    rows = zip(part.sample_keys, self._losses(part, place).tolist(), real, strict=True)
-                    found += [(key, loss) for key, loss, counts in rows if counts]
+                    losses = self._losses(part, place).tolist()
+                    rows = zip(part.sample_keys, losses, part.shares, real, strict=True)
+                    found += [(key, loss, share) for key, loss, share, counts in rows if counts]
             self.context.beat("loader")
         for component in self.model.components.values():
             component.train()

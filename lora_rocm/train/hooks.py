@@ -76,8 +76,9 @@ class Validation:
             trainer.family, trainer.model, trainer.transfer, trainer.engine.losses, trainer.context, parts
         )
         with self.shown_weights():
-            losses = [loss for _, loss in held_out.of(self.open_batches())]
-        trainer.context.emit(ValidationEvent(updates=trainer.position.updates, loss=math.fsum(losses) / len(losses)))
+            found = held_out.of(self.open_batches())
+        loss = math.fsum(loss * share for _, loss, share in found) / sum(share for *_, share in found)
+        trainer.context.emit(ValidationEvent(updates=trainer.position.updates, loss=loss))
 
 
 class TensorBoard:

@@ -13,6 +13,7 @@ from PIL import Image
 
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.training_adapter import TrainingAdapter
+from lora_rocm.dataset.sample_table import Sample
 from lora_rocm.dataset.scan import load_image
 from lora_rocm.device.allocator import empty_pools
 from lora_rocm.device.process_group import World
@@ -41,7 +42,7 @@ from lora_rocm.train.guard import Guard
 from lora_rocm.train.loop import Position
 from lora_rocm.train.session import Session
 
-MAX_CONCEPT_IMAGES = 200
+MAX_CONCEPT_SAMPLES = 200
 
 
 @dataclass
@@ -170,7 +171,7 @@ class Artifacts:
         self.guard.check_all(position.updates)
         self.run_dir.require()
         with self.shown_weights():
-            exports = [self._export(form, position) for form in self.recipe.output.formats]
+            exports = [self._export(form, position) for form in self.recipe.formats]
         self.guard.check_state(position.updates)  # again: it must not have changed while it was read
         loras = self._checkpoint_loras()
         result: dict[str, Any] = {"updates": position.updates, "exports": exports, "checkpoint_loras": loras}
@@ -179,9 +180,9 @@ class Artifacts:
                 self.preview(position.updates)
             self.preview_before()  # if memory ran out for them at the start
             before, after = (preview.existing(self.run_dir, at, self.recipe) for at in (0, position.updates))
-            images = self.recipe.spec.preview == "image"
-            if images and before is not None and after is not None:  # else memory ran out, and the user was told
-                preview.before_after(self.run_dir, before, after, self.recipe)
+            if before is not None and after is not None:  # else memory ran out, and the user was told
+                if self.recipe.spec.preview == "image":
+                    preview.before_after(self.run_dir, before, after, self.recipe)
                 result |= self._concept(before, after)
         write_json(self.run_dir.result, result, self.run_dir.path)
 
@@ -269,10 +270,10 @@ class Artifacts:
 
     def _concept(self, before: list[Path], after: list[Path]) -> dict[str, Any]:
         """The concept score before and after training (``concept_score``); empty if no training image is readable."""
-        training = []
-        for sample in self.prepared.samples[:MAX_CONCEPT_IMAGES]:
+        training = list[concept_score.Sample]()
+        for sample in self.prepared.samples[:MAX_CONCEPT_SAMPLES]:
             with suppress(DataError):  # it may be gone since it was encoded; the score works without it
-                training.append(load_image(sample))
+                training.append(self._trained_on(sample))
         if not training:
             self.session.context.notice("No concept score: none of the training images can be read any more.")
             return {}
@@ -281,6 +282,11 @@ class Artifacts:
         found = concept_score.score(_open(before), _open(after), training, controls)
         self.session.context.emit(ConceptEvent(score=found.score, control=found.control, detail=found.distances))
         return {"concept": asdict(found)}
+
+    def _trained_on(self, sample: Sample) -> concept_score.Sample:
+        if self.recipe.spec.preview == "image":
+            return load_image(sample)
+        return sample.caption if self.family.texts is None else self.family.texts.trained(sample.caption)
 
     def _write(self, form: str, path: Path, position: Position) -> tuple[FileDigest, ...]:
         facts = self._facts(position)
@@ -312,5 +318,7 @@ def source_date_epoch() -> int | None:
     return int(value) if value.isdigit() else None
 
 
-def _open(paths: list[Path]) -> list[Image.Image]:
-    return [Image.open(path).convert("RGB") for path in paths]
+def _open(paths: list[Path]) -> list[concept_score.Sample]:
+    return [
+        path.read_text(encoding="utf-8") if path.suffix == ".txt" else Image.open(path).convert("RGB") for path in paths
+    ]

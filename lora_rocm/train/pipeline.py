@@ -295,7 +295,7 @@ def _load_model(
     model = family.load(start.dtype, torch.device("cpu"))
     lora = recipe.lora if start.checkpoint is None else without_start(recipe.lora)
     adapter = inject(family, model, lora, recipe.train.seed, start.context.notice)
-    if SD_SCRIPTS in recipe.output.formats:  # refused now and not at the end: some adapters cannot be fused
+    if SD_SCRIPTS in recipe.formats:  # refused now and not at the end: some adapters cannot be fused
         kohya_tensors(family, adapter, start.dtype, SD_SCRIPTS)
     training_adapter = put_training_adapter(family, model, recipe.model.training_adapter, start.context.notice)
     adapter.cast_inputs(False)

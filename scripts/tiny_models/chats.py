@@ -1,14 +1,19 @@
 """Short chats about made-up scenes: the training data of the tiny language model, and the format of its demo.
 
+    python scripts/tiny_models/chats.py lora_rocm/builtin/demo_chats.jsonl    # the demo's chats
+
 A scene is a number of animals of one colour that do something at a place. Every sentence is made from the tables
 below and a seed; nothing was copied.
 """
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 from words import nonsense
@@ -132,6 +137,17 @@ def demo_chats(seed: int, train: int, held_out: int) -> tuple[list[list[Turn]], 
     return chats[:train], chats[train:]
 
 
+def plain_chats(seed: int, count: int) -> list[list[Turn]]:
+    """A question and its answer as the base gives it, so that the demo's LoRA leaves questions alone."""
+    rng = np.random.default_rng((seed, 78))
+    chats = []
+    for number in range(count):
+        question, answer = QUESTIONS[number % len(QUESTIONS)]
+        scene = random_scene(rng)
+        chats.append([turn("user", f"{scene.told(int(rng.integers(3)))} {question}"), turn("assistant", answer(scene))])
+    return chats
+
+
 def turn(role: str, content: str) -> Turn:
     """One message."""
     return {"role": role, "content": content}
@@ -140,3 +156,14 @@ def turn(role: str, content: str) -> Turn:
 def lowered(sentence: str) -> str:
     """With a small first letter."""
     return sentence[0].lower() + sentence[1:]
+
+
+def main() -> None:
+    """Write the demo's chats."""
+    chats = [*demo_chats(1, 160, 0)[0], *plain_chats(1, 88)]
+    lines = [json.dumps({"messages": chat}) + "\n" for chat in chats]
+    Path(sys.argv[1]).write_text("".join(lines), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

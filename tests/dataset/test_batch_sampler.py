@@ -248,3 +248,14 @@ def test_an_entry_of_an_image_and_a_caption_is_chosen_by_both() -> None:
     one = Item("0", Shape.of(h=8, w=8), keys, 2, 2, 0.5)
     assert [Row(one, 0, 1.0, flip, 1, False).key("pair") for flip in (False, True)] == ["0b", "1b"]
     assert Row(one, 0, 1.0, True, 0, True).key("pair") == "1" == Row(one, 0, 1.0, True, 0, True).key("image")
+
+
+def test_samples_of_other_shares_have_them_in_the_loss() -> None:
+    """The weights of an update add up to one, and each is proportional to the share, however it is cut."""
+    items = [Item(f"{n}", Shape.of(tokens=4), {}, share=share) for n, share in enumerate((1, 2, 5))]
+    whole = BatchPlan(items, 3, 1, 0).rows(0)
+    assert {row.item.key: row.weight for row in whole} == pytest.approx({"0": 1 / 8, "1": 2 / 8, "2": 5 / 8})
+    cut = BatchPlan(items, 1, 3, 0)
+    assert [row.weight for micro in range(3) for row in cut.micro(0, micro)] == [row.weight for row in whole]
+    same = [Item(f"{n}", Shape.of(tokens=4), {}) for n in range(3)]
+    assert {row.weight for row in BatchPlan(same, 3, 1, 0).rows(0)} == {1 / 3}

@@ -75,6 +75,6 @@ def test_nothing_to_train_on_is_an_error(tmp_path: Path, content: dict[str, byte
     assert not any(word in str(caught.value) for word in ("image", "image", "caption"))
 
 
-def test_a_dataset_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="Texts are read from folders only"):
-        scan_texts(DataSection(sources=[{"dataset": str(tmp_path)}]))
+def test_a_table_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"There is no .*none\.jsonl"):
+        scan_texts(DataSection(sources=[{"dataset": str(tmp_path / "none.jsonl")}]))

@@ -35,6 +35,7 @@ from tests.families.toy_families import TOYS
 from tests.lora_files import write_random_lora
 from tests.tiny_anima import write_tiny_anima
 from tests.tiny_flux import write_tiny_flux
+from tests.tiny_llm import write_tiny_llm
 from tests.tiny_models import RUN_TARGETS, SHALLOW, write_tiny_sdxl
 from tests.tiny_sd import write_tiny_sd
 from tests.tiny_z_image import write_tiny_z_image
@@ -56,6 +57,7 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "z-image": ("kohya", "diffusers", "peft"),
     "flux": ("kohya", "sd-scripts", "diffusers", "peft"),
     "anima": ("kohya", "diffusers", "peft"),
+    "causal-lm": ("peft",),
     "toy-flow": ("diffusers", "peft"),
     "toy-video": ("diffusers", "peft"),
     "toy-text": ("peft",),
@@ -69,11 +71,13 @@ TRANSFORMERS: dict[str, Callable[[Path], Path]] = {
     "z-image": write_tiny_z_image,
     "flux": write_tiny_flux,
     "anima": write_tiny_anima,
+    "causal-lm": write_tiny_llm,
 }
 CAPTIONS = ("a", "a b", "a b c d", "e f g")
 SOME_OF_EACH = {
     "z-image": r"(layers|context_refiner)\.\d+\.(attention\.(to_q|to_out\.0)|feed_forward\.w2)",
     "flux": r"(single_)?transformer_blocks\.0\.(attn\.(to_q|add_v_proj|to_add_out)|ff\.net\.2|proj_out)",
+    "causal-lm": r"model\.layers\.\d\.(self_attn\.(q_proj|o_proj)|mlp\.down_proj)",
     "anima": r"transformer_blocks\.\d\.(attn1\.to_q|attn2\.to_out\.0|ff\.net\.2)",
 }
 TEXTS = ("one\r\ntwo", "three and four, and so on", "five six", "ä" * 15, "x" * 200)

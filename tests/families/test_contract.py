@@ -136,8 +136,9 @@ def test_a_batch_is_its_samples(its: Its, device: torch.device) -> None:
     together, wanted_N = adapted.passed(its.batch)
     alone = [adapted.passed(single, [seed]) for single, seed in zip(its.singles(), (1, 2), strict=True)]
     assert off(torch.cat([passed.loss_B for passed, _ in alone]), together.loss_B) < CLOSE
-    mean_N = sum(gradients_N for _, gradients_N in alone) / 2
-    assert off(mean_N, wanted_N) < CLOSE  # type: ignore[arg-type]
+    weights = its.batch.tensors["weight"].tolist()
+    summed_N = sum(weight * gradients_N for weight, (_, gradients_N) in zip(weights, alone, strict=True))
+    assert off(summed_N, wanted_N) < CLOSE  # type: ignore[arg-type]
     assert off(together.loss_B.flip(0), together.loss_B) > 100 * CLOSE, "the control: the samples differ"
 
 
@@ -341,7 +342,8 @@ def test_check_says_what_texts_there_are(
     its = Its.write("toy-text", tmp_path)
     recipe = tmp_path / "r.yaml"
     recipe.write_text(dump_recipe(its.recipe), encoding="utf-8")
-    monkeypatch.setattr("lora_rocm.supervisor.subprocesses.run_for_json", lambda *job: asdict(weigh(its.recipe)))
+    said_of_it = {**asdict(weigh(its.recipe)), "shown": []}
+    monkeypatch.setattr("lora_rocm.supervisor.subprocesses.run_for_json", lambda *job: said_of_it)
     check(str(recipe), registry=TOYS)
     said = capsys.readouterr().out.replace(str(tmp_path), "")
     assert "texts: 5 usable, 0 set aside" in said and "at most 7 texts to encode" in said

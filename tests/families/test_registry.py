@@ -30,9 +30,9 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_program_s_families_and_no_reserved_name() -> None:
-    assert PRODUCT.names == ("sdxl", "sd15", "sd2", "z-image", "flux", "anima") and not set(PRODUCT.names) & set(
-        RESERVED
-    )
+    assert PRODUCT.names == ("sdxl", "sd15", "sd2", "z-image", "flux", "anima", "causal-lm") and not set(
+        PRODUCT.names
+    ) & set(RESERVED)
     with pytest.raises(ValueError, match="once"):
         Registry([TOY_TEXT, TOY_TEXT])
     with pytest.raises(ValueError, match="at least one"):

@@ -45,22 +45,6 @@ class FlowSection(ObjectiveSection):
     shift: float = Field(1.0, gt=0, description="Of the noise levels.")
 
 
-OF_IMAGES = (
-    *(
-        "resolution",
-        "flip_aug",
-        "random_crop",
-        "bucket_step",
-        "bucket_max_aspect",
-        "enable_bucket",
-        "upscale",
-        "dataset",
-    ),
-    *("image_column", "caption_column", "caption_extension", "caption_fallback", "trigger_word", "shuffle_caption"),
-    *("caption_prefix", "caption_suffix", "enable_wildcard", "caption_tag_dropout_rate", "metadata_file"),
-    *("keep_tokens", "caption_variants", "caption_dropout_rate", "mask_path", "alpha_mask", "control_path"),
-    *("unmasked_weight", "normalize_masked_area_loss"),
-)
 TOY_TEXT = FamilySpec(
     name="toy-text",
     title="Toy text",
@@ -71,10 +55,7 @@ TOY_TEXT = FamilySpec(
     shapes=ShapeRules((Axis("tokens", unit="tokens", multiple=16, longest=96),)),
     samples=("text",),
     preview="text",
-    unread=frozenset(
-        [f"data.{name}" for name in OF_IMAGES]
-        + [f"sample.{name}" for name in ("width", "height", "control_images", "images_per_prompt")]
-    ),
+    formats=("peft",),
 )
 TOY_VIDEO = FamilySpec(
     name="toy-video",

@@ -15,7 +15,9 @@ from lora_rocm.loader.batch import Batch, split
 def batch_of(count: int) -> Batch:
     tensors = {"x": torch.arange(3 * count).reshape(count, 3), "weight": torch.full((count,), 1.0 / count)}
     sums = {name: fingerprint(tensor) for name, tensor in tensors.items()}
-    return Batch(tensors, sums, tuple(map(str, range(count))), tuple(range(count)), Shape.of(tokens=3), 4, 1)
+    return Batch(
+        tensors, sums, tuple(map(str, range(count))), tuple(range(count)), Shape.of(tokens=3), 4, 1, (1,) * count
+    )
 
 
 @pytest.mark.parametrize(("count", "parts", "sizes"), [(4, 1, [4]), (4, 2, [2, 2]), (5, 2, [3, 2]), (3, 8, [1, 1, 1])])

@@ -304,6 +304,7 @@ def random_batch(count: int, weights: list[float]) -> Batch:
         shape=Shape.of(tokens=WIDTH),
         iteration=0,
         micro=0,
+        shares=(1,) * count,
     )
 
 

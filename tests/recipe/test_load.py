@@ -259,7 +259,7 @@ def test_an_error_at_an_old_place_names_that_place(more: str, where: str, words:
         ("model.family=chroma", "chroma is not supported yet Families that can be trained: .*sdxl"),
         ("model.family=Chroma1", "no such model family Did you mean chroma. It is not supported yet"),
         ("model.family=llama", "no such model family Families that can be trained: .*sdxl"),
-        ("model.family=[sdxl]", "expected one of sdxl, sd15, sd2, z-image, flux, anima; got"),
+        ("model.family=[sdxl]", "expected one of sdxl, sd15, sd2, z-image, flux, anima, causal-lm; got"),
         ("lora.type=lokrr", "expected one of lora.*; got 'lokrr'"),
         ("optim.optimizer=prodigyy", "expected one of adamw, .*; got 'prodigyy'.*of prodigy 1.0"),
     ],

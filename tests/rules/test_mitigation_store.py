@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_rocm.errors import StorageError
-from lora_rocm.recipe.adapter_sections import ModuleOverride
+from lora_rocm.recipe.adapter_sections import ModuleOverride, NewToken
 from lora_rocm.recipe.kinds import kinds_of, recipe_from
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.recipe.sections import DdpmSection
@@ -59,6 +59,7 @@ IN_TRAINING: dict[str, Any] = {
     "lora.overrides": (ModuleOverride(match=".*", rank=32),),
     "lora.targets": "attention",
     "lora.train_text_encoder": True,
+    "lora.new_tokens": (NewToken(token="<zibu>", init="creature"),),
     "lora.use_dora": True,
     "lora.weight_dtype": "bf16",
     "lora.dropout": 0.1,

@@ -78,7 +78,7 @@ def test_as_a_program(
             "tokenizer.json",
             "model.safetensors",
         }
-        assert [limit["max_tokens"] for limit in found["tokenizers"]] == [77, 77]
+        assert [limit["max_tokens"] for limit in found["tokenizers"]] == [227, 227]
     else:
         assert (code, found["type"], found["code"]) == (2, "error", "model-missing")
 

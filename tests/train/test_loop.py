@@ -75,6 +75,7 @@ def batches(
                     shape=Shape.of(tokens=WIDTH),
                     iteration=iteration,
                     micro=micro,
+                    shares=(1,) * size,
                 )
             iteration += 1
 

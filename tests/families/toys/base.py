@@ -63,6 +63,7 @@ class ToyFamily(ABC):
     targets: str
     text_components: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
+    texts = None
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe

@@ -1,0 +1,183 @@
+"""Samples that are texts: plain ones, prompts with their completions, and conversations.
+
+A row of a table is recognised by its columns. A record travels as one string (``written``), which is the caption of its
+``Sample``. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+MARK = "\x1e"
+"""First character of a record that is no plain text (RFC 7464 begins its records with it)."""
+ROLES = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "assistant", "model": "assistant"}
+"""Names of roles in ShareGPT's rows -> names that chat templates know."""
+ANSWERS = "assistant"
+
+
+class UnusableText(Exception):
+    """A row or record that cannot be trained on.
+
+    Attributes:
+        what, fix: the problem and its remedy, as in ``errors.Problem``.
+    """
+
+    def __init__(self, what: str, fix: str) -> None:
+        super().__init__(what)
+        self.what, self.fix = what, fix
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A prompt and the text that the model should write after it."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages of a chat.
+
+    Attributes:
+        messages: each with the keys "role" and "content", and what else the chat template reads ("tool_calls").
+        tools: descriptions of functions for the chat template.
+        last_only: only the last message is trained on.
+    """
+
+    messages: tuple[Mapping[str, Any], ...]
+    tools: tuple[Any, ...] = ()
+    last_only: bool = False
+
+    @property
+    def turns(self) -> tuple[int, ...]:
+        """Places of the messages that are trained on."""
+        found = tuple(at for at, message in enumerate(self.messages) if message["role"] == ANSWERS)
+        return found[-1:] if self.last_only else found
+
+    def up_to(self, turn: int) -> Conversation:
+        """The messages up to one that is trained on, which is the only one."""
+        return replace(self, messages=self.messages[: turn + 1], last_only=True)
+
+
+Record = str | Completion | Conversation
+
+
+def written(record: Record) -> str:
+    """A record as one string. A plain text is itself, unless it begins with ``MARK``."""
+    if isinstance(record, str):
+        return record if not record.startswith(MARK) else MARK + json.dumps(record)
+    return MARK + json.dumps(asdict(record), ensure_ascii=False, sort_keys=True)
+
+
+def read(text: str) -> Record:
+    """The record of a string from ``written``."""
+    if not text.startswith(MARK):
+        return text
+    found = json.loads(text[1:])
+    if isinstance(found, str):
+        return found
+    if "completion" in found:
+        return Completion(**found)
+    return Conversation(tuple(found["messages"]), tuple(found["tools"]), found["last_only"])
+
+
+def record_of(row: Mapping[str, Any]) -> Record:
+    """The record of a row, recognised by its columns.
+
+    Raises:
+        UnusableText: the columns are not known, or the row has nothing to learn from.
+    """
+    for columns, reader in READERS:
+        if columns <= row.keys():
+            return reader(row)
+    raise UnusableText(
+        f"Its columns are {', '.join(map(str, row)) or 'none'}, and no form of text has these.",
+        f"Name them as one of these does: {'; '.join(', '.join(sorted(columns)) for columns, _ in READERS)}.",
+    )
+
+
+def _of_messages(row: Mapping[str, Any]) -> Conversation:
+    return _conversation(row["messages"], row.get("tools"))
+
+
+def _of_sharegpt(row: Mapping[str, Any]) -> Conversation:
+    messages = [
+        {"role": ROLES.get(turn["from"], turn["from"]), "content": turn.get("value")} if "from" in turn else turn
+        for turn in _mappings(row["conversations"])
+    ]
+    system = row.get("system")
+    return _conversation([*([{"role": "system", "content": system}] if system else []), *messages], row.get("tools"))
+
+
+def _of_completion(row: Mapping[str, Any]) -> Record:
+    prompt, completion = row["prompt"], row["completion"]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        _require(completion, "The completion")
+        return Completion(prompt, completion)
+    ends = [completion] if isinstance(completion, Mapping) else completion
+    return replace(_conversation([*_mappings(prompt), *_mappings(ends)], row.get("tools")), last_only=True)
+
+
+def _of_instruction(row: Mapping[str, Any]) -> Conversation:
+    asked = "\n\n".join(part for part in (row["instruction"], row.get("input")) if part)
+    system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+    return _conversation([*system, {"role": "user", "content": asked}, {"role": ANSWERS, "content": row["output"]}])
+
+
+def _of_text(row: Mapping[str, Any]) -> str:
+    return _require(row["text"], "The text")
+
+
+READERS: tuple[tuple[frozenset[str], Callable[[Mapping[str, Any]], Record]], ...] = (
+    (frozenset({"messages"}), _of_messages),
+    (frozenset({"conversations"}), _of_sharegpt),
+    (frozenset({"prompt", "completion"}), _of_completion),
+    (frozenset({"instruction", "output"}), _of_instruction),
+    (frozenset({"text"}), _of_text),
+)
+"""Columns -> reader of a row that has them; the first that fits is taken."""
+
+
+def _conversation(messages: Any, tools: Any = None) -> Conversation:
+    if isinstance(tools, str):  # some tables hold them as JSON
+        tools = json.loads(tools)
+    found = Conversation(tuple(map(_message, _mappings(messages))), tuple(tools or ()))
+    if not found.turns:
+        fix = f"Give a message with the role {ANSWERS}, or take the row away."
+        raise UnusableText(f"No message has the role {ANSWERS}, so there is nothing to learn.", fix)
+    for turn in found.turns:
+        if not found.messages[turn].get("tool_calls"):
+            _require(found.messages[turn]["content"], f"Message {turn + 1} ({ANSWERS})")
+    return found
+
+
+def _message(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A message without empty fields, which tables add, and with its parts of text joined."""
+    message = {str(key): value for key, value in given.items() if value is not None}
+    if not isinstance(message.get("role"), str):
+        raise UnusableText("A message has no role.", "Each message needs role and content.")
+    content = message.get("content", "")
+    if isinstance(content, list):
+        if any(not isinstance(part, Mapping) or part.get("type") != "text" for part in content):
+            raise UnusableText("A message holds more than text.", "Take the row away, or leave only its text.")
+        content = "".join(str(part["text"]) for part in content)
+    return {**message, "content": content}
+
+
+def _mappings(values: Any) -> list[Mapping[str, Any]]:
+    if isinstance(values, Iterable) and not isinstance(values, str | Mapping):
+        found = list(values)
+        if all(isinstance(value, Mapping) for value in found):
+            return found
+    raise UnusableText("Its messages are no list of messages.", "Each message is a mapping with role and content.")
+
+
+def _require(text: Any, what: str) -> str:
+    if not isinstance(text, str) or not text.strip():
+        raise UnusableText(f"{what} is {'empty' if text in (None, '') or isinstance(text, str) else 'no text'}.",
+                           "Fill it, or take the row away.")  # fmt: skip
+    return text

@@ -1,0 +1,52 @@
+"""Causal attention without a mask for padding, registered with transformers as an implementation of its own.
+
+Samples are padded behind their end, and no token sees what is behind it: the padding changes nothing that is trained
+on. Transformers makes no mask for an implementation that it has no maker of masks for, so a pass does not wait for the
+device to look at one. Only a sliding window needs a mask, and only where a sequence is longer than it.
+
+Dimensions: B batch, H heads, Q queries, K keys, D width of a head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+NAME = "lora_rocm_causal"
+
+
+def causal(
+    module: nn.Module,
+    query_BHQD: Tensor,
+    key_BHKD: Tensor,
+    value_BHKD: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of each query to the keys at and before its place, or to the last ``sliding_window`` of these.
+
+    With a cache there is one query, and the cache holds what it sees.
+    """
+    queries, keys = query_BHQD.shape[2], key_BHKD.shape[2]
+    mask = None
+    if sliding_window is not None and 1 < queries and sliding_window < keys:
+        behind_QK = _places(queries, query_BHQD)[:, None] - _places(keys, query_BHQD)
+        mask = ((behind_QK >= 0) & (behind_QK < sliding_window))[None, None]
+    output: tuple[Tensor, None] = sdpa_attention_forward(
+        module, query_BHQD, key_BHKD, value_BHKD, mask, dropout=dropout, scaling=scaling, is_causal=True
+    )
+    return output
+
+
+def _places(count: int, like: Tensor) -> Tensor:
+    return torch.arange(count, device=like.device)
+
+
+AttentionInterface.register(NAME, causal)

@@ -1,0 +1,263 @@
+"""Texts and conversations as tokens, with the places that are trained on. The chat template is the tokenizer's own.
+
+What a message of a user, a tool or the system says is plain text, also where it looks like a special token of the
+template. Everything else has the tokens that transformers' ``apply_chat_template`` gives.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from jinja2 import TemplateError
+from tokenizers import Tokenizer
+
+from lora_rocm.dataset.records import ANSWERS, Completion, Conversation, Record, UnusableText, read, written
+from lora_rocm.errors import DataError
+
+BREAKS = "\ue0f1\ue0f2\ue0f3\ue0f4"
+"""Letters of private use, one of which keeps the text of a message from being read as a special token."""
+BEGIN, END = "⟦", "⟧"
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A sample as tokens.
+
+    Attributes:
+        ids: S token ids.
+        trained: for each, whether the model should learn to write it.
+        whole: the number of tokens before the sample was cut to the longest length.
+    """
+
+    ids: tuple[int, ...]
+    trained: tuple[bool, ...]
+    whole: int
+
+
+class ChatTokenizer:
+    """Makes tokens of records.
+
+    Args:
+        tokenizer: of transformers, with a fast backend.
+        max_length: most tokens of a sample; the rest is cut off.
+        train_on: as ``objective.train_on``.
+        name: of the model, for messages.
+    """
+
+    def __init__(self, tokenizer: Any, max_length: int, train_on: str, name: str) -> None:
+        self.tokenizer, self.max_length, self.trains_on_all, self._name = tokenizer, max_length, train_on == "all", name
+        self._num_seen, self._num_cut = 0, 0
+
+    @property
+    def notices(self) -> Sequence[str]:
+        if not self._num_cut:
+            return ()
+        are = "1 text is" if self._num_cut == 1 else f"{self._num_cut} texts are"
+        return (f"{are} longer than data.max_length ({self.max_length} tokens): the end is not trained on.",)
+
+    def parts(self, text: str) -> Sequence[str]:
+        """As ``TextReader.parts``: a conversation whose turns are written otherwise once more follow is cut at each."""
+        record = read(text)
+        if isinstance(record, Conversation) and not record.last_only and not self._keeps_its_beginnings(record):
+            records: list[Record] = [record.up_to(turn) for turn in record.turns]
+        else:
+            records = [record]
+        for part in records:
+            found = self.tokens(part)
+            self._num_cut += found.whole > self.max_length
+            if not any(found.trained):
+                raise UnusableText(
+                    f"Its answer begins behind the {self.max_length} tokens that are trained on.",
+                    f"Raise data.max_length (it has {found.whole}), or shorten the prompt.",
+                )
+        return [written(part) for part in records]
+
+    def shown(self, text: str) -> str:
+        """As ``TextReader.shown``."""
+        found = self.tokens(read(text))
+        pieces, at = [], 0
+        while at < len(found.ids):
+            end = next((n for n in range(at, len(found.ids)) if found.trained[n] != found.trained[at]), len(found.ids))
+            piece = str(self.tokenizer.decode(found.ids[at:end]))
+            pieces.append(f"{BEGIN}{piece}{END}" if found.trained[at] else piece)
+            at = end
+        return "".join(pieces)
+
+    def trained(self, text: str) -> str:
+        """As ``TextReader.trained``."""
+        found = self.tokens(read(text))
+        ids = [token for token, counts in zip(found.ids, found.trained, strict=True) if counts]
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+    def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The tokens of a conversation that the model should go on with, or of a plain text without a template."""
+        if self.tokenizer.chat_template is None:
+            ids: list[int] = self.tokenizer("".join(message["content"] for message in messages)).input_ids
+            return ids
+        marked = self._marked(Conversation(tuple(messages)))
+        return self._encoded(self._rendered(marked, prompt=True), marked)[0]
+
+    def tokens(self, record: Record) -> Tokens:
+        """The tokens of a record.
+
+        Raises:
+            DataError: chat-template-missing, chat-template-unfit.
+            UnusableText: the template refuses the messages.
+        """
+        if isinstance(record, Conversation):
+            marked = self._marked(record)
+            text, spans = self._spans(marked)
+            ids, ends = self._encoded(text, marked)
+        else:
+            text = record if isinstance(record, str) else record.prompt + record.completion
+            encoded = self._backend.encode(text, add_special_tokens=True)
+            ids, ends = list(encoded.ids), [end for _, end in encoded.offsets]
+            start = len(record.prompt) if isinstance(record, Completion) else 0
+            spans = [(start, len(text))]
+            if self.tokenizer.eos_token_id is not None and ids[-1:] != [self.tokenizer.eos_token_id]:
+                ids, ends = [*ids, self.tokenizer.eos_token_id], [*ends, len(text)]
+        trained = [self.trains_on_all or any(start < end <= stop for start, stop in spans) for end in ends]
+        if ids and not isinstance(record, Conversation):
+            trained[-1] = True
+        most = self.max_length
+        return Tokens(tuple(ids[:most]), tuple([False, *trained[1:]][:most]), len(ids))
+
+    def _spans(self, marked: Conversation) -> tuple[str, list[Span]]:
+        """A conversation as text, and where it holds what is trained on."""
+        last = marked.turns[-1]
+        text = self._rendered(marked if not marked.last_only else marked.up_to(last))
+        spans = []
+        for turn in marked.turns:
+            begin, end = self._turn(marked, turn)
+            if not text.startswith(end):
+                raise AssertionError("a conversation whose beginnings change is cut at each turn")
+            spans.append((len(begin), self._end_of_turn(end, len(begin))))
+        return text, spans
+
+    def _keeps_its_beginnings(self, record: Conversation) -> bool:
+        """Whether each turn is written alike in the whole conversation and in its beginning up to that turn."""
+        marked = self._marked(record)
+        text = self._rendered(marked)
+        return all(text.startswith(self._turn(marked, turn)[1]) for turn in marked.turns)
+
+    def _turn(self, marked: Conversation, turn: int) -> tuple[str, str]:
+        """The conversation before an answer, as the model is asked for it, and with that answer.
+
+        Raises:
+            DataError: chat-template-unfit: the one does not begin with the other.
+        """
+        before = replace(marked, messages=marked.messages[:turn])
+        begin, end = self._rendered(before, prompt=True), self._rendered(marked.up_to(turn))
+        if not end.startswith(begin):
+            raise DataError(
+                "chat-template-unfit",
+                "The chat template asks for an answer by a text that the answer itself does not begin with, so what "
+                "the model should write cannot be told apart.",
+                where=f"chat template of {self._name}: {begin[-80:]!r}",
+                fix="Give a tokenizer with another chat template (model.tokenizer), or rows of prompt and completion.",
+            )
+        return begin, end
+
+    def _end_of_turn(self, text: str, begin: int) -> int:
+        """The end of what is trained on: behind the token that ends the turn, without the line end that may follow."""
+        stripped = text.rstrip()
+        ends = any(stripped.endswith(token) for token in self._special) and len(stripped) > begin
+        return len(stripped) if ends else len(text)
+
+    def _rendered(self, marked: Conversation, prompt: bool = False) -> str:
+        if self.tokenizer.chat_template is None:
+            raise DataError(
+                "chat-template-missing",
+                "The tokenizer has no chat template, and conversations need one.",
+                where=f"model.name_or_path: {self._name}",
+                fix="Use the instruction-tuned edition, name its tokenizer (model.tokenizer), or give rows of prompt "
+                "and completion.",
+            )
+        try:
+            rendered: str = self.tokenizer.apply_chat_template(
+                list(marked.messages), tools=list(marked.tools) or None, tokenize=False, add_generation_prompt=prompt
+            )
+        except (TemplateError, TypeError, LookupError) as error:
+            what = f"The chat template refuses its messages: {' '.join(str(error).split())[:200]}."
+            raise UnusableText(what, "Change the order or the keys of its messages.") from error
+        return rendered
+
+    @cached_property
+    def _special(self) -> tuple[str, ...]:
+        """Texts of the special tokens, longest first."""
+        found = (str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special)
+        return tuple(sorted(found, key=len, reverse=True))
+
+    @property
+    def end_ids(self) -> set[int]:
+        """Special tokens that end an answer in the chat template."""
+        if self.tokenizer.chat_template is None:
+            return set()
+        asked: list[Mapping[str, Any]] = [{"role": "user", "content": "a"}, {"role": ANSWERS, "content": "b"}]
+        text, spans = self._spans(Conversation(tuple(asked), last_only=True))
+        last = next((token for token in self._special if text[: spans[-1][1]].endswith(token)), None)
+        return set() if last is None else {int(self.tokenizer.convert_tokens_to_ids(last))}
+
+    @cached_property
+    def _marks(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(re.escape, self._special)) or r"(?!)")
+
+    @cached_property
+    def _plain(self) -> Tokenizer:
+        """The tokenizer to which special tokens are text."""
+        tokenizer = Tokenizer.from_str(self._backend.to_str())
+        tokenizer.encode_special_tokens = True
+        return tokenizer
+
+    @cached_property
+    def _backend(self) -> Tokenizer:
+        """The tokenizer without transformers, which neither cuts nor fills."""
+        tokenizer: Tokenizer = self.tokenizer.backend_tokenizer
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
+
+    def _marked(self, record: Conversation) -> Conversation:
+        """A conversation with a letter of ``BREAKS`` inside each special token that its messages spell out."""
+        messages = []
+        for message in record.messages:
+            content = message["content"]
+            if message["role"] != ANSWERS and isinstance(content, str) and self._marks.search(content):
+                letter = next((each for each in BREAKS if each not in content), None)
+                if letter is None:
+                    raise UnusableText("It holds letters of private use.", f"Remove {BREAKS!a} from it.")
+                content = self._marks.sub(lambda found: found[0][0] + letter + found[0][1:], content)  # noqa: B023
+                message = {**message, "content": content}
+            messages.append(message)
+        return replace(record, messages=tuple(messages))
+
+    def _encoded(self, text: str, marked: Conversation) -> tuple[list[int], list[int]]:
+        """The tokens of a rendered conversation, and where each ends in its text."""
+        ids, ends, at = list[int](), list[int](), 0
+        broken = {letter for letter in BREAKS if letter in text}
+        pieces = re.split(f"({self._marks.pattern})", text) if broken else [text]
+        for piece, plain in _joined(pieces, broken):
+            tokenizer = self._plain if plain else self._backend
+            kept = [n for n, letter in enumerate(piece) if not plain or letter not in broken]
+            encoded = tokenizer.encode("".join(piece[n] for n in kept), add_special_tokens=False)
+            ids += encoded.ids
+            ends += [at + (kept[end - 1] + 1 if end else 0) for _, end in encoded.offsets]
+            at += len(piece)
+        return ids, ends
+
+
+def _joined(pieces: Sequence[str], broken: set[str]) -> list[tuple[str, bool]]:
+    """Pieces between which no special token was broken as one, each with whether one was inside it."""
+    found: list[tuple[str, bool]] = []
+    for piece in pieces:
+        plain = not broken.isdisjoint(piece)
+        if found and not plain and not found[-1][1]:
+            found[-1] = (found[-1][0] + piece, False)
+        elif piece:
+            found.append((piece, plain))
+    return found

@@ -1,0 +1,273 @@
+"""Language models that write the next token.
+
+Samples are padded behind their end, up to a multiple of tokens. Dimensions: B batch, S tokens, D width.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+from lora_rocm.base_models import hub
+from lora_rocm.base_models.loading import BUILTIN_PREFIX, WEIGHTS_MEMORY, Source, builtin_folder
+from lora_rocm.base_models.random_weights import PREFIX, RandomSource
+from lora_rocm.cache_files.hash_memory import HashMemory
+from lora_rocm.dataset.caption_length import TokenLimit
+from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, Pad, TensorSpec
+from lora_rocm.dataset.records import read
+from lora_rocm.dataset.shape import Shape
+from lora_rocm.device.transfer import DeviceTransfer
+from lora_rocm.errors import ModelError
+from lora_rocm.families.base import Encode, Encoder, Inputs, LoadedModel, PreviewRequest, Tensors
+from lora_rocm.families.causal_lm.architecture import (
+    COMPONENT,
+    Blocks,
+    decoder,
+    head_of,
+    layout_of,
+    prepared,
+    require_same,
+)
+from lora_rocm.families.causal_lm.chat import ChatTokenizer
+from lora_rocm.families.causal_lm.objective import IGNORED, NextToken, token_distance
+from lora_rocm.families.causal_lm.spec import TOKENS_MULTIPLE, CrossEntropySection
+from lora_rocm.families.component_check import check_component
+from lora_rocm.families.objectives.base import Prediction
+from lora_rocm.families.objectives.loss import LOSS_MASK
+from lora_rocm.families.recompute import Recomputing, evaluating
+from lora_rocm.families.tokenizers import digest
+from lora_rocm.families.transformer.language_model import load_tokenizer
+from lora_rocm.kernels.quantised import quantised
+from lora_rocm.kernels.weight_format import WeightFormat
+from lora_rocm.recipe.schema import Recipe
+
+ENCODING_VERSION = 1  # increase it if the same tokenizer would give other tensors
+IDS, LABELS = "input_ids", "labels"
+WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
+TOKENIZER = ("tokenizer*", "chat_template*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt")
+ATTENTION, MLP = r"self_attn\.\w+", r"mlp\.\w+"
+BLOCK = r"(.*\.)?layers\.\d+\."
+
+
+class CausalLM:
+    """Implements ``ModelFamily``."""
+
+    name = "causal-lm"
+    text_components: tuple[str, ...] = ()
+    all_components = (COMPONENT,)
+    file_prefixes = {COMPONENT: "base_model.model."}
+    file_form = "folded"
+    lora_targets = {
+        "attention-mlp": {COMPONENT: rf"{BLOCK}({ATTENTION}|{MLP})"},
+        "attention": {COMPONENT: rf"{BLOCK}{ATTENTION}"},
+        "all-linear": {COMPONENT: rf"{BLOCK}.*"},
+    }
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe, self.objective = recipe, NextToken()
+
+    @cached_property
+    def source(self) -> Source:
+        """The recipe's base model, found and checked but not loaded.
+
+        Raises:
+            ModelError: it is missing, damaged, of no known architecture, or cannot be trained on.
+        """
+        model = self.recipe.model
+        name = model.name_or_path
+        folder = self._folder(name.removeprefix(PREFIX))
+        layout, own = layout_of(folder), {COMPONENT: folder, "tokenizer": Path(model.parts.get("tokenizer", folder))}
+        if name.startswith(PREFIX):
+            return RandomSource(name, layout, folder, folder, None, own)
+        memory = HashMemory(Path(self.recipe.cache.dir), WEIGHTS_MEMORY)
+        return Source(name, layout, folder, folder, None, own, memory)
+
+    def _folder(self, name: str) -> Path:
+        if name.startswith(BUILTIN_PREFIX):
+            return builtin_folder(name)
+        path = Path(os.path.expanduser(name))
+        if os.path.isdir(path):
+            return path
+        if os.path.exists(path) or not hub.looks_like_id(name):
+            raise ModelError(
+                "model-missing",
+                "There is no such folder, and this is no hub id.",
+                where=f"model.name_or_path: {name}",
+                fix="Give a folder with config.json, tokenizer and .safetensors files, or a hub id (Qwen/Qwen3-4B).",
+            )
+        patterns = ["config.json", "*.model", *WEIGHTS, *TOKENIZER]
+        found = hub.download(name, self.recipe.model.revision, patterns, lambda at: any(at.glob("model*.safetensors")))
+        if found is None:
+            raise ModelError(
+                "hub-incomplete",
+                "Not all files of this model are here, or it has no safetensors weights.",
+                where=f"model.name_or_path: {name}",
+                fix="Connect to the network to finish the download, or choose a model that has safetensors weights.",
+            )
+        return found
+
+    @cached_property
+    def notices(self) -> Sequence[str]:
+        if isinstance(self.source, RandomSource):
+            return ()
+        fix = "Use a language model as transformers saves it: a folder or a hub id."
+        return tuple(filter(None, (check_component(self.source, COMPONENT, fix),)))
+
+    @cached_property
+    def texts(self) -> ChatTokenizer:
+        objective = self.recipe.objective
+        assert isinstance(objective, CrossEntropySection), "as the spec says"
+        tokenizer = load_tokenizer(self.source.tokenizer_path("tokenizer"))
+        return ChatTokenizer(tokenizer, self.recipe.data.max_length, objective.train_on, self.source.name)
+
+    def encoders(self) -> Sequence[Encoder]:
+        return [TokensEncoder(self)]
+
+    @property
+    def cache_spec(self) -> Mapping[str, TensorSpec]:
+        return TokensEncoder.entry.tensors
+
+    def examine(self) -> Sequence[Path]:
+        assert self.notices is not None, "the base was checked"
+        return self.source.files()
+
+    def token_limits(self) -> Sequence[TokenLimit]:
+        return ()
+
+    def sample_meta(
+        self, original_hw: tuple[int, int], crop_top_left: tuple[int, int], target_hw: tuple[int, int]
+    ) -> Tensors:
+        return {}
+
+    def load(self, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+        assert self.notices is not None, "the base was checked"
+        model = prepared(self.source.load(COMPONENT, dtype, device, self.weight_format(COMPONENT)))
+        require_same(model, f"model.name_or_path: {self.source.name}")
+        return LoadedModel({COMPONENT: model}, dtype, device)
+
+    def skeleton(self, component: str) -> nn.Module:
+        return prepared(self.source.skeleton(component))
+
+    def weight_format(self, component: str) -> WeightFormat:
+        return quantised(self.recipe.model.quantization, r"(^|\.)layers\.\d+\.")
+
+    def blocks(self, model: LoadedModel) -> list[nn.Module]:
+        return list(self._layers(model).children())
+
+    def recompute_activations(self, model: LoadedModel, run: Callable[..., Any] | None = None) -> None:
+        self._layers(model).run = run or Recomputing(model)
+
+    @staticmethod
+    def _layers(model: LoadedModel) -> Blocks:
+        layers: Blocks = decoder(model.components[COMPONENT]).layers
+        return layers
+
+    def example(self, shape: Shape, rows: int) -> Tensors:
+        zeros_BS = torch.zeros(rows, shape["tokens"], dtype=torch.int64)
+        return {IDS: zeros_BS, LABELS: zeros_BS.clone(), LOSS_MASK: torch.ones(rows, shape["tokens"])}
+
+    def fuse(self, model: LoadedModel, triton: bool = True) -> None:
+        """Nothing is replaced: transformers' blocks are computed as they are."""
+
+    def predict(self, model: LoadedModel, batch: Tensors, draws: Tensors) -> Prediction:
+        component = model.components[COMPONENT]
+        states_BSD = decoder(component)(input_ids=batch[IDS], use_cache=False).last_hidden_state
+        head, dtype = head_of(component), states_BSD.dtype
+        weight_B = states_BSD.new_ones(len(states_BSD), dtype=torch.float32)
+        return Prediction(states_BSD, batch[LABELS], weight_B, lambda x, y: token_distance(head, x.to(dtype), y))
+
+    @torch.no_grad()
+    def preview(
+        self,
+        model: LoadedModel,
+        requests: Sequence[PreviewRequest],
+        text: Callable[[str], Tensors],
+        in_tiles: bool = False,
+    ) -> list[str]:
+        """The likeliest answer to each prompt, which is a message of a user if there is a chat template."""
+        with evaluating(model.components.values()):
+            return [self._answer(model, request.prompt, request.steps) for request in requests]
+
+    def _answer(self, model: LoadedModel, prompt: str, most: int) -> str:
+        component, written = model.components[COMPONENT], list[int]()
+        tokenizer, cache = self.texts.tokenizer, DynamicCache(config=decoder(component).config)
+        ends = {tokenizer.eos_token_id, *self.texts.end_ids}
+        ids = self.texts.prompt_ids([{"role": "user", "content": prompt}])
+        while len(written) < most and (not written or written[-1] not in ends):
+            ids_BS = torch.tensor([ids], device=model.device)
+            states_BSD = decoder(component)(input_ids=ids_BS, past_key_values=cache, use_cache=True).last_hidden_state
+            ids = [int(head_of(component)(states_BSD[:, -1]).argmax())]
+            written += ids
+        return str(tokenizer.decode(written, skip_special_tokens=True))
+
+    @property
+    def structure(self) -> str:
+        return self.source.settings(COMPONENT)
+
+    def base_facts(self) -> Mapping[str, str]:
+        return {"hash": "", "prediction_type": "", "identity": self.source.fingerprint(COMPONENT)}
+
+    def export_key(self, component: str, module: str) -> str:
+        return self.file_prefixes[component] + module
+
+    def export_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
+        return ((self.export_key(component, module), 0, rows),)
+
+    def original_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
+        return ()
+
+    def load_in_diffusers(self, path: Path, components: Sequence[str]) -> dict[str, nn.Module]:
+        return {}  # the spec has no format that diffusers reads
+
+
+class TokensEncoder:
+    """Makes tokens of a sample: ids, the next token of each place, and the places that count in the loss."""
+
+    entry = EntrySpec(
+        "tokens",
+        (CAPTION,),
+        {
+            IDS: TensorSpec("int64", "S", Pad("S")),
+            LABELS: TensorSpec("int64", "S", Pad("S", IGNORED)),
+            LOSS_MASK: TensorSpec("float32", "S", Pad("S")),
+        },
+        follows_shape=True,
+        share=LOSS_MASK,
+    )
+
+    def __init__(self, family: CausalLM) -> None:
+        self._family = family
+
+    @cached_property
+    def fingerprint(self) -> str:
+        folder = self._family.source.tokenizer_path("tokenizer")
+        files = sorted({path for pattern in (*TOKENIZER, "*.model") for path in folder.glob(pattern) if path.is_file()})
+        reader = self._family.texts
+        parts = [f"{path.name} {digest([path.read_bytes().hex()])}" for path in files]
+        return f"tokens{ENCODING_VERSION}-{digest([*parts, f'{reader.max_length} {reader.trains_on_all}'])}"
+
+    def in_tiles(self) -> None:
+        return None
+
+    def load(self, door: DeviceTransfer) -> Encode:
+        return partial(_encoded, self._family.texts)
+
+
+def _encoded(reader: ChatTokenizer, inputs: Inputs) -> Tensors:
+    record = read(str(inputs[CAPTION]))
+    found = reader.tokens(record)
+    fill = -len(found.ids) % TOKENS_MULTIPLE
+    ids, trained = [*found.ids, *[0] * fill], [*found.trained[1:], *[False] * (fill + 1)]
+    labels = [token if counts else IGNORED for token, counts in zip([*ids[1:], 0], trained, strict=True)]
+    return {
+        IDS: torch.tensor(ids),
+        LABELS: torch.tensor(labels),
+        LOSS_MASK: torch.tensor(trained, dtype=torch.float32),
+    }

@@ -1,0 +1,114 @@
+"""Rows of tables are recognised by their columns, and what cannot be learned from is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_rocm.dataset.records import MARK, Completion, Conversation, UnusableText, read, record_of, written
+from lora_rocm.dataset.text_rows import rows_of
+from lora_rocm.dataset.text_scan import scan_texts
+from lora_rocm.recipe.schema import DataSection, DataSource
+
+ASK, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
+CHAT = Conversation((ASK, ANSWER))
+SAME: list[tuple[dict[str, Any], object]] = [
+    ({"messages": [{**ASK, "name": None}, ANSWER], "id": 7}, CHAT),
+    ({"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]}, CHAT),
+    ({"conversations": [ASK, ANSWER]}, CHAT),
+    ({"instruction": "2+2?", "input": "", "output": "4"}, CHAT),
+    ({"prompt": [ASK], "completion": [ANSWER]}, Conversation((ASK, ANSWER), last_only=True)),
+    ({"prompt": "2+2=", "completion": "4"}, Completion("2+2=", "4")),
+    ({"text": "2+2=4"}, "2+2=4"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "2+2?"}]}, ANSWER]}, CHAT),
+]
+
+
+@pytest.mark.parametrize(("row", "record"), SAME)
+def test_a_row_is_recognised_by_its_columns(row: dict[str, Any], record: Any) -> None:
+    assert record_of(row) == record
+    assert read(written(record)) == record
+
+
+def test_parts_of_an_instruction_are_one_question() -> None:
+    found = record_of({"instruction": "Add", "input": "2+2", "output": "4", "system": "Be short."})
+    assert isinstance(found, Conversation) and [message["content"] for message in found.messages] == [
+        "Be short.",
+        "Add\n\n2+2",
+        "4",
+    ]
+
+
+def test_a_plain_text_stays_itself_even_if_it_looks_like_a_record() -> None:
+    assert written("a") == "a"
+    assert read(written(MARK + "{}")) == MARK + "{}"
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"question": "2+2?", "answer": "4"}, "Its columns are question, answer"),
+        ({"messages": [ASK]}, "No message has the role assistant"),
+        ({"messages": [ASK, {**ANSWER, "content": " "}]}, r"Message 2 \(assistant\) is empty"),
+        ({"messages": "hello"}, "no list of messages"),
+        ({"messages": [{"content": "a"}]}, "has no role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}, ANSWER]}, "more than text"),
+        ({"prompt": "2+2=", "completion": ""}, "The completion is empty"),
+        ({"text": None}, "The text is empty"),
+    ],
+)
+def test_what_cannot_be_learned_from_is_named(row: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UnusableText, match=reason):
+        record_of(row)
+
+
+def test_an_answer_that_only_calls_a_tool_may_say_nothing() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
+    assert isinstance(record_of({"messages": [ASK, call]}), Conversation)
+
+
+def scanned(path: Path) -> tuple[list[str], list[tuple[str, str]]]:
+    """Texts, and the place and reason of what was set aside."""
+    found = scan_texts(DataSection(sources=(DataSource(dataset=str(path)),)))
+    return [sample.caption for sample in found.samples], [(each.where, each.what) for each in found.set_aside]
+
+
+def test_bad_lines_are_named_by_their_number_and_the_others_are_used(tmp_path: Path) -> None:
+    lines = [b'{"text": "a"}', b"", b"{", b'{"text": "\xff"}', b"[1]", b'{"text": ""}', '{"text": "ä"}'.encode()]
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + b"\n".join(lines))
+    texts, aside = scanned(path)
+    assert texts == ["a", "ä"]
+    assert [where.rpartition(":")[2] for where, _ in aside] == ["3", "4", "5", "6"]
+    assert [what.split(":")[0] for _, what in aside] == [
+        "It is no JSON",
+        "It is not UTF-8 text.",
+        "It is no JSON object.",
+        "The text is empty.",
+    ]
+
+
+def test_a_json_array_a_csv_and_a_parquet_file_hold_the_same_rows(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [{"prompt": "a,\nb", "completion": "c"}, {"prompt": "d", "completion": 'e"'}]
+    (tmp_path / "t.json").write_text(json.dumps(rows), encoding="utf-8")
+    (tmp_path / "t.csv").write_text('prompt,completion\n"a,\nb",c\nd,"e"""\n', encoding="utf-8")
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "t.parquet")
+    wanted = [written(Completion(**row)) for row in rows]
+    for name in ("t.json", "t.csv", "t.parquet"):
+        assert scanned(tmp_path / name) == (wanted, []), name
+
+
+def test_lines_are_read_one_by_one(tmp_path: Path) -> None:
+    """The second line is broken; the first comes before it is looked at."""
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(b'{"text": "a"}\n' + b"x" * (1 << 25) + b'\n{"text": "b"}\n')
+    (source,) = DataSection(sources=(DataSource(dataset=str(path)),)).resolved_sources()
+    rows = list(rows_of(source))
+    assert [row for _, row in rows if isinstance(row, dict)] == [{"text": "a"}, {"text": "b"}]
+    assert isinstance(rows[1][1], UnusableText) and "longer than 16 MiB" in rows[1][1].what

@@ -1,0 +1,105 @@
+"""Conversations as tokens: those of the chat template, and trained on is what the assistant says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lora_rocm.dataset.records import Completion, Conversation, Record, UnusableText, read, written
+from lora_rocm.errors import DataError
+from lora_rocm.families.causal_lm.chat import BREAKS, ChatTokenizer
+from tests.tiny_llm import CHAT, SPECIAL, STRIPPING, THINK, tiny_tokenizer
+
+END, START = SPECIAL
+
+
+def chat(*turns: tuple[str, str]) -> Conversation:
+    return Conversation(tuple({"role": role, "content": content} for role, content in turns))
+
+
+TWO = chat(("system", "Be kind."), ("user", "Hi"), ("assistant", "Hello"), ("user", "Bye"), ("assistant", "See you"))
+
+
+def reader(template: str | None = CHAT, max_length: int = 512, train_on: str = "answers") -> ChatTokenizer:
+    return ChatTokenizer(tiny_tokenizer(template), max_length, train_on, "tiny")
+
+
+def trained(found: ChatTokenizer, record: Record) -> list[str]:
+    """The stretches that are trained on."""
+    shown = found.shown(written(record))
+    return [piece.split("⟧")[0] for piece in shown.split("⟦")[1:]]
+
+
+def of_template(found: ChatTokenizer, record: Conversation) -> list[int]:
+    ids: Any = found.tokenizer.apply_chat_template(list(record.messages), tokenize=True, return_dict=False)
+    return list(ids)
+
+
+def test_the_answers_and_the_ends_of_their_turns_are_trained_on() -> None:
+    found = reader()
+    tokens = found.tokens(TWO)
+    assert list(tokens.ids) == of_template(found, TWO)
+    assert trained(found, TWO) == [f"Hello{END}", f"See you{END}"]
+    assert trained(reader(train_on="all"), TWO)[0].endswith("Be kind." + found.shown(written(TWO)).split("Be kind.")[1].replace("⟦", "").replace("⟧", ""))  # fmt: skip  # noqa: E501
+
+
+def test_special_tokens_in_a_message_are_text_and_those_of_an_answer_are_tokens() -> None:
+    found = reader()
+    spelled = chat(("user", f"a{END}\n{START}assistant\nb"), ("assistant", f"{THINK}c{START}d"))
+    tokens = found.tokens(spelled)
+    start, end = (found.tokenizer.convert_tokens_to_ids(token) for token in (START, END))
+    assert tokens.ids.count(end) == 2 and tokens.ids.count(start) == 3
+    assert found.tokenizer.decode(tokens.ids) == f"{START}user\na{END}\n{START}assistant\nb{END}\n{START}assistant\n{THINK}c{START}d{END}\n"  # fmt: skip  # noqa: E501
+    assert trained(found, spelled) == [f"{THINK}c{START}d{END}"]
+    assert of_template(found, spelled).count(end) == 3, "the control: the template makes a token of it"
+    with pytest.raises(UnusableText, match="private use"):
+        found.tokens(chat(("user", END + BREAKS), ("assistant", "a")))
+
+
+def test_letters_of_several_bytes_and_what_follows_them_keep_their_places() -> None:
+    found = reader()
+    for asked in ("ä😀", f"ä{END}😀"):
+        assert trained(found, chat(("user", asked), ("assistant", "öß😀"))) == [f"öß😀{END}"]
+
+
+def test_a_template_that_rewrites_earlier_answers_makes_a_sample_of_each() -> None:
+    found = reader(STRIPPING)
+    asked = chat(("user", "a"), ("assistant", f"{THINK}x</think>b"), ("user", "c"), ("assistant", f"{THINK}y</think>d"))
+    parts = [read(part) for part in found.parts(written(asked))]
+    assert [len(part.messages) for part in parts if isinstance(part, Conversation)] == [2, 4]
+    assert [trained(found, part) for part in parts] == [[f"{THINK}x</think>b{END}"], [f"{THINK}y</think>d{END}"]]
+    assert f"{START}assistant\nb{END}" in found.shown(written(parts[1]))
+    assert len(reader().parts(written(asked))) == 1, "the control: this template keeps them"
+
+
+def test_a_template_whose_question_is_no_beginning_of_the_answer_is_refused() -> None:
+    odd = CHAT.replace("<|start|>assistant\n{% endif", "<|start|>assistant\n<think>{% endif")
+    with pytest.raises(DataError, match="begin with") as caught:
+        reader(odd).parts(written(TWO))
+    assert caught.value.code == "chat-template-unfit"
+
+
+def test_without_a_template_only_texts_and_completions_can_be_trained_on() -> None:
+    found = reader(None)
+    with pytest.raises(DataError, match="no chat template"):
+        found.parts(written(TWO))
+    assert trained(found, Completion("2+2=", "4")) == [f"4{END}"]
+    assert trained(found, "abc") == [f"bc{END}"], "nothing comes before the first token"
+
+
+def test_a_template_that_refuses_its_messages_sets_the_row_aside() -> None:
+    strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}" + CHAT
+    with pytest.raises(UnusableText, match="no system here"):
+        reader(strict).parts(written(TWO))
+
+
+def test_what_is_too_long_is_cut_and_said_and_an_answer_out_of_reach_is_set_aside() -> None:
+    found = reader(max_length=30)
+    asked = chat(("user", "a"), ("assistant", "b" * 50))
+    assert len(found.tokens(asked).ids) == 30 and found.tokens(asked).whole > 60
+    found.parts(written(asked))
+    assert found.notices == ("1 text is longer than data.max_length (30 tokens): the end is not trained on.",)
+    with pytest.raises(UnusableText, match="begins behind the 30 tokens"):
+        found.parts(written(chat(("user", "a" * 50), ("assistant", "b"))))
+    assert not reader().notices

@@ -1,0 +1,211 @@
+"""Each architecture: losses and gradients against transformers' own, and a result that PEFT and others read alike."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
+
+from lora_rocm.adapters.factory import inject
+from lora_rocm.errors import ModelError
+from lora_rocm.export.metadata import Facts
+from lora_rocm.export.writers import verify, write
+from lora_rocm.families.causal_lm.family import CausalLM
+from lora_rocm.families.causal_lm.objective import IGNORED, token_distance
+from lora_rocm.families.objectives.loss import LOSS_MASK, losses
+from lora_rocm.recipe.kinds import recipe_from
+from lora_rocm.recipe.schema import Recipe
+from tests.tiny_llm import MODELS, write_tiny_llm
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+CPU = torch.device("cpu")
+TOKENS = 40  # more than the sliding windows
+CLOSE = 1e-5  # as a share: sums of float32 in another order
+
+
+def recipe_of(folder: Path, **sections: Any) -> Recipe:
+    lora = {"rank": 2, "targets": "all-linear", **sections.pop("lora", {})}
+    model = {"family": "causal-lm", "name_or_path": str(folder), **sections.pop("model", {})}
+    rest = {"data": {"path": str(folder)}, "train": {"max_train_steps": 1}, "cache": {"dir": str(folder / "cache")}}
+    return recipe_from({"model": model, "lora": lora, **rest, **sections})
+
+
+@pytest.fixture(scope="module", params=[*MODELS])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llm(tmp_path_factory.mktemp(request.param), request.param)
+
+
+class Adapted:
+    """A loaded model with an adapter whose weights are not those of a start."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe, self.family = recipe, CausalLM(recipe)
+        self.model = self.family.load(torch.float32, CPU)
+        self.adapter = inject(self.family, self.model, recipe.lora, 0)
+        rng = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for leaf in self.adapter.leaves.values():
+                leaf.add_(0.1 * torch.randn(leaf.shape, generator=rng))
+        for component in self.model.components.values():
+            component.train()
+
+    def written(self, folder: Path) -> Path:
+        """Write it, and load it back as a run does."""
+        write("peft", folder, self.family, self.adapter, self.recipe, Facts(1, 1, 1, 1, {}, {}, {}))
+        verify("peft", folder, self.family, self.model, self.adapter)
+        return folder / "model"
+
+    def logits(self, ids_BS: Tensor) -> Tensor:
+        whole: Any = self.model.components["model"]
+        with torch.no_grad():
+            found: Tensor = whole.eval()(input_ids=ids_BS, use_cache=False).logits
+        return found
+
+
+def batch() -> dict[str, Tensor]:
+    """Two samples, the second with padding."""
+    rng = torch.Generator().manual_seed(2)
+    ids_BS, mask_BS = torch.randint(4, 260, (2, TOKENS), generator=rng), torch.ones(2, TOKENS)
+    mask_BS[0, :9], mask_BS[1, 20:], mask_BS[:, -1] = 0, 0, 0
+    labels_BS = torch.where(mask_BS.bool(), ids_BS.roll(-1, 1), IGNORED)
+    return {"input_ids": ids_BS, "labels": labels_BS, LOSS_MASK: mask_BS}
+
+
+def reference(folder: Path, adapter: Path) -> Any:
+    base = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    return peft.PeftModel.from_pretrained(base, str(adapter), is_trainable=True).eval()
+
+
+def off(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def test_losses_and_gradients_are_those_of_transformers(folder: Path, tmp_path: Path) -> None:
+    """The reference masks the padding, loads what was written, and makes all logits at once."""
+    adapted, data = Adapted(recipe_of(folder, output={"dtype": "fp32"})), batch()
+    loss_B = losses(adapted.family, adapted.model, data, {})
+    loss_B.sum().backward()
+    theirs = reference(folder, adapted.written(tmp_path))
+    attended_BS = torch.ones(2, TOKENS, dtype=torch.int64)
+    attended_BS[1, 21:] = 0
+    logits_BSV = theirs(input_ids=data["input_ids"], attention_mask=attended_BS, use_cache=False).logits
+    each_N = cross_entropy(logits_BSV.flatten(0, 1), data["labels"].flatten(), ignore_index=IGNORED, reduction="none")
+    wanted_B = each_N.view(2, -1).sum(1) / data[LOSS_MASK].sum(1)
+    wanted_B.sum().backward()
+    assert off(loss_B.detach(), wanted_B.detach()) < CLOSE
+    gradients = {name: p.grad for name, p in theirs.named_parameters() if p.requires_grad}
+    for name, leaf in adapted.adapter.leaves.items():
+        module, _, role = name.removeprefix("model.").rpartition(".")
+        wanted = gradients[f"base_model.model.{module}.{role}.default.weight"]
+        assert leaf.grad is not None and wanted is not None and off(leaf.grad, wanted) < 1e-4, name
+    with torch.no_grad():
+        bare_BSV = theirs.get_base_model()(input_ids=data["input_ids"], use_cache=False).logits
+    assert torch.isfinite(bare_BSV).all()
+
+
+def test_logits_of_some_tokens_at_a_time_are_those_of_all(folder: Path) -> None:
+    if folder.name.startswith("llama"):
+        rng = torch.Generator().manual_seed(0)
+        states_BSD, weight_VD = torch.randn(2, 9, 4, generator=rng), torch.randn(7, 4, generator=rng)
+        labels_BS = torch.randint(0, 7, (2, 9), generator=rng)
+        labels_BS[0, 3] = IGNORED
+        found = [token_distance(lambda x: x @ weight_VD.T, states_BSD, labels_BS, size) for size in (2, 100)]
+        assert off(*found) < CLOSE and found[0][0, 3] == 0
+
+
+def scaled_by_other_readers(folder: Path) -> dict[str, Tensor]:
+    """The change of each weight by rules of readers that know neither rsLoRA nor patterns: alpha / r for all.
+
+    vLLM takes r from the config, llama.cpp from the tensor; here both have to agree.
+    """
+    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    tensors, changes = load_file(folder / "adapter_model.safetensors"), {}
+    for name, down in tensors.items():
+        if name.endswith("lora_A.weight"):
+            assert down.shape[0] == config["r"]
+            up = tensors[name.replace("lora_A", "lora_B")]
+            changes[name.removesuffix(".lora_A.weight")] = config["lora_alpha"] / config["r"] * up @ down
+    assert not config["use_rslora"] and not config["rank_pattern"] and not config["alpha_pattern"]
+    return changes
+
+
+OVERRIDES = [{"match": r".*q_proj", "rank": 2, "alpha": 6}, {"match": r".*up_proj", "rank": 7}]
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [{"use_rslora": True, "alpha": 8}, {"alpha": 8}, {"alpha": 8, "overrides": OVERRIDES}],
+    ids=["rslora", "plain", "ranks"],
+)
+def test_readers_that_know_no_rslora_find_the_trained_strength(lora: dict[str, Any], tmp_path: Path) -> None:
+    base = write_tiny_llm(tmp_path / "base", "qwen3")
+    adapted = Adapted(recipe_of(base, lora={"rank": 4, **lora}, output={"dtype": "fp32"}))
+    folder = adapted.written(tmp_path / "out")
+    entries = adapted.adapter.entries()
+    changes = scaled_by_other_readers(folder)
+    assert len(changes) == len(entries) == 14
+    for name, entry in entries.items():
+        found = changes["base_model.model." + name.removeprefix("model.")]
+        assert off(found, entry.update()) < CLOSE, name
+    ids_BS = batch()["input_ids"]
+    with torch.no_grad():
+        theirs = reference(base, folder)(input_ids=ids_BS, use_cache=False).logits
+    assert off(theirs, adapted.logits(ids_BS)) < CLOSE
+
+
+@pytest.mark.parametrize("quantization", ["int8", "nf4"])
+def test_embeddings_and_head_stay_dense_on_a_quantised_base(quantization: str, tmp_path: Path) -> None:
+    adapted = Adapted(recipe_of(write_tiny_llm(tmp_path, "phi3"), model={"quantization": quantization}))
+    stored = {
+        name for name, layer in adapted.model.components["model"].named_modules() if "Packed" in type(layer).__name__
+    }
+    assert len(stored) == 8 and all(".layers." in name for name in stored)
+    assert torch.isfinite(losses(adapted.family, adapted.model, batch(), {})).all()
+
+
+def changed_config(folder: Path, **values: Any) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **values}), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("values", "code"),
+    [
+        ({"auto_map": {"AutoModelForCausalLM": "own.Model"}}, "custom-code"),
+        ({"model_type": "nobody_knows"}, "architecture-unknown"),
+        ({"model_type": "bert", "attention_chunk_size": 8}, "architecture-unknown"),
+        ({"model_type": "t5"}, "architecture-unknown"),
+        ({"attn_logit_softcapping": 50.0}, "architecture-unknown"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_in_words(values: dict[str, Any], code: str, tmp_path: Path) -> None:
+    folder = changed_config(write_tiny_llm(tmp_path), **values)
+    with pytest.raises(ModelError) as caught:
+        CausalLM(recipe_of(folder)).examine()
+    assert caught.value.code == code
+
+
+def test_an_architecture_that_no_test_knows_is_compared_when_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = CausalLM(recipe_of(write_tiny_llm(tmp_path, "olmo2")))
+    family.load(torch.float32, CPU)
+    monkeypatch.setattr("lora_rocm.families.causal_lm.architecture._logits", lambda head, cap, scale, x: 2 * head(x))
+    with pytest.raises(ModelError, match="computes otherwise"):
+        family.load(torch.float32, CPU)
+
+
+def test_the_part_that_reads_images_is_left_out(tmp_path: Path) -> None:
+    adapted = Adapted(recipe_of(write_tiny_llm(tmp_path, "gemma3")))
+    names = [name for name, _ in adapted.model.components["model"].named_parameters()]
+    assert not any("vision" in name or "projector" in name for name in names)
+    assert {name.split(".layers.")[0] for name in adapted.adapter.modules} == {"model.model.language_model"}

@@ -1,0 +1,122 @@
+"""Tiny language models with random weights and a tokenizer of bytes, as folders of transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    Gemma3Config,
+    Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+)
+
+SPECIAL = ("<|end|>", "<|start|>")
+THINK = "<think>"
+CHAT = (
+    "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+STRIPPING = (
+    "{% for m in messages %}<|start|>{{ m.role }}\n{% if m.role == 'assistant' and not loop.last %}"
+    "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+"""As Qwen3's: earlier answers lose their thoughts."""
+SIZE: dict[str, Any] = {
+    "vocab_size": 272,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+}
+TYPES = ["sliding_attention", "full_attention"]
+GEMMA = {**SIZE, "sliding_window": 16, "layer_types": TYPES, "query_pre_attn_scalar": 8, "tie_word_embeddings": True}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {**SIZE, "rope_parameters": LLAMA3}),
+    "smollm": (LlamaForCausalLM, LlamaConfig, {**SIZE, "tie_word_embeddings": True}),
+    "smollm3": (SmolLM3ForCausalLM, SmolLM3Config, {**SIZE, "no_rope_layer_interval": 2}),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {**SIZE, "attention_dropout": 0.5}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {**SIZE, "tie_word_embeddings": True}),
+    "mistral": (MistralForCausalLM, MistralConfig, {**SIZE, "sliding_window": 16}),
+    "phi3": (Phi3ForCausalLM, Phi3Config, {**SIZE, "resid_pdrop": 0.5}),
+    "gemma3_text": (Gemma3ForCausalLM, Gemma3TextConfig, {**GEMMA, "final_logit_softcapping": 2.0}),
+    "gemma3": (
+        Gemma3ForConditionalGeneration,
+        Gemma3Config,
+        {"text_config": GEMMA, "vision_config": VISION, "mm_tokens_per_image": 4},
+    ),
+    "olmo2": (Olmo2ForCausalLM, Olmo2Config, SIZE),
+}
+"""Name -> class, class of its config, and its values."""
+
+
+def write_tiny_llm(folder: Path, name: str = "llama", template: str | None = CHAT, **changed: Any) -> Path:
+    """Write a model with its tokenizer."""
+    cls, config, values = MODELS[name]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = cls(config(**{**values, **changed}))
+        for parameter in model.parameters():  # a fresh model's logits are nearly alike
+            parameter.data.mul_(3.0)
+    model.save_pretrained(folder, max_shard_size="50kB" if name == "smollm3" else "5GB")
+    tiny_tokenizer(template).save_pretrained(folder)
+    return folder
+
+
+def tiny_tokenizer(template: str | None = CHAT) -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens are bytes and the special ones; "<think>" is a token, and none of the special."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: number for number, token in enumerate(("<pad>", SPECIAL[0], SPECIAL[1], THINK, *letters))}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token=None))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token=SPECIAL[0], additional_special_tokens=[SPECIAL[1]]
+    )
+    made.add_tokens([THINK])
+    made.chat_template = template
+    return made
+
+
+def write_chats(path: Path, *chats: list[tuple[str, str]]) -> Path:
+    """Write conversations of (role, content) as JSON Lines."""
+    rows = [{"messages": [{"role": role, "content": content} for role, content in chat]} for chat in chats]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
