@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import struct
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,8 @@ from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.terminal_text import one_line
 from lora_rocm.foundation.units import number_text, size_text
-from lora_rocm.model_files.adapters import FACTOR, families_of, kind_of, origin_of
+from lora_rocm.model_files.adapter_sizes import alphas_of, ranks_of
+from lora_rocm.model_files.adapters import families_of, kind_of, origin_of
 from lora_rocm.model_files.header import Header, read_header
 from lora_rocm.model_files.models import BASES, INDEXES, OTHER, PARTS, index_of, model_of, models_in, pipeline_of
 from lora_rocm.model_files.readers import readers_of, spelling_of
@@ -40,7 +40,6 @@ EMPTY = ("", "{}", "None", "null")
 MAX_SHOWN, MAX_NAMED = 200, 6
 BLOCK = re.compile(r".*(?:blocks?|layers|attentions|resnets|refiner)[._]\d+[._](.+)|.*?[._](.+)")
 """The module within its block, else within its component."""
-NUMBERS = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i"}
 STARTERS = ("LoRA", "LoRA and DoRA", "LoKr", "LoHa", "OFT", "IA3")
 """Kinds of adapter that ``lora.init_from`` reads."""
 
@@ -153,7 +152,7 @@ def _adapter(header: Header, kind: str, registry: Registry) -> dict[str, Any]:
             "kind": kind,
             "spelling": spelling_of(header.tensors),
             "modules": _modules(header),
-            "ranks": {str(rank): count for rank, count in _ranks(header).most_common()},
+            "ranks": {str(rank): count for rank, count in ranks_of(header).most_common()},
             "alpha": _alphas(header),
             "readers": None if readers is None else {name: getattr(readers, name) for name in fields},
         },
@@ -171,29 +170,10 @@ def _modules(header: Header) -> dict[str, dict[str, int]]:
     return {component: dict(found.most_common()) for component, found in sorted(counts.items())}
 
 
-def _ranks(header: Header) -> Counter[int]:
-    """Return rank -> number of modules, of a LoRA."""
-    ranks: Counter[int] = Counter()
-    for name, entry in header.tensors.items():
-        factor = FACTOR.search(name)
-        if factor is not None and factor[1] in ("down", "A") and entry.shape:
-            ranks[entry.shape[0]] += 1
-    return ranks
-
-
 def _alphas(header: Header) -> dict[str, Any]:
-    """Return the smallest and the largest alpha, and how many modules of a LoRA have none."""
-    found = []
-    with header.path.open("rb") as file:
-        for name, entry in header.tensors.items():
-            if name.endswith(".alpha") and entry.end - entry.begin <= 8:
-                file.seek(entry.begin)
-                content = file.read(entry.end - entry.begin)
-                if entry.dtype == "BF16":
-                    found.append(struct.unpack("<f", b"\0\0" + content)[0])
-                elif entry.dtype in NUMBERS and content:
-                    found.append(float(struct.unpack(NUMBERS[entry.dtype], content)[0]))
-    missing = max(0, _ranks(header).total() - len(found))
+    """Return the smallest and the largest alpha, and how many modules with a rank have none."""
+    found = alphas_of(header)
+    missing = max(0, ranks_of(header).total() - len(found))
     return {"min": min(found, default=None), "max": max(found, default=None), "missing": missing}
 
 

@@ -101,7 +101,13 @@ class AdapterSection(Section):
     formats: ClassVar[tuple[str, ...]] = ("kohya", "sd-scripts", "comfyui", "diffusers", "peft")
 
     type: str = Field(description="Kind of adapter.")
-    rank: int = Field(16, gt=0, le=MAX_RANK, description="Rank of the update.")
+    rank: int = Field(
+        16,
+        gt=0,
+        le=MAX_RANK,
+        description="Rank of the update. auto: the highest rank in the file of init_from, and unless alpha is given "
+        "the highest alpha.",
+    )
     alpha: float | None = Field(
         None, gt=0, le=100_000.0, description="Scale is alpha / rank; unset means alpha = rank."
     )

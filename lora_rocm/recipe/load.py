@@ -27,6 +27,7 @@ from lora_rocm.recipe.foreign import recognised
 from lora_rocm.recipe.kinds import FAMILY, kinds_of
 from lora_rocm.recipe.schema import MOVED, Recipe, TimeoutsSection
 from lora_rocm.recipe.sections import PathRule, path_rule
+from lora_rocm.recipe.start_rank import resolve_rank
 from lora_rocm.recipe.yaml_tree import (
     MAX_OPEN_BRACKETS,
     Key,
@@ -177,6 +178,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Regis
     layers.merge(*_moved(own, places, problems))
     for override in overrides:
         problems += _lay_override(layers, override)
+    problems += resolve_rank(layers.data, layers.where)
     spoiled = {problem.where for problem in problems}
     recipe, more = _validate(layers, registry)
     problems += [problem for problem in more if problem.where not in spoiled]  # one problem per place

@@ -10,7 +10,9 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from lora_rocm.errors import RecipeError
 from lora_rocm.recipe.load import load_recipe
@@ -39,7 +41,9 @@ def recipe_of(settings: list[str], folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", TABLE["configurations"])
-def test_a_configuration_is_one_recipe(name: str, tmp_path: Path) -> None:
+def test_a_configuration_is_one_recipe(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_file({"lora_unet_x.lora_down.weight": np.zeros((4, 2))}, tmp_path / "start.safetensors")
     load_recipe(recipe_of(TABLE["configurations"][name], tmp_path))
 
 

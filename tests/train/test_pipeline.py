@@ -149,6 +149,10 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         | {"overrides": [{"match": ".*to_q", "rank": 1, "learning_rate": 1e-2}]},
         "train": {"gradient_checkpointing": True},
     },
+    "LoHa, dropped outputs, limited norms": {
+        "lora": {"type": "loha", "rank_dropout": 0.3, "module_dropout": 0.2, "scale_weight_norms": 0.01},
+        "train": {"gradient_checkpointing": True},
+    },
     "fp16 with loss scale": {"train": {"mixed_precision": "fp16"}},
     "Prodigy, two rates, bf16 weights": {
         "optim": {"optimizer": "prodigy", "learning_rate": 1.0, "text_encoder_learning_rate": 0.5, "d0": 1e-3},

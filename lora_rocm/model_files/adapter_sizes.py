@@ -1,0 +1,37 @@
+"""Ranks and alphas of an adapter file, from its header and its few bytes of alphas."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections import Counter
+
+from lora_rocm.model_files.header import Header
+
+DOWN = re.compile(r"[._]lora[._](?:down|A)\.(?:default\.)?weight$|\.(?:hada_w1_b|lokr_w2_b)$")
+"""The end of the name of the tensor that has a module's rank as its first side."""
+NUMBERS = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i"}
+
+
+def ranks_of(header: Header) -> Counter[int]:
+    """Return rank -> number of modules; whole factors of a LoKr, and other kinds, have none."""
+    return Counter(entry.shape[0] for name, entry in header.tensors.items() if entry.shape and DOWN.search(name))
+
+
+def alphas_of(header: Header) -> list[float]:
+    """Return the alphas of the modules that have one.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    found = []
+    with header.path.open("rb") as file:
+        for name, entry in header.tensors.items():
+            if name.endswith(".alpha") and entry.end - entry.begin <= 8:
+                file.seek(entry.begin)
+                content = file.read(entry.end - entry.begin)
+                if entry.dtype == "BF16":
+                    found.append(struct.unpack("<f", b"\0\0" + content)[0])
+                elif entry.dtype in NUMBERS and content:
+                    found.append(float(struct.unpack(NUMBERS[entry.dtype], content)[0]))
+    return found

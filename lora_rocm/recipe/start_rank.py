@@ -1,0 +1,42 @@
+"""Puts the rank and the alpha of the file of ``lora.init_from`` in the place of ``lora.rank: auto``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lora_rocm.errors import ModelError, Problem
+from lora_rocm.model_files.adapter_sizes import alphas_of, ranks_of
+from lora_rocm.model_files.header import read_header
+
+AUTO = "auto"
+
+
+def resolve_rank(data: dict[str, Any], where: Callable[[tuple[str, ...]], str]) -> list[Problem]:
+    """Set ``lora.rank`` to the highest rank in the file, and ``lora.alpha``, if unset, to the highest alpha.
+
+    Args:
+        data: of a recipe, before its validation; changed in place.
+        where: the file, line and name of a key.
+    """
+    lora = data.get("lora")
+    if not isinstance(lora, dict) or lora.get("rank") != AUTO:
+        return []
+    place, file, given = where(("lora", "rank")), lora.get("init_from"), "Give lora.rank as a number."
+    del lora["rank"]  # if there is a problem, it stays the only one
+    if not isinstance(file, str):
+        return [Problem(place, "auto is the rank of the file of lora.init_from, which is not set", given)]
+    path = Path(file).expanduser()
+    try:
+        headers = [read_header(each) for each in (sorted(path.rglob("*.safetensors")) if path.is_dir() else [path])]
+        ranks = {rank for header in headers for rank in ranks_of(header)}
+        alphas = {alpha for header in headers for alpha in alphas_of(header)}
+    except (ModelError, OSError) as error:
+        return [Problem(place, f"auto is the rank of {file}, which cannot be read: {error}", given)]
+    if not ranks:
+        return [Problem(place, f"auto is the rank of {file}, whose modules have none", given)]
+    lora["rank"] = max(ranks)
+    if lora.get("alpha") is None and alphas:
+        lora["alpha"] = max(alphas)
+    return []
