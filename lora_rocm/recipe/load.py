@@ -208,6 +208,12 @@ def unwritable(recipe: Recipe, layers: Layered) -> list[Problem]:
 def questions(recipe: Recipe, layers: Layered) -> list[str]:
     """Notices about valid but unusual values."""
     found = []
+    steps = recipe.train.max_train_steps
+    if steps and recipe.optim.warmup_steps(steps) >= steps:
+        found.append(
+            f"{layers.where(('optim', 'lr_warmup_steps'))}: the warm-up is as long as the run ({steps} steps), which "
+            "never reaches its learning rate. A tenth of the run is usual."
+        )
     for name in (name for name in type(recipe.optim).model_fields if name.endswith("learning_rate")):
         rate, (lowest, highest) = getattr(recipe.optim, name), recipe.optim.usual_rates
         if rate is not None and not lowest <= rate <= highest:
