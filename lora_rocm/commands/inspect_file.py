@@ -226,7 +226,9 @@ def _adapter_lines(adapter: dict[str, Any]) -> list[str]:
         lines.append(f"  alpha {both}" + (f", missing in {alpha['missing']} modules" if alpha["missing"] else ""))
     elif alpha["missing"]:
         lines.append("  no alpha: each program takes the rank, so the scale is 1")
+    if adapter["readers"] is None:
+        lines.append("  which programs read it is not known here; lora-rocm export says it of a run's files")
+        return lines
     for name, title in (("diffusers", "diffusers"), ("comfyui", "ComfyUI"), ("kohya", "kohya's tools")):
-        if adapter["readers"] is not None:
-            lines.append(f"  {title}: {adapter['readers'][name]}")
+        lines.append(f"  {title}: {adapter['readers'][name]}")
     return lines

@@ -213,7 +213,7 @@ def _precision_lines(recipe: Recipe, precision: str, gpu: Gpu | None) -> Iterato
         why.append(f"{recipe.spec.title}: {FITS_FP16[recipe.spec.fp16]}")
     reasons = f" ({'; '.join(why)})" if why else ""
     yield f"train.mixed_precision: {recipe.train.mixed_precision} is {precision}{reasons}"
-    yield f"{precision} changes the gradients by about {100 * PRECISION_ERROR[precision]:.1f} % of their size"
+    yield f"{precision} changes the gradients by up to about {100 * PRECISION_ERROR[precision]:.1f} % of their size"
 
 
 def _rounding(name: str) -> str:

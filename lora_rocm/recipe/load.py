@@ -210,6 +210,12 @@ def unwritable(recipe: Recipe, layers: Layered) -> list[Problem]:
 def questions(recipe: Recipe, layers: Layered) -> list[str]:
     """Notices about valid but unusual values."""
     found = []
+    steps = recipe.train.max_train_steps
+    if steps and recipe.optim.warmup_steps(steps) >= steps:
+        found.append(
+            f"{layers.where(('optim', 'lr_warmup_steps'))}: the warm-up is as long as the run ({steps} steps), which "
+            "never reaches its learning rate. A tenth of the run is usual."
+        )
     for name in (name for name in type(recipe.optim).model_fields if name.endswith("learning_rate")):
         rate, (lowest, highest) = getattr(recipe.optim, name), recipe.optim.usual_rates
         if rate is not None and not lowest <= rate <= highest:
@@ -226,12 +232,17 @@ def questions(recipe: Recipe, layers: Layered) -> list[str]:
 
 
 INIT_FROM: Key = ("lora", "init_from")
+MANY_CAPTIONS = ("shuffle_caption", "caption_tag_dropout_rate", "enable_wildcard", "sources")
 NEED_ANOTHER: dict[Key, tuple[Key, ...]] = {
     ("optim", "text_encoder_learning_rate"): (("lora", "train_text_encoder"), ("lora", "new_tokens")),
     ("optim", "embedding_learning_rate"): (("lora", "new_tokens"),),
     ("train", "validation_every_n_steps"): (("data", "validation_split"),),
     ("train", "validation_every_n_epochs"): (("data", "validation_split"),),
     ("data", "validation_split"): (("train", "validation_every_n_steps"), ("train", "validation_every_n_epochs")),
+    ("data", "keep_tokens"): tuple(("data", key) for key in MANY_CAPTIONS),
+    ("data", "caption_variants"): tuple(("data", key) for key in MANY_CAPTIONS),
+    ("optim", "safeguard_warmup"): (("optim", "lr_warmup_steps"), ("optim", "lr_warmup_ratio")),
+    **{("sample", key): (("sample", "prompts"),) for key in ("every_n_steps", "every_n_epochs", "lora_scale")},
 }
 """Keys that are read only if another one is set -> those others, of which one is enough."""
 

@@ -18,7 +18,7 @@ def names(module: str, *, alpha: bool = False, down: str = "lora_A") -> list[str
 
 @pytest.mark.parametrize(("family", "module", "alpha", "diffusers", "comfyui"), [
     ("sdxl", "lora_unet_down_blocks_1_attentions_0_proj_in", True, "reads it", "reads it"),
-    ("sdxl", "unet.mid_block.attentions.0.proj_in", False, "reads it", "reads it"),
+    ("sdxl", "unet.mid_block.attentions.0.proj_in", False, "reads it", "without the attention layers"),
     ("sd3", "transformer.transformer_blocks.0.attn.to_q", False, "reads it", "reads it"),
     ("sd3", "transformer.transformer_blocks.0.attn.to_q", True, "another strength", "reads it"),
     ("sd3", "lora_unet_joint_blocks_0_x_block_attn_qkv", True, "nothing", "reads it"),
