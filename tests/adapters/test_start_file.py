@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from lora_rocm.adapters.base import PEFT_NAME
 from lora_rocm.adapters.factory import inject
 from lora_rocm.adapters.lora import LoraAdapter
 from lora_rocm.adapters.lora_entry import LORA
@@ -84,7 +85,9 @@ def advised(world: Any, lora: dict[str, Any], path: Path) -> dict[str, Any] | No
         if isinstance(layer, torch.nn.Linear | torch.nn.Conv2d) and re.fullmatch(preset[component], module)
     ]
     try:
-        stands_in: Any = SimpleNamespace(modules=adapted, files=LORA, unfit=partial(LoraAdapter.unfit, None))
+        layer = SimpleNamespace(r={PEFT_NAME: recipe.lora.rank})
+        stands_in: Any = SimpleNamespace(modules={name: ("", "", layer) for name in adapted}, files=LORA)
+        stands_in.unfit = partial(LoraAdapter.unfit, stands_in)
         check_start(family, recipe.lora, stands_in, LORA, entries, path)
     except AdapterError as error:
         assert error.code == "init-from-unfit" and str(path) in error.where

@@ -124,7 +124,7 @@ def test_a_one_file_checkpoint_says_how_it_predicts(tmp_path: Path, pipeline: St
 
 def test_without_tokenizers_the_remedy_is_named(single: tuple[Path, Path], tmp_path: Path) -> None:
     whole = family(write_hollow_sdxl(tmp_path / "hollow.safetensors"))  # the packaged ones, without a network
-    assert [limit.max_tokens for limit in whole.token_limits()] == [77, 77]
+    assert [limit.max_tokens for limit in whole.token_limits()] == [227, 227]
     shutil.rmtree(single[1] / "tokenizer_2")
     with pytest.raises(ModelError) as caught:
         family(single[0], config=str(single[1])).encoders()[2].load(plain_door(CPU))
