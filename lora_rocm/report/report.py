@@ -186,8 +186,8 @@ def _concept(facts: Facts) -> str:
         return ""
     control = f"control {found['control']:.2f}" if found["control"] is not None else "no control prompts were given"
     meaning = (
-        "The chance that an image drawn after training is nearer to the training images than one drawn before: "
-        "0.50 says that nothing changed, 1.00 that every image is nearer. The control is the same for prompts "
+        "The chance that a preview made after training is nearer to the training data than one made before: "
+        "0.50 says that nothing changed, 1.00 that every one is nearer. The control is the same for prompts "
         "without the concept; the score is worth what it is above the control."
     )
     details = found["detail"].items() if isinstance(found["detail"], dict) else [("detail", found["detail"])]
@@ -197,7 +197,7 @@ def _concept(facts: Facts) -> str:
         paragraph(f"{found['score']:.2f}", "big"),
         paragraph(control, "soft"),
         paragraph(meaning),
-        table(("mean distance to the nearest training image", ""), rows),
+        table(("mean distance to the nearest training sample", ""), rows),
     )
 
 
