@@ -191,6 +191,7 @@ class Run:
                 fingerprints={name: fingerprint(tensor) for name, tensor in tensors.items()},
                 sample_keys=tuple(f"{iteration}-{row}" for row in range(count)),
                 positions=tuple(range(count)),
+                shares=(1,) * count,
                 shape=Shape.of(tokens=1),
                 iteration=iteration,
                 micro=0,

@@ -16,7 +16,7 @@ ARROW = "tables of pyarrow and rows of datasets, which have no annotations"
 SYSTEM = "functions of the operating system through ctypes and winreg, which other systems lack"
 TORCH = "arguments of autograd functions, hooks and dispatch modes, which torch types as Any"
 HOLES: dict[str, tuple[int, int, str]] = {
-    "adapters": (70, 1, LIBRARY),
+    "adapters": (72, 1, LIBRARY),
     "base_models": (26, 3, LIBRARY),
     "bench": (7, 0, JSON),
     "cache_files": (5, 0, JSON),
@@ -39,7 +39,7 @@ HOLES: dict[str, tuple[int, int, str]] = {
     "model_files": (1, 0, JSON),
     "optim": (5, 1, TORCH),
     "planning": (2, 0, JSON),
-    "recipe": (68, 4, JSON),
+    "recipe": (69, 4, JSON),
     "report": (10, 0, JSON),
     "rules": (4, 0, JSON),
     "rundir": (21, 0, JSON),
