@@ -96,7 +96,9 @@ class Bench(AbstractContextManager["Bench"]):
         self.start.session.readers.clear()
 
 
-def open_bench(recipe: Recipe, settings: Settings, folder: Path, random_weights: bool, watch_parent: bool) -> Bench:
+def open_bench(
+    recipe: Recipe, settings: Settings, folder: Path, random_weights: bool, watch_parent: bool, text_chunks: int = 1
+) -> Bench:
     """Do everything that the worker does before its first step.
 
     Args:
@@ -105,6 +107,7 @@ def open_bench(recipe: Recipe, settings: Settings, folder: Path, random_weights:
         folder: folder for a run directory, and with random weights a cache.
         random_weights: also make up the data.
         watch_parent: exit when standard input ends.
+        text_chunks: made-up text states are as many times longer than those of a usual caption.
 
     Raises:
         LoraRocmError: any error of training.
@@ -122,7 +125,7 @@ def open_bench(recipe: Recipe, settings: Settings, folder: Path, random_weights:
         start, family = StartContext(session, recipe, device, dtype, settings), family_for(recipe)
         if random_weights:
             cache = LatentCache(Path(recipe.cache.dir))
-            data = pipeline.data_of(start, family, cache, synthetic(recipe, family, cache))
+            data = pipeline.data_of(start, family, cache, synthetic(recipe, family, cache, text_chunks))
         else:
             data = pipeline.prepare_data(start, family)
         stack.enter_context(closing(data.workers))
@@ -147,7 +150,7 @@ def _read(steps: list[dict[str, Any]], incidents: list[str], emitted: Event) -> 
         incidents.append(event["text"])
 
 
-def synthetic(recipe: Recipe, family: ModelFamily, cache: LatentCache) -> Prepared:
+def synthetic(recipe: Recipe, family: ModelFamily, cache: LatentCache, text_chunks: int = 1) -> Prepared:
     """Write random cache entries for square images of the recipe's resolution, in the format of encoded ones.
 
     Raises:
@@ -163,7 +166,9 @@ def synthetic(recipe: Recipe, family: ModelFamily, cache: LatentCache) -> Prepar
     for encoder in family.encoders():
         for number in range(count + 1):  # the last caption is the empty one
             rng = torch.Generator().manual_seed(number)
-            tensors: Tensors = {name: _random(example[name][0], rng) for name in encoder.entry.tensors}
+            tensors: Tensors = {
+                name: _random(_longer(example[name][0], text_chunks), rng) for name in encoder.entry.tensors
+            }
             cache.put(encoder.entry.name, _key(number), tensors, f"made-up entry {number}")
     items = tuple(
         Item(
@@ -183,6 +188,11 @@ def synthetic(recipe: Recipe, family: ModelFamily, cache: LatentCache) -> Prepar
 
 def _key(number: int) -> str:
     return f"{number:02x}-made-up"
+
+
+def _longer(example: torch.Tensor, text_chunks: int) -> torch.Tensor:
+    """Text states [S, D] with ``text_chunks`` times the tokens; any other tensor as it is."""
+    return example.repeat(text_chunks, 1) if example.ndim == 2 else example
 
 
 def _random(example: torch.Tensor, rng: torch.Generator) -> torch.Tensor:
