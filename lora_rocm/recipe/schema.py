@@ -108,6 +108,12 @@ class SourceOptions(Section):
     )
 
 
+MAX_CLASS_IMAGES = 100_000
+OPTIONS_OF_CLASS_IMAGES = ("resolution", "repeats", "loss_weight", "caption_dropout_rate", "flip_aug")
+"""The options of a source that mean something for images that the base draws."""
+OF_CLASS_IMAGES = frozenset((*OPTIONS_OF_CLASS_IMAGES, "is_reg", "class_prompt", "num_class_images"))
+
+
 class DataSource(Section):
     """One source: a folder of images, or a ``datasets`` source. Options that are not set come from ``data``."""
 
@@ -126,6 +132,14 @@ class DataSource(Section):
         False,
         description="These are regularisation images: images of the class without the concept. As many are used in an "
         "epoch as there are others, and none is held out.",
+    )
+    class_prompt: PathText | None = Field(
+        None,
+        description="In place of path, with is_reg: the base draws the images before training from this prompt, which "
+        "is also their caption. Sampler, steps, guidance and negative prompt are those of sample.",
+    )
+    num_class_images: int = Field(
+        100, gt=0, le=MAX_CLASS_IMAGES, description="Number of images of class_prompt. They stay in the cache."
     )
     resolution: Resolution | None = None
     repeats: Repeats | None = None
@@ -153,8 +167,23 @@ class DataSource(Section):
 
     @model_validator(mode="after")
     def _one_kind(self) -> DataSource:
+        if self.class_prompt is not None:
+            return self._only_class_images()
         if (self.path is None) == (self.dataset is None):
             raise one_of(self, "path", "dataset")
+        refuse_unread(self, ("num_class_images",), "without class_prompt", "Remove it, or set class_prompt.")
+        return self
+
+    def _only_class_images(self) -> DataSource:
+        given = [
+            name for name in type(self).model_fields if getattr(self, name) != type(self).model_fields[name].default
+        ]
+        if wrong := [name for name in given if name not in OF_CLASS_IMAGES]:
+            what = "has no effect beside class_prompt, whose images the base draws and which is their caption"
+            raise PydanticCustomError("rule", "{what}", {"what": what, "at": (wrong[0],), "fix": "Remove it."})
+        if not self.is_reg:
+            what, fix = "images that the base draws are regularisation images", "Add is_reg: true."
+            raise PydanticCustomError("rule", "{what}", {"what": what, "at": ("class_prompt",), "fix": fix})
         return self
 
 
@@ -200,7 +229,7 @@ class DataSection(SourceOptions):
     @model_validator(mode="after")
     def _files_can_be_paired(self) -> DataSection:
         for source in self.resolved_sources():
-            name, keys = source.path or source.dataset, []
+            name, keys = source.name, []
             if source.mask_path and (source.dataset or source.alpha_mask):
                 keys = ["mask_path", "alpha_mask" if source.alpha_mask else "dataset"]
             elif source.control_path and source.dataset:
@@ -257,7 +286,8 @@ class DataSection(SourceOptions):
         resolved = []
         for source in sources:
             own = {name: getattr(source, name) for name in names if getattr(source, name) is not None}
-            defaults = {name: getattr(self, name) for name in names}
+            known = names if source.class_prompt is None else OPTIONS_OF_CLASS_IMAGES
+            defaults = {name: getattr(self, name) for name in known}
             rest = {name: getattr(source, name) for name in DataSource.model_fields if name not in names}
             resolved.append(ResolvedSource(**{**defaults, **own, **rest}, prior_loss_weight=self.prior_loss_weight))
         return tuple(resolved)
@@ -272,7 +302,14 @@ class ResolvedSource(SourceOptions):
     image_column: str
     caption_column: str | None
     is_reg: bool
+    class_prompt: str | None
+    num_class_images: int
     prior_loss_weight: float
+
+    @property
+    def name(self) -> str:
+        """What users know it by."""
+        return self.path or self.dataset or f"class images of {self.class_prompt!r}, which the base draws"
 
     @property
     def weight(self) -> float:
