@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lora_rocm.adapters import new_tokens
 from lora_rocm.adapters.entry import Entry, FileKind, Form
 from lora_rocm.adapters.flat_params import FlatWeights
+from lora_rocm.adapters.lora_start import START
 from lora_rocm.adapters.module_names import SD_SCRIPTS, KeyTable, canonical, sd_scripts_rows
 from lora_rocm.adapters.targets import overrides_of
 from lora_rocm.errors import AdapterError
@@ -31,6 +32,8 @@ from lora_rocm.recipe.optim_sections import OptimSection
 from lora_rocm.recipe.sections import MAX_RANK
 
 PEFT_NAME = "default"
+OWN = (PEFT_NAME, START)
+"""PEFT's names of what belongs to the adapter in a layer."""
 Reader = Literal["diffusers", "peft", "comfyui"]
 
 
@@ -40,6 +43,7 @@ class Adapter(ABC):
     modules: module name ("unet.mid_block...to_q") -> (component, path in the component, PEFT layer), in a fixed order.
     leaves: "<module name>.<role>" -> tensor in its layer, in the same order; then "new_tokens.<component>".
     parameters: the same names -> trained tensors: the leaves, or the masters after ``flatten``.
+    constants: "<module name>.<role>" -> what a checkpoint keeps beside them, on the CPU; most kinds have none.
 
     Set by each kind:
         layer_type: class of its layers.
@@ -68,6 +72,7 @@ class Adapter(ABC):
         }
         self.leaves |= {f"{new_tokens.NAME}.{c}": layer.rows_ND for c, layer in new_tokens.layers_of(model).items()}
         self.parameters: dict[str, Tensor] = dict(self.leaves)
+        self.constants: dict[str, Tensor] = {}
         self._flat: FlatWeights | None = None
 
     # Implemented by each kind.
@@ -111,7 +116,7 @@ class Adapter(ABC):
         """Return the entry of a layer's adapter at strength 1. ``tensors``: role -> float32 value."""
 
     @abstractmethod
-    def start(self, layer: Any, rng: torch.Generator) -> None:
+    def start(self, name: str, layer: Any, lora: AdapterSection, rng: torch.Generator) -> None:
         """Initialise a new layer so that it changes nothing; values are drawn on the CPU in float32."""
 
     @abstractmethod
@@ -165,8 +170,8 @@ class Adapter(ABC):
         """
         layers = {n.removeprefix(component + "."): layer for n, (c, _, layer) in self.modules.items() if c == component}
         field = self.files.config_alpha
-        ranks = {name: layer.r[PEFT_NAME] for name, layer in layers.items()}
-        alphas = {name: plain_number(getattr(layer, field)[PEFT_NAME]) for name, layer in layers.items()}
+        ranks = {name: self.rank_in_files(layer) for name, layer in layers.items()}
+        alphas = {name: plain_number(self.alpha_in_files(layer)) for name, layer in layers.items()}
         rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
         return {
             "peft_type": self.files.peft_type,
@@ -178,6 +183,23 @@ class Adapter(ABC):
             **self.config_fields(list(layers.values())),
             "inference_mode": True,
         }
+
+    def rank_in_files(self, layer: Any) -> int:
+        """Return the rank of a layer's entry."""
+        return int(layer.r[PEFT_NAME])
+
+    def alpha_in_files(self, layer: Any) -> float:
+        """Return the alpha with which PEFT gives a layer's entry its scale."""
+        return float(getattr(layer, self.files.config_alpha)[PEFT_NAME])
+
+    @torch.no_grad()
+    def load_constants(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load ``constants`` of a checkpoint. Call it before the layers are sent to a device.
+
+        Raises:
+            AdapterError: "adapter-mismatch", they are not those of this adapter.
+        """
+        return None
 
     def key_table(self, form: Form) -> KeyTable:
         """Return the keys of a file that is written in the form "kohya" or "sd-scripts"."""
@@ -200,11 +222,11 @@ class Adapter(ABC):
         return sorted({component for component, _, _ in self.modules.values()})
 
     @torch.no_grad()
-    def initialise(self, seed: int) -> None:
+    def initialise(self, lora: AdapterSection, seed: int) -> None:
         """Initialise all layers from a seed, drawing in the order of their names."""
         rng = torch.Generator().manual_seed(seed)
-        for _, _, layer in self.modules.values():
-            self.start(layer, rng)
+        for name, (_, _, layer) in self.modules.items():
+            self.start(name, layer, lora, rng)
 
     def flatten(
         self, base_dtype: torch.dtype, weight_dtype: torch.dtype, groups: Sequence[Mapping[str, Any]] = ()
@@ -219,16 +241,17 @@ class Adapter(ABC):
         return self._flat
 
     def state(self) -> dict[str, Tensor]:
-        """Return a copy of every trained tensor, on the CPU."""
-        return self.read(self.parameters)
+        """Return a copy of every trained tensor, and ``constants``, on the CPU."""
+        return {**self.read(self.parameters), **self.constants}
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load every trained tensor in place.
+        """Load every trained tensor in place; ``constants`` among them are passed over.
 
         Raises:
             AdapterError: names or shapes are not this adapter's.
         """
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in self.constants}
         wrong = tensors.keys() ^ self.parameters.keys()
         wrong |= {name for name in tensors.keys() - wrong if tensors[name].shape != self.parameters[name].shape}
         if wrong:
@@ -272,7 +295,7 @@ class Adapter(ABC):
         before = [dict(layer.scaling) for _, _, layer in self.modules.values()]
         try:
             for _, _, layer in self.modules.values():
-                layer.scaling |= {name: scale * strength for name, scale in layer.scaling.items() if name == PEFT_NAME}
+                layer.scaling |= {name: scale * strength for name, scale in layer.scaling.items() if name in OWN}
             yield
         finally:
             for (_, _, layer), scaling in zip(self.modules.values(), before, strict=True):

@@ -18,11 +18,17 @@ from lora_rocm.adapters.start_file import check_start
 from lora_rocm.adapters.targets import either, sections_of, targets
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.kernels.weight_format import dense_shape
-from lora_rocm.recipe.adapter_sections import AdapterSection
+from lora_rocm.recipe.adapter_sections import AdapterSection, LoraSection
 
 
 def inject(
-    family: ModelFamily, model: LoadedModel, lora: AdapterSection, seed: int, say: Say = lambda text: None
+    family: ModelFamily,
+    model: LoadedModel,
+    lora: AdapterSection,
+    seed: int,
+    say: Say = lambda text: None,
+    *,
+    resumed: bool = False,
 ) -> Adapter:
     """Put new adapter layers into a loaded model; with ``lora.init_from`` they start with that file's effect.
 
@@ -36,12 +42,14 @@ def inject(
         lora: the recipe's adapter section.
         seed: seed of the initial weights.
         say: receives notices about parts of the file that are left out and about ranks that are filled up.
+        resumed: the weights are loaded from a checkpoint or a file next, so what they start from is not read.
 
     Raises:
         AdapterError: the targets match nothing, or the file does not fit.
     """
     adapter = _with_layers(family, model, lora)
-    adapter.initialise(seed)
+    lora = _without_start(lora) if resumed else lora
+    adapter.initialise(lora, seed)
     new_tokens.start(family, model, lora.new_tokens)
     if lora.init_from is not None:
         entries = start_entries(family, model, lora, adapter, say)
@@ -54,10 +62,10 @@ def inject(
     return adapter
 
 
-def without_start(lora: AdapterSection) -> AdapterSection:
-    """Return the section without what its weights start from, for layers whose weights come from a checkpoint."""
+def _without_start(lora: AdapterSection) -> AdapterSection:
     tokens = tuple(token.model_copy(update={"init": None, "init_from": None}) for token in lora.new_tokens)
-    return lora.model_copy(update={"init_from": None, "new_tokens": tokens})
+    start = {"init": "default"} if isinstance(lora, LoraSection) else {}
+    return lora.model_copy(update={"init_from": None, "new_tokens": tokens, **start})
 
 
 def start_entries(

@@ -208,7 +208,7 @@ class LohaAdapter(FactorAdapter):
         norm: Tensor = torch.linalg.vector_norm(product(w1) * product(w2))
         return norm
 
-    def start(self, layer: Any, rng: torch.Generator) -> None:
+    def start(self, name: str, layer: Any, lora: AdapterSection, rng: torch.Generator) -> None:
         """Draw all tensors from a normal distribution, except w2_a, which is zero."""
         for role, tensor in self.trained(layer, PEFT_NAME).items():
             tensor.copy_(torch.randn(tensor.shape, generator=rng) * SPREAD[role])

@@ -244,7 +244,7 @@ class LokrAdapter(FactorAdapter):
         norm: Tensor = torch.linalg.vector_norm(product(w1)) * torch.linalg.vector_norm(product(w2))
         return norm
 
-    def start(self, layer: Any, rng: torch.Generator) -> None:
+    def start(self, name: str, layer: Any, lora: AdapterSection, rng: torch.Generator) -> None:
         """Draw all tensors from a Kaiming uniform distribution, except the last tensor of w2, which is zero."""
         *others, last = self.trained(layer, PEFT_NAME).values()
         for tensor in others:

@@ -202,7 +202,7 @@ class OftAdapter(OutputAdapter):
     def entry_of(layer: Any, name: str, tensors: Mapping[str, Tensor]) -> OftEntry:
         return OftEntry(layer.blocks(tensors), float(layer.scaling[name]), dense_shape(layer.get_base_layer()))
 
-    def start(self, layer: Any, rng: torch.Generator) -> None:
+    def start(self, name: str, layer: Any, lora: AdapterSection, rng: torch.Generator) -> None:
         """Start at zero: R is the identity."""
         layer.oft_blocks[PEFT_NAME].zero_()
 

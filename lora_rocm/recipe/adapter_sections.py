@@ -193,6 +193,10 @@ class AdapterSection(Section):
         """
         return self
 
+    def as_written(self) -> Self:
+        """The section of an adapter as its files have it, which may be of another rank than the trained one."""
+        return self
+
     def rate_factor(self, role: str) -> float:
         """What the learning rate of the tensors of a role is multiplied by."""
         return 1.0
@@ -242,6 +246,12 @@ class LoraSection(ProductSection):
     overrides: Annotated[tuple[ModuleOverride, ...], Field(max_length=MAX_OVERRIDES)] = Field(
         (), description="Other ranks, alphas and learning rates of some modules. The first entry that matches counts."
     )
+    init: Literal["default", "gaussian", "orthogonal", "pissa", "olora"] = Field(
+        "default",
+        description="Start of the factors A and B, as PEFT's init_lora_weights. default: A Kaiming uniform, B zero; "
+        "gaussian: A normal, B zero; orthogonal: both random with the product zero; pissa (arXiv 2404.02948), olora "
+        "(arXiv 2406.01775): both from the base's weight. With the last two the result has twice the rank.",
+    )
     loraplus_lr_ratio: float = Field(
         1.0, gt=0, le=10_000.0, description="LoRA+: learning rate of B as a multiple of that of A; 16 is usual."
     )
@@ -260,6 +270,35 @@ class LoraSection(ProductSection):
             raise not_both("rank_dropout" if self.rank_dropout else "module_dropout", "use_dora")
         return self
 
+    @model_validator(mode="after")
+    def _start_fits(self) -> Self:
+        if self.init != "default" and self.init_from is not None:
+            raise not_both("init", "init_from")
+        unfit = (*DROPOUTS, "use_dora", "scale_weight_norms") if self.takes_off_start else ()
+        if key := next((name for name in unfit if getattr(self, name)), ""):
+            raise not_both(key, "init")
+        ranks = (self.rank, self.conv_rank, *(override.rank for override in self.overrides))
+        if self.init == "orthogonal" and (odd := next((rank for rank in ranks if rank and rank % 2), 0)):
+            what, fix = f"init: orthogonal needs even ranks, and one is {odd}", f"Take {odd + 1}, or another init."
+            raise PydanticCustomError("rule", "{what}", {"what": what, "at": ("init",), "fix": fix})
+        return self
+
+    @property
+    def takes_off_start(self) -> bool:
+        """Whether A and B start from the base's weight, so that their first product is taken off the result."""
+        return self.init in ("pissa", "olora")
+
+    def as_written(self) -> Self:
+        if not self.takes_off_start:
+            return self
+        twice = [
+            each.model_copy(update={"rank": each.rank and 2 * each.rank, "alpha": each.alpha and 2 * each.alpha})
+            for each in self.overrides
+        ]
+        whole = {"init": "default", "rank": 2 * self.rank, "alpha": 2 * self.effective_alpha}
+        conv = {key: getattr(self, key) and 2 * getattr(self, key) for key in ("conv_rank", "conv_alpha")}
+        return self.model_copy(update={**whole, **conv, "overrides": tuple(twice)})
+
     @property
     def sets_rates(self) -> bool:
         return self.loraplus_lr_ratio != 1.0 or any(override.learning_rate for override in self.overrides)
@@ -272,7 +311,8 @@ class LoraSection(ProductSection):
     def ranks(self) -> str:
         conv = [] if self.conv_rank is None else [f"of convolutions {self.conv_rank}"]
         others = [f"of {override.match} {override.rank}" for override in self.overrides if override.rank is not None]
-        return ", ".join([super().ranks, *conv, *others])
+        start = [f"less the start ({self.init})"] if self.takes_off_start else []
+        return ", ".join([super().ranks, *conv, *others, *start])
 
     def at(self, override: ModuleOverride | None, shape: Sequence[int]) -> Self:
         rank, alpha = (self.conv_rank, self.conv_alpha) if has_kernel(shape) else (None, None)

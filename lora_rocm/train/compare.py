@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lora_rocm.adapters import new_tokens
 from lora_rocm.adapters.base import Adapter
-from lora_rocm.adapters.factory import inject, without_start
+from lora_rocm.adapters.factory import inject
 from lora_rocm.adapters.lora_reader import read_for_model
 from lora_rocm.adapters.training_adapter import put_training_adapter
 from lora_rocm.device.precision import compute_dtype
@@ -60,7 +60,7 @@ def compare(job: Job, registry: Registry = PRODUCT) -> None:
     # The model, and the weights of each file, read on the CPU
     dtype = compute_dtype(recipe.train.mixed_precision, device, settings, recipe.spec.takes_fp16)
     model = family.load(dtype, torch.device("cpu"))
-    adapter = inject(family, model, without_start(recipe.lora), recipe.train.seed, CONTEXT.notice)
+    adapter = inject(family, model, recipe.lora.as_written(), recipe.train.seed, CONTEXT.notice, resumed=True)
     training_adapter = put_training_adapter(family, model, recipe.model.training_adapter, CONTEXT.notice)
     tokens = recipe.lora.new_tokens
     states = {updates: _state(family, model, adapter, Path(path), tokens) for updates, path in job["files"]}

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lora_rocm.adapters.base import Adapter
-from lora_rocm.adapters.factory import inject, without_start
+from lora_rocm.adapters.factory import inject
 from lora_rocm.adapters.module_names import SD_SCRIPTS
 from lora_rocm.adapters.training_adapter import TrainingAdapter, put_training_adapter
 from lora_rocm.checks import kernel_check
@@ -40,8 +40,10 @@ def load_model(
     compiled = compilation.how_asked(recipe.runtime.compile, start.device) is not None  # made from the unfused modules
     triton = start.settings.triton and kernel_check.trusted(start.device, start.dtype, start.context.notice)
     model = family.load(start.dtype, torch.device("cpu"))
-    lora = recipe.lora if start.checkpoint is None else without_start(recipe.lora)
-    adapter = inject(family, model, lora, recipe.train.seed, start.context.notice)
+    resumed = start.checkpoint is not None
+    adapter = inject(family, model, recipe.lora, recipe.train.seed, start.context.notice, resumed=resumed)
+    if start.checkpoint is not None:
+        adapter.load_constants(start.checkpoint.tensors("adapter"))
     if SD_SCRIPTS in recipe.formats:  # refused now and not at the end: some adapters cannot be fused
         kohya_tensors(family, adapter, start.dtype, SD_SCRIPTS)
     training_adapter = put_training_adapter(family, model, recipe.model.training_adapter, start.context.notice)
