@@ -152,6 +152,19 @@ class Adapter(ABC):
         """Return what keeps the modules' updates within ``lora.max_update_norm``, once the weights are flat."""
         return None
 
+    def lacking_ranks(self, lora: AdapterSection, ranks: Mapping[str, int]) -> list[tuple[str, str]]:
+        """Return, as ``unfit``, the layers whose rank is below what a file needs. ``ranks``: module name -> needed."""
+        lacking: dict[str, tuple[int, int]] = {}
+        for name, rank in ranks.items():
+            ours = self.modules[name][2].r[PEFT_NAME] if name in self.modules else lora.rank
+            key = "lora.rank" if ours == lora.rank else "its own rank in lora.overrides, or lora.conv_rank,"
+            if rank > ours:
+                lacking[key] = max(lacking.get(key, (0, 0)), (rank, ours))
+        return [
+            (f"it has rank {rank}, the recipe asks for rank {ours}", f"{key} to {rank}")
+            for key, (rank, ours) in lacking.items()
+        ]
+
     def narrow(self, lora: AdapterSection) -> int:
         """Return how many layers have more trained numbers than their weight can use."""
         return 0

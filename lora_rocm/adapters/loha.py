@@ -222,6 +222,4 @@ class LohaAdapter(FactorAdapter):
         ours[1][0].mul_(entry.scale / layer.scaling[PEFT_NAME])
 
     def unfit(self, lora: AdapterSection, entries: Mapping[str, Any], path: Path) -> list[tuple[str, str]]:
-        rank = max(entry.rank for entry in entries.values())
-        higher = (f"it has rank {rank}, the recipe asks for rank {lora.rank}", f"lora.rank to {rank}")
-        return [higher] if rank > lora.rank else []
+        return self.lacking_ranks(lora, {name: entry.rank for name, entry in entries.items()})

@@ -175,18 +175,10 @@ class LoraAdapter(Adapter):
 
     def unfit(self, lora: AdapterSection, entries: Mapping[str, Any], path: Path) -> list[tuple[str, str]]:
         assert isinstance(lora, LoraSection), "a section of this kind"
-        found: list[tuple[str, str]] = []
         for name, entry in entries.items():
             if entry.input_magnitude is not None:
                 raise _other_axis(name, entry.input_magnitude, path)
-        lacking: dict[str, tuple[int, int]] = {}
-        for name, entry in entries.items():
-            ours = self.modules[name][2].r[PEFT_NAME] if name in self.modules else lora.rank
-            key = "lora.rank" if ours == lora.rank else "its own rank in lora.overrides, or lora.conv_rank,"
-            if entry.rank > ours:
-                lacking[key] = max(lacking.get(key, (0, 0)), (entry.rank, ours))
-        for key, (rank, ours) in lacking.items():
-            found.append((f"it has rank {rank}, the recipe asks for rank {ours}", f"{key} to {rank}"))
+        found = self.lacking_ranks(lora, {name: entry.rank for name, entry in entries.items()})
         if not lora.use_dora and any(entry.magnitude is not None for entry in entries.values()):
             found.append(("it is a DoRA", "lora.use_dora to true"))
         return found

@@ -134,6 +134,10 @@ class AdapterSection(Section):
         "padded to rank; the effect is that of the file.",
     )
 
+    overrides: Annotated[tuple[ModuleOverride, ...], Field(max_length=MAX_OVERRIDES)] = Field(
+        (), description="Other ranks, alphas and learning rates of some modules. The first entry that matches counts."
+    )
+
     @model_validator(mode="after")
     def _tokens_differ(self) -> AdapterSection:
         stems = [token.file_stem.lower() for token in self.new_tokens]
@@ -160,14 +164,10 @@ class AdapterSection(Section):
         return f"rank {self.rank}, alpha {self.effective_alpha:g}"
 
     @property
-    def module_overrides(self) -> tuple[ModuleOverride, ...]:
-        """What differs between modules. The first that matches a module counts for it."""
-        return ()
-
-    @property
     def ranks(self) -> str:
         """What decides the number of trained weights of a module, in words."""
-        return f"rank {self.rank}"
+        others = [f"of {override.match} {override.rank}" for override in self.overrides if override.rank is not None]
+        return ", ".join([f"rank {self.rank}", *others])
 
     @property
     def drops(self) -> tuple[str, ...]:
@@ -182,7 +182,7 @@ class AdapterSection(Section):
     @property
     def sets_rates(self) -> bool:
         """Whether some weights have a learning rate of their own."""
-        return False
+        return any(override.learning_rate for override in self.overrides)
 
     def at(self, override: ModuleOverride | None, shape: Sequence[int]) -> Self:
         """The section with the rank and the alpha of a module.
@@ -191,7 +191,9 @@ class AdapterSection(Section):
             override: the one that counts for the module.
             shape: of its weight, [out, in] or [out, in, kh, kw].
         """
-        return self
+        if override is None:
+            return self
+        return self.model_copy(update={"rank": override.rank or self.rank, "alpha": override.alpha or self.alpha})
 
     def as_written(self) -> Self:
         """The section of an adapter as its files have it, which may be of another rank than the trained one."""
@@ -209,6 +211,19 @@ class AdapterSection(Section):
     @property
     def effective_alpha(self) -> float:
         return float(self.rank if self.alpha is None else self.alpha)
+
+
+def refuse_in_overrides(section: AdapterSection, names: Sequence[str], why: str) -> None:
+    """Refuse keys of ``overrides`` that have no effect.
+
+    Raises:
+        PydanticCustomError: at the first such key.
+    """
+    for number, override in enumerate(section.overrides):
+        for name in names:
+            if getattr(override, name) is not None:
+                where = {"at": ("overrides", number, name), "fix": "Remove it."}
+                raise PydanticCustomError("rule", "{what}", {"what": f"has no effect {why}", **where})
 
 
 class ProductSection(AdapterSection):
@@ -243,9 +258,6 @@ class LoraSection(ProductSection):
         None, description="Rank of convolutions with kernels larger than 1 x 1; unset means rank."
     )
     conv_alpha: Alpha | None = Field(None, description="Alpha of these convolutions; unset means alpha, else the rank.")
-    overrides: Annotated[tuple[ModuleOverride, ...], Field(max_length=MAX_OVERRIDES)] = Field(
-        (), description="Other ranks, alphas and learning rates of some modules. The first entry that matches counts."
-    )
     init: Literal["default", "gaussian", "orthogonal", "pissa", "olora"] = Field(
         "default",
         description="Start of the factors A and B, as PEFT's init_lora_weights. default: A Kaiming uniform, B zero; "
@@ -301,24 +313,18 @@ class LoraSection(ProductSection):
 
     @property
     def sets_rates(self) -> bool:
-        return self.loraplus_lr_ratio != 1.0 or any(override.learning_rate for override in self.overrides)
-
-    @property
-    def module_overrides(self) -> tuple[ModuleOverride, ...]:
-        return self.overrides
+        return self.loraplus_lr_ratio != 1.0 or super().sets_rates
 
     @property
     def ranks(self) -> str:
         conv = [] if self.conv_rank is None else [f"of convolutions {self.conv_rank}"]
-        others = [f"of {override.match} {override.rank}" for override in self.overrides if override.rank is not None]
         start = [f"less the start ({self.init})"] if self.takes_off_start else []
-        return ", ".join([super().ranks, *conv, *others, *start])
+        return ", ".join([super().ranks, *conv, *start])
 
     def at(self, override: ModuleOverride | None, shape: Sequence[int]) -> Self:
         rank, alpha = (self.conv_rank, self.conv_alpha) if has_kernel(shape) else (None, None)
-        if override is not None:
-            rank, alpha = override.rank or rank, override.alpha or alpha
-        return self.model_copy(update={"rank": rank or self.rank, "alpha": alpha or self.alpha})
+        found = self.model_copy(update={"rank": rank or self.rank, "alpha": alpha or self.alpha})
+        return super(LoraSection, found).at(override, shape)
 
     def rate_factor(self, role: str) -> float:
         return self.loraplus_lr_ratio if role == "lora_B" else 1.0
@@ -372,6 +378,7 @@ class OftSection(AdapterSection):
     @model_validator(mode="after")
     def _without_scale(self) -> OftSection:
         refuse_unread(self, ("alpha",), "on an OFT: a rotation has no scale", "Remove it.")
+        refuse_in_overrides(self, ("alpha",), "on an OFT: a rotation has no scale")
         return self
 
     @property
@@ -393,6 +400,7 @@ class Ia3Section(AdapterSection):
     @model_validator(mode="after")
     def _without_rank(self) -> Ia3Section:
         refuse_unread(self, ("rank", "alpha"), "on an IA3: it has no rank and no scale", "Remove it.")
+        refuse_in_overrides(self, ("rank", "alpha"), "on an IA3: it has no rank and no scale")
         return self
 
     @property
