@@ -18,7 +18,7 @@ from peft import PeftConfig, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from lora_rocm.adapters import new_tokens
+from lora_rocm.adapters import new_tokens, trained_norms
 from lora_rocm.adapters.entry import Entry, FileKind, Form
 from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.adapters.lora_start import START
@@ -41,6 +41,7 @@ class Adapter(ABC):
     """The adapted layers of a model.
 
     modules: module name ("unet.mid_block...to_q") -> (component, path in the component, PEFT layer), in a fixed order.
+    norms: module name -> norm that is trained beside the adapter.
     leaves: "<module name>.<role>" -> tensor in its layer, in the same order; then "new_tokens.<component>".
     parameters: the same names -> trained tensors: the leaves, or the masters after ``flatten``.
     constants: "<module name>.<role>" -> what a checkpoint keeps beside them, on the CPU; most kinds have none.
@@ -63,13 +64,15 @@ class Adapter(ABC):
             if isinstance(layer, self.layer_type) and PEFT_NAME in layer.r
         ]
         self.modules: dict[str, tuple[str, str, Any]] = dict(sorted(found, key=lambda item: item[0]))
-        self.family, self.components_in_model = family, model.components
+        self.family, self.model, self.components_in_model = family, model, model.components
         self.read: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = _read  # a run replaces it with a verified copy
         self.leaves: dict[str, nn.Parameter] = {
             f"{name}.{role}": tensor
             for name, (_, _, layer) in self.modules.items()
             for role, tensor in self.trained(layer, PEFT_NAME).items()
         }
+        self.norms = trained_norms.layers_of(model)
+        self.leaves |= {f"{n}.{role}": leaf for n, norm in self.norms.items() for role, leaf in norm.trained().items()}
         self.leaves |= {f"{new_tokens.NAME}.{c}": layer.rows_ND for c, layer in new_tokens.layers_of(model).items()}
         self.parameters: dict[str, Tensor] = dict(self.leaves)
         self.constants: dict[str, Tensor] = {}
@@ -295,7 +298,8 @@ class Adapter(ABC):
         for _, _, layer in self.modules.values():
             layer.enable_adapters(False)
         try:
-            yield
+            with self._norms_at(0.0):
+                yield
         finally:
             for _, _, layer in self.modules.values():
                 layer.enable_adapters(True)
@@ -309,10 +313,32 @@ class Adapter(ABC):
         try:
             for _, _, layer in self.modules.values():
                 layer.scaling |= {name: scale * strength for name, scale in layer.scaling.items() if name in OWN}
-            yield
+            with self._norms_at(strength):
+                yield
         finally:
             for (_, _, layer), scaling in zip(self.modules.values(), before, strict=True):
                 layer.scaling |= scaling
+
+    @contextmanager
+    def _norms_at(self, factor: float) -> Iterator[None]:
+        before = {name: norm.strength for name, norm in self.norms.items()}
+        try:
+            for norm in self.norms.values():
+                norm.strength *= factor
+            yield
+        finally:
+            for name, norm in self.norms.items():
+                norm.strength = before[name]
+
+    def norm_tensors(self) -> dict[str, Tensor]:
+        """Return the trained norms as a file has them, float32 on the CPU: "<key of the file>.<role>" -> difference."""
+        keys = trained_norms.names_in_files(self.family, self.model) if self.norms else {}
+        state = self.state() if self.norms else {}
+        return {
+            f"{keys[name]}.{role}": state[f"{name}.{role}"].float()
+            for name, norm in self.norms.items()
+            for role in norm.trained()
+        }
 
     def cast_inputs(self, enabled: bool) -> None:
         """Set whether PEFT casts the input of every adapted layer to the dtype of its trained tensors.
@@ -346,6 +372,9 @@ class Adapter(ABC):
             rate = rate if override is None else override.learning_rate or rate
             for role in self.trained(layer, PEFT_NAME):
                 found.setdefault((component, rate * lora.rate_factor(role)), []).append(f"{name}.{role}")
+        for name, norm in self.norms.items():
+            names = found.setdefault((name.partition(".")[0], optim.learning_rate), [])
+            names += [f"{name}.{role}" for role in norm.trained()]
         if vectors := [name for name in self.parameters if name.startswith(f"{new_tokens.NAME}.")]:
             found[new_tokens.NAME, optim.embedding_rate] = vectors
         return [{"names": names, "component": component, "lr": rate} for (component, rate), names in found.items()]

@@ -61,6 +61,9 @@ class _Config(LoraConfig):  # type: ignore[misc]  # PEFT leaves its type open
     takes_off_start: bool = False
 
 
+WITH_NORMS = ("diffusers (refuses a file with trained norms)", "A1111 and kohya's networks.lora (leave the norms out)")
+
+
 class LoraAdapter(Adapter):
     """The LoRA layers of a model. Roles: lora_A, lora_B, magnitude (of a DoRA)."""
 
@@ -199,8 +202,9 @@ class LoraAdapter(Adapter):
         ranks = {self.rank_in_files(layer) for layer in layers}
         alphas = {plain_number(round(trained_scale(layer) * self.rank_in_files(layer), 6)) for layer in layers}
         arguments = {"dora": "True"} if self.needs_float32 else {}
+        arguments |= {"algo": "lora", "train_norm": "True"} if self.norms else {}
         return {
-            "ss_network_module": "networks.lora",
+            "ss_network_module": "lycoris.kohya" if self.norms else "networks.lora",
             "ss_network_dim": str(ranks.pop()) if len(ranks) == 1 else "Dynamic",
             "ss_network_alpha": str(alphas.pop()) if len(alphas) == 1 else "Dynamic",
             "ss_network_args": json.dumps(arguments),
@@ -214,6 +218,7 @@ class LoraAdapter(Adapter):
             row = readers_of([f"{key}.alpha" for key in self.key_table(form).parts], [self.family.name])
             told = {"diffusers": row.diffusers, "ComfyUI": row.comfyui, "kohya's tools": row.kohya} if row else {}
             found += tuple(f"{program} ({text})" for program, text in told.items() if text not in READ)
+        found += WITH_NORMS if self.norms else ()
         return (*found, UNKNOWN_NAMES) if form == "kohya" and self.family.file_form == "folded" else found
 
     @torch.no_grad()

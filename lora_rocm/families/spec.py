@@ -217,6 +217,7 @@ class FamilySpec:
             that sets one is refused.
         formats: the values of ``output.formats`` in which its results can be written, the default first.
         fp16: whether its activations fit fp16, see ``Fp16``.
+        trains_norms: whether ``lora.train_norms`` is for it, whose norms other programs then read from the LoRA file.
         metadata: entries of its LoRA files' metadata.
     """
 
@@ -235,11 +236,13 @@ class FamilySpec:
     samplers: tuple[str, ...] = ("euler",)
     unread: frozenset[str] = frozenset()
     fp16: Fp16 = "whole"
+    trains_norms: bool = False
     metadata: FileMetadata = FileMetadata()
     formats: tuple[str, ...] = ("kohya", "sd-scripts", "comfyui", "diffusers", "peft")
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "unread", self.unread | (OF_IMAGES if self.trains_on_texts else OF_TEXTS))
+        norms = frozenset() if self.trains_norms else frozenset({"lora.train_norms"})
+        object.__setattr__(self, "unread", self.unread | norms | (OF_IMAGES if self.trains_on_texts else OF_TEXTS))
 
     @property
     def takes_fp16(self) -> bool:

@@ -16,6 +16,8 @@ MAX_OVERRIDES = 64
 Pattern = Annotated[str, Field(min_length=1)]  # an empty expression matches no module
 Rank = Annotated[int, Field(gt=0, le=MAX_RANK)]
 Alpha = Annotated[float, Field(gt=0, le=100_000.0)]
+FORMS_WITH_NORMS = ("kohya", "comfyui")
+"""The forms in which trained norms have a place."""
 DROPOUTS = ("dropout", "rank_dropout", "module_dropout")
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 Rate = Annotated[float, Field(gt=0)]
@@ -134,6 +136,11 @@ class AdapterSection(Section):
         "padded to rank; the effect is that of the file.",
     )
 
+    train_norms: bool = Field(
+        False,
+        description="Also train the norms of what is always trained: differences of their weights and biases, as "
+        "LyCORIS' train_norm. LyCORIS and ComfyUI read such a file. Steps are slower, for these norms are not fused.",
+    )
     overrides: Annotated[tuple[ModuleOverride, ...], Field(max_length=MAX_OVERRIDES)] = Field(
         (), description="Other ranks, alphas and learning rates of some modules. The first entry that matches counts."
     )
@@ -152,6 +159,11 @@ class AdapterSection(Section):
     def tokenises(self) -> bool:
         """Whether the text encoders run in every step, so that captions are only tokenised."""
         return self.train_text_encoder or bool(self.new_tokens)
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """The values of ``output.formats`` in which the adapter can be written, as it is set."""
+        return tuple(form for form in self.formats if form in FORMS_WITH_NORMS or not self.train_norms)
 
     @property
     def title(self) -> str:

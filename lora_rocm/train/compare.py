@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lora_rocm.adapters import new_tokens
+from lora_rocm.adapters import new_tokens, trained_norms
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.factory import inject
 from lora_rocm.adapters.lora_reader import read_for_model
@@ -102,7 +102,10 @@ def _state(
     """The trained tensors of a LoRA file and of the new tokens beside it, on the CPU."""
     if tokens:
         new_tokens.start(family, model, new_tokens.tokens_beside(path, tokens)[: len(tokens)])
-    adapter.start_from(read_for_model(family, model, path, CONTEXT.notice)[1])
+    norms = dict[str, Tensor]() if adapter.norms else None
+    adapter.start_from(read_for_model(family, model, path, CONTEXT.notice, norms)[1])
+    if norms is not None:
+        trained_norms.fill(family, model, norms, path)
     return adapter.state()
 
 

@@ -174,9 +174,14 @@ def test_what_does_not_fit_the_others_is_refused(folder: Path) -> None:
             tiny_recipe(folder, **sections)
 
 
+SMALLER = {"match": r".*to_q", "rank": 2, "alpha": 1.0, "learning_rate": 5e-4}
 OTHER_KINDS: dict[str, dict[str, Any]] = {
-    "loha": {"alpha": 2.0, "overrides": [{"match": r".*to_q", "rank": 2, "alpha": 1.0, "learning_rate": 5e-4}]},
-    "lokr": {"factor": 1, "alpha": 2.0, "overrides": [{"match": r".*to_q", "rank": 2, "alpha": 1.0, "learning_rate": 5e-4}]},
+    "loha": {"alpha": 2.0, "overrides": [SMALLER]},
+    "lokr": {
+        "factor": 1,
+        "alpha": 2.0,
+        "overrides": [{"match": r".*to_q", "rank": 2, "alpha": 1.0, "learning_rate": 5e-4}],
+    },
     "oft": {"overrides": [{"match": r".*to_q", "rank": 8, "learning_rate": 5e-4}]},
 }
 

@@ -57,6 +57,7 @@ IN_TRAINING: dict[str, Any] = {
     "lora.rank": 32,
     "lora.conv_rank": 32,
     "lora.init": "pissa",
+    "lora.train_norms": True,
     "lora.overrides": (ModuleOverride(match=".*", rank=32),),
     "lora.targets": "attention",
     "lora.train_text_encoder": True,
