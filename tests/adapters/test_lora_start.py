@@ -47,7 +47,8 @@ def moved(adapter: Adapter) -> None:
             parameter += 0.01 * torch.randn(parameter.shape, generator=rng)
 
 
-@pytest.mark.parametrize("how", [pytest.param(how, marks=() if how == "pissa" else pytest.mark.slow) for how in KINDS])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", KINDS)
 def test_the_start_changes_nothing_and_the_file_is_a_lora(folder: Path, tmp_path: Path, how: str) -> None:
     family, model, adapter = injected(folder, init=how)
     _, plain, _ = injected(folder)

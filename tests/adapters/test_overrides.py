@@ -186,9 +186,8 @@ OTHER_KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind == "loha" else pytest.mark.slow) for kind in OTHER_KINDS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OTHER_KINDS)
 def test_other_kinds_of_adapter(folder: Path, tmp_path: Path, kind: str) -> None:
     lora = {"type": kind, "rank": 4, "targets": r"mid_block\..*to_[qk]", **OTHER_KINDS[kind]}
     family, model, adapter = trained(folder, lora=lora)
