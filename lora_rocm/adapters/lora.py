@@ -61,7 +61,7 @@ class _Config(LoraConfig):  # type: ignore[misc]  # PEFT leaves its type open
     takes_off_start: bool = False
 
 
-WITH_NORMS = ("diffusers (refuses a file with trained norms)", "A1111 and kohya's networks.lora (leave the norms out)")
+WITH_NORMS = ("diffusers (refuses a file with trained norms)", "kohya's networks.lora (leaves the norms out)")
 
 
 class LoraAdapter(Adapter):
