@@ -151,6 +151,12 @@ def head_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
     )
 
 
+def head_is_frozen(model: nn.Module) -> bool:
+    """Whether nothing that makes logits gets a gradient."""
+    whole: Any = model
+    return not any(parameter.requires_grad for parameter in whole.get_output_embeddings().parameters())
+
+
 def _logits(head: nn.Module, cap: float | None, scale: float, states_ND: Tensor) -> Tensor:
     logits_NV: Tensor = head(states_ND).float()
     if scale != 1:

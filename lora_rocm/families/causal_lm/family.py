@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import DynamicCache
 
 from lora_rocm.base_models import hub
@@ -30,12 +30,14 @@ from lora_rocm.families.causal_lm.architecture import (
     COMPONENT,
     Blocks,
     decoder,
+    head_is_frozen,
     head_of,
     layout_of,
     prepared,
     require_same,
 )
 from lora_rocm.families.causal_lm.chat import ChatTokenizer
+from lora_rocm.families.causal_lm.fused_blocks import fuse as fuse_blocks
 from lora_rocm.families.causal_lm.objective import IGNORED, NextToken, token_distance
 from lora_rocm.families.causal_lm.spec import TOKENS_MULTIPLE, CrossEntropySection
 from lora_rocm.families.component_check import check_component
@@ -44,6 +46,7 @@ from lora_rocm.families.objectives.loss import LOSS_MASK
 from lora_rocm.families.recompute import Recomputing, evaluating
 from lora_rocm.families.tokenizers import digest
 from lora_rocm.families.transformer.language_model import load_tokenizer
+from lora_rocm.kernels.backend import form_for
 from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.weight_format import WeightFormat
 from lora_rocm.recipe.schema import Recipe
@@ -174,14 +177,18 @@ class CausalLM:
         return {IDS: zeros_BS, LABELS: zeros_BS.clone(), LOSS_MASK: torch.ones(rows, shape["tokens"])}
 
     def fuse(self, model: LoadedModel, triton: bool = True) -> None:
-        """Nothing is replaced: transformers' blocks are computed as they are."""
+        fuse_blocks(self._layers(model), form_for(model.device, triton))
 
     def predict(self, model: LoadedModel, batch: Tensors, draws: Tensors) -> Prediction:
         component = model.components[COMPONENT]
         states_BSD = decoder(component)(input_ids=batch[IDS], use_cache=False).last_hidden_state
-        head, dtype = head_of(component), states_BSD.dtype
+        head, dtype, is_frozen = head_of(component), states_BSD.dtype, head_is_frozen(component)
         weight_B = states_BSD.new_ones(len(states_BSD), dtype=torch.float32)
-        return Prediction(states_BSD, batch[LABELS], weight_B, lambda x, y: token_distance(head, x.to(dtype), y))
+
+        def distance(states_BSD: Tensor, labels_BS: Tensor) -> Tensor:
+            return token_distance(head, states_BSD.to(dtype), labels_BS, head_is_frozen=is_frozen)
+
+        return Prediction(states_BSD, batch[LABELS], weight_B, distance)
 
     @torch.no_grad()
     def preview(
