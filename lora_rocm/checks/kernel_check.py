@@ -91,6 +91,10 @@ def _swiglu(form: Form, norm: None, ga: Tensor) -> Tensor:
     return gated("silu", form, a, g)
 
 
+def _geglu_by_tanh(form: Form, norm: None, a: Tensor, g: Tensor) -> Tensor:
+    return gated("gelu-tanh", form, a.clone(), g.clone())
+
+
 def _norm_alone(form: Form, norm: nn.LayerNorm, x: Tensor) -> Tensor:
     return add_layer_norm(x, None, norm, form)[1]
 
@@ -112,6 +116,11 @@ def _sandwich_norm(form: Form, norm: None, x: Tensor, y: Tensor, gate: Tensor, w
     return add_norm(x, Branch(y, gate, 1e-5), RowNorm(weight, None, 1e-5), form)
 
 
+def _sandwich_of_one_plus(form: Form, norm: None, x: Tensor, y: Tensor, gate: Tensor, weight: Tensor) -> Outputs:
+    rows = RowNorm(1 + weight.float(), None, 1e-5, dtype=weight.dtype)
+    return add_norm(x, Branch(y, 1 + gate.float(), 1e-5), rows, form)
+
+
 def _gated_branch(form: Form, norm: None, x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
     return add_branch(x, Branch(y, gate), form)
 
@@ -128,6 +137,12 @@ def _neighbours(form: Form, norm: nn.RMSNorm, text: Tensor, image: Tensor) -> Te
 def _halves(form: Form, norm: nn.RMSNorm, qk: Tensor) -> Tensor:
     query = qk.chunk(2, dim=2)[0]  # as a merged product gives it
     return norm_rotary([(query, norm.weight)], 1e-6, _rotation(qk, interleaved=False), form)
+
+
+def _turned_alone(form: Form, norm: None, qk: Tensor) -> Tensor:
+    turn = _rotation(qk, interleaved=False)
+    rounded = Rotation(turn.cos.to(qk.dtype), turn.sin.to(qk.dtype), interleaved=False)  # as language models have it
+    return norm_rotary([(qk.chunk(2, dim=2)[0], None)], 0.0, rounded, form)
 
 
 def _rotation(x: Tensor, interleaved: bool) -> Rotation:
@@ -210,6 +225,9 @@ SMALL: tuple[Case, ...] = (
     Case("heads turned by halves", _halves, ((2, 3, 6, 12),), _heads(12)),
     *(Case(f"product of {name}", run, ((5, 136),)) for name, run in PACKED.items()),
     Case("gated sum", _gated_branch, (*[(2, 3, 70)] * 2, (2, 70))),
+    Case("GEGLU by tanh", _geglu_by_tanh, ((3, 5, 70), (3, 5, 70))),
+    Case("heads turned by halves without a norm", _turned_alone, ((2, 3, 6, 12),)),
+    Case("sum with an RMSNorm and RMSNorm, of 1 + weight", _sandwich_of_one_plus, (*[(4, 70)] * 2, (70,), (70,))),
 )
 """Odd sizes: no row, width or number of pixels fills its last block."""
 LARGE: tuple[Case, ...] = (
@@ -226,6 +244,11 @@ LARGE: tuple[Case, ...] = (
     replace(SMALL[10], shapes=((128, 3840), (128, 3840), (3840,))),
     replace(SMALL[11], shapes=((1, 64, 24, 128), (1, 64, 24, 128)), norm=_heads(128)),
     replace(SMALL[12], shapes=((1, 64, 32, 128),), norm=_heads(128)),
+    Case("GEGLU by tanh", _geglu_by_tanh, ((2, 64, 10240), (2, 64, 10240))),
+    Case("heads turned by halves without a norm", _turned_alone, ((1, 64, 64, 128),)),
+    Case(
+        "sum with an RMSNorm and RMSNorm, of 1 + weight", _sandwich_of_one_plus, (*[(128, 2560)] * 2, (2560,), (2560,))
+    ),
     *(
         Case(f"product of {name}", run, (shape,))
         for name, run in PACKED.items()

@@ -127,9 +127,9 @@ def add_norm_backward(
 
 
 class TritonAddNorm(Function):
-    """(x, branch, gate, weight, bias, eps, branch_eps, centred, dtype) -> (sum, normalised or None). See ``norms.add_norm``.
+    """(x, branch, gate, weight, bias, eps, branch_eps, centred, dtype) -> (sum, normalised or None).
 
-    branch, gate, weight, bias, branch_eps: None for what there is not. Without a weight there is no norm.
+    See ``norms.add_norm``. branch, gate, weight, bias, branch_eps: None for what there is not. Without a weight there is no norm.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Gated activations (arXiv 2002.05202): GEGLU, a * gelu(g) with the exact gelu or its tanh form, and SwiGLU, a * silu(g).
+"""Gated activations (arXiv 2002.05202): GEGLU, a * gelu(g), by the exact gelu or by tanh, and SwiGLU, a * silu(g).
 
 Dimensions: M rows (all leading dimensions), I inputs, N width of a and of g.
 """

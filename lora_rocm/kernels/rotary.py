@@ -1,4 +1,6 @@
-"""RMSNorm of each head of queries or keys (arXiv 1910.07467) or none, then rotary position embedding (arXiv 2104.09864).
+"""RMSNorm of each head of queries or keys (arXiv 1910.07467), or none, and rotary position embedding.
+
+The rotation is that of arXiv 2104.09864.
 
 Dimensions: B batch, S tokens, H heads, D width of a head.
 """

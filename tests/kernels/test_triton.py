@@ -53,7 +53,7 @@ TYPES = {
     "blocks": "i32",
 }
 FLAGS = ("SHIFT", "SILU", "RESIDUAL", "BRANCH", "GATE", "BRANCH_NORM", "NORM", "CENTRED", "BIAS", "GELU", "INTERLEAVED")
-CHOICES = {**dict.fromkeys((*FLAGS, "GATE_GRADIENT", "WEIGHT_GRADIENT", "FP8"), True), "ROUNDS": 2}
+CHOICES = {**dict.fromkeys((*FLAGS, "GATE_GRADIENT", "WEIGHT_GRADIENT", "FP8", "TANH"), True), "ROUNDS": 2}
 
 
 def twins(*arguments: str, **environment: str) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """The cross-entropy of the next token, without the logits of a whole batch.
 
-Logits are made of some tokens at a time, in float32. If the head is frozen, the gradient of a token's states is computed
-with its loss, as Liger does (arXiv 2410.10989): the backward pass only scales it. Otherwise logits are made again in the
-backward pass (arXiv 1604.06174).
+Logits are made of some tokens at a time, in float32. If the head is frozen, the gradient of a token's states is
+computed with its loss, as Liger does (arXiv 2410.10989): the backward pass only scales it. Otherwise logits are made
+again in the backward pass (arXiv 1604.06174).
 
 Dimensions: B batch, S tokens, D width, N tokens of a batch, V vocabulary.
 """
@@ -69,9 +69,7 @@ class _WithGradient(Function):
     """(distance, states [N, D], labels [N]) -> distances [N]. The distance of a token depends on its states alone."""
 
     @staticmethod
-    def forward(
-        ctx: Any, distance: Callable[[Tensor, Tensor], Tensor], states_ND: Tensor, labels_N: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, distance: Callable[[Tensor, Tensor], Tensor], states_ND: Tensor, labels_N: Tensor) -> Tensor:
         with torch.enable_grad():
             leaf_ND = states_ND.detach().requires_grad_()
             found_N = distance(leaf_ND, labels_N)
