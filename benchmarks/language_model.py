@@ -4,9 +4,9 @@
     python -m benchmarks.language_model --toy       # on the CPU: two small blocks
 
 The shape is that of Llama 3.1 8B: 2 texts of 2,048 tokens, rank 16 on all seven projections, bf16. The bare rows are
-transformers' model with PEFT and PyTorch's AdamW, eager; the others are this program's model, pass and optimizer, whose
-pass is captured. Peaks are those of tensors, over all steps from the first. T is what products and attention take in the
-bare row that keeps everything; the limit is T + 0.35 (bare - T).
+transformers' model with PEFT and PyTorch's AdamW, eager; the others are this program's model, pass and optimizer. Its
+pass is captured. Peaks are those of tensors, over all steps from the first. T is the time of products and attention in
+the bare row that keeps everything; the limit is T + 0.35 (bare - T).
 """
 
 from __future__ import annotations

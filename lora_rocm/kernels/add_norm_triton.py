@@ -129,7 +129,8 @@ def add_norm_backward(
 class TritonAddNorm(Function):
     """(x, branch, gate, weight, bias, eps, branch_eps, centred, dtype) -> (sum, normalised or None).
 
-    See ``norms.add_norm``. branch, gate, weight, bias, branch_eps: None for what there is not. Without a weight there is no norm.
+    See ``norms.add_norm``. Branch, gate, weight, bias and branch_eps are None for what there is not. Without a weight
+    there is no norm.
     """
 
     @staticmethod
