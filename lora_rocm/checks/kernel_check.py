@@ -28,6 +28,7 @@ from lora_rocm.kernels.gated import gated
 from lora_rocm.kernels.norms import Branch, RowNorm, add_branch, add_layer_norm, add_norm, group_norm, residual
 from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.rotary import Rotation, norm_rotary
+from lora_rocm.kernels.token_loss import to_loss_gradient
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest deviation of a single number from the eager float32 result, as a share of its own size plus the root mean
@@ -139,6 +140,15 @@ def _halves(form: Form, norm: nn.RMSNorm, qk: Tensor) -> Tensor:
     return norm_rotary([(query, norm.weight)], 1e-6, _rotation(qk, interleaved=False), form)
 
 
+def _token_loss(cap: float | None, form: Form, norm: None, logits: Tensor) -> Outputs:
+    """Losses, and a sum whose gradient is that of the logits."""
+    labels = torch.arange(-1, len(logits) - 1, device=logits.device) * 5 % logits.shape[1]
+    labels[0] = -100
+    gradient = logits.detach().clone()
+    losses = to_loss_gradient(gradient, labels, -100, form, 1.5, cap)
+    return losses + logits.sum() * 0, gradient * logits
+
+
 def _turned_alone(form: Form, norm: None, qk: Tensor) -> Tensor:
     turn = _rotation(qk, interleaved=False)
     rounded = Rotation(turn.cos.to(qk.dtype), turn.sin.to(qk.dtype), interleaved=False)  # as language models have it
@@ -228,6 +238,8 @@ SMALL: tuple[Case, ...] = (
     Case("GEGLU by tanh", _geglu_by_tanh, ((3, 5, 70), (3, 5, 70))),
     Case("heads turned by halves without a norm", _turned_alone, ((2, 3, 6, 12),)),
     Case("sum with an RMSNorm and RMSNorm, of 1 + weight", _sandwich_of_one_plus, (*[(4, 70)] * 2, (70,), (70,))),
+    Case("loss of tokens", partial(_token_loss, None), ((3, 4190),)),
+    Case("loss of tokens with a cap", partial(_token_loss, 2.0), ((2, 70),)),
 )
 """Odd sizes: no row, width or number of pixels fills its last block."""
 LARGE: tuple[Case, ...] = (
@@ -249,6 +261,8 @@ LARGE: tuple[Case, ...] = (
     Case(
         "sum with an RMSNorm and RMSNorm, of 1 + weight", _sandwich_of_one_plus, (*[(128, 2560)] * 2, (2560,), (2560,))
     ),
+    Case("loss of tokens", partial(_token_loss, None), ((8, 32064),)),
+    Case("loss of tokens with a cap", partial(_token_loss, 30.0), ((8, 32064),)),
     *(
         Case(f"product of {name}", run, (shape,))
         for name, run in PACKED.items()

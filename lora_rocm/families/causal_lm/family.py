@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import DynamicCache
 
 from lora_rocm.base_models import hub
@@ -30,7 +30,6 @@ from lora_rocm.families.causal_lm.architecture import (
     COMPONENT,
     Blocks,
     decoder,
-    head_is_frozen,
     head_of,
     layout_of,
     prepared,
@@ -38,7 +37,7 @@ from lora_rocm.families.causal_lm.architecture import (
 )
 from lora_rocm.families.causal_lm.chat import ChatTokenizer
 from lora_rocm.families.causal_lm.fused_blocks import fuse as fuse_blocks
-from lora_rocm.families.causal_lm.objective import IGNORED, NextToken, token_distance
+from lora_rocm.families.causal_lm.objective import IGNORED, NextToken, fuse_head, token_distance
 from lora_rocm.families.causal_lm.spec import TOKENS_MULTIPLE, CrossEntropySection
 from lora_rocm.families.component_check import check_component
 from lora_rocm.families.objectives.base import Prediction
@@ -177,18 +176,16 @@ class CausalLM:
         return {IDS: zeros_BS, LABELS: zeros_BS.clone(), LOSS_MASK: torch.ones(rows, shape["tokens"])}
 
     def fuse(self, model: LoadedModel, triton: bool = True) -> None:
-        fuse_blocks(self._layers(model), form_for(model.device, triton))
+        form = form_for(model.device, triton)
+        fuse_blocks(self._layers(model), form)
+        fuse_head(model.components[COMPONENT], form)
 
     def predict(self, model: LoadedModel, batch: Tensors, draws: Tensors) -> Prediction:
         component = model.components[COMPONENT]
         states_BSD = decoder(component)(input_ids=batch[IDS], use_cache=False).last_hidden_state
-        head, dtype, is_frozen = head_of(component), states_BSD.dtype, head_is_frozen(component)
+        head, dtype = head_of(component), states_BSD.dtype
         weight_B = states_BSD.new_ones(len(states_BSD), dtype=torch.float32)
-
-        def distance(states_BSD: Tensor, labels_BS: Tensor) -> Tensor:
-            return token_distance(head, states_BSD.to(dtype), labels_BS, head_is_frozen=is_frozen)
-
-        return Prediction(states_BSD, batch[LABELS], weight_B, distance)
+        return Prediction(states_BSD, batch[LABELS], weight_B, lambda x, y: token_distance(head, x.to(dtype), y))
 
     @torch.no_grad()
     def preview(

@@ -1,8 +1,8 @@
 """The cross-entropy of the next token, without the logits of a whole batch.
 
-Logits are made of some tokens at a time, in float32. If the head is frozen, the gradient of a token's states is
-computed with its loss, as Liger does (arXiv 2410.10989): the backward pass only scales it. Otherwise logits are made
-again in the backward pass (arXiv 1604.06174).
+Logits are made of some tokens at a time. Those of a frozen head become their gradient at once (``FusedHead``), as in
+Liger (arXiv 2410.10989): the backward pass only scales that of the states, and the head is multiplied twice. Those of
+any other head are made again in the backward pass (arXiv 1604.06174).
 
 Dimensions: B batch, S tokens, D width, N tokens of a batch, V vocabulary.
 """
@@ -10,17 +10,20 @@ Dimensions: B batch, S tokens, D width, N tokens of a batch, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
+from lora_rocm.families.adopt import adopt
 from lora_rocm.families.objectives.base import Draws
+from lora_rocm.kernels.backend import Form
+from lora_rocm.kernels.token_loss import to_loss_gradient
 
 IGNORED = -100
 AT_ONCE = 1024
@@ -37,24 +40,19 @@ class NextToken:
 
 
 def token_distance(
-    head: Callable[[Tensor], Tensor],
-    states_BSD: Tensor,
-    labels_BS: Tensor,
-    at_once: int = AT_ONCE,
-    head_is_frozen: bool = False,
+    head: Callable[[Tensor], Tensor], states_BSD: Tensor, labels_BS: Tensor, at_once: int = AT_ONCE
 ) -> Tensor:
     """The cross-entropy of each token: float32 [B, S]; 0 where the label is ``IGNORED``.
 
     Args:
-        head: maps last hidden states [N, D] to logits [N, V] in float32.
+        head: maps last hidden states [N, D] to logits [N, V] in float32. That of a ``FusedHead`` is ``Head``.
         states_BSD: last hidden states, in the dtype of the head.
         labels_BS: the next token of each place.
         at_once: number of tokens whose logits exist at once.
-        head_is_frozen: nothing in the head gets a gradient.
     """
     parts = zip(states_BSD.flatten(0, 1).split(at_once), labels_BS.flatten().split(at_once), strict=True)
-    if head_is_frozen and states_BSD.requires_grad and torch.is_grad_enabled():
-        found = [_WithGradient.apply(partial(_each, head), *part) for part in parts]
+    if isinstance(head, Head) and isinstance(head.layer, FusedHead) and torch.is_grad_enabled():
+        found = [_WithGradient.apply(head, head.layer.form, *part) for part in parts]
     else:
         how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         found = [checkpoint(_each, head, *part, **how) for part in parts]
@@ -65,20 +63,53 @@ def _each(head: Callable[[Tensor], Tensor], states_ND: Tensor, labels_N: Tensor)
     return cross_entropy(head(states_ND), labels_N, ignore_index=IGNORED, reduction="none")
 
 
+class FusedHead(nn.Linear):
+    """A frozen head, whose logits become their gradient in the forward pass."""
+
+    form: Form
+
+
+def fuse_head(model: nn.Module, form: Form) -> None:
+    """Replace the head of a model if it is a plain frozen layer. A second call changes the form."""
+    whole: Any = model
+    head = whole.get_output_embeddings()
+    if type(head) is nn.Linear and not any(parameter.requires_grad for parameter in head.parameters()):
+        head = adopt(FusedHead, head)
+        whole.set_output_embeddings(head)
+    if isinstance(head, FusedHead):
+        head.form = form
+
+
+@dataclass(frozen=True)
+class Head:
+    """Maps last hidden states [N, D] to logits [N, V] in float32: ``cap * tanh(scale * layer(states) / cap)``.
+
+    cap: None: there is none.
+    """
+
+    layer: nn.Module
+    scale: float
+    cap: float | None
+
+    def __call__(self, states_ND: Tensor) -> Tensor:
+        logits_NV: Tensor = self.layer(states_ND).float()
+        if self.scale != 1:
+            logits_NV = logits_NV * self.scale
+        return logits_NV if self.cap is None else torch.tanh(logits_NV / self.cap) * self.cap
+
+
 class _WithGradient(Function):
-    """(distance, states [N, D], labels [N]) -> distances [N]. The distance of a token depends on its states alone."""
+    """(head, form, states [N, D], labels [N]) -> distances [N]. The distance of a token depends on its states alone."""
 
     @staticmethod
-    def forward(ctx: Any, distance: Callable[[Tensor, Tensor], Tensor], states_ND: Tensor, labels_N: Tensor) -> Tensor:
-        with torch.enable_grad():
-            leaf_ND = states_ND.detach().requires_grad_()
-            found_N = distance(leaf_ND, labels_N)
-            (gradient_ND,) = torch.autograd.grad(found_N.sum(), leaf_ND)
-        ctx.save_for_backward(gradient_ND)
-        return found_N.detach()
+    def forward(ctx: Any, head: Head, form: Form, states_ND: Tensor, labels_N: Tensor) -> Tensor:
+        logits_NV = head.layer(states_ND)
+        found_N = to_loss_gradient(logits_NV, labels_N, IGNORED, form, head.scale, head.cap)
+        ctx.save_for_backward(logits_NV @ head.layer.get_parameter("weight") if ctx.needs_input_grad[2] else None)
+        return found_N
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dfound_N: Tensor) -> tuple[None, Tensor, None]:
+    def backward(ctx: Any, dfound_N: Tensor) -> tuple[None, None, Tensor, None]:
         (gradient_ND,) = ctx.saved_tensors
-        return None, (gradient_ND * dfound_N[:, None]).to(gradient_ND.dtype), None
+        return None, None, (gradient_ND * dfound_N[:, None]).to(gradient_ND.dtype), None
