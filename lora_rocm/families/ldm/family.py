@@ -75,7 +75,7 @@ class LdmFamily(LatentFamily):
 
     @property
     def inpaints(self) -> bool:
-        return self.source.config("unet")["in_channels"] == inpainting.CHANNELS
+        return bool(self.source.config("unet")["in_channels"] == inpainting.CHANNELS)
 
     @property
     def max_tokens(self) -> int:
