@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -113,7 +113,7 @@ class HiddenWanted(Wanted):
         hidden_HW = torch.from_numpy(self._hidden(flip).astype(np.float32))
         return torch.cat([pixels_CHW * (1.0 - hidden_HW), hidden_HW[None]])
 
-    def parts(self, sha256: str, flip: bool) -> tuple[Any, ...]:
+    def parts(self, sha256: str, flip: bool) -> tuple[object, ...]:
         about: object = self._box() if self.drawn else hash_of(self._mask().read())
         return (*Wanted.parts(self, sha256, flip), self.drawn, about)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ def joined(noisy_BCHW: Tensor, batch: Mapping[str, Tensor], seen_BCHW: Tensor) -
     return torch.cat([noisy_BCHW, batch[HIDDEN_MASK].to(noisy_BCHW.dtype), seen_BCHW], dim=1)
 
 
-def config_changes(config: Mapping[str, Any], tensors: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+def config_changes(config: Mapping[str, object], tensors: Mapping[str, Sequence[int]]) -> dict[str, object]:
     """As ``Layout.changed``: a file without a config says by its first layer that it is an inpainting model."""
     _, channels, *_ = tensors.get(FIRST_LAYER, (0, 0))
     return {"in_channels": CHANNELS} if channels == CHANNELS else {}
@@ -36,7 +35,9 @@ def all_hidden(unet: nn.Module, seen_CHW: Tensor) -> Iterator[None]:
     ``seen_CHW``: normalised latents of a grey image.
     """
 
-    def join(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def join(
+        module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[Tensor, ...], dict[str, object]]:
         noisy_BCHW, *rest = args
         hidden = {HIDDEN_MASK: torch.ones_like(noisy_BCHW[:, :1])}
         seen_BCHW = seen_CHW.to(noisy_BCHW.dtype).expand(len(noisy_BCHW), -1, -1, -1)
