@@ -450,7 +450,7 @@ class TimeoutsSection(Section):
     )
     step: float | None = on_resume(None, "Every further step, and each held-out batch.", gt=0, le=MAX_TIMEOUT_S)
     checkpoint: float | None = on_resume(None, "Checking the state and writing a checkpoint.", gt=0, le=MAX_TIMEOUT_S)
-    preview: float | None = on_resume(None, "One round of previews.", gt=0, le=MAX_TIMEOUT_S)
+    preview: float | None = on_resume(None, "One round of previews, or eight class images.", gt=0, le=MAX_TIMEOUT_S)
     export: float | None = on_resume(None, "Writing and checking the LoRA.", gt=0, le=MAX_TIMEOUT_S)
 
 
