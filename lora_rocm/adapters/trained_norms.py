@@ -138,9 +138,9 @@ def fill(family: ModelFamily, model: LoadedModel, tensors: Mapping[str, Tensor],
             tensor.zero_()
     for name, value in tensors.items():
         key, _, role = name.rpartition(".")
-        layer = layers.get(keys.get(key, ""))
-        tensor = None if layer is None else layer.trained().get(role)
-        if tensor is None or tensor.shape != value.shape:
+        norm = layers.get(keys.get(key, ""))
+        ours = None if norm is None else norm.trained().get(role)
+        if ours is None or ours.shape != value.shape:
             what = f"{name} {list(value.shape)} is of no norm of this model."
             raise file_error("lora-parts", what, path, "Use a file for this model.")
-        tensor.copy_(value)
+        ours.copy_(value)
