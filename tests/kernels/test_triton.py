@@ -24,7 +24,6 @@ triton = pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 TOLERANCE = {"torch.float32": 1e-5, "torch.bfloat16": 2e-2}
 ARCHS = {arch.gfx: 64 if arch.is_cdna or arch.generation == "vega" else 32 for arch in archs.ARCHS}
-QUICK = ("gfx1100", "gfx942")  # wave 32 and 64
 NUMBERS = {"width", "pixels", "channels", "chunks", "groups", "count", "buffers", "stride", "rows"}
 NUMBERS |= {
     "x_batch",
@@ -142,7 +141,8 @@ def is_refused(arch: str) -> bool:
     return archs.triton_takes(triton.__version__, arch) is False
 
 
-@pytest.mark.parametrize("arch", [a if a in QUICK else pytest.param(a, marks=pytest.mark.slow) for a in ARCHS])
+@pytest.mark.slow  # test_register_budget compiles every kernel for a card of each wave size, and sees what spills
+@pytest.mark.parametrize("arch", ARCHS)
 def test_every_kernel_compiles_for_amd(arch: str) -> None:
     compiled = 0
     for kernel, constants, warps in () if is_refused(arch) else kernels():
