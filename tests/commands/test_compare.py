@@ -20,7 +20,6 @@ SETS = (
     "train.validation_every_n_steps=2",
     "output.save_every_n_steps=2",
     "optim.learning_rate=0.01",
-    "sample.steps=2",
 )
 
 
