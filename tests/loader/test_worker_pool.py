@@ -148,12 +148,17 @@ def test_half_as_many_and_in_the_end_none(orders: Orders, tmp_path: Path) -> Non
     assert ["going on with 1 workers" in text for text in said] == [True, False] and len(said) == 2
 
 
-def test_reading_that_forgets_its_position_gives_other_batches(
-    orders: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Negative control of the tests above."""
+def test_reading_that_forgets_its_position_gives_other_batches(orders: Orders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control of the tests above; that the workers failed is all that the reading knows of them."""
+
+    def failing(self: Group, orders: Orders) -> Iterator[Any]:
+        yield from (Source()[order] for order in itertools.islice(orders, FAULTY))
+        raise WorkersFailed("it hung", "loader-hang")
+
+    monkeypatch.setattr(Group, "reads", failing)
+    assert read(Source(), orders, [], [], workers=1) == read(Source(), orders, [])
     monkeypatch.setattr(Orders, "after", lambda self, count: self)
-    assert read(Source("raises", tmp_path), orders, [], [], workers=1) != read(Source(), orders, [])
+    assert read(Source(), orders, [], [], workers=1) != read(Source(), orders, [])
 
 
 @pytest.mark.slow  # the quick one is of a worker that is kept, below
