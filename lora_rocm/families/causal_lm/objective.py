@@ -55,8 +55,7 @@ def token_distance(
         with_gradient: Callable[..., Tensor] = _WithGradient.apply
         found = [with_gradient(head, head.layer.form, *part) for part in parts]
     else:
-        how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-        found = [checkpoint(_each, head, *part, **how) for part in parts]
+        found = [checkpoint(_each, head, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
     return torch.cat(found).view(labels_BS.shape)
 
 
