@@ -139,7 +139,7 @@ class Launch:
                 words.append(f"{key}:int64")
             elif isinstance(value, Tensor) and value.untyped_storage().nbytes() >= 2**31:
                 words.append(f"{key}:large")
-            elif key in ("x", "dx") and isinstance(value, Tensor) and value.dtype == torch.float32:
+            elif key in ("x", "dx", "weight", "gate") and isinstance(value, Tensor) and value.dtype == torch.float32:
                 words.append(f"{key}:float32")
         return " ".join([self.kernel.fn.__name__, *words])
 
