@@ -52,10 +52,10 @@ def token_distance(
     """
     parts = zip(states_BSD.flatten(0, 1).split(at_once), labels_BS.flatten().split(at_once), strict=True)
     if isinstance(head, Head) and isinstance(head.layer, FusedHead) and torch.is_grad_enabled():
-        found = [_WithGradient.apply(head, head.layer.form, *part) for part in parts]
+        with_gradient: Callable[..., Tensor] = _WithGradient.apply
+        found = [with_gradient(head, head.layer.form, *part) for part in parts]
     else:
-        how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-        found = [checkpoint(_each, head, *part, **how) for part in parts]
+        found = [checkpoint(_each, head, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
     return torch.cat(found).view(labels_BS.shape)
 
 
