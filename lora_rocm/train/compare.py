@@ -39,6 +39,7 @@ from lora_rocm.rundir.run_context import RunContext
 from lora_rocm.train.held_out import HeldOutLoss
 from lora_rocm.train.preview import ENDINGS, content_of, requests_of
 from lora_rocm.train.standalone import Job, open_transfer, send_model, start_device
+from lora_rocm.train.start_encoder import start_encoders
 
 CONTEXT = RunContext(emit=emit)
 
@@ -56,9 +57,10 @@ def compare(job: Job, registry: Registry = PRODUCT) -> None:
     family, transfer = family_for(recipe), open_transfer(device, settings)
     cache = LatentCache(Path(recipe.cache.dir))
     open_door = partial(open_transfer, settings=settings)
-    prepared = _prepared(recipe, family, Encoding(cache, device, context=CONTEXT, open_door=open_door))
-    # The model, and the weights of each file, read on the CPU
     dtype = compute_dtype(recipe.train.mixed_precision, device, settings, recipe.spec.takes_fp16)
+    more = start_encoders(recipe, family, dtype)
+    prepared = _prepared(recipe, family, Encoding(cache, device, context=CONTEXT, open_door=open_door, more=more))
+    # The model, and the weights of each file, read on the CPU
     model = family.load(dtype, torch.device("cpu"))
     adapter = inject(family, model, without_start(recipe.lora), recipe.train.seed, CONTEXT.notice)
     training_adapter = put_training_adapter(family, model, recipe.model.training_adapter, CONTEXT.notice)

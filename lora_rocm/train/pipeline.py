@@ -50,6 +50,7 @@ from lora_rocm.train.loop import Position
 from lora_rocm.train.lost_images import DataOfCheckpoint, data_of_checkpoint
 from lora_rocm.train.outputs import Artifacts
 from lora_rocm.train.session import Session
+from lora_rocm.train.start_encoder import start_encoders
 
 RECIPE_DIFFERS = "The recipe differs from the checkpoint's in a key that may not change."
 DATA_DIFFER = "The training data are not those of the checkpoint: samples, captions, or the encoders that encode them."
@@ -215,6 +216,7 @@ def prepare_data(start: StartContext, family: ModelFamily) -> Data:
         tiles=start.settings.image_tiling,
         open_door=partial(encoder_transfer, start),
         look=CacheGuard(recipe.lora.rank, updates, start.context),
+        more=start_encoders(recipe, family, start.dtype),
     )
     # If training is complete, the checkpoint's facts can replace missing data
     kept = data_of_checkpoint(start.checkpoint, recipe, start.world.size)
