@@ -206,7 +206,9 @@ class CausalLM:
         objective = Preference(self._asked.beta, self._asked.label_smoothing)
         log_probs_BP = _log_probs(model, batch[IDS], batch[LABELS])
         weight_B = log_probs_BP.new_ones(len(log_probs_BP))
-        return Prediction(log_probs_BP, batch[START], weight_B, objective.distance)
+        margin_B = objective.margin(log_probs_BP.detach(), batch[START])
+        measures = {"accuracy": (margin_B > 0).float(), "reward margin": margin_B}
+        return Prediction(log_probs_BP, batch[START], weight_B, objective.distance, measures)
 
     @torch.no_grad()
     def at_start(self, model: LoadedModel, inputs: Inputs, door: DeviceTransfer) -> Tensors:
