@@ -177,7 +177,7 @@ def pair_of(row: Mapping[str, Any]) -> Pair:
     """
     missing = " and ".join(sorted(PAIRED - row.keys()))
     if missing:
-        what = f"It has no {missing}; its columns are {', '.join(map(str, row)) or 'none'}."
+        what = f"It has no column {missing}; its columns are {', '.join(map(str, row)) or 'none'}."
         raise UnusableText(what, "objective.loss: dpo takes rows of chosen and rejected, and prompt if they lack it.")
     prompt, answers = row.get("prompt"), (row["chosen"], row["rejected"])
     texts = all(isinstance(answer, str) for answer in answers) and (prompt is None or isinstance(prompt, str))

@@ -267,6 +267,11 @@ class DataSection(SourceOptions):
         """Whether the images have control images."""
         return any(source.control_path for source in self.resolved_sources())
 
+    @property
+    def watched_name(self) -> str:
+        """The folder or dataset of ``watched``."""
+        return "" if self.watched is None else self.watched.path or self.watched.dataset or ""
+
     def resolved_sources(self) -> tuple[ResolvedSource, ...]:
         """Every source with the defaults of ``data`` filled in."""
         sources = self.sources or (DataSource(path=self.path),)
