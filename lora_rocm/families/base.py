@@ -79,8 +79,11 @@ class ComparesWithStart(Protocol):
         """The entry that ``at_start`` fills. None: the recipe's objective compares nothing."""
         ...
 
-    def at_start(self, model: LoadedModel, inputs: Inputs, door: DeviceTransfer) -> Tensors:
-        """What the model says of one sample before the first step: the tensors of ``start_entry``, on the CPU."""
+    def at_start(self, model: Callable[[], LoadedModel], inputs: Inputs, door: DeviceTransfer) -> Tensors:
+        """What the model says of one sample before the first step: the tensors of ``start_entry``, on the CPU.
+
+        ``model`` gives the model on the door's device; it is loaded when it is first asked for.
+        """
         ...
 
 

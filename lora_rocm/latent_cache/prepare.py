@@ -82,7 +82,7 @@ def prepare(recipe: Recipe, family: ModelFamily, encoding: Encoding, facts: Fact
         StorageError: the cache cannot be written; its entries stay.
         MachineError: an image does not fit into memory, not even in tiles; or an error of ``Encoding.look``.
     """
-    encoders = (*run_encoders(recipe, family), *encoding.more)  # locates the base model, so it comes before the long work
+    encoders = (*run_encoders(recipe, family), *encoding.more)  # locates the base model: before the long work
     entries = tuple(encoder.entry for encoder in encoders)
     caches = Caches(encoding, encoders)
     if facts is not None:

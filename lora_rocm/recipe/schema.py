@@ -197,8 +197,9 @@ class DataSection(SourceOptions):
     )
     watched: NamedSource | None = on_resume(
         None,
-        "A source that is never trained on: path or dataset, with the keys split, image_column and caption_column of an "
-        "entry of sources. Its loss is taken before training and with each held-out loss, and shows what is forgotten.",
+        "A source that is never trained on: path or dataset, with the keys split, image_column and caption_column of "
+        "an entry of sources. Its loss is taken before training and with each held-out loss: it shows what is "
+        "forgotten.",
     )
 
     @model_validator(mode="after")
@@ -535,9 +536,7 @@ class Recipe(Section):
         source = DataSource.model_validate(watched.model_dump())
         alone = {"path": None, "sources": (source,), "watched": None, "validation_split": 1.0}
         data = self.data.model_copy(update={**alone, "mask_path": None, "alpha_mask": False})
-        return self.model_copy(
-            update={"data": data, "objective": self.objective.watching, "sample": SampleSection()}
-        )
+        return self.model_copy(update={"data": data, "objective": self.objective.watching, "sample": SampleSection()})
 
     def trains(self, component: str) -> bool:
         """Whether a component of an adapter's runs in a step: text encoders do if they, or new tokens, are trained."""

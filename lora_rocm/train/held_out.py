@@ -61,9 +61,10 @@ class HeldOutLoss:
                     self.context.beat("validation")
                     draws = self._draws(part, place)
                     loss_B, measures = self._measured(part, draws)
-                    each = [dict(zip(measures, row, strict=True)) for row in zip(*measures.values(), strict=True)]
-                    rows = zip(part.sample_keys, loss_B, part.shares, each or [{}] * len(real), real, strict=True)
-                    found += [HeldOut(*row) for *row, counts in rows if counts]
+                    for row, (key, share) in enumerate(zip(part.sample_keys, part.shares, strict=True)):
+                        if real[row]:
+                            of_row = {name: value_B[row] for name, value_B in measures.items()}
+                            found.append(HeldOut(key, loss_B[row], share, of_row))
                     if not draws:
                         break
             self.context.beat("loader")

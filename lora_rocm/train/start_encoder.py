@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from lora_rocm.adapters.lora_reader import files_of
 from lora_rocm.adapters.training_adapter import put_training_adapter
 from lora_rocm.dataset.entry_spec import EntrySpec
 from lora_rocm.device.transfer import DeviceTransfer
-from lora_rocm.families.base import ComparesWithStart, Encode, Encoder, ModelFamily
+from lora_rocm.families.base import ComparesWithStart, Encode, Encoder, LoadedModel, ModelFamily
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.train.standalone import send_model
 
@@ -69,7 +69,12 @@ class StartEncoder:
         return None
 
     def load(self, door: DeviceTransfer) -> Encode:
-        assert isinstance(self.family, ComparesWithStart), "as start_encoders found"
+        family, model = self.family, cache(lambda: self._loaded(door))
+        assert isinstance(family, ComparesWithStart), "as start_encoders found"
+        return lambda inputs: family.at_start(model, inputs, door)
+
+    def _loaded(self, door: DeviceTransfer) -> LoadedModel:
+        """The model as training starts, on the door's device."""
         recipe, model = self.recipe, self.family.load(self.dtype, torch.device("cpu"))
         if recipe.lora.init_from is not None or recipe.model.training_adapter is not None:
             inject(self.family, model, recipe.lora, recipe.train.seed)
@@ -77,5 +82,4 @@ class StartEncoder:
         send_model(model, door)
         for component in model.components.values():
             component.eval()
-        family = self.family
-        return lambda inputs: family.at_start(model, inputs, door)
+        return model

@@ -116,7 +116,7 @@ def test_what_is_no_pair_is_named(row: dict[str, Any], reason: str) -> None:
 
 def test_pairs_are_named_where_texts_are_wanted_and_read_where_pairs_are(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
-    path.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n{\"text\": \"d\"}", "utf-8")
+    path.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + '\n{"text": "d"}', "utf-8")
     data = DataSection(sources=(DataSource(dataset=str(path)),))
     found, other = scan_texts(data, pairs=True), scan_texts(data)
     assert [read(sample.caption) for sample in found.samples] == [Pair(Completion("a", "b"), Completion("a", "c"))]

@@ -1,7 +1,7 @@
 """Language models that write the next token.
 
-Samples are padded behind their end, up to a multiple of tokens. Dimensions: B batch, S tokens, D width, P the two answers
-of a pair (the chosen one first).
+Samples are padded behind their end, up to a multiple of tokens. Dimensions: B batch, S tokens, D width, P the two
+answers of a pair (the chosen one first).
 """
 
 from __future__ import annotations
@@ -211,13 +211,13 @@ class CausalLM:
         return Prediction(log_probs_BP, batch[START], weight_B, objective.distance, measures)
 
     @torch.no_grad()
-    def at_start(self, model: LoadedModel, inputs: Inputs, door: DeviceTransfer) -> Tensors:
+    def at_start(self, model: Callable[[], LoadedModel], inputs: Inputs, door: DeviceTransfer) -> Tensors:
         """As ``ComparesWithStart.at_start``; zeros for a text that is no pair, such as a preview's prompt."""
         if not isinstance(read(str(inputs[CAPTION])), Pair):
             return {START: torch.zeros(2)}
         pair = _encoded_pair(self.texts, inputs)
         ids_BPS, labels_BPS = (door.send_checked(pair[name][None], name) for name in (IDS, LABELS))
-        return door.receive({START: _log_probs(model, ids_BPS, labels_BPS)[0]})
+        return door.receive({START: _log_probs(model(), ids_BPS, labels_BPS)[0]})
 
     @torch.no_grad()
     def preview(
@@ -315,7 +315,7 @@ def _encoded(reader: ChatTokenizer, inputs: Inputs) -> Tensors:
 
 
 def _encoded_pair(reader: ChatTokenizer, inputs: Inputs) -> Tensors:
-    """Both answers, filled up to the same length. A text that is no pair, such as a preview's prompt, stands for both."""
+    """Both answers, filled up to one length. A text that is no pair, such as a preview's prompt, stands for both."""
     record = read(str(inputs[CAPTION]))
     answers = (record.chosen, record.rejected) if isinstance(record, Pair) else (record, record)
     found = [reader.tokens(answer) for answer in answers]

@@ -19,7 +19,7 @@ from lora_rocm.dataset.entry_spec import CAPTION
 from lora_rocm.dataset.records import Pair, pair_of, written
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import RecipeError
-from lora_rocm.families.base import ComparesWithStart, Tensors
+from lora_rocm.families.base import ComparesWithStart, LoadedModel, Tensors
 from lora_rocm.families.causal_lm.family import CausalLM
 from lora_rocm.families.objectives.loss import losses, measured
 from lora_rocm.loader.cached_dataset import together
@@ -163,8 +163,14 @@ def test_what_changes_the_start_changes_its_entries(base: Path, tmp_path: Path) 
 def test_a_prompt_of_a_preview_has_entries_too(base: Path) -> None:
     family = CausalLM(dpo(base))
     assert isinstance(family, ComparesWithStart)
-    model, door = family.load(torch.float32, CPU), DeviceTransfer(CPU, pin=False)
+    door = DeviceTransfer(CPU, pin=False)
+
+    def model() -> LoadedModel:
+        raise AssertionError("the base is loaded for it")
+
     assert family.at_start(model, {CAPTION: "What is red?"}, door)["start_log_probs"].tolist() == [0.0, 0.0]
+    with pytest.raises(AssertionError, match="the base is loaded"):
+        family.at_start(model, {CAPTION: written(pairs()[0])}, door)
     assert family.encoders()[0].load(door)({CAPTION: "What is red?"})["input_ids"].shape == (2, 64)
 
 
@@ -182,7 +188,7 @@ def test_keys_that_do_not_apply_are_named_with_their_line(tmp_path: Path, monkey
     Path("r.yaml").write_text(RECIPE, encoding="utf-8")
     with pytest.raises(RecipeError, match=r"r.yaml:5 objective.train_on: has no effect with loss: dpo"):
         load_recipe("r.yaml", ["objective.loss=dpo"])
-    with pytest.raises(RecipeError, match=r"objective.beta: has no effect with loss: cross-entropy\s+fix: .* set loss: dpo"):
+    with pytest.raises(RecipeError, match=r"objective.beta: has no effect with loss: cross-entropy\s+fix: .*loss: dpo"):
         load_recipe("r.yaml", ["objective.beta=0.2"])
 
 
