@@ -79,6 +79,7 @@ class StartEncoder:
         if recipe.lora.init_from is not None or recipe.model.training_adapter is not None:
             inject(self.family, model, recipe.lora, recipe.train.seed)
             put_training_adapter(self.family, model, recipe.model.training_adapter)
+        self.family.fuse(model, triton=False)  # rounds as in training, but for the kernels
         send_model(model, door)
         for component in model.components.values():
             component.eval()
