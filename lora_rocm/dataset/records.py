@@ -17,6 +17,8 @@ MARK = "\x1e"
 ROLES = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "assistant", "model": "assistant"}
 """Names of roles in ShareGPT's rows -> names that chat templates know."""
 ANSWERS = "assistant"
+Cells = Mapping[str, Any]
+"""The cells of a row by column, or the fields of a record."""
 
 
 class UnusableText(Exception):
@@ -94,13 +96,13 @@ def read(text: str) -> Record:
     return _answered(found)
 
 
-def _answered(found: Mapping[str, Any]) -> Completion | Conversation:
+def _answered(found: Cells) -> Completion | Conversation:
     if "completion" in found:
         return Completion(**found)
     return Conversation(tuple(found["messages"]), tuple(found["tools"]), found["last_only"])
 
 
-def record_of(row: Mapping[str, Any], pairs: bool = False) -> Record:
+def record_of(row: Cells, pairs: bool = False) -> Record:
     """The record of a row, recognised by its columns.
 
     Args:
@@ -123,11 +125,11 @@ def record_of(row: Mapping[str, Any], pairs: bool = False) -> Record:
     )
 
 
-def _of_messages(row: Mapping[str, Any]) -> Conversation:
+def _of_messages(row: Cells) -> Conversation:
     return _conversation(row["messages"], row.get("tools"))
 
 
-def _of_sharegpt(row: Mapping[str, Any]) -> Conversation:
+def _of_sharegpt(row: Cells) -> Conversation:
     messages = [
         {"role": ROLES.get(turn["from"], turn["from"]), "content": turn.get("value")} if "from" in turn else turn
         for turn in _mappings(row["conversations"])
@@ -136,7 +138,7 @@ def _of_sharegpt(row: Mapping[str, Any]) -> Conversation:
     return _conversation([*([{"role": "system", "content": system}] if system else []), *messages], row.get("tools"))
 
 
-def _of_completion(row: Mapping[str, Any]) -> Record:
+def _of_completion(row: Cells) -> Record:
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         _require(completion, "The completion")
@@ -145,17 +147,17 @@ def _of_completion(row: Mapping[str, Any]) -> Record:
     return replace(_conversation([*_mappings(prompt), *_mappings(ends)], row.get("tools")), last_only=True)
 
 
-def _of_instruction(row: Mapping[str, Any]) -> Conversation:
+def _of_instruction(row: Cells) -> Conversation:
     asked = "\n\n".join(part for part in (row["instruction"], row.get("input")) if part)
     system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
     return _conversation([*system, {"role": "user", "content": asked}, {"role": ANSWERS, "content": row["output"]}])
 
 
-def _of_text(row: Mapping[str, Any]) -> str:
+def _of_text(row: Cells) -> str:
     return _require(row["text"], "The text")
 
 
-READERS: tuple[tuple[frozenset[str], Callable[[Mapping[str, Any]], Record]], ...] = (
+READERS: tuple[tuple[frozenset[str], Callable[[Cells], Record]], ...] = (
     (frozenset({"messages"}), _of_messages),
     (frozenset({"conversations"}), _of_sharegpt),
     (frozenset({"prompt", "completion"}), _of_completion),
@@ -166,7 +168,7 @@ READERS: tuple[tuple[frozenset[str], Callable[[Mapping[str, Any]], Record]], ...
 PAIRED = frozenset({"chosen", "rejected"})
 
 
-def pair_of(row: Mapping[str, Any]) -> Pair:
+def pair_of(row: Cells) -> Pair:
     """The two answers of a row, as TRL reads them: the prompt is a column of its own, or the beginning of both.
 
     Answers are texts or lists of messages, and so is the prompt. A prompt that is a text before answers that begin with
@@ -201,7 +203,7 @@ def _pair_of_texts(prompt: str | None, chosen: str, rejected: str) -> Pair:
     return Pair(*found)
 
 
-def _pair_of_messages(prompt: Any, answers: Sequence[Any], tools: Any) -> Pair:
+def _pair_of_messages(prompt: object, answers: Sequence[object], tools: object) -> Pair:
     begin = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     before = [_message(message) for message in _mappings(begin or [])]
     sides = list[list[dict[str, Any]]]()

@@ -45,7 +45,7 @@ def all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, field in model.model_fields.items():
         yield prefix + name
         section = section_class(field.annotation)
-        if section is not None and section is field.annotation:
+        if section is not None and isinstance(field.annotation, type):
             yield from all_keys(section, f"{prefix}{name}.")
 
 
