@@ -46,6 +46,8 @@ class Format(StrEnum):
     comfyui = "comfyui"
     diffusers = "diffusers"
     peft = "peft"
+    merged = "merged"
+    gguf = "gguf"
 
 
 class NumberFormat(StrEnum):
@@ -264,11 +266,18 @@ def export(
     form: Annotated[Format, typer.Option("--format", help="Format to write.")],
     output: Annotated[Path | None, typer.Option(metavar="PATH", help="File or folder; default: in the run.")] = None,
     dtype: Annotated[NumberFormat | None, typer.Option(help="Dtype; default: as in the recipe.")] = None,
+    converter: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH", help="For gguf: llama.cpp's folder. Default: the variable LLAMA_CPP, or its script in PATH."
+        ),
+    ] = None,
 ) -> int:
     """Write the LoRA of a run in another format, load it back and compare."""
     from lora_rocm.commands import sample_export
 
-    return sample_export.export(run, form.value, output=output, dtype=dtype.value if dtype else None)
+    kind = dtype.value if dtype else None
+    return sample_export.export(run, form.value, output=output, dtype=kind, converter=converter)
 
 
 @app.command(cls=Command)

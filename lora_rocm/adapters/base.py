@@ -25,6 +25,7 @@ from lora_rocm.adapters.module_names import SD_SCRIPTS, KeyTable, canonical, sd_
 from lora_rocm.adapters.targets import overrides_of
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
+from lora_rocm.model_files.readers import readers_of
 from lora_rocm.optim.norm_limit import NormLimit
 from lora_rocm.recipe.adapter_sections import AdapterSection
 from lora_rocm.recipe.optim_sections import OptimSection
@@ -137,6 +138,11 @@ class Adapter(ABC):
     @abstractmethod
     def cannot_read(self, form: Form) -> tuple[str, ...]:
         """Return programs that cannot read a form, or read it inexactly, in words."""
+
+    def peft_cannot_be_read_by(self) -> tuple[str, ...]:
+        """Return ``cannot_read`` of the peft form: by the table of readers where it knows the family."""
+        row = readers_of([f"base_model.model.{name}" for name in self.leaves], [self.family.name])
+        return row.cannot_read if row else ("ComfyUI, Forge, A1111 and kohya's tools (a PEFT folder is for PEFT)",)
 
     @property
     def needs_float32(self) -> bool:

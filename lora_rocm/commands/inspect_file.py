@@ -17,7 +17,7 @@ from lora_rocm.model_files.adapter_sizes import alphas_of, ranks_of
 from lora_rocm.model_files.adapters import families_of, kind_of, origin_of
 from lora_rocm.model_files.header import Header, read_header
 from lora_rocm.model_files.models import BASES, INDEXES, OTHER, PARTS, index_of, model_of, models_in, pipeline_of
-from lora_rocm.model_files.readers import readers_of, spelling_of
+from lora_rocm.model_files.readers import PROGRAMS, readers_of, spelling_of
 from lora_rocm.model_files.storage_formats import scaled
 
 STATE, PEFT_CONFIG = "state.json", "adapter_config.json"
@@ -143,7 +143,6 @@ def _adapter(header: Header, kind: str, registry: Registry) -> dict[str, Any]:
     titles = [registry[name].title for name in families if name in registry]
     of = titles[0] if len(families) == len(titles) == 1 else origin.title if origin is not None else ""
     readers = readers_of(header.tensors, families) if kind == "LoRA" else None
-    fields = ("diffusers", "comfyui", "kohya")
     return {
         "title": f"a {kind} for {of}" if of else f"a {kind} for a model that is not known",
         "families": list(families),
@@ -154,7 +153,7 @@ def _adapter(header: Header, kind: str, registry: Registry) -> dict[str, Any]:
             "modules": _modules(header),
             "ranks": {str(rank): count for rank, count in ranks_of(header).most_common()},
             "alpha": _alphas(header),
-            "readers": None if readers is None else {name: getattr(readers, name) for name in fields},
+            "readers": None if readers is None else readers.told,
         },
     }
 
@@ -229,6 +228,4 @@ def _adapter_lines(adapter: dict[str, Any]) -> list[str]:
     if adapter["readers"] is None:
         lines.append("  which programs read it is not known here; lora-rocm export says it of a run's files")
         return lines
-    for name, title in (("diffusers", "diffusers"), ("comfyui", "ComfyUI"), ("kohya", "kohya's tools")):
-        lines.append(f"  {title}: {adapter['readers'][name]}")
-    return lines
+    return lines + [f"  {PROGRAMS[name]}: {text}" for name, text in adapter["readers"].items()]

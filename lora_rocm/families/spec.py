@@ -215,6 +215,7 @@ class FamilySpec:
         unread: dotted keys of shared sections that it does not read, those of another kind of sample included. A recipe
             that sets one is refused.
         formats: the values of ``output.formats`` in which its results can be written, the default first.
+        conversions: formats that ``lora-rocm export`` makes beside these, and a run does not write by itself.
         fp16: whether its activations fit fp16, see ``Fp16``.
         metadata: entries of its LoRA files' metadata.
     """
@@ -236,6 +237,7 @@ class FamilySpec:
     fp16: Fp16 = "whole"
     metadata: FileMetadata = FileMetadata()
     formats: tuple[str, ...] = ("kohya", "sd-scripts", "comfyui", "diffusers", "peft")
+    conversions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "unread", self.unread | (OF_IMAGES if self.trains_on_texts else OF_TEXTS))

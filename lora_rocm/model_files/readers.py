@@ -11,6 +11,15 @@ from pathlib import Path
 from lora_rocm.foundation.tables import read_table
 
 UNKNOWN = "not known"
+READ = ("reads it", "read it")
+PROGRAMS = {
+    "diffusers": "diffusers",
+    "comfyui": "ComfyUI",
+    "kohya": "kohya's tools",
+    "vllm": "vLLM",
+    "llama_cpp": "llama.cpp's convert_lora_to_gguf.py",
+}
+"""Field -> program."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +35,8 @@ class Readers:
     """What programs do with a LoRA file.
 
     families: values of ``model.family``. spelling: of the file; empty: none that has a name. pattern: found in the
-    names of tensors, with dots as ``_``. alpha: the file has alphas. The others are what each program does.
+    names of tensors, with dots as ``_``. alpha: the file has alphas. The others are what each program does; empty: the
+    file is not meant for it.
     """
 
     families: tuple[str, ...]
@@ -36,6 +46,18 @@ class Readers:
     diffusers: str = UNKNOWN
     comfyui: str = UNKNOWN
     kohya: str = "read nothing of it"
+    vllm: str = ""
+    llama_cpp: str = ""
+
+    @property
+    def told(self) -> dict[str, str]:
+        """Field of a program -> what it does with the file; without programs that such files are not meant for."""
+        return {field: text for field in PROGRAMS if (text := str(getattr(self, field)))}
+
+    @property
+    def cannot_read(self) -> tuple[str, ...]:
+        """The programs that do not read the file, or not exactly, in words."""
+        return tuple(f"{PROGRAMS[field]} ({text})" for field, text in self.told.items() if text not in READ)
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from lora_rocm.rundir.events import emit
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train.checkpoint import Checkpoint, latest_valid, read_checkpoint
 from lora_rocm.train.compare import compare
+from lora_rocm.train.conversions import convert
 from lora_rocm.train.preview import ENDINGS, content_of
 from lora_rocm.train.standalone import Job, open_transfer, send_model, start_device
 
@@ -114,7 +115,18 @@ def export_run(job: Job, registry: Registry = PRODUCT) -> None:
     recipe = load_recipe(run_dir.recipe, registry=registry).recipe
     if job["dtype"]:
         recipe = recipe.model_copy(update={"output": recipe.output.model_copy(update={"dtype": job["dtype"]})})
+    spec = recipe.spec
+    if job["format"] not in (*spec.formats, *spec.conversions):
+        raise AdapterError(
+            "export-form",
+            f"A {recipe.lora.title} of {spec.title} is not written in the form {job['format']}: nothing would read it.",
+            where=f"--format {job['format']}",
+            fix=f"Forms of {spec.title}: {', '.join((*spec.formats, *spec.conversions))}.",
+        )
     checkpoint = _checkpoint_of(run_dir, job["updates"])
+    if job["format"] in spec.conversions:
+        convert(job, run_dir, recipe, checkpoint)
+        return
     family = family_for(recipe)
     device, settings = start_device(recipe)
     dtype = compute_dtype(recipe.train.mixed_precision, device, settings, recipe.spec.takes_fp16)

@@ -48,4 +48,5 @@ SPEC = FamilySpec(
     fp16="never",
     metadata=FileMetadata(rate="", text_rate=""),
     formats=("peft",),
+    conversions=("merged", "gguf"),
 )
