@@ -92,9 +92,7 @@ def require_text(option: str, prompt: str) -> None:
         )
 
 
-def export(
-    source: Path, form: str, *, output: Path | None, dtype: str | None, converter: Path | None = None
-) -> int:
+def export(source: Path, form: str, *, output: Path | None, dtype: str | None, converter: Path | None = None) -> int:
     """Write the LoRA of a run in another format.
 
     Args:
@@ -110,9 +108,8 @@ def export(
     """
     if output is not None and (output.is_file() if form in FOLDER_FORMS else output.is_dir()):
         is_now, wanted = ("file", "folder") if form in FOLDER_FORMS else ("folder", "file")
-        if form != MERGED or output.is_file():
-            what = f"There is a {is_now}, and the {form} form is a {wanted}."
-            raise UserError("output-kind", what, where=f"--output {output}", fix=f"Move it away, or name a {wanted}.")
+        what = f"There is a {is_now}, and the {form} form is a {wanted}."
+        raise UserError("output-kind", what, where=f"--output {output}", fix=f"Move it away, or name a {wanted}.")
     if form == MERGED and dtype is not None:
         what = "Merged weights have the dtype of the base."
         raise UserError("dtype-unused", what, where=f"--dtype {dtype}", fix="Leave it out.")

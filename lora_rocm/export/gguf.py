@@ -81,9 +81,7 @@ def _environment(environ: Mapping[str, str], scripts: Path) -> dict[str, str]:
     return {**kept, PATH: os.pathsep.join(filter(None, [str(scripts), kept.get(PATH, "")]))}
 
 
-def _require_whole(
-    made: Path, script: Path, done: subprocess.CompletedProcess[bytes], num_modules: int
-) -> None:
+def _require_whole(made: Path, script: Path, done: subprocess.CompletedProcess[bytes], num_modules: int) -> None:
     if done.returncode:
         said = printable(done.stderr.decode("utf-8", "replace").strip()[-MAX_TOLD:])
         raise _failed(script, f"exit status {done.returncode}: {said or 'it said nothing'}")
@@ -101,6 +99,6 @@ def _failed(script: Path, what: str) -> ExportError:
         "gguf-failed",
         f"llama.cpp's converter made no GGUF file: {what}.",
         where=str(script),
-        fix="Install what it asks for beside lora-rocm (its requirements.txt), use a newer llama.cpp, or export peft and "
-        "run it by hand: convert_lora_to_gguf.py --base BASE_FOLDER PEFT_FOLDER.",
+        fix="Install what it asks for beside lora-rocm (its requirements.txt), use a newer llama.cpp, or export peft "
+        "and run it by hand: convert_lora_to_gguf.py --base BASE_FOLDER PEFT_FOLDER.",
     )

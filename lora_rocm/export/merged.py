@@ -143,17 +143,24 @@ class _Merge:
         yield header_of(hollow, {**header.metadata, "format": "pt"})
         for name, wanted in ordered(hollow):
             if name in self.entries or (self._all_dense and name in self.tensors.stored):
-                merged = self.exact(header, name).to(wanted.dtype)
-                if not torch.isfinite(merged).all():
-                    raise ExportError(
-                        "weights-not-finite",
-                        f"The merged weight is larger than any {str(wanted.dtype).removeprefix('torch.')} number.",
-                        where=name,
-                        fix="Export the peft format, and look at the loss of the run: the adapter is of little use.",
-                    )
-                yield memoryview(merged.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                yield self._new(header, name, wanted.dtype)
             else:
                 yield from _bytes_of(header, name)
+
+    def _new(self, header: Header, name: str, dtype: torch.dtype) -> memoryview:
+        """The bytes of a tensor that the base's file does not hold so."""
+        weight = self.base(header, name)
+        if name in self.entries:
+            weight = weight + self.entries[name].effect(weight)
+        rounded_weight = weight.to(dtype)
+        if not torch.isfinite(rounded_weight).all():
+            raise ExportError(
+                "weights-not-finite",
+                f"The merged weight is larger than any {str(dtype).removeprefix('torch.')} number.",
+                where=name,
+                fix="Export the peft format, and look at the loss of the run: the adapter is of little use.",
+            )
+        return memoryview(rounded_weight.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     def base(self, header: Header, name: str) -> Tensor:
         """A weight of the base, float32."""
@@ -162,11 +169,6 @@ class _Merge:
             return read_tensors(header, {name}.__contains__)[name].float()
         read = read_tensors(header, frozenset(stored.parts.values()).__contains__)
         return stored.weight({role: read[at] for role, at in stored.parts.items()}).dense(torch.float32)
-
-    def exact(self, header: Header, name: str) -> Tensor:
-        """A weight with its adapter, float32."""
-        weight = self.base(header, name)
-        return weight + self.entries[name].effect(weight) if name in self.entries else weight
 
     def config(self, config: Mapping[str, object]) -> dict[str, object]:
         """The config of the new model."""
@@ -183,25 +185,29 @@ class _Merge:
         Raises:
             ExportError: one differs by more than rounding explains.
         """
-        largest, squares = 0.0, [0.0, 0.0]  # of differences, and of changes
+        found = []
         for header in self.headers:
             written = read_header(folder / header.path.name)
             for name, wanted in self.hollow(header).items():
-                if name not in self.entries:
-                    if not self._same(header, written, name):
-                        raise _differs(written.path, name)
-                    continue
-                found = read_tensors(written, {name}.__contains__)[name]
-                weight = self.base(header, name)
-                change = self.entries[name].effect(weight)
-                weight += change
-                difference = found.float() - weight
-                norm = norm_of(difference)
-                if found.dtype != wanted.dtype or not norm <= rounded(weight, wanted.dtype)[1]:
+                if name in self.entries:
+                    found.append(self._difference(header, written, name, wanted.dtype))
+                elif not self._same(header, written, name):
                     raise _differs(written.path, name)
-                largest = max(largest, float(difference.abs().max()))
-                squares = [squares[0] + norm**2, squares[1] + norm_of(change) ** 2]
-        return Rounding(largest, math.sqrt(squares[0] / squares[1]) if squares[1] else 0.0)
+        largest, norms, changes = zip(*found, strict=True)
+        whole = math.hypot(*changes)
+        return Rounding(max(largest), math.hypot(*norms) / whole if whole else 0.0)
+
+    def _difference(self, header: Header, written: Header, name: str, dtype: torch.dtype) -> tuple[float, float, float]:
+        """Of a merged weight: the largest difference from the exact one, its norm, and the norm of the change."""
+        found = read_tensors(written, {name}.__contains__)[name]
+        weight = self.base(header, name)
+        change = self.entries[name].effect(weight)
+        weight += change
+        difference = found.float() - weight
+        norm = norm_of(difference)
+        if found.dtype != dtype or not norm <= rounded(weight, dtype)[1]:
+            raise _differs(written.path, name)
+        return float(difference.abs().max()), norm, norm_of(change)
 
     def _same(self, header: Header, written: Header, name: str) -> bool:
         if self._all_dense and name in self.tensors.stored:

@@ -11,6 +11,8 @@ from pathlib import Path
 from lora_rocm.foundation.tables import read_table
 
 UNKNOWN = "not known"
+VLLM_RANKS = (16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM's --max-lora-rank, the default first (vllm/config/lora.py)."""
 READ = ("reads it", "read it")
 PROGRAMS = {
     "diffusers": "diffusers",
@@ -71,6 +73,14 @@ class ReaderTable:
 @cache
 def _table() -> ReaderTable:
     return read_table(Path(__file__).with_name("readers.toml"), ReaderTable)
+
+
+def vllm_needs(rank: int) -> tuple[str, ...]:
+    """What vLLM has to be told to read a LoRA of this rank, in words; empty if its defaults do."""
+    fits = next((limit for limit in VLLM_RANKS if rank <= limit), None)
+    if fits is None:
+        return (f"vLLM (reads ranks up to {VLLM_RANKS[-1]})",)
+    return () if fits == VLLM_RANKS[0] else (f"vLLM as it is set (start it with --max-lora-rank {fits})",)
 
 
 def spelling_of(names: Collection[str]) -> str:

@@ -104,8 +104,46 @@ def test_export(jobs: list[dict[str, Any]], tmp_path: Path) -> None:
     write_whole_run(RunDir(tmp_path / "run"))
     assert sample_export.export(Path("run"), "peft", output=None, dtype="bf16") == 0
     source = str(tmp_path / "run")
-    asked = {"source": source, "format": "peft", "output": None, "dtype": "bf16", "updates": None}
+    asked = {"source": source, "format": "peft", "output": None, "dtype": "bf16", "updates": None, "converter": ""}
     assert jobs == [{"tool": "export", **asked}]
+
+
+@pytest.mark.parametrize("there", ["option", "option-file", "variable", "path"])
+def test_the_converter_of_a_gguf_file_is_found(
+    jobs: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str
+) -> None:
+    write_whole_run(RunDir(tmp_path / "run"))
+    monkeypatch.delenv("LLAMA_CPP", raising=False)
+    with pytest.raises(UserError, match="(?s)convert_lora_to_gguf.py, which is not named.*git clone"):
+        sample_export.export(Path("run"), "gguf", output=None, dtype=None)
+    script = tmp_path / "llama.cpp" / "convert_lora_to_gguf.py"
+    script.parent.mkdir()
+    option = {"option": script.parent, "option-file": script}.get(there)
+    if option is not None:
+        with pytest.raises(UserError, match="which is not here"):
+            sample_export.export(Path("run"), "gguf", output=None, dtype=None, converter=option)
+    script.touch()
+    if there in ("variable", "path"):
+        monkeypatch.setenv(*(("PATH", str(script.parent)) if there == "path" else ("LLAMA_CPP", "llama.cpp")))
+    assert sample_export.export(Path("run"), "gguf", output=None, dtype=None, converter=option) == 0
+    assert [job["converter"] for job in jobs] == [str(script)]
+
+
+@pytest.mark.parametrize(
+    ("form", "options", "words"),
+    [
+        ("merged", {"dtype": "fp16"}, "Merged weights have the dtype of the base.*Leave it out"),
+        ("peft", {"converter": Path("x")}, "written without a converter.*Leave it out"),
+        ("merged", {"output": Path("run")}, "files in the folder for the merged model.*--output FOLDER"),
+    ],
+)
+def test_options_of_another_form(
+    jobs: list[dict[str, Any]], tmp_path: Path, form: str, options: dict[str, Any], words: str
+) -> None:
+    write_whole_run(RunDir(tmp_path / "run"))
+    with pytest.raises(UserError) as caught:
+        sample_export.export(Path("run"), form, **{"output": None, "dtype": None, **options})
+    assert caught.match("(?s)" + words) and jobs == []
 
 
 @pytest.mark.parametrize("source", ["missing", "missing.safetensors", "."])
