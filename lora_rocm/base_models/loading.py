@@ -383,7 +383,8 @@ class Source:
         module = self._hollow(name)
         for owner in module.modules():
             for key, parameter in list(owner.named_parameters(recurse=False)):
-                hollow = torch.zeros(()).expand(parameter.shape)
+                dtype = torch.float32 if parameter.is_floating_point() else parameter.dtype
+                hollow = torch.zeros((), dtype=dtype).expand(parameter.shape)
                 owner.register_parameter(key, nn.Parameter(hollow, requires_grad=False))
         return module
 
