@@ -99,6 +99,7 @@ GPT_OSS: dict[str, Any] = {
     "sliding_window": 16,
     "layer_types": TYPES,
     "head_dim": 16,
+    "swiglu_limit": 1.0,
 }
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 

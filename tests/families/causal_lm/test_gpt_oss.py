@@ -8,14 +8,19 @@ from typing import Any
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
+from lora_rocm.dataset.shape import Shape
 from lora_rocm.errors import ModelError
+from lora_rocm.export.merged import write_merged
 from lora_rocm.families.causal_lm.family import CausalLM
 from lora_rocm.families.causal_lm.objective import IGNORED
 from lora_rocm.families.objectives.loss import LOSS_MASK, losses
 from lora_rocm.kernels.weight_format import DENSE
+from lora_rocm.memory.footprint import count, hollow_model
+from lora_rocm.memory.op_counter import Ledger
 from tests.families.causal_lm.adapted import CLOSE, CPU, TOKENS, Adapted, batch, off, recipe_of
 from tests.tiny_llm import write_tiny_gpt_oss
 
@@ -54,6 +59,7 @@ def test_losses_and_gradients_are_those_of_transformers(base: Path, tmp_path: Pa
         assert leaf.grad is not None and found is not None and off(leaf.grad, found) < 1e-4, name
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_transformers(base: Path) -> None:
     """One token after another, from a cache that is longer than the window; and from one token."""
     family = CausalLM(recipe_of(base))
@@ -92,3 +98,38 @@ def test_an_edition_with_dense_experts_is_refused(tmp_path: Path) -> None:
     config.write_text(config.read_text(encoding="utf-8").replace("mxfp4", "other"), encoding="utf-8")
     with pytest.raises(ModelError, match="only the editions with experts in MXFP4"):
         CausalLM(recipe_of(folder)).examine()
+
+
+@pytest.mark.slow
+def test_one_expert_is_dense_at_a_time(tmp_path: Path) -> None:
+    """Forward and backward of a model with 24 experts take less memory than six of them would, dense."""
+    width, experts = 128, 24
+    base = write_tiny_gpt_oss(tmp_path, hidden_size=width, intermediate_size=width, num_local_experts=experts)
+    adapted = Adapted(recipe_of(base))
+    model, data = adapted.model.components["model"], batch()
+    ledger = Ledger(iter([*model.parameters(), *model.buffers(), *data.values()]))
+    adapted.family.recompute_activations(adapted.model)
+    with ledger:
+        losses(adapted.family, adapted.model, data, {}).sum().backward()
+    dense_bytes = 3 * width * width * torch.float32.itemsize
+    assert 2 * dense_bytes < ledger.mark() < 2 * experts * dense_bytes / 4
+
+
+@pytest.mark.slow
+def test_the_footprint_is_that_of_packed_experts(base: Path) -> None:
+    """Counted without data, where tokens are spread evenly over the experts."""
+    recipe = recipe_of(base, runtime={"device": "cpu"})
+    family = CausalLM(recipe)
+    found = count(family, hollow_model(family, recipe, torch.bfloat16, on_gpu=False), recipe, Shape.of(tokens=64))
+    held = DENSE.num_bytes(family.skeleton("model"), torch.bfloat16)
+    assert held <= found.weight_bytes < 1.01 * held and found.work.flops > 0
+
+
+def test_a_merged_model_keeps_its_packed_experts(base: Path, tmp_path: Path) -> None:
+    adapted, ids_BS = Adapted(recipe_of(base)), batch()["input_ids"]
+    write_merged(tmp_path / "out", adapted.family.own_files(), adapted.adapter)
+    before, after = load_file(base / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(before[name], after[name]) for name in before if ".experts." in name)
+    with torch.no_grad():
+        found = theirs(tmp_path / "out")(input_ids=ids_BS, use_cache=False).logits
+    assert off(found, adapted.logits(ids_BS)) < 0.05  # the attention is rounded to bfloat16
