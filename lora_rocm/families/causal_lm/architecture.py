@@ -100,7 +100,7 @@ def layout_of(folder: Path) -> Layout:
 
 
 def _unknown(path: Path, what: str) -> ModelError:
-    fix = "Use a decoder such as Llama, Qwen, Gemma 3, Mistral, Phi or SmolLM, or a newer version of transformers."
+    fix = "Use a decoder such as Llama, Qwen, Gemma 3, Mistral, Phi, SmolLM or gpt-oss, or a newer transformers."
     return ModelError("architecture-unknown", f"{what}.", where=str(path), fix=fix)
 
 
