@@ -6,10 +6,13 @@ pair in the lower half of its byte. Dimensions: G groups of 32 values.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 GROUP = 32
 BYTES = GROUP // 2
@@ -40,3 +43,27 @@ def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
     """The two values of each byte: [256, 2]."""
     values = torch.tensor([*MAGNITUDES, *(-value for value in MAGNITUDES)], dtype=dtype)
     return torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=1).to(device)
+
+
+def product(x: Tensor, dense: Callable[[torch.dtype], Tensor], bias_O: Tensor) -> Tensor:
+    """``linear`` with a frozen weight that exists only while it is used.
+
+    Args:
+        x: [..., I].
+        dense: makes the weight [O, I] in a dtype, for the forward pass and again for the backward pass.
+        bias_O: in any dtype.
+    """
+    output: Tensor = _Product.apply(x, dense, bias_O)
+    return output
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dense: Callable[[torch.dtype], Tensor], bias_O: Tensor) -> Tensor:
+        ctx.dense = dense
+        return linear(x, dense(x.dtype), bias_O.to(x.dtype))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return dy @ ctx.dense(dy.dtype), None, None

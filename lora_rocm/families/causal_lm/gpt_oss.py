@@ -7,14 +7,14 @@ Dimensions: N tokens, D width, I width of an expert, E experts, K experts of a t
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from transformers import GptOssForCausalLM
 
-from lora_rocm.kernels.mxfp4 import BYTES, GROUP, unpacked
+from lora_rocm.kernels.mxfp4 import BYTES, GROUP, product, unpacked
 
 
 class PackedExperts(nn.Module):
@@ -61,26 +61,13 @@ class PackedExperts(nn.Module):
         return counts
 
     def _computed(self, expert: int, states_RD: Tensor) -> Tensor:
-        both: Tensor = _Product.apply(states_RD, self, "gate_up_proj", expert)
+        both = self._product(states_RD, "gate_up_proj", expert)
         gate, up = both[..., ::2].clamp(max=self.limit), both[..., 1::2].clamp(-self.limit, self.limit)
-        output: Tensor = _Product.apply((up + 1) * gate * torch.sigmoid(gate * self.alpha), self, "down_proj", expert)
-        return output
+        return self._product((up + 1) * gate * torch.sigmoid(gate * self.alpha), "down_proj", expert)
 
-
-class _Product(torch.autograd.Function):
-    """A product with one expert's weight, which is made again in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, experts: PackedExperts, name: str, expert: int) -> Tensor:
-        ctx.of = experts, name, expert
-        bias = experts.get_parameter(f"{name}_bias")[expert]
-        return linear(x, experts.dense(name, expert, x.dtype), bias.to(x.dtype))
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        experts, name, expert = ctx.of
-        return dy @ experts.dense(name, expert, dy.dtype), None, None, None
+    def _product(self, x: Tensor, name: str, expert: int) -> Tensor:
+        bias = self.get_parameter(f"{name}_bias")[expert]
+        return product(x, partial(self.dense, name, expert), bias)
 
 
 class PackedGptOss(GptOssForCausalLM):  # type: ignore[misc]  # of transformers, untyped
