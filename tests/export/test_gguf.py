@@ -83,6 +83,7 @@ def test_a_converter_that_fails_leaves_nothing(
     assert caught.match(f"(?s){words}.*requirements.txt") and list(out.parent.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_adapters_that_llama_cpp_does_not_know_are_refused(tmp_path: Path) -> None:
     base = write_tiny_llm(tmp_path)
     require_convertible(Adapted(recipe_of(base)).adapter)

@@ -69,6 +69,7 @@ def test_logits_are_those_of_the_base_with_the_adapter(name: str, lora: dict[str
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
 
 
+@pytest.mark.slow
 def test_weights_keep_the_dtype_of_the_base_and_are_rounded_once(tmp_path: Path) -> None:
     base = in_bf16(write_tiny_llm(tmp_path / "base", dtype="bfloat16"))
     adapted = Adapted(recipe_of(base))
@@ -96,6 +97,7 @@ def in_int8(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_base_stored_in_few_bits_becomes_dense(tmp_path: Path) -> None:
     """All of it, also the layers that are not adapted; transformers knows no such file otherwise."""
     base = in_int8(write_tiny_llm(tmp_path / "base", dtype="float32"))
@@ -126,7 +128,7 @@ def test_what_cannot_be_merged_is_refused_and_leaves_nothing(tmp_path: Path) -> 
         Adapted(recipe_of(base, model={"name_or_path": f"random:{base}"})).family.own_files()
 
 
-@pytest.mark.parametrize("module", ["q_proj", "norm"])
+@pytest.mark.parametrize("module", ["q_proj", pytest.param("norm", marks=pytest.mark.slow)])
 def test_a_damaged_folder_is_noticed(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bit that falls over on its way to the disk, in an adapted weight and in another one."""
     from lora_rocm.export import merged as room
@@ -146,6 +148,7 @@ def test_a_damaged_folder_is_noticed(module: str, tmp_path: Path, monkeypatch: p
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_memory_holds_one_weight_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the tensors that were read, only those of one weight live at once."""
     import weakref

@@ -58,6 +58,7 @@ def test_a_merged_model_is_exported_from_a_checkpoint(tmp_path: Path, monkeypatc
     assert "trained on the nf4 form" in notice.text and export.path.endswith("merged") and export.cannot_read == []
 
 
+@pytest.mark.slow
 def test_a_gguf_adapter_is_exported_from_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path, monkeypatch, lora={"targets": r".*[qk]_proj"})
     run.export("gguf", converter=str(script_of(tmp_path / "llama", 8)), dtype="fp32")
@@ -67,6 +68,7 @@ def test_a_gguf_adapter_is_exported_from_a_checkpoint(tmp_path: Path, monkeypatc
     assert export.max_difference is None and "GGUF adapter is for llama.cpp" in export.cannot_read[0]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path, monkeypatch, lora={"targets": "attention"})
     with pytest.raises(AdapterError, match="(?s)not written in the form kohya.*peft, merged, gguf"):

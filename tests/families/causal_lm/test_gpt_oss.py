@@ -85,6 +85,7 @@ def test_experts_stay_as_they_are_stored(base: Path) -> None:
     assert DENSE.num_bytes(skeleton, torch.bfloat16) == 2 * dense + numbers * bits / 8
 
 
+@pytest.mark.slow
 def test_a_quantised_base_packs_the_attention_too(base: Path) -> None:
     adapted = Adapted(recipe_of(base, model={"quantization": "nf4"}))
     model = adapted.model.components["model"]
@@ -125,6 +126,7 @@ def test_the_footprint_is_that_of_packed_experts(base: Path) -> None:
     assert held <= found.weight_bytes < 1.01 * held and found.work.flops > 0
 
 
+@pytest.mark.slow
 def test_a_merged_model_keeps_its_packed_experts(base: Path, tmp_path: Path) -> None:
     adapted, ids_BS = Adapted(recipe_of(base)), batch()["input_ids"]
     write_merged(tmp_path / "out", adapted.family.own_files(), adapted.adapter)

@@ -75,8 +75,12 @@ def logits_with(base: Path, changes: Changes, ids_BS: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "lora",
-    [{"use_rslora": True, "alpha": 8}, {"alpha": 8}, {"alpha": 8, "overrides": OVERRIDES}],
-    ids=["rslora", "plain", "ranks"],
+    [
+        pytest.param({"alpha": 8}, marks=pytest.mark.slow),
+        pytest.param({"alpha": 8, "overrides": OVERRIDES}, marks=pytest.mark.slow),
+        {"use_rslora": True, "alpha": 8, "overrides": OVERRIDES},
+    ],
+    ids=["plain", "ranks", "rslora and ranks"],
 )
 def test_logits_are_those_of_peft(lora: dict[str, Any], tmp_path: Path) -> None:
     base, ids_BS = write_tiny_llm(tmp_path / "base", "qwen3"), batch()["input_ids"]
@@ -95,10 +99,14 @@ def test_logits_are_those_of_peft(lora: dict[str, Any], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lora", "told"),
     [
-        ({}, ()),
+        pytest.param({}, (), marks=pytest.mark.slow),
         ({"use_dora": True}, ("vLLM (refuses a DoRA)", "llama.cpp's convert_lora_to_gguf.py (refuses a DoRA)")),
-        ({"type": "loha"}, ("vLLM (knows LoRA only)", "llama.cpp's convert_lora_to_gguf.py (knows LoRA only)")),
-        ({"rank": 24}, ("vLLM as it is set (start it with --max-lora-rank 32)",)),
+        pytest.param(
+            {"type": "loha"},
+            ("vLLM (knows LoRA only)", "llama.cpp's convert_lora_to_gguf.py (knows LoRA only)"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"rank": 24}, ("vLLM as it is set (start it with --max-lora-rank 32)",), marks=pytest.mark.slow),
     ],
     ids=["lora", "dora", "loha", "rank"],
 )
