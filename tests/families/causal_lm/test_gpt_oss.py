@@ -135,3 +135,11 @@ def test_a_merged_model_keeps_its_packed_experts(base: Path, tmp_path: Path) -> 
     with torch.no_grad():
         found = theirs(tmp_path / "out")(input_ids=ids_BS, use_cache=False).logits
     assert off(found, adapted.logits(ids_BS)) < 0.05  # the attention is rounded to bfloat16
+
+
+@pytest.mark.slow
+def test_random_weights_are_packed_too(base: Path) -> None:
+    adapted = Adapted(recipe_of(base, model={"name_or_path": f"random:{base}"}))
+    packed = [p for name, p in adapted.model.components["model"].named_parameters() if name.endswith("_blocks")]
+    assert len(packed) == 4 and all(p.dtype == torch.uint8 for p in packed)
+    assert torch.isfinite(losses(adapted.family, adapted.model, batch(), {})).all()
