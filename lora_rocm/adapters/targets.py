@@ -61,7 +61,7 @@ def overrides_of(lora: AdapterSection, names: Iterable[str]) -> Mapping[str, Mod
     """
     names = list(names)
     found: dict[str, ModuleOverride] = {}
-    for number, override in enumerate(lora.module_overrides):
+    for number, override in enumerate(lora.overrides):
         where = f"lora.overrides[{number}].match: {override.match}"
         fix = f"Names of adapted modules look like {', '.join(_spread(names))}."
         matching = _matching(override.match, names, where, fix, "overrides")

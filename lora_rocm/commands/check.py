@@ -178,11 +178,10 @@ def _data_lines(loaded: LoadedRecipe, usable: list[Any]) -> Iterator[str]:
     yield f"{noun}: {num_found} usable, {len(aside)} set aside"
     per_source = Counter(sample.source for sample in samples)
     for index, source in enumerate(recipe.data.resolved_sources()):
-        name = source.path or source.dataset
         resolution = f"resolution {source.resolution}, " if recipe.spec.reads("data.resolution") else ""
         seen = sum(sample.repeats for sample in samples if sample.source == index)
         how = f"for regularisation, {seen} in an epoch" if source.is_reg else f"repeats {source.repeats}"
-        yield f"  {name}: {per_source[index]} {noun}, {resolution}{how}"
+        yield f"  {source.name}: {per_source[index]} {noun}, {resolution}{how}"
     if (watching := recipe.watching) is not None:
         watched = find_samples(watching)
         aside += watched.set_aside

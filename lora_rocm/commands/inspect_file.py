@@ -142,11 +142,12 @@ def _adapter(header: Header, kind: str, registry: Registry) -> dict[str, Any]:
     families = families_of(header.shapes, header.metadata)
     titles = [registry[name].title for name in families if name in registry]
     of = titles[0] if len(families) == len(titles) == 1 else origin.title if origin is not None else ""
-    readers = readers_of(header.tensors, families) if kind == "LoRA" else None
+    plain = kind.removesuffix(" and trained norms")
+    readers = readers_of(header.tensors, families) if plain == "LoRA" else None
     return {
         "title": f"a {kind} for {of}" if of else f"a {kind} for a model that is not known",
         "families": list(families),
-        "trainable": [name for name in families if name in registry and kind in STARTERS],
+        "trainable": [name for name in families if name in registry and plain in STARTERS],
         "adapter": {
             "kind": kind,
             "spelling": spelling_of(header.tensors),

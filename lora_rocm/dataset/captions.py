@@ -10,7 +10,7 @@ from functools import partial
 
 from lora_rocm.foundation.seeds import drawer
 from lora_rocm.foundation.terminal_text import one_line
-from lora_rocm.recipe.schema import SourceOptions
+from lora_rocm.recipe.source_sections import SourceOptions
 
 TRIES_PER_VARIANT = 32
 WILDCARD = re.compile(r"(\{\{|\}\})|\{([^{}]+)\}")

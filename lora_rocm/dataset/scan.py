@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ from lora_rocm.dataset.hf_datasets import UnreadableCell, as_file, image_in, lea
 from lora_rocm.dataset.image_io import MAX_IMAGE_BYTES, Header, UnreadableImage, decode, is_dark, read_header
 from lora_rocm.dataset.left_out import NUM_NAMED, counted, few, some
 from lora_rocm.dataset.progress import QUIET_S, Progress, Report, ignore
+from lora_rocm.dataset.regularisation import class_image
 from lora_rocm.dataset.sample_table import Sample, Samples
 from lora_rocm.errors import DataError, Problem
 from lora_rocm.foundation.bounded_read import read_plain
@@ -125,8 +127,10 @@ def scan(data: DataSection, report: Report = ignore, *, copies: bool = True) -> 
         found = _Findings(index, prefix, options, samples, report, companions)
         if options.path is not None:
             _scan_folder(found)
-        else:
+        elif options.dataset is not None:
             _scan_dataset(found)
+        else:
+            _plan_class_images(found)
         _say_captions(found)
         found.notices += [notice for companion in companions for notice in companion.notices()]
         found.lasting &= all(each.folder is None for each in companions)  # a manifest's listing covers images only
@@ -268,7 +272,8 @@ def _scan_folder(found: _Findings) -> None:
     found.notices += _say_own_number(root.name)
     found.lasting &= folder.lasting and options.metadata_file is None  # a manifest's listing covers images only
     progress = Progress("sizes", len(folder.relatives), found.report, quiet_s=QUIET_S)
-    for position, (path, relative) in enumerate(folder.images):
+    most = None if options.class_prompt is None else options.num_class_images  # an earlier run may have drawn more
+    for position, (path, relative) in enumerate(islice(folder.images, most)):
         progress.step()
         key, repeat_folder = found.prefix + relative, folder.repeat_folder(relative)
         # Read the header and the caption; set the image aside if either fails.
@@ -276,6 +281,7 @@ def _scan_folder(found: _Findings) -> None:
             header = read_header(path)
             caption_file = folder.caption_file(path)
             text = read_caption(caption_file) if caption_file else folder.listed_caption(position)
+            text = options.class_prompt or text
         except UnreadableImage as error:
             found.lasting &= getattr(error.__cause__, "errno", None) is None
             found.set_aside.append(Problem(shown(path), f"The image cannot be read: {error}.", UNREADABLE_FIX))
@@ -291,6 +297,17 @@ def _scan_folder(found: _Findings) -> None:
         caption = found.caption_for(key, text, _fallback(options, file_name_caption(path), repeat_folder.caption))
         name, repeats = repeat_folder.name or folder.name, options.repeats * repeat_folder.repeats
         found.add(Sample(key, found.index, name, path, caption, *header.size, repeats, options), header)
+
+
+def _plan_class_images(found: _Findings) -> None:
+    """Add class images that only a run draws, so that ``check`` counts them; there are no files yet."""
+    options = found.options
+    side_px, caption = options.resolution, options.class_prompt or ""
+    for number in range(options.num_class_images):
+        key = f"{found.prefix}{class_image(number)}"
+        location = Path(options.name, class_image(number))
+        sample = Sample(key, found.index, "", location, caption, side_px, side_px, options.repeats, options)
+        found.samples.append(sample)
 
 
 def _say_own_number(name: str) -> list[str]:
@@ -451,7 +468,10 @@ def groups_of(values: Iterable[int | bytes]) -> list[list[int]]:
     return [groups[before] for before in sorted(groups)]
 
 
-def _num_bytes(sample: Sample) -> int:
+def _num_bytes(sample: Sample) -> int | bytes:
+    """The size of a sample's image: what files of the same content share."""
+    if sample.options.path is None and sample.options.dataset is None:
+        return sample.key.encode()  # not drawn yet, and like no other
     if isinstance(sample.location, Path):
         try:
             return sample.location.stat().st_size

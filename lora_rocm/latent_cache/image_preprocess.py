@@ -195,9 +195,9 @@ def _looked_at(memory: HashMemory, entries_of: EntriesOf, wanted: Wanted) -> Loo
             sha256 = memory.recall(FileState.of(wanted.file)) or ""
         else:
             sha256 = hash_of(wanted.read())
+        return Looked(sha256, entries_of(wanted, sha256) if sha256 else ())
     except (OSError, DataError) as error:
         return _unusable(wanted, error)
-    return Looked(sha256, entries_of(wanted, sha256) if sha256 else ())
 
 
 def made_ready(entries_of: EntriesOf, wanted: Wanted) -> Looked:

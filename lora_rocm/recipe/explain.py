@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 from lora_rocm.errors import Problem
 from lora_rocm.recipe.kinds import FAMILY, Kinds
 from lora_rocm.recipe.peer_names import value_advice
-from lora_rocm.recipe.schema import DataSource
+from lora_rocm.recipe.source_sections import DataSource
 from lora_rocm.recipe.suggest import section_class, suggest
 from lora_rocm.recipe.yaml_tree import MAX_PROBLEMS, Key, dotted
 

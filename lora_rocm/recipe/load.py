@@ -199,7 +199,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Regis
 def unwritable(recipe: Recipe, layers: Layered) -> list[Problem]:
     """A problem if ``output.formats`` has a format in which the adapter of this family cannot be written."""
     title = f"{recipe.lora.title} of {recipe.spec.title}"
-    known = [form for form in recipe.spec.formats if form in recipe.lora.formats]
+    known = [form for form in recipe.spec.formats if form in recipe.lora.forms]
     wrong = [form for form in recipe.formats if form not in known]
     if not wrong:
         return []

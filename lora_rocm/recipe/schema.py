@@ -8,7 +8,7 @@ catch typing errors before they exhaust the machine's memory.
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, create_model, model_validator
 from pydantic_core import PydanticCustomError
@@ -26,141 +26,21 @@ from lora_rocm.recipe.sections import (
     MAX_TOKENS,
     MAX_WORKERS,
     Batch,
-    Fraction,
-    InputFile,
     InputFolder,
     ModelSection,
     ObjectiveSection,
     OutputFolder,
-    PathOrHubId,
-    PathText,
-    Repeats,
-    Resolution,
     Section,
-    Tags,
     Weight,
     not_both,
     on_resume,
     one_of,
     refuse_unread,
 )
+from lora_rocm.recipe.source_sections import OPTIONS_OF_CLASS_IMAGES, DataSource, NamedSource, SourceOptions
 
 if TYPE_CHECKING:
     from lora_rocm.families.spec import FamilySpec
-
-
-class SourceOptions(Section):
-    """Options of a source of images. Under ``data`` they are the defaults of all sources."""
-
-    resolution: Resolution = Field(1024, description="Side in pixels of the square whose area the buckets keep to.")
-    repeats: Repeats = Field(1, description="Number of times that each image is seen in an epoch.")
-    loss_weight: Weight = Field(1.0, description="Factor of the loss of each image.")
-    caption_extension: str = Field(".txt", description="Extension of the caption files beside the images.")
-    caption_fallback: Literal["filename", "trigger", "empty", "error"] = Field(
-        "filename",
-        description="Caption of an image without a caption file: its file name, the trigger word, an empty text, or an "
-        "error.",
-    )
-    trigger_word: str | None = Field(None, description="Word put in front of every caption that does not contain it.")
-    caption_prefix: str = Field("", description="Text put in front of every caption.")
-    caption_suffix: str = Field("", description="Text put behind every caption.")
-    enable_wildcard: bool = Field(
-        False,
-        description="Read {a|b} in a caption as a or b, and each line of a caption as a caption of its own. {{ and }} "
-        "are braces.",
-    )
-    caption_tag_dropout_rate: Fraction = Field(
-        0.0, description="Share of the comma-separated tags of a caption that are left out."
-    )
-    shuffle_caption: bool = Field(False, description="Shuffle the comma-separated tags of a caption.")
-    keep_tokens: Tags = Field(0, description="Number of tags at the front that are never shuffled or left out.")
-    caption_dropout_rate: Fraction = Field(0.0, description="Share of steps that see the empty caption.")
-    flip_aug: bool = Field(False, description="Also train on mirrored images (cached; half of the draws).")
-    random_crop: bool = Field(
-        False,
-        description="Crop at a random place in place of the centre: one for each image, the same in each run. For "
-        "several, list the folder several times in sources: each is encoded.",
-    )
-    recursive: bool = Field(True, description="Read the sub-folders of a folder too.")
-    include: Annotated[tuple[PathText, ...], Field(max_length=MAX_ITEMS)] = Field(
-        (), description="If given, only images that match one of these are used: patterns as for exclude."
-    )
-    exclude: Annotated[tuple[PathText, ...], Field(max_length=MAX_ITEMS)] = Field(
-        (),
-        description="Files and sub-folders to leave out: names, or paths below the folder with slashes. * matches "
-        "anything, also slashes; case does not matter.",
-    )
-    metadata_file: InputFile | None = Field(
-        None,
-        description="A JSON file with captions, as kohya's: image names with caption and tags. The caption file of an "
-        "image takes precedence.",
-    )
-    mask_path: InputFolder | None = Field(
-        None,
-        description="A folder of masks with the names of the images: the loss counts white, not black, grey in part.",
-    )
-    alpha_mask: bool = Field(False, description="Take the alpha channel of each image as its mask.")
-    unmasked_weight: Fraction = Field(0.0, description="Least weight of a place in the loss: that of black in a mask.")
-    control_path: InputFolder | None = Field(
-        None,
-        description="A folder of control images with the names of the images, for models that edit an image: what the "
-        "model is given, while the image is what it should make of it.",
-    )
-
-
-class NamedSource(Section):
-    """A folder, or a ``datasets`` source, alone. Its options are those of ``data``."""
-
-    path: InputFolder | None = Field(None, description="A folder of images, with its sub-folders.")
-    dataset: PathOrHubId | None = Field(
-        None,
-        description="A datasets source: hub id, Parquet file or folder, folder of images with a metadata file "
-        "(imagefolder), or a folder written by save_to_disk.",
-    )
-    split: str = Field("train", description="Split of the dataset.")
-    image_column: str = Field("image", description="Column with the image.")
-    caption_column: str | None = Field(
-        "text", description="Column with the caption; with path, of metadata.jsonl or metadata.csv beside the images."
-    )
-
-    @model_validator(mode="after")
-    def _one_kind(self) -> Self:
-        if (self.path is None) == (self.dataset is None):
-            raise one_of(self, "path", "dataset")
-        return self
-
-
-class DataSource(NamedSource):
-    """One source: a folder of images, or a ``datasets`` source. Options that are not set come from ``data``."""
-
-    is_reg: bool = Field(
-        False,
-        description="These are regularisation images: images of the class without the concept. As many are used in an "
-        "epoch as there are others, and none is held out.",
-    )
-    resolution: Resolution | None = None
-    repeats: Repeats | None = None
-    loss_weight: Weight | None = None
-    caption_extension: str | None = None
-    caption_fallback: Literal["filename", "trigger", "empty", "error"] | None = None
-    trigger_word: str | None = None
-    caption_prefix: str | None = None
-    caption_suffix: str | None = None
-    enable_wildcard: bool | None = None
-    caption_tag_dropout_rate: Fraction | None = None
-    shuffle_caption: bool | None = None
-    keep_tokens: Tags | None = None
-    caption_dropout_rate: Fraction | None = None
-    flip_aug: bool | None = None
-    random_crop: bool | None = None
-    recursive: bool | None = None
-    include: Annotated[tuple[PathText, ...], Field(max_length=MAX_ITEMS)] | None = None
-    exclude: Annotated[tuple[PathText, ...], Field(max_length=MAX_ITEMS)] | None = None
-    metadata_file: InputFile | None = None
-    mask_path: InputFolder | None = None
-    alpha_mask: bool | None = None
-    unmasked_weight: Fraction | None = None
-    control_path: InputFolder | None = None
 
 
 class DataSection(SourceOptions):
@@ -218,7 +98,7 @@ class DataSection(SourceOptions):
     @model_validator(mode="after")
     def _files_can_be_paired(self) -> DataSection:
         for source in self.resolved_sources():
-            name, keys = source.path or source.dataset, []
+            name, keys = source.name, []
             if source.mask_path and (source.dataset or source.alpha_mask):
                 keys = ["mask_path", "alpha_mask" if source.alpha_mask else "dataset"]
             elif source.control_path and source.dataset:
@@ -280,7 +160,8 @@ class DataSection(SourceOptions):
         resolved = []
         for source in sources:
             own = {name: getattr(source, name) for name in names if getattr(source, name) is not None}
-            defaults = {name: getattr(self, name) for name in names}
+            known = names if source.class_prompt is None else OPTIONS_OF_CLASS_IMAGES
+            defaults = {name: getattr(self, name) for name in known}
             rest = {name: getattr(source, name) for name in DataSource.model_fields if name not in names}
             resolved.append(ResolvedSource(**{**defaults, **own, **rest}, prior_loss_weight=self.prior_loss_weight))
         return tuple(resolved)
@@ -295,7 +176,14 @@ class ResolvedSource(SourceOptions):
     image_column: str
     caption_column: str | None
     is_reg: bool
+    class_prompt: str | None
+    num_class_images: int
     prior_loss_weight: float
+
+    @property
+    def name(self) -> str:
+        """What users know it by."""
+        return self.path or self.dataset or f"class images of {self.class_prompt!r}, which the base draws"
 
     @property
     def weight(self) -> float:
@@ -436,7 +324,7 @@ class TimeoutsSection(Section):
     )
     step: float | None = on_resume(None, "Every further step, and each held-out batch.", gt=0, le=MAX_TIMEOUT_S)
     checkpoint: float | None = on_resume(None, "Checking the state and writing a checkpoint.", gt=0, le=MAX_TIMEOUT_S)
-    preview: float | None = on_resume(None, "One round of previews.", gt=0, le=MAX_TIMEOUT_S)
+    preview: float | None = on_resume(None, "One round of previews, or eight class images.", gt=0, le=MAX_TIMEOUT_S)
     export: float | None = on_resume(None, "Writing and checking the LoRA.", gt=0, le=MAX_TIMEOUT_S)
 
 

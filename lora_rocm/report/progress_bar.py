@@ -22,6 +22,7 @@ LINE_EVERY_S = 10.0
 PHASES = {
     "load": "Loading the base model",
     "cache": "Reading the data, filling the caches",
+    "class-images": "Class images are missing: loading the base to draw them",
     "compile": "Compiling the model for each size of samples (minutes)",
     "preview": "Drawing previews",
     "export": "Writing and checking the LoRA",
@@ -33,6 +34,7 @@ CACHE_WORK = {
     "images": "Caching images",
     "texts": "Looking at texts",
     "captions": "Caching texts",
+    "class images": "Drawing class images",
 }
 MAX_REPAIRS_SAID = 5
 

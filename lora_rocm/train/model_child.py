@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from lora_rocm.adapters import new_tokens
-from lora_rocm.adapters.factory import attach_file, inject, without_start
+from lora_rocm.adapters.factory import attach_file, inject
 from lora_rocm.adapters.lora_reader import components_of
 from lora_rocm.dataset.entry_spec import CAPTION
 from lora_rocm.device.precision import compute_dtype
@@ -132,8 +132,12 @@ def export_run(job: Job, registry: Registry = PRODUCT) -> None:
     dtype = compute_dtype(recipe.train.mixed_precision, device, settings, recipe.spec.takes_fp16)
     model = family.load(dtype, torch.device("cpu"))
     # The model with the checkpoint's LoRA
-    adapter = inject(family, model, without_start(recipe.lora), recipe.train.seed)
-    adapter.load(checkpoint.tensors("ema") or checkpoint.tensors("adapter"))
+    adapter, trained = (
+        inject(family, model, recipe.lora, recipe.train.seed, resumed=True),
+        checkpoint.tensors("adapter"),
+    )
+    adapter.load_constants(trained)
+    adapter.load(checkpoint.tensors("ema") or trained)
     # Write, load back and compare
     path = followed(Path(job["output"])) if job["output"] else run_dir.export_of(job["format"])
     facts = Facts(**checkpoint.facts["metadata"])

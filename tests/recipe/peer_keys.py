@@ -43,6 +43,8 @@ RIGHT: dict[str, str] = {
     "guidance_scale": "sample.guidance_scale",
     "image_dir": "data.path",
     "init_lora": "lora.init_from",
+    "init_lora_weights": "lora.init",
+    "train_norm": "lora.train_norms",
     "instance_data_dir": "data.path",
     "keep_tags_count": "data.keep_tokens",
     "random_crop": "data.random_crop",

@@ -12,7 +12,7 @@ from lora_rocm.commands.check import _unused_tokens
 from lora_rocm.errors import RecipeError
 from lora_rocm.recipe.adapter_sections import NewToken
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe
-from lora_rocm.recipe.schema import SourceOptions
+from lora_rocm.recipe.source_sections import SourceOptions
 
 MINIMAL = "model: {{family: {family}, name_or_path: builtin:tiny-sdxl}}\ndata: {{path: .}}\ntrain: {{epochs: 1}}\n"
 

@@ -56,6 +56,8 @@ IN_TRAINING: dict[str, Any] = {
     "train.ema_decay": 0.9,
     "lora.rank": 32,
     "lora.conv_rank": 32,
+    "lora.init": "pissa",
+    "lora.train_norms": True,
     "lora.overrides": (ModuleOverride(match=".*", rank=32),),
     "lora.targets": "attention",
     "lora.train_text_encoder": True,
