@@ -124,7 +124,7 @@ def modelspec(recipe: Recipe, family: ModelFamily, facts: Facts, model_hash: str
 
 def _side(recipe: Recipe) -> int | None:
     """Pixels; None if the family has no resolution."""
-    return recipe.data.resolution if recipe.spec.reads("data.resolution") else None
+    return recipe.data.largest_resolution if recipe.spec.reads("data.resolution") else None
 
 
 def _bucket_info(buckets: Mapping[str, int]) -> dict[str, Any]:

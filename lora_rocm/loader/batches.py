@@ -137,6 +137,6 @@ def _finished(read: Read, plan: BatchPlan, family: ModelFamily, pin_memory: bool
 
 
 def _meta(rows: Sequence[Row], family: ModelFamily) -> dict[str, Tensor]:
-    cuts = [row.item.geometry for row in rows if row.item.geometry is not None]
+    cuts = [geometry for row in rows if (geometry := row.geometry) is not None]
     metas = [family.sample_meta(cut.original_hw, cut.crop_top_left, cut.target_hw) for cut in cuts]
     return {name: torch.stack([meta[name] for meta in metas]) for name in metas[0]} if metas else {}

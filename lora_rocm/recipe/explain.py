@@ -14,6 +14,7 @@ from lora_rocm.errors import Problem
 from lora_rocm.recipe.kinds import FAMILY, Kinds
 from lora_rocm.recipe.peer_names import value_advice
 from lora_rocm.recipe.schema import DataSource
+from lora_rocm.recipe.sections import LIST_TAG
 from lora_rocm.recipe.suggest import section_class, suggest
 from lora_rocm.recipe.yaml_tree import MAX_PROBLEMS, Key, dotted
 
@@ -94,7 +95,7 @@ def _real_key(detail: ErrorDetails, data: Any) -> Key:
             data = data[part]
         elif last and detail["type"] == "missing" and isinstance(part, str):
             pass
-        elif isinstance(part, str) and isinstance(data, dict) and not last:
+        elif isinstance(part, str) and (isinstance(data, dict) or part == LIST_TAG) and not last:
             continue  # the name of a union's member
         else:
             break

@@ -25,7 +25,8 @@ from lora_rocm.recipe.explain import boolean_problems, explain, shown
 from lora_rocm.recipe.family_rules import family_problems, without_unread
 from lora_rocm.recipe.foreign import recognised
 from lora_rocm.recipe.kinds import FAMILY, kinds_of
-from lora_rocm.recipe.schema import MOVED, Recipe, TimeoutsSection
+from lora_rocm.recipe.process_sections import TimeoutsSection
+from lora_rocm.recipe.schema import MOVED, Recipe
 from lora_rocm.recipe.sections import PathRule, path_rule
 from lora_rocm.recipe.start_rank import resolve_rank
 from lora_rocm.recipe.yaml_tree import (
@@ -139,7 +140,12 @@ class LoadedRecipe:
         for key, value, rule in _paths(self.recipe):
             if rule.absolute == "always":
                 problems += self._cannot_be_made(key, value)
-            if not rule.must_be or value.startswith(BUILTIN) or (begun and (key[0] == "data" or key == INIT_FROM)):
+            if (
+                not rule.must_be
+                or value.startswith(BUILTIN)
+                or value in rule.words
+                or (begun and (key[0] == "data" or key == INIT_FROM))
+            ):
                 continue
             if not (os.path.isdir if rule.must_be == "folder" else os.path.exists)(value):
                 path = shown(value, PATH_LETTERS)
@@ -488,6 +494,8 @@ def _validate(layers: Layered, registry: Registry) -> tuple[Recipe | None, list[
 def _made_absolute(value: str, rule: PathRule) -> str:
     """The absolute form of a path; hub ids and built-in names are unchanged."""
     path = os.path.abspath(os.path.expanduser(value))
+    if value in rule.words:
+        return value
     if rule.absolute == "always":
         return path
     return value if value.startswith(BUILTIN) or (rule.absolute == "if there" and not os.path.exists(path)) else path
@@ -527,4 +535,4 @@ def _paths(section: BaseModel, prefix: Key = ()) -> Iterator[tuple[Key, str, Pat
 
 def paths_of(section: BaseModel) -> list[str]:
     """The paths and hub ids in a section, without built-in names."""
-    return [value for _, value, _ in _paths(section) if not value.startswith(BUILTIN)]
+    return [value for _, value, rule in _paths(section) if not value.startswith(BUILTIN) and value not in rule.words]

@@ -16,6 +16,7 @@ from pydantic_core import PydanticCustomError
 from lora_rocm.recipe.adapter_sections import AdapterSection
 from lora_rocm.recipe.optim_sections import OptimSection
 from lora_rocm.recipe.output_section import OutputSection
+from lora_rocm.recipe.process_sections import CacheSection, TimeoutsSection
 from lora_rocm.recipe.sample_section import SampleSection
 from lora_rocm.recipe.sections import (
     MAX_BUCKET_STEP,
@@ -26,16 +27,19 @@ from lora_rocm.recipe.sections import (
     MAX_TOKENS,
     MAX_WORKERS,
     Batch,
+    Colours,
+    Crops,
+    FolderOrBeside,
     Fraction,
     InputFile,
     InputFolder,
     ModelSection,
     ObjectiveSection,
-    OutputFolder,
     PathOrHubId,
     PathText,
     Repeats,
     Resolution,
+    Resolutions,
     Section,
     Tags,
     Weight,
@@ -52,7 +56,11 @@ if TYPE_CHECKING:
 class SourceOptions(Section):
     """Options of a source of images. Under ``data`` they are the defaults of all sources."""
 
-    resolution: Resolution = Field(1024, description="Side in pixels of the square whose area the buckets keep to.")
+    resolution: Resolutions = Field(
+        1024,
+        description="Side in pixels of the square whose area the buckets keep to. A list, such as [512, 768, 1024]: "
+        "each image is seen once at each of these in an epoch.",
+    )
     repeats: Repeats = Field(1, description="Number of times that each image is seen in an epoch.")
     loss_weight: Weight = Field(1.0, description="Factor of the loss of each image.")
     caption_extension: str = Field(".txt", description="Extension of the caption files beside the images.")
@@ -76,10 +84,16 @@ class SourceOptions(Section):
     keep_tokens: Tags = Field(0, description="Number of tags at the front that are never shuffled or left out.")
     caption_dropout_rate: Fraction = Field(0.0, description="Share of steps that see the empty caption.")
     flip_aug: bool = Field(False, description="Also train on mirrored images (cached; half of the draws).")
-    random_crop: bool = Field(
+    random_crop: Crops = Field(
         False,
-        description="Crop at a random place in place of the centre: one for each image, the same in each run. For "
-        "several, list the folder several times in sources: each is encoded.",
+        description="Crop at a random place in place of the centre: one for each image, the same in each run. A number "
+        "N: N such crops of each image, of which each step draws one. All are cached: N times the time to encode and "
+        "the disk.",
+    )
+    color_aug: Colours = Field(
+        0,
+        description="A number N: beside each image N versions with slightly other colours (hue turned by up to 16 "
+        "degrees, or gamma 0.95 to 1.05) are cached, and each step draws one: N + 1 times the time and disk.",
     )
     recursive: bool = Field(True, description="Read the sub-folders of a folder too.")
     include: Annotated[tuple[PathText, ...], Field(max_length=MAX_ITEMS)] = Field(
@@ -95,16 +109,18 @@ class SourceOptions(Section):
         description="A JSON file with captions, as kohya's: image names with caption and tags. The caption file of an "
         "image takes precedence.",
     )
-    mask_path: InputFolder | None = Field(
+    mask_path: FolderOrBeside | None = Field(
         None,
-        description="A folder of masks with the names of the images: the loss counts white, not black, grey in part.",
+        description="A folder of masks with the names of the images: the loss counts white, not black, grey in part. "
+        "beside: the masks that lie with the images, as NAME-masklabel.png or in a sub-folder such as masks.",
     )
     alpha_mask: bool = Field(False, description="Take the alpha channel of each image as its mask.")
     unmasked_weight: Fraction = Field(0.0, description="Least weight of a place in the loss: that of black in a mask.")
-    control_path: InputFolder | None = Field(
+    control_path: FolderOrBeside | None = Field(
         None,
         description="A folder of control images with the names of the images, for models that edit an image: what the "
-        "model is given, while the image is what it should make of it.",
+        "model is given, while the image is what it should make of it. beside: those that lie with the images, as "
+        "NAME-condlabel.png or in a sub-folder such as _controls.",
     )
 
 
@@ -120,14 +136,26 @@ class DataSource(Section):
     split: str = Field("train", description="Split of the dataset.")
     image_column: str = Field("image", description="Column with the image.")
     caption_column: str | None = Field(
-        "text", description="Column with the caption; with path, of metadata.jsonl or metadata.csv beside the images."
+        "text",
+        description="Column with the caption, or a list of captions; with path, of metadata.jsonl or metadata.csv "
+        "beside the images.",
+    )
+    loss_weight_column: PathText | None = Field(
+        None,
+        description="Column with the factor of the loss of each image, beside loss_weight: a number from 0 to 1000; "
+        "with path, of the same files and of metadata_file.",
+    )
+    crop_column: PathText | None = Field(
+        None,
+        description="Column with the part of each image that is used, [x, y, width, height] in pixels of the upright "
+        "image: it is cropped to its bucket in place of the whole; with path, of the same files and of metadata_file.",
     )
     is_reg: bool = Field(
         False,
         description="These are regularisation images: images of the class without the concept. As many are used in an "
         "epoch as there are others, and none is held out.",
     )
-    resolution: Resolution | None = None
+    resolution: Resolutions | None = None
     repeats: Repeats | None = None
     loss_weight: Weight | None = None
     caption_extension: str | None = None
@@ -141,15 +169,16 @@ class DataSource(Section):
     keep_tokens: Tags | None = None
     caption_dropout_rate: Fraction | None = None
     flip_aug: bool | None = None
-    random_crop: bool | None = None
+    random_crop: Crops | None = None
+    color_aug: Colours | None = None
     recursive: bool | None = None
     include: Annotated[tuple[PathText, ...], Field(max_length=MAX_ITEMS)] | None = None
     exclude: Annotated[tuple[PathText, ...], Field(max_length=MAX_ITEMS)] | None = None
     metadata_file: InputFile | None = None
-    mask_path: InputFolder | None = None
+    mask_path: FolderOrBeside | None = None
     alpha_mask: bool | None = None
     unmasked_weight: Fraction | None = None
-    control_path: InputFolder | None = None
+    control_path: FolderOrBeside | None = None
 
     @model_validator(mode="after")
     def _one_kind(self) -> DataSource:
@@ -218,18 +247,28 @@ class DataSection(SourceOptions):
         return self
 
     @model_validator(mode="after")
+    def _controls_show_the_same(self) -> DataSection:
+        for source in self.resolved_sources():
+            for key in ("random_crop", "color_aug", "crop_column") if source.control_path else ():
+                if getattr(source, key):
+                    what = f"{source.path} cannot have both {key} and control_path"
+                    fix = f"Remove {key}: it would change the image, and not its control image with it."
+                    raise PydanticCustomError("rule", "{what}", {"what": what, "keys": [key, "sources"], "fix": fix})
+        return self
+
+    @model_validator(mode="after")
     def _masks_are_there(self) -> DataSection:
-        masked = [bool(source.mask_path or source.alpha_mask) for source in self.resolved_sources()]
+        masked = {source.index: bool(source.mask_path or source.alpha_mask) for source in self.resolved_sources()}
         fix = "Remove it, or set mask_path or alpha_mask."
-        for index, (source, has_masks) in enumerate(zip(self.sources, masked, strict=False)):
-            if source.unmasked_weight and not has_masks:
+        for index, source in enumerate(self.sources):
+            if source.unmasked_weight and not masked[index]:
                 context = {
                     "what": "has no effect without masks",
                     "at": ("sources", index, "unmasked_weight"),
                     "fix": fix,
                 }
                 raise PydanticCustomError("rule", "{what}", context)
-        if not any(masked):
+        if not any(masked.values()):
             refuse_unread(self, ("unmasked_weight", "normalize_masked_area_loss"), "without masks", fix)
         return self
 
@@ -246,31 +285,51 @@ class DataSection(SourceOptions):
         return self
 
     @property
+    def largest_resolution(self) -> int:
+        """The largest resolution that ``data`` itself names, in pixels."""
+        return max(sides_of(self.resolution))
+
+    @property
     def has_controls(self) -> bool:
         """Whether the images have control images."""
         return any(source.control_path for source in self.resolved_sources())
 
     def resolved_sources(self) -> tuple[ResolvedSource, ...]:
-        """Every source with the defaults of ``data`` filled in."""
+        """Every source at each of its resolutions, with the defaults of ``data`` filled in."""
         sources = self.sources or (DataSource(path=self.path),)
         names = SourceOptions.model_fields
         resolved = []
-        for source in sources:
+        for index, source in enumerate(sources):
             own = {name: getattr(source, name) for name in names if getattr(source, name) is not None}
-            defaults = {name: getattr(self, name) for name in names}
-            rest = {name: getattr(source, name) for name in DataSource.model_fields if name not in names}
-            resolved.append(ResolvedSource(**{**defaults, **own, **rest}, prior_loss_weight=self.prior_loss_weight))
+            values = {name: getattr(self, name) for name in names} | own
+            values |= {name: getattr(source, name) for name in DataSource.model_fields if name not in names}
+            sides = sides_of(values.pop("resolution"))
+            values |= {"index": index, "prior_loss_weight": self.prior_loss_weight, "is_one_of": len(sides)}
+            resolved += [ResolvedSource(**values, resolution=side) for side in sides]
         return tuple(resolved)
 
 
-class ResolvedSource(SourceOptions):
-    """A source with the defaults of ``data`` filled in (not written by users)."""
+def sides_of(resolution: int | tuple[int, ...]) -> tuple[int, ...]:
+    """The resolutions that a key names, in pixels."""
+    return resolution if isinstance(resolution, tuple) else (resolution,)
 
+
+class ResolvedSource(SourceOptions):
+    """A source at one of its resolutions, with the defaults of ``data`` filled in (not written by users).
+
+    index: number of the source in the recipe. is_one_of: number of resolutions of this source.
+    """
+
+    resolution: Resolution
+    index: int
+    is_one_of: int
     path: str | None
     dataset: str | None
     split: str
     image_column: str
     caption_column: str | None
+    loss_weight_column: str | None
+    crop_column: str | None
     is_reg: bool
     prior_loss_weight: float
 
@@ -396,33 +455,6 @@ class RuntimeSection(Section):
         return self.workers if system != "win32" or self.workers_on_windows else 0
 
 
-class TimeoutsSection(Section):
-    """Seconds of silence per phase before the worker is killed and restarted.
-
-    Unset: a generous first limit, then a multiple of the usual time measured in the run.
-    """
-
-    start: float | None = on_resume(
-        None, "From the start of the process to its first phase, and between phases.", gt=0, le=MAX_TIMEOUT_S
-    )
-    load: float | None = on_resume(None, "Loading the base model.", gt=0, le=MAX_TIMEOUT_S)
-    cache: float | None = on_resume(None, "Caching one image or caption.", gt=0, le=MAX_TIMEOUT_S)
-    compile: float | None = on_resume(None, "Compilation of each part (runtime.compile).", gt=0, le=MAX_TIMEOUT_S)
-    first_step: float | None = on_resume(
-        None, "The first step after a start, in which kernels are compiled.", gt=0, le=MAX_TIMEOUT_S
-    )
-    step: float | None = on_resume(None, "Every further step, and each held-out batch.", gt=0, le=MAX_TIMEOUT_S)
-    checkpoint: float | None = on_resume(None, "Checking the state and writing a checkpoint.", gt=0, le=MAX_TIMEOUT_S)
-    preview: float | None = on_resume(None, "One round of previews.", gt=0, le=MAX_TIMEOUT_S)
-    export: float | None = on_resume(None, "Writing and checking the LoRA.", gt=0, le=MAX_TIMEOUT_S)
-
-
-class CacheSection(Section):
-    """The cache of encoded images and captions, kept between runs."""
-
-    dir: OutputFolder = on_resume("cache", "Cache folder, relative to where the command runs.")
-
-
 class Recipe(Section):
     """A whole recipe. Instances have a class made by ``recipe_class``, whose ``spec`` is that of the family."""
 
@@ -512,7 +544,7 @@ class Recipe(Section):
     def preview_size(self) -> tuple[int, int]:
         """(width, height) of previews in pixels: as given, else the resolution rounded down to fit the family."""
         step = self.spec.shapes.multiple_px
-        side = max(self.data.resolution // step, 1) * step
+        side = max(self.data.largest_resolution // step, 1) * step
         return self.sample.width or side, self.sample.height or side
 
 

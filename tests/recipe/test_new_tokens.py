@@ -73,6 +73,6 @@ def test_tokens_are_found_as_the_tokenizer_finds_them() -> None:
 
 def test_check_names_tokens_that_no_caption_has(tmp_path: Path) -> None:
     recipe = loaded(tmp_path, "[{token: glib, init: cat}, {token: <toy>, init: cat}]").recipe
-    samples: Any = [SimpleNamespace(caption="a cat", options=SourceOptions(trigger_word="Glib"))]
+    samples: Any = [SimpleNamespace(captions=("a cat",), options=SourceOptions(trigger_word="Glib"))]
     (notice,) = _unused_tokens(recipe, samples)
     assert "<toy>" in notice
