@@ -512,6 +512,13 @@ class Recipe(Section):
         raise PydanticCustomError("rule", "{what}", {"what": what, "at": at, "fix": fix})
 
     @model_validator(mode="after")
+    def _new_tokens_are_there(self) -> Recipe:
+        if (key := self.optim.embedding_until_key) and not self.lora.new_tokens:
+            context = {"what": "has no effect without new tokens", "at": ("optim", key)}
+            raise PydanticCustomError("rule", "{what}", {**context, "fix": "Remove it, or set lora.new_tokens."})
+        return self
+
+    @model_validator(mode="after")
     def _previews_suit_the_family(self) -> Recipe:
         step = self.spec.shapes.multiple_px
         for key, number, preview in self.sample.numbered():
