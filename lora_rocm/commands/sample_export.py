@@ -23,6 +23,7 @@ from lora_rocm.supervisor.resume import holds_run, open_run
 from lora_rocm.supervisor.subprocesses import run_tool
 
 TOOLS_MODULE = "lora_rocm.train.model_child"
+LORA_SUFFIXES = (".safetensors", ".sft")
 RESULTS = {"sample": "drawn", "export": "export", "compare": "compared"}
 """The event in which each tool names its results."""
 
@@ -144,6 +145,12 @@ def _existing(source: Path) -> Path:
             where=str(source),
             fix="Give a run directory or a .safetensors file.",
         )
+    if source.is_file() and source.suffix.lower() not in LORA_SUFFIXES:
+        what = (
+            "This is a recipe, and no LoRA." if source.suffix.lower() in (".yaml", ".yml") else "This is no LoRA file."
+        )
+        fix = "Give a run directory or a .safetensors file."
+        raise UserError("no-lora", what, where=str(source), fix=fix)
     return source
 
 

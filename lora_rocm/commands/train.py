@@ -32,7 +32,7 @@ from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import SUPERVISOR, RunDir
 from lora_rocm.supervisor import lock, multi_gpu, process, selftest_runner, supervisor, tuning_runner
 from lora_rocm.supervisor.restart_policy import attempt_of
-from lora_rocm.supervisor.resume import Chosen, choose, holds_run, settle, withdraw
+from lora_rocm.supervisor.resume import LATEST, Chosen, choose, holds_run, settle, withdraw
 from lora_rocm.supervisor.trackers import Trackers, require_trackers
 
 
@@ -61,6 +61,9 @@ def train(
     for notice in loaded.notices:
         _say(notice)
     chosen = choose(loaded, run_dir, resume)
+    if resume == LATEST and not holds_run(chosen.run_dir):
+        where = f"in {run_dir}" if run_dir else f"of {loaded.name} in {loaded.recipe.output.dir}"
+        _say(f"--resume latest: there is no run {where} to go on with, so a new one begins in {chosen.run_dir.path}")
     begun = chosen.resume and (chosen.run_dir.result.exists() or bool(chosen.run_dir.list_checkpoints()))
     loaded.require_files(begun)  # the worker requires them if there are steps left to train
     require_packages()

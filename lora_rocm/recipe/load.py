@@ -182,8 +182,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Regis
     if base is not None:
         problems += _lay_base(layers, base, found, places, notices)
     layers.merge(*_moved(own, places, problems))
+    set_names: dict[Key, str] = {}
     for override in overrides:
-        problems += _lay_override(layers, override)
+        problems += _lay_override(layers, override, set_names)
     problems += resolve_rank(layers.data, layers.where)
     spoiled = {problem.where for problem in problems}
     recipe, more = _validate(layers, registry)
@@ -410,7 +411,8 @@ def _lay_base(layers: Layered, base: Any, path: Path, places: dict[Key, Place], 
     return problems
 
 
-def _lay_override(layers: Layered, override: str) -> list[Problem]:
+def _lay_override(layers: Layered, override: str, set_names: dict[Key, str]) -> list[Problem]:
+    """Lay one ``--set`` on top. ``set_names``: place of each key of ``MOVED`` that is set -> the name it was set by."""
     name, equals, text = override.partition("=")
     key: Key = tuple(name.strip().split("."))
     origin = f"--set {shown(override)}"
@@ -435,7 +437,13 @@ def _lay_override(layers: Layered, override: str) -> list[Problem]:
     sections = {key[:n]: place for n in range(1, len(key)) if key[:n] not in layers.places}
     problems: list[Problem] = []
     places = {**sections, key: place, **{(*key, *rest): place for rest in tree.lines}}
-    layers.merge(*_moved(data, places, problems))
+    data, places = _moved(data, places, problems)
+    for new in set(MOVED.values()) & places.keys():
+        given = places[new].name or dotted(new)
+        if (before := set_names.setdefault(new, given)) != given:
+            what = f"is given twice: it is the same key as {before}, which is set too"
+            problems.append(Problem(f"--set {given}", what, f"Remove one of them: {dotted(new)} is its name now."))
+    layers.merge(data, places)
     return problems
 
 

@@ -147,6 +147,7 @@ def problems_of(registry: Registry = PRODUCT, **changes: Any) -> list[Problem]:
         ({"data": {"path": "a", "resolution": "1024,768"}}, "data.resolution", "a whole number", "same area: 887"),
         ({"data": {"path": "a", "resolution": [512, 512]}}, "data.resolution", "has 512 twice", "Remove one"),
         ({"data": {"path": "a", "resolution": [512, "x"]}}, "data.resolution[1]", "a whole number, got 'x'", ""),
+        ({"optim": {"betas": [0.9]}}, "optim.betas", "has too few values: [0.9]", "The default is [0.9, 0.999]."),
         ({"data": {"path": "a", "resolution": 0}}, "data.resolution", "greater than 0", ""),
         ({"output": {"formats": ["safetensors"]}}, "output.formats[0]", "expected one of", "Write kohya"),
         ({"data": {"sources": [{"path": 3}]}}, "data.sources[0].path", "expected text, got 3", ""),
