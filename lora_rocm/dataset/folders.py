@@ -50,6 +50,26 @@ class RepeatFolder:
     caption: str = ""
 
 
+@dataclass(frozen=True)
+class Tables:
+    """What is read of metadata files: columns of captions, ``Given.loss_weight`` and ``Given.crop``; None: not read.
+
+    json_file: a JSON file of kohya's, which is read beside those next to the images.
+    """
+
+    caption_column: str | None = "text"
+    weight_column: str | None = None
+    crop_column: str | None = None
+    json_file: str | None = None
+
+    @property
+    def has_columns(self) -> bool:
+        return (self.caption_column, self.weight_column, self.crop_column) != (None, None, None)
+
+
+TEXT_COLUMN = Tables()
+
+
 @dataclass
 class Folder:
     """The result of a walk.
@@ -139,10 +159,7 @@ def walk(
     recursive: bool = True,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
-    caption_column: str | None = "text",
-    metadata_file: str | None = None,
-    weight_column: str | None = None,
-    crop_column: str | None = None,
+    tables: Tables = TEXT_COLUMN,
     skip: Sequence[str] = (),
     beside: Collection[str] = (),
 ) -> Folder:
@@ -159,10 +176,7 @@ def walk(
         recursive: also walk through sub-folders.
         include: patterns as those of ``exclude``; if there are any, an image has to match one of them.
         exclude: see ``Patterns``.
-        caption_column: caption column of metadata files next to the images; None ignores these files.
-        metadata_file: a JSON file of kohya's with captions.
-        weight_column: column of these files with ``Given.loss_weight``.
-        crop_column: column of these files with ``Given.crop``.
+        tables: what is read of metadata files next to the images, and of a JSON file of kohya's.
         skip: folders of other files than images, such as masks, skipped if they lie inside ``root``.
         beside: keys of the masks and control images among the images that are used (``Companion.key``).
 
@@ -195,9 +209,8 @@ def walk(
         left_out.suffixes[extension] += len(folder.captions)
         raise _no_images(folder, left_out.suffixes, num_found)
     _say_other_captions(folder, other_captions)
-    columns = (caption_column, weight_column, crop_column)
-    if metadata_file or (metadata_files and any(name is not None for name in columns)):
-        _read_metadata(folder, columns, metadata_files, metadata_file)
+    if tables.json_file or (metadata_files and tables.has_columns):
+        _read_metadata(folder, tables, metadata_files)
     return folder
 
 
@@ -390,22 +403,18 @@ def _say_other_captions(folder: Folder, others: Mapping[str, Container[str]]) ->
             )
 
 
-def _read_metadata(
-    folder: Folder,
-    columns: tuple[str | None, str | None, str | None],
-    files: Sequence[tuple[Path, str]],
-    json_file: str | None,
-) -> None:
-    """Read metadata files, and add notices for rows and files that could not be used.
-
-    ``columns``: of caption, weight of the loss and crop; None: not read.
-    """
-    column, weight_column, crop_column = columns
+def _read_metadata(folder: Folder, tables: Tables, files: Sequence[tuple[Path, str]]) -> None:
+    """Read metadata files, and add notices for rows and files that could not be used."""
     positions = {real: position for position, (_, real) in enumerate(folder.relatives)}
-    found = Metadata(column or "", positions, weight_column=weight_column, crop_column=crop_column)
-    if json_file is not None:
-        found.read_json(Path(json_file), folder.root)
-    for path, relative in files if any(name is not None for name in columns) else ():
+    found = Metadata(
+        tables.caption_column or "",
+        positions,
+        weight_column=tables.weight_column,
+        crop_column=tables.crop_column,
+    )
+    if tables.json_file is not None:
+        found.read_json(Path(tables.json_file), folder.root)
+    for path, relative in files if tables.has_columns else ():
         if path.name == PARQUET_NAME:
             folder.notices.append(f"{shown(relative)} is not read here: give its folder as dataset, not as path.")
             continue

@@ -16,6 +16,7 @@ from lora_rocm.dataset.columns import Few
 from lora_rocm.dataset.companion_inputs import COMPANION_INPUTS, CompanionInput
 from lora_rocm.dataset.folders import (
     REPEAT_FOLDER,
+    Tables,
     UnusableCaption,
     describes,
     file_name_caption,
@@ -294,10 +295,7 @@ def _scan_folder(found: _Findings) -> None:
         recursive=options.recursive,
         include=options.include,
         exclude=options.exclude,
-        caption_column=options.caption_column,
-        metadata_file=options.metadata_file,
-        weight_column=options.loss_weight_column,
-        crop_column=options.crop_column,
+        tables=Tables(options.caption_column, options.loss_weight_column, options.crop_column, options.metadata_file),
         skip=[each.folder for each in found.companions if each.folder is not None],
         beside=[key for key in ("mask_path", "control_path") if getattr(options, key) == BESIDE],
     )
