@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
 from lora_rocm.base_models import conversion
@@ -17,6 +16,7 @@ from lora_rocm.base_models.conversion import State
 from lora_rocm.base_models.loading import Layout, Part
 from lora_rocm.errors import ModelError
 from lora_rocm.families.causal_lm.attention import NAME
+from lora_rocm.families.causal_lm.objective import Head
 from lora_rocm.foundation.terminal_text import printable
 
 COMPONENT = "model"
@@ -141,21 +141,12 @@ def decoder(model: nn.Module) -> Any:
     return whole.get_decoder()
 
 
-def head_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Maps last hidden states [N, D] to logits [N, V] in float32, with the model's scale and soft cap."""
+def head_of(model: nn.Module) -> Head:
+    """The head of a model, with the model's scale and soft cap."""
     whole: Any = model
     config = whole.config.get_text_config()
     cap, divisor = (getattr(config, name, None) for name in ("final_logit_softcapping", "logits_scaling"))
-    return partial(
-        _logits, whole.get_output_embeddings(), cap, (getattr(config, "logit_scale", None) or 1) / (divisor or 1)
-    )
-
-
-def _logits(head: nn.Module, cap: float | None, scale: float, states_ND: Tensor) -> Tensor:
-    logits_NV: Tensor = head(states_ND).float()
-    if scale != 1:
-        logits_NV = logits_NV * scale
-    return logits_NV if cap is None else torch.tanh(logits_NV / cap) * cap
+    return Head(whole.get_output_embeddings(), (getattr(config, "logit_scale", None) or 1) / (divisor or 1), cap)
 
 
 @torch.no_grad()

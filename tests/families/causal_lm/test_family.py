@@ -19,7 +19,7 @@ from lora_rocm.errors import ModelError
 from lora_rocm.export.metadata import Facts
 from lora_rocm.export.writers import verify, write
 from lora_rocm.families.causal_lm.family import CausalLM
-from lora_rocm.families.causal_lm.objective import IGNORED, token_distance
+from lora_rocm.families.causal_lm.objective import IGNORED, Head, token_distance
 from lora_rocm.families.objectives.loss import LOSS_MASK, losses
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
@@ -199,7 +199,7 @@ def test_an_architecture_that_no_test_knows_is_compared_when_it_is_loaded(
 ) -> None:
     family = CausalLM(recipe_of(write_tiny_llm(tmp_path, "olmo2")))
     family.load(torch.float32, CPU)
-    monkeypatch.setattr("lora_rocm.families.causal_lm.architecture._logits", lambda head, cap, scale, x: 2 * head(x))
+    monkeypatch.setattr(Head, "__call__", lambda self, x: 2 * self.layer(x))
     with pytest.raises(ModelError, match="computes otherwise"):
         family.load(torch.float32, CPU)
 
