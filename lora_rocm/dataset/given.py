@@ -48,14 +48,14 @@ def loss_weight(value: object) -> float:
     """The weight in a cell of a table: a number, or text that is one.
 
     Raises:
-        UnusableValue: it is none in [0, MAX_LOSS_WEIGHT].
+        UnusableValue: it is none above 0 and up to MAX_LOSS_WEIGHT.
     """
     try:
         number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
     except (ValueError, OverflowError):
         number = math.nan
-    if not 0.0 <= number <= MAX_LOSS_WEIGHT:
-        raise UnusableValue(f"its weight is no number from 0 to {MAX_LOSS_WEIGHT:g}: {value!r:.60}")
+    if not 0.0 < number <= MAX_LOSS_WEIGHT:  # rows of weight 0 fill up batches
+        raise UnusableValue(f"its weight is no number above 0 and up to {MAX_LOSS_WEIGHT:g}: {value!r:.60}")
     return number
 
 

@@ -142,7 +142,7 @@ class DataSource(Section):
     )
     loss_weight_column: PathText | None = Field(
         None,
-        description="Column with the factor of the loss of each image, beside loss_weight: a number from 0 to 1000; "
+        description="Column with the factor of the loss of each image, beside loss_weight: above 0, up to 1000; "
         "with path, of the same files and of metadata_file.",
     )
     crop_column: PathText | None = Field(

@@ -371,7 +371,7 @@ def test_tables_give_weights_and_crops(tmp_path: Path, make: SimpleNamespace) ->
     rows(
         tmp_path,
         {"file_name": "0.png", "text": "a", "w": 2.5, "c": [10, 20, 64, 48]},
-        {"file_name": "1.png", "w": 0, "c": None},
+        {"file_name": "1.png", "w": 0.5, "c": None},
         {"file_name": "2.png", "w": "x"},
         {"file_name": "3.png", "c": [40, 0, 64, 64]},
         {"file_name": "4.png", "c": [0, 0, 64]},
@@ -380,7 +380,7 @@ def test_tables_give_weights_and_crops(tmp_path: Path, make: SimpleNamespace) ->
     found = scan(make.data(path=None, sources=[source], loss_weight=3.0))
     assert {sample.key: sample.given for sample in found.samples} == {
         "0.png": Given(2.5, (10, 20, 64, 48)),
-        "1.png": Given(0.0),
+        "1.png": Given(0.5),
         "5.png": Given(),
     }
     assert [(problem.where[-5:], problem.what[:20]) for problem in found.set_aside] == [

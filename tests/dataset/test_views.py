@@ -129,8 +129,8 @@ def test_another_value_is_no_crop(value: object) -> None:
 
 
 def test_weights_are_numbers_in_a_range() -> None:
-    assert [loss_weight(value) for value in (0, 2, "0.5", 1000.0)] == [0.0, 2.0, 0.5, 1000.0]
-    for value in (-1, "x", True, float("nan"), 1001, [1], "9" * 400, 10**400):
+    assert [loss_weight(value) for value in (2, "0.5", 1000.0)] == [2.0, 0.5, 1000.0]
+    for value in (0, -1, "x", True, float("nan"), 1001, [1], "9" * 400, 10**400):
         with pytest.raises(UnusableValue, match="its weight is no number"):
             loss_weight(value)
 
