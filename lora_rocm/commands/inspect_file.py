@@ -126,7 +126,7 @@ def _folder(path: Path, registry: Registry) -> dict[str, Any]:
     }
 
 
-def _shipped(name: str, registry: Registry) -> dict[str, Any]:
+def _shipped(name: str, registry: Registry) -> dict[str, object]:
     """Return what a name such as builtin:tiny-sdxl stands for.
 
     Raises:

@@ -106,11 +106,12 @@ def givens_of(source: ResolvedSource) -> Iterator[Given | UnreadableCell]:
         DataError: see ``rows_of``.
     """
     assert source.dataset is not None
-    table, columns = _open(source.dataset, source.split), dict[str, Any]()
-    for key in ("loss_weight_column", "crop_column"):
-        if (name := getattr(source, key)) is not None:
-            _check_column(table, name, key, source.dataset)
-            columns[key] = table.select_columns([name]).with_format("arrow")
+    table = _open(source.dataset, source.split)
+    given = {"loss_weight_column": source.loss_weight_column, "crop_column": source.crop_column}
+    names = {key: name for key, name in given.items() if name is not None}
+    for key, name in names.items():
+        _check_column(table, name, key, source.dataset)
+    columns = {key: table.select_columns([name]).with_format("arrow") for key, name in names.items()}
     for index in range(len(table)):
         try:
             cells = {key: _cell(column, index).as_py() for key, column in columns.items()}

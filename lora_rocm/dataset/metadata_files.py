@@ -185,7 +185,7 @@ class Metadata:
             return
         self._captions[position] = captions
 
-    def _take_given(self, row: Mapping[str, Any], position: int) -> None:
+    def _take_given(self, row: Mapping[str, object], position: int) -> None:
         weight, crop = (row.get(name) if name else None for name in (self.weight_column, self.crop_column))
         if position in self._given or (weight in (None, "") and crop in (None, "")):
             return
@@ -204,7 +204,7 @@ def given_of(weight: object, crop: object) -> Given:
     return Given(1.0 if weight in (None, "") else loss_weight(weight), None if crop in (None, "") else rectangle(crop))
 
 
-def _with_tags(values: Mapping[str, Any]) -> list[str] | str | None:
+def _with_tags(values: Mapping[str, object]) -> list[str] | str | None:
     """The caption or captions of an object of kohya's file, with its tags behind each; None if it has neither.
 
     Raises:

@@ -345,6 +345,11 @@ def test_each_image_is_there_at_each_resolution(tmp_path: Path, make: SimpleName
     fitted, problems, _ = geometries(found.samples, make.data(path=str(tmp_path), resolution=[64, 96]))
     assert not problems and fitted["96 px/a.png"].shape.cost > 2 * fitted["64 px/a.png"].shape.cost
     assert found.notices == one.notices, "each is said once, and the same file is no copy of itself"
+    larger = make.data(path=str(tmp_path), resolution=[64, 256, 300])
+    (notice,) = geometries(scan(larger).samples, larger)[2]
+    assert notice.startswith(
+        "2 images are too small for a resolution, and seen at the size of a smaller one again: 300 px"
+    )
 
 
 def test_a_source_has_resolutions_of_its_own(tmp_path: Path, make: SimpleNamespace) -> None:
