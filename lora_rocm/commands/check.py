@@ -186,6 +186,10 @@ def _data_lines(loaded: LoadedRecipe, usable: list[Any]) -> Iterator[str]:
         yield f"  {name}: {per_source[index]} {noun}, {resolution}{how}"
         if price := price_of(source):
             yield f"    {price}"
+    if (watching := recipe.watching) is not None:
+        watched = find_samples(watching)
+        aside += watched.set_aside
+        yield f"  {recipe.data.watched_name}: {len(watched.samples)} {noun}, watched and never trained on"
     for problem in aside[:MAX_NAMED]:
         yield f"  set aside: {problem.where}: {problem.what} {problem.fix}".rstrip()
     if len(aside) > MAX_NAMED:

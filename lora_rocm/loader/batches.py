@@ -27,7 +27,7 @@ from lora_rocm.rundir.run_context import NOBODY, RunContext
 if TYPE_CHECKING:
     from lora_rocm.dataset.entry_spec import EntrySpec
     from lora_rocm.families.base import ModelFamily
-    from lora_rocm.recipe.schema import RuntimeSection
+    from lora_rocm.recipe.process_sections import RuntimeSection
 
 __all__ = ["BatchPlan", "Facts", "Item", "Prepared", "Row", "loader", "open_workers", "prepare"]
 

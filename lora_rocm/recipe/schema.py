@@ -8,7 +8,7 @@ catch typing errors before they exhaust the machine's memory.
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, create_model, model_validator
 from pydantic_core import PydanticCustomError
@@ -16,16 +16,14 @@ from pydantic_core import PydanticCustomError
 from lora_rocm.recipe.adapter_sections import AdapterSection
 from lora_rocm.recipe.optim_sections import OptimSection
 from lora_rocm.recipe.output_section import OutputSection
-from lora_rocm.recipe.process_sections import CacheSection, TimeoutsSection
+from lora_rocm.recipe.process_sections import CacheSection, RuntimeSection, TimeoutsSection
 from lora_rocm.recipe.sample_section import SampleSection
 from lora_rocm.recipe.sections import (
     MAX_BUCKET_STEP,
     MAX_EPOCHS,
     MAX_ITEMS,
     MAX_STEPS,
-    MAX_TIMEOUT_S,
     MAX_TOKENS,
-    MAX_WORKERS,
     Batch,
     Colours,
     Crops,
@@ -124,8 +122,8 @@ class SourceOptions(Section):
     )
 
 
-class DataSource(Section):
-    """One source: a folder of images, or a ``datasets`` source. Options that are not set come from ``data``."""
+class NamedSource(Section):
+    """A folder, or a ``datasets`` source, alone. Its options are those of ``data``."""
 
     path: InputFolder | None = Field(None, description="A folder of images, with its sub-folders.")
     dataset: PathOrHubId | None = Field(
@@ -140,15 +138,26 @@ class DataSource(Section):
         description="Column with the caption, or a list of captions; with path, of metadata.jsonl or metadata.csv "
         "beside the images.",
     )
-    loss_weight_column: PathText | None = Field(
-        None,
-        description="Column with the factor of the loss of each image, beside loss_weight: above 0, up to 1000; "
-        "with path, of the same files and of metadata_file.",
-    )
     crop_column: PathText | None = Field(
         None,
         description="Column with the part of each image that is used, [x, y, width, height] in pixels of the upright "
         "image: it is cropped to its bucket in place of the whole; with path, of the same files and of metadata_file.",
+    )
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        if (self.path is None) == (self.dataset is None):
+            raise one_of(self, "path", "dataset")
+        return self
+
+
+class DataSource(NamedSource):
+    """One source: a folder of images, or a ``datasets`` source. Options that are not set come from ``data``."""
+
+    loss_weight_column: PathText | None = Field(
+        None,
+        description="Column with the factor of the loss of each image, beside loss_weight: above 0, up to 1000; "
+        "with path, of the same files and of metadata_file.",
     )
     is_reg: bool = Field(
         False,
@@ -179,12 +188,6 @@ class DataSource(Section):
     alpha_mask: bool | None = None
     unmasked_weight: Fraction | None = None
     control_path: FolderOrBeside | None = None
-
-    @model_validator(mode="after")
-    def _one_kind(self) -> DataSource:
-        if (self.path is None) == (self.dataset is None):
-            raise one_of(self, "path", "dataset")
-        return self
 
 
 class DataSection(SourceOptions):
@@ -219,6 +222,19 @@ class DataSection(SourceOptions):
     validation_split: Annotated[float, Field(ge=0.0, le=0.5)] = Field(
         0.0, description="Share of the images held out for the validation loss."
     )
+    watched: NamedSource | None = on_resume(
+        None,
+        "A source that is never trained on: path or dataset, with the keys split, image_column and caption_column of "
+        "an entry of sources. Its loss is taken before training and with each held-out loss: it shows what is "
+        "forgotten.",
+    )
+
+    @model_validator(mode="after")
+    def _watched_alone(self) -> DataSection:
+        if self.watched is not None and self.has_controls:
+            what, fix = "cannot be watched beside control images", "Remove it."
+            raise PydanticCustomError("rule", "{what}", {"what": what, "at": ("watched",), "fix": fix})
+        return self
 
     @model_validator(mode="after")
     def _has_source(self) -> DataSection:
@@ -293,6 +309,11 @@ class DataSection(SourceOptions):
     def has_controls(self) -> bool:
         """Whether the images have control images."""
         return any(source.control_path for source in self.resolved_sources())
+
+    @property
+    def watched_name(self) -> str:
+        """The folder or dataset of ``watched``."""
+        return "" if self.watched is None else self.watched.path or self.watched.dataset or ""
 
     def resolved_sources(self) -> tuple[ResolvedSource, ...]:
         """Every source at each of its resolutions, with the defaults of ``data`` filled in."""
@@ -382,79 +403,6 @@ class TrainSection(Section):
         return self.validation_every_n_steps or self.validation_every_n_epochs * steps_per_epoch
 
 
-class RuntimeSection(Section):
-    """Use of the machine. All keys may change on resume, but a bit-exact resume needs an unchanged thread count."""
-
-    device: Literal["auto", "cpu", "gpu"] = on_resume("auto", "Training device.")
-    workers: int = on_resume(
-        0, "DataLoader workers (spawned, CPU tensors only). 0 is right on AMD.", ge=0, le=MAX_WORKERS
-    )
-    worker_timeout_s: float = on_resume(
-        300.0,
-        "Seconds of silence after which loader workers are given up. Half as many continue, in the end none.",
-        gt=0,
-        le=MAX_TIMEOUT_S,
-    )
-    persistent_workers: bool = on_resume(
-        False,
-        "Keep the workers when reading restarts (validation, a repaired cache entry), instead of starting new ones.",
-    )
-    workers_on_windows: bool = on_resume(False, "On Windows runtime.workers counts as 0 unless this is true.")
-    pin_memory: Literal["auto", "yes", "no"] = on_resume("auto", "Pinned memory for batches; auto means yes on a GPU.")
-    deterministic: bool = on_resume(
-        False, "Use deterministic GPU kernels only: slower, but a resume is exact to the byte."
-    )
-    graphs: Literal["auto", "off"] = on_resume(
-        "auto",
-        "auto: on a GPU each step is captured and replayed as one graph if this gives the same gradients; not with "
-        "dropout.",
-    )
-    compile: Literal["auto", "off", "regional", "full"] = on_resume(
-        "auto",
-        "torch.compile on a GPU. regional: the repeated blocks; full: whole components. Each image size is compiled "
-        "before the first step, which takes minutes. auto is off: this program's own kernels are faster.",
-    )
-    attention: Literal["auto", "sdpa", "flash", "aiter", "math"] = on_resume(
-        "auto",
-        "Attention in training. sdpa: torch's own; flash: the package flash-attn; aiter: AITER; math: plain. The first "
-        "three are compared with plain attention on the GPU before the run. auto is torch's own; in the profile fast "
-        "the fastest that is right at the shapes of the recipe.",
-    )
-    memory: Literal["auto", "keep", "selective", "recompute", "offload"] = on_resume(
-        "auto",
-        "How a step uses GPU memory. keep: all activations are kept; selective: those of as few blocks as possible are "
-        "recomputed; recompute: those of all blocks; offload: in addition the frozen weights of blocks stay in main "
-        "memory. auto: the fastest that fits, also with micro-batches cut into parts (lora-rocm plan shows it).",
-    )
-    canary_every_n_steps: int = on_resume(
-        250,
-        "Updates between two checks of kernels with known results and of the frozen base. Both are always checked at "
-        "the start and before anything is written; 0: only then.",
-        ge=0,
-        le=MAX_STEPS,
-    )
-    profile: Literal["safe", "fast"] = on_resume(
-        "safe",
-        "fast: use faster GPU libraries too, if the self-test has cleared them on exactly this software; measured "
-        "attention; and matrix products as lora-rocm tune has chosen them.",
-    )
-    self_test: Literal["auto", "no"] = on_resume(
-        "auto", "auto: an AMD GPU is tested once before its first run (minutes); no: never."
-    )
-    max_restarts: int = on_resume(
-        10,
-        "Budget of restarts after failures. A restart that gets no further than the one before counts twice, and each "
-        "checkpoint gives one back. 0: never restart.",
-        ge=0,
-        le=10_000,
-    )
-    threads: int | None = on_resume(None, "CPU threads of torch; unset keeps torch's default.", gt=0, le=1024)
-
-    def workers_on(self, system: str) -> int:
-        """The effective number of workers on a system (named as in ``sys.platform``): 0 on Windows unless confirmed."""
-        return self.workers if system != "win32" or self.workers_on_windows else 0
-
-
 class Recipe(Section):
     """A whole recipe. Instances have a class made by ``recipe_class``, whose ``spec`` is that of the family."""
 
@@ -542,6 +490,18 @@ class Recipe(Section):
     def formats(self) -> tuple[str, ...]:
         """The forms in which the result is written: as given, else the family's usual one."""
         return self.output.formats or self.spec.formats[:1]
+
+    @property
+    def watching(self) -> Recipe | None:
+        """The recipe whose samples are those of ``data.watched``, all held out; None: none is watched."""
+        train, watched = self.train, self.data.watched
+        if watched is None or not (train.validation_every_n_steps or train.validation_every_n_epochs):
+            return None
+        source = DataSource.model_validate(watched.model_dump())
+        alone = {"path": None, "sources": (source,), "watched": None, "validation_split": 1.0}
+        alone |= {"color_aug": 0, "random_crop": bool(self.data.random_crop)}  # only the first version is seen
+        data = self.data.model_copy(update={**alone, "mask_path": None, "alpha_mask": False})
+        return self.model_copy(update={"data": data, "objective": self.objective.watching, "sample": SampleSection()})
 
     def trains(self, component: str) -> bool:
         """Whether a component of an adapter's runs in a step: text encoders do if they, or new tokens, are trained."""

@@ -21,7 +21,7 @@ from lora_rocm.latent_cache.item_table import ANY_SHAPE
 from lora_rocm.loader.batch import Batch
 from lora_rocm.loader.batches import BatchPlan, Prepared, loader, open_workers, prepare
 from lora_rocm.loader.cached_dataset import together
-from lora_rocm.recipe.schema import RuntimeSection
+from lora_rocm.recipe.process_sections import RuntimeSection
 from tests.fake_encoders import FakeEncoder, FakeFamily, latents_of
 from tests.supervisor.fake_run import listening
 

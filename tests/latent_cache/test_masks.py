@@ -22,7 +22,7 @@ from lora_rocm.latent_cache.masks import MASK_ENTRY, mask_encoder
 from lora_rocm.latent_cache.prepare import Prepared, prepare
 from lora_rocm.loader.batch import Batch
 from lora_rocm.loader.batches import loader, open_workers
-from lora_rocm.recipe.schema import RuntimeSection
+from lora_rocm.recipe.process_sections import RuntimeSection
 from tests.fake_encoders import FakeFamily
 
 CPU = torch.device("cpu")
