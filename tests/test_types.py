@@ -21,7 +21,7 @@ HOLES: dict[str, tuple[int, int, str]] = {
     "bench": (7, 0, JSON),
     "cache_files": (5, 0, JSON),
     "checks": (3, 0, TORCH),
-    "cli": (1, 0, JSON),
+    "cli": (2, 0, JSON),
     "commands": (39, 0, JSON),
     "dataset": (53, 3, ARROW),
     "device": (10, 5, TORCH),

@@ -371,6 +371,8 @@ class Adapter(ABC):
     def groups(self, optim: OptimSection, lora: AdapterSection) -> list[dict[str, Any]]:
         """Return the optimizer parameter groups: weights of one component with one peak learning rate, and new tokens.
 
+        "stops" says which ends with ``OptimSection.embedding_until``.
+
         Raises:
             AdapterError: as ``overrides_of``.
         """
@@ -386,7 +388,10 @@ class Adapter(ABC):
             names += [f"{name}.{role}" for role in norm.trained()]
         if vectors := [name for name in self.parameters if name.startswith(f"{new_tokens.NAME}.")]:
             found[new_tokens.NAME, optim.embedding_rate] = vectors
-        return [{"names": names, "component": component, "lr": rate} for (component, rate), names in found.items()]
+        return [
+            {"names": names, "component": component, "lr": rate, "stops": component == new_tokens.NAME}
+            for (component, rate), names in found.items()
+        ]
 
     def entries(self) -> dict[str, Any]:
         """Return the adapter at strength 1 as values: module name -> entry, on the CPU."""

@@ -87,6 +87,7 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
             job["guidance_scale"] or recipe.spec.guidance,
             job["seed"] + number,
             job["control_image"],
+            job["sampler"] or "euler",
         )
         for number in range(job["num"])
     ]
@@ -195,12 +196,19 @@ def _lora_of(run_dir: RunDir) -> Path:
 
 
 def require_inputs_read(job: Job, recipe: Recipe) -> None:
-    """Refuse a negative prompt or a control image for a model that reads none.
+    """Refuse a negative prompt, a control image or a sampler for a model that reads none, or not this one.
 
     Raises:
-        UserError: prompt-unused, control-unused.
+        UserError: prompt-unused, control-unused, sampler-unfit.
     """
-    title = recipe.spec.title
+    title, sampler = recipe.spec.title, job["sampler"]
+    if sampler and not recipe.spec.reads("sample.sampler"):
+        raise UserError(
+            "sampler-unfit", f"{title} has no samplers.", where=f"--sampler {sampler!a:.60}", fix="Leave it out."
+        )
+    if sampler and sampler not in recipe.spec.samplers:
+        what, fix = f"{title} is not drawn with this sampler.", f"Take {' or '.join(recipe.spec.samplers)}."
+        raise UserError("sampler-unfit", what, where=f"--sampler {sampler!a:.60}", fix=fix)
     if job["negative_prompt"] and not recipe.spec.reads("sample.negative_prompt"):
         what = f"{title} reads no negative prompt."
         raise UserError("prompt-unused", what, where="--negative-prompt", fix="Leave it out.")
