@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +66,23 @@ class Encoder(Protocol):
         """The same encoder with tiled encoding, or None if it has no tiled mode.
 
         Tiling takes less memory and rounds differently, so the fingerprint differs.
+        """
+        ...
+
+
+@runtime_checkable
+class ComparesWithStart(Protocol):
+    """A family whose objective may compare the model with what it was before the first step."""
+
+    @property
+    def start_entry(self) -> EntrySpec | None:
+        """The entry that ``at_start`` fills. None: the recipe's objective compares nothing."""
+        ...
+
+    def at_start(self, model: Callable[[], LoadedModel], inputs: Inputs, door: DeviceTransfer) -> Tensors:
+        """What the model says of one sample before the first step: the tensors of ``start_entry``, on the CPU.
+
+        ``model`` gives the model on the door's device; it is loaded when it is first asked for.
         """
         ...
 
