@@ -45,7 +45,7 @@ COMMANDS: dict[str, set[str]] = {
         "--family",
         "--config",
     },
-    "export": {"RUN", "--format", "--output", "--dtype"},
+    "export": {"RUN", "--format", "--output", "--dtype", "--converter"},
     "tune": {"RECIPE", "--set"},
     "status": {"RUN", "--json"},
     "inspect": {"PATH", "--json"},

@@ -26,6 +26,7 @@ from lora_rocm.adapters.module_names import SD_SCRIPTS, KeyTable, canonical, sd_
 from lora_rocm.adapters.targets import overrides_of
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
+from lora_rocm.model_files.readers import READ, readers_of, vllm_needs
 from lora_rocm.optim.norm_limit import NormLimit
 from lora_rocm.recipe.adapter_sections import AdapterSection
 from lora_rocm.recipe.optim_sections import OptimSection
@@ -145,6 +146,14 @@ class Adapter(ABC):
     @abstractmethod
     def cannot_read(self, form: Form) -> tuple[str, ...]:
         """Return programs that cannot read a form, or read it inexactly, in words."""
+
+    def peft_cannot_be_read_by(self) -> tuple[str, ...]:
+        """Return ``cannot_read`` of the peft form: of a language model by the table of readers."""
+        row = readers_of([f"base_model.model.{name}" for name in self.leaves], [self.family.name])
+        if row is not None and row.vllm:
+            ranks = [layer.r[PEFT_NAME] for _, _, layer in self.modules.values()] if row.vllm in READ else [0]
+            return (*row.cannot_read, *vllm_needs(max(ranks)))
+        return ("ComfyUI, Forge, A1111 and kohya's tools (a PEFT folder is for PEFT)",)
 
     @property
     def needs_float32(self) -> bool:
@@ -362,6 +371,8 @@ class Adapter(ABC):
     def groups(self, optim: OptimSection, lora: AdapterSection) -> list[dict[str, Any]]:
         """Return the optimizer parameter groups: weights of one component with one peak learning rate, and new tokens.
 
+        "stops" says which ends with ``OptimSection.embedding_until``.
+
         Raises:
             AdapterError: as ``overrides_of``.
         """
@@ -377,7 +388,10 @@ class Adapter(ABC):
             names += [f"{name}.{role}" for role in norm.trained()]
         if vectors := [name for name in self.parameters if name.startswith(f"{new_tokens.NAME}.")]:
             found[new_tokens.NAME, optim.embedding_rate] = vectors
-        return [{"names": names, "component": component, "lr": rate} for (component, rate), names in found.items()]
+        return [
+            {"names": names, "component": component, "lr": rate, "stops": component == new_tokens.NAME}
+            for (component, rate), names in found.items()
+        ]
 
     def entries(self) -> dict[str, Any]:
         """Return the adapter at strength 1 as values: module name -> entry, on the CPU."""

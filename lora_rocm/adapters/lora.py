@@ -31,8 +31,6 @@ from lora_rocm.optim.norm_limit import NormLimit
 from lora_rocm.recipe.adapter_sections import AdapterSection, LoraSection
 
 INPUT_SCALE = "dora_input_scale"
-READ = ("reads it", "read it")  # in the table of readers
-UI_TOOLS = "ComfyUI, Forge, A1111 and kohya's tools"
 UNKNOWN_NAMES = "A1111 and kohya's tools (do not know these names)"
 CANNOT_READ: Mapping[Form, tuple[str, ...]] = {
     "kohya": (),
@@ -42,7 +40,6 @@ CANNOT_READ: Mapping[Form, tuple[str, ...]] = {
         "ComfyUI and Forge (apply a part of it, the modules whose names they know; only their log says so)",
         UNKNOWN_NAMES,
     ),
-    "peft": (f"{UI_TOOLS} (a PEFT folder is for PEFT)",),
 }
 DORA_IN_KOHYA_FORM = (
     "diffusers (drops dora_scale: export the diffusers format for it)",
@@ -211,13 +208,14 @@ class LoraAdapter(Adapter):
         }
 
     def cannot_read(self, form: Form) -> tuple[str, ...]:
+        if form == "peft":
+            return self.peft_cannot_be_read_by()
         found = CANNOT_READ[form]
         if self.needs_float32 and form in ("kohya", SD_SCRIPTS, COMFYUI):
             found = DORA_FOR_COMFYUI + DORA_IN_KOHYA_FORM[1:] if form == COMFYUI else DORA_IN_KOHYA_FORM
         if form == SD_SCRIPTS:
             row = readers_of([f"{key}.alpha" for key in self.key_table(form).parts], [self.family.name])
-            told = {"diffusers": row.diffusers, "ComfyUI": row.comfyui, "kohya's tools": row.kohya} if row else {}
-            found += tuple(f"{program} ({text})" for program, text in told.items() if text not in READ)
+            found += row.cannot_read if row else ()
         found += WITH_NORMS if self.norms else ()
         return (*found, UNKNOWN_NAMES) if form == "kohya" and self.family.file_form == "folded" else found
 

@@ -291,7 +291,7 @@ class LycorisAdapter(Adapter):
 
     def cannot_read(self, form: Form) -> tuple[str, ...]:
         if form == "peft":
-            return ("ComfyUI, Forge, A1111 and kohya's tools (a PEFT folder is for PEFT)",)
+            return self.peft_cannot_be_read_by()
         name = self.files.name
         return (f"diffusers (reads no {name} of this model)", f"kohya's networks.lora (knows no {name}; LyCORIS does)")
 

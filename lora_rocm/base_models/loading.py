@@ -33,7 +33,7 @@ from torch import nn
 from lora_rocm.base_models import conversion, hub
 from lora_rocm.base_models.assembly import Assembly
 from lora_rocm.base_models.config_file import DOWNLOAD_AGAIN, read_config, require_bounded
-from lora_rocm.base_models.conversion import Converter, Found, UnfitError
+from lora_rocm.base_models.conversion import Converter, Found, UnfitError, is_source, sources_of
 from lora_rocm.base_models.safetensors_file import digest, indexed, read_hashed
 from lora_rocm.base_models.stored_weights import ComponentTensors
 from lora_rocm.base_models.tokenizers import packaged
@@ -315,6 +315,17 @@ class Source:
         with self._explained(name):
             return conversion.look(tensors.entries, self._hollow(name, shared=True), self._converter(name))
 
+    def stored_names(self, name: str) -> dict[str, str]:
+        """Return the name of each of a component's tensors that its files hold unchanged -> its name there.
+
+        Raises:
+            ModelError: weights-unfit.
+        """
+        tensors = self.tensors(name)
+        with self._explained(name):
+            made = conversion.traced(tensors.entries, self._hollow(name), self._converter(name))
+        return {key: file for key, tensor in made.items() if is_source(tensor) for file in sources_of(tensor)}
+
     def files(self) -> list[Path]:
         """Return all files of the base that are on this machine."""
         found = [
@@ -375,7 +386,8 @@ class Source:
         module = self._hollow(name)
         for owner in module.modules():
             for key, parameter in list(owner.named_parameters(recurse=False)):
-                hollow = torch.zeros(()).expand(parameter.shape)
+                dtype = torch.float32 if parameter.is_floating_point() else parameter.dtype
+                hollow = torch.zeros((), dtype=dtype).expand(parameter.shape)
                 owner.register_parameter(key, nn.Parameter(hollow, requires_grad=False))
         return module
 

@@ -22,6 +22,7 @@ from lora_rocm.families.objectives.base import Objective, Prediction
 if TYPE_CHECKING:
     from PIL import Image
 
+    from lora_rocm.base_models.loading import Source
     from lora_rocm.device.transfer import DeviceTransfer
     from lora_rocm.kernels.weight_format import WeightFormat
     from lora_rocm.recipe.schema import Recipe
@@ -136,6 +137,32 @@ class PreviewRequest:
     control: str = ""  # file of the control image
     sampler: str = "euler"
     lora_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class OwnFiles:
+    """A base as its library saved it.
+
+    source: finds its files. component: the one that they hold. beside: its config, first, and the other small files
+    that belong to the model.
+    """
+
+    source: Source
+    component: str
+    beside: Sequence[Path]
+
+
+@runtime_checkable
+class WritesWholeModels(Protocol):
+    """A family whose ``FamilySpec.conversions`` are made of the base's own files."""
+
+    def own_files(self) -> OwnFiles:
+        """The files of the base.
+
+        Raises:
+            ModelError: it has none, for example because its weights are random.
+        """
+        ...
 
 
 class ModelFamily(Protocol):

@@ -73,6 +73,9 @@ OF_IMAGES = frozenset(
                 "resolution",
                 "flip_aug",
                 "random_crop",
+                "color_aug",
+                "loss_weight_column",
+                "crop_column",
                 "metadata_file",
                 "bucket_step",
                 "bucket_max_aspect",
@@ -216,6 +219,7 @@ class FamilySpec:
         unread: dotted keys of shared sections that it does not read, those of another kind of sample included. A recipe
             that sets one is refused.
         formats: the values of ``output.formats`` in which its results can be written, the default first.
+        conversions: formats that ``lora-rocm export`` makes beside these, and a run does not write by itself.
         fp16: whether its activations fit fp16, see ``Fp16``.
         trains_norms: whether ``lora.train_norms`` is for it, whose norms other programs then read from the LoRA file.
         metadata: entries of its LoRA files' metadata.
@@ -239,6 +243,7 @@ class FamilySpec:
     trains_norms: bool = False
     metadata: FileMetadata = FileMetadata()
     formats: tuple[str, ...] = ("kohya", "sd-scripts", "comfyui", "diffusers", "peft")
+    conversions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         norms = frozenset() if self.trains_norms else frozenset({"lora.train_norms"})

@@ -116,7 +116,8 @@ class AdapterSection(Section):
     dropout: Share = Field(0.0, description="Dropout on the adapter's input.")
     targets: Pattern | Annotated[tuple[Pattern, ...], Field(min_length=1, max_length=MAX_ITEMS)] = Field(
         "attention-mlp",
-        description="A preset (attention, attention-mlp, attention-mlp-conv) or regular expressions of module names.",
+        description="A preset or regular expressions of module names. Presets: attention, attention-mlp, and "
+        "attention-mlp-conv of models with convolutions, all-linear of others.",
     )
     train_text_encoder: bool = Field(False, description="Also adapt the text encoders.")
     new_tokens: tuple[NewToken, ...] = Field(

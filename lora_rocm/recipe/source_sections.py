@@ -9,13 +9,16 @@ from pydantic_core import PydanticCustomError
 
 from lora_rocm.recipe.sections import (
     MAX_ITEMS,
+    Colours,
+    Crops,
+    FolderOrBeside,
     Fraction,
     InputFile,
     InputFolder,
     PathOrHubId,
     PathText,
     Repeats,
-    Resolution,
+    Resolutions,
     Section,
     Tags,
     Weight,
@@ -27,7 +30,11 @@ from lora_rocm.recipe.sections import (
 class SourceOptions(Section):
     """Options of a source of images. Under ``data`` they are the defaults of all sources."""
 
-    resolution: Resolution = Field(1024, description="Side in pixels of the square whose area the buckets keep to.")
+    resolution: Resolutions = Field(
+        1024,
+        description="Side in pixels of the square whose area the buckets keep to. A list, such as [512, 768, 1024]: "
+        "each image is seen once at each of these in an epoch.",
+    )
     repeats: Repeats = Field(1, description="Number of times that each image is seen in an epoch.")
     loss_weight: Weight = Field(1.0, description="Factor of the loss of each image.")
     caption_extension: str = Field(".txt", description="Extension of the caption files beside the images.")
@@ -51,10 +58,16 @@ class SourceOptions(Section):
     keep_tokens: Tags = Field(0, description="Number of tags at the front that are never shuffled or left out.")
     caption_dropout_rate: Fraction = Field(0.0, description="Share of steps that see the empty caption.")
     flip_aug: bool = Field(False, description="Also train on mirrored images (cached; half of the draws).")
-    random_crop: bool = Field(
+    random_crop: Crops = Field(
         False,
-        description="Crop at a random place in place of the centre: one for each image, the same in each run. For "
-        "several, list the folder several times in sources: each is encoded.",
+        description="Crop at a random place in place of the centre: one for each image, the same in each run. A number "
+        "N: N such crops of each image, of which each step draws one. All are cached: N times the time to encode and "
+        "the disk.",
+    )
+    color_aug: Colours = Field(
+        0,
+        description="A number N: beside each image N versions with slightly other colours (hue turned by up to 16 "
+        "degrees, or gamma 0.95 to 1.05) are cached, and each step draws one: N + 1 times the time and disk.",
     )
     recursive: bool = Field(True, description="Read the sub-folders of a folder too.")
     include: Annotated[tuple[PathText, ...], Field(max_length=MAX_ITEMS)] = Field(
@@ -70,16 +83,18 @@ class SourceOptions(Section):
         description="A JSON file with captions, as kohya's: image names with caption and tags. The caption file of an "
         "image takes precedence.",
     )
-    mask_path: InputFolder | None = Field(
+    mask_path: FolderOrBeside | None = Field(
         None,
-        description="A folder of masks with the names of the images: the loss counts white, not black, grey in part.",
+        description="A folder of masks with the names of the images: the loss counts white, not black, grey in part. "
+        "beside: the masks that lie with the images, as NAME-masklabel.png or in a sub-folder such as masks.",
     )
     alpha_mask: bool = Field(False, description="Take the alpha channel of each image as its mask.")
     unmasked_weight: Fraction = Field(0.0, description="Least weight of a place in the loss: that of black in a mask.")
-    control_path: InputFolder | None = Field(
+    control_path: FolderOrBeside | None = Field(
         None,
         description="A folder of control images with the names of the images, for models that edit an image: what the "
-        "model is given, while the image is what it should make of it.",
+        "model is given, while the image is what it should make of it. beside: those that lie with the images, as "
+        "NAME-condlabel.png or in a sub-folder such as _controls.",
     )
 
 
@@ -95,7 +110,14 @@ class NamedSource(Section):
     split: str = Field("train", description="Split of the dataset.")
     image_column: str = Field("image", description="Column with the image.")
     caption_column: str | None = Field(
-        "text", description="Column with the caption; with path, of metadata.jsonl or metadata.csv beside the images."
+        "text",
+        description="Column with the caption, or a list of captions; with path, of metadata.jsonl or metadata.csv "
+        "beside the images.",
+    )
+    crop_column: PathText | None = Field(
+        None,
+        description="Column with the part of each image that is used, [x, y, width, height] in pixels of the upright "
+        "image: it is cropped to its bucket in place of the whole; with path, of the same files and of metadata_file.",
     )
 
     @model_validator(mode="after")
@@ -114,6 +136,11 @@ OF_CLASS_IMAGES = frozenset((*OPTIONS_OF_CLASS_IMAGES, "is_reg", "class_prompt",
 class DataSource(NamedSource):
     """One source: a folder of images, or a ``datasets`` source. Options that are not set come from ``data``."""
 
+    loss_weight_column: PathText | None = Field(
+        None,
+        description="Column with the factor of the loss of each image, beside loss_weight: above 0, up to 1000; "
+        "with path, of the same files and of metadata_file.",
+    )
     is_reg: bool = Field(
         False,
         description="These are regularisation images: images of the class without the concept. As many are used in an "
@@ -127,7 +154,7 @@ class DataSource(NamedSource):
     num_class_images: int = Field(
         100, gt=0, le=MAX_CLASS_IMAGES, description="Number of images of class_prompt. They stay in the cache."
     )
-    resolution: Resolution | None = None
+    resolution: Resolutions | None = None
     repeats: Repeats | None = None
     loss_weight: Weight | None = None
     caption_extension: str | None = None
@@ -141,15 +168,16 @@ class DataSource(NamedSource):
     keep_tokens: Tags | None = None
     caption_dropout_rate: Fraction | None = None
     flip_aug: bool | None = None
-    random_crop: bool | None = None
+    random_crop: Crops | None = None
+    color_aug: Colours | None = None
     recursive: bool | None = None
     include: Annotated[tuple[PathText, ...], Field(max_length=MAX_ITEMS)] | None = None
     exclude: Annotated[tuple[PathText, ...], Field(max_length=MAX_ITEMS)] | None = None
     metadata_file: InputFile | None = None
-    mask_path: InputFolder | None = None
+    mask_path: FolderOrBeside | None = None
     alpha_mask: bool | None = None
     unmasked_weight: Fraction | None = None
-    control_path: InputFolder | None = None
+    control_path: FolderOrBeside | None = None
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:

@@ -111,7 +111,7 @@ class ProgressDisplay:
     def _on_data(self, event: Event) -> None:
         aside = len(event["set_aside"])
         self.say(
-            f"{event['samples']} samples in {len(event['buckets'])} buckets, "
+            f"{_counted(event['samples'], 'sample')} in {_counted(len(event['buckets']), 'bucket')}, "
             f"{event['steps_per_epoch']} steps an epoch, {event['max_train_steps']} steps in all"
             + (f"; {aside} set aside" if aside else "")
         )
@@ -215,3 +215,7 @@ def make_progress(stream: TextIO | None = None, spill_bytes: int | None = None) 
         yield ProgressDisplay(view, spill_bytes)
     finally:
         view.end()
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

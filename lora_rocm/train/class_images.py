@@ -64,10 +64,11 @@ def with_class_images(start: StartContext, family: ModelFamily, encoding: Encodi
     """
     recipe, sources = start.recipe, list(start.recipe.data.sources)
     wanted = dict[int, _Wanted]()
-    for index, source in enumerate(recipe.data.resolved_sources()):
+    for source in sorted(recipe.data.resolved_sources(), key=lambda each: each.resolution):  # the largest one counts
         if source.class_prompt is not None:
-            wanted[index] = _wanted(recipe, source, family)
-            sources[index] = sources[index].model_copy(update={"path": str(wanted[index].folder)})
+            wanted[source.index] = _wanted(recipe, source, family)
+    for index, each in wanted.items():
+        sources[index] = sources[index].model_copy(update={"path": str(each.folder)})
     if not wanted:
         return recipe
     if any(each.missing for each in wanted.values()):

@@ -95,6 +95,8 @@ NO_PART_OF_THE_SIZE: dict[str, str] = {
     **dict.fromkeys(("data.caption_tag_dropout_rate", "data.metadata_file"), "which captions"),
     **dict.fromkeys(("data.keep_tokens", "data.caption_dropout_rate", "data.caption_variants"), "which captions"),
     "data.random_crop": "another place of the same size",
+    "data.color_aug": "other colours of the same size",
+    "data.watched": "which images",
     "data.max_length": "of texts, which images are not; their workload names it",
     "data.flip_aug": "more entries, not larger ones",
     **dict.fromkeys(("data.mask_path", "data.alpha_mask", "data.unmasked_weight"), "one number a latent"),
