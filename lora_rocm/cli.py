@@ -32,10 +32,20 @@ app.add_typer(bench_app, name="bench")
 
 
 class Command(TyperCommand):
-    """A command whose usage line shows arguments plainly: RECIPE, or [RECIPE] if it is optional."""
+    """A command whose usage line shows arguments plainly: RECIPE, or [RECIPE] if it is optional.
+
+    Wrong options are named without words of the library.
+    """
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix("Value error, ")  # how pydantic, of typer's, begins
+            raise
 
 
 class Format(StrEnum):
@@ -203,6 +213,9 @@ def sample(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Seed of the first image.")] = 1234,
     strength: Annotated[float, typer.Option(min=-100.0, max=100.0, help="Strength of the LoRA; 0 disables it.")] = 1.0,
+    sampler: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Sampler, as sample.sampler; default: euler.")
+    ] = None,
     num: Annotated[
         int, typer.Option(min=1, max=1000, help="Number of images; the seed increases by one per image.")
     ] = 1,
@@ -231,6 +244,7 @@ def sample(
         guidance_scale=guidance_scale,
         seed=seed,
         strength=strength,
+        sampler=sampler,
         num=num,
         control_image=control_image,
         output=output,

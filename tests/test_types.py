@@ -16,12 +16,12 @@ ARROW = "tables of pyarrow and rows of datasets, which have no annotations"
 SYSTEM = "functions of the operating system through ctypes and winreg, which other systems lack"
 TORCH = "arguments of autograd functions, hooks and dispatch modes, which torch types as Any"
 HOLES: dict[str, tuple[int, int, str]] = {
-    "adapters": (72, 1, LIBRARY),
+    "adapters": (78, 1, LIBRARY),
     "base_models": (26, 3, LIBRARY),
     "bench": (7, 0, JSON),
     "cache_files": (5, 0, JSON),
     "checks": (3, 0, TORCH),
-    "cli": (1, 0, JSON),
+    "cli": (2, 0, JSON),
     "commands": (39, 0, JSON),
     "dataset": (53, 3, ARROW),
     "device": (10, 5, TORCH),

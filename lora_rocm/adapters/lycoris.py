@@ -281,10 +281,11 @@ class LycorisAdapter(Adapter):
         """Return LyCORIS' own description, for kohya's tools."""
         layers = [layer for _, _, layer in self.modules.values()]
         layer = next((layer for layer in layers if layer.scaling[PEFT_NAME] != 1.0), layers[0])
+        differs = len({layer.r[PEFT_NAME] for layer in layers}) > 1
         return {
             "ss_network_module": "lycoris.kohya",
-            "ss_network_dim": str(layer.r[PEFT_NAME]),
-            "ss_network_alpha": f"{layer.alpha[PEFT_NAME]:g}",
+            "ss_network_dim": "Dynamic" if differs else str(layer.r[PEFT_NAME]),
+            "ss_network_alpha": "Dynamic" if differs else f"{layer.alpha[PEFT_NAME]:g}",
             "ss_network_args": json.dumps({"algo": self.algorithm, **self.arguments()}),
         }
 

@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 import pickle
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import cached_property, lru_cache
 from importlib import resources
@@ -88,6 +88,9 @@ class ModelChoice(Protocol):
     def revision(self) -> str | None: ...
 
 
+Changes = Callable[[Mapping[str, Any], Mapping[str, Sequence[int]]], dict[str, Any]]
+
+
 @dataclass(frozen=True)
 class Part:
     """One component: its class, and the prefix and converter of its tensors in a one-file checkpoint.
@@ -112,14 +115,14 @@ class Layout:
         checkpoint.
     alone: the components that a single file holds without the others; empty if a single file holds them all.
     changed: component -> function that returns the keys of its config that are others here. It gets the config, and the
-        names of the tensors if it is the packaged one of a file.
+        shapes of the tensors by name if it is the packaged one of a file.
     """
 
     parts: Mapping[str, Part]
     tokenizers: Mapping[str, str]
     configs: Path
     alone: tuple[str, ...] = ()
-    changed: Mapping[str, Callable[[Mapping[str, Any], Collection[str]], dict[str, Any]]] = field(default_factory=dict)
+    changed: Mapping[str, Changes] = field(default_factory=dict)
 
 
 def _hollow(part: Part, config: str) -> nn.Module:
@@ -178,7 +181,7 @@ class Source:
         """
         found = read_config(self.config_path(name))
         if name in self.layout.changed:
-            tensors = self.weights(name)[0][0].tensors if self._in_one_file(name) else ()
+            tensors = self.weights(name)[0][0].shapes if self._in_one_file(name) else {}
             found |= self.layout.changed[name](found, tensors)
         return found
 

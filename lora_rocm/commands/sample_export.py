@@ -26,6 +26,7 @@ MERGED, GGUF = "merged", "gguf"
 FOLDER_FORMS = ("peft", MERGED)
 SCRIPT, LLAMA_CPP = "convert_lora_to_gguf.py", "LLAMA_CPP"
 TOOLS_MODULE = "lora_rocm.train.model_child"
+LORA_SUFFIXES = (".safetensors", ".sft")
 RESULTS = {"sample": "drawn", "export": "export", "compare": "compared"}
 """The event in which each tool names its results."""
 
@@ -200,6 +201,12 @@ def _existing(source: Path) -> Path:
             where=str(source),
             fix="Give a run directory or a .safetensors file.",
         )
+    if source.is_file() and source.suffix.lower() not in LORA_SUFFIXES:
+        what = (
+            "This is a recipe, and no LoRA." if source.suffix.lower() in (".yaml", ".yml") else "This is no LoRA file."
+        )
+        fix = "Give a run directory or a .safetensors file."
+        raise UserError("no-lora", what, where=str(source), fix=fix)
     return source
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_rocm.dataset.columns import Lazy
+from lora_rocm.dataset.given import Given
 from lora_rocm.dataset.hf_datasets import DatasetRow
 from lora_rocm.recipe.schema import ResolvedSource
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-TEXTS = ("key", "place", "caption", "folder")
+TEXTS = ("key", "place", "caption", "folder", "given")
 """Columns of bytes: UTF-8 that may contain lone surrogates, because file names may hold any bytes."""
 NUMBERS = ("source", "width", "height", "repeats", "row")
 """``row``: row of the dataset; -1 if the image is the file at ``place``."""
@@ -30,11 +31,12 @@ class Sample:
     """One usable image or text.
 
     key: unique and stable, shown to users (the path relative to the source's folder).
-    source: index in ``data.sources``.
+    source: index in ``DataSection.resolved_sources``.
     folder: the folder or dataset under which the metadata counts it.
     caption: as read, or the fallback; caption options are not yet applied.
     width, height: in pixels, after EXIF orientation.
     repeats: number of times it is used per epoch.
+    given: what a table says of it.
     """
 
     key: str
@@ -46,6 +48,12 @@ class Sample:
     height: int
     repeats: int
     options: ResolvedSource
+    given: Given = Given()
+
+    @property
+    def captions(self) -> tuple[str, ...]:
+        """All its captions, as ``caption``."""
+        return self.caption, *self.given.captions
 
 
 @cache
@@ -77,7 +85,7 @@ class Samples(Lazy[Sample]):
 
     def append(self, sample: Sample) -> None:
         location, row = (sample.location, -1) if isinstance(sample.location, Path) else ("", sample.location.index)
-        texts = (sample.key, str(location), sample.caption, sample.folder)
+        texts = (sample.key, str(location), sample.caption, sample.folder, sample.given.text)
         numbers = (sample.source, sample.width, sample.height, sample.repeats, row)
         self._new.append((*(text.encode("utf-8", "surrogatepass") for text in texts), *numbers))
         self._length += 1
@@ -143,7 +151,7 @@ class Samples(Lazy[Sample]):
         return [self._sample(*row) for row in rows_of(self.batch.slice(start, stop - start))]
 
     def _sample(
-        self, key: bytes, place: bytes, caption: bytes, folder: bytes,
+        self, key: bytes, place: bytes, caption: bytes, folder: bytes, given: bytes,
         source: int, width: int, height: int, repeats: int, row: int,
     ) -> Sample:  # fmt: skip
         options = self.sources[source]
@@ -151,8 +159,9 @@ class Samples(Lazy[Sample]):
         if row >= 0:
             location = DatasetRow(options.dataset or "", options.split, options.image_column, row)
         return Sample(
-            text_of(key), source, text_of(folder), location, text_of(caption), width, height, repeats, options
-        )
+            text_of(key), source, text_of(folder), location, text_of(caption), width, height, repeats, options,
+            Given.of_text(text_of(given)),
+        )  # fmt: skip
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Samples) and tuple(self) == tuple(other)

@@ -178,6 +178,7 @@ class ModelFamily(Protocol):
     cache_spec: the cached tensors of one sample (union of the encoders' outputs).
     notices: messages about the base that the user has to see, but that do not prevent training.
     structure: identifies the shapes of the trained components, computed from configs alone.
+    inpaints: whether the model is given what ``objectives.base.HIDDEN_MASK`` and ``SEEN_LATENTS`` name.
     texts: reads texts that are samples; None: a plain text is one sample.
     objective: draws noise and timesteps for a batch, and defines the target.
     """
@@ -198,6 +199,8 @@ class ModelFamily(Protocol):
     def notices(self) -> Sequence[str]: ...
     @property
     def structure(self) -> str: ...
+    @property
+    def inpaints(self) -> bool: ...
     @property
     def texts(self) -> TextReader | None: ...
     @property

@@ -12,6 +12,7 @@ import pytest
 from lora_rocm.commands import sample_export
 from lora_rocm.errors import MachineError, UserError
 from lora_rocm.rundir.layout import RunDir
+from tests.command_line import command_line
 from tests.supervisor.fake_run import heard, write_whole_run
 
 EVENTS = [
@@ -165,3 +166,23 @@ def test_an_output_of_the_wrong_kind(jobs: list[dict[str, Any]], tmp_path: Path,
     assert caught.value.exit_code == 2 and jobs == []
     sample_export.export(Path("run"), form, output=Path("folder" if form == "peft" else "file"), dtype=None)
     assert len(jobs) == 1
+
+
+def test_the_sampler_is_handed_on(jobs: list[dict[str, Any]]) -> None:
+    Path("lora.safetensors").touch()
+    assert command_line("sample", "lora.safetensors", "--prompt", "x", "--sampler", "ddim").exit_code == 0
+    assert command_line("sample", "lora.safetensors", "--prompt", "x").exit_code == 0
+    assert [job["sampler"] for job in jobs] == ["ddim", None]
+
+
+@pytest.mark.parametrize(("name", "words"), [("a.yaml", "This is a recipe"), ("a.png", "This is no LoRA file")])
+def test_a_file_that_is_no_lora_is_not_called_one(jobs: list[dict[str, Any]], name: str, words: str) -> None:
+    Path(name).touch()
+    with pytest.raises(UserError, match=words):
+        sample_export.sample(Path(name), output=None, base=None, config=None, prompt="x")
+    assert not jobs
+
+
+def test_a_wrong_format_is_named_without_words_of_a_library() -> None:
+    said = command_line("export", "run", "--format", "foo")
+    assert said.exit_code == 2 and "Invalid value for '--format': 'foo' is not one of 'kohya'" in said.stderr

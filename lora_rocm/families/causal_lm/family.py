@@ -66,6 +66,7 @@ class CausalLM:
 
     name = "causal-lm"
     text_components: tuple[str, ...] = ()
+    inpaints = False
     all_components = (COMPONENT,)
     file_prefixes = {COMPONENT: "base_model.model."}
     file_form = "folded"
