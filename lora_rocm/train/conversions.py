@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from lora_rocm.adapters.base import Adapter
-from lora_rocm.adapters.factory import inject, without_start
+from lora_rocm.adapters.factory import inject
 from lora_rocm.errors import AdapterError
 from lora_rocm.export import writers
 from lora_rocm.export.gguf import require_convertible, write_gguf
@@ -47,8 +47,10 @@ def convert(job: Job, run_dir: RunDir, recipe: Recipe, checkpoint: Checkpoint) -
         )
     # The adapter alone, on a base without weights
     model = LoadedModel({files.component: family.skeleton(files.component)}, torch.float32, torch.device("cpu"))
-    adapter = inject(family, model, without_start(recipe.lora), recipe.train.seed)
-    adapter.load(checkpoint.tensors("ema") or checkpoint.tensors("adapter"))
+    adapter = inject(family, model, recipe.lora, recipe.train.seed, resumed=True)
+    trained = checkpoint.tensors("adapter")
+    adapter.load_constants(trained)
+    adapter.load(checkpoint.tensors("ema") or trained)
     # Write and check
     path = followed(Path(job["output"])) if job["output"] else run_dir.export_of(form)
     difference = None
