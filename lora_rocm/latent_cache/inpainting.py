@@ -20,6 +20,7 @@ from lora_rocm.dataset.buckets import Size
 from lora_rocm.dataset.entry_spec import IMAGE, EntrySpec, TensorSpec
 from lora_rocm.dataset.hf_datasets import DatasetRow
 from lora_rocm.dataset.masks import Masks, mask_on_grid
+from lora_rocm.dataset.views import View
 from lora_rocm.families.objectives.base import HIDDEN_MASK, MEAN, SEEN_LATENTS
 from lora_rocm.foundation.seeds import fraction
 from lora_rocm.latent_cache.image_preprocess import Wanted, hash_of
@@ -68,7 +69,7 @@ class InpaintEncoder:
     def companion_of(self, image: Wanted) -> Wanted:
         source = image.sample.source
         place = self.sources[source].of(image.sample)
-        return HiddenWanted(image.sample, image.geometry, image.flips, place=place, drawn=not self.has_masks[source])
+        return HiddenWanted(image.sample, image.geometry, image.views, place=place, drawn=not self.has_masks[source])
 
     def load(self, door: DeviceTransfer) -> Encode:
         encode = self.images.load(door)
@@ -90,7 +91,7 @@ def inpaint_encoder(recipe: Recipe, family: ModelFamily, encoders: Sequence[Enco
     images = next(encoder for encoder in encoders if encoder.entry.inputs == (IMAGE,))
     sources, (height, width) = recipe.data.resolved_sources(), (recipe.spec.shapes[axis].per_latent for axis in "hw")
     has_masks = [bool(source.mask_path or source.alpha_mask) for source in sources]
-    masks = [Masks(source, index) for index, source in enumerate(sources)]
+    masks = [Masks(source, source.index) for source in sources]
     return InpaintEncoder(images, masks, has_masks, (height, width))
 
 
@@ -108,28 +109,28 @@ class HiddenWanted(Wanted):
     def reads(self) -> str:
         return HIDDEN
 
-    def tensor(self, image: Image.Image, flip: bool) -> Tensor:
-        pixels_CHW = Wanted.tensor(self, image, flip)
-        hidden_HW = torch.from_numpy(self._hidden(flip).astype(np.float32))
+    def tensor(self, image: Image.Image, view: View) -> Tensor:
+        pixels_CHW = Wanted.tensor(self, image, view)
+        hidden_HW = torch.from_numpy(self._hidden(view).astype(np.float32))
         return torch.cat([pixels_CHW * (1.0 - hidden_HW), hidden_HW[None]])
 
-    def parts(self, sha256: str, flip: bool) -> tuple[object, ...]:
+    def parts(self, sha256: str, view: View) -> tuple[object, ...]:
         about: object = self._box() if self.drawn else hash_of(self._mask().read())
-        return (*Wanted.parts(self, sha256, flip), self.drawn, about)
+        return (*Wanted.parts(self, sha256, view), self.drawn, about)
 
     def _mask(self) -> MaskWanted:
-        return MaskWanted(self.sample, self.geometry, self.flips, place=self.place)
+        return MaskWanted(self.sample, self.geometry, self.views, place=self.place)
 
-    def _hidden(self, flip: bool) -> NDArray[np.bool_]:
+    def _hidden(self, view: View) -> NDArray[np.bool_]:
         """What is hidden of the view [H, W]."""
         height, width = self.geometry.target_hw
         if not self.drawn:
             mask = self._mask()
-            return mask_on_grid(np.asarray(mask.decoded(mask.read())), self.geometry, flip, (1, 1)) >= 0.5
+            return mask_on_grid(np.asarray(mask.decoded(mask.read())), self.geometry_of(view), view.flip, (1, 1)) >= 0.5
         hidden_HW = np.zeros((height, width), np.bool_)
         top, left, high, wide = self._box()
         hidden_HW[top : top + high, left : left + wide] = True
-        return hidden_HW[:, ::-1] if flip else hidden_HW
+        return hidden_HW[:, ::-1] if view.flip else hidden_HW
 
     def _box(self) -> tuple[int, int, int, int]:
         """(top, left, height, width) in pixels of the drawn mask: the same in each run, and another for each image."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lora_rocm.dataset.buckets import Geometry
 from lora_rocm.dataset.entry_spec import CAPTION
+from lora_rocm.dataset.views import View
 from lora_rocm.families.base import PreviewRequest, family_for
 from lora_rocm.families.ldm.inpainting import FIRST_LAYER, config_changes
 from lora_rocm.families.objectives.base import HIDDEN_MASK, SEEN_LATENTS
@@ -97,15 +98,22 @@ def test_without_masks_each_image_has_one_of_its_own() -> None:
     geometry, whole, shares = Geometry((64, 96), (64, 96), (0, 0), (64, 96)), 0, set[float]()
     image = Image.new("RGB", (96, 64), "white")
     for number in range(60):
-        source: Any = SimpleNamespace(key=f"{number}.png", width=96, height=64)
-        plain, mirrored = (HiddenWanted(source, geometry, drawn=True).tensor(image, flip) for flip in (False, True))
-        assert torch.equal(plain[-1], HiddenWanted(source, geometry, drawn=True).tensor(image, False)[-1])
+        source: Any = SimpleNamespace(key=f"{number}.png", width=96, height=64, given=SimpleNamespace(crop=None))
+        plain, mirrored = (
+            HiddenWanted(source, geometry, drawn=True).tensor(image, View(flip=flip)) for flip in (False, True)
+        )
+        assert torch.equal(plain[-1], HiddenWanted(source, geometry, drawn=True).tensor(image, View())[-1])
         assert torch.equal(mirrored[-1], plain[-1].flip(1)), "an image and its mirror image hide the same"
         assert torch.equal(plain[0], 1 - plain[-1]), "what is hidden is grey"
         shares.add(float(plain[-1].mean()))
         whole += bool(plain[-1].all())
     assert len(shares) > 30 and min(shares) > 1 / 20 and 5 < whole < 25
-    parts = {HiddenWanted(SimpleNamespace(key=key), geometry, drawn=True).parts("x", False) for key in "abcd"}  # type: ignore[arg-type]
+    parts = {
+        HiddenWanted(SimpleNamespace(key=key, given=SimpleNamespace(crop=None)), geometry, drawn=True).parts(
+            "x", View()
+        )
+        for key in "abcd"
+    }  # type: ignore[arg-type]
     assert len(parts) > 1, "another mask is another entry"
 
 
