@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from lora_rocm.adapters.base import Adapter
-from lora_rocm.adapters.factory import inject, without_start
+from lora_rocm.adapters.factory import inject
 from lora_rocm.errors import AdapterError
 from lora_rocm.export import writers
 from lora_rocm.export.gguf import require_convertible, write_gguf
@@ -36,6 +36,13 @@ def convert(job: Job, run_dir: RunDir, recipe: Recipe, checkpoint: Checkpoint) -
         ExportError: the result is not what the adapter does.
     """
     family, form = family_for(recipe), job["format"]
+    if recipe.lora.train_norms:
+        raise AdapterError(
+            "export-form",
+            f"The {form} form would be without the trained norms.",
+            where="lora.train_norms",
+            fix="Export the peft format.",
+        )
     assert isinstance(family, WritesWholeModels), "as its spec says"
     files = family.own_files()
     if checkpoint.facts["base"] != family.base_facts()["identity"]:
@@ -47,8 +54,12 @@ def convert(job: Job, run_dir: RunDir, recipe: Recipe, checkpoint: Checkpoint) -
         )
     # The adapter alone, on a base without weights
     model = LoadedModel({files.component: family.skeleton(files.component)}, torch.float32, torch.device("cpu"))
-    adapter = inject(family, model, without_start(recipe.lora), recipe.train.seed)
-    adapter.load(checkpoint.tensors("ema") or checkpoint.tensors("adapter"))
+    adapter, trained = (
+        inject(family, model, recipe.lora, recipe.train.seed, resumed=True),
+        checkpoint.tensors("adapter"),
+    )
+    adapter.load_constants(trained)
+    adapter.load(checkpoint.tensors("ema") or trained)
     # Write and check
     path = followed(Path(job["output"])) if job["output"] else run_dir.export_of(form)
     difference = None
