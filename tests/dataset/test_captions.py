@@ -2,7 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_rocm.dataset.captions import as_read, open_wildcard, prepare, tags_of, variants
-from lora_rocm.recipe.schema import SourceOptions
+from lora_rocm.recipe.source_sections import SourceOptions
 
 captions = st.lists(st.text("abc xyz", min_size=1).map(str.strip).filter(bool), max_size=8).map(", ".join)
 

@@ -19,7 +19,8 @@ from lora_rocm.dataset.hf_datasets import UnreadableCell, as_file, givens_of, im
 from lora_rocm.dataset.image_io import read_header
 from lora_rocm.dataset.scan import scan
 from lora_rocm.errors import DataError
-from lora_rocm.recipe.schema import DataSection, DataSource, ResolvedSource
+from lora_rocm.recipe.schema import DataSection, ResolvedSource
+from lora_rocm.recipe.source_sections import DataSource
 
 # datasets reads the CSV of an imagefolder by pandas, and leaves closing the file to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:.*metadata.csv:pytest.PytestUnraisableExceptionWarning")

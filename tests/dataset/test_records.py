@@ -11,7 +11,8 @@ import pytest
 from lora_rocm.dataset.records import MARK, Completion, Conversation, Pair, UnusableText, read, record_of, written
 from lora_rocm.dataset.text_rows import rows_of
 from lora_rocm.dataset.text_scan import scan_texts
-from lora_rocm.recipe.schema import DataSection, DataSource
+from lora_rocm.recipe.schema import DataSection
+from lora_rocm.recipe.source_sections import DataSource
 
 ASK, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
 CHAT = Conversation((ASK, ANSWER))

@@ -16,7 +16,8 @@ from lora_rocm.dataset import hf_datasets
 from lora_rocm.dataset.folders import MAX_CAPTION_BYTES
 from lora_rocm.dataset.scan import Scan, scan
 from lora_rocm.errors import DataError
-from lora_rocm.recipe.schema import DataSection, DataSource
+from lora_rocm.recipe.schema import DataSection
+from lora_rocm.recipe.source_sections import DataSource
 from tests.hostile import attacks
 
 KEYS: dict[str, Any] = {"resolution": 8, "bucket_step": 8}

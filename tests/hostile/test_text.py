@@ -25,8 +25,9 @@ from lora_rocm.hardware.facts import MAX_FILE_BYTES, load_facts
 from lora_rocm.hardware.selftest_result import Result, Stack, Verdict, path_of, stored
 from lora_rocm.hardware.settings import VARIABLE, Settings, settings_from
 from lora_rocm.recipe.load import MAX_RECIPE_BYTES, load_recipe
-from lora_rocm.recipe.schema import DataSection, SourceOptions
+from lora_rocm.recipe.schema import DataSection
 from lora_rocm.recipe.sections import MAX_ITEMS
+from lora_rocm.recipe.source_sections import SourceOptions
 from lora_rocm.report.html import image_tag
 from lora_rocm.report.progress_bar import BarView, LineView, ProgressDisplay
 from lora_rocm.report.report import write_report

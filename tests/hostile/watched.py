@@ -90,7 +90,8 @@ def readers(folder: Path) -> dict[str, Callable[[Path], Any]]:
     from lora_rocm.families.base import family_for
     from lora_rocm.families.clip import load_tokenizer
     from lora_rocm.recipe.load import load_recipe
-    from lora_rocm.recipe.schema import DataSection, DataSource
+    from lora_rocm.recipe.schema import DataSection
+    from lora_rocm.recipe.source_sections import DataSource
     from lora_rocm.report.report import write_report
     from lora_rocm.rundir.layout import RunDir
 

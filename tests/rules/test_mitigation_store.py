@@ -101,7 +101,7 @@ NO_PART_OF_THE_SIZE: dict[str, str] = {
     "data.flip_aug": "more entries, not larger ones",
     **dict.fromkeys(("data.mask_path", "data.alpha_mask", "data.unmasked_weight"), "one number a latent"),
     "data.normalize_masked_area_loss": "one number a latent",
-    "train.validation_every_n_epochs": "a pass without a backward pass",
+    **dict.fromkeys(("train.validation_every_n_epochs", "data.watched"), "a pass without a backward pass"),
     **dict.fromkeys(("data.loss_weight", "data.prior_loss_weight"), "one number a sample"),
     **dict.fromkeys(("data.bucket_step", "data.bucket_max_aspect", "data.enable_bucket"), "the area stays"),
     "data.upscale": "which bucket a small image has",
