@@ -36,6 +36,13 @@ def convert(job: Job, run_dir: RunDir, recipe: Recipe, checkpoint: Checkpoint) -
         ExportError: the result is not what the adapter does.
     """
     family, form = family_for(recipe), job["format"]
+    if recipe.lora.train_norms:
+        raise AdapterError(
+            "export-form",
+            f"The {form} form would be without the trained norms.",
+            where="lora.train_norms",
+            fix="Export the peft format.",
+        )
     assert isinstance(family, WritesWholeModels), "as its spec says"
     files = family.own_files()
     if checkpoint.facts["base"] != family.base_facts()["identity"]:
@@ -47,8 +54,10 @@ def convert(job: Job, run_dir: RunDir, recipe: Recipe, checkpoint: Checkpoint) -
         )
     # The adapter alone, on a base without weights
     model = LoadedModel({files.component: family.skeleton(files.component)}, torch.float32, torch.device("cpu"))
-    adapter = inject(family, model, recipe.lora, recipe.train.seed, resumed=True)
-    trained = checkpoint.tensors("adapter")
+    adapter, trained = (
+        inject(family, model, recipe.lora, recipe.train.seed, resumed=True),
+        checkpoint.tensors("adapter"),
+    )
     adapter.load_constants(trained)
     adapter.load(checkpoint.tensors("ema") or trained)
     # Write and check
