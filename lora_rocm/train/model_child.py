@@ -1,6 +1,6 @@
-"""The heavy child of ``sample``, ``export`` and ``compare``: ``python -m lora_rocm.train.model_child TOOL JOB.json``.
+"""The heavy child of commands that need a model: ``python -m lora_rocm.train.model_child TOOL JOB.json``.
 
-It writes events to standard output, one JSON object per line.
+TOOL is sample, export, compare or chat. It writes events to standard output, one JSON object per line.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from lora_rocm.recipe.schema import TEXT_KEY, TOKENS_KEY, Recipe
 from lora_rocm.rundir.event_types import DrawnEvent, ErrorEvent, ExportEvent, NoticeEvent
 from lora_rocm.rundir.events import emit
 from lora_rocm.rundir.layout import RunDir
+from lora_rocm.rundir.results import newest_lora
+from lora_rocm.train.chat import chat
 from lora_rocm.train.checkpoint import Checkpoint, latest_valid, read_checkpoint
 from lora_rocm.train.compare import compare
 from lora_rocm.train.preview import ENDINGS, content_of
@@ -46,7 +48,7 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
     """Draw images with a LoRA file, on its run's base model or on another."""
     source = Path(job["source"])
     # The LoRA file, its recipe and whether it trains text encoders
-    lora = source if source.is_file() else _lora_of(RunDir(source))
+    lora = source if source.is_file() else newest_lora(RunDir(source))
     recipe = recipe_for(job, lora, registry)
     require_inputs_read(job, recipe)
     width, height = sides_of(job, recipe)
@@ -163,21 +165,6 @@ def _checkpoint_of(run_dir: RunDir, updates: int | None) -> Checkpoint:
     return newest
 
 
-def _lora_of(run_dir: RunDir) -> Path:
-    """The finished LoRA file, or that of the newest checkpoint.
-
-    Raises:
-        AdapterError: there is none yet.
-    """
-    found = [run_dir.checkpoint_lora(updates) for updates, _ in run_dir.list_checkpoints()]
-    for path in [run_dir.lora, *reversed(found)]:
-        if path.exists():
-            return path
-    raise AdapterError(
-        "no-lora-yet", "This run has not written a LoRA file yet.", where=str(run_dir.path), fix="Train on first."
-    )
-
-
 def require_inputs_read(job: Job, recipe: Recipe) -> None:
     """Refuse a negative prompt or a control image for a model that reads none.
 
@@ -277,7 +264,7 @@ def _free_name(folder: Path, stem: str, ending: str) -> Path:
     return path
 
 
-TOOLS: dict[str, Callable[[Job, Registry], None]] = {"sample": sample, "export": export_run, "compare": compare}
+TOOLS: dict[str, Callable[[Job, Registry], None]] = {"sample": sample, "export": export_run, "compare": compare, "chat": chat}
 
 
 def main(registry: Registry = PRODUCT) -> int:

@@ -6,14 +6,13 @@ Samples are padded behind their end, up to a multiple of tokens. Dimensions: B b
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import DynamicCache
 
 from lora_rocm.base_models import hub
 from lora_rocm.base_models.loading import BUILTIN_PREFIX, WEIGHTS_MEMORY, Source, builtin_folder
@@ -21,11 +20,11 @@ from lora_rocm.base_models.random_weights import PREFIX, RandomSource
 from lora_rocm.cache_files.hash_memory import HashMemory
 from lora_rocm.dataset.caption_length import TokenLimit
 from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, Pad, TensorSpec
-from lora_rocm.dataset.records import read
+from lora_rocm.dataset.records import UnusableText, read
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import ModelError
-from lora_rocm.families.base import Encode, Encoder, Inputs, LoadedModel, PreviewRequest, Tensors
+from lora_rocm.families.base import Encode, Encoder, Inputs, LoadedModel, PreviewRequest, Sampling, Tensors
 from lora_rocm.families.causal_lm.architecture import (
     COMPONENT,
     Blocks,
@@ -36,6 +35,7 @@ from lora_rocm.families.causal_lm.architecture import (
     require_same,
 )
 from lora_rocm.families.causal_lm.chat import ChatTokenizer
+from lora_rocm.families.causal_lm.generation import next_tokens, pieces_of, places_of
 from lora_rocm.families.causal_lm.objective import IGNORED, NextToken, token_distance
 from lora_rocm.families.causal_lm.spec import TOKENS_MULTIPLE, CrossEntropySection
 from lora_rocm.families.component_check import check_component
@@ -193,19 +193,27 @@ class CausalLM:
     ) -> list[str]:
         """The likeliest answer to each prompt, which is a message of a user if there is a chat template."""
         with evaluating(model.components.values()):
-            return [self._answer(model, request.prompt, request.steps) for request in requests]
+            return [self._likeliest(model, request.prompt, request.steps) for request in requests]
 
-    def _answer(self, model: LoadedModel, prompt: str, most: int) -> str:
-        component, written = model.components[COMPONENT], list[int]()
-        tokenizer, cache = self.texts.tokenizer, DynamicCache(config=decoder(component).config)
-        ends = {tokenizer.eos_token_id, *self.texts.end_ids}
+    def _likeliest(self, model: LoadedModel, prompt: str, most: int) -> str:
         ids = self.texts.prompt_ids([{"role": "user", "content": prompt}])
-        while len(written) < most and (not written or written[-1] not in ends):
-            ids_BS = torch.tensor([ids], device=model.device)
-            states_BSD = decoder(component)(input_ids=ids_BS, past_key_values=cache, use_cache=True).last_hidden_state
-            ids = [int(head_of(component)(states_BSD[:, -1]).argmax())]
-            written += ids
-        return str(tokenizer.decode(written, skip_special_tokens=True))
+        tokens = next_tokens(model.components[COMPONENT], ids, Sampling(0.0, 1.0, most, 0), self._ends)
+        return str(self.texts.tokenizer.decode([*tokens], skip_special_tokens=True))
+
+    @property
+    def _ends(self) -> set[int]:
+        return {self.texts.tokenizer.eos_token_id, *self.texts.end_ids}
+
+    def answer(
+        self, model: LoadedModel, messages: Sequence[Mapping[str, Any]], sampling: Sampling
+    ) -> Generator[str, None, str]:
+        """As ``Answering.answer``."""
+        component, ids = model.components[COMPONENT], self.texts.prompt_ids(messages)
+        places = places_of(component)
+        if places is not None and len(ids) >= places:
+            what = f"The conversation has {len(ids)} tokens, and the model reads {places}."
+            raise UnusableText(what, "Begin a new one.")
+        return (yield from pieces_of(next_tokens(component, ids, sampling, self._ends), self.texts.tokenizer))
 
     @property
     def structure(self) -> str:
