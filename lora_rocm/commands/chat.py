@@ -225,7 +225,9 @@ class _Talk:
     def _beside(self, sides: Sequence[str]) -> Iterator[Callable[[Event], None]]:
         """Shows answers in columns as they come."""
         texts = {side: Text() for side in sides}
-        table = Table(*(TITLES[side] for side in sides), expand=True)
+        table = Table(expand=True)
+        for side in sides:
+            table.add_column(TITLES[side], ratio=1)
         table.add_row(*texts.values())
         with Live(table, console=self.console, vertical_overflow="ellipsis") as live:
 

@@ -87,6 +87,10 @@ class TextReader(Protocol):
         """
         ...
 
+    def num_tokens(self, text: str) -> int:
+        """The length of a sample, cut to the longest."""
+        ...
+
     def shown(self, text: str) -> str:
         """A sample as the model reads it, with marks around what is trained on."""
         ...

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lora_rocm.cache_files.hash_memory import HashMemory
-from lora_rocm.dataset import captions
+from lora_rocm.dataset import captions, packing
 from lora_rocm.dataset.batch_sampler import Item
 from lora_rocm.dataset.caption_length import TokenLimit, cut_notice
 from lora_rocm.dataset.columns import Lazy
@@ -34,7 +34,7 @@ from lora_rocm.latent_cache.run_encoders import run_encoders
 
 if TYPE_CHECKING:
     from lora_rocm.dataset.entry_spec import EntrySpec
-    from lora_rocm.families.base import ModelFamily, Tensors
+    from lora_rocm.families.base import ModelFamily, Tensors, TextReader
     from lora_rocm.recipe.schema import DataSection, Recipe
 
 MAX_TAGS = 20_000  # tags counted per folder; cut to the most frequent ones at twice as many
@@ -140,18 +140,18 @@ def _manifest(recipe: Recipe, family: ModelFamily, caches: Caches) -> Manifest:
     unused = unused_notice(len(training_N), int(np.count_nonzero(repeats_N[training_N])))
     training_N = training_N[repeats_N[training_N] > 0]
     order_N = np.concatenate([training_N, held_N])
-    usable = usable.repeated(repeats_N).ordered(order_N)
+    usable, count, rows = _in_rows(usable.repeated(repeats_N).ordered(order_N), len(training_N), recipe, reader)
     # Encode the captions, count tokens and collect the keys.
-    texts = _Texts(recipe, usable, len(training_N), report)
+    texts = _Texts(recipe, usable, count, report)
     caches.fill_texts(texts)
     _count_tokens(caches, texts)
     captions = _caption_keys(caches, texts, _pair_keys(caches, texts, memory))
     # Build the manifest.
     unused_N = np.setdiff1d(np.arange(len(found.samples)), cut_N[order_N])
     said = _say_cut(limits, texts) if reader is None else reader.notices
-    notices = *found.notices, *cropped, *copies, *unused, *said, *_say_held_out(texts)
+    notices = *found.notices, *cropped, *copies, *unused, *said, *_say_held_out(len(training_N), len(held_N), data.validation_split), *rows
     entries = [encoder.entry for encoder in caches.encoders]
-    batch, count = usable.table(entries, captions), len(training_N)
+    batch = usable.table(entries, captions)
     return Manifest(
         batch,
         count,
@@ -162,6 +162,31 @@ def _manifest(recipe: Recipe, family: ModelFamily, caches: Caches) -> Manifest:
         other_files=tuple(found.samples.at(unused_N).files_of_datasets()),
         lasting=found.lasting and caches.all_could_be_read,
     )
+
+
+def _in_rows(
+    usable: Usable, num_training: int, recipe: Recipe, reader: TextReader | None
+) -> tuple[Usable, int, list[str]]:
+    """With ``data.packing``, the samples to train on are put together into rows; those of one source in one row.
+
+    Returns the rows and behind them the held-out samples, the number of rows, and notices.
+    """
+    if not recipe.data.packing or reader is None:
+        return usable, num_training, []
+    of_source: dict[int, list[Sample]] = {}
+    for sample in islice(usable.samples, num_training):
+        of_source.setdefault(sample.source, []).append(sample)
+    rows = Samples(usable.samples.sources)
+    for samples in of_source.values():
+        lengths = [reader.num_tokens(sample.caption) for sample in samples]
+        for numbers in packing.rows_of(lengths, recipe.data.max_length):
+            first = samples[numbers[0]]
+            rows.append(replace(first, caption=packing.packed([samples[number].caption for number in numbers])))
+    count = len(rows)
+    for sample in islice(usable.samples, num_training, None):
+        rows.append(sample)
+    said = f"{num_training} texts are packed into {count} rows of at most {recipe.data.max_length} tokens."
+    return Usable.unfilled(rows, bytearray(NO_CUT * len(rows)), ()), count, [said]
 
 
 def _count_tokens(caches: Caches, texts: _Texts) -> None:
@@ -321,10 +346,8 @@ def _say_cut(limits: Sequence[TokenLimit], texts: _Texts) -> tuple[str, ...]:
     return cut_notice(captioned, limits, texts.recipe.spec.trains_on_texts)
 
 
-def _say_held_out(texts: _Texts) -> tuple[str, ...]:
-    ready, share = len(texts.usable), texts.recipe.data.validation_split
-    held = ready - texts.num_training
-    return (f"{held} of {ready} samples are held out for the validation loss.",) if share else ()
+def _say_held_out(training: int, held: int, share: float) -> tuple[str, ...]:
+    return (f"{held} of {training + held} samples are held out for the validation loss.",) if share else ()
 
 
 def _prompts(recipe: Recipe) -> tuple[str, ...]:

@@ -182,6 +182,11 @@ class DataSection(SourceOptions):
     max_length: int = Field(
         2048, gt=0, le=MAX_TOKENS, description="Most tokens of a text that is trained on; the rest of it is cut off."
     )
+    packing: bool = Field(
+        False,
+        description="Train on rows of several texts, none of which sees another: as many as fit into max_length. "
+        "batch_size then counts rows.",
+    )
     normalize_masked_area_loss: bool = Field(
         True,
         description="Divide the loss of an image by the area of its mask, so that small masks count as much as large "

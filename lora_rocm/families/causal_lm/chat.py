@@ -77,6 +77,10 @@ class ChatTokenizer:
                 )
         return [written(part) for part in records]
 
+    def num_tokens(self, text: str) -> int:
+        """As ``TextReader.num_tokens``."""
+        return len(self.tokens(read(text)).ids)
+
     def shown(self, text: str) -> str:
         """As ``TextReader.shown``."""
         found = self.tokens(read(text))

@@ -20,6 +20,7 @@ from lora_rocm.base_models.random_weights import PREFIX, RandomSource
 from lora_rocm.cache_files.hash_memory import HashMemory
 from lora_rocm.dataset.caption_length import TokenLimit
 from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, Pad, TensorSpec
+from lora_rocm.dataset.packing import unpacked
 from lora_rocm.dataset.records import UnusableText, read
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.device.transfer import DeviceTransfer
@@ -32,7 +33,9 @@ from lora_rocm.families.causal_lm.architecture import (
     head_of,
     layout_of,
     prepared,
+    require_apart,
     require_same,
+    states_of,
 )
 from lora_rocm.families.causal_lm.chat import ChatTokenizer
 from lora_rocm.families.causal_lm.generation import next_tokens, pieces_of, places_of
@@ -49,7 +52,7 @@ from lora_rocm.kernels.weight_format import WeightFormat
 from lora_rocm.recipe.schema import Recipe
 
 ENCODING_VERSION = 1  # increase it if the same tokenizer would give other tensors
-IDS, LABELS = "input_ids", "labels"
+IDS, LABELS, POSITIONS = "input_ids", "labels", "positions"
 WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
 TOKENIZER = ("tokenizer*", "chat_template*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt")
 ATTENTION, MLP = r"self_attn\.\w+", r"mlp\.\w+"
@@ -132,7 +135,7 @@ class CausalLM:
 
     @property
     def cache_spec(self) -> Mapping[str, TensorSpec]:
-        return TokensEncoder.entry.tensors
+        return TokensEncoder(self).entry.tensors
 
     def examine(self) -> Sequence[Path]:
         assert self.notices is not None, "the base was checked"
@@ -149,7 +152,10 @@ class CausalLM:
     def load(self, dtype: torch.dtype, device: torch.device) -> LoadedModel:
         assert self.notices is not None, "the base was checked"
         model = prepared(self.source.load(COMPONENT, dtype, device, self.weight_format(COMPONENT)))
-        require_same(model, f"model.name_or_path: {self.source.name}")
+        where = f"model.name_or_path: {self.source.name}"
+        require_same(model, where)
+        if self.recipe.data.packing:
+            require_apart(model, where)
         return LoadedModel({COMPONENT: model}, dtype, device)
 
     def skeleton(self, component: str) -> nn.Module:
@@ -171,14 +177,15 @@ class CausalLM:
 
     def example(self, shape: Shape, rows: int) -> Tensors:
         zeros_BS = torch.zeros(rows, shape["tokens"], dtype=torch.int64)
-        return {IDS: zeros_BS, LABELS: zeros_BS.clone(), LOSS_MASK: torch.ones(rows, shape["tokens"])}
+        found = {IDS: zeros_BS, LABELS: zeros_BS.clone(), LOSS_MASK: torch.ones(rows, shape["tokens"])}
+        return {**found, POSITIONS: zeros_BS.clone()} if self.recipe.data.packing else found
 
     def fuse(self, model: LoadedModel, triton: bool = True) -> None:
         """Nothing is replaced: transformers' blocks are computed as they are."""
 
     def predict(self, model: LoadedModel, batch: Tensors, draws: Tensors) -> Prediction:
         component = model.components[COMPONENT]
-        states_BSD = decoder(component)(input_ids=batch[IDS], use_cache=False).last_hidden_state
+        states_BSD = states_of(component, batch[IDS], batch.get(POSITIONS))
         head, dtype = head_of(component), states_BSD.dtype
         weight_B = states_BSD.new_ones(len(states_BSD), dtype=torch.float32)
         return Prediction(states_BSD, batch[LABELS], weight_B, lambda x, y: token_distance(head, x.to(dtype), y))
@@ -238,20 +245,15 @@ class CausalLM:
 class TokensEncoder:
     """Makes tokens of a sample: ids, the next token of each place, and the places that count in the loss."""
 
-    entry = EntrySpec(
-        "tokens",
-        (CAPTION,),
-        {
+    def __init__(self, family: CausalLM) -> None:
+        self._family, self._packs = family, family.recipe.data.packing
+        tensors = {
             IDS: TensorSpec("int64", "S", Pad("S")),
             LABELS: TensorSpec("int64", "S", Pad("S", IGNORED)),
             LOSS_MASK: TensorSpec("float32", "S", Pad("S")),
-        },
-        follows_shape=True,
-        share=LOSS_MASK,
-    )
-
-    def __init__(self, family: CausalLM) -> None:
-        self._family = family
+            **({POSITIONS: TensorSpec("int64", "S", Pad("S"))} if self._packs else {}),
+        }
+        self.entry = EntrySpec("tokens", (CAPTION,), tensors, follows_shape=True, share=LOSS_MASK)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -259,23 +261,28 @@ class TokensEncoder:
         files = sorted({path for pattern in (*TOKENIZER, "*.model") for path in folder.glob(pattern) if path.is_file()})
         reader = self._family.texts
         parts = [f"{path.name} {digest([path.read_bytes().hex()])}" for path in files]
-        return f"tokens{ENCODING_VERSION}-{digest([*parts, f'{reader.max_length} {reader.trains_on_all}'])}"
+        return f"tokens{ENCODING_VERSION}-{digest([*parts, f'{reader.max_length} {reader.trains_on_all}'])}{'-packed' * self._packs}"
 
     def in_tiles(self) -> None:
         return None
 
     def load(self, door: DeviceTransfer) -> Encode:
-        return partial(_encoded, self._family.texts)
+        return partial(_encoded, self._family.texts, packs=self._packs)
 
 
-def _encoded(reader: ChatTokenizer, inputs: Inputs) -> Tensors:
-    record = read(str(inputs[CAPTION]))
-    found = reader.tokens(record)
-    fill = -len(found.ids) % TOKENS_MULTIPLE
-    ids, trained = [*found.ids, *[0] * fill], [*found.trained[1:], *[False] * (fill + 1)]
+def _encoded(reader: ChatTokenizer, inputs: Inputs, packs: bool) -> Tensors:
+    ids, trained, positions = list[int](), list[bool](), list[int]()
+    for text in unpacked(str(inputs[CAPTION])) if packs else [str(inputs[CAPTION])]:
+        found = reader.tokens(read(text))
+        ids += found.ids
+        trained += [*found.trained[1:], False]  # the last token of a sample has no next one
+        positions += range(len(found.ids))
+    fill = -len(ids) % TOKENS_MULTIPLE
+    ids, trained = [*ids, *[0] * fill], [*trained, *[False] * fill]
     labels = [token if counts else IGNORED for token, counts in zip([*ids[1:], 0], trained, strict=True)]
-    return {
+    tensors = {
         IDS: torch.tensor(ids),
         LABELS: torch.tensor(labels),
         LOSS_MASK: torch.tensor(trained, dtype=torch.float32),
     }
+    return {**tensors, POSITIONS: torch.tensor([*positions, *range(fill)])} if packs else tensors

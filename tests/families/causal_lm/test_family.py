@@ -111,6 +111,38 @@ def test_losses_and_gradients_are_those_of_transformers(folder: Path, tmp_path: 
     assert torch.isfinite(bare_BSV).all()
 
 
+def test_samples_in_one_row_have_the_losses_and_gradients_of_separate_ones(folder: Path) -> None:
+    adapted, data = Adapted(recipe_of(folder)), batch()
+    shares_B = data[LOSS_MASK].sum(1)
+
+    def passed(tensors: dict[str, Tensor], shares: Tensor) -> Tensor:
+        """The gradients [N] of the sum of the losses of all trained tokens, and that sum as the last."""
+        loss = (losses(adapted.family, adapted.model, tensors, {}) * shares).sum()
+        gradients = torch.autograd.grad(loss, [*adapted.adapter.leaves.values()])
+        return torch.cat([*(each.flatten() for each in gradients), loss.detach()[None]])
+
+    row = {name: tensor_BS.reshape(1, -1) for name, tensor_BS in data.items()}
+    places_BS = torch.arange(TOKENS).repeat(2)[None]
+    wanted_N, total = passed(data, shares_B), shares_B.sum()[None]
+    found_N = passed({**row, "positions": places_BS}, total)
+    assert off(found_N, wanted_N) < 1e-4 and off(found_N[-1:], wanted_N[-1:]) < CLOSE
+    seeing = passed({**row, "positions": torch.arange(2 * TOKENS)[None]}, total)
+    assert off(seeing, wanted_N) > 0.01, "the control: as one sample the second sees the first"
+
+
+def test_an_architecture_whose_samples_see_each_other_is_refused_with_packing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not one of those that tests know."""
+    recipe = recipe_of(write_tiny_llm(tmp_path, "olmo2"), data={"path": str(tmp_path), "packing": True})
+    CausalLM(recipe).load(torch.float32, CPU)
+    see_all = "lora_rocm.families.causal_lm.architecture.samples_apart"
+    monkeypatch.setattr(see_all, lambda places_BS, dtype: torch.zeros(1, 1, 8, 8).masked_fill_(torch.ones(8, 8).triu(1).bool(), -torch.inf))  # fmt: skip  # noqa: E501
+    with pytest.raises(ModelError, match="olmo2, samples in one row see each other") as caught:
+        CausalLM(recipe).load(torch.float32, CPU)
+    assert caught.value.code == "packing-unequal"
+
+
 def test_logits_of_some_tokens_at_a_time_are_those_of_all(folder: Path) -> None:
     if folder.name.startswith("llama"):
         rng = torch.Generator().manual_seed(0)
