@@ -66,6 +66,12 @@ class Conversation:
 Record = str | Completion | Conversation
 
 
+def part(record: Record, number: int) -> Record:
+    """One of the samples that a conversation is cut into, one for each message that is trained on."""
+    assert isinstance(record, Conversation), "only conversations are cut"
+    return record.up_to(record.turns[number])
+
+
 def written(record: Record) -> str:
     """A record as one string. A plain text is itself, unless it begins with ``MARK``."""
     if isinstance(record, str):

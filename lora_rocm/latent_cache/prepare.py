@@ -14,12 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lora_rocm.cache_files.hash_memory import HashMemory
-from lora_rocm.dataset import captions, packing
+from lora_rocm.dataset import captions
 from lora_rocm.dataset.batch_sampler import Item
 from lora_rocm.dataset.caption_length import TokenLimit, cut_notice
 from lora_rocm.dataset.columns import Lazy
+from lora_rocm.dataset.hf_datasets import DatasetRow
+from lora_rocm.dataset.packing import rows_of
 from lora_rocm.dataset.progress import QUIET_S, Progress, Report
 from lora_rocm.dataset.regularisation import evened_repeats, unused_notice
+from lora_rocm.dataset.row_reference import joined
 from lora_rocm.dataset.scan import Cropped, Sample, Samples, geometry_of, groups_of, nothing_left, say_copies
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.dataset.text_scan import find_samples
@@ -149,7 +152,15 @@ def _manifest(recipe: Recipe, family: ModelFamily, caches: Caches) -> Manifest:
     # Build the manifest.
     unused_N = np.setdiff1d(np.arange(len(found.samples)), cut_N[order_N])
     said = _say_cut(limits, texts) if reader is None else reader.notices
-    notices = *found.notices, *cropped, *copies, *unused, *said, *_say_held_out(len(training_N), len(held_N), data.validation_split), *rows
+    notices = (
+        *found.notices,
+        *cropped,
+        *copies,
+        *unused,
+        *said,
+        *_say_held_out(len(training_N), len(held_N), data.validation_split),
+        *rows,
+    )
     entries = [encoder.entry for encoder in caches.encoders]
     batch = usable.table(entries, captions)
     return Manifest(
@@ -173,17 +184,16 @@ def _in_rows(
     """
     if not recipe.data.packing or reader is None:
         return usable, num_training, []
-    of_source: dict[int, list[Sample]] = {}
-    for sample in islice(usable.samples, num_training):
-        of_source.setdefault(sample.source, []).append(sample)
-    rows = Samples(usable.samples.sources)
-    for samples in of_source.values():
-        lengths = [reader.num_tokens(sample.caption) for sample in samples]
-        for numbers in packing.rows_of(lengths, recipe.data.max_length):
-            first = samples[numbers[0]]
-            rows.append(replace(first, caption=packing.packed([samples[number].caption for number in numbers])))
+    of_source: dict[int, list[tuple[int, int]]] = {}
+    for index, sample in enumerate(islice(usable.samples, num_training)):
+        of_source.setdefault(sample.source, []).append((index, reader.num_tokens(sample.caption)))
+    rows, stored = Samples(usable.samples.sources), usable.samples.stored
+    for found in of_source.values():
+        for numbers in rows_of([length for _, length in found], recipe.data.max_length):
+            samples = [stored[found[number][0]] for number in numbers]
+            rows.append(replace(samples[0], caption=joined([sample.caption for sample in samples])))
     count = len(rows)
-    for sample in islice(usable.samples, num_training, None):
+    for sample in islice(stored, num_training, None):
         rows.append(sample)
     said = f"{num_training} texts are packed into {count} rows of at most {recipe.data.max_length} tokens."
     return Usable.unfilled(rows, bytearray(NO_CUT * len(rows)), ()), count, [said]
@@ -311,10 +321,13 @@ def _held_out(usable: Usable, ready_N: NDArray[np.int64], share: float) -> NDArr
     """Sorted indices of the samples to hold out."""
     if share == 0.0:
         return ready_N[:0]
-    hashes = {
-        sample.key: usable.sha256(index) or hashlib.sha256(sample.caption.encode()).hexdigest()
-        for index, sample in zip(ready_N.tolist(), usable.samples.at(ready_N), strict=True)
-    }
+    hashes, cut = dict[str, str](), dict[object, list[str]]()
+    for index, sample in zip(ready_N.tolist(), usable.samples.at(ready_N), strict=True):
+        hashes[sample.key] = usable.sha256(index) or hashlib.sha256(sample.caption.encode()).hexdigest()
+        if isinstance(sample.location, DatasetRow) and not usable.sha256(index):
+            cut.setdefault((sample.source, sample.location.index), []).append(sample.key)
+    for parts in cut.values():  # a text that is cut into several samples counts as the last of them
+        hashes |= dict.fromkeys(parts, hashes[parts[-1]])
     held = choose_held_out(hashes, share)
     return np.array([index for index, key in zip(ready_N.tolist(), hashes, strict=True) if key in held], np.int64)
 
@@ -359,7 +372,7 @@ def _facts(texts: _Texts) -> Facts:
     tags: dict[str, Counter[str]] = {}
     shapes: Counter[Shape] = Counter()
     folders: dict[str, dict[str, int]] = {}
-    for index, sample in enumerate(islice(texts.usable.samples, texts.num_training)):
+    for index, sample in enumerate(islice(texts.usable.samples.stored, texts.num_training)):
         counted = tags.setdefault(sample.folder, Counter())
         if not texts.recipe.spec.trains_on_texts:  # a text has no tags, and a LoRA file is given away
             counted.update(captions.tags_of(captions.prepare(sample.caption, sample.options)))

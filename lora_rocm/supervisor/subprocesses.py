@@ -111,9 +111,7 @@ class Tool:
             self.child.stdin.write(json.dumps(request).encode("ascii") + b"\n")
             self.child.stdin.flush()
 
-    def heard(
-        self, last: str, count: int = 1, each_round: Callable[[], None] = lambda: None
-    ) -> Iterator[Event]:
+    def heard(self, last: str, count: int = 1, each_round: Callable[[], None] = lambda: None) -> Iterator[Event]:
         """Its events, up to the ``count``-th of the type ``last``. ``each_round`` is called while waiting for them.
 
         Raises:

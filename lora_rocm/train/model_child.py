@@ -264,7 +264,12 @@ def _free_name(folder: Path, stem: str, ending: str) -> Path:
     return path
 
 
-TOOLS: dict[str, Callable[[Job, Registry], None]] = {"sample": sample, "export": export_run, "compare": compare, "chat": chat}
+TOOLS: dict[str, Callable[[Job, Registry], None]] = {
+    "sample": sample,
+    "export": export_run,
+    "compare": compare,
+    "chat": chat,
+}
 
 
 def main(registry: Registry = PRODUCT) -> int:

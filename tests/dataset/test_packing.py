@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_rocm.dataset.packing import MARK, packed, rows_of, unpacked
+from lora_rocm.dataset.packing import rows_of
 
 
 @given(st.lists(st.integers(1, 60), max_size=60))
@@ -23,9 +23,3 @@ def test_rows_are_full_where_they_can_be() -> None:
     assert rows_of([70, 3], 64) == [[0], [1]], "one that is too long is alone"
     many = [1 + index % 60 for index in range(6000)]
     assert len(rows_of(many, 2048)) <= sum(many) / 2048 * 1.01 + 1
-
-
-def test_texts_are_one_string_and_back() -> None:
-    for texts in (["a"], ["a", "ü\n"], [MARK + "a"], [packed(["a", "b"]), "c"]):
-        assert unpacked(packed(texts)) == texts
-    assert packed(["a"]) == "a", "a text alone is itself"

@@ -110,5 +110,5 @@ def test_lines_are_read_one_by_one(tmp_path: Path) -> None:
     path.write_bytes(b'{"text": "a"}\n' + b"x" * (1 << 25) + b'\n{"text": "b"}\n')
     (source,) = DataSection(sources=(DataSource(dataset=str(path)),)).resolved_sources()
     rows = list(rows_of(source))
-    assert [row for _, row in rows if isinstance(row, dict)] == [{"text": "a"}, {"text": "b"}]
+    assert [row for _, row, _ in rows if isinstance(row, dict)] == [{"text": "a"}, {"text": "b"}]
     assert isinstance(rows[1][1], UnusableText) and "longer than 16 MiB" in rows[1][1].what

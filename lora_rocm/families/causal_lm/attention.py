@@ -2,7 +2,8 @@
 
 Samples are padded behind their end, and no token sees what is behind it: the padding changes nothing that is trained
 on. Transformers makes no mask for an implementation that it has no maker of masks for, so a pass does not wait for the
-device to look at one. A sliding window needs a mask where a sequence is longer than it, and so do several samples in one row.
+device to look at one. A sliding window needs a mask where a sequence is longer than it, and so do
+several samples in one row.
 
 Dimensions: B batch, H heads, Q queries, K keys, D width of a head.
 """
@@ -33,7 +34,8 @@ def causal(
 ) -> tuple[Tensor, None]:
     """Attention of each query to the keys at and before its place, or to the last ``sliding_window`` of these.
 
-    ``apart_B1SS`` is added to the scores (``samples_apart``). With a cache there is one query, and the cache holds what it sees.
+    ``apart_B1SS`` is added to the scores (``samples_apart``). With a cache there is one query, and the cache holds what
+    it sees.
     """
     queries, keys = query_BHQD.shape[2], key_BHKD.shape[2]
     mask = apart_B1SS

@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import TemplateError
 from tokenizers import Tokenizer
 
-from lora_rocm.dataset.records import ANSWERS, Completion, Conversation, Record, UnusableText, read, written
+from lora_rocm.dataset.records import ANSWERS, Completion, Conversation, Record, UnusableText, part, read, written
 from lora_rocm.errors import DataError
 
 BREAKS = "\ue0f1\ue0f2\ue0f3\ue0f4"
@@ -64,18 +64,18 @@ class ChatTokenizer:
         """As ``TextReader.parts``: a conversation whose turns are written otherwise once more follow is cut at each."""
         record = read(text)
         if isinstance(record, Conversation) and not record.last_only and not self._keeps_its_beginnings(record):
-            records: list[Record] = [record.up_to(turn) for turn in record.turns]
+            records = [part(record, number) for number in range(len(record.turns))]
         else:
             records = [record]
-        for part in records:
-            found = self.tokens(part)
+        for each in records:
+            found = self.tokens(each)
             self._num_cut += found.whole > self.max_length
             if not any(found.trained):
                 raise UnusableText(
                     f"Its answer begins behind the {self.max_length} tokens that are trained on.",
                     f"Raise data.max_length (it has {found.whole}), or shorten the prompt.",
                 )
-        return [written(part) for part in records]
+        return [written(each) for each in records]
 
     def num_tokens(self, text: str) -> int:
         """As ``TextReader.num_tokens``."""

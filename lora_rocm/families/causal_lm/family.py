@@ -20,8 +20,8 @@ from lora_rocm.base_models.random_weights import PREFIX, RandomSource
 from lora_rocm.cache_files.hash_memory import HashMemory
 from lora_rocm.dataset.caption_length import TokenLimit
 from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, Pad, TensorSpec
-from lora_rocm.dataset.packing import unpacked
 from lora_rocm.dataset.records import UnusableText, read
+from lora_rocm.dataset.row_reference import separated
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import ModelError
@@ -261,7 +261,8 @@ class TokensEncoder:
         files = sorted({path for pattern in (*TOKENIZER, "*.model") for path in folder.glob(pattern) if path.is_file()})
         reader = self._family.texts
         parts = [f"{path.name} {digest([path.read_bytes().hex()])}" for path in files]
-        return f"tokens{ENCODING_VERSION}-{digest([*parts, f'{reader.max_length} {reader.trains_on_all}'])}{'-packed' * self._packs}"
+        parts.append(f"{reader.max_length} {reader.trains_on_all}")
+        return f"tokens{ENCODING_VERSION}-{digest([*parts, *(['packed'] if self._packs else [])])}"
 
     def in_tiles(self) -> None:
         return None
@@ -272,7 +273,7 @@ class TokensEncoder:
 
 def _encoded(reader: ChatTokenizer, inputs: Inputs, packs: bool) -> Tensors:
     ids, trained, positions = list[int](), list[bool](), list[int]()
-    for text in unpacked(str(inputs[CAPTION])) if packs else [str(inputs[CAPTION])]:
+    for text in separated(str(inputs[CAPTION])):
         found = reader.tokens(read(text))
         ids += found.ids
         trained += [*found.trained[1:], False]  # the last token of a sample has no next one
