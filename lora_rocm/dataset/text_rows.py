@@ -66,10 +66,11 @@ def _json_rows(file: BinaryIO) -> Numbered:
         if len(line) > MAX_ROW_BYTES:
             yield number, UnusableText(f"The line is longer than {MAX_ROW_BYTES >> 20} MiB.", "Split it."), None
             while line and not line.endswith(b"\n"):
+                offset += len(line)
                 line = file.readline(MAX_ROW_BYTES)
         elif line.strip():
             yield number, _parsed(line, dict), offset
-        offset = file.tell()
+        offset += len(line)
 
 
 def _parsed(content: bytes, kind: type[Any]) -> Any:

@@ -212,6 +212,7 @@ def test_a_refused_or_stopped_answer_leaves_a_conversation_that_goes_on() -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 def test_a_child_of_its_own(run: Path) -> None:
     words = [sys.executable, "-P", "-m", "lora_rocm", "chat", str(run), "--temperature", "0", "--max-tokens", "40"]
     typed = f"{ASKED[0]}\n{ASKED[1]}\n"
