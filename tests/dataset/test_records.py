@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lora_rocm.dataset.records import MARK, Completion, Conversation, UnusableText, read, record_of, written
 from lora_rocm.dataset.text_rows import rows_of
@@ -112,3 +114,28 @@ def test_lines_are_read_one_by_one(tmp_path: Path) -> None:
     rows = list(rows_of(source))
     assert [row for _, row, _ in rows if isinstance(row, dict)] == [{"text": "a"}, {"text": "b"}]
     assert isinstance(rows[1][1], UnusableText) and "longer than 16 MiB" in rows[1][1].what
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.sampled_from(["", "a", "assistant", "user", "{", "[1]", "text"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "from", "value", "type", "text", "tool_calls"]), inner, max_size=4
+        )
+    ),
+    max_leaves=8,
+)
+COLUMNS = ("messages", "conversations", "prompt", "completion", "instruction", "input", "output", "system", "tools", "text")  # fmt: skip  # noqa: E501
+
+
+@given(st.dictionaries(st.sampled_from(COLUMNS), JSON, max_size=5))
+@settings(max_examples=400)
+def test_any_row_is_a_record_or_named(row: dict[str, Any]) -> None:
+    """A row of any JSON never ends a run."""
+    try:
+        record = record_of(row)
+    except UnusableText as error:
+        assert error.what and error.fix
+    else:
+        assert read(written(record)) == record

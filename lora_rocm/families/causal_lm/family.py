@@ -45,7 +45,7 @@ from lora_rocm.families.component_check import check_component
 from lora_rocm.families.objectives.base import Prediction
 from lora_rocm.families.objectives.loss import LOSS_MASK
 from lora_rocm.families.recompute import Recomputing, evaluating
-from lora_rocm.families.tokenizers import digest
+from lora_rocm.families.tokenizers import digest, unreadable
 from lora_rocm.families.transformer.language_model import load_tokenizer
 from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.weight_format import WeightFormat
@@ -127,7 +127,10 @@ class CausalLM:
     def texts(self) -> ChatTokenizer:
         objective = self.recipe.objective
         assert isinstance(objective, CrossEntropySection), "as the spec says"
-        tokenizer = load_tokenizer(self.source.tokenizer_path("tokenizer"))
+        folder = self.source.tokenizer_path("tokenizer")
+        tokenizer = load_tokenizer(folder)
+        if not hasattr(tokenizer, "backend_tokenizer"):
+            raise unreadable(folder, f"{type(tokenizer).__name__} has no tokenizer.json, which tells where tokens end")
         return ChatTokenizer(tokenizer, self.recipe.data.max_length, objective.train_on, self.source.name)
 
     def encoders(self) -> Sequence[Encoder]:

@@ -226,6 +226,18 @@ def test_what_cannot_be_trained_is_refused_in_words(values: dict[str, Any], code
     assert caught.value.code == code
 
 
+def test_a_tokenizer_with_code_of_its_own_is_not_run(tmp_path: Path) -> None:
+    folder = write_tiny_llm(tmp_path)
+    (folder / "own.py").write_text("raise SystemExit('it ran')", encoding="utf-8")
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    own = {"auto_map": {"AutoTokenizer": ["own.Own", None]}, "tokenizer_class": "Own"}
+    path.write_text(json.dumps({**config, **own}), encoding="utf-8")
+    with pytest.raises(ModelError, match="code of its own") as caught:
+        CausalLM(recipe_of(folder)).texts.prompt_ids([])
+    assert caught.value.code == "custom-code" and "tokenizer_config.json" in caught.value.where
+
+
 def test_an_architecture_that_no_test_knows_is_compared_when_it_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
