@@ -60,6 +60,12 @@ def test_a_plain_text_stays_itself_even_if_it_looks_like_a_record() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}, ANSWER]}, "more than text"),
         ({"prompt": "2+2=", "completion": ""}, "The completion is empty"),
         ({"text": None}, "The text is empty"),
+        ({"messages": [ASK, ANSWER], "tools": "add"}, "tools are no list"),
+        ({"messages": [ASK, ANSWER], "tools": {"name": "add"}}, "tools are no list"),
+        ({"messages": [{**ASK, "content": 4}, ANSWER]}, "something else than text"),
+        ({"messages": [{**ASK, "content": [{"type": "text"}]}, {**ANSWER, "content": []}]}, "Message 2 .* is empty"),
+        ({"conversations": [{"from": ["human"], "value": "a"}]}, "has no role"),
+        ({"instruction": ["a"], "output": "b"}, "The instruction is no text"),
     ],
 )
 def test_what_cannot_be_learned_from_is_named(row: dict[str, Any], reason: str) -> None:
@@ -129,8 +135,9 @@ JSON = st.recursive(
 COLUMNS = ("messages", "conversations", "prompt", "completion", "instruction", "input", "output", "system", "tools", "text")  # fmt: skip  # noqa: E501
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.sampled_from(COLUMNS), JSON, max_size=5))
-@settings(max_examples=400)
+@settings(max_examples=2000)
 def test_any_row_is_a_record_or_named(row: dict[str, Any]) -> None:
     """A row of any JSON never ends a run."""
     try:
