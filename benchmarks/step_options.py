@@ -28,6 +28,7 @@ from benchmarks.training_step.profile import summary, traced, wake_profiler
 from benchmarks.training_step.setup import open_bench, recipe_for
 from lora_rocm.device.backend_settings import apply
 from lora_rocm.device.precision import choose_device
+from lora_rocm.errors import LoraRocmError
 from lora_rocm.hardware.settings import settings_from
 from lora_rocm.recipe.kinds import recipe_from
 
@@ -43,7 +44,7 @@ OPTIONS: Mapping[str, dict[str, dict[str, Any]]] = {
     "Huber, by SNR": {"objective": {"loss_type": "huber"}},
     "smooth L1, exponential": {"objective": {"loss_type": "smooth_l1", "huber_schedule": "exponential"}},
     "rates and ranks by pattern": {
-        "lora": {"overrides": [{"match": "down_blocks", "rank": 8}, {"match": "mid_block", "learning_rate": 5e-5}]}
+        "lora": {"overrides": [{"match": ".*down_blocks.*", "rank": 8}, {"match": ".*mid_block.*", "learning_rate": 5e-5}]}
     },
     "LoRA+": {"lora": {"loraplus_lr_ratio": 16}},
     "captions of 150 tokens": {"text": {"chunks": 2}},
@@ -152,7 +153,7 @@ def main() -> int:
             continue
         try:
             rows.append(measure(options, name, changed))
-        except (RuntimeError, ValueError) as error:
+        except (LoraRocmError, RuntimeError, ValueError) as error:
             print(f"{name}: {error}", flush=True)
             failed += 1
             continue

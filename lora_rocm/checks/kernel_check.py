@@ -28,6 +28,7 @@ from lora_rocm.kernels.gated import gated
 from lora_rocm.kernels.norms import Branch, RowNorm, add_branch, add_layer_norm, add_norm, group_norm, residual
 from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.rotary import Rotation, norm_rotary
+from lora_rocm.kernels.token_loss import to_loss_gradient
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest deviation of a single number from the eager float32 result, as a share of its own size plus the root mean
@@ -91,6 +92,10 @@ def _swiglu(form: Form, norm: None, ga: Tensor) -> Tensor:
     return gated("silu", form, a, g)
 
 
+def _geglu_by_tanh(form: Form, norm: None, a: Tensor, g: Tensor) -> Tensor:
+    return gated("gelu-tanh", form, a.clone(), g.clone())
+
+
 def _norm_alone(form: Form, norm: nn.LayerNorm, x: Tensor) -> Tensor:
     return add_layer_norm(x, None, norm, form)[1]
 
@@ -112,6 +117,11 @@ def _sandwich_norm(form: Form, norm: None, x: Tensor, y: Tensor, gate: Tensor, w
     return add_norm(x, Branch(y, gate, 1e-5), RowNorm(weight, None, 1e-5), form)
 
 
+def _sandwich_of_one_plus(form: Form, norm: None, x: Tensor, y: Tensor, gate: Tensor, weight: Tensor) -> Outputs:
+    rows = RowNorm(1 + weight.float(), None, 1e-5, dtype=weight.dtype)
+    return add_norm(x, Branch(y, 1 + gate.float(), 1e-5), rows, form)
+
+
 def _gated_branch(form: Form, norm: None, x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
     return add_branch(x, Branch(y, gate), form)
 
@@ -128,6 +138,21 @@ def _neighbours(form: Form, norm: nn.RMSNorm, text: Tensor, image: Tensor) -> Te
 def _halves(form: Form, norm: nn.RMSNorm, qk: Tensor) -> Tensor:
     query = qk.chunk(2, dim=2)[0]  # as a merged product gives it
     return norm_rotary([(query, norm.weight)], 1e-6, _rotation(qk, interleaved=False), form)
+
+
+def _token_loss(cap: float | None, form: Form, norm: None, logits: Tensor) -> Outputs:
+    """Losses, and a sum whose gradient is that of the logits."""
+    labels = torch.arange(-1, len(logits) - 1, device=logits.device) * 5 % logits.shape[1]
+    labels[0] = -100
+    gradient = logits.detach().clone()
+    losses = to_loss_gradient(gradient, labels, -100, form, 1.5, cap)
+    return losses + logits.sum() * 0, gradient * logits
+
+
+def _turned_alone(form: Form, norm: None, qk: Tensor) -> Tensor:
+    turn = _rotation(qk, interleaved=False)
+    rounded = Rotation(turn.cos.to(qk.dtype), turn.sin.to(qk.dtype), interleaved=False)  # as language models have it
+    return norm_rotary([(qk.chunk(2, dim=2)[0], None)], 0.0, rounded, form)
 
 
 def _rotation(x: Tensor, interleaved: bool) -> Rotation:
@@ -210,6 +235,11 @@ SMALL: tuple[Case, ...] = (
     Case("heads turned by halves", _halves, ((2, 3, 6, 12),), _heads(12)),
     *(Case(f"product of {name}", run, ((5, 136),)) for name, run in PACKED.items()),
     Case("gated sum", _gated_branch, (*[(2, 3, 70)] * 2, (2, 70))),
+    Case("GEGLU by tanh", _geglu_by_tanh, ((3, 5, 70), (3, 5, 70))),
+    Case("heads turned by halves without a norm", _turned_alone, ((2, 3, 6, 12),)),
+    Case("sum with an RMSNorm and RMSNorm, of 1 + weight", _sandwich_of_one_plus, (*[(4, 70)] * 2, (70,), (70,))),
+    Case("loss of tokens", partial(_token_loss, None), ((3, 4190),)),
+    Case("loss of tokens with a cap", partial(_token_loss, 2.0), ((2, 70),)),
 )
 """Odd sizes: no row, width or number of pixels fills its last block."""
 LARGE: tuple[Case, ...] = (
@@ -226,6 +256,13 @@ LARGE: tuple[Case, ...] = (
     replace(SMALL[10], shapes=((128, 3840), (128, 3840), (3840,))),
     replace(SMALL[11], shapes=((1, 64, 24, 128), (1, 64, 24, 128)), norm=_heads(128)),
     replace(SMALL[12], shapes=((1, 64, 32, 128),), norm=_heads(128)),
+    Case("GEGLU by tanh", _geglu_by_tanh, ((2, 64, 10240), (2, 64, 10240))),
+    Case("heads turned by halves without a norm", _turned_alone, ((1, 64, 64, 128),)),
+    Case(
+        "sum with an RMSNorm and RMSNorm, of 1 + weight", _sandwich_of_one_plus, (*[(128, 2560)] * 2, (2560,), (2560,))
+    ),
+    Case("loss of tokens", partial(_token_loss, None), ((8, 32064),)),
+    Case("loss of tokens with a cap", partial(_token_loss, 30.0), ((8, 32064),)),
     *(
         Case(f"product of {name}", run, (shape,))
         for name, run in PACKED.items()

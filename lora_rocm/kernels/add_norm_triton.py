@@ -127,9 +127,10 @@ def add_norm_backward(
 
 
 class TritonAddNorm(Function):
-    """(x, branch, gate, weight, bias, eps, branch_eps, centred) -> (sum, normalised or None). See ``norms.add_norm``.
+    """(x, branch, gate, weight, bias, eps, branch_eps, centred, dtype) -> (sum, normalised or None).
 
-    branch, gate, weight, bias, branch_eps: None for what there is not. Without a weight there is no norm.
+    See ``norms.add_norm``. Branch, gate, weight, bias and branch_eps are None for what there is not. Without a weight
+    there is no norm.
     """
 
     @staticmethod
@@ -143,12 +144,13 @@ class TritonAddNorm(Function):
         eps: float,
         branch_eps: float | None,
         centred: bool,
+        dtype: torch.dtype | None,
     ) -> tuple[Tensor, Tensor | None]:
         flat, width = x.contiguous(), x.shape[-1]
         vectors, shared_by = _rows_of(x, gate, weight, bias)
         branch = None if branch is None else branch.contiguous()
         total = flat if branch is None else torch.empty_like(flat)
-        y = None if weight is None else torch.empty_like(flat, dtype=weight.dtype)
+        y = None if weight is None else torch.empty_like(flat, dtype=dtype)
         sizes = (width, shared_by, eps, 0.0 if branch_eps is None else branch_eps)
         flags = {"GATE": gate is not None, "BRANCH_NORM": branch_eps is not None, "NORM": y is not None}
         flags |= {"CENTRED": centred, **_block(width)}
@@ -171,7 +173,7 @@ class TritonAddNorm(Function):
         residual = None if residual is None else residual.contiguous()
         known = residual if dy is None else dy
         if known is None:
-            return (None,) * 8
+            return (None,) * 9
         norm = dy is not None
         flags = {**ctx.flags, "NORM": norm, "GATE_GRADIENT": ctx.needs_input_grad[2]}
         flags["WEIGHT_GRADIENT"] = norm and ctx.needs_input_grad[3]
@@ -189,7 +191,7 @@ class TritonAddNorm(Function):
             )  # fmt: skip
         products = (dgate, dweight, dy if ctx.needs_input_grad[4] else None)
         summed = (_summed(rows, vector) for rows, vector in zip(products, vectors, strict=True))
-        return dx, (dbranch if has_own else dx) if branch_dtype else None, *summed, None, None, None
+        return dx, (dbranch if has_own else dx) if branch_dtype else None, *summed, None, None, None, None
 
 
 def _rows_of(x: Tensor, *vectors: Tensor | None) -> tuple[list[Tensor | None], int]:

@@ -1,4 +1,4 @@
-"""Gated activations (arXiv 2002.05202): GEGLU, a * gelu(g) with the exact gelu, and SwiGLU, a * silu(g).
+"""Gated activations (arXiv 2002.05202): GEGLU, a * gelu(g), by the exact gelu or by tanh, and SwiGLU, a * silu(g).
 
 Dimensions: M rows (all leading dimensions), I inputs, N width of a and of g.
 """
@@ -6,6 +6,7 @@ Dimensions: M rows (all leading dimensions), I inputs, N width of a and of g.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,9 +18,14 @@ from torch.autograd.function import once_differentiable
 from lora_rocm.kernels import backend
 from lora_rocm.kernels.backend import Form
 
-Activation = Literal["gelu", "silu"]
+Activation = Literal["gelu", "gelu-tanh", "silu"]
 ACTIVATIONS: dict[Activation, tuple[Callable[..., Tensor], ...]] = {
     "gelu": (F.gelu, torch.ops.aten.gelu.out, torch.ops.aten.gelu_backward.grad_input),
+    "gelu-tanh": (
+        partial(F.gelu, approximate="tanh"),
+        partial(torch.ops.aten.gelu.out, approximate="tanh"),
+        partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh"),
+    ),
     "silu": (F.silu, torch.ops.aten.silu.out, torch.ops.aten.silu_backward.grad_input),
 }
 
@@ -40,7 +46,7 @@ def gated(activation: Activation, form: Form, a: Tensor, g: Tensor | None = None
     elif backend.launches(form, a):
         from lora_rocm.kernels.gated_triton import TritonGated
 
-        output = TritonGated.apply(activation == "gelu", a, g)
+        output = TritonGated.apply(activation, a, g)
     else:
         output = _Gated.apply(activation, a, g)
     return output

@@ -24,12 +24,21 @@ def _block_of_row(stride, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def gated_forward(a, g, out, stride, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
+def _tanh_share(gate):
+    """sigmoid(2u), with which gate * sigmoid(2u) is the gelu by tanh(u); and the slope of 2u."""
+    share = tl.sigmoid(1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate))
+    return share, 1.5957691216057308 * (1.0 + 0.134145 * gate * gate)
+
+
+@triton.jit
+def gated_forward(a, g, out, stride, width, GELU: tl.constexpr, BLOCK: tl.constexpr, TANH: tl.constexpr = False):
     """The output; one program per block of a row. ``stride``: of the rows of a and of g."""
     at, to, inside = _block_of_row(stride, width, BLOCK)
     value = tl.load(a + at, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(g + at, mask=inside, other=0.0).to(tl.float32)
-    if GELU:
+    if TANH:
+        share = _tanh_share(gate)[0]
+    elif GELU:
         share = 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
     else:
         share = tl.sigmoid(gate)
@@ -37,13 +46,16 @@ def gated_forward(a, g, out, stride, width, GELU: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit
-def gated_backward(dy, a, g, stride, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
+def gated_backward(dy, a, g, stride, width, GELU: tl.constexpr, BLOCK: tl.constexpr, TANH: tl.constexpr = False):
     """Overwrite a and g with their gradients; one program per block of a row."""
     at, source, inside = _block_of_row(stride, width, BLOCK)
     value = tl.load(a + at, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(g + at, mask=inside, other=0.0).to(tl.float32)
     gradient = tl.load(dy + source, mask=inside, other=0.0).to(tl.float32)
-    if GELU:
+    if TANH:
+        share, inner = _tanh_share(gate)
+        slope = share + gate * share * (1.0 - share) * inner
+    elif GELU:
         share = 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
         slope = share + gate * 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
     else:
@@ -54,19 +66,19 @@ def gated_backward(dy, a, g, stride, width, GELU: tl.constexpr, BLOCK: tl.conste
 
 
 class TritonGated(Function):
-    """(whether it is GEGLU, a, g or None) -> output. As ``gated``'s eager form."""
+    """(activation, a, g or None) -> output. As ``gated``'s eager form."""
 
     @staticmethod
-    def forward(ctx: Any, gelu: bool, *given: Tensor | None) -> Tensor:
+    def forward(ctx: Any, activation: str, *given: Tensor | None) -> Tensor:
         ctx.shapes = [None if tensor is None else tensor.shape for tensor in given]
         rows = [tensor.reshape(-1, tensor.shape[-1]) for tensor in given if tensor is not None]
         if rows[0].stride() != rows[-1].stride() or rows[0].stride(1) != 1:
             rows = [tensor.contiguous() for tensor in rows]
         out_MN = rows[0].new_empty(len(rows[0]), rows[0].shape[1] * len(rows) // 2)
-        ctx.gelu = gelu
+        ctx.activation = activation
         ctx.save_for_backward(*rows)
         a, g = _pair(rows)
-        _launch(gated_forward, out_MN, (a, g, out_MN), a.stride(0), gelu)
+        _launch(gated_forward, out_MN, (a, g, out_MN), a.stride(0), activation)
         return out_MN.view(*ctx.shapes[0][:-1], out_MN.shape[1])
 
     @staticmethod
@@ -74,7 +86,7 @@ class TritonGated(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         rows, dy = ctx.saved_tensors, dy.contiguous()
         a, g = _pair(rows)
-        _launch(gated_backward, dy, (dy, a, g), a.stride(0), ctx.gelu)
+        _launch(gated_backward, dy, (dy, a, g), a.stride(0), ctx.activation)
         gradients = [tensor.view(shape) for tensor, shape in zip(rows, ctx.shapes, strict=False)]
         return None, *gradients, *[None] * (2 - len(gradients))
 
@@ -83,7 +95,8 @@ def _pair(rows: Sequence[Tensor]) -> Sequence[Tensor]:
     return rows if len(rows) == 2 else rows[0].chunk(2, dim=1)
 
 
-def _launch(kernel: Any, dense: Tensor, tensors: Sequence[Tensor], stride: int, gelu: bool) -> None:
+def _launch(kernel: Any, dense: Tensor, tensors: Sequence[Tensor], stride: int, activation: str) -> None:
     width = dense.shape[-1]
+    how = {"GELU": activation == "gelu", **({"TANH": True} if activation == "gelu-tanh" else {})}
     grid = dense.numel() // width, triton.cdiv(width, BLOCK)
-    kernel[grid](*tensors, stride, width, GELU=gelu, BLOCK=BLOCK, **LAUNCH)
+    kernel[grid](*tensors, stride, width, **how, BLOCK=BLOCK, **LAUNCH)

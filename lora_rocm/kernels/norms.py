@@ -52,12 +52,18 @@ class RowNorm:
     weight: [D], or [B, D] with a row for each sample. It may get a gradient, as may ``bias``.
     bias: as ``weight``, or None.
     centred: LayerNorm; otherwise RMSNorm.
+    dtype: of the result; None: that of the weight.
     """
 
     weight: Tensor
     bias: Tensor | None
     eps: float
     centred: bool = False
+    dtype: torch.dtype | None = None
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        return self.dtype or self.weight.dtype
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,7 @@ def add_norm(x: Tensor, branch: Branch | None, norm: RowNorm, form: Form) -> tup
     Args:
         x: [B, ..., D]. The sum has its dtype.
         branch: its ``y`` as ``x``. With a float32 ``x`` it may have fewer bits (see ``residual_stream``).
-        norm: of the sum. The normalisation has the dtype of its weight.
+        norm: of the sum.
         form: see ``backend``.
     """
     if backend.launches(form, x):
@@ -96,11 +102,11 @@ def add_norm(x: Tensor, branch: Branch | None, norm: RowNorm, form: Form) -> tup
         assert y is not None, "there is a norm"
         return total, y
     total = x if branch is None else add_branch(x, branch, form)
-    if norm.centred and norm.weight.ndim == 1:
+    if norm.centred and norm.weight.ndim == 1 and norm.dtype is None:
         return total, F.layer_norm(total, x.shape[-1:], norm.weight, norm.bias, norm.eps)
     normal = F.layer_norm(total, x.shape[-1:], eps=norm.eps) if norm.centred else rms_normal(total, norm.eps)
     y = normal * _by_row(norm.weight, x)
-    return total, (y if norm.bias is None else y + _by_row(norm.bias, x)).to(norm.weight.dtype)
+    return total, (y if norm.bias is None else y + _by_row(norm.bias, x)).to(norm.result_dtype)
 
 
 def residual_stream(x: Tensor) -> Tensor:
@@ -120,7 +126,7 @@ def add_branch(x: Tensor, branch: Branch, form: Form) -> Tensor:
     if (branch.eps is not None or branch.gate is not None) and backend.launches(form, x):
         return _triton(x, branch, None)[0]
     y = branch.y if branch.eps is None else rms_normal(branch.y, branch.eps)
-    return x + y if branch.gate is None else torch.addcmul(x, y, _by_row(branch.gate, x))
+    return x + y if branch.gate is None else torch.addcmul(x, y, _by_row(branch.gate, x)).to(x.dtype)
 
 
 def rms_normal(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
@@ -135,10 +141,14 @@ def _triton(x: Tensor, branch: Branch | None, norm: RowNorm | None) -> tuple[Ten
     from lora_rocm.kernels.add_norm_triton import TritonAddNorm
 
     added = (None, None, None) if branch is None else (branch.y, branch.gate, branch.eps)
-    weight, bias, eps, centred = (
-        (None, None, 0.0, False) if norm is None else (norm.weight, norm.bias, norm.eps, norm.centred)
+    weight, bias, eps, centred, dtype = (
+        (None, None, 0.0, False, None)
+        if norm is None
+        else (norm.weight, norm.bias, norm.eps, norm.centred, norm.result_dtype)
     )
-    outputs: tuple[Tensor, Tensor | None] = TritonAddNorm.apply(x, *added[:2], weight, bias, eps, added[2], centred)
+    outputs: tuple[Tensor, Tensor | None] = TritonAddNorm.apply(
+        x, *added[:2], weight, bias, eps, added[2], centred, dtype
+    )
     return outputs
 
 

@@ -24,6 +24,7 @@ from lora_rocm.kernels.backend import Form
 from lora_rocm.kernels.weight_format import DENSE, PackedLinear, WeightFormat
 
 BLOCK, NESTED_BLOCK = 64, 256
+PIECE = 1 << 18  # values that are quantised at once: their copies in float32 stay in the CPU's cache
 TINY = 1e-12  # scale of a row of zeros
 LEVELS = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -85,12 +86,15 @@ class ScaledRows(QuantisedLinears):
         return "int8" if self.stored is torch.int8 else "fp8"
 
     def packed(self, layer: nn.Linear) -> PackedLinear:
-        integer = self.stored is torch.int8
+        integer, weight_OI = self.stored is torch.int8, layer.weight.detach()
         largest = torch.iinfo(self.stored).max if integer else torch.finfo(self.stored).max
-        scaled_OI = layer.weight.detach().to(torch.float32, copy=True)
-        scale_O1 = scaled_OI.abs().amax(dim=1, keepdim=True).clamp(min=TINY) / largest
-        scaled_OI.div_(scale_O1)  # in place: most of the time would go to new memory
-        stored_OI = (scaled_OI.round_() if integer else scaled_OI).clamp_(-largest, largest).to(self.stored)
+        stored_OI = torch.empty_like(weight_OI, dtype=self.stored)
+        scale_O1 = torch.empty_like(weight_OI[:, :1], dtype=torch.float32)
+        for rows in _pieces(len(weight_OI), layer.in_features, weight_OI):
+            scaled = weight_OI[rows].to(torch.float32, copy=True)
+            scale_O1[rows] = scaled.abs().amax(dim=1, keepdim=True).clamp(min=TINY) / largest
+            scaled.div_(scale_O1[rows])
+            stored_OI[rows] = (scaled.round_() if integer else scaled).clamp_(-largest, largest).to(self.stored)
         return self.of_codes(layer, stored_OI, scale_O1)
 
     def of_codes(self, layer: nn.Linear, stored_OI: Tensor, scale_O1: Tensor) -> PackedLinear:
@@ -131,8 +135,7 @@ class Nf4(QuantisedLinears):
         return layer.in_features % 2 == 0 and layer.weight.numel() % BLOCK == 0
 
     def packed(self, layer: nn.Linear) -> PackedLinear:
-        codes_N, absmax_K = levels_of(layer.weight.detach())
-        pairs = codes_N[::2] << 4 | codes_N[1::2]
+        pairs, absmax_K = pairs_of(layer.weight.detach())
         offset = _mean(absmax_K)
         nested_codes_K, nested = _nested(absmax_K - offset)
         code = torch.tensor(dynamic_map(), device=pairs.device)
@@ -173,14 +176,26 @@ class Nf4(QuantisedLinears):
         return found_K.add_(layer.get_buffer("offset"))
 
 
-def levels_of(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The index of the nearest level for each value (uint8), and the largest magnitude of each block (float32)."""
-    scaled_KB = weight.to(torch.float32, copy=True).reshape(-1, BLOCK)
-    absmax_K = scaled_KB.abs().amax(dim=1)
-    scaled_KB.div_(absmax_K.clamp(min=TINY)[:, None])
+def _pieces(count: int, size: int, like: Tensor) -> list[slice]:
+    """Slices of ``count`` rows of ``size`` values, each of about ``PIECE`` values; one slice on the meta device."""
+    step = count if like.is_meta else max(1, PIECE // size)
+    return [slice(begin, min(begin + step, count)) for begin in range(0, count, max(step, 1))]
+
+
+def pairs_of(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The indices of the nearest levels, two a byte (uint8), and the largest magnitude of each block (float32)."""
+    weight_KB = weight.reshape(-1, BLOCK)
+    pairs_KP = torch.empty(len(weight_KB), BLOCK // 2, dtype=torch.uint8, device=weight.device)
+    absmax_K = torch.empty(len(weight_KB), dtype=torch.float32, device=weight.device)
     levels = torch.tensor(LEVELS, device=weight.device)
     between = (levels[:-1] + levels[1:]) / 2
-    return torch.bucketize(scaled_KB, between, out_int32=True).to(torch.uint8).view(-1), absmax_K
+    for blocks in _pieces(len(weight_KB), BLOCK, weight):
+        scaled = weight_KB[blocks].to(torch.float32, copy=True)
+        absmax_K[blocks] = scaled.abs().amax(dim=1)
+        scaled.div_(absmax_K[blocks].clamp(min=TINY)[:, None])
+        codes = torch.bucketize(scaled, between, out_int32=True).to(torch.uint8)
+        pairs_KP[blocks] = codes[:, ::2] << 4 | codes[:, 1::2]
+    return pairs_KP.view(-1), absmax_K
 
 
 def _mean(values_K: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""RMSNorm of each head of queries or keys (arXiv 1910.07467), then rotary position embedding (arXiv 2104.09864).
+"""RMSNorm of each head of queries or keys (arXiv 1910.07467), or none, and rotary position embedding.
+
+The rotation is that of arXiv 2104.09864.
 
 Dimensions: B batch, S tokens, H heads, D width of a head.
 """
@@ -18,7 +20,7 @@ from lora_rocm.kernels.norms import rms_normal
 
 @dataclass(frozen=True)
 class Rotation:
-    """An angle for each token and each pair of numbers of a head, all float32.
+    """An angle for each token and each pair of numbers of a head, in any float dtype.
 
     cos, sin: [S, D/2] or [B, S, D/2], the same for all heads; both have the same strides, by which the kernels read.
     interleaved: a pair is neighbouring numbers; otherwise number i of the first half with number i of the second.
@@ -40,13 +42,13 @@ class Rotation:
         return cls(cos, sin, interleaved=False)
 
 
-def norm_rotary(streams: Sequence[tuple[Tensor, Tensor]], eps: float, rotation: Rotation, form: Form) -> Tensor:
+def norm_rotary(streams: Sequence[tuple[Tensor, Tensor | None]], eps: float, rotation: Rotation, form: Form) -> Tensor:
     """Normalise and rotate the heads of streams of tokens that follow one another.
 
-    Only the heads and the rotation are kept for the backward pass.
+    Only heads that are normalised and the rotation are kept for the backward pass.
 
     Args:
-        streams: (heads [B, S, H, D], frozen weight [D] of their RMSNorm) of each.
+        streams: (heads [B, S, H, D], frozen weight [D] of their RMSNorm or None without one) of each.
         eps: of the norms.
         rotation: of the tokens of all streams.
         form: see ``backend``.
@@ -61,8 +63,9 @@ def norm_rotary(streams: Sequence[tuple[Tensor, Tensor]], eps: float, rotation: 
             rotation.cos, rotation.sin, rotation.interleaved, eps, *[part for stream in streams for part in stream]
         )
         return turned
-    normal = torch.cat([rms_normal(x, eps, weight) for x, weight in streams], dim=1)
-    cos, sin = rotation.cos.unsqueeze(-2), rotation.sin.unsqueeze(-2)
+    each = [x if weight is None else _normal(x, eps, weight) for x, weight in streams]
+    normal = torch.cat(each, dim=1) if len(each) > 1 else each[0]
+    cos, sin = rotation.cos.unsqueeze(-2).float(), rotation.sin.unsqueeze(-2).float()
     if rotation.interleaved and not torch.compiler.is_compiling():  # a compiler fuses real numbers only
         pairs = torch.view_as_complex(normal.to(cos.dtype).unflatten(-1, (-1, 2)).contiguous())
         turned = torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2)
@@ -73,3 +76,9 @@ def norm_rotary(streams: Sequence[tuple[Tensor, Tensor]], eps: float, rotation: 
         a, b = normal.chunk(2, dim=-1)
         turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
     return turned.to(normal.dtype)
+
+
+def _normal(x: Tensor, eps: float, weight: Tensor) -> Tensor:
+    if weight.dtype == x.dtype:
+        return rms_normal(x, eps, weight)
+    return (rms_normal(x, eps) * weight).to(x.dtype)

@@ -1,4 +1,4 @@
-"""RMSNorm of heads and rotary position embedding, one kernel forward and one backward. See ``rotary``."""
+"""RMSNorm of heads, if they have one, and rotary position embedding: a kernel forward, one backward. See ``rotary``."""
 
 from __future__ import annotations
 
@@ -42,21 +42,37 @@ def _store_pairs(x, start, is_row, pairs, a, b, PAIRS: tl.constexpr, INTERLEAVED
 
 
 @triton.jit
+def _turn(cos, sin, turn_batch, turn_row, first, pairs, TURN_PAIR: tl.constexpr, PAIRS: tl.constexpr):
+    """Cosine and sine of each pair of a token, [1, pairs]."""
+    pair = tl.arange(0, PAIRS)[None, :]
+    turn = tl.program_id(1).to(tl.int64) * turn_batch + (first + tl.program_id(0)) * turn_row + pair * TURN_PAIR
+    c = tl.load(cos + turn, mask=pair < pairs, other=0.0).to(tl.float32)
+    s = tl.load(sin + turn, mask=pair < pairs, other=0.0).to(tl.float32)
+    return c, s
+
+
+@triton.jit
+def _load_token(
+    x, x_batch, x_row, heads, pairs, HEADS: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr
+):  # fmt: skip
+    """Offsets of a token's heads, and which are heads; their pairs."""
+    token, batch, head = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, HEADS)[:, None]
+    start, is_head = head * (2 * pairs), head < heads
+    a, b = _load_pairs(x + batch * x_batch + token * x_row, start, is_head, pairs, PAIRS, INTERLEAVED)
+    return start, is_head, a, b
+
+
+@triton.jit
 def _normal_token(
     x, weight, cos, sin, x_batch, x_row, turn_batch, turn_row, first, heads, pairs, eps,
     TURN_PAIR: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Offsets of a token's heads, and which are heads; normalised pairs, their deviation, weights, cosine and sine."""
-    token, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    head, pair = tl.arange(0, HEADS)[:, None], tl.arange(0, PAIRS)[None, :]
-    start, is_head = head * (2 * pairs), head < heads
-    a, b = _load_pairs(x + batch * x_batch + token * x_row, start, is_head, pairs, PAIRS, INTERLEAVED)
+    start, is_head, a, b = _load_token(x, x_batch, x_row, heads, pairs, HEADS, PAIRS, INTERLEAVED)
     rstd = (1.0 / tl.sqrt(tl.sum(a * a + b * b, axis=1) / (2 * pairs) + eps))[:, None]
     one = tl.arange(0, 1)[:, None]
     weight_a, weight_b = _load_pairs(weight, one, one < 1, pairs, PAIRS, INTERLEAVED)
-    turn = batch * turn_batch + (first + token) * turn_row + pair * TURN_PAIR
-    c = tl.load(cos + turn, mask=pair < pairs, other=0.0)
-    s = tl.load(sin + turn, mask=pair < pairs, other=0.0)
+    c, s = _turn(cos, sin, turn_batch, turn_row, first, pairs, TURN_PAIR, PAIRS)
     return start, is_head, a * rstd, b * rstd, rstd, weight_a, weight_b, c, s
 
 
@@ -64,13 +80,18 @@ def _normal_token(
 def norm_rotary_forward(
     x, weight, cos, sin, out, x_batch, x_row, turn_batch, turn_row, first, tokens, all_tokens, heads, pairs, eps,
     TURN_PAIR: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
+    NORM: tl.constexpr = True,
 ):  # fmt: skip
     """One stream, whose tokens follow ``first`` others in the output; one program per token."""
-    start, is_head, a, b, _, weight_a, weight_b, c, s = _normal_token(
-        x, weight, cos, sin, x_batch, x_row, turn_batch, turn_row, first, heads, pairs, eps, TURN_PAIR, INTERLEAVED,
-        HEADS, PAIRS,
-    )  # fmt: skip
-    a, b = a * weight_a, b * weight_b
+    if NORM:
+        start, is_head, a, b, _, weight_a, weight_b, c, s = _normal_token(
+            x, weight, cos, sin, x_batch, x_row, turn_batch, turn_row, first, heads, pairs, eps, TURN_PAIR, INTERLEAVED,
+            HEADS, PAIRS,
+        )  # fmt: skip
+        a, b = a * weight_a, b * weight_b
+    else:
+        start, is_head, a, b = _load_token(x, x_batch, x_row, heads, pairs, HEADS, PAIRS, INTERLEAVED)
+        c, s = _turn(cos, sin, turn_batch, turn_row, first, pairs, TURN_PAIR, PAIRS)
     row = (tl.program_id(1).to(tl.int64) * all_tokens + first + tl.program_id(0)) * heads * (2 * pairs)
     _store_pairs(out + row, start, is_head, pairs, a * c - b * s, b * c + a * s, PAIRS, INTERLEAVED)
 
@@ -79,34 +100,49 @@ def norm_rotary_forward(
 def norm_rotary_backward(
     dout, x, weight, cos, sin, dx, x_batch, x_row, turn_batch, turn_row, first, tokens, all_tokens, heads, pairs, eps,
     TURN_PAIR: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
+    NORM: tl.constexpr = True,
 ):  # fmt: skip
-    """The gradient of one stream; one program per token."""
-    start, is_head, a, b, rstd, weight_a, weight_b, c, s = _normal_token(
-        x, weight, cos, sin, x_batch, x_row, turn_batch, turn_row, first, heads, pairs, eps, TURN_PAIR, INTERLEAVED,
-        HEADS, PAIRS,
-    )  # fmt: skip
+    """The gradient of one stream; one program per token. Without the norm ``x`` is not read."""
+    if NORM:
+        start, is_head, a, b, rstd, weight_a, weight_b, c, s = _normal_token(
+            x, weight, cos, sin, x_batch, x_row, turn_batch, turn_row, first, heads, pairs, eps, TURN_PAIR, INTERLEAVED,
+            HEADS, PAIRS,
+        )  # fmt: skip
+    else:
+        head = tl.arange(0, HEADS)[:, None]
+        start, is_head = head * (2 * pairs), head < heads
+        c, s = _turn(cos, sin, turn_batch, turn_row, first, pairs, TURN_PAIR, PAIRS)
     row = (tl.program_id(1).to(tl.int64) * all_tokens + first + tl.program_id(0)) * heads * (2 * pairs)
     da, db = _load_pairs(dout + row, start, is_head, pairs, PAIRS, INTERLEAVED)
-    da, db = (da * c + db * s) * weight_a, (db * c - da * s) * weight_b
-    along = (tl.sum(da * a + db * b, axis=1) / (2 * pairs))[:, None]
+    da, db = da * c + db * s, db * c - da * s
     row = (tl.program_id(1).to(tl.int64) * tokens + tl.program_id(0)) * heads * (2 * pairs)
-    da, db = (da - a * along) * rstd, (db - b * along) * rstd
+    if NORM:
+        da, db = da * weight_a, db * weight_b
+        along = (tl.sum(da * a + db * b, axis=1) / (2 * pairs))[:, None]
+        da, db = (da - a * along) * rstd, (db - b * along) * rstd
     _store_pairs(dx + row, start, is_head, pairs, da, db, PAIRS, INTERLEAVED)
 
 
 class TritonNormRotary(Function):
-    """(cos, sin, interleaved, eps, x and weight of each stream) -> joined heads. See ``rotary.norm_rotary``."""
+    """(cos, sin, interleaved, eps, x and weight of each stream) -> joined heads. See ``rotary.norm_rotary``.
+
+    Streams without a weight have no norm, and are not kept.
+    """
 
     @staticmethod
-    def forward(ctx: Any, cos: Tensor, sin: Tensor, interleaved: bool, eps: float, *given: Tensor) -> Tensor:
-        streams = [x if x.stride(3) == 1 and x.stride(2) == x.shape[3] else x.contiguous() for x in given[::2]]
+    def forward(ctx: Any, cos: Tensor, sin: Tensor, interleaved: bool, eps: float, *given: Tensor | None) -> Tensor:
+        streams = [x for x in given[::2] if x is not None]
+        streams = [x if x.stride(3) == 1 and x.stride(2) == x.shape[3] else x.contiguous() for x in streams]
         batch, _, heads, dim = streams[0].shape
         out = streams[0].new_empty(batch, sum(x.shape[1] for x in streams), heads, dim)
-        ctx.save_for_backward(cos, sin, *streams, *given[1::2])
-        ctx.how = (interleaved, eps)
+        weights = given[1::2]
+        ctx.save_for_backward(
+            cos, sin, *(None if w is None else x for x, w in zip(streams, weights, strict=True)), *weights
+        )
+        ctx.how, ctx.shapes = (interleaved, eps), [x.shape for x in streams]
         first = 0
-        for x, weight in zip(streams, given[1::2], strict=True):
-            _launch(norm_rotary_forward, (x, weight, cos, sin, out), x, cos, first, out.shape[1], *ctx.how)
+        for x, weight in zip(streams, weights, strict=True):
+            _launch(norm_rotary_forward, (x, weight, cos, sin, out), x, x.shape, cos, first, out.shape[1], *ctx.how)
             first += x.shape[1]
         return out
 
@@ -114,30 +150,34 @@ class TritonNormRotary(Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin, *given = ctx.saved_tensors
-        dout, first, gradients = dout.contiguous(), 0, []
-        for x, weight in zip(given[: len(given) // 2], given[len(given) // 2 :], strict=True):
-            dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-            _launch(norm_rotary_backward, (dout, x, weight, cos, sin, dx), x, cos, first, dout.shape[1], *ctx.how)
+        dout, first, gradients, count = dout.contiguous(), 0, [], len(ctx.shapes)
+        for x, weight, shape in zip(given[:count], given[count:], ctx.shapes, strict=True):
+            dx = dout.new_empty(shape)
+            tensors = (dout, x, weight, cos, sin, dx)
+            _launch(norm_rotary_backward, tensors, x, shape, cos, first, dout.shape[1], *ctx.how)
             gradients += [dx, None]
-            first += x.shape[1]
+            first += shape[1]
         return None, None, None, None, *gradients
 
 
 def _launch(
     kernel: Any,
-    tensors: tuple[Tensor, ...],
-    x: Tensor,
+    tensors: tuple[Tensor | None, ...],
+    x: Tensor | None,
+    shape: torch.Size,
     cos: Tensor,
     first: int,
     total: int,
     interleaved: bool,
     eps: float,
 ) -> None:
-    batch, tokens, heads, dim = x.shape
+    batch, tokens, heads, dim = shape
     *turn, turn_pair = cos.stride() if cos.ndim == 3 else (0, *cos.stride())
     tile = {"HEADS": triton.next_power_of_2(heads), "PAIRS": triton.next_power_of_2(dim // 2)}
     warps = max(4, tile["HEADS"] * tile["PAIRS"] // 256)
+    rows = (0, 0) if x is None else x.stride()[:2]
+    norm = {} if tensors[-4] is not None else {"NORM": False}
     kernel[(tokens, batch)](
-        *tensors, x.stride(0), x.stride(1), *turn, first, tokens, total, heads, dim // 2, eps,
-        TURN_PAIR=turn_pair, INTERLEAVED=interleaved, **tile, num_warps=warps, **LAUNCH,
+        *tensors, *rows, *turn, first, tokens, total, heads, dim // 2, eps,
+        TURN_PAIR=turn_pair, INTERLEAVED=interleaved, **tile, **norm, num_warps=warps, **LAUNCH,
     )  # fmt: skip

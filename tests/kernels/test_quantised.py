@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lora_rocm.commands.plan import WEIGHT_ERROR
-from lora_rocm.kernels.quantised import LEVELS, Nf4, QuantisedLinears, levels_of, quantised
+from lora_rocm.kernels.quantised import LEVELS, Nf4, QuantisedLinears, pairs_of, quantised
 from lora_rocm.kernels.weight_format import DENSE, PackedLinear, dense_shape, dense_weight, pack
 
 BITSANDBYTES = json.loads(Path(__file__).with_name("nf4_of_bitsandbytes.json").read_bytes())
@@ -49,7 +49,7 @@ def test_nf4_has_the_bytes_of_bitsandbytes(dtype: str) -> None:
     golden, weight = BITSANDBYTES[dtype], weights(getattr(torch, dtype))
     layer = packed("nf4", weight)
     assert sha256(layer.weight.data) == golden["codes_sha256"]
-    assert sha256(levels_of(weight)[1]) == golden["absmax_sha256"]
+    assert sha256(pairs_of(weight)[1]) == golden["absmax_sha256"]
     assert sha256(packed("nf4", weight + 0.01).weight.data) != golden["codes_sha256"], "the control"
 
 
@@ -142,9 +142,19 @@ def test_only_matching_frozen_linear_layers_are_packed() -> None:
     assert quantised("none", "") is DENSE and isinstance(nf4, QuantisedLinears)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_pieces_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = packed(name, weights())
+    monkeypatch.setattr("lora_rocm.kernels.quantised.PIECE", 1000)  # rows and blocks that do not divide evenly
+    in_pieces = packed(name, weights())
+    for (key, tensor), (_, other) in zip(whole.state_dict().items(), in_pieces.state_dict().items(), strict=True):
+        assert torch.equal(tensor, other), key
+
+
 def test_the_levels_are_quantiles_of_the_normal_distribution() -> None:
     """arXiv 2305.14314: equally many values fall to each level; the outermost ones take the tails."""
-    index, _ = levels_of(torch.randn(64, 4096, generator=torch.Generator().manual_seed(1)))
+    pairs, _ = pairs_of(torch.randn(64, 4096, generator=torch.Generator().manual_seed(1)))
+    index = torch.cat([pairs >> 4, pairs & 15])
     shares = torch.bincount(index.long(), minlength=16) / index.numel()
     assert len(LEVELS) == 16 and (shares[1:-1] > 0.02).all() and (shares < 0.12).all()
 

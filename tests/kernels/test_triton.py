@@ -41,19 +41,21 @@ NUMBERS |= {
 WORDS, COUNTS = ({f"{name}_{number}" for number in range(6)} for name in ("words", "count"))
 SUMS = {"means", "spreads", "mean_out", "rstd_out", "mean", "rstd", "plain_sums", "normal_sums", "plain_out"}
 SUMS |= {"normal_out", "plain_mean", "normal_mean"}
-SUMS |= {"changed_K", "changed", "held", "stays", "cos", "sin"}
+SUMS |= {"changed_K", "changed", "held", "stays", "cos", "sin", "losses"}
 TYPES = {
     **dict.fromkeys(WORDS, "*i32"),
     **dict.fromkeys(NUMBERS | COUNTS, "i32"),
     **dict.fromkeys(SUMS, "*fp32"),
     **dict.fromkeys(("found", "known"), "*i64"),
-    **dict.fromkeys(("eps", "branch_eps"), "fp32"),
+    **dict.fromkeys(("eps", "branch_eps", "factor", "cap"), "fp32"),
+    **dict.fromkeys(("labels",), "*i64"),
+    **dict.fromkeys(("ignored",), "i32"),
     **dict.fromkeys(("codes", "packed", "nested_codes"), "*u8"),
     **dict.fromkeys(("scale", "code", "nested", "offset"), "*fp32"),
     "blocks": "i32",
 }
 FLAGS = ("SHIFT", "SILU", "RESIDUAL", "BRANCH", "GATE", "BRANCH_NORM", "NORM", "CENTRED", "BIAS", "GELU", "INTERLEAVED")
-CHOICES = {**dict.fromkeys((*FLAGS, "GATE_GRADIENT", "WEIGHT_GRADIENT", "FP8"), True), "ROUNDS": 2}
+CHOICES = {**dict.fromkeys((*FLAGS, "GATE_GRADIENT", "WEIGHT_GRADIENT", "FP8", "TANH", "CAP"), True), "ROUNDS": 2}
 
 
 def twins(*arguments: str, **environment: str) -> dict[str, float]:
@@ -96,6 +98,7 @@ def kernels() -> Iterator[tuple[Any, dict[str, Any], int]]:
         gated_triton,
         group_norm_triton,
         rotary_triton,
+        token_loss_triton,
         unpack_triton,
     )
 
@@ -103,6 +106,7 @@ def kernels() -> Iterator[tuple[Any, dict[str, Any], int]]:
         fingerprint_triton: ({"WIDTH": fingerprint_triton.WIDTH}, fingerprint_triton.WARPS),
         gated_triton: ({"BLOCK": gated_triton.BLOCK}, 4),
         add_norm_triton: ({"BLOCK": 4096}, 8),
+        token_loss_triton: ({"BLOCK": token_loss_triton.BLOCK}, token_loss_triton.WARPS),
         unpack_triton: ({"BLOCK": unpack_triton.BLOCK, "BLOCKS": unpack_triton.NF4_BLOCKS}, 4),
         rotary_triton: ({"HEADS": 32, "PAIRS": 64, "TURN_PAIR": 2}, 8),
         group_norm_triton: (
@@ -149,7 +153,7 @@ def test_every_kernel_compiles_for_amd(arch: str) -> None:
         text = assembly(kernel, constants, arch, warps)
         assert re.search(r"\.vgpr_spill_count:\s*0\b", text), f"{kernel.fn.__name__} spills"
         compiled += 1
-    assert compiled == (0 if is_refused(arch) else 18)
+    assert compiled == (0 if is_refused(arch) else 19)
 
 
 @pytest.mark.parametrize("arch", ["gfx1100", "gfx942"])
@@ -214,7 +218,7 @@ def test_every_launch_says_whether_products_and_sums_are_fused(monkeypatch: pyte
     monkeypatch.setattr(triton.JITFunction, "run", run)
     for case in kernel_check.SMALL:
         kernel_check._Given(case, torch.device("cpu"), torch.float32).outcome("triton", torch.float32)
-    assert len(seen) == 15 and None not in seen.values()
+    assert len(seen) == 16 and None not in seen.values()
     assert {name for name, fused in seen.items() if not fused} == {"unpack_nf4", "unpack_rows"}  # exact to the bit
 
 

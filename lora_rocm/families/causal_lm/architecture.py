@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ from lora_rocm.base_models.config_file import DOWNLOAD_AGAIN, read_config
 from lora_rocm.base_models.conversion import State
 from lora_rocm.base_models.loading import Layout, Part
 from lora_rocm.errors import ModelError
-from lora_rocm.families.causal_lm.attention import NAME, samples_apart
+from lora_rocm.families.causal_lm.attention import APART, NAME, samples_apart
+from lora_rocm.families.causal_lm.objective import Head
 from lora_rocm.foundation.terminal_text import printable
 
 COMPONENT = "model"
@@ -149,26 +149,17 @@ def states_of(model: nn.Module, ids_BS: Tensor, positions_BS: Tensor | None = No
     inside, more = decoder(model), dict[str, Tensor]()
     if positions_BS is not None:
         dtype = inside.get_input_embeddings().weight.dtype
-        more = {"position_ids": positions_BS, "apart_B1SS": samples_apart(positions_BS, dtype)}
+        more = {"position_ids": positions_BS, APART: samples_apart(positions_BS, dtype)}
     states_BSD: Tensor = inside(input_ids=ids_BS, use_cache=False, **more).last_hidden_state
     return states_BSD
 
 
-def head_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Maps last hidden states [N, D] to logits [N, V] in float32, with the model's scale and soft cap."""
+def head_of(model: nn.Module) -> Head:
+    """The head of a model, with the model's scale and soft cap."""
     whole: Any = model
     config = whole.config.get_text_config()
     cap, divisor = (getattr(config, name, None) for name in ("final_logit_softcapping", "logits_scaling"))
-    return partial(
-        _logits, whole.get_output_embeddings(), cap, (getattr(config, "logit_scale", None) or 1) / (divisor or 1)
-    )
-
-
-def _logits(head: nn.Module, cap: float | None, scale: float, states_ND: Tensor) -> Tensor:
-    logits_NV: Tensor = head(states_ND).float()
-    if scale != 1:
-        logits_NV = logits_NV * scale
-    return logits_NV if cap is None else torch.tanh(logits_NV / cap) * cap
+    return Head(whole.get_output_embeddings(), (getattr(config, "logit_scale", None) or 1) / (divisor or 1), cap)
 
 
 @torch.no_grad()

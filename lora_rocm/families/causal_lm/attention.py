@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-NAME = "lora_rocm_causal"
+NAME, APART = "lora_rocm_causal", "apart_B1SS"
 
 
 def causal(

@@ -38,8 +38,9 @@ from lora_rocm.families.causal_lm.architecture import (
     states_of,
 )
 from lora_rocm.families.causal_lm.chat import ChatTokenizer
+from lora_rocm.families.causal_lm.fused_blocks import fuse as fuse_blocks
 from lora_rocm.families.causal_lm.generation import next_tokens, pieces_of, places_of
-from lora_rocm.families.causal_lm.objective import IGNORED, NextToken, token_distance
+from lora_rocm.families.causal_lm.objective import IGNORED, NextToken, fuse_head, token_distance
 from lora_rocm.families.causal_lm.spec import TOKENS_MULTIPLE, CrossEntropySection
 from lora_rocm.families.component_check import check_component
 from lora_rocm.families.objectives.base import Prediction
@@ -47,6 +48,7 @@ from lora_rocm.families.objectives.loss import LOSS_MASK
 from lora_rocm.families.recompute import Recomputing, evaluating
 from lora_rocm.families.tokenizers import digest, unreadable
 from lora_rocm.families.transformer.language_model import load_tokenizer
+from lora_rocm.kernels.backend import form_for
 from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.weight_format import WeightFormat
 from lora_rocm.recipe.schema import Recipe
@@ -184,7 +186,9 @@ class CausalLM:
         return {**found, POSITIONS: zeros_BS.clone()} if self.recipe.data.packing else found
 
     def fuse(self, model: LoadedModel, triton: bool = True) -> None:
-        """Nothing is replaced: transformers' blocks are computed as they are."""
+        form = form_for(model.device, triton)
+        fuse_blocks(self._layers(model), form)
+        fuse_head(model.components[COMPONENT], form)
 
     def predict(self, model: LoadedModel, batch: Tensors, draws: Tensors) -> Prediction:
         component = model.components[COMPONENT]

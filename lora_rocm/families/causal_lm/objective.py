@@ -1,19 +1,29 @@
 """The cross-entropy of the next token, without the logits of a whole batch.
 
-Logits are made of some tokens at a time, in float32, and made again in the backward pass (arXiv 1604.06174).
+Logits are made of some tokens at a time. Those of a frozen head become their gradient at once (``FusedHead``), as in
+Liger (arXiv 2410.10989): the backward pass only scales that of the states, and the head is multiplied twice. Those of
+any other head are made again in the backward pass (arXiv 1604.06174).
+
 Dimensions: B batch, S tokens, D width, N tokens of a batch, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
+from lora_rocm.families.adopt import adopt
 from lora_rocm.families.objectives.base import Draws
+from lora_rocm.kernels.backend import Form
+from lora_rocm.kernels.token_loss import to_loss_gradient
 
 IGNORED = -100
 AT_ONCE = 1024
@@ -35,15 +45,71 @@ def token_distance(
     """The cross-entropy of each token: float32 [B, S]; 0 where the label is ``IGNORED``.
 
     Args:
-        head: maps last hidden states [N, D] to logits [N, V] in float32.
+        head: maps last hidden states [N, D] to logits [N, V] in float32. That of a ``FusedHead`` is ``Head``.
         states_BSD: last hidden states, in the dtype of the head.
         labels_BS: the next token of each place.
         at_once: number of tokens whose logits exist at once.
     """
-
-    def each(states_ND: Tensor, labels_N: Tensor) -> Tensor:
-        return cross_entropy(head(states_ND), labels_N, ignore_index=IGNORED, reduction="none")
-
     parts = zip(states_BSD.flatten(0, 1).split(at_once), labels_BS.flatten().split(at_once), strict=True)
-    found = [checkpoint(each, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+    if isinstance(head, Head) and isinstance(head.layer, FusedHead) and torch.is_grad_enabled():
+        found = [_WithGradient.apply(head, head.layer.form, *part) for part in parts]
+    else:
+        how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        found = [checkpoint(_each, head, *part, **how) for part in parts]
     return torch.cat(found).view(labels_BS.shape)
+
+
+def _each(head: Callable[[Tensor], Tensor], states_ND: Tensor, labels_N: Tensor) -> Tensor:
+    return cross_entropy(head(states_ND), labels_N, ignore_index=IGNORED, reduction="none")
+
+
+class FusedHead(nn.Linear):
+    """A frozen head, whose logits become their gradient in the forward pass."""
+
+    form: Form
+
+
+def fuse_head(model: nn.Module, form: Form) -> None:
+    """Replace the head of a model if it is a plain frozen layer. A second call changes the form."""
+    whole: Any = model
+    head = whole.get_output_embeddings()
+    if type(head) is nn.Linear and not any(parameter.requires_grad for parameter in head.parameters()):
+        head = adopt(FusedHead, head)
+        whole.set_output_embeddings(head)
+    if isinstance(head, FusedHead):
+        head.form = form
+
+
+@dataclass(frozen=True)
+class Head:
+    """Maps last hidden states [N, D] to logits [N, V] in float32: ``cap * tanh(scale * layer(states) / cap)``.
+
+    cap: None: there is none.
+    """
+
+    layer: nn.Module
+    scale: float
+    cap: float | None
+
+    def __call__(self, states_ND: Tensor) -> Tensor:
+        logits_NV: Tensor = self.layer(states_ND).float()
+        if self.scale != 1:
+            logits_NV = logits_NV * self.scale
+        return logits_NV if self.cap is None else torch.tanh(logits_NV / self.cap) * self.cap
+
+
+class _WithGradient(Function):
+    """(head, form, states [N, D], labels [N]) -> distances [N]. The distance of a token depends on its states alone."""
+
+    @staticmethod
+    def forward(ctx: Any, head: Head, form: Form, states_ND: Tensor, labels_N: Tensor) -> Tensor:
+        logits_NV = head.layer(states_ND)
+        found_N = to_loss_gradient(logits_NV, labels_N, IGNORED, form, head.scale, head.cap)
+        ctx.save_for_backward(logits_NV @ head.layer.get_parameter("weight") if ctx.needs_input_grad[2] else None)
+        return found_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dfound_N: Tensor) -> tuple[None, None, Tensor, None]:
+        (gradient_ND,) = ctx.saved_tensors
+        return None, None, (gradient_ND * dfound_N[:, None]).to(gradient_ND.dtype), None

@@ -19,7 +19,7 @@ from lora_rocm.errors import ModelError
 from lora_rocm.export.metadata import Facts
 from lora_rocm.export.writers import verify, write
 from lora_rocm.families.causal_lm.family import CausalLM
-from lora_rocm.families.causal_lm.objective import IGNORED, token_distance
+from lora_rocm.families.causal_lm.objective import IGNORED, Head, token_distance
 from lora_rocm.families.objectives.loss import LOSS_MASK, losses
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
@@ -128,6 +128,8 @@ def test_samples_in_one_row_have_the_losses_and_gradients_of_separate_ones(folde
     assert off(found_N, wanted_N) < 1e-4 and off(found_N[-1:], wanted_N[-1:]) < CLOSE
     seeing = passed({**row, "positions": torch.arange(2 * TOKENS)[None]}, total)
     assert off(seeing, wanted_N) > 0.01, "the control: as one sample the second sees the first"
+    adapted.family.fuse(adapted.model, triton=False)
+    assert off(passed({**row, "positions": places_BS}, total), wanted_N) < 1e-4
 
 
 def test_an_architecture_whose_samples_see_each_other_is_refused_with_packing(
@@ -243,7 +245,7 @@ def test_an_architecture_that_no_test_knows_is_compared_when_it_is_loaded(
 ) -> None:
     family = CausalLM(recipe_of(write_tiny_llm(tmp_path, "olmo2")))
     family.load(torch.float32, CPU)
-    monkeypatch.setattr("lora_rocm.families.causal_lm.architecture._logits", lambda head, cap, scale, x: 2 * head(x))
+    monkeypatch.setattr(Head, "__call__", lambda self, x: 2 * self.layer(x))
     with pytest.raises(ModelError, match="computes otherwise"):
         family.load(torch.float32, CPU)
 

@@ -1,0 +1,44 @@
+"""The cross-entropy of tokens and its gradient, in the place of their logits.
+
+Dimensions: N tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lora_rocm.kernels import backend
+from lora_rocm.kernels.backend import Form
+
+
+@torch.no_grad()
+def to_loss_gradient(
+    logits_NV: Tensor, labels_N: Tensor, ignored: int, form: Form, scale: float = 1.0, cap: float | None = None
+) -> Tensor:
+    """Overwrite logits with the gradient of each token's cross-entropy; return that: float32 [N].
+
+    With a cap the softmax is that of ``cap * tanh(scale * logits / cap)``. All is computed in float32.
+
+    Args:
+        logits_NV: contiguous.
+        labels_N: int64, the right token of each row, or ``ignored``, where loss and gradient are 0.
+        ignored: negative.
+        form: see ``backend``.
+        scale: of the logits.
+        cap: None: there is none.
+    """
+    if backend.launches(form, logits_NV):
+        from lora_rocm.kernels.token_loss_triton import launch
+
+        return launch(logits_NV, labels_N, ignored, scale, cap)
+    scaled_NV = logits_NV.float() * scale
+    bent_NV = None if cap is None else torch.tanh(scaled_NV / cap)
+    counts_N1, at_N1 = (labels_N != ignored)[:, None], labels_N.clamp(min=0)[:, None]
+    likely_NV = torch.log_softmax(scaled_NV if bent_NV is None else bent_NV * cap, dim=1)
+    losses_N = torch.where(counts_N1, -likely_NV.gather(1, at_N1), 0.0)[:, 0]
+    gradient_NV = likely_NV.exp_().scatter_add_(1, at_N1, -torch.ones_like(at_N1, dtype=torch.float32))
+    if bent_NV is not None:
+        gradient_NV.mul_(1 - bent_NV.square_())
+    logits_NV.copy_(gradient_NV.mul_(counts_N1 * scale))
+    return losses_N
