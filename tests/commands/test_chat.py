@@ -118,7 +118,7 @@ def reference(run: Path) -> list[list[str]]:
         for question in ASKED:
             messages.append({"role": "user", "content": question})
             given = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
-            options = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, **given}
+            options = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0, **given}
             with adapted.disable_adapter() if is_base else torch.no_grad():
                 ids = adapted.generate(**options)[0, given["input_ids"].shape[1] :]
             answers.append(tokenizer.decode(ids, skip_special_tokens=True))
@@ -132,7 +132,7 @@ def reference(run: Path) -> list[list[str]]:
 def test_answers_of_both_sides_are_those_of_transformers(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base, adapter = reference(run)
     assert base != adapter, "the control"
-    plain = ("chat", run, "--temperature", 0, "--max-tokens", 40)
+    plain = ("chat", run, "--temperature", 0, "--max-tokens", 24)
     lines = iter([ASKED[0], "/base", ASKED[1], "/nope", "/adapter", ASKED[1], "/reset", "", ASKED[0], "/quit", "never"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
     said = command_line(*plain)
@@ -165,13 +165,13 @@ def test_tokens_are_drawn_by_their_share_among_the_likeliest() -> None:
 
     def drawn(**options: Any) -> list[float]:
         rng = torch.Generator().manual_seed(0)
-        found = [chosen(logits_V, sampling(**options), rng) for _ in range(2000)]
-        return [found.count(token) / 2000 for token in range(3)]
+        found = [chosen(logits_V, sampling(**options), rng) for _ in range(400)]
+        return [found.count(token) / 400 for token in range(3)]
 
-    assert drawn() == pytest.approx([0.5, 0.1, 0.4], abs=0.04)
-    assert drawn(top_p=0.8) == pytest.approx([5 / 9, 0, 4 / 9], abs=0.04)
+    assert drawn() == pytest.approx([0.5, 0.1, 0.4], abs=0.08)
+    assert drawn(top_p=0.8) == pytest.approx([5 / 9, 0, 4 / 9], abs=0.08)
     assert drawn(top_p=0.01) == drawn(temperature=0) == [1, 0, 0]
-    assert drawn(temperature=0.5) == pytest.approx([25 / 42, 1 / 42, 16 / 42], abs=0.04)
+    assert drawn(temperature=0.5) == pytest.approx([25 / 42, 1 / 42, 16 / 42], abs=0.08)
 
 
 def test_a_letter_is_said_when_all_of_its_bytes_are_there() -> None:
@@ -214,7 +214,7 @@ def test_a_refused_or_stopped_answer_leaves_a_conversation_that_goes_on() -> Non
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 def test_a_child_of_its_own(run: Path) -> None:
-    words = [sys.executable, "-P", "-m", "lora_rocm", "chat", str(run), "--temperature", "0", "--max-tokens", "40"]
+    words = [sys.executable, "-P", "-m", "lora_rocm", "chat", str(run), "--temperature", "0", "--max-tokens", "24"]
     typed = f"{ASKED[0]}\n{ASKED[1]}\n"
     ended = subprocess.run(words, input=typed, capture_output=True, encoding="utf-8", timeout=300, check=True)
     base, adapter = reference(run)

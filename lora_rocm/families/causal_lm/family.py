@@ -207,9 +207,9 @@ class CausalLM:
     ) -> list[str]:
         """The likeliest answer to each prompt, which is a message of a user if there is a chat template."""
         with evaluating(model.components.values()):
-            return [self._likeliest(model, request.prompt, request.steps) for request in requests]
+            return [self._answer(model, request.prompt, request.steps) for request in requests]
 
-    def _likeliest(self, model: LoadedModel, prompt: str, most: int) -> str:
+    def _answer(self, model: LoadedModel, prompt: str, most: int) -> str:
         ids = self.texts.prompt_ids([{"role": "user", "content": prompt}])
         tokens = next_tokens(model.components[COMPONENT], ids, Sampling(0.0, 1.0, most, 0), self._ends)
         return str(self.texts.tokenizer.decode([*tokens], skip_special_tokens=True))
