@@ -3,8 +3,8 @@
     python -m benchmarks.step_options [--only REGEX] [--batch 1] [--steps 20] [--limit-s 500] [--json FILE]
     python -m benchmarks.step_options --toy         # on the CPU: a tiny model
 
-Weights and data are random: 1024 px, rank 16 on the attention projections, captured steps. Each row is a run of its own,
-as the worker has it before its first step. The plain run is measured first and last; ratios are to its faster row.
+Weights and data are random: 1024 px, rank 16 on the attention projections, captured steps. Each row is a run of its
+own, as the worker has it before its first step. The plain run is measured first and last; ratios are to its faster row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.training_step.measurement import Wanted, free, times
+from benchmarks.training_step.measurement import free, times
 from benchmarks.training_step.profile import summary, traced, wake_profiler
 from benchmarks.training_step.setup import open_bench, recipe_for
 from lora_rocm.device.backend_settings import apply
@@ -44,7 +44,9 @@ OPTIONS: Mapping[str, dict[str, dict[str, Any]]] = {
     "Huber, by SNR": {"objective": {"loss_type": "huber"}},
     "smooth L1, exponential": {"objective": {"loss_type": "smooth_l1", "huber_schedule": "exponential"}},
     "rates and ranks by pattern": {
-        "lora": {"overrides": [{"match": ".*down_blocks.*", "rank": 8}, {"match": ".*mid_block.*", "learning_rate": 5e-5}]}
+        "lora": {
+            "overrides": [{"match": ".*down_blocks.*", "rank": 8}, {"match": ".*mid_block.*", "learning_rate": 5e-5}]
+        }
     },
     "LoRA+": {"lora": {"loraplus_lr_ratio": 16}},
     "captions of 150 tokens": {"text": {"chunks": 2}},
@@ -115,8 +117,6 @@ def measure(options: argparse.Namespace, name: str, changed: Mapping[str, dict[s
                 row["peak_GiB"] = torch.cuda.max_memory_allocated(device) / GIB
             row["trained_weights"] = sum(p.numel() for p in bench.artifacts.adapter.parameters.values())
             incidents = bench.incidents
-            del bench
-    gc.collect()
     return {"name": name, **row, "opened_s": round(opened_s, 1), "incidents": incidents}
 
 
@@ -151,6 +151,7 @@ def main() -> int:
         if time.perf_counter() - began > options.limit_s and not name.startswith(PLAIN):
             print(f"{name}: left out, there is no time", flush=True)
             continue
+        gc.collect()
         try:
             rows.append(measure(options, name, changed))
         except (LoraRocmError, RuntimeError, ValueError) as error:

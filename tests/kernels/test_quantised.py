@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lora_rocm.commands.plan import WEIGHT_ERROR
-from lora_rocm.kernels.quantised import LEVELS, Nf4, QuantisedLinears, pairs_of, quantised
+from lora_rocm.kernels.quantised import LEVELS, Nf4, QuantisedLinears, nearest_levels, pairs_of, quantised
 from lora_rocm.kernels.weight_format import DENSE, PackedLinear, dense_shape, dense_weight, pack
 
 BITSANDBYTES = json.loads(Path(__file__).with_name("nf4_of_bitsandbytes.json").read_bytes())
@@ -149,6 +149,17 @@ def test_pieces_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     in_pieces = packed(name, weights())
     for (key, tensor), (_, other) in zip(whole.state_dict().items(), in_pieces.state_dict().items(), strict=True):
         assert torch.equal(tensor, other), key
+
+
+def test_the_nearest_level_is_that_of_a_search() -> None:
+    levels = torch.tensor(LEVELS)
+    limits = (levels[:-1] + levels[1:]) / 2
+    ends = torch.tensor([-1.0, -0.0, 0.0, 1.0])
+    beside = [torch.nextafter(limits, torch.full_like(limits, towards)) for towards in (-2.0, 2.0)]
+    drawn = torch.rand(100_000, generator=torch.Generator().manual_seed(4)) * 2 - 1
+    numbers = torch.cat([limits, *beside, levels, ends, drawn])
+    assert torch.equal(nearest_levels(numbers).int(), torch.bucketize(numbers, limits, out_int32=True))
+    assert not torch.equal(nearest_levels(beside[0]), nearest_levels(beside[1])), "the control"
 
 
 def test_the_levels_are_quantiles_of_the_normal_distribution() -> None:
