@@ -135,7 +135,11 @@ def chat(
     device, settings = start_device(recipe)
     dtype = compute_dtype(recipe.train.mixed_precision, device, settings, recipe.spec.takes_fp16)
     model = family.load(dtype, torch.device("cpu"))
-    adapter = attach_file(family, model, Path(job["adapter"]), 1.0, lambda text: emit(NoticeEvent(text=text)))
+
+    def say(text: str) -> None:
+        emit(NoticeEvent(text=text))
+
+    adapter = attach_file(family, model, Path(job["adapter"]), 1.0, say)
     assert adapter is not None, "its strength is not 0"
     send_model(model, open_transfer(device, settings))
     family.fuse(model, triton=False)
