@@ -44,10 +44,10 @@ WARM_UP = 1
 Counted = Mapping[str, Mapping[str, int]]
 
 
-def counted(folder: Path) -> dict[str, dict[str, int]]:
-    """Return the counts of every case. ``folder``: empty, for runs and caches."""
+def counted(folder: Path, cases: Mapping[str, tuple[str, ...]] = CASES) -> dict[str, dict[str, int]]:
+    """Return the counts of the cases. ``folder``: empty, for runs and caches."""
     found = {}
-    for number, (case, changes) in enumerate(CASES.items()):
+    for number, (case, changes) in enumerate(cases.items()):
         place = folder / str(number)
         place.mkdir()
         recipe = recipe_for(load_recipe("demo.yaml", [*SMALL, *changes]).recipe, True, place)

@@ -2,11 +2,11 @@
 
 usage: python benchmarks/registers.py [--write] [--cards gfx1100,gfx942] [--warps 4]
 
-The launches are those of training steps of SDXL and SD 1.5, and of blocks of Z-Image, FLUX.1 and Anima, forward and
-backward, without weights or memory: the models are on the meta device, and every launch is compiled with the arguments
-that the launching code gives. ``--write`` records the counts of the installed Triton in ``benchmarks/registers``; a
-test compares with that file. ``--warps`` only prints the counts with another number of warps for the kernels of large
-images.
+The launches are those of training steps of SDXL and SD 1.5, and of blocks of Z-Image, FLUX.1, Anima and language
+models, forward and backward, without weights or memory: the models are on the meta device, and every launch is compiled
+with the arguments that the launching code gives. ``--write`` records the counts of the installed Triton in
+``benchmarks/registers``; a test compares with that file. ``--warps`` only prints the counts with another number of
+warps for the kernels of large images.
 """
 
 from __future__ import annotations
@@ -33,9 +33,13 @@ from diffusers.models.transformers.transformer_flux import (  # noqa: E402
 )
 from diffusers.models.transformers.transformer_z_image import ZImageTransformerBlock  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
+from transformers import Gemma3TextConfig, LlamaConfig  # noqa: E402
+from transformers.models.gemma3.modeling_gemma3 import Gemma3DecoderLayer  # noqa: E402
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 
+from lora_rocm.families.causal_lm import fused_blocks  # noqa: E402
 from lora_rocm.families.ldm import fused_unet  # noqa: E402
 from lora_rocm.families.ldm.fusion_options import Fusion  # noqa: E402
 from lora_rocm.families.sd.family import LAYOUT_SD15  # noqa: E402
@@ -46,6 +50,7 @@ from lora_rocm.kernels import backend, group_norm_triton  # noqa: E402
 from lora_rocm.kernels.backend import LAUNCH  # noqa: E402
 from lora_rocm.kernels.fingerprint_triton import launch_compare, launch_fingerprints, launch_renew  # noqa: E402
 from lora_rocm.kernels.quantised import quantised  # noqa: E402
+from lora_rocm.kernels.token_loss import to_loss_gradient  # noqa: E402
 
 RECORDED = Path(__file__).parent / "registers"
 COMMAND = "python benchmarks/registers.py --write"
@@ -134,7 +139,7 @@ class Launch:
                 words.append(f"{key}:int64")
             elif isinstance(value, Tensor) and value.untyped_storage().nbytes() >= 2**31:
                 words.append(f"{key}:large")
-            elif key in ("x", "dx") and isinstance(value, Tensor) and value.dtype == torch.float32:
+            elif key in ("x", "dx", "weight", "gate") and isinstance(value, Tensor) and value.dtype == torch.float32:
                 words.append(f"{key}:float32")
         return " ".join([self.kernel.fn.__name__, *words])
 
@@ -173,6 +178,7 @@ def launches(dtype: torch.dtype, *steps: tuple[str, int, int, int]) -> dict[str,
             train(family, dtype, batch, height_px // 8, width_px // 8)
         for is_modulation_trained in (False, True):
             train_blocks(dtype, is_modulation_trained)
+        train_language_model(dtype)
         for counts in WORD_COUNTS:
             fingerprint(*counts)
         for name in ("int8", "fp8", "nf4"):
@@ -219,6 +225,25 @@ def train_blocks(dtype: torch.dtype, is_modulation_trained: bool) -> None:
         blocks[2](y, torch.empty(1, 512, 1024, dtype=dtype), y_time, None, turned).sum().backward()
         for block in blocks[3:]:
             sum(part.sum() for part in block(image, text, time, (torch.empty(4608, 128),) * 2)).backward()
+
+
+def train_language_model(dtype: torch.dtype) -> None:
+    """Blocks of Llama and Gemma 3 on the meta device, and the loss of their tokens."""
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_key_value_heads": 8, "head_dim": 128}
+    config = Gemma3TextConfig(
+        hidden_size=2560, intermediate_size=10240, num_hidden_layers=1, layer_types=["full_attention"]
+    )
+    with META, mock.patch.object(backend, "launches", lambda form, x: form == "triton"):
+        blocks = nn.ModuleList([LlamaDecoderLayer(LlamaConfig(**sizes), 0), Gemma3DecoderLayer(config, 0)])
+        blocks.requires_grad_(False).to(dtype)
+        fused_blocks.fuse(blocks, "triton")
+        for block, width, head in ((blocks[0], 4096, 128), (blocks[1], 2560, 256)):
+            x = torch.empty(1, 2048, width, dtype=dtype, requires_grad=True)
+            turns = (torch.empty(1, 2048, head, dtype=dtype),) * 2
+            block(x, position_embeddings=turns).sum().backward()
+        for vocabulary, cap in ((128256, None), (262208, 30.0)):
+            logits = torch.empty(1024, vocabulary, dtype=dtype)
+            to_loss_gradient(logits, torch.empty(1024, dtype=torch.int64), -100, "triton", 1.0, cap)
 
 
 def fingerprint(*counts: int) -> None:

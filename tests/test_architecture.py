@@ -153,8 +153,9 @@ def module_names() -> frozenset[str]:
     return frozenset(module.name for module in package_modules())
 
 
-def imports_of(module: Module) -> Iterator[Import]:
-    yield from _imports(module.tree, for_types=False, at_top=True)
+@cache
+def imports_of(module: Module) -> tuple[Import, ...]:
+    return tuple(_imports(module.tree, for_types=False, at_top=True))
 
 
 def _imports(node: ast.AST, *, for_types: bool, at_top: bool) -> Iterator[Import]:
@@ -312,15 +313,16 @@ def python_child_faults(module: Module) -> Iterator[str]:
         return
     for node in ast.walk(module.tree):
         if isinstance(node, ast.List | ast.Tuple) and node.elts:
-            words = [ast.unparse(element) for element in node.elts]
-            if re.fullmatch(r"(str\()?(sys\.executable|[\w.]+\.python)\)?", words[0]):
+            first = ast.unparse(node.elts[0])
+            words = {element.value for element in node.elts if isinstance(element, ast.Constant)}
+            if re.fullmatch(r"(str\()?(sys\.executable|[\w.]+\.python)\)?", first):
                 yield f"{module.name}:{node.lineno} makes a command of its own: {ast.unparse(node)}"
-            elif words[0] not in ("'sh'",) and not {"'-m'", "'-c'", "'-I'"}.isdisjoint(words):
+            elif first != "'sh'" and not {"-m", "-c", "-I"}.isdisjoint(words):
                 yield f"{module.name}:{node.lineno} makes a command of its own: {ast.unparse(node)}"
-        elif isinstance(node, ast.Call) and re.fullmatch(
-            r"os\.(system|popen|exec\w+|spawn\w+)", ast.unparse(node.func)
-        ):
-            yield f"{module.name}:{node.lineno} starts a process by {ast.unparse(node.func)}"
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            is_start = re.fullmatch(r"system|popen|exec\w+|spawn\w+", node.func.attr)
+            if is_start and ast.unparse(node.func.value) == "os":
+                yield f"{module.name}:{node.lineno} starts a process by {ast.unparse(node.func)}"
 
 
 def family_word_lines(module: Module) -> Iterator[str]:

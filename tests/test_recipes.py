@@ -17,6 +17,7 @@ OTHERS = (
     "anima",
     "flux",
     "llm-chat",
+    "llm-dpo",
     "llm-qlora",
     "llm-strix-halo",
     "sd15",

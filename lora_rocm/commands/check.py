@@ -183,6 +183,10 @@ def _data_lines(loaded: LoadedRecipe, usable: list[Any]) -> Iterator[str]:
         seen = sum(sample.repeats for sample in samples if sample.source == index)
         how = f"for regularisation, {seen} in an epoch" if source.is_reg else f"repeats {source.repeats}"
         yield f"  {name}: {per_source[index]} {noun}, {resolution}{how}"
+    if (watching := recipe.watching) is not None:
+        watched = find_samples(watching)
+        aside += watched.set_aside
+        yield f"  {recipe.data.watched_name}: {len(watched.samples)} {noun}, watched and never trained on"
     for problem in aside[:MAX_NAMED]:
         yield f"  set aside: {problem.where}: {problem.what} {problem.fix}".rstrip()
     if len(aside) > MAX_NAMED:

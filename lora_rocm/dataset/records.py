@@ -1,4 +1,4 @@
-"""Samples that are texts: plain ones, prompts with their completions, and conversations.
+"""Samples that are texts: plain ones, prompts with their completions, conversations, and pairs of answers.
 
 A row of a table is recognised by its columns. A record travels as one string (``written``), which is the caption of its
 ``Sample``. No torch.
@@ -7,8 +7,9 @@ A row of a table is recognised by its columns. A record travels as one string (`
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from os.path import commonprefix
 from typing import Any
 
 MARK = "\x1e"
@@ -16,6 +17,8 @@ MARK = "\x1e"
 ROLES = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "assistant", "model": "assistant"}
 """Names of roles in ShareGPT's rows -> names that chat templates know."""
 ANSWERS = "assistant"
+Cells = Mapping[str, Any]
+"""The cells of a row by column, or the fields of a record."""
 
 
 class UnusableText(Exception):
@@ -63,7 +66,15 @@ class Conversation:
         return replace(self, messages=self.messages[: turn + 1], last_only=True)
 
 
-Record = str | Completion | Conversation
+@dataclass(frozen=True)
+class Pair:
+    """Two answers to one prompt: the better one, and the worse one. Both are of one kind."""
+
+    chosen: Completion | Conversation
+    rejected: Completion | Conversation
+
+
+Record = str | Completion | Conversation | Pair
 
 
 def part(record: Record, number: int) -> Record:
@@ -86,31 +97,45 @@ def read(text: str) -> Record:
     found = json.loads(text[1:])
     if isinstance(found, str):
         return found
+    if "chosen" in found:
+        return Pair(_answered(found["chosen"]), _answered(found["rejected"]))
+    return _answered(found)
+
+
+def _answered(found: Cells) -> Completion | Conversation:
     if "completion" in found:
         return Completion(**found)
     return Conversation(tuple(found["messages"]), tuple(found["tools"]), found["last_only"])
 
 
-def record_of(row: Mapping[str, Any]) -> Record:
+def record_of(row: Cells, pairs: bool = False) -> Record:
     """The record of a row, recognised by its columns.
+
+    Args:
+        row: the cells by column.
+        pairs: read pairs of answers (``pair_of``), and nothing else.
 
     Raises:
         UnusableText: the columns are not known, or the row has nothing to learn from.
     """
+    if pairs:
+        return pair_of(row)
     for columns, reader in READERS:
         if columns <= row.keys():
             return reader(row)
+    named = "; ".join(", ".join(sorted(columns)) for columns, _ in READERS)
+    of_pairs = " The columns chosen and rejected are for objective.loss: dpo." if PAIRED <= row.keys() else ""
     raise UnusableText(
         f"Its columns are {', '.join(map(str, row)) or 'none'}, and no form of text has these.",
-        f"Name them as one of these does: {'; '.join(', '.join(sorted(columns)) for columns, _ in READERS)}.",
+        f"Name them as one of these does: {named}.{of_pairs}",
     )
 
 
-def _of_messages(row: Mapping[str, Any]) -> Conversation:
+def _of_messages(row: Cells) -> Conversation:
     return _conversation(row["messages"], row.get("tools"))
 
 
-def _of_sharegpt(row: Mapping[str, Any]) -> Conversation:
+def _of_sharegpt(row: Cells) -> Conversation:
     messages = [
         {"role": ROLES.get(str(turn["from"]), turn["from"]), "content": turn.get("value")} if "from" in turn else turn
         for turn in _mappings(row["conversations"])
@@ -119,7 +144,7 @@ def _of_sharegpt(row: Mapping[str, Any]) -> Conversation:
     return _conversation([*([{"role": "system", "content": system}] if system else []), *messages], row.get("tools"))
 
 
-def _of_completion(row: Mapping[str, Any]) -> Record:
+def _of_completion(row: Cells) -> Record:
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         _require(completion, "The completion")
@@ -128,17 +153,17 @@ def _of_completion(row: Mapping[str, Any]) -> Record:
     return replace(_conversation([*_mappings(prompt), *_mappings(ends)], row.get("tools")), last_only=True)
 
 
-def _of_instruction(row: Mapping[str, Any]) -> Conversation:
+def _of_instruction(row: Cells) -> Conversation:
     asked = "\n\n".join(_require(part, "The instruction") for part in (row["instruction"], row.get("input")) if part)
     system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
     return _conversation([*system, {"role": "user", "content": asked}, {"role": ANSWERS, "content": row["output"]}])
 
 
-def _of_text(row: Mapping[str, Any]) -> str:
+def _of_text(row: Cells) -> str:
     return _require(row["text"], "The text")
 
 
-READERS: tuple[tuple[frozenset[str], Callable[[Mapping[str, Any]], Record]], ...] = (
+READERS: tuple[tuple[frozenset[str], Callable[[Cells], Record]], ...] = (
     (frozenset({"messages"}), _of_messages),
     (frozenset({"conversations"}), _of_sharegpt),
     (frozenset({"prompt", "completion"}), _of_completion),
@@ -146,6 +171,68 @@ READERS: tuple[tuple[frozenset[str], Callable[[Mapping[str, Any]], Record]], ...
     (frozenset({"text"}), _of_text),
 )
 """Columns -> reader of a row that has them; the first that fits is taken."""
+PAIRED = frozenset({"chosen", "rejected"})
+
+
+def pair_of(row: Cells) -> Pair:
+    """The two answers of a row, as TRL reads them: the prompt is a column of its own, or the beginning of both.
+
+    Answers are texts or lists of messages, and so is the prompt. A prompt that is a text before answers that begin with
+    the same messages says these once more.
+
+    Raises:
+        UnusableText: a column is missing, an answer is empty, the answers are the same, or their prompts differ.
+    """
+    missing = " and ".join(sorted(PAIRED - row.keys()))
+    if missing:
+        what = f"It has no column {missing}; its columns are {', '.join(map(str, row)) or 'none'}."
+        raise UnusableText(what, "objective.loss: dpo takes rows of chosen and rejected, and prompt if they lack it.")
+    prompt, answers = row.get("prompt"), (row["chosen"], row["rejected"])
+    texts = all(isinstance(answer, str) for answer in answers) and (prompt is None or isinstance(prompt, str))
+    pair = _pair_of_texts(prompt, *answers) if texts else _pair_of_messages(prompt, answers, row.get("tools"))
+    if pair.chosen == pair.rejected:
+        raise UnusableText("The chosen and the rejected answer are the same.", "Take the row away.")
+    return pair
+
+
+def _pair_of_texts(prompt: str | None, chosen: str, rejected: str) -> Pair:
+    _require(chosen, "The chosen answer")
+    _require(rejected, "The rejected answer")
+    if prompt or chosen == rejected:
+        return Pair(Completion(prompt or "", chosen), Completion(prompt or "", rejected))
+    shared = commonprefix([chosen, rejected]).removesuffix(" ")  # a space belongs to the word behind it
+    if not shared.strip():
+        raise UnusableText("Chosen and rejected begin differently, and there is no prompt.", PROMPT_FIX)
+    found = [Completion(shared, answer[len(shared) :]) for answer in (chosen, rejected)]
+    for name, answer in zip(("chosen", "rejected"), found, strict=True):
+        _require(answer.completion, f"Behind the beginning that both answers share, the {name} one")
+    return Pair(*found)
+
+
+def _pair_of_messages(prompt: object, answers: Sequence[object], tools: object) -> Pair:
+    begin = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    before = [_message(message) for message in _mappings(begin or [])]
+    sides = list[list[dict[str, Any]]]()
+    for name, answer in zip(("chosen", "rejected"), answers, strict=True):
+        given = [{"role": ANSWERS, "content": answer}] if isinstance(answer, str) else answer
+        sides.append([_message(message) for message in _mappings([given] if isinstance(given, Mapping) else given)])
+        last = sides[-1][-1] if sides[-1] else {"content": ""}
+        if not last.get("tool_calls"):
+            _require(last["content"], f"The {name} answer")
+    most = min(map(len, sides)) - 1
+    shared = next((n for n in range(most) if sides[0][n] != sides[1][n]), most)
+    if shared and isinstance(prompt, str):
+        before = []
+    if not before and not shared:
+        raise UnusableText("The prompts of chosen and rejected differ, or there is none.", PROMPT_FIX)
+    if any(len(side) != shared + 1 or side[-1]["role"] != ANSWERS for side in sides):
+        what = "The prompts of chosen and rejected differ, or more than one message of the assistant differs."
+        raise UnusableText(what, "Give answers of one message after the same messages.")
+    chosen, rejected = (replace(_conversation([*before, *side], tools), last_only=True) for side in sides)
+    return Pair(chosen, rejected)
+
+
+PROMPT_FIX = "Let both begin with the same prompt, or give it in the column prompt."
 
 
 def _conversation(messages: Any, tools: Any = None) -> Conversation:

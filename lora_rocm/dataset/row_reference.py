@@ -19,15 +19,16 @@ REFERENCE, ROW = records.MARK + "@", records.MARK + "["
 """First characters of a reference, and of several texts in one row; no record begins so."""
 
 
-def reference(text: str, offset: int, part: int | None) -> str:
+def reference(text: str, offset: int, part: int | None, pairs: bool = False) -> str:
     """What stands for a text in a table.
 
     Args:
         text: a record as one string.
         offset: of its line in the file, in bytes.
         part: its number, if the record of the line was cut into several (``records.part``).
+        pairs: as in ``records.record_of``.
     """
-    return REFERENCE + json.dumps([offset, part, _digest(text)])
+    return REFERENCE + json.dumps([offset, part, pairs, _digest(text)])
 
 
 def joined(stored: list[str]) -> str:
@@ -53,11 +54,11 @@ def resolved(stored: str, file: Path) -> str:
         return joined([resolved(each, file) for each in separated(stored)])
     if not stored.startswith(REFERENCE):
         return stored
-    offset, part, digest = json.loads(stored[len(REFERENCE) :])
+    offset, part, pairs, digest = json.loads(stored[len(REFERENCE) :])
     try:
         with file.open("rb") as lines:
             lines.seek(offset)
-            record = records.record_of(json.loads(lines.readline(MAX_ROW_BYTES + 1).decode("utf-8-sig")))
+            record = records.record_of(json.loads(lines.readline(MAX_ROW_BYTES + 1).decode("utf-8-sig")), pairs)
         text = records.written(record if part is None else records.part(record, part))
         same = _digest(text) == digest
     except (OSError, ValueError, LookupError, UnusableText):

@@ -35,6 +35,7 @@ class _Findings:
     samples: Samples
     report: Report
     parts: Parts
+    pairs: bool = False
     set_aside: list[Problem] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     lasting: bool = True
@@ -51,7 +52,8 @@ class _Findings:
             return
         for number, part in enumerate(parts):
             key = sample.key if len(parts) == 1 else f"{sample.key}#{number}"
-            stored = part if offset is None else reference(part, offset, None if part == text else number)
+            at = None if part == text else number
+            stored = part if offset is None else reference(part, offset, at, self.pairs)
             self.samples.append(replace(sample, key=key, caption=stored))
 
 
@@ -61,23 +63,24 @@ def find_samples(recipe: Recipe, report: Report = ignore, *, copies: bool = True
     For arguments and errors see ``scan`` and ``scan_texts``.
     """
     if recipe.spec.trains_on_texts:
-        return scan_texts(recipe.data, report, parts)
+        return scan_texts(recipe.data, report, parts, pairs=recipe.objective.compares_pairs)
     return scan(recipe.data, report, copies=copies)
 
 
-def scan_texts(data: DataSection, report: Report = ignore, parts: Parts = _whole) -> Scan:
+def scan_texts(data: DataSection, report: Report = ignore, parts: Parts = _whole, *, pairs: bool = False) -> Scan:
     """Find every text of every source, in a fixed order. The text is the sample's caption; width and height are 0.
 
     Args:
         data: the data section of the recipe.
         report: receives the progress if there are very many texts.
         parts: cuts a text, or a record of a table (``records.written``), into samples.
+        pairs: a row is a pair of answers.
 
     Raises:
         DataError: a source cannot be read or has no texts, or no text is usable.
     """
     sources = data.resolved_sources()
-    found = _Findings(Samples(sources), report, parts)
+    found = _Findings(Samples(sources), report, parts, pairs)
     for index, options in enumerate(sources):
         add = _scan_table if options.path is None else _scan_folder
         add(found, index, options, f"sources[{index}]/" if len(sources) > 1 else "")
@@ -98,7 +101,7 @@ def _scan_table(found: _Findings, index: int, options: ResolvedSource, prefix: s
         try:
             if isinstance(row, UnusableText):
                 raise row
-            text = written(record_of(row))
+            text = written(record_of(row, found.pairs))
         except UnusableText as error:
             found.set_aside.append(Problem(shown(f"{options.dataset} {where}"), error.what, error.fix))
             continue

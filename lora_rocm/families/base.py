@@ -70,6 +70,23 @@ class Encoder(Protocol):
         ...
 
 
+@runtime_checkable
+class ComparesWithStart(Protocol):
+    """A family whose objective may compare the model with what it was before the first step."""
+
+    @property
+    def start_entry(self) -> EntrySpec | None:
+        """The entry that ``at_start`` fills. None: the recipe's objective compares nothing."""
+        ...
+
+    def at_start(self, model: Callable[[], LoadedModel], inputs: Inputs, door: DeviceTransfer) -> Tensors:
+        """What the model says of one sample before the first step: the tensors of ``start_entry``, on the CPU.
+
+        ``model`` gives the model on the door's device; it is loaded when it is first asked for.
+        """
+        ...
+
+
 class TextReader(Protocol):
     """Reads texts that are samples, as records (``dataset.records``)."""
 

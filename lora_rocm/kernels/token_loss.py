@@ -32,13 +32,14 @@ def to_loss_gradient(
         from lora_rocm.kernels.token_loss_triton import launch
 
         return launch(logits_NV, labels_N, ignored, scale, cap)
-    scaled_NV = logits_NV.float() * scale
-    bent_NV = None if cap is None else torch.tanh(scaled_NV / cap)
+    capped_NV = logits_NV.float() * scale
+    slope: Tensor | float = scale
+    if cap is not None:
+        bent_NV = torch.tanh(capped_NV / cap)
+        capped_NV, slope = bent_NV * cap, scale * (1 - bent_NV.square())
     counts_N1, at_N1 = (labels_N != ignored)[:, None], labels_N.clamp(min=0)[:, None]
-    likely_NV = torch.log_softmax(scaled_NV if bent_NV is None else bent_NV * cap, dim=1)
+    likely_NV = torch.log_softmax(capped_NV, dim=1)
     losses_N = torch.where(counts_N1, -likely_NV.gather(1, at_N1), 0.0)[:, 0]
     gradient_NV = likely_NV.exp_().scatter_add_(1, at_N1, -torch.ones_like(at_N1, dtype=torch.float32))
-    if bent_NV is not None:
-        gradient_NV.mul_(1 - bent_NV.square_())
-    logits_NV.copy_(gradient_NV.mul_(counts_N1 * scale))
+    logits_NV.copy_(gradient_NV.mul_(slope).mul_(counts_N1))
     return losses_N

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ from lora_rocm.rundir.run_context import NOBODY, RunContext
 
 if TYPE_CHECKING:
     from lora_rocm.device.transfer import DeviceTransfer
-    from lora_rocm.families.base import Tensors
+    from lora_rocm.families.base import Encoder, Tensors
     from lora_rocm.latent_cache.prefetch import Behind
 
 
@@ -29,6 +29,7 @@ class Encoding:
     context: receives events if an encoder moves to the CPU or to tiles, and for each damaged entry encoded again.
     tiles: image encoders work in tiles; set after running out of memory.
     open_door: opens the transfer of weights, inputs and results to and from a device.
+    more: encoders beside those of the family, after them.
     look: raises if kernels or the encoders' weights are wrong. Called before the first encode and before each batch of
         entries is written (see ``quarantine.HeldBack``); not called if nothing is encoded.
     """
@@ -40,6 +41,7 @@ class Encoding:
     tiles: bool = False
     open_door: OpenDoor = plain_door
     look: Look | None = None
+    more: Sequence[Encoder] = ()
 
     def held_back(self, door: Callable[[], DeviceTransfer]) -> HeldBack:
         """A ``HeldBack`` that keeps the results of an encoder until ``look`` passes for its transfer."""

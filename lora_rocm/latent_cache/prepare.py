@@ -85,7 +85,7 @@ def prepare(recipe: Recipe, family: ModelFamily, encoding: Encoding, facts: Fact
         StorageError: the cache cannot be written; its entries stay.
         MachineError: an image does not fit into memory, not even in tiles; or an error of ``Encoding.look``.
     """
-    encoders = run_encoders(recipe, family)  # locates the base model, so it comes before the long work
+    encoders = (*run_encoders(recipe, family), *encoding.more)  # locates the base model: before the long work
     entries = tuple(encoder.entry for encoder in encoders)
     caches = Caches(encoding, encoders)
     if facts is not None:
@@ -343,10 +343,10 @@ def choose_held_out(hashes: dict[str, str], share: float) -> set[str]:
     """Keys of the samples to hold out: those whose content hash, as a fraction in [0, 1), is below ``share``.
 
     Only the content decides, so adding or renaming samples does not move others between the two parts, and copies stay
-    together. If a part would be empty, one sample is moved to it.
+    together. If a part would be empty, one sample is moved to it, unless ``share`` is 0 or 1.
     """
-    if share == 0.0:
-        return set()
+    if share in (0.0, 1.0):
+        return set(hashes) if share else set()
     places = {key: fraction("held out", sha256) for key, sha256 in hashes.items()}
     cut = min(max(share, min(places.values()) + 1e-12), max(places.values()))
     return {key for key, place in places.items() if place < cut}

@@ -49,12 +49,13 @@ def family_problems(data: Any, where: Callable[[Key], str], spec: FamilySpec) ->
 
 
 def given_unread(data: Any, spec: FamilySpec) -> Iterator[Key]:
-    """The given keys that the family does not read, also in the entries of ``data.sources``."""
+    """The given keys that the family does not read, also in ``data.watched`` and the entries of ``data.sources``."""
     for name in sorted(spec.unread):
         section, _, leaf = name.partition(".")
         sources = _get(data, (section, "sources")) if section == "data" else None
         places = [
             (section,),
+            (section, "watched"),
             *((section, "sources", i) for i in range(len(sources) if isinstance(sources, list) else 0)),
         ]
         for place in places:

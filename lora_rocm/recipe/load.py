@@ -233,12 +233,12 @@ def questions(recipe: Recipe, layers: Layered) -> list[str]:
 
 INIT_FROM: Key = ("lora", "init_from")
 MANY_CAPTIONS = ("shuffle_caption", "caption_tag_dropout_rate", "enable_wildcard", "sources")
+VALIDATION = ("validation_every_n_steps", "validation_every_n_epochs")
 NEED_ANOTHER: dict[Key, tuple[Key, ...]] = {
     ("optim", "text_encoder_learning_rate"): (("lora", "train_text_encoder"), ("lora", "new_tokens")),
     ("optim", "embedding_learning_rate"): (("lora", "new_tokens"),),
-    ("train", "validation_every_n_steps"): (("data", "validation_split"),),
-    ("train", "validation_every_n_epochs"): (("data", "validation_split"),),
-    ("data", "validation_split"): (("train", "validation_every_n_steps"), ("train", "validation_every_n_epochs")),
+    **{("train", key): (("data", "validation_split"), ("data", "watched")) for key in VALIDATION},
+    **{("data", key): tuple(("train", each) for each in VALIDATION) for key in ("validation_split", "watched")},
     ("data", "keep_tokens"): tuple(("data", key) for key in MANY_CAPTIONS),
     ("data", "caption_variants"): tuple(("data", key) for key in MANY_CAPTIONS),
     ("optim", "safeguard_warmup"): (("optim", "lr_warmup_steps"), ("optim", "lr_warmup_ratio")),
@@ -319,12 +319,11 @@ def resume_differences(old: Recipe, new: Recipe) -> list[Problem]:
 def _leaves(section: BaseModel, prefix: tuple[str, ...] = ()) -> Iterator[tuple[Key, Any, bool]]:
     """(key, JSON value, may change on resume) of every leaf."""
     for name, info in type(section).model_fields.items():
-        value = getattr(section, name)
+        value, extra = getattr(section, name), info.json_schema_extra
+        may_change = isinstance(extra, dict) and extra.get("resume") == "may change"
         if isinstance(value, BaseModel):
-            yield from _leaves(value, (*prefix, name))
+            yield from ((key, leaf, may_change or may) for key, leaf, may in _leaves(value, (*prefix, name)))
         else:
-            extra = info.json_schema_extra
-            may_change = isinstance(extra, dict) and extra.get("resume") == "may change"
             yield (*prefix, name), section.model_dump(mode="json", include={name})[name], may_change
 
 

@@ -8,7 +8,7 @@ catch typing errors before they exhaust the machine's memory.
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, create_model, model_validator
 from pydantic_core import PydanticCustomError
@@ -108,8 +108,8 @@ class SourceOptions(Section):
     )
 
 
-class DataSource(Section):
-    """One source: a folder of images, or a ``datasets`` source. Options that are not set come from ``data``."""
+class NamedSource(Section):
+    """A folder, or a ``datasets`` source, alone. Its options are those of ``data``."""
 
     path: InputFolder | None = Field(None, description="A folder of images, with its sub-folders.")
     dataset: PathOrHubId | None = Field(
@@ -122,6 +122,17 @@ class DataSource(Section):
     caption_column: str | None = Field(
         "text", description="Column with the caption; with path, of metadata.jsonl or metadata.csv beside the images."
     )
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        if (self.path is None) == (self.dataset is None):
+            raise one_of(self, "path", "dataset")
+        return self
+
+
+class DataSource(NamedSource):
+    """One source: a folder of images, or a ``datasets`` source. Options that are not set come from ``data``."""
+
     is_reg: bool = Field(
         False,
         description="These are regularisation images: images of the class without the concept. As many are used in an "
@@ -150,12 +161,6 @@ class DataSource(Section):
     alpha_mask: bool | None = None
     unmasked_weight: Fraction | None = None
     control_path: InputFolder | None = None
-
-    @model_validator(mode="after")
-    def _one_kind(self) -> DataSource:
-        if (self.path is None) == (self.dataset is None):
-            raise one_of(self, "path", "dataset")
-        return self
 
 
 class DataSection(SourceOptions):
@@ -195,6 +200,19 @@ class DataSection(SourceOptions):
     validation_split: Annotated[float, Field(ge=0.0, le=0.5)] = Field(
         0.0, description="Share of the images held out for the validation loss."
     )
+    watched: NamedSource | None = on_resume(
+        None,
+        "A source that is never trained on: path or dataset, with the keys split, image_column and caption_column of "
+        "an entry of sources. Its loss is taken before training and with each held-out loss: it shows what is "
+        "forgotten.",
+    )
+
+    @model_validator(mode="after")
+    def _watched_alone(self) -> DataSection:
+        if self.watched is not None and self.has_controls:
+            what, fix = "cannot be watched beside control images", "Remove it."
+            raise PydanticCustomError("rule", "{what}", {"what": what, "at": ("watched",), "fix": fix})
+        return self
 
     @model_validator(mode="after")
     def _has_source(self) -> DataSection:
@@ -254,6 +272,11 @@ class DataSection(SourceOptions):
     def has_controls(self) -> bool:
         """Whether the images have control images."""
         return any(source.control_path for source in self.resolved_sources())
+
+    @property
+    def watched_name(self) -> str:
+        """The folder or dataset of ``watched``."""
+        return "" if self.watched is None else self.watched.path or self.watched.dataset or ""
 
     def resolved_sources(self) -> tuple[ResolvedSource, ...]:
         """Every source with the defaults of ``data`` filled in."""
@@ -466,6 +489,13 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _pairs_are_not_packed(self) -> Recipe:
+        if self.data.packing and self.objective.compares_pairs:
+            what, fix = "pairs of answers are not put into rows with others", "Remove it."
+            raise PydanticCustomError("rule", "{what}", {"what": what, "at": ("data", "packing"), "fix": fix})
+        return self
+
+    @model_validator(mode="after")
     def _optimizer_fits_weights(self) -> Recipe:
         name, dtypes = self.optim.optimizer, self.optim.weight_dtypes
         if self.optim.averages and self.train.ema_decay:
@@ -508,6 +538,17 @@ class Recipe(Section):
     def formats(self) -> tuple[str, ...]:
         """The forms in which the result is written: as given, else the family's usual one."""
         return self.output.formats or self.spec.formats[:1]
+
+    @property
+    def watching(self) -> Recipe | None:
+        """The recipe whose samples are those of ``data.watched``, all held out; None: none is watched."""
+        train, watched = self.train, self.data.watched
+        if watched is None or not (train.validation_every_n_steps or train.validation_every_n_epochs):
+            return None
+        source = DataSource.model_validate(watched.model_dump())
+        alone = {"path": None, "sources": (source,), "watched": None, "validation_split": 1.0}
+        data = self.data.model_copy(update={**alone, "mask_path": None, "alpha_mask": False})
+        return self.model_copy(update={"data": data, "objective": self.objective.watching, "sample": SampleSection()})
 
     def trains(self, component: str) -> bool:
         """Whether a component of an adapter's runs in a step: text encoders do if they, or new tokens, are trained."""

@@ -166,6 +166,16 @@ class ModelSection(Section):
 class ObjectiveSection(Section):
     """The training objective. Its keys depend on the family."""
 
+    @property
+    def compares_pairs(self) -> bool:
+        """Whether a sample is a pair: what is preferred, and what is not."""
+        return False
+
+    @property
+    def watching(self) -> ObjectiveSection:
+        """The objective whose loss is taken of the data of ``data.watched``."""
+        return self
+
     def metadata(self) -> Mapping[str, object]:
         """The ``ss_`` fields of kohya for these keys, for the metadata of a LoRA file. None leaves a field out."""
         return {}

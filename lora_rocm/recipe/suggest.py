@@ -10,7 +10,7 @@ import difflib
 import re
 from collections.abc import Iterator
 from functools import cache
-from typing import Any, get_args, get_origin
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
@@ -38,11 +38,14 @@ def section_class(annotation: Any) -> type[BaseModel] | None:
 
 
 def all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every key of a recipe class as ``section.key`` in schema order, sections included, those in lists left out."""
+    """Every key of a recipe class as ``section.key`` in schema order, sections included.
+
+    Keys of sections in lists, and of sections that may be missing, are left out.
+    """
     for name, field in model.model_fields.items():
         yield prefix + name
         section = section_class(field.annotation)
-        if section is not None and get_origin(field.annotation) is not tuple:
+        if section is not None and isinstance(field.annotation, type):
             yield from all_keys(section, f"{prefix}{name}.")
 
 

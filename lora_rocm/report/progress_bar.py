@@ -37,10 +37,17 @@ CACHE_WORK = {
 MAX_REPAIRS_SAID = 5
 
 Event = dict[str, Any]
+
+
+def _measures(event: Event) -> str:
+    return "".join(f", {name} {number_text(value)}" for name, value in event["measures"].items())
+
+
 LINES: dict[str, Callable[[Event], str]] = {
     **TEXTS,
     "incident": lambda e: f"Incident at iteration {e['iteration']} ({e['kind']}): {e['detail']}; {e['action']}",
-    "validation": lambda e: f"Held-out loss after step {e['updates']}: {number_text(e['loss'])}",
+    "validation": lambda e: f"Held-out loss after step {e['updates']}: {number_text(e['loss'])}{_measures(e)}",
+    "watched": lambda e: f"Watched loss after step {e['updates']}: {number_text(e['loss'])}{_measures(e)}",
     "checkpoint": lambda e: f"Saved {e['path']} and {e['lora']}",
     "preview": lambda e: f"{len(e['images'])} previews after step {e['updates']}",
     "export": lambda e: (

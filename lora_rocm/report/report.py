@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -215,8 +216,9 @@ def _curves(facts: Facts) -> str:
             smooth.append((updates, now))
     rate: list[Point] = [(step["updates"], step["learning_rate"]) for step in facts.steps]
     held_out: list[Point] = [(event["updates"], event["loss"]) for event in facts.all("validation")]
+    watched: list[Point] = [(event["updates"], event["loss"]) for event in facts.all("watched")]
     texts = facts.recipe is not None and facts.recipe.spec.trains_on_texts
-    perplexity = [(updates, math.exp(min(loss, MAX_EXPONENT))) for updates, loss in held_out if texts]
+    pairs = facts.recipe is not None and facts.recipe.objective.compares_pairs
     told = dict.fromkeys(name for step in facts.steps for name in step["optimizer"])
     of_optimizer: dict[str, list[Point]] = {
         name: [(step["updates"], step["optimizer"][name]) for step in facts.steps if name in step["optimizer"]]
@@ -224,13 +226,31 @@ def _curves(facts: Facts) -> str:
     }
     plots = [
         ("Loss (grey: each step; line: smoothed)", [Series("loss", loss, "raw"), Series("smoothed", smooth, "smooth")]),
-        ("Held-out loss", [Series("held-out loss", sorted(dict(held_out).items()), "dots")]),
-        ("Held-out perplexity", [Series("held-out perplexity", sorted(dict(perplexity).items()), "dots")]),
+        *_held_out_plots("held-out", held_out, texts and not pairs),
+        *_held_out_plots("watched", watched, texts),
+        *((f"Held-out {name}", [Series(name, points, "dots")]) for name, points in _measures(facts).items()),
         ("Learning rate", [Series("learning rate", rate)]),
         *((name.replace("_", " "), [Series(name, points)]) for name, points in of_optimizer.items()),
     ]
     parts = [f"<h3>{title}</h3>{drawn}" for title, series in plots if (drawn := line_plot(series, "step"))]
     return section("Curves", *parts)
+
+
+def _held_out_plots(name: str, losses: list[Point], are_entropies: bool) -> Iterator[tuple[str, list[Series]]]:
+    """The plot of a loss of samples that are not trained on, and of the perplexity if it is a cross-entropy."""
+    points = sorted(dict(losses).items())
+    yield f"{name.capitalize()} loss", [Series(f"{name} loss", points, "dots")]
+    perplexity = [(updates, math.exp(min(loss, MAX_EXPONENT))) for updates, loss in points if are_entropies]
+    yield f"{name.capitalize()} perplexity", [Series(f"{name} perplexity", perplexity, "dots")]
+
+
+def _measures(facts: Facts) -> dict[str, list[Point]]:
+    """Other values of the held-out samples, by name; of a step seen twice the newest counts."""
+    found = defaultdict[str, dict[float, float]](dict)
+    for event in facts.all("validation"):
+        for name, value in event["measures"].items():
+            found[name][event["updates"]] = value
+    return {name: sorted(values.items()) for name, values in found.items()}
 
 
 def _previews(facts: Facts) -> str:

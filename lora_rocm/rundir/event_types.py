@@ -219,10 +219,19 @@ class CanaryEvent(Event):
 
 
 class ValidationEvent(Event):
-    """The loss over held-out samples."""
+    """The loss over held-out samples. measures: means of other values, by name (``Prediction.measures``)."""
 
     updates: Whole
     loss: NumberOrNull
+    measures: dict[Text, Number] = {}
+
+
+class WatchedEvent(Event):
+    """The loss over the samples of ``data.watched``. updates: 0 before training."""
+
+    updates: Whole
+    loss: NumberOrNull
+    measures: dict[Text, Number] = {}
 
 
 class CheckpointEvent(Event):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -15,6 +15,7 @@ from lora_rocm.loader.batch import Batch
 from lora_rocm.loader.batches import BatchPlan, loader
 from lora_rocm.memory.controller import Memory
 from lora_rocm.memory.oom_recovery import Relief
+from lora_rocm.recipe.schema import Recipe
 from lora_rocm.train import compilation
 from lora_rocm.train.context import Data, StartContext, captures, pins
 from lora_rocm.train.engine import Engine
@@ -22,6 +23,7 @@ from lora_rocm.train.graphs import Graphs
 from lora_rocm.train.hooks import CallEvery, Save, Validation
 from lora_rocm.train.loop import Hook, Position, SaveClock, Trainer
 from lora_rocm.train.outputs import Artifacts
+from lora_rocm.train.watched import Watched
 
 
 def new_trainer(start: StartContext, data: Data, position: Position, artifacts: Artifacts) -> Trainer:
@@ -35,15 +37,13 @@ def new_trainer(start: StartContext, data: Data, position: Position, artifacts: 
 
     # Hooks: canary, validation, checkpoints, previews
     hooks: list[Hook] = [CallEvery(recipe.runtime.canary_every_n_steps, artifacts.guard.check_kernels)]
-    if (validation_steps := train.validation_steps(steps_per_epoch)) and data.prepared.held_out:
+    validation_steps, shown = train.validation_steps(steps_per_epoch), artifacts.shown_weights
+    if validation_steps and data.prepared.held_out:
         held_out = BatchPlan(data.prepared.held_out, train.batch_size, 1, train.seed)
-        hooks.append(
-            Validation(
-                validation_steps,
-                lambda: open_batches(held_out, 0, held_out.steps_per_epoch),
-                artifacts.shown_weights,
-            )
-        )
+        hooks.append(Validation(validation_steps, lambda: open_batches(held_out, 0, held_out.steps_per_epoch), shown))
+    if validation_steps and data.watched is not None:
+        batches = _watched_batches(data.watched, recipe, pinned)
+        hooks.append(Validation(validation_steps, batches, shown, data.watched.family))
     clock = SaveClock(minutes) if (minutes := recipe.output.save_every_minutes) else None
     hooks.append(Save(recipe.output.save_steps(steps_per_epoch), clock, lambda updates: artifacts.checkpoint(position)))
     # Engine, and previews, which need the memory of its graphs
@@ -77,6 +77,13 @@ def new_trainer(start: StartContext, data: Data, position: Position, artifacts: 
         steps_per_epoch=steps_per_epoch,
         clock=clock,
     )
+
+
+def _watched_batches(watched: Watched, recipe: Recipe, pinned: bool) -> Callable[[], Iterator[Batch]]:
+    """Opens the batches of ``data.watched``, each time from the first one on."""
+    plan, repair = BatchPlan(watched.prepared.held_out, recipe.train.batch_size, 1, 0), watched.prepared.repair
+    end = plan.steps_per_epoch
+    return lambda: loader(plan, watched.family, watched.workers, 0, end, pin_memory=pinned, repair=repair)
 
 
 def first_pass(

@@ -22,7 +22,7 @@ from lora_rocm.device.precision import compute_dtype
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import DataError
 from lora_rocm.families.base import LoadedModel, ModelFamily, PreviewRequest, family_for
-from lora_rocm.families.objectives.loss import losses
+from lora_rocm.families.objectives.loss import measured
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.files import write_atomic
 from lora_rocm.latent_cache.cache import LatentCache
@@ -36,9 +36,10 @@ from lora_rocm.rundir.event_types import ComparedEvent
 from lora_rocm.rundir.events import emit
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.run_context import RunContext
-from lora_rocm.train.held_out import HeldOutLoss
+from lora_rocm.train.held_out import HeldOut, HeldOutLoss
 from lora_rocm.train.preview import ENDINGS, content_of, requests_of
 from lora_rocm.train.standalone import Job, open_transfer, send_model, start_device
+from lora_rocm.train.start_encoder import start_encoders
 
 CONTEXT = RunContext(emit=emit)
 
@@ -56,9 +57,10 @@ def compare(job: Job, registry: Registry = PRODUCT) -> None:
     family, transfer = family_for(recipe), open_transfer(device, settings)
     cache = LatentCache(Path(recipe.cache.dir))
     open_door = partial(open_transfer, settings=settings)
-    prepared = _prepared(recipe, family, Encoding(cache, device, context=CONTEXT, open_door=open_door))
-    # The model, and the weights of each file, read on the CPU
     dtype = compute_dtype(recipe.train.mixed_precision, device, settings, recipe.spec.takes_fp16)
+    more = start_encoders(recipe, family, dtype)
+    prepared = _prepared(recipe, family, Encoding(cache, device, context=CONTEXT, open_door=open_door, more=more))
+    # The model, and the weights of each file, read on the CPU
     model = family.load(dtype, torch.device("cpu"))
     adapter = inject(family, model, without_start(recipe.lora), recipe.train.seed, CONTEXT.notice)
     training_adapter = put_training_adapter(family, model, recipe.model.training_adapter, CONTEXT.notice)
@@ -68,7 +70,7 @@ def compare(job: Job, registry: Registry = PRODUCT) -> None:
     send_model(model, transfer)
     family.fuse(model, triton=False)
     # Losses and images of each
-    held_out = HeldOutLoss(family, model, transfer, partial(losses, family, model), CONTEXT)
+    held_out = HeldOutLoss(family, model, transfer, partial(measured, family, model), CONTEXT)
     requests = requests_of(recipe)
     for updates in (0, *states):
         if updates:
@@ -118,11 +120,11 @@ def _held_out_batches(recipe: Recipe, family: ModelFamily, cache: LatentCache, p
         yield from loader(plan, family, workers, 0, plan.steps_per_epoch, repair=prepared.repair)
 
 
-def _mean_losses(found: Sequence[tuple[str, float, int]]) -> dict[str, float | None]:
+def _mean_losses(found: Sequence[HeldOut]) -> dict[str, float | None]:
     """Sample key -> mean loss over all positions; a sample that is repeated in an epoch counts once."""
     of_sample = defaultdict[str, list[float]](list)
-    for key, loss, _ in found:
-        of_sample[key].append(loss)
+    for each in found:
+        of_sample[each.key].append(each.loss)
     return {key: sum(values) / len(values) for key, values in of_sample.items()}
 
 

@@ -17,6 +17,7 @@ from lora_rocm.rundir.run_context import RunContext
 from lora_rocm.train.checkpoint import Checkpoint
 from lora_rocm.train.lost_images import DataOfCheckpoint
 from lora_rocm.train.session import Session
+from lora_rocm.train.watched import Watched
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Data:
     Attributes:
         kept: data facts from the checkpoint, if training is complete and the images have vanished or changed; there are
             no items then.
+        watched: the samples of ``data.watched``, if any are.
     """
 
     prepared: Prepared
@@ -62,6 +64,7 @@ class Data:
     max_train_steps: int
     workers: Workers
     kept: DataOfCheckpoint | None = None
+    watched: Watched | None = None
 
     def identity(self) -> str:
         """A digest that changes if a resumed run would see other samples or another order."""

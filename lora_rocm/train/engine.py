@@ -6,7 +6,7 @@ pass whose shapes recur is captured as a graph (``train/graphs.py``) and replaye
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor
 from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.device.attention import Context
 from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors
-from lora_rocm.families.objectives.loss import losses
+from lora_rocm.families.objectives.loss import measured
 from lora_rocm.train.graphs import Graphs, Passed
 
 
@@ -44,8 +44,12 @@ class Engine:
 
     def losses(self, batch: Tensors, draws: Tensors) -> Tensor:
         """Unweighted loss of each sample, float32 [B]."""
+        return self.measured(batch, draws)[0]
+
+    def measured(self, batch: Tensors, draws: Tensors) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """As ``losses``, with the ``Prediction.measures``."""
         with self.attention(), self.autocast():
-            return losses(self.family, self.model, batch, draws)
+            return measured(self.family, self.model, batch, draws)
 
     def release(self) -> None:
         """Free the captured graphs. They are captured again when their shapes recur."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,26 +19,38 @@ VALIDATION_POSITIONS = (0.1, 0.3, 0.5, 0.7, 0.9)
 """Positions in the noise schedule at which the held-out loss is taken; fixed, so that values are comparable."""
 
 
+class HeldOut(NamedTuple):
+    """What was found for a sample. share: ``Item.share``."""
+
+    key: str
+    loss: float
+    share: int
+    measures: Mapping[str, float]
+
+
 @dataclass(frozen=True)
 class HeldOutLoss:
     """Computes losses without gradients.
 
     Attributes:
-        losses: (batch, draws), both on the device -> unweighted loss of each sample, float32 [B].
+        measured: (batch, draws), both on the device -> unweighted loss of each sample, float32 [B], and measures.
         parts: the number of parts that each batch is split into, for a batch trained in parts does not fit here either.
     """
 
     family: ModelFamily
     model: LoadedModel
     transfer: DeviceTransfer
-    losses: Callable[[Tensors, Tensors], Tensor]
+    measured: Callable[[Tensors, Tensors], tuple[Tensor, Mapping[str, Tensor]]]
     context: RunContext
     parts: int = 1
 
     @torch.no_grad()
-    def of(self, batches: Iterable[Batch]) -> list[tuple[str, float, int]]:
-        """(sample key, loss, ``Item.share``) of each sample at each position, in the order of the batches."""
-        found = list[tuple[str, float, int]]()
+    def of(self, batches: Iterable[Batch]) -> list[HeldOut]:
+        """What was found for each sample at each position, in the order of the batches.
+
+        There is one position if the objective draws nothing.
+        """
+        found = list[HeldOut]()
         for component in self.model.components.values():
             component.eval()
         self.context.beat("loader")
@@ -46,18 +59,26 @@ class HeldOutLoss:
                 real = (part.tensors["weight"] > 0).tolist()
                 for place in VALIDATION_POSITIONS:
                     self.context.beat("validation")
-                    losses = self._losses(part, place).tolist()
-                    rows = zip(part.sample_keys, losses, part.shares, real, strict=True)
-                    found += [(key, loss, share) for key, loss, share, counts in rows if counts]
+                    draws = self._draws(part, place)
+                    loss_B, measures = self._measured(part, draws)
+                    for row, (key, share) in enumerate(zip(part.sample_keys, part.shares, strict=True)):
+                        if real[row]:
+                            of_row = {name: value_B[row] for name, value_B in measures.items()}
+                            found.append(HeldOut(key, loss_B[row], share, of_row))
+                    if not draws:
+                        break
             self.context.beat("loader")
         for component in self.model.components.values():
             component.train()
         return found
 
-    def _losses(self, batch: Batch, place: float) -> Tensor:
-        """Per-sample loss on the CPU. Noise depends on the sample alone. The transfer is checked as in training."""
+    def _draws(self, batch: Batch, place: float) -> Tensors:
+        """The draws at a position. Noise depends on the sample alone."""
         seeds = [seed_for("validation", key, place) for key in batch.sample_keys]
-        draws = self.family.objective.fixed_draw(batch.tensors, seeds, place).tensors
+        return self.family.objective.fixed_draw(batch.tensors, seeds, place).tensors
+
+    def _measured(self, batch: Batch, draws: Tensors) -> tuple[list[float], dict[str, list[float]]]:
+        """Loss and measures of each sample. The transfer is checked as in training."""
         fingerprints = {**batch.fingerprints, **{name: fingerprint(draw_B) for name, draw_B in draws.items()}}
         while True:
             tensors, _ = self.transfer.send({**batch.tensors, **draws}, fingerprints)
@@ -66,4 +87,5 @@ class HeldOutLoss:
             self.transfer.failed(f"validation, samples {', '.join(batch.sample_keys)}")
         self.transfer.succeeded()
         sent_draws = {name: tensors.pop(name) for name in draws}
-        return self.losses(tensors, sent_draws).float().cpu()
+        loss_B, measures = self.measured(tensors, sent_draws)
+        return loss_B.float().tolist(), {name: value_B.tolist() for name, value_B in measures.items()}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lora_rocm.families.base import ModelFamily
 from lora_rocm.foundation.files import refuse_link
 from lora_rocm.loader.batch import Batch
-from lora_rocm.rundir.event_types import EndEvent, ErrorEvent, Event, StepEvent, ValidationEvent
+from lora_rocm.rundir.event_types import EndEvent, ErrorEvent, Event, StepEvent, ValidationEvent, WatchedEvent
 from lora_rocm.rundir.run_context import RunContext
 from lora_rocm.train.held_out import HeldOutLoss
 from lora_rocm.train.loop import SaveClock, Trainer
@@ -19,8 +20,12 @@ from lora_rocm.train.loop import SaveClock, Trainer
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-SCALARS = {"step": ("loss", "learning_rate", "grad_norm", "step_s", "loss_scale"), "validation": ("loss",)}
-"""Type of an event -> its fields that TensorBoard and other trackers get, beside the optimizer's."""
+SCALARS = {
+    "step": ("loss", "learning_rate", "grad_norm", "step_s", "loss_scale"),
+    "validation": ("loss",),
+    "watched": ("loss",),
+}
+"""Type of an event -> its fields that TensorBoard and other trackers get, beside the optimizer's and the measures."""
 
 
 @dataclass(frozen=True)
@@ -60,25 +65,28 @@ class Save:
 class Validation:
     """Mean loss over held-out samples at fixed noise; the training loss of a diffusion model says little.
 
-    ``shown_weights``: a context that uses the weights that users get.
+    shown_weights: a context that uses the weights that users get.
+    watched: the family with the objective of ``data.watched``, of which the batches are then.
     """
 
     steps: int
     open_batches: Callable[[], Iterator[Batch]]
     shown_weights: Callable[[], AbstractContextManager[None]] = nullcontext
+    watched: ModelFamily | None = None
 
     def due(self, updates: int) -> bool:
         return updates % self.steps == 0
 
     def act(self, trainer: Trainer) -> None:
-        parts = trainer.relief.parts
-        held_out = HeldOutLoss(
-            trainer.family, trainer.model, trainer.transfer, trainer.engine.losses, trainer.context, parts
-        )
+        parts, family = trainer.relief.parts, self.watched or trainer.family
+        engine = trainer.engine if self.watched is None else replace(trainer.engine, family=family)
+        held_out = HeldOutLoss(family, trainer.model, trainer.transfer, engine.measured, trainer.context, parts)
         with self.shown_weights():
             found = held_out.of(self.open_batches())
-        loss = math.fsum(loss * share for _, loss, share in found) / sum(share for *_, share in found)
-        trainer.context.emit(ValidationEvent(updates=trainer.position.updates, loss=loss))
+        loss = math.fsum(each.loss * each.share for each in found) / sum(each.share for each in found)
+        measures = {name: math.fsum(each.measures[name] for each in found) / len(found) for name in found[0].measures}
+        event = ValidationEvent if self.watched is None else WatchedEvent
+        trainer.context.emit(event(updates=trainer.position.updates, loss=loss, measures=measures))
 
 
 class TensorBoard:
@@ -97,9 +105,10 @@ class TensorBoard:
 
     def __call__(self, event: Event) -> None:
         with self._given_up():
-            if isinstance(event, StepEvent | ValidationEvent) and (writer := self._opened()) is not None:
+            if isinstance(event, StepEvent | ValidationEvent | WatchedEvent) and (writer := self._opened()) is not None:
                 found = {name: getattr(event, name) for name in SCALARS[event.type]}
-                for name, value in {**found, **getattr(event, "optimizer", {})}.items():
+                more = event.optimizer if isinstance(event, StepEvent) else event.measures
+                for name, value in {**found, **more}.items():
                     writer.add_scalar(f"{event.type}/{name}", math.nan if value is None else value, event.updates)
             if isinstance(event, EndEvent | ErrorEvent):
                 self.close()

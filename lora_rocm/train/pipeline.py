@@ -45,11 +45,13 @@ from lora_rocm.train.checkpoint import Checkpoint, discard_newer, latest_valid, 
 from lora_rocm.train.context import Data, StartContext, captures, encoder_transfer, pins, transfer_of
 from lora_rocm.train.disk_forecast import CacheRoom, Room
 from lora_rocm.train.guard import CacheGuard, Guard
-from lora_rocm.train.hooks import TensorBoard
+from lora_rocm.train.hooks import TensorBoard, Validation
 from lora_rocm.train.loop import Position
 from lora_rocm.train.lost_images import DataOfCheckpoint, data_of_checkpoint
 from lora_rocm.train.outputs import Artifacts
 from lora_rocm.train.session import Session
+from lora_rocm.train.start_encoder import start_encoders
+from lora_rocm.train.watched import prepare_watched
 
 RECIPE_DIFFERS = "The recipe differs from the checkpoint's in a key that may not change."
 DATA_DIFFER = "The training data are not those of the checkpoint: samples, captions, or the encoders that encode them."
@@ -132,6 +134,10 @@ def _fit(start: StartContext, data: Data, position: Position, artifacts: Artifac
             session.readers.append(lambda event: seen() if isinstance(event, StepEvent) else None)
             if compiler is None:
                 first_pass(start, artifacts, trainer, compiler)
+            if position.updates == 0:
+                for hook in trainer.hooks:
+                    if isinstance(hook, Validation) and hook.watched is not None:
+                        hook.act(trainer)
             finished = trainer.fit(data.max_train_steps)
     artifacts.checkpoint(position)
     trainer.engine.release()  # the last previews need the memory
@@ -215,11 +221,13 @@ def prepare_data(start: StartContext, family: ModelFamily) -> Data:
         tiles=start.settings.image_tiling,
         open_door=partial(encoder_transfer, start),
         look=CacheGuard(recipe.lora.rank, updates, start.context),
+        more=start_encoders(recipe, family, start.dtype),
     )
     # If training is complete, the checkpoint's facts can replace missing data
     kept = data_of_checkpoint(start.checkpoint, recipe, start.world.size)
     if kept is None or start.accept_changes:
-        return data_of(start, family, cache, prepare(recipe, family, encoding))
+        data = data_of(start, family, cache, prepare(recipe, family, encoding))
+        return replace(data, watched=prepare_watched(recipe, encoding))
     try:
         prepared = prepare(recipe, family, encoding)
         if prepared.identity() == kept.identity:

@@ -74,7 +74,8 @@ def track(
 
 def numbers_of(event: Event) -> Mapping[str, float]:
     """The finite numbers of an event: "step/loss", "step/learning_rate", "validation/loss" and so on."""
-    found = {name: event[name] for name in SCALARS[event["type"]]} | event.get("optimizer", {})
+    found = {name: event[name] for name in SCALARS[event["type"]]}
+    found |= event.get("optimizer", {}) | event.get("measures", {})
     return {f"{event['type']}/{name}": value for name, value in found.items() if value is not None}
 
 

@@ -229,8 +229,11 @@ def test_a_wrong_file_is_caught(folder: Path, tmp_path: Path, fault: str) -> Non
         writers.verify("kohya", path, family, model, adapter)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("to", ["kohya", "peft"])
+@pytest.mark.parametrize(("form", "to"), [
+    pytest.param(form, to, marks=() if (form, to) in {("both whole", "peft"), ("both products", "kohya")}
+                 else pytest.mark.slow)
+    for form in FORMS for to in ("kohya", "peft")
+])  # fmt: skip
 def test_a_file_is_attached_as_it_was_trained(folder: Path, tmp_path: Path, form: str, to: str) -> None:
     family, model, adapter = shared(folder, form)
     path = tmp_path / ("peft" if to == "peft" else "x.safetensors")

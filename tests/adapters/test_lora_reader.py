@@ -232,7 +232,11 @@ def test_a_dora_of_lycoris_is_read_along_its_axis(
         torch.testing.assert_close(patched, changed, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+QUICK_SHAPES = (f"{BLOCK}.attn1.to_q", "down_blocks.1.resnets.0.conv1", "down_blocks.1.resnets.0.conv_shortcut")
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK_SHAPES else pytest.param(name, marks=pytest.mark.slow)
+                                  for name in SHAPES])  # fmt: skip
 def test_magnitudes_of_another_length_are_refused_with_file_module_and_shape(
     live: tuple[Any, Any, Any], tmp_path: Path, name: str
 ) -> None:

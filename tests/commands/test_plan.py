@@ -388,9 +388,13 @@ def untrue(
     return found
 
 
-@pytest.mark.parametrize("can_offload", [True, False])
-@pytest.mark.parametrize("footprint", [net(), slim()], ids=["net", "slim"])
-@pytest.mark.parametrize("sections", NEAREST.values(), ids=NEAREST)
+@pytest.mark.parametrize(("sections", "footprint", "can_offload"), [
+    pytest.param(sections, footprint, can_offload, id=f"{way}-{model}-{can_offload}",
+                 marks=() if (model == "net") is can_offload else pytest.mark.slow)
+    for way, sections in NEAREST.items()
+    for model, footprint in (("net", net()), ("slim", slim()))
+    for can_offload in (True, False)
+])  # fmt: skip
 def test_what_is_said_would_fit_does_and_what_is_said_would_not_does_not(
     sections: dict[str, Any], footprint: Footprint, can_offload: bool
 ) -> None:

@@ -16,7 +16,7 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.rule import Situation
 from lora_rocm.rules.this_machine import situation_here
 from lora_rocm.rundir.layout import RunDir
-from tests.golden import HOSTS, machines
+from tests.golden import HOSTS, few_quick
 from tests.supervisor.fake_run import RECIPE
 
 IPC, OVERRIDE = "HIP_DISABLE_IPC", "HSA_OVERRIDE_GFX_VERSION"
@@ -61,7 +61,8 @@ def seen_by_child(machine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     return seen
 
 
-@pytest.mark.parametrize("machine", machines())
+@pytest.mark.parametrize("machine", few_quick("linux-rx7900xtx", "windows-rx9070xt", "wsl-rx7900xtx",
+                                              "broken-unknown-gpu", "nvidia-rtx4090", "cpu-only"))  # fmt: skip
 def test_ipc_is_off_on_amd_and_only_there(machine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv(IPC, raising=False)
     seen = seen_by_child(machine, monkeypatch, tmp_path)
@@ -69,8 +70,14 @@ def test_ipc_is_off_on_amd_and_only_there(machine: str, monkeypatch: pytest.Monk
     assert seen.get(IPC) == ("1" if facts.amd_gpus else None)
 
 
-@pytest.mark.parametrize("machine", ["linux-strix-halo", "linux-strix-halo-tuned", "windows-strix-halo"])
-@pytest.mark.parametrize("left_behind", [None, "11.0.0", "11.5.1"])
+QUICK_1151 = {("linux-strix-halo", "11.0.0"), ("linux-strix-halo-tuned", "11.5.1"), ("windows-strix-halo", None)}
+
+
+@pytest.mark.parametrize(("machine", "left_behind"), [
+    pytest.param(machine, left_behind, marks=() if (machine, left_behind) in QUICK_1151 else pytest.mark.slow)
+    for machine in ("linux-strix-halo", "linux-strix-halo-tuned", "windows-strix-halo")
+    for left_behind in (None, "11.0.0", "11.5.1")
+])  # fmt: skip
 def test_gfx1151_gets_its_own_version(
     machine: str, left_behind: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -104,7 +111,9 @@ def test_the_apu_chosen_by_the_user_gets_the_global_form(monkeypatch: pytest.Mon
     assert seen[OVERRIDE] == "11.5.1" and seen["ROCR_VISIBLE_DEVICES"] == str(apu.index)
 
 
-@pytest.mark.parametrize("machine", ["nvidia-rtx4090", "cpu-only", "linux-rx7900xtx", "linux-rx9070xt"])
+@pytest.mark.parametrize("machine", ["nvidia-rtx4090", *(pytest.param(name, marks=pytest.mark.slow)
+                                                        for name in ("cpu-only", "linux-rx9070xt")),
+                                     "linux-rx7900xtx"])  # fmt: skip
 def test_no_other_machine_gets_an_override(machine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen = seen_by_child(machine, monkeypatch, tmp_path)
     assert not [name for name in seen if name.startswith(OVERRIDE)]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lora_rocm.dataset.records import MARK, Completion, Conversation, UnusableText, read, record_of, written
+from lora_rocm.dataset.records import MARK, Completion, Conversation, Pair, UnusableText, read, record_of, written
 from lora_rocm.dataset.text_rows import rows_of
 from lora_rocm.dataset.text_scan import scan_texts
 from lora_rocm.recipe.schema import DataSection, DataSource
@@ -71,6 +71,66 @@ def test_a_plain_text_stays_itself_even_if_it_looks_like_a_record() -> None:
 def test_what_cannot_be_learned_from_is_named(row: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnusableText, match=reason):
         record_of(row)
+
+
+YES, NO = ({"role": "assistant", "content": text} for text in ("yes", "no"))
+TALK = Pair(Conversation((ASK, YES), last_only=True), Conversation((ASK, NO), last_only=True))
+TEXTS = Pair(Completion("2+2=", "4"), Completion("2+2=", "5"))
+TRAITS = Pair(Completion("Q: a A:", " b c"), Completion("Q: a A:", " d c"))
+PAIRS: list[tuple[dict[str, Any], Pair]] = [
+    ({"prompt": "2+2=", "chosen": "4", "rejected": "5"}, TEXTS),
+    ({"chosen": "2+2=4", "rejected": "2+2=5", "prompt": None}, TEXTS),
+    ({"chosen": "Q: a A: b c", "rejected": "Q: a A: d c"}, TRAITS),
+    ({"prompt": [ASK], "chosen": [YES], "rejected": [NO]}, TALK),
+    ({"prompt": [ASK], "chosen": YES, "rejected": "no", "messages": [ASK, ANSWER]}, TALK),
+    ({"chosen": [ASK, YES], "rejected": [ASK, NO]}, TALK),
+    ({"prompt": ASK["content"], "chosen": [ASK, YES], "rejected": [ASK, NO], "score": 3}, TALK),
+    ({"prompt": ASK["content"], "chosen": [YES], "rejected": [NO]}, TALK),
+]
+
+
+@pytest.mark.parametrize(("row", "record"), PAIRS)
+def test_two_answers_to_a_prompt_are_a_pair(row: dict[str, Any], record: Pair) -> None:
+    assert record_of(row, pairs=True) == record
+    assert read(written(record)) == record
+
+
+OTHER = {"role": "user", "content": "3+3?"}
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": "a", "chosen": "b"}, "has no column rejected; its columns are prompt, chosen"),
+        ({"messages": [ASK, YES]}, "has no column chosen and rejected"),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are the same"),
+        ({"chosen": "ab", "rejected": "ab"}, "are the same"),
+        ({"chosen": [ASK, YES], "rejected": [ASK, YES]}, "are the same"),
+        ({"prompt": "a", "chosen": "b", "rejected": " "}, "The rejected answer is empty"),
+        ({"prompt": "a", "chosen": None, "rejected": None}, "no list of messages"),
+        ({"prompt": [ASK], "chosen": [YES], "rejected": []}, "The rejected answer is empty"),
+        ({"prompt": [ASK], "chosen": [{**YES, "content": ""}], "rejected": [NO]}, "The chosen answer is empty"),
+        ({"chosen": "Q: a A: b", "rejected": "Q: a A:"}, "both answers share, the rejected one is empty"),
+        ({"chosen": "yes", "rejected": "no"}, "begin differently"),
+        ({"chosen": [YES], "rejected": [NO]}, "differ, or there is none"),
+        ({"chosen": [ASK, YES], "rejected": [OTHER, NO]}, "prompts of chosen and rejected differ"),
+        ({"prompt": [ASK], "chosen": [YES, ASK, YES], "rejected": [NO, ASK, NO]}, "more than one message"),
+    ],
+)
+def test_what_is_no_pair_is_named(row: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UnusableText, match=reason):
+        record_of(row, pairs=True)
+
+
+def test_pairs_are_named_where_texts_are_wanted_and_read_where_pairs_are(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + '\n{"text": "d"}', "utf-8")
+    data = DataSection(sources=(DataSource(dataset=str(path)),))
+    found, other = scan_texts(data, pairs=True), scan_texts(data)
+    assert [read(sample.caption) for sample in found.samples] == [Pair(Completion("a", "b"), Completion("a", "c"))]
+    assert [(each.where.rpartition(":")[2], each.what[:16]) for each in found.set_aside] == [("2", "It has no column")]
+    assert [sample.caption for sample in other.samples] == ["d"]
+    assert "objective.loss: dpo" in other.set_aside[0].fix
 
 
 def test_an_answer_that_only_calls_a_tool_may_say_nothing() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lora_rocm.dataset.records import Conversation, part, read, written
+from lora_rocm.dataset.records import Completion, Conversation, Pair, part, read, written
 from lora_rocm.dataset.row_reference import joined, resolved, separated
 from lora_rocm.dataset.sample_table import Samples
 from lora_rocm.dataset.text_scan import Scan, scan_texts
@@ -57,6 +57,12 @@ def test_a_table_holds_where_texts_are_and_gives_them_as_if_it_held_them(tmp_pat
     assert all(len(text) < 50 for text in stored(found.samples)) and len(wanted[0]) > 300
     refs = stored(found.samples)
     assert separated(resolved(joined(refs), tmp_path / "c.jsonl")) == wanted and separated(refs[0]) == refs[:1]
+
+
+def test_a_pair_of_answers_is_read_again_as_one(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    found = scan_texts(DataSection(sources=[{"dataset": str(path)}]), pairs=True)
+    assert read(found.samples[0].caption) == Pair(Completion("a", "b"), Completion("a", "c"))
 
 
 @pytest.mark.parametrize("change", ["other", "shorter", "gone"])

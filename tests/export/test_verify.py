@@ -74,9 +74,10 @@ def edit(form: str, path: Path, change: Callable[[dict[str, Tensor]], object]) -
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("dtype", "lora"), [
-    ("fp32", {"targets": "attention-mlp"}),
+    pytest.param("fp32", {"targets": "attention-mlp"}, marks=pytest.mark.slow),
     ("bf16", {"use_rslora": True, "train_text_encoder": True}),
-    ("fp32", {"use_dora": True, "targets": "attention-mlp-conv", "train_text_encoder": True}),
+    pytest.param("fp32", {"use_dora": True, "targets": "attention-mlp-conv", "train_text_encoder": True},
+                 marks=pytest.mark.slow),
     ("fp16", {"use_dora": True, "targets": "attention-mlp-conv"}),
 ])  # fmt: skip
 def test_honest_files_pass(folder: Path, tmp_path: Path, form: str, dtype: str, lora: dict[str, Any]) -> None:

@@ -57,9 +57,11 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "conv": {"rank": 4, "alpha": 3.0, "targets": CONV_TARGETS},
 }
+SLOW_KINDS = ("dora", "rslora", "text dora")
+"""What they have, other kinds have too."""
 CASES = [
-    *((kind, "fp32") for kind in KINDS if kind != "dora"),
-    pytest.param("dora", "fp32", marks=pytest.mark.slow),  # two other kinds have it too
+    *((kind, "fp32") for kind in KINDS if kind not in SLOW_KINDS),
+    *(pytest.param(kind, "fp32", marks=pytest.mark.slow) for kind in SLOW_KINDS),
     ("alpha is not rank", "bf16"),
     pytest.param("alpha is not rank", "fp16", marks=pytest.mark.slow),
     *(pytest.param("conv dora rslora", dtype, marks=pytest.mark.slow) for dtype in ("fp16", "bf16")),

@@ -89,3 +89,15 @@ def test_an_rms_norm_keeps_only_its_input() -> None:
 
     assert kept(lambda x: rms_normal(x, 1e-5)) == 4 * 16 * 2
     assert kept(lambda x: torch.nn.functional.rms_norm(x, (16,), eps=1e-5)) > 4 * 16 * 2
+
+
+def test_the_result_has_the_dtype_that_is_asked_for_and_the_weight_is_not_rounded_to_it() -> None:
+    """As 1 + weight of Gemma in float32, for a stream in bfloat16."""
+    x, y, weight = (numbers(3, 64).detach().bfloat16() for _ in range(3))
+    plus_one = 1 + weight[0].float()
+    total, found = add_norm(x, Branch(y, plus_one, 1e-6), RowNorm(plus_one, None, 1e-6, dtype=torch.bfloat16), "eager")
+    assert (total.dtype, found.dtype) == (torch.bfloat16, torch.bfloat16)
+    torch.testing.assert_close(total.float(), x.float() + rms(y.float(), 1e-6) * plus_one, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(found.float(), rms(total.float(), 1e-6) * plus_one, rtol=2e-2, atol=2e-2)
+    wide = add_norm(x.float(), None, RowNorm(plus_one, None, 1e-6), "eager")[1]
+    torch.testing.assert_close(wide, rms(x.float(), 1e-6) * plus_one)

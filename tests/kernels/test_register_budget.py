@@ -57,15 +57,14 @@ def check(gfx: str, found: dict[str, Used]) -> None:
     assert not told, "\n  ".join(["A kernel takes more of an AMD GPU:", *told, HOW])
 
 
-def test_an_sdxl_step_spills_nothing_and_takes_no_more_than_recorded_on_wave_32(sdxl: dict[str, Launch]) -> None:
-    assert len(sdxl) > 40 and len({name.partition(" ")[0] for name in sdxl}) == 18
-    check("gfx1100", {name: used(launch, "gfx1100") for name, launch in sdxl.items()})
-
-
-def test_the_largest_launch_of_each_kernel_likewise_on_wave_64(sdxl: dict[str, Launch]) -> None:
-    names = worst(sdxl, "gfx942")
-    assert len(names) == 18
-    check("gfx942", {name: used(sdxl[name], "gfx942") for name in names})
+@pytest.mark.parametrize("gfx", ["gfx1100", "gfx942"], ids=["wave 32", "wave 64"])
+def test_the_largest_launch_of_each_kernel_spills_nothing_and_takes_no_more_than_recorded(
+    sdxl: dict[str, Launch], gfx: str
+) -> None:
+    """Every launch of a step: the slow test below."""
+    names = worst(sdxl, gfx)
+    assert len(sdxl) > 40 and len(names) == len({name.partition(" ")[0] for name in sdxl}) == 18
+    check(gfx, {name: used(sdxl[name], gfx) for name in names})
 
 
 @pytest.mark.slow

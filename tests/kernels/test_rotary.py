@@ -6,6 +6,8 @@ import pytest
 import torch
 from diffusers.models.embeddings import apply_rotary_emb
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from lora_rocm.kernels.rotary import Rotation, norm_rotary
 
@@ -64,3 +66,20 @@ def test_the_rotation_that_turns_nothing_leaves_the_norm() -> None:
     x, weight = torch.randn(2, TOKENS, 3, DIM), torch.randn(DIM)
     wanted = torch.nn.functional.rms_norm(x, (DIM,), weight, 1e-6)
     assert torch.equal(norm_rotary([(x, weight)], 1e-6, Rotation.none(x), "eager"), wanted)
+
+
+def test_heads_without_a_norm_are_turned_as_by_transformers_and_not_kept() -> None:
+    """Its tables have each angle twice, in the dtype of the model; a weight in float32 is not rounded."""
+    torch.manual_seed(0)
+    (cos, sin), rotation = angles(interleaved=False)
+    x, dy = torch.randn(2, TOKENS, 3, DIM, requires_grad=True), torch.randn(2, TOKENS, 3, DIM)
+    wanted, _ = apply_rotary_pos_emb(x, x, cos[None], sin[None], unsqueeze_dim=2)
+    kept: list[Tensor] = []
+    with saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+        found = norm_rotary([(x, None)], 0.0, rotation, "eager")
+    torch.testing.assert_close(found, wanted)
+    for one, other in zip(*(torch.autograd.grad(output, x, dy) for output in (found, wanted)), strict=True):
+        torch.testing.assert_close(one, other)
+    assert kept and all(tensor.shape[-1] == DIM // 2 for tensor in kept)
+    half = norm_rotary([(x.bfloat16(), 1 + 1e-3 * torch.ones(DIM))], 1e-6, rotation, "eager")
+    assert half.dtype == torch.bfloat16

@@ -21,10 +21,11 @@ from lora_rocm.kernels import backend
 from lora_rocm.rules.rule import release
 
 triton = pytest.importorskip("triton")
+from benchmarks.registers import recorded_in  # noqa: E402
+
 ROOT = Path(__file__).parents[2]
 TOLERANCE = {"torch.float32": 1e-5, "torch.bfloat16": 2e-2}
 ARCHS = {arch.gfx: 64 if arch.is_cdna or arch.generation == "vega" else 32 for arch in archs.ARCHS}
-QUICK = ("gfx1100", "gfx942")  # wave 32 and 64
 NUMBERS = {"width", "pixels", "channels", "chunks", "groups", "count", "buffers", "stride", "rows"}
 NUMBERS |= {
     "x_batch",
@@ -146,7 +147,18 @@ def is_refused(arch: str) -> bool:
     return archs.triton_takes(triton.__version__, arch) is False
 
 
-@pytest.mark.parametrize("arch", [a if a in QUICK else pytest.param(a, marks=pytest.mark.slow) for a in ARCHS])
+@pytest.mark.parametrize("arch", ["gfx1100", "gfx942"], ids=["wave 32", "wave 64"])
+def test_kernels_without_a_budget_spill_nothing(arch: str) -> None:
+    """Those that have one are compiled for both cards by test_register_budget.py, which sees what spills."""
+    budgeted = {name.partition(" ")[0] for name in recorded_in(triton.__version__).get(arch, {})}
+    for kernel, constants, warps in kernels():
+        if kernel.fn.__name__ not in budgeted:
+            text = assembly(kernel, constants, arch, warps)
+            assert re.search(r"\.vgpr_spill_count:\s*0\b", text), f"{kernel.fn.__name__} spills"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
 def test_every_kernel_compiles_for_amd(arch: str) -> None:
     compiled = 0
     for kernel, constants, warps in () if is_refused(arch) else kernels():

@@ -152,7 +152,7 @@ def test_fingerprints_are_of_what_is_stored(folder: Path) -> None:
     assert transfer.changed() == [f"unet.{layer}.weight_scale"]
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ["nf4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "fp8"))])
 def test_the_counted_model_has_the_bytes_of_the_format(folder: Path, name: str) -> None:
     its = recipe(folder, name)
     family = Sdxl(its)

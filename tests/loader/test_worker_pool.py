@@ -148,14 +148,20 @@ def test_half_as_many_and_in_the_end_none(orders: Orders, tmp_path: Path) -> Non
     assert ["going on with 1 workers" in text for text in said] == [True, False] and len(said) == 2
 
 
-def test_reading_that_forgets_its_position_gives_other_batches(
-    orders: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Negative control of the tests above."""
+def test_reading_that_forgets_its_position_gives_other_batches(orders: Orders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control of the tests above; that the workers failed is all that the reading knows of them."""
+
+    def failing(self: Group, orders: Orders) -> Iterator[Any]:
+        yield from (Source()[order] for order in itertools.islice(orders, FAULTY))
+        raise WorkersFailed("it hung", "loader-hang")
+
+    monkeypatch.setattr(Group, "reads", failing)
+    assert read(Source(), orders, [], [], workers=1) == read(Source(), orders, [])
     monkeypatch.setattr(Orders, "after", lambda self, count: self)
-    assert read(Source("raises", tmp_path), orders, [], [], workers=1) != read(Source(), orders, [])
+    assert read(Source(), orders, [], [], workers=1) != read(Source(), orders, [])
 
 
+@pytest.mark.slow  # the quick one is of a worker that is kept, below
 def test_workers_that_are_sound_are_not_given_up(orders: Orders) -> None:
     said: list[str] = []
     assert read(Source(), orders, said, workers=2) == read(Source(), orders, [])
@@ -187,11 +193,15 @@ def test_what_failed_once_is_not_tried_again(orders: Orders, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("persistent", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_workers_are_kept_where_the_recipe_says_so(orders: Orders, persistent: bool) -> None:
-    workers = Workers(Source(), RuntimeSection(workers=1, persistent_workers=persistent))
+    said: list[str] = []
+    workers = Workers(Source(), RuntimeSection(workers=1, persistent_workers=persistent), noting(said, None))
     whole, seen = read(Source(), orders, []), []
     for _ in range(2):
         assert plain(itertools.islice(workers.reads(orders), 3)) == whole[:3]  # left in the middle
         seen.append(multiprocessing.active_children())
+    if persistent:
+        assert plain(workers.reads(orders)) == whole
+    assert workers.count == 1 and said == []  # sound ones are not given up
     assert (seen[0] == seen[1] != []) if persistent else (seen == [[], []])
     workers.close()
     assert multiprocessing.active_children() == []

@@ -37,7 +37,7 @@ RENAMED: tuple[tuple[re.Pattern[str], Replacement], ...] = tuple(
         (r"^v_addc_co_u32$", "v_add_co_ci_u32"),
         (r"^v_(subb|subbrev)_co_u32$", lambda found: f"v_{found[1].replace('subb', 'sub')}_co_ci_u32"),
         (r"^v_mad_co_([iu]64_[iu]32)$", r"v_mad_\1"),
-        (r"^s_(add|sub)_co_([iu]32)$", r"s_\1_\2"),
+        (r"^s_(addk?|sub)_co_([iu]32)$", r"s_\1_\2"),
         (r"^s_add_co_ci_u32$", "s_addc_u32"),
         (r"^s_sub_co_ci_u32$", "s_subb_u32"),
         (r"^s_(and|or)n2_", r"s_\1_not1_"),

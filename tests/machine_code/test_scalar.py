@@ -44,6 +44,7 @@ MAX = 0xFFFFFFFF
         ("s_not_b32 s2, -1", 0, False),
         ("s_movk_i32 s2, 0x8000", 0xFFFF8000, None),
         ("s_mov_b32 s2, 3\ns_addk_i32 s2, 0xffff", 2, False),
+        ("s_mov_b32 s2, 3\ns_addk_co_i32 s2, 0xffff", 2, False),
         ("s_mov_b32 s2, 3\ns_mulk_i32 s2, 0x10", 48, None),
         ("s_cmp_lt_i32 -1, 1\ns_cselect_b32 s2, 5, 6", 5, True),
         ("s_cmp_lt_u32 -1, 1\ns_cselect_b32 s2, 5, 6", 6, False),

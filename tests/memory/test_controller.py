@@ -412,6 +412,16 @@ def test_a_plan_is_put_into_a_model(footprint: Footprint) -> None:
         assert all(torch.equal(a, b) for a, b in zip(_gradients(model), wanted, strict=True)), mode
 
 
+def test_selective_on_the_cpu_goes_by_what_is_counted(footprint: Footprint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_module, "counted", lambda *_: footprint)
+    how = (Chain(), CPU, torch.float32, Settings(), Shape.of(h=32, w=32), NOBODY)
+    found = decide(recipe("selective"), *how)  # type: ignore[arg-type]
+    assert found.plan is not None and found.plan.mode == "selective" and not found.recomputes_all
+    monkeypatch.setattr(memory_module, "counted", lambda *_: pytest.fail("it was counted"))
+    assert decide(recipe("keep"), *how).plan is None  # type: ignore[arg-type]
+
+
+@pytest.mark.slow  # the same after SDXL's blocks were counted
 def test_selective_on_the_cpu_recomputes_some(tmp_path: Path) -> None:
     asked = recipe("selective").model_copy(update={"cache": recipe().cache.model_copy(update={"dir": str(tmp_path)})})
     found = decide(asked, family_for(asked), CPU, torch.float32, Settings(), Shape.of(h=64, w=64), NOBODY)

@@ -110,8 +110,12 @@ def operations(**how: Any) -> int:
     return mode.seen
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("scale", [False, True], ids=["", "fp16 scale"])
+@pytest.mark.parametrize(("scale", "accumulation"), [
+    pytest.param(False, 1, id="-1"),
+    pytest.param(True, 2, id="fp16 scale-2"),
+    pytest.param(False, 2, id="-2", marks=pytest.mark.slow),
+    pytest.param(True, 1, id="fp16 scale-1", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_memory_that_runs_out_at_any_operation_costs_no_sample_and_no_byte(accumulation: int, scale: bool) -> None:
     """Once or twice in a run, anywhere in drawing, copying, forward and backward, with an update under way or not."""
     how = {"accumulation": accumulation, "scale": scale}

@@ -79,6 +79,7 @@ def test_every_problem_at_once_with_its_line() -> None:
         ("optim.text_encoder_learning_rate=1e-5", "lora.train_text_encoder=true"),
         ("train.validation_every_n_steps=5", "data.validation_split=0.1"),
         ("data.validation_split=0.1", "train.validation_every_n_steps=5"),
+        ("data.watched={path: .}", "train.validation_every_n_steps=1"),
     ],
 )
 def test_a_key_that_does_nothing_alone_is_named(given: str, needed: str) -> None:

@@ -17,18 +17,26 @@ from tests.families.toy_families import TOYS
 PAGE = Path(__file__).parents[2] / "docs" / "recipe.md"
 
 
-def test_the_page_in_docs_is_current() -> None:
-    assert PAGE.read_text(encoding="utf-8") == reference_page(), "run python -m lora_rocm.recipe.reference"
+@pytest.fixture(scope="module")
+def page() -> str:
+    return reference_page()
 
 
-def test_every_key_is_on_the_page() -> None:
-    page = reference_page()
+@pytest.fixture(scope="module")
+def schema() -> dict[str, Any]:
+    return json_schema()
+
+
+def test_the_page_in_docs_is_current(page: str) -> None:
+    assert PAGE.read_text(encoding="utf-8") == page, "run python -m lora_rocm.recipe.reference"
+
+
+def test_every_key_is_on_the_page(page: str) -> None:
     leaves = {key.rpartition(".")[2] for key in all_keys(kinds_of({}).recipe) if "." in key}
     assert not [leaf for leaf in leaves if f"| `{leaf}` |" not in page]
 
 
-def test_schema_requires_nothing_with_a_base() -> None:
-    schema = json_schema()
+def test_schema_requires_nothing_with_a_base(schema: dict[str, Any]) -> None:
     assert schema["$schema"].endswith("2020-12/schema")
     assert "required" not in schema and schema["if"] == {"not": {"required": ["base"]}}
     assert schema["then"]["required"] == ["model", "data", "train"]
@@ -40,8 +48,7 @@ def test_schema_requires_nothing_with_a_base() -> None:
     ]
 
 
-def test_schema_describes_every_section_and_refuses_unknown_keys() -> None:
-    schema = json_schema()
+def test_schema_describes_every_section_and_refuses_unknown_keys(schema: dict[str, Any]) -> None:
     assert set(schema["properties"]) == {"base", *Recipe.model_fields}
     assert all(section["additionalProperties"] is False for section in schema["$defs"].values())
     assert schema["additionalProperties"] is False

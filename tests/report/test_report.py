@@ -111,6 +111,18 @@ def test_what_an_optimizer_tells_of_itself_is_drawn(run_dir: RunDir) -> None:
     assert html.count("<svg") == 3 and "<h3>prodigy d</h3>" in html
 
 
+def test_losses_that_are_watched_and_measures_of_held_out_samples_are_drawn(run_dir: RunDir) -> None:
+    writer = EventWriter(run_dir.events())
+    for updates in (0, 5, 10):
+        writer.write(event("watched", updates=updates, loss=1.0 + updates))
+        writer.write(event("validation", updates=updates, loss=0.6, measures={"accuracy": 0.5 + updates / 20}))
+    writer.close()
+    html, _ = checked(write_report(run_dir))
+    for title in ("Held-out loss", "Watched loss", "Held-out accuracy"):
+        assert f"<h3>{title}</h3>" in html
+    assert "perplexity" not in html, "no recipe says that these are texts"
+
+
 def test_an_empty_directory(run_dir: RunDir) -> None:
     _, checker = checked(write_report(run_dir))
     assert checker.headings == []

@@ -61,14 +61,18 @@ class Child:
 # driving
 
 
-def test_the_real_table_on_this_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+GROUPS = ["copies", "memory", "gemm", "conv", "attention", "training"]
+
+
+@pytest.mark.parametrize("only", ["copies", pytest.param("", marks=pytest.mark.slow)])
+def test_the_real_table_on_this_cpu(only: str) -> None:
+    """A quick one of the same table in this process: tests/checks/test_selftest.py."""
     said: list[str] = []
-    found = run_checks(["--device", "cpu"], {**os.environ, "OMP_NUM_THREADS": "1"}, said.append)
-    assert [result for result in found if not result.ok] == []
+    options = ["--device", "cpu", *(["--only", only] if only else [])]
+    found = run_checks(options, {**os.environ, "OMP_NUM_THREADS": "1"}, said.append)
+    assert found and [result for result in found if not result.ok] == []
     assert sum(result.seconds for result in found) < 60  # three where nothing else runs
-    assert [line.split(":")[0].strip() for line in said] == [
-        "copies", "memory", "gemm", "conv", "attention", "training",
-    ]  # fmt: skip
+    assert [line.split(":")[0].strip() for line in said] == ([only] if only else GROUPS)
 
 
 def test_wrong_answers_are_results(tmp_path: Path) -> None:

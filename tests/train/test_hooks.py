@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 import threading
 import time
@@ -11,7 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from lora_rocm.families.objectives.base import Prediction
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train.held_out import VALIDATION_POSITIONS
@@ -62,6 +65,22 @@ def test_the_held_out_loss_is_a_function_of_the_weights() -> None:
     rig.fit(3)
     hook.act(rig.trainer)
     assert losses(rig)[2] != losses(rig)[0]  # negative control
+
+
+def test_a_watched_family_is_asked_in_place_of_the_one_in_training() -> None:
+    rig = Rig()
+    hook = held_out(rig)
+    hook.act(rig.trainer)
+    watched: Any = copy.copy(rig.trainer.family)
+
+    def predict(*args: Any) -> Prediction:
+        found = rig.trainer.family.predict(*args)
+        return replace(found, measures={"half": torch.full((len(found.prediction),), 0.5)})
+
+    watched.predict = predict
+    replace(hook, watched=watched).act(rig.trainer)
+    (plain,), (found,) = rig.of_type("validation"), rig.of_type("watched")
+    assert found["loss"] == plain["loss"] and found["measures"] == {"half": 0.5} and plain["measures"] == {}
 
 
 def test_a_held_out_pass_says_that_it_gets_on_and_when_it_waits_for_the_loader() -> None:

@@ -43,7 +43,7 @@ def test_workers_that_are_given_up_are_a_change_of_the_run(
     assert changes_of(trouble_of(run_dir, read_events(run_dir.events()))) == ("workers-0",)  # for whoever resumes it
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_workers_that_work_are_no_change(material: Path, straight: Path, tmp_path: Path, workers: int) -> None:
     """Nor is it where the recipe wants none."""
     assert start(make_recipe(material, runtime={"workers": workers}), tmp_path / "run")

@@ -15,7 +15,17 @@ from typing import Any
 from jinja2 import TemplateError
 from tokenizers import Tokenizer
 
-from lora_rocm.dataset.records import ANSWERS, Completion, Conversation, Record, UnusableText, part, read, written
+from lora_rocm.dataset.records import (
+    ANSWERS,
+    Completion,
+    Conversation,
+    Pair,
+    Record,
+    UnusableText,
+    part,
+    read,
+    written,
+)
 from lora_rocm.errors import DataError
 
 BREAKS = "\ue0f1\ue0f2\ue0f3\ue0f4"
@@ -47,11 +57,12 @@ class ChatTokenizer:
         max_length: most tokens of a sample; the rest is cut off.
         train_on: as ``objective.train_on``.
         name: of the model, for messages.
+        pairs: each record has to be a pair of answers.
     """
 
-    def __init__(self, tokenizer: Any, max_length: int, train_on: str, name: str) -> None:
+    def __init__(self, tokenizer: Any, max_length: int, train_on: str, name: str, pairs: bool = False) -> None:
         self.tokenizer, self.max_length, self.trains_on_all, self._name = tokenizer, max_length, train_on == "all", name
-        self._num_seen, self._num_cut = 0, 0
+        self._pairs, self._num_cut = pairs, 0
 
     @property
     def notices(self) -> Sequence[str]:
@@ -63,27 +74,53 @@ class ChatTokenizer:
     def parts(self, text: str) -> Sequence[str]:
         """As ``TextReader.parts``: a conversation whose turns are written otherwise once more follow is cut at each."""
         record = read(text)
+        if self._pairs:
+            return self._pair(record)
         if isinstance(record, Conversation) and not record.last_only and not self._keeps_its_beginnings(record):
             records = [part(record, number) for number in range(len(record.turns))]
         else:
             records = [record]
         for each in records:
-            found = self.tokens(each)
-            self._num_cut += found.whole > self.max_length
-            if not any(found.trained):
-                raise UnusableText(
-                    f"Its answer begins behind the {self.max_length} tokens that are trained on.",
-                    f"Raise data.max_length (it has {found.whole}), or shorten the prompt.",
-                )
+            self._checked(each)
         return [written(each) for each in records]
 
     def num_tokens(self, text: str) -> int:
         """As ``TextReader.num_tokens``."""
         return len(self.tokens(read(text)).ids)
 
+    def _checked(self, record: Record) -> Tokens:
+        """The tokens of a sample that has some to train on; counts those that are cut."""
+        found = self.tokens(record)
+        self._num_cut += found.whole > self.max_length
+        if not any(found.trained):
+            raise UnusableText(
+                f"Its answer begins behind the {self.max_length} tokens that are trained on.",
+                f"Raise data.max_length (it has {found.whole}), or shorten the prompt.",
+            )
+        return found
+
+    def _pair(self, record: Record) -> Sequence[str]:
+        if not isinstance(record, Pair):
+            raise UnusableText(
+                "It is no pair of answers.", "objective.loss: dpo takes tables with the columns chosen and rejected."
+            )
+        chosen, rejected = self._checked(record.chosen), self._checked(record.rejected)
+        if chosen.ids == rejected.ids:
+            raise UnusableText(
+                f"Both answers are the same {len(chosen.ids)} tokens as far as they are trained on.",
+                "Raise data.max_length, or take the row away.",
+            )
+        return [written(record)]
+
     def shown(self, text: str) -> str:
-        """As ``TextReader.shown``."""
-        found = self.tokens(read(text))
+        """As ``TextReader.shown``. Of a pair the chosen answer comes first."""
+        record = read(text)
+        if isinstance(record, Pair):
+            return f"chosen:\n{self._marked_tokens(record.chosen)}\nrejected:\n{self._marked_tokens(record.rejected)}"
+        return self._marked_tokens(record)
+
+    def _marked_tokens(self, record: Record) -> str:
+        found = self.tokens(record)
         pieces, at = [], 0
         while at < len(found.ids):
             end = next((n for n in range(at, len(found.ids)) if found.trained[n] != found.trained[at]), len(found.ids))
@@ -93,8 +130,9 @@ class ChatTokenizer:
         return "".join(pieces)
 
     def trained(self, text: str) -> str:
-        """As ``TextReader.trained``."""
-        found = self.tokens(read(text))
+        """As ``TextReader.trained``; of a pair what is preferred."""
+        record = read(text)
+        found = self.tokens(record.chosen if isinstance(record, Pair) else record)
         ids = [token for token, counts in zip(found.ids, found.trained, strict=True) if counts]
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
@@ -113,6 +151,7 @@ class ChatTokenizer:
             DataError: chat-template-missing, chat-template-unfit.
             UnusableText: the template refuses the messages.
         """
+        assert not isinstance(record, Pair), "a pair is two texts"
         if isinstance(record, Conversation):
             marked = self._marked(record)
             text, spans = self._spans(marked)

@@ -1,6 +1,7 @@
 """Language models that write the next token.
 
-Samples are padded behind their end, up to a multiple of tokens. Dimensions: B batch, S tokens, D width.
+Samples are padded behind their end, up to a multiple of tokens. Dimensions: B batch, S tokens, D width, P the two
+answers of a pair (the chosen one first).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lora_rocm.base_models import hub
 from lora_rocm.base_models.loading import BUILTIN_PREFIX, WEIGHTS_MEMORY, Source, builtin_folder
@@ -20,7 +21,7 @@ from lora_rocm.base_models.random_weights import PREFIX, RandomSource
 from lora_rocm.cache_files.hash_memory import HashMemory
 from lora_rocm.dataset.caption_length import TokenLimit
 from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, Pad, TensorSpec
-from lora_rocm.dataset.records import UnusableText, read
+from lora_rocm.dataset.records import Pair, UnusableText, read
 from lora_rocm.dataset.row_reference import separated
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.device.transfer import DeviceTransfer
@@ -37,11 +38,11 @@ from lora_rocm.families.causal_lm.architecture import (
     require_same,
     states_of,
 )
-from lora_rocm.families.causal_lm.chat import ChatTokenizer
+from lora_rocm.families.causal_lm.chat import ChatTokenizer, Tokens
 from lora_rocm.families.causal_lm.fused_blocks import fuse as fuse_blocks
 from lora_rocm.families.causal_lm.generation import next_tokens, pieces_of, places_of
-from lora_rocm.families.causal_lm.objective import IGNORED, NextToken, fuse_head, token_distance
-from lora_rocm.families.causal_lm.spec import TOKENS_MULTIPLE, CrossEntropySection
+from lora_rocm.families.causal_lm.objective import IGNORED, NextToken, Preference, fuse_head, token_distance
+from lora_rocm.families.causal_lm.spec import TOKENS_MULTIPLE, LanguageSection
 from lora_rocm.families.component_check import check_component
 from lora_rocm.families.objectives.base import Prediction
 from lora_rocm.families.objectives.loss import LOSS_MASK
@@ -54,7 +55,7 @@ from lora_rocm.kernels.weight_format import WeightFormat
 from lora_rocm.recipe.schema import Recipe
 
 ENCODING_VERSION = 1  # increase it if the same tokenizer would give other tensors
-IDS, LABELS, POSITIONS = "input_ids", "labels", "positions"
+IDS, LABELS, POSITIONS, START = "input_ids", "labels", "positions", "start_log_probs"
 WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
 TOKENIZER = ("tokenizer*", "chat_template*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt")
 ATTENTION, MLP = r"self_attn\.\w+", r"mlp\.\w+"
@@ -127,20 +128,34 @@ class CausalLM:
 
     @cached_property
     def texts(self) -> ChatTokenizer:
-        objective = self.recipe.objective
-        assert isinstance(objective, CrossEntropySection), "as the spec says"
-        folder = self.source.tokenizer_path("tokenizer")
+        folder, asked = self.source.tokenizer_path("tokenizer"), self._asked
         tokenizer = load_tokenizer(folder)
         if not hasattr(tokenizer, "backend_tokenizer"):
             raise unreadable(folder, f"{type(tokenizer).__name__} has no tokenizer.json, which tells where tokens end")
-        return ChatTokenizer(tokenizer, self.recipe.data.max_length, objective.train_on, self.source.name)
+        most, name = self.recipe.data.max_length, self.source.name
+        return ChatTokenizer(tokenizer, most, asked.train_on, name, asked.compares_pairs)
+
+    @property
+    def _asked(self) -> LanguageSection:
+        objective = self.recipe.objective
+        assert isinstance(objective, LanguageSection), "as the spec says"
+        return objective
 
     def encoders(self) -> Sequence[Encoder]:
-        return [TokensEncoder(self)]
+        if self._asked.compares_pairs:
+            return [PairsEncoder(self)]
+        return [PackedEncoder(self) if self.recipe.data.packing else TokensEncoder(self)]
 
     @property
     def cache_spec(self) -> Mapping[str, TensorSpec]:
-        return TokensEncoder(self).entry.tensors
+        return {name: spec for encoder in self.encoders() for name, spec in encoder.entry.tensors.items()}
+
+    @property
+    def start_entry(self) -> EntrySpec | None:
+        """As ``ComparesWithStart.start_entry``."""
+        if not self._asked.compares_pairs:
+            return None
+        return EntrySpec("start", (CAPTION,), {START: TensorSpec("float32", "P")})
 
     def examine(self) -> Sequence[Path]:
         assert self.notices is not None, "the base was checked"
@@ -181,6 +196,9 @@ class CausalLM:
         return layers
 
     def example(self, shape: Shape, rows: int) -> Tensors:
+        if self._asked.compares_pairs:
+            zeros_BPS = torch.zeros(rows, 2, shape["tokens"], dtype=torch.int64)
+            return {IDS: zeros_BPS, LABELS: zeros_BPS.clone(), START: torch.zeros(rows, 2)}
         zeros_BS = torch.zeros(rows, shape["tokens"], dtype=torch.int64)
         found = {IDS: zeros_BS, LABELS: zeros_BS.clone(), LOSS_MASK: torch.ones(rows, shape["tokens"])}
         return {**found, POSITIONS: zeros_BS.clone()} if self.recipe.data.packing else found
@@ -191,11 +209,31 @@ class CausalLM:
         fuse_head(model.components[COMPONENT], form)
 
     def predict(self, model: LoadedModel, batch: Tensors, draws: Tensors) -> Prediction:
+        if self._asked.compares_pairs:
+            return self._compared(model, batch)
         component = model.components[COMPONENT]
         states_BSD = states_of(component, batch[IDS], batch.get(POSITIONS))
         head, dtype = head_of(component), states_BSD.dtype
         weight_B = states_BSD.new_ones(len(states_BSD), dtype=torch.float32)
         return Prediction(states_BSD, batch[LABELS], weight_B, lambda x, y: token_distance(head, x.to(dtype), y))
+
+    def _compared(self, model: LoadedModel, batch: Tensors) -> Prediction:
+        """The log-probabilities of both answers, and how they are compared with those at the start."""
+        objective = Preference(self._asked.beta, self._asked.label_smoothing)
+        log_probs_BP = _log_probs(model, batch[IDS], batch[LABELS])
+        weight_B = log_probs_BP.new_ones(len(log_probs_BP))
+        margin_B = objective.margin(log_probs_BP.detach(), batch[START])
+        measures = {"accuracy": (margin_B > 0).float(), "reward margin": margin_B}
+        return Prediction(log_probs_BP, batch[START], weight_B, objective.distance, measures)
+
+    @torch.no_grad()
+    def at_start(self, model: Callable[[], LoadedModel], inputs: Inputs, door: DeviceTransfer) -> Tensors:
+        """As ``ComparesWithStart.at_start``; zeros for a text that is no pair, such as a preview's prompt."""
+        if not isinstance(read(str(inputs[CAPTION])), Pair):
+            return {START: torch.zeros(2)}
+        pair = _encoded_pair(self.texts, inputs)
+        ids_BPS, labels_BPS = (door.send_checked(pair[name][None], name) for name in (IDS, LABELS))
+        return door.receive({START: _log_probs(model(), ids_BPS, labels_BPS)[0]})
 
     @torch.no_grad()
     def preview(
@@ -252,15 +290,20 @@ class CausalLM:
 class TokensEncoder:
     """Makes tokens of a sample: ids, the next token of each place, and the places that count in the loss."""
 
-    def __init__(self, family: CausalLM) -> None:
-        self._family, self._packs = family, family.recipe.data.packing
-        tensors = {
+    entry = EntrySpec(
+        "tokens",
+        (CAPTION,),
+        {
             IDS: TensorSpec("int64", "S", Pad("S")),
             LABELS: TensorSpec("int64", "S", Pad("S", IGNORED)),
             LOSS_MASK: TensorSpec("float32", "S", Pad("S")),
-            **({POSITIONS: TensorSpec("int64", "S", Pad("S"))} if self._packs else {}),
-        }
-        self.entry = EntrySpec("tokens", (CAPTION,), tensors, follows_shape=True, share=LOSS_MASK)
+        },
+        follows_shape=True,
+        share=LOSS_MASK,
+    )
+
+    def __init__(self, family: CausalLM) -> None:
+        self._family = family
 
     @cached_property
     def fingerprint(self) -> str:
@@ -268,29 +311,82 @@ class TokensEncoder:
         files = sorted({path for pattern in (*TOKENIZER, "*.model") for path in folder.glob(pattern) if path.is_file()})
         reader = self._family.texts
         parts = [f"{path.name} {digest([path.read_bytes().hex()])}" for path in files]
-        parts.append(f"{reader.max_length} {reader.trains_on_all}")
-        return f"tokens{ENCODING_VERSION}-{digest([*parts, *(['packed'] if self._packs else [])])}"
+        return f"tokens{ENCODING_VERSION}-{digest([*parts, f'{reader.max_length} {reader.trains_on_all}'])}"
 
     def in_tiles(self) -> None:
         return None
 
     def load(self, door: DeviceTransfer) -> Encode:
-        return partial(_encoded, self._family.texts, packs=self._packs)
+        return partial(_encoded, self._family.texts)
 
 
-def _encoded(reader: ChatTokenizer, inputs: Inputs, packs: bool) -> Tensors:
-    ids, trained, positions = list[int](), list[bool](), list[int]()
-    for text in separated(str(inputs[CAPTION])):
-        found = reader.tokens(read(text))
-        ids += found.ids
-        trained += [*found.trained[1:], False]  # the last token of a sample has no next one
-        positions += range(len(found.ids))
-    fill = -len(ids) % TOKENS_MULTIPLE
-    ids, trained = [*ids, *[0] * fill], [*trained, *[False] * fill]
+class PackedEncoder(TokensEncoder):
+    """Makes tokens of a row of samples (``row_reference.joined``), and the place of each token in its sample."""
+
+    entry = EntrySpec(
+        "rows",
+        (CAPTION,),
+        {**TokensEncoder.entry.tensors, POSITIONS: TensorSpec("int64", "S", Pad("S"))},
+        follows_shape=True,
+        share=LOSS_MASK,
+    )
+
+    def load(self, door: DeviceTransfer) -> Encode:
+        return partial(_encoded_row, self._family.texts)
+
+
+class PairsEncoder(TokensEncoder):
+    """Makes tokens of the two answers of a sample, each behind their prompt: ids, and the next tokens that count."""
+
+    entry = EntrySpec(
+        "pairs",
+        (CAPTION,),
+        {IDS: TensorSpec("int64", "PS", Pad("S")), LABELS: TensorSpec("int64", "PS", Pad("S", IGNORED))},
+        follows_shape=True,
+    )
+
+    def load(self, door: DeviceTransfer) -> Encode:
+        return partial(_encoded_pair, self._family.texts)
+
+
+def _encoded(reader: ChatTokenizer, inputs: Inputs) -> Tensors:
+    return _filled([reader.tokens(read(str(inputs[CAPTION])))], 0)
+
+
+def _encoded_row(reader: ChatTokenizer, inputs: Inputs) -> Tensors:
+    samples = [reader.tokens(read(text)) for text in separated(str(inputs[CAPTION]))]
+    tensors = _filled(samples, 0)
+    places = [place for sample in samples for place in range(len(sample.ids))]
+    return {**tensors, POSITIONS: torch.tensor([*places, *range(len(tensors[IDS]) - len(places))])}
+
+
+def _encoded_pair(reader: ChatTokenizer, inputs: Inputs) -> Tensors:
+    """Both answers, filled up to one length. A text that is no pair, such as a preview's prompt, stands for both."""
+    record = read(str(inputs[CAPTION]))
+    answers = (record.chosen, record.rejected) if isinstance(record, Pair) else (record, record)
+    found = [reader.tokens(answer) for answer in answers]
+    filled = [_filled([tokens], max(len(each.ids) for each in found)) for tokens in found]
+    return {name: torch.stack([tensors[name] for tensors in filled]) for name in (IDS, LABELS)}
+
+
+def _filled(samples: Sequence[Tokens], length: int) -> Tensors:
+    """The tensors of texts, one behind the other, filled up to a length and to the next multiple."""
+    ids = [token for sample in samples for token in sample.ids]
+    trained = [counts for sample in samples for counts in (*sample.trained[1:], False)]  # the last one has no next
+    fill = max(length - len(ids), 0)
+    fill += -(len(ids) + fill) % TOKENS_MULTIPLE
+    ids, trained = [*ids, *[0] * fill], [*trained, *[False] * (len(ids) + fill - len(trained))]
     labels = [token if counts else IGNORED for token, counts in zip([*ids[1:], 0], trained, strict=True)]
-    tensors = {
+    return {
         IDS: torch.tensor(ids),
         LABELS: torch.tensor(labels),
         LOSS_MASK: torch.tensor(trained, dtype=torch.float32),
     }
-    return {**tensors, POSITIONS: torch.tensor([*positions, *range(fill)])} if packs else tensors
+
+
+def _log_probs(model: LoadedModel, ids_BPS: Tensor, labels_BPS: Tensor) -> Tensor:
+    """The log-probability of each answer, summed over its tokens: float32 [B, P]."""
+    component = model.components[COMPONENT]
+    states_NSD = states_of(component, ids_BPS.flatten(0, 1))
+    each_NS = token_distance(head_of(component), states_NSD, labels_BPS.flatten(0, 1))
+    return -each_NS.sum(1).view(ids_BPS.shape[:2])

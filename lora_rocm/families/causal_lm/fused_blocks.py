@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,6 +90,8 @@ class FusedBlock(nn.Module):
     parts: Parts
     merged_attention: MergedLinears | None
     merged_mlp: MergedLinears | None
+    self_attn: Any
+    mlp: Any
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         given = {name for name, value in kwargs.items() if value is not None}
@@ -111,7 +113,7 @@ class FusedBlock(nn.Module):
         return add_branch(x, self._branch(y, after_mlp), self.form)
 
     def _attended(self, x_BSD: Tensor, given: dict[str, Any]) -> Tensor:
-        attention: Any = self.self_attn
+        attention = self.self_attn
         cos, sin = given["position_embeddings"]
         if self.parts.turns and cos.shape[-1] != attention.head_dim:  # only a part of each head is turned
             output: Tensor = attention(hidden_states=x_BSD, **{"attention_mask": None, **given})[0]
@@ -181,6 +183,10 @@ class FusedBlock(nn.Module):
         return Branch(y, norm.weight, norm.eps)
 
 
+FUSED: dict[type[nn.Module], type[FusedBlock]] = {}
+"""By class of transformers."""
+
+
 def _inner(activation: Activation, form: Form, up_and_gate: Sequence[Tensor]) -> Tensor:
     return gated(activation, form, *up_and_gate)
 
@@ -201,9 +207,11 @@ def _merged(module: nn.Module, names: Sequence[str]) -> MergedLinears | None:
     return MergedLinears.of(*layers) if layers else None
 
 
-@cache
-def _fused(cls: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Fused{cls.__name__}", (FusedBlock, cls), {})
+def _fused(cls: type[nn.Module]) -> type[FusedBlock]:
+    """The fused class of a class of blocks, always the same."""
+    if cls not in FUSED:
+        FUSED[cls] = type(f"Fused{cls.__name__}", (FusedBlock, cls), {})
+    return FUSED[cls]
 
 
 def _parts(block: nn.Module) -> Parts | None:

@@ -1,10 +1,11 @@
-"""The cross-entropy of the next token, without the logits of a whole batch.
+"""The cross-entropy of the next token, without the logits of a whole batch, and the loss of pairs of answers.
 
 Logits are made of some tokens at a time. Those of a frozen head become their gradient at once (``FusedHead``), as in
 Liger (arXiv 2410.10989): the backward pass only scales that of the states, and the head is multiplied twice. Those of
 any other head are made again in the backward pass (arXiv 1604.06174).
 
-Dimensions: B batch, S tokens, D width, N tokens of a batch, V vocabulary.
+Dimensions: B batch, S tokens, D width, N tokens of a batch, V vocabulary, P the two answers of a pair (the chosen one
+first).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, logsigmoid
 from torch.utils.checkpoint import checkpoint
 
 from lora_rocm.families.adopt import adopt
@@ -52,10 +53,10 @@ def token_distance(
     """
     parts = zip(states_BSD.flatten(0, 1).split(at_once), labels_BS.flatten().split(at_once), strict=True)
     if isinstance(head, Head) and isinstance(head.layer, FusedHead) and torch.is_grad_enabled():
-        found = [_WithGradient.apply(head, head.layer.form, *part) for part in parts]
+        with_gradient: Callable[..., Tensor] = _WithGradient.apply
+        found = [with_gradient(head, head.layer.form, *part) for part in parts]
     else:
-        how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-        found = [checkpoint(_each, head, *part, **how) for part in parts]
+        found = [checkpoint(_each, head, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
     return torch.cat(found).view(labels_BS.shape)
 
 
@@ -113,3 +114,29 @@ class _WithGradient(Function):
     def backward(ctx: Any, dfound_N: Tensor) -> tuple[None, None, Tensor, None]:
         (gradient_ND,) = ctx.saved_tensors
         return None, None, (gradient_ND * dfound_N[:, None]).to(gradient_ND.dtype), None
+
+
+@dataclass(frozen=True)
+class Preference:
+    """Direct preference optimisation: the chosen answer should gain on the rejected one.
+
+    Source: arXiv 2305.18290, equation 7; with label smoothing ericmitchell.ai/cdpo.pdf, equation 3.
+    """
+
+    beta: float
+    label_smoothing: float
+
+    def margin(self, log_probs_BP: Tensor, start_BP: Tensor) -> Tensor:
+        """By how much the reward of the chosen answer is higher: float32 [B].
+
+        Args:
+            log_probs_BP: log-probability of each answer, summed over its tokens.
+            start_BP: the same of the model as training starts.
+        """
+        gained_BP = log_probs_BP - start_BP
+        return self.beta * (gained_BP[:, 0] - gained_BP[:, 1])
+
+    def distance(self, log_probs_BP: Tensor, start_BP: Tensor) -> Tensor:
+        """The loss of each pair: float32 [B, 1]. For arguments see ``margin``."""
+        margin_B, wrong = self.margin(log_probs_BP, start_BP), self.label_smoothing
+        return -((1 - wrong) * logsigmoid(margin_B) + wrong * logsigmoid(-margin_B))[:, None]

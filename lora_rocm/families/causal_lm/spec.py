@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from lora_rocm.families.spec import Axis, FamilySpec, FileMetadata, ShapeRules
-from lora_rocm.recipe.sections import InputFolder, ModelSection, ObjectiveSection, PathOrHubId
+from lora_rocm.recipe.sections import InputFolder, ModelSection, ObjectiveSection, PathOrHubId, refuse_unread
 
 TOKENS_MULTIPLE = 64
 
@@ -25,21 +25,51 @@ class CausalLMSection(ModelSection):
     tokenizer: InputFolder | None = Field(None, description="Folder of another tokenizer, with its chat template.")
 
 
-class CrossEntropySection(ObjectiveSection):
-    """The training objective of language models: the cross-entropy of the next token."""
+class LanguageSection(ObjectiveSection):
+    """The training objective of language models: the cross-entropy of the next token, or preferences (DPO)."""
 
+    loss: Literal["cross-entropy", "dpo"] = Field(
+        "cross-entropy",
+        description="cross-entropy: of the next token. dpo: direct preference optimisation (arXiv 2305.18290), from "
+        "tables with the columns chosen and rejected; it compares with the model as training starts.",
+    )
     train_on: Literal["answers", "all"] = Field(
         "answers",
         description="answers: of conversations only what the assistant says, and of prompts their completion; all: "
-        "every token. Plain texts are trained on as a whole.",
+        "every token. Plain texts are trained on as a whole. dpo always trains on answers.",
     )
+    beta: Annotated[float, Field(gt=0.0, le=1000.0)] = Field(
+        0.1, description="Of dpo: how strongly it keeps to the model as training starts; less moves further."
+    )
+    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = Field(
+        0.0,
+        description="Of dpo: the share of pairs that are taken to be the wrong way round (cDPO, "
+        "ericmitchell.ai/cdpo.pdf).",
+    )
+
+    @model_validator(mode="after")
+    def _all_keys_count(self) -> Self:
+        if self.loss == "dpo":
+            refuse_unread(self, ("train_on",), "with loss: dpo, which trains on answers", "Remove it.")
+        else:
+            how = "Remove it, or set loss: dpo."
+            refuse_unread(self, ("beta", "label_smoothing"), f"with loss: {self.loss}", how)
+        return self
+
+    @property
+    def compares_pairs(self) -> bool:
+        return self.loss == "dpo"
+
+    @property
+    def watching(self) -> ObjectiveSection:
+        return LanguageSection() if self.compares_pairs else self
 
 
 SPEC = FamilySpec(
     name="causal-lm",
     title="language models",
     model_section=CausalLMSection,
-    objective_section=CrossEntropySection,
+    objective_section=LanguageSection,
     implementation="lora_rocm.families.causal_lm.family:CausalLM",
     component="model",
     shapes=ShapeRules((Axis("tokens", unit="tokens", multiple=TOKENS_MULTIPLE),)),

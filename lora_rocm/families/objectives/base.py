@@ -7,7 +7,7 @@ calls the model in ``predict``. The loss is reduced in ``reduction``, the same f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -46,12 +46,14 @@ class Prediction:
     target: what ``distance`` compares it with; for ``squared`` of the same shape, float32.
     weight: [B], or of as many dimensions as what ``distance`` gives and broadcastable to it (a weight a token).
     distance: at each place: it may have fewer dimensions than the prediction (one a token), and B is the first.
+    measures: other values of each sample, float32 [B] without gradient, that are logged with the held-out loss.
     """
 
     prediction: Tensor
     target: Tensor
     weight: Tensor
     distance: Distance = squared
+    measures: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

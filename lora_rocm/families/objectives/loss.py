@@ -5,6 +5,7 @@ Dimensions: B batch; the mean is taken over all others.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,8 +29,15 @@ def losses(family: ModelFamily, model: LoadedModel, batch: dict[str, Tensor], dr
 
     It draws no random numbers, does not synchronise, and copies nothing between host and device.
     """
+    return measured(family, model, batch, draws)[0]
+
+
+def measured(
+    family: ModelFamily, model: LoadedModel, batch: dict[str, Tensor], draws: dict[str, Tensor]
+) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """As ``losses``, with the ``Prediction.measures``."""
     prediction = family.predict(model, batch, draws)
-    return reduced(prediction, batch.get(LOSS_MASK), batch.get(LOSS_WEIGHTS))
+    return reduced(prediction, batch.get(LOSS_MASK), batch.get(LOSS_WEIGHTS)), prediction.measures
 
 
 def reduced(prediction: Prediction, mask: Tensor | None = None, weights: Tensor | None = None) -> Tensor:

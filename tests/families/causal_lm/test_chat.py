@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from lora_rocm.dataset.records import Completion, Conversation, Record, UnusableText, read, written
+from lora_rocm.dataset.records import Completion, Conversation, Pair, Record, UnusableText, read, written
 from lora_rocm.errors import DataError
 from lora_rocm.families.causal_lm.chat import BREAKS, ChatTokenizer
 from tests.tiny_llm import CHAT, SPECIAL, STRIPPING, THINK, tiny_tokenizer
@@ -93,6 +94,24 @@ def test_a_template_that_refuses_its_messages_sets_the_row_aside() -> None:
     strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}" + CHAT
     with pytest.raises(UnusableText, match="no system here"):
         reader(strict).parts(written(TWO))
+
+
+def test_of_a_pair_both_answers_are_trained_on_and_have_to_differ_within_the_longest_length() -> None:
+    found = ChatTokenizer(tiny_tokenizer(CHAT), 60, "answers", "tiny", pairs=True)
+    better, worse = (replace(chat(("user", "Hi"), ("assistant", text)), last_only=True) for text in ("Hello", "What"))
+    record = Pair(better, worse)
+    assert found.parts(written(record)) == [written(record)]
+    shown = found.shown(written(record))
+    assert shown.startswith("chosen:\n") and trained(found, record) == [f"Hello{END}", f"What{END}"]
+    assert found.trained(written(record)) == "Hello"
+    assert shown.index("\nrejected:\n") > shown.index("Hello")
+    long = [Completion("a", "b" * 70 + end) for end in "cd"]
+    with pytest.raises(UnusableText, match="the same 60 tokens"):
+        found.parts(written(Pair(*long)))
+    with pytest.raises(UnusableText, match="begins behind the 60 tokens"):
+        found.parts(written(Pair(Completion("a" * 70, "b"), Completion("a" * 70, "c"))))
+    with pytest.raises(UnusableText, match="no pair of answers"):
+        found.parts("a plain text")
 
 
 def test_what_is_too_long_is_cut_and_said_and_an_answer_out_of_reach_is_set_aside() -> None:

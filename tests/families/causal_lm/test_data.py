@@ -6,7 +6,9 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from pydantic import ValidationError
 
 from lora_rocm.dataset.records import read
 from lora_rocm.dataset.row_reference import separated
@@ -41,6 +43,12 @@ def recipe_of(folder: Path, template: str = CHAT, **data: Any) -> Recipe:
             "cache": {"dir": str(folder / "cache")},
         }
     )
+
+
+def test_pairs_of_answers_are_not_packed(tmp_path: Path) -> None:
+    sections = recipe_of(tmp_path, packing=True).model_dump(mode="json", exclude_unset=True)
+    with pytest.raises(ValidationError, match="not put into rows"):
+        recipe_from({**sections, "objective": {"loss": "dpo"}})
 
 
 def prepared(recipe: Recipe) -> Prepared:
@@ -78,7 +86,7 @@ def test_rows_hold_all_texts_of_training_once_and_held_out_ones_are_alone(tmp_pa
     again = prepared(recipe)
     assert again.items_digest == found.items_digest != plain.items_digest
     row, family = found.items[0], family_for(recipe)
-    tensors = LatentCache(Path(recipe.cache.dir)).get("tokens", row.keys["tokens"][0][0], family.cache_spec).tensors
+    tensors = LatentCache(Path(recipe.cache.dir)).get("rows", row.keys["rows"][0][0], family.cache_spec).tensors
     ids, positions, trained = list[int](), list[int](), 0
     for text in separated(found.samples[0].caption):
         tokens = ChatTokenizer(tiny_tokenizer(), 512, "answers", "").tokens(read(text))

@@ -27,6 +27,7 @@ from lora_rocm.kernels.frozen_conv import FrozenConv2d
 from lora_rocm.kernels.lora_layer import LoraLinear, with_lean_layers
 
 FOLDER = Path(lora_rocm.__file__).parent / "builtin" / "tiny_sdxl" / "unet"
+FEWER_LAYERS = {"layers_per_block": 1}
 CPU = torch.device("cpu")
 ROUNDING = 1e-5
 FUSIONS = [Fusion(), Fusion(join=True, channels_last=True), Fusion(projections=False, geglu=None, norms=None)]
@@ -34,7 +35,7 @@ FUSIONS = [Fusion(), Fusion(join=True, channels_last=True), Fusion(projections=F
 
 def make(preset: str = "attention", lean: bool = True, depth: int = 2, **how: Any) -> UNet2DConditionModel:
     torch.manual_seed(0)
-    config = UNet2DConditionModel.load_config(FOLDER) | {"transformer_layers_per_block": [1, 1, depth]}
+    config = UNet2DConditionModel.load_config(FOLDER) | FEWER_LAYERS | {"transformer_layers_per_block": [1, 1, depth]}
     unet = UNet2DConditionModel.from_config(config).requires_grad_(False).eval()
     paths = [path for path, _ in unet.named_modules() if re.fullmatch(UNET_TARGETS[preset], path)]
     config = LoraConfig(**{"r": 4, "lora_alpha": 2, "target_modules": "|".join(map(re.escape, paths)), **how})

@@ -1,0 +1,86 @@
+"""The encoder of what the model says of each sample before the first step, for objectives that compare with that.
+
+The base is loaded once more for it, with the adapters as training starts. Its entries are cached like all others: a run
+whose samples are all in the cache does not load it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+
+import torch
+
+from lora_rocm.adapters.factory import inject
+from lora_rocm.adapters.lora_reader import files_of
+from lora_rocm.adapters.training_adapter import put_training_adapter
+from lora_rocm.dataset.entry_spec import EntrySpec
+from lora_rocm.device.transfer import DeviceTransfer
+from lora_rocm.families.base import ComparesWithStart, Encode, Encoder, LoadedModel, ModelFamily
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.train.standalone import send_model
+
+ENCODING_VERSION = 1  # increase it if the same model would give other tensors
+
+
+def start_encoders(recipe: Recipe, family: ModelFamily, dtype: torch.dtype) -> tuple[Encoder, ...]:
+    """The encoder of what the model says at the start, if the recipe's objective compares with it.
+
+    Args:
+        recipe: names the base and what the adapters start from.
+        family: the recipe's family.
+        dtype: of the base model in training.
+    """
+    entry = family.start_entry if isinstance(family, ComparesWithStart) else None
+    return () if entry is None else (StartEncoder(recipe, family, entry, dtype),)
+
+
+@dataclass(frozen=True)
+class StartEncoder:
+    """Implements ``Encoder``. For arguments see ``start_encoders``."""
+
+    recipe: Recipe
+    family: ModelFamily
+    entry: EntrySpec
+    dtype: torch.dtype
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identity of base, adapters, precision and tokens.
+
+        Raises:
+            AdapterError: a file that an adapter starts from is missing.
+        """
+        parts = [self.family.base_facts()["identity"], self.recipe.model.quantization, str(self.dtype)]
+        parts += [encoder.fingerprint for encoder in self.family.encoders()]
+        lora = self.recipe.lora
+        for path in (lora.init_from, self.recipe.model.training_adapter):
+            files = [] if path is None else files_of(Path(path).expanduser())
+            parts.append(" ".join(hashlib.sha256(file.read_bytes()).hexdigest() for file in files))
+        if lora.init_from is not None:
+            parts.append(json.dumps(lora.model_dump(mode="json", exclude={"init_from"}), sort_keys=True))
+        digest = hashlib.sha256("\n".join(parts).encode("utf-8")).hexdigest()
+        return f"{self.entry.name}{ENCODING_VERSION}-{digest}"
+
+    def in_tiles(self) -> None:
+        return None
+
+    def load(self, door: DeviceTransfer) -> Encode:
+        family, model = self.family, cache(lambda: self._loaded(door))
+        assert isinstance(family, ComparesWithStart), "as start_encoders found"
+        return lambda inputs: family.at_start(model, inputs, door)
+
+    def _loaded(self, door: DeviceTransfer) -> LoadedModel:
+        """The model as training starts, on the door's device."""
+        recipe, model = self.recipe, self.family.load(self.dtype, torch.device("cpu"))
+        if recipe.lora.init_from is not None or recipe.model.training_adapter is not None:
+            inject(self.family, model, recipe.lora, recipe.train.seed)
+            put_training_adapter(self.family, model, recipe.model.training_adapter)
+        self.family.fuse(model, triton=False)  # rounds as in training, but for the kernels
+        send_model(model, door)
+        for component in model.components.values():
+            component.eval()
+        return model

@@ -1,0 +1,37 @@
+"""The samples of ``data.watched``: prepared as held-out samples of a recipe of their own, for the model in training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from lora_rocm.families.base import ModelFamily, family_for
+from lora_rocm.latent_cache.encode_session import Encoding
+from lora_rocm.loader.batches import Prepared, open_workers, prepare
+from lora_rocm.loader.worker_pool import Workers
+from lora_rocm.recipe.schema import Recipe
+
+
+@dataclass(frozen=True)
+class Watched:
+    """Samples whose loss is taken and that are never trained on.
+
+    family: the run's, with the objective of these samples.
+    """
+
+    family: ModelFamily
+    prepared: Prepared
+    workers: Workers
+
+
+def prepare_watched(recipe: Recipe, encoding: Encoding) -> Watched | None:
+    """Find and encode the samples of ``data.watched``; None: none is watched. For errors see ``prepare``."""
+    watching, context = recipe.watching, encoding.context
+    if watching is None:
+        return None
+    family = family_for(watching)
+    prepared = prepare(watching, family, replace(encoding, more=()))
+    context.notice(f"{len(prepared.held_out)} samples of data.watched are not trained on; their loss is watched.")
+    for problem in prepared.set_aside:
+        context.notice(f"data.watched, set aside: {problem.where}: {problem.what} {problem.fix}".rstrip())
+    runtime = recipe.runtime.model_copy(update={"workers": 0})
+    return Watched(family, prepared, open_workers(encoding.cache, prepared.entries, runtime, context))
