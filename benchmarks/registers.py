@@ -58,8 +58,16 @@ META = torch.device("meta")
 LAYOUTS = {"sdxl": LAYOUT_SDXL, "sd15": LAYOUT_SD15}
 SDXL_STEP = ("sdxl", 1, 1024, 1024)
 FLUX_BLOCKS = (FluxTransformerBlock, FluxSingleTransformerBlock)
-STEPS = (SDXL_STEP, ("sdxl", 4, 1024, 1024), ("sdxl", 1, 1152, 896), ("sd15", 1, 512, 512), ("sd15", 4, 512, 768))
-"""(family, batch size, height and width in pixels)"""
+LANGUAGE_MODEL = ("language model", 1, 2048, 0)
+STEPS = (
+    SDXL_STEP,
+    ("sdxl", 4, 1024, 1024),
+    ("sdxl", 1, 1152, 896),
+    ("sd15", 1, 512, 512),
+    ("sd15", 4, 512, 768),
+    LANGUAGE_MODEL,
+)
+"""(family, batch size, height and width in pixels; of a language model tokens in place of the height)"""
 
 
 WORD_COUNTS = ((16,) * 6, (2**30, 16), (16, 2**30, 16), (2**31, 16), (16, 2**31))
@@ -175,10 +183,12 @@ def launches(dtype: torch.dtype, *steps: tuple[str, int, int, int]) -> dict[str,
 
     with mock.patch.object(triton.JITFunction, "run", run):
         for family, batch, height_px, width_px in steps:
-            train(family, dtype, batch, height_px // 8, width_px // 8)
+            if family == LANGUAGE_MODEL[0]:
+                train_language_model(dtype, batch, height_px)
+            else:
+                train(family, dtype, batch, height_px // 8, width_px // 8)
         for is_modulation_trained in (False, True):
             train_blocks(dtype, is_modulation_trained)
-        train_language_model(dtype)
         for counts in WORD_COUNTS:
             fingerprint(*counts)
         for name in ("int8", "fp8", "nf4"):
@@ -227,7 +237,7 @@ def train_blocks(dtype: torch.dtype, is_modulation_trained: bool) -> None:
             sum(part.sum() for part in block(image, text, time, (torch.empty(4608, 128),) * 2)).backward()
 
 
-def train_language_model(dtype: torch.dtype) -> None:
+def train_language_model(dtype: torch.dtype, batch: int, tokens: int) -> None:
     """Blocks of Llama and Gemma 3 on the meta device, and the loss of their tokens."""
     sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_key_value_heads": 8, "head_dim": 128}
     config = Gemma3TextConfig(
@@ -238,8 +248,8 @@ def train_language_model(dtype: torch.dtype) -> None:
         blocks.requires_grad_(False).to(dtype)
         fused_blocks.fuse(blocks, "triton")
         for block, width, head in ((blocks[0], 4096, 128), (blocks[1], 2560, 256)):
-            x = torch.empty(1, 2048, width, dtype=dtype, requires_grad=True)
-            turns = (torch.empty(1, 2048, head, dtype=dtype),) * 2
+            x = torch.empty(batch, tokens, width, dtype=dtype, requires_grad=True)
+            turns = (torch.empty(1, tokens, head, dtype=dtype),) * 2
             block(x, position_embeddings=turns).sum().backward()
         for vocabulary, cap in ((128256, None), (262208, 30.0)):
             logits = torch.empty(1024, vocabulary, dtype=dtype)

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tests.crash import lab, series
-from tests.test_kill import KINDS, MOMENTS, endure
+from tests.test_kill import KINDS, MOMENTS, RECIPES, endure
 
 FAULTS_SHOWN = 10
 
@@ -26,6 +26,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--stride", type=int, default=1, help="cut at every n-th call only")
     parser.add_argument("--chains", type=int, default=10, help="runs of each variant that are cut again and again")
     parser.add_argument("--kills", type=int, default=0, help="real kills at random moments (minutes)")
+    parser.add_argument("--samples", choices=[*RECIPES], default="images", help="what the killed runs train on")
     parser.add_argument("--variant", type=int, help="one variant only, by its number")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(argv)
@@ -36,7 +37,7 @@ def main(argv: list[str]) -> int:
         elif options.stride:
             different += _cuts(Path(folder), options)
         if options.kills:
-            different += _kills(Path(folder) / "kills", options.kills, options.seed)
+            different += _kills(Path(folder) / "kills", options.kills, options.seed, options.samples)
     print(f"different: {different}")
     return 1 if different else 0
 
@@ -98,7 +99,7 @@ def _controls(place: lab.Lab) -> int:
     return missed
 
 
-def _kills(folder: Path, number: int, seed: int) -> int:
+def _kills(folder: Path, number: int, seed: int, samples: str) -> int:
     """Kill real runs; print the moments and the cost of each restart."""
     folder.mkdir()
     generator = random.Random(seed)
@@ -106,7 +107,7 @@ def _kills(folder: Path, number: int, seed: int) -> int:
     rounds = [kills[start : start + len(MOMENTS)] for start in range(0, number, len(MOMENTS))]
     started = time.perf_counter()
     try:
-        log = endure(folder, rounds, seed)
+        log = endure(folder, rounds, seed, samples)
     except AssertionError as error:
         print(f"  DIFFERENT: {error}")
         return 1

@@ -32,10 +32,20 @@ app.add_typer(bench_app, name="bench")
 
 
 class Command(TyperCommand):
-    """A command whose usage line shows arguments plainly: RECIPE, or [RECIPE] if it is optional."""
+    """A command whose usage line shows arguments plainly: RECIPE, or [RECIPE] if it is optional.
+
+    Wrong options are named without words of the library.
+    """
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix("Value error, ")  # how pydantic, of typer's, begins
+            raise
 
 
 class Format(StrEnum):
@@ -46,6 +56,8 @@ class Format(StrEnum):
     comfyui = "comfyui"
     diffusers = "diffusers"
     peft = "peft"
+    merged = "merged"
+    gguf = "gguf"
 
 
 class NumberFormat(StrEnum):
@@ -209,6 +221,9 @@ def sample(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Seed of the first image.")] = 1234,
     strength: Annotated[float, typer.Option(min=-100.0, max=100.0, help="Strength of the LoRA; 0 disables it.")] = 1.0,
+    sampler: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Sampler, as sample.sampler; default: euler.")
+    ] = None,
     num: Annotated[
         int, typer.Option(min=1, max=1000, help="Number of images; the seed increases by one per image.")
     ] = 1,
@@ -237,6 +252,7 @@ def sample(
         guidance_scale=guidance_scale,
         seed=seed,
         strength=strength,
+        sampler=sampler,
         num=num,
         control_image=control_image,
         output=output,
@@ -293,11 +309,18 @@ def export(
     form: Annotated[Format, typer.Option("--format", help="Format to write.")],
     output: Annotated[Path | None, typer.Option(metavar="PATH", help="File or folder; default: in the run.")] = None,
     dtype: Annotated[NumberFormat | None, typer.Option(help="Dtype; default: as in the recipe.")] = None,
+    converter: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH", help="For gguf: llama.cpp's folder. Default: the variable LLAMA_CPP, or its script in PATH."
+        ),
+    ] = None,
 ) -> int:
     """Write the LoRA of a run in another format, load it back and compare."""
     from lora_rocm.commands import sample_export
 
-    return sample_export.export(run, form.value, output=output, dtype=dtype.value if dtype else None)
+    kind = dtype.value if dtype else None
+    return sample_export.export(run, form.value, output=output, dtype=kind, converter=converter)
 
 
 @app.command(cls=Command)

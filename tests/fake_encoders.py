@@ -72,6 +72,7 @@ class FakeFamily:
     """What prepare and loader use of a family."""
 
     texts = None
+    inpaints = False
 
     def __init__(self, recipe: Recipe | None = None) -> None:
         latents = {"latent_mean": TensorSpec("float32", "CHW"), "latent_std": TensorSpec("float32", "CHW")}

@@ -143,7 +143,7 @@ def test_what_is_wrong_with_some_images_stops_nothing(program: Program, tmp_path
     for name, why in (("kein bild", "not an image"), ("halb", "truncated"), ("p1", "not UTF-8")):
         line = next(line for line in said.out.splitlines() if f"{name}.png" in line and "set aside" in line)
         assert why in line and f"{name}.png" in report
-    assert "6 samples in 1 buckets" in said.out and "3 set aside" in said.out and len(said.out) < 8000
+    assert "6 samples in 1 bucket," in said.out and "3 set aside" in said.out and len(said.out) < 8000
     assert RunDir(new).lora.exists()
 
 

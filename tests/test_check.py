@@ -123,6 +123,16 @@ def test_missing_folder_has_its_line(weigh: Weigh) -> None:
     assert caught.value.problems[0].where == "--set data.path"
 
 
+def test_resolutions_and_versions_of_images_are_counted(weigh: Weigh, capsys: pytest.CaptureFixture[str]) -> None:
+    check("my.yaml", ["data.resolution=[64, 128]", "data.random_crop=3", "data.color_aug=1"])
+    text = capsys.readouterr().out
+    assert "images: 10 usable" in text and "resolution 64, " in text and "resolution 128, " in text
+    assert "12 versions of each image are encoded and stored, 12 times the time and disk: 3 (random_crop) x 2 (" in text
+    assert "at most 120 images" in text
+    check("my.yaml", [])
+    assert "versions of each image" not in capsys.readouterr().out, "the control: mirroring alone is no news"
+
+
 @pytest.mark.parametrize("both", [False, True])
 def test_errors_of_data_and_model(weigh: Weigh, tmp_path: Path, both: bool) -> None:
     for path in (tmp_path / "pics").rglob("*.*"):

@@ -46,7 +46,7 @@ COMMANDS: dict[str, set[str]] = {
         "--config",
     },
     "chat": {"RUN", "--prompt", "--system", "--side", "--temperature", "--top-p", "--max-tokens", "--seed"},
-    "export": {"RUN", "--format", "--output", "--dtype"},
+    "export": {"RUN", "--format", "--output", "--dtype", "--converter"},
     "tune": {"RECIPE", "--set"},
     "status": {"RUN", "--json"},
     "inspect": {"PATH", "--json"},

@@ -21,6 +21,7 @@ from PIL import Image
 
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
+from tests.tiny_llm import write_chats, write_tiny_llm
 from tests.tiny_models import RUN_TARGETS, SHALLOW, write_tiny_sdxl
 
 NUM_KILLS = int(os.environ.get("LORA_ROCM_KILLS", "20"))
@@ -64,6 +65,32 @@ output: {{save_every_n_steps: 3, formats: [kohya, peft]}}
         encoding="utf-8",
     )
     return recipe
+
+
+def write_text_recipe(folder: Path) -> Path:
+    """A language model on conversations of several lengths: accumulation, EMA, previews, held-out loss; 12 updates."""
+    folder.mkdir(exist_ok=True)
+    write_tiny_llm(folder / "model")
+    chats = [[("user", f"say {number}"), ("assistant", "zibu " * (1 + 7 * (number % 5)))] for number in range(9)]
+    data = write_chats(folder / "chats.jsonl", *chats)
+    recipe = folder / "kill.yaml"
+    recipe.write_text(
+        f"""
+model: {{family: causal-lm, name_or_path: '{folder / "model"}'}}
+data: {{sources: [{{dataset: '{data}'}}], validation_split: 0.2}}
+lora: {{rank: 2, dropout: 0.1, use_rslora: true}}
+optim: {{learning_rate: 1.0e-3, lr_scheduler: cosine, lr_warmup_steps: 2}}
+train: {{max_train_steps: 12, batch_size: 2, gradient_accumulation_steps: 2, ema_decay: 0.9, seed: 3}}
+sample: {{every_n_steps: 6, prompts: [a zibu], steps: 12}}
+runtime: {{threads: 1, device: cpu}}
+output: {{save_every_n_steps: 3}}
+""",
+        encoding="utf-8",
+    )
+    return recipe
+
+
+RECIPES = {"images": write_recipe, "texts": write_text_recipe}
 
 
 class Command:
@@ -133,18 +160,21 @@ class Command:
 
 def results(run_dir: Path) -> dict[str, bytes]:
     files = [
-        run_dir / "lora.safetensors",
+        *sorted(run_dir.glob("lora.safetensors")),
         *sorted((run_dir / "peft").rglob("*.*")),
         *sorted(run_dir.glob("checkpoints/*.safetensors")),
     ]
     return {file.relative_to(run_dir).as_posix(): file.read_bytes() for file in files}
 
 
-def endure(folder: Path, rounds: list[list[tuple[str, str]]], seed: int) -> list[dict[str, Any]]:
+def endure(
+    folder: Path, rounds: list[list[tuple[str, str]]], seed: int, samples: str = "images"
+) -> list[dict[str, Any]]:
     """One undisturbed run, and in each round a run with kills at the given moments; all results are compared."""
-    recipe = write_recipe(folder)
+    recipe = RECIPES[samples](folder)
     assert Command(recipe, folder / "straight", folder / "cache").wait() == 0
     expected = results(folder / "straight")
+    assert len(expected) >= 6
     generator, log = random.Random(seed), []
     for number, moments in enumerate(rounds):
         run_dir, cache = folder / f"killed-{number}", folder / f"cache-{number}"
@@ -201,11 +231,14 @@ def test_two_kills_and_the_same_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_many_kills_at_random_moments_and_the_same_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("samples", [*RECIPES])
+def test_many_kills_at_random_moments_and_the_same_bytes(
+    samples: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     generator = random.Random(11)
     kills = [(MOMENTS[number % len(MOMENTS)], generator.choice(KINDS)) for number in range(NUM_KILLS)]
     rounds = [kills[start : start + len(MOMENTS)] for start in range(0, NUM_KILLS, len(MOMENTS))]
-    log = endure(tmp_path, rounds, seed=12)
+    log = endure(tmp_path, rounds, seed=12, samples=samples)
     with capsys.disabled():
         for number, entry in enumerate(log, start=1):
             print(f"kill {number:2}: {entry}")  # noqa: T201 - the record of this test

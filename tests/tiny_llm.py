@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 from transformers import (
     Gemma3Config,
     Gemma3ForCausalLM,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -84,6 +88,51 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "olmo2": (Olmo2ForCausalLM, Olmo2Config, SIZE),
 }
 """Name -> class, class of its config, and its values."""
+
+
+GPT_OSS: dict[str, Any] = {
+    **SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "sliding_window": 16,
+    "layer_types": TYPES,
+    "head_dim": 16,
+    "swiglu_limit": 1.0,
+}
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def write_tiny_gpt_oss(folder: Path, template: str | None = CHAT, **changed: Any) -> Path:
+    """Write a gpt-oss as it is published: its experts are in MXFP4, everything else in bfloat16."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = GptOssForCausalLM(GptOssConfig(**{**GPT_OSS, **changed}))
+        for name, parameter in model.named_parameters():
+            parameter.data.normal_(std=1.0 if "sinks" in name else 0.3 if parameter.ndim > 1 else 0.1)
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = mxfp4(tensor.transpose(1, 2).contiguous())
+        else:
+            tensors[name] = (tensor.abs() + 0.5 if "norm" in name else tensor).bfloat16().contiguous()
+    model.config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    model.config.dtype = "bfloat16"
+    model.config.architectures = ["GptOssForCausalLM"]
+    model.config.save_pretrained(folder)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    tiny_tokenizer(template).save_pretrained(folder)
+    return folder
+
+
+def mxfp4(weight_EOI: Tensor) -> tuple[Tensor, Tensor]:
+    """(blocks [E, O, G, 16], scales [E, O, G]) of the layout that gpt-oss is published in: uint8 both."""
+    groups = weight_EOI.unflatten(-1, (-1, 32))
+    exponents = groups.abs().amax(-1).clamp(min=1e-30).log2().floor() - 2  # the largest number is 1.5 * 2**2
+    scaled = groups / torch.exp2(exponents)[..., None]
+    codes = (scaled.abs()[..., None] - E2M1).abs().argmin(-1).to(torch.uint8) | (scaled < 0).to(torch.uint8) << 3
+    return codes[..., ::2] | codes[..., 1::2] << 4, (exponents + 127).to(torch.uint8)
 
 
 def write_tiny_llm(folder: Path, name: str = "llama", template: str | None = CHAT, **changed: Any) -> Path:

@@ -18,19 +18,23 @@ from peft import PeftConfig, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from lora_rocm.adapters import new_tokens
+from lora_rocm.adapters import new_tokens, trained_norms
 from lora_rocm.adapters.entry import Entry, FileKind, Form
 from lora_rocm.adapters.flat_params import FlatWeights
+from lora_rocm.adapters.lora_start import START
 from lora_rocm.adapters.module_names import SD_SCRIPTS, KeyTable, canonical, sd_scripts_rows
 from lora_rocm.adapters.targets import overrides_of
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
+from lora_rocm.model_files.readers import READ, readers_of, vllm_needs
 from lora_rocm.optim.norm_limit import NormLimit
 from lora_rocm.recipe.adapter_sections import AdapterSection
 from lora_rocm.recipe.optim_sections import OptimSection
 from lora_rocm.recipe.sections import MAX_RANK
 
 PEFT_NAME = "default"
+OWN = (PEFT_NAME, START)
+"""PEFT's names of what belongs to the adapter in a layer."""
 Reader = Literal["diffusers", "peft", "comfyui"]
 
 
@@ -38,8 +42,10 @@ class Adapter(ABC):
     """The adapted layers of a model.
 
     modules: module name ("unet.mid_block...to_q") -> (component, path in the component, PEFT layer), in a fixed order.
+    norms: module name -> norm that is trained beside the adapter.
     leaves: "<module name>.<role>" -> tensor in its layer, in the same order; then "new_tokens.<component>".
     parameters: the same names -> trained tensors: the leaves, or the masters after ``flatten``.
+    constants: "<module name>.<role>" -> what a checkpoint keeps beside them, on the CPU; most kinds have none.
 
     Set by each kind:
         layer_type: class of its layers.
@@ -59,15 +65,18 @@ class Adapter(ABC):
             if isinstance(layer, self.layer_type) and PEFT_NAME in layer.r
         ]
         self.modules: dict[str, tuple[str, str, Any]] = dict(sorted(found, key=lambda item: item[0]))
-        self.family, self.components_in_model = family, model.components
+        self.family, self.model, self.components_in_model = family, model, model.components
         self.read: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = _read  # a run replaces it with a verified copy
         self.leaves: dict[str, nn.Parameter] = {
             f"{name}.{role}": tensor
             for name, (_, _, layer) in self.modules.items()
             for role, tensor in self.trained(layer, PEFT_NAME).items()
         }
+        self.norms = trained_norms.layers_of(model)
+        self.leaves |= {f"{n}.{role}": leaf for n, norm in self.norms.items() for role, leaf in norm.trained().items()}
         self.leaves |= {f"{new_tokens.NAME}.{c}": layer.rows_ND for c, layer in new_tokens.layers_of(model).items()}
         self.parameters: dict[str, Tensor] = dict(self.leaves)
+        self.constants: dict[str, Tensor] = {}
         self._flat: FlatWeights | None = None
 
     # Implemented by each kind.
@@ -111,7 +120,7 @@ class Adapter(ABC):
         """Return the entry of a layer's adapter at strength 1. ``tensors``: role -> float32 value."""
 
     @abstractmethod
-    def start(self, layer: Any, rng: torch.Generator) -> None:
+    def start(self, name: str, layer: Any, lora: AdapterSection, rng: torch.Generator) -> None:
         """Initialise a new layer so that it changes nothing; values are drawn on the CPU in float32."""
 
     @abstractmethod
@@ -138,6 +147,14 @@ class Adapter(ABC):
     def cannot_read(self, form: Form) -> tuple[str, ...]:
         """Return programs that cannot read a form, or read it inexactly, in words."""
 
+    def peft_cannot_be_read_by(self) -> tuple[str, ...]:
+        """Return ``cannot_read`` of the peft form: of a language model by the table of readers."""
+        row = readers_of([f"base_model.model.{name}" for name in self.leaves], [self.family.name])
+        if row is not None and row.vllm:
+            ranks = [layer.r[PEFT_NAME] for _, _, layer in self.modules.values()] if row.vllm in READ else [0]
+            return (*row.cannot_read, *vllm_needs(max(ranks)))
+        return ("ComfyUI, Forge, A1111 and kohya's tools (a PEFT folder is for PEFT)",)
+
     @property
     def needs_float32(self) -> bool:
         """Whether the layers compute in float32 on a base of another dtype."""
@@ -146,6 +163,19 @@ class Adapter(ABC):
     def norm_limit(self, lora: AdapterSection) -> NormLimit | None:
         """Return what keeps the modules' updates within ``lora.max_update_norm``, once the weights are flat."""
         return None
+
+    def lacking_ranks(self, lora: AdapterSection, ranks: Mapping[str, int]) -> list[tuple[str, str]]:
+        """Return, as ``unfit``, the layers whose rank is below what a file needs. ``ranks``: module name -> needed."""
+        lacking: dict[str, tuple[int, int]] = {}
+        for name, rank in ranks.items():
+            ours = self.modules[name][2].r[PEFT_NAME] if name in self.modules else lora.rank
+            key = "lora.rank" if ours == lora.rank else "its own rank in lora.overrides, or lora.conv_rank,"
+            if rank > ours:
+                lacking[key] = max(lacking.get(key, (0, 0)), (rank, ours))
+        return [
+            (f"it has rank {rank}, the recipe asks for rank {ours}", f"{key} to {rank}")
+            for key, (rank, ours) in lacking.items()
+        ]
 
     def narrow(self, lora: AdapterSection) -> int:
         """Return how many layers have more trained numbers than their weight can use."""
@@ -165,8 +195,8 @@ class Adapter(ABC):
         """
         layers = {n.removeprefix(component + "."): layer for n, (c, _, layer) in self.modules.items() if c == component}
         field = self.files.config_alpha
-        ranks = {name: layer.r[PEFT_NAME] for name, layer in layers.items()}
-        alphas = {name: plain_number(getattr(layer, field)[PEFT_NAME]) for name, layer in layers.items()}
+        ranks = {name: self.rank_in_files(layer) for name, layer in layers.items()}
+        alphas = {name: plain_number(self.alpha_in_files(layer)) for name, layer in layers.items()}
         rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
         return {
             "peft_type": self.files.peft_type,
@@ -178,6 +208,23 @@ class Adapter(ABC):
             **self.config_fields(list(layers.values())),
             "inference_mode": True,
         }
+
+    def rank_in_files(self, layer: Any) -> int:
+        """Return the rank of a layer's entry."""
+        return int(layer.r[PEFT_NAME])
+
+    def alpha_in_files(self, layer: Any) -> float:
+        """Return the alpha with which PEFT gives a layer's entry its scale."""
+        return float(getattr(layer, self.files.config_alpha)[PEFT_NAME])
+
+    @torch.no_grad()
+    def load_constants(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load ``constants`` of a checkpoint. Call it before the layers are sent to a device.
+
+        Raises:
+            AdapterError: "adapter-mismatch", they are not those of this adapter.
+        """
+        return None
 
     def key_table(self, form: Form) -> KeyTable:
         """Return the keys of a file that is written in the form "kohya" or "sd-scripts"."""
@@ -200,11 +247,11 @@ class Adapter(ABC):
         return sorted({component for component, _, _ in self.modules.values()})
 
     @torch.no_grad()
-    def initialise(self, seed: int) -> None:
+    def initialise(self, lora: AdapterSection, seed: int) -> None:
         """Initialise all layers from a seed, drawing in the order of their names."""
         rng = torch.Generator().manual_seed(seed)
-        for _, _, layer in self.modules.values():
-            self.start(layer, rng)
+        for name, (_, _, layer) in self.modules.items():
+            self.start(name, layer, lora, rng)
 
     def flatten(
         self, base_dtype: torch.dtype, weight_dtype: torch.dtype, groups: Sequence[Mapping[str, Any]] = ()
@@ -219,16 +266,17 @@ class Adapter(ABC):
         return self._flat
 
     def state(self) -> dict[str, Tensor]:
-        """Return a copy of every trained tensor, on the CPU."""
-        return self.read(self.parameters)
+        """Return a copy of every trained tensor, and ``constants``, on the CPU."""
+        return {**self.read(self.parameters), **self.constants}
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load every trained tensor in place.
+        """Load every trained tensor in place; ``constants`` among them are passed over.
 
         Raises:
             AdapterError: names or shapes are not this adapter's.
         """
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in self.constants}
         wrong = tensors.keys() ^ self.parameters.keys()
         wrong |= {name for name in tensors.keys() - wrong if tensors[name].shape != self.parameters[name].shape}
         if wrong:
@@ -259,7 +307,8 @@ class Adapter(ABC):
         for _, _, layer in self.modules.values():
             layer.enable_adapters(False)
         try:
-            yield
+            with self._norms_at(0.0):
+                yield
         finally:
             for _, _, layer in self.modules.values():
                 layer.enable_adapters(True)
@@ -272,11 +321,33 @@ class Adapter(ABC):
         before = [dict(layer.scaling) for _, _, layer in self.modules.values()]
         try:
             for _, _, layer in self.modules.values():
-                layer.scaling |= {name: scale * strength for name, scale in layer.scaling.items() if name == PEFT_NAME}
-            yield
+                layer.scaling |= {name: scale * strength for name, scale in layer.scaling.items() if name in OWN}
+            with self._norms_at(strength):
+                yield
         finally:
             for (_, _, layer), scaling in zip(self.modules.values(), before, strict=True):
                 layer.scaling |= scaling
+
+    @contextmanager
+    def _norms_at(self, factor: float) -> Iterator[None]:
+        before = {name: norm.strength for name, norm in self.norms.items()}
+        try:
+            for norm in self.norms.values():
+                norm.strength *= factor
+            yield
+        finally:
+            for name, norm in self.norms.items():
+                norm.strength = before[name]
+
+    def norm_tensors(self) -> dict[str, Tensor]:
+        """Return the trained norms as a file has them, float32 on the CPU: "<key of the file>.<role>" -> difference."""
+        keys = trained_norms.names_in_files(self.family, self.model) if self.norms else {}
+        state = self.state() if self.norms else {}
+        return {
+            f"{keys[name]}.{role}": state[f"{name}.{role}"].float()
+            for name, norm in self.norms.items()
+            for role in norm.trained()
+        }
 
     def cast_inputs(self, enabled: bool) -> None:
         """Set whether PEFT casts the input of every adapted layer to the dtype of its trained tensors.
@@ -300,6 +371,8 @@ class Adapter(ABC):
     def groups(self, optim: OptimSection, lora: AdapterSection) -> list[dict[str, Any]]:
         """Return the optimizer parameter groups: weights of one component with one peak learning rate, and new tokens.
 
+        "stops" says which ends with ``OptimSection.embedding_until``.
+
         Raises:
             AdapterError: as ``overrides_of``.
         """
@@ -310,9 +383,15 @@ class Adapter(ABC):
             rate = rate if override is None else override.learning_rate or rate
             for role in self.trained(layer, PEFT_NAME):
                 found.setdefault((component, rate * lora.rate_factor(role)), []).append(f"{name}.{role}")
+        for name, norm in self.norms.items():
+            names = found.setdefault((name.partition(".")[0], optim.learning_rate), [])
+            names += [f"{name}.{role}" for role in norm.trained()]
         if vectors := [name for name in self.parameters if name.startswith(f"{new_tokens.NAME}.")]:
             found[new_tokens.NAME, optim.embedding_rate] = vectors
-        return [{"names": names, "component": component, "lr": rate} for (component, rate), names in found.items()]
+        return [
+            {"names": names, "component": component, "lr": rate, "stops": component == new_tokens.NAME}
+            for (component, rate), names in found.items()
+        ]
 
     def entries(self) -> dict[str, Any]:
         """Return the adapter at strength 1 as values: module name -> entry, on the CPU."""

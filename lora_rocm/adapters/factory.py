@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from lora_rocm.adapters import new_tokens
+from lora_rocm.adapters import new_tokens, trained_norms
 from lora_rocm.adapters.base import PEFT_NAME, Adapter
 from lora_rocm.adapters.entry import Entry, Say
 from lora_rocm.adapters.kinds import kind_for, kind_of_file
@@ -18,11 +19,17 @@ from lora_rocm.adapters.start_file import check_start
 from lora_rocm.adapters.targets import either, sections_of, targets
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.kernels.weight_format import dense_shape
-from lora_rocm.recipe.adapter_sections import AdapterSection
+from lora_rocm.recipe.adapter_sections import AdapterSection, LoraSection
 
 
 def inject(
-    family: ModelFamily, model: LoadedModel, lora: AdapterSection, seed: int, say: Say = lambda text: None
+    family: ModelFamily,
+    model: LoadedModel,
+    lora: AdapterSection,
+    seed: int,
+    say: Say = lambda text: None,
+    *,
+    resumed: bool = False,
 ) -> Adapter:
     """Put new adapter layers into a loaded model; with ``lora.init_from`` they start with that file's effect.
 
@@ -36,16 +43,21 @@ def inject(
         lora: the recipe's adapter section.
         seed: seed of the initial weights.
         say: receives notices about parts of the file that are left out and about ranks that are filled up.
+        resumed: the weights are loaded from a checkpoint or a file next, so what they start from is not read.
 
     Raises:
         AdapterError: the targets match nothing, or the file does not fit.
     """
     adapter = _with_layers(family, model, lora)
-    adapter.initialise(seed)
+    lora = _without_start(lora) if resumed else lora
+    adapter.initialise(lora, seed)
     new_tokens.start(family, model, lora.new_tokens)
     if lora.init_from is not None:
-        entries = start_entries(family, model, lora, adapter, say)
+        norms = dict[str, Tensor]()
+        entries = start_entries(family, model, lora, adapter, say, norms)
         adapter.start_from(entries)
+        if lora.train_norms:
+            trained_norms.fill(family, model, norms, Path(lora.init_from))
         ranks = [(entry.rank, adapter.modules[name][2].r[PEFT_NAME]) for name, entry in entries.items()]
         lower = sorted({rank for rank, ours in ranks if rank is not None and rank < ours})
         if lower:
@@ -54,16 +66,23 @@ def inject(
     return adapter
 
 
-def without_start(lora: AdapterSection) -> AdapterSection:
-    """Return the section without what its weights start from, for layers whose weights come from a checkpoint."""
+def _without_start(lora: AdapterSection) -> AdapterSection:
     tokens = tuple(token.model_copy(update={"init": None, "init_from": None}) for token in lora.new_tokens)
-    return lora.model_copy(update={"init_from": None, "new_tokens": tokens})
+    start = {"init": "default"} if isinstance(lora, LoraSection) else {}
+    return lora.model_copy(update={"init_from": None, "new_tokens": tokens, **start})
 
 
 def start_entries(
-    family: ModelFamily, model: LoadedModel, lora: AdapterSection, adapter: Adapter, say: Say = lambda text: None
+    family: ModelFamily,
+    model: LoadedModel,
+    lora: AdapterSection,
+    adapter: Adapter,
+    say: Say = lambda text: None,
+    norms: dict[str, Tensor] | None = None,
 ) -> dict[str, Entry]:
     """Read the file of ``lora.init_from`` and check that the adapter can start from it; the model may be on meta.
+
+    ``norms`` gets the file's trained norms; they are refused if the recipe trains none.
 
     Returns:
         Module name -> entry.
@@ -73,7 +92,8 @@ def start_entries(
     """
     assert lora.init_from is not None, "asked for a start that the recipe does not name"
     path = Path(lora.init_from).expanduser()
-    files, entries = read_for_model(family, model, path, say)
+    found = (norms if norms is not None else {}) if lora.train_norms else None
+    files, entries = read_for_model(family, model, path, say, found)
     check_start(family, lora, adapter, files, entries, path)
     return entries
 
@@ -108,9 +128,11 @@ def attach_file(
     Raises:
         AdapterError: the file is missing, damaged, no adapter, or for another model.
     """
-    files, entries = read_adapter(family, model.components, path, say)
+    norms = dict[str, Tensor]()
+    files, entries = read_adapter(family, model.components, path, say, norms)
     if strength == 0.0:
         return None
+    trained_norms.attach(family, model, {name: tensor * strength for name, tensor in norms.items()}, path)
     scaled = {name: entry.scaled(strength) for name, entry in entries.items()}
     return kind_of_file(files).attach(family, model, scaled)
 
@@ -131,5 +153,7 @@ def _with_layers(family: ModelFamily, model: LoadedModel, lora: AdapterSection) 
             if section.effective_alpha != lora.effective_alpha:
                 config.alpha_pattern[pattern] = section.effective_alpha
         kind.insert(model.components[component], config)
+    if lora.train_norms:
+        trained_norms.put(family, model)
     new_tokens.put(family, model, lora.new_tokens)  # after PEFT, which freezes all but its own layers
     return kind(family, model)

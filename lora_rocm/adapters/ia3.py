@@ -162,7 +162,7 @@ class Ia3Adapter(OutputAdapter):
     def entry_of(layer: Any, name: str, tensors: Mapping[str, Tensor]) -> Ia3Entry:
         return Ia3Entry(tensors[STRETCH], float(layer.scaling[name]), dense_shape(layer.get_base_layer()))
 
-    def start(self, layer: Any, rng: torch.Generator) -> None:
+    def start(self, name: str, layer: Any, lora: AdapterSection, rng: torch.Generator) -> None:
         """Start at zero."""
         layer.ia3_stretch[PEFT_NAME].zero_()
 

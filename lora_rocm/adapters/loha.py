@@ -208,7 +208,7 @@ class LohaAdapter(FactorAdapter):
         norm: Tensor = torch.linalg.vector_norm(product(w1) * product(w2))
         return norm
 
-    def start(self, layer: Any, rng: torch.Generator) -> None:
+    def start(self, name: str, layer: Any, lora: AdapterSection, rng: torch.Generator) -> None:
         """Draw all tensors from a normal distribution, except w2_a, which is zero."""
         for role, tensor in self.trained(layer, PEFT_NAME).items():
             tensor.copy_(torch.randn(tensor.shape, generator=rng) * SPREAD[role])
@@ -222,6 +222,4 @@ class LohaAdapter(FactorAdapter):
         ours[1][0].mul_(entry.scale / layer.scaling[PEFT_NAME])
 
     def unfit(self, lora: AdapterSection, entries: Mapping[str, Any], path: Path) -> list[tuple[str, str]]:
-        rank = max(entry.rank for entry in entries.values())
-        higher = (f"it has rank {rank}, the recipe asks for rank {lora.rank}", f"lora.rank to {rank}")
-        return [higher] if rank > lora.rank else []
+        return self.lacking_ranks(lora, {name: entry.rank for name, entry in entries.items()})

@@ -244,7 +244,7 @@ class LokrAdapter(FactorAdapter):
         norm: Tensor = torch.linalg.vector_norm(product(w1)) * torch.linalg.vector_norm(product(w2))
         return norm
 
-    def start(self, layer: Any, rng: torch.Generator) -> None:
+    def start(self, name: str, layer: Any, lora: AdapterSection, rng: torch.Generator) -> None:
         """Draw all tensors from a Kaiming uniform distribution, except the last tensor of w2, which is zero."""
         *others, last = self.trained(layer, PEFT_NAME).values()
         for tensor in others:
@@ -278,13 +278,11 @@ class LokrAdapter(FactorAdapter):
             )
         if any(_cut(entry.shape, lora.factor) != entry.sides for entry in entries.values()):
             found.append((f"its layers are cut by the factor {factor}", f"lora.factor to {factor}"))
-        rank = max((entry.rank or 0 for entry in entries.values()), default=0)
-        whole = [max(entry.sides[1], entry.sides[3]) for entry in entries.values() if len(entry.w2) == 1]
-        rank = max(rank, *(-(-side // 2) for side in whole if lora.rank < side / 2), 0)
-        if rank > lora.rank:
-            found.append((f"it has rank {rank}, the recipe asks for rank {lora.rank}", f"lora.rank to {rank}"))
+        needed = {name: max(entry.rank or 0, _rank_of_whole(entry)) for name, entry in entries.items()}
+        found += self.lacking_ranks(lora, needed)
+        highest = max(needed.values(), default=0)
         if lora.decompose_both and any(
-            len(entry.w1) == 1 and max(lora.rank, rank) < max(entry.sides[0], entry.sides[2]) / 2
+            len(entry.w1) == 1 and max(lora.rank, highest) < max(entry.sides[0], entry.sides[2]) / 2
             for entry in entries.values()
         ):
             found.append(("its first factors are whole", "lora.decompose_both to false"))
@@ -305,6 +303,11 @@ class LokrAdapter(FactorAdapter):
         factor = _factor_of(entry.sides for entry in entries)
         assert factor is not None, "one factor has cut them"
         return factor
+
+
+def _rank_of_whole(entry: LokrEntry) -> int:
+    """The least rank at which a layer has a whole second factor, as the entry; 0 if the entry has a product."""
+    return -(-max(entry.sides[1], entry.sides[3]) // 2) if len(entry.w2) == 1 else 0
 
 
 def _has_products(layer: Any) -> bool:

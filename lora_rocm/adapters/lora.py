@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lora_rocm.adapters.base import PEFT_NAME, Adapter, plain_number
 from lora_rocm.adapters.entry import Form
 from lora_rocm.adapters.lora_entry import LORA, LoraEntry
+from lora_rocm.adapters.lora_start import START, factors, fill_start, less_start, put_start
 from lora_rocm.adapters.module_names import COMFYUI, SD_SCRIPTS, adaptable, canonical
 from lora_rocm.adapters.targets import either
 from lora_rocm.errors import AdapterError
@@ -30,8 +31,6 @@ from lora_rocm.optim.norm_limit import NormLimit
 from lora_rocm.recipe.adapter_sections import AdapterSection, LoraSection
 
 INPUT_SCALE = "dora_input_scale"
-READ = ("reads it", "read it")  # in the table of readers
-UI_TOOLS = "ComfyUI, Forge, A1111 and kohya's tools"
 UNKNOWN_NAMES = "A1111 and kohya's tools (do not know these names)"
 CANNOT_READ: Mapping[Form, tuple[str, ...]] = {
     "kohya": (),
@@ -41,7 +40,6 @@ CANNOT_READ: Mapping[Form, tuple[str, ...]] = {
         "ComfyUI and Forge (apply a part of it, the modules whose names they know; only their log says so)",
         UNKNOWN_NAMES,
     ),
-    "peft": (f"{UI_TOOLS} (a PEFT folder is for PEFT)",),
 }
 DORA_IN_KOHYA_FORM = (
     "diffusers (drops dora_scale: export the diffusers format for it)",
@@ -57,6 +55,10 @@ DORA_FOR_COMFYUI = (
 class _Config(LoraConfig):  # type: ignore[misc]  # PEFT leaves its type open
     rank_dropout: float = 0.0
     module_dropout: float = 0.0
+    takes_off_start: bool = False
+
+
+WITH_NORMS = ("diffusers (refuses a file with trained norms)", "kohya's networks.lora (leaves the norms out)")
 
 
 class LoraAdapter(Adapter):
@@ -84,6 +86,7 @@ class LoraAdapter(Adapter):
             target_modules=pattern,
             rank_dropout=lora.rank_dropout,
             module_dropout=lora.module_dropout,
+            takes_off_start=lora.takes_off_start,
         )
 
     @classmethod
@@ -94,6 +97,10 @@ class LoraAdapter(Adapter):
             for layer in component.modules():
                 if isinstance(layer, LoraLayer):
                     drop_ranks(layer, PEFT_NAME, config.rank_dropout, config.module_dropout)
+        if isinstance(config, _Config) and config.takes_off_start:
+            for layer in component.modules():
+                if isinstance(layer, LoraLayer):
+                    put_start(layer, PEFT_NAME)
 
     @classmethod
     def attach(cls, family: ModelFamily, model: LoadedModel, entries: Mapping[str, Any]) -> LoraAdapter:
@@ -134,12 +141,25 @@ class LoraAdapter(Adapter):
         magnitude = tensors["magnitude"].flatten() if "magnitude" in tensors else None
         return LoraEntry(tensors["lora_A"], tensors["lora_B"], trained_scale(layer, name), magnitude)
 
-    def start(self, layer: Any, rng: torch.Generator) -> None:
-        """Initialise as PEFT does by default: A Kaiming uniform, B zero, DoRA's magnitudes the base's norms."""
-        down = torch.empty(layer.lora_A[PEFT_NAME].weight.shape)
+    def start(self, name: str, layer: Any, lora: AdapterSection, rng: torch.Generator) -> None:
+        """Initialise as ``lora.init`` says; by default A is Kaiming uniform and B zero.
+
+        A DoRA's magnitudes are the base's norms. Ranks that a start has no numbers for begin as by default.
+        """
+        assert isinstance(lora, LoraSection), "a section of this kind"
+        down, up = (torch.empty(pairs[PEFT_NAME].weight.shape) for pairs in (layer.lora_A, layer.lora_B))
         nn.init.kaiming_uniform_(down, a=math.sqrt(5), generator=rng)
+        up.zero_()
+        if lora.init != "default":
+            weight = dense_weight(layer.get_base_layer()).detach().cpu().float().flatten(1)
+            first, last = factors(lora.init, weight, len(down), trained_scale(layer), rng)
+            down[: len(first)] = first.reshape(len(first), *down.shape[1:])
+            up[:, : len(first)] = last.reshape(len(up), len(first), *up.shape[2:])
         layer.lora_A[PEFT_NAME].weight.copy_(down)
-        layer.lora_B[PEFT_NAME].weight.zero_()
+        layer.lora_B[PEFT_NAME].weight.copy_(up)
+        if lora.takes_off_start:
+            held = fill_start(layer, down, up)
+            self.constants |= {f"{name}.{role}": tensor for role, tensor in held.items()}
         if PEFT_NAME in layer.lora_magnitude_vector:
             _set_magnitude(layer, _row_norms(dense_weight(layer.get_base_layer())))
 
@@ -155,18 +175,10 @@ class LoraAdapter(Adapter):
 
     def unfit(self, lora: AdapterSection, entries: Mapping[str, Any], path: Path) -> list[tuple[str, str]]:
         assert isinstance(lora, LoraSection), "a section of this kind"
-        found: list[tuple[str, str]] = []
         for name, entry in entries.items():
             if entry.input_magnitude is not None:
                 raise _other_axis(name, entry.input_magnitude, path)
-        lacking: dict[str, tuple[int, int]] = {}
-        for name, entry in entries.items():
-            ours = self.modules[name][2].r[PEFT_NAME] if name in self.modules else lora.rank
-            key = "lora.rank" if ours == lora.rank else "its own rank in lora.overrides, or lora.conv_rank,"
-            if entry.rank > ours:
-                lacking[key] = max(lacking.get(key, (0, 0)), (entry.rank, ours))
-        for key, (rank, ours) in lacking.items():
-            found.append((f"it has rank {rank}, the recipe asks for rank {ours}", f"{key} to {rank}"))
+        found = self.lacking_ranks(lora, {name: entry.rank for name, entry in entries.items()})
         if not lora.use_dora and any(entry.magnitude is not None for entry in entries.values()):
             found.append(("it is a DoRA", "lora.use_dora to true"))
         return found
@@ -184,25 +196,62 @@ class LoraAdapter(Adapter):
     def network(self) -> dict[str, str]:
         """Return the metadata of a kohya file, whose alpha is ``scale * rank``."""
         layers = [layer for _, _, layer in self.modules.values()]
-        ranks = {layer.r[PEFT_NAME] for layer in layers}
-        alphas = {plain_number(round(trained_scale(layer) * layer.r[PEFT_NAME], 6)) for layer in layers}
+        ranks = {self.rank_in_files(layer) for layer in layers}
+        alphas = {plain_number(round(trained_scale(layer) * self.rank_in_files(layer), 6)) for layer in layers}
         arguments = {"dora": "True"} if self.needs_float32 else {}
+        arguments |= {"algo": "lora", "train_norm": "True"} if self.norms else {}
         return {
-            "ss_network_module": "networks.lora",
+            "ss_network_module": "lycoris.kohya" if self.norms else "networks.lora",
             "ss_network_dim": str(ranks.pop()) if len(ranks) == 1 else "Dynamic",
             "ss_network_alpha": str(alphas.pop()) if len(alphas) == 1 else "Dynamic",
             "ss_network_args": json.dumps(arguments),
         }
 
     def cannot_read(self, form: Form) -> tuple[str, ...]:
+        if form == "peft":
+            return self.peft_cannot_be_read_by()
         found = CANNOT_READ[form]
         if self.needs_float32 and form in ("kohya", SD_SCRIPTS, COMFYUI):
             found = DORA_FOR_COMFYUI + DORA_IN_KOHYA_FORM[1:] if form == COMFYUI else DORA_IN_KOHYA_FORM
         if form == SD_SCRIPTS:
             row = readers_of([f"{key}.alpha" for key in self.key_table(form).parts], [self.family.name])
-            told = {"diffusers": row.diffusers, "ComfyUI": row.comfyui, "kohya's tools": row.kohya} if row else {}
-            found += tuple(f"{program} ({text})" for program, text in told.items() if text not in READ)
+            found += row.cannot_read if row else ()
+        found += WITH_NORMS if self.norms else ()
         return (*found, UNKNOWN_NAMES) if form == "kohya" and self.family.file_form == "folded" else found
+
+    @torch.no_grad()
+    def load_constants(self, tensors: Mapping[str, Tensor]) -> None:
+        starts = {name for name, (_, _, layer) in self.modules.items() if START in layer.lora_A}
+        for name in sorted(starts):
+            down, up = tensors.get(f"{name}.start_A"), tensors.get(f"{name}.start_B")
+            if down is None or up is None:
+                raise AdapterError(
+                    "adapter-mismatch",
+                    "This checkpoint lacks what its LoRA started from.",
+                    where=name,
+                    fix="The lora section of the recipe must be the one that the checkpoint was made with.",
+                )
+            held = fill_start(self.modules[name][2], down, -up)
+            self.constants |= {f"{name}.{role}": tensor for role, tensor in held.items()}
+
+    def entries(self) -> dict[str, Any]:
+        found = super().entries()
+        held = self.constants
+        return {
+            name: less_start(entry, {role: held[f"{name}.{role}"] for role in ("start_A", "start_B")})
+            if f"{name}.start_A" in held
+            else entry
+            for name, entry in found.items()
+        }
+
+    def rank_in_files(self, layer: Any) -> int:
+        return super().rank_in_files(layer) * (2 if START in layer.lora_A else 1)
+
+    def alpha_in_files(self, layer: Any) -> float:
+        if START not in layer.lora_A:
+            return super().alpha_in_files(layer)
+        rank = self.rank_in_files(layer)
+        return trained_scale(layer) * (math.sqrt(rank) if layer.use_rslora[PEFT_NAME] else rank)
 
     def norm_limit(self, lora: AdapterSection) -> NormLimit | None:
         if lora.max_update_norm is None:

@@ -26,6 +26,7 @@ from lora_rocm.adapters.entry import Entry, FileKind, FileModule, Say, file_erro
 from lora_rocm.adapters.kinds import file_kinds
 from lora_rocm.adapters.lora_parts import check_config, grouped
 from lora_rocm.adapters.module_names import KeyTable, adaptable, canonical, main_component
+from lora_rocm.adapters.trained_norms import ENDINGS
 from lora_rocm.base_models.safetensors_file import read_tensors
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
@@ -95,10 +96,12 @@ def read_lora(
     return read_adapter(family, components, path, say)[1]
 
 
-def read_for_model(family: ModelFamily, model: LoadedModel, path: Path, say: Say) -> tuple[FileKind, dict[str, Entry]]:
+def read_for_model(
+    family: ModelFamily, model: LoadedModel, path: Path, say: Say, norms: dict[str, Tensor] | None = None
+) -> tuple[FileKind, dict[str, Entry]]:
     """As ``read_adapter``, also of a file that adapts text encoders which are not in the model."""
     absent = {name: family.skeleton(name) for name in family.text_components if name not in model.components}
-    return read_adapter(family, {**model.components, **absent}, path, say)
+    return read_adapter(family, {**model.components, **absent}, path, say, norms)
 
 
 def files_of(path: Path) -> list[Path]:
@@ -111,9 +114,16 @@ def files_of(path: Path) -> list[Path]:
 
 
 def read_adapter(
-    family: ModelFamily, components: Mapping[str, nn.Module], path: Path, say: Say = lambda text: None
+    family: ModelFamily,
+    components: Mapping[str, nn.Module],
+    path: Path,
+    say: Say = lambda text: None,
+    norms: dict[str, Tensor] | None = None,
 ) -> tuple[FileKind, dict[str, Entry]]:
-    """Like ``read_lora``, and also return the file's kind."""
+    """Like ``read_lora``, and also return the file's kind.
+
+    ``norms`` gets the trained norms of a file with kohya's names; None: such a file is refused.
+    """
     paths = [(name, module, base) for name, c in components.items() for module, base in adaptable(c)]
     shapes = {canonical(name, module): dense_shape(base) for name, module, base in paths}
     try:
@@ -133,6 +143,8 @@ def read_adapter(
         kind = _kind_of(tensors)
         plain = tuple(f"{component}." for component in family.file_prefixes)
         if not any(name.startswith(plain) for name in tensors):
+            if norms is not None:
+                norms |= {name: tensors.pop(name) for name in sorted(tensors) if name.endswith(ENDINGS)}
             return kind, _from_kohya(grouped(tensors, path, kind, say), family, components, shapes, kind, path)
         modules = _from_diffusers(tensors, header, set(family.text_components), kind, say)
         return kind, _fitted(modules, shapes, kind, family, path)

@@ -281,16 +281,17 @@ class LycorisAdapter(Adapter):
         """Return LyCORIS' own description, for kohya's tools."""
         layers = [layer for _, _, layer in self.modules.values()]
         layer = next((layer for layer in layers if layer.scaling[PEFT_NAME] != 1.0), layers[0])
+        differs = len({layer.r[PEFT_NAME] for layer in layers}) > 1
         return {
             "ss_network_module": "lycoris.kohya",
-            "ss_network_dim": str(layer.r[PEFT_NAME]),
-            "ss_network_alpha": f"{layer.alpha[PEFT_NAME]:g}",
+            "ss_network_dim": "Dynamic" if differs else str(layer.r[PEFT_NAME]),
+            "ss_network_alpha": "Dynamic" if differs else f"{layer.alpha[PEFT_NAME]:g}",
             "ss_network_args": json.dumps({"algo": self.algorithm, **self.arguments()}),
         }
 
     def cannot_read(self, form: Form) -> tuple[str, ...]:
         if form == "peft":
-            return ("ComfyUI, Forge, A1111 and kohya's tools (a PEFT folder is for PEFT)",)
+            return self.peft_cannot_be_read_by()
         name = self.files.name
         return (f"diffusers (reads no {name} of this model)", f"kohya's networks.lora (knows no {name}; LyCORIS does)")
 

@@ -202,7 +202,7 @@ class OftAdapter(OutputAdapter):
     def entry_of(layer: Any, name: str, tensors: Mapping[str, Tensor]) -> OftEntry:
         return OftEntry(layer.blocks(tensors), float(layer.scaling[name]), dense_shape(layer.get_base_layer()))
 
-    def start(self, layer: Any, rng: torch.Generator) -> None:
+    def start(self, name: str, layer: Any, lora: AdapterSection, rng: torch.Generator) -> None:
         """Start at zero: R is the identity."""
         layer.oft_blocks[PEFT_NAME].zero_()
 
@@ -210,20 +210,27 @@ class OftAdapter(OutputAdapter):
         layer.oft_blocks[PEFT_NAME].copy_(entry.blocks)
 
     def unfit(self, lora: AdapterSection, entries: Mapping[str, Any], path: Path) -> list[tuple[str, str]]:
-        def fits(rank: int) -> bool:
-            return all(entry.blocks.shape == OftLayer.sizes(entry.shape[0], rank)[BLOCKS] for entry in entries.values())
+        def fits(rank: int | None) -> bool:
+            """Whether all layers have blocks as the file's, or would have at this rank."""
+            return all(
+                entry.blocks.shape == OftLayer.sizes(entry.shape[0], rank or self._rank(name, lora))[BLOCKS]
+                for name, entry in entries.items()
+            )
 
         size = max(entry.blocks.shape[1] for entry in entries.values())
-        if fits(lora.rank):
+        if fits(None):
             return []
-        if not fits(size):
+        if lora.overrides or not fits(size):
             raise AdapterError(
                 "init-from-unfit",
-                "The file does not fit the recipe: its blocks are not of the sizes that one rank gives.",
+                "The file does not fit the recipe: its blocks are not of the sizes that the ranks give.",
                 where=f"lora.init_from: {path}",
                 fix="Start without it. lora-rocm sample draws with the file as it is.",
             )
         return [(f"its blocks have up to {size} rows", f"lora.rank to {size}")]
+
+    def _rank(self, name: str, lora: AdapterSection) -> int:
+        return int(self.modules[name][2].r[PEFT_NAME]) if name in self.modules else lora.rank
 
     def arguments(self) -> dict[str, str]:
         return {"constraint": "0"}

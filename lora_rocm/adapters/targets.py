@@ -43,6 +43,8 @@ def targets(family: ModelFamily, model: LoadedModel, lora: AdapterSection) -> di
         fix = f"{known} Else a regular expression of Python's for whole module names."
         matching = _matching(pattern, paths, f"lora.targets: {pattern}", fix)
         if not matching:
+            near = get_close_matches(pattern, presets, 1)
+            known = f"Did you mean {near[0]}? {known}" if near else known
             raise AdapterError(
                 "targets-match-nothing",
                 f"No module of {component} is matched.",
@@ -61,7 +63,7 @@ def overrides_of(lora: AdapterSection, names: Iterable[str]) -> Mapping[str, Mod
     """
     names = list(names)
     found: dict[str, ModuleOverride] = {}
-    for number, override in enumerate(lora.module_overrides):
+    for number, override in enumerate(lora.overrides):
         where = f"lora.overrides[{number}].match: {override.match}"
         fix = f"Names of adapted modules look like {', '.join(_spread(names))}."
         matching = _matching(override.match, names, where, fix, "overrides")

@@ -26,6 +26,7 @@ from lora_rocm.adapters.entry import Say
 from lora_rocm.adapters.lora import config_for
 from lora_rocm.adapters.lora_entry import LORA, LoraEntry
 from lora_rocm.adapters.lora_reader import read_for_model
+from lora_rocm.adapters.lora_start import START
 from lora_rocm.adapters.module_names import canonical
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
@@ -39,16 +40,16 @@ class TrainingAdapter:
 
     def __init__(self, layers: Sequence[BaseTunerLayer]) -> None:
         self._layers = layers
-        self._use([PEFT_NAME, NAME])
+        self._use([PEFT_NAME, START, NAME])
 
     @contextmanager
     def absent(self) -> Iterator[None]:
         """Leave the adapter out inside the context, as those do who use the trained LoRA."""
-        self._use([PEFT_NAME])
+        self._use([PEFT_NAME, START])
         try:
             yield
         finally:
-            self._use([PEFT_NAME, NAME])
+            self._use([PEFT_NAME, START, NAME])
 
     def _use(self, names: list[str]) -> None:
         for layer in self._layers:

@@ -160,10 +160,12 @@ class Found:
 
     unread: names in the files that the component does not use.
     made_of: name in the component -> names in the files.
+    codes: names in the files of what the component itself keeps as whole numbers.
     """
 
     unread: tuple[str, ...]
     made_of: Mapping[str, frozenset[str]]
+    codes: frozenset[str]
 
 
 def look(entries: Mapping[str, TensorEntry], module: nn.Module, converter: Converter) -> Found:
@@ -175,7 +177,9 @@ def look(entries: Mapping[str, TensorEntry], module: nn.Module, converter: Conve
     made = traced(entries, module, converter)
     made_of = {name: sources_of(tensor) for name, tensor in made.items()}
     read = frozenset[str]().union(*made_of.values())
-    return Found(tuple(name for name in sorted(entries) if name not in read and not harmless(name)), made_of)
+    own = [made_of[name] for name, tensor in module.state_dict().items() if not tensor.is_floating_point()]
+    unread = tuple(name for name in sorted(entries) if name not in read and not harmless(name))
+    return Found(unread, made_of, frozenset[str]().union(*own))
 
 
 def traced(entries: Mapping[str, TensorEntry], module: nn.Module, converter: Converter) -> State:

@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 import pickle
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import cached_property, lru_cache
 from importlib import resources
@@ -33,7 +33,7 @@ from torch import nn
 from lora_rocm.base_models import conversion, hub
 from lora_rocm.base_models.assembly import Assembly
 from lora_rocm.base_models.config_file import DOWNLOAD_AGAIN, read_config, require_bounded
-from lora_rocm.base_models.conversion import Converter, Found, UnfitError
+from lora_rocm.base_models.conversion import Converter, Found, UnfitError, is_source, sources_of
 from lora_rocm.base_models.safetensors_file import digest, indexed, read_hashed
 from lora_rocm.base_models.stored_weights import ComponentTensors
 from lora_rocm.base_models.tokenizers import packaged
@@ -88,6 +88,9 @@ class ModelChoice(Protocol):
     def revision(self) -> str | None: ...
 
 
+Changes = Callable[[Mapping[str, Any], Mapping[str, Sequence[int]]], dict[str, Any]]
+
+
 @dataclass(frozen=True)
 class Part:
     """One component: its class, and the prefix and converter of its tensors in a one-file checkpoint.
@@ -112,14 +115,14 @@ class Layout:
         checkpoint.
     alone: the components that a single file holds without the others; empty if a single file holds them all.
     changed: component -> function that returns the keys of its config that are others here. It gets the config, and the
-        names of the tensors if it is the packaged one of a file.
+        shapes of the tensors by name if it is the packaged one of a file.
     """
 
     parts: Mapping[str, Part]
     tokenizers: Mapping[str, str]
     configs: Path
     alone: tuple[str, ...] = ()
-    changed: Mapping[str, Callable[[Mapping[str, Any], Collection[str]], dict[str, Any]]] = field(default_factory=dict)
+    changed: Mapping[str, Changes] = field(default_factory=dict)
 
 
 def _hollow(part: Part, config: str) -> nn.Module:
@@ -178,7 +181,7 @@ class Source:
         """
         found = read_config(self.config_path(name))
         if name in self.layout.changed:
-            tensors = self.weights(name)[0][0].tensors if self._in_one_file(name) else ()
+            tensors = self.weights(name)[0][0].shapes if self._in_one_file(name) else {}
             found |= self.layout.changed[name](found, tensors)
         return found
 
@@ -312,6 +315,17 @@ class Source:
         with self._explained(name):
             return conversion.look(tensors.entries, self._hollow(name, shared=True), self._converter(name))
 
+    def stored_names(self, name: str) -> dict[str, str]:
+        """Return the name of each of a component's tensors that its files hold unchanged -> its name there.
+
+        Raises:
+            ModelError: weights-unfit.
+        """
+        tensors = self.tensors(name)
+        with self._explained(name):
+            made = conversion.traced(tensors.entries, self._hollow(name), self._converter(name))
+        return {key: file for key, tensor in made.items() if is_source(tensor) for file in sources_of(tensor)}
+
     def files(self) -> list[Path]:
         """Return all files of the base that are on this machine."""
         found = [
@@ -372,7 +386,8 @@ class Source:
         module = self._hollow(name)
         for owner in module.modules():
             for key, parameter in list(owner.named_parameters(recurse=False)):
-                hollow = torch.zeros(()).expand(parameter.shape)
+                dtype = torch.float32 if parameter.is_floating_point() else parameter.dtype
+                hollow = torch.zeros((), dtype=dtype).expand(parameter.shape)
                 owner.register_parameter(key, nn.Parameter(hollow, requires_grad=False))
         return module
 

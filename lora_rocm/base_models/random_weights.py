@@ -18,6 +18,9 @@ POOL = (1 << 24) + 43  # random numbers reused for all weights; drawing each one
 TINY = f"{BUILTIN_PREFIX}tiny-sdxl"
 
 
+CODE = 120
+
+
 class RandomSource(Source):
     """A base with normally distributed weights of a fresh layer's scale, equal at each load. Norm weights are one."""
 
@@ -33,6 +36,8 @@ class RandomSource(Source):
         for path, owner in list(module.named_modules()):
             for key, hollow in list(owner.named_parameters(recurse=False)):
                 weight = _weight(hollow.shape, key, pool_N, at)
+                if not hollow.is_floating_point():  # codes of weights in few bits, or exponents of their scales
+                    weight = weight.sign().add_(CODE).to(hollow.dtype)
                 owner.register_parameter(key, nn.Parameter(weight, requires_grad=False))
                 at = (at + weight.numel()) % POOL
             if path in packed:

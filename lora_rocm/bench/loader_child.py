@@ -22,15 +22,15 @@ from lora_rocm.bench.device_child import machine, told
 from lora_rocm.checks.timing import Call, Work, measure
 from lora_rocm.dataset.batch_sampler import Item
 from lora_rocm.dataset.entry_spec import IMAGE
-from lora_rocm.dataset.image_io import cut
 from lora_rocm.dataset.scan import Sample, load_image
+from lora_rocm.dataset.views import views_of
 from lora_rocm.device.backend_settings import apply
 from lora_rocm.device.precision import choose_device
 from lora_rocm.families.base import ModelFamily, family_for
 from lora_rocm.hardware.settings import settings_from
 from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.latent_cache.encode_session import Encoding
-from lora_rocm.latent_cache.image_preprocess import pixels_of
+from lora_rocm.latent_cache.image_preprocess import Wanted
 from lora_rocm.loader.batches import BatchPlan, Prepared, open_workers, prepare
 from lora_rocm.loader.cached_dataset import Order, Orders, Read
 from lora_rocm.loader.worker_pool import Workers
@@ -63,8 +63,9 @@ class Decoder:
         for key in order.keys[self.entry]:
             item, sample = self.images[key]
             assert item.geometry is not None, "its image is read"
-            flip = key != item.keys[self.entry][0][0]
-            pixels.append(pixels_of(cut(load_image(sample), item.geometry, flip)))
+            number = [view_key for (view_key,) in item.keys[self.entry]].index(key)
+            wanted = Wanted(sample, item.geometry)
+            pixels.append(wanted.tensor(load_image(sample), views_of(sample.options)[number]))
         return Read(order, {"pixels": torch.stack(pixels)}, {})
 
 

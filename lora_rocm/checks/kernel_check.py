@@ -141,12 +141,12 @@ def _halves(form: Form, norm: nn.RMSNorm, qk: Tensor) -> Tensor:
 
 
 def _token_loss(cap: float | None, form: Form, norm: None, logits: Tensor) -> Outputs:
-    """Losses, and a sum whose gradient is that of the logits."""
+    """Logits times their gradient, which is the gradient of that; and losses."""
     labels = torch.arange(-1, len(logits) - 1, device=logits.device) * 5 % logits.shape[1]
     labels[0] = -100
     gradient = logits.detach().clone()
     losses = to_loss_gradient(gradient, labels, -100, form, 1.5, cap)
-    return losses + logits.sum() * 0, gradient * logits
+    return gradient * logits, losses + logits.sum() * 0
 
 
 def _turned_alone(form: Form, norm: None, qk: Tensor) -> Tensor:

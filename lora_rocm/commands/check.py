@@ -148,7 +148,7 @@ def _unused_tokens(recipe: Recipe, samples: Iterable[Sample]) -> Iterator[str]:
 
     left = list(recipe.lora.new_tokens)
     for sample in samples if left else ():
-        texts = variants(sample.caption, sample.options, recipe.data.caption_variants, recipe.train.seed)
+        texts = variants(sample.captions, sample.options, recipe.data.caption_variants, recipe.train.seed)
         left = [token for token in left if not any(map(token.is_in, texts))]
     for token in left:
         yield f"no caption has the token {token.token} of lora.new_tokens: its vectors are not trained."
@@ -160,6 +160,7 @@ def _data_lines(loaded: LoadedRecipe, usable: list[Any]) -> Iterator[str]:
     from lora_rocm.dataset.scan import geometries, nothing_left
     from lora_rocm.dataset.shape import Shape
     from lora_rocm.dataset.text_scan import find_samples
+    from lora_rocm.dataset.views import price_of
 
     recipe = loaded.recipe
     # find the usable samples
@@ -178,11 +179,12 @@ def _data_lines(loaded: LoadedRecipe, usable: list[Any]) -> Iterator[str]:
     yield f"{noun}: {num_found} usable, {len(aside)} set aside"
     per_source = Counter(sample.source for sample in samples)
     for index, source in enumerate(recipe.data.resolved_sources()):
-        name = source.path or source.dataset
         resolution = f"resolution {source.resolution}, " if recipe.spec.reads("data.resolution") else ""
         seen = sum(sample.repeats for sample in samples if sample.source == index)
         how = f"for regularisation, {seen} in an epoch" if source.is_reg else f"repeats {source.repeats}"
-        yield f"  {name}: {per_source[index]} {noun}, {resolution}{how}"
+        yield f"  {source.name}: {per_source[index]} {noun}, {resolution}{how}"
+        if price := price_of(source):
+            yield f"    {price}"
     if (watching := recipe.watching) is not None:
         watched = find_samples(watching)
         aside += watched.set_aside
@@ -206,20 +208,21 @@ def plan_data(recipe: Recipe, samples: Sequence[Any], shapes: Mapping[str, Shape
     A bucket's tail is filled up, so each bucket has a whole number of effective batches per epoch.
     """
     from lora_rocm.dataset.captions import variants
+    from lora_rocm.dataset.views import views_of
 
     train, data = recipe.train, recipe.data
     buckets: Counter[Shape] = Counter()
     captions: set[str] = {"", recipe.sample.negative_prompt, *recipe.sample.texts}
     for sample in samples:
         buckets[shapes[sample.key]] += sample.repeats
-        captions.update(variants(sample.caption, sample.options, data.caption_variants, train.seed))
+        captions.update(variants(sample.captions, sample.options, data.caption_variants, train.seed))
     effective = train.batch_size * train.gradient_accumulation_steps
     steps_per_epoch = sum(-(-count // effective) for count in buckets.values())
     return DataPlan(
         buckets=dict(buckets),
         steps_per_epoch=steps_per_epoch,
         max_train_steps=train.num_steps(steps_per_epoch),
-        num_images=sum(2 if sample.options.flip_aug else 1 for sample in samples),
+        num_images=sum(len(views_of(sample.options)) for sample in samples),
         num_captions=len(captions),
     )
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from lora_rocm.dataset.folders import BUILTIN_FOLDERS, BUILTIN_TABLES
 from lora_rocm.errors import ModelError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.bounded_read import read_plain
@@ -17,11 +19,14 @@ from lora_rocm.model_files.adapter_sizes import alphas_of, ranks_of
 from lora_rocm.model_files.adapters import families_of, kind_of, origin_of
 from lora_rocm.model_files.header import Header, read_header
 from lora_rocm.model_files.models import BASES, INDEXES, OTHER, PARTS, index_of, model_of, models_in, pipeline_of
-from lora_rocm.model_files.readers import readers_of, spelling_of
+from lora_rocm.model_files.readers import PROGRAMS, readers_of, spelling_of
 from lora_rocm.model_files.storage_formats import scaled
+from lora_rocm.rundir.layout import RunDir
 
 STATE, PEFT_CONFIG = "state.json", "adapter_config.json"
 PICKLES = (".ckpt", ".bin", ".pt", ".pth")
+WEIGHTS, RECIPES = (".safetensors", ".sft", ".gguf"), (".yaml", ".yml")
+BUILTIN = "builtin:"
 MAX_CONFIG_BYTES = 1 << 22
 NOTED = (
     "modelspec.title",
@@ -52,6 +57,8 @@ def inspect(path: Path, registry: Registry = PRODUCT) -> dict[str, Any]:
     Raises:
         ModelError: it is missing, damaged, or no model; pickle-refused.
     """
+    if path.parts[:1] and path.parts[0].startswith(BUILTIN):
+        return {"path": str(path), **_shipped(str(path), registry)}
     if path.is_dir():
         return {"path": str(path), **_folder(path, registry)}
     if path.suffix.lower() in PICKLES:
@@ -60,6 +67,14 @@ def inspect(path: Path, registry: Registry = PRODUCT) -> dict[str, Any]:
             "This is a pickle file: loading one can run any program hidden in it, so only .safetensors is read.",
             where=str(path),
             fix="Use the .safetensors edition of the file.",
+        )
+    if path.is_file() and path.suffix.lower() not in WEIGHTS:
+        what = "This is a recipe" if path.suffix.lower() in RECIPES else "This is no .safetensors file"
+        raise ModelError(
+            "not-a-model",
+            f"{what}: inspect looks at models and LoRA files.",
+            where=str(path),
+            fix="Give a .safetensors file, a folder of a model, or a run directory; lora-rocm check looks at a recipe.",
         )
     header = read_header(path)
     sizes: Counter[str] = Counter()
@@ -86,6 +101,10 @@ def _folder(path: Path, registry: Registry) -> dict[str, Any]:
         return found
     if (path / STATE).is_file() and (path / "adapter.safetensors").is_file():
         return {"title": "a training state of lora-rocm", "families": [], "trainable": []}
+    if RunDir(path).holds_run():
+        loras = sorted(file.name for file in path.glob("*.safetensors"))
+        title = f"a run directory of lora-rocm ({', '.join(loras) or 'no LoRA file yet'}), for lora-rocm status"
+        return {"title": title, "families": [], "trainable": []}
     place = index_of(path)
     if place is None:
         raise ModelError(
@@ -105,6 +124,24 @@ def _folder(path: Path, registry: Registry) -> dict[str, Any]:
         "trainable": [family for family in families if family in registry],
         "components": {part: str(kind) for part, kind in classes.items() if kind is not None},
     }
+
+
+def _shipped(name: str, registry: Registry) -> dict[str, object]:
+    """Return what a name such as builtin:tiny-sdxl stands for.
+
+    Raises:
+        ModelError: nothing of this name ships.
+    """
+    stem = name.removeprefix(BUILTIN)
+    package = Path(str(resources.files("lora_rocm.builtin")))
+    models = sorted(BUILTIN + folder.name.replace("_", "-") for folder in package.glob("tiny_*"))
+    if name in models:
+        families = [spec.name for spec in registry if stem == f"tiny-{spec.name}"]
+        return {"title": "a tiny model that ships with the program", "families": families, "trainable": families}
+    if name in (*BUILTIN_FOLDERS, *BUILTIN_TABLES):
+        return {"title": "data that ships with the program, for data.path or dataset", "families": [], "trainable": []}
+    known = ", ".join((*models, *BUILTIN_FOLDERS, *BUILTIN_TABLES))
+    raise ModelError("not-a-model", "Nothing of this name ships with the program.", where=name, fix=f"Known: {known}.")
 
 
 def _config(path: Path) -> dict[str, Any]:
@@ -142,19 +179,19 @@ def _adapter(header: Header, kind: str, registry: Registry) -> dict[str, Any]:
     families = families_of(header.shapes, header.metadata)
     titles = [registry[name].title for name in families if name in registry]
     of = titles[0] if len(families) == len(titles) == 1 else origin.title if origin is not None else ""
-    readers = readers_of(header.tensors, families) if kind == "LoRA" else None
-    fields = ("diffusers", "comfyui", "kohya")
+    plain = kind.removesuffix(" and trained norms")
+    readers = readers_of(header.tensors, families) if plain == "LoRA" else None
     return {
         "title": f"a {kind} for {of}" if of else f"a {kind} for a model that is not known",
         "families": list(families),
-        "trainable": [name for name in families if name in registry and kind in STARTERS],
+        "trainable": [name for name in families if name in registry and plain in STARTERS],
         "adapter": {
             "kind": kind,
             "spelling": spelling_of(header.tensors),
             "modules": _modules(header),
             "ranks": {str(rank): count for rank, count in ranks_of(header).most_common()},
             "alpha": _alphas(header),
-            "readers": None if readers is None else {name: getattr(readers, name) for name in fields},
+            "readers": None if readers is None else readers.told,
         },
     }
 
@@ -229,6 +266,4 @@ def _adapter_lines(adapter: dict[str, Any]) -> list[str]:
     if adapter["readers"] is None:
         lines.append("  which programs read it is not known here; lora-rocm export says it of a run's files")
         return lines
-    for name, title in (("diffusers", "diffusers"), ("comfyui", "ComfyUI"), ("kohya", "kohya's tools")):
-        lines.append(f"  {title}: {adapter['readers'][name]}")
-    return lines
+    return lines + [f"  {PROGRAMS[name]}: {text}" for name, text in adapter["readers"].items()]

@@ -173,6 +173,9 @@ def _lines(
     )
     adapter = size_text(sum(getattr(footprint, name) for name in ADAPTER))
     yield f"weights {size_text(footprint.weight_bytes)}, adapter and optimizer {adapter}"
+    for source in {source.index: source for source in recipe.data.resolved_sources()}.values():
+        if source.class_prompt is not None:
+            yield f"before training: {source.num_class_images} {source.name}, where the cache has none"
     if recipe.model.quantization != "none":
         yield f"model.quantization: {_rounding(recipe.model.quantization)}"
     if footprint.narrow_layers:

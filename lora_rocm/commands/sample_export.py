@@ -22,7 +22,11 @@ from lora_rocm.supervisor.process import OnEvent
 from lora_rocm.supervisor.resume import holds_run, open_run
 from lora_rocm.supervisor.subprocesses import run_tool
 
+MERGED, GGUF = "merged", "gguf"
+FOLDER_FORMS = ("peft", MERGED)
+SCRIPT, LLAMA_CPP = "convert_lora_to_gguf.py", "LLAMA_CPP"
 TOOLS_MODULE = "lora_rocm.train.model_child"
+LORA_SUFFIXES = (".safetensors", ".sft")
 RESULTS = {"sample": "drawn", "export": "export", "compare": "compared"}
 """The event in which each tool names its results."""
 
@@ -89,18 +93,62 @@ def require_text(option: str, prompt: str) -> None:
         )
 
 
-def export(source: Path, form: str, *, output: Path | None, dtype: str | None) -> int:
+def export(source: Path, form: str, *, output: Path | None, dtype: str | None, converter: Path | None = None) -> int:
     """Write the LoRA of a run in another format.
 
+    Args:
+        source: the run directory.
+        form: the format.
+        output: file or folder to write; None: in the run.
+        dtype: of the weights; None: as in the recipe.
+        converter: llama.cpp's script or folder, for the gguf format; None: as ``_converter`` finds it.
+
     Raises:
-        UserError: ``output`` is of the wrong kind.
+        UserError: ``output`` is of the wrong kind, or an option does not apply.
         LoraRocmError: any error of the child process.
     """
-    if output is not None and (output.is_file() if form == "peft" else output.is_dir()):
-        is_now, wanted = ("file", "folder") if form == "peft" else ("folder", "file")
+    if output is not None and (output.is_file() if form in FOLDER_FORMS else output.is_dir()):
+        is_now, wanted = ("file", "folder") if form in FOLDER_FORMS else ("folder", "file")
         what = f"There is a {is_now}, and the {form} form is a {wanted}."
         raise UserError("output-kind", what, where=f"--output {output}", fix=f"Move it away, or name a {wanted}.")
-    return _export(open_run(source), form, output=output, dtype=dtype)
+    if form == MERGED and dtype is not None:
+        what = "Merged weights have the dtype of the base."
+        raise UserError("dtype-unused", what, where=f"--dtype {dtype}", fix="Leave it out.")
+    if form != GGUF and converter is not None:
+        what = f"The {form} form is written without a converter."
+        raise UserError("converter-unused", what, where=f"--converter {converter}", fix="Leave it out.")
+    run_dir, script = open_run(source), str(_converter(converter)) if form == GGUF else ""
+    place = output or run_dir.export_of(form)
+    if form == MERGED and place.is_dir() and any(place.iterdir()):
+        what = "There are files in the folder for the merged model."
+        raise UserError("output-not-empty", what, where=str(place), fix="Remove it, or name another: --output FOLDER.")
+    return _export(run_dir, form, output=output, dtype=dtype, converter=script)
+
+
+def _converter(asked: Path | None) -> Path:
+    """llama.cpp's ``convert_lora_to_gguf.py``: as asked, else by the variable ``LLAMA_CPP``, else of PATH.
+
+    Raises:
+        UserError: gguf-converter-missing.
+    """
+    named = asked or (Path(os.environ[LLAMA_CPP]) if os.environ.get(LLAMA_CPP) else None)
+    in_path = _in_path(SCRIPT)
+    found = named / SCRIPT if named is not None and named.is_dir() else named or in_path
+    if found is None or not found.is_file():
+        raise UserError(
+            "gguf-converter-missing",
+            f"A GGUF adapter is made by llama.cpp's {SCRIPT}, which is not "
+            + ("here." if found is not None else f"named by --converter or {LLAMA_CPP}, nor in PATH."),
+            where=str(found or "--format gguf"),
+            fix="git clone https://github.com/ggml-org/llama.cpp, then give its folder: --converter llama.cpp.",
+        )
+    return found.absolute()
+
+
+def _in_path(name: str) -> Path | None:
+    """A file of this name in a folder of PATH, which need not be a program for this system (no bit, no ``.py``)."""
+    folders = [Path(folder) for folder in os.environ.get("PATH", "").split(os.pathsep) if os.path.isabs(folder)]
+    return next((folder / name for folder in folders if (folder / name).is_file()), None)
 
 
 def make_again(run_dir: RunDir, recipe: Recipe, say: Callable[[str], None]) -> bool:
@@ -119,16 +167,25 @@ def make_again(run_dir: RunDir, recipe: Recipe, say: Callable[[str], None]) -> b
     return bool(wrong)
 
 
-def _export(run_dir: RunDir, form: str, *, output: Path | None, dtype: str | None, updates: int | None = None) -> int:
+def _export(
+    run_dir: RunDir,
+    form: str,
+    *,
+    output: Path | None,
+    dtype: str | None,
+    updates: int | None = None,
+    converter: str = "",
+) -> int:
     job = {
         "source": str(run_dir.path),
         "format": form,
         "output": str(output.absolute()) if output else None,
         "dtype": dtype,
         "updates": updates,
+        "converter": converter,
     }
     code = run_model_tool("export", job)
-    if output is None:
+    if output is None and form in results.FILES_OF:
         results.record_export(run_dir, form)
     return code
 
@@ -144,6 +201,12 @@ def _existing(source: Path) -> Path:
             where=str(source),
             fix="Give a run directory or a .safetensors file.",
         )
+    if source.is_file() and source.suffix.lower() not in LORA_SUFFIXES:
+        what = (
+            "This is a recipe, and no LoRA." if source.suffix.lower() in (".yaml", ".yml") else "This is no LoRA file."
+        )
+        fix = "Give a run directory or a .safetensors file."
+        raise UserError("no-lora", what, where=str(source), fix=fix)
     return source
 
 
@@ -183,7 +246,9 @@ def _show(event: dict[str, Any]) -> None:
         case "drawn":
             text = "\n".join(f"Drew {image}" for image in event["images"])
         case "export":
-            text = f"Wrote {event['path']}, loaded back, largest difference {number_text(event['max_difference'])}"
+            text = f"Wrote {event['path']}"
+            if event["max_difference"] is not None:
+                text += f", loaded back, largest difference {number_text(event['max_difference'])}"
             if event["cannot_read"]:
                 text += f"\nCannot be read by {', '.join(event['cannot_read'])}"
         case _:

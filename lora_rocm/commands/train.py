@@ -32,7 +32,7 @@ from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import SUPERVISOR, RunDir
 from lora_rocm.supervisor import lock, multi_gpu, process, selftest_runner, supervisor, tuning_runner
 from lora_rocm.supervisor.restart_policy import attempt_of
-from lora_rocm.supervisor.resume import Chosen, choose, holds_run, settle, withdraw
+from lora_rocm.supervisor.resume import LATEST, Chosen, choose, holds_run, settle, withdraw
 from lora_rocm.supervisor.trackers import Trackers, require_trackers
 
 
@@ -60,7 +60,7 @@ def train(
     loaded = load_recipe(recipe_path, overrides, registry)
     for notice in loaded.notices:
         _say(notice)
-    chosen = choose(loaded, run_dir, resume)
+    chosen = _choose(loaded, run_dir, resume)
     begun = chosen.resume and (chosen.run_dir.result.exists() or bool(chosen.run_dir.list_checkpoints()))
     loaded.require_files(begun)  # the worker requires them if there are steps left to train
     require_packages()
@@ -235,6 +235,15 @@ def machine_notices(situation: Situation, env_plan: EnvPlan) -> list[str]:
             "Training on the CPU. (lora-rocm doctor says how to get the right one)"
         )
     return said
+
+
+def _choose(loaded: LoadedRecipe, run_dir: Path | None, resume: str | None) -> Chosen:
+    """As ``choose``, and say so if there is no run where the newest was asked for."""
+    chosen = choose(loaded, run_dir, resume)
+    if resume == LATEST and not holds_run(chosen.run_dir):
+        where = f"in {run_dir}" if run_dir else f"of {loaded.name} in {loaded.recipe.output.dir}"
+        _say(f"--resume latest: there is no run {where} to go on with, so a new one begins in {chosen.run_dir.path}")
+    return chosen
 
 
 def resume_command(recipe_path: str, overrides: Sequence[str], run: RunDir) -> str:

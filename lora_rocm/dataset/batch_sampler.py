@@ -36,12 +36,13 @@ class Item:
 
     key: key of the ``Sample``.
     keys: cache keys by entry of the family.
-    num_views: 2 with flip_aug (the image and its mirror image), else 1.
+    num_views: number of versions of its image; 2 with flip_aug alone (the image and its mirror image).
     num_captions: number of caption variants, without the empty caption.
     dropout_rate: probability that the empty caption replaces a variant.
     loss_weight: factor of its loss.
     share: number of places that its loss is the mean of, if samples count by these; else 1.
     geometry: scaling and crop of the image; None if the family reads no image.
+    crops: those of each view; empty if all views have the same.
     content: cache keys that identify the data independently of how it was encoded.
     """
 
@@ -56,26 +57,35 @@ class Item:
     share: int = 1
     geometry: Geometry | None = None
     content: tuple[tuple[str, ...], ...] = ()
+    crops: tuple[Geometry, ...] = ()
 
 
 @dataclass(frozen=True)
 class Row:
-    """One sample of one update. ``position``: index in the effective batch; ``weight``: share of the loss."""
+    """One sample of one update.
+
+    position: index in the effective batch. weight: share of the loss. view: index of the view of its image.
+    """
 
     item: Item
     position: int
     weight: float
-    flip: bool
+    view: int
     variant: int
     dropout: bool
 
     def key(self, entry: str) -> str:
         """The cache key of an entry for this row's view and caption."""
         views = self.item.keys[entry]
-        captions = views[int(self.flip)] if len(views) > 1 else views[0]
+        captions = views[self.view] if len(views) > 1 else views[0]
         if len(captions) == 1:
             return captions[0]
         return captions[-1] if self.dropout else captions[self.variant]
+
+    @property
+    def geometry(self) -> Geometry | None:
+        """Scaling and crop of this row's view; None if the family reads no image."""
+        return self.item.crops[self.view] if self.item.crops else self.item.geometry
 
 
 @dataclass(frozen=True)
@@ -197,7 +207,7 @@ class BatchPlan:
             item,
             position,
             per_share * item.share * item.loss_weight,
-            flip=draw("flip", *what) % item.num_views == 1,
+            view=draw("flip", *what) % item.num_views,
             variant=draw("variant", *what) % item.num_captions,
             dropout=fraction("dropout", *what) < item.dropout_rate,
         )

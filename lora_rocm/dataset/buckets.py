@@ -92,7 +92,7 @@ def square_shape(data: DataSection) -> Shape:
     Raises:
         DataError: see ``bucket_sizes``.
     """
-    return image_shape(max(bucket_sizes(data.resolution, data.bucket_step, max_aspect=1.0)))
+    return image_shape(max(bucket_sizes(data.largest_resolution, data.bucket_step, max_aspect=1.0)))
 
 
 def choose_bucket(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import zip_longest
 
 from lora_rocm.foundation.seeds import drawer
 from lora_rocm.foundation.terminal_text import one_line
-from lora_rocm.recipe.schema import SourceOptions
+from lora_rocm.recipe.source_sections import SourceOptions
 
 TRIES_PER_VARIANT = 32
 WILDCARD = re.compile(r"(\{\{|\}\})|\{([^{}]+)\}")
@@ -57,8 +58,19 @@ def open_wildcard(caption: str, options: SourceOptions) -> str:
     return ""
 
 
-def variants(caption: str, options: SourceOptions, num_variants: int, seed: int) -> tuple[str, ...]:
-    """The captions to cache for an image; depends only on seed, caption and options.
+def variants(captions: str | Sequence[str], options: SourceOptions, num_variants: int, seed: int) -> tuple[str, ...]:
+    """The texts to cache for an image with these captions; depends only on seed, captions and options.
+
+    Up to ``num_variants`` different ones, of each caption as many as possible; at least one of each caption.
+    """
+    captions = (captions,) if isinstance(captions, str) else captions
+    of_each = [_variants(caption, options, num_variants, seed) for caption in captions]
+    found = dict.fromkeys(text for texts in zip_longest(*of_each) for text in texts if text is not None)
+    return tuple(found)[: max(num_variants, len(captions))]
+
+
+def _variants(caption: str, options: SourceOptions, num_variants: int, seed: int) -> tuple[str, ...]:
+    """The texts to cache for one caption.
 
     Up to ``num_variants`` different ones: of lines and wildcards, and of comma-separated tags that are shuffled or
     dropped (fewer if there are not enough). Without any of these, this is the prepared caption alone. The first

@@ -12,6 +12,7 @@ from lora_rocm.dataset.left_out import counted, few, some
 from lora_rocm.dataset.paired_files import PairedFiles
 from lora_rocm.errors import DataError, Problem
 from lora_rocm.recipe.schema import ResolvedSource
+from lora_rocm.recipe.sections import BESIDE
 
 if TYPE_CHECKING:
     from lora_rocm.dataset.image_io import Header
@@ -35,7 +36,8 @@ class Controls:
     def __init__(self, options: ResolvedSource, index: int) -> None:
         self._without, path = few(), options.control_path
         self._files = None if path is None else PairedFiles(options, index, path, "control_path", "control image")
-        self.folder = path
+        self.folder = None if path == BESIDE else path
+        self._where = self.folder or options.path
 
     def of(self, sample: Sample) -> Path:
         """The control image of a usable image of this source.
@@ -85,7 +87,7 @@ class Controls:
         return DataError(
             "control-missing",
             f"{counted(keys, 'image has', 'images have')} no control image: {some(keys)}.",
-            where=shown(self.folder),
+            where=shown(self._where),
             fix="Put a control image of the same name there for each, also in the same sub-folder, or take the image "
             "away.",
         )

@@ -6,12 +6,16 @@ and masks and control images that other trainers store next to their images.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 
 from lora_rocm.foundation.tables import read_table
+from lora_rocm.recipe.sections import BESIDE
 
+# Ending of a companion's name: "0_mask" in a folder of masks belongs to "0".
+COMPANION_END = re.compile(r"[-_. ](mask|masklabel|condlabel|control|cond)$", re.IGNORECASE)
 CAPTION_SUFFIXES = (".txt", ".caption", ".captions", ".tags", ".cap")
 
 
@@ -49,7 +53,16 @@ class Companion:
     @property
     def unused(self) -> str:
         """The reason why they are not used."""
-        return f"data.{self.key} does not name their folder"
+        return f"data.{self.key} does not name their folder, and is not {BESIDE}"
+
+    def owner(self, relative: str) -> str:
+        """The path without extension of the image that a companion belongs to, relative to the images' folder.
+
+        ``relative``: path of the companion, with slashes.
+        """
+        *folders, name = relative.split("/")
+        kept = [folder for folder in folders if folder.lower() not in (*self.folders, *self.paired_folders)]
+        return "/".join([*kept, COMPANION_END.sub("", name.rpartition(".")[0])])
 
 
 @dataclass(frozen=True)

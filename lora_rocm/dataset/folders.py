@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 
 from lora_rocm.dataset.file_kinds import CAPTION_SUFFIXES
+from lora_rocm.dataset.given import Given
 from lora_rocm.dataset.image_io import readable_extensions
 from lora_rocm.dataset.left_out import LeftOut, Patterns, counted, few, some
-from lora_rocm.dataset.metadata_files import MAX_CAPTION_BYTES, METADATA_NAMES, PARQUET_NAME, Metadata
+from lora_rocm.dataset.metadata_files import (
+    MAX_CAPTION_BYTES,
+    METADATA_NAMES,
+    PARQUET_NAME,
+    Captions,
+    Metadata,
+    captions_in,
+)
 from lora_rocm.errors import DataError
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.terminal_text import legible, one_line
@@ -29,6 +38,10 @@ REPEAT_FOLDER = re.compile(r"(\d{1,4})_(.+)")  # more digits are a date ("202401
 CAMERA_NAME = re.compile(r"(img|image|dsc[nf]?|pxl|mvimg|photo|image|screenshot)?[\W\d_]*", re.IGNORECASE)
 
 
+class UnusableCaption(Exception):
+    """A caption file in JSON says no captions; the message says why."""
+
+
 @dataclass(frozen=True)
 class RepeatFolder:
     """Repeats and caption given by the first sub-folder on an image's path; the defaults if it is not ``10_name``."""
@@ -36,6 +49,26 @@ class RepeatFolder:
     name: str = ""
     repeats: int = 1
     caption: str = ""
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What is read of metadata files: columns of captions, ``Given.loss_weight`` and ``Given.crop``; None: not read.
+
+    json_file: a JSON file of kohya's, which is read beside those next to the images.
+    """
+
+    caption_column: str | None = "text"
+    weight_column: str | None = None
+    crop_column: str | None = None
+    json_file: str | None = None
+
+    @property
+    def has_columns(self) -> bool:
+        return (self.caption_column, self.weight_column, self.crop_column) != (None, None, None)
+
+
+TEXT_COLUMN = Tables()
 
 
 @dataclass
@@ -63,9 +96,17 @@ class Folder:
         """Path and printable relative path (with slashes) of each image, sorted by the latter."""
         return ((self.root / real, relative) for relative, real in self.relatives)
 
-    def listed_caption(self, position: int) -> str | None:
-        """The caption from a metadata file for the image at this position in ``relatives``, if there is one."""
+    def listed_caption(self, position: int) -> Captions | None:
+        """The caption or captions of a metadata file for the image at this position in ``relatives``, if there are."""
         return None if self.metadata is None else self.metadata.caption(position)
+
+    def given(self, position: int) -> Given:
+        """What else a metadata file says of the image at this position.
+
+        Raises:
+            UnusableValue: it says something unusable.
+        """
+        return Given() if self.metadata is None else self.metadata.given(position)
 
     def caption_file(self, image: Path) -> Path | None:
         """The caption file next to an image; None if there is none."""
@@ -119,9 +160,9 @@ def walk(
     recursive: bool = True,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
-    caption_column: str | None = "text",
-    metadata_file: str | None = None,
+    tables: Tables = TEXT_COLUMN,
     skip: Sequence[str] = (),
+    beside: Collection[str] = (),
 ) -> Folder:
     """Find the images and captions in a folder and its sub-folders.
 
@@ -136,14 +177,14 @@ def walk(
         recursive: also walk through sub-folders.
         include: patterns as those of ``exclude``; if there are any, an image has to match one of them.
         exclude: see ``Patterns``.
-        caption_column: caption column of metadata files next to the images; None ignores these files.
-        metadata_file: a JSON file of kohya's with captions.
+        tables: what is read of metadata files next to the images, and of a JSON file of kohya's.
         skip: folders of other files than images, such as masks, skipped if they lie inside ``root``.
+        beside: keys of the masks and control images among the images that are used (``Companion.key``).
 
     Raises:
         DataError: there is no image at all, or ``metadata_file`` cannot be read.
     """
-    folder, left_out, inclusion, exclusion = Folder(root), LeftOut(), Patterns(include), Patterns(exclude)
+    folder, left_out, inclusion, exclusion = Folder(root), LeftOut(beside), Patterns(include), Patterns(exclude)
     wanted, extension = readable_extensions(), "." + caption_extension.lower().lstrip(".")
     other_captions = {suffix: set[str]() for suffix in CAPTION_SUFFIXES if suffix != extension}
     metadata_files, taken = list[tuple[Path, str]](), set[str]()
@@ -169,8 +210,8 @@ def walk(
         left_out.suffixes[extension] += len(folder.captions)
         raise _no_images(folder, left_out.suffixes, num_found)
     _say_other_captions(folder, other_captions)
-    if metadata_file or (caption_column is not None and metadata_files):
-        _read_metadata(folder, caption_column, metadata_files, metadata_file)
+    if tables.json_file or (metadata_files and tables.has_columns):
+        _read_metadata(folder, tables, metadata_files)
     return folder
 
 
@@ -366,14 +407,18 @@ def _say_other_captions(folder: Folder, others: Mapping[str, Container[str]]) ->
             )
 
 
-def _read_metadata(
-    folder: Folder, column: str | None, files: Sequence[tuple[Path, str]], json_file: str | None
-) -> None:
-    """Read the captions of metadata files, and add notices for rows and files that could not be used."""
-    found = Metadata(column or "", {real: position for position, (_, real) in enumerate(folder.relatives)})
-    if json_file is not None:
-        found.read_json(Path(json_file), folder.root)
-    for path, relative in files if column is not None else ():
+def _read_metadata(folder: Folder, tables: Tables, files: Sequence[tuple[Path, str]]) -> None:
+    """Read metadata files, and add notices for rows and files that could not be used."""
+    positions = {real: position for position, (_, real) in enumerate(folder.relatives)}
+    found = Metadata(
+        tables.caption_column or "",
+        positions,
+        weight_column=tables.weight_column,
+        crop_column=tables.crop_column,
+    )
+    if tables.json_file is not None:
+        found.read_json(Path(tables.json_file), folder.root)
+    for path, relative in files if tables.has_columns else ():
         if path.name == PARQUET_NAME:
             folder.notices.append(f"{shown(relative)} is not read here: give its folder as dataset, not as path.")
             continue
@@ -406,6 +451,29 @@ def read_caption(path: Path) -> str:
     if content.count(0) * 3 > len(content):
         raise UnicodeDecodeError("utf-8", content, 0, len(content), "it holds many NUL bytes")
     return content.decode("utf-8-sig")
+
+
+def read_captions(path: Path) -> Captions:
+    """The caption or captions of a caption file: its text, or of a ``.json`` file what its JSON says.
+
+    That is a text, a list of texts, or an object with one of these under "captions" or "caption".
+
+    Raises:
+        OSError, UnicodeDecodeError: see ``read_caption``.
+        UnusableCaption: the JSON says something else.
+    """
+    text = read_caption(path)
+    if path.suffix.lower() != ".json":
+        return text
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        raise UnusableCaption("Its caption file is no JSON.") from None
+    if isinstance(value, dict):
+        value = next((value[name] for name in ("captions", "caption") if name in value), None)
+    if (found := captions_in(value)) is None:
+        raise UnusableCaption('Its caption file holds no text, no list of texts, and no object with "captions".')
+    return found
 
 
 def file_name_caption(path: Path) -> str:

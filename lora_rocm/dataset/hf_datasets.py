@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from lora_rocm.dataset.folders import real_path, shown
-from lora_rocm.dataset.metadata_files import MAX_CAPTION_BYTES, METADATA_NAMES, names_files
+from lora_rocm.dataset.given import Given, UnusableValue
+from lora_rocm.dataset.metadata_files import MAX_CAPTION_BYTES, METADATA_NAMES, Captions, given_of, names_files
 from lora_rocm.dataset.parquet_guard import unpacked_bytes
 from lora_rocm.errors import DataError
 from lora_rocm.recipe.schema import ResolvedSource
@@ -76,8 +77,8 @@ def num_rows(source: ResolvedSource) -> int:
     return len(_open(source.dataset, source.split))
 
 
-def rows_of(source: ResolvedSource) -> Iterator[tuple[DatasetRow, str | UnreadableCell | None]]:
-    """Every row and its caption: None if there is none, an ``UnreadableCell`` if it cannot be used.
+def rows_of(source: ResolvedSource) -> Iterator[tuple[DatasetRow, Captions | UnreadableCell | None]]:
+    """Every row and its captions: None if there are none, an ``UnreadableCell`` if they cannot be used.
 
     Raises:
         DataError: there is no such dataset, split or column, or a column is damaged or has the wrong type.
@@ -98,11 +99,36 @@ def rows_of(source: ResolvedSource) -> Iterator[tuple[DatasetRow, str | Unreadab
             yield row, error
 
 
-def _caption(cell: Any, column: str | None, row: DatasetRow) -> str | None:
+def givens_of(source: ResolvedSource) -> Iterator[Given | UnreadableCell]:
+    """What the columns of weights and crops say of each row.
+
+    Raises:
+        DataError: see ``rows_of``.
+    """
+    assert source.dataset is not None
+    table = _open(source.dataset, source.split)
+    given = {"loss_weight_column": source.loss_weight_column, "crop_column": source.crop_column}
+    names = {key: name for key, name in given.items() if name is not None}
+    for key, name in names.items():
+        _check_column(table, name, key, source.dataset)
+    columns = {key: table.select_columns([name]).with_format("arrow") for key, name in names.items()}
+    for index in range(len(table)):
+        try:
+            cells = {key: _cell(column, index).as_py() for key, column in columns.items()}
+            yield given_of(cells.get("loss_weight_column"), cells.get("crop_column"))
+        except (UnusableValue, UnreadableCell) as error:
+            yield UnreadableCell(str(error))
+
+
+def _caption(cell: Any, column: str | None, row: DatasetRow) -> Captions | None:
     if str(cell.type).startswith("dictionary"):
         cell = cell.value
     if not cell.is_valid:
         return None
+    if hasattr(cell.type, "value_type") and str(cell.type.value_type) in TEXT_TYPES:  # a list of texts
+        if cell.values.nbytes > MAX_CAPTION_BYTES:
+            raise UnreadableCell(f"its captions are larger than {MAX_CAPTION_BYTES >> 10} KiB")
+        return tuple(_text(each) for each in cell.values if each.is_valid)
     if str(cell.type) not in TEXT_TYPES:
         raise DataError(
             "caption-not-text",

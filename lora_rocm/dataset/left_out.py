@@ -6,17 +6,22 @@ import fnmatch
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from lora_rocm.dataset.columns import Few
-from lora_rocm.dataset.file_kinds import Companion, UnreadFormat, companion_match, is_harmless, unread_format
+from lora_rocm.dataset.file_kinds import (
+    COMPANION_END,
+    Companion,
+    UnreadFormat,
+    companion_match,
+    is_harmless,
+    unread_format,
+)
 from lora_rocm.dataset.image_plugins import plugin_faults
 from lora_rocm.foundation.terminal_text import legible
 
 NUM_NAMED = 3
-# Ending of a companion's name: "0_mask" in a folder of masks belongs to "0".
-COMPANION_END = re.compile(r"[-_. ](mask|masklabel|condlabel|control|cond)$", re.IGNORECASE)
 
 
 def some(names: Sequence[str]) -> str:
@@ -66,7 +71,10 @@ class LeftOut:
 
     stems: paths of left-out images, without extension; a caption file with one of these stems belongs to that image.
     suffixes: number of files per extension that are not readable images.
+    used: keys of the companions that are used (``Companion.key``).
     """
+
+    used: Collection[str] = ()
 
     formats: defaultdict[UnreadFormat, Few] = field(default_factory=lambda: defaultdict(few))
     suffixes: Counter[str] = field(default_factory=Counter)
@@ -132,7 +140,11 @@ class LeftOut:
     def notices(self, exclusion: Patterns, inclusion: Patterns) -> list[str]:
         """Notices about the files that are left out, and about patterns that matched nothing."""
         said = [_say_format(found, names) for found, names in self.formats.items()]
-        said += [_say_companion(companion, names) for companion, names in self.companions.items()]
+        said += [
+            _say_companion(companion, names)
+            for companion, names in self.companions.items()
+            if companion.key not in self.used
+        ]
         if self.unpaired:
             lie = counted(self.unpaired, "image lies", "images lie")
             said.append(

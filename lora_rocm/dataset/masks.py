@@ -18,6 +18,7 @@ from lora_rocm.dataset.paired_files import PairedFiles
 from lora_rocm.dataset.sample_table import Sample
 from lora_rocm.errors import DataError, Problem
 from lora_rocm.recipe.schema import ResolvedSource
+from lora_rocm.recipe.sections import BESIDE
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -46,7 +47,7 @@ class Masks:
     @property
     def folder(self) -> str | None:
         """The folder of masks; None if the recipe names none."""
-        return self._options.mask_path
+        return None if self._options.mask_path == BESIDE else self._options.mask_path
 
     def of(self, sample: Sample) -> Path | DatasetRow | None:
         """The location of the mask of an image of this source: a file, or the image itself; None without a mask."""
@@ -81,15 +82,13 @@ class Masks:
         """
         if self._options.mask_path is None and not self._options.alpha_mask:
             return []
-        where = shown(self._options.mask_path or self._options.path or self._options.dataset)
+        where = shown(self.folder or self._options.path or self._options.dataset)
         if not self._with and self._without:
             raise DataError(
                 "masks-missing",
                 f"None of the {len(self._without)} images has a mask.",
                 where=where,
-                fix="Correct mask_path: masks have the names of the images, also of their sub-folders. Or remove it."
-                if self._options.mask_path
-                else "Remove alpha_mask, or set mask_path: none of these files has an alpha channel.",
+                fix=self._fix_if_none(),
             )
         said = [f"{self._with} of {self._with + len(self._without)} images have a mask ({where})."]
         if self._without:
@@ -103,6 +102,15 @@ class Masks:
                 )
                 said.append(f"{have} not used: {some(doubles)}.")
         return [" ".join(said)]
+
+    def _fix_if_none(self) -> str:
+        if self._options.mask_path == BESIDE:
+            return (
+                "Call masks NAME-masklabel.png or put them into a sub-folder masks. Or name their folder in mask_path."
+            )
+        if self._options.mask_path:
+            return "Correct mask_path: masks have the names of the images, also of their sub-folders. Or remove it."
+        return "Remove alpha_mask, or set mask_path: none of these files has an alpha channel."
 
 
 def decode_mask(content: bytes, alpha: bool) -> Image.Image:

@@ -1,4 +1,4 @@
-"""Reads captions from ``metadata.jsonl`` and ``metadata.csv`` of Hugging Face's imagefolder, and kohya's JSON files.
+"""Reads what ``metadata.jsonl`` and ``metadata.csv`` of Hugging Face's imagefolder and kohya's JSON files say.
 
 The files are untrusted: sizes are bounded, unusable rows are counted and the first few named, and no file name may lead
 out of the metadata file's folder.
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from lora_rocm.dataset.columns import Few
+from lora_rocm.dataset.given import Given, UnusableValue, loss_weight, rectangle
 from lora_rocm.dataset.left_out import counted, few, some
 from lora_rocm.errors import DataError
 from lora_rocm.foundation.bounded_read import check_plain, read_plain
@@ -35,11 +36,24 @@ class BadRow(Exception):
     """A row cannot be used; the message gives the reason."""
 
 
+Captions = str | tuple[str, ...]
+"""The caption of an image, or several captions."""
+
+
+def captions_in(value: object) -> Captions | None:
+    """The captions in a value of JSON, which is a text or a list of texts; None if it is neither."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(text, str) for text in value):
+        return tuple(value)
+    return None
+
+
 @dataclass
 class Metadata:
-    """Captions and statistics from the metadata files of one source.
+    """Captions, other values and statistics from the metadata files of one source.
 
-    column: the caption column.
+    column: the caption column; empty: captions are not read. weight_column, crop_column: those of ``Given``.
     positions: position of each image, by its path on disk relative to the source's folder, with slashes.
     bad: rows that cannot be used. unknown: files named that are not among the images.
     repeated: images named again. other_columns: columns of the first row without the caption column.
@@ -52,13 +66,27 @@ class Metadata:
     repeated: Few = field(default_factory=few)
     other_columns: list[str] = field(default_factory=list)
     num_without_column: int = 0
+    weight_column: str | None = None
+    crop_column: str | None = None
 
     def __post_init__(self) -> None:
-        self._captions: list[str | None] = [None] * len(self.positions)
+        self._captions: list[Captions | None] = [None] * len(self.positions)
+        self._given: dict[int, Given | UnusableValue] = {}
 
-    def caption(self, position: int) -> str | None:
-        """The caption of the image at this position; None if no row has one."""
+    def caption(self, position: int) -> Captions | None:
+        """The caption or captions of the image at this position; None if no row has one."""
         return self._captions[position]
+
+    def given(self, position: int) -> Given:
+        """What the first row with such columns says of the image at this position besides captions.
+
+        Raises:
+            UnusableValue: the row says something unusable.
+        """
+        found = self._given.get(position, Given())
+        if isinstance(found, UnusableValue):
+            raise found
+        return found
 
     def read(self, path: Path, relative: str) -> None:
         """Read the rows of one file. ``relative``: its path relative to the source's folder.
@@ -98,14 +126,13 @@ class Metadata:
         stems = {posixpath.splitext(real)[0]: real for real in self.positions}
         above = root.as_posix().rstrip("/") + "/"
         for name, row in rows.items():
-            parts = (row.get("caption"), row.get("tags")) if isinstance(row, dict) else (row,)
+            values = row if isinstance(row, dict) else {"caption": row}
             place = name.replace("\\", "/").removeprefix(above)
             try:
-                caption = ", ".join(part for part in parts if part) or None
-                self._take({FILE_COLUMN: stems.get(place, place), self.column: caption}, "")
-            except (BadRow, TypeError) as error:
-                reason = error if isinstance(error, BadRow) else "its caption is no text"
-                self.bad.append(f"{legible(path.name)}, {legible(name)[:100]}: {reason}")
+                caption = _with_tags(values)
+                self._take({**values, FILE_COLUMN: stems.get(place, place), self.column: caption}, "")
+            except BadRow as error:
+                self.bad.append(f"{legible(path.name)}, {legible(name)[:100]}: {error}")
 
     def notices(self) -> list[str]:
         """Notices about the rows that were not used."""
@@ -135,6 +162,9 @@ class Metadata:
         if position is None:
             self.unknown.append(legible(name))
             return
+        self._take_given(row, position)
+        if not self.column and row.get("") is None:
+            return
         if self.column not in row:
             self.num_without_column += 1
             if not self.other_columns:  # keep those of the first such row
@@ -144,14 +174,48 @@ class Metadata:
         caption = row[self.column]
         if caption is None:
             return
-        if not isinstance(caption, str):
+        captions = captions_in(caption)
+        if captions is None:
             raise BadRow(f"{self.column} is no text")
-        if len(caption.encode("utf-8", "surrogatepass")) > MAX_CAPTION_BYTES:
+        texts = (captions,) if isinstance(captions, str) else captions
+        if sum(len(text.encode("utf-8", "surrogatepass")) for text in texts) > MAX_CAPTION_BYTES:
             raise BadRow(f"its caption is larger than {MAX_CAPTION_BYTES >> 10} KiB")
         if self._captions[position] is not None:
             self.repeated.append(legible(name))
             return
-        self._captions[position] = caption
+        self._captions[position] = captions
+
+    def _take_given(self, row: Mapping[str, object], position: int) -> None:
+        weight, crop = (row.get(name) if name else None for name in (self.weight_column, self.crop_column))
+        if position in self._given or (weight in (None, "") and crop in (None, "")):
+            return
+        try:
+            self._given[position] = given_of(weight, crop)
+        except UnusableValue as error:
+            self._given[position] = error
+
+
+def given_of(weight: object, crop: object) -> Given:
+    """What the cells of a row say; None and an empty text say nothing.
+
+    Raises:
+        UnusableValue: a cell says something unusable.
+    """
+    return Given(1.0 if weight in (None, "") else loss_weight(weight), None if crop in (None, "") else rectangle(crop))
+
+
+def _with_tags(values: Mapping[str, object]) -> list[str] | str | None:
+    """The caption or captions of an object of kohya's file, with its tags behind each; None if it has neither.
+
+    Raises:
+        BadRow: they are no texts.
+    """
+    captions, tags = captions_in(values.get("captions") or values.get("caption") or ""), values.get("tags") or ""
+    if captions is None or not isinstance(tags, str):
+        raise BadRow("its caption is no text")
+    if isinstance(captions, str):
+        return ", ".join(part for part in (captions, tags) if part) or None
+    return [", ".join(part for part in (caption, tags) if part) for caption in captions]
 
 
 def names_files(path: Path) -> bool:

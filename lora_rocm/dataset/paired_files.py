@@ -7,12 +7,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import NoReturn
 
+from lora_rocm.dataset.file_kinds import COMPANION_END, companion_match
 from lora_rocm.dataset.folders import shown, source_folder
 from lora_rocm.dataset.image_io import readable_extensions
-from lora_rocm.dataset.left_out import COMPANION_END, counted, some
+from lora_rocm.dataset.left_out import counted, some
 from lora_rocm.dataset.sample_table import Sample
 from lora_rocm.errors import DataError
 from lora_rocm.recipe.schema import ResolvedSource
+from lora_rocm.recipe.sections import BESIDE
 
 
 class PairedFiles:
@@ -23,7 +25,7 @@ class PairedFiles:
     Args:
         options: options of the source of images.
         index: index of the source in the recipe.
-        root: the folder of files.
+        root: the folder of files, or ``BESIDE``: those in the folder of the images whose names say what they are.
         key: the key of ``data`` that names the folder.
         noun: a file's name in messages, in the singular.
 
@@ -35,9 +37,11 @@ class PairedFiles:
     """
 
     def __init__(self, options: ResolvedSource, index: int, root: str, key: str, noun: str) -> None:
-        self._images, self.root, self._key, self._noun = source_folder(options.path or "", index), Path(root), key, noun
+        self._images, self._key, self._noun = source_folder(options.path or "", index), key, noun
+        self._beside = root == BESIDE
+        self.root = self._images if self._beside else Path(root)
         self._used, self.doubles = set[Path](), list[tuple[Path, Path]]()
-        if os.path.realpath(self._images) == os.path.realpath(self.root):
+        if not self._beside and os.path.realpath(self._images) == os.path.realpath(self.root):
             raise DataError(
                 f"{key.removesuffix('_path')}-folder-same",
                 f"{key} is the folder of the images themselves.",
@@ -58,10 +62,23 @@ class PairedFiles:
             for path in (Path(parent, name) for name in sorted(names) if not name.startswith(".")):
                 if path.suffix.lower() not in wanted:
                     continue
-                first = found.setdefault(str(path.relative_to(self.root).with_suffix("")), path)
+                name = self._owner(path)
+                if name is None:
+                    continue
+                first = found.setdefault(name, path)
                 if first != path:
                     self.doubles.append((first, path))
         return {COMPANION_END.sub("", name): path for name, path in found.items()} | found
+
+    def _owner(self, path: Path) -> str | None:
+        """Relative path without extension of the image that a file belongs to; None if its name says nothing of one."""
+        relative = path.relative_to(self.root)
+        if not self._beside:
+            return str(relative.with_suffix(""))
+        match = companion_match(relative.as_posix())
+        if match is None or match.companion.key != self._key:
+            return None
+        return str(Path(match.companion.owner(relative.as_posix())))
 
     def of(self, sample: Sample) -> Path | None:
         """The file of an image of this source; None if there is none."""

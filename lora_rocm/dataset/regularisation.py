@@ -62,3 +62,8 @@ def unused_notice(num_found: int, num_used: int) -> tuple[str, ...]:
         return ()
     unused = f"{num_found - num_used} of the regularisation images are not used"
     return (f"{unused}: no more are seen in an epoch than there are other images, with their repeats.",)
+
+
+def class_image(number: int) -> str:
+    """File name of a class image. Its number is its seed."""
+    return f"{number:06d}.png"

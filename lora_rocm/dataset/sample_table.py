@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lora_rocm.dataset.columns import Lazy
 from lora_rocm.dataset.folders import table_path
+from lora_rocm.dataset.given import Given
 from lora_rocm.dataset.hf_datasets import DatasetRow
 from lora_rocm.dataset.row_reference import resolved
 from lora_rocm.recipe.schema import ResolvedSource
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-TEXTS = ("key", "place", "caption", "folder")
+TEXTS = ("key", "place", "caption", "folder", "given")
 """Columns of bytes: UTF-8 that may contain lone surrogates, because file names may hold any bytes."""
 NUMBERS = ("source", "width", "height", "repeats", "row")
 """``row``: row of the dataset; -1 if the image is the file at ``place``."""
@@ -32,11 +33,12 @@ class Sample:
     """One usable image or text.
 
     key: unique and stable, shown to users (the path relative to the source's folder).
-    source: index in ``data.sources``.
+    source: index in ``DataSection.resolved_sources``.
     folder: the folder or dataset under which the metadata counts it.
     caption: as read, or the fallback; caption options are not yet applied.
     width, height: in pixels, after EXIF orientation.
     repeats: number of times it is used per epoch.
+    given: what a table says of it.
     """
 
     key: str
@@ -48,6 +50,12 @@ class Sample:
     height: int
     repeats: int
     options: ResolvedSource
+    given: Given = Given()
+
+    @property
+    def captions(self) -> tuple[str, ...]:
+        """All its captions, as ``caption``."""
+        return self.caption, *self.given.captions
 
 
 @cache
@@ -80,7 +88,7 @@ class Samples(Lazy[Sample]):
 
     def append(self, sample: Sample) -> None:
         location, row = (sample.location, -1) if isinstance(sample.location, Path) else ("", sample.location.index)
-        texts = (sample.key, str(location), sample.caption, sample.folder)
+        texts = (sample.key, str(location), sample.caption, sample.folder, sample.given.text)
         numbers = (sample.source, sample.width, sample.height, sample.repeats, row)
         self._new.append((*(text.encode("utf-8", "surrogatepass") for text in texts), *numbers))
         self._length += 1
@@ -151,7 +159,7 @@ class Samples(Lazy[Sample]):
         return [self._sample(*row) for row in rows_of(self.batch.slice(start, stop - start))]
 
     def _sample(
-        self, key: bytes, place: bytes, caption: bytes, folder: bytes,
+        self, key: bytes, place: bytes, caption: bytes, folder: bytes, given: bytes,
         source: int, width: int, height: int, repeats: int, row: int,
     ) -> Sample:  # fmt: skip
         options = self.sources[source]
@@ -161,7 +169,10 @@ class Samples(Lazy[Sample]):
         text = text_of(caption)
         if self.resolves and row >= 0 and not width:
             text = resolved(text, table_path(options.dataset or ""))
-        return Sample(text_of(key), source, text_of(folder), location, text, width, height, repeats, options)
+        return Sample(
+            text_of(key), source, text_of(folder), location, text, width, height, repeats, options,
+            Given.of_text(text_of(given)),
+        )  # fmt: skip
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Samples) and tuple(self) == tuple(other)

@@ -6,35 +6,43 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lora_rocm.dataset.buckets import Geometry, choose_bucket
+from lora_rocm.dataset.buckets import Geometry, Size, choose_bucket
 from lora_rocm.dataset.caption_length import LOST_SHOWN
 from lora_rocm.dataset.captions import as_read, open_wildcard
 from lora_rocm.dataset.columns import Few
 from lora_rocm.dataset.companion_inputs import COMPANION_INPUTS, CompanionInput
 from lora_rocm.dataset.folders import (
     REPEAT_FOLDER,
+    Tables,
+    UnusableCaption,
     describes,
     file_name_caption,
-    read_caption,
+    read_captions,
     shown,
     source_folder,
     walk,
 )
-from lora_rocm.dataset.hf_datasets import UnreadableCell, as_file, image_in, leads_out, num_rows, rows_of
+from lora_rocm.dataset.given import UnusableValue
+from lora_rocm.dataset.hf_datasets import UnreadableCell, as_file, givens_of, image_in, leads_out, num_rows, rows_of
 from lora_rocm.dataset.image_io import MAX_IMAGE_BYTES, Header, UnreadableImage, decode, is_dark, read_header
 from lora_rocm.dataset.left_out import NUM_NAMED, counted, few, some
 from lora_rocm.dataset.progress import QUIET_S, Progress, Report, ignore
+from lora_rocm.dataset.regularisation import class_image
 from lora_rocm.dataset.sample_table import Sample, Samples
+from lora_rocm.dataset.views import randomly_cropped, within
 from lora_rocm.errors import DataError, Problem
 from lora_rocm.foundation.bounded_read import read_plain
-from lora_rocm.foundation.seeds import draw
 from lora_rocm.recipe.schema import DataSection, ResolvedSource
+from lora_rocm.recipe.sections import BESIDE
 
 if TYPE_CHECKING:
     from PIL import Image
+
+    from lora_rocm.dataset.hf_datasets import DatasetRow
 
 SMALL_SHARE = 4  # an image is small if its side is under 1/4 of the resolution
 __all__ = ["Sample", "Cropped", "Samples", "Scan", "geometries", "geometry_of", "image_bytes", "load_image", "scan"]
@@ -59,11 +67,15 @@ class Scan:
 
 @dataclass
 class _Findings:
-    """Results collected while scanning one source."""
+    """Results collected while scanning one source.
 
-    index: int
+    first: index of the source at its first resolution in ``DataSection.resolved_sources``; options: of that one.
+    sides: the source at each of its resolutions.
+    """
+
+    first: int
     prefix: str
-    options: ResolvedSource
+    sides: Sequence[ResolvedSource]
     samples: Samples
     report: Report
     companions: Sequence[CompanionInput]
@@ -76,22 +88,39 @@ class _Findings:
     open_wildcards: Few = field(default_factory=few)
     several_frames: Few = field(default_factory=few)
     deep_grey: list[int] = field(default_factory=list)
+    num_weighted: int = 0
+    num_cropped: int = 0
 
-    def caption_for(self, key: str, caption: str | None, fallback: str) -> str:
-        """The caption to use; records missing, empty and malformed captions for the notices."""
+    @property
+    def options(self) -> ResolvedSource:
+        return self.sides[0]
+
+    def captions_for(self, key: str, caption: str | tuple[str, ...] | None, fallback: str) -> tuple[str, ...]:
+        """The captions to use, at least one; records missing, empty and malformed captions for the notices."""
         if caption is None:
             self.uncaptioned.append(key)
             self.used_instead.append(f'{key} "{fallback}"')
-            return fallback
-        caption = as_read(caption, self.options)
-        if not caption:
+            return (fallback,)
+        listed = (caption,) if isinstance(caption, str) else caption
+        captions = tuple(filter(None, (as_read(text, self.options) for text in listed)))
+        if not captions:
             self.empty_captions.append(key)
-        if wildcard := open_wildcard(caption, self.options):
+        for wildcard in filter(None, (open_wildcard(text, self.options) for text in captions)):
             self.open_wildcards.append(f"{key}: {wildcard[:LOST_SHOWN]}")
-        return caption
+        return captions or ("",)
 
     def add(self, sample: Sample, header: Header) -> None:
-        """Add a readable image, or set it aside if a companion, such as its mask, cannot be used."""
+        """Add a readable image at each resolution, or set it aside if a companion, such as its mask, cannot be used.
+
+        ``sample``: at the first resolution, with the key of an image that has no other.
+        """
+        if (crop := sample.given.crop) and (crop[0] + crop[2] > sample.width or crop[1] + crop[3] > sample.height):
+            what = f"Its crop {list(crop)} reaches beyond the image of {sample.width}x{sample.height}."
+            fix = "Correct its row of metadata: [x, y, width, height] in pixels of the upright image."
+            self.set_aside.append(Problem(shown(sample.location), what, fix))
+            return
+        self.num_weighted += sample.given.loss_weight != 1.0
+        self.num_cropped += crop is not None
         problems = [companion.look(sample, header) for companion in self.companions]
         if found := [problem for problem in problems if problem is not None]:
             self.set_aside += found
@@ -100,7 +129,14 @@ class _Findings:
             self.several_frames.append(sample.key)
         if header.deep_grey and len(self.deep_grey) < MAX_DEEP_GREY_READ:
             self.deep_grey.append(len(self.samples))
-        self.samples.append(sample)
+        self.add_sides(sample)
+
+    def add_sides(self, sample: Sample) -> None:
+        """Add an image, given at the first resolution, at each resolution of its source."""
+        for number, options in enumerate(self.sides):
+            name = f"{options.resolution} px/" if options.is_one_of > 1 else ""
+            key = self.prefix + name + sample.key.removeprefix(self.prefix)
+            self.samples.append(replace(sample, key=key, source=self.first + number, options=options))
 
 
 def scan(data: DataSection, report: Report = ignore, *, copies: bool = True) -> Scan:
@@ -119,15 +155,20 @@ def scan(data: DataSection, report: Report = ignore, *, copies: bool = True) -> 
     sources = data.resolved_sources()
     findings: list[_Findings] = []
     samples = Samples(sources)
-    for index, options in enumerate(sources):
-        prefix = f"sources[{index}]/" if len(sources) > 1 else ""
-        companions = [make(options, index) for make in COMPANION_INPUTS]
-        found = _Findings(index, prefix, options, samples, report, companions)
+    for first, options in enumerate(sources):
+        if first and sources[first - 1].index == options.index:  # at another resolution: scanned with the first
+            continue
+        prefix = f"sources[{options.index}]/" if sources[-1].index else ""
+        companions = [make(options, options.index) for make in COMPANION_INPUTS]
+        found = _Findings(first, prefix, sources[first : first + options.is_one_of], samples, report, companions)
         if options.path is not None:
             _scan_folder(found)
-        else:
+        elif options.dataset is not None:
             _scan_dataset(found)
+        else:
+            _plan_class_images(found)
         _say_captions(found)
+        _say_given(found)
         found.notices += [notice for companion in companions for notice in companion.notices()]
         found.lasting &= all(each.folder is None for each in companions)  # a manifest's listing covers images only
         findings.append(found)
@@ -154,20 +195,37 @@ def nothing_left(set_aside: Sequence[Problem]) -> DataError:
 
 
 class Cropped:
-    """Counts images that lose much of their area to the crop."""
+    """Counts images that lose much of their area to the crop, and those of one size at several resolutions."""
 
     def __init__(self, data: DataSection) -> None:
         self._data, self._names, self._num_flat = data, few(), 0
+        self._place: Path | DatasetRow | None = None
+        self._alike, self._sizes = few(), set[Size]()
 
     def add(self, sample: Sample, geometry: Geometry) -> None:
-        """Check one image."""
-        if geometry.lost_share > MAX_LOST_SHARE:
+        """Check one image; its resolutions follow each other. A crop that the user gives is meant to lose the rest."""
+        if sample.options.is_one_of > 1:
+            self._sizes = self._sizes if sample.location == self._place else set()
+            if geometry.target_hw in self._sizes:
+                self._alike.append(sample.key)
+            self._place, self._sizes = sample.location, self._sizes | {geometry.target_hw}
+        if sample.given.crop is None and geometry.lost_share > MAX_LOST_SHARE:
             self._names.append(f"{sample.key} ({sample.width}x{sample.height}: {geometry.lost_share:.0%})")
             aspect = max(sample.width, sample.height) / min(sample.width, sample.height)
             self._num_flat += aspect > self._data.bucket_max_aspect
 
     def notices(self) -> list[str]:
-        """One notice about all of them, which names the recipe key that helps most; none if there are none."""
+        """A notice about each of both, which names the recipe key that helps most; none if there are none."""
+        said = []
+        if self._alike:
+            are = counted(self._alike, "image is", "images are")
+            said.append(
+                f"{are} too small for a resolution, and seen at the size of a smaller one again: {some(self._alike)}. "
+                "Set data.upscale: true to enlarge them."
+            )
+        return [*said, *self._say_cropped()]
+
+    def _say_cropped(self) -> list[str]:
         if not self._names:
             return []
         fix = f"Raise data.bucket_max_aspect (it is {self._data.bucket_max_aspect:g}) to keep more."
@@ -196,19 +254,23 @@ def geometries(samples: Iterable[Sample], data: DataSection) -> tuple[dict[str, 
 def geometry_of(sample: Sample, data: DataSection) -> Geometry | Problem:
     """The geometry of a sample, or a problem if the image is too small."""
     size, resolution = (sample.width, sample.height), sample.options.resolution
+    given = sample.given.crop
     try:
         geometry = choose_bucket(
-            *size, resolution, data.bucket_step, data.bucket_max_aspect, data.enable_bucket, data.upscale
+            *(size if given is None else given[2:]),
+            resolution,
+            data.bucket_step,
+            data.bucket_max_aspect,
+            data.enable_bucket,
+            data.upscale,
         )
     except DataError as error:
         if error.code != "image-too-small":
             raise
         return Problem(shown(sample.location), error.what, error.fix)
-    if not sample.options.random_crop:
-        return geometry
-    spare_hw = [whole - side for whole, side in zip(geometry.resized_hw, geometry.target_hw, strict=True)]
-    top, left = (draw("crop", sample.key, axis) % (spare + 1) for axis, spare in enumerate(spare_hw))
-    return replace(geometry, crop_top_left=(top, left))
+    if given is not None:
+        geometry = within(geometry, size[::-1], given)
+    return randomly_cropped(geometry, sample, 0) if sample.options.random_crop else geometry
 
 
 def image_bytes(sample: Sample) -> bytes:
@@ -253,29 +315,32 @@ def _unreadable(sample: Sample, reason: str) -> DataError:
 def _scan_folder(found: _Findings) -> None:
     """Add the images of a folder source to the findings."""
     options = found.options
-    root = source_folder(options.path or "", found.index)
+    root = source_folder(options.path or "", options.index)
     folder = walk(
         root,
         options.caption_extension,
         recursive=options.recursive,
         include=options.include,
         exclude=options.exclude,
-        caption_column=options.caption_column,
-        metadata_file=options.metadata_file,
+        tables=Tables(options.caption_column, options.loss_weight_column, options.crop_column, options.metadata_file),
         skip=[each.folder for each in found.companions if each.folder is not None],
+        beside=[key for key in ("mask_path", "control_path") if getattr(options, key) == BESIDE],
     )
     found.notices += folder.notices
     found.notices += _say_own_number(root.name)
     found.lasting &= folder.lasting and options.metadata_file is None  # a manifest's listing covers images only
     progress = Progress("sizes", len(folder.relatives), found.report, quiet_s=QUIET_S)
-    for position, (path, relative) in enumerate(folder.images):
+    most = None if options.class_prompt is None else options.num_class_images  # an earlier run may have drawn more
+    for position, (path, relative) in enumerate(islice(folder.images, most)):
         progress.step()
         key, repeat_folder = found.prefix + relative, folder.repeat_folder(relative)
         # Read the header and the caption; set the image aside if either fails.
         try:
             header = read_header(path)
             caption_file = folder.caption_file(path)
-            text = read_caption(caption_file) if caption_file else folder.listed_caption(position)
+            text = read_captions(caption_file) if caption_file else folder.listed_caption(position)
+            text = options.class_prompt or text
+            given = folder.given(position)
         except UnreadableImage as error:
             found.lasting &= getattr(error.__cause__, "errno", None) is None
             found.set_aside.append(Problem(shown(path), f"The image cannot be read: {error}.", UNREADABLE_FIX))
@@ -288,9 +353,25 @@ def _scan_folder(found: _Findings) -> None:
             what = f"Its caption file cannot be read: {error.strerror}."
             found.set_aside.append(Problem(shown(path), what, "Repair the caption file or take it away."))
             continue
-        caption = found.caption_for(key, text, _fallback(options, file_name_caption(path), repeat_folder.caption))
+        except (UnusableCaption, UnusableValue) as error:
+            found.set_aside.append(Problem(shown(path), str(error), "Correct it, or take the image away."))
+            continue
+        caption, *more = found.captions_for(
+            key, text, _fallback(options, file_name_caption(path), repeat_folder.caption)
+        )
+        given = replace(given, captions=tuple(more))
         name, repeats = repeat_folder.name or folder.name, options.repeats * repeat_folder.repeats
-        found.add(Sample(key, found.index, name, path, caption, *header.size, repeats, options), header)
+        found.add(Sample(key, found.first, name, path, caption, *header.size, repeats, options, given), header)
+
+
+def _plan_class_images(found: _Findings) -> None:
+    """Add class images that only a run draws, so that ``check`` counts them; there are no files yet."""
+    options = found.options
+    side_px, caption = max(each.resolution for each in found.sides), options.class_prompt or ""
+    for number in range(options.num_class_images):
+        key, location = f"{found.prefix}{class_image(number)}", Path(options.name, class_image(number))
+        sample = Sample(key, found.first, "", location, caption, side_px, side_px, options.repeats, options)
+        found.add_sides(sample)
 
 
 def _say_own_number(name: str) -> list[str]:
@@ -309,7 +390,7 @@ def _scan_dataset(found: _Findings) -> None:
     options = found.options
     name, outside = Path(options.dataset or "").name, list[str]()
     progress = Progress("sizes", num_rows(options), found.report, quiet_s=QUIET_S)
-    for row, text in rows_of(options):
+    for (row, text), given in zip(rows_of(options), givens_of(options), strict=True):
         progress.step()
         key = f"{found.prefix}{options.split}/{row.index}"
         # Read the cell and the image's header; set the row aside if either fails.
@@ -319,6 +400,8 @@ def _scan_dataset(found: _Findings) -> None:
                 raise UnreadableImage("the cell is empty")
             if isinstance(text, UnreadableCell):
                 raise text
+            if isinstance(given, UnreadableCell):
+                raise given
             if isinstance(image, memoryview) and image.nbytes > MAX_IMAGE_BYTES:
                 raise UnreadableImage(f"it is larger than {MAX_IMAGE_BYTES >> 20} MiB")
             header = read_header(image if isinstance(image, Path) else as_file(image))
@@ -329,8 +412,9 @@ def _scan_dataset(found: _Findings) -> None:
         location, file_name = (image, file_name_caption(image)) if isinstance(image, Path) else (row, "")
         if isinstance(image, Path) and leads_out(image, options.dataset or ""):
             outside.append(f"{key} -> {shown(image)}")
-        caption = found.caption_for(key, text, _fallback(options, file_name))
-        sample = Sample(key, found.index, name, location, caption, *header.size, options.repeats, options)
+        caption, *more = found.captions_for(key, text, _fallback(options, file_name))
+        given = replace(given, captions=tuple(more))
+        sample = Sample(key, found.first, name, location, caption, *header.size, options.repeats, options, given)
         found.add(sample, header)
     if outside and os.path.exists(os.path.expanduser(options.dataset or "")):
         lie = "1 image lies" if len(outside) == 1 else f"{len(outside)} images lie"
@@ -380,6 +464,31 @@ def _say_captions(found: _Findings) -> None:
         found.notices.append(f"{_images(missing)} no caption; used instead: {some(found.used_instead)}.")
     if found.empty_captions:
         found.notices.append(f"{_images(found.empty_captions)} an empty caption: {some(found.empty_captions)}.")
+
+
+def _say_given(found: _Findings) -> None:
+    """Add a notice about weights and crops that a table gives.
+
+    Raises:
+        DataError: a column that the recipe names gives none.
+    """
+    options = found.options
+    said = [
+        (options.loss_weight_column, "loss_weight_column", found.num_weighted, "a weight of the loss other than 1"),
+        (options.crop_column, "crop_column", found.num_cropped, "a crop"),
+    ]
+    for column, key, count, what in said:
+        if column is None:
+            continue
+        if not count:
+            raise DataError(
+                "column-unused",
+                f"The column {column} gives no image {what}.",
+                where=f"data.sources[{options.index}].{key}: {column}",
+                fix=f"Correct the name, or remove {key}. With path, it is a column of metadata.jsonl, metadata.csv or "
+                "metadata_file.",
+            )
+        found.notices.append(f"{count} {'image has' if count == 1 else 'images have'} {what} of the column {column}.")
 
 
 def _images(keys: Sequence[str]) -> str:
@@ -451,7 +560,10 @@ def groups_of(values: Iterable[int | bytes]) -> list[list[int]]:
     return [groups[before] for before in sorted(groups)]
 
 
-def _num_bytes(sample: Sample) -> int:
+def _num_bytes(sample: Sample) -> int | bytes:
+    """The size of a sample's image: what files of the same content share."""
+    if sample.options.path is None and sample.options.dataset is None:
+        return sample.key.encode()  # not drawn yet, and like no other
     if isinstance(sample.location, Path):
         try:
             return sample.location.stat().st_size

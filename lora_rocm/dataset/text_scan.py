@@ -81,7 +81,7 @@ def scan_texts(data: DataSection, report: Report = ignore, parts: Parts = _whole
     """
     sources = data.resolved_sources()
     found = _Findings(Samples(sources), report, parts, pairs)
-    for index, options in enumerate(sources):
+    for index, options in enumerate(sources):  # texts have no resolution, so each is one of the recipe's
         add = _scan_table if options.path is None else _scan_folder
         add(found, index, options, f"sources[{index}]/" if len(sources) > 1 else "")
     if not found.samples:

@@ -74,6 +74,28 @@ def apply_comfy(
         yield key, patched
 
 
+def apply_norms(
+    tensors: dict[str, Tensor], base_norms: Mapping[str, tuple[Tensor, Tensor | None]]
+) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+    """Take the trained norms out of a file's tensors and yield (key, weight, bias) with them applied, in float32.
+
+    ``comfy/lora.py``: "<key>.w_norm" is added to the weight, "<key>.b_norm" to the bias.
+
+    Raises:
+        KeyError: a key of the file belongs to no norm of the model.
+    """
+    found = [name for name in tensors if name.endswith((".w_norm", ".b_norm"))]
+    if strays := sorted(name for name in found if name.rpartition(".")[0] not in base_norms):
+        raise KeyError(strays[0])
+    for key in sorted({name.rpartition(".")[0] for name in found}):
+        changed = [
+            base + tensors.pop(f"{key}.{role}").float() if f"{key}.{role}" in tensors and base is not None else base
+            for role, base in zip(("w_norm", "b_norm"), base_norms[key], strict=True)
+        ]
+        assert changed[0] is not None, "a norm has a weight"
+        yield key, changed[0], changed[1]
+
+
 def _kronecker(parts: Mapping[str, Tensor], alpha: float | None) -> Tensor:
     factors, rank = [], None
     for name in ("lokr_w1", "lokr_w2"):

@@ -87,6 +87,7 @@ def ss_fields(recipe: Recipe, family: ModelFamily, facts: Facts, network: Mappin
         "ss_shuffle_caption": recipe.data.shuffle_caption,
         "ss_keep_tokens": recipe.data.keep_tokens,
         "ss_flip_aug": recipe.data.flip_aug,
+        "ss_color_aug": True if recipe.data.color_aug else None,
         "ss_enable_bucket": recipe.data.enable_bucket,
         "ss_bucket_no_upscale": not recipe.data.upscale,
         "ss_cache_latents": True,
@@ -124,7 +125,7 @@ def modelspec(recipe: Recipe, family: ModelFamily, facts: Facts, model_hash: str
 
 def _side(recipe: Recipe) -> int | None:
     """Pixels; None if the family has no resolution."""
-    return recipe.data.resolution if recipe.spec.reads("data.resolution") else None
+    return recipe.data.largest_resolution if recipe.spec.reads("data.resolution") else None
 
 
 def _bucket_info(buckets: Mapping[str, int]) -> dict[str, Any]:

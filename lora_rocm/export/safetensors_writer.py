@@ -36,7 +36,7 @@ def serialise(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> byt
                 where=name,
                 fix="Lower optim.learning_rate: such weights are of no use. What was saved before is kept.",
             )
-    return _header(tensors, metadata) + _body(tensors)
+    return header_of(tensors, metadata) + _body(tensors)
 
 
 def kohya_hashes(tensors: Mapping[str, Tensor], ss_metadata: Mapping[str, str]) -> dict[str, str]:
@@ -46,19 +46,21 @@ def kohya_hashes(tensors: Mapping[str, Tensor], ss_metadata: Mapping[str, str]) 
     first 8 hex digits of sha256 over 64 KiB at 1 MiB; both for a file with the ``ss_`` metadata alone.
     """
     body = _body(tensors)
-    whole = _header(tensors, ss_metadata) + body
+    whole = header_of(tensors, ss_metadata) + body
     legacy = hashlib.sha256(whole[LEGACY_OFFSET : LEGACY_OFFSET + LEGACY_BYTES]).hexdigest()[:8]
     return {"sshs_model_hash": hashlib.sha256(body).hexdigest(), "sshs_legacy_hash": legacy}
 
 
-def _ordered(tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+def ordered(tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+    """Tensors in the order of a file, by name; they may be on the meta device."""
     return sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
 
 
-def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+def header_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    """The bytes of a file before its tensors, which may be on the meta device."""
     fields: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     offset = 0
-    for name, tensor in _ordered(tensors):
+    for name, tensor in ordered(tensors):
         end = offset + tensor.numel() * tensor.element_size()
         fields[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
         offset = end
@@ -68,5 +70,5 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes
 
 
 def _body(tensors: Mapping[str, Tensor]) -> bytes:
-    parts = [tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for _, tensor in _ordered(tensors)]
+    parts = [tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for _, tensor in ordered(tensors)]
     return b"".join(parts)

@@ -22,11 +22,12 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from lora_rocm.adapters.base import Adapter, loaded_entry
-from lora_rocm.adapters.entry import Entry, FileKind, Form, norm_of
+from lora_rocm.adapters.entry import Entry, FileKind, Form, norm_of, rounded
 from lora_rocm.adapters.module_names import COMFYUI, KeyTable, canonical
+from lora_rocm.adapters.trained_norms import B_NORM, W_NORM
 from lora_rocm.base_models.safetensors_file import DTYPES, read_tensors
 from lora_rocm.errors import ExportError, ModelError
-from lora_rocm.export.comfy_reader import apply_comfy
+from lora_rocm.export.comfy_reader import apply_comfy, apply_norms
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.kernels.weight_format import dense_weight
 from lora_rocm.model_files.header import read_header
@@ -60,7 +61,7 @@ def verify(form: Form, path: Path, family: ModelFamily, model: LoadedModel, adap
     Raises:
         ExportError: the file cannot be read, lacks a module, has an extra one, or has another effect.
     """
-    live, readers = adapter.entries(), adapter.readers[form]
+    live, readers = adapter.entries(), ("comfyui",) if adapter.norms else adapter.readers[form]
     comparison = _Comparison(path, _written_dtype(form, path, adapter.files))
     of_weights = any(entry.needs_weight for entry in live.values())
     if readers != ("comfyui",):
@@ -118,6 +119,7 @@ def _compare_in_comfy(
     seen, off, whole = [], 0.0, 0.0
     with _reported(comparison.path):
         tensors = read_tensors(read_header(comparison.path))
+        _compare_norms(comparison, adapter, tensors)
         present = apply_comfy(tensors, weights, norm_of_base=True) if of_weights else None
         for key, patched in apply_comfy(tensors, weights, norm_of_base=form == COMFYUI):
             weight = weights[key]
@@ -128,6 +130,23 @@ def _compare_in_comfy(
             seen.append(key)
     comparison.same_modules(expected, seen)
     return math.sqrt(off / whole) if whole else 0.0
+
+
+def _compare_norms(comparison: _Comparison, adapter: Adapter, tensors: dict[str, Tensor]) -> None:
+    """Compare the trained norms by ComfyUI's rules, and take them out of the file's tensors."""
+    live = adapter.norm_tensors()
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in live.items()}
+    keys = dict.fromkeys(name.rpartition(".")[0] for name in live)
+    bases = {key: (zeros[f"{key}.{W_NORM}"], zeros.get(f"{key}.{B_NORM}")) for key in keys}
+    seen = []
+    for key, *changes in apply_norms(tensors, bases):
+        for role, change in zip((W_NORM, B_NORM), changes, strict=True):
+            if change is not None:
+                expected = live[f"{key}.{role}"]
+                size, off = rounded(expected, comparison.dtype)
+                comparison.add(f"{key}.{role}", change - expected, size, off)
+                seen.append(f"{key}.{role}")
+    comparison.same_modules(live, seen)
 
 
 def _weight(layer: BaseTunerLayer) -> Tensor:
@@ -182,16 +201,16 @@ class _Comparison:
             difference = live.difference(loaded)
         except ValueError as error:
             raise _failed(self.path, f"{name} has factors of other shapes: {error}.") from error
-        self._add(name, difference, live.norm(), live.allowance(self.dtype))
+        self.add(name, difference, live.norm(), live.allowance(self.dtype))
 
     def weights(self, name: str, live: Entry, change: Tensor, weight: Tensor) -> None:
         """Compare a reader's change of one weight (overwritten) with the live one."""
         expected = live.effect(weight)
         if change.shape != expected.shape:
             raise _failed(self.path, f"{name} has the shape {tuple(change.shape)}, not {tuple(expected.shape)}.")
-        self._add(name, change.sub_(expected), norm_of(expected), live.allowance(self.dtype, weight))
+        self.add(name, change.sub_(expected), norm_of(expected), live.allowance(self.dtype, weight))
 
-    def _add(self, name: str, difference: Tensor, whole: float, allowed: float) -> None:
+    def add(self, name: str, difference: Tensor, whole: float, allowed: float) -> None:
         norm = norm_of(difference)
         if not norm <= allowed:  # also true for NaN
             raise _failed(self.path, f"{name} has another effect: off by {norm:.3g}, rounding explains {allowed:.3g}.")

@@ -30,6 +30,7 @@ from lora_rocm.export.safetensors_writer import kohya_hashes, serialise
 from lora_rocm.export.verify import Verification, verify
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.foundation.files import json_bytes, write_atomic
+from lora_rocm.recipe.adapter_sections import FORMS_WITH_NORMS
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.results import FileDigest
 
@@ -65,7 +66,7 @@ def write(
         AdapterError: "export-form": the adapter cannot be written in this form, or some of its modules cannot.
         StorageError: disk full, no permission, or the file reads back differently.
     """
-    if form not in adapter.readers:
+    if form not in adapter.readers or (adapter.norms and form not in FORMS_WITH_NORMS):
         raise AdapterError(
             "export-form",
             f"A {adapter.files.name} of this model cannot be written in the {form} form: nothing would read it.",
@@ -102,7 +103,8 @@ def kohya_tensors(family: ModelFamily, adapter: Adapter, dtype: torch.dtype, for
             fix="Set lora.targets to all layers of these weights, or leave the form out of output.formats.",
         ) from error
     how = "kohya" if form == SD_SCRIPTS else family.file_form
-    return {
+    norms = {name: tensor.to(dtype) for name, tensor in adapter.norm_tensors().items()}
+    return norms | {
         f"{key}.{ending}": tensor
         for key, entry in (with_one_alpha(entries) if form == "kohya" else entries).items()
         for ending, tensor in entry.tensors(how, dtype).items()

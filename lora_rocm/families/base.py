@@ -22,6 +22,7 @@ from lora_rocm.families.objectives.base import Objective, Prediction
 if TYPE_CHECKING:
     from PIL import Image
 
+    from lora_rocm.base_models.loading import Source
     from lora_rocm.device.transfer import DeviceTransfer
     from lora_rocm.kernels.weight_format import WeightFormat
     from lora_rocm.recipe.schema import Recipe
@@ -159,6 +160,32 @@ class Sampling:
     seed: int
 
 
+@dataclass(frozen=True)
+class OwnFiles:
+    """A base as its library saved it.
+
+    source: finds its files. component: the one that they hold. beside: its config, first, and the other small files
+    that belong to the model.
+    """
+
+    source: Source
+    component: str
+    beside: Sequence[Path]
+
+
+@runtime_checkable
+class WritesWholeModels(Protocol):
+    """A family whose ``FamilySpec.conversions`` are made of the base's own files."""
+
+    def own_files(self) -> OwnFiles:
+        """The files of the base.
+
+        Raises:
+            ModelError: it has none, for example because its weights are random.
+        """
+        ...
+
+
 class ModelFamily(Protocol):
     """The interface of a model family.
 
@@ -172,6 +199,7 @@ class ModelFamily(Protocol):
     cache_spec: the cached tensors of one sample (union of the encoders' outputs).
     notices: messages about the base that the user has to see, but that do not prevent training.
     structure: identifies the shapes of the trained components, computed from configs alone.
+    inpaints: whether the model is given what ``objectives.base.HIDDEN_MASK`` and ``SEEN_LATENTS`` name.
     texts: reads texts that are samples; None: a plain text is one sample.
     objective: draws noise and timesteps for a batch, and defines the target.
     """
@@ -192,6 +220,8 @@ class ModelFamily(Protocol):
     def notices(self) -> Sequence[str]: ...
     @property
     def structure(self) -> str: ...
+    @property
+    def inpaints(self) -> bool: ...
     @property
     def texts(self) -> TextReader | None: ...
     @property

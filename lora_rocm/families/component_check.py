@@ -38,6 +38,6 @@ def check_component(source: Source, name: str, fix: str) -> str:
             fix=fix,
         )
     tensors, read = source.tensors(name), set().union(*found.made_of.values())
-    storage_formats.refuse_whole_numbers(where, tensors.entries, read)
+    storage_formats.refuse_whole_numbers(where, tensors.entries, read - found.codes)
     rounded = storage_formats.rounding(name, [tensors.entries[key] for key in read])
     return rounded or storage_formats.told(name, tensors.forms)

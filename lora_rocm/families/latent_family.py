@@ -23,7 +23,7 @@ from lora_rocm.cache_files.hash_memory import HashMemory
 from lora_rocm.dataset.entry_spec import TensorSpec
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors
-from lora_rocm.families.objectives.base import CONTROL_LATENTS, MEAN, STD, LatentSpace
+from lora_rocm.families.objectives.base import CONTROL_LATENTS, HIDDEN_MASK, MEAN, SEEN_LATENTS, STD, LatentSpace
 from lora_rocm.families.vae import pixels_per_latent
 from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.weight_format import DENSE, WeightFormat
@@ -47,6 +47,11 @@ class LatentFamily(ABC):
     packed_layers: str
     text_components: tuple[str, ...] = ()
     texts = None
+
+    @property
+    def inpaints(self) -> bool:
+        """Whether the model is given a mask and what the mask does not hide."""
+        return False
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -135,8 +140,10 @@ class LatentFamily(ABC):
         latents = torch.zeros(rows, channels, height // side_px, width // side_px)
         meta = self.sample_meta((height, width), (0, 0), (height, width))
         repeated = {name: tensor.expand(rows, *tensor.shape).contiguous() for name, tensor in meta.items()}
-        names = (MEAN, STD, *([CONTROL_LATENTS] if self.recipe.data.has_controls else []))
-        return {**{name: latents.clone() for name in names}, **repeated, **self.text_example(rows)}
+        more = {CONTROL_LATENTS: self.recipe.data.has_controls, SEEN_LATENTS: self.inpaints}
+        names = (MEAN, STD, *(name for name, is_there in more.items() if is_there))
+        hidden = {HIDDEN_MASK: latents[:, :1].clone()} if self.inpaints else {}
+        return {**{name: latents.clone() for name in names}, **hidden, **repeated, **self.text_example(rows)}
 
     @cached_property
     def latents(self) -> LatentSpace:

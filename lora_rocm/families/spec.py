@@ -73,6 +73,9 @@ OF_IMAGES = frozenset(
                 "resolution",
                 "flip_aug",
                 "random_crop",
+                "color_aug",
+                "loss_weight_column",
+                "crop_column",
                 "metadata_file",
                 "bucket_step",
                 "bucket_max_aspect",
@@ -83,6 +86,7 @@ OF_IMAGES = frozenset(
             *("caption_prefix", "caption_suffix", "enable_wildcard", "caption_tag_dropout_rate"),
             *("shuffle_caption", "keep_tokens", "caption_variants", "caption_dropout_rate", "mask_path"),
             *("alpha_mask", "control_path", "unmasked_weight", "normalize_masked_area_loss", "is_reg"),
+            *("class_prompt", "num_class_images"),
         )
     ]
     + [f"sample.{name}" for name in ("width", "height", "control_images", "images_per_prompt", "sampler")]
@@ -215,7 +219,9 @@ class FamilySpec:
         unread: dotted keys of shared sections that it does not read, those of another kind of sample included. A recipe
             that sets one is refused.
         formats: the values of ``output.formats`` in which its results can be written, the default first.
+        conversions: formats that ``lora-rocm export`` makes beside these, and a run does not write by itself.
         fp16: whether its activations fit fp16, see ``Fp16``.
+        trains_norms: whether ``lora.train_norms`` is for it, whose norms other programs then read from the LoRA file.
         metadata: entries of its LoRA files' metadata.
     """
 
@@ -234,11 +240,14 @@ class FamilySpec:
     samplers: tuple[str, ...] = ("euler",)
     unread: frozenset[str] = frozenset()
     fp16: Fp16 = "whole"
+    trains_norms: bool = False
     metadata: FileMetadata = FileMetadata()
     formats: tuple[str, ...] = ("kohya", "sd-scripts", "comfyui", "diffusers", "peft")
+    conversions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "unread", self.unread | (OF_IMAGES if self.trains_on_texts else OF_TEXTS))
+        norms = frozenset() if self.trains_norms else frozenset({"lora.train_norms"})
+        object.__setattr__(self, "unread", self.unread | norms | (OF_IMAGES if self.trains_on_texts else OF_TEXTS))
 
     @property
     def takes_fp16(self) -> bool:

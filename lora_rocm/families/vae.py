@@ -103,11 +103,20 @@ def encode_control(
     except (OSError, UnreadableImage) as error:
         what, fix = f"A control image cannot be read: {error}.", "Name another file, or repair this one."
         raise DataError(CONTROL_UNUSABLE, what, where=request.control, fix=fix) from error
-    vae = load_vae(source, device, in_tiles)
-    vae.use_tiling = in_tiles or request.height * request.width > TILING_PIXELS
     seen = cut(image, covering((image.height, image.width), (request.height, request.width)), flip=False)
+    return encode(source, device, VaeImageProcessor(vae_scale_factor=1).preprocess(seen), space, in_tiles)
+
+
+@torch.no_grad()
+def encode(source: Source, device: torch.device, pixels_BCHW: Tensor, space: LatentSpace, in_tiles: bool) -> Tensor:
+    """Normalised latents [B, C, H, W] of pixels in [-1, 1], with the float32 VAE, which is freed at the end.
+
+    ``in_tiles``: as in ``decode``.
+    """
+    vae = load_vae(source, device, in_tiles)
+    vae.use_tiling = in_tiles or pixels_BCHW.shape[2] * pixels_BCHW.shape[3] > TILING_PIXELS
     with plain_attention(device):
-        mean_BCHW = vae.encode(VaeImageProcessor(vae_scale_factor=1).preprocess(seen).to(device)).latent_dist.mean
+        mean_BCHW = vae.encode(pixels_BCHW.to(device)).latent_dist.mean
     shift, scale = (values_C.to(device)[:, None, None] for values_C in (space.shift_C, space.scale_C))
     latents_BCHW: Tensor = (mean_BCHW - shift) * scale
     return latents_BCHW

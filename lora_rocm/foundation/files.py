@@ -15,6 +15,7 @@ import secrets
 import shutil
 import stat
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -134,14 +135,47 @@ def json_bytes(value: Any) -> bytes:
     return (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode("utf-8")
 
 
+@contextlib.contextmanager
+def new_folder(folder: Path, root: Path | None = None) -> Iterator[Path]:
+    """Make a folder with all its files or not at all: a temporary one is filled inside the context, then renamed.
+
+    Args:
+        folder: nothing may be there but an empty folder. Its parents are made (``make_folder``).
+        root: as in ``write_atomic``.
+
+    Raises:
+        StorageError: disk full, no permission or a link in the way, or something else is there.
+    """
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    try:
+        make_folder(temporary, root)
+        yield temporary
+        fsync_folder(temporary)
+        if is_folder(folder):
+            folder.rmdir()  # an empty one
+        rename(temporary, folder)
+        fsync_folder(folder.parent)
+    except OSError as error:
+        raise storage_error(error, folder) from error
+    finally:
+        with contextlib.suppress(OSError):
+            remove(temporary)
+
+
 def write_through(path: Path, content: bytes) -> None:
     """Write a new file and flush it to the disk (fsync).
 
     Raises:
         OSError: the file exists, or cannot be written.
     """
+    write_pieces(path, [content])
+
+
+def write_pieces(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
+    """``write_through`` of a content that is made piece by piece, and never whole in memory."""
     with path.open("xb") as file:
-        file.write(content)
+        for piece in pieces:
+            file.write(piece)
         file.flush()
         os.fsync(file.fileno())
 

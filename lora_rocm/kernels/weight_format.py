@@ -64,8 +64,11 @@ class DenseFormat:
         raise ValueError(f"{layer} is not dense")
 
     def num_bytes(self, component: nn.Module, dtype: torch.dtype) -> int:
-        """Bytes of all parameters in ``dtype``."""
-        return sum(parameter.numel() for parameter in component.parameters()) * dtype.itemsize
+        """Bytes of all parameters in ``dtype``; whole numbers keep theirs."""
+        return sum(
+            parameter.numel() * (dtype if parameter.is_floating_point() else parameter.dtype).itemsize
+            for parameter in component.parameters()
+        )
 
 
 DENSE = DenseFormat()

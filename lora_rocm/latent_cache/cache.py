@@ -58,9 +58,12 @@ def entry_key(entry: str, inputs: Sequence[Any], encoder_fingerprint: str) -> st
     return hashlib.sha256(json.dumps(parts).encode("ascii")).hexdigest()[:40]
 
 
-def image_parts(image_sha256: str, geometry: Geometry, flip: bool) -> tuple[Any, ...]:
-    """The parts of a key that identify an encoded view: the hash of the image's bytes, its crop and its mirroring."""
-    return image_sha256, (geometry.resized_hw, geometry.crop_top_left, geometry.target_hw, flip)
+def image_parts(
+    image_sha256: str, geometry: Geometry, flip: bool, colours: tuple[str, float] | None = None
+) -> tuple[Any, ...]:
+    """The parts of a key that identify an encoded view: the hash of the image's bytes, its crop, mirroring, colours."""
+    changed = () if colours is None else (colours,)
+    return image_sha256, (geometry.resized_hw, geometry.crop_top_left, geometry.target_hw, flip), *changed
 
 
 class LatentCache:

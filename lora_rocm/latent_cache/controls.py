@@ -12,6 +12,7 @@ from lora_rocm.dataset.buckets import covering
 from lora_rocm.dataset.controls import CONTROL, CONTROL_FIX, Controls
 from lora_rocm.dataset.entry_spec import IMAGE, EntrySpec, TensorSpec
 from lora_rocm.dataset.image_io import UnreadableImage, cut, decode
+from lora_rocm.dataset.views import View
 from lora_rocm.families.objectives.base import CONTROL_LATENTS, MEAN
 from lora_rocm.latent_cache.companion import CompanionWanted
 from lora_rocm.latent_cache.image_preprocess import Wanted, pixels_of
@@ -47,7 +48,7 @@ class ControlEncoder:
 
     def companion_of(self, image: Wanted) -> Wanted:
         place = self.sources[image.sample.source].of(image.sample)
-        return ControlWanted(image.sample, image.geometry, image.flips, place=place)
+        return ControlWanted(image.sample, image.geometry, image.views, place=place)
 
     def load(self, door: DeviceTransfer) -> Encode:
         encode = self.images.load(door)
@@ -63,8 +64,8 @@ def control_encoder(recipe: Recipe, encoders: Sequence[Encoder]) -> ControlEncod
     if not recipe.data.has_controls:
         return None
     images = next(encoder for encoder in encoders if encoder.entry.inputs == (IMAGE,))
-    sources = enumerate(recipe.data.resolved_sources())
-    return ControlEncoder(images, [Controls(source, index) for index, source in sources])
+    sources = recipe.data.resolved_sources()
+    return ControlEncoder(images, [Controls(source, source.index) for source in sources])
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +82,8 @@ class ControlWanted(CompanionWanted):
         except UnreadableImage as error:
             raise self.unusable(f"cannot be read: {error}") from error
 
-    def tensor(self, image: Image.Image, flip: bool) -> Tensor:
-        return pixels_of(cut(image, covering((image.height, image.width), self.geometry.target_hw), flip))
+    def tensor(self, image: Image.Image, view: View) -> Tensor:
+        return pixels_of(cut(image, covering((image.height, image.width), self.geometry.target_hw), view.flip))
 
-    def parts(self, sha256: str, flip: bool) -> tuple[object, ...]:
-        return sha256, (self.geometry.target_hw, flip)
+    def parts(self, sha256: str, view: View) -> tuple[object, ...]:
+        return sha256, (self.geometry.target_hw, view.flip)

@@ -210,7 +210,7 @@ class Caches:
             ) from None
         # Encode it as before, in tiles if the key is that of the tiled entry.
         tiled = encoder.in_tiles() if key == entry.tiled_key else None
-        inputs = entry.inputs(wanted.tensor(image, entry.flip))
+        inputs = entry.inputs(wanted.tensor(image, entry.view))
         place = shown(wanted.sample.location)
         return self._encode_again(tiled if tiled is not None else encoder, inputs), place
 
@@ -334,13 +334,13 @@ def entries_of(encoder: Encoder, wanted: Wanted, sha256: str) -> tuple[Entry, ..
     """The entries that an encoder makes of a sample: per view, per caption. ``sha256``: hash of the file it reads."""
     tiled, name = encoder.in_tiles(), encoder.entry.name
     entries = []
-    for flip in wanted.flips:
-        image = wanted.parts(sha256, flip)
+    for view in wanted.views:
+        image = wanted.parts(sha256, view)
         for caption in wanted.captions:
             parts = image if caption is None else (*image, caption)
             whole_key = entry_key(name, parts, encoder.fingerprint)
             tiled_key = entry_key(name, parts, tiled.fingerprint) if tiled is not None else None
-            entries.append(Entry(flip, caption, whole_key, tiled_key, wanted.reads))
+            entries.append(Entry(view, caption, whole_key, tiled_key, wanted.reads))
     return tuple(entries)
 
 

@@ -19,6 +19,7 @@ from lora_rocm.dataset.entry_spec import CAPTION, IMAGE
 from lora_rocm.dataset.folders import shown
 from lora_rocm.dataset.image_io import cut
 from lora_rocm.dataset.scan import Sample, image_bytes, load_image
+from lora_rocm.dataset.views import PLAIN, View, colour_change, recoloured, view_geometry
 from lora_rocm.errors import DataError, LoraRocmError, Problem
 from lora_rocm.latent_cache.cache import image_parts
 
@@ -33,14 +34,14 @@ DECODED_BYTES, PIXEL_BYTES = 6, 12
 class Wanted:
     """A sample whose entries are to be in the cache.
 
-    flips: the views: unmirrored, mirrored, or both.
+    views: the versions of the image.
     captions: captions for entries that are also made from captions; otherwise (None,).
     sha256: hash of the bytes that its entries were made from; empty before that.
     """
 
     sample: Sample
     geometry: Geometry
-    flips: tuple[bool, ...] = (False,)
+    views: tuple[View, ...] = (PLAIN,)
     sha256: str = ""
     captions: tuple[str | None, ...] = (None,)
 
@@ -74,17 +75,22 @@ class Wanted:
         """
         return load_image(self.sample, content)
 
-    def tensor(self, image: Image.Image, flip: bool) -> Tensor:
+    def geometry_of(self, view: View) -> Geometry:
+        """Scaling and crop of one view."""
+        return view_geometry(self.geometry, self.sample, view)
+
+    def tensor(self, image: Image.Image, view: View) -> Tensor:
         """The encoder's input for one view: here pixels_CHW.
 
         Raises:
             DataError: nothing usable is left after the crop.
         """
-        return pixels_of(cut(image, self.geometry, flip))
+        pixels = cut(image, self.geometry_of(view), view.flip)
+        return pixels_of(recoloured(pixels, colour_change(self.sample, view)))
 
-    def parts(self, sha256: str, flip: bool) -> tuple[Any, ...]:
+    def parts(self, sha256: str, view: View) -> tuple[Any, ...]:
         """The parts of an entry's key that identify the view. ``sha256``: hash of the bytes that are read."""
-        return image_parts(sha256, self.geometry, flip)
+        return image_parts(sha256, self.geometry_of(view), view.flip, colour_change(self.sample, view))
 
     @property
     def num_bytes(self) -> int:
@@ -95,7 +101,7 @@ class Wanted:
 
     @property
     def num_entries(self) -> int:
-        return len(self.flips) * len(self.captions)
+        return len(self.views) * len(self.captions)
 
 
 @runtime_checkable
@@ -136,7 +142,7 @@ class Entry:
     fault: the fault of that entry; empty if there is none.
     """
 
-    flip: bool
+    view: View
     caption: str | None
     whole_key: str
     tiled_key: str | None
@@ -195,9 +201,9 @@ def _looked_at(memory: HashMemory, entries_of: EntriesOf, wanted: Wanted) -> Loo
             sha256 = memory.recall(FileState.of(wanted.file)) or ""
         else:
             sha256 = hash_of(wanted.read())
+        return Looked(sha256, entries_of(wanted, sha256) if sha256 else ())
     except (OSError, DataError) as error:
         return _unusable(wanted, error)
-    return Looked(sha256, entries_of(wanted, sha256) if sha256 else ())
 
 
 def made_ready(entries_of: EntriesOf, wanted: Wanted) -> Looked:
@@ -218,11 +224,11 @@ def made_ready(entries_of: EntriesOf, wanted: Wanted) -> Looked:
         image = wanted.decoded(content)
         del content
         views = {
-            flip: wanted.tensor(image, flip)
-            for flip in wanted.flips
-            if any(entry.fault and entry.flip is flip for entry in entries)
+            view: wanted.tensor(image, view)
+            for view in wanted.views
+            if any(entry.fault and entry.view == view for entry in entries)
         }
-        return Looked(sha256, entries, file, tuple(views[e.flip] if e.fault else None for e in entries))
+        return Looked(sha256, entries, file, tuple(views[e.view] if e.fault else None for e in entries))
     except (OSError, DataError) as error:
         return _unusable(wanted, error)
     except LoraRocmError:

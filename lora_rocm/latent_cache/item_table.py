@@ -22,6 +22,7 @@ from lora_rocm.dataset.columns import Lazy
 from lora_rocm.dataset.entry_spec import CAPTION
 from lora_rocm.dataset.sample_table import Sample, Samples, numbers_of, rows_of, sample_schema, text_of
 from lora_rocm.dataset.shape import Shape
+from lora_rocm.dataset.views import View, view_geometry, views_of
 from lora_rocm.latent_cache.image_preprocess import Looked, Wanted
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from lora_rocm.recipe.schema import ResolvedSource
 
 HASH_BYTES, KEY_BYTES = 32, 20
-SLOT_BYTES = 2 * KEY_BYTES  # an image and its mirror image
+MIN_VIEWS = 2  # an image and its mirror image
 CUT = struct.Struct("=6i")  # (height, width) of the scaled image, (top, left) and (height, width) of the crop
 NO_CUT = CUT.pack(*[0] * 6)
 ByteRows: TypeAlias = NDArray[np.uint8]
@@ -49,42 +50,43 @@ def _shape(height: int, width: int) -> Shape:
     return Shape.of(tokens=width) if width else ANY_SHAPE
 
 
-def flips_of(options: ResolvedSource) -> tuple[bool, ...]:
-    """The views of an image: unmirrored, and with flip_aug also mirrored."""
-    return (False, True) if options.flip_aug else (False,)
+def slot_bytes(sources: Iterable[ResolvedSource]) -> int:
+    """Bytes of the keys of all views of an image, with room for the views of the source that has the most."""
+    return KEY_BYTES * max(MIN_VIEWS, *(len(views_of(source)) for source in sources))
 
 
-def table_schema(entries: Iterable[EntrySpec]) -> Any:
+def table_schema(entries: Iterable[EntrySpec], size: int) -> Any:
     """The Arrow schema of the table: the columns of samples, then crop and image hash, then the keys of their entries.
 
     The keys of an entry made from captions are concatenated: per view, the caption variants and then the empty caption.
-    An entry made from the image alone has a slot per view; "whole" holds the keys of the untiled entries.
+    An entry made from the image alone has a slot of ``size`` bytes (``slot_bytes``); "whole" holds the keys of the
+    untiled entries.
     """
     schema = sample_schema()
     schema = schema.append(pyarrow.field("cut", pyarrow.binary(CUT.size)))
     schema = schema.append(pyarrow.field("sha256", pyarrow.binary(HASH_BYTES)))
     for entry in entries:
-        kind = pyarrow.large_binary() if entry.has_captions else pyarrow.binary(SLOT_BYTES)
+        kind = pyarrow.large_binary() if entry.has_captions else pyarrow.binary(size)
         schema = schema.append(pyarrow.field(f"key {entry.name}", kind))
         if not entry.has_captions:
             schema = schema.append(pyarrow.field(f"whole {entry.name}", kind))
     return schema
 
 
-def check_table(batch: Any, entries: Iterable[EntrySpec], num_sources: int) -> None:
+def check_table(batch: Any, entries: Iterable[EntrySpec], sources: Sequence[ResolvedSource]) -> None:
     """Validate a table from a file, including its references to sources and its key lists.
 
     Raises:
         ValueError, pyarrow.ArrowException: it is damaged, or not a table of these entries.
     """
     batch.validate(full=True)
-    if batch.schema != table_schema(entries) or any(column.null_count for column in batch.columns):
+    if batch.schema != table_schema(entries, slot_bytes(sources)) or any(column.null_count for column in batch.columns):
         raise ValueError("another table")
-    if not (0 <= compute.min(batch["source"]).as_py() and compute.max(batch["source"]).as_py() < num_sources):
+    if not (0 <= compute.min(batch["source"]).as_py() and compute.max(batch["source"]).as_py() < len(sources)):
         raise ValueError("a source that is none")
     for entry in entries:
         sizes = numbers_of(compute.binary_length(batch[f"key {entry.name}"]))
-        if (sizes < SLOT_BYTES).any() or (sizes % KEY_BYTES).any():
+        if (sizes < 2 * KEY_BYTES).any() or (sizes % KEY_BYTES).any():
             raise ValueError("a list of keys that is none")
 
 
@@ -134,7 +136,8 @@ class Usable(Lazy[Wanted]):
     def unfilled(cls, samples: Samples, cuts: bytearray, entries: Iterable[str]) -> Usable:
         """Samples without any keys or hashes yet. ``entries``: names of the entries made from the image alone."""
         columns = [f"{kind} {name}" for name in entries for kind in ("key", "whole")]
-        zeros = {column: np.zeros((len(samples), SLOT_BYTES), np.uint8) for column in columns}
+        size = slot_bytes(samples.sources)
+        zeros = {column: np.zeros((len(samples), size), np.uint8) for column in columns}
         cuts_NB = np.frombuffer(cuts, np.uint8).reshape(-1, CUT.size)
         return cls(samples, cuts_NB, np.zeros((len(samples), HASH_BYTES), np.uint8), zeros)
 
@@ -152,7 +155,7 @@ class Usable(Lazy[Wanted]):
             columns[name] = pyarrow.FixedSizeBinaryArray.from_buffers(
                 kind, len(rows_NB), [None, pyarrow.py_buffer(rows_NB)]
             )
-        of_samples, schema = self.samples.batch, table_schema(entries)
+        of_samples, schema = self.samples.batch, table_schema(entries, slot_bytes(self.samples.sources))
         rest = [columns[name] for name in schema.names[of_samples.num_columns :]]
         return pyarrow.record_batch([*of_samples.columns, *rest], schema)
 
@@ -174,7 +177,7 @@ class Usable(Lazy[Wanted]):
     def _wanted(self, index: int, sample: Sample) -> Wanted:
         geometry = geometry_of_cut(sample, self._cuts_NB[index].tobytes())
         assert geometry is not None, "only images are wanted in the cache"
-        return Wanted(sample, geometry, flips_of(sample.options), self.sha256(index))
+        return Wanted(sample, geometry, views_of(sample.options), self.sha256(index))
 
     def found(self, index: int, entry: str, looked: Looked) -> None:
         """Record that the entries of one kind are in the cache, with their keys."""
@@ -236,7 +239,8 @@ class Items(Lazy[Item]):
     def _item(self, sample: Sample, row: Mapping[str, Any]) -> Item:
         """Build an item from a sample and its row of the table."""
         options, geometry = sample.options, geometry_of_cut(sample, row["cut"])
-        num_views = 1 if self.held_out else len(flips_of(options))
+        views = views_of(options)[: 1 if self.held_out else None]
+        num_views = len(views)
         num_captions, keys, content = 1, dict[str, Grid](), list[tuple[str, ...]]()
         for entry in self.entries:
             flat = keys_in(row[f"key {entry.name}"])
@@ -247,6 +251,8 @@ class Items(Lazy[Item]):
             size = len(flat) // (num_views if entry.has_views else 1)
             keys[entry.name] = tuple(flat[at : at + size] for at in range(0, len(flat), size))
             num_captions = size - 1
+        if sample.given.loss_weight != 1.0:  # a resumed run would see another loss
+            content.append((f"loss weight {sample.given.loss_weight!r}",))
         content += [keys[entry.name][0] for entry in self.entries if entry.inputs == (CAPTION,)]
         return Item(
             key=sample.key,
@@ -256,10 +262,11 @@ class Items(Lazy[Item]):
             num_captions=num_captions,
             dropout_rate=0.0 if self.held_out else options.caption_dropout_rate,
             repeats=1 if self.held_out else sample.repeats,
-            loss_weight=options.weight,
+            loss_weight=options.weight * sample.given.loss_weight,
             share=_share(CUT.unpack(row["cut"])),
             geometry=geometry,
             content=tuple(content),
+            crops=_crops(sample, geometry, views),
         )
 
     def outline(self) -> Outline:
@@ -315,6 +322,12 @@ def geometry_of_cut(sample: Sample, cut: bytes) -> Geometry | None:
     if not height:
         return None
     return Geometry((sample.height, sample.width), (height, width), (top, left), (target_height, target_width))
+
+
+def _crops(sample: Sample, geometry: Geometry | None, views: Sequence[View]) -> tuple[Geometry, ...]:
+    """``Item.crops``."""
+    crops = () if geometry is None else tuple(view_geometry(geometry, sample, view) for view in views)
+    return crops if len(set(crops)) > 1 else ()
 
 
 def identity(items: Iterable[Item]) -> str:

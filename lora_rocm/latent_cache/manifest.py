@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from lora_rocm.families.base import Encoder
     from lora_rocm.recipe.schema import Recipe, ResolvedSource
 
-FORMAT = 3
+FORMAT = 4
 KEPT_FROM = 20_000
 KEY_TYPE = f"S{KEY_BYTES}"  # all keys have the same length, so numpy's stripping of trailing zeros does no harm
 ENTRY_END = ".safetensors"
@@ -162,9 +162,9 @@ class Shelf:
     def listing(self) -> str | None:
         """A hash of name, size and times of change of all files in the sources; None if a source is not local."""
         digest = hashlib.sha256()
-        for index, source in enumerate(self._sources):
+        for source in {source.index: source for source in self._sources}.values():
             try:
-                root = source_folder(source.path, index) if source.path is not None else _local(source)
+                root = source_folder(source.path, source.index) if source.path is not None else _local(source)
             except DataError:
                 return None
             if root is None:
@@ -186,7 +186,7 @@ class Shelf:
         batch = pyarrow.ipc.open_stream(content).read_next_batch()
         header = json.loads(batch.schema.metadata[HEADER_KEY.encode()])
         batch = batch.replace_schema_metadata(None)
-        check_table(batch, self._entries, len(self._sources))
+        check_table(batch, self._entries, self._sources)
         # Rebuild the other fields from the metadata.
         facts = Facts(
             header["tags"], {Shape.from_json(shape): count for shape, count in header["buckets"]}, header["dirs"]

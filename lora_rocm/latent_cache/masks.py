@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -14,6 +14,7 @@ from lora_rocm.dataset.buckets import Size
 from lora_rocm.dataset.entry_spec import EntrySpec, TensorSpec
 from lora_rocm.dataset.image_io import UnreadableImage
 from lora_rocm.dataset.masks import MASK, MASK_FIX, Masks, decode_mask, fits, mask_on_grid
+from lora_rocm.dataset.views import View
 from lora_rocm.families.objectives.loss import LOSS_MASK, LOSS_WEIGHTS
 from lora_rocm.latent_cache.companion import CompanionWanted
 from lora_rocm.latent_cache.image_preprocess import Wanted
@@ -55,7 +56,7 @@ class MaskEncoder:
 
     def companion_of(self, image: Wanted) -> Wanted:
         place = self.sources[image.sample.source].of(image.sample)
-        return MaskWanted(image.sample, image.geometry, image.flips, place=place, step_hw=self.step_hw)
+        return MaskWanted(image.sample, image.geometry, image.views, place=place, step_hw=self.step_hw)
 
     def load(self, door: DeviceTransfer) -> Encode:
         def encode(inputs: Inputs) -> Tensors:
@@ -73,7 +74,7 @@ def mask_encoder(recipe: Recipe) -> MaskEncoder | None:
         return None
     height, width = (recipe.spec.shapes[axis].per_latent for axis in ("h", "w"))
     entry = MASK_ENTRY if recipe.data.normalize_masked_area_loss else WEIGHTS_ENTRY
-    return MaskEncoder([Masks(source, index) for index, source in enumerate(sources)], (height, width), entry)
+    return MaskEncoder([Masks(source, source.index) for source in sources], (height, width), entry)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +104,13 @@ class MaskWanted(CompanionWanted):
             raise self.unusable(f"has other proportions: it is {mask.size[0]}x{mask.size[1]}")
         return mask
 
-    def tensor(self, image: Image.Image, flip: bool) -> Tensor:
-        mask_HW = mask_on_grid(np.asarray(image), self.geometry, flip, self.step_hw)
+    def tensor(self, image: Image.Image, view: View) -> Tensor:
+        mask_HW = mask_on_grid(np.asarray(image), self.geometry_of(view), view.flip, self.step_hw)
         mask_HW = mask_HW.clip(min=self.sample.options.unmasked_weight)
         if not mask_HW.any():
             raise self.unusable("leaves nothing to train on: it is black where the image is cut")
         return torch.from_numpy(mask_HW[None])
 
-    def parts(self, sha256: str, flip: bool) -> tuple[Any, ...]:
-        return (*Wanted.parts(self, sha256, flip), self._is_alpha, self.sample.options.unmasked_weight)
+    def parts(self, sha256: str, view: View) -> tuple[Any, ...]:
+        colourless = replace(view, colour=0)  # so views that differ in colours alone share a mask
+        return (*Wanted.parts(self, sha256, colourless), self._is_alpha, self.sample.options.unmasked_weight)

@@ -296,7 +296,7 @@ class _Texts:
         if index >= self.num_training:
             return (captions.prepare(sample.caption, sample.options),)
         data, seed = self.recipe.data, self.recipe.train.seed
-        return captions.variants(sample.caption, sample.options, data.caption_variants, seed)
+        return captions.variants(sample.captions, sample.options, data.caption_variants, seed)
 
 
 class _Pairs(Lazy[Wanted]):
@@ -314,7 +314,7 @@ class _Pairs(Lazy[Wanted]):
     def _pair(self, index: int, wanted: Wanted) -> Wanted:
         captions = (*self._texts.of(index, wanted.sample), "")
         held_out = index >= self._texts.num_training
-        return replace(wanted, captions=captions, flips=wanted.flips[:1] if held_out else wanted.flips)
+        return replace(wanted, captions=captions, views=wanted.views[:1] if held_out else wanted.views)
 
 
 def _held_out(usable: Usable, ready_N: NDArray[np.int64], share: float) -> NDArray[np.int64]:

@@ -27,7 +27,7 @@ from lora_rocm.rundir.run_context import NOBODY, RunContext
 if TYPE_CHECKING:
     from lora_rocm.dataset.entry_spec import EntrySpec
     from lora_rocm.families.base import ModelFamily
-    from lora_rocm.recipe.schema import RuntimeSection
+    from lora_rocm.recipe.process_sections import RuntimeSection
 
 __all__ = ["BatchPlan", "Facts", "Item", "Prepared", "Row", "loader", "open_workers", "prepare"]
 
@@ -137,6 +137,6 @@ def _finished(read: Read, plan: BatchPlan, family: ModelFamily, pin_memory: bool
 
 
 def _meta(rows: Sequence[Row], family: ModelFamily) -> dict[str, Tensor]:
-    cuts = [row.item.geometry for row in rows if row.item.geometry is not None]
+    cuts = [geometry for row in rows if (geometry := row.geometry) is not None]
     metas = [family.sample_meta(cut.original_hw, cut.crop_top_left, cut.target_hw) for cut in cuts]
     return {name: torch.stack([meta[name] for meta in metas]) for name in metas[0]} if metas else {}

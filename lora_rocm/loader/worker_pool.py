@@ -27,7 +27,7 @@ from torch.multiprocessing import get_sharing_strategy, set_sharing_strategy
 from torch.utils.data import DataLoader, get_worker_info
 
 from lora_rocm.loader.cached_dataset import BadEntry, Order, Orders, Read, Unequal
-from lora_rocm.recipe.schema import RuntimeSection
+from lora_rocm.recipe.process_sections import RuntimeSection
 from lora_rocm.rules.mitigations import Seen, change_event
 from lora_rocm.rundir.exit_status import describe_exit
 from lora_rocm.rundir.run_context import NOBODY, RunContext

@@ -11,6 +11,17 @@ from pathlib import Path
 from lora_rocm.foundation.tables import read_table
 
 UNKNOWN = "not known"
+VLLM_RANKS = (16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM's --max-lora-rank, the default first (vllm/config/lora.py)."""
+READ = ("reads it", "read it")
+PROGRAMS = {
+    "diffusers": "diffusers",
+    "comfyui": "ComfyUI",
+    "kohya": "kohya's tools",
+    "vllm": "vLLM",
+    "llama_cpp": "llama.cpp's convert_lora_to_gguf.py",
+}
+"""Field -> program."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +37,8 @@ class Readers:
     """What programs do with a LoRA file.
 
     families: values of ``model.family``. spelling: of the file; empty: none that has a name. pattern: found in the
-    names of tensors, with dots as ``_``. alpha: the file has alphas. The others are what each program does.
+    names of tensors, with dots as ``_``. alpha: the file has alphas. The others are what each program does; empty: the
+    file is not meant for it.
     """
 
     families: tuple[str, ...]
@@ -36,6 +48,18 @@ class Readers:
     diffusers: str = UNKNOWN
     comfyui: str = UNKNOWN
     kohya: str = "read nothing of it"
+    vllm: str = ""
+    llama_cpp: str = ""
+
+    @property
+    def told(self) -> dict[str, str]:
+        """Field of a program -> what it does with the file; without programs that such files are not meant for."""
+        return {field: text for field in PROGRAMS if (text := str(getattr(self, field)))}
+
+    @property
+    def cannot_read(self) -> tuple[str, ...]:
+        """The programs that do not read the file, or not exactly, in words."""
+        return tuple(f"{PROGRAMS[field]} ({text})" for field, text in self.told.items() if text not in READ)
 
 
 @dataclass(frozen=True)
@@ -49,6 +73,14 @@ class ReaderTable:
 @cache
 def _table() -> ReaderTable:
     return read_table(Path(__file__).with_name("readers.toml"), ReaderTable)
+
+
+def vllm_needs(rank: int) -> tuple[str, ...]:
+    """What vLLM has to be told to read a LoRA of this rank, in words; empty if its defaults do."""
+    fits = next((limit for limit in VLLM_RANKS if rank <= limit), None)
+    if fits is None:
+        return (f"vLLM (reads ranks up to {VLLM_RANKS[-1]})",)
+    return () if fits == VLLM_RANKS[0] else (f"vLLM as it is set (start it with --max-lora-rank {fits})",)
 
 
 def spelling_of(names: Collection[str]) -> str:

@@ -64,9 +64,9 @@ def refuse_quantised_config(path: Path, config: Mapping[str, Any]) -> None:
     """
     for key in QUANTISED_KEYS:
         found = config.get(key)
-        is_read = isinstance(found, dict) and found.get("quant_method") == "bitsandbytes" and found.get("load_in_4bit")
-        if found is not None and not is_read:
-            method = found.get("quant_method") if isinstance(found, dict) else found
+        method = found.get("quant_method") if isinstance(found, dict) else found
+        is_read = isinstance(found, dict) and method == "bitsandbytes" and found.get("load_in_4bit")
+        if found is not None and not is_read and method != "mxfp4":  # whose tensors fit only a component that reads it
             raise _quantised(printable(str(method or "a method that it does not name"))[:40], f"{path}: {key}")
 
 

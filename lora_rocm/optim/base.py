@@ -46,7 +46,8 @@ class GatedOptimizer:
     Args:
         rule: the class of the update rule.
         weights: all trained weights.
-        groups: each has "names" of neighbours in ``weights`` and "lr", their peak learning rate.
+        groups: each has "names" of neighbours in ``weights`` and "lr", their peak learning rate. With "stops" they stay
+            as they are after ``OptimSection.embedding_until``.
         section: the recipe's section of this rule.
         max_train_steps: length of the schedule in updates.
         ema_decay: 0 for none.
@@ -82,6 +83,8 @@ class GatedOptimizer:
         self.rule = rule(weights, placed, section, self._scalars)
         self._buffers = {name: weights.views(buffer_N) for name, buffer_N in self.rule.buffers.items()}
         self.use_loss_scale, self._limit = use_loss_scale, limit
+        self._stops = [part.place for part, group in zip(placed, groups, strict=True) if group.get("stops")]
+        self._until = section.embedding_until(max_train_steps)
         self._average_N = weights.masters.to(torch.float32, copy=True) if ema_decay else None
         self.ema = weights.views(self._average_N) if self._average_N is not None else {}
         guarded = {"weights": weights.masters, **self.rule.buffers, **self.rule.tables, SCALARS: self._scalars.flat_S}
@@ -114,6 +117,7 @@ class GatedOptimizer:
             blocked: float32 0-d on the device, exactly 0 or 1; has to be 1 if ``state_guard`` has found a change.
         """
         with torch.no_grad():
+            stopped = self._stopped(updates)
             scale = self.loss_scale.clone() if self.use_loss_scale else self.loss_scale
             grad_norm = torch.linalg.vector_norm(self.weights.gradients) / scale
             nonfinite = (~torch.isfinite(grad_norm)).to(torch.float32)
@@ -125,12 +129,22 @@ class GatedOptimizer:
             self.rule.step(factor, held, divisor)
             if self._limit is not None:
                 self._limit.apply(held)
+            for place, kept in stopped:
+                self.weights.masters[place] = kept
             self.weights.publish()
             self._average(updates, held)
             self._rescale(blocked, nonfinite)
             self.weights.drop_gradients()
             self.state_guard.renew()
         return UpdateStats(grad_norm, nonfinite, scale, self.rule.logged)
+
+    def _stopped(self, updates: int) -> list[tuple[slice, Tensor]]:
+        """Place and values of the weights that this update leaves as they are; their gradients become zero."""
+        if self._until is None or updates < self._until:
+            return []
+        for place in self._stops:
+            self.weights.gradients[place].zero_()
+        return [(place, self.weights.masters[place].clone()) for place in self._stops]
 
     def _average(self, updates: int, held: Tensor) -> None:
         """Update the EMA. Its decay has a short warm-up, because early weights are mostly initialisation."""

@@ -16,6 +16,8 @@ MAX_OVERRIDES = 64
 Pattern = Annotated[str, Field(min_length=1)]  # an empty expression matches no module
 Rank = Annotated[int, Field(gt=0, le=MAX_RANK)]
 Alpha = Annotated[float, Field(gt=0, le=100_000.0)]
+FORMS_WITH_NORMS = ("kohya", "comfyui")
+"""The forms in which trained norms have a place."""
 DROPOUTS = ("dropout", "rank_dropout", "module_dropout")
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 Rate = Annotated[float, Field(gt=0)]
@@ -114,7 +116,8 @@ class AdapterSection(Section):
     dropout: Share = Field(0.0, description="Dropout on the adapter's input.")
     targets: Pattern | Annotated[tuple[Pattern, ...], Field(min_length=1, max_length=MAX_ITEMS)] = Field(
         "attention-mlp",
-        description="A preset (attention, attention-mlp, attention-mlp-conv) or regular expressions of module names.",
+        description="A preset or regular expressions of module names. Presets: attention, attention-mlp, and "
+        "attention-mlp-conv of models with convolutions, all-linear of others.",
     )
     train_text_encoder: bool = Field(False, description="Also adapt the text encoders.")
     new_tokens: tuple[NewToken, ...] = Field(
@@ -134,6 +137,15 @@ class AdapterSection(Section):
         "padded to rank; the effect is that of the file.",
     )
 
+    train_norms: bool = Field(
+        False,
+        description="Also train the norms of what is always trained: differences of their weights and biases, as "
+        "LyCORIS' train_norm. LyCORIS and ComfyUI read such a file. Steps are slower, for these norms are not fused.",
+    )
+    overrides: Annotated[tuple[ModuleOverride, ...], Field(max_length=MAX_OVERRIDES)] = Field(
+        (), description="Other ranks, alphas and learning rates of some modules. The first entry that matches counts."
+    )
+
     @model_validator(mode="after")
     def _tokens_differ(self) -> AdapterSection:
         stems = [token.file_stem.lower() for token in self.new_tokens]
@@ -150,6 +162,11 @@ class AdapterSection(Section):
         return self.train_text_encoder or bool(self.new_tokens)
 
     @property
+    def forms(self) -> tuple[str, ...]:
+        """The values of ``output.formats`` in which the adapter can be written, as it is set."""
+        return tuple(form for form in self.formats if form in FORMS_WITH_NORMS or not self.train_norms)
+
+    @property
     def title(self) -> str:
         """The usual name of the adapter."""
         return self.type
@@ -160,14 +177,10 @@ class AdapterSection(Section):
         return f"rank {self.rank}, alpha {self.effective_alpha:g}"
 
     @property
-    def module_overrides(self) -> tuple[ModuleOverride, ...]:
-        """What differs between modules. The first that matches a module counts for it."""
-        return ()
-
-    @property
     def ranks(self) -> str:
         """What decides the number of trained weights of a module, in words."""
-        return f"rank {self.rank}"
+        others = [f"of {override.match} {override.rank}" for override in self.overrides if override.rank is not None]
+        return ", ".join([f"rank {self.rank}", *others])
 
     @property
     def drops(self) -> tuple[str, ...]:
@@ -182,7 +195,7 @@ class AdapterSection(Section):
     @property
     def sets_rates(self) -> bool:
         """Whether some weights have a learning rate of their own."""
-        return False
+        return any(override.learning_rate for override in self.overrides)
 
     def at(self, override: ModuleOverride | None, shape: Sequence[int]) -> Self:
         """The section with the rank and the alpha of a module.
@@ -191,6 +204,12 @@ class AdapterSection(Section):
             override: the one that counts for the module.
             shape: of its weight, [out, in] or [out, in, kh, kw].
         """
+        if override is None:
+            return self
+        return self.model_copy(update={"rank": override.rank or self.rank, "alpha": override.alpha or self.alpha})
+
+    def as_written(self) -> Self:
+        """The section of an adapter as its files have it, which may be of another rank than the trained one."""
         return self
 
     def rate_factor(self, role: str) -> float:
@@ -205,6 +224,19 @@ class AdapterSection(Section):
     @property
     def effective_alpha(self) -> float:
         return float(self.rank if self.alpha is None else self.alpha)
+
+
+def refuse_in_overrides(section: AdapterSection, names: Sequence[str], why: str) -> None:
+    """Refuse keys of ``overrides`` that have no effect.
+
+    Raises:
+        PydanticCustomError: at the first such key.
+    """
+    for number, override in enumerate(section.overrides):
+        for name in names:
+            if getattr(override, name) is not None:
+                where = {"at": ("overrides", number, name), "fix": "Remove it."}
+                raise PydanticCustomError("rule", "{what}", {"what": f"has no effect {why}", **where})
 
 
 class ProductSection(AdapterSection):
@@ -239,8 +271,11 @@ class LoraSection(ProductSection):
         None, description="Rank of convolutions with kernels larger than 1 x 1; unset means rank."
     )
     conv_alpha: Alpha | None = Field(None, description="Alpha of these convolutions; unset means alpha, else the rank.")
-    overrides: Annotated[tuple[ModuleOverride, ...], Field(max_length=MAX_OVERRIDES)] = Field(
-        (), description="Other ranks, alphas and learning rates of some modules. The first entry that matches counts."
+    init: Literal["default", "gaussian", "orthogonal", "pissa", "olora"] = Field(
+        "default",
+        description="Start of the factors A and B, as PEFT's init_lora_weights. default: A Kaiming uniform, B zero; "
+        "gaussian: A normal, B zero; orthogonal: both random with the product zero; pissa (arXiv 2404.02948), olora "
+        "(arXiv 2406.01775): both from the base's weight. With the last two the result has twice the rank.",
     )
     loraplus_lr_ratio: float = Field(
         1.0, gt=0, le=10_000.0, description="LoRA+: learning rate of B as a multiple of that of A; 16 is usual."
@@ -260,25 +295,49 @@ class LoraSection(ProductSection):
             raise not_both("rank_dropout" if self.rank_dropout else "module_dropout", "use_dora")
         return self
 
-    @property
-    def sets_rates(self) -> bool:
-        return self.loraplus_lr_ratio != 1.0 or any(override.learning_rate for override in self.overrides)
+    @model_validator(mode="after")
+    def _start_fits(self) -> Self:
+        if self.init != "default" and self.init_from is not None:
+            raise not_both("init", "init_from")
+        unfit = (*DROPOUTS, "use_dora", "scale_weight_norms") if self.takes_off_start else ()
+        if key := next((name for name in unfit if getattr(self, name)), ""):
+            raise not_both(key, "init")
+        ranks = (self.rank, self.conv_rank, *(override.rank for override in self.overrides))
+        if self.init == "orthogonal" and (odd := next((rank for rank in ranks if rank and rank % 2), 0)):
+            what, fix = f"init: orthogonal needs even ranks, and one is {odd}", f"Take {odd + 1}, or another init."
+            raise PydanticCustomError("rule", "{what}", {"what": what, "at": ("init",), "fix": fix})
+        return self
 
     @property
-    def module_overrides(self) -> tuple[ModuleOverride, ...]:
-        return self.overrides
+    def takes_off_start(self) -> bool:
+        """Whether A and B start from the base's weight, so that their first product is taken off the result."""
+        return self.init in ("pissa", "olora")
+
+    def as_written(self) -> Self:
+        if not self.takes_off_start:
+            return self
+        twice = [
+            each.model_copy(update={"rank": each.rank and 2 * each.rank, "alpha": each.alpha and 2 * each.alpha})
+            for each in self.overrides
+        ]
+        whole = {"init": "default", "rank": 2 * self.rank, "alpha": 2 * self.effective_alpha}
+        conv = {key: getattr(self, key) and 2 * getattr(self, key) for key in ("conv_rank", "conv_alpha")}
+        return self.model_copy(update={**whole, **conv, "overrides": tuple(twice)})
+
+    @property
+    def sets_rates(self) -> bool:
+        return self.loraplus_lr_ratio != 1.0 or super().sets_rates
 
     @property
     def ranks(self) -> str:
         conv = [] if self.conv_rank is None else [f"of convolutions {self.conv_rank}"]
-        others = [f"of {override.match} {override.rank}" for override in self.overrides if override.rank is not None]
-        return ", ".join([super().ranks, *conv, *others])
+        start = [f"less the start ({self.init})"] if self.takes_off_start else []
+        return ", ".join([super().ranks, *conv, *start])
 
     def at(self, override: ModuleOverride | None, shape: Sequence[int]) -> Self:
         rank, alpha = (self.conv_rank, self.conv_alpha) if has_kernel(shape) else (None, None)
-        if override is not None:
-            rank, alpha = override.rank or rank, override.alpha or alpha
-        return self.model_copy(update={"rank": rank or self.rank, "alpha": alpha or self.alpha})
+        found = self.model_copy(update={"rank": rank or self.rank, "alpha": alpha or self.alpha})
+        return super(LoraSection, found).at(override, shape)
 
     def rate_factor(self, role: str) -> float:
         return self.loraplus_lr_ratio if role == "lora_B" else 1.0
@@ -332,6 +391,7 @@ class OftSection(AdapterSection):
     @model_validator(mode="after")
     def _without_scale(self) -> OftSection:
         refuse_unread(self, ("alpha",), "on an OFT: a rotation has no scale", "Remove it.")
+        refuse_in_overrides(self, ("alpha",), "on an OFT: a rotation has no scale")
         return self
 
     @property
@@ -353,6 +413,7 @@ class Ia3Section(AdapterSection):
     @model_validator(mode="after")
     def _without_rank(self) -> Ia3Section:
         refuse_unread(self, ("rank", "alpha"), "on an IA3: it has no rank and no scale", "Remove it.")
+        refuse_in_overrides(self, ("rank", "alpha"), "on an IA3: it has no rank and no scale")
         return self
 
     @property

@@ -13,7 +13,8 @@ from pydantic_core import ErrorDetails
 from lora_rocm.errors import Problem
 from lora_rocm.recipe.kinds import FAMILY, Kinds
 from lora_rocm.recipe.peer_names import value_advice
-from lora_rocm.recipe.schema import DataSource
+from lora_rocm.recipe.sections import LIST_TAG
+from lora_rocm.recipe.source_sections import DataSource
 from lora_rocm.recipe.suggest import section_class, suggest
 from lora_rocm.recipe.yaml_tree import MAX_PROBLEMS, Key, dotted
 
@@ -55,7 +56,9 @@ def explain(error: ValidationError, data: Any, where: Callable[[Key], str], kind
     """
     expected: dict[Key, dict[str, None]] = {}
     problems: dict[Key, Problem] = {}
-    for detail in error.errors(include_url=False):
+    details = error.errors(include_url=False)
+    choices = {_real_key(each, data): _choices(each) for each in details if each["type"] == "literal_error"}
+    for detail in details:
         if len(problems) == MAX_PROBLEMS:
             break
         key = _real_key(detail, data)
@@ -65,7 +68,7 @@ def explain(error: ValidationError, data: Any, where: Callable[[Key], str], kind
             continue
         phrase = EXPECTED.get(detail["type"].partition("_")[0])
         if phrase is not None:
-            phrases = expected.setdefault(key, {})
+            phrases = expected.setdefault(key, dict.fromkeys(choices.get(key, ())))
             phrases[phrase] = None  # an ordered set: thousands of list items may share a problem
             value = _value_at(data, key, detail["input"])
             if phrase == "a whole number" and isinstance(value, float) and value.is_integer():  # far beyond 64 bits
@@ -94,7 +97,7 @@ def _real_key(detail: ErrorDetails, data: Any) -> Key:
             data = data[part]
         elif last and detail["type"] == "missing" and isinstance(part, str):
             pass
-        elif isinstance(part, str) and isinstance(data, dict) and not last:
+        elif isinstance(part, str) and (isinstance(data, dict) or part == LIST_TAG) and not last:
             continue  # the name of a union's member
         else:
             break
@@ -123,7 +126,7 @@ def _of_rule(detail: ErrorDetails, key: Key, data: Any, where: Callable[[Key], s
 def _sentence_and_fix(detail: ErrorDetails, key: Key, kinds: Kinds) -> tuple[str, str]:
     kind, context, value = detail["type"], detail.get("ctx", {}), detail["input"]
     if kind == "missing" and isinstance(detail["loc"][-1], int):
-        return f"has too few values: {shown(value)}", _about(key[:-1], kinds.recipe)
+        return f"has too few values: {shown(value)}", _about(key, kinds.recipe)
     if kind == "missing":
         return "is missing", _description(key, kinds.recipe)
     if kind == "extra_forbidden":
@@ -135,8 +138,7 @@ def _sentence_and_fix(detail: ErrorDetails, key: Key, kinds: Kinds) -> tuple[str
     if key == FAMILY and isinstance(value, str):
         return kinds.registry.refusal(value)
     if kind == "literal_error":
-        own = [choice.strip("'\" ") for choice in context["expected"].replace(" or ", ", ").split(",")]
-        choices = kinds.choices(key) or own
+        choices = kinds.choices(key) or _choices(detail)
         fix = value_advice(dotted(key), value) or _near_choice(value, choices) or _about(key, kinds.recipe)
         return f"expected one of {', '.join(choices)}; got {shown(value)}", fix
     if kind == "too_long":
@@ -148,6 +150,11 @@ def _sentence_and_fix(detail: ErrorDetails, key: Key, kinds: Kinds) -> tuple[str
         return f"has to be a finite number, got {shown(value)}", _about(key, kinds.recipe)
     message = detail["msg"]
     return f"{message[:1].lower()}{message[1:]}, got {shown(value)}", _about(key, kinds.recipe)
+
+
+def _choices(detail: ErrorDetails) -> list[str]:
+    """The values that a literal_error names."""
+    return [choice.strip("'\" ") for choice in detail["ctx"]["expected"].replace(" or ", ", ").split(",")]
 
 
 def _near_choice(value: Any, choices: Collection[str]) -> str:

@@ -25,7 +25,8 @@ from lora_rocm.recipe.explain import boolean_problems, explain, shown
 from lora_rocm.recipe.family_rules import family_problems, without_unread
 from lora_rocm.recipe.foreign import recognised
 from lora_rocm.recipe.kinds import FAMILY, kinds_of
-from lora_rocm.recipe.schema import MOVED, Recipe, TimeoutsSection
+from lora_rocm.recipe.process_sections import TimeoutsSection
+from lora_rocm.recipe.schema import MOVED, Recipe
 from lora_rocm.recipe.sections import PathRule, path_rule
 from lora_rocm.recipe.start_rank import resolve_rank
 from lora_rocm.recipe.yaml_tree import (
@@ -139,7 +140,12 @@ class LoadedRecipe:
         for key, value, rule in _paths(self.recipe):
             if rule.absolute == "always":
                 problems += self._cannot_be_made(key, value)
-            if not rule.must_be or value.startswith(BUILTIN) or (begun and (key[0] == "data" or key == INIT_FROM)):
+            if (
+                not rule.must_be
+                or value.startswith(BUILTIN)
+                or value in rule.words
+                or (begun and (key[0] == "data" or key == INIT_FROM))
+            ):
                 continue
             if not (os.path.isdir if rule.must_be == "folder" else os.path.exists)(value):
                 path = shown(value, PATH_LETTERS)
@@ -176,8 +182,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Regis
     if base is not None:
         problems += _lay_base(layers, base, found, places, notices)
     layers.merge(*_moved(own, places, problems))
+    set_names: dict[Key, str] = {}
     for override in overrides:
-        problems += _lay_override(layers, override)
+        problems += _lay_override(layers, override, set_names)
     problems += resolve_rank(layers.data, layers.where)
     spoiled = {problem.where for problem in problems}
     recipe, more = _validate(layers, registry)
@@ -199,7 +206,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Regis
 def unwritable(recipe: Recipe, layers: Layered) -> list[Problem]:
     """A problem if ``output.formats`` has a format in which the adapter of this family cannot be written."""
     title = f"{recipe.lora.title} of {recipe.spec.title}"
-    known = [form for form in recipe.spec.formats if form in recipe.lora.formats]
+    known = [form for form in recipe.spec.formats if form in recipe.lora.forms]
     wrong = [form for form in recipe.formats if form not in known]
     if not wrong:
         return []
@@ -403,7 +410,8 @@ def _lay_base(layers: Layered, base: Any, path: Path, places: dict[Key, Place], 
     return problems
 
 
-def _lay_override(layers: Layered, override: str) -> list[Problem]:
+def _lay_override(layers: Layered, override: str, set_names: dict[Key, str]) -> list[Problem]:
+    """Lay one ``--set`` on top. ``set_names``: place of each key of ``MOVED`` that is set -> the name it was set by."""
     name, equals, text = override.partition("=")
     key: Key = tuple(name.strip().split("."))
     origin = f"--set {shown(override)}"
@@ -428,7 +436,13 @@ def _lay_override(layers: Layered, override: str) -> list[Problem]:
     sections = {key[:n]: place for n in range(1, len(key)) if key[:n] not in layers.places}
     problems: list[Problem] = []
     places = {**sections, key: place, **{(*key, *rest): place for rest in tree.lines}}
-    layers.merge(*_moved(data, places, problems))
+    data, places = _moved(data, places, problems)
+    for new in set(MOVED.values()) & places.keys():
+        given = places[new].name or dotted(new)
+        if (before := set_names.setdefault(new, given)) != given:
+            what = f"is given twice: it is the same key as {before}, which is set too"
+            problems.append(Problem(f"--set {given}", what, f"Remove one of them: {dotted(new)} is its name now."))
+    layers.merge(data, places)
     return problems
 
 
@@ -487,6 +501,8 @@ def _validate(layers: Layered, registry: Registry) -> tuple[Recipe | None, list[
 def _made_absolute(value: str, rule: PathRule) -> str:
     """The absolute form of a path; hub ids and built-in names are unchanged."""
     path = os.path.abspath(os.path.expanduser(value))
+    if value in rule.words:
+        return value
     if rule.absolute == "always":
         return path
     return value if value.startswith(BUILTIN) or (rule.absolute == "if there" and not os.path.exists(path)) else path
@@ -526,4 +542,4 @@ def _paths(section: BaseModel, prefix: Key = ()) -> Iterator[tuple[Key, str, Pat
 
 def paths_of(section: BaseModel) -> list[str]:
     """The paths and hub ids in a section, without built-in names."""
-    return [value for _, value, _ in _paths(section) if not value.startswith(BUILTIN)]
+    return [value for _, value, rule in _paths(section) if not value.startswith(BUILTIN) and value not in rule.words]

@@ -55,6 +55,15 @@ class OptimSection(Section):
     embedding_learning_rate: float | None = Field(
         None, gt=0, description="As text_encoder_learning_rate, of lora.new_tokens; unset means the same."
     )
+    embedding_until_step: int = Field(
+        0,
+        ge=0,
+        le=MAX_STEPS,
+        description="Number of updates after which lora.new_tokens are not trained any more; 0: they always are.",
+    )
+    embedding_until_ratio: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
+        0.0, description="The same as a share of the run, in place of embedding_until_step."
+    )
     weight_decay: float = Field(0.01, ge=0, le=100.0, description="Decoupled weight decay.")
     lr_scheduler: Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "rex"] = Field(
         "constant", description="Shape after the warm-up. rex falls slowly at first (arXiv 2107.04197)."
@@ -78,6 +87,11 @@ class OptimSection(Section):
     def _schedule_reads_its_keys(self) -> OptimSection:
         if self.lr_warmup_steps and self.lr_warmup_ratio:
             raise not_both("lr_warmup_steps", "lr_warmup_ratio")
+        if self.embedding_until_step and self.embedding_until_ratio:
+            raise not_both("embedding_until_step", "embedding_until_ratio")
+        if key := self.embedding_until_key:
+            if self.averages:
+                raise rule(f"{self.optimizer} averages the weights, also after {key}", key, "Take another optimizer.")
         if self.averages and self.lr_scheduler != "constant":
             what = f"{self.optimizer} averages in place of a schedule, and lr_scheduler is {self.lr_scheduler}"
             raise rule(what, "lr_scheduler", "Remove lr_scheduler; a warm-up is fine.")
@@ -90,6 +104,17 @@ class OptimSection(Section):
     def warmup_steps(self, max_train_steps: int) -> int:
         """The number of updates of the warm-up in a run of ``max_train_steps``."""
         return self.lr_warmup_steps or math.ceil(self.lr_warmup_ratio * max_train_steps)
+
+    @property
+    def embedding_until_key(self) -> str:
+        """The given one of embedding_until_step and embedding_until_ratio; empty if neither is."""
+        return next((key for key in ("embedding_until_step", "embedding_until_ratio") if getattr(self, key)), "")
+
+    def embedding_until(self, max_train_steps: int) -> int | None:
+        """The number of updates after which new tokens are not trained any more; None: they always are."""
+        if not self.embedding_until_key:
+            return None
+        return self.embedding_until_step or math.ceil(self.embedding_until_ratio * max_train_steps)
 
     @property
     def reads_rates(self) -> bool:

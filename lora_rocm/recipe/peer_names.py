@@ -107,8 +107,6 @@ def _warmup_advice(value: object) -> str:
 def _resolution_advice(key: str, value: object) -> str:
     if not key.endswith("resolution"):
         return ""
-    if isinstance(value, list):
-        return "Write one number; for several, list the folder in data.sources once for each with its resolution."
     sides = str(value).lower().replace("x", ",").split(",") if isinstance(value, str) else []
     if len(sides) == 2 and all(side.strip().isdecimal() and len(side) < 8 for side in sides):
         width, height = (int(side) for side in sides)

@@ -252,8 +252,8 @@ def _table(title: str, section: dict[str, Any], registry: Registry, level: int =
 def _type(value: dict[str, Any]) -> str:
     if "names" in value:
         return str(value["names"])
-    if "anyOf" in value:
-        return " or ".join(_type(part) for part in value["anyOf"] if part.get("type") != "null")
+    if kinds := value.get("anyOf", value.get("oneOf")):
+        return " or ".join(_type(part) for part in kinds if part.get("type") != "null")
     if "$ref" in value:
         return "section"
     if "enum" in value:

@@ -8,7 +8,7 @@ catch typing errors before they exhaust the machine's memory.
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, create_model, model_validator
 from pydantic_core import PydanticCustomError
@@ -16,151 +16,30 @@ from pydantic_core import PydanticCustomError
 from lora_rocm.recipe.adapter_sections import AdapterSection
 from lora_rocm.recipe.optim_sections import OptimSection
 from lora_rocm.recipe.output_section import OutputSection
+from lora_rocm.recipe.process_sections import CacheSection, RuntimeSection, TimeoutsSection
 from lora_rocm.recipe.sample_section import SampleSection
 from lora_rocm.recipe.sections import (
     MAX_BUCKET_STEP,
     MAX_EPOCHS,
     MAX_ITEMS,
     MAX_STEPS,
-    MAX_TIMEOUT_S,
     MAX_TOKENS,
-    MAX_WORKERS,
     Batch,
-    Fraction,
-    InputFile,
     InputFolder,
     ModelSection,
     ObjectiveSection,
-    OutputFolder,
-    PathOrHubId,
-    PathText,
-    Repeats,
     Resolution,
     Section,
-    Tags,
     Weight,
     not_both,
     on_resume,
     one_of,
     refuse_unread,
 )
+from lora_rocm.recipe.source_sections import OPTIONS_OF_CLASS_IMAGES, DataSource, NamedSource, SourceOptions
 
 if TYPE_CHECKING:
     from lora_rocm.families.spec import FamilySpec
-
-
-class SourceOptions(Section):
-    """Options of a source of images. Under ``data`` they are the defaults of all sources."""
-
-    resolution: Resolution = Field(1024, description="Side in pixels of the square whose area the buckets keep to.")
-    repeats: Repeats = Field(1, description="Number of times that each image is seen in an epoch.")
-    loss_weight: Weight = Field(1.0, description="Factor of the loss of each image.")
-    caption_extension: str = Field(".txt", description="Extension of the caption files beside the images.")
-    caption_fallback: Literal["filename", "trigger", "empty", "error"] = Field(
-        "filename",
-        description="Caption of an image without a caption file: its file name, the trigger word, an empty text, or an "
-        "error.",
-    )
-    trigger_word: str | None = Field(None, description="Word put in front of every caption that does not contain it.")
-    caption_prefix: str = Field("", description="Text put in front of every caption.")
-    caption_suffix: str = Field("", description="Text put behind every caption.")
-    enable_wildcard: bool = Field(
-        False,
-        description="Read {a|b} in a caption as a or b, and each line of a caption as a caption of its own. {{ and }} "
-        "are braces.",
-    )
-    caption_tag_dropout_rate: Fraction = Field(
-        0.0, description="Share of the comma-separated tags of a caption that are left out."
-    )
-    shuffle_caption: bool = Field(False, description="Shuffle the comma-separated tags of a caption.")
-    keep_tokens: Tags = Field(0, description="Number of tags at the front that are never shuffled or left out.")
-    caption_dropout_rate: Fraction = Field(0.0, description="Share of steps that see the empty caption.")
-    flip_aug: bool = Field(False, description="Also train on mirrored images (cached; half of the draws).")
-    random_crop: bool = Field(
-        False,
-        description="Crop at a random place in place of the centre: one for each image, the same in each run. For "
-        "several, list the folder several times in sources: each is encoded.",
-    )
-    recursive: bool = Field(True, description="Read the sub-folders of a folder too.")
-    include: Annotated[tuple[PathText, ...], Field(max_length=MAX_ITEMS)] = Field(
-        (), description="If given, only images that match one of these are used: patterns as for exclude."
-    )
-    exclude: Annotated[tuple[PathText, ...], Field(max_length=MAX_ITEMS)] = Field(
-        (),
-        description="Files and sub-folders to leave out: names, or paths below the folder with slashes. * matches "
-        "anything, also slashes; case does not matter.",
-    )
-    metadata_file: InputFile | None = Field(
-        None,
-        description="A JSON file with captions, as kohya's: image names with caption and tags. The caption file of an "
-        "image takes precedence.",
-    )
-    mask_path: InputFolder | None = Field(
-        None,
-        description="A folder of masks with the names of the images: the loss counts white, not black, grey in part.",
-    )
-    alpha_mask: bool = Field(False, description="Take the alpha channel of each image as its mask.")
-    unmasked_weight: Fraction = Field(0.0, description="Least weight of a place in the loss: that of black in a mask.")
-    control_path: InputFolder | None = Field(
-        None,
-        description="A folder of control images with the names of the images, for models that edit an image: what the "
-        "model is given, while the image is what it should make of it.",
-    )
-
-
-class NamedSource(Section):
-    """A folder, or a ``datasets`` source, alone. Its options are those of ``data``."""
-
-    path: InputFolder | None = Field(None, description="A folder of images, with its sub-folders.")
-    dataset: PathOrHubId | None = Field(
-        None,
-        description="A datasets source: hub id, Parquet file or folder, folder of images with a metadata file "
-        "(imagefolder), or a folder written by save_to_disk.",
-    )
-    split: str = Field("train", description="Split of the dataset.")
-    image_column: str = Field("image", description="Column with the image.")
-    caption_column: str | None = Field(
-        "text", description="Column with the caption; with path, of metadata.jsonl or metadata.csv beside the images."
-    )
-
-    @model_validator(mode="after")
-    def _one_kind(self) -> Self:
-        if (self.path is None) == (self.dataset is None):
-            raise one_of(self, "path", "dataset")
-        return self
-
-
-class DataSource(NamedSource):
-    """One source: a folder of images, or a ``datasets`` source. Options that are not set come from ``data``."""
-
-    is_reg: bool = Field(
-        False,
-        description="These are regularisation images: images of the class without the concept. As many are used in an "
-        "epoch as there are others, and none is held out.",
-    )
-    resolution: Resolution | None = None
-    repeats: Repeats | None = None
-    loss_weight: Weight | None = None
-    caption_extension: str | None = None
-    caption_fallback: Literal["filename", "trigger", "empty", "error"] | None = None
-    trigger_word: str | None = None
-    caption_prefix: str | None = None
-    caption_suffix: str | None = None
-    enable_wildcard: bool | None = None
-    caption_tag_dropout_rate: Fraction | None = None
-    shuffle_caption: bool | None = None
-    keep_tokens: Tags | None = None
-    caption_dropout_rate: Fraction | None = None
-    flip_aug: bool | None = None
-    random_crop: bool | None = None
-    recursive: bool | None = None
-    include: Annotated[tuple[PathText, ...], Field(max_length=MAX_ITEMS)] | None = None
-    exclude: Annotated[tuple[PathText, ...], Field(max_length=MAX_ITEMS)] | None = None
-    metadata_file: InputFile | None = None
-    mask_path: InputFolder | None = None
-    alpha_mask: bool | None = None
-    unmasked_weight: Fraction | None = None
-    control_path: InputFolder | None = None
 
 
 class DataSection(SourceOptions):
@@ -223,7 +102,7 @@ class DataSection(SourceOptions):
     @model_validator(mode="after")
     def _files_can_be_paired(self) -> DataSection:
         for source in self.resolved_sources():
-            name, keys = source.path or source.dataset, []
+            name, keys = source.name, []
             if source.mask_path and (source.dataset or source.alpha_mask):
                 keys = ["mask_path", "alpha_mask" if source.alpha_mask else "dataset"]
             elif source.control_path and source.dataset:
@@ -241,18 +120,28 @@ class DataSection(SourceOptions):
         return self
 
     @model_validator(mode="after")
+    def _controls_show_the_same(self) -> DataSection:
+        for source in self.resolved_sources():
+            for key in ("random_crop", "color_aug", "crop_column") if source.control_path else ():
+                if getattr(source, key):
+                    what = f"{source.path} cannot have both {key} and control_path"
+                    fix = f"Remove {key}: it would change the image, and not its control image with it."
+                    raise PydanticCustomError("rule", "{what}", {"what": what, "keys": [key, "sources"], "fix": fix})
+        return self
+
+    @model_validator(mode="after")
     def _masks_are_there(self) -> DataSection:
-        masked = [bool(source.mask_path or source.alpha_mask) for source in self.resolved_sources()]
+        masked = {source.index: bool(source.mask_path or source.alpha_mask) for source in self.resolved_sources()}
         fix = "Remove it, or set mask_path or alpha_mask."
-        for index, (source, has_masks) in enumerate(zip(self.sources, masked, strict=False)):
-            if source.unmasked_weight and not has_masks:
+        for index, source in enumerate(self.sources):
+            if source.unmasked_weight and not masked[index]:
                 context = {
                     "what": "has no effect without masks",
                     "at": ("sources", index, "unmasked_weight"),
                     "fix": fix,
                 }
                 raise PydanticCustomError("rule", "{what}", context)
-        if not any(masked):
+        if not any(masked.values()):
             refuse_unread(self, ("unmasked_weight", "normalize_masked_area_loss"), "without masks", fix)
         return self
 
@@ -269,6 +158,11 @@ class DataSection(SourceOptions):
         return self
 
     @property
+    def largest_resolution(self) -> int:
+        """The largest resolution that ``data`` itself names, in pixels."""
+        return max(sides_of(self.resolution))
+
+    @property
     def has_controls(self) -> bool:
         """Whether the images have control images."""
         return any(source.control_path for source in self.resolved_sources())
@@ -279,28 +173,51 @@ class DataSection(SourceOptions):
         return "" if self.watched is None else self.watched.path or self.watched.dataset or ""
 
     def resolved_sources(self) -> tuple[ResolvedSource, ...]:
-        """Every source with the defaults of ``data`` filled in."""
+        """Every source at each of its resolutions, with the defaults of ``data`` filled in."""
         sources = self.sources or (DataSource(path=self.path),)
         names = SourceOptions.model_fields
         resolved = []
-        for source in sources:
+        for index, source in enumerate(sources):
             own = {name: getattr(source, name) for name in names if getattr(source, name) is not None}
-            defaults = {name: getattr(self, name) for name in names}
-            rest = {name: getattr(source, name) for name in DataSource.model_fields if name not in names}
-            resolved.append(ResolvedSource(**{**defaults, **own, **rest}, prior_loss_weight=self.prior_loss_weight))
+            known = names if source.class_prompt is None else OPTIONS_OF_CLASS_IMAGES
+            values = {name: getattr(self, name) for name in known} | own
+            values |= {name: getattr(source, name) for name in DataSource.model_fields if name not in names}
+            sides = sides_of(values.pop("resolution"))
+            values |= {"index": index, "prior_loss_weight": self.prior_loss_weight, "is_one_of": len(sides)}
+            resolved += [ResolvedSource(**values, resolution=side) for side in sides]
         return tuple(resolved)
 
 
-class ResolvedSource(SourceOptions):
-    """A source with the defaults of ``data`` filled in (not written by users)."""
+def sides_of(resolution: int | tuple[int, ...]) -> tuple[int, ...]:
+    """The resolutions that a key names, in pixels."""
+    return resolution if isinstance(resolution, tuple) else (resolution,)
 
+
+class ResolvedSource(SourceOptions):
+    """A source at one of its resolutions, with the defaults of ``data`` filled in (not written by users).
+
+    index: number of the source in the recipe. is_one_of: number of resolutions of this source.
+    """
+
+    resolution: Resolution
+    index: int
+    is_one_of: int
     path: str | None
     dataset: str | None
     split: str
     image_column: str
     caption_column: str | None
+    loss_weight_column: str | None
+    crop_column: str | None
     is_reg: bool
+    class_prompt: str | None
+    num_class_images: int
     prior_loss_weight: float
+
+    @property
+    def name(self) -> str:
+        """What users know it by."""
+        return self.path or self.dataset or f"class images of {self.class_prompt!r}, which the base draws"
 
     @property
     def weight(self) -> float:
@@ -349,106 +266,6 @@ class TrainSection(Section):
     def validation_steps(self, steps_per_epoch: int) -> int:
         """The number of updates between two held-out losses; 0: never."""
         return self.validation_every_n_steps or self.validation_every_n_epochs * steps_per_epoch
-
-
-class RuntimeSection(Section):
-    """Use of the machine. All keys may change on resume, but a bit-exact resume needs an unchanged thread count."""
-
-    device: Literal["auto", "cpu", "gpu"] = on_resume("auto", "Training device.")
-    workers: int = on_resume(
-        0, "DataLoader workers (spawned, CPU tensors only). 0 is right on AMD.", ge=0, le=MAX_WORKERS
-    )
-    worker_timeout_s: float = on_resume(
-        300.0,
-        "Seconds of silence after which loader workers are given up. Half as many continue, in the end none.",
-        gt=0,
-        le=MAX_TIMEOUT_S,
-    )
-    persistent_workers: bool = on_resume(
-        False,
-        "Keep the workers when reading restarts (validation, a repaired cache entry), instead of starting new ones.",
-    )
-    workers_on_windows: bool = on_resume(False, "On Windows runtime.workers counts as 0 unless this is true.")
-    pin_memory: Literal["auto", "yes", "no"] = on_resume("auto", "Pinned memory for batches; auto means yes on a GPU.")
-    deterministic: bool = on_resume(
-        False, "Use deterministic GPU kernels only: slower, but a resume is exact to the byte."
-    )
-    graphs: Literal["auto", "off"] = on_resume(
-        "auto",
-        "auto: on a GPU each step is captured and replayed as one graph if this gives the same gradients; not with "
-        "dropout.",
-    )
-    compile: Literal["auto", "off", "regional", "full"] = on_resume(
-        "auto",
-        "torch.compile on a GPU. regional: the repeated blocks; full: whole components. Each image size is compiled "
-        "before the first step, which takes minutes. auto is off: this program's own kernels are faster.",
-    )
-    attention: Literal["auto", "sdpa", "flash", "aiter", "math"] = on_resume(
-        "auto",
-        "Attention in training. sdpa: torch's own; flash: the package flash-attn; aiter: AITER; math: plain. The first "
-        "three are compared with plain attention on the GPU before the run. auto is torch's own; in the profile fast "
-        "the fastest that is right at the shapes of the recipe.",
-    )
-    memory: Literal["auto", "keep", "selective", "recompute", "offload"] = on_resume(
-        "auto",
-        "How a step uses GPU memory. keep: all activations are kept; selective: those of as few blocks as possible are "
-        "recomputed; recompute: those of all blocks; offload: in addition the frozen weights of blocks stay in main "
-        "memory. auto: the fastest that fits, also with micro-batches cut into parts (lora-rocm plan shows it).",
-    )
-    canary_every_n_steps: int = on_resume(
-        250,
-        "Updates between two checks of kernels with known results and of the frozen base. Both are always checked at "
-        "the start and before anything is written; 0: only then.",
-        ge=0,
-        le=MAX_STEPS,
-    )
-    profile: Literal["safe", "fast"] = on_resume(
-        "safe",
-        "fast: use faster GPU libraries too, if the self-test has cleared them on exactly this software; measured "
-        "attention; and matrix products as lora-rocm tune has chosen them.",
-    )
-    self_test: Literal["auto", "no"] = on_resume(
-        "auto", "auto: an AMD GPU is tested once before its first run (minutes); no: never."
-    )
-    max_restarts: int = on_resume(
-        10,
-        "Budget of restarts after failures. A restart that gets no further than the one before counts twice, and each "
-        "checkpoint gives one back. 0: never restart.",
-        ge=0,
-        le=10_000,
-    )
-    threads: int | None = on_resume(None, "CPU threads of torch; unset keeps torch's default.", gt=0, le=1024)
-
-    def workers_on(self, system: str) -> int:
-        """The effective number of workers on a system (named as in ``sys.platform``): 0 on Windows unless confirmed."""
-        return self.workers if system != "win32" or self.workers_on_windows else 0
-
-
-class TimeoutsSection(Section):
-    """Seconds of silence per phase before the worker is killed and restarted.
-
-    Unset: a generous first limit, then a multiple of the usual time measured in the run.
-    """
-
-    start: float | None = on_resume(
-        None, "From the start of the process to its first phase, and between phases.", gt=0, le=MAX_TIMEOUT_S
-    )
-    load: float | None = on_resume(None, "Loading the base model.", gt=0, le=MAX_TIMEOUT_S)
-    cache: float | None = on_resume(None, "Caching one image or caption.", gt=0, le=MAX_TIMEOUT_S)
-    compile: float | None = on_resume(None, "Compilation of each part (runtime.compile).", gt=0, le=MAX_TIMEOUT_S)
-    first_step: float | None = on_resume(
-        None, "The first step after a start, in which kernels are compiled.", gt=0, le=MAX_TIMEOUT_S
-    )
-    step: float | None = on_resume(None, "Every further step, and each held-out batch.", gt=0, le=MAX_TIMEOUT_S)
-    checkpoint: float | None = on_resume(None, "Checking the state and writing a checkpoint.", gt=0, le=MAX_TIMEOUT_S)
-    preview: float | None = on_resume(None, "One round of previews.", gt=0, le=MAX_TIMEOUT_S)
-    export: float | None = on_resume(None, "Writing and checking the LoRA.", gt=0, le=MAX_TIMEOUT_S)
-
-
-class CacheSection(Section):
-    """The cache of encoded images and captions, kept between runs."""
-
-    dir: OutputFolder = on_resume("cache", "Cache folder, relative to where the command runs.")
 
 
 class Recipe(Section):
@@ -515,6 +332,13 @@ class Recipe(Section):
         raise PydanticCustomError("rule", "{what}", {"what": what, "at": at, "fix": fix})
 
     @model_validator(mode="after")
+    def _new_tokens_are_there(self) -> Recipe:
+        if (key := self.optim.embedding_until_key) and not self.lora.new_tokens:
+            context = {"what": "has no effect without new tokens", "at": ("optim", key)}
+            raise PydanticCustomError("rule", "{what}", {**context, "fix": "Remove it, or set lora.new_tokens."})
+        return self
+
+    @model_validator(mode="after")
     def _previews_suit_the_family(self) -> Recipe:
         step = self.spec.shapes.multiple_px
         for key, number, preview in self.sample.numbered():
@@ -547,6 +371,7 @@ class Recipe(Section):
             return None
         source = DataSource.model_validate(watched.model_dump())
         alone = {"path": None, "sources": (source,), "watched": None, "validation_split": 1.0}
+        alone |= {"color_aug": 0, "random_crop": bool(self.data.random_crop)}  # only the first version is seen
         data = self.data.model_copy(update={**alone, "mask_path": None, "alpha_mask": False})
         return self.model_copy(update={"data": data, "objective": self.objective.watching, "sample": SampleSection()})
 
@@ -558,7 +383,7 @@ class Recipe(Section):
     def preview_size(self) -> tuple[int, int]:
         """(width, height) of previews in pixels: as given, else the resolution rounded down to fit the family."""
         step = self.spec.shapes.multiple_px
-        side = max(self.data.resolution // step, 1) * step
+        side = max(self.data.largest_resolution // step, 1) * step
         return self.sample.width or side, self.sample.height or side
 
 

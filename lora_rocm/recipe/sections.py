@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
@@ -20,6 +20,8 @@ MAX_BATCH = 4096
 MAX_RANK = 2048
 MAX_SIDE_PX = 16_384
 MAX_BUCKET_STEP = 1024
+MAX_RESOLUTIONS = 16
+MAX_VIEWS = 64
 MAX_TAGS = 1000
 MAX_TOKENS = 1 << 20
 NUM_TIMESTEPS = 1000  # the number of noise levels of a base model
@@ -33,7 +35,38 @@ ALL_SAMPLERS: tuple[str, ...] = get_args(Sampler)
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 Resolution = Annotated[int, Field(gt=0, le=MAX_SIDE_PX)]
+
+
+LIST_TAG = "list"
+"""The part of a pydantic location that stands for the list of one value or several."""
+
+
+def _kind_of_value(value: object) -> str:
+    return LIST_TAG if isinstance(value, list | tuple) else "one"
+
+
+def _no_twins(values: tuple[int, ...]) -> tuple[int, ...]:
+    twins = [value for number, value in enumerate(values) if value in values[:number]]
+    if twins:
+        context = {"what": f"has {twins[0]} twice", "keys": [], "fix": "Remove one of them."}
+        raise PydanticCustomError("rule", "{what}", context)
+    return values
+
+
+Resolutions = Annotated[
+    Annotated[Resolution, Tag("one")]
+    | Annotated[
+        tuple[Resolution, ...],
+        Field(min_length=1, max_length=MAX_RESOLUTIONS),
+        AfterValidator(_no_twins),
+        Tag(LIST_TAG),
+    ],
+    Discriminator(_kind_of_value),  # a wrong value is then explained by the kind that was meant
+]
+"""One resolution, or a list of different ones."""
 Batch = Annotated[int, Field(gt=0, le=MAX_BATCH)]
+Crops = bool | Annotated[int, Field(gt=0, le=MAX_VIEWS)]
+Colours = Annotated[int, Field(ge=0, le=MAX_VIEWS)]
 Tags = Annotated[int, Field(ge=0, le=MAX_TAGS)]
 Weight = Annotated[float, Field(gt=0.0, le=1000.0)]
 Repeats = Annotated[int, Field(gt=0, le=10_000)]
@@ -49,13 +82,18 @@ class PathRule:
         absolute: when it is made absolute, because the worker and a later resume run in other folders. "if there"
             leaves a hub id unchanged, "unless builtin" a built-in name.
         must_be: what has to exist before a run; "": nothing, or it is checked later.
+        words: values that are no paths.
     """
 
     absolute: Literal["always", "unless builtin", "if there"]
     must_be: Literal["folder", "file", ""] = ""
+    words: tuple[str, ...] = ()
 
 
 InputFolder = Annotated[PathText, PathRule("unless builtin", "folder")]
+BESIDE = "beside"
+FolderOrBeside = Annotated[PathText, PathRule("unless builtin", "folder", words=(BESIDE,))]
+"""A folder, or ``BESIDE``: the files that lie with the images under the names that other trainers give."""
 InputFile = Annotated[PathText, PathRule("unless builtin", "file")]
 PathOrHubId = Annotated[PathText, PathRule("if there")]
 OutputFolder = Annotated[PathText, PathRule("always")]

@@ -15,7 +15,8 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from lora_rocm.recipe.peer_names import PER_EPOCH, advice, peer_names
-from lora_rocm.recipe.schema import DataSection, DataSource, Recipe
+from lora_rocm.recipe.schema import DataSection, Recipe
+from lora_rocm.recipe.source_sections import DataSource
 
 MAX_KEY_LETTERS = 64
 ALIKE_JOINED = 0.9  # minimum ratio of two keys without underscores

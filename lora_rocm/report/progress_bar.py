@@ -22,6 +22,7 @@ LINE_EVERY_S = 10.0
 PHASES = {
     "load": "Loading the base model",
     "cache": "Reading the data, filling the caches",
+    "class-images": "Class images are missing: loading the base to draw them",
     "compile": "Compiling the model for each size of samples (minutes)",
     "preview": "Drawing previews",
     "export": "Writing and checking the LoRA",
@@ -33,6 +34,7 @@ CACHE_WORK = {
     "images": "Caching images",
     "texts": "Looking at texts",
     "captions": "Caching texts",
+    "class images": "Drawing class images",
 }
 MAX_REPAIRS_SAID = 5
 
@@ -109,7 +111,7 @@ class ProgressDisplay:
     def _on_data(self, event: Event) -> None:
         aside = len(event["set_aside"])
         self.say(
-            f"{event['samples']} samples in {len(event['buckets'])} buckets, "
+            f"{_counted(event['samples'], 'sample')} in {_counted(len(event['buckets']), 'bucket')}, "
             f"{event['steps_per_epoch']} steps an epoch, {event['max_train_steps']} steps in all"
             + (f"; {aside} set aside" if aside else "")
         )
@@ -213,3 +215,7 @@ def make_progress(stream: TextIO | None = None, spill_bytes: int | None = None) 
         yield ProgressDisplay(view, spill_bytes)
     finally:
         view.end()
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

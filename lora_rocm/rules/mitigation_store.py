@@ -85,6 +85,7 @@ def _words_of_training(recipe: Recipe) -> list[str]:
         f"{lora.title} {lora.ranks} ({targets})",
         *(["with text encoders"] if any(map(recipe.trains, recipe.spec.text_components)) else []),
         *(["new tokens"] if lora.new_tokens else []),
+        *(["with norms"] if lora.train_norms else []),
         f"precision {train.mixed_precision}",
         *(["checkpointing"] if train.gradient_checkpointing else []),
         *([f"trained in {lora.weight_dtype}"] if lora.weight_dtype != "fp32" else []),

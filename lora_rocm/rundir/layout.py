@@ -43,7 +43,9 @@ OF_PARENT = re.compile(
 
 The others are written by its worker, except for the recipes of other ranks.
 """
-OF_WORKER = re.compile(r"result\.json|lora(-sd-scripts|-comfyui)?\.safetensors|pytorch_lora_weights\.safetensors")
+OF_WORKER = re.compile(
+    r"result\.json|lora(-sd-scripts|-comfyui)?\.safetensors|pytorch_lora_weights\.safetensors|lora\.gguf|merged"
+)
 OF_CHECKPOINTS = re.compile(r"step-\d{8}|lora-step\d{8}\.safetensors")
 OF_SAMPLES = re.compile(r"before-after\.png")
 OF_PREVIEWS = re.compile(r"\d+\.(png|txt)|requests\.json")
@@ -169,6 +171,7 @@ class RunDir:
     def export_of(self, form: str) -> Path:
         """Path of the LoRA in each format: a file, or for peft a folder with a folder per component."""
         files = {"kohya": self.lora, "diffusers": self.diffusers_lora, "peft": self.peft_dir}
+        files |= {"merged": self.path / "merged", "gguf": self.path / "lora.gguf"}
         return files.get(form, self.path / f"lora-{form}.safetensors")
 
     @property

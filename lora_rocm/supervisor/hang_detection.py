@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lora_rocm.hardware.settings import Settings
     from lora_rocm.recipe.schema import Recipe
 
+CLASS_IMAGES = "class-images"
 LEAVING, LEAVING_S = "leaving", 60.0
 """Seconds that the worker has to exit after its last event.
 
@@ -72,6 +73,7 @@ LIMITS: dict[str, Limit] = {
     "load": Limit(3600.0, log_counts=True),
     "cache_first": Limit(1800.0, log_counts=True),
     "cache": Limit(1800.0, 300.0, 20.0, lambda learned: _median(learned.item_s)),
+    CLASS_IMAGES: Limit(3600.0, log_counts=True),
     "compile": Limit(3600.0),
     "first_step": Limit(1800.0),
     "step": Limit(300.0, 300.0, 20.0, lambda learned: _median(learned.step_s)),
@@ -82,10 +84,11 @@ LIMITS: dict[str, Limit] = {
 }
 """Limits by activity. A phase that is not listed, or no phase, has the limit of "start".
 
+class-images: the base is loaded, or some of the images are drawn.
 cache_first: an encoder is loaded before the first image and before the first caption.
 compile: a whole component can be one part, which takes the compiler many minutes on a slow host.
 """
-RECIPE_KEYS = {"cache_first": "cache"}
+RECIPE_KEYS = {"cache_first": "cache", CLASS_IMAGES: "preview"}
 """Limits whose key below ``timeouts`` has another name."""
 
 

@@ -13,9 +13,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lora_rocm.adapters import new_tokens
+from lora_rocm.adapters import new_tokens, trained_norms
 from lora_rocm.adapters.base import Adapter
-from lora_rocm.adapters.factory import inject, without_start
+from lora_rocm.adapters.factory import inject
 from lora_rocm.adapters.lora_reader import read_for_model
 from lora_rocm.adapters.training_adapter import put_training_adapter
 from lora_rocm.device.precision import compute_dtype
@@ -62,7 +62,7 @@ def compare(job: Job, registry: Registry = PRODUCT) -> None:
     prepared = _prepared(recipe, family, Encoding(cache, device, context=CONTEXT, open_door=open_door, more=more))
     # The model, and the weights of each file, read on the CPU
     model = family.load(dtype, torch.device("cpu"))
-    adapter = inject(family, model, without_start(recipe.lora), recipe.train.seed, CONTEXT.notice)
+    adapter = inject(family, model, recipe.lora.as_written(), recipe.train.seed, CONTEXT.notice, resumed=True)
     training_adapter = put_training_adapter(family, model, recipe.model.training_adapter, CONTEXT.notice)
     tokens = recipe.lora.new_tokens
     states = {updates: _state(family, model, adapter, Path(path), tokens) for updates, path in job["files"]}
@@ -104,7 +104,10 @@ def _state(
     """The trained tensors of a LoRA file and of the new tokens beside it, on the CPU."""
     if tokens:
         new_tokens.start(family, model, new_tokens.tokens_beside(path, tokens)[: len(tokens)])
-    adapter.start_from(read_for_model(family, model, path, CONTEXT.notice)[1])
+    norms = dict[str, Tensor]() if adapter.norms else None
+    adapter.start_from(read_for_model(family, model, path, CONTEXT.notice, norms)[1])
+    if norms is not None:
+        trained_norms.fill(family, model, norms, path)
     return adapter.state()
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from lora_rocm.adapters import new_tokens
-from lora_rocm.adapters.factory import attach_file, inject, without_start
+from lora_rocm.adapters.factory import attach_file, inject
 from lora_rocm.adapters.lora_reader import components_of
 from lora_rocm.dataset.entry_spec import CAPTION
 from lora_rocm.device.precision import compute_dtype
@@ -38,6 +38,7 @@ from lora_rocm.rundir.results import newest_lora
 from lora_rocm.train.chat import chat
 from lora_rocm.train.checkpoint import Checkpoint, latest_valid, read_checkpoint
 from lora_rocm.train.compare import compare
+from lora_rocm.train.conversions import convert
 from lora_rocm.train.preview import ENDINGS, content_of
 from lora_rocm.train.standalone import Job, open_transfer, send_model, start_device
 
@@ -88,6 +89,7 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
             job["guidance_scale"] or recipe.spec.guidance,
             job["seed"] + number,
             job["control_image"],
+            job["sampler"] or "euler",
         )
         for number in range(job["num"])
     ]
@@ -116,14 +118,29 @@ def export_run(job: Job, registry: Registry = PRODUCT) -> None:
     recipe = load_recipe(run_dir.recipe, registry=registry).recipe
     if job["dtype"]:
         recipe = recipe.model_copy(update={"output": recipe.output.model_copy(update={"dtype": job["dtype"]})})
+    spec = recipe.spec
+    if job["format"] not in (*spec.formats, *spec.conversions):
+        raise AdapterError(
+            "export-form",
+            f"A {recipe.lora.title} of {spec.title} is not written in the form {job['format']}: nothing would read it.",
+            where=f"--format {job['format']}",
+            fix=f"Forms of {spec.title}: {', '.join((*spec.formats, *spec.conversions))}.",
+        )
     checkpoint = _checkpoint_of(run_dir, job["updates"])
+    if job["format"] in spec.conversions:
+        convert(job, run_dir, recipe, checkpoint)
+        return
     family = family_for(recipe)
     device, settings = start_device(recipe)
     dtype = compute_dtype(recipe.train.mixed_precision, device, settings, recipe.spec.takes_fp16)
     model = family.load(dtype, torch.device("cpu"))
     # The model with the checkpoint's LoRA
-    adapter = inject(family, model, without_start(recipe.lora), recipe.train.seed)
-    adapter.load(checkpoint.tensors("ema") or checkpoint.tensors("adapter"))
+    adapter, trained = (
+        inject(family, model, recipe.lora, recipe.train.seed, resumed=True),
+        checkpoint.tensors("adapter"),
+    )
+    adapter.load_constants(trained)
+    adapter.load(checkpoint.tensors("ema") or trained)
     # Write, load back and compare
     path = followed(Path(job["output"])) if job["output"] else run_dir.export_of(job["format"])
     facts = Facts(**checkpoint.facts["metadata"])
@@ -166,12 +183,19 @@ def _checkpoint_of(run_dir: RunDir, updates: int | None) -> Checkpoint:
 
 
 def require_inputs_read(job: Job, recipe: Recipe) -> None:
-    """Refuse a negative prompt or a control image for a model that reads none.
+    """Refuse a negative prompt, a control image or a sampler for a model that reads none, or not this one.
 
     Raises:
-        UserError: prompt-unused, control-unused.
+        UserError: prompt-unused, control-unused, sampler-unfit.
     """
-    title = recipe.spec.title
+    title, sampler = recipe.spec.title, job["sampler"]
+    if sampler and not recipe.spec.reads("sample.sampler"):
+        raise UserError(
+            "sampler-unfit", f"{title} has no samplers.", where=f"--sampler {sampler!a:.60}", fix="Leave it out."
+        )
+    if sampler and sampler not in recipe.spec.samplers:
+        what, fix = f"{title} is not drawn with this sampler.", f"Take {' or '.join(recipe.spec.samplers)}."
+        raise UserError("sampler-unfit", what, where=f"--sampler {sampler!a:.60}", fix=fix)
     if job["negative_prompt"] and not recipe.spec.reads("sample.negative_prompt"):
         what = f"{title} reads no negative prompt."
         raise UserError("prompt-unused", what, where="--negative-prompt", fix="Leave it out.")

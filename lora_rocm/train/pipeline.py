@@ -8,44 +8,37 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lora_rocm.adapters.base import Adapter
-from lora_rocm.adapters.factory import inject, without_start
 from lora_rocm.adapters.flat_params import WEIGHT_DTYPES
-from lora_rocm.adapters.module_names import SD_SCRIPTS
 from lora_rocm.adapters.training_adapter import NAME as TRAINING_ADAPTER
-from lora_rocm.adapters.training_adapter import TrainingAdapter, put_training_adapter
-from lora_rocm.checks import kernel_check
 from lora_rocm.checks.canary import Canary
 from lora_rocm.checks.graph_check import capture_on_gpu
-from lora_rocm.device.allocator import empty_pools
 from lora_rocm.device.attention import training_context
 from lora_rocm.device.encoder_speed import first_time
 from lora_rocm.device.transfer import DeviceTransfer
-from lora_rocm.errors import DataError, ModelError, ResumeError
-from lora_rocm.export.writers import kohya_tensors
-from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
-from lora_rocm.kernels.backend import form_for
-from lora_rocm.kernels.weight_format import use_form
+from lora_rocm.errors import DataError, ResumeError
+from lora_rocm.families.base import ModelFamily, family_for
 from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.loader.batches import BatchPlan, Prepared, open_workers, prepare
-from lora_rocm.memory.controller import Memory, decide
 from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.recipe.load import fingerprint
-from lora_rocm.recipe.schema import RuntimeSection
+from lora_rocm.recipe.process_sections import RuntimeSection
 from lora_rocm.rundir.event_types import DataEvent, StepEvent
 from lora_rocm.supervisor.resume import accept
 from lora_rocm.train import compilation
 from lora_rocm.train.base_seal import Seals, broken, seals_of
 from lora_rocm.train.build_trainer import first_pass, new_trainer
 from lora_rocm.train.checkpoint import Checkpoint, discard_newer, latest_valid, read_checkpoint, restore_threads
-from lora_rocm.train.context import Data, StartContext, captures, encoder_transfer, pins, transfer_of
+from lora_rocm.train.class_images import with_class_images
+from lora_rocm.train.context import Data, StartContext, captures, encoder_transfer, transfer_of
 from lora_rocm.train.disk_forecast import CacheRoom, Room
 from lora_rocm.train.guard import CacheGuard, Guard
 from lora_rocm.train.hooks import TensorBoard, Validation
+from lora_rocm.train.load_model import choose_memory, load_model
 from lora_rocm.train.loop import Position
 from lora_rocm.train.lost_images import DataOfCheckpoint, data_of_checkpoint
 from lora_rocm.train.outputs import Artifacts
@@ -149,9 +142,9 @@ def load(start: StartContext, family: ModelFamily, data: Data) -> tuple[Artifact
     session, recipe, checkpoint = start.session, start.recipe, start.checkpoint
     # Model, adapter and optimizer
     transfer = transfer_of(start)
-    memory = _decide(start, family, data)
+    memory = choose_memory(start, family, data.prepared.facts.bucket_counts)
     memory.again = training_context(start.settings.attention)
-    model, adapter, training_adapter, triton = _load_model(start, family, transfer, memory)
+    model, adapter, training_adapter, triton = load_model(start, family, transfer, memory)
     groups = adapter.groups(recipe.optim, recipe.lora)
     weights = adapter.flatten(start.dtype, WEIGHT_DTYPES[recipe.lora.weight_dtype], groups)
     optimizer = make_optimizer(
@@ -226,10 +219,11 @@ def prepare_data(start: StartContext, family: ModelFamily) -> Data:
     # If training is complete, the checkpoint's facts can replace missing data
     kept = data_of_checkpoint(start.checkpoint, recipe, start.world.size)
     if kept is None or start.accept_changes:
-        data = data_of(start, family, cache, prepare(recipe, family, encoding))
+        drawn = with_class_images(start, family, encoding)
+        data = data_of(start, family, cache, prepare(drawn, family, encoding))
         return replace(data, watched=prepare_watched(recipe, encoding))
     try:
-        prepared = prepare(recipe, family, encoding)
+        prepared = prepare(with_class_images(start, family, encoding), family, encoding)
         if prepared.identity() == kept.identity:
             return data_of(start, family, cache, prepared)
         start.context.notice("The training data are not those of the checkpoint, but training is complete.")
@@ -275,71 +269,6 @@ def _runtime(start: StartContext) -> RuntimeSection:
     """The recipe's runtime section, with at most as many loader workers as the settings allow."""
     runtime, most = start.recipe.runtime, start.settings.loader_workers
     return runtime if most is None else runtime.model_copy(update={"workers": min(runtime.workers, most)})
-
-
-def _decide(start: StartContext, family: ModelFamily, data: Data) -> Memory:
-    """Choose the memory plan, for the largest shape in the data."""
-    sizes = data.prepared.facts.bucket_counts
-    largest = max(sizes, key=lambda shape: shape.order)
-    return decide(
-        start.recipe,
-        family,
-        start.device,
-        start.dtype,
-        start.settings,
-        largest,
-        start.context,
-        len(sizes),
-    )
-
-
-def _load_model(
-    start: StartContext, family: ModelFamily, transfer: DeviceTransfer, memory: Memory
-) -> tuple[LoadedModel, Adapter, TrainingAdapter, bool]:
-    """Load and adapt the model on the CPU, then send it to the device. The returned flag: Triton is used."""
-    recipe = start.recipe
-    compiled = compilation.how_asked(recipe.runtime.compile, start.device) is not None  # made from the unfused modules
-    triton = start.settings.triton and kernel_check.trusted(start.device, start.dtype, start.context.notice)
-    model = family.load(start.dtype, torch.device("cpu"))
-    lora = recipe.lora if start.checkpoint is None else without_start(recipe.lora)
-    adapter = inject(family, model, lora, recipe.train.seed, start.context.notice)
-    if SD_SCRIPTS in recipe.formats:  # refused now and not at the end: some adapters cannot be fused
-        kohya_tensors(family, adapter, start.dtype, SD_SCRIPTS)
-    training_adapter = put_training_adapter(family, model, recipe.model.training_adapter, start.context.notice)
-    adapter.cast_inputs(False)
-    adapter.read = transfer.receive
-    staying = memory.staying(family, model)
-    for name, component in model.components.items():
-        transfer.send_parameters(component, name, staying)
-        _require_finite(component, name, start)
-        component.train()  # the base has no dropout; the adapter may have
-    model.device = start.device
-    family.fuse(model, triton=triton and not compiled)
-    for component in model.components.values():
-        use_form(component, form_for(start.device, triton and not compiled))
-    memory.put(family, model, transfer, pins(start))
-    empty_pools()
-    return model, adapter, training_adapter, triton
-
-
-def _require_finite(component: nn.Module, name: str, start: StartContext) -> None:
-    """Check that no weight of a loaded component is NaN or infinite; it takes one read of the weights.
-
-    Raises:
-        ModelError: one is, in the file or in the precision of the run.
-    """
-    tensors = (*component.named_parameters(), *component.named_buffers())  # scales of packed layers are buffers
-    weights = {path: tensor for path, tensor in tensors if tensor.is_floating_point()}
-    finite_N = torch.stack([weight.isfinite().all().to(start.device) for weight in weights.values()])
-    if not finite_N.all():
-        path = next(path for path, is_finite in zip(weights, finite_N.tolist(), strict=True) if not is_finite)
-        dtype = str(start.dtype).removeprefix("torch.")
-        raise ModelError(
-            "weights-not-finite",
-            f"The weight {name}.{path} holds numbers that are not finite in {dtype}.",
-            where=f"model.name_or_path: {start.recipe.model.name_or_path}",
-            fix="Download the model again, or use another edition; bf16 holds larger numbers than fp16.",
-        )
 
 
 def _require_same_base_and_data(

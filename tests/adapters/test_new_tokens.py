@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lora_rocm.adapters import new_tokens
-from lora_rocm.adapters.factory import inject, without_start
+from lora_rocm.adapters.factory import inject
 from lora_rocm.dataset.entry_spec import CAPTION
 from lora_rocm.errors import AdapterError, UserError
 from lora_rocm.export import writers
@@ -188,7 +188,7 @@ def test_the_file_of_sd15_is_read_by_diffusers_and_starts_a_token(tmp_path: Path
     inject(family, fresh, later, 0)
     assert torch.equal(new_tokens.layers_of(fresh)["text_encoder"].rows_ND, load_file(path)["emb_params"])
     path.unlink()
-    inject(family, family.load(torch.float32, CPU), without_start(later), 0)
+    inject(family, family.load(torch.float32, CPU), later, 0, resumed=True)
 
 
 def test_what_cannot_start_a_token_is_refused(material: Path, tmp_path: Path) -> None:

@@ -172,3 +172,59 @@ def test_what_does_not_fit_the_others_is_refused(folder: Path) -> None:
     ):
         with pytest.raises(ValidationError, match=words):
             tiny_recipe(folder, **sections)
+
+
+SMALLER = {"match": r".*to_q", "rank": 2, "alpha": 1.0, "learning_rate": 5e-4}
+OTHER_KINDS: dict[str, dict[str, Any]] = {
+    "loha": {"alpha": 2.0, "overrides": [SMALLER]},
+    "lokr": {
+        "factor": 1,
+        "alpha": 2.0,
+        "overrides": [{"match": r".*to_q", "rank": 2, "alpha": 1.0, "learning_rate": 5e-4}],
+    },
+    "oft": {"overrides": [{"match": r".*to_q", "rank": 8, "learning_rate": 5e-4}]},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_other_kinds_of_adapter(folder: Path, tmp_path: Path, kind: str) -> None:
+    lora = {"type": kind, "rank": 4, "targets": r"mid_block\..*to_[qk]", **OTHER_KINDS[kind]}
+    family, model, adapter = trained(folder, lora=lora)
+    shapes = {name: dense_shape(layer.get_base_layer()) for name, (_, _, layer) in adapter.modules.items()}
+    sections = sections_of(family.recipe.lora, shapes)
+    for name, shape in shapes.items():
+        numbers = sum(leaf.numel() for leaf_name, leaf in adapter.leaves.items() if leaf_name.startswith(f"{name}."))
+        assert numbers == adapter.weights_of(sections[name], shape)
+        assert (sections[name].rank != 4) is name.endswith("to_q")
+    layers = [adapter.modules[name][2] for name in (QUERY, KEY)]
+    if kind != "oft":
+        assert layers[0].scaling["default"] == 0.5 == layers[1].scaling["default"]
+    groups = adapter.groups(family.recipe.optim, family.recipe.lora)
+    rates = {name: group["lr"] for group in groups for name in group["names"]}
+    assert {(name.split(".")[-2] == "to_q", rate) for name, rate in rates.items()} == {(True, 5e-4), (False, 1e-4)}
+    # The file, read back and started from
+    recipe = family.recipe.model_copy(update={"output": family.recipe.output.model_copy(update={"dtype": "fp32"})})
+    path = tmp_path / "lora.safetensors"
+    writers.write("kohya", path, family, adapter, recipe, Facts(steps=2, epochs=1, num_epochs=1))
+    assert writers.verify("kohya", path, family, model, adapter).relative_difference < 1e-4
+    started = tiny_recipe(folder, lora={**lora, "init_from": str(path)})
+    again = family.load(torch.float32, CPU)
+    inject(family_for(started), again, started.lora, 3)
+    assert torch.allclose(unet_output(again.components["unet"]), unet_output(model.components["unet"]), atol=1e-5)
+    with pytest.raises(AdapterError) as caught:
+        other = tiny_recipe(folder, lora={**lora, "overrides": [], "rank": 1, "init_from": str(path)})
+        inject(family_for(other), family.load(torch.float32, CPU), other.lora, 3)
+    assert caught.value.code.startswith("init-from")
+
+
+def test_what_an_entry_cannot_set(folder: Path) -> None:
+    for kind, entry, words in (
+        ("oft", {"alpha": 2.0}, "on an OFT"),
+        ("ia3", {"rank": 2}, "on an IA3"),
+        ("ia3", {"alpha": 2.0}, "on an IA3"),
+    ):
+        with pytest.raises(ValidationError, match=words):
+            tiny_recipe(folder, lora={"type": kind, "overrides": [{"match": ".*", **entry}]})
+    recipe = tiny_recipe(folder, lora={"type": "ia3", "overrides": [{"match": ".*", "learning_rate": 1e-3}]})
+    assert recipe.lora.sets_rates

@@ -148,3 +148,30 @@ def test_the_command(tmp_path: Path) -> None:
     said = command_line("inspect", path, "--json")
     assert said.exit_code == 0 and json.loads(said.stdout) == inspect(path)
     assert "a LoRA for SDXL" in command_line("inspect", path).stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("builtin:tiny-sdxl", "a tiny model that ships with the program"),
+        ("builtin:demo", "data that ships with the program"),
+    ],
+)
+def test_what_ships_with_the_program_is_known(name: str, words: str) -> None:
+    assert words in inspect(Path(name))["title"]
+
+
+def test_what_is_no_model_is_called_what_it_is(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("model: {}", encoding="utf-8")
+    (tmp_path / "a.png").write_bytes(b"x" * 99)
+    for path, words in (("a.yaml", "This is a recipe"), ("a.png", "This is no .safetensors file")):
+        with pytest.raises(ModelError, match=words) as caught:
+            inspect(tmp_path / path)
+        assert caught.value.code == "not-a-model"
+    with pytest.raises(ModelError, match="Nothing of this name ships") as unknown:
+        inspect(Path("builtin:tiny"))
+    assert "builtin:tiny-sdxl" in unknown.value.fix
+    for name in ("recipe.yaml", "events.jsonl", "lora.safetensors"):
+        (tmp_path / "run" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "run" / name).touch()
+    assert inspect(tmp_path / "run")["title"].startswith("a run directory of lora-rocm (lora.safetensors)")

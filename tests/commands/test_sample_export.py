@@ -12,6 +12,7 @@ import pytest
 from lora_rocm.commands import sample_export
 from lora_rocm.errors import MachineError, UserError
 from lora_rocm.rundir.layout import RunDir
+from tests.command_line import command_line
 from tests.supervisor.fake_run import heard, write_whole_run
 
 EVENTS = [
@@ -104,8 +105,46 @@ def test_export(jobs: list[dict[str, Any]], tmp_path: Path) -> None:
     write_whole_run(RunDir(tmp_path / "run"))
     assert sample_export.export(Path("run"), "peft", output=None, dtype="bf16") == 0
     source = str(tmp_path / "run")
-    asked = {"source": source, "format": "peft", "output": None, "dtype": "bf16", "updates": None}
+    asked = {"source": source, "format": "peft", "output": None, "dtype": "bf16", "updates": None, "converter": ""}
     assert jobs == [{"tool": "export", **asked}]
+
+
+@pytest.mark.parametrize("there", ["option", "option-file", "variable", "path"])
+def test_the_converter_of_a_gguf_file_is_found(
+    jobs: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str
+) -> None:
+    write_whole_run(RunDir(tmp_path / "run"))
+    monkeypatch.delenv("LLAMA_CPP", raising=False)
+    with pytest.raises(UserError, match="(?s)convert_lora_to_gguf.py, which is not named.*git clone"):
+        sample_export.export(Path("run"), "gguf", output=None, dtype=None)
+    script = tmp_path / "llama.cpp" / "convert_lora_to_gguf.py"
+    script.parent.mkdir()
+    option = {"option": script.parent, "option-file": script}.get(there)
+    if option is not None:
+        with pytest.raises(UserError, match="which is not here"):
+            sample_export.export(Path("run"), "gguf", output=None, dtype=None, converter=option)
+    script.touch()
+    if there in ("variable", "path"):
+        monkeypatch.setenv(*(("PATH", str(script.parent)) if there == "path" else ("LLAMA_CPP", "llama.cpp")))
+    assert sample_export.export(Path("run"), "gguf", output=None, dtype=None, converter=option) == 0
+    assert [job["converter"] for job in jobs] == [str(script)]
+
+
+@pytest.mark.parametrize(
+    ("form", "options", "words"),
+    [
+        ("merged", {"dtype": "fp16"}, "Merged weights have the dtype of the base.*Leave it out"),
+        ("peft", {"converter": Path("x")}, "written without a converter.*Leave it out"),
+        ("merged", {"output": Path("run")}, "files in the folder for the merged model.*--output FOLDER"),
+    ],
+)
+def test_options_of_another_form(
+    jobs: list[dict[str, Any]], tmp_path: Path, form: str, options: dict[str, Any], words: str
+) -> None:
+    write_whole_run(RunDir(tmp_path / "run"))
+    with pytest.raises(UserError) as caught:
+        sample_export.export(Path("run"), form, **{"output": None, "dtype": None, **options})
+    assert caught.match("(?s)" + words) and jobs == []
 
 
 @pytest.mark.parametrize("source", ["missing", "missing.safetensors", "."])
@@ -127,3 +166,23 @@ def test_an_output_of_the_wrong_kind(jobs: list[dict[str, Any]], tmp_path: Path,
     assert caught.value.exit_code == 2 and jobs == []
     sample_export.export(Path("run"), form, output=Path("folder" if form == "peft" else "file"), dtype=None)
     assert len(jobs) == 1
+
+
+def test_the_sampler_is_handed_on(jobs: list[dict[str, Any]]) -> None:
+    Path("lora.safetensors").touch()
+    assert command_line("sample", "lora.safetensors", "--prompt", "x", "--sampler", "ddim").exit_code == 0
+    assert command_line("sample", "lora.safetensors", "--prompt", "x").exit_code == 0
+    assert [job["sampler"] for job in jobs] == ["ddim", None]
+
+
+@pytest.mark.parametrize(("name", "words"), [("a.yaml", "This is a recipe"), ("a.png", "This is no LoRA file")])
+def test_a_file_that_is_no_lora_is_not_called_one(jobs: list[dict[str, Any]], name: str, words: str) -> None:
+    Path(name).touch()
+    with pytest.raises(UserError, match=words):
+        sample_export.sample(Path(name), output=None, base=None, config=None, prompt="x")
+    assert not jobs
+
+
+def test_a_wrong_format_is_named_without_words_of_a_library() -> None:
+    said = command_line("export", "run", "--format", "foo")
+    assert said.exit_code == 2 and "Invalid value for '--format': 'foo' is not one of 'kohya'" in said.stderr

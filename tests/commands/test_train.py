@@ -47,12 +47,14 @@ def test_a_run_leaves_its_files_and_says_where(tmp_path: Path, capsys: pytest.Ca
     assert "größe" in run_dir.report.read_text(encoding="utf-8")
 
 
-def test_default_directory_and_resume_latest(tmp_path: Path) -> None:
-    assert train.train("my recipe.yaml") == 0
+def test_default_directory_and_resume_latest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.train("my recipe.yaml", resume="latest") == 0
+    said = capsys.readouterr().out
+    assert "--resume latest: there is no run of my recipe in " in said and "so a new one begins in" in said
     (made,) = (tmp_path / "runs").iterdir()
     assert made.name.startswith("my recipe-")
     assert train.train("my recipe.yaml", resume="latest") == 0
-    assert list((tmp_path / "runs").iterdir()) == [made]
+    assert list((tmp_path / "runs").iterdir()) == [made] and "a new one begins" not in capsys.readouterr().out
 
 
 def test_a_complete_run_starts_no_worker(

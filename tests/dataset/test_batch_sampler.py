@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_rocm.dataset.batch_sampler import BatchPlan, Item, Row
-from lora_rocm.dataset.buckets import choose_bucket, image_shape
+from lora_rocm.dataset.buckets import Geometry, choose_bucket, image_shape
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.foundation.seeds import draw
 
@@ -208,7 +208,7 @@ def test_a_weight_is_a_factor_of_the_share_of_its_sample() -> None:
 def test_choices_are_drawn_in_their_shares() -> None:
     plan = BatchPlan([item(index, flip=True, texts=4, dropout=0.25) for index in range(200)], 1, 1, 0)
     rows = [rows[0] for epoch in range(5) for rows in epoch_of(plan, epoch)]
-    assert 0.45 < sum(row.flip for row in rows) / len(rows) < 0.55
+    assert 0.45 < sum(row.view for row in rows) / len(rows) < 0.55
     assert 0.20 < sum(row.dropout for row in rows) / len(rows) < 0.30
     assert all(200 < count < 300 for count in Counter(row.variant for row in rows).values())
     first = {row.item.key: row.variant for row in rows[:200]}
@@ -217,7 +217,7 @@ def test_choices_are_drawn_in_their_shares() -> None:
 
 def test_what_is_not_asked_for_is_not_drawn() -> None:
     rows = [rows[0] for rows in epoch_of(BatchPlan([item(index) for index in range(50)], 1, 1, 0))]
-    assert not any(row.flip or row.dropout or row.variant for row in rows)
+    assert not any(row.view or row.dropout or row.variant for row in rows)
     assert {row.key("text") for row in rows} == {f"text{index}.0" for index in range(50)}
 
 
@@ -259,3 +259,15 @@ def test_samples_of_other_shares_have_them_in_the_loss() -> None:
     assert [row.weight for micro in range(3) for row in cut.micro(0, micro)] == [row.weight for row in whole]
     same = [Item(f"{n}", Shape.of(tokens=4), {}) for n in range(3)]
     assert {row.weight for row in BatchPlan(same, 3, 1, 0).rows(0)} == {1 / 3}
+
+
+def test_each_view_is_drawn_and_has_its_crop() -> None:
+    places = [Geometry((64, 64), (64, 80), (0, left), (64, 64)) for left in (0, 5, 9, 16)]
+    keys = {"image": tuple((f"image{number}",) for number in range(4)), "text": (("text", "empty"),)}
+    one = Item("0.png", places[0].shape, keys, num_views=4, geometry=places[0], crops=tuple(places))
+    plan = BatchPlan([one], 1, 1, 0)
+    rows = [plan.rows(number)[0] for number in range(200)]
+    assert all(30 < count < 70 for count in Counter(row.view for row in rows).values())
+    assert all(row.key("image") == f"image{row.view}" and row.geometry == places[row.view] for row in rows)
+    alike = Item("0.png", places[0].shape, keys, num_views=4, geometry=places[1])
+    assert Row(alike, 0, 1.0, 3, 0, False).geometry == places[1], "views that are cut alike have one crop"

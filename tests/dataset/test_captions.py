@@ -108,3 +108,18 @@ def test_tags_are_dropped_by_their_share_and_the_first_ones_stay() -> None:
     share = sum(52 - len(tags_of(caption)) for caption in made) / (20 * 50)
     assert 0.25 < share < 0.35
     assert variants("a, b", options(caption_tag_dropout_rate=1.0), 4, 0) == ("",)
+
+
+def test_several_captions_take_turns() -> None:
+    assert variants(("a", "b", "a"), options(), 4, 0) == ("a", "b")
+    assert variants(tuple("abcdef"), options(), 4, 0) == tuple("abcdef"), "each is used, also if there are more"
+    shuffled = variants(("a, b", "c"), options(shuffle_caption=True), 4, 0)
+    assert shuffled[1] == "c" and {shuffled[0], shuffled[2]} == {"a, b", "b, a"} and len(shuffled) == 3
+    assert variants(("x, y, z", "c"), options(shuffle_caption=True), 2, 0)[1] == "c"
+    assert (
+        variants(("a",), options(trigger_word="zibu"), 4, 0)
+        == ("zibu, a",)
+        == variants("a", options(trigger_word="zibu"), 4, 0)
+    )
+    wild = options(enable_wildcard=True)
+    assert variants("{a|b}", wild, 4, 7) == variants(("{a|b}",), wild, 4, 7)

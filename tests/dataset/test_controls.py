@@ -118,3 +118,23 @@ def test_other_variants_and_families_take_none(tmp_path: Path, text: str, place:
             load_recipe(tmp_path / "r.yaml")
         (problem,) = caught.value.problems
         assert problem.where.endswith(place) and "takes no control images" in problem.what and fix in problem.fix
+
+
+def test_control_images_beside_the_images(images: Path, make: SimpleNamespace) -> None:
+    (images.parent / "controls" / "a.webp").rename(images / "a-condlabel.webp")
+    (images / "sub" / "_controls").mkdir()
+    (images.parent / "controls" / "sub" / "b.webp").rename(images / "sub" / "_controls" / "b.webp")
+    found = scanned(make, images, control_path="beside")
+    controls = Controls(found.samples[0].options, 0)
+    assert [controls.of(sample).name for sample in found.samples] == ["a-condlabel.webp", "b.webp"]
+    assert not found.notices and found.lasting
+    (images / "a-condlabel.webp").unlink()
+    with pytest.raises(DataError, match="1 image has no control image: a.png") as caught:
+        scanned(make, images, control_path="beside")
+    assert str(caught.value.where).endswith("data")
+
+
+@pytest.mark.parametrize("keys", [{"random_crop": True}, {"random_crop": 3}, {"color_aug": 1}])
+def test_an_image_is_not_changed_without_its_control_image(keys: Any, images: Path, make: SimpleNamespace) -> None:
+    with pytest.raises(ValueError, match=f"cannot have both {next(iter(keys))} and control_path"):
+        scanned(make, images, **keys)

@@ -14,7 +14,8 @@ from pyarrow import parquet
 
 from lora_rocm.dataset import hf_datasets as rows
 from lora_rocm.dataset import parquet_guard
-from lora_rocm.dataset.hf_datasets import UnreadableCell, as_file, image_in, rows_of
+from lora_rocm.dataset.given import Given
+from lora_rocm.dataset.hf_datasets import UnreadableCell, as_file, givens_of, image_in, rows_of
 from lora_rocm.dataset.image_io import read_header
 from lora_rocm.dataset.scan import scan
 from lora_rocm.errors import DataError
@@ -240,3 +241,17 @@ def test_a_place_that_may_not_be_read_is_outside(
     ((row, _),) = rows_of(source(file))
     with pytest.raises(UnreadableCell, match="outside"):
         image_in(row)
+
+
+def test_columns_of_captions_weights_and_crops(tmp_path: Path, content: bytes) -> None:
+    captions, weights = [["a", None, "b"], [], None, ["c"]], [0.5, None, 2.0, -1.0]
+    crops = [[0, 0, 4, 4], None, [1, 2, 3], None]
+    file = write(tmp_path / "x.parquet", image=[content] * 4, text=captions, w=weights, c=crops)
+    assert [caption for _, caption in rows_of(source(file))] == [("a", "b"), (), None, ("c",)]
+    named = source(file, loss_weight_column="w", crop_column="c")
+    found = list(givens_of(named))
+    assert found[:2] == [Given(0.5, (0, 0, 4, 4)), Given()]
+    assert [str(each)[:18] for each in found[2:]] == ["its crop is no [x,", "its weight is no n"]
+    assert list(givens_of(source(file))) == [Given()] * 4
+    with pytest.raises(DataError, match="no column 'weights'"):
+        list(givens_of(source(file, loss_weight_column="weights")))

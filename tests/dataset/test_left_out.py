@@ -98,8 +98,10 @@ def test_masks_and_controls_are_counted_and_not_trained_on(tmp_path: Path, make:
     found = scan(make.data(path=str(data)))
     assert [sample.key for sample in found.samples] == ["0.png", "1.jpg", "sub/2.png"]
     first, second = (notice for notice in found.notices if "not used" in notice)
-    assert first.startswith("5 masks are not used: data.mask_path does not name their folder (")
-    assert second.startswith("3 control images are not used: data.control_path does not name their folder (")
+    assert first.startswith("5 masks are not used: data.mask_path does not name their folder, and is not beside (")
+    assert second.startswith(
+        "3 control images are not used: data.control_path does not name their folder, and is not beside ("
+    )
     assert "rename them or their folder" in first and not any("no image of the same" in n for n in found.notices)
 
 

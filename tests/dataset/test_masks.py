@@ -204,3 +204,22 @@ def test_the_reduction_is_by_area_and_exact() -> None:
 def test_alpha_does_not_change_what_is_seen(tmp_path: Path) -> None:
     Image.new("RGBA", (4, 4), (10, 20, 30, 0)).save(tmp_path / "clear.png")
     assert decode((tmp_path / "clear.png").read_bytes()).getpixel((0, 0)) == (255, 255, 255)
+
+
+def test_masks_beside_the_images_are_used_where_the_recipe_says_so(images: Path, make: SimpleNamespace) -> None:
+    """OneTrainer's NAME-masklabel.png, and folders of masks at each level as ai-toolkit's users have them."""
+    made = [
+        mask(images / name) for name in ("a-masklabel.png", "_masks/b_mask.png", "sub/Masks/c.png", "x-masklabel.png")
+    ]
+    found = scanned(make, images, "beside")
+    assert [sample.key for sample in found.samples] == ["a.png", "b.png", "sub/c.png"] and found.lasting
+    masks = Masks(found.samples[0].options, 0)
+    assert [masks.of(sample) for sample in found.samples] == made[:3]
+    assert "3 of 3 images have a mask" in notices(found) and "not used" not in notices(found)
+    assert "1 mask has no image of the same name: x-masklabel.png." in notices(found)
+    for path in made:
+        path.unlink()
+    mask(images / "masks" / "venice.png")
+    with pytest.raises(DataError, match="None of the 4 images has a mask") as caught:
+        scanned(make, images, "beside")
+    assert "NAME-masklabel.png" in caught.value.fix

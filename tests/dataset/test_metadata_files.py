@@ -70,7 +70,7 @@ def test_what_the_rows_have_wrong_is_counted_and_named(tmp_path: Path, make: Sim
         '{"file_name": "0.png", "text": "a", "text": "b"}',
         {"text": "no name"},
         {"file_name": 7, "text": "x"},
-        {"file_name": "0.png", "text": ["x"]},
+        {"file_name": "0.png", "text": ["x", 1]},
         {"file_name": "0.png", "text": "x" * (metadata_files.MAX_CAPTION_BYTES + 1)},
         {"file_name": "0.png", "text": "y" * (metadata_files.MAX_ROW_BYTES + 9)},
         *({"file_name": name, "text": "x"} for name in ("../0.png", "/etc/passwd", "C:\\0.png", "\\\\host\\x", "a\0b")),
@@ -159,7 +159,7 @@ def test_kohya_s_file_gives_captions_and_tags(tmp_path: Path) -> None:
         str(tmp_path / "b.png"): {"tags": "green"},
         "sub/c.png": "a dog",
         "d": {"train_resolution": [64, 64]},
-        "e": {"caption": ["x"]},
+        "e": {"caption": 5},
         "f": {"caption": "none"},
         "../a": {"caption": "out"},
     }

@@ -1,3 +1,4 @@
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from PIL import Image
 from pyarrow import parquet
 
 from lora_rocm.dataset import scan as samples
+from lora_rocm.dataset.given import Given
 from lora_rocm.dataset.scan import Scan, geometries, image_bytes, load_image, scan
 from lora_rocm.errors import DataError
 from lora_rocm.recipe.schema import DataSection
@@ -327,3 +329,100 @@ def test_crops_that_cut_off_much_are_said(tmp_path: Path, make: SimpleNamespace)
         (tmp_path / f"{name}.png").unlink()
     make.image(tmp_path / "small.png", 31, 17, caption="x")
     assert "Lower data.bucket_step (it is 16)" in said()[0] and said(bucket_step=8) == []
+
+
+def test_each_image_is_there_at_each_resolution(tmp_path: Path, make: SimpleNamespace) -> None:
+    for name in ("a.png", "10_b/c.png"):
+        make.image(tmp_path / name, 200, 100, seed=len(name))
+    one = scan(make.data(path=str(tmp_path), resolution=64))
+    found = scan(make.data(path=str(tmp_path), resolution=[64, 96]))
+    assert [sample.key for sample in one.samples] == ["10_b/c.png", "a.png"]
+    assert [sample.key for sample in found.samples] == [
+        f"{side} px/{sample.key}" for sample in one.samples for side in (64, 96)
+    ]
+    assert [sample.options.resolution for sample in found.samples] == [64, 96] * 2
+    assert [sample.repeats for sample in found.samples] == [10, 10, 1, 1]
+    fitted, problems, _ = geometries(found.samples, make.data(path=str(tmp_path), resolution=[64, 96]))
+    assert not problems and fitted["96 px/a.png"].shape.cost > 2 * fitted["64 px/a.png"].shape.cost
+    assert found.notices == one.notices, "each is said once, and the same file is no copy of itself"
+    larger = make.data(path=str(tmp_path), resolution=[64, 256, 300])
+    (notice,) = geometries(scan(larger).samples, larger)[2]
+    assert notice.startswith(
+        "2 images are too small for a resolution, and seen at the size of a smaller one again: 300 px"
+    )
+
+
+def test_a_source_has_resolutions_of_its_own(tmp_path: Path, make: SimpleNamespace) -> None:
+    for name in ("a", "b"):
+        make.image(tmp_path / name / "0.png", 100, 100, seed=ord(name))
+    sources = [{"path": str(tmp_path / "a"), "resolution": [64, 96]}, {"path": str(tmp_path / "b")}]
+    samples = scan(make.data(path=None, sources=sources, resolution=64)).samples
+    assert [sample.key for sample in samples] == [
+        "sources[0]/64 px/0.png",
+        "sources[0]/96 px/0.png",
+        "sources[1]/0.png",
+    ]
+    assert [(sample.source, sample.options.index) for sample in samples] == [(0, 0), (1, 0), (2, 1)]
+    assert [sample.location.parent.name for sample in samples] == ["a", "a", "b"]
+
+
+def rows(folder: Path, *lines: object) -> None:
+    (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+
+
+def test_tables_give_weights_and_crops(tmp_path: Path, make: SimpleNamespace) -> None:
+    for number in range(6):
+        make.image(tmp_path / f"{number}.png", 100, 80, seed=number)
+    rows(
+        tmp_path,
+        {"file_name": "0.png", "text": "a", "w": 2.5, "c": [10, 20, 64, 48]},
+        {"file_name": "1.png", "w": 0.5, "c": None},
+        {"file_name": "2.png", "w": "x"},
+        {"file_name": "3.png", "c": [40, 0, 64, 64]},
+        {"file_name": "4.png", "c": [0, 0, 64]},
+    )
+    source = {"path": str(tmp_path), "loss_weight_column": "w", "crop_column": "c"}
+    found = scan(make.data(path=None, sources=[source], loss_weight=3.0))
+    assert {sample.key: sample.given for sample in found.samples} == {
+        "0.png": Given(2.5, (10, 20, 64, 48)),
+        "1.png": Given(0.5),
+        "5.png": Given(),
+    }
+    assert [(problem.where[-5:], problem.what[:20]) for problem in found.set_aside] == [
+        ("2.png", "its weight is no num"),
+        ("3.png", "Its crop [40, 0, 64,"),
+        ("4.png", "its crop is no [x, y"),
+    ]
+    said = " ".join(found.notices)
+    assert "2 images have a weight of the loss other than 1 of the column w." in said
+    assert "1 image has a crop of the column c." in said
+    plain = scan(make.data(path=str(tmp_path)))
+    assert [sample.given for sample in plain.samples] == [Given()] * 6, "only what the recipe names is read"
+
+
+@pytest.mark.parametrize("key", ["loss_weight_column", "crop_column"])
+def test_a_column_that_gives_nothing_is_an_error(tmp_path: Path, make: SimpleNamespace, key: str) -> None:
+    make.image(tmp_path / "0.png")
+    rows(tmp_path, {"file_name": "0.png", "text": "a"})
+    with pytest.raises(DataError) as caught:
+        scan(make.data(path=None, sources=[{"path": str(tmp_path), key: "wheight"}]))
+    assert caught.value.code == "column-unused" and f"sources[0].{key}: wheight" in str(caught.value.where)
+
+
+def test_an_image_may_have_several_captions(tmp_path: Path, make: SimpleNamespace) -> None:
+    captions = {"0": ["a  cat", "", "a {red} cat"], "1": {"captions": ["x", "y"]}, "2": {"caption": "one"}, "3": "text"}
+    for name, value in {**captions, "4": {"other": 1}, "5": [1]}.items():
+        make.image(tmp_path / f"{name}.png", seed=int(name))
+        (tmp_path / f"{name}.json").write_text(json.dumps(value), encoding="utf-8")
+    make.image(tmp_path / "6.png", seed=6)
+    (tmp_path / "6.json").write_text("{", encoding="utf-8")
+    found = scan(make.data(path=str(tmp_path), caption_extension=".json"))
+    assert [sample.captions for sample in found.samples] == [("a cat", "a {red} cat"), ("x", "y"), ("one",), ("text",)]
+    assert [problem.what for problem in found.set_aside] == [
+        *['Its caption file holds no text, no list of texts, and no object with "captions".'] * 2,
+        "Its caption file is no JSON.",
+    ]
+    rows(tmp_path, {"file_name": "0.png", "many": ["p", "q"]}, {"file_name": "1.png", "many": "r"})
+    source = {"path": str(tmp_path), "caption_column": "many"}
+    listed = scan(make.data(path=None, sources=[source], exclude=["[2-9].png"]))
+    assert [sample.captions for sample in listed.samples] == [("p", "q"), ("r",)]

@@ -19,7 +19,7 @@ from lora_rocm.latent_cache.controls import CONTROL_ENTRY, control_encoder
 from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.latent_cache.prepare import Prepared, prepare
 from lora_rocm.loader.batches import BatchPlan, loader, open_workers
-from lora_rocm.recipe.schema import RuntimeSection
+from lora_rocm.recipe.process_sections import RuntimeSection
 from tests.fake_encoders import FakeEncoder, FakeFamily
 
 CPU = torch.device("cpu")

@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 
 from lora_rocm.dataset.scan import geometries, image_bytes, scan
+from lora_rocm.dataset.views import PLAIN, View
 from lora_rocm.device.encoder_speed import WatchedEncoder
 from lora_rocm.errors import DataError, MachineError, StoppedError, StorageError
 from lora_rocm.latent_cache import encode as fill
@@ -53,8 +54,8 @@ def images_for(make: SimpleNamespace, folder: Path, flip: bool = False) -> list[
     data = make.data(path=str(folder))
     found = scan(data).samples
     cuts, *_ = geometries(found, data)
-    flips = (False, True) if flip else (False,)
-    return [Wanted(sample, cuts[sample.key], flips, hash_of(image_bytes(sample))) for sample in found]
+    views = (PLAIN, View(flip=True)) if flip else (PLAIN,)
+    return [Wanted(sample, cuts[sample.key], views, hash_of(image_bytes(sample))) for sample in found]
 
 
 def test_pixels() -> None:

@@ -21,7 +21,7 @@ from lora_rocm.latent_cache.item_table import ANY_SHAPE
 from lora_rocm.loader.batch import Batch
 from lora_rocm.loader.batches import BatchPlan, Prepared, loader, open_workers, prepare
 from lora_rocm.loader.cached_dataset import together
-from lora_rocm.recipe.schema import RuntimeSection
+from lora_rocm.recipe.process_sections import RuntimeSection
 from tests.fake_encoders import FakeEncoder, FakeFamily, latents_of
 from tests.supervisor.fake_run import listening
 
@@ -130,7 +130,7 @@ def test_a_family_with_three_entries(world: World) -> None:
         "pair": (2, 2),
     }
     assert [len(encoder.encoded) for encoder in family.made] == [8, 6, 16]  # words: 4, the empty one, the prompt
-    seen = {(row.flip, row.dropout) for rows in map(BatchPlan(prepared.items, 1, 1, 0).rows, range(80)) for row in rows}
+    seen = {(row.view, row.dropout) for rows in map(BatchPlan(prepared.items, 1, 1, 0).rows, range(80)) for row in rows}
     assert len(seen) == 4, "each view with each caption"
     plan = BatchPlan(prepared.items, 1, 1, 0)
     for batch in world.batches(family, prepared, 1, 16):

@@ -52,15 +52,17 @@ def items_of(
 
 def looked_at(usable: Usable, place: int, in_tiles: bool) -> Looked:
     entries = [
-        Entry(flip, None, key_of(place, flip), key_of(place, flip, "tiles"), in_tiles=in_tiles)
-        for flip in usable[place].flips
+        Entry(view, None, key_of(place, view.flip), key_of(place, view.flip, "tiles"), in_tiles=in_tiles)
+        for view in usable[place].views
     ]
     return Looked(hashlib.sha256(bytes([place])).hexdigest(), tuple(entries))
 
 
 def test_a_sample_is_found_again_whole(usable: Usable) -> None:
     assert len(usable) == 3 and [wanted.sample.key for wanted in usable] == ["0.png", "2.png", "3.png"]
-    assert list(usable.ready) == [] and usable[2].sha256 == "" and usable[2].flips == (False, True)
+    assert (
+        list(usable.ready) == [] and usable[2].sha256 == "" and [view.flip for view in usable[2].views] == [False, True]
+    )
     usable.found(2, "image", looked_at(usable, 2, in_tiles=False))
     usable.found(0, "image", looked_at(usable, 0, in_tiles=True))
     assert list(usable.ready) == [0, 2] and usable[2].sha256 == hashlib.sha256(b"\2").hexdigest()

@@ -22,7 +22,7 @@ from lora_rocm.latent_cache.masks import MASK_ENTRY, mask_encoder
 from lora_rocm.latent_cache.prepare import Prepared, prepare
 from lora_rocm.loader.batch import Batch
 from lora_rocm.loader.batches import loader, open_workers
-from lora_rocm.recipe.schema import RuntimeSection
+from lora_rocm.recipe.process_sections import RuntimeSection
 from tests.fake_encoders import FakeFamily
 
 CPU = torch.device("cpu")
@@ -204,3 +204,11 @@ def test_masks_that_the_loss_is_not_divided_by_have_another_name(world: World) -
     found = world.masks(name=LOSS_WEIGHTS)
     assert plain.keys() == found.keys() and all(torch.equal(found[key], plain[key]) for key in plain)
     assert all(LOSS_MASK not in batch.tensors for batch in world.batches(world.prepare(), 1))
+
+
+def test_views_that_differ_in_colours_share_a_mask(world: World) -> None:
+    world.keys |= {"color_aug": 2}
+    (item, *_) = world.prepare().items
+    assert len(item.keys["image"]) == 3 == len({key for (key,) in item.keys["image"]})
+    masks = [key for (key,) in item.keys[MASK]]
+    assert len(masks) == 3 and len(set(masks)) == 1

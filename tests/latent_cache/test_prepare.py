@@ -302,3 +302,51 @@ def test_a_name_that_is_not_utf8(runs: Runs) -> None:
     prepared = runs()
     assert [item.key for item in prepared.items] == ["1.png", "2.png", "3.png", "caf\\udce9.png"]
     json.dumps([*prepared.notices, prepared.items[3].key], ensure_ascii=False).encode("utf-8")
+
+
+def test_versions_of_an_image_are_cached_and_found_again(runs: Runs) -> None:
+    runs.keys = {"flip_aug": True}
+    plain = {key for item in runs().items for (key,) in item.keys["image"]}
+    assert runs.encoded[0] == 8
+    runs.keys = {"flip_aug": True, "random_crop": 3, "color_aug": 1, "validation_split": 0.3}
+    prepared = runs()
+    wide = next(item for item in prepared.items if item.key == "3.png")
+    assert wide.num_views == 12 == len({key for (key,) in wide.keys["image"]}) and len(set(wide.crops)) == 3
+    assert wide.geometry == wide.crops[0] and wide.geometry.crop_top_left != wide.crops[2].crop_top_left
+    assert {len(item.keys["image"]) for item in prepared.held_out} == {1}
+    prepared.repair("image", wide.keys["image"][7][0], "a test")
+    assert runs() == runs() or runs.encoded == (0, 0)
+    runs.keys = {"flip_aug": True}
+    assert {key for item in runs().items for (key,) in item.keys["image"]} == plain and runs.encoded == (0, 0)
+
+
+def test_a_table_gives_weights_and_several_captions(runs: Runs) -> None:
+    rows = [
+        {"file_name": "0.png", "w": 2.0, "text": ["a", "b", "c"]},
+        {"file_name": "1.png", "w": 0.5, "c": [8, 0, 64, 64], "text": "d"},
+    ]
+    (runs.root / "data" / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    for name in ("0.txt", "1.txt"):
+        (runs.root / "data" / name).unlink()
+    source = {"path": str(runs.root / "data"), "loss_weight_column": "w"}
+    runs.keys = {"path": None, "sources": [source], "loss_weight": 3.0}
+    first = runs()
+    assert [item.loss_weight for item in first.items] == [6.0, 1.5, 3.0, 3.0]
+    assert [item.num_captions for item in first.items] == [3, 1, 1, 1]
+    source["crop_column"] = "c"
+    cropped = runs()
+    assert cropped.items[1].geometry.target_hw == (64, 64) != first.items[1].geometry.target_hw
+    assert runs.encoded == (1, 0)
+    rows[0]["w"] = 1.0
+    (runs.root / "data" / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    assert runs().identity() != cropped.identity(), "other weights are another loss"
+
+
+def test_a_folder_at_several_resolutions(runs: Runs) -> None:
+    runs.keys = {"resolution": [48, 64], "validation_split": 0.3}
+    prepared = runs()
+    assert len(prepared.items) + len(prepared.held_out) == 8 and runs.encoded[0] == 8
+    held = {item.key.partition("/")[2] for item in prepared.held_out}
+    assert held.isdisjoint(item.key.partition("/")[2] for item in prepared.items), "no image is seen at another size"
+    runs.keys = {"resolution": 48}
+    assert runs().items and runs.encoded[0] == 0, "the cache is the same"

@@ -14,7 +14,7 @@ from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.loader.batch import Batch
 from lora_rocm.loader.batches import BatchPlan, Prepared, loader, open_workers, prepare
 from lora_rocm.loader.worker_pool import Workers
-from lora_rocm.recipe.schema import RuntimeSection
+from lora_rocm.recipe.process_sections import RuntimeSection
 from tests.supervisor.fake_run import listening
 
 CPU = torch.device("cpu")

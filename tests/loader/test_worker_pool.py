@@ -25,7 +25,7 @@ from lora_rocm.dataset.buckets import image_shape
 from lora_rocm.loader import worker_pool as under_test
 from lora_rocm.loader.cached_dataset import Order, Orders, Read
 from lora_rocm.loader.worker_pool import Group, Workers, WorkersFailed, hand_over, one_ahead
-from lora_rocm.recipe.schema import RuntimeSection
+from lora_rocm.recipe.process_sections import RuntimeSection
 from lora_rocm.rundir.event_types import ChangeEvent, Event, NoticeEvent
 from lora_rocm.rundir.run_context import RunContext
 

@@ -113,6 +113,7 @@ def test_without_widths_the_same_names_are_of_several_families() -> None:
     (["a.to_q.lora.down.weight"], "LoRA"),
     (["a.lora_A.weight", "a.lora_magnitude_vector"], "LoRA and DoRA"),
     (["a.hada_w1_a", "a.dora_scale"], "LoHa and DoRA"),
+    (["a.lora_up.weight", "a.w_norm"], "LoRA and trained norms"),
     (["a.hada_w1_a"], "LoHa"),
     (["a.lokr_w1"], "LoKr"),
     (["a.oft_blocks"], "OFT"),

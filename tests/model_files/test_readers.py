@@ -52,6 +52,13 @@ def test_what_programs_do(family: str, module: str, alpha: bool, diffusers: str,
     assert found.kohya.startswith("read it") is (spelling_of(names(module)) == "kohya")
 
 
+def test_trained_norms() -> None:
+    module = names("lora_unet_input_blocks_4_1_proj_in", alpha=True)
+    for ending in ("w_norm", "b_norm"):
+        found = readers_of([*module, f"lora_unet_out_0.{ending}"], ["sdxl"])
+        assert found is not None and found.diffusers == "refuses it" and "norms out" in found.kohya
+
+
 def test_up_and_down_are_not_what_diffusers_expects_beside_a_prefix() -> None:
     found = readers_of(names(f"diffusion_model.{NATIVE_ANIMA}", down="lora_down"), ["anima"])
     assert found is not None and found.diffusers == "refuses it"

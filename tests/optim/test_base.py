@@ -58,12 +58,16 @@ def make(
     scale: bool = False,
     weight_dtype: torch.dtype = torch.float32,
     multiple: float = 1.0,
+    stops: str = "",
 ) -> GatedOptimizer:
-    """Two weights of [4, 5], a group each; the rate of the second is ``multiple`` times the section's."""
+    """Two weights of [4, 5], a group each; the rate of the second is ``multiple`` times the section's.
+
+    ``stops``: the weight that stands for new tokens.
+    """
     generator = torch.Generator().manual_seed(3)
     parameters = {name: nn.Parameter(torch.randn(4, 5, generator=generator)) for name in "ab"}
     rates = {"a": section.learning_rate, "b": section.learning_rate * multiple}
-    groups = [{"names": [name], "lr": rate} for name, rate in rates.items()]
+    groups = [{"names": [name], "lr": rate, "stops": name == stops} for name, rate in rates.items()]
     how = {"max_train_steps": 10, "ema_decay": ema, "use_loss_scale": scale}
     return make_optimizer(FlatWeights(parameters, torch.float32, weight_dtype), groups, section, **how)
 
@@ -294,3 +298,21 @@ def test_fp16_weights_move_as_those_of_float32_where_they_are_allowed(section: O
     wanted, found = (moved_by_small_gradients(section, dtype) for dtype in (torch.float32, torch.float16))
     off = float((found - wanted).norm() / wanted.norm())
     assert (off < 0.2) is (section in [s.model_copy(update={"max_grad_norm": 0.0}) for s in FP16]), off
+
+
+@pytest.mark.parametrize(
+    "section", [each for each in SECTIONS if not each.averages], ids=lambda section: section.optimizer
+)
+def test_new_tokens_stay_as_they_are_after_their_part_of_the_run(section: OptimSection) -> None:
+    stopping = type(section).model_validate({**section.model_dump(), "embedding_until_ratio": 0.15})
+    optimizer = make(stopping, ema=0.0, stops="b")
+    for update in range(4):
+        before = {name: weight.clone() for name, weight in optimizer.parameters.items()}
+        set_gradients(optimizer, update)
+        stats = optimizer.step(update, FREE)
+        assert not torch.equal(optimizer.parameters["a"], before["a"])
+        assert torch.equal(optimizer.parameters["b"], before["b"]) == (update >= 2)  # 0.15 of 10 updates, rounded up
+        assert stats.nonfinite == 0
+    set_gradients(optimizer, 9)
+    whole = float(optimizer.weights.gradients.norm())
+    assert float(optimizer.step(4, FREE).grad_norm) < 0.9 * whole, "they do not count in clipping"

@@ -43,9 +43,12 @@ RIGHT: dict[str, str] = {
     "guidance_scale": "sample.guidance_scale",
     "image_dir": "data.path",
     "init_lora": "lora.init_from",
+    "init_lora_weights": "lora.init",
+    "train_norm": "lora.train_norms",
     "instance_data_dir": "data.path",
     "keep_tags_count": "data.keep_tokens",
     "random_crop": "data.random_crop",
+    "color_aug": "data.color_aug",
     "in_json": "data.metadata_file",
     "metadata_file": "data.metadata_file",
     "token_dropout_rate": "data.caption_tag_dropout_rate",
@@ -177,7 +180,7 @@ NOTHING_LIKE_IT = """
     blank_prompt_preservation block_alphas block_dims blocks_to_swap bucket_no_upscale bucket_tolerance
     bundle_additional_embeddings cache_latents cache_latents_to_disk cache_text_embeddings
     cache_text_encoder_outputs caption_dropout_every_n_epochs caption_strategy
-    class_tokens clear_cache_before_training clip_skip color_aug compress_disk_cache
+    class_tokens clear_cache_before_training clip_skip compress_disk_cache
     content_or_style continue_last_backup cpu_offload_checkpointing crop
     dataloader_threads decompose_both device_indexes diff_output_preservation
     disable_bucket_pruning disable_sampling discrete_flow_shift do_differential_guidance dropout_probability ema

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from lora_rocm.errors import RecipeError
 from lora_rocm.recipe.kinds import kinds_of
 from lora_rocm.recipe.load import load_recipe
-from lora_rocm.recipe.schema import DataSource
+from lora_rocm.recipe.source_sections import DataSource
 from lora_rocm.recipe.suggest import section_class
 
 MINIMAL = "model: {name_or_path: builtin:tiny-sdxl}\ndata: {path: pics}\ntrain: {max_train_steps: 10}\n"

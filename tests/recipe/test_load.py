@@ -225,6 +225,19 @@ def test_a_new_place_above_an_old_one_counts_without_a_notice() -> None:
     assert loaded.notices == () and loaded.recipe == load_recipe("recipe.yaml", ["objective.min_snr_gamma=1"]).recipe
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["train.min_snr_gamma=5", "objective.min_snr_gamma=1"],
+        ["objective.min_snr_gamma=1", "train={min_snr_gamma: 5}"],
+    ],
+)
+def test_both_places_on_the_command_line_are_an_error(overrides: list[str]) -> None:
+    with pytest.raises(RecipeError, match="is given twice: it is the same key as"):
+        load_recipe("recipe.yaml", overrides)
+    load_recipe("recipe.yaml", [overrides[0], overrides[0]])  # the control: the last of one name counts
+
+
 def test_both_places_in_one_file_are_an_error_with_both_lines() -> None:
     Path("both.yaml").write_text(MINIMAL + "  noise_offset: 0\nobjective:\n  noise_offset: 0\n", encoding="utf-8")
     with pytest.raises(RecipeError, match="both.yaml:9") as caught:

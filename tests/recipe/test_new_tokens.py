@@ -12,7 +12,7 @@ from lora_rocm.commands.check import _unused_tokens
 from lora_rocm.errors import RecipeError
 from lora_rocm.recipe.adapter_sections import NewToken
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe
-from lora_rocm.recipe.schema import SourceOptions
+from lora_rocm.recipe.source_sections import SourceOptions
 
 MINIMAL = "model: {{family: {family}, name_or_path: builtin:tiny-sdxl}}\ndata: {{path: .}}\ntrain: {{epochs: 1}}\n"
 
@@ -73,6 +73,19 @@ def test_tokens_are_found_as_the_tokenizer_finds_them() -> None:
 
 def test_check_names_tokens_that_no_caption_has(tmp_path: Path) -> None:
     recipe = loaded(tmp_path, "[{token: glib, init: cat}, {token: <toy>, init: cat}]").recipe
-    samples: Any = [SimpleNamespace(caption="a cat", options=SourceOptions(trigger_word="Glib"))]
+    samples: Any = [SimpleNamespace(captions=("a cat",), options=SourceOptions(trigger_word="Glib"))]
     (notice,) = _unused_tokens(recipe, samples)
     assert "<toy>" in notice
+
+
+@pytest.mark.parametrize("key", ["embedding_until_step=5", "embedding_until_ratio=0.5"])
+def test_the_end_of_their_training_is_refused_where_it_means_nothing(tmp_path: Path, key: str) -> None:
+    tokens, other = "[{token: <a>, init: cat}]", "embedding_until_step=7"
+    assert loaded(tmp_path, tokens, f"optim.{key}").recipe.optim.embedding_until(10) == 5
+    assert loaded(tmp_path, tokens).recipe.optim.embedding_until(10) is None
+    with pytest.raises(RecipeError, match="has no effect without new tokens"):
+        loaded(tmp_path, "[]", f"optim.{key}")
+    with pytest.raises(RecipeError, match="averages the weights"):
+        loaded(tmp_path, tokens, f"optim.{key}", "optim.optimizer=adamw_schedule_free")
+    with pytest.raises(RecipeError, match="only one of embedding_until_step and embedding_until_ratio"):
+        loaded(tmp_path, tokens, "optim.embedding_until_ratio=0.5", f"optim.{other}")

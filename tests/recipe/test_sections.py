@@ -111,6 +111,25 @@ def test_regularisation_images_need_others(tmp_path: Path, data: str, where: str
     assert [source.weight for source in load_recipe(str(path)).recipe.data.resolved_sources()] == [1.0, 0.5]
 
 
+@pytest.mark.parametrize(
+    ("entry", "key", "what"),
+    [
+        ("class_prompt: a cat", "class_prompt", "are regularisation images"),
+        ("class_prompt: a cat, is_reg: true, path: b", "path", "no effect beside class_prompt"),
+        ("class_prompt: a cat, is_reg: true, trigger_word: zibu", "trigger_word", "no effect beside class_prompt"),
+        ("path: b, is_reg: true, num_class_images: 7", "num_class_images", "no effect without class_prompt"),
+        ("class_prompt: a cat, is_reg: true, num_class_images: 0", "num_class_images", "greater than 0"),
+    ],
+)
+def test_class_images(tmp_path: Path, entry: str, key: str, what: str) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(MASKS + f"  sources: [{{path: a}}, {{{entry}}}]\n", encoding="utf-8")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(str(path))
+    (problem,) = caught.value.problems
+    assert f":4 data.sources[1].{key}" in problem.where and what in problem.what and problem.fix
+
+
 def test_a_weight_is_above_0(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     for data in ("  path: a\n  loss_weight: -1\n", "  sources:\n  - {path: a, loss_weight: 0}\n"):

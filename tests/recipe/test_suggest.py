@@ -12,7 +12,8 @@ from lora_rocm.families.registry import PRODUCT
 from lora_rocm.recipe.adapter_sections import LoraSection
 from lora_rocm.recipe.kinds import kinds_of
 from lora_rocm.recipe.peer_names import advice, peer_names
-from lora_rocm.recipe.schema import DataSource, TrainSection
+from lora_rocm.recipe.schema import TrainSection
+from lora_rocm.recipe.source_sections import DataSource
 from lora_rocm.recipe.suggest import (
     NEED_THEIR_SECTION,
     SPEAK_ALONE,

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.recipe.load import load_recipe
-from lora_rocm.recipe.schema import Recipe, TimeoutsSection
+from lora_rocm.recipe.process_sections import TimeoutsSection
+from lora_rocm.recipe.schema import Recipe
 from lora_rocm.report.progress_bar import CACHE_WORK
 from lora_rocm.rundir.heartbeat import Heartbeat
 from lora_rocm.supervisor.hang_detection import (

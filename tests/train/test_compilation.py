@@ -27,6 +27,7 @@ from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.run_context import NOBODY, RunContext
 from lora_rocm.train import compilation, pipeline
 from lora_rocm.train.compilation import Compiler, How, explained, how_asked, require_no_offload
+from lora_rocm.train.load_model import load_model
 from tests.train.test_pipeline import make_recipe, material, start
 
 __all__ = ["material"]  # the fixture
@@ -239,4 +240,4 @@ def test_triton_is_used_where_it_is_proven_allowed_and_nothing_is_compiled(
     begin = pipeline.StartContext(session, recipe, CPU, torch.float32, settings)
     memory = decide(recipe, family, CPU, torch.float32, settings, Shape.of(h=64, w=64), NOBODY)
     with pytest.raises(FusedError):
-        pipeline._load_model(begin, family, DeviceTransfer(CPU, pin=False), memory)
+        load_model(begin, family, DeviceTransfer(CPU, pin=False), memory)

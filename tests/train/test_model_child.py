@@ -26,7 +26,7 @@ def recipe(family: str, **model: str) -> Any:
 
 
 def job(**options: Any) -> dict[str, Any]:
-    none = dict.fromkeys(("base", "config", "family", "width", "height"))
+    none = dict.fromkeys(("base", "config", "family", "width", "height", "sampler"))
     return {**none, "control_image": "", "negative_prompt": "", **options}
 
 
@@ -86,3 +86,10 @@ def test_in_a_run_its_family_counts(tmp_path: Path) -> None:
     assert recipe_for(job(base="other", family="toy-video"), lora, TOYS).model.name_or_path == "other"
     with pytest.raises(AdapterError, match="trained on Toy video"):
         recipe_for(job(base="other", family="sdxl"), lora, TOYS)
+
+
+def test_a_sampler_that_the_family_does_not_take_is_refused() -> None:
+    require_inputs_read(job(sampler="dpmpp_2m"), recipe("sdxl"))
+    for family, words in (("sdxl", "Take euler or "), ("toy-text", "has no samplers")):
+        with pytest.raises(UserError, match=f"(?s){words}"):
+            require_inputs_read(job(sampler="magic"), recipe(family))

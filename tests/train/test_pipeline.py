@@ -153,6 +153,8 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "lora": {"type": "loha", "rank_dropout": 0.3, "module_dropout": 0.2, "scale_weight_norms": 0.01},
         "train": {"gradient_checkpointing": True},
     },
+    "PiSSA": {"lora": {"init": "pissa", "overrides": [{"match": ".*to_q", "rank": 1}]}, "train": {"ema_decay": 0.9}},
+    "trained norms": {"lora": {"train_norms": True}, "train": {"ema_decay": 0.9, "gradient_checkpointing": True}},
     "fp16 with loss scale": {"train": {"mixed_precision": "fp16"}},
     "Prodigy, two rates, bf16 weights": {
         "optim": {"optimizer": "prodigy", "learning_rate": 1.0, "text_encoder_learning_rate": 0.5, "d0": 1e-3},

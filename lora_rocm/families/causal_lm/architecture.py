@@ -20,7 +20,7 @@ from lora_rocm.families.causal_lm.objective import Head
 from lora_rocm.foundation.terminal_text import printable
 
 COMPONENT = "model"
-COMPARED = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma3_text", "phi3", "smollm3"})
+COMPARED = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma3_text", "phi3", "smollm3", "gpt_oss"})
 """Types of model whose logits tests compare with those of transformers. Any other is compared when it is loaded."""
 UNREAD_KEYS = ("attn_logit_softcapping", "attention_chunk_size", "use_bidirectional_attention")
 """Keys of a config that ask for an attention which ``attention.causal`` is not."""
@@ -28,7 +28,7 @@ WINDOWS = {"full_attention", "sliding_attention"}
 DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "embedding_dropout")
 OF_IMAGES = ("vision_tower.", "multi_modal_projector.")
 OLD_NAMES = {"language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head."}
-GEMMA3 = "gemma3"
+GEMMA3, GPT_OSS = "gemma3", "gpt_oss"
 PROBE_TOKENS = 8
 CLOSE = 0.05  # of the logits' spread: what bfloat16 explains, and a wrong mask or scale does not
 
@@ -89,6 +89,10 @@ def layout_of(folder: Path) -> Layout:
     odd += ["vision_config"] * ("vision_config" in found and kind != GEMMA3)
     if odd or not cls._supports_attention_backend:
         raise _unknown(path, f"Models of the type {kind} compute in a way that is not trained here ({', '.join(odd)})")
+    if kind == GPT_OSS:
+        if found.get("quantization_config", {}).get("quant_method") != "mxfp4":
+            raise _unknown(path, "Of gpt-oss only the editions with experts in MXFP4 are trained, which this is not")
+        from lora_rocm.families.causal_lm.gpt_oss import PackedGptOss as cls  # noqa: N813
     if kind == GEMMA3:
         from lora_rocm.families.causal_lm.gemma3 import Gemma3Text as cls  # noqa: N813
     part = Part(cls, "", conversion.own_names, from_folder=_names)
@@ -96,7 +100,7 @@ def layout_of(folder: Path) -> Layout:
 
 
 def _unknown(path: Path, what: str) -> ModelError:
-    fix = "Use a decoder such as Llama, Qwen, Gemma 3, Mistral, Phi or SmolLM, or a newer version of transformers."
+    fix = "Use a decoder such as Llama, Qwen, Gemma 3, Mistral, Phi, SmolLM or gpt-oss, or a newer transformers."
     return ModelError("architecture-unknown", f"{what}.", where=str(path), fix=fix)
 
 

@@ -26,7 +26,7 @@ from lora_rocm.dataset.row_reference import separated
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import ModelError
-from lora_rocm.families.base import Encode, Encoder, Inputs, LoadedModel, PreviewRequest, Sampling, Tensors
+from lora_rocm.families.base import Encode, Encoder, Inputs, LoadedModel, OwnFiles, PreviewRequest, Sampling, Tensors
 from lora_rocm.families.causal_lm.architecture import (
     COMPONENT,
     Blocks,
@@ -58,6 +58,8 @@ ENCODING_VERSION = 1  # increase it if the same tokenizer would give other tenso
 IDS, LABELS, POSITIONS, START = "input_ids", "labels", "positions", "start_log_probs"
 WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
 TOKENIZER = ("tokenizer*", "chat_template*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt")
+OF_TOKENIZER = (*TOKENIZER, "*.model")
+BESIDE = ("config.json", "generation_config.json", "*processor_config.json", "LICENSE*", *OF_TOKENIZER)
 ATTENTION, MLP = r"self_attn\.\w+", r"mlp\.\w+"
 BLOCK = r"(.*\.)?layers\.\d+\."
 
@@ -67,6 +69,7 @@ class CausalLM:
 
     name = "causal-lm"
     text_components: tuple[str, ...] = ()
+    inpaints = False
     all_components = (COMPONENT,)
     file_prefixes = {COMPONENT: "base_model.model."}
     file_form = "folded"
@@ -108,7 +111,7 @@ class CausalLM:
                 where=f"model.name_or_path: {name}",
                 fix="Give a folder with config.json, tokenizer and .safetensors files, or a hub id (Qwen/Qwen3-4B).",
             )
-        patterns = ["config.json", "*.model", *WEIGHTS, *TOKENIZER]
+        patterns = ["config.json", "generation_config.json", *WEIGHTS, *OF_TOKENIZER]
         found = hub.download(name, self.recipe.model.revision, patterns, lambda at: any(at.glob("model*.safetensors")))
         if found is None:
             raise ModelError(
@@ -163,6 +166,21 @@ class CausalLM:
 
     def token_limits(self) -> Sequence[TokenLimit]:
         return ()
+
+    def own_files(self) -> OwnFiles:
+        source = self.source
+        if isinstance(source, RandomSource):
+            raise ModelError(
+                "base-random",
+                "The weights of this base are random and stand in no file, so nothing can be made of its files.",
+                where=f"model.name_or_path: {source.name}",
+                fix="Export the peft format.",
+            )
+        config = source.config_path(COMPONENT)
+        found = {path for pattern in BESIDE for path in config.parent.glob(pattern)}
+        found -= {path for pattern in OF_TOKENIZER for path in config.parent.glob(pattern)}
+        found |= {path for pattern in OF_TOKENIZER for path in source.tokenizer_path("tokenizer").glob(pattern)}
+        return OwnFiles(source, COMPONENT, [config, *sorted(path for path in found - {config} if path.is_file())])
 
     def sample_meta(
         self, original_hw: tuple[int, int], crop_top_left: tuple[int, int], target_hw: tuple[int, int]
@@ -308,7 +326,7 @@ class TokensEncoder:
     @cached_property
     def fingerprint(self) -> str:
         folder = self._family.source.tokenizer_path("tokenizer")
-        files = sorted({path for pattern in (*TOKENIZER, "*.model") for path in folder.glob(pattern) if path.is_file()})
+        files = sorted({path for pattern in OF_TOKENIZER for path in folder.glob(pattern) if path.is_file()})
         reader = self._family.texts
         parts = [f"{path.name} {digest([path.read_bytes().hex()])}" for path in files]
         return f"tokens{ENCODING_VERSION}-{digest([*parts, f'{reader.max_length} {reader.trains_on_all}'])}"

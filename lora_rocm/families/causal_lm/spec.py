@@ -13,7 +13,7 @@ TOKENS_MULTIPLE = 64
 
 
 class CausalLMSection(ModelSection):
-    """The base model. A language model that writes the next token (Llama, Qwen, Gemma, Mistral, Phi, ...)."""
+    """The base model. A language model that writes the next token (Llama, Qwen, Gemma, Mistral, Phi, gpt-oss, ...)."""
 
     part_keys: ClassVar[tuple[str, ...]] = ("tokenizer",)
 
@@ -78,4 +78,5 @@ SPEC = FamilySpec(
     fp16="never",
     metadata=FileMetadata(rate="", text_rate=""),
     formats=("peft",),
+    conversions=("merged", "gguf"),
 )

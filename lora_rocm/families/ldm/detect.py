@@ -13,6 +13,7 @@ from lora_rocm.base_models.conversion import beside
 from lora_rocm.base_models.loading import PICKLE_SUFFIXES, UNFIT_ERRORS, Source
 from lora_rocm.errors import ModelError
 from lora_rocm.families.component_check import MAX_NAMED, check_component
+from lora_rocm.families.ldm import inpainting
 from lora_rocm.families.objectives import ddpm
 from lora_rocm.foundation.terminal_text import printable
 from lora_rocm.model_files.adapters import kind_of
@@ -189,10 +190,9 @@ def _check_unet(source: Source, expected: Expected, config: Mapping[str, Any]) -
 
 
 def _check_channels(source: Source, expected: Expected, channels: object) -> None:
-    if channels == 9:
-        raise _wrong(source, expected, "an inpainting model (its UNet takes 9 channels)")
-    if channels != 4:
-        raise _wrong(source, expected, f"a UNet that takes {channels} channels, where {expected.title} takes 4")
+    if channels not in (4, inpainting.CHANNELS):
+        takes = f"takes 4, or {inpainting.CHANNELS} for inpainting"
+        raise _wrong(source, expected, f"a UNet that takes {channels} channels, where {expected.title} {takes}")
 
 
 def _check_vae(source: Source, expected: Expected) -> None:

@@ -18,11 +18,11 @@ from lora_rocm.dataset.caption_length import TokenLimit
 from lora_rocm.families import clip
 from lora_rocm.families.base import LoadedModel, PreviewRequest, Tensors
 from lora_rocm.families.latent_family import LatentFamily
-from lora_rocm.families.ldm import detect, fused_unet, kohya_keys
+from lora_rocm.families.ldm import detect, fused_unet, inpainting, kohya_keys
 from lora_rocm.families.ldm.blocks import blocks_of
 from lora_rocm.families.ldm.fusion_options import fusion_for
 from lora_rocm.families.ldm.sampling import sample_images
-from lora_rocm.families.objectives.base import Prediction
+from lora_rocm.families.objectives.base import SEEN_LATENTS, Prediction
 from lora_rocm.families.objectives.ddpm import DdpmObjective, DdpmSettings, check_weighting
 from lora_rocm.families.recompute import TOGETHER, Recomputing
 from lora_rocm.families.spec import CheckpointSection
@@ -72,6 +72,10 @@ class LdmFamily(LatentFamily):
         detect.check_scheduler(source, config)
         check_weighting(self._settings.section, config)
         return notices
+
+    @property
+    def inpaints(self) -> bool:
+        return bool(self.source.config("unet")["in_channels"] == inpainting.CHANNELS)
 
     @property
     def max_tokens(self) -> int:
@@ -129,6 +133,8 @@ class LdmFamily(LatentFamily):
 
     def predict(self, model: LoadedModel, batch: Tensors, draws: Tensors) -> Prediction:
         noisy_BCHW, target_BCHW = self.objective.noised(batch, draws)
+        if self.inpaints:
+            noisy_BCHW = inpainting.joined(noisy_BCHW, batch, self.latents.normalised(batch[SEEN_LATENTS], draws))
         prediction_BCHW = model.components["unet"](
             noisy_BCHW.to(model.dtype), draws["timesteps"], **self.conditioning(model, batch), return_dict=False
         )[0]

@@ -1,6 +1,6 @@
 """A UNet with less memory traffic: the same modules under the same names, computed by ``lora_rocm.kernels``.
 
-Anything but the plain case (masks, dropout, other norms, disabled adapters) falls back to
+Anything but the plain case (masks, dropout, other or trained norms, disabled adapters) falls back to
 diffusers' own code.
 
 Dimensions: B batch, C channels, H W latent height and width, S tokens, D width.
@@ -111,6 +111,7 @@ class FusedResnet(ResnetBlock2D):
     def fits(module: Any) -> bool:
         plain = module.upsample is None and module.downsample is None and module.time_emb_proj is not None
         plain = plain and module.time_embedding_norm == "default" and not module.skip_time_act
+        plain = plain and type(module.norm1) is nn.GroupNorm is type(module.norm2)
         return plain and module.output_scale_factor == 1 and isinstance(module.nonlinearity, nn.SiLU)
 
     def forward(self, x_BCHW: Tensor, temb_BD: Tensor, skip_BCHW: Tensor | None = None, **kwargs: Any) -> Tensor:
@@ -146,7 +147,8 @@ class FusedTransformer(Transformer2DModel):
 
     @staticmethod
     def fits(module: Any) -> bool:
-        return bool(module.is_input_continuous and module.use_linear_projection)
+        plain = type(module.norm) is nn.GroupNorm
+        return bool(module.is_input_continuous and module.use_linear_projection and plain)
 
     def forward(
         self,

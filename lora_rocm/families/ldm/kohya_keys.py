@@ -25,6 +25,8 @@ UNET_TARGETS = {
 }
 
 RESNET_PARTS = {
+    "norm1": "in_layers.0",
+    "norm2": "out_layers.0",
     "conv1": "in_layers.2",
     "time_emb_proj": "emb_layers.1",
     "conv2": "out_layers.3",
@@ -36,6 +38,7 @@ OUTER = {
     "add_embedding.linear_1": "label_emb.0.0",
     "add_embedding.linear_2": "label_emb.0.2",
     "conv_in": "input_blocks.0.0",
+    "conv_norm_out": "out.0",
     "conv_out": "out.2",
 }
 MIDDLE = {"resnets.0": "0", "attentions.0": "1", "resnets.1": "2"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,9 +22,10 @@ from torch import Tensor, nn
 
 from lora_rocm.base_models.loading import Source
 from lora_rocm.families.base import LoadedModel, PreviewRequest
+from lora_rocm.families.ldm import inpainting
 from lora_rocm.families.objectives.base import LatentSpace
 from lora_rocm.families.recompute import evaluating
-from lora_rocm.families.vae import decode, pixels_per_latent
+from lora_rocm.families.vae import decode, encode, pixels_per_latent
 
 BATCH_PIXELS = 1024 * 1024  # total area of a batch of images of one size
 
@@ -73,7 +75,8 @@ def sample_images(
     with evaluating(model.components.values()):
         for group in _batches(requests):
             pipeline = _pipeline(model, scheduler_config, make_pipeline, requests[group[0]].sampler)
-            batch = _denoise(pipeline, model, [requests[i] for i in group], embeddings, source)
+            with _given(source, model, requests[group[0]], space, in_tiles):
+                batch = _denoise(pipeline, model, [requests[i] for i in group], embeddings, source)
             for index, latent_CHW in zip(group, batch, strict=True):
                 latents[index] = latent_CHW
     drawn = [latent for latent in latents if latent is not None]
@@ -90,6 +93,17 @@ def _pipeline(
     pipeline = make_pipeline(model.components["unet"], cls.from_config(config, **options))
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+def _given(
+    source: Source, model: LoadedModel, request: PreviewRequest, space: LatentSpace, in_tiles: bool
+) -> AbstractContextManager[None]:
+    """A context in which an inpainting model draws the whole image; nothing for another model."""
+    if source.config("unet")["in_channels"] != inpainting.CHANNELS:
+        return nullcontext()
+    grey_BCHW = torch.zeros(1, 3, request.height, request.width)
+    seen_BCHW = encode(source, model.device, grey_BCHW, space, in_tiles)
+    return inpainting.all_hidden(model.components["unet"], seen_BCHW[0])
 
 
 def _batches(requests: Sequence[PreviewRequest]) -> list[list[int]]:
@@ -114,7 +128,7 @@ def _denoise(
 ) -> Tensor:
     first = requests[0]
     factor = pixels_per_latent(source)
-    shape = (source.config("unet")["in_channels"], first.height // factor, first.width // factor)
+    shape = (source.config("unet")["out_channels"], first.height // factor, first.width // factor)
     generators = [torch.Generator().manual_seed(request.seed) for request in requests]
     noise_BCHW = torch.stack([torch.randn(shape, generator=generator) for generator in generators])
     count, guided = len(requests), first.guidance_scale > 1

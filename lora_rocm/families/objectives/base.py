@@ -28,6 +28,9 @@ MEAN, STD = "latent_mean", "latent_std"
 """Names in the batch of the mean and standard deviation of an image's posterior, [B, C, ...]."""
 CONTROL_LATENTS = "control_latents"
 """Name in the batch of the latents of control images, [B, C, ...], if the images have any. The mean is cached."""
+HIDDEN_MASK, SEEN_LATENTS = "hidden_mask", "seen_latents"
+"""Names in the batch of what an inpainting base is given: [B, 1, ...] where the image is hidden (1) or seen (0), and
+the latents [B, C, ...] of what is seen. The mean is cached."""
 
 Distance = Callable[[Tensor, Tensor], Tensor]
 """(prediction in float32, target) -> the distance at each place, in float32."""

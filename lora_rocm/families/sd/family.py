@@ -18,6 +18,7 @@ from lora_rocm.base_models import conversion
 from lora_rocm.base_models.loading import Layout, Part, Source
 from lora_rocm.families import clip
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors
+from lora_rocm.families.ldm import inpainting
 from lora_rocm.families.ldm.family import LdmFamily
 from lora_rocm.families.sd.detect import EXPECTED_SD2, EXPECTED_SD15, predicts_velocity
 from lora_rocm.families.sd.encoders import TextEncoder, TokenEncoder
@@ -33,6 +34,7 @@ LAYOUT_SD15 = Layout(
     },
     tokenizers={"tokenizer": "clip_l"},
     configs=Path(__file__).parent / "config_sd15",
+    changed={"unet": inpainting.config_changes},
 )
 LAYOUT_SD2 = Layout(
     parts={
@@ -44,6 +46,7 @@ LAYOUT_SD2 = Layout(
     },
     tokenizers={"tokenizer": "clip_g"},
     configs=Path(__file__).parent / "config_sd2",
+    changed={"unet": inpainting.config_changes},
 )
 
 

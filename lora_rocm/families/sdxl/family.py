@@ -18,7 +18,7 @@ from lora_rocm.base_models import conversion
 from lora_rocm.base_models.loading import Layout, Part
 from lora_rocm.families import clip
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors
-from lora_rocm.families.ldm import kohya_keys
+from lora_rocm.families.ldm import inpainting, kohya_keys
 from lora_rocm.families.ldm.family import LdmFamily
 from lora_rocm.families.sdxl.detect import EXPECTED
 from lora_rocm.families.sdxl.encoders import TEXT_COMPONENTS, TextEncoder, TokenEncoder
@@ -37,6 +37,7 @@ LAYOUT = Layout(
     },
     tokenizers={"tokenizer": "clip_l", "tokenizer_2": "clip_g"},
     configs=Path(__file__).parent / "config",
+    changed={"unet": inpainting.config_changes},
 )
 
 

@@ -27,6 +27,7 @@ SPEC = FamilySpec(
     implementation="lora_rocm.families.sdxl.family:Sdxl",
     component="unet",
     samplers=ALL_SAMPLERS,
+    trains_norms=True,
     text_components=("text_encoder", "text_encoder_2"),
     embedding_keys={"text_encoder": "clip_l", "text_encoder_2": "clip_g"},
     shapes=image_shapes(multiple=8, per_token=16),

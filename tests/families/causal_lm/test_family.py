@@ -6,86 +6,24 @@ import json
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM
 
-from lora_rocm.adapters.factory import inject
 from lora_rocm.errors import ModelError
-from lora_rocm.export.metadata import Facts
-from lora_rocm.export.writers import verify, write
 from lora_rocm.families.causal_lm.family import CausalLM
 from lora_rocm.families.causal_lm.objective import IGNORED, Head, token_distance
 from lora_rocm.families.objectives.loss import LOSS_MASK, losses
-from lora_rocm.recipe.kinds import recipe_from
-from lora_rocm.recipe.schema import Recipe
+from tests.families.causal_lm.adapted import CLOSE, CPU, TOKENS, Adapted, batch, off, recipe_of, reference
 from tests.tiny_llm import MODELS, write_tiny_llm
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
-CPU = torch.device("cpu")
-TOKENS = 40  # more than the sliding windows
-CLOSE = 1e-5  # as a share: sums of float32 in another order
-
-
-def recipe_of(folder: Path, **sections: Any) -> Recipe:
-    lora = {"rank": 2, "targets": "all-linear", **sections.pop("lora", {})}
-    model = {"family": "causal-lm", "name_or_path": str(folder), **sections.pop("model", {})}
-    rest = {"data": {"path": str(folder)}, "train": {"max_train_steps": 1}, "cache": {"dir": str(folder / "cache")}}
-    return recipe_from({"model": model, "lora": lora, **rest, **sections})
 
 
 @pytest.fixture(scope="module", params=[*MODELS])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llm(tmp_path_factory.mktemp(request.param), request.param)
-
-
-class Adapted:
-    """A loaded model with an adapter whose weights are not those of a start."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe, self.family = recipe, CausalLM(recipe)
-        self.model = self.family.load(torch.float32, CPU)
-        self.adapter = inject(self.family, self.model, recipe.lora, 0)
-        rng = torch.Generator().manual_seed(1)
-        with torch.no_grad():
-            for leaf in self.adapter.leaves.values():
-                leaf.add_(0.1 * torch.randn(leaf.shape, generator=rng))
-        for component in self.model.components.values():
-            component.train()
-
-    def written(self, folder: Path) -> Path:
-        """Write it, and load it back as a run does."""
-        write("peft", folder, self.family, self.adapter, self.recipe, Facts(1, 1, 1, 1, {}, {}, {}))
-        verify("peft", folder, self.family, self.model, self.adapter)
-        return folder / "model"
-
-    def logits(self, ids_BS: Tensor) -> Tensor:
-        whole: Any = self.model.components["model"]
-        with torch.no_grad():
-            found: Tensor = whole.eval()(input_ids=ids_BS, use_cache=False).logits
-        return found
-
-
-def batch() -> dict[str, Tensor]:
-    """Two samples, the second with padding."""
-    rng = torch.Generator().manual_seed(2)
-    ids_BS, mask_BS = torch.randint(4, 260, (2, TOKENS), generator=rng), torch.ones(2, TOKENS)
-    mask_BS[0, :9], mask_BS[1, 20:], mask_BS[:, -1] = 0, 0, 0
-    labels_BS = torch.where(mask_BS.bool(), ids_BS.roll(-1, 1), IGNORED)
-    return {"input_ids": ids_BS, "labels": labels_BS, LOSS_MASK: mask_BS}
-
-
-def reference(folder: Path, adapter: Path) -> Any:
-    base = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    return peft.PeftModel.from_pretrained(base, str(adapter), is_trainable=True).eval()
-
-
-def off(found: Tensor, wanted: Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm())
 
 
 def test_losses_and_gradients_are_those_of_transformers(folder: Path, tmp_path: Path) -> None:
@@ -153,46 +91,6 @@ def test_logits_of_some_tokens_at_a_time_are_those_of_all(folder: Path) -> None:
         labels_BS[0, 3] = IGNORED
         found = [token_distance(lambda x: x @ weight_VD.T, states_BSD, labels_BS, size) for size in (2, 100)]
         assert off(*found) < CLOSE and found[0][0, 3] == 0
-
-
-def scaled_by_other_readers(folder: Path) -> dict[str, Tensor]:
-    """The change of each weight by rules of readers that know neither rsLoRA nor patterns: alpha / r for all.
-
-    vLLM takes r from the config, llama.cpp from the tensor; here both have to agree.
-    """
-    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    tensors, changes = load_file(folder / "adapter_model.safetensors"), {}
-    for name, down in tensors.items():
-        if name.endswith("lora_A.weight"):
-            assert down.shape[0] == config["r"]
-            up = tensors[name.replace("lora_A", "lora_B")]
-            changes[name.removesuffix(".lora_A.weight")] = config["lora_alpha"] / config["r"] * up @ down
-    assert not config["use_rslora"] and not config["rank_pattern"] and not config["alpha_pattern"]
-    return changes
-
-
-OVERRIDES = [{"match": r".*q_proj", "rank": 2, "alpha": 6}, {"match": r".*up_proj", "rank": 7}]
-
-
-@pytest.mark.parametrize(
-    "lora",
-    [{"use_rslora": True, "alpha": 8}, {"alpha": 8}, {"alpha": 8, "overrides": OVERRIDES}],
-    ids=["rslora", "plain", "ranks"],
-)
-def test_readers_that_know_no_rslora_find_the_trained_strength(lora: dict[str, Any], tmp_path: Path) -> None:
-    base = write_tiny_llm(tmp_path / "base", "qwen3")
-    adapted = Adapted(recipe_of(base, lora={"rank": 4, **lora}, output={"dtype": "fp32"}))
-    folder = adapted.written(tmp_path / "out")
-    entries = adapted.adapter.entries()
-    changes = scaled_by_other_readers(folder)
-    assert len(changes) == len(entries) == 14
-    for name, entry in entries.items():
-        found = changes["base_model.model." + name.removeprefix("model.")]
-        assert off(found, entry.update()) < CLOSE, name
-    ids_BS = batch()["input_ids"]
-    with torch.no_grad():
-        theirs = reference(base, folder)(input_ids=ids_BS, use_cache=False).logits
-    assert off(theirs, adapted.logits(ids_BS)) < CLOSE
 
 
 @pytest.mark.parametrize("quantization", ["int8", "nf4"])

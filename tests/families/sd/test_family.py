@@ -152,7 +152,7 @@ def test_other_families_are_recognised_by_name(folders: dict[str, Path], tmp_pat
     sdxl = write_tiny_sdxl(tmp_path / "sdxl")
     files = {v: write_single_sd(p, v, tmp_path / f"{v}.safetensors") for v, p in pipelines.items()}
     wide = write_tiny_sd(tmp_path / "wide", unet={"cross_attention_dim": 1024})
-    paint = write_tiny_sd(tmp_path / "paint", unet={"in_channels": 9})
+    paint = write_tiny_sd(tmp_path / "paint", unet={"in_channels": 8})
     cases = [
         ("sd15", sdxl, "an SDXL model"),
         ("sd2", sdxl, "an SDXL model"),
@@ -162,7 +162,7 @@ def test_other_families_are_recognised_by_name(folders: dict[str, Path], tmp_pat
         ("sdxl", files["sd2"], "a Stable Diffusion 2.x model"),
         ("sdxl", folders["sd15"], "a Stable Diffusion 1.x or 2.x model"),
         ("sd15", wide, "a Stable Diffusion 2.x UNet"),
-        ("sd15", paint, "an inpainting model"),
+        ("sd15", paint, "a UNet that takes 8 channels"),
     ]
     for version, path, what in cases:
         with pytest.raises(ModelError) as caught:

@@ -1,0 +1,104 @@
+"""Makes a GGUF adapter with llama.cpp's own ``convert_lora_to_gguf.py``, which the user has installed."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import struct
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from lora_rocm.adapters.base import Adapter
+from lora_rocm.adapters.lora_entry import LoraEntry
+from lora_rocm.errors import AdapterError, ExportError, storage_error
+from lora_rocm.foundation.files import make_folder, remove, rename
+from lora_rocm.foundation.safe_path import PATH, python_command, without_current_folder
+from lora_rocm.foundation.terminal_text import printable
+
+OUT_TYPES = {"fp16": "f16", "bf16": "bf16", "fp32": "f32"}
+START = struct.Struct("<4sIQQ")
+"""Of a GGUF file: magic, version, number of tensors, number of fields."""
+MAX_TOLD = 500
+TIMEOUT_S = 3600.0
+
+
+def require_convertible(adapter: Adapter) -> None:
+    """Refuse an adapter that llama.cpp knows no form of.
+
+    Raises:
+        AdapterError: export-form.
+    """
+    plain = [isinstance(entry, LoraEntry) and entry.magnitude is None for entry in adapter.entries().values()]
+    if not all(plain):
+        raise AdapterError(
+            "export-form",
+            "llama.cpp reads plain LoRAs only, and this adapter is another one.",
+            where="--format gguf",
+            fix="Export the merged format, and convert its folder with llama.cpp's convert_hf_to_gguf.py.",
+        )
+
+
+def write_gguf(path: Path, peft_folder: Path, base_folder: Path, script: Path, dtype: str, num_modules: int) -> None:
+    """Run the converter on a PEFT folder, and put its file in place if it is whole.
+
+    Args:
+        path: the file; an existing one is replaced.
+        peft_folder: holds adapter_config.json and adapter_model.safetensors.
+        base_folder: holds config.json and the tokenizer of the base.
+        script: ``convert_lora_to_gguf.py``, in a folder with the rest of llama.cpp's scripts.
+        dtype: as ``output.dtype``.
+        num_modules: adapted layers; the file has at least two tensors for each.
+
+    Raises:
+        ExportError: gguf-failed, with what the converter said.
+        StorageError: the file cannot be put in place.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    arguments = ["--base", str(base_folder), "--outfile", str(temporary), "--outtype", OUT_TYPES[dtype]]
+    try:
+        make_folder(path.parent)
+        done = subprocess.run(
+            python_command(str(script), *arguments, str(peft_folder)),
+            env=_environment(os.environ, script.parent),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=TIMEOUT_S,
+        )
+        _require_whole(temporary, script, done, num_modules)
+        rename(temporary, path)
+    except subprocess.TimeoutExpired as error:
+        raise _failed(script, f"it took more than {TIMEOUT_S:.0f} s") from error
+    except OSError as error:
+        raise storage_error(error, path) from error
+    finally:
+        remove(temporary)
+
+
+def _environment(environ: Mapping[str, str], scripts: Path) -> dict[str, str]:
+    """An environment in which Python finds the modules beside the script, and none in the current folder."""
+    kept = without_current_folder(environ)
+    return {**kept, PATH: os.pathsep.join(filter(None, [str(scripts), kept.get(PATH, "")]))}
+
+
+def _require_whole(made: Path, script: Path, done: subprocess.CompletedProcess[bytes], num_modules: int) -> None:
+    if done.returncode:
+        said = printable(done.stderr.decode("utf-8", "replace").strip()[-MAX_TOLD:])
+        raise _failed(script, f"exit status {done.returncode}: {said or 'it said nothing'}")
+    try:
+        with made.open("rb") as file:
+            magic, _, tensors, _ = START.unpack(file.read(START.size))
+    except (FileNotFoundError, struct.error) as error:
+        raise _failed(script, "it wrote no file") from error
+    if magic != b"GGUF" or tensors < 2 * num_modules:
+        raise _failed(script, f"its file has {tensors} tensors of {2 * num_modules}, or is no GGUF file")
+
+
+def _failed(script: Path, what: str) -> ExportError:
+    return ExportError(
+        "gguf-failed",
+        f"llama.cpp's converter made no GGUF file: {what}.",
+        where=str(script),
+        fix="Install what it asks for beside lora-rocm (its requirements.txt), use a newer llama.cpp, or export peft "
+        "and run it by hand: convert_lora_to_gguf.py --base BASE_FOLDER PEFT_FOLDER.",
+    )

@@ -1,0 +1,239 @@
+"""Writes a base with an adapter merged into its weights, as a folder that its library loads like any model.
+
+The folder has the base's own files: the same names, shards and tensors, of which only the adapted ones differ. One
+tensor is in memory at a time. An adapted weight is computed in float32 and rounded once, to the base's dtype.
+
+If adapted weights are stored in few bits with scales, all weights of the base are written dense, without the
+``quantization_config``; otherwise what is stored so stays so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lora_rocm.adapters.base import Adapter
+from lora_rocm.adapters.entry import Entry, norm_of, rounded
+from lora_rocm.base_models.config_file import read_config
+from lora_rocm.base_models.safetensors_file import DTYPES, read_tensors
+from lora_rocm.base_models.stored_weights import ComponentTensors
+from lora_rocm.errors import AdapterError, ExportError
+from lora_rocm.export.safetensors_writer import header_of, ordered
+from lora_rocm.families.base import OwnFiles
+from lora_rocm.foundation.files import PIECE_BYTES, json_bytes, new_folder, write_pieces, write_through
+from lora_rocm.model_files.header import Header, damaged, read_header
+from lora_rocm.model_files.storage_formats import QUANTISED_KEYS
+from lora_rocm.rundir.disk_space import require
+
+INDEX = "model.safetensors.index.json"
+DENSE_DTYPES = {"float16": torch.float16, "float32": torch.float32}
+"""Values of ``dtype`` in a config; weights that are stored in few bits become bfloat16 with any other."""
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """The difference between the written weights and the exact ones.
+
+    largest: of any weight. lost: its norm as a share of the norm of the adapter's changes.
+    """
+
+    largest: float
+    lost: float
+
+
+@torch.no_grad()
+def write_merged(folder: Path, files: OwnFiles, adapter: Adapter, root: Path | None = None) -> Rounding:
+    """Write the folder, whole or not at all, and read it back.
+
+    Args:
+        folder: new or empty.
+        files: the base.
+        adapter: its current weights are merged.
+        root: the run directory if the folder belongs to one (``foundation.files.make_folder``).
+
+    Raises:
+        AdapterError: "export-form": an adapted weight stands in the base's files in another form.
+        ExportError: "weights-not-finite", or "export-differs": the folder reads back differently.
+        StorageError: disk full, no permission, or something is in ``folder``.
+    """
+    merge = _Merge(files, _by_file_name(files, adapter))
+    what, fix = "the merged weights", "Free some space, or name a folder on another disk (--output)."
+    require(folder, sum(map(merge.num_bytes, merge.headers)), what, fix)
+    with new_folder(folder, root) as made:
+        for header in merge.headers:
+            write_pieces(made / header.path.name, merge.pieces(header))
+        if len(merge.headers) > 1:
+            write_through(made / INDEX, json_bytes(merge.index()))
+        config, *others = files.beside
+        write_through(made / config.name, json_bytes(merge.config(read_config(config))))
+        for path in others:
+            write_through(made / path.name, path.read_bytes())
+        return merge.compare(made)
+
+
+def _by_file_name(files: OwnFiles, adapter: Adapter) -> dict[str, Entry]:
+    """The adapter's entries by the names of their weights in the base's files."""
+    names, entries = files.source.stored_names(files.component), adapter.entries()
+    used, found = list(names.values()), dict[str, Entry]()
+    for module, (_, path, _) in adapter.modules.items():
+        name = names.get(f"{path}.weight")
+        if name is None or used.count(name) > 1:
+            how = "is made of several tensors" if name is None else "is the weight of another layer, too"
+            raise AdapterError(
+                "export-form",
+                f"The adapter cannot be merged: in the files of the base the weight of {module} {how}.",
+                where=f"lora.targets: {module}",
+                fix="Export the peft format, or train without this layer (lora.targets).",
+            )
+        found[name] = entries[module]
+    return found
+
+
+@dataclass(frozen=True)
+class _Merge:
+    """What the new files hold. entries: by the names of weights in the base's files."""
+
+    files: OwnFiles
+    entries: Mapping[str, Entry]
+
+    @property
+    def tensors(self) -> ComponentTensors:
+        return self.files.source.tensors(self.files.component)
+
+    @property
+    def headers(self) -> list[Header]:
+        return sorted(self.tensors.headers, key=lambda header: header.path.name)
+
+    @cached_property
+    def _all_dense(self) -> bool:
+        return not self.entries.keys().isdisjoint(self.tensors.stored)
+
+    @cached_property
+    def _dense_dtype(self) -> torch.dtype:
+        config = read_config(self.files.beside[0])
+        config = config.get("text_config", config)
+        return DENSE_DTYPES.get(str(config.get("dtype", config.get("torch_dtype"))), torch.bfloat16)
+
+    def hollow(self, header: Header) -> dict[str, Tensor]:
+        """The tensors of a new file, without data."""
+        found = {}
+        for name, entry in header.tensors.items():
+            dtype, shape = DTYPES[entry.dtype], entry.shape
+            if self._all_dense and name not in self.tensors.entries:
+                continue  # a scale
+            if self._all_dense and name in self.tensors.stored:
+                dtype, shape = self._dense_dtype, self.tensors.stored[name].shape
+            elif name in self.entries and dtype.itemsize == 1:
+                dtype = self._dense_dtype
+            found[name] = torch.empty(shape, dtype=dtype, device="meta")
+        return found
+
+    def num_bytes(self, header: Header) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.hollow(header).values())
+
+    def pieces(self, header: Header) -> Iterator[bytes | memoryview]:
+        """The content of a new file."""
+        hollow = self.hollow(header)
+        yield header_of(hollow, {**header.metadata, "format": "pt"})
+        for name, wanted in ordered(hollow):
+            if name in self.entries or (self._all_dense and name in self.tensors.stored):
+                yield self._new(header, name, wanted.dtype)
+            else:
+                yield from _bytes_of(header, name)
+
+    def _new(self, header: Header, name: str, dtype: torch.dtype) -> memoryview:
+        """The bytes of a tensor that the base's file does not hold so."""
+        weight = self.base(header, name)
+        if name in self.entries:
+            weight = weight + self.entries[name].effect(weight)
+        rounded_weight = weight.to(dtype)
+        if not torch.isfinite(rounded_weight).all():
+            raise ExportError(
+                "weights-not-finite",
+                f"The merged weight is larger than any {str(dtype).removeprefix('torch.')} number.",
+                where=name,
+                fix="Export the peft format, and look at the loss of the run: the adapter is of little use.",
+            )
+        return memoryview(rounded_weight.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+    def base(self, header: Header, name: str) -> Tensor:
+        """A weight of the base, float32."""
+        stored = self.tensors.stored.get(name)
+        if stored is None:
+            return read_tensors(header, {name}.__contains__)[name].float()
+        read = read_tensors(header, frozenset(stored.parts.values()).__contains__)
+        return stored.weight({role: read[at] for role, at in stored.parts.items()}).dense(torch.float32)
+
+    def config(self, config: Mapping[str, object]) -> dict[str, object]:
+        """The config of the new model."""
+        return {key: value for key, value in config.items() if not (self._all_dense and key in QUANTISED_KEYS)}
+
+    def index(self) -> dict[str, object]:
+        """The index of the shards, as transformers writes it."""
+        names = {name: header.path.name for header in self.headers for name in self.hollow(header)}
+        return {"metadata": {"total_size": sum(map(self.num_bytes, self.headers))}, "weight_map": names}
+
+    def compare(self, folder: Path) -> Rounding:
+        """Read the new files back and compare every tensor.
+
+        Raises:
+            ExportError: one differs by more than rounding explains.
+        """
+        found = []
+        for header in self.headers:
+            written = read_header(folder / header.path.name)
+            for name, wanted in self.hollow(header).items():
+                if name in self.entries:
+                    found.append(self._difference(header, written, name, wanted.dtype))
+                elif not self._same(header, written, name):
+                    raise _differs(written.path, name)
+        largest, norms, changes = zip(*found, strict=True)
+        whole = math.hypot(*changes)
+        return Rounding(max(largest), math.hypot(*norms) / whole if whole else 0.0)
+
+    def _difference(self, header: Header, written: Header, name: str, dtype: torch.dtype) -> tuple[float, float, float]:
+        """Of a merged weight: the largest difference from the exact one, its norm, and the norm of the change."""
+        found = read_tensors(written, {name}.__contains__)[name]
+        weight = self.base(header, name)
+        change = self.entries[name].effect(weight)
+        weight += change
+        difference = found.float() - weight
+        norm = norm_of(difference)
+        if found.dtype != dtype or not norm <= rounded(weight, dtype)[1]:
+            raise _differs(written.path, name)
+        return float(difference.abs().max()), norm, norm_of(change)
+
+    def _same(self, header: Header, written: Header, name: str) -> bool:
+        if self._all_dense and name in self.tensors.stored:
+            found = read_tensors(written, {name}.__contains__)[name]
+            return torch.equal(found, self.base(header, name).to(found.dtype))
+        pairs = zip(_bytes_of(header, name), _bytes_of(written, name), strict=True)
+        return all(one == other for one, other in pairs)
+
+
+def _bytes_of(header: Header, name: str) -> Iterator[bytes]:
+    """The bytes of a tensor in a file, piece by piece."""
+    entry = header.tensors[name]
+    with header.path.open("rb") as file:
+        file.seek(entry.begin)
+        for start in range(entry.begin, entry.end, PIECE_BYTES):
+            wanted = min(PIECE_BYTES, entry.end - start)
+            piece = file.read(wanted)
+            if len(piece) != wanted:
+                raise damaged(header.path, f"it ends inside {name}")
+            yield piece
+
+
+def _differs(path: Path, name: str) -> ExportError:
+    return ExportError(
+        "export-differs",
+        f"The merged weights read back as something else than the base with the adapter: {name}.",
+        where=str(path),
+        fix="Check the disk and the memory of the machine, then export again.",
+    )

@@ -1,0 +1,69 @@
+"""MXFP4 weights: 32 values share a power of two, each is one of 16 numbers, and two stand in a byte.
+
+Source: OCP Microscaling Formats 1.0 (E2M1 numbers, E8M0 scales). The layout is that of gpt-oss: the first value of a
+pair in the lower half of its byte. Dimensions: G groups of 32 values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+GROUP = 32
+BYTES = GROUP // 2
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+SUBNORMAL = 0x00400000
+"""The bits of 2**-127 as float32, which scale 0 means."""
+
+
+def unpacked(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values of packed tensors; exact in float32 and bfloat16.
+
+    Args:
+        blocks: uint8 [..., G, 16].
+        scales: uint8 [..., G]: exponents of two, plus 127.
+        dtype: of the result.
+
+    Returns:
+        A tensor [..., 32 G].
+    """
+    pairs = _pairs(dtype, blocks.device).index_select(0, blocks.flatten().int())
+    exponents = scales.int()
+    factors = torch.where(exponents == 0, SUBNORMAL, exponents << 23).view(torch.float32).to(dtype)
+    return pairs.view(*scales.shape, GROUP).mul_(factors[..., None]).flatten(-2)
+
+
+@cache
+def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The two values of each byte: [256, 2]."""
+    values = torch.tensor([*MAGNITUDES, *(-value for value in MAGNITUDES)], dtype=dtype)
+    return torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=1).to(device)
+
+
+def product(x: Tensor, dense: Callable[[torch.dtype], Tensor], bias_O: Tensor) -> Tensor:
+    """``linear`` with a frozen weight that exists only while it is used.
+
+    Args:
+        x: [..., I].
+        dense: makes the weight [O, I] in a dtype, for the forward pass and again for the backward pass.
+        bias_O: in any dtype.
+    """
+    output: Tensor = _Product.apply(x, dense, bias_O)
+    return output
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dense: Callable[[torch.dtype], Tensor], bias_O: Tensor) -> Tensor:
+        ctx.dense = dense
+        return linear(x, dense(x.dtype), bias_O.to(x.dtype))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return dy @ ctx.dense(dy.dtype), None, None

@@ -1,0 +1,146 @@
+"""What an inpainting base is given beside the noisy image: the mask, and the image without what the mask hides.
+
+White is hidden, and is to be drawn. As in diffusers' ``StableDiffusionXLInpaintPipeline``, the mask is cut at one half,
+hidden pixels are grey (0), and the mask comes to the grid of the latents by its first pixel of each cell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lora_rocm.dataset.buckets import Size
+from lora_rocm.dataset.entry_spec import IMAGE, EntrySpec, TensorSpec
+from lora_rocm.dataset.hf_datasets import DatasetRow
+from lora_rocm.dataset.masks import Masks, mask_on_grid
+from lora_rocm.families.objectives.base import HIDDEN_MASK, MEAN, SEEN_LATENTS
+from lora_rocm.foundation.seeds import fraction
+from lora_rocm.latent_cache.image_preprocess import Wanted, hash_of
+from lora_rocm.latent_cache.masks import MaskWanted
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from lora_rocm.device.transfer import DeviceTransfer
+    from lora_rocm.families.base import Encode, Encoder, Inputs, ModelFamily, Tensors
+    from lora_rocm.recipe.schema import Recipe
+
+HIDDEN = "hidden"
+INPAINT_ENTRY = EntrySpec(
+    HIDDEN,
+    (HIDDEN,),
+    {HIDDEN_MASK: TensorSpec("float32", "CHW"), SEEN_LATENTS: TensorSpec("float32", "CHW")},
+    follows_shape=True,
+)
+WHOLE_SHARE = 0.25
+"""Share of the drawn masks that hide all, as in the training of Stable Diffusion Inpainting (its model card)."""
+LEAST_SIDE = 0.25  # of a drawn rectangle, as a share of the image's side
+
+
+@dataclass(frozen=True)
+class InpaintEncoder:
+    """Encodes what is seen of an image with the family's encoder of images, and keeps the mean.
+
+    sources: the masks of each source. has_masks: for each, whether it has any. step_hw: pixels per latent.
+    """
+
+    images: Encoder
+    sources: Sequence[Masks]
+    has_masks: Sequence[bool]
+    step_hw: Size
+    entry: EntrySpec = INPAINT_ENTRY
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{HIDDEN}1-{self.images.fingerprint}"
+
+    def in_tiles(self) -> InpaintEncoder | None:
+        tiled = self.images.in_tiles()
+        return None if tiled is None else replace(self, images=tiled)
+
+    def companion_of(self, image: Wanted) -> Wanted:
+        source = image.sample.source
+        place = self.sources[source].of(image.sample)
+        return HiddenWanted(image.sample, image.geometry, image.flips, place=place, drawn=not self.has_masks[source])
+
+    def load(self, door: DeviceTransfer) -> Encode:
+        encode = self.images.load(door)
+        step_y, step_x = self.step_hw
+
+        def encode_seen(inputs: Inputs) -> Tensors:
+            both_CHW = inputs[HIDDEN]
+            assert isinstance(both_CHW, Tensor)
+            seen_CHW, hidden_CHW = both_CHW[:-1].contiguous(), both_CHW[-1:, ::step_y, ::step_x].contiguous()
+            return {HIDDEN_MASK: hidden_CHW, SEEN_LATENTS: encode({IMAGE: seen_CHW})[MEAN]}
+
+        return encode_seen
+
+
+def inpaint_encoder(recipe: Recipe, family: ModelFamily, encoders: Sequence[Encoder]) -> InpaintEncoder | None:
+    """The encoder of what an inpainting base is given; None for another base. ``encoders``: those of the family."""
+    if not family.inpaints:
+        return None
+    images = next(encoder for encoder in encoders if encoder.entry.inputs == (IMAGE,))
+    sources, (height, width) = recipe.data.resolved_sources(), (recipe.spec.shapes[axis].per_latent for axis in "hw")
+    has_masks = [bool(source.mask_path or source.alpha_mask) for source in sources]
+    masks = [Masks(source, index) for index, source in enumerate(sources)]
+    return InpaintEncoder(images, masks, has_masks, (height, width))
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenWanted(Wanted):
+    """An image and what is hidden of it: pixels and mask, [4, H, W], float32.
+
+    place: where the mask is; None: all is hidden. drawn: the source has no masks, so one is drawn for each image.
+    """
+
+    place: Path | DatasetRow | None = None
+    drawn: bool = False
+
+    @property
+    def reads(self) -> str:
+        return HIDDEN
+
+    def tensor(self, image: Image.Image, flip: bool) -> Tensor:
+        pixels_CHW = Wanted.tensor(self, image, flip)
+        hidden_HW = torch.from_numpy(self._hidden(flip).astype(np.float32))
+        return torch.cat([pixels_CHW * (1.0 - hidden_HW), hidden_HW[None]])
+
+    def parts(self, sha256: str, flip: bool) -> tuple[object, ...]:
+        about: object = self._box() if self.drawn else hash_of(self._mask().read())
+        return (*Wanted.parts(self, sha256, flip), self.drawn, about)
+
+    def _mask(self) -> MaskWanted:
+        return MaskWanted(self.sample, self.geometry, self.flips, place=self.place)
+
+    def _hidden(self, flip: bool) -> NDArray[np.bool_]:
+        """What is hidden of the view [H, W]."""
+        height, width = self.geometry.target_hw
+        if not self.drawn:
+            mask = self._mask()
+            return mask_on_grid(np.asarray(mask.decoded(mask.read())), self.geometry, flip, (1, 1)) >= 0.5
+        hidden_HW = np.zeros((height, width), np.bool_)
+        top, left, high, wide = self._box()
+        hidden_HW[top : top + high, left : left + wide] = True
+        return hidden_HW[:, ::-1] if flip else hidden_HW
+
+    def _box(self) -> tuple[int, int, int, int]:
+        """(top, left, height, width) in pixels of the drawn mask: the same in each run, and another for each image."""
+        height, width = self.geometry.target_hw
+        key = self.sample.key
+        if fraction("all hidden", key) < WHOLE_SHARE:
+            return 0, 0, height, width
+        sides = [LEAST_SIDE + (1 - LEAST_SIDE) * fraction("hidden side", key, axis) for axis in range(2)]
+        high, wide = (max(round(share * whole), 1) for share, whole in zip(sides, (height, width), strict=True))
+        top, left = (
+            int(fraction("hidden place", key, axis) * (whole - side + 1))
+            for axis, (whole, side) in enumerate(((height, high), (width, wide)))
+        )
+        return top, left, high, wide

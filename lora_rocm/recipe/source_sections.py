@@ -1,0 +1,201 @@
+"""Sources of images as sections of a recipe: their options, and the entries of ``data.sources``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from lora_rocm.recipe.sections import (
+    MAX_ITEMS,
+    Colours,
+    Crops,
+    FolderOrBeside,
+    Fraction,
+    InputFile,
+    InputFolder,
+    PathOrHubId,
+    PathText,
+    Repeats,
+    Resolutions,
+    Section,
+    Tags,
+    Weight,
+    one_of,
+    refuse_unread,
+)
+
+
+class SourceOptions(Section):
+    """Options of a source of images. Under ``data`` they are the defaults of all sources."""
+
+    resolution: Resolutions = Field(
+        1024,
+        description="Side in pixels of the square whose area the buckets keep to. A list, such as [512, 768, 1024]: "
+        "each image is seen once at each of these in an epoch.",
+    )
+    repeats: Repeats = Field(1, description="Number of times that each image is seen in an epoch.")
+    loss_weight: Weight = Field(1.0, description="Factor of the loss of each image.")
+    caption_extension: str = Field(".txt", description="Extension of the caption files beside the images.")
+    caption_fallback: Literal["filename", "trigger", "empty", "error"] = Field(
+        "filename",
+        description="Caption of an image without a caption file: its file name, the trigger word, an empty text, or an "
+        "error.",
+    )
+    trigger_word: str | None = Field(None, description="Word put in front of every caption that does not contain it.")
+    caption_prefix: str = Field("", description="Text put in front of every caption.")
+    caption_suffix: str = Field("", description="Text put behind every caption.")
+    enable_wildcard: bool = Field(
+        False,
+        description="Read {a|b} in a caption as a or b, and each line of a caption as a caption of its own. {{ and }} "
+        "are braces.",
+    )
+    caption_tag_dropout_rate: Fraction = Field(
+        0.0, description="Share of the comma-separated tags of a caption that are left out."
+    )
+    shuffle_caption: bool = Field(False, description="Shuffle the comma-separated tags of a caption.")
+    keep_tokens: Tags = Field(0, description="Number of tags at the front that are never shuffled or left out.")
+    caption_dropout_rate: Fraction = Field(0.0, description="Share of steps that see the empty caption.")
+    flip_aug: bool = Field(False, description="Also train on mirrored images (cached; half of the draws).")
+    random_crop: Crops = Field(
+        False,
+        description="Crop at a random place in place of the centre: one for each image, the same in each run. A number "
+        "N: N such crops of each image, of which each step draws one. All are cached: N times the time to encode and "
+        "the disk.",
+    )
+    color_aug: Colours = Field(
+        0,
+        description="A number N: beside each image N versions with slightly other colours (hue turned by up to 16 "
+        "degrees, or gamma 0.95 to 1.05) are cached, and each step draws one: N + 1 times the time and disk.",
+    )
+    recursive: bool = Field(True, description="Read the sub-folders of a folder too.")
+    include: Annotated[tuple[PathText, ...], Field(max_length=MAX_ITEMS)] = Field(
+        (), description="If given, only images that match one of these are used: patterns as for exclude."
+    )
+    exclude: Annotated[tuple[PathText, ...], Field(max_length=MAX_ITEMS)] = Field(
+        (),
+        description="Files and sub-folders to leave out: names, or paths below the folder with slashes. * matches "
+        "anything, also slashes; case does not matter.",
+    )
+    metadata_file: InputFile | None = Field(
+        None,
+        description="A JSON file with captions, as kohya's: image names with caption and tags. The caption file of an "
+        "image takes precedence.",
+    )
+    mask_path: FolderOrBeside | None = Field(
+        None,
+        description="A folder of masks with the names of the images: the loss counts white, not black, grey in part. "
+        "beside: the masks that lie with the images, as NAME-masklabel.png or in a sub-folder such as masks.",
+    )
+    alpha_mask: bool = Field(False, description="Take the alpha channel of each image as its mask.")
+    unmasked_weight: Fraction = Field(0.0, description="Least weight of a place in the loss: that of black in a mask.")
+    control_path: FolderOrBeside | None = Field(
+        None,
+        description="A folder of control images with the names of the images, for models that edit an image: what the "
+        "model is given, while the image is what it should make of it. beside: those that lie with the images, as "
+        "NAME-condlabel.png or in a sub-folder such as _controls.",
+    )
+
+
+class NamedSource(Section):
+    """A folder, or a ``datasets`` source, alone. Its options are those of ``data``."""
+
+    path: InputFolder | None = Field(None, description="A folder of images, with its sub-folders.")
+    dataset: PathOrHubId | None = Field(
+        None,
+        description="A datasets source: hub id, Parquet file or folder, folder of images with a metadata file "
+        "(imagefolder), or a folder written by save_to_disk.",
+    )
+    split: str = Field("train", description="Split of the dataset.")
+    image_column: str = Field("image", description="Column with the image.")
+    caption_column: str | None = Field(
+        "text",
+        description="Column with the caption, or a list of captions; with path, of metadata.jsonl or metadata.csv "
+        "beside the images.",
+    )
+    crop_column: PathText | None = Field(
+        None,
+        description="Column with the part of each image that is used, [x, y, width, height] in pixels of the upright "
+        "image: it is cropped to its bucket in place of the whole; with path, of the same files and of metadata_file.",
+    )
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        if (self.path is None) == (self.dataset is None):
+            raise one_of(self, "path", "dataset")
+        return self
+
+
+MAX_CLASS_IMAGES = 100_000
+OPTIONS_OF_CLASS_IMAGES = ("resolution", "repeats", "loss_weight", "caption_dropout_rate", "flip_aug")
+"""The options of a source that mean something for images that the base draws."""
+OF_CLASS_IMAGES = frozenset((*OPTIONS_OF_CLASS_IMAGES, "is_reg", "class_prompt", "num_class_images"))
+
+
+class DataSource(NamedSource):
+    """One source: a folder of images, or a ``datasets`` source. Options that are not set come from ``data``."""
+
+    loss_weight_column: PathText | None = Field(
+        None,
+        description="Column with the factor of the loss of each image, beside loss_weight: above 0, up to 1000; "
+        "with path, of the same files and of metadata_file.",
+    )
+    is_reg: bool = Field(
+        False,
+        description="These are regularisation images: images of the class without the concept. As many are used in an "
+        "epoch as there are others, and none is held out.",
+    )
+    class_prompt: PathText | None = Field(
+        None,
+        description="In place of path, with is_reg: the base draws the images before training from this prompt, which "
+        "is also their caption. Sampler, steps, guidance and negative prompt are those of sample.",
+    )
+    num_class_images: int = Field(
+        100, gt=0, le=MAX_CLASS_IMAGES, description="Number of images of class_prompt. They stay in the cache."
+    )
+    resolution: Resolutions | None = None
+    repeats: Repeats | None = None
+    loss_weight: Weight | None = None
+    caption_extension: str | None = None
+    caption_fallback: Literal["filename", "trigger", "empty", "error"] | None = None
+    trigger_word: str | None = None
+    caption_prefix: str | None = None
+    caption_suffix: str | None = None
+    enable_wildcard: bool | None = None
+    caption_tag_dropout_rate: Fraction | None = None
+    shuffle_caption: bool | None = None
+    keep_tokens: Tags | None = None
+    caption_dropout_rate: Fraction | None = None
+    flip_aug: bool | None = None
+    random_crop: Crops | None = None
+    color_aug: Colours | None = None
+    recursive: bool | None = None
+    include: Annotated[tuple[PathText, ...], Field(max_length=MAX_ITEMS)] | None = None
+    exclude: Annotated[tuple[PathText, ...], Field(max_length=MAX_ITEMS)] | None = None
+    metadata_file: InputFile | None = None
+    mask_path: FolderOrBeside | None = None
+    alpha_mask: bool | None = None
+    unmasked_weight: Fraction | None = None
+    control_path: FolderOrBeside | None = None
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        if self.class_prompt is not None:
+            return self._only_class_images()
+        if (self.path is None) == (self.dataset is None):
+            raise one_of(self, "path", "dataset")
+        refuse_unread(self, ("num_class_images",), "without class_prompt", "Remove it, or set class_prompt.")
+        return self
+
+    def _only_class_images(self) -> Self:
+        given = [
+            name for name in type(self).model_fields if getattr(self, name) != type(self).model_fields[name].default
+        ]
+        if wrong := [name for name in given if name not in OF_CLASS_IMAGES]:
+            what = "has no effect beside class_prompt, whose images the base draws and which is their caption"
+            raise PydanticCustomError("rule", "{what}", {"what": what, "at": (wrong[0],), "fix": "Remove it."})
+        if not self.is_reg:
+            what, fix = "images that the base draws are regularisation images", "Add is_reg: true."
+            raise PydanticCustomError("rule", "{what}", {"what": what, "at": ("class_prompt",), "fix": fix})
+        return self

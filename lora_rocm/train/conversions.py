@@ -1,0 +1,89 @@
+"""The formats of ``FamilySpec.conversions``, made from a checkpoint without loading the base model."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+
+from lora_rocm.adapters.base import Adapter
+from lora_rocm.adapters.factory import inject
+from lora_rocm.errors import AdapterError
+from lora_rocm.export import writers
+from lora_rocm.export.gguf import require_convertible, write_gguf
+from lora_rocm.export.merged import write_merged
+from lora_rocm.export.metadata import Facts
+from lora_rocm.families.base import LoadedModel, ModelFamily, OwnFiles, WritesWholeModels, family_for
+from lora_rocm.foundation.files import followed
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.rundir.event_types import ExportEvent, NoticeEvent
+from lora_rocm.rundir.events import emit
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.train.checkpoint import Checkpoint
+from lora_rocm.train.standalone import Job
+
+CANNOT_READ = {"merged": (), "gguf": ("PEFT and vLLM (a GGUF adapter is for llama.cpp)",)}
+LOST_SHARE = 0.05
+"""A larger share of the change that rounding loses is told to the user."""
+
+
+def convert(job: Job, run_dir: RunDir, recipe: Recipe, checkpoint: Checkpoint) -> None:
+    """Write one of these formats and check it.
+
+    Raises:
+        AdapterError: the base is not the one that was trained on, or the adapter has no such form.
+        ExportError: the result is not what the adapter does.
+    """
+    family, form = family_for(recipe), job["format"]
+    assert isinstance(family, WritesWholeModels), "as its spec says"
+    files = family.own_files()
+    if checkpoint.facts["base"] != family.base_facts()["identity"]:
+        raise AdapterError(
+            "export-other-base",
+            "The files of the base are not those that this adapter was trained on.",
+            where=f"model.name_or_path: {recipe.model.name_or_path}",
+            fix="Put the base back as it was, or set model.revision to the edition that was trained on.",
+        )
+    # The adapter alone, on a base without weights
+    model = LoadedModel({files.component: family.skeleton(files.component)}, torch.float32, torch.device("cpu"))
+    adapter = inject(family, model, recipe.lora, recipe.train.seed, resumed=True)
+    adapter.load(checkpoint.tensors("ema") or checkpoint.tensors("adapter"))
+    # Write and check
+    path = followed(Path(job["output"])) if job["output"] else run_dir.export_of(form)
+    difference = None
+    if form == "merged":
+        difference = _merge(path, files, adapter, recipe, None if job["output"] else run_dir.path)
+    else:
+        _to_gguf(path, Path(job["converter"]), family, files, model, adapter, recipe, checkpoint)
+    emit(ExportEvent(format=form, path=str(path), max_difference=difference, cannot_read=list(CANNOT_READ[form])))
+
+
+def _merge(path: Path, files: OwnFiles, adapter: Adapter, recipe: Recipe, root: Path | None) -> float:
+    rounding = write_merged(path, files, adapter, root)
+    if recipe.model.quantization != "none":
+        text = f"The adapter was trained on the {recipe.model.quantization} form of the base, and is merged into the"
+        emit(NoticeEvent(text=f"{text} weights of the original files, which are a little different."))
+    if rounding.lost > LOST_SHARE:
+        text = f"Rounding the merged weights to the base's dtype loses {rounding.lost:.0%} of what the adapter changes"
+        emit(NoticeEvent(text=f"{text}. The peft format has all of it."))
+    return rounding.largest
+
+
+def _to_gguf(
+    path: Path,
+    script: Path,
+    family: ModelFamily,
+    files: OwnFiles,
+    model: LoadedModel,
+    adapter: Adapter,
+    recipe: Recipe,
+    checkpoint: Checkpoint,
+) -> None:
+    require_convertible(adapter)
+    with tempfile.TemporaryDirectory(prefix="lora-rocm-") as folder:
+        peft = Path(folder)
+        writers.write("peft", peft, family, adapter, recipe, Facts(**checkpoint.facts["metadata"]))
+        writers.verify("peft", peft, family, model, adapter)
+        base = files.beside[0].parent
+        write_gguf(path, peft / files.component, base, script, recipe.output.dtype, len(adapter.modules))

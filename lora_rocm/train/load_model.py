@@ -1,0 +1,83 @@
+"""The base model with its adapter, on the device by the plan of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import nn
+
+from lora_rocm.adapters.base import Adapter
+from lora_rocm.adapters.factory import inject
+from lora_rocm.adapters.module_names import SD_SCRIPTS
+from lora_rocm.adapters.training_adapter import TrainingAdapter, put_training_adapter
+from lora_rocm.checks import kernel_check
+from lora_rocm.dataset.shape import Shape
+from lora_rocm.device.allocator import empty_pools
+from lora_rocm.device.transfer import DeviceTransfer
+from lora_rocm.errors import ModelError
+from lora_rocm.export.writers import kohya_tensors
+from lora_rocm.families.base import LoadedModel, ModelFamily
+from lora_rocm.kernels.backend import form_for
+from lora_rocm.kernels.weight_format import use_form
+from lora_rocm.memory.controller import Memory, decide
+from lora_rocm.train import compilation
+from lora_rocm.train.context import StartContext, pins
+
+
+def choose_memory(start: StartContext, family: ModelFamily, shapes: Collection[Shape]) -> Memory:
+    """Choose the memory plan, for the largest of these shapes."""
+    largest = max(shapes, key=lambda shape: shape.order)
+    how = (start.recipe, family, start.device, start.dtype, start.settings)
+    return decide(*how, largest, start.context, len(shapes))
+
+
+def load_model(
+    start: StartContext, family: ModelFamily, transfer: DeviceTransfer, memory: Memory
+) -> tuple[LoadedModel, Adapter, TrainingAdapter, bool]:
+    """Load and adapt the model on the CPU, then send it to the device. The returned flag: Triton is used."""
+    recipe = start.recipe
+    compiled = compilation.how_asked(recipe.runtime.compile, start.device) is not None  # made from the unfused modules
+    triton = start.settings.triton and kernel_check.trusted(start.device, start.dtype, start.context.notice)
+    model = family.load(start.dtype, torch.device("cpu"))
+    resumed = start.checkpoint is not None
+    adapter = inject(family, model, recipe.lora, recipe.train.seed, start.context.notice, resumed=resumed)
+    if start.checkpoint is not None:
+        adapter.load_constants(start.checkpoint.tensors("adapter"))
+    if SD_SCRIPTS in recipe.formats:  # refused now and not at the end: some adapters cannot be fused
+        kohya_tensors(family, adapter, start.dtype, SD_SCRIPTS)
+    training_adapter = put_training_adapter(family, model, recipe.model.training_adapter, start.context.notice)
+    adapter.cast_inputs(False)
+    adapter.read = transfer.receive
+    staying = memory.staying(family, model)
+    for name, component in model.components.items():
+        transfer.send_parameters(component, name, staying)
+        _require_finite(component, name, start)
+        component.train()  # the base has no dropout; the adapter may have
+    model.device = start.device
+    family.fuse(model, triton=triton and not compiled)
+    for component in model.components.values():
+        use_form(component, form_for(start.device, triton and not compiled))
+    memory.put(family, model, transfer, pins(start))
+    empty_pools()
+    return model, adapter, training_adapter, triton
+
+
+def _require_finite(component: nn.Module, name: str, start: StartContext) -> None:
+    """Check that no weight of a loaded component is NaN or infinite; it takes one read of the weights.
+
+    Raises:
+        ModelError: one is, in the file or in the precision of the run.
+    """
+    tensors = (*component.named_parameters(), *component.named_buffers())  # scales of packed layers are buffers
+    weights = {path: tensor for path, tensor in tensors if tensor.is_floating_point()}
+    finite_N = torch.stack([weight.isfinite().all().to(start.device) for weight in weights.values()])
+    if not finite_N.all():
+        path = next(path for path, is_finite in zip(weights, finite_N.tolist(), strict=True) if not is_finite)
+        dtype = str(start.dtype).removeprefix("torch.")
+        raise ModelError(
+            "weights-not-finite",
+            f"The weight {name}.{path} holds numbers that are not finite in {dtype}.",
+            where=f"model.name_or_path: {start.recipe.model.name_or_path}",
+            fix="Download the model again, or use another edition; bf16 holds larger numbers than fp16.",
+        )
