@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from lora_rocm.errors import ModelError
+from lora_rocm.families.causal_lm.architecture import states_of
 from lora_rocm.families.causal_lm.family import CausalLM
 from lora_rocm.families.causal_lm.objective import IGNORED, Head, token_distance
 from lora_rocm.families.objectives.loss import LOSS_MASK, losses
 from tests.families.causal_lm.adapted import CLOSE, CPU, TOKENS, Adapted, batch, off, recipe_of, reference
-from tests.tiny_llm import MODELS, write_tiny_llm
+from tests.tiny_llm import MODELS, write_tiny_gpt_oss, write_tiny_llm
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 
@@ -153,3 +154,15 @@ def test_the_part_that_reads_images_is_left_out(tmp_path: Path) -> None:
     names = [name for name, _ in adapted.model.components["model"].named_parameters()]
     assert not any("vision" in name or "projector" in name for name in names)
     assert {name.split(".layers.")[0] for name in adapted.adapter.modules} == {"model.model.language_model"}
+
+
+def test_samples_in_one_row_see_no_other_beside_the_sinks_of_gpt_oss(tmp_path: Path) -> None:
+    """Twice as many tokens as its sliding window."""
+    family = CausalLM(recipe_of(write_tiny_gpt_oss(tmp_path), data={"path": str(tmp_path), "packing": True}))
+    model = family.load(torch.float32, CPU).components["model"]
+    ids_BS, places_BS = batch()["input_ids"], torch.arange(TOKENS)[None]
+    with torch.no_grad():
+        wanted = torch.cat([states_of(model, row[None]) for row in ids_BS], 1)
+        found = states_of(model, ids_BS.reshape(1, -1), places_BS.repeat(1, 2))
+        seeing = states_of(model, ids_BS.reshape(1, -1), torch.arange(2 * TOKENS)[None])
+    assert off(found, wanted) < 1e-2 < off(seeing, wanted)
