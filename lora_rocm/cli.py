@@ -68,6 +68,14 @@ class NumberFormat(StrEnum):
     fp32 = "fp32"
 
 
+class Side(StrEnum):
+    """Who answers in a conversation."""
+
+    both = "both"
+    base = "base"
+    adapter = "adapter"
+
+
 class Shell(StrEnum):
     """Shells for which variables can be printed."""
 
@@ -252,6 +260,27 @@ def sample(
         config=config,
         family=family,
     )
+
+
+@app.command(cls=Command)
+@explained
+def chat(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or its PEFT folder.")],
+    prompt: Annotated[str | None, typer.Option(help="Only answer this.")] = None,
+    system: Annotated[str, typer.Option(help="System prompt.")] = "",
+    side: Annotated[Side, typer.Option(help="Who answers.")] = Side.both,
+    temperature: Annotated[float, typer.Option(min=0.0, max=100.0, help="0: the likeliest token each time.")] = 0.7,
+    top_p: Annotated[
+        float, typer.Option(min=0.001, max=1.0, help="Draw from the likeliest tokens with this share together.")
+    ] = 0.9,
+    max_tokens: Annotated[int, typer.Option(min=1, max=1_000_000, help="Most tokens of an answer.")] = 1024,
+    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Seed of the first answer.")] = 1234,
+) -> int:
+    """Talk with the language model of a run, with its adapter and without it."""
+    from lora_rocm.commands import chat as talk
+
+    options = talk.Options(side.value, system, temperature, top_p, max_tokens, seed)
+    return talk.chat(run, prompt, options)
 
 
 @app.command(cls=Command)

@@ -45,6 +45,7 @@ COMMANDS: dict[str, set[str]] = {
         "--family",
         "--config",
     },
+    "chat": {"RUN", "--prompt", "--system", "--side", "--temperature", "--top-p", "--max-tokens", "--seed"},
     "export": {"RUN", "--format", "--output", "--dtype", "--converter"},
     "tune": {"RECIPE", "--set"},
     "status": {"RUN", "--json"},

@@ -23,12 +23,12 @@ HOLES: dict[str, tuple[int, int, str]] = {
     "checks": (3, 0, TORCH),
     "cli": (2, 0, JSON),
     "commands": (39, 0, JSON),
-    "dataset": (53, 3, ARROW),
+    "dataset": (55, 3, ARROW),
     "device": (10, 5, TORCH),
     "doctor": (5, 1, JSON),
     "errors": (2, 0, JSON),
     "export": (7, 0, LIBRARY),
-    "families": (175, 2, LIBRARY),
+    "families": (180, 2, LIBRARY),
     "foundation": (5, 0, JSON),
     "hardware": (23, 0, JSON),
     "hardware.probe": (14, 1, SYSTEM),
@@ -44,9 +44,9 @@ HOLES: dict[str, tuple[int, int, str]] = {
     "rules": (4, 0, JSON),
     "rundir": (21, 0, JSON),
     "sections": (5, 0, JSON),
-    "supervisor": (21, 0, JSON),
+    "supervisor": (22, 0, JSON),
     "trials": (21, 2, TORCH),
-    "train": (20, 0, JSON),
+    "train": (21, 0, JSON),
 }
 """Room -> ``Any`` written out, ``type: ignore`` comments, why. Triton kernels are not counted: they are no Python."""
 IGNORE = re.compile(r"#\s*type:\s*ignore")

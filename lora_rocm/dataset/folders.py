@@ -30,6 +30,7 @@ from lora_rocm.foundation.terminal_text import legible, one_line
 from lora_rocm.rundir.layout import RUN_MARKS
 
 TEXT_SUFFIX = ".txt"
+TABLE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 BUILTIN_FOLDERS = {"builtin:demo": "demo_images"}
 BUILTIN_TABLES = {"builtin:demo-chats": "demo_chats.jsonl"}
 REPEAT_FOLDER = re.compile(r"(\d{1,4})_(.+)")  # more digits are a date ("20240131_beach")
@@ -233,10 +234,11 @@ def walk_texts(
         DataError: there is no text at all.
     """
     folder, left_out, inclusion, exclusion = Folder(root), LeftOut(), Patterns(include), Patterns(exclude)
-    found, others = dict[str, str](), few()
+    found, others, tables = dict[str, str](), few(), list[str]()
     for path, real in _files(folder, left_out, exclusion, recursive):
         if path.suffix.lower() != TEXT_SUFFIX:
             others.append(shown(real))
+            tables += [shown(path)] if path.suffix.lower() in TABLE_SUFFIXES and not tables else []
         elif include and not inclusion.fit(real):
             left_out.not_included(real, os.path.splitext(path)[0])
         elif found.setdefault(shown(real), real) != real:  # names that differ only in unprintable characters
@@ -246,6 +248,8 @@ def walk_texts(
     if others:
         are = counted(others, "file is", "files are")
         folder.notices.append(f"{are} left out, for only {TEXT_SUFFIX} files are read: {some(others)}.")
+    if tables:
+        folder.notices.append(f"A table of texts is named as dataset in data.sources, not as path: {tables[0]}.")
     if not found:
         raise DataError(
             "data-folder-empty",

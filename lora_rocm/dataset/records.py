@@ -77,6 +77,12 @@ class Pair:
 Record = str | Completion | Conversation | Pair
 
 
+def part(record: Record, number: int) -> Record:
+    """One of the samples that a conversation is cut into, one for each message that is trained on."""
+    assert isinstance(record, Conversation), "only conversations are cut"
+    return record.up_to(record.turns[number])
+
+
 def written(record: Record) -> str:
     """A record as one string. A plain text is itself, unless it begins with ``MARK``."""
     if isinstance(record, str):
@@ -131,7 +137,7 @@ def _of_messages(row: Cells) -> Conversation:
 
 def _of_sharegpt(row: Cells) -> Conversation:
     messages = [
-        {"role": ROLES.get(turn["from"], turn["from"]), "content": turn.get("value")} if "from" in turn else turn
+        {"role": ROLES.get(str(turn["from"]), turn["from"]), "content": turn.get("value")} if "from" in turn else turn
         for turn in _mappings(row["conversations"])
     ]
     system = row.get("system")
@@ -148,7 +154,7 @@ def _of_completion(row: Cells) -> Record:
 
 
 def _of_instruction(row: Cells) -> Conversation:
-    asked = "\n\n".join(part for part in (row["instruction"], row.get("input")) if part)
+    asked = "\n\n".join(_require(part, "The instruction") for part in (row["instruction"], row.get("input")) if part)
     system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
     return _conversation([*system, {"role": "user", "content": asked}, {"role": ANSWERS, "content": row["output"]}])
 
@@ -230,9 +236,7 @@ PROMPT_FIX = "Let both begin with the same prompt, or give it in the column prom
 
 
 def _conversation(messages: Any, tools: Any = None) -> Conversation:
-    if isinstance(tools, str):  # some tables hold them as JSON
-        tools = json.loads(tools)
-    found = Conversation(tuple(map(_message, _mappings(messages))), tuple(tools or ()))
+    found = Conversation(tuple(map(_message, _mappings(messages))), _tools(tools))
     if not found.turns:
         fix = f"Give a message with the role {ANSWERS}, or take the row away."
         raise UnusableText(f"No message has the role {ANSWERS}, so there is nothing to learn.", fix)
@@ -240,6 +244,17 @@ def _conversation(messages: Any, tools: Any = None) -> Conversation:
         if not found.messages[turn].get("tool_calls"):
             _require(found.messages[turn]["content"], f"Message {turn + 1} ({ANSWERS})")
     return found
+
+
+def _tools(tools: Any) -> tuple[Any, ...]:
+    """Descriptions of functions; some tables hold them as JSON."""
+    try:
+        found = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools or []
+    except ValueError:
+        found = None
+    if not isinstance(found, list | tuple):
+        raise UnusableText("Its tools are no list.", "Give a list of functions, or its JSON.")
+    return tuple(found)
 
 
 def _message(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -251,7 +266,9 @@ def _message(given: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(content, list):
         if any(not isinstance(part, Mapping) or part.get("type") != "text" for part in content):
             raise UnusableText("A message holds more than text.", "Take the row away, or leave only its text.")
-        content = "".join(str(part["text"]) for part in content)
+        content = "".join(str(part.get("text", "")) for part in content)
+    if not isinstance(content, str):
+        raise UnusableText("A message holds something else than text.", "Give its content as text.")
     return {**message, "content": content}
 
 

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_rocm.dataset.columns import Lazy
+from lora_rocm.dataset.folders import table_path
 from lora_rocm.dataset.given import Given
 from lora_rocm.dataset.hf_datasets import DatasetRow
+from lora_rocm.dataset.row_reference import resolved
 from lora_rocm.recipe.schema import ResolvedSource
 
 if TYPE_CHECKING:
@@ -76,10 +78,11 @@ class Samples(Lazy[Sample]):
     Args:
         sources: the sources of the recipe.
         batch: an Arrow record batch of samples; None for an empty list.
+        resolves: read the texts that the table only refers to (``row_reference``).
     """
 
-    def __init__(self, sources: Sequence[ResolvedSource], batch: Any = None) -> None:
-        self.sources = sources
+    def __init__(self, sources: Sequence[ResolvedSource], batch: Any = None, resolves: bool = True) -> None:
+        self.sources, self.resolves = sources, resolves
         self._batches, self._new = ([] if batch is None else [batch]), list[tuple[Any, ...]]()
         self._length = sum(map(len, self._batches))
 
@@ -113,6 +116,11 @@ class Samples(Lazy[Sample]):
             none = [*(_texts(()) for _ in TEXTS), *(_numbers(b"") for _ in NUMBERS)]
             self._batches = [pyarrow.concat_batches([pyarrow.record_batch(none, sample_schema()), *self._batches])]
         return self._batches[0]
+
+    @property
+    def stored(self) -> Samples:
+        """The same samples, with the captions as they are in the table: no file is read."""
+        return Samples(self.sources, self.batch, resolves=False)
 
     def at(self, indices: Any) -> Samples:
         """The samples at these indices."""
@@ -158,8 +166,11 @@ class Samples(Lazy[Sample]):
         location: Path | DatasetRow = Path(text_of(place))
         if row >= 0:
             location = DatasetRow(options.dataset or "", options.split, options.image_column, row)
+        text = text_of(caption)
+        if self.resolves and row >= 0 and not width:
+            text = resolved(text, table_path(options.dataset or ""))
         return Sample(
-            text_of(key), source, text_of(folder), location, text_of(caption), width, height, repeats, options,
+            text_of(key), source, text_of(folder), location, text, width, height, repeats, options,
             Given.of_text(text_of(given)),
         )  # fmt: skip
 
@@ -172,7 +183,7 @@ class Samples(Lazy[Sample]):
     def files_of_datasets(self) -> Iterator[str]:
         """Paths of the image files that dataset sources refer to."""
         if any(source.path is None for source in self.sources):
-            for sample in self:
+            for sample in self.stored:
                 if sample.options.path is None and isinstance(sample.location, Path):
                     yield str(sample.location)
 

@@ -12,13 +12,14 @@ from typing import Any, BinaryIO
 from lora_rocm.dataset.folders import shown, table_path
 from lora_rocm.dataset.hf_datasets import opened
 from lora_rocm.dataset.records import UnusableText
+from lora_rocm.dataset.row_reference import MAX_ROW_BYTES
 from lora_rocm.errors import DataError
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.recipe.schema import ResolvedSource
 
-MAX_ROW_BYTES, MAX_ARRAY_BYTES = 1 << 24, 1 << 30
-Row = tuple[str, Mapping[str, Any] | UnusableText]
-"""The row's place, for people, and its cells or why it has none."""
+MAX_ARRAY_BYTES = 1 << 30
+Row = tuple[str, Mapping[str, Any] | UnusableText, int | None]
+"""The row's place, for people; its cells or why it has none; and where its line begins in a file of JSON Lines."""
 NOT_UTF8 = UnusableText("It is not UTF-8 text.", "Save the file as UTF-8.")
 
 
@@ -33,12 +34,12 @@ def rows_of(source: ResolvedSource) -> Iterator[Row]:
     reader = READERS.get(path.suffix.lower())
     if reader is None or not os.path.isfile(path):
         for number, row in enumerate(opened(source.dataset, source.split)):
-            yield f"{source.split}:{number}", row
+            yield f"{source.split}:{number}", row, None
         return
     try:
         with path.open("rb") as file:
-            for line, row in reader(file):
-                yield f"{path.name}:{line}", row
+            for line, row, offset in reader(file):
+                yield f"{path.name}:{line}", row, offset
     except (OSError, csv.Error) as error:
         raise DataError(
             "dataset-unreadable",
@@ -48,25 +49,28 @@ def rows_of(source: ResolvedSource) -> Iterator[Row]:
         ) from error
 
 
-Numbered = Iterator[tuple[int, Mapping[str, Any] | UnusableText]]
+Numbered = Iterator[tuple[int, Mapping[str, Any] | UnusableText, int | None]]
 
 
 def _json_rows(file: BinaryIO) -> Numbered:
     """Rows of JSON Lines, or of one JSON array."""
     if file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"[":
         found = _parsed(read_plain(Path(file.name), MAX_ARRAY_BYTES), list)
-        yield from ((1, found),) if isinstance(found, UnusableText) else enumerate(found, 1)
+        rows = [found] if isinstance(found, UnusableText) else found
+        yield from ((number, row, None) for number, row in enumerate(rows, 1))
         return
     file.seek(0)
-    number = 0
+    number = offset = 0
     while line := file.readline(MAX_ROW_BYTES + 1):
         number += 1
         if len(line) > MAX_ROW_BYTES:
-            yield number, UnusableText(f"The line is longer than {MAX_ROW_BYTES >> 20} MiB.", "Split it.")
+            yield number, UnusableText(f"The line is longer than {MAX_ROW_BYTES >> 20} MiB.", "Split it."), None
             while line and not line.endswith(b"\n"):
+                offset += len(line)
                 line = file.readline(MAX_ROW_BYTES)
         elif line.strip():
-            yield number, _parsed(line, dict)
+            yield number, _parsed(line, dict), offset
+        offset += len(line)
 
 
 def _parsed(content: bytes, kind: type[Any]) -> Any:
@@ -88,7 +92,7 @@ def _csv_rows(file: BinaryIO) -> Numbered:
     reader = csv.DictReader(lines)
     for row in reader:
         bad = any("\udc80" <= letter <= "\udcff" for cell in row.values() for letter in str(cell))
-        yield reader.line_num, NOT_UTF8 if bad else row
+        yield reader.line_num, NOT_UTF8 if bad else row, None
 
 
 READERS: Mapping[str, Callable[[BinaryIO], Numbered]] = {

@@ -11,6 +11,7 @@ from lora_rocm.dataset.hf_datasets import DatasetRow
 from lora_rocm.dataset.left_out import NUM_NAMED
 from lora_rocm.dataset.progress import QUIET_S, Progress, Report, ignore
 from lora_rocm.dataset.records import UnusableText, record_of, written
+from lora_rocm.dataset.row_reference import reference
 from lora_rocm.dataset.sample_table import Sample, Samples
 from lora_rocm.dataset.scan import Scan, scan
 from lora_rocm.dataset.text_rows import rows_of
@@ -39,8 +40,11 @@ class _Findings:
     notices: list[str] = field(default_factory=list)
     lasting: bool = True
 
-    def add(self, sample: Sample, where: str, text: str) -> None:
-        """Add the samples of a text, which are told apart by numbers if there are several."""
+    def add(self, sample: Sample, where: str, text: str, offset: int | None = None) -> None:
+        """Add the samples of a text, which are told apart by numbers if there are several.
+
+        ``offset``: of its line in a file of JSON Lines, where it stays.
+        """
         try:
             parts = self.parts(text)
         except UnusableText as error:
@@ -48,7 +52,9 @@ class _Findings:
             return
         for number, part in enumerate(parts):
             key = sample.key if len(parts) == 1 else f"{sample.key}#{number}"
-            self.samples.append(replace(sample, key=key, caption=part))
+            at = None if part == text else number
+            stored = part if offset is None else reference(part, offset, at, self.pairs)
+            self.samples.append(replace(sample, key=key, caption=stored))
 
 
 def find_samples(recipe: Recipe, report: Report = ignore, *, copies: bool = True, parts: Parts = _whole) -> Scan:
@@ -91,7 +97,7 @@ def scan_texts(data: DataSection, report: Report = ignore, parts: Parts = _whole
 def _scan_table(found: _Findings, index: int, options: ResolvedSource, prefix: str) -> None:
     assert options.dataset is not None, "a source has a path or a dataset"
     name = Path(options.dataset).name
-    for number, (where, row) in enumerate(rows_of(options)):
+    for number, (where, row, offset) in enumerate(rows_of(options)):
         try:
             if isinstance(row, UnusableText):
                 raise row
@@ -100,7 +106,8 @@ def _scan_table(found: _Findings, index: int, options: ResolvedSource, prefix: s
             found.set_aside.append(Problem(shown(f"{options.dataset} {where}"), error.what, error.fix))
             continue
         place = DatasetRow(options.dataset, options.split, "", number)
-        found.add(Sample(prefix + where, index, name, place, text, 0, 0, options.repeats, options), where, text)
+        sample = Sample(prefix + where, index, name, place, text, 0, 0, options.repeats, options)
+        found.add(sample, where, text, offset)
 
 
 def _scan_folder(found: _Findings, index: int, options: ResolvedSource, prefix: str) -> None:

@@ -6,7 +6,7 @@ tokens, D width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -105,6 +105,10 @@ class TextReader(Protocol):
         """
         ...
 
+    def num_tokens(self, text: str) -> int:
+        """The length of a sample, cut to the longest."""
+        ...
+
     def shown(self, text: str) -> str:
         """A sample as the model reads it, with marks around what is trained on."""
         ...
@@ -137,6 +141,23 @@ class PreviewRequest:
     control: str = ""  # file of the control image
     sampler: str = "euler"
     lora_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the tokens of an answer are chosen.
+
+    Attributes:
+        temperature: divisor of the logits; 0: the likeliest token each time.
+        top_p: a token is drawn from the likeliest ones that have this share together (arXiv 1904.09751).
+        max_tokens: most tokens of an answer.
+        seed: of the draws.
+    """
+
+    temperature: float
+    top_p: float
+    max_tokens: int
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -329,6 +350,28 @@ class ModelFamily(Protocol):
         """As ``export_rows``, in files with the names of the original release ("double_blocks.0.img_attn.qkv").
 
         They are read, never written. Empty where these names are those of ``export_key``, or not known.
+        """
+        ...
+
+
+@runtime_checkable
+class Answering(Protocol):
+    """What a family has whose models answer in a conversation."""
+
+    def answer(
+        self, model: LoadedModel, messages: Sequence[Mapping[str, Any]], sampling: Sampling
+    ) -> Generator[str, None, str]:
+        """The answer to a conversation, piece by piece, of the model as it is; "" where a token makes no whole letter.
+
+        Its value is why it ended: "end", or "limit" of tokens.
+
+        Args:
+            model: in eval mode.
+            messages: role and content of each.
+            sampling: how tokens are chosen.
+
+        Raises:
+            UnusableText: from the first piece: the conversation cannot be answered.
         """
         ...
 

@@ -93,7 +93,7 @@ OF_IMAGES = frozenset(
     + ["sample.guidance_scale", "sample.negative_prompt", "data.prior_loss_weight"]
 )
 """Keys of shared sections that are about images: a family whose samples are texts reads none of them."""
-OF_TEXTS = frozenset({"data.max_length"})
+OF_TEXTS = frozenset({"data.max_length", "data.packing"})
 """Keys that only a family reads whose samples are texts."""
 SampleKind = Literal["image", "text", "video"]
 Fp16 = Literal["whole", "products", "never"]

@@ -233,7 +233,7 @@ class Items(Lazy[Item]):
     def _made(self, start: int, stop: int) -> Sequence[Item]:
         part = self.batch.slice(start, stop - start)
         names, rows = part.schema.names, rows_of(part)
-        samples = samples_in(part, self.sources)
+        samples = samples_in(part, self.sources).stored  # an item has no caption
         return [self._item(s, dict(zip(names, row, strict=True))) for s, row in zip(samples, rows, strict=True)]
 
     def _item(self, sample: Sample, row: Mapping[str, Any]) -> Item:

@@ -18,8 +18,11 @@ from lora_rocm.dataset import captions
 from lora_rocm.dataset.batch_sampler import Item
 from lora_rocm.dataset.caption_length import TokenLimit, cut_notice
 from lora_rocm.dataset.columns import Lazy
+from lora_rocm.dataset.hf_datasets import DatasetRow
+from lora_rocm.dataset.packing import rows_of
 from lora_rocm.dataset.progress import QUIET_S, Progress, Report
 from lora_rocm.dataset.regularisation import evened_repeats, unused_notice
+from lora_rocm.dataset.row_reference import joined
 from lora_rocm.dataset.scan import Cropped, Sample, Samples, geometry_of, groups_of, nothing_left, say_copies
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.dataset.text_scan import find_samples
@@ -34,7 +37,7 @@ from lora_rocm.latent_cache.run_encoders import run_encoders
 
 if TYPE_CHECKING:
     from lora_rocm.dataset.entry_spec import EntrySpec
-    from lora_rocm.families.base import ModelFamily, Tensors
+    from lora_rocm.families.base import ModelFamily, Tensors, TextReader
     from lora_rocm.recipe.schema import DataSection, Recipe
 
 MAX_TAGS = 20_000  # tags counted per folder; cut to the most frequent ones at twice as many
@@ -140,18 +143,26 @@ def _manifest(recipe: Recipe, family: ModelFamily, caches: Caches) -> Manifest:
     unused = unused_notice(len(training_N), int(np.count_nonzero(repeats_N[training_N])))
     training_N = training_N[repeats_N[training_N] > 0]
     order_N = np.concatenate([training_N, held_N])
-    usable = usable.repeated(repeats_N).ordered(order_N)
+    usable, count, rows = _in_rows(usable.repeated(repeats_N).ordered(order_N), len(training_N), recipe, reader)
     # Encode the captions, count tokens and collect the keys.
-    texts = _Texts(recipe, usable, len(training_N), report)
+    texts = _Texts(recipe, usable, count, report)
     caches.fill_texts(texts)
     _count_tokens(caches, texts)
     captions = _caption_keys(caches, texts, _pair_keys(caches, texts, memory))
     # Build the manifest.
     unused_N = np.setdiff1d(np.arange(len(found.samples)), cut_N[order_N])
     said = _say_cut(limits, texts) if reader is None else reader.notices
-    notices = *found.notices, *cropped, *copies, *unused, *said, *_say_held_out(texts)
+    notices = (
+        *found.notices,
+        *cropped,
+        *copies,
+        *unused,
+        *said,
+        *_say_held_out(len(training_N), len(held_N), data.validation_split),
+        *rows,
+    )
     entries = [encoder.entry for encoder in caches.encoders]
-    batch, count = usable.table(entries, captions), len(training_N)
+    batch = usable.table(entries, captions)
     return Manifest(
         batch,
         count,
@@ -162,6 +173,30 @@ def _manifest(recipe: Recipe, family: ModelFamily, caches: Caches) -> Manifest:
         other_files=tuple(found.samples.at(unused_N).files_of_datasets()),
         lasting=found.lasting and caches.all_could_be_read,
     )
+
+
+def _in_rows(
+    usable: Usable, num_training: int, recipe: Recipe, reader: TextReader | None
+) -> tuple[Usable, int, list[str]]:
+    """With ``data.packing``, the samples to train on are put together into rows; those of one source in one row.
+
+    Returns the rows and behind them the held-out samples, the number of rows, and notices.
+    """
+    if not recipe.data.packing or reader is None:
+        return usable, num_training, []
+    of_source: dict[int, list[tuple[int, int]]] = {}
+    for index, sample in enumerate(islice(usable.samples, num_training)):
+        of_source.setdefault(sample.source, []).append((index, reader.num_tokens(sample.caption)))
+    rows, stored = Samples(usable.samples.sources), usable.samples.stored
+    for found in of_source.values():
+        for numbers in rows_of([length for _, length in found], recipe.data.max_length):
+            samples = [stored[found[number][0]] for number in numbers]
+            rows.append(replace(samples[0], caption=joined([sample.caption for sample in samples])))
+    count = len(rows)
+    for sample in islice(stored, num_training, None):
+        rows.append(sample)
+    said = f"{num_training} texts are packed into {count} rows of at most {recipe.data.max_length} tokens."
+    return Usable.unfilled(rows, bytearray(NO_CUT * len(rows)), ()), count, [said]
 
 
 def _count_tokens(caches: Caches, texts: _Texts) -> None:
@@ -286,10 +321,13 @@ def _held_out(usable: Usable, ready_N: NDArray[np.int64], share: float) -> NDArr
     """Sorted indices of the samples to hold out."""
     if share == 0.0:
         return ready_N[:0]
-    hashes = {
-        sample.key: usable.sha256(index) or hashlib.sha256(sample.caption.encode()).hexdigest()
-        for index, sample in zip(ready_N.tolist(), usable.samples.at(ready_N), strict=True)
-    }
+    hashes, cut = dict[str, str](), dict[object, list[str]]()
+    for index, sample in zip(ready_N.tolist(), usable.samples.at(ready_N), strict=True):
+        hashes[sample.key] = usable.sha256(index) or hashlib.sha256(sample.caption.encode()).hexdigest()
+        if isinstance(sample.location, DatasetRow) and not usable.sha256(index):
+            cut.setdefault((sample.source, sample.location.index), []).append(sample.key)
+    for parts in cut.values():  # a text that is cut into several samples counts as the last of them
+        hashes |= dict.fromkeys(parts, hashes[parts[-1]])
     held = choose_held_out(hashes, share)
     return np.array([index for index, key in zip(ready_N.tolist(), hashes, strict=True) if key in held], np.int64)
 
@@ -321,10 +359,8 @@ def _say_cut(limits: Sequence[TokenLimit], texts: _Texts) -> tuple[str, ...]:
     return cut_notice(captioned, limits, texts.recipe.spec.trains_on_texts)
 
 
-def _say_held_out(texts: _Texts) -> tuple[str, ...]:
-    ready, share = len(texts.usable), texts.recipe.data.validation_split
-    held = ready - texts.num_training
-    return (f"{held} of {ready} samples are held out for the validation loss.",) if share else ()
+def _say_held_out(training: int, held: int, share: float) -> tuple[str, ...]:
+    return (f"{held} of {training + held} samples are held out for the validation loss.",) if share else ()
 
 
 def _prompts(recipe: Recipe) -> tuple[str, ...]:
@@ -336,7 +372,7 @@ def _facts(texts: _Texts) -> Facts:
     tags: dict[str, Counter[str]] = {}
     shapes: Counter[Shape] = Counter()
     folders: dict[str, dict[str, int]] = {}
-    for index, sample in enumerate(islice(texts.usable.samples, texts.num_training)):
+    for index, sample in enumerate(islice(texts.usable.samples.stored, texts.num_training)):
         counted = tags.setdefault(sample.folder, Counter())
         if not texts.recipe.spec.trains_on_texts:  # a text has no tags, and a LoRA file is given away
             counted.update(captions.tags_of(captions.prepare(sample.caption, sample.options)))

@@ -66,6 +66,11 @@ class DataSection(SourceOptions):
     max_length: int = Field(
         2048, gt=0, le=MAX_TOKENS, description="Most tokens of a text that is trained on; the rest of it is cut off."
     )
+    packing: bool = Field(
+        False,
+        description="Train on rows of several texts, none of which sees another: as many as fit into max_length. "
+        "batch_size then counts rows.",
+    )
     normalize_masked_area_loss: bool = Field(
         True,
         description="Divide the loss of an image by the area of its mask, so that small masks count as much as large "
@@ -298,6 +303,13 @@ class Recipe(Section):
             what = f"{self.spec.title} takes no control images"
             fix = f"Remove it, or set {self.model.for_control}." if self.model.for_control else "Remove it."
             raise PydanticCustomError("rule", "{what}", {"what": what, "at": at, "fix": fix})
+        return self
+
+    @model_validator(mode="after")
+    def _pairs_are_not_packed(self) -> Recipe:
+        if self.data.packing and self.objective.compares_pairs:
+            what, fix = "pairs of answers are not put into rows with others", "Remove it."
+            raise PydanticCustomError("rule", "{what}", {"what": what, "at": ("data", "packing"), "fix": fix})
         return self
 
     @model_validator(mode="after")

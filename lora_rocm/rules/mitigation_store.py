@@ -78,6 +78,7 @@ def _words_of_training(recipe: Recipe) -> list[str]:
         *_base(recipe),
         *([f"{', '.join(map(str, sides))} px"] if recipe.spec.reads("data.resolution") else []),
         *([f"{recipe.data.max_length} tokens"] if recipe.spec.reads("data.max_length") else []),
+        *(["packed"] if recipe.data.packing else []),
         *(["with control images"] if recipe.data.has_controls else []),
         *(["with a training adapter"] if recipe.model.training_adapter else []),
         f"batch {train.batch_size}",

@@ -28,6 +28,13 @@ def _text(value: object) -> str:
     return value if value.isprintable() else legible(value, keep="\n")
 
 
+def _written(value: object) -> str:
+    """What a model writes, safe to print; code may have tabs."""
+    if not isinstance(value, str):
+        raise ValueError("this is not a text")
+    return legible(value, keep="\n\t")
+
+
 def _anything(value: Any) -> Any:
     if isinstance(value, str):
         return _text(value)
@@ -52,6 +59,7 @@ Whole = Annotated[int, Field(gt=-MAX_WHOLE, lt=MAX_WHOLE)]
 Number = Annotated[float, Field(gt=-MAX_NUMBER, lt=MAX_NUMBER)]
 NumberOrNull = Annotated[Number | None, BeforeValidator(_finite)]
 Text = Annotated[str, PlainValidator(_text)]
+Written = Annotated[str, PlainValidator(_written)]
 Anything = Annotated[Any, AfterValidator(_anything)]
 Problem = Annotated[dict[Text, Text], AfterValidator(_problem)]
 
@@ -346,6 +354,28 @@ class DrawnEvent(Event):
     """Previews outside a training run. images: absolute paths."""
 
     images: list[Text]
+
+
+class ReadyEvent(Event):
+    """The model is loaded and waits for prompts. adapter: the file of the adapter, base: the name of its base."""
+
+    adapter: Text
+    base: Text
+
+
+class WrittenEvent(Event):
+    """The next piece of an answer. side: "base" or "adapter"."""
+
+    side: Text
+    text: Written
+
+
+class AnsweredEvent(Event):
+    """The end of an answer. ended: why, "end", "limit" (of tokens), "stopped" or "refused"."""
+
+    side: Text
+    tokens: Whole
+    ended: Text
 
 
 class ComparedEvent(Event):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lora_rocm.errors import AdapterError
 from lora_rocm.foundation.bounded_read import check_plain, read_plain
 from lora_rocm.foundation.files import write_json
 from lora_rocm.rundir.layout import EMBEDDINGS, OF_EMBEDDINGS, RunDir, embeddings_of
@@ -157,3 +158,18 @@ def result_files(run_dir: RunDir) -> list[Path]:
     finals = [run_dir.export_of(form) for form in FILES_OF]
     steps = [path for _, path in run_dir.checkpoint_loras()]
     return [path for path in (*steps, *finals, run_dir.report) if path.exists()]
+
+
+def newest_lora(run_dir: RunDir) -> Path:
+    """The finished LoRA file, or that of the newest checkpoint.
+
+    Raises:
+        AdapterError: there is none yet.
+    """
+    found = [run_dir.checkpoint_lora(updates) for updates, _ in run_dir.list_checkpoints()]
+    for path in [run_dir.lora, *reversed(found)]:
+        if path.exists():
+            return path
+    raise AdapterError(
+        "no-lora-yet", "This run has not written a LoRA file yet.", where=str(run_dir.path), fix="Train on first."
+    )

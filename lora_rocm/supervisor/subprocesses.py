@@ -10,7 +10,8 @@ import json
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +69,75 @@ def follow_tool(
         KeyboardInterrupt: Ctrl-C, SIGTERM or the end of the terminal.
         LoraRocmError: the error event that it wrote.
     """
+    problem: Event | None = None
+    ended = late = False
+    with stop_signals() as asked, started(command, env) as tool:
+        # Pass on its events until it ends or hangs
+        while not ended and not late:
+            if asked.count or asked.closing:
+                raise KeyboardInterrupt
+            ended, events = tool.poll()
+            for event in events:
+                if event["type"] == "error":
+                    problem = event
+                else:
+                    on_event(event)
+            late = not ended and is_late()
+            time.sleep(0 if ended else POLL_S)
+        code, log = tool.child.returncode, tail_bytes(tool.log, 0)
+    # Report
+    if problem is not None:
+        raise error_from_event(problem)
+    return None if late else code, log
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A running heavy child. log: the file of its standard error. reader: of the events that it writes."""
+
+    child: subprocess.Popen[bytes]
+    log: Path
+    reader: EventReader
+
+    def poll(self) -> tuple[bool, list[Event]]:
+        """Whether it has ended, and its new events."""
+        ended = self.child.poll() is not None
+        return ended, self.reader.poll()
+
+    def send(self, request: Mapping[str, Any]) -> None:
+        """Write a request to its standard input, as a JSON line. If it has ended, ``heard`` says so."""
+        assert self.child.stdin is not None
+        with contextlib.suppress(BrokenPipeError, OSError):  # Windows has OSError for a closed pipe
+            self.child.stdin.write(json.dumps(request).encode("ascii") + b"\n")
+            self.child.stdin.flush()
+
+    def heard(self, last: str, count: int = 1, each_round: Callable[[], None] = lambda: None) -> Iterator[Event]:
+        """Its events, up to the ``count``-th of the type ``last``. ``each_round`` is called while waiting for them.
+
+        Raises:
+            LoraRocmError: the error event that it wrote.
+            WorkerDiedError: it has ended before.
+        """
+        while count > 0:
+            each_round()
+            ended, events = self.poll()
+            for event in events:
+                if event["type"] == "error":
+                    raise error_from_event(event)
+                yield event
+                count -= event["type"] == last
+            if ended and count > 0:
+                raise died("The process", self.child.returncode, tail_bytes(self.log, 0))
+            time.sleep(0 if count <= 0 else POLL_S)
+
+
+@contextlib.contextmanager
+def started(command: Sequence[str], env: Mapping[str, str]) -> Iterator[Tool]:
+    """A heavy child with its output in files. It is killed at the end of the context if it still runs."""
     with tempfile.TemporaryDirectory(prefix="lora-rocm-", ignore_cleanup_errors=True) as folder:
         log, output = Path(folder) / "tool.log", Path(folder) / "events.jsonl"
-        reader = EventReader(output)
-        problem: Event | None = None
-        late = False
-        # Start the child with its output in files
-        with log.open("wb") as errors, output.open("wb") as events, stop_signals() as asked:
-            tool = subprocess.Popen(
+        with log.open("wb") as errors, output.open("wb") as events:
+            child = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=events,
@@ -83,27 +145,10 @@ def follow_tool(
                 env=python_environment(env),
                 **own_group(),
             )
-            assert tool.stdin is not None
             try:
-                # Pass on its events until it ends or hangs
-                ended = False
-                while not ended and not late:
-                    if asked.count or asked.closing:
-                        raise KeyboardInterrupt
-                    ended = tool.poll() is not None
-                    for event in reader.poll():
-                        if event["type"] == "error":
-                            problem = event
-                        else:
-                            on_event(event)
-                    late = not ended and is_late()
-                    time.sleep(0 if ended else POLL_S)
+                yield Tool(child, log, EventReader(output))
             finally:
-                _end(tool)
-        # Report
-        if problem is not None:
-            raise error_from_event(problem)
-        return None if late else tool.returncode, tail_bytes(log, 0)
+                _end(child)
 
 
 def _end(tool: subprocess.Popen[bytes]) -> None:

@@ -54,10 +54,8 @@ def convert(job: Job, run_dir: RunDir, recipe: Recipe, checkpoint: Checkpoint) -
         )
     # The adapter alone, on a base without weights
     model = LoadedModel({files.component: family.skeleton(files.component)}, torch.float32, torch.device("cpu"))
-    adapter, trained = (
-        inject(family, model, recipe.lora, recipe.train.seed, resumed=True),
-        checkpoint.tensors("adapter"),
-    )
+    adapter = inject(family, model, recipe.lora, recipe.train.seed, resumed=True)
+    trained = checkpoint.tensors("adapter")
     adapter.load_constants(trained)
     adapter.load(checkpoint.tensors("ema") or trained)
     # Write and check

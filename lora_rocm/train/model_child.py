@@ -1,6 +1,6 @@
-"""The heavy child of ``sample``, ``export`` and ``compare``: ``python -m lora_rocm.train.model_child TOOL JOB.json``.
+"""The heavy child of commands that need a model: ``python -m lora_rocm.train.model_child TOOL JOB.json``.
 
-It writes events to standard output, one JSON object per line.
+TOOL is sample, export, compare or chat. It writes events to standard output, one JSON object per line.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from lora_rocm.recipe.schema import TEXT_KEY, TOKENS_KEY, Recipe
 from lora_rocm.rundir.event_types import DrawnEvent, ErrorEvent, ExportEvent, NoticeEvent
 from lora_rocm.rundir.events import emit
 from lora_rocm.rundir.layout import RunDir
+from lora_rocm.rundir.results import newest_lora
+from lora_rocm.train.chat import chat
 from lora_rocm.train.checkpoint import Checkpoint, latest_valid, read_checkpoint
 from lora_rocm.train.compare import compare
 from lora_rocm.train.conversions import convert
@@ -47,7 +49,7 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
     """Draw images with a LoRA file, on its run's base model or on another."""
     source = Path(job["source"])
     # The LoRA file, its recipe and whether it trains text encoders
-    lora = source if source.is_file() else _lora_of(RunDir(source))
+    lora = source if source.is_file() else newest_lora(RunDir(source))
     recipe = recipe_for(job, lora, registry)
     require_inputs_read(job, recipe)
     width, height = sides_of(job, recipe)
@@ -133,10 +135,8 @@ def export_run(job: Job, registry: Registry = PRODUCT) -> None:
     dtype = compute_dtype(recipe.train.mixed_precision, device, settings, recipe.spec.takes_fp16)
     model = family.load(dtype, torch.device("cpu"))
     # The model with the checkpoint's LoRA
-    adapter, trained = (
-        inject(family, model, recipe.lora, recipe.train.seed, resumed=True),
-        checkpoint.tensors("adapter"),
-    )
+    adapter = inject(family, model, recipe.lora, recipe.train.seed, resumed=True)
+    trained = checkpoint.tensors("adapter")
     adapter.load_constants(trained)
     adapter.load(checkpoint.tensors("ema") or trained)
     # Write, load back and compare
@@ -178,21 +178,6 @@ def _checkpoint_of(run_dir: RunDir, updates: int | None) -> Checkpoint:
             "no-checkpoint", "This run has no valid checkpoint yet.", where=str(run_dir.path), fix="Train on first."
         )
     return newest
-
-
-def _lora_of(run_dir: RunDir) -> Path:
-    """The finished LoRA file, or that of the newest checkpoint.
-
-    Raises:
-        AdapterError: there is none yet.
-    """
-    found = [run_dir.checkpoint_lora(updates) for updates, _ in run_dir.list_checkpoints()]
-    for path in [run_dir.lora, *reversed(found)]:
-        if path.exists():
-            return path
-    raise AdapterError(
-        "no-lora-yet", "This run has not written a LoRA file yet.", where=str(run_dir.path), fix="Train on first."
-    )
 
 
 def require_inputs_read(job: Job, recipe: Recipe) -> None:
@@ -301,7 +286,12 @@ def _free_name(folder: Path, stem: str, ending: str) -> Path:
     return path
 
 
-TOOLS: dict[str, Callable[[Job, Registry], None]] = {"sample": sample, "export": export_run, "compare": compare}
+TOOLS: dict[str, Callable[[Job, Registry], None]] = {
+    "sample": sample,
+    "export": export_run,
+    "compare": compare,
+    "chat": chat,
+}
 
 
 def main(registry: Registry = PRODUCT) -> int:

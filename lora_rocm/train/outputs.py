@@ -13,6 +13,7 @@ from PIL import Image
 
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.training_adapter import TrainingAdapter
+from lora_rocm.dataset.row_reference import separated
 from lora_rocm.dataset.sample_table import Sample
 from lora_rocm.dataset.scan import load_image
 from lora_rocm.device.allocator import empty_pools
@@ -271,9 +272,9 @@ class Artifacts:
     def _concept(self, before: list[Path], after: list[Path]) -> dict[str, Any]:
         """The concept score before and after training (``concept_score``); empty if no training image is readable."""
         training = list[concept_score.Sample]()
-        for sample in self.prepared.samples[:MAX_CONCEPT_SAMPLES]:
+        for index in range(min(MAX_CONCEPT_SAMPLES, len(self.prepared.samples))):
             with suppress(DataError):  # it may be gone since it was encoded; the score works without it
-                training.append(self._trained_on(sample))
+                training += self._trained_on(self.prepared.samples[index])
         if not training:
             self.session.context.notice("No concept score: none of the training images can be read any more.")
             return {}
@@ -283,10 +284,11 @@ class Artifacts:
         self.session.context.emit(ConceptEvent(score=found.score, control=found.control, detail=found.distances))
         return {"concept": asdict(found)}
 
-    def _trained_on(self, sample: Sample) -> concept_score.Sample:
+    def _trained_on(self, sample: Sample) -> list[concept_score.Sample]:
         if self.recipe.spec.preview == "image":
-            return load_image(sample)
-        return sample.caption if self.family.texts is None else self.family.texts.trained(sample.caption)
+            return [load_image(sample)]
+        reader = self.family.texts
+        return [text if reader is None else reader.trained(text) for text in separated(sample.caption)]
 
     def _write(self, form: str, path: Path, position: Position) -> tuple[FileDigest, ...]:
         facts = self._facts(position)

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lora_rocm.dataset.records import MARK, Completion, Conversation, Pair, UnusableText, read, record_of, written
 from lora_rocm.dataset.text_rows import rows_of
@@ -59,6 +61,12 @@ def test_a_plain_text_stays_itself_even_if_it_looks_like_a_record() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}, ANSWER]}, "more than text"),
         ({"prompt": "2+2=", "completion": ""}, "The completion is empty"),
         ({"text": None}, "The text is empty"),
+        ({"messages": [ASK, ANSWER], "tools": "add"}, "tools are no list"),
+        ({"messages": [ASK, ANSWER], "tools": {"name": "add"}}, "tools are no list"),
+        ({"messages": [{**ASK, "content": 4}, ANSWER]}, "something else than text"),
+        ({"messages": [{**ASK, "content": [{"type": "text"}]}, {**ANSWER, "content": []}]}, "Message 2 .* is empty"),
+        ({"conversations": [{"from": ["human"], "value": "a"}]}, "has no role"),
+        ({"instruction": ["a"], "output": "b"}, "The instruction is no text"),
     ],
 )
 def test_what_cannot_be_learned_from_is_named(row: dict[str, Any], reason: str) -> None:
@@ -171,5 +179,31 @@ def test_lines_are_read_one_by_one(tmp_path: Path) -> None:
     path.write_bytes(b'{"text": "a"}\n' + b"x" * (1 << 25) + b'\n{"text": "b"}\n')
     (source,) = DataSection(sources=(DataSource(dataset=str(path)),)).resolved_sources()
     rows = list(rows_of(source))
-    assert [row for _, row in rows if isinstance(row, dict)] == [{"text": "a"}, {"text": "b"}]
+    assert [row for _, row, _ in rows if isinstance(row, dict)] == [{"text": "a"}, {"text": "b"}]
     assert isinstance(rows[1][1], UnusableText) and "longer than 16 MiB" in rows[1][1].what
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.sampled_from(["", "a", "assistant", "user", "{", "[1]", "text"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "from", "value", "type", "text", "tool_calls"]), inner, max_size=4
+        )
+    ),
+    max_leaves=8,
+)
+COLUMNS = ("messages", "conversations", "prompt", "completion", "instruction", "input", "output", "system", "tools", "text")  # fmt: skip  # noqa: E501
+
+
+@pytest.mark.slow
+@given(st.dictionaries(st.sampled_from(COLUMNS), JSON, max_size=5))
+@settings(max_examples=2000)
+def test_any_row_is_a_record_or_named(row: dict[str, Any]) -> None:
+    """A row of any JSON never ends a run."""
+    try:
+        record = record_of(row)
+    except UnusableText as error:
+        assert error.what and error.fix
+    else:
+        assert read(written(record)) == record

@@ -48,8 +48,9 @@ def test_what_is_no_text_is_set_aside_and_said(tmp_path: Path, monkeypatch: pyte
         "The text is empty.",
         "The text cannot be read: it is larger than 0 KiB.",
     ]
-    unused, others = found.notices
+    unused, others, table = found.notices
     assert "nothing*" in unused and others == "1 file is left out, for only .txt files are read: list.csv."
+    assert table.endswith(f"named as dataset in data.sources, not as path: {tmp_path / 'list.csv'}.")
 
 
 def test_folders_are_walked_as_the_recipe_says(tmp_path: Path) -> None:

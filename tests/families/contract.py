@@ -35,7 +35,7 @@ from tests.families.toy_families import TOYS
 from tests.lora_files import write_random_lora
 from tests.tiny_anima import write_tiny_anima
 from tests.tiny_flux import write_tiny_flux
-from tests.tiny_llm import write_tiny_llm
+from tests.tiny_llm import MODELS, write_tiny_llm
 from tests.tiny_models import RUN_TARGETS, SHALLOW, write_tiny_sdxl
 from tests.tiny_sd import write_tiny_sd
 from tests.tiny_z_image import write_tiny_z_image
@@ -80,6 +80,9 @@ SOME_OF_EACH = {
     "causal-lm": r"model\.layers\.\d\.(self_attn\.(q_proj|o_proj)|mlp\.down_proj)",
     "anima": r"transformer_blocks\.\d\.(attn1\.to_q|attn2\.to_out\.0|ff\.net\.2)",
 }
+ARCHITECTURES = tuple(name for name in MODELS if name not in ("llama", "smollm"))
+PACKED = "packed"
+"""A variant of language models whose samples are packed into rows."""
 TEXTS = ("one\r\ntwo", "three and four, and so on", "five six", "ä" * 15, "x" * 200)
 
 
@@ -88,16 +91,18 @@ class Its:
     """A family of the contract.
 
     formats: in which its result is written, each loaded back.
+    variant: of language models, the architecture in place of the usual one, or PACKED.
     """
 
     name: str
     folder: Path
     lora: dict[str, Any]
     formats: tuple[str, ...]
+    variant: str = ""
     _adapted: dict[torch.device, Adapted] = field(default_factory=dict)
 
     @classmethod
-    def write(cls, name: str, folder: Path) -> Its:
+    def write(cls, name: str, folder: Path, variant: str = "") -> Its:
         """Write its data, and its base if that is one of files."""
         texts = TOYS[name].trains_on_texts
         for number, caption in enumerate(TEXTS if texts else CAPTIONS):
@@ -113,6 +118,8 @@ class Its:
         elif name.startswith("sd"):
             scheduler = {"prediction_type": "v_prediction"} if name == "sd2" else {}
             write_tiny_sd(folder / "base", name, SHALLOW_SD, **scheduler)  # type: ignore[arg-type]
+        elif variant in ARCHITECTURES:
+            write_tiny_llm(folder / "base", variant)
         elif name in TRANSFORMERS:
             TRANSFORMERS[name](folder / "base")
         for number in range(len(CAPTIONS)) if name == "flux" else ():
@@ -120,17 +127,19 @@ class Its:
         if pattern := TRAINING_ADAPTERS.get(name):
             its, component = cls.there(name, folder), TOYS[name].component
             write_random_lora(its.training_adapter, component, its.family.skeleton(component), pattern)
-        return cls.there(name, folder)
+        return cls.there(name, folder, variant)
 
     @classmethod
-    def there(cls, name: str, folder: Path) -> Its:
+    def there(cls, name: str, folder: Path, variant: str = "") -> Its:
         """As written before."""
         lora: dict[str, Any] = {"rank": 2, "targets": "attention-mlp"}
         if name in SOME_OF_EACH:
             lora |= {"targets": [SOME_OF_EACH[name]], "alpha": 1}
         elif not name.startswith("toy"):
             lora |= {"targets": [RUN_TARGETS], "train_text_encoder": name == "sd15"}
-        return cls(name, folder, lora, FORMATS[name])
+        if variant:
+            lora |= {"targets": "all-linear"}
+        return cls(name, folder, lora, FORMATS[name], variant)
 
     @property
     def training_adapter(self) -> Path:
@@ -142,6 +151,7 @@ class Its:
         spec = TOYS[self.name]
         sizes = {"resolution": 64, "bucket_step": 32} if spec.reads("data.resolution") else {}
         sides = {"width": 64, "height": 64} if spec.reads("sample.width") else {}
+        packing = {"packing": True, "max_length": 64} if self.variant == PACKED else {}
         controls = {"control_path": str(self.folder / "controls")} if self.name == "flux" else {}
         model = {"variant": "kontext"} if self.name == "flux" else {}
         if self.name in TRAINING_ADAPTERS:
@@ -150,7 +160,7 @@ class Its:
         return recipe_from(
             {
                 "model": {"family": self.name, "name_or_path": str(self.folder / "base"), **model},
-                "data": {"path": str(self.folder / "data"), **sizes, **controls},
+                "data": {"path": str(self.folder / "data"), **sizes, **controls, **packing},
                 "lora": self.lora,
                 "optim": {"learning_rate": 1e-2},
                 "train": {"max_train_steps": 4, "batch_size": 2, "mixed_precision": "no"},

@@ -39,7 +39,7 @@ from lora_rocm.train import preview
 from lora_rocm.train.check_child import weigh
 from lora_rocm.train.graphs import Graphs, Passed
 from lora_rocm.train.session import Session
-from tests.families.contract import CPU, Adapted, Its, die
+from tests.families.contract import ARCHITECTURES, CPU, PACKED, Adapted, Its, die
 from tests.families.toy_families import TOYS
 from tests.memory.test_footprint import Real
 from tests.train.test_graphs import Fake
@@ -59,11 +59,13 @@ CLOSE = 2e-5
 @pytest.fixture(
     scope="module",
     params=[  # they share the code of sdxl
-        pytest.param(name, marks=pytest.mark.slow) if name in ("sd15", "sd2") else name for name in TOYS.names
+        *(pytest.param(name, marks=pytest.mark.slow) if name in ("sd15", "sd2") else name for name in TOYS.names),
+        *(pytest.param(f"causal-lm {variant}", marks=pytest.mark.slow) for variant in (*ARCHITECTURES, PACKED)),
     ],
 )
 def its(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Its:
-    return Its.write(request.param, tmp_path_factory.mktemp(request.param))
+    name, _, variant = request.param.partition(" ")
+    return Its.write(name, tmp_path_factory.mktemp(name), variant)
 
 
 @pytest.fixture(autouse=True)
@@ -239,6 +241,16 @@ def test_captured_passes_are_the_eager_ones(its: Its, device: torch.device) -> N
     assert not said and any(graphs.captured.values())
     adapted.engine.release()
     adapted.engine.graphs = None
+
+
+@pytest.mark.parametrize("variant", [*ARCHITECTURES, PACKED])
+def test_each_kind_of_language_model_keeps_the_main_part_of_it(variant: str, tmp_path: Path) -> None:
+    """The whole of it is slow."""
+    its = Its.write("causal-lm", tmp_path, variant)
+    test_a_batch_is_its_samples(its, CPU)
+    test_padding_changes_nothing(its, CPU)
+    test_what_is_not_kept_gives_the_plain_gradients_to_the_bit(its, CPU)
+    test_a_batch_in_parts_has_the_gradients_of_the_whole(its, CPU)
 
 
 def flipped(batch: Batch) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
 from lora_rocm.base_models import conversion
@@ -15,7 +15,7 @@ from lora_rocm.base_models.config_file import DOWNLOAD_AGAIN, read_config
 from lora_rocm.base_models.conversion import State
 from lora_rocm.base_models.loading import Layout, Part
 from lora_rocm.errors import ModelError
-from lora_rocm.families.causal_lm.attention import NAME
+from lora_rocm.families.causal_lm.attention import APART, NAME, samples_apart
 from lora_rocm.families.causal_lm.objective import Head
 from lora_rocm.foundation.terminal_text import printable
 
@@ -145,6 +145,19 @@ def decoder(model: nn.Module) -> Any:
     return whole.get_decoder()
 
 
+def states_of(model: nn.Module, ids_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
+    """The last hidden states of tokens [B, S, D].
+
+    positions_BS: the place of each token in its sample, if a row has several; none of these sees another.
+    """
+    inside, more = decoder(model), dict[str, Tensor]()
+    if positions_BS is not None:
+        dtype = inside.get_input_embeddings().weight.dtype
+        more = {"position_ids": positions_BS, APART: samples_apart(positions_BS, dtype)}
+    states_BSD: Tensor = inside(input_ids=ids_BS, use_cache=False, **more).last_hidden_state
+    return states_BSD
+
+
 def head_of(model: nn.Module) -> Head:
     """The head of a model, with the model's scale and soft cap."""
     whole: Any = model
@@ -166,7 +179,7 @@ def require_same(model: nn.Module, where: str) -> None:
         return
     inside = decoder(model)
     ids_BS = torch.arange(PROBE_TOKENS)[None]
-    ours = head_of(model)(inside(input_ids=ids_BS, use_cache=False).last_hidden_state)
+    ours = head_of(model)(states_of(model, ids_BS))
     config._attn_implementation = inside.config._attn_implementation = "eager"
     theirs = whole(input_ids=ids_BS, use_cache=False).logits.float()
     config._attn_implementation = inside.config._attn_implementation = NAME
@@ -176,4 +189,30 @@ def require_same(model: nn.Module, where: str) -> None:
             f"A model of the type {config.model_type} computes otherwise here than in transformers.",
             where=where,
             fix=f"Use another model, and please report this. {DOWNLOAD_AGAIN}",
+        )
+
+
+@torch.no_grad()
+def require_apart(model: nn.Module, where: str) -> None:
+    """Compare the states of two samples in one row with those of each alone, in an architecture that no test knows.
+
+    Raises:
+        ModelError: packing-unequal.
+    """
+    whole: Any = model
+    if whole.config.model_type in COMPARED:
+        return
+    ids_BS, places_BS = torch.arange(PROBE_TOKENS)[None], torch.arange(PROBE_TOKENS // 2)[None]
+    try:
+        found = states_of(model, ids_BS, torch.cat([places_BS, places_BS], 1))
+        wanted = torch.cat([states_of(model, half_BS) for half_BS in ids_BS.split(PROBE_TOKENS // 2, 1)], 1)
+        equal = float((found - wanted).norm()) <= CLOSE * float(wanted.norm())
+    except TypeError:  # it hands on no arguments to its attention
+        equal = False
+    if not equal:
+        raise ModelError(
+            "packing-unequal",
+            f"In a model of the type {whole.config.model_type}, samples in one row see each other.",
+            where=where,
+            fix="Remove data.packing.",
         )

@@ -15,7 +15,17 @@ from typing import Any
 from jinja2 import TemplateError
 from tokenizers import Tokenizer
 
-from lora_rocm.dataset.records import ANSWERS, Completion, Conversation, Pair, Record, UnusableText, read, written
+from lora_rocm.dataset.records import (
+    ANSWERS,
+    Completion,
+    Conversation,
+    Pair,
+    Record,
+    UnusableText,
+    part,
+    read,
+    written,
+)
 from lora_rocm.errors import DataError
 
 BREAKS = "\ue0f1\ue0f2\ue0f3\ue0f4"
@@ -67,16 +77,20 @@ class ChatTokenizer:
         if self._pairs:
             return self._pair(record)
         if isinstance(record, Conversation) and not record.last_only and not self._keeps_its_beginnings(record):
-            records: list[Record] = [record.up_to(turn) for turn in record.turns]
+            records = [part(record, number) for number in range(len(record.turns))]
         else:
             records = [record]
-        for part in records:
-            self._checked(part)
-        return [written(part) for part in records]
+        for each in records:
+            self._checked(each)
+        return [written(each) for each in records]
 
-    def _checked(self, part: Record) -> Tokens:
+    def num_tokens(self, text: str) -> int:
+        """As ``TextReader.num_tokens``."""
+        return len(self.tokens(read(text)).ids)
+
+    def _checked(self, record: Record) -> Tokens:
         """The tokens of a sample that has some to train on; counts those that are cut."""
-        found = self.tokens(part)
+        found = self.tokens(record)
         self._num_cut += found.whole > self.max_length
         if not any(found.trained):
             raise UnusableText(

@@ -7,14 +7,13 @@ answers of a pair (the chosen one first).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
 
 from lora_rocm.base_models import hub
 from lora_rocm.base_models.loading import BUILTIN_PREFIX, WEIGHTS_MEMORY, Source, builtin_folder
@@ -22,11 +21,12 @@ from lora_rocm.base_models.random_weights import PREFIX, RandomSource
 from lora_rocm.cache_files.hash_memory import HashMemory
 from lora_rocm.dataset.caption_length import TokenLimit
 from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, Pad, TensorSpec
-from lora_rocm.dataset.records import Pair, read
+from lora_rocm.dataset.records import Pair, UnusableText, read
+from lora_rocm.dataset.row_reference import separated
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import ModelError
-from lora_rocm.families.base import Encode, Encoder, Inputs, LoadedModel, OwnFiles, PreviewRequest, Tensors
+from lora_rocm.families.base import Encode, Encoder, Inputs, LoadedModel, OwnFiles, PreviewRequest, Sampling, Tensors
 from lora_rocm.families.causal_lm.architecture import (
     COMPONENT,
     Blocks,
@@ -34,17 +34,20 @@ from lora_rocm.families.causal_lm.architecture import (
     head_of,
     layout_of,
     prepared,
+    require_apart,
     require_same,
+    states_of,
 )
 from lora_rocm.families.causal_lm.chat import ChatTokenizer, Tokens
 from lora_rocm.families.causal_lm.fused_blocks import fuse as fuse_blocks
+from lora_rocm.families.causal_lm.generation import next_tokens, pieces_of, places_of
 from lora_rocm.families.causal_lm.objective import IGNORED, NextToken, Preference, fuse_head, token_distance
 from lora_rocm.families.causal_lm.spec import TOKENS_MULTIPLE, LanguageSection
 from lora_rocm.families.component_check import check_component
 from lora_rocm.families.objectives.base import Prediction
 from lora_rocm.families.objectives.loss import LOSS_MASK
 from lora_rocm.families.recompute import Recomputing, evaluating
-from lora_rocm.families.tokenizers import digest
+from lora_rocm.families.tokenizers import digest, unreadable
 from lora_rocm.families.transformer.language_model import load_tokenizer
 from lora_rocm.kernels.backend import form_for
 from lora_rocm.kernels.quantised import quantised
@@ -52,7 +55,7 @@ from lora_rocm.kernels.weight_format import WeightFormat
 from lora_rocm.recipe.schema import Recipe
 
 ENCODING_VERSION = 1  # increase it if the same tokenizer would give other tensors
-IDS, LABELS, START = "input_ids", "labels", "start_log_probs"
+IDS, LABELS, POSITIONS, START = "input_ids", "labels", "positions", "start_log_probs"
 WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
 TOKENIZER = ("tokenizer*", "chat_template*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt")
 OF_TOKENIZER = (*TOKENIZER, "*.model")
@@ -128,7 +131,10 @@ class CausalLM:
 
     @cached_property
     def texts(self) -> ChatTokenizer:
-        tokenizer, asked = load_tokenizer(self.source.tokenizer_path("tokenizer")), self._asked
+        folder, asked = self.source.tokenizer_path("tokenizer"), self._asked
+        tokenizer = load_tokenizer(folder)
+        if not hasattr(tokenizer, "backend_tokenizer"):
+            raise unreadable(folder, f"{type(tokenizer).__name__} has no tokenizer.json, which tells where tokens end")
         most, name = self.recipe.data.max_length, self.source.name
         return ChatTokenizer(tokenizer, most, asked.train_on, name, asked.compares_pairs)
 
@@ -139,7 +145,9 @@ class CausalLM:
         return objective
 
     def encoders(self) -> Sequence[Encoder]:
-        return [PairsEncoder(self) if self._asked.compares_pairs else TokensEncoder(self)]
+        if self._asked.compares_pairs:
+            return [PairsEncoder(self)]
+        return [PackedEncoder(self) if self.recipe.data.packing else TokensEncoder(self)]
 
     @property
     def cache_spec(self) -> Mapping[str, TensorSpec]:
@@ -182,7 +190,10 @@ class CausalLM:
     def load(self, dtype: torch.dtype, device: torch.device) -> LoadedModel:
         assert self.notices is not None, "the base was checked"
         model = prepared(self.source.load(COMPONENT, dtype, device, self.weight_format(COMPONENT)))
-        require_same(model, f"model.name_or_path: {self.source.name}")
+        where = f"model.name_or_path: {self.source.name}"
+        require_same(model, where)
+        if self.recipe.data.packing:
+            require_apart(model, where)
         return LoadedModel({COMPONENT: model}, dtype, device)
 
     def skeleton(self, component: str) -> nn.Module:
@@ -207,7 +218,8 @@ class CausalLM:
             zeros_BPS = torch.zeros(rows, 2, shape["tokens"], dtype=torch.int64)
             return {IDS: zeros_BPS, LABELS: zeros_BPS.clone(), START: torch.zeros(rows, 2)}
         zeros_BS = torch.zeros(rows, shape["tokens"], dtype=torch.int64)
-        return {IDS: zeros_BS, LABELS: zeros_BS.clone(), LOSS_MASK: torch.ones(rows, shape["tokens"])}
+        found = {IDS: zeros_BS, LABELS: zeros_BS.clone(), LOSS_MASK: torch.ones(rows, shape["tokens"])}
+        return {**found, POSITIONS: zeros_BS.clone()} if self.recipe.data.packing else found
 
     def fuse(self, model: LoadedModel, triton: bool = True) -> None:
         form = form_for(model.device, triton)
@@ -218,7 +230,7 @@ class CausalLM:
         if self._asked.compares_pairs:
             return self._compared(model, batch)
         component = model.components[COMPONENT]
-        states_BSD = decoder(component)(input_ids=batch[IDS], use_cache=False).last_hidden_state
+        states_BSD = states_of(component, batch[IDS], batch.get(POSITIONS))
         head, dtype = head_of(component), states_BSD.dtype
         weight_B = states_BSD.new_ones(len(states_BSD), dtype=torch.float32)
         return Prediction(states_BSD, batch[LABELS], weight_B, lambda x, y: token_distance(head, x.to(dtype), y))
@@ -254,16 +266,24 @@ class CausalLM:
             return [self._answer(model, request.prompt, request.steps) for request in requests]
 
     def _answer(self, model: LoadedModel, prompt: str, most: int) -> str:
-        component, written = model.components[COMPONENT], list[int]()
-        tokenizer, cache = self.texts.tokenizer, DynamicCache(config=decoder(component).config)
-        ends = {tokenizer.eos_token_id, *self.texts.end_ids}
         ids = self.texts.prompt_ids([{"role": "user", "content": prompt}])
-        while len(written) < most and (not written or written[-1] not in ends):
-            ids_BS = torch.tensor([ids], device=model.device)
-            states_BSD = decoder(component)(input_ids=ids_BS, past_key_values=cache, use_cache=True).last_hidden_state
-            ids = [int(head_of(component)(states_BSD[:, -1]).argmax())]
-            written += ids
-        return str(tokenizer.decode(written, skip_special_tokens=True))
+        tokens = next_tokens(model.components[COMPONENT], ids, Sampling(0.0, 1.0, most, 0), self._ends)
+        return str(self.texts.tokenizer.decode([*tokens], skip_special_tokens=True))
+
+    @property
+    def _ends(self) -> set[int]:
+        return {self.texts.tokenizer.eos_token_id, *self.texts.end_ids}
+
+    def answer(
+        self, model: LoadedModel, messages: Sequence[Mapping[str, Any]], sampling: Sampling
+    ) -> Generator[str, None, str]:
+        """As ``Answering.answer``."""
+        component, ids = model.components[COMPONENT], self.texts.prompt_ids(messages)
+        places = places_of(component)
+        if places is not None and len(ids) >= places:
+            what = f"The conversation has {len(ids)} tokens, and the model reads {places}."
+            raise UnusableText(what, "Begin a new one.")
+        return (yield from pieces_of(next_tokens(component, ids, sampling, self._ends), self.texts.tokenizer))
 
     @property
     def structure(self) -> str:
@@ -318,6 +338,21 @@ class TokensEncoder:
         return partial(_encoded, self._family.texts)
 
 
+class PackedEncoder(TokensEncoder):
+    """Makes tokens of a row of samples (``row_reference.joined``), and the place of each token in its sample."""
+
+    entry = EntrySpec(
+        "rows",
+        (CAPTION,),
+        {**TokensEncoder.entry.tensors, POSITIONS: TensorSpec("int64", "S", Pad("S"))},
+        follows_shape=True,
+        share=LOSS_MASK,
+    )
+
+    def load(self, door: DeviceTransfer) -> Encode:
+        return partial(_encoded_row, self._family.texts)
+
+
 class PairsEncoder(TokensEncoder):
     """Makes tokens of the two answers of a sample, each behind their prompt: ids, and the next tokens that count."""
 
@@ -333,7 +368,14 @@ class PairsEncoder(TokensEncoder):
 
 
 def _encoded(reader: ChatTokenizer, inputs: Inputs) -> Tensors:
-    return _filled(reader.tokens(read(str(inputs[CAPTION]))), 0)
+    return _filled([reader.tokens(read(str(inputs[CAPTION])))], 0)
+
+
+def _encoded_row(reader: ChatTokenizer, inputs: Inputs) -> Tensors:
+    samples = [reader.tokens(read(text)) for text in separated(str(inputs[CAPTION]))]
+    tensors = _filled(samples, 0)
+    places = [place for sample in samples for place in range(len(sample.ids))]
+    return {**tensors, POSITIONS: torch.tensor([*places, *range(len(tensors[IDS]) - len(places))])}
 
 
 def _encoded_pair(reader: ChatTokenizer, inputs: Inputs) -> Tensors:
@@ -341,15 +383,17 @@ def _encoded_pair(reader: ChatTokenizer, inputs: Inputs) -> Tensors:
     record = read(str(inputs[CAPTION]))
     answers = (record.chosen, record.rejected) if isinstance(record, Pair) else (record, record)
     found = [reader.tokens(answer) for answer in answers]
-    filled = [_filled(tokens, max(len(each.ids) for each in found)) for tokens in found]
+    filled = [_filled([tokens], max(len(each.ids) for each in found)) for tokens in found]
     return {name: torch.stack([tensors[name] for tensors in filled]) for name in (IDS, LABELS)}
 
 
-def _filled(found: Tokens, length: int) -> Tensors:
-    """The tensors of a text, filled up to a length and to the next multiple."""
-    fill = max(length - len(found.ids), 0)
-    fill += -(len(found.ids) + fill) % TOKENS_MULTIPLE
-    ids, trained = [*found.ids, *[0] * fill], [*found.trained[1:], *[False] * (fill + 1)]
+def _filled(samples: Sequence[Tokens], length: int) -> Tensors:
+    """The tensors of texts, one behind the other, filled up to a length and to the next multiple."""
+    ids = [token for sample in samples for token in sample.ids]
+    trained = [counts for sample in samples for counts in (*sample.trained[1:], False)]  # the last one has no next
+    fill = max(length - len(ids), 0)
+    fill += -(len(ids) + fill) % TOKENS_MULTIPLE
+    ids, trained = [*ids, *[0] * fill], [*trained, *[False] * (len(ids) + fill - len(trained))]
     labels = [token if counts else IGNORED for token, counts in zip([*ids[1:], 0], trained, strict=True)]
     return {
         IDS: torch.tensor(ids),
@@ -361,6 +405,6 @@ def _filled(found: Tokens, length: int) -> Tensors:
 def _log_probs(model: LoadedModel, ids_BPS: Tensor, labels_BPS: Tensor) -> Tensor:
     """The log-probability of each answer, summed over its tokens: float32 [B, P]."""
     component = model.components[COMPONENT]
-    states_NSD = decoder(component)(input_ids=ids_BPS.flatten(0, 1), use_cache=False).last_hidden_state
+    states_NSD = states_of(component, ids_BPS.flatten(0, 1))
     each_NS = token_distance(head_of(component), states_NSD, labels_BPS.flatten(0, 1))
     return -each_NS.sum(1).view(ids_BPS.shape[:2])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.activations import GELUTanh, SiLUActivation
 
 from lora_rocm.families.adopt import adopt
-from lora_rocm.families.causal_lm.attention import causal
+from lora_rocm.families.causal_lm.attention import APART, causal
 from lora_rocm.kernels.backend import Form
 from lora_rocm.kernels.gated import Activation, gated
 from lora_rocm.kernels.made_again import Made, made, made_again
@@ -42,7 +42,7 @@ JOINT_ATTENTION = ("qkv_proj", "o_proj")
 HEAD_NORMS = ("q_norm", "k_norm")
 SEPARATE_MLP = ("gate_proj", "up_proj", "down_proj", "act_fn")
 JOINT_MLP = ("gate_up_proj", "down_proj", "activation_fn")
-KNOWN_ARGUMENTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "position_embeddings"}
+KNOWN_ARGUMENTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "position_embeddings", APART}
 
 
 @dataclass(frozen=True)
@@ -133,6 +133,7 @@ class FusedBlock(nn.Module):
                 None,
                 scaling=attention.scaling,
                 sliding_window=self.parts.window,
+                apart_B1SS=given.get(APART),
             )
         output = attention.o_proj(mixed.flatten(2))
         return output

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
+from lora_rocm.base_models.config_file import read_config
 from lora_rocm.base_models.loading import Source
 from lora_rocm.dataset.caption_length import TokenLimit
 from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, Pad, TensorSpec
 from lora_rocm.device.transfer import DeviceTransfer
+from lora_rocm.errors import ModelError
 from lora_rocm.families.base import Encode, Inputs, Tensors
 from lora_rocm.families.tokenizers import Explained, digest, tokenizer_identity
 from lora_rocm.families.vae import CPU
@@ -105,11 +107,22 @@ def load_tokenizer(folder: Path) -> Any:
     """Load a tokenizer from a local folder.
 
     Raises:
-        ModelError: tokenizer-unreadable.
+        ModelError: tokenizer-unreadable; custom-code, if transformers has no class for it.
     """
-    with Explained(folder):
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-        token_ids(tokenizer, "a")
+    try:
+        with Explained(folder):
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+            token_ids(tokenizer, "a")
+    except ModelError as error:
+        config = folder / "tokenizer_config.json"
+        if not config.exists() or "auto_map" not in read_config(config):
+            raise
+        raise ModelError(
+            "custom-code",
+            "This tokenizer comes with code of its own, which would run with all your rights: it is not loaded.",
+            where=f"{config}: auto_map",
+            fix="Use a tokenizer of a class that is part of transformers.",
+        ) from error
     return tokenizer
 
 

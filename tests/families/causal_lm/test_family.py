@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from lora_rocm.errors import ModelError
+from lora_rocm.families.causal_lm.architecture import states_of
 from lora_rocm.families.causal_lm.family import CausalLM
 from lora_rocm.families.causal_lm.objective import IGNORED, Head, token_distance
 from lora_rocm.families.objectives.loss import LOSS_MASK, losses
 from tests.families.causal_lm.adapted import CLOSE, CPU, TOKENS, Adapted, batch, off, recipe_of, reference
-from tests.tiny_llm import MODELS, write_tiny_llm
+from tests.tiny_llm import MODELS, write_tiny_gpt_oss, write_tiny_llm
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 
@@ -46,6 +48,40 @@ def test_losses_and_gradients_are_those_of_transformers(folder: Path, tmp_path: 
     with torch.no_grad():
         bare_BSV = theirs.get_base_model()(input_ids=data["input_ids"], use_cache=False).logits
     assert torch.isfinite(bare_BSV).all()
+
+
+def test_samples_in_one_row_have_the_losses_and_gradients_of_separate_ones(folder: Path) -> None:
+    adapted, data = Adapted(recipe_of(folder)), batch()
+    shares_B = data[LOSS_MASK].sum(1)
+
+    def passed(tensors: dict[str, Tensor], shares: Tensor) -> Tensor:
+        """The gradients [N] of the sum of the losses of all trained tokens, and that sum as the last."""
+        loss = (losses(adapted.family, adapted.model, tensors, {}) * shares).sum()
+        gradients = torch.autograd.grad(loss, [*adapted.adapter.leaves.values()])
+        return torch.cat([*(each.flatten() for each in gradients), loss.detach()[None]])
+
+    row = {name: tensor_BS.reshape(1, -1) for name, tensor_BS in data.items()}
+    places_BS = torch.arange(TOKENS).repeat(2)[None]
+    wanted_N, total = passed(data, shares_B), shares_B.sum()[None]
+    found_N = passed({**row, "positions": places_BS}, total)
+    assert off(found_N, wanted_N) < 1e-4 and off(found_N[-1:], wanted_N[-1:]) < CLOSE
+    seeing = passed({**row, "positions": torch.arange(2 * TOKENS)[None]}, total)
+    assert off(seeing, wanted_N) > 0.01, "the control: as one sample the second sees the first"
+    adapted.family.fuse(adapted.model, triton=False)
+    assert off(passed({**row, "positions": places_BS}, total), wanted_N) < 1e-4
+
+
+def test_an_architecture_whose_samples_see_each_other_is_refused_with_packing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not one of those that tests know."""
+    recipe = recipe_of(write_tiny_llm(tmp_path, "olmo2"), data={"path": str(tmp_path), "packing": True})
+    CausalLM(recipe).load(torch.float32, CPU)
+    see_all = "lora_rocm.families.causal_lm.architecture.samples_apart"
+    monkeypatch.setattr(see_all, lambda places_BS, dtype: torch.zeros(1, 1, 8, 8).masked_fill_(torch.ones(8, 8).triu(1).bool(), -torch.inf))  # fmt: skip  # noqa: E501
+    with pytest.raises(ModelError, match="olmo2, samples in one row see each other") as caught:
+        CausalLM(recipe).load(torch.float32, CPU)
+    assert caught.value.code == "packing-unequal"
 
 
 def test_logits_of_some_tokens_at_a_time_are_those_of_all(folder: Path) -> None:
@@ -91,6 +127,18 @@ def test_what_cannot_be_trained_is_refused_in_words(values: dict[str, Any], code
     assert caught.value.code == code
 
 
+def test_a_tokenizer_with_code_of_its_own_is_not_run(tmp_path: Path) -> None:
+    folder = write_tiny_llm(tmp_path)
+    (folder / "own.py").write_text("raise SystemExit('it ran')", encoding="utf-8")
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    own = {"auto_map": {"AutoTokenizer": ["own.Own", None]}, "tokenizer_class": "Own"}
+    path.write_text(json.dumps({**config, **own}), encoding="utf-8")
+    with pytest.raises(ModelError, match="code of its own") as caught:
+        CausalLM(recipe_of(folder)).texts.prompt_ids([])
+    assert caught.value.code == "custom-code" and "tokenizer_config.json" in caught.value.where
+
+
 def test_an_architecture_that_no_test_knows_is_compared_when_it_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,3 +154,15 @@ def test_the_part_that_reads_images_is_left_out(tmp_path: Path) -> None:
     names = [name for name, _ in adapted.model.components["model"].named_parameters()]
     assert not any("vision" in name or "projector" in name for name in names)
     assert {name.split(".layers.")[0] for name in adapted.adapter.modules} == {"model.model.language_model"}
+
+
+def test_samples_in_one_row_see_no_other_beside_the_sinks_of_gpt_oss(tmp_path: Path) -> None:
+    """Twice as many tokens as its sliding window."""
+    family = CausalLM(recipe_of(write_tiny_gpt_oss(tmp_path), data={"path": str(tmp_path), "packing": True}))
+    model = family.load(torch.float32, CPU).components["model"]
+    ids_BS, places_BS = batch()["input_ids"], torch.arange(TOKENS)[None]
+    with torch.no_grad():
+        wanted = torch.cat([states_of(model, row[None]) for row in ids_BS], 1)
+        found = states_of(model, ids_BS.reshape(1, -1), places_BS.repeat(1, 2))
+        seeing = states_of(model, ids_BS.reshape(1, -1), torch.arange(2 * TOKENS)[None])
+    assert off(found, wanted) < 1e-2 < off(seeing, wanted)

@@ -1,0 +1,248 @@
+"""``lora-rocm chat``: a conversation with a run's language model in the terminal, with its adapter and without it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from io import TextIOWrapper
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from lora_rocm.commands.sample_export import TOOLS_MODULE, require_text
+from lora_rocm.errors import UserError
+from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.foundation.files import write_json
+from lora_rocm.foundation.terminal_text import legible
+from lora_rocm.recipe.load import load_recipe
+from lora_rocm.recipe.yaml_tree import is_clean
+from lora_rocm.rules.this_machine import plan_here
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.rundir.results import newest_lora
+from lora_rocm.supervisor.process import Asked, Event, heavy_command, stop_signals
+from lora_rocm.supervisor.resume import holds_run
+from lora_rocm.supervisor.subprocesses import Tool, started
+
+SIDES = {"both": ("base", "adapter"), "base": ("base",), "adapter": ("adapter",)}
+TITLES = {"base": "base model", "adapter": "with adapter"}
+MIN_COLUMNS = 100
+"""Two answers stand side by side in a terminal that is as wide as this, else one after the other."""
+WEIGHTS = "adapter_model.safetensors"
+HELP = """\
+/both, /base, /adapter  who answers
+/reset [TEXT]           begin a new conversation, with TEXT as its system prompt if given
+/help                   this list
+/quit                   end, as does Ctrl-D; Ctrl-C ends an answer
+A line that begins with a space is sent as it is."""
+ENDINGS = {"limit": "[the limit of --max-tokens, or of what the model reads]", "stopped": "[stopped]"}
+
+
+@dataclass(frozen=True)
+class Options:
+    """How answers are made. For the fields of the child see ``families.base.Sampling``."""
+
+    side: str
+    system: str
+    temperature: float
+    top_p: float
+    max_tokens: int
+    seed: int
+
+
+def chat(source: Path, prompt: str | None, options: Options, registry: Registry = PRODUCT) -> int:
+    """Talk until the user ends it; with ``prompt`` only answer that.
+
+    Args:
+        source: a run directory, or its PEFT folder or file.
+        prompt: one message, in place of what is typed.
+        options: how answers are made.
+        registry: the model families.
+
+    Raises:
+        UserError: there is no run, or its model is of images.
+        AdapterError: it has no LoRA file yet.
+        LoraRocmError: any error of the child process.
+    """
+    require_text("--prompt", prompt or "")
+    require_text("--system", options.system)
+    adapter, recipe = _adapter_of(source.absolute(), registry)
+    job = {"adapter": str(adapter), "recipe": str(recipe)}
+    with tempfile.TemporaryDirectory(prefix="lora-rocm-") as folder:
+        write_json(Path(folder) / "job.json", job)
+        command = heavy_command(TOOLS_MODULE, "chat", str(Path(folder) / "job.json"))
+        with started(command, plan_here().applied_to(os.environ)) as child:
+            talk = _Talk(child, options, Console(file=sys.stdout))
+            talk.load(quiet=prompt is not None)
+            if prompt is not None:
+                return 0 if talk.answered(prompt) else UserError.exit_code
+            talk.read_lines()
+    return 0
+
+
+def _adapter_of(source: Path, registry: Registry) -> tuple[Path, Path]:
+    """The adapter and the recipe of its run.
+
+    Raises:
+        UserError, AdapterError: see ``chat``.
+    """
+    if source.name == WEIGHTS:
+        source = source.parent
+    found = [folder / "recipe.yaml" for folder in (source, source.parent, source.parent.parent)]
+    recipe = next((path for path in found if path.is_file()), None)
+    if not source.exists() or recipe is None:
+        raise UserError(
+            "no-run",
+            "There is no run here, nor the PEFT folder of one, so base model and adapter are not known.",
+            where=str(source),
+            fix="Give a run directory (runs/...), or put recipe.yaml of the run beside the PEFT folder.",
+        )
+    spec = load_recipe(recipe, registry=registry).recipe.spec
+    if not spec.trains_on_texts:
+        what = f"This run trained {spec.title}, which makes {spec.preview}s and does not talk."
+        raise UserError("no-chat", what, where=str(recipe), fix=f"Use lora-rocm sample {source} --prompt ...")
+    run_dir = RunDir(source)
+    if not holds_run(run_dir):
+        return source, recipe
+    if run_dir.peft_dir.is_dir():
+        return run_dir.peft_dir, recipe
+    return newest_lora(run_dir), recipe
+
+
+@dataclass
+class _Talk:
+    """The terminal's end of a conversation.
+
+    Attributes:
+        child: the process with the model.
+        options: how answers are made; commands change who answers.
+        console: what answers are shown on.
+        num_asked: number of prompts so far; each is answered with a seed of its own.
+    """
+
+    child: Tool
+    options: Options
+    console: Console
+    num_asked: int = 0
+
+    def load(self, quiet: bool) -> None:
+        """Wait for the model, and begin the conversation."""
+        for event in self.child.heard("ready"):
+            if event["type"] == "notice":
+                sys.stderr.write(event["text"] + "\n")
+            elif event["type"] == "ready" and not quiet:
+                self._say(f"{event['base']}, with the adapter {event['adapter']}. /help lists the commands.")
+        self.child.send({"reset": self.options.system})
+
+    def read_lines(self) -> None:
+        """Answer line after line, until the input ends or the user does."""
+        prompt = ""
+        if sys.stdin.isatty():
+            prompt = ">>> "
+            with suppress(ImportError):  # Windows has none, and its terminal edits lines itself
+                importlib.import_module("readline")
+        if isinstance(sys.stdin, TextIOWrapper):
+            sys.stdin.reconfigure(errors="surrogateescape")
+        while True:
+            try:
+                line = input(prompt)
+            except (EOFError, KeyboardInterrupt):
+                return
+            if not is_clean(line):
+                self._say("This line is no text, and was not sent.")
+            elif line.startswith("/"):
+                if not self._obeyed(*line.split(maxsplit=1)):
+                    return
+            elif line.strip():
+                self.answered(line.removeprefix(" "))
+
+    def _obeyed(self, name: str, rest: str = "") -> bool:
+        """Obey a command; False: the conversation is over."""
+        match name:
+            case "/quit" | "/exit" | "/bye":
+                return False
+            case "/both" | "/base" | "/adapter":
+                self.options = replace(self.options, side=name[1:])
+            case "/reset" | "/clear":
+                self.child.send({"reset": rest or self.options.system})
+            case "/help" | "/?":
+                self._say(HELP)
+            case _:
+                self._say(f"There is no command {legible(name)}.\n{HELP}")
+        return True
+
+    def answered(self, prompt: str) -> bool:
+        """Show the answers to a prompt; False: it was refused. Ctrl-C ends them, and pressed twice the command."""
+        sides = SIDES[self.options.side]
+        together = len(sides) > 1 and self.console.is_terminal and self.console.width >= MIN_COLUMNS
+        options = {name: getattr(self.options, name) for name in ("temperature", "top_p", "max_tokens")}
+        request = {"ask": prompt, "seed": self.options.seed + self.num_asked, **options}
+        self.num_asked += 1
+        refused = False
+        for group in [sides] if together else [(side,) for side in sides]:
+            self.child.send({**request, "sides": group})
+            show = self._beside(group) if together else self._alone(group[0], headed=len(sides) > 1)
+            with stop_signals() as asked, show as add:
+                for event in self.child.heard("answered", len(group), partial(self._stop, asked)):
+                    add(event)
+                    refused |= event["type"] == "answered" and event["ended"] == "refused"
+        return not refused
+
+    def _stop(self, asked: Asked) -> None:
+        if asked.closing or asked.count > 1:
+            raise KeyboardInterrupt
+        if asked.count:
+            self.child.send({"stop": True})
+
+    @contextmanager
+    def _alone(self, side: str, headed: bool) -> Iterator[Callable[[Event], None]]:
+        """Shows one answer as it comes. headed: with the side's title above."""
+
+        def add(event: Event) -> None:
+            match event["type"]:
+                case "notice":
+                    sys.stderr.write(event["text"] + "\n")
+                case "written":
+                    sys.stdout.write(event["text"])
+                case "answered":
+                    sys.stdout.write("\n" + ENDINGS.get(event["ended"], ""))
+            sys.stdout.flush()
+
+        if headed:
+            self._say(f"[{TITLES[side]}]")
+        yield add
+        self._say("")
+
+    @contextmanager
+    def _beside(self, sides: Sequence[str]) -> Iterator[Callable[[Event], None]]:
+        """Shows answers in columns as they come."""
+        texts = {side: Text() for side in sides}
+        table = Table(expand=True)
+        for side in sides:
+            table.add_column(TITLES[side], ratio=1)
+        table.add_row(*texts.values())
+        with Live(table, console=self.console, vertical_overflow="ellipsis") as live:
+
+            def add(event: Event) -> None:
+                match event["type"]:
+                    case "notice":
+                        live.console.print(Text(event["text"]))
+                    case "written":
+                        texts[event["side"]].append(event["text"])
+                    case "answered":
+                        texts[event["side"]].append(ENDINGS.get(event["ended"], ""))
+
+            yield add
+
+    @staticmethod
+    def _say(text: str) -> None:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()

@@ -1,0 +1,81 @@
+"""Writes answers token by token. Dimensions: V vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from lora_rocm.families.base import Sampling
+from lora_rocm.families.causal_lm.architecture import decoder, head_of
+
+UNFINISHED = "\ufffd"
+"""What a tokenizer gives for bytes that are no whole letter yet."""
+
+
+@torch.no_grad()
+def next_tokens(
+    model: nn.Module, ids: Sequence[int], sampling: Sampling, ends: Collection[int]
+) -> Generator[int, None, str]:
+    """The tokens that a model writes after others, without the one that ends them.
+
+    A generator whose value is "end" or "limit", the reason why it ended.
+
+    Args:
+        model: in eval mode.
+        ids: the tokens before.
+        sampling: how each token is chosen; ``max_tokens`` may be more than the model has places for.
+        ends: ids of the tokens that end an answer.
+    """
+    inside, head = decoder(model), head_of(model)
+    device = inside.get_input_embeddings().weight.device
+    cache, rng = DynamicCache(config=inside.config), torch.Generator().manual_seed(sampling.seed)
+    places = places_of(model)
+    count = sampling.max_tokens if places is None else min(sampling.max_tokens, places - len(ids))
+    fed = [*ids]
+    for _ in range(count):
+        ids_BS = torch.tensor([fed], device=device)
+        states_BSD = inside(input_ids=ids_BS, past_key_values=cache, use_cache=True).last_hidden_state
+        token = chosen(head(states_BSD[:, -1])[0], sampling, rng)
+        if token in ends:
+            return "end"
+        yield token
+        fed = [token]
+    return "limit"
+
+
+def chosen(logits_V: Tensor, sampling: Sampling, rng: torch.Generator) -> int:
+    """The next token: the likeliest with temperature 0, else drawn on the CPU from the likeliest ``top_p`` of all."""
+    if sampling.temperature == 0:
+        return int(logits_V.argmax())
+    shares_V, order_V = (logits_V.float().cpu() / sampling.temperature).softmax(0).sort(descending=True, stable=True)
+    before_V = shares_V.cumsum(0) - shares_V
+    kept_V = torch.where(before_V < sampling.top_p, shares_V, 0.0)
+    return int(order_V[torch.multinomial(kept_V, 1, generator=rng)])
+
+
+def places_of(model: nn.Module) -> int | None:
+    """The most tokens that a model reads; None: its config does not say."""
+    whole: Any = model
+    places: int | None = getattr(whole.config.get_text_config(), "max_position_embeddings", None)
+    return places
+
+
+def pieces_of(tokens: Generator[int, None, str], tokenizer: Any) -> Generator[str, None, str]:
+    """The text of each token as it comes; "" while a letter is not whole. The value is that of ``tokens``."""
+    written, said = list[int](), ""
+    while True:
+        try:
+            written.append(next(tokens))
+        except StopIteration as last:
+            text = str(tokenizer.decode(written, skip_special_tokens=True))
+            if text != said:
+                yield text[len(said) :]
+            return str(last.value)
+        text = str(tokenizer.decode(written, skip_special_tokens=True))
+        whole = "" if text.endswith(UNFINISHED) or not text.startswith(said) else text[len(said) :]
+        said += whole
+        yield whole

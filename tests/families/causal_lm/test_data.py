@@ -1,0 +1,101 @@
+"""From a table of conversations to the items of a run: what is held out, and rows of several texts."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from lora_rocm.dataset.records import read
+from lora_rocm.dataset.row_reference import separated
+from lora_rocm.dataset.text_scan import find_samples
+from lora_rocm.families.base import family_for
+from lora_rocm.families.causal_lm.chat import ChatTokenizer
+from lora_rocm.families.causal_lm.objective import IGNORED
+from lora_rocm.latent_cache.cache import LatentCache
+from lora_rocm.latent_cache.encode_session import Encoding
+from lora_rocm.latent_cache.prepare import Prepared, choose_held_out, prepare
+from lora_rocm.recipe.kinds import recipe_from
+from lora_rocm.recipe.schema import Recipe
+from tests.tiny_llm import CHAT, STRIPPING, THINK, tiny_tokenizer, write_chats
+
+CPU = torch.device("cpu")
+COUNT = 12
+
+
+def recipe_of(folder: Path, template: str = CHAT, **data: Any) -> Recipe:
+    """A recipe for some conversations of three turns; only the tokenizer of its base is there."""
+    base = folder / "base"
+    tiny_tokenizer(template).save_pretrained(base)
+    (base / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
+    answers = [("assistant", f"{THINK}c</think>" + "a" * (number % 5)) for number in range(COUNT)]
+    chats = [[turn for n in range(3) for turn in (("user", f"{n} {at}"), answers[at])] for at in range(COUNT)]
+    rows = write_chats(folder / "c.jsonl", *chats)
+    return recipe_from(
+        {
+            "model": {"family": "causal-lm", "name_or_path": str(base)},
+            "data": {"sources": [{"dataset": str(rows)}], "max_length": 512, **data},
+            "train": {"max_train_steps": 1},
+            "cache": {"dir": str(folder / "cache")},
+        }
+    )
+
+
+def test_pairs_of_answers_are_not_packed(tmp_path: Path) -> None:
+    sections = recipe_of(tmp_path, packing=True).model_dump(mode="json", exclude_unset=True)
+    with pytest.raises(ValidationError, match="not put into rows"):
+        recipe_from({**sections, "objective": {"loss": "dpo"}})
+
+
+def prepared(recipe: Recipe) -> Prepared:
+    return prepare(recipe, family_for(recipe), Encoding(LatentCache(Path(recipe.cache.dir)), CPU))
+
+
+def row_of(key: str) -> str:
+    return key.partition("#")[0]
+
+
+def test_all_samples_of_a_conversation_are_on_one_side_of_the_split(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, STRIPPING, validation_split=0.3)
+    found = prepared(recipe)
+    training, held_out = [row_of(item.key) for item in found.items], [row_of(item.key) for item in found.held_out]
+    assert len(training) + len(held_out) == 3 * COUNT
+    assert set(training) | set(held_out) == {f"c.jsonl:{line}" for line in range(1, COUNT + 1)}
+    assert held_out and not set(training) & set(held_out)
+    reader = family_for(recipe).texts
+    assert reader is not None
+    samples = find_samples(recipe, parts=reader.parts).samples
+    alone = choose_held_out({s.key: hashlib.sha256(s.caption.encode()).hexdigest() for s in samples}, 0.3)
+    assert {row_of(key) for key in alone} & {row_of(s.key) for s in samples if s.key not in alone}, "the control"
+
+
+def test_rows_hold_all_texts_of_training_once_and_held_out_ones_are_alone(tmp_path: Path) -> None:
+    plain = prepared(recipe_of(tmp_path, validation_split=0.3))
+    recipe = recipe_of(tmp_path, validation_split=0.3, packing=True)
+    found = prepared(recipe)
+    texts = [text for sample in found.samples for text in separated(sample.caption)]
+    assert sorted(texts) == sorted(sample.caption for sample in plain.samples)
+    assert len(found.items) < len(plain.items) / 2
+    assert [item.key for item in found.held_out] == [item.key for item in plain.held_out]
+    assert sum(item.share for item in found.items) == sum(item.share for item in plain.items)
+    assert any(f"{len(plain.items)} texts are packed into {len(found.items)} rows" in said for said in found.notices)
+    again = prepared(recipe)
+    assert again.items_digest == found.items_digest != plain.items_digest
+    row, family = found.items[0], family_for(recipe)
+    tensors = LatentCache(Path(recipe.cache.dir)).get("rows", row.keys["rows"][0][0], family.cache_spec).tensors
+    ids, positions, trained = list[int](), list[int](), 0
+    for text in separated(found.samples[0].caption):
+        tokens = ChatTokenizer(tiny_tokenizer(), 512, "answers", "").tokens(read(text))
+        ids += tokens.ids
+        positions += range(len(tokens.ids))
+        trained += sum(tokens.trained)
+    assert tensors["input_ids"].tolist()[: len(ids)] == ids
+    assert row.shape["tokens"] - 64 < len(ids) <= row.shape["tokens"] <= 512 and row.shape["tokens"] > 256
+    assert tensors["positions"].tolist()[: len(ids)] == positions
+    assert trained == row.share == int((tensors["labels"] != IGNORED).sum())
+    ends = torch.tensor(positions[1:]).eq(0).nonzero().flatten()
+    assert (tensors["labels"][ends] == IGNORED).all() and len(ends) > 1, "none learns to write what begins the next"
