@@ -64,6 +64,7 @@ class ToyFamily(ABC):
     text_components: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
     texts = None
+    inpaints = False
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
