@@ -371,10 +371,10 @@ def test_numbers_beyond_any_machine_are_refused_before_anything_is_loaded(progra
 
 
 def test_more_memory_than_this_machine_has(program: Program, new: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    def takes_all(*args: object) -> None:
+    def takes_all(*args: object, **more: object) -> None:
         torch.empty(2**50)
 
-    monkeypatch.setattr("lora_rocm.train.pipeline.inject", takes_all)
+    monkeypatch.setattr("lora_rocm.train.load_model.inject", takes_all)
     program.train(new.path).refused(3, "not enough memory", "lora.rank")
     monkeypatch.setattr("lora_rocm.train.model_child.content_of", takes_all)
     small = ("--steps", "1", "--width", "64", "--height", "64")

@@ -32,6 +32,7 @@ COMMANDS: dict[str, set[str]] = {
         "RUN_OR_LORA",
         "--prompt",
         "--negative-prompt",
+        "--sampler",
         "--width",
         "--height",
         "--steps",

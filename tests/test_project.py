@@ -11,8 +11,10 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import lora_rocm
+from lora_rocm.cli import app
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -78,8 +80,7 @@ def readme_commands() -> set[str]:
 
 
 def command_exists(command: str) -> bool:
-    run = [sys.executable, "-c", "from lora_rocm.cli import main; main()", command, "--help"]
-    return subprocess.run(run, capture_output=True, cwd=ROOT).returncode == 0
+    return CliRunner().invoke(app, [command, "--help"]).exit_code == 0
 
 
 def test_commands_of_the_readme_exist() -> None:

@@ -37,7 +37,7 @@ ALLOWED = {
     ("cache_files.maintenance", "move", "replace"): "of plain files only, told by name, place and ``lstat``",
     ("checks.selftest_copies", "_copies", "write_bytes"): TEMPORARY,
     ("rules.mitigation_store", "forget", "unlink"): OF_A_LINK,
-    ("supervisor.subprocesses", "follow_tool", "open"): TEMPORARY,
+    ("supervisor.subprocesses", "started", "open"): TEMPORARY,
     ("foundation.exit_codes", "exit_code_of", "open"): "the system's null device",
     ("rundir.layout", "create", "mkdir"): "the run directory itself, which may be a link",
     ("rundir.layout", "probe", "unlink"): OF_A_LINK,

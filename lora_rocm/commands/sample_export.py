@@ -26,7 +26,7 @@ MERGED, GGUF = "merged", "gguf"
 FOLDER_FORMS = ("peft", MERGED)
 SCRIPT, LLAMA_CPP = "convert_lora_to_gguf.py", "LLAMA_CPP"
 TOOLS_MODULE = "lora_rocm.train.model_child"
-LORA_SUFFIXES = (".safetensors", ".sft")
+LORA_SUFFIXES = (".safetensors", ".sft", ".ckpt", ".bin", ".pt", ".pth")  # the reader refuses pickles, and says why
 RESULTS = {"sample": "drawn", "export": "export", "compare": "compared"}
 """The event in which each tool names its results."""
 

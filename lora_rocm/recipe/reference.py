@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from lora_rocm.foundation.tables import read_table
 from lora_rocm.recipe.family_rules import SIDES
 from lora_rocm.recipe.kinds import FAMILY, NAMED_BY, Kinds, every_kind, kinds_of
 from lora_rocm.recipe.peer_names import advice, peer_names
-from lora_rocm.recipe.schema import MOVED, TEXT_KEY, TOKENS_KEY
+from lora_rocm.recipe.schema import MOVED, TEXT_KEY, TOKENS_KEY, Recipe
 from lora_rocm.recipe.yaml_tree import dotted
 
 TYPE_NAMES = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true, false"}
@@ -79,9 +80,14 @@ def json_schema(registry: Registry = PRODUCT) -> dict[str, Any]:
 
 
 def _schema_of(kinds: Kinds) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The schema of a recipe class, and the schemas of its sections by name."""
-    schema = kinds.recipe.model_json_schema()
+    """The schema of a recipe class, and the schemas of its sections by name; both may be changed."""
+    schema = copy.deepcopy(_generated(kinds.recipe))
     return schema, schema.pop("$defs")
+
+
+@cache
+def _generated(recipe: type[Recipe]) -> dict[str, Any]:
+    return recipe.model_json_schema()
 
 
 def _sections_of_kinds(section: str, registry: Registry, sections: dict[str, Any]) -> list[dict[str, Any]]:
@@ -106,7 +112,7 @@ def _rules_of_families(registry: Registry, sections: dict[str, Any]) -> dict[str
         keys: dict[str, dict[str, Any]] = {}
         for section, key in SIDES:
             keys.setdefault(str(section), {})[str(key)] = {"multipleOf": spec.shapes.multiple_px}
-        for name in spec.unread:
+        for name in sorted(spec.unread):
             section, _, key = name.partition(".")
             keys.setdefault(section, {})[key] = False
         if not spec.text_components:

@@ -88,6 +88,7 @@ def advised(world: Any, lora: dict[str, Any], path: Path) -> dict[str, Any] | No
         layer = SimpleNamespace(r={PEFT_NAME: recipe.lora.rank})
         stands_in: Any = SimpleNamespace(modules={name: ("", "", layer) for name in adapted}, files=LORA)
         stands_in.unfit = partial(LoraAdapter.unfit, stands_in)
+        stands_in.lacking_ranks = partial(LoraAdapter.lacking_ranks, stands_in)
         check_start(family, recipe.lora, stands_in, LORA, entries, path)
     except AdapterError as error:
         assert error.code == "init-from-unfit" and str(path) in error.where

@@ -75,7 +75,7 @@ def test_damage_is_never_a_traceback(tmp_path_factory: pytest.TempPathFactory, n
     try:
         read_tensors(read_header(path))
     except ModelError as error:
-        assert error.code == "weights-damaged"
+        assert error.code in ("weights-damaged", "weights-format"), "the name of the number format may be hit, too"
 
 
 def test_the_branch_of_the_error_can_be_chosen(file: Path) -> None:

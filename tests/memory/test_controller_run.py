@@ -17,7 +17,7 @@ from lora_rocm.planning.step_cost import Job, activation_bytes, resident_bytes
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.train import pipeline
+from lora_rocm.train import load_model
 from tests.tiny_models import FEW_TARGETS
 from tests.train.test_pipeline import bytes_of, make_recipe, material, start
 
@@ -87,7 +87,7 @@ def test_a_first_pass_that_takes_too_much_changes_the_plan_and_no_byte(
         return int(resident_bytes(net, ()) + 1.4 * activation_bytes(net, plan.recomputed))
 
     monkeypatch.setattr(step_cost, "SLACK_BYTES", 0)  # a GPU's is more than all that this model takes
-    monkeypatch.setattr(pipeline, "decide", small)
+    monkeypatch.setattr(load_model, "decide", small)
     monkeypatch.setattr(controller, "peak_bytes", peak)
     assert start(recipe, tmp_path / "changed")
     assert made[0].plan is not None and made[0].plan.recomputed
