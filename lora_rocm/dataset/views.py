@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from lora_rocm.dataset.sample_table import Sample
-    from lora_rocm.recipe.schema import SourceOptions
+    from lora_rocm.recipe.source_sections import SourceOptions
 
 HUE_STEPS = 256  # in Pillow's HSV images
 MOST_HUE_STEPS = 11  # 15.5 degrees; kohya's limit is 8 of OpenCV's 180 steps, which is 16 degrees
