@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import copy
+import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -81,13 +81,13 @@ def json_schema(registry: Registry = PRODUCT) -> dict[str, Any]:
 
 def _schema_of(kinds: Kinds) -> tuple[dict[str, Any], dict[str, Any]]:
     """The schema of a recipe class, and the schemas of its sections by name; both may be changed."""
-    schema = copy.deepcopy(_generated(kinds.recipe))
+    schema = json.loads(_generated(kinds.recipe))
     return schema, schema.pop("$defs")
 
 
 @cache
-def _generated(recipe: type[Recipe]) -> dict[str, Any]:
-    return recipe.model_json_schema()
+def _generated(recipe: type[Recipe]) -> str:
+    return json.dumps(recipe.model_json_schema())
 
 
 def _sections_of_kinds(section: str, registry: Registry, sections: dict[str, Any]) -> list[dict[str, Any]]:
