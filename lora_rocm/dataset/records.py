@@ -108,6 +108,20 @@ def _answered(found: Cells) -> Completion | Conversation:
     return Conversation(tuple(found["messages"]), tuple(found["tools"]), found["last_only"])
 
 
+def whole_letters(text: str) -> str:
+    """A text as it is.
+
+    Raises:
+        UnusableText: it holds half a letter (a lone surrogate), such as half an emoji from JSON that was cut.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise UnusableText(f"It holds half a letter ({half}).", "Repair the text, or take the row away.") from error
+    return text
+
+
 def record_of(row: Cells, pairs: bool = False) -> Record:
     """The record of a row, recognised by its columns.
 

@@ -8,6 +8,7 @@ catch typing errors before they exhaust the machine's memory.
 from __future__ import annotations
 
 from functools import cache
+from os.path import normpath
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, create_model, model_validator
@@ -90,6 +91,10 @@ class DataSection(SourceOptions):
     def _watched_alone(self) -> DataSection:
         if self.watched is not None and self.has_controls:
             what, fix = "cannot be watched beside control images", "Remove it."
+            raise PydanticCustomError("rule", "{what}", {"what": what, "at": ("watched",), "fix": fix})
+        trained = [_place(source) for source in self.sources] or [_place(self)]
+        if self.watched is not None and _place(self.watched) in trained:
+            what, fix = "is trained on, so its loss would not show what is forgotten", "Watch other samples."
             raise PydanticCustomError("rule", "{what}", {"what": what, "at": ("watched",), "fix": fix})
         return self
 
@@ -186,6 +191,13 @@ class DataSection(SourceOptions):
             values |= {"index": index, "prior_loss_weight": self.prior_loss_weight, "is_one_of": len(sides)}
             resolved += [ResolvedSource(**values, resolution=side) for side in sides]
         return tuple(resolved)
+
+
+def _place(source: NamedSource | DataSection) -> tuple[str, ...]:
+    """Where the samples of a source are."""
+    if isinstance(source, DataSection) or source.dataset is None:
+        return (normpath(source.path),) if source.path else ()
+    return normpath(source.dataset), source.split
 
 
 def sides_of(resolution: int | tuple[int, ...]) -> tuple[int, ...]:

@@ -76,7 +76,7 @@ def compare(job: Job, registry: Registry = PRODUCT) -> None:
         if updates:
             _put(adapter, states.pop(updates), transfer)
         with nullcontext() if updates else adapter.disabled():
-            found = _mean_losses(held_out.of(_held_out_batches(recipe, family, cache, prepared)))
+            found = mean_losses(held_out.of(_held_out_batches(recipe, family, cache, prepared)))
             with training_adapter.absent():
                 strengths = job["strengths"] if updates else (1.0,)
                 drawn = _drawn(family, model, adapter, requests, strengths, prepared)
@@ -123,12 +123,18 @@ def _held_out_batches(recipe: Recipe, family: ModelFamily, cache: LatentCache, p
         yield from loader(plan, family, workers, 0, plan.steps_per_epoch, repair=prepared.repair)
 
 
-def _mean_losses(found: Sequence[HeldOut]) -> dict[str, float | None]:
-    """Sample key -> mean loss over all positions; a sample that is repeated in an epoch counts once."""
-    of_sample = defaultdict[str, list[float]](list)
+def mean_losses(found: Sequence[HeldOut]) -> dict[str, float | None]:
+    """Sample key -> mean loss over all positions; a sample that is repeated in an epoch counts once.
+
+    It is multiplied by the sample's share (``Item.share``) over the mean share, so that the mean over samples is the
+    held-out loss of training, which is one over all trained tokens.
+    """
+    of_sample, shares = defaultdict[str, list[float]](list), dict[str, int]()
     for each in found:
         of_sample[each.key].append(each.loss)
-    return {key: sum(values) / len(values) for key, values in of_sample.items()}
+        shares[each.key] = each.share
+    usual = sum(shares.values()) / max(len(shares), 1)
+    return {key: sum(values) / len(values) * (shares[key] / usual) for key, values in of_sample.items()}
 
 
 def _drawn(

@@ -61,3 +61,14 @@ def test_images_are_watched_too_and_training_is_as_without(tmp_path: Path) -> No
         assert [event["updates"] for event in found] == ([0, 1, 2] if watched else [])
     assert bytes_of(tmp_path / "watched") == bytes_of(tmp_path / "plain")
     assert len(set(losses["watched"])) == 3 and all(loss > 0 for loss in losses["watched"])
+
+
+def test_what_is_trained_on_cannot_be_watched(tmp_path: Path) -> None:
+    text = (
+        "model: {name_or_path: builtin:tiny-sdxl}\ntrain: {max_train_steps: 1}\ndata: {path: %s, watched: {path: %s}}\n"
+    )
+    (tmp_path / "r.yaml").write_text(text % ("pics", "./pics"), encoding="utf-8")
+    with pytest.raises(RecipeError, match="is trained on"):
+        load_recipe(tmp_path / "r.yaml")
+    (tmp_path / "r.yaml").write_text(text % ("pics", "others"), encoding="utf-8")
+    assert load_recipe(tmp_path / "r.yaml").recipe.data.watched is not None, "the control"
