@@ -108,17 +108,19 @@ def _answered(found: Cells) -> Completion | Conversation:
     return Conversation(tuple(found["messages"]), tuple(found["tools"]), found["last_only"])
 
 
-def whole_letters(text: str) -> str:
+def encodable(text: str) -> str:
     """A text as it is.
 
     Raises:
-        UnusableText: it holds half a letter (a lone surrogate), such as half an emoji from JSON that was cut.
+        UnusableText: it holds a lone surrogate, such as half an emoji from JSON that was cut.
     """
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         half = f"\\u{ord(error.object[error.start]):04x}"
-        raise UnusableText(f"It holds half a letter ({half}).", "Repair the text, or take the row away.") from error
+        raise UnusableText(
+            f"It holds a lone surrogate ({half}), which is half a character.", "Repair the text, or take the row away."
+        ) from error
     return text
 
 

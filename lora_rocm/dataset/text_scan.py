@@ -10,7 +10,7 @@ from lora_rocm.dataset.folders import shown, source_folder, walk_texts
 from lora_rocm.dataset.hf_datasets import DatasetRow
 from lora_rocm.dataset.left_out import NUM_NAMED
 from lora_rocm.dataset.progress import QUIET_S, Progress, Report, ignore
-from lora_rocm.dataset.records import UnusableText, record_of, whole_letters, written
+from lora_rocm.dataset.records import UnusableText, encodable, record_of, written
 from lora_rocm.dataset.row_reference import reference
 from lora_rocm.dataset.sample_table import Sample, Samples
 from lora_rocm.dataset.scan import Scan, scan
@@ -101,7 +101,7 @@ def _scan_table(found: _Findings, index: int, options: ResolvedSource, prefix: s
         try:
             if isinstance(row, UnusableText):
                 raise row
-            text = whole_letters(written(record_of(row, found.pairs)))
+            text = encodable(written(record_of(row, found.pairs)))
         except UnusableText as error:
             found.set_aside.append(Problem(shown(f"{options.dataset} {where}"), error.what, error.fix))
             continue

@@ -209,9 +209,9 @@ def test_any_row_is_a_record_or_named(row: dict[str, Any]) -> None:
         assert read(written(record)) == record
 
 
-def test_half_a_letter_is_set_aside_with_its_place(tmp_path: Path) -> None:
+def test_a_lone_surrogate_is_set_aside_with_its_place(tmp_path: Path) -> None:
     table = tmp_path / "chats.jsonl"
     table.write_text('{"text": "cut \\ud83d"}\n{"text": "whole \\ud83d\\ude00"}\n', encoding="utf-8")
     found = scan_texts(DataSection(sources=(DataSource(dataset=str(table)),)))
     assert len(found.samples) == 1 and [problem.where for problem in found.set_aside] == [f"{table} chats.jsonl:1"]
-    assert "half a letter (\\ud83d)" in found.set_aside[0].what
+    assert "a lone surrogate (\\ud83d)" in found.set_aside[0].what
