@@ -90,13 +90,20 @@ goto done
 goto done
 
 :shell
-rem The one call: the variables that it sets stay. Of a name without a folder, which it could not read wrongly.
+rem A folder of its own: %RANDOM% is the same for all that start within one second. mkdir sets no error level of 0, ver does.
 pushd "%TEMP%"
-set "LR_PLAN=lora-rocm-%RANDOM%.bat"
-"%LR_PROGRAM%" env --shell cmd >%LR_PLAN%
+:unnamed
+set "LR_PLAN=lora-rocm-%RANDOM%"
+ver >nul
+mkdir %LR_PLAN% 2>nul
+if not errorlevel 1 goto planned
+if exist %LR_PLAN% goto unnamed
+:planned
+"%LR_PROGRAM%" env --shell cmd >%LR_PLAN%\plan.bat
 set "LR_CODE=%ERRORLEVEL%"
-if %LR_CODE% equ 0 call .\%LR_PLAN%
-del %LR_PLAN%
+rem The one call: the variables that it sets stay. Of a path without odd letters, which it could not read wrongly.
+if %LR_CODE% equ 0 call %LR_PLAN%\plan.bat
+rmdir /s /q %LR_PLAN%
 popd
 if not %LR_CODE% equ 0 goto back
 set "VIRTUAL_ENV=%LR_ROOT%\.venv"

@@ -165,7 +165,7 @@ def test_an_order_takes_little_memory() -> None:
         kept, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert kept / count < 48 and most / count < 120, (kept / count, most / count)
+    assert kept / count < 64 and most / count < 120, (kept / count, most / count)
 
 
 def test_without_the_move_a_small_batch_comes_first_in_some_epoch() -> None:

@@ -19,7 +19,7 @@ from lora_rocm.recipe.schema import DataSection
 
 ROWS: list[dict[str, Any]] = [
     {"text": "ü\n😀 " + "x" * 300},
-    {"prompt": "a", "completion": "\ud800 b"},
+    {"prompt": "a", "completion": "\u2028 b"},
     {"messages": [{"role": role, "content": str(n)} for n in range(3) for role in ("user", "assistant")]},
 ]
 

@@ -13,6 +13,7 @@ from typing import Any
 BAT_FOLDER = Path(__file__).parents[2] / "scripts" / "windows"
 PYTHONS = ("py", "python")
 TIMEOUT_S = 60
+BUSY_TRIES = 3
 
 
 @dataclass(frozen=True)
@@ -97,10 +98,11 @@ class Stage:
         says: Mapping[str, str] | None = None,
         **variables: str,
     ) -> Outcome:
-        """Run a command line; ``codes`` and ``says`` are exit codes and words of the stand-ins."""
-        log = self.root.parent / "log"
-        for old in self.root.parent.glob("log*"):
-            old.unlink()
+        """Run a command line; ``codes`` and ``says`` are exit codes and words of the stand-ins.
+
+        A busy Wine sometimes cannot start a program that is there: then the line runs again.
+        """
+        log, said = self.root.parent / "log", ""
         (self.root.parent / "line").write_text(line, encoding="utf-8")
         environment: dict[str, str] = {
             **self.environment,
@@ -112,15 +114,25 @@ class Stage:
             **variables,
         }
         given = {"stdin": stdin} if isinstance(stdin, int) else {"input": stdin}
-        # Into a file: Wine's background processes would keep a pipe open for a second.
-        with (self.root.parent / "said").open("w+b") as file:
-            command = ["wine", windows_path(self.bin / "launch.exe")]
-            place = folder or self.work
-            done = subprocess.run(
-                command, env=environment, cwd=place, stdout=file, stderr=file, timeout=TIMEOUT_S, **given
-            )
-            file.seek(0)
-            said = file.read().decode("utf-8", "replace")
+        command = ["wine", windows_path(self.bin / "launch.exe")]
+        for _ in range(BUSY_TRIES):
+            for old in self.root.parent.glob("log*"):
+                old.unlink()
+            # Into a file: Wine's background processes would keep a pipe open for a second.
+            with (self.root.parent / "said").open("w+b") as file:
+                done = subprocess.run(
+                    command,
+                    env=environment,
+                    cwd=folder or self.work,
+                    stdout=file,
+                    stderr=file,
+                    timeout=TIMEOUT_S,
+                    **given,
+                )
+                file.seek(0)
+                said = file.read().decode("utf-8", "replace")
+            if f"recognize '\"{windows_path(self.root)}\\.venv\\Scripts\\" not in said:
+                break
         assert done.returncode == 0 and log.exists(), f"launch.exe: {done.returncode} {said}"
         entries: list[dict[str, Any]] = [json.loads(row) for row in log.read_text(encoding="utf-8").splitlines()]
         end = entries.pop()

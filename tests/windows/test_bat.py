@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -217,7 +218,7 @@ def test_no_waiting_when_a_script_starts_it(stage: Stage, start: str) -> None:
     line = NOT_THE_EXPLORER[start].format(bat=stage.bat("train.bat"), path="Z:\\x.yaml")
     outcome = stage.prompt("train.bat", "x.yaml", CMDCMDLINE=line)
     assert "Press any key" not in outcome.said
-    assert outcome.calls[-1].arguments == ["train", "x.yaml"]
+    assert outcome.calls[-1].arguments == ["train", "x.yaml"], (outcome.code, outcome.said)
 
 
 def test_a_script_can_say_that_it_is_one(stage: Stage) -> None:
@@ -286,6 +287,19 @@ def test_the_shell_has_the_planned_variables(stage: Stage) -> None:
     assert planned == {"HSA_X": "11.5.1", "CACHE": "C:\\a & b (c)\\d!"}
     assert command.environment["PATH"].startswith(windows_path(stage.root / ".venv" / "Scripts"))
     assert command.environment["VIRTUAL_ENV"] == windows_path(stage.root / ".venv")
+
+
+def test_shells_that_start_in_one_second_have_a_plan_each(wine_environment: dict[str, str], tmp_path: Path) -> None:
+    """Their %RANDOM% is the same then."""
+    stages = []
+    for name in "abc":
+        (tmp_path / name).mkdir()
+        stages.append(Stage(tmp_path / name / "c", wine_environment))
+    with ThreadPoolExecutor() as pool:
+        found = list(
+            pool.map(lambda each: each.prompt("shell.bat", "py", says={"lora-rocm": f"set X={each.root}"}), stages)
+        )
+    assert [one.calls[-1].environment.get("X") for one in found] == [str(each.root) for each in stages]
 
 
 def test_the_shell_is_a_prompt_without_a_command(stage: Stage) -> None:
