@@ -46,12 +46,19 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 SIDE_PX = 96
 SHAPE = Shape.of(h=SIDE_PX, w=SIDE_PX)
 BASE = "random:builtin:tiny-sdxl"
-FEWER_LAYERS = {"layers_per_block": 1, "transformer_layers_per_block": [1, 1, 1]}
+FEWER_LAYERS = {
+    "layers_per_block": 1,
+    "transformer_layers_per_block": [1, 1],
+    "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D"],
+    "up_block_types": ["CrossAttnUpBlock2D", "UpBlock2D"],
+    "block_out_channels": [48, 80],
+    "attention_head_dim": [3, 5],
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def shallow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The model that ships with the package, with half its layers: counting takes its time for each operation."""
+    """The model that ships with the package, with fewer layers: counting takes its time for each operation."""
     folder = tmp_path_factory.mktemp("base") / "model"
     shutil.copytree(builtin_folder("builtin:tiny-sdxl"), folder, ignore=shutil.ignore_patterns("*.safetensors"))
     config = folder / "unet" / "config.json"

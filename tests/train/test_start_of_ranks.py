@@ -26,19 +26,15 @@ from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.worker_group import environments
 from lora_rocm.train import pipeline, session, worker
 from lora_rocm.train.context import Data, StartContext
-from tests.train.test_pipeline import make_recipe, write_material
+from tests.train.test_pipeline import make_recipe, material
 from tests.worlds import in_threads
 
+__all__ = ["material"]
 ROOT = Path(__file__).parents[2]
 SHORT: dict[str, dict[str, Any]] = {
     "data": {"resolution": 64, "bucket_step": 16},
     "train": {"max_train_steps": 2, "gradient_accumulation_steps": 1, "batch_size": 1},
 }
-
-
-@pytest.fixture(scope="module")
-def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_material(tmp_path_factory.mktemp("material"))
 
 
 def changed(material: Path, key: str, value: Any) -> Recipe:
