@@ -23,7 +23,7 @@ from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.latent_cache.prepare import prepare
 from lora_rocm.recipe.kinds import kinds_of
 from lora_rocm.recipe.load import load_recipe
-from lora_rocm.recipe.schema import DataSection
+from lora_rocm.recipe.schema import DataSection, Recipe
 from lora_rocm.recipe.suggest import all_keys
 from tests.fake_encoders import FakeFamily
 from tests.program import RECIPE, images, run_for_json
@@ -75,6 +75,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield root
 
 
+@pytest.fixture(scope="module")
+def demo() -> Recipe:
+    return load_recipe("demo.yaml").recipe
+
+
 def encoded(kind: str) -> bytes:
     content = io.BytesIO()
     Image.effect_noise((40, 24), 60).convert("RGB").save(content, kind)
@@ -120,7 +125,7 @@ CAPTIONS = st.none() | st.binary(max_size=40) | st.text(max_size=40).map(lambda 
     st.booleans(),
 )
 def test_images_are_used_or_set_aside(
-    folder: Path, files: dict[tuple[str, str], tuple[bytes, bytes | None]], fallback: str, extra: bool
+    folder: Path, demo: Recipe, files: dict[tuple[str, str], tuple[bytes, bytes | None]], fallback: str, extra: bool
 ) -> None:
     with tempfile.TemporaryDirectory() as name:
         root = Path(name) / "pics"
@@ -143,7 +148,7 @@ def test_images_are_used_or_set_aside(
             assert error.what and (error.where or error.fix)
             return
         cuts, *_ = geometries(found.samples, data)
-        recipe = load_recipe("demo.yaml").recipe.model_copy(update={"data": data})
+        recipe = demo.model_copy(update={"data": data})
         sizes = [sample.width * sample.height for sample in found.samples]
         if max(sizes) > 10**6:  # a damaged header that claims a huge image: decoding that is Pillow's own work
             return

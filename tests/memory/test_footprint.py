@@ -41,6 +41,7 @@ from lora_rocm.recipe.optim_sections import OptimSection, ProdigySection
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.recipe.sections import MAX_RANK
 from tests.optim.test_base import SECTIONS
+from tests.tiny_models import hollow_builtin
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 SIDE_PX = 96
@@ -48,13 +49,19 @@ SHAPE = Shape.of(h=SIDE_PX, w=SIDE_PX)
 BASE = SMALLER = ""
 """Models without weights, of fixture ``shallow``."""
 FEWER_LAYERS = {"layers_per_block": 1, "transformer_layers_per_block": [1, 1, 1]}
-FEWER_LEVELS = {
-    "layers_per_block": 1,
-    "transformer_layers_per_block": [1, 1],
-    "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D"],
-    "up_block_types": ["CrossAttnUpBlock2D", "UpBlock2D"],
-    "block_out_channels": [48, 80],
-    "attention_head_dim": [3, 5],
+
+
+ONE_LEVEL: dict[str, dict[str, Any]] = {
+    "unet": {
+        "layers_per_block": 1,
+        "transformer_layers_per_block": [1],
+        "down_block_types": ["DownBlock2D"],
+        "up_block_types": ["UpBlock2D"],
+        "block_out_channels": [48],
+        "attention_head_dim": [3],
+    },
+    "text_encoder": {"num_hidden_layers": 2},
+    "text_encoder_2": {"num_hidden_layers": 2},
 }
 
 
@@ -62,11 +69,8 @@ FEWER_LEVELS = {
 def shallow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The model that ships with the package, with fewer layers: counting takes its time for each operation."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, changes in (("BASE", FEWER_LAYERS), ("SMALLER", FEWER_LEVELS)):
-            folder = tmp_path_factory.mktemp("base") / "model"
-            shutil.copytree(builtin_folder("builtin:tiny-sdxl"), folder, ignore=shutil.ignore_patterns("*.safetensors"))
-            config = folder / "unet" / "config.json"
-            config.write_text(json.dumps(json.loads(config.read_text(encoding="utf-8")) | changes), encoding="utf-8")
+        for name, changes in (("BASE", {"unet": FEWER_LAYERS}), ("SMALLER", ONE_LEVEL)):
+            folder = hollow_builtin(tmp_path_factory.mktemp("base") / "model", changes)
             patch.setattr(sys.modules[__name__], name, f"random:{folder}")
         yield
 
