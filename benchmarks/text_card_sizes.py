@@ -3,7 +3,7 @@
     python -m benchmarks.text_card_sizes [--only REGEX] [--limit-s 400] [--json FILE]
     python -m benchmarks.text_card_sizes --toy      # on the CPU: the same models with two small blocks
 
-Random weights in the published shapes, one text at a time, rank 16 on all seven projections (gpt-oss: on attention). For
+Random weights in the published shapes, one text at a time, rank 16 on all seven projections (gpt-oss: attention). For
 each model and length the first row has no cap and recomputes all activations; a row of a card follows the plan that is
 chosen for its size less 0.75 GiB for desktop and runtime, and is compared with the first. Memory is what the allocator
 may hold. Weights are offloaded further from row to row, so the largest card comes first.
