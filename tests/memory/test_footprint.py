@@ -41,6 +41,7 @@ from lora_rocm.recipe.optim_sections import OptimSection, ProdigySection
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.recipe.sections import MAX_RANK
 from tests.optim.test_base import SECTIONS
+from tests.tiny_llm import write_tiny_llm
 from tests.tiny_models import hollow_builtin
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -361,6 +362,17 @@ def test_layers_that_are_narrower_than_the_rank_are_counted(small: Footprint) ->
     model = hollow_model(family, its, torch.float32)
     layers = sum(isinstance(layer, LoraLayer) for layer in model.components["unet"].modules())
     assert count(family, model, its, SHAPE).narrow_layers == layers > 0 == small.narrow_layers
+
+
+def test_a_weight_with_two_names_counts_once(tmp_path: Path) -> None:
+    """Embedding and head of many language models are one weight."""
+    model = {"family": "causal-lm", "name_or_path": str(write_tiny_llm(tmp_path / "base", "smollm"))}
+    recipe = recipe_from({"model": model, "data": {"path": str(tmp_path)}, "train": {"max_train_steps": 1}})
+    family = family_for(recipe)
+    loaded = family.load(torch.float32, torch.device("cpu")).components.values()
+    hollow = hollow_model(family, recipe, torch.float32, on_gpu=False).components.values()
+    whole = sum(weight.numel() for component in loaded for weight in component.parameters())
+    assert whole == sum(p.numel() for component in hollow for p in component.parameters() if not p.requires_grad)
 
 
 def test_a_footprint_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
