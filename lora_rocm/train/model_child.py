@@ -174,7 +174,10 @@ def require_inputs_read(job: Job, recipe: Recipe) -> None:
     title, sampler = recipe.spec.title, job["sampler"]
     if sampler and not recipe.spec.reads("sample.sampler"):
         raise UserError(
-            "sampler-unfit", f"There are no samplers for {title}.", where=f"--sampler {sampler!a:.60}", fix="Leave it out."
+            "sampler-unfit",
+            f"There are no samplers for {title}.",
+            where=f"--sampler {sampler!a:.60}",
+            fix="Leave it out.",
         )
     if sampler and sampler not in recipe.spec.samplers:
         what, fix = f"{title} is not drawn with this sampler.", f"Take {' or '.join(recipe.spec.samplers)}."

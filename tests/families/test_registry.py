@@ -118,7 +118,11 @@ def test_recipes_of_other_families_have_their_own_keys() -> None:
     ("family", "override", "words"),
     [
         ("toy-text", "data.resolution=512", "this key is not read by Toy text"),
-        ("toy-text", "data.sources=[{path: a, flip_aug: true}]", r"data.sources\[0\].flip_aug: this key is not read by Toy text"),
+        (
+            "toy-text",
+            "data.sources=[{path: a, flip_aug: true}]",
+            r"data.sources\[0\].flip_aug: this key is not read by Toy text",
+        ),
         ("toy-text", "lora.train_text_encoder=true", "no text encoder of Toy text can be trained"),
         ("toy-text", "model.vae=x", "no such key"),
         ("toy-text", "objective.shift=2", "no such key"),
