@@ -202,8 +202,7 @@ def lengths_of_texts(recipe: Recipe, reader: TextReader, samples: Samples) -> tu
 
     Lengths are in tokens, filled up to the multiple that the family takes.
 
-    Args:
-        samples: texts that ``reader`` has cut (``TextReader.parts``).
+    ``samples``: texts that ``reader`` has cut (``TextReader.parts``).
     """
     usable = Usable.unfilled(samples, bytearray(NO_CUT * len(samples)), ())
     ordered = _ordered(usable, np.arange(len(samples)), recipe, reader)

@@ -251,6 +251,8 @@ def test_a_resume_is_exact_and_watching_changes_nothing(tmp_path: Path, monkeypa
     assert tensors_of(tmp_path / "unwatched") == tensors_of(tmp_path / "straight")
     steps, watched = of_type(tmp_path / "straight", "step"), of_type(tmp_path / "straight", "watched")
     assert steps[0]["loss"] == pytest.approx(LN2, rel=1e-5)
+    assert steps[0]["measures"]["reward margin"] == pytest.approx(0.0, abs=1e-5)
+    assert steps[-1]["measures"]["reward margin"] > 1e-5
     assert [event["updates"] for event in watched] == [0, 2, 4]
     assert not of_type(tmp_path / "unwatched", "watched")
 
@@ -269,5 +271,6 @@ def test_a_tiny_model_learns_a_made_up_preference_and_not_one_that_is_none(tmp_p
         assert start(recipe, tmp_path / name / "run", stop_at=99)
         (last,) = of_type(tmp_path / name / "run", "validation")
         accuracy[name] = last["measures"]["accuracy"]
+        assert of_type(tmp_path / name / "run", "step")[-1]["measures"]["accuracy"] > 0.9, "of the pairs that it learns"
     assert accuracy["learned"] > 0.95
     assert 0.2 < accuracy["control"] < 0.8
