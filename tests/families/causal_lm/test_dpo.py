@@ -271,6 +271,7 @@ def test_a_tiny_model_learns_a_made_up_preference_and_not_one_that_is_none(tmp_p
         assert start(recipe, tmp_path / name / "run", stop_at=99)
         (last,) = of_type(tmp_path / name / "run", "validation")
         accuracy[name] = last["measures"]["accuracy"]
-        assert of_type(tmp_path / name / "run", "step")[-1]["measures"]["accuracy"] > 0.9, "of the pairs that it learns"
+        of_steps = [step["measures"]["accuracy"] for step in of_type(tmp_path / name / "run", "step")]
+        assert name == "control" or sum(of_steps[-5:]) / 5 > 0.9 > sum(of_steps[:2]) / 2
     assert accuracy["learned"] > 0.95
     assert 0.2 < accuracy["control"] < 0.8
