@@ -40,10 +40,10 @@ class _Findings:
     notices: list[str] = field(default_factory=list)
     lasting: bool = True
 
-    def add(self, sample: Sample, where: str, text: str, offset: int | None = None) -> None:
+    def add(self, sample: Sample, where: str, text: str, place: int | None = None) -> None:
         """Add the samples of a text, which are told apart by numbers if there are several.
 
-        ``offset``: of its line in a file of JSON Lines, where it stays.
+        ``place``: of its row, where it stays (``text_rows.Row``).
         """
         try:
             parts = self.parts(text)
@@ -53,7 +53,7 @@ class _Findings:
         for number, part in enumerate(parts):
             key = sample.key if len(parts) == 1 else f"{sample.key}#{number}"
             at = None if part == text else number
-            stored = part if offset is None else reference(part, offset, at, self.pairs)
+            stored = part if place is None else reference(part, place, at, self.pairs)
             self.samples.append(replace(sample, key=key, caption=stored))
 
 
@@ -98,7 +98,7 @@ def scan_texts(data: DataSection, report: Report = ignore, parts: Parts = _whole
 def _scan_table(found: _Findings, index: int, options: ResolvedSource, prefix: str) -> None:
     assert options.dataset is not None, "a source has a path or a dataset"
     name, found_before = Path(options.dataset).name, len(found.samples) + len(found.set_aside)
-    for number, (where, row, offset) in enumerate(rows_of(options)):
+    for number, (where, row, at) in enumerate(rows_of(options)):
         try:
             if isinstance(row, UnusableText):
                 raise row
@@ -108,7 +108,7 @@ def _scan_table(found: _Findings, index: int, options: ResolvedSource, prefix: s
             continue
         place = DatasetRow(options.dataset, options.split, "", number)
         sample = Sample(prefix + where, index, name, place, text, 0, 0, options.repeats, options)
-        found.add(sample, _row(options.dataset, where), text, offset)
+        found.add(sample, _row(options.dataset, where), text, at)
     if len(found.samples) + len(found.set_aside) == found_before:
         what, fix = "This table has no rows.", "Give a table with a row for each text, or remove it."
         raise DataError("dataset-empty", what, where=shown(options.dataset), fix=fix)
