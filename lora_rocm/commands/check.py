@@ -116,7 +116,7 @@ def _cut_captions(recipe: Recipe, samples: Iterable[Any], limits: Sequence[Token
     return cut_notice(captioned, limits, recipe.spec.trains_on_texts)
 
 
-def _last_lines(loaded: LoadedRecipe, base: BaseFacts, samples: Sequence[Any]) -> Iterator[str]:
+def _last_lines(loaded: LoadedRecipe, base: BaseFacts, samples: Sequence[Sample]) -> Iterator[str]:
     """Yield the notices about the base and about captions, the first texts, and the verdict."""
     of_captions = (
         *_cut_captions(loaded.recipe, samples, base.token_limits),
@@ -129,7 +129,7 @@ def _last_lines(loaded: LoadedRecipe, base: BaseFacts, samples: Sequence[Any]) -
     yield f"recipe {loaded.path}: valid"
 
 
-def _text_lines(recipe: Recipe, samples: Sequence[Any]) -> Iterator[str]:
+def _text_lines(recipe: Recipe, samples: Sequence[Sample]) -> Iterator[str]:
     """Yield the first texts as the model reads them, notices about those that were looked at, and the plan."""
     from lora_rocm.rules.this_machine import plan_here
     from lora_rocm.supervisor.subprocesses import run_for_json
@@ -149,7 +149,7 @@ def _text_lines(recipe: Recipe, samples: Sequence[Any]) -> Iterator[str]:
     yield from _plan_lines(recipe, plan_texts(recipe, samples, said), NOUNS["text"])
 
 
-def plan_texts(recipe: Recipe, samples: Sequence[Any], said: Mapping[str, Any]) -> DataPlan:
+def plan_texts(recipe: Recipe, samples: Sequence[Sample], said: Mapping[str, Any]) -> DataPlan:
     """Return the plan of texts. ``said``: see ``train.texts_child.Seen``."""
     from lora_rocm.dataset.shape import Shape
 
@@ -232,7 +232,7 @@ def plan_data(recipe: Recipe, samples: Sequence[Any], shapes: Mapping[str, Shape
     return _plan(recipe, samples, buckets)
 
 
-def _plan(recipe: Recipe, samples: Sequence[Any], buckets: Mapping[Shape, int]) -> DataPlan:
+def _plan(recipe: Recipe, samples: Sequence[Sample], buckets: Mapping[Shape, int]) -> DataPlan:
     from lora_rocm.dataset.captions import variants
     from lora_rocm.dataset.views import views_of
 

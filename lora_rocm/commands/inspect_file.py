@@ -26,6 +26,8 @@ from lora_rocm.model_files.storage_formats import scaled
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.results import final_files
 
+Found = dict[str, Any]
+"""What ``inspect`` finds, or a part of it, ready for JSON."""
 STATE, PEFT_CONFIG, PEFT_WEIGHTS = "state.json", "adapter_config.json", "adapter_model.safetensors"
 MODEL_CONFIG = "config.json"
 MODEL_WEIGHTS = ("model.safetensors", "model-?????-of-?????.safetensors")
@@ -56,7 +58,7 @@ STARTERS = ("LoRA", "LoRA and DoRA", "LoKr", "LoHa", "OFT", "IA3")
 """Kinds of adapter that ``lora.init_from`` reads."""
 
 
-def inspect(path: Path, registry: Registry = PRODUCT) -> dict[str, Any]:
+def inspect(path: Path, registry: Registry = PRODUCT) -> Found:
     """Return what a file or folder is, ready for JSON.
 
     title: what it is. families: possible values of ``model.family``. trainable: those that can be trained here.
@@ -86,7 +88,7 @@ def inspect(path: Path, registry: Registry = PRODUCT) -> dict[str, Any]:
     return {"path": str(path), **_file(read_header(path), registry)}
 
 
-def _file(header: Header, registry: Registry) -> dict[str, Any]:
+def _file(header: Header, registry: Registry) -> Found:
     sizes: Counter[str] = Counter()
     for entry in header.tensors.values():
         sizes[entry.dtype] += entry.end - entry.begin
@@ -109,7 +111,7 @@ def _file(header: Header, registry: Registry) -> dict[str, Any]:
     return {**adapter, **found}
 
 
-def _folder(path: Path, registry: Registry) -> dict[str, Any]:
+def _folder(path: Path, registry: Registry) -> Found:
     """Return what a folder is, by its configs: a model, a checkpoint of a run, or a PEFT adapter."""
     if (path / PEFT_CONFIG).is_file():
         return inspect(path / PEFT_WEIGHTS, registry)
@@ -145,7 +147,7 @@ def _folder(path: Path, registry: Registry) -> dict[str, Any]:
     }
 
 
-def _peft_folder(parts: Sequence[Path], registry: Registry) -> dict[str, Any]:
+def _peft_folder(parts: Sequence[Path], registry: Registry) -> Found:
     """Return what the ``peft`` folder of a run is, which has a PEFT folder for each component."""
     found = {part.name: inspect(part, registry) for part in parts}
     if len(found) == 1:
@@ -158,7 +160,7 @@ def _peft_folder(parts: Sequence[Path], registry: Registry) -> dict[str, Any]:
     }
 
 
-def _transformers_folder(config: Path, weights: Sequence[Path], registry: Registry) -> dict[str, Any]:
+def _transformers_folder(config: Path, weights: Sequence[Path], registry: Registry) -> Found:
     """Return what a folder of transformers is: its files of weights are one model."""
     headers = [read_header(file) for file in weights]
     tensors = {name: entry for header in headers for name, entry in header.tensors.items()}
@@ -187,7 +189,7 @@ def _shipped(name: str, registry: Registry) -> dict[str, object]:
     raise ModelError("not-a-model", "Nothing of this name ships with the program.", where=name, fix=f"Known: {known}.")
 
 
-def _config(path: Path) -> dict[str, Any]:
+def _config(path: Path) -> Found:
     """Read a config.
 
     Raises:
@@ -204,7 +206,7 @@ def _config(path: Path) -> dict[str, Any]:
     raise ModelError("config-unreadable", what, where=str(path), fix="Download the model again.")
 
 
-def _model(header: Header, registry: Registry) -> dict[str, Any]:
+def _model(header: Header, registry: Registry) -> Found:
     model, found = model_of(header.shapes), models_in(header.shapes)
     families = [model.family] if model is not None and model.part in PARTS and model.family != OTHER else []
     usable = model is not None and model.part in BASES
@@ -217,7 +219,7 @@ def _model(header: Header, registry: Registry) -> dict[str, Any]:
     }
 
 
-def _adapter(header: Header, kind: str, registry: Registry) -> dict[str, Any]:
+def _adapter(header: Header, kind: str, registry: Registry) -> Found:
     origin = origin_of(header.tensors, header.shapes)
     families = families_of(header.shapes, header.metadata)
     titles = [registry[name].title for name in families if name in registry]
@@ -250,15 +252,15 @@ def _modules(header: Header) -> dict[str, dict[str, int]]:
     return {component: dict(found.most_common()) for component, found in sorted(counts.items())}
 
 
-def _alphas(header: Header) -> dict[str, Any]:
+def _alphas(header: Header) -> Found:
     """Return the smallest and the largest alpha, and how many modules with a rank have none."""
     found = alphas_of(header)
     missing = max(0, ranks_of(header).total() - len(found))
     return {"min": min(found, default=None), "max": max(found, default=None), "missing": missing}
 
 
-def _metadata(metadata: dict[str, str]) -> dict[str, Any]:
-    found: dict[str, Any] = {name: metadata[name] for name in NOTED if metadata.get(name, "") not in EMPTY}
+def _metadata(metadata: dict[str, str]) -> Found:
+    found: Found = {name: metadata[name] for name in NOTED if metadata.get(name, "") not in EMPTY}
     try:
         folders = json.loads(metadata.get("ss_tag_frequency", "{}"))
         tags = Counter({tag: int(count) for folder in folders.values() for tag, count in folder.items()})
@@ -269,7 +271,7 @@ def _metadata(metadata: dict[str, str]) -> dict[str, Any]:
     return found
 
 
-def inspect_text(found: dict[str, Any]) -> str:
+def inspect_text(found: Found) -> str:
     """Return ``inspect`` as text."""
     lines = [f"{found['path']}: {found['title']}"]
     if "dtypes" in found:
@@ -291,7 +293,7 @@ def inspect_text(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _adapter_lines(adapter: dict[str, Any]) -> list[str]:
+def _adapter_lines(adapter: Found) -> list[str]:
     lines = []
     for component, modules in adapter["modules"].items():
         some = [f"{target} {count}" for target, count in list(modules.items())[:MAX_NAMED]]

@@ -181,9 +181,7 @@ def _train_in(
             raise
         finally:
             withdraw(run)
-    _tell_end(run, code, stopped, again)
-    if code == 0:
-        _say_next(run, loaded)
+    _tell_end(run, loaded, code, stopped, again)
     _report(run, loaded.registry)
     return code
 
@@ -201,13 +199,14 @@ def _commands(run: RunDir, accept_changes: bool, worker: str | None) -> Callable
     return command
 
 
-def _tell_end(run: RunDir, code: int, stopped: StoppedError | None, again: str) -> None:
+def _tell_end(run: RunDir, loaded: LoadedRecipe, code: int, stopped: StoppedError | None, again: str) -> None:
     if stopped is not None:
         _say(stopped.what)
     if code == StoppedError.exit_code:
         _say(f"Stopped. Go on with:\n  {again}")
     elif code == 0:
         _say(f"Done. The LoRA: {_results(run)}")
+        _say_next(run, loaded)
 
 
 def _results(run: RunDir) -> str:

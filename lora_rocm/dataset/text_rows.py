@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 from lora_rocm.dataset.folders import shown, table_path
 from lora_rocm.dataset.hf_datasets import opened
-from lora_rocm.dataset.records import UnusableText
+from lora_rocm.dataset.records import Cells, UnusableText
 from lora_rocm.errors import DataError
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.recipe.schema import ResolvedSource
@@ -50,7 +50,7 @@ def rows_of(source: ResolvedSource) -> Iterator[Row]:
         ) from error
 
 
-def row_at(source: ResolvedSource, place: int) -> Mapping[str, Any]:
+def row_at(source: ResolvedSource, place: int) -> Cells:
     """The cells of a row of a source with ``dataset``. ``place``: see ``Row``.
 
     Raises:
@@ -60,12 +60,12 @@ def row_at(source: ResolvedSource, place: int) -> Mapping[str, Any]:
     assert source.dataset is not None
     path = table_path(source.dataset)
     if path.suffix.lower() not in READERS or os.path.isdir(path):
-        cells: Mapping[str, Any] = opened(source.dataset, source.split)[place]
+        cells: Cells = opened(source.dataset, source.split)[place]
         return cells
     with path.open("rb") as file:
         if path.suffix.lower() != CSV:
             file.seek(place)
-            found: Mapping[str, Any] = json.loads(file.readline(MAX_ROW_BYTES + 1).decode("utf-8-sig"))
+            found: Cells = json.loads(file.readline(MAX_ROW_BYTES + 1).decode("utf-8-sig"))
             return found
         csv.field_size_limit(MAX_ROW_BYTES)
         columns = next(csv.reader(_text_lines(file)))
