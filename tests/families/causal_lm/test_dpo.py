@@ -161,6 +161,18 @@ def test_what_changes_the_start_changes_its_entries(base: Path, tmp_path: Path) 
     assert start_encoders(recipe_of(base), CausalLM(recipe_of(base)), torch.float32) == ()
 
 
+def test_a_pair_is_as_long_as_its_longer_answer(base: Path) -> None:
+    family = CausalLM(dpo(base))
+    (encoder,) = family.encoders()
+    encode, found = encoder.load(DeviceTransfer(CPU, pin=False)), list[int]()
+    for pair in pairs():
+        length = family.texts.num_tokens(written(pair))
+        found.append(-(-length // 64) * 64)
+        assert length == max(len(family.texts.tokens(answer).ids) for answer in (pair.chosen, pair.rejected))
+        assert found[-1] == encode({CAPTION: written(pair)})["input_ids"].shape[1]
+    assert found == [64, 128]
+
+
 def test_a_prompt_of_a_preview_has_entries_too(base: Path) -> None:
     family = CausalLM(dpo(base))
     assert isinstance(family, ComparesWithStart)
