@@ -269,6 +269,16 @@ class Adapter(ABC):
         """Return a copy of every trained tensor, and ``constants``, on the CPU."""
         return {**self.read(self.parameters), **self.constants}
 
+    @contextmanager
+    def shapes_only(self) -> Iterator[None]:
+        """Inside the context ``state``, and all made of it, is on the meta device: shapes and dtypes alone."""
+        before = self.read, self.constants
+        self.read, self.constants = _on_meta, _on_meta(self.constants)
+        try:
+            yield
+        finally:
+            self.read, self.constants = before
+
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Load every trained tensor in place; ``constants`` among them are passed over.
@@ -430,6 +440,10 @@ def loaded_entry(kind: type[Adapter], layer: BaseTunerLayer) -> Entry:
     if any(tensor.is_meta for tensor in tensors.values()):
         raise ValueError("a layer was made but not filled")
     return kind.entry_of(layer, active, {role: tensor.detach().float() for role, tensor in tensors.items()})
+
+
+def _on_meta(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
 
 
 def _read(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

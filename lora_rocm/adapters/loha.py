@@ -203,10 +203,12 @@ class LohaAdapter(FactorAdapter):
         return LohaEntry(*NAMES.split(tensors), float(layer.scaling[name]), shape)
 
     @staticmethod
-    def update_norm(tensors: Mapping[str, Tensor]) -> Tensor:
-        w1, w2 = NAMES.split({role: tensor.float() for role, tensor in tensors.items()})
-        norm: Tensor = torch.linalg.vector_norm(product(w1) * product(w2))
-        return norm
+    def update_norms(modules: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        norms = []
+        for tensors in modules:  # one by one: each takes as much memory as a weight
+            w1, w2 = NAMES.split({role: tensor.float() for role, tensor in tensors.items()})
+            norms.append(torch.linalg.vector_norm(product(w1) * product(w2)))
+        return torch.stack(norms)
 
     def start(self, name: str, layer: Any, lora: AdapterSection, rng: torch.Generator) -> None:
         """Draw all tensors from a normal distribution, except w2_a, which is zero."""

@@ -239,10 +239,11 @@ class LokrAdapter(FactorAdapter):
         return LokrEntry(*NAMES.split(tensors), float(layer.scaling[name]), shape)
 
     @staticmethod
-    def update_norm(tensors: Mapping[str, Tensor]) -> Tensor:
-        w1, w2 = NAMES.split({role: tensor.float() for role, tensor in tensors.items()})
-        norm: Tensor = torch.linalg.vector_norm(product(w1)) * torch.linalg.vector_norm(product(w2))
-        return norm
+    def update_norms(modules: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        stacks = NAMES.split({role: torch.stack([each[role] for each in modules]).float() for role in modules[0]})
+        first_n, second_n = (torch.linalg.vector_norm(product(stack).flatten(1), dim=1) for stack in stacks)
+        norms_n: Tensor = first_n * second_n
+        return norms_n
 
     def start(self, name: str, layer: Any, lora: AdapterSection, rng: torch.Generator) -> None:
         """Draw all tensors from a Kaiming uniform distribution, except the last tensor of w2, which is zero."""

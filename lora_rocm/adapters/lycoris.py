@@ -301,8 +301,8 @@ class FactorAdapter(LycorisAdapter):
 
     @staticmethod
     @abstractmethod
-    def update_norm(tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return the norm, float32 0-d, of the change at scale 1. ``tensors``: by role."""
+    def update_norms(modules: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        """Return the norms, float32 [n], of the changes at scale 1. ``modules``: tensors by role, of one shape."""
 
     def norm_limit(self, lora: AdapterSection) -> NormLimit | None:
         if lora.max_update_norm is None:
@@ -312,10 +312,7 @@ class FactorAdapter(LycorisAdapter):
              float(layer.scaling[PEFT_NAME]))
             for name, (_, _, layer) in self.modules.items()
         ]  # fmt: skip
-        return NormLimit(modules, lora.max_update_norm, self._norms)
-
-    def _norms(self, modules: Sequence[Mapping[str, Tensor]]) -> Tensor:
-        return torch.stack([self.update_norm(tensors) for tensors in modules])  # one weight's change at a time
+        return NormLimit(modules, lora.max_update_norm, self.update_norms)
 
 
 class OutputAdapter(LycorisAdapter):
