@@ -78,6 +78,7 @@ class Adapter(ABC):
         self.parameters: dict[str, Tensor] = dict(self.leaves)
         self.constants: dict[str, Tensor] = {}
         self._flat: FlatWeights | None = None
+        self._key_tables: dict[bool, KeyTable] = {}  # by whether they are of the form "kohya"
 
     # Implemented by each kind.
 
@@ -227,9 +228,11 @@ class Adapter(ABC):
         return None
 
     def key_table(self, form: Form) -> KeyTable:
-        """Return the keys of a file that is written in the form "kohya" or "sd-scripts"."""
+        """Return the keys of a file that is written in the form "kohya" or "sd-scripts"; each table is made once."""
         rows_of = sd_scripts_rows(self.family) if form == SD_SCRIPTS else None
-        return KeyTable(self.family, self.components_in_model, rows_of)
+        if (rows_of is None) not in self._key_tables:
+            self._key_tables[rows_of is None] = KeyTable(self.family, self.components_in_model, rows_of)
+        return self._key_tables[rows_of is None]
 
     @classmethod
     def insert(cls, component: nn.Module, config: PeftConfig) -> None:

@@ -342,25 +342,29 @@ class DeviceTransfer:
         Raises:
             TransferError: a tensor did not come back unchanged.
         """
-        salt = self.next_salt()
-        wanted_K = whole_fingerprints(list(tensors.values()), salt)
-        received = {}
-        for (name, tensor), wanted in zip(tensors.items(), wanted_K.tolist(), strict=True):
+        names, salt = list(tensors), self.next_salt()
+        wanted = dict(zip(names, whole_fingerprints(list(tensors.values()), salt).tolist(), strict=True))
+        received: dict[str, Tensor] = {}
+        for group in groups_alike(list(tensors.values()), GROUP_BYTES[False]):
+            waiting = [names[index] for index in group]
             for _ in range(READS):
-                copy = self._read(tensor)
-                self.checks += 1
-                if int(whole_fingerprint(copy)) ^ salt == wanted:
+                copies = [self._read(tensors[name]) for name in waiting]
+                self.checks += len(copies)
+                received |= zip(waiting, copies, strict=True)
+                found = zip(waiting, _alike_fingerprints(copies).tolist(), strict=True)
+                waiting = [name for name, seen in found if seen ^ salt != wanted[name]]
+                self.failures += len(waiting)
+                if not waiting:
                     break
-                self.failures += 1
             else:
+                tensor = tensors[waiting[0]]
                 raise TransferError(
                     "read-failed",
                     "A tensor did not come back from the device unchanged. The files written before are kept.",
-                    where=f"{name} {tuple(tensor.shape)} {tensor.dtype}",
+                    where=f"{waiting[0]} {tuple(tensor.shape)} {tensor.dtype}",
                     fix="Restart the machine and run the same command with --resume latest.",
                 )
-            received[name] = copy
-        return received
+        return {name: received[name] for name in names}
 
     def clear(self) -> None:
         """Reset the verdict; the next update starts clean."""

@@ -53,16 +53,14 @@ def sizes_of(
     Raises:
         AdapterError: export-form: an output format cannot be written.
     """
-
-    def written_bytes(form: str) -> int:
-        return writers.size_bytes(form, family, adapter, recipe, facts)
-
+    forms = {"kohya", *recipe.formats}
+    sizes = {form: writers.size_bytes(form, family, adapter, recipe, facts) for form in sorted(forms)}
     with adapter.shapes_only():
         parts = (adapter.state(), *state)
     return Sizes(
         sum(TensorFile(tensors).size_bytes for tensors in parts if tensors),
-        written_bytes("kohya"),
-        sum(map(written_bytes, recipe.formats)),
+        sizes["kohya"],
+        sum(sizes[form] for form in recipe.formats),
     )
 
 
