@@ -61,6 +61,9 @@ def inspect(path: Path, registry: Registry = PRODUCT) -> dict[str, Any]:
         return {"path": str(path), **_shipped(str(path), registry)}
     if path.is_dir():
         return {"path": str(path), **_folder(path, registry)}
+    if not path.exists():
+        what, fix = "There is no such file or folder.", "Correct the path. A model of the hub is downloaded first."
+        raise ModelError("model-missing", what, where=str(path), fix=fix)
     if path.suffix.lower() in PICKLES:
         raise ModelError(
             "pickle-refused",
@@ -107,11 +110,15 @@ def _folder(path: Path, registry: Registry) -> dict[str, Any]:
         return {"title": title, "families": [], "trainable": []}
     place = index_of(path)
     if place is None:
+        inside = [*path.glob(f"*/{PEFT_CONFIG}"), *path.glob(f"*/{INDEXES[0]}")]
+        found = sorted([*(file.parent for file in inside), *path.glob("*.safetensors")])[:3]
         raise ModelError(
             "not-a-model",
             f"This folder has no {INDEXES[0]} and no {PEFT_CONFIG}.",
             where=str(path),
-            fix="Give a .safetensors file, a diffusers folder or a PEFT folder.",
+            fix=f"Give one of what is in it: {', '.join(map(str, found))}."
+            if found
+            else "Give a .safetensors file, a diffusers folder or a PEFT folder.",
         )
     index = _config(place)
     name = str(index.get("_class_name", ""))

@@ -11,7 +11,7 @@ from typing import Any
 
 from lora_rocm.errors import MachineError, UserError
 from lora_rocm.families.registry import PRODUCT, Registry
-from lora_rocm.foundation.files import write_json
+from lora_rocm.foundation.files import require_place, write_json
 from lora_rocm.foundation.units import number_text
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.recipe.yaml_tree import is_clean
@@ -19,7 +19,7 @@ from lora_rocm.rules.this_machine import plan_here
 from lora_rocm.rundir import results
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.process import OnEvent
-from lora_rocm.supervisor.resume import holds_run, open_run
+from lora_rocm.supervisor.resume import holds_run, open_recipe
 from lora_rocm.supervisor.subprocesses import run_tool
 
 MERGED, GGUF = "merged", "gguf"
@@ -93,7 +93,15 @@ def require_text(option: str, prompt: str) -> None:
         )
 
 
-def export(source: Path, form: str, *, output: Path | None, dtype: str | None, converter: Path | None = None) -> int:
+def export(
+    source: Path,
+    form: str,
+    *,
+    output: Path | None,
+    dtype: str | None,
+    converter: Path | None = None,
+    registry: Registry = PRODUCT,
+) -> int:
     """Write the LoRA of a run in another format.
 
     Args:
@@ -102,22 +110,29 @@ def export(source: Path, form: str, *, output: Path | None, dtype: str | None, c
         output: file or folder to write; None: in the run.
         dtype: of the weights; None: as in the recipe.
         converter: llama.cpp's script or folder, for the gguf format; None: as ``_converter`` finds it.
+        registry: the model families.
 
     Raises:
-        UserError: ``output`` is of the wrong kind, or an option does not apply.
+        UserError: ``output`` is of the wrong kind, an option does not apply, or the run cannot be exported.
         LoraRocmError: any error of the child process.
     """
     if output is not None and (output.is_file() if form in FOLDER_FORMS else output.is_dir()):
         is_now, wanted = ("file", "folder") if form in FOLDER_FORMS else ("folder", "file")
         what = f"There is a {is_now}, and the {form} form is a {wanted}."
         raise UserError("output-kind", what, where=f"--output {output}", fix=f"Move it away, or name a {wanted}.")
+    if output is not None and form not in FOLDER_FORMS:
+        require_place(output, "--output")
     if form == MERGED and dtype is not None:
         what = "Merged weights have the dtype of the base."
         raise UserError("dtype-unused", what, where=f"--dtype {dtype}", fix="Leave it out.")
     if form != GGUF and converter is not None:
         what = f"The {form} form is written without a converter."
         raise UserError("converter-unused", what, where=f"--converter {converter}", fix="Leave it out.")
-    run_dir, script = open_run(source), str(_converter(converter)) if form == GGUF else ""
+    run_dir, _ = open_recipe(source, registry)
+    script = str(_converter(converter)) if form == GGUF else ""
+    if not run_dir.list_checkpoints():
+        what = "This run has no checkpoint yet, and an export is made from one."
+        raise UserError("no-checkpoint", what, where=str(run_dir.path), fix="Train on first.")
     place = output or run_dir.export_of(form)
     if form == MERGED and place.is_dir() and any(place.iterdir()):
         what = "There are files in the folder for the merged model."

@@ -11,6 +11,7 @@ import json
 import re
 import time
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from lora_rocm.errors import RecipeError, ResumeError, UserError, storage_error
@@ -242,6 +243,29 @@ def open_run(path: Path) -> RunDir:
         UserError: there is no run there.
     """
     run_dir = RunDir(path.absolute())
-    if not run_dir.path.is_dir() or not holds_run(run_dir):
-        raise UserError("no-run", "There is no run here.", where=str(path), fix="Give a run directory (runs/...).")
-    return run_dir
+    if run_dir.path.is_dir() and holds_run(run_dir):
+        return run_dir
+    around = next((folder for folder in run_dir.path.parents[:3] if holds_run(RunDir(folder))), None)
+    inside = [run for run in (islice(path.iterdir(), 1000) if path.is_dir() else ()) if holds_run(RunDir(run))]
+    newest = sorted(inside, key=lambda run: run.stat().st_mtime)[-3:]
+    fix = f"Runs in it: {', '.join(map(str, reversed(newest)))}." if newest else "Give a run directory (runs/...)."
+    fix = fix if around is None else f"Give the run directory that it is in: {around}."
+    raise UserError("no-run", "There is no run here.", where=str(path), fix=fix)
+
+
+def open_recipe(path: Path, registry: Registry) -> tuple[RunDir, Recipe]:
+    """The run directory at ``path``, and its recipe.
+
+    Raises:
+        UserError: there is no run there, or its recipe is gone.
+        RecipeError: its recipe is damaged.
+    """
+    run_dir = open_run(path)
+    if not run_dir.recipe.is_file():
+        raise UserError(
+            "run-without-recipe",
+            "This run has no recipe any more, so its base model is not known.",
+            where=str(run_dir.recipe),
+            fix="Copy the recipe that it was made with to this place.",
+        )
+    return run_dir, load_recipe(run_dir.recipe, registry=registry).recipe

@@ -107,13 +107,6 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
 def export_run(job: Job, registry: Registry = PRODUCT) -> None:
     """Write the LoRA of a run's checkpoint (by default the newest) in another format, load it back and compare."""
     run_dir = RunDir(Path(job["source"]))
-    if not run_dir.recipe.exists():
-        raise AdapterError(
-            "export-needs-run",
-            "Only the LoRA of a run can be written in another form: its base model is needed to check the result.",
-            where=job["source"],
-            fix="Give the run directory.",
-        )
     # The recipe and the checkpoint
     recipe = load_recipe(run_dir.recipe, registry=registry).recipe
     if job["dtype"]:
