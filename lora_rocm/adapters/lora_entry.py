@@ -131,10 +131,6 @@ class LoraEntry(Entry):
         stretch = float((self.magnitude / norms).abs().nan_to_num(posinf=0.0).max())
         return 2 * stretch * bound + CANCELLATION * (norm_of(weight) + norm_of(self.magnitude))
 
-    def scaled(self, factor: float) -> LoraEntry:
-        """Return the entry with ``factor`` times the update; a DoRA's magnitudes stay as trained."""
-        return replace(self, scale=self.scale * factor)
-
     def of_base_norm(self, weight: Tensor) -> LoraEntry:
         """Return the entry that has this one's effect where DoRA's norm is that of the base weight, as in ComfyUI.
 

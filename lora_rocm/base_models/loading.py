@@ -125,7 +125,7 @@ class Layout:
     changed: Mapping[str, Changes] = field(default_factory=dict)
 
 
-def _hollow(part: Part, config: str) -> nn.Module:
+def _new_hollow(part: Part, config: str) -> nn.Module:
     """Build a component from its config (JSON), with weights on the meta device."""
     cls = part.cls
     with init_empty_weights():
@@ -136,7 +136,7 @@ def _hollow(part: Part, config: str) -> nn.Module:
     return made
 
 
-_hollow_shared = lru_cache(maxsize=16)(_hollow)  # to look at: a process may look at the same component many times
+_hollow_shared = lru_cache(maxsize=16)(_new_hollow)  # to look at: a process may look at the same component many times
 
 
 @lru_cache(maxsize=16)

@@ -24,6 +24,8 @@ from lora_rocm.rundir.layout import CHECKPOINT_NAME, RunDir
 from lora_rocm.rundir.results import MAX_RESULT_BYTES
 
 LATEST = "latest"
+MAX_RUNS = 1000
+"""Folders that are looked at for a remedy."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def choose(loaded: LoadedRecipe, run_dir: Path | None, resume: str | None) -> Ch
             "nothing-to-resume",
             "There is no run to resume here.",
             where=f"--resume {resume}",
-            fix="Give a run directory, a checkpoint folder in one (checkpoints/step-...), or latest.",
+            fix=_run_meant(path) or "Give a run directory, a checkpoint in one (checkpoints/step-...), or latest.",
         )
     if run_dir is not None and run_dir.absolute() != found:
         raise ResumeError(
@@ -245,12 +247,26 @@ def open_run(path: Path) -> RunDir:
     run_dir = RunDir(path.absolute())
     if run_dir.path.is_dir() and holds_run(run_dir):
         return run_dir
-    around = next((folder for folder in run_dir.path.parents[:3] if holds_run(RunDir(folder))), None)
-    inside = [run for run in (islice(path.iterdir(), 1000) if path.is_dir() else ()) if holds_run(RunDir(run))]
-    newest = sorted(inside, key=lambda run: run.stat().st_mtime)[-3:]
-    fix = f"Runs in it: {', '.join(map(str, reversed(newest)))}." if newest else "Give a run directory (runs/...)."
-    fix = fix if around is None else f"Give the run directory that it is in: {around}."
+    fix = _run_meant(run_dir.path) or "Give a run directory (runs/...)."
     raise UserError("no-run", "There is no run here.", where=str(path), fix=fix)
+
+
+def _run_meant(path: Path) -> str:
+    """A remedy that names the run around a path, or the newest runs in it; empty if there are none."""
+    for folder in path.parents[:3]:
+        if _is_run(folder):
+            return f"Give the run directory that it is in: {folder}."
+    inside = filter(_is_run, islice(path.iterdir(), MAX_RUNS) if path.is_dir() else ())
+    newest = sorted(inside, key=lambda run: run.stat().st_mtime, reverse=True)[:3]
+    return f"Runs in it: {', '.join(map(str, newest))}." if newest else ""
+
+
+def _is_run(path: Path) -> bool:
+    """``holds_run``; False of what this user may not look into."""
+    try:
+        return holds_run(RunDir(path))
+    except OSError:
+        return False
 
 
 def open_recipe(path: Path, registry: Registry) -> tuple[RunDir, Recipe]:

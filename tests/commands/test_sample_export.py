@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,20 @@ def test_options_of_another_form(
     with pytest.raises(UserError) as caught:
         sample_export.export(Path("run"), form, **{"output": None, "dtype": None, **options})
     assert caught.match("(?s)" + words) and jobs == []
+
+
+def test_what_no_export_can_be_made_from_or_written_to_is_refused_before_the_child(
+    jobs: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    write_whole_run(run_dir)
+    Path("file").touch()
+    with pytest.raises(UserError, match="file is no folder"):
+        sample_export.export(Path("run"), "kohya", output=Path("file/x.safetensors"), dtype=None)
+    shutil.rmtree(run_dir.checkpoints)
+    with pytest.raises(UserError, match="no checkpoint yet"):
+        sample_export.export(Path("run"), "kohya", output=None, dtype=None)
+    assert jobs == []
 
 
 @pytest.mark.parametrize("source", ["missing", "missing.safetensors", "."])
