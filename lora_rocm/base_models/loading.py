@@ -166,7 +166,7 @@ class Source:
     single_file: Path | None = None
     own: Mapping[str, Path] = field(default_factory=dict)
     memory: HashMemory | None = None
-    _configs: dict[str, dict[str, Any]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _configs: dict[str, dict[str, object]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _digests: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
     _tensors: dict[str, ComponentTensors] = field(default_factory=dict, init=False, repr=False, compare=False)
 

@@ -111,13 +111,13 @@ def _folder(path: Path, registry: Registry) -> dict[str, Any]:
     place = index_of(path)
     if place is None:
         inside = [*path.glob(f"*/{PEFT_CONFIG}"), *path.glob(f"*/{INDEXES[0]}")]
-        found = sorted([*(file.parent for file in inside), *path.glob("*.safetensors")])[:3]
+        near = sorted([*(file.parent for file in inside), *path.glob("*.safetensors")])[:3]
         raise ModelError(
             "not-a-model",
             f"This folder has no {INDEXES[0]} and no {PEFT_CONFIG}.",
             where=str(path),
-            fix=f"Give one of what is in it: {', '.join(map(str, found))}."
-            if found
+            fix=f"Give one of what is in it: {', '.join(map(str, near))}."
+            if near
             else "Give a .safetensors file, a diffusers folder or a PEFT folder.",
         )
     index = _config(place)
