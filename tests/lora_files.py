@@ -9,7 +9,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.module_names import adaptable
+from lora_rocm.export import writers
+from lora_rocm.export.metadata import Facts
+from lora_rocm.families.base import ModelFamily
+from lora_rocm.recipe.schema import Recipe
 
 
 def write_random_lora(path: Path, component: str, root: nn.Module, pattern: str, rank: int = 3) -> Path:
@@ -26,3 +31,12 @@ def write_random_lora(path: Path, component: str, root: nn.Module, pattern: str,
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, path)
     return path
+
+
+def write_as_forecast(
+    form: str, path: Path, family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: Facts
+) -> None:
+    """Write a form whose size was forecast to the byte."""
+    forecast_bytes = writers.size_bytes(form, family, adapter, recipe, facts)
+    written = writers.write(form, path, family, adapter, recipe, facts)
+    assert forecast_bytes == sum(file.num_bytes for file in written)

@@ -78,6 +78,7 @@ class Adapter(ABC):
         self.parameters: dict[str, Tensor] = dict(self.leaves)
         self.constants: dict[str, Tensor] = {}
         self._flat: FlatWeights | None = None
+        self._key_tables: dict[bool, KeyTable] = {}  # by whether they are of the form "kohya"
 
     # Implemented by each kind.
 
@@ -227,9 +228,11 @@ class Adapter(ABC):
         return None
 
     def key_table(self, form: Form) -> KeyTable:
-        """Return the keys of a file that is written in the form "kohya" or "sd-scripts"."""
+        """Return the keys of a file that is written in the form "kohya" or "sd-scripts"; each table is made once."""
         rows_of = sd_scripts_rows(self.family) if form == SD_SCRIPTS else None
-        return KeyTable(self.family, self.components_in_model, rows_of)
+        if (rows_of is None) not in self._key_tables:
+            self._key_tables[rows_of is None] = KeyTable(self.family, self.components_in_model, rows_of)
+        return self._key_tables[rows_of is None]
 
     @classmethod
     def insert(cls, component: nn.Module, config: PeftConfig) -> None:
@@ -268,6 +271,16 @@ class Adapter(ABC):
     def state(self) -> dict[str, Tensor]:
         """Return a copy of every trained tensor, and ``constants``, on the CPU."""
         return {**self.read(self.parameters), **self.constants}
+
+    @contextmanager
+    def shapes_only(self) -> Iterator[None]:
+        """Inside the context ``state``, and all made of it, is on the meta device: shapes and dtypes alone."""
+        before = self.read, self.constants
+        self.read, self.constants = _on_meta, _on_meta(self.constants)
+        try:
+            yield
+        finally:
+            self.read, self.constants = before
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -430,6 +443,10 @@ def loaded_entry(kind: type[Adapter], layer: BaseTunerLayer) -> Entry:
     if any(tensor.is_meta for tensor in tensors.values()):
         raise ValueError("a layer was made but not filled")
     return kind.entry_of(layer, active, {role: tensor.detach().float() for role, tensor in tensors.items()})
+
+
+def _on_meta(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
 
 
 def _read(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

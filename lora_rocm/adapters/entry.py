@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -85,9 +86,11 @@ class Entry(ABC):
         With ``weight`` the difference is between effects, otherwise between updates.
         """
 
-    @abstractmethod
-    def scaled(self, factor: float) -> Entry:
-        """Return this entry with its update multiplied by ``factor``."""
+    def scaled(self, factor: float) -> Self:
+        """Return this entry with its update multiplied by ``factor``; a DoRA's magnitudes stay as trained."""
+        found = copy(self)
+        found.scale = self.scale * factor
+        return found
 
     @abstractmethod
     def tensors(self, form: Form, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -55,9 +55,6 @@ class Ia3Entry(OutputEntry):
             return 0.0
         return ARITHMETIC * norm_of(self.effect(weight)) + CANCELLATION * norm_of(weight)
 
-    def scaled(self, factor: float) -> Ia3Entry:
-        return replace(self, scale=self.scale * factor)
-
     def named(self) -> dict[str, Tensor]:
         """Return the tensors by name."""
         return {STRETCH: self.stretch}
@@ -73,7 +70,7 @@ class Ia3Entry(OutputEntry):
 
     def joined(self, parts: Sequence[tuple[int, Entry]], rows: int) -> Ia3Entry:
         """Place the parts; the rows between them do not change."""
-        stretch = torch.zeros(rows)
+        stretch = self.stretch.new_zeros(rows)
         for first, entry in parts:
             assert isinstance(entry, Ia3Entry), "entries of one kind"
             stretch[first : first + len(entry.stretch)] = entry.stretch * entry.scale

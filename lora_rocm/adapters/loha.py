@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,6 @@ from torch import Tensor, nn
 from lora_rocm.adapters.base import PEFT_NAME
 from lora_rocm.adapters.entry import (
     ARITHMETIC,
-    Entry,
-    FileKind,
     FileModule,
     Form,
     norm_of,
@@ -34,7 +31,7 @@ from lora_rocm.adapters.entry import (
     product_of,
     rounded,
 )
-from lora_rocm.adapters.lycoris import Factor, FactorAdapter, FactorNames, LycorisLayer, alone, check_config, product
+from lora_rocm.adapters.lycoris import FactorAdapter, FactorEntry, FactorNames, LycorisLayer, factor_file, product
 from lora_rocm.kernels.made_again import made, made_again
 from lora_rocm.kernels.weight_format import dense_shape
 from lora_rocm.recipe.adapter_sections import AdapterSection, LohaSection
@@ -44,19 +41,13 @@ SPREAD = {"hada_w1_a": 0.1, "hada_w1_b": 1.0, "hada_w2_a": 0.0, "hada_w2_b": 1.0
 """Standard deviation of each tensor at the start, as in LyCORIS."""
 
 
-@dataclass
-class LohaEntry(Entry):
+class LohaEntry(FactorEntry):
     """One module's ``scale * (w1 * w2)``: float32 on the CPU.
 
     w1, w2: ([O, R], [R, I * ...]), where ... is the kernel of a convolution.
-    scale: factor of the product.
-    shape: shape of the weight.
     """
 
-    w1: Factor
-    w2: Factor
-    scale: float
-    shape: tuple[int, ...]
+    title, names = "LoHa", NAMES
 
     @property
     def rank(self) -> int:
@@ -78,13 +69,6 @@ class LohaEntry(Entry):
         (one, off_one), (two, off_two) = found
         return abs(self.scale) * (one * off_two + two * off_one + off_one * off_two)
 
-    def scaled(self, factor: float) -> LohaEntry:
-        return replace(self, scale=self.scale * factor)
-
-    def named(self) -> dict[str, Tensor]:
-        """Return the tensors by name."""
-        return NAMES.named(self.w1, self.w2)
-
     def tensors(self, form: Form, dtype: torch.dtype) -> dict[str, Tensor]:
         found = {name: tensor.to(dtype) for name, tensor in self.named().items()}
         if form in ("kohya", "folded"):
@@ -95,9 +79,6 @@ class LohaEntry(Entry):
         part = slice(first, first + count)
         w1, w2 = ((factor[0][part], factor[1]) for factor in (self.w1, self.w2))
         return replace(self, w1=w1, w2=w2, shape=(count, *self.shape[1:]))
-
-    def joined(self, parts: Sequence[tuple[int, Entry]], rows: int) -> Entry:
-        return alone(self, parts, self.shape[0] == rows, "LoHa")
 
 
 def _entry(name: str, module: FileModule, shape: tuple[int, ...], path: Path) -> LohaEntry:
@@ -119,17 +100,7 @@ def _entry(name: str, module: FileModule, shape: tuple[int, ...], path: Path) ->
     return LohaEntry(w1, w2, scale, shape)
 
 
-LOHA = FileKind(
-    "LoHa",
-    "LOHA",
-    {part: part for part in NAMES.parts} | {"alpha": "alpha"},
-    frozenset(NAMES.parts),
-    NAMES.lacking,
-    _entry,
-    partial(check_config, "LoHa"),
-    config_alpha="alpha",
-    config_decides_rank=True,
-)
+LOHA = factor_file("LoHa", NAMES, _entry)
 
 
 def _change(tensors: Sequence[Tensor]) -> Tensor:
@@ -203,10 +174,12 @@ class LohaAdapter(FactorAdapter):
         return LohaEntry(*NAMES.split(tensors), float(layer.scaling[name]), shape)
 
     @staticmethod
-    def update_norm(tensors: Mapping[str, Tensor]) -> Tensor:
-        w1, w2 = NAMES.split({role: tensor.float() for role, tensor in tensors.items()})
-        norm: Tensor = torch.linalg.vector_norm(product(w1) * product(w2))
-        return norm
+    def update_norms(modules: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        norms = []
+        for tensors in modules:  # one by one: each takes as much memory as a weight
+            w1, w2 = NAMES.split({role: tensor.float() for role, tensor in tensors.items()})
+            norms.append(torch.linalg.vector_norm(product(w1) * product(w2)))
+        return torch.stack(norms)
 
     def start(self, name: str, layer: Any, lora: AdapterSection, rng: torch.Generator) -> None:
         """Draw all tensors from a normal distribution, except w2_a, which is zero."""

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial, reduce
+from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,6 @@ from torch import Tensor, nn
 from lora_rocm.adapters.base import PEFT_NAME
 from lora_rocm.adapters.entry import (
     ARITHMETIC,
-    Entry,
-    FileKind,
     FileModule,
     Form,
     norm_of,
@@ -35,7 +33,7 @@ from lora_rocm.adapters.entry import (
     product_of,
     rounded,
 )
-from lora_rocm.adapters.lycoris import Factor, FactorAdapter, FactorNames, LycorisLayer, alone, check_config, product
+from lora_rocm.adapters.lycoris import FactorAdapter, FactorEntry, FactorNames, LycorisLayer, factor_file, product
 from lora_rocm.errors import AdapterError
 from lora_rocm.kernels.weight_format import dense_shape
 from lora_rocm.recipe.adapter_sections import AdapterSection, LokrSection
@@ -45,20 +43,14 @@ FACTORS_TRIED = 1024
 """Upper bound of the decomposition factors tried for a file; LyCORIS' own presets go up to 64."""
 
 
-@dataclass
-class LokrEntry(Entry):
+class LokrEntry(FactorEntry):
     """One module's ``scale * kron(w1, w2)``: float32 on the CPU.
 
     w1: ([l, m],) or ([l, R], [R, m]).
     w2: ([k, n, ...],) or ([k, R], [R, n * ...]), where ... is the kernel of a convolution.
-    scale: factor of the product.
-    shape: shape of the weight.
     """
 
-    w1: Factor
-    w2: Factor
-    scale: float
-    shape: tuple[int, ...]
+    title, names = "LoKr", NAMES
 
     @property
     def rank(self) -> int | None:
@@ -82,9 +74,6 @@ class LokrEntry(Entry):
         size, off = reduce(product_of, (rounded(tensor, dtype) for tensor in (*self.w1, *self.w2)))
         return abs(self.scale) * (off + ARITHMETIC * size)
 
-    def scaled(self, factor: float) -> LokrEntry:
-        return replace(self, scale=self.scale * factor)
-
     def tensors(self, form: Form, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the file's tensors.
 
@@ -97,10 +86,6 @@ class LokrEntry(Entry):
             found["alpha"] = torch.tensor(self.scale * self.rank if self.rank else 1.0, dtype=torch.float32)
         return found
 
-    def named(self) -> dict[str, Tensor]:
-        """Return the tensors by name."""
-        return NAMES.named(self.w1, self.w2)
-
     def rows(self, first: int, count: int) -> LokrEntry:
         """Cut whole blocks of rows, which are rows of w1."""
         if (first, count) == (0, self.shape[0]):
@@ -110,9 +95,6 @@ class LokrEntry(Entry):
             raise ValueError("a LoKr of several modules at once can only be cut between its blocks")
         part = slice(first // height, (first + count) // height)
         return replace(self, w1=(self.w1[0][part], *self.w1[1:]), shape=(count, *self.shape[1:]))
-
-    def joined(self, parts: Sequence[tuple[int, Entry]], rows: int) -> Entry:
-        return alone(self, parts, self.shape[0] == rows, "LoKr")
 
 
 def _entry(name: str, module: FileModule, shape: tuple[int, ...], path: Path) -> LokrEntry:
@@ -140,17 +122,7 @@ def _entry(name: str, module: FileModule, shape: tuple[int, ...], path: Path) ->
     return replace(entry, scale=scale)
 
 
-LOKR = FileKind(
-    "LoKr",
-    "LOKR",
-    {part: part for part in NAMES.parts} | {"alpha": "alpha"},
-    frozenset(NAMES.parts),
-    NAMES.lacking,
-    _entry,
-    partial(check_config, "LoKr"),
-    config_alpha="alpha",
-    config_decides_rank=True,
-)
+LOKR = factor_file("LoKr", NAMES, _entry)
 
 
 def _weights(layer: Any) -> tuple[Tensor, Tensor]:
@@ -239,10 +211,11 @@ class LokrAdapter(FactorAdapter):
         return LokrEntry(*NAMES.split(tensors), float(layer.scaling[name]), shape)
 
     @staticmethod
-    def update_norm(tensors: Mapping[str, Tensor]) -> Tensor:
-        w1, w2 = NAMES.split({role: tensor.float() for role, tensor in tensors.items()})
-        norm: Tensor = torch.linalg.vector_norm(product(w1)) * torch.linalg.vector_norm(product(w2))
-        return norm
+    def update_norms(modules: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        stacks = NAMES.split({role: torch.stack([each[role] for each in modules]).float() for role in modules[0]})
+        first_n, second_n = (torch.linalg.vector_norm(product(stack).flatten(1), dim=1) for stack in stacks)
+        norms_n: Tensor = first_n * second_n
+        return norms_n
 
     def start(self, name: str, layer: Any, lora: AdapterSection, rng: torch.Generator) -> None:
         """Draw all tensors from a Kaiming uniform distribution, except the last tensor of w2, which is zero."""

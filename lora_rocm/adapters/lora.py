@@ -264,7 +264,7 @@ class LoraAdapter(Adapter):
 
     def entries_in(self, form: Form) -> Mapping[str, LoraEntry]:
         entries: dict[str, LoraEntry] = self.entries()
-        if form != COMFYUI:
+        if form != COMFYUI or any(entry.up.is_meta for entry in entries.values()):
             return entries
         return {
             name: entry.of_base_norm(dense_weight(self.modules[name][2].get_base_layer()).cpu())

@@ -131,10 +131,6 @@ class LoraEntry(Entry):
         stretch = float((self.magnitude / norms).abs().nan_to_num(posinf=0.0).max())
         return 2 * stretch * bound + CANCELLATION * (norm_of(weight) + norm_of(self.magnitude))
 
-    def scaled(self, factor: float) -> LoraEntry:
-        """Return the entry with ``factor`` times the update; a DoRA's magnitudes stay as trained."""
-        return replace(self, scale=self.scale * factor)
-
     def of_base_norm(self, weight: Tensor) -> LoraEntry:
         """Return the entry that has this one's effect where DoRA's norm is that of the base weight, as in ComfyUI.
 
@@ -186,19 +182,27 @@ class LoraEntry(Entry):
         return replace(entry, down=down, up=up)
 
     def rows(self, first: int, count: int) -> LoraEntry:
-        """Return an entry with these rows of ``up``, and of the ranks those that reach them, but at least one."""
+        """Return an entry with these rows of ``up``, and of the ranks those that reach them, but at least one.
+
+        On the meta device, where no value is known, all ranks stay.
+        """
         if (first, count) == (0, len(self.up)):
             return self
         if self.input_magnitude is not None:
             raise ValueError("a DoRA with one magnitude an input cannot be cut into modules")
         part = slice(first, first + count)
+        magnitude = None if self.magnitude is None else self.magnitude[part]
+        if self.up.is_meta:
+            return replace(self, up=self.up[part], magnitude=magnitude)
         used_R = self.up[part].flatten(1).any(dim=0)
         used_R[0] |= not used_R.any()
-        magnitude = None if self.magnitude is None else self.magnitude[part]
         return replace(self, down=self.down[used_R], up=self.up[part][:, used_R], magnitude=magnitude)
 
     def joined(self, parts: Sequence[tuple[int, Entry]], rows: int) -> LoraEntry:
-        """Share ``down`` if all parts have the same one; otherwise add the ranks, with a block-diagonal ``up``."""
+        """Share ``down`` if all parts have the same one; otherwise add the ranks, with a block-diagonal ``up``.
+
+        On the meta device, where no value is known, parts of several modules have different ones.
+        """
         found = [(first, entry) for first, entry in parts if isinstance(entry, LoraEntry)]
         if len(found) == 1 and len(self.up) == rows:
             return self
@@ -207,7 +211,10 @@ class LoraEntry(Entry):
         with_magnitude = [entry.magnitude for _, entry in found if entry.magnitude is not None]
         if with_magnitude and (len(with_magnitude) < len(found) or sum(map(len, with_magnitude)) < rows):
             raise ValueError("a DoRA of some of the modules cannot be written as one of all")
-        shared = all(torch.equal(entry.down, self.down) for _, entry in found)
+        shared = all(
+            entry.down is self.down or (not self.down.is_meta and torch.equal(entry.down, self.down))
+            for _, entry in found
+        )
         scale = self.scale if all(entry.scale == self.scale for _, entry in found) else 1.0
         down = self.down if shared else torch.cat([entry.down for _, entry in found])
         # place each part's rows, in its own rank columns unless down is shared

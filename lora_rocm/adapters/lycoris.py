@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,7 +20,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from lora_rocm.adapters.base import PEFT_NAME, Adapter
-from lora_rocm.adapters.entry import Entry, FileModule, Form, file_error
+from lora_rocm.adapters.entry import Entry, FileKind, FileModule, Form, file_error
 from lora_rocm.adapters.module_names import adaptable, canonical
 from lora_rocm.adapters.targets import either
 from lora_rocm.families.base import LoadedModel, ModelFamily
@@ -107,6 +108,51 @@ class FactorNames:
             ):
                 raise ValueError(f"{module.key} has factors of the shapes {[tuple(tensor.shape) for tensor in factor]}")
         return found
+
+
+@dataclass
+class FactorEntry(Entry):
+    """The change of one module's weight as ``scale`` times a product of two factors, float32 on the CPU.
+
+    w1, w2: the factors.
+    scale: factor of the product.
+    shape: shape of the weight.
+
+    Set by each kind:
+        title: its name.
+        names: of the tensors.
+    """
+
+    w1: Factor
+    w2: Factor
+    scale: float
+    shape: tuple[int, ...]
+    title: ClassVar[str]
+    names: ClassVar[FactorNames]
+
+    def named(self) -> dict[str, Tensor]:
+        """Return the tensors by name."""
+        return self.names.named(self.w1, self.w2)
+
+    def joined(self, parts: Sequence[tuple[int, Entry]], rows: int) -> Entry:
+        return alone(self, parts, self.shape[0] == rows, self.title)
+
+
+def factor_file(
+    name: str, names: FactorNames, entry: Callable[[str, FileModule, tuple[int, ...], Path], Entry]
+) -> FileKind:
+    """Return the file format of a kind with two factors. PEFT divides its alpha by the rank of the config."""
+    return FileKind(
+        name,
+        name.upper(),
+        {part: part for part in names.parts} | {"alpha": "alpha"},
+        frozenset(names.parts),
+        names.lacking,
+        entry,
+        partial(check_config, name),
+        config_alpha="alpha",
+        config_decides_rank=True,
+    )
 
 
 def check_config(name: str, config: Mapping[str, Any], path: Path) -> None:
@@ -301,8 +347,8 @@ class FactorAdapter(LycorisAdapter):
 
     @staticmethod
     @abstractmethod
-    def update_norm(tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return the norm, float32 0-d, of the change at scale 1. ``tensors``: by role."""
+    def update_norms(modules: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        """Return the norms, float32 [n], of the changes at scale 1. ``modules``: tensors by role, of one shape."""
 
     def norm_limit(self, lora: AdapterSection) -> NormLimit | None:
         if lora.max_update_norm is None:
@@ -312,10 +358,7 @@ class FactorAdapter(LycorisAdapter):
              float(layer.scaling[PEFT_NAME]))
             for name, (_, _, layer) in self.modules.items()
         ]  # fmt: skip
-        return NormLimit(modules, lora.max_update_norm, self._norms)
-
-    def _norms(self, modules: Sequence[Mapping[str, Tensor]]) -> Tensor:
-        return torch.stack([self.update_norm(tensors) for tensors in modules])  # one weight's change at a time
+        return NormLimit(modules, lora.max_update_norm, self.update_norms)
 
 
 class OutputAdapter(LycorisAdapter):

@@ -87,9 +87,6 @@ class OftEntry(OutputEntry):
         largest = float(weight.reshape(len(self.blocks), -1).norm(dim=1).max())
         return 4 * abs(self.scale) * (off + ARITHMETIC * size) * largest + CANCELLATION * norm_of(weight)
 
-    def scaled(self, factor: float) -> OftEntry:
-        return replace(self, scale=self.scale * factor)
-
     def named(self) -> dict[str, Tensor]:
         """Return the tensors by name."""
         return {BLOCKS: self.blocks}

@@ -125,7 +125,7 @@ class Layout:
     changed: Mapping[str, Changes] = field(default_factory=dict)
 
 
-def _hollow(part: Part, config: str) -> nn.Module:
+def _new_hollow(part: Part, config: str) -> nn.Module:
     """Build a component from its config (JSON), with weights on the meta device."""
     cls = part.cls
     with init_empty_weights():
@@ -136,7 +136,7 @@ def _hollow(part: Part, config: str) -> nn.Module:
     return made
 
 
-_hollow_shared = lru_cache(maxsize=16)(_hollow)  # to look at: a process may look at the same component many times
+_hollow_shared = lru_cache(maxsize=16)(_new_hollow)  # to look at: a process may look at the same component many times
 
 
 @lru_cache(maxsize=16)
@@ -166,6 +166,7 @@ class Source:
     single_file: Path | None = None
     own: Mapping[str, Path] = field(default_factory=dict)
     memory: HashMemory | None = None
+    _configs: dict[str, dict[str, object]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _digests: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
     _tensors: dict[str, ComponentTensors] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -174,16 +175,18 @@ class Source:
         return None if self.single_file is None else read_header(self.single_file)
 
     def config(self, name: str) -> dict[str, Any]:
-        """Return the config of a component ("scheduler" too).
+        """Return the config of a component ("scheduler" too); its file is read once.
 
         Raises:
             ModelError: config-missing, config-unreadable.
         """
-        found = read_config(self.config_path(name))
-        if name in self.layout.changed:
-            tensors = self.weights(name)[0][0].shapes if self._in_one_file(name) else {}
-            found |= self.layout.changed[name](found, tensors)
-        return found
+        if name not in self._configs:
+            found = read_config(self.config_path(name))
+            if name in self.layout.changed:
+                tensors = self.weights(name)[0][0].shapes if self._in_one_file(name) else {}
+                found |= self.layout.changed[name](found, tensors)
+            self._configs[name] = found
+        return dict(self._configs[name])
 
     def config_path(self, name: str) -> Path:
         """Return the path of a component's config file."""

@@ -12,10 +12,9 @@ from lora_rocm.commands.sample_export import require_text, run_model_tool
 from lora_rocm.errors import UserError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.files import write_atomic
-from lora_rocm.recipe.load import load_recipe
 from lora_rocm.report.comparison import Compared, comparison_page, verdict
 from lora_rocm.supervisor.process import Event
-from lora_rocm.supervisor.resume import open_run
+from lora_rocm.supervisor.resume import open_recipe
 
 
 def compare(
@@ -34,8 +33,7 @@ def compare(
         UserError: there is no run, it has no LoRA file yet, or there is nothing to compare by.
         LoraRocmError: any error of the child process.
     """
-    run_dir = open_run(source)
-    recipe = load_recipe(run_dir.recipe, registry=registry).recipe
+    run_dir, recipe = open_recipe(source, registry)
     for prompt in prompts:
         require_text("--prompt", prompt)
     sample = recipe.sample.only(prompts) if prompts else recipe.sample

@@ -70,6 +70,9 @@ def inspect(path: Path, registry: Registry = PRODUCT) -> Found:
         return {"path": str(path), **_shipped(str(path), registry)}
     if path.is_dir():
         return {"path": str(path), **_folder(path, registry)}
+    if not path.exists():
+        what, fix = "There is no such file or folder.", "Correct the path. A model of the hub is downloaded first."
+        raise ModelError("model-missing", what, where=str(path), fix=fix)
     if path.suffix.lower() in PICKLES:
         raise ModelError(
             "pickle-refused",
@@ -128,11 +131,15 @@ def _folder(path: Path, registry: Registry) -> Found:
     if place is None and weights and (path / MODEL_CONFIG).is_file():
         return _transformers_folder(path / MODEL_CONFIG, weights, registry)
     if place is None:
+        inside = [*path.glob(f"*/{PEFT_CONFIG}"), *path.glob(f"*/{INDEXES[0]}")]
+        near = sorted([*(file.parent for file in inside), *path.glob("*.safetensors")])[:3]
         raise ModelError(
             "not-a-model",
             f"This folder has no {INDEXES[0]}, no {PEFT_CONFIG}, and no {MODEL_CONFIG} beside model.safetensors.",
             where=str(path),
-            fix="Give a .safetensors file, a folder of diffusers or transformers, or a PEFT folder.",
+            fix=f"Give one of what is in it: {', '.join(map(str, near))}."
+            if near
+            else "Give a .safetensors file, a folder of diffusers or transformers, or a PEFT folder.",
         )
     index = _config(place)
     name = str(index.get("_class_name", ""))

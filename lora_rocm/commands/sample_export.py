@@ -11,17 +11,16 @@ from typing import Any
 
 from lora_rocm.errors import AdapterError, MachineError, UserError
 from lora_rocm.families.registry import PRODUCT, Registry
-from lora_rocm.foundation.files import write_json
+from lora_rocm.foundation.files import require_place, write_json
 from lora_rocm.foundation.units import number_text
 from lora_rocm.recipe.adapter_sections import GGUF, MERGED
-from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.recipe.yaml_tree import is_clean
 from lora_rocm.rules.this_machine import plan_here
 from lora_rocm.rundir import results
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.process import OnEvent
-from lora_rocm.supervisor.resume import holds_run, open_run
+from lora_rocm.supervisor.resume import holds_run, open_recipe
 from lora_rocm.supervisor.subprocesses import run_tool
 
 FOLDER_FORMS = ("peft", MERGED)
@@ -114,16 +113,19 @@ def export(
         registry: the model families.
 
     Raises:
-        AdapterError: export-needs-run, export-form: nothing reads such an adapter in this format.
-        UserError: ``output`` is of the wrong kind, or an option does not apply.
+        AdapterError: export-form: nothing reads such an adapter in this format.
+        UserError: ``output`` is of the wrong kind, an option does not apply, or the run cannot be exported.
         LoraRocmError: any error of the child process.
     """
-    run_dir = open_run(source)
-    _require_exportable(run_dir, form, registry)
+    run_dir, recipe = open_recipe(source, registry)
+    if form not in recipe.exportable:
+        raise _unread(recipe, form)
     if output is not None and (output.is_file() if form in FOLDER_FORMS else output.is_dir()):
         is_now, wanted = ("file", "folder") if form in FOLDER_FORMS else ("folder", "file")
         what = f"There is a {is_now}, and the {form} form is a {wanted}."
         raise UserError("output-kind", what, where=f"--output {output}", fix=f"Move it away, or name a {wanted}.")
+    if output is not None and form not in FOLDER_FORMS:
+        require_place(output, "--output")
     if form == MERGED and dtype is not None:
         what = "Merged weights have the dtype of the base."
         raise UserError("dtype-unused", what, where=f"--dtype {dtype}", fix="Leave it out.")
@@ -131,6 +133,9 @@ def export(
         what = f"The {form} form is written without a converter."
         raise UserError("converter-unused", what, where=f"--converter {converter}", fix="Leave it out.")
     script = str(_converter(converter)) if form == GGUF else ""
+    if not run_dir.list_checkpoints():
+        what = "This run has no checkpoint yet, and an export is made from one."
+        raise UserError("no-checkpoint", what, where=str(run_dir.path), fix="Train on first.")
     place = output or run_dir.export_of(form)
     if form == MERGED and place.is_dir() and any(place.iterdir()):
         what = "There are files in the folder for the merged model."
@@ -138,19 +143,9 @@ def export(
     return _export(run_dir, form, output=output, dtype=dtype, converter=script)
 
 
-def _require_exportable(run_dir: RunDir, form: str, registry: Registry) -> None:
-    if not run_dir.recipe.exists():
-        raise AdapterError(
-            "export-needs-run",
-            "Only the LoRA of a run can be written in another form: its base model is needed to check the result.",
-            where=str(run_dir.path),
-            fix="Give the run directory.",
-        )
-    recipe = load_recipe(run_dir.recipe, registry=registry).recipe
-    if form in recipe.exportable:
-        return
+def _unread(recipe: Recipe, form: str) -> AdapterError:
     title = f"{recipe.lora.title} of {recipe.spec.title}"
-    raise AdapterError(
+    return AdapterError(
         "export-form",
         f"A {title} is not written in the form {form}: nothing would read it.",
         where=f"--format {form}",

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from lora_rocm.recipe.source_sections import SourceOptions
 
 HUE_STEPS = 256  # in Pillow's HSV images
-MOST_HUE_STEPS = 11  # 15.5 degrees; kohya's limit is 8 of OpenCV's 180 steps, which is 16 degrees
-MOST_GAMMA = 0.05  # more or less than 1, as kohya's
+MOST_HUE_STEPS = 11  # 15.5 degrees; sd-scripts (AugHelper.color_aug): 8 of OpenCV's 180 steps, which is 16 degrees
+MOST_GAMMA = 0.05  # more or less than 1, as there
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,8 @@ def within(geometry: Geometry, original_hw: Size, crop: Rectangle) -> Geometry:
 def colour_change(sample: Sample, view: View) -> tuple[str, float] | None:
     """The change of colours of a view: ("hue", steps of HUE_STEPS) or ("gamma", exponent); None: none.
 
-    As kohya's color_aug: a small turn of the hue, or a gamma near 1. Odd numbers are turns, even ones gammas.
+    A small turn of the hue, or a gamma near 1. Odd numbers are turns, even ones gammas. The limits are those of
+    sd-scripts, which changes each third image, and takes the power of values up to 255 where here they are up to 1.
     """
     if not view.colour:
         return None

@@ -11,7 +11,7 @@ Silent zeros, stale and garbled copies occur on ROCm: TheRock#8379, legacy-rocm-
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
@@ -24,6 +24,8 @@ from lora_rocm.errors import TransferError
 WORD_DTYPES = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 CHUNK_BYTES = 4 * 2**20
 CHUNKS_AT_ONCE = 4  # of a weight being compared: 32 MiB of products
+GROUP_BYTES = {False: CHUNK_BYTES, True: CHUNKS_AT_ONCE * CHUNK_BYTES}
+"""Of tensors of one shape that are compared together; True: on a GPU."""
 READS = 3  # attempts to read a tensor back from the device
 METHODS = ("pinned", "unpinned", "clone", "chunked")
 """The methods in order: a failed batch is sent again with the next one. A host without pinning starts at "unpinned"."""
@@ -59,8 +61,36 @@ def whole_fingerprint(tensor: Tensor) -> Tensor:
 
 
 def whole_fingerprints(tensors: Sequence[Tensor], salt: int | Tensor) -> Tensor:
-    """``whole_fingerprint`` of each tensor, xor-ed with the salt (see ``salted``): int64 [K]."""
-    return torch.stack([whole_fingerprint(tensor) for tensor in tensors]) ^ salt
+    """``whole_fingerprint`` of each tensor, xor-ed with the salt (see ``salted``): int64 [K] on the tensors' device.
+
+    Tensors of one shape are copied side by side, so that a few calls serve up to ``GROUP_BYTES`` of them.
+    """
+    found = dict[int, Tensor]()
+    for group in groups_alike(tensors, GROUP_BYTES[tensors[0].is_cuda]):
+        found |= zip(group, _alike_fingerprints([tensors[index] for index in group]).unbind(), strict=True)
+    return torch.stack([found[index] for index in range(len(tensors))]) ^ salt
+
+
+def groups_alike(tensors: Sequence[Tensor], most_bytes: int) -> Iterator[list[int]]:
+    """Yield the indices of all tensors, in groups of one shape and dtype that have at most ``most_bytes``.
+
+    A tensor of more than ``CHUNK_BYTES`` is a group of its own.
+    """
+    waiting = dict[tuple[torch.Size, torch.dtype], list[int]]()
+    for index, tensor in enumerate(tensors):
+        key, size_bytes = (tensor.shape, tensor.dtype), tensor.numel() * tensor.element_size()
+        group = waiting.setdefault(key, [])
+        group.append(index)
+        if size_bytes > CHUNK_BYTES or (len(group) + 1) * size_bytes > most_bytes:
+            yield waiting.pop(key)
+    yield from waiting.values()
+
+
+def _alike_fingerprints(tensors: Sequence[Tensor]) -> Tensor:
+    """``whole_fingerprint`` of each tensor of a group: int64 [K]."""
+    if len(tensors) == 1:
+        return whole_fingerprint(tensors[0])[None]
+    return fingerprint(torch.stack([tensor.detach() for tensor in tensors]))
 
 
 def salted(fingerprints_KB: Tensor, salt: int | Tensor) -> Tensor:
@@ -231,17 +261,44 @@ class DeviceTransfer:
         Raises:
             TransferError: a parameter did not arrive by any method.
         """
-        named = [*module.named_parameters(), *module.named_buffers()]
-        with ThreadPoolExecutor(1) as ahead:  # the next tensors are read while one is copied and compared
-            fingerprints = ahead.map(whole_fingerprint, [tensor.data for _, tensor in named])
-            for (path, tensor), found in zip(named, fingerprints, strict=True):
-                name, expected = f"{component}.{path}", int(found)
-                if id(tensor) not in staying:
-                    tensor.data = self._sent(tensor.data, name, expected)
-                    if not tensor.requires_grad:
-                        self.frozen[name] = (tensor, expected)
-                if not tensor.requires_grad:
-                    self.base[name] = Sent(tensor.dtype, expected)
+        named = {f"{component}.{path}": t for path, t in (*module.named_parameters(), *module.named_buffers())}
+        names, tensors = list(named), list(named.values())
+        alike = groups_alike(tensors, GROUP_BYTES[self.device.type == "cuda"])
+        groups = [[names[index] for index in group] for group in alike]
+
+        def on_host(group: Sequence[str]) -> list[int]:
+            found: list[int] = whole_fingerprints([named[name].data for name in group], 0).tolist()
+            return found
+
+        with ThreadPoolExecutor(1) as ahead:  # the next tensors are read while a group is copied and compared
+            for group, sums in zip(groups, ahead.map(on_host, groups), strict=True):
+                expected = dict(zip(group, sums, strict=True))
+                self._send_group({name: named[name] for name in group if id(named[name]) not in staying}, expected)
+                for name in group:
+                    if not named[name].requires_grad:
+                        self.base[name] = Sent(named[name].dtype, expected[name])
+
+    def _send_group(self, tensors: Mapping[str, Tensor], expected: Mapping[str, int]) -> None:
+        """Move tensors of one shape, and compare them together; what arrived changed is sent again, one by one.
+
+        Args:
+            tensors: by name.
+            expected: their fingerprints on the host.
+        """
+        if not tensors:
+            return
+        method = self._checked_methods[0]
+        arrived = {name: self._copy(tensor.data, self.device, method) for name, tensor in tensors.items()}
+        self.checks += len(arrived)
+        found = _alike_fingerprints(list(arrived.values())).tolist()
+        for (name, tensor), seen in zip(tensors.items(), found, strict=True):
+            if seen == expected[name]:
+                tensor.data = arrived[name]
+            else:
+                self.failures += 1
+                tensor.data = self._sent(tensor.data, name, expected[name], self._checked_methods[1:])
+            if not tensor.requires_grad:
+                self.frozen[name] = (tensor, expected[name])
 
     def streaming(self) -> DeviceTransfer | None:
         """A transfer that needs less memory of the device, as layers stay in main memory; None: there is none."""
@@ -264,12 +321,15 @@ class DeviceTransfer:
         With ``heap_copy`` the device never reads the tensor's own memory, which may be a mapped file, but a copy of it.
         Only one tensor at a time is copied, so a model is never in memory twice.
         """
-        return self._sent(tensor, name, int(whole_fingerprint(tensor)))
+        return self._sent(tensor, name, int(whole_fingerprint(tensor)), self._checked_methods)
 
-    def _sent(self, tensor: Tensor, name: str, wanted: int) -> Tensor:
-        for method in self.methods[self._base_rung :]:
-            if self._heap_copy and method == "unpinned":
-                continue
+    @property
+    def _checked_methods(self) -> tuple[str, ...]:
+        """The methods for tensors that are waited for; with ``heap_copy`` without the one that reads them in place."""
+        return tuple(m for m in self.methods[self._base_rung :] if not (self._heap_copy and m == "unpinned"))
+
+    def _sent(self, tensor: Tensor, name: str, wanted: int, methods: Sequence[str]) -> Tensor:
+        for method in methods:
             arrived = self._copy(tensor, self.device, method)
             self.checks += 1
             if int(whole_fingerprint(arrived)) == wanted:
@@ -283,25 +343,29 @@ class DeviceTransfer:
         Raises:
             TransferError: a tensor did not come back unchanged.
         """
-        salt = self.next_salt()
-        wanted_K = whole_fingerprints(list(tensors.values()), salt)
-        received = {}
-        for (name, tensor), wanted in zip(tensors.items(), wanted_K.tolist(), strict=True):
+        names, salt = list(tensors), self.next_salt()
+        wanted = dict(zip(names, whole_fingerprints(list(tensors.values()), salt).tolist(), strict=True))
+        received: dict[str, Tensor] = {}
+        for group in groups_alike(list(tensors.values()), GROUP_BYTES[False]):
+            waiting = [names[index] for index in group]
             for _ in range(READS):
-                copy = self._read(tensor)
-                self.checks += 1
-                if int(whole_fingerprint(copy)) ^ salt == wanted:
+                copies = [self._read(tensors[name]) for name in waiting]
+                self.checks += len(copies)
+                received |= zip(waiting, copies, strict=True)
+                found = zip(waiting, _alike_fingerprints(copies).tolist(), strict=True)
+                waiting = [name for name, seen in found if seen ^ salt != wanted[name]]
+                self.failures += len(waiting)
+                if not waiting:
                     break
-                self.failures += 1
             else:
+                tensor = tensors[waiting[0]]
                 raise TransferError(
                     "read-failed",
                     "A tensor did not come back from the device unchanged. The files written before are kept.",
-                    where=f"{name} {tuple(tensor.shape)} {tensor.dtype}",
+                    where=f"{waiting[0]} {tuple(tensor.shape)} {tensor.dtype}",
                     fix="Restart the machine and run the same command with --resume latest.",
                 )
-            received[name] = copy
-        return received
+        return {name: received[name] for name in names}
 
     def clear(self) -> None:
         """Reset the verdict; the next update starts clean."""

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.new_tokens import NAME, TOKEN_FIELD
-from lora_rocm.export.safetensors_writer import serialise
+from lora_rocm.export.safetensors_writer import TensorFile
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.layout import embeddings_of
 
 
-def embedding_files(lora: Path, adapter: Adapter, recipe: Recipe) -> Iterator[tuple[Path, bytes]]:
+def embedding_files(lora: Path, adapter: Adapter, recipe: Recipe) -> Iterator[tuple[Path, TensorFile]]:
     """Yield path and content of each new token's file, in float32.
 
     Args:
@@ -38,4 +38,4 @@ def embedding_files(lora: Path, adapter: Adapter, recipe: Recipe) -> Iterator[tu
             TOKEN_FIELD: token.token,
         }
         tensors = {key: vectors[number].contiguous() for key, vectors in of_key.items()}
-        yield embeddings_of(lora) / f"{token.file_stem}.safetensors", serialise(tensors, metadata)
+        yield embeddings_of(lora) / f"{token.file_stem}.safetensors", TensorFile(tensors, metadata)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,6 +20,24 @@ from lora_rocm.errors import ExportError
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 ALIGNMENT_BYTES = 8
 LEGACY_OFFSET, LEGACY_BYTES = 0x100000, 0x10000
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """The content of a safetensors file. Of tensors on the meta device only the size is known."""
+
+    tensors: Mapping[str, Tensor]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """As ``serialise``."""
+        return serialise(self.tensors, self.metadata)
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the file."""
+        body_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+        return len(header_of(self.tensors, self.metadata)) + body_bytes
 
 
 def serialise(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
@@ -43,8 +62,11 @@ def kohya_hashes(tensors: Mapping[str, Tensor], ss_metadata: Mapping[str, str]) 
     """The two hashes that kohya's tools and A1111 read from a file's metadata.
 
     Source: ``precalculate_safetensors_hashes`` in kohya's train_util: sha256 of all bytes after the header, and the
-    first 8 hex digits of sha256 over 64 KiB at 1 MiB; both for a file with the ``ss_`` metadata alone.
+    first 8 hex digits of sha256 over 64 KiB at 1 MiB; both for a file with the ``ss_`` metadata alone. On the meta
+    device they are zeros of the same length.
     """
+    if any(tensor.is_meta for tensor in tensors.values()):
+        return {"sshs_model_hash": "0" * 64, "sshs_legacy_hash": "0" * 8}
     body = _body(tensors)
     whole = header_of(tensors, ss_metadata) + body
     legacy = hashlib.sha256(whole[LEGACY_OFFSET : LEGACY_OFFSET + LEGACY_BYTES]).hexdigest()[:8]

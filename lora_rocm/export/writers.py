@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from lora_rocm.base_models.hub import looks_like_id
 from lora_rocm.errors import AdapterError
 from lora_rocm.export.embedding_files import embedding_files
 from lora_rocm.export.metadata import Facts, modelspec, ss_fields
-from lora_rocm.export.safetensors_writer import kohya_hashes, serialise
+from lora_rocm.export.safetensors_writer import TensorFile, kohya_hashes
 from lora_rocm.export.verify import Verification, verify
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.foundation.files import json_bytes, write_atomic
@@ -37,6 +36,7 @@ from lora_rocm.rundir.results import FileDigest
 __all__ = ["DTYPES", "LoadedModel", "Verification", "verify", "write"]
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+Content = TensorFile | bytes
 
 
 def write(
@@ -66,6 +66,31 @@ def write(
         AdapterError: "export-form": the adapter cannot be written in this form, or some of its modules cannot.
         StorageError: disk full, no permission, or the file reads back differently.
     """
+    written = []
+    for file, content in _contents(form, path, family, adapter, recipe, facts):
+        raw = content if isinstance(content, bytes) else content.to_bytes()
+        write_atomic(file, raw, root)
+        written.append(FileDigest.of(file.relative_to(root or path.parent).as_posix(), raw))
+    return tuple(written)
+
+
+def size_bytes(form: str, family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: Facts) -> int:
+    """Size of what ``write`` writes, embedding files included, from names and shapes alone.
+
+    Of factors that a file holds in parts, all ranks count; those that do not reach a part are not written.
+
+    Raises:
+        AdapterError: as ``write``.
+    """
+    with adapter.shapes_only():
+        contents = [content for _, content in _contents(form, Path(form), family, adapter, recipe, facts)]
+    return sum(len(content) if isinstance(content, bytes) else content.size_bytes for content in contents)
+
+
+def _contents(
+    form: str, path: Path, family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: Facts
+) -> Iterator[tuple[Path, Content]]:
+    """Yield path and content of each file of a form, and of its embedding files."""
     if form not in adapter.readers or (adapter.norms and form not in FORMS_WITH_NORMS):
         raise AdapterError(
             "export-form",
@@ -73,19 +98,15 @@ def write(
             where=str(path),
             fix=f"Ask for one of these: {', '.join(adapter.readers)}.",
         )
-    contents: dict[str, Callable[..., Iterator[tuple[Path, bytes]]]] = {
+    makers: dict[str, Callable[..., Iterator[tuple[Path, Content]]]] = {
         "kohya": _kohya,
         SD_SCRIPTS: partial(_kohya, form=SD_SCRIPTS),
         COMFYUI: partial(_kohya, form=COMFYUI),
         "diffusers": _diffusers,
         "peft": _peft,
     }
-    written = []
-    found = contents[form](path, family, adapter, recipe, facts)
-    for file, content in chain(found, embedding_files(path, adapter, recipe)):
-        write_atomic(file, content, root)
-        written.append(FileDigest.of(file.relative_to(root or path.parent).as_posix(), content))
-    return tuple(written)
+    yield from makers[form](path, family, adapter, recipe, facts)
+    yield from embedding_files(path, adapter, recipe)
 
 
 def kohya_tensors(family: ModelFamily, adapter: Adapter, dtype: torch.dtype, form: Form = "kohya") -> dict[str, Tensor]:
@@ -113,17 +134,17 @@ def kohya_tensors(family: ModelFamily, adapter: Adapter, dtype: torch.dtype, for
 
 def _kohya(
     path: Path, family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: Facts, form: Form = "kohya"
-) -> Iterator[tuple[Path, bytes]]:
+) -> Iterator[tuple[Path, Content]]:
     tensors = kohya_tensors(family, adapter, DTYPES[recipe.output.dtype], form)
     metadata = _metadata(tensors, family, adapter, recipe, facts)
     if form == COMFYUI and any(name.endswith(".dora_scale") for name in tensors):
         metadata[DORA_NORM] = "base"
-    yield path, serialise(tensors, metadata)
+    yield path, TensorFile(tensors, metadata)
 
 
 def _diffusers(
     path: Path, family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: Facts
-) -> Iterator[tuple[Path, bytes]]:
+) -> Iterator[tuple[Path, Content]]:
     tensors: dict[str, Tensor] = {}
     configs: dict[str, Any] = {}
     for component in adapter.components:
@@ -136,12 +157,12 @@ def _diffusers(
     metadata["format"] = "pt"
     if family.file_form != "folded":  # else a config would have the scale a second time
         metadata[DIFFUSERS_METADATA] = json.dumps(configs, indent=2, sort_keys=True)
-    yield path, serialise(tensors, metadata)
+    yield path, TensorFile(tensors, metadata)
 
 
 def _peft(
     path: Path, family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: Facts
-) -> Iterator[tuple[Path, bytes]]:
+) -> Iterator[tuple[Path, Content]]:
     name = recipe.model.name_or_path
     is_id = looks_like_id(name) and not Path(name).expanduser().exists()
     base = name if is_id else facts.base_name or name
@@ -155,7 +176,7 @@ def _peft(
             for name, entry in entries.items()
             for ending, tensor in entry.tensors("peft", DTYPES[recipe.output.dtype]).items()
         }
-        yield path / component / PEFT_WEIGHTS, serialise(tensors, {"format": "pt"})
+        yield path / component / PEFT_WEIGHTS, TensorFile(tensors, {"format": "pt"})
         yield path / component / PEFT_CONFIG, json_bytes({**config, "base_model_name_or_path": base})
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from lora_rocm.errors import StorageError, storage_error
+from lora_rocm.errors import StorageError, UserError, storage_error
 
 RENAME_ATTEMPTS, RENAME_PAUSE_S = 20, 0.1
 WRITE_ATTEMPTS = 3
@@ -39,6 +39,26 @@ def is_link(path: Path) -> bool:
     except (OSError, ValueError):
         return False
     return stat.S_ISLNK(found.st_mode) or bool(getattr(found, "st_reparse_tag", 0) & NAME_SURROGATE)
+
+
+def require_place(path: Path, option: str) -> None:
+    """Check, before a long computation, that a file can be written at a path as far as its folders tell.
+
+    Args:
+        path: of the file; its folder may be missing.
+        option: names the path.
+
+    Raises:
+        UserError: output-kind: the path is a folder, or a file lies where its folder would be.
+    """
+    is_there = next((folder for folder in path.absolute().parents if os.path.lexists(folder)), None)
+    where = f"{option} {path}"
+    if path.is_dir():
+        raise UserError(
+            "output-kind", "There is a folder, and a file is to be written.", where=where, fix="Name a file."
+        )
+    if is_there is not None and not is_there.is_dir():
+        raise UserError("output-kind", f"{is_there} is no folder.", where=where, fix="Name another place.")
 
 
 def is_folder(path: Path) -> bool:

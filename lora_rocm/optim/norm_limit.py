@@ -41,18 +41,20 @@ class NormLimit:
         for factors, scale in modules:
             shapes = tuple((role, factor.shape) for role, factor in factors.items())
             stacks.setdefault(shapes, []).append((factors, scale))
-        self._stacks = list(stacks.values())
+        self._stacks: list[tuple[list[Factors], Tensor]] = []  # modules of one shape, and their scales [n]
+        for stack in stacks.values():
+            like = next(iter(stack[0][0].values()))
+            scales_n = torch.tensor([scale for _, scale in stack], dtype=torch.float32, device=like.device)
+            self._stacks.append(([factors for factors, _ in stack], scales_n))
 
     @torch.no_grad()
     def apply(self, held: Tensor) -> None:
         """Scale down what is too large. ``held``: float32 0-d, 0 or 1; if it is 1, no bit changes."""
-        for stack in self._stacks:
-            modules, scales = zip(*stack, strict=True)
-            norms_n = self._norms(modules)
-            norms_n = norms_n * norms_n.new_tensor(scales)
+        for modules, scales_n in self._stacks:
             # exactly 1 where nothing is to change
-            divisors_n = (norms_n / self._most).clamp(min=1).pow(1 / len(modules[0]))
+            divisors_n = (self._norms(modules) * scales_n / self._most).clamp(min=1).pow(1 / len(modules[0]))
             divisors_n = torch.where(held > 0, torch.ones_like(divisors_n), divisors_n)
-            for factors, divisor in zip(modules, divisors_n.unbind(), strict=True):
-                for factor in factors.values():
-                    factor.div_(divisor)
+            for role in modules[0]:  # all modules by a few launches
+                factors = [module[role] for module in modules]
+                divided = torch.stack(factors) / divisors_n.view(-1, *[1] * factors[0].ndim)  # float32
+                torch._foreach_copy_(factors, list(divided.unbind()))

@@ -367,7 +367,9 @@ def _read_text(path: Path) -> str:
         raise RecipeError([Problem(str(path), f"cannot be read: {error.strerror}")]) from None
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
-        raise RecipeError([Problem(f"{path}:{line}", "is not UTF-8 text", "Save the file as UTF-8.")]) from None
+        raise RecipeError(
+            [Problem(f"{path}:{line}", "is not UTF-8 text", "Give a .yaml file, saved as UTF-8.")]
+        ) from None
 
 
 def _read_layer(path: Path, problems: list[Problem]) -> tuple[dict[str, Any], dict[Key, Place]]:
@@ -431,7 +433,8 @@ def _lay_override(layers: Layered, override: str, set_names: dict[Key, str]) -> 
     if tree.problems:
         return tree.place_problems(origin)
     if len(key) == 1 and not isinstance(tree.value, dict):
-        return [Problem(f"--set {name}", f"expected section.key=value, got {shown(override)}")]
+        what = f"expected section.key=value, got {shown(override)}"
+        return [Problem(f"--set {name}", what, "For example --set lora.rank=8")]
     data: Any = tree.value
     for part in reversed(key):
         data = {part: data}

@@ -11,6 +11,7 @@ import json
 import re
 import time
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from lora_rocm.errors import RecipeError, ResumeError, UserError, storage_error
@@ -23,6 +24,8 @@ from lora_rocm.rundir.layout import CHECKPOINT_NAME, RunDir
 from lora_rocm.rundir.results import MAX_RESULT_BYTES
 
 LATEST = "latest"
+MAX_RUNS = 1000
+"""Folders that are looked at for a remedy."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ def choose(loaded: LoadedRecipe, run_dir: Path | None, resume: str | None) -> Ch
             "nothing-to-resume",
             "There is no run to resume here.",
             where=f"--resume {resume}",
-            fix="Give a run directory, a checkpoint folder in one (checkpoints/step-...), or latest.",
+            fix=_run_meant(path) or "Give a run directory, a checkpoint in one (checkpoints/step-...), or latest.",
         )
     if run_dir is not None and run_dir.absolute() != found:
         raise ResumeError(
@@ -242,6 +245,43 @@ def open_run(path: Path) -> RunDir:
         UserError: there is no run there.
     """
     run_dir = RunDir(path.absolute())
-    if not run_dir.path.is_dir() or not holds_run(run_dir):
-        raise UserError("no-run", "There is no run here.", where=str(path), fix="Give a run directory (runs/...).")
-    return run_dir
+    if run_dir.path.is_dir() and holds_run(run_dir):
+        return run_dir
+    fix = _run_meant(run_dir.path) or "Give a run directory (runs/...)."
+    raise UserError("no-run", "There is no run here.", where=str(path), fix=fix)
+
+
+def _run_meant(path: Path) -> str:
+    """A remedy that names the run around a path, or the newest runs in it; empty if there are none."""
+    for folder in path.parents[:3]:
+        if _is_run(folder):
+            return f"Give the run directory that it is in: {folder}."
+    inside = filter(_is_run, islice(path.iterdir(), MAX_RUNS) if path.is_dir() else ())
+    newest = sorted(inside, key=lambda run: run.stat().st_mtime, reverse=True)[:3]
+    return f"Runs in it: {', '.join(map(str, newest))}." if newest else ""
+
+
+def _is_run(path: Path) -> bool:
+    """``holds_run``; False of what this user may not look into."""
+    try:
+        return holds_run(RunDir(path))
+    except OSError:
+        return False
+
+
+def open_recipe(path: Path, registry: Registry) -> tuple[RunDir, Recipe]:
+    """The run directory at ``path``, and its recipe.
+
+    Raises:
+        UserError: there is no run there, or its recipe is gone.
+        RecipeError: its recipe is damaged.
+    """
+    run_dir = open_run(path)
+    if not run_dir.recipe.is_file():
+        raise UserError(
+            "run-without-recipe",
+            "This run has no recipe any more, so its base model is not known.",
+            where=str(run_dir.recipe),
+            fix="Copy the recipe that it was made with to this place.",
+        )
+    return run_dir, load_recipe(run_dir.recipe, registry=registry).recipe

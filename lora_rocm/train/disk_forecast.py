@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from lora_rocm.adapters.base import Adapter
 from lora_rocm.errors import StoppedError
-from lora_rocm.export.writers import DTYPES
+from lora_rocm.export import writers
+from lora_rocm.export.metadata import Facts
+from lora_rocm.export.safetensors_writer import TensorFile
+from lora_rocm.families.base import ModelFamily
 from lora_rocm.foundation.units import size_text
 from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.recipe.schema import Recipe
@@ -17,11 +21,47 @@ from lora_rocm.rundir.event_types import CacheEvent
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.run_context import RunContext
 
-HEADER_BYTES = 200
-"""Header bytes of one tensor in a safetensors file: name, shape, offsets."""
-METADATA_BYTES = 16384
 ENCODED = ("images", "captions")
 """What encoders produce, as named in the caching progress."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of what a run writes.
+
+    checkpoint_bytes: weights, their optimizer state, and the average if one is kept. lora_bytes: the LoRA file beside a
+    checkpoint. exports_bytes: all formats of the result.
+    """
+
+    checkpoint_bytes: int
+    lora_bytes: int
+    exports_bytes: int
+
+
+def sizes_of(
+    family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: Facts, *state: Mapping[str, Tensor]
+) -> Sizes:
+    """Sizes of a run's files, from the code that writes them.
+
+    Args:
+        family: of the base model.
+        adapter: what is trained.
+        recipe: of the run.
+        facts: of the run's end; their length differs by some digits before.
+        state: the tensors of each file of a checkpoint beside the adapter's.
+
+    Raises:
+        AdapterError: export-form: an output format cannot be written.
+    """
+    forms = {"kohya", *recipe.formats}
+    sizes = {form: writers.size_bytes(form, family, adapter, recipe, facts) for form in sorted(forms)}
+    with adapter.shapes_only():
+        parts = (adapter.state(), *state)
+    return Sizes(
+        sum(TensorFile(tensors).size_bytes for tensors in parts if tensors),
+        sizes["kohya"],
+        sum(sizes[form] for form in recipe.formats),
+    )
 
 
 @dataclass
@@ -29,32 +69,28 @@ class Room:
     """Compares the bytes still to be written with the free disk space.
 
     Attributes:
-        parameters: the trained parameters.
-        state: the tensors of a checkpoint beside them.
         context: receives a notice, once, if the disk may become full.
         free: returns the free bytes at a path.
     """
 
     run_dir: RunDir
     recipe: Recipe
-    parameters: Mapping[str, Tensor]
-    state: Sequence[Tensor]
     max_train_steps: int
     context: RunContext
     steps_per_epoch: int
     free: Free = free_bytes
     _said: bool = field(default=False, init=False)
 
-    def look_ahead(self, updates: int) -> None:
+    def look_ahead(self, updates: int, sizes: Sizes) -> None:
         """Tell the user, once, if the disk may become full before the end of the run."""
         saves, states = self._saves(updates), self._states(updates)
         keep = self.recipe.output.keep_last_loras
-        kept = saves if keep is None else min(saves, max(keep + 1 - len(self.run_dir.checkpoint_loras()), 1))
-        loras = kept + len(self.recipe.formats)
-        needed = states * self.checkpoint_bytes + loras * self.lora_bytes + self._images_bytes(updates)
+        loras = saves if keep is None else min(saves, max(keep + 1 - len(self.run_dir.checkpoint_loras()), 1))
+        files_bytes = states * sizes.checkpoint_bytes + loras * sizes.lora_bytes + sizes.exports_bytes
+        needed = files_bytes + self._images_bytes(updates)
         what = (
-            f"{loras} LoRA files of {size_text(self.lora_bytes)}, {states} checkpoints of "
-            f"{size_text(self.checkpoint_bytes)} and the previews"
+            f"{loras} LoRA files of {size_text(sizes.lora_bytes)}, {states} checkpoints of "
+            f"{size_text(sizes.checkpoint_bytes)}, the result ({size_text(sizes.exports_bytes)}) and the previews"
         )
         told = "" if self._said else shortage(self.run_dir.path, needed, what, self.free)
         if told:
@@ -63,7 +99,7 @@ class Room:
                 f"{told} Free some space meanwhile; a run whose disk is full ends, and can be gone on from."
             )
 
-    def require_checkpoint(self, updates: int) -> None:
+    def require_checkpoint(self, updates: int, sizes: Sizes) -> None:
         """Check that there is room for a checkpoint and its LoRA file beside the existing ones.
 
         Raises:
@@ -71,23 +107,12 @@ class Room:
         """
         require(
             self.run_dir.checkpoint(updates),
-            self.checkpoint_bytes + self.lora_bytes,
+            sizes.checkpoint_bytes + sizes.lora_bytes,
             "a checkpoint and its LoRA file",
             "Free some space, then run the same command again: it goes on from the checkpoint before. "
             "A lower output.keep_last keeps fewer of them.",
             self.free,
         )
-
-    @property
-    def checkpoint_bytes(self) -> int:
-        """Size of the weights, their optimizer state, and the average if one is kept."""
-        return sum(_file_bytes(tensor, tensor.element_size()) for tensor in [*self.parameters.values(), *self.state])
-
-    @property
-    def lora_bytes(self) -> int:
-        """Size of one exported file."""
-        itemsize = DTYPES[self.recipe.output.dtype].itemsize
-        return METADATA_BYTES + sum(_file_bytes(tensor, itemsize) for tensor in self.parameters.values())
 
     def _saves(self, updates: int) -> int:
         """Number of checkpoints still to be written, without those that ``output.save_every_minutes`` asks for."""
@@ -146,7 +171,3 @@ class CacheRoom:
                 "Stopped while encoding; what is encoded stays.",
                 fix="Run again with --resume latest to go on.",
             )
-
-
-def _file_bytes(tensor: Tensor, itemsize: int) -> int:
-    return tensor.numel() * itemsize + HEADER_BYTES

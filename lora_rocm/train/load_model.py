@@ -45,7 +45,8 @@ def load_model(
     if start.checkpoint is not None:
         adapter.load_constants(start.checkpoint.tensors("adapter"))
     if SD_SCRIPTS in recipe.formats:  # refused now and not at the end: some adapters cannot be fused
-        kohya_tensors(family, adapter, start.dtype, SD_SCRIPTS)
+        with adapter.shapes_only():
+            kohya_tensors(family, adapter, start.dtype, SD_SCRIPTS)
     training_adapter = put_training_adapter(family, model, recipe.model.training_adapter, start.context.notice)
     adapter.cast_inputs(False)
     adapter.read = transfer.receive

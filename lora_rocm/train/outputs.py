@@ -38,7 +38,7 @@ from lora_rocm.rundir.results import EMBEDDING_FILE, FileDigest
 from lora_rocm.train import concept_score, preview
 from lora_rocm.train.base_seal import Seals
 from lora_rocm.train.checkpoint import read_checkpoint, rotate_checkpoints, rotate_loras, save_checkpoint
-from lora_rocm.train.disk_forecast import Room
+from lora_rocm.train.disk_forecast import Room, Sizes, sizes_of
 from lora_rocm.train.guard import Guard
 from lora_rocm.train.loop import Position
 from lora_rocm.train.session import Session
@@ -71,6 +71,7 @@ class Artifacts:
     drawn_at: int | None = None  # updates at the newest previews of this start
     tiles: bool = False  # decode previews in tiles; becomes true if memory runs out
     world: World = field(default_factory=World)
+    _counted: Sizes | None = field(default=None, init=False)
     _written: list[FileDigest] = field(default_factory=list, init=False)  # LoRA files of this start, newest last
 
     @property
@@ -96,8 +97,9 @@ class Artifacts:
     def _save(self, position: Position) -> None:
         updates = position.updates
         self.run_dir.require()
-        self.room.look_ahead(updates - 1)
-        self.room.require_checkpoint(updates)
+        sizes = self._sizes(position)
+        self.room.look_ahead(updates - 1, sizes)
+        self.room.require_checkpoint(updates, sizes)
         # Write the LoRA file and read the state
         lora = self.run_dir.checkpoint_lora(updates)
         with self.shown_weights():
@@ -134,11 +136,11 @@ class Artifacts:
         if self.world.size > 1:
             self.world.require_in_step(self.optimizer.state_guard.digest(), updates)
 
-    def before_training(self, updates: int) -> None:
+    def before_training(self, position: Position) -> None:
         """Do what is due before the loop: check the disk space and draw missing previews."""
-        self.room.look_ahead(updates)
+        self.room.look_ahead(position.updates, self._sizes(position))
         self.preview_before()
-        self.preview_again(updates)
+        self.preview_again(position.updates)
 
     def preview_before(self) -> None:
         """Draw the previews without the LoRA, unless they are complete and of these prompts."""
@@ -293,6 +295,13 @@ class Artifacts:
     def _write(self, form: str, path: Path, position: Position) -> tuple[FileDigest, ...]:
         facts = self._facts(position)
         return writers.write(form, path, self.family, self.adapter, self.recipe, facts, self.run_dir.path)
+
+    def _sizes(self, position: Position) -> Sizes:
+        """Sizes of the files of this run, counted once."""
+        if self._counted is None:
+            state = (self.optimizer.ema, self.optimizer.state())
+            self._counted = sizes_of(self.family, self.adapter, self.recipe, self._facts(position), *state)
+        return self._counted
 
     def _facts(self, position: Position) -> Facts:
         """Facts about the run so far, for a file's metadata."""

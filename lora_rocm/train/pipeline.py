@@ -115,7 +115,7 @@ def _fit(start: StartContext, data: Data, position: Position, artifacts: Artifac
     """Train until the last update (True) or a stop (False), then write a checkpoint."""
     session, recipe = start.session, start.recipe
     trainer = new_trainer(start, data, position, artifacts)
-    start.world.first("previews", lambda: artifacts.before_training(position.updates))
+    start.world.first("previews", lambda: artifacts.before_training(position))
     watching = first_time(start.device, "The first step", start.context.notice)
     compiler = compilation.for_run(recipe, start.device, data.prepared.facts.bucket_counts, start.context)
     with closing(data.workers), compilation.explained(compiler):
@@ -174,9 +174,7 @@ def load(start: StartContext, family: ModelFamily, data: Data) -> tuple[Artifact
     guard = Guard(canary, optimizer, start.context)
     guard.check_kernels(position.updates)
     guard.use_graphs(capture)
-    state = [*optimizer.state().values(), *optimizer.ema.values()]
-    steps = data.max_train_steps
-    room = Room(session.run_dir, recipe, adapter.parameters, state, steps, start.context, data.steps_per_epoch)
+    room = Room(session.run_dir, recipe, data.max_train_steps, start.context, data.steps_per_epoch)
     artifacts = Artifacts(
         session=session,
         recipe=recipe,

@@ -24,6 +24,7 @@ from lora_rocm.export import writers
 from lora_rocm.export.metadata import Facts
 from lora_rocm.families.base import family_for
 from lora_rocm.recipe.adapter_sections import LohaSection
+from tests.lora_files import write_as_forecast
 from tests.tiny_models import tiny_recipe, trained, unet_output, write_tiny_sdxl
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
@@ -58,7 +59,7 @@ def files(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
         form: tmp_path_factory.mktemp("files") / name for form, name in (("kohya", "x.safetensors"), ("peft", "p"))
     }
     for form, path in paths.items():
-        writers.write(form, path, family, adapter, family.recipe, FACTS)
+        write_as_forecast(form, path, family, adapter, family.recipe, FACTS)
     return paths
 
 
@@ -144,7 +145,7 @@ def test_exports_are_loaded_back(folder: Path, tmp_path: Path, dtype: str) -> No
     family, model, adapter = shared(folder)
     recipe = family.recipe.model_copy(update={"output": family.recipe.output.model_copy(update={"dtype": dtype})})
     for to, path in (("kohya", tmp_path / "x.safetensors"), ("peft", tmp_path / "peft")):
-        writers.write(to, path, family, adapter, recipe, FACTS)
+        write_as_forecast(to, path, family, adapter, recipe, FACTS)
         found = writers.verify(to, path, family, model, adapter)
         assert found.relative_difference <= {"fp32": 1e-5, "fp16": 2e-3, "bf16": 2e-2}[dtype]
         assert any("diffusers" in words or "PEFT" in words for words in found.cannot_read)

@@ -24,6 +24,7 @@ from lora_rocm.export import writers
 from lora_rocm.export.metadata import Facts
 from lora_rocm.families.base import family_for
 from lora_rocm.recipe.adapter_sections import LokrSection
+from tests.lora_files import write_as_forecast
 from tests.tiny_models import FEW_TARGETS, tiny_recipe, trained, unet_output, write_tiny_sdxl
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
@@ -168,7 +169,7 @@ def test_exports_are_loaded_back(folder: Path, tmp_path: Path, form: str, dtype:
     recipe = family.recipe.model_copy(update={"output": family.recipe.output.model_copy(update={"dtype": dtype})})
     for to in ("kohya", "peft"):
         path = tmp_path / ("peft" if to == "peft" else "lokr.safetensors")
-        writers.write(to, path, family, adapter, recipe, FACTS)
+        write_as_forecast(to, path, family, adapter, recipe, FACTS)
         found = writers.verify(to, path, family, model, adapter)
         assert found.relative_difference <= {"fp32": 1e-5, "fp16": 1e-3, "bf16": 1e-2}[dtype]
         assert any("diffusers" in words or "PEFT" in words for words in found.cannot_read)
@@ -179,7 +180,7 @@ def test_text_encoders_are_written_and_read(folder: Path, tmp_path: Path) -> Non
     family, model, adapter = trained(folder, lora=settings)
     assert adapter.components == ["text_encoder", "text_encoder_2", "unet"]
     for to, path in (("kohya", tmp_path / "x.safetensors"), ("peft", tmp_path / "peft")):
-        writers.write(to, path, family, adapter, family.recipe, FACTS)
+        write_as_forecast(to, path, family, adapter, family.recipe, FACTS)
         writers.verify(to, path, family, model, adapter)
         assert components_of(family, path) == {"text_encoder", "text_encoder_2", "unet"}
         assert read_lora(family, model.components, path).keys() == adapter.modules.keys()

@@ -22,10 +22,10 @@ from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.factory import attach_file, inject
 from lora_rocm.adapters.lora import trained_scale
 from lora_rocm.errors import AdapterError
-from lora_rocm.export import writers
 from lora_rocm.export.metadata import Facts
 from lora_rocm.families.base import family_for
 from tests.adapters.lycoris import locon
+from tests.lora_files import write_as_forecast
 from tests.tiny_models import FEW_TARGETS, SHALLOW_RISING, tiny_recipe, trained, unet_output, write_tiny_sdxl
 
 CPU = torch.device("cpu")
@@ -72,7 +72,7 @@ def injected(folder: Path, dtype: torch.dtype = torch.float32, seed: int = 3, **
 
 def exported(form: str, path: Path, family: Any, adapter: Adapter, dtype: str = "fp32") -> Path:
     recipe = family.recipe.model_copy(update={"output": family.recipe.output.model_copy(update={"dtype": dtype})})
-    writers.write(form, path, family, adapter, recipe, FACTS)
+    write_as_forecast(form, path, family, adapter, recipe, FACTS)
     return path
 
 

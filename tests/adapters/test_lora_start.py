@@ -16,10 +16,10 @@ from lora_rocm.adapters.factory import attach_file, inject
 from lora_rocm.adapters.lora import LoraAdapter
 from lora_rocm.adapters.lora_start import START, factors, fill_start, less_start
 from lora_rocm.errors import AdapterError
-from lora_rocm.export import writers
 from lora_rocm.export.metadata import Facts
 from lora_rocm.families.base import family_for
 from lora_rocm.recipe.adapter_sections import LoraSection
+from tests.lora_files import write_as_forecast
 from tests.tiny_models import FEW_TARGETS, SHALLOW_RISING, tiny_recipe, unet_output, write_tiny_sdxl
 
 CPU = torch.device("cpu")
@@ -65,7 +65,7 @@ def test_the_start_changes_nothing_and_the_file_is_a_lora(folder: Path, tmp_path
     recipe = family.recipe.model_copy(update={"output": family.recipe.output.model_copy(update={"dtype": "fp16"})})
     for form in ("kohya", "peft"):
         path = tmp_path / form / "lora.safetensors" if form == "kohya" else tmp_path / "folder"
-        writers.write(form, path, family, adapter, recipe, FACTS)
+        write_as_forecast(form, path, family, adapter, recipe, FACTS)
         other = family_for(recipe)
         read = other.load(torch.float32, CPU)
         attached = attach_file(other, read, path)

@@ -16,6 +16,7 @@ from lora_rocm.export import writers
 from lora_rocm.export.metadata import Facts
 from lora_rocm.families.base import LoadedModel
 from lora_rocm.families.recompute import Recomputing
+from tests.lora_files import write_as_forecast
 from tests.tiny_models import trained, write_tiny_sdxl
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
@@ -62,7 +63,7 @@ def module_of(tensors: dict[str, Tensor], key: str, base: nn.Module) -> Any:
 def layers_and_modules(folder: Path, path: Path, lora: dict[str, Any]) -> tuple[Any, list[tuple[str, Any, Any]]]:
     """The adapter, and (name, layer, LyCORIS' module with the same tensors) of each layer."""
     family, _, adapter = trained(folder, lora={"targets": TARGETS, **lora}, output={"dtype": "fp32"})
-    writers.write("kohya", path, family, adapter, family.recipe, Facts(1, 1, 1))
+    write_as_forecast("kohya", path, family, adapter, family.recipe, Facts(1, 1, 1))
     tensors, table = load_file(path), adapter.key_table("kohya")
     keys = {table.whole(key): key for key in table.parts if any(name.startswith(f"{key}.") for name in tensors)}
     return adapter, [

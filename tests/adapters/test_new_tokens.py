@@ -15,7 +15,6 @@ from lora_rocm.adapters import new_tokens
 from lora_rocm.adapters.factory import inject
 from lora_rocm.dataset.entry_spec import CAPTION
 from lora_rocm.errors import AdapterError, UserError
-from lora_rocm.export import writers
 from lora_rocm.export.metadata import Facts
 from lora_rocm.families import clip
 from lora_rocm.families.base import family_for
@@ -23,6 +22,7 @@ from lora_rocm.latent_cache.quarantine import plain_door
 from lora_rocm.recipe.adapter_sections import NewToken
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir, embeddings_of
+from tests.lora_files import write_as_forecast
 from tests.tiny_models import tiny_recipe
 from tests.tiny_sd import write_tiny_sd
 from tests.train.test_pipeline import CPU, bytes_of, make_recipe, start, write_material
@@ -172,7 +172,7 @@ def test_the_file_of_sd15_is_read_by_diffusers_and_starts_a_token(tmp_path: Path
     with torch.no_grad():
         new_tokens.layers_of(model)["text_encoder"].rows_ND.normal_()
     facts = Facts(steps=1, epochs=1, num_epochs=1)
-    writers.write("kohya", tmp_path / "lora.safetensors", family, adapter, recipe, facts)
+    write_as_forecast("kohya", tmp_path / "lora.safetensors", family, adapter, recipe, facts)
     path = tmp_path / "lora-embeddings" / "Toy.safetensors"
     assert list(load_file(path)) == ["emb_params"]
     (prompt_BSD,) = conditioning(family, model, PROMPT)

@@ -23,6 +23,7 @@ from lora_rocm.export import writers
 from lora_rocm.export.metadata import Facts
 from lora_rocm.families.base import family_for
 from lora_rocm.recipe.adapter_sections import OftSection
+from tests.lora_files import write_as_forecast
 from tests.tiny_models import tiny_recipe, trained, unet_output, write_tiny_sdxl
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
@@ -53,7 +54,7 @@ def shared(folder: Path, constraint: float = 0.0) -> tuple[Any, Any, Any]:
 def file(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("files") / "x.safetensors"
     family, _, adapter = shared(folder)
-    writers.write("kohya", path, family, adapter, family.recipe, FACTS)
+    write_as_forecast("kohya", path, family, adapter, family.recipe, FACTS)
     return path
 
 

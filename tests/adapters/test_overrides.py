@@ -22,6 +22,7 @@ from lora_rocm.families.base import LoadedModel, family_for
 from lora_rocm.kernels.weight_format import dense_shape
 from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.recipe.adapter_sections import LoraSection
+from tests.lora_files import write_as_forecast
 from tests.tiny_models import SHALLOW_RISING, tiny_recipe, trained, unet_output, write_tiny_sdxl
 
 CPU = torch.device("cpu")
@@ -81,7 +82,7 @@ def test_the_footprint_counts_each_module_with_its_rank(folder: Path) -> None:
 def test_files_hold_the_rank_and_alpha_of_each_module(folder: Path, tmp_path: Path, form: str) -> None:
     family, model, adapter = trained(folder, lora=VARIED)
     recipe = family.recipe.model_copy(update={"output": family.recipe.output.model_copy(update={"dtype": "fp32"})})
-    writers.write(form, tmp_path / "lora", family, adapter, recipe, Facts(steps=2, epochs=1, num_epochs=1))
+    write_as_forecast(form, tmp_path / "lora", family, adapter, recipe, Facts(steps=2, epochs=1, num_epochs=1))
     again = family.load(torch.float32, CPU)
     assert attach_file(family, again, tmp_path / "lora") is not None
     assert torch.allclose(unet_output(again.components["unet"]), unet_output(model.components["unet"]), atol=1e-5)

@@ -316,7 +316,7 @@ def test_a_component_is_made_once_and_each_that_is_loaded_is_a_copy_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, made = family(write_tiny_sdxl(tmp_path / "model")).source, list[loading.Part]()
-    make = loading._hollow
+    make = loading._new_hollow
     monkeypatch.setattr(loading, "_hollow_shared", lambda part, config: made.append(part) or make(part, config))
     loading._hollow_bytes.cache_clear()
     first, second = (source.load("unet", torch.float32, torch.device("cpu")) for _ in range(2))

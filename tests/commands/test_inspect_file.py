@@ -121,6 +121,10 @@ def test_folders(tmp_path: Path) -> None:
     for name in ("state.json", "adapter.safetensors"):
         (tmp_path / "state" / name).write_bytes(b"")
     assert inspect(tmp_path / "state")["title"] == "a training state of lora-rocm"
+    lora(tmp_path / "x.safetensors")
+    with pytest.raises(ModelError) as caught:  # a folder around them names some of them
+        inspect(tmp_path)
+    assert str(tmp_path / "model") in caught.value.fix and str(tmp_path / "peft") in caught.value.fix
 
 
 def test_folders_of_peft_adapters_and_of_transformers(tmp_path: Path) -> None:
@@ -162,7 +166,7 @@ def test_folders_of_peft_adapters_and_of_transformers(tmp_path: Path) -> None:
     ("x.safetensors", b"PK\x03\x04" + bytes(40), "zip archive"),
     ("x.ckpt", b"", "pickle"),
     ("x.safetensors", b"\x02\0\0\0\0\0\0\0xx", "not readable"),
-    ("missing.safetensors", None, "No such file"),
+    ("missing.safetensors", None, "no such file or folder"),
     ("model/model_index.json", b"[1]", "no object"),
     ("model/config.json", b"{}", "no model_index.json"),
 ])  # fmt: skip

@@ -8,10 +8,11 @@ import pytest
 
 from lora_rocm.commands.status import status, status_text
 from lora_rocm.errors import UserError
+from lora_rocm.families.registry import PRODUCT
 from lora_rocm.rundir.events import EventWriter
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.lock import locked
-from lora_rocm.supervisor.resume import open_run
+from lora_rocm.supervisor.resume import open_recipe, open_run
 from tests.supervisor.fake_run import (
     change_fields,
     data_fields,
@@ -149,6 +150,22 @@ def test_the_last_word_may_be_the_supervisor_s(run_dir: RunDir, monkeypatch: pyt
 
 def test_open_run(run_dir: RunDir, tmp_path: Path) -> None:
     assert open_run(run_dir.path) == run_dir
-    for path in (tmp_path, tmp_path / "nothing", run_dir.recipe):
-        with pytest.raises(UserError, match="no run here"):
+    words = {
+        run_dir.path.parent: f"Runs in it: {run_dir.path}",
+        run_dir.recipe: f"the run directory that it is in: {run_dir.path}",
+        run_dir.checkpoint(7): f"the run directory that it is in: {run_dir.path}",
+        tmp_path / "nothing" / "here" / "or" / "there": "Give a run directory (runs/...)",
+    }
+    for path, fix in words.items():
+        with pytest.raises(UserError, match="no run here") as caught:
             open_run(path)
+        assert fix in caught.value.fix
+
+
+def test_a_run_without_its_recipe(run_dir: RunDir) -> None:
+    assert open_recipe(run_dir.path, PRODUCT)[0] == run_dir
+    run_dir.recipe.unlink()
+    write(run_dir, *STEPS)
+    with pytest.raises(UserError, match="no recipe any more") as caught:
+        open_recipe(run_dir.path, PRODUCT)
+    assert caught.value.where == str(run_dir.recipe) and caught.value.fix

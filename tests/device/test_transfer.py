@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from lora_rocm.device import transfer as transfers
 from lora_rocm.device.transfer import METHODS, DeviceTransfer, copy_to_device, fingerprint, whole_fingerprint
 from lora_rocm.errors import TransferError
 
@@ -221,6 +222,61 @@ def test_weights_are_checked_after_loading(broken: tuple[str, ...]) -> None:
     transfer.send_parameters(module, "net")
     assert transfer.failures == 2 and transfer.checks == 4
     assert all(torch.equal(module.state_dict()[name], value) for name, value in wanted.items())
+
+
+def alike(count: int) -> nn.ModuleDict:
+    """Layers of one shape, each with other weights."""
+    layers = {f"{number}": nn.Linear(8, 8) for number in range(count)}
+    return nn.ModuleDict(layers).requires_grad_(False)
+
+
+@pytest.mark.parametrize("broken", [METHODS[1:2], METHODS], ids=["first method", "all methods"])
+def test_of_weights_that_are_compared_together_the_changed_one_is_sent_again(broken: tuple[str, ...]) -> None:
+    module = alike(20)
+    wanted = {name: value.clone() for name, value in module.state_dict().items()}
+
+    def copy(tensor: Tensor, device: torch.device, method: str) -> Tensor:
+        arrived = copy_to_device(tensor, device, method).clone()
+        if method in broken and torch.equal(tensor, wanted["7.weight"]):
+            arrived[3, 4] = -arrived[3, 4]
+        return arrived
+
+    transfer = DeviceTransfer(CPU, pin=False, copy=copy)
+    if broken == METHODS:
+        with pytest.raises(TransferError, match=r"net\.7\.weight \(8, 8\)"):
+            transfer.send_parameters(module, "net")
+        return
+    transfer.send_parameters(module, "net")
+    assert (transfer.failures, transfer.checks) == (1, 41)
+    assert all(torch.equal(module.state_dict()[name], value) for name, value in wanted.items())
+    assert transfer.changed() == []
+    module["7"].weight[0, 0] += 1
+    assert transfer.changed() == ["net.7.weight"]
+
+
+def test_many_weights_of_one_shape_take_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = list[Tensor]()
+
+    def counted(tensor_B: Tensor) -> Tensor:
+        calls.append(tensor_B)
+        return fingerprint(tensor_B)
+
+    monkeypatch.setattr(transfers, "fingerprint", counted)
+    transfer = DeviceTransfer(CPU, pin=False)
+    transfer.send_parameters(alike(50), "net")
+    assert transfer.changed() == []
+    assert len(calls) == 3 * 2, "weights and biases: on the host, where they arrived, and later"
+
+
+def test_weights_have_the_same_fingerprints_together_and_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = torch.Generator().manual_seed(0)
+    shapes = ((3, 5), (7,), (3, 5), (), (7,), (3, 5))
+    tensors = [torch.randn(shape, generator=rng).to(dtype) for shape in shapes for dtype in DTYPES]
+    tensors.insert(3, torch.randn(2**20 + 3, generator=rng))
+    wanted = [int(whole_fingerprint(tensor)) for tensor in tensors]
+    for most_bytes in (transfers.GROUP_BYTES[False], 130, 0):
+        monkeypatch.setattr(transfers, "GROUP_BYTES", {False: most_bytes, True: most_bytes})
+        assert transfers.whole_fingerprints(tensors, 0).tolist() == wanted
 
 
 class Mapped(nn.Module):

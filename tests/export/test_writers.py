@@ -21,6 +21,7 @@ from lora_rocm.errors import StorageError
 from lora_rocm.export import writers
 from lora_rocm.export.comfy_reader import apply_comfy
 from lora_rocm.export.metadata import Facts, ss_fields
+from tests.lora_files import write_as_forecast
 from tests.tiny_models import FEW_TARGETS, caption_encoder, trained, unet_output, write_tiny_sdxl
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
@@ -111,7 +112,7 @@ def adapted(folder: Path, kind: str) -> tuple[Any, Any, tuple[Tensor, Tensor]]:
 
 def write(form: str, path: Path, family: Any, adapter: Any, dtype: str) -> None:
     recipe = family.recipe.model_copy(update={"output": family.recipe.output.model_copy(update={"dtype": dtype})})
-    writers.write(form, path, family, adapter, recipe, FACTS)
+    write_as_forecast(form, path, family, adapter, recipe, FACTS)
 
 
 def assert_same_effect(

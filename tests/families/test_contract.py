@@ -35,8 +35,9 @@ from lora_rocm.report.report import write_report
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor import process
-from lora_rocm.train import preview
+from lora_rocm.train import outputs, preview
 from lora_rocm.train.check_child import weigh
+from lora_rocm.train.disk_forecast import Sizes, sizes_of
 from lora_rocm.train.graphs import Graphs, Passed
 from lora_rocm.train.session import Session
 from lora_rocm.train.texts_child import Seen
@@ -281,8 +282,15 @@ def result(run_dir: Path) -> Any:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the child is a fork")
-def test_a_run_that_is_killed_goes_on_to_the_same_bytes(its: Its, device: torch.device, tmp_path: Path) -> None:
-    """Its result is loaded back and compared before it is said to be done, and previews are made before and after."""
+def test_a_run_that_is_killed_goes_on_to_the_same_bytes(
+    its: Its, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its result is loaded back and compared before it is said to be done, and previews are made before and after.
+
+    The files have the sizes that were forecast.
+    """
+    forecasts: list[Sizes] = []
+    monkeypatch.setattr(outputs, "sizes_of", lambda *how: forecasts.append(sizes_of(*how)) or forecasts[-1])
     assert start(its.recipe, tmp_path / "straight", device=device)
     killed(its, tmp_path / "killed", device)
     there = RunDir(tmp_path / "killed")
@@ -292,6 +300,12 @@ def test_a_run_that_is_killed_goes_on_to_the_same_bytes(its: Its, device: torch.
     exports = result(tmp_path / "straight")["exports"]
     assert [export["format"] for export in exports] == list(its.formats)
     assert all(export["files"] and export["max_difference"] < 1e-2 for export in exports)
+    written = {
+        "checkpoint_bytes": sum(file.stat().st_size for file in there.list_checkpoints()[-1][1].glob("*.safetensors")),
+        "lora_bytes": there.checkpoint_loras()[-1][1].stat().st_size,
+        "exports_bytes": sum(file["bytes"] for export in exports for file in export["files"]),
+    }
+    assert asdict(forecasts[-1]) == pytest.approx(written, rel=0.01)
     for run_dir in (there, RunDir(tmp_path / "straight")):
         made = [preview.existing(run_dir, updates, its.recipe) for updates in (0, 4)]
         assert all(paths and all(path.stat().st_size for path in paths) for paths in made)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lora_rocm.errors import StorageError
+from lora_rocm.errors import StorageError, UserError
 from lora_rocm.foundation import files
 from lora_rocm.foundation.files import (
     followed,
@@ -20,6 +20,7 @@ from lora_rocm.foundation.files import (
     make_folder,
     open_in_place,
     remove,
+    require_place,
     write_atomic,
     write_json,
 )
@@ -54,6 +55,16 @@ def untouched(outside: Path) -> bool:
     return sorted(found) == ["file", "sub", "sub/file"] and all(
         path.read_bytes() == b"theirs" for path in found.values() if path.is_file()
     )
+
+
+def test_a_place_that_no_file_can_be_written_at_is_named_with_its_option(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for good in (tmp_path / "new" / "x ü.json", tmp_path / "file", tmp_path / "x"):
+        require_place(good, "--json")
+    for bad in (tmp_path, tmp_path / "file" / "x.json", tmp_path / "file" / "a" / "b"):
+        with pytest.raises(UserError, match="folder") as caught:
+            require_place(bad, "--json")
+        assert caught.value.where == f"--json {bad}" and caught.value.fix
 
 
 # links

@@ -14,11 +14,11 @@ from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.rundir.event_types import CacheEvent, Event
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.run_context import RunContext
-from lora_rocm.train.disk_forecast import CacheRoom, Room
+from lora_rocm.train.disk_forecast import CacheRoom, Room, Sizes
 from tests.supervisor.fake_run import listening
 
-PARAMETERS = {f"layer {number}": torch.zeros(1000, 100) for number in range(10)}
 MIB = 1 << 20
+SIZES = Sizes(checkpoint_bytes=12_000_000, lora_bytes=2_000_000, exports_bytes=2_500_000)
 
 
 def room(folder: Path, free: int | None, **sections: dict[str, Any]) -> tuple[Room, list[str]]:
@@ -34,23 +34,19 @@ def room(folder: Path, free: int | None, **sections: dict[str, Any]) -> tuple[Ro
         }
     )
     said: list[str] = []
-    state = [*PARAMETERS.values()] * (3 if recipe.train.ema_decay else 2)
-    return Room(RunDir(folder), recipe, PARAMETERS, state, 10, listening(said), 4, lambda path: free), said
+    return Room(RunDir(folder), recipe, 10, listening(said), 4, lambda path: free), said
 
 
 def test_what_is_to_come_is_counted(tmp_path: Path) -> None:
-    """Five LoRA files and the export, and keep_last checkpoints with the next one before an old one goes."""
-    found, _ = room(tmp_path, None)
-    weights = 4 * 1000 * 100 * 10
-    assert found.checkpoint_bytes == pytest.approx(3 * weights, rel=0.01)
-    assert found.lora_bytes == pytest.approx(weights / 2, rel=0.02)
-    needed = 3 * found.checkpoint_bytes + 6 * found.lora_bytes
+    """Five LoRA files and the exports, and keep_last checkpoints with the next one before an old one goes."""
+    needed = 3 * SIZES.checkpoint_bytes + 5 * SIZES.lora_bytes + SIZES.exports_bytes
     for free, told in ((needed + MIB, False), (needed + MIB - 1, True)):
         there, said = room(tmp_path, free)
-        there.look_ahead(0)
+        there.look_ahead(0, SIZES)
         assert bool(said) is told
-    assert "6 LoRA files of 1.9 MiB, 3 checkpoints of 11.4 MiB" in said[0] and str(tmp_path) in said[0]
-    there.look_ahead(2)
+    assert "5 LoRA files of 1.9 MiB, 3 checkpoints of 11.4 MiB, the result (2.4 MiB)" in said[0]
+    assert str(tmp_path) in said[0]
+    there.look_ahead(2, SIZES)
     assert len(said) == 1
 
 
@@ -61,35 +57,32 @@ def test_what_is_there_already_counts_for_less(tmp_path: Path) -> None:
     for updates in (6, 8):
         RunDir(tmp_path / "late").checkpoint(updates).mkdir(parents=True)
     late, said_late = room(tmp_path / "late", free)
-    fresh.look_ahead(0)
-    late.look_ahead(8)
+    fresh.look_ahead(0, SIZES)
+    late.look_ahead(8, SIZES)
     assert said_fresh and not said_late
 
 
 @pytest.mark.parametrize(
     "more",
     [
-        {"train": {"ema_decay": 0.9}},
         {"output": {"keep_last": 5}},
-        {"output": {"dtype": "fp32"}},
-        {"output": {"formats": ["kohya", "diffusers", "peft"]}},
         {"sample": {"prompts": ["a"], "every_n_steps": 1, "width": 512, "height": 512}},
     ],
     ids=str,
 )
 def test_what_takes_more_is_told_sooner(tmp_path: Path, more: dict[str, Any]) -> None:
-    plain, said = room(tmp_path, 47 * MIB)
-    plain.look_ahead(0)
-    asking, said_more = room(tmp_path, 47 * MIB, **more)
-    asking.look_ahead(0)
+    plain, said = room(tmp_path, 48 * MIB)
+    plain.look_ahead(0, SIZES)
+    asking, said_more = room(tmp_path, 48 * MIB, **more)
+    asking.look_ahead(0, SIZES)
     assert not said and said_more
 
 
 def test_a_checkpoint_that_cannot_fit_is_not_begun(tmp_path: Path) -> None:
     for free in (None, 16 * MIB):
-        room(tmp_path, free)[0].require_checkpoint(4)
+        room(tmp_path, free)[0].require_checkpoint(4, SIZES)
     with pytest.raises(StorageError, match=r"13.4 MiB needed, 12.0 MiB free") as caught:
-        room(tmp_path, 12 * MIB)[0].require_checkpoint(4)
+        room(tmp_path, 12 * MIB)[0].require_checkpoint(4, SIZES)
     assert caught.value.code == "disk-low" and "step-00000004" in caught.value.where
 
 

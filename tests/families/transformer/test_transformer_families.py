@@ -272,6 +272,9 @@ def test_the_file_changes_every_weight_in_comfyui_as_in_training(case: Case, kin
     for form in ("kohya", "sd-scripts") if kind != "lokr" else ("kohya",):
         tensors, found = kohya_tensors(family, adapter, torch.float32, form), {n: W.clone() for n, W in base.items()}
         weights = {key: base[name][first:last] for key, (name, first, last) in keys.items()}
+        with adapter.shapes_only():
+            hollow = kohya_tensors(family, adapter, torch.float32, form)
+        assert {name: tensor.shape for name, tensor in hollow.items()} == {n: t.shape for n, t in tensors.items()}
         for key, patched in apply_comfy(tensors, weights):
             name, first, last = keys[key]
             found[name][first:last] = patched
