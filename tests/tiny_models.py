@@ -47,6 +47,8 @@ SHALLOW: dict[str, dict[str, Any]] = {
 """For whole runs: a run with this model takes half the time that one with SDXL's number of blocks takes."""
 SHALLOW_RISING = {**SHALLOW, "unet": {**SHALLOW["unet"], "block_out_channels": (8, 16)}}
 """The same where layers that change the width are needed."""
+SHALLOW_WIDER = {**SHALLOW, "unet": {**SHALLOW["unet"], "block_out_channels": (16, 32)}}
+"""The same with the widths 16 and 32 of the deep model."""
 TEXT_1_WIDTH, TEXT_2_WIDTH, PROJECTION, TIME_WIDTH = 32, 48, 24, 8
 WRITTEN: dict[str, dict[Path, bytes]] = {}
 """The files of each model that ``write_tiny_sdxl`` has made."""

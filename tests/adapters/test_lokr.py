@@ -24,13 +24,13 @@ from lora_rocm.export import writers
 from lora_rocm.export.metadata import Facts
 from lora_rocm.families.base import family_for
 from lora_rocm.recipe.adapter_sections import LokrSection
-from tests.tiny_models import FEW_TARGETS, tiny_recipe, trained, unet_output, write_tiny_sdxl
+from tests.tiny_models import FEW_TARGETS, SHALLOW_WIDER, tiny_recipe, trained, unet_output, write_tiny_sdxl
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 
 CPU = torch.device("cpu")
 FACTS = Facts(steps=2, epochs=1, num_epochs=1)
-TARGETS = FEW_TARGETS + r"|mid_block\.resnets\.0\.conv1|down_blocks\.1\.downsamplers\.0\.conv"
+TARGETS = FEW_TARGETS + r"|mid_block\.resnets\.0\.conv1|down_blocks\.0\.downsamplers\.0\.conv"
 FORMS: dict[str, dict[str, Any]] = {
     "both whole": {"rank": 64, "alpha": 2.0},
     "second a product": {"rank": 2, "alpha": 1.0},
@@ -42,7 +42,7 @@ SLOW_FORMS = ("second a product", "factor 8")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield write_tiny_sdxl(tmp_path_factory.mktemp("m") / "tiny sdxl")
+    yield write_tiny_sdxl(tmp_path_factory.mktemp("m") / "tiny sdxl", **SHALLOW_WIDER)
     shared.cache_clear()
 
 

@@ -100,6 +100,7 @@ class Its:
     formats: tuple[str, ...]
     variant: str = ""
     _adapted: dict[torch.device, Adapted] = field(default_factory=dict)
+    _straight: dict[torch.device, Path] = field(default_factory=dict)
 
     @classmethod
     def write(cls, name: str, folder: Path, variant: str = "") -> Its:
@@ -196,6 +197,14 @@ class Its:
         if device not in self._adapted:
             self._adapted[device] = Adapted(self, device)
         return self._adapted[device]
+
+    def straight(self, device: torch.device) -> Path:
+        """The directory of a run from its start to its end, one for all tests."""
+        if device not in self._straight:
+            run_dir = self.folder / f"straight on {device.type}"
+            assert start(self.recipe, run_dir, device=device)
+            self._straight[device] = run_dir
+        return self._straight[device]
 
     @cached_property
     def batch(self) -> Batch:

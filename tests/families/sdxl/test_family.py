@@ -195,7 +195,7 @@ def test_blocks_are_in_forward_order(tiny_sdxl: Path) -> None:
     with torch.no_grad():
         losses(family, model, batch, family.objective.draw(batch, SEEDS).tensors)
     assert [id(block) for block in seen] == [id(block) for block in blocks]
-    assert len(blocks) == 11 + 10
+    assert len(blocks) == 4 + 7
 
 
 def test_loaded_weights_are_the_file_s(tiny_sdxl: Path) -> None:
