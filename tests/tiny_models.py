@@ -28,6 +28,8 @@ BEGIN, END = "<|startoftext|>", "<|endoftext|>"
 FEW_TARGETS = (
     r"(mid_block|up_blocks\.0)\..*\.(proj_in|proj_out|to_q|to_k|net\.0\.proj)"  # PEFT's injection takes its time
 )
+MIDDLE_TARGETS = r"mid_block\..*\.(proj_in|proj_out|to_q|to_k|net\.0\.proj)"
+"""A layer of each shape, for what does not depend on where layers lie."""
 RUN_TARGETS = (
     r"(down_blocks\.1\.attentions\.0|mid_block|up_blocks\.0\.attentions\.0)\..*\.(to_q|to_out\.0|proj_in|net\.0\.proj)"
 )

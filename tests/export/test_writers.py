@@ -21,7 +21,7 @@ from lora_rocm.errors import StorageError
 from lora_rocm.export import writers
 from lora_rocm.export.comfy_reader import apply_comfy
 from lora_rocm.export.metadata import Facts, ss_fields
-from tests.tiny_models import FEW_TARGETS, SHALLOW_RISING, caption_encoder, trained, unet_output, write_tiny_sdxl
+from tests.tiny_models import MIDDLE_TARGETS, SHALLOW_RISING, caption_encoder, trained, unet_output, write_tiny_sdxl
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 
@@ -38,8 +38,8 @@ FACTS = Facts(
 CONV_TARGETS = r"(down_blocks|mid_block)\..*(\.to_q|net\.0\.proj|resnets\.0\.conv(1|_shortcut)|samplers\.0\.conv)"
 KINDS: dict[str, dict[str, Any]] = {
     "alpha is not rank": {"rank": 4, "alpha": 2.0},
-    "rslora": {"rank": 4, "alpha": 2.0, "use_rslora": True, "targets": FEW_TARGETS},
-    "dora": {"rank": 4, "alpha": 2.0, "use_dora": True, "targets": FEW_TARGETS},
+    "rslora": {"rank": 4, "alpha": 2.0, "use_rslora": True, "targets": MIDDLE_TARGETS},
+    "dora": {"rank": 4, "alpha": 2.0, "use_dora": True, "targets": MIDDLE_TARGETS},
     "conv dora rslora": {
         "rank": 4,
         "alpha": 2.0,
@@ -47,13 +47,13 @@ KINDS: dict[str, dict[str, Any]] = {
         "use_rslora": True,
         "targets": CONV_TARGETS,
     },
-    "text": {"rank": 4, "alpha": 2.0, "train_text_encoder": True, "targets": FEW_TARGETS},
+    "text": {"rank": 4, "alpha": 2.0, "train_text_encoder": True, "targets": MIDDLE_TARGETS},
     "text dora": {
         "rank": 4,
         "alpha": 2.0,
         "train_text_encoder": True,
         "use_dora": True,
-        "targets": FEW_TARGETS,
+        "targets": MIDDLE_TARGETS,
     },
     "conv": {"rank": 4, "alpha": 3.0, "targets": CONV_TARGETS},
 }
