@@ -157,7 +157,7 @@ def test_targets_that_cannot_be(folder: Path, targets: str, code: str) -> None:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("targets", [r"(\w|\w\w|\.)+[A-Z]", r"(.|..)+[A-Z]"])
 def test_targets_that_would_be_tried_without_end(folder: Path, targets: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(targets_module, "MATCHING_S", 0.3)
+    monkeypatch.setattr(targets_module, "MATCHING_S", 0.1)
     with pytest.raises(AdapterError) as caught:
         injected(folder, targets=targets)
     assert caught.value.code == "targets-endless" and targets in caught.value.where

@@ -56,13 +56,14 @@ CLOSE = 2e-5
 """Between a batch and its samples, as a share: sums of some hundred products in float32, taken in another order."""
 
 
+ALIKE = ("sd15", "sd2", "toy-flow")
+"""Families that share the code of others: of sdxl, and of toy-video and the flows of the program."""
+
+
 def families(*slow: str) -> list[Any]:
-    """All, of which these too are slow; sd15 and sd2 share the code of sdxl, and causal-lm has a test of its kinds."""
+    """All, of which these too are slow. causal-lm has a test of its kinds."""
     return [
-        *(
-            pytest.param(name, marks=pytest.mark.slow) if name in ("sd15", "sd2", *slow) else name
-            for name in TOYS.names
-        ),
+        *(pytest.param(name, marks=pytest.mark.slow) if name in (*ALIKE, *slow) else name for name in TOYS.names),
         *(pytest.param(f"causal-lm {variant}", marks=pytest.mark.slow) for variant in (*ARCHITECTURES, PACKED)),
     ]
 
@@ -177,7 +178,7 @@ def test_padding_changes_nothing(its: Its, device: torch.device) -> None:
     assert off(seen.loss_B, plain.loss_B) > 10 * CLOSE, "the control: without its mask the padding counts"
 
 
-@pytest.mark.parametrize("its", families("toy-flow", "toy-video"), indirect=True)
+@pytest.mark.parametrize("its", families("toy-video", "toy-text"), indirect=True)
 def test_the_footprint_is_that_of_a_real_pass(its: Its) -> None:
     real = Real(its.recipe, its.batch.shape)
     found = count(real.family, hollow_model(real.family, its.recipe, torch.float32, False), its.recipe, real.shape)
@@ -249,7 +250,10 @@ def test_captured_passes_are_the_eager_ones(its: Its, device: torch.device) -> N
     adapted.engine.graphs = None
 
 
-@pytest.mark.parametrize("variant", [*ARCHITECTURES, PACKED])
+@pytest.mark.parametrize(
+    "variant",
+    [*(pytest.param(name, marks=pytest.mark.slow) if name == "mistral" else name for name in ARCHITECTURES), PACKED],
+)
 def test_each_kind_of_language_model_keeps_the_main_part_of_it(variant: str, tmp_path: Path) -> None:
     """The whole of it is slow."""
     its = Its.write("causal-lm", tmp_path, variant)
@@ -294,12 +298,13 @@ def require_whole(its: Its, run_dir: Path) -> None:
     assert all(paths and all(path.stat().st_size for path in paths) for paths in made)
 
 
+@pytest.mark.parametrize("its", families("toy-text"), indirect=True)  # which has a run through the command
 def test_a_run_ends_with_a_result_that_is_loaded_back(its: Its, device: torch.device) -> None:
     require_whole(its, its.straight(device))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the child is a fork")
-@pytest.mark.parametrize("its", families("z-image", "anima", "toy-text", "toy-flow", "toy-video"), indirect=True)
+@pytest.mark.parametrize("its", families("z-image", "anima", "toy-text", "toy-video"), indirect=True)
 def test_a_run_that_is_killed_goes_on_to_the_same_bytes(its: Its, device: torch.device, tmp_path: Path) -> None:
     killed(its, tmp_path / "killed", device)
     there = RunDir(tmp_path / "killed")
