@@ -107,7 +107,10 @@ def test_output_and_gradients_are_those_of_the_plain_unet(
 def test_several_blocks_in_a_row() -> None:
     unet = make("attention-mlp-conv", depth=2)
     fuse(unet, Fusion())
-    assert off(run(unet), run(make("attention-mlp-conv", lean=False, depth=2))) < ROUNDING
+    wanted = run(make("attention-mlp-conv", lean=False, depth=2))
+    assert off(run(unet), wanted) < ROUNDING
+    unet.enable_gradient_checkpointing(Recomputing(LoadedModel({"unet": unet}, torch.float32, CPU)))
+    assert off(run(unet.train()), wanted) < ROUNDING
 
 
 def test_a_wrong_kernel_would_be_seen(plain: dict[str, tuple[Tensor, Tensor]]) -> None:
