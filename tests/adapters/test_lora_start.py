@@ -20,12 +20,12 @@ from lora_rocm.export.metadata import Facts
 from lora_rocm.families.base import family_for
 from lora_rocm.recipe.adapter_sections import LoraSection
 from tests.lora_files import write_as_forecast
-from tests.tiny_models import FEW_TARGETS, SHALLOW_RISING, tiny_recipe, unet_output, write_tiny_sdxl
+from tests.tiny_models import MIDDLE_TARGETS, SHALLOW_RISING, tiny_recipe, unet_output, write_tiny_sdxl
 
 CPU = torch.device("cpu")
 KINDS = ("gaussian", "orthogonal", "pissa", "olora")
 FACTS = Facts(steps=2, epochs=1, num_epochs=1)
-TARGETS = f"({FEW_TARGETS})|mid_block.resnets.0.conv1"
+TARGETS = f"({MIDDLE_TARGETS})|mid_block.resnets.0.conv1"
 
 
 @pytest.fixture(scope="module")

@@ -58,13 +58,19 @@ CLOSE = 2e-5
 """Between a batch and its samples, as a share: sums of some hundred products in float32, taken in another order."""
 
 
-@pytest.fixture(
-    scope="module",
-    params=[  # they share the code of sdxl
-        *(pytest.param(name, marks=pytest.mark.slow) if name in ("sd15", "sd2") else name for name in TOYS.names),
+ALIKE = ("sd15", "sd2", "toy-flow")
+"""Families that share the code of others: of sdxl, and of toy-video and the flows of the program."""
+
+
+def families(*slow: str) -> list[Any]:
+    """All, of which these too are slow. causal-lm has a test of its kinds."""
+    return [
+        *(pytest.param(name, marks=pytest.mark.slow) if name in (*ALIKE, *slow) else name for name in TOYS.names),
         *(pytest.param(f"causal-lm {variant}", marks=pytest.mark.slow) for variant in (*ARCHITECTURES, PACKED)),
-    ],
-)
+    ]
+
+
+@pytest.fixture(scope="module", params=families())
 def its(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Its:
     name, _, variant = request.param.partition(" ")
     return Its.write(name, tmp_path_factory.mktemp(name), variant)
@@ -174,6 +180,7 @@ def test_padding_changes_nothing(its: Its, device: torch.device) -> None:
     assert off(seen.loss_B, plain.loss_B) > 10 * CLOSE, "the control: without its mask the padding counts"
 
 
+@pytest.mark.parametrize("its", families("toy-video", "toy-text"), indirect=True)
 def test_the_footprint_is_that_of_a_real_pass(its: Its) -> None:
     real = Real(its.recipe, its.batch.shape)
     found = count(real.family, hollow_model(real.family, its.recipe, torch.float32, False), its.recipe, real.shape)
@@ -245,7 +252,10 @@ def test_captured_passes_are_the_eager_ones(its: Its, device: torch.device) -> N
     adapted.engine.graphs = None
 
 
-@pytest.mark.parametrize("variant", [*ARCHITECTURES, PACKED])
+@pytest.mark.parametrize(
+    "variant",
+    [*(pytest.param(name, marks=pytest.mark.slow) if name == "mistral" else name for name in ARCHITECTURES), PACKED],
+)
 def test_each_kind_of_language_model_keeps_the_main_part_of_it(variant: str, tmp_path: Path) -> None:
     """The whole of it is slow."""
     its = Its.write("causal-lm", tmp_path, variant)
@@ -281,34 +291,41 @@ def result(run_dir: Path) -> Any:
     return json.loads(RunDir(run_dir).result.read_text(encoding="utf-8"))
 
 
+def require_whole(its: Its, run_dir: Path) -> None:
+    """What a run leaves: its result is loaded back and compared before it is said to be done; previews were made."""
+    exports = result(run_dir)["exports"]
+    assert [export["format"] for export in exports] == list(its.formats)
+    assert all(export["files"] and export["max_difference"] < 1e-2 for export in exports)
+    made = [preview.existing(RunDir(run_dir), updates, its.recipe) for updates in (0, 4)]
+    assert all(paths and all(path.stat().st_size for path in paths) for paths in made)
+
+
+@pytest.mark.parametrize("its", families("toy-text"), indirect=True)  # which has a run through the command
+def test_a_run_ends_with_a_result_that_is_loaded_back(its: Its, device: torch.device) -> None:
+    require_whole(its, its.straight(device))
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the child is a fork")
+@pytest.mark.parametrize("its", families("z-image", "anima", "toy-text", "toy-video"), indirect=True)
 def test_a_run_that_is_killed_goes_on_to_the_same_bytes(
     its: Its, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its result is loaded back and compared before it is said to be done, and previews are made before and after.
-
-    The files have the sizes that were forecast.
-    """
+    """The files have the sizes that were forecast."""
     forecasts: list[Sizes] = []
     monkeypatch.setattr(outputs, "sizes_of", lambda *how: forecasts.append(sizes_of(*how)) or forecasts[-1])
-    assert start(its.recipe, tmp_path / "straight", device=device)
     killed(its, tmp_path / "killed", device)
     there = RunDir(tmp_path / "killed")
     assert [updates for updates, _ in there.list_checkpoints()] == [2] and not there.result.exists()
     assert start(its.recipe, tmp_path / "killed", device=device)
-    assert result(tmp_path / "killed") == result(tmp_path / "straight")
-    exports = result(tmp_path / "straight")["exports"]
-    assert [export["format"] for export in exports] == list(its.formats)
-    assert all(export["files"] and export["max_difference"] < 1e-2 for export in exports)
+    found = result(tmp_path / "killed")
+    assert found == result(its.straight(device))
+    require_whole(its, tmp_path / "killed")
     written = {
         "checkpoint_bytes": sum(file.stat().st_size for file in there.list_checkpoints()[-1][1].glob("*.safetensors")),
         "lora_bytes": there.checkpoint_loras()[-1][1].stat().st_size,
-        "exports_bytes": sum(file["bytes"] for export in exports for file in export["files"]),
+        "exports_bytes": sum(file["bytes"] for export in found["exports"] for file in export["files"]),
     }
     assert asdict(forecasts[-1]) == pytest.approx(written, rel=0.01)
-    for run_dir in (there, RunDir(tmp_path / "straight")):
-        made = [preview.existing(run_dir, updates, its.recipe) for updates in (0, 4)]
-        assert all(paths and all(path.stat().st_size for path in paths) for paths in made)
 
 
 @pytest.mark.parametrize("its", ["flux"], indirect=True)
