@@ -25,6 +25,7 @@ from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor import hang_detection, process, restart_policy
 from lora_rocm.supervisor import supervisor as supervise
+from tests.supervisor.fake_run import refused
 from tests.supervisor.supervised import ROOT, supervisor
 
 SHORT = ("timeouts.first_step=1", "timeouts.step=1")
@@ -59,8 +60,11 @@ class Run:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
-    return Run(tmp_path)
+def run(tmp_path: Path) -> Iterator[Run]:
+    run = Run(tmp_path)
+    yield run
+    for path in map(run.run_dir.events, range(3)):
+        assert not path.exists() or refused(path) == [], "a reader passes over this"
 
 
 def test_a_run_that_needs_no_help_gets_none(run: Run) -> None:
