@@ -168,6 +168,18 @@ def spin(run_dir: RunDir, writer: LineWriter) -> int:
         pass
 
 
+def blocks_in_c(run_dir: RunDir, writer: LineWriter) -> int:
+    """A call into C that keeps the interpreter's lock: no other Python thread of the process runs any more."""
+    import ctypes  # only here: workers are started by the hundred
+
+    library = ctypes.PyDLL("msvcrt" if sys.platform == "win32" else None)
+    if sys.platform == "win32":
+        library._sleep(60_000)
+    else:
+        library.sleep(60)
+    return 0
+
+
 def hang_deaf(run_dir: RunDir, writer: LineWriter) -> int:
     """Hears no signal, sees no stop file, and has started somebody who started somebody and left."""
     for signum in (signal.SIGINT, signal.SIGTERM):
@@ -235,6 +247,7 @@ ENDINGS: dict[str, Callable[[RunDir, LineWriter], int]] = {
     "loader-hang": hang,
     "hang-writing": hang_writing,
     "spin": spin,
+    "blocks-in-c": blocks_in_c,
     "hang-deaf": hang_deaf,
     "hang-after-end": hang_after_end,
     "change-then-die": change_then_die,
