@@ -54,8 +54,8 @@ IGNORE = re.compile(r"#\s*type:\s*ignore")
 
 def holes(module: Module) -> tuple[int, int]:
     """How often ``Any`` stands in the code, and how many ``type: ignore`` comments there are."""
-    named = sum(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(module.tree))
-    named += sum(isinstance(node, ast.Attribute) and node.attr == "Any" for node in ast.walk(module.tree))
+    named = sum(isinstance(node, ast.Name) and node.id == "Any" for node in module.nodes)
+    named += sum(isinstance(node, ast.Attribute) and node.attr == "Any" for node in module.nodes)
     tokens = tokenize.generate_tokens(io.StringIO(module.source).readline)
     return named, sum(token.type == tokenize.COMMENT and bool(IGNORE.search(token.string)) for token in tokens)
 
