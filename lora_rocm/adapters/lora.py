@@ -144,13 +144,14 @@ class LoraAdapter(Adapter):
     def start(self, name: str, layer: Any, lora: AdapterSection, rng: torch.Generator) -> None:
         """Initialise as ``lora.init`` says; by default A is Kaiming uniform and B zero.
 
-        A DoRA's magnitudes are the base's norms. Ranks that a start has no numbers for begin as by default.
+        eva begins as the default does, and its A comes later (``train.input_start``). A DoRA's magnitudes are the
+        base's norms. Ranks that a start has no numbers for begin as by default.
         """
         assert isinstance(lora, LoraSection), "a section of this kind"
         down, up = (torch.empty(pairs[PEFT_NAME].weight.shape) for pairs in (layer.lora_A, layer.lora_B))
         nn.init.kaiming_uniform_(down, a=math.sqrt(5), generator=rng)
         up.zero_()
-        if lora.init != "default":
+        if lora.init not in ("default", "eva"):
             weight = dense_weight(layer.get_base_layer()).detach().cpu().float().flatten(1)
             first, last = factors(lora.init, weight, len(down), trained_scale(layer), rng)
             down[: len(first)] = first.reshape(len(first), *down.shape[1:])
@@ -162,6 +163,11 @@ class LoraAdapter(Adapter):
             self.constants |= {f"{name}.{role}": tensor for role, tensor in held.items()}
         if PEFT_NAME in layer.lora_magnitude_vector:
             _set_magnitude(layer, _row_norms(dense_weight(layer.get_base_layer())))
+
+    def linear_downs(self) -> dict[str, Tensor]:
+        """Return module name -> the A [rank, inputs] of each linear layer, for a start that reads their inputs."""
+        found = {name: layer.lora_A[PEFT_NAME].weight for name, (_, _, layer) in self.modules.items()}
+        return {name: weight for name, weight in found.items() if weight.ndim == 2}
 
     def fill(self, layer: Any, entry: LoraEntry) -> None:
         """Copy the entry; the layer's scale may differ from the file's, and its rank may be higher."""
