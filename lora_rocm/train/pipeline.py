@@ -16,7 +16,6 @@ from lora_rocm.adapters.lora import LoraAdapter
 from lora_rocm.adapters.training_adapter import NAME as TRAINING_ADAPTER
 from lora_rocm.checks.canary import Canary
 from lora_rocm.checks.graph_check import capture_on_gpu
-from lora_rocm.device.attention import training_context
 from lora_rocm.device.encoder_speed import first_time
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import DataError, ResumeError
@@ -145,10 +144,8 @@ def load(start: StartContext, family: ModelFamily, data: Data) -> tuple[Artifact
     # Model, adapter and optimizer
     transfer = transfer_of(start)
     memory = choose_memory(start, family, data.prepared.facts.bucket_counts)
-    memory.again = training_context(start.settings.attention)
     model, adapter, training_adapter, triton = load_model(start, family, transfer, memory)
-    if checkpoint is None and recipe.lora.reads_inputs:
-        assert isinstance(adapter, LoraAdapter), "refused for others by the recipe"
+    if isinstance(adapter, LoraAdapter) and recipe.lora.reads_inputs and checkpoint is None:
         start_from_inputs(start, family, model, adapter, transfer, data, memory.parts)
     groups = adapter.groups(recipe.optim, recipe.lora)
     weights = adapter.flatten(start.dtype, WEIGHT_DTYPES[recipe.lora.weight_dtype], groups)
