@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.input_sketch import InputSketch, new_sketch, reading
 from lora_rocm.adapters.lora import LoraAdapter
 from lora_rocm.device.attention import training_context
@@ -29,20 +30,24 @@ def start_from_inputs(
     start: StartContext,
     family: ModelFamily,
     model: LoadedModel,
-    adapter: LoraAdapter,
+    adapter: Adapter,
     transfer: DeviceTransfer,
     data: Data,
     parts: int,
 ) -> None:
     """Put the directions in which their inputs vary most into the A of the adapter's linear layers.
 
-    The first rank reads, and the others get its values. ``parts``: of a micro-batch, as in training.
+    Does nothing if the recipe asks for another start, and on a resume. The first rank reads, and the others get its
+    values. ``parts``: of a micro-batch, as in training.
 
     Raises:
         AdapterError: "no-inputs-to-read", no linear layer is adapted.
         ModelError: "inputs-not-finite", the inputs of a layer are not finite.
         TransferError: a batch did not arrive, or the values did not reach all ranks.
     """
+    if not start.recipe.lora.reads_inputs or start.checkpoint is not None:
+        return
+    assert isinstance(adapter, LoraAdapter), "other kinds have no such start"
     weights, train = adapter.linear_downs(), start.recipe.train
     if not weights:
         raise AdapterError(

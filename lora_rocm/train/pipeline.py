@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.flat_params import WEIGHT_DTYPES
-from lora_rocm.adapters.lora import LoraAdapter
 from lora_rocm.adapters.training_adapter import NAME as TRAINING_ADAPTER
 from lora_rocm.checks.canary import Canary
 from lora_rocm.checks.graph_check import capture_on_gpu
@@ -145,8 +144,7 @@ def load(start: StartContext, family: ModelFamily, data: Data) -> tuple[Artifact
     transfer = transfer_of(start)
     memory = choose_memory(start, family, data.prepared.facts.bucket_counts)
     model, adapter, training_adapter, triton = load_model(start, family, transfer, memory)
-    if isinstance(adapter, LoraAdapter) and recipe.lora.reads_inputs and checkpoint is None:
-        start_from_inputs(start, family, model, adapter, transfer, data, memory.parts)
+    start_from_inputs(start, family, model, adapter, transfer, data, memory.parts)
     groups = adapter.groups(recipe.optim, recipe.lora)
     weights = adapter.flatten(start.dtype, WEIGHT_DTYPES[recipe.lora.weight_dtype], groups)
     optimizer = make_optimizer(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from lora_rocm.adapters.base import PEFT_NAME
 from lora_rocm.adapters.lora import LoraAdapter
 from lora_rocm.device.process_group import World
 from lora_rocm.errors import AdapterError, ModelError, TransferError
+from lora_rocm.recipe.adapter_sections import LoraSection
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import input_start
@@ -89,10 +91,13 @@ def test_a_holds_the_directions_of_what_the_layers_are_given(
 
 
 def test_layers_that_do_not_read_vectors_are_refused() -> None:
-    bare = cast("Any", SimpleNamespace(linear_downs=dict))
-    nothing = cast("Any", SimpleNamespace(recipe=SimpleNamespace(train=None)))
+    convolutions = Mock(spec=LoraAdapter)
+    convolutions.linear_downs.return_value = {}
+    lora = LoraSection(init="eva")
+    how: Any = SimpleNamespace(recipe=SimpleNamespace(lora=lora, train=None), checkpoint=None)
+    others = [cast("Any", None)] * 3
     with pytest.raises(AdapterError, match="none of these is adapted") as caught:
-        input_start.start_from_inputs(nothing, *[cast("Any", None)] * 2, bare, *[cast("Any", None)] * 3)
+        input_start.start_from_inputs(how, *others[:2], convolutions, *others)
     assert caught.value.where == "lora.init: eva"
 
 
