@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from lora_rocm.adapters.base import PEFT_NAME, Adapter, plain_number
 from lora_rocm.adapters.entry import Form
 from lora_rocm.adapters.lora_entry import LORA, LoraEntry
-from lora_rocm.adapters.lora_start import START, factors, fill_start, less_start, put_start
+from lora_rocm.adapters.lora_start import START, cast_start, factors, fill_start, less_start, put_start
 from lora_rocm.adapters.module_names import COMFYUI, SD_SCRIPTS, adaptable, canonical
 from lora_rocm.adapters.targets import either
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.kernels.lora_layer import drop_ranks, with_lean_layers
-from lora_rocm.kernels.weight_format import dense_weight
+from lora_rocm.kernels.weight_format import dense_weight, is_packed
 from lora_rocm.model_files.readers import readers_of
 from lora_rocm.optim.norm_limit import NormLimit
 from lora_rocm.recipe.adapter_sections import AdapterSection, LoraSection
@@ -73,6 +73,12 @@ class LoraAdapter(Adapter):
         "diffusers": ("diffusers",),
         "peft": ("peft",),
     }
+
+    def __init__(self, family: ModelFamily, model: LoadedModel) -> None:
+        super().__init__(family, model)
+        for _, _, layer in self.modules.values():
+            if START in layer.lora_A and is_packed(layer.get_base_layer()):
+                cast_start(layer, model.dtype)
 
     @classmethod
     def config(cls, lora: AdapterSection, pattern: str) -> LoraConfig:
