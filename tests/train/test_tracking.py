@@ -86,7 +86,7 @@ def test_a_resumed_run_sends_only_what_is_new(run_dir: RunDir) -> None:
 def test_a_resumed_run_is_the_same_one_in_mlflow(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, runs: list[str]
 ) -> None:
-    """MLflow gives ids itself, so the run is found by its tag; its parameters stand, for MLflow refuses other values."""
+    """MLflow gives ids itself, so the run is found by its tag. Its parameters stay: MLflow refuses other values."""
     asked: list[str] = []
 
     def search_runs(filter_string: str, **how: Any) -> list[Any]:
@@ -94,8 +94,8 @@ def test_a_resumed_run_is_the_same_one_in_mlflow(
         return [SimpleNamespace(info=SimpleNamespace(run_id=run)) for run in runs]
 
     class Mlflow(Fake):
-        def __init__(self, run_name: str, **options: Any) -> None:
-            super().__init__(run_name)
+        def __init__(self, project: str, **options: Any) -> None:
+            super().__init__(project)
             self.said.append(options)
 
     monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(search_runs=search_runs))  # type: ignore[arg-type]
