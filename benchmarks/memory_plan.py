@@ -112,12 +112,18 @@ class Setup:
 
     def __init__(self, model: dict[str, Any], toy: bool, root: Path, rank: int, device: torch.device) -> None:
         self.section, self.toy, self.root, self.rank, self.device = model, toy, root, rank, device
-        self.recipe = make_recipe(model, toy, root, 64, rank, 1)
+        self.recipe = self.recipe_at(64)
         self.dtype = torch.float32 if toy else torch.bfloat16
         self.family: ModelFamily = family_for(self.recipe)
         self.hollow = hollow_model(self.family, self.recipe, self.dtype, not toy)
         self.counted: dict[int, Footprint] = {}
         self.load()
+
+    def recipe_at(self, side_px: int) -> Recipe:
+        return make_recipe(self.section, self.toy, self.root, side_px, self.rank, 1)
+
+    def shape_at(self, side_px: int) -> Shape:
+        return Shape.of(h=side_px, w=side_px)
 
     def load(self, plan: Plan | None = None) -> None:
         """Load the model anew, on the device except for the weights that the plan offloads."""
@@ -153,8 +159,7 @@ class Setup:
 
     def footprint(self, side_px: int) -> Footprint:
         if side_px not in self.counted:
-            recipe = make_recipe(self.section, self.toy, self.root, side_px, self.rank, 1)
-            self.counted[side_px] = count(self.family, self.hollow, recipe, Shape.of(h=side_px, w=side_px))
+            self.counted[side_px] = count(self.family, self.hollow, self.recipe_at(side_px), self.shape_at(side_px))
         return self.counted[side_px]
 
     def put(self, plan: Plan) -> None:
@@ -170,7 +175,7 @@ class Setup:
         self.in_force = plan
 
     def inputs(self, rows: int, side_px: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        batch = self.family.example(Shape.of(h=side_px, w=side_px), rows)
+        batch = self.family.example(self.shape_at(side_px), rows)
         draws = self.family.objective.draw(batch, list(range(rows))).tensors
         batch["weight"] = torch.full((rows,), 1.0 / rows)
         return tuple({name: t.to(self.device) for name, t in part.items()} for part in (batch, draws))  # type: ignore[return-value]

@@ -220,7 +220,7 @@ def hollow_model(family: ModelFamily, recipe: Recipe, dtype: torch.dtype, on_gpu
     adapter = inject_hollow(family, model, recipe.lora)
     adapter.cast_inputs(False)
     for name, component in model.components.items():
-        component.to(META).train()
+        _to_meta(component).train()
         for tensor in [*component.parameters(), *component.buffers()]:
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(dtype)
@@ -229,6 +229,17 @@ def hollow_model(family: ModelFamily, recipe: Recipe, dtype: torch.dtype, on_gpu
     put_training_adapter(family, model, recipe.model.training_adapter)  # not before its layers could be packed too
     family.fuse(model, triton=on_gpu)
     return model
+
+
+def _to_meta(component: nn.Module) -> nn.Module:
+    """Move a component to the meta device. ``Module.to`` alone would make a tensor for each name of a tied weight."""
+    moved: dict[Tensor, nn.Parameter] = {}
+    for owner in component.modules():
+        for key, weight in list(owner.named_parameters(recurse=False)):
+            if weight not in moved:
+                moved[weight] = nn.Parameter(weight.to(META), weight.requires_grad)
+            owner.register_parameter(key, moved[weight])
+    return component.to(META)
 
 
 def count(

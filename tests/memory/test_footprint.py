@@ -41,6 +41,7 @@ from lora_rocm.recipe.optim_sections import OptimSection, ProdigySection
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.recipe.sections import MAX_RANK
 from tests.optim.test_base import SECTIONS
+from tests.tiny_llm import write_tiny_llm
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 SIDE_PX = 96
@@ -338,6 +339,17 @@ def test_layers_that_are_narrower_than_the_rank_are_counted(both: tuple[Footprin
     family = family_for(its)
     found = count(family, hollow_model(family, its, torch.float32), its, SHAPE)
     assert found.narrow_layers == len(both[1].adapter.modules) and both[0].narrow_layers == 0
+
+
+def test_a_weight_with_two_names_counts_once(tmp_path: Path) -> None:
+    """Embedding and head of many language models are one weight."""
+    model = {"family": "causal-lm", "name_or_path": str(write_tiny_llm(tmp_path / "base", "smollm"))}
+    recipe = recipe_from({"model": model, "data": {"path": str(tmp_path)}, "train": {"max_train_steps": 1}})
+    family = family_for(recipe)
+    loaded = family.load(torch.float32, torch.device("cpu")).components.values()
+    hollow = hollow_model(family, recipe, torch.float32, on_gpu=False).components.values()
+    whole = sum(weight.numel() for component in loaded for weight in component.parameters())
+    assert whole == sum(p.numel() for component in hollow for p in component.parameters() if not p.requires_grad)
 
 
 def test_a_footprint_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
