@@ -307,7 +307,8 @@ class LoraSection(ProductSection):
             raise not_both("init", "init_from")
         unfit = (*DROPOUTS, "use_dora", "scale_weight_norms") if self.takes_off_start else ()
         if key := next((name for name in unfit if getattr(self, name)), ""):
-            raise not_both(key, "init")
+            what, fix = f"does not go with init: {self.init}", f"Remove {key}, or take another init, such as default."
+            raise PydanticCustomError("rule", "{what}", {"what": what, "at": (key,), "fix": fix})
         ranks = (self.rank, self.conv_rank, *(override.rank for override in self.overrides))
         if self.init == "orthogonal" and (odd := next((rank for rank in ranks if rank and rank % 2), 0)):
             what, fix = f"init: orthogonal needs even ranks, and one is {odd}", f"Take {odd + 1}, or another init."

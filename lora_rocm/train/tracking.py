@@ -41,11 +41,12 @@ def options_of(name: str, run_dir: RunDir) -> dict[str, Any]:
     """Arguments of a tracker's class besides the project: a resumed run goes on where it stood, if the tracker can."""
     title = run_dir.path.name
     run_id = blake2b(str(run_dir.path).encode("utf-8", "replace"), digest_size=8).hexdigest()
-    return {
+    known: dict[str, dict[str, Any]] = {
         "wandb": {"name": title, "id": run_id, "resume": "allow", "dir": str(run_dir.path)},
         "trackio": {"name": title, "resume": "allow"},
         "mlflow": {"run_name": title, "tags": {TAG: run_id}},
-    }.get(name, {})
+    }
+    return known.get(name, {})
 
 
 def found_again(options: Mapping[str, Any]) -> dict[str, str]:
