@@ -9,10 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lora_rocm.errors import MachineError, UserError
+from lora_rocm.errors import AdapterError, MachineError, UserError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.files import write_json
 from lora_rocm.foundation.units import number_text
+from lora_rocm.recipe.adapter_sections import GGUF, MERGED
+from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.recipe.yaml_tree import is_clean
 from lora_rocm.rules.this_machine import plan_here
@@ -22,7 +24,6 @@ from lora_rocm.supervisor.process import OnEvent
 from lora_rocm.supervisor.resume import holds_run, open_run
 from lora_rocm.supervisor.subprocesses import run_tool
 
-MERGED, GGUF = "merged", "gguf"
 FOLDER_FORMS = ("peft", MERGED)
 SCRIPT, LLAMA_CPP = "convert_lora_to_gguf.py", "LLAMA_CPP"
 TOOLS_MODULE = "lora_rocm.train.model_child"
@@ -93,7 +94,15 @@ def require_text(option: str, prompt: str) -> None:
         )
 
 
-def export(source: Path, form: str, *, output: Path | None, dtype: str | None, converter: Path | None = None) -> int:
+def export(
+    source: Path,
+    form: str,
+    *,
+    output: Path | None,
+    dtype: str | None,
+    converter: Path | None = None,
+    registry: Registry = PRODUCT,
+) -> int:
     """Write the LoRA of a run in another format.
 
     Args:
@@ -102,11 +111,15 @@ def export(source: Path, form: str, *, output: Path | None, dtype: str | None, c
         output: file or folder to write; None: in the run.
         dtype: of the weights; None: as in the recipe.
         converter: llama.cpp's script or folder, for the gguf format; None: as ``_converter`` finds it.
+        registry: the model families.
 
     Raises:
+        AdapterError: export-needs-run, export-form: nothing reads such an adapter in this format.
         UserError: ``output`` is of the wrong kind, or an option does not apply.
         LoraRocmError: any error of the child process.
     """
+    run_dir = open_run(source)
+    _require_exportable(run_dir, form, registry)
     if output is not None and (output.is_file() if form in FOLDER_FORMS else output.is_dir()):
         is_now, wanted = ("file", "folder") if form in FOLDER_FORMS else ("folder", "file")
         what = f"There is a {is_now}, and the {form} form is a {wanted}."
@@ -117,12 +130,32 @@ def export(source: Path, form: str, *, output: Path | None, dtype: str | None, c
     if form != GGUF and converter is not None:
         what = f"The {form} form is written without a converter."
         raise UserError("converter-unused", what, where=f"--converter {converter}", fix="Leave it out.")
-    run_dir, script = open_run(source), str(_converter(converter)) if form == GGUF else ""
+    script = str(_converter(converter)) if form == GGUF else ""
     place = output or run_dir.export_of(form)
     if form == MERGED and place.is_dir() and any(place.iterdir()):
         what = "There are files in the folder for the merged model."
         raise UserError("output-not-empty", what, where=str(place), fix="Remove it, or name another: --output FOLDER.")
     return _export(run_dir, form, output=output, dtype=dtype, converter=script)
+
+
+def _require_exportable(run_dir: RunDir, form: str, registry: Registry) -> None:
+    if not run_dir.recipe.exists():
+        raise AdapterError(
+            "export-needs-run",
+            "Only the LoRA of a run can be written in another form: its base model is needed to check the result.",
+            where=str(run_dir.path),
+            fix="Give the run directory.",
+        )
+    recipe = load_recipe(run_dir.recipe, registry=registry).recipe
+    if form in recipe.exportable:
+        return
+    title = f"{recipe.lora.title} of {recipe.spec.title}"
+    raise AdapterError(
+        "export-form",
+        f"A {title} is not written in the form {form}: nothing would read it.",
+        where=f"--format {form}",
+        fix=f"Forms of a {title}: {', '.join(recipe.exportable)}.",
+    )
 
 
 def _converter(asked: Path | None) -> Path:
