@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lora_rocm.adapters.input_sketch import InputSketch
 from lora_rocm.commands import train as command
 from lora_rocm.commands.check import check
 from lora_rocm.errors import AdapterError
@@ -35,7 +36,7 @@ from lora_rocm.report.report import write_report
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor import process
-from lora_rocm.train import outputs, preview
+from lora_rocm.train import input_start, outputs, preview
 from lora_rocm.train.check_child import weigh
 from lora_rocm.train.disk_forecast import Sizes, sizes_of
 from lora_rocm.train.graphs import Graphs, Passed
@@ -326,6 +327,32 @@ def test_a_run_that_is_killed_goes_on_to_the_same_bytes(
         "exports_bytes": sum(file["bytes"] for export in found["exports"] for file in export["files"]),
     }
     assert asdict(forecasts[-1]) == pytest.approx(written, rel=0.01)
+
+
+@pytest.mark.slow
+def test_a_start_from_the_inputs_reads_those_of_each_linear_layer(its: Its, tmp_path: Path) -> None:
+    """With offloaded blocks, fused layers and a packed base, as far as the family has them."""
+    lora = its.recipe.lora.model_copy(update={"init": "eva"})
+    train = its.recipe.train.model_copy(update={"max_train_steps": 1})
+    runtime = its.recipe.runtime.model_copy(update={"memory": "offload"})
+    recipe = its.recipe.model_copy(update={"lora": lora, "train": train, "runtime": runtime})
+    seen = dict[str, Tensor]()
+
+    def fill(weights: dict[str, Tensor], sketches: dict[str, InputSketch]) -> float:
+        assert all(sketch.count > 0 for sketch in sketches.values()), "each layer was called"
+        share = filled(weights, sketches)
+        seen.update({name: weight.detach().clone() for name, weight in weights.items()})
+        return share
+
+    filled, input_start._fill = input_start._fill, fill
+    try:
+        assert start(recipe, tmp_path / "run")
+    finally:
+        input_start._fill = filled
+    orthonormal = [torch.allclose(down @ down.T, torch.eye(len(down)), atol=1e-4) for down in seen.values()]
+    assert seen and all(orthonormal), [name for name, fits in zip(seen, orthonormal, strict=True) if not fits]
+    notices = [event["text"] for event in read_events(RunDir(tmp_path / "run").events()) if event["type"] == "notice"]
+    assert any("init: eva read" in text for text in notices)
 
 
 @pytest.mark.parametrize("its", ["flux"], indirect=True)
