@@ -74,6 +74,7 @@ def new(tmp_path: Path) -> Path:
         ("data.path", "''", ["data.path", "''"]),
         ("data.path", "nowhere", ["data.path", "nowhere", "Correct the path"]),
         ("data.path", "afile", ["data.path", "afile", "is no folder"]),
+        ("data.watched", "{path: rows.jsonl}", ["data.watched.path", "there is no folder", "given as dataset"]),
         ("data.sources", "[{path: pics}, {path: nowhere}]", ["data.sources[1].path", "nowhere"]),
         ("cache.dir", "afile", ["cache.dir", "afile", "a file, not a folder"]),
         ("output.dir", "afile/below", ["output.dir", "afile", "Move that file away"]),

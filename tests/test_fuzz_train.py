@@ -23,13 +23,13 @@ from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.latent_cache.prepare import prepare
 from lora_rocm.recipe.kinds import kinds_of
 from lora_rocm.recipe.load import load_recipe
-from lora_rocm.recipe.schema import DataSection
+from lora_rocm.recipe.schema import DataSection, Recipe
 from lora_rocm.recipe.suggest import all_keys
 from tests.fake_encoders import FakeFamily
 from tests.program import RECIPE, images, run_for_json
 from tests.tiny_models import SHALLOW, write_tiny_sdxl
 
-SETTINGS = settings(max_examples=int(os.environ.get("LORA_ROCM_FUZZ", "100")), suppress_health_check=list(HealthCheck))
+SETTINGS = settings(max_examples=int(os.environ.get("LORA_ROCM_FUZZ", "60")), suppress_health_check=list(HealthCheck))
 KINDS = ("PNG", "JPEG", "WEBP", "TIFF", "GIF", "BMP", "QOI", "TGA", "PPM", "ICO", "JPEG2000", "AVIF")
 VALUES = (
     *("0", "1", "2", "7", "8", "16", "64", "100", "1000000000", "-1", "1e-30", "0.5", "1.0", "1e300", ".nan", ".inf"),
@@ -73,6 +73,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             "lora_rocm.latent_cache.encode.empty_pools", lambda: None
         )  # garbage collection takes a third of a second
         yield root
+
+
+@pytest.fixture(scope="module")
+def demo() -> Recipe:
+    return load_recipe("demo.yaml").recipe
 
 
 def encoded(kind: str) -> bytes:
@@ -120,7 +125,7 @@ CAPTIONS = st.none() | st.binary(max_size=40) | st.text(max_size=40).map(lambda 
     st.booleans(),
 )
 def test_images_are_used_or_set_aside(
-    folder: Path, files: dict[tuple[str, str], tuple[bytes, bytes | None]], fallback: str, extra: bool
+    folder: Path, demo: Recipe, files: dict[tuple[str, str], tuple[bytes, bytes | None]], fallback: str, extra: bool
 ) -> None:
     with tempfile.TemporaryDirectory() as name:
         root = Path(name) / "pics"
@@ -143,7 +148,7 @@ def test_images_are_used_or_set_aside(
             assert error.what and (error.where or error.fix)
             return
         cuts, *_ = geometries(found.samples, data)
-        recipe = load_recipe("demo.yaml").recipe.model_copy(update={"data": data})
+        recipe = demo.model_copy(update={"data": data})
         sizes = [sample.width * sample.height for sample in found.samples]
         if max(sizes) > 10**6:  # a damaged header that claims a huge image: decoding that is Pillow's own work
             return

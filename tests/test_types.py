@@ -22,7 +22,7 @@ HOLES: dict[str, tuple[int, int, str]] = {
     "cache_files": (5, 0, JSON),
     "checks": (3, 0, TORCH),
     "cli": (2, 0, JSON),
-    "commands": (39, 0, JSON),
+    "commands": (29, 0, JSON),
     "dataset": (55, 3, ARROW),
     "device": (10, 5, TORCH),
     "doctor": (5, 1, JSON),
@@ -46,7 +46,7 @@ HOLES: dict[str, tuple[int, int, str]] = {
     "sections": (5, 0, JSON),
     "supervisor": (22, 0, JSON),
     "trials": (21, 2, TORCH),
-    "train": (21, 0, JSON),
+    "train": (20, 0, JSON),
 }
 """Room -> ``Any`` written out, ``type: ignore`` comments, why. Triton kernels are not counted: they are no Python."""
 IGNORE = re.compile(r"#\s*type:\s*ignore")

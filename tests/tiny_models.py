@@ -7,6 +7,7 @@ that the original SDXL release uses.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
+from lora_rocm.base_models.loading import builtin_folder
 from lora_rocm.dataset.entry_spec import CAPTION
 from lora_rocm.families.base import ModelFamily, PreviewRequest, Tensors
 from lora_rocm.latent_cache.quarantine import plain_door
@@ -47,6 +49,17 @@ SHALLOW: dict[str, dict[str, Any]] = {
 """For whole runs: a run with this model takes half the time that one with SDXL's number of blocks takes."""
 SHALLOW_RISING = {**SHALLOW, "unet": {**SHALLOW["unet"], "block_out_channels": (8, 16)}}
 """The same where layers that change the width are needed."""
+FEWER_LEVELS = {
+    "unet": {
+        "layers_per_block": 1,
+        "transformer_layers_per_block": [1, 1],
+        "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D"],
+        "up_block_types": ["CrossAttnUpBlock2D", "UpBlock2D"],
+        "block_out_channels": [48, 80],
+        "attention_head_dim": [3, 5],
+    },
+}
+"""Changes of ``hollow_builtin``, for what takes its time for each operation of a pass."""
 TEXT_1_WIDTH, TEXT_2_WIDTH, PROJECTION, TIME_WIDTH = 32, 48, 24, 8
 WRITTEN: dict[str, dict[Path, bytes]] = {}
 """The files of each model that ``write_tiny_sdxl`` has made."""
@@ -169,6 +182,15 @@ def write_tiny_sdxl(
         tiny_pipeline(seed, unet, scheduler, vae).save_pretrained(folder, safe_serialization=True, variant=variant)
 
     return written_once(folder, repr((seed, unet, scheduler, vae, variant)), write)
+
+
+def hollow_builtin(folder: Path, changes: dict[str, dict[str, Any]]) -> Path:
+    """A new folder with the model that ships with the package, with changed configs and without weights."""
+    shutil.copytree(builtin_folder("builtin:tiny-sdxl"), folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    for component, changed in changes.items():
+        config = folder / component / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text(encoding="utf-8")) | changed), encoding="utf-8")
+    return folder
 
 
 def written_once(folder: Path, how: str, write: Callable[[], object]) -> Path:

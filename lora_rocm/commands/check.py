@@ -10,7 +10,7 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from lora_rocm.dataset.shape import Shape
 
 WEIGH_MODULE, TEXTS_MODULE = "lora_rocm.train.check_child", "lora_rocm.train.texts_child"
-LOOKED_AT, SHOWN_LETTERS = 1000, 1200
-MAX_NAMED = 20
+SHOWN_LETTERS = 1200
+MAX_NAMED, MAX_BUCKETS = 20, 40
 NOUNS = {"image": "images", "video": "videos", "text": "texts"}  # keys: values of FamilySpec.samples
 KEPT_WEIGHTS = 50
 
@@ -83,13 +83,19 @@ def check(
 
 @dataclass(frozen=True)
 class DataPlan:
-    """Size of the training data. buckets: samples per epoch by shape."""
+    """Size of the training data.
+
+    buckets: samples per epoch by shape. how_sure: empty, or "about" or "at most" of the numbers.
+    held_out: number of samples for the validation loss; None: not known.
+    """
 
     buckets: dict[Shape, int]
     steps_per_epoch: int
     max_train_steps: int
     num_images: int
     num_captions: int
+    how_sure: str = ""
+    held_out: int | None = None
 
 
 @dataclass(frozen=True)
@@ -110,7 +116,7 @@ def _cut_captions(recipe: Recipe, samples: Iterable[Any], limits: Sequence[Token
     return cut_notice(captioned, limits, recipe.spec.trains_on_texts)
 
 
-def _last_lines(loaded: LoadedRecipe, base: BaseFacts, samples: Sequence[Any]) -> Iterator[str]:
+def _last_lines(loaded: LoadedRecipe, base: BaseFacts, samples: Sequence[Sample]) -> Iterator[str]:
     """Yield the notices about the base and about captions, the first texts, and the verdict."""
     of_captions = (
         *_cut_captions(loaded.recipe, samples, base.token_limits),
@@ -119,27 +125,42 @@ def _last_lines(loaded: LoadedRecipe, base: BaseFacts, samples: Sequence[Any]) -
     for notice in (*base.notices, *of_captions):
         yield f"  note: {notice}"
     if loaded.recipe.spec.trains_on_texts:
-        yield from _shown_texts(loaded.recipe, samples)
+        yield from _text_lines(loaded.recipe, samples)
     yield f"recipe {loaded.path}: valid"
 
 
-def _shown_texts(recipe: Recipe, samples: Sequence[Any]) -> Iterator[str]:
-    """Yield the first texts as the model reads them, and notices about the first LOOKED_AT."""
+def _text_lines(recipe: Recipe, samples: Sequence[Sample]) -> Iterator[str]:
+    """Yield the first texts as the model reads them, notices about those that were looked at, and the plan."""
     from lora_rocm.rules.this_machine import plan_here
     from lora_rocm.supervisor.subprocesses import run_for_json
 
-    texts = [sample.caption for sample in samples[:LOOKED_AT]]
     with tempfile.TemporaryDirectory(prefix="lora-rocm-") as folder:
         file = Path(folder) / "job.json"
-        file.write_text(json.dumps({"recipe": recipe.model_dump(mode="json"), "texts": texts}), encoding="utf-8")
+        file.write_text(json.dumps({"recipe": recipe.model_dump(mode="json")}), encoding="utf-8")
         said = run_for_json(TEXTS_MODULE, [str(file)], plan_here(recipe).applied_to(os.environ))
+    first = f"of the first {said['looked_at']} texts: " if said["looked_at"] < said["texts"] else ""
     for notice in said["notices"]:
-        yield f"  note: of the first {len(texts)} texts: {notice}"
+        yield f"  note: {first}{notice}"
     if said["shown"]:
         yield "the first samples, with \u27e6 \u27e7 around what is trained on"
     for text in said["shown"]:
         yield from (f"  | {line}" for line in text[:SHOWN_LETTERS].splitlines())
         yield "  " + "-" * 20
+    yield from _plan_lines(recipe, plan_texts(recipe, samples, said), NOUNS["text"])
+
+
+def plan_texts(recipe: Recipe, samples: Sequence[Sample], said: Mapping[str, Any]) -> DataPlan:
+    """Return the plan of texts. ``said``: see ``train.texts_child.Seen``."""
+    from lora_rocm.dataset.shape import Shape
+
+    if said["lengths"] is None:  # in the worst case each text has a length of its own
+        shapes = {sample.key: Shape.of(number=number) for number, sample in enumerate(samples)}
+        return replace(plan_data(recipe, samples, shapes), buckets={}, how_sure="at most ")
+    scale = said["texts"] / said["looked_at"]
+    (axis,) = recipe.spec.shapes.axes
+    buckets = {Shape.of(**{axis.name: int(length)}): round(n * scale) for length, n in said["lengths"].items()}
+    how_sure, held_out = "about " if scale > 1 else "", round(said["held_out"] * scale)
+    return replace(_plan(recipe, samples, buckets), how_sure=how_sure, held_out=held_out)
 
 
 def _unused_tokens(recipe: Recipe, samples: Iterable[Sample]) -> Iterator[str]:
@@ -158,7 +179,6 @@ def _data_lines(loaded: LoadedRecipe, usable: list[Any]) -> Iterator[str]:
     """Yield the lines about the data; append the usable samples (``dataset.sample_table.Sample``) to ``usable``."""
     from lora_rocm.dataset.regularisation import evened, unused_notice
     from lora_rocm.dataset.scan import geometries, nothing_left
-    from lora_rocm.dataset.shape import Shape
     from lora_rocm.dataset.text_scan import find_samples
     from lora_rocm.dataset.views import price_of
 
@@ -195,11 +215,10 @@ def _data_lines(loaded: LoadedRecipe, usable: list[Any]) -> Iterator[str]:
         yield f"  ... and {len(aside) - MAX_NAMED} more"
     for notice in (*found.notices, *cropped, *unused_notice(num_found, len(samples))):
         yield f"  note: {notice}"
-    # derive steps and buckets
-    shapes = {key: geometry.shape for key, geometry in fitted.items()}
-    if texts:  # only the run can count tokens; in the worst case each text has a length of its own
-        shapes = {sample.key: Shape.of(number=number) for number, sample in enumerate(samples)}
-    yield from _plan_lines(recipe, plan_data(recipe, samples, shapes), noun)
+    if not texts:  # these are counted with the model's tokenizer
+        shapes = {key: geometry.shape for key, geometry in fitted.items()}
+        how_sure = "at most " if recipe.data.validation_split else ""
+        yield from _plan_lines(recipe, replace(plan_data(recipe, samples, shapes), how_sure=how_sure), noun)
 
 
 def plan_data(recipe: Recipe, samples: Sequence[Any], shapes: Mapping[str, Shape]) -> DataPlan:
@@ -207,14 +226,19 @@ def plan_data(recipe: Recipe, samples: Sequence[Any], shapes: Mapping[str, Shape
 
     A bucket's tail is filled up, so each bucket has a whole number of effective batches per epoch.
     """
+    buckets: Counter[Shape] = Counter()
+    for sample in samples:
+        buckets[shapes[sample.key]] += sample.repeats
+    return _plan(recipe, samples, buckets)
+
+
+def _plan(recipe: Recipe, samples: Sequence[Sample], buckets: Mapping[Shape, int]) -> DataPlan:
     from lora_rocm.dataset.captions import variants
     from lora_rocm.dataset.views import views_of
 
     train, data = recipe.train, recipe.data
-    buckets: Counter[Shape] = Counter()
     captions: set[str] = {"", recipe.sample.negative_prompt, *recipe.sample.texts}
     for sample in samples:
-        buckets[shapes[sample.key]] += sample.repeats
         captions.update(variants(sample.captions, sample.options, data.caption_variants, train.seed))
     effective = train.batch_size * train.gradient_accumulation_steps
     steps_per_epoch = sum(-(-count // effective) for count in buckets.values())
@@ -229,15 +253,20 @@ def plan_data(recipe: Recipe, samples: Sequence[Any], shapes: Mapping[str, Shape
 
 def _plan_lines(recipe: Recipe, plan: DataPlan, noun: str) -> Iterator[str]:
     train, data, texts = recipe.train, recipe.data, recipe.spec.trains_on_texts
-    if texts:
+    limit = plan.how_sure
+    if not plan.buckets:
         yield "buckets: by the number of tokens, which the run counts"
     else:
-        yield f"buckets (width x height: {noun} an epoch)"
-        for shape, count in sorted(plan.buckets.items(), key=lambda pair: (-pair[1], pair[0].axes)):
+        of_axes = "" if texts else "width x height: "
+        yield f"buckets ({of_axes}{'rows of ' if data.packing else ''}{noun} an epoch)"
+        by_count = sorted(plan.buckets.items(), key=lambda pair: (-pair[1], pair[0].axes))
+        for shape, count in by_count[: MAX_BUCKETS if texts else None]:
             yield f"  {shape}: {count}"
-    limit = "at most " if texts or data.validation_split else ""
-    if data.validation_split:  # the samples are chosen by their content, which is not read here
-        yield f"held out for the validation loss: about {data.validation_split:.0%} of the {noun}"
+        if texts and len(by_count) > MAX_BUCKETS:
+            yield f"  ... and {len(by_count) - MAX_BUCKETS} more"
+    if data.validation_split:  # images are chosen by their content, which is not read here
+        held = f"about {data.validation_split:.0%} of the" if plan.held_out is None else f"{limit}{plan.held_out}"
+        yield f"held out for the validation loss: {held} {noun}"
     effective = train.batch_size * train.gradient_accumulation_steps
     epochs = train.epochs or plan.max_train_steps / plan.steps_per_epoch
     yield (

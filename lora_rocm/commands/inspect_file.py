@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,14 @@ from lora_rocm.model_files.models import BASES, INDEXES, OTHER, PARTS, index_of,
 from lora_rocm.model_files.readers import PROGRAMS, readers_of, spelling_of
 from lora_rocm.model_files.storage_formats import scaled
 from lora_rocm.rundir.layout import RunDir
+from lora_rocm.rundir.results import final_files
 
-STATE, PEFT_CONFIG = "state.json", "adapter_config.json"
+Found = dict[str, Any]
+"""What ``inspect`` finds, or a part of it, ready for JSON."""
+STATE, PEFT_CONFIG, PEFT_WEIGHTS = "state.json", "adapter_config.json", "adapter_model.safetensors"
+MODEL_CONFIG = "config.json"
+MODEL_WEIGHTS = ("model.safetensors", "model-?????-of-?????.safetensors")
+"""Names of the files of weights beside a config of transformers."""
 PICKLES = (".ckpt", ".bin", ".pt", ".pth")
 WEIGHTS, RECIPES = (".safetensors", ".sft", ".gguf"), (".yaml", ".yml")
 BUILTIN = "builtin:"
@@ -41,6 +49,7 @@ NOTED = (
     "ss_optimizer",
 )
 """Metadata that say how a file was made."""
+UNKNOWN_FILE = "a file that is not known"
 EMPTY = ("", "{}", "None", "null")
 MAX_SHOWN, MAX_NAMED = 200, 6
 BLOCK = re.compile(r".*(?:blocks?|layers|attentions|resnets|refiner)[._]\d+[._](.+)|.*?[._](.+)")
@@ -49,7 +58,7 @@ STARTERS = ("LoRA", "LoRA and DoRA", "LoKr", "LoHa", "OFT", "IA3")
 """Kinds of adapter that ``lora.init_from`` reads."""
 
 
-def inspect(path: Path, registry: Registry = PRODUCT) -> dict[str, Any]:
+def inspect(path: Path, registry: Registry = PRODUCT) -> Found:
     """Return what a file or folder is, ready for JSON.
 
     title: what it is. families: possible values of ``model.family``. trainable: those that can be trained here.
@@ -79,7 +88,10 @@ def inspect(path: Path, registry: Registry = PRODUCT) -> dict[str, Any]:
             where=str(path),
             fix="Give a .safetensors file, a folder of a model, or a run directory; lora-rocm check looks at a recipe.",
         )
-    header = read_header(path)
+    return {"path": str(path), **_file(read_header(path), registry)}
+
+
+def _file(header: Header, registry: Registry) -> Found:
     sizes: Counter[str] = Counter()
     for entry in header.tensors.values():
         sizes[entry.dtype] += entry.end - entry.begin
@@ -92,33 +104,42 @@ def inspect(path: Path, registry: Registry = PRODUCT) -> dict[str, Any]:
         "metadata": _metadata(header.metadata),
     }
     kind = kind_of(header.tensors)
-    return {"path": str(path), **(_adapter(header, kind, registry) if kind else _model(header, registry)), **found}
+    if not kind:
+        return {**_model(header, registry), **found}
+    adapter = _adapter(header, kind, registry)
+    config = header.path.with_name(PEFT_CONFIG)
+    if header.path.name == PEFT_WEIGHTS and config.is_file():
+        alpha = _config(config).get("lora_alpha")
+        adapter["adapter"]["alpha"] = {"min": alpha, "max": alpha, "missing": 0}
+    return {**adapter, **found}
 
 
-def _folder(path: Path, registry: Registry) -> dict[str, Any]:
+def _folder(path: Path, registry: Registry) -> Found:
     """Return what a folder is, by its configs: a model, a checkpoint of a run, or a PEFT adapter."""
     if (path / PEFT_CONFIG).is_file():
-        found = inspect(path / "adapter_model.safetensors", registry)
-        alpha = _config(path / PEFT_CONFIG).get("lora_alpha")
-        found.get("adapter", {})["alpha"] = {"min": alpha, "max": alpha, "missing": 0}
-        return found
+        return inspect(path / PEFT_WEIGHTS, registry)
     if (path / STATE).is_file() and (path / "adapter.safetensors").is_file():
         return {"title": "a training state of lora-rocm", "families": [], "trainable": []}
     if RunDir(path).holds_run():
-        loras = sorted(file.name for file in path.glob("*.safetensors"))
+        loras = sorted(file.name for file in final_files(RunDir(path)))
         title = f"a run directory of lora-rocm ({', '.join(loras) or 'no LoRA file yet'}), for lora-rocm status"
         return {"title": title, "families": [], "trainable": []}
     place = index_of(path)
+    if place is None and (parts := sorted(file.parent for file in path.glob(f"*/{PEFT_CONFIG}"))):
+        return _peft_folder(parts, registry)
+    weights = [file for pattern in MODEL_WEIGHTS for file in sorted(path.glob(pattern))]
+    if place is None and weights and (path / MODEL_CONFIG).is_file():
+        return _transformers_folder(path / MODEL_CONFIG, weights, registry)
     if place is None:
-        inside = [*path.glob(f"*/{PEFT_CONFIG}"), *path.glob(f"*/{INDEXES[0]}")]
+        inside = path.glob(f"*/{INDEXES[0]}")
         near = sorted([*(file.parent for file in inside), *path.glob("*.safetensors")])[:3]
         raise ModelError(
             "not-a-model",
-            f"This folder has no {INDEXES[0]} and no {PEFT_CONFIG}.",
+            f"This folder has no {INDEXES[0]}, no {PEFT_CONFIG}, and no {MODEL_CONFIG} beside model.safetensors.",
             where=str(path),
             fix=f"Give one of what is in it: {', '.join(map(str, near))}."
             if near
-            else "Give a .safetensors file, a diffusers folder or a PEFT folder.",
+            else "Give a .safetensors file, a folder of diffusers or transformers, or a PEFT folder.",
         )
     index = _config(place)
     name = str(index.get("_class_name", ""))
@@ -131,6 +152,30 @@ def _folder(path: Path, registry: Registry) -> dict[str, Any]:
         "trainable": [family for family in families if family in registry],
         "components": {part: str(kind) for part, kind in classes.items() if kind is not None},
     }
+
+
+def _peft_folder(parts: Sequence[Path], registry: Registry) -> Found:
+    """Return what the ``peft`` folder of a run is, which has a PEFT folder for each component."""
+    found = {part.name: inspect(part, registry) for part in parts}
+    if len(found) == 1:
+        return found[parts[0].name]
+    return {
+        "title": f"PEFT adapters of {len(found)} components",
+        "families": sorted(set.intersection(*(set(part["families"]) for part in found.values()))),
+        "trainable": [],
+        "components": {name: part["title"] for name, part in found.items()},
+    }
+
+
+def _transformers_folder(config: Path, weights: Sequence[Path], registry: Registry) -> Found:
+    """Return what a folder of transformers is: its files of weights are one model."""
+    headers = [read_header(file) for file in weights]
+    tensors = {name: entry for header in headers for name, entry in header.tensors.items()}
+    found = _file(replace(headers[0], tensors=tensors), registry)
+    names = _config(config).get("architectures")
+    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+    title = "a model that is not known" if found["title"] == UNKNOWN_FILE else found["title"]
+    return {**found, "title": f"{title} ({one_line(name)[:MAX_SHOWN]})" if name else title}
 
 
 def _shipped(name: str, registry: Registry) -> dict[str, object]:
@@ -151,7 +196,7 @@ def _shipped(name: str, registry: Registry) -> dict[str, object]:
     raise ModelError("not-a-model", "Nothing of this name ships with the program.", where=name, fix=f"Known: {known}.")
 
 
-def _config(path: Path) -> dict[str, Any]:
+def _config(path: Path) -> Found:
     """Read a config.
 
     Raises:
@@ -168,20 +213,20 @@ def _config(path: Path) -> dict[str, Any]:
     raise ModelError("config-unreadable", what, where=str(path), fix="Download the model again.")
 
 
-def _model(header: Header, registry: Registry) -> dict[str, Any]:
+def _model(header: Header, registry: Registry) -> Found:
     model, found = model_of(header.shapes), models_in(header.shapes)
     families = [model.family] if model is not None and model.part in PARTS and model.family != OTHER else []
     usable = model is not None and model.part in BASES
     parts = [each for each in found if each.part != "whole"]
     return {
-        "title": "a file that is not known" if model is None else model.title,
+        "title": UNKNOWN_FILE if model is None else model.title,
         "families": families,
         "trainable": [name for name in families if usable and name in registry],
         "components": {each.prefix or each.part: each.title for each in parts} if len(found) > 1 else {},
     }
 
 
-def _adapter(header: Header, kind: str, registry: Registry) -> dict[str, Any]:
+def _adapter(header: Header, kind: str, registry: Registry) -> Found:
     origin = origin_of(header.tensors, header.shapes)
     families = families_of(header.shapes, header.metadata)
     titles = [registry[name].title for name in families if name in registry]
@@ -214,15 +259,15 @@ def _modules(header: Header) -> dict[str, dict[str, int]]:
     return {component: dict(found.most_common()) for component, found in sorted(counts.items())}
 
 
-def _alphas(header: Header) -> dict[str, Any]:
+def _alphas(header: Header) -> Found:
     """Return the smallest and the largest alpha, and how many modules with a rank have none."""
     found = alphas_of(header)
     missing = max(0, ranks_of(header).total() - len(found))
     return {"min": min(found, default=None), "max": max(found, default=None), "missing": missing}
 
 
-def _metadata(metadata: dict[str, str]) -> dict[str, Any]:
-    found: dict[str, Any] = {name: metadata[name] for name in NOTED if metadata.get(name, "") not in EMPTY}
+def _metadata(metadata: dict[str, str]) -> Found:
+    found: Found = {name: metadata[name] for name in NOTED if metadata.get(name, "") not in EMPTY}
     try:
         folders = json.loads(metadata.get("ss_tag_frequency", "{}"))
         tags = Counter({tag: int(count) for folder in folders.values() for tag, count in folder.items()})
@@ -233,7 +278,7 @@ def _metadata(metadata: dict[str, str]) -> dict[str, Any]:
     return found
 
 
-def inspect_text(found: dict[str, Any]) -> str:
+def inspect_text(found: Found) -> str:
     """Return ``inspect`` as text."""
     lines = [f"{found['path']}: {found['title']}"]
     if "dtypes" in found:
@@ -255,11 +300,12 @@ def inspect_text(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _adapter_lines(adapter: dict[str, Any]) -> list[str]:
+def _adapter_lines(adapter: Found) -> list[str]:
     lines = []
     for component, modules in adapter["modules"].items():
         some = [f"{target} {count}" for target, count in list(modules.items())[:MAX_NAMED]]
-        more = f" and {len(modules) - MAX_NAMED} other kinds" if len(modules) > MAX_NAMED else ""
+        others = len(modules) - MAX_NAMED
+        more = f" and {others} other kind{'s' * (others > 1)}" if others > 0 else ""
         lines.append(f"  {component}: {sum(modules.values())} modules ({', '.join(some)}{more})")
     if adapter["ranks"]:
         lines.append("  rank " + ", ".join(f"{rank} ({count})" for rank, count in adapter["ranks"].items()))

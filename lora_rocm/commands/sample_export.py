@@ -9,10 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lora_rocm.errors import MachineError, UserError
+from lora_rocm.errors import AdapterError, MachineError, UserError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.files import require_place, write_json
 from lora_rocm.foundation.units import number_text
+from lora_rocm.recipe.adapter_sections import GGUF, MERGED
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.recipe.yaml_tree import is_clean
 from lora_rocm.rules.this_machine import plan_here
@@ -22,7 +23,6 @@ from lora_rocm.supervisor.process import OnEvent
 from lora_rocm.supervisor.resume import holds_run, open_recipe
 from lora_rocm.supervisor.subprocesses import run_tool
 
-MERGED, GGUF = "merged", "gguf"
 FOLDER_FORMS = ("peft", MERGED)
 SCRIPT, LLAMA_CPP = "convert_lora_to_gguf.py", "LLAMA_CPP"
 TOOLS_MODULE = "lora_rocm.train.model_child"
@@ -113,9 +113,12 @@ def export(
         registry: the model families.
 
     Raises:
-        UserError: ``output`` is of the wrong kind, an option does not apply, or the run cannot be exported.
+        AdapterError: export-form: nothing reads such an adapter in this format.
+        UserError: ``output`` is of the wrong kind, an option does not apply, or there is no checkpoint.
         LoraRocmError: any error of the child process.
     """
+    run_dir, recipe = open_recipe(source, registry)
+    _require_exportable(recipe, form)
     if output is not None and (output.is_file() if form in FOLDER_FORMS else output.is_dir()):
         is_now, wanted = ("file", "folder") if form in FOLDER_FORMS else ("folder", "file")
         what = f"There is a {is_now}, and the {form} form is a {wanted}."
@@ -128,7 +131,6 @@ def export(
     if form != GGUF and converter is not None:
         what = f"The {form} form is written without a converter."
         raise UserError("converter-unused", what, where=f"--converter {converter}", fix="Leave it out.")
-    run_dir, _ = open_recipe(source, registry)
     script = str(_converter(converter)) if form == GGUF else ""
     if not run_dir.list_checkpoints():
         what = "This run has no checkpoint yet, and an export is made from one."
@@ -138,6 +140,18 @@ def export(
         what = "There are files in the folder for the merged model."
         raise UserError("output-not-empty", what, where=str(place), fix="Remove it, or name another: --output FOLDER.")
     return _export(run_dir, form, output=output, dtype=dtype, converter=script)
+
+
+def _require_exportable(recipe: Recipe, form: str) -> None:
+    if form in recipe.exportable:
+        return
+    title = f"{recipe.lora.title} of {recipe.spec.title}"
+    raise AdapterError(
+        "export-form",
+        f"A {title} is not written in the form {form}: nothing would read it.",
+        where=f"--format {form}",
+        fix=f"Forms of a {title}: {', '.join(recipe.exportable)}.",
+    )
 
 
 def _converter(asked: Path | None) -> Path:

@@ -30,6 +30,7 @@ from lora_rocm.rules.rule import Situation
 from lora_rocm.rules.this_machine import situation_here
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import SUPERVISOR, RunDir
+from lora_rocm.rundir.results import final_files
 from lora_rocm.supervisor import lock, multi_gpu, process, selftest_runner, supervisor, tuning_runner
 from lora_rocm.supervisor.restart_policy import attempt_of
 from lora_rocm.supervisor.resume import LATEST, Chosen, choose, holds_run, settle, withdraw
@@ -101,7 +102,8 @@ def train(
 def _leave_complete(run: RunDir, loaded: LoadedRecipe) -> None:
     """Write missing result files of a complete run again, and print its location."""
     made_again = sample_export.make_again(run, loaded.recipe, _say)
-    _say(f"This run is complete: {run.lora if run.lora.exists() else run.path}")
+    _say(f"This run is complete: {_results(run)}")
+    _say_next(run, loaded)
     if made_again or not run.report.exists():  # or the parent was killed before it wrote the report
         _report(run, loaded.registry)
 
@@ -179,7 +181,7 @@ def _train_in(
             raise
         finally:
             withdraw(run)
-    _tell_end(run, code, stopped, again)
+    _tell_end(run, loaded, code, stopped, again)
     _report(run, loaded.registry)
     return code
 
@@ -197,13 +199,25 @@ def _commands(run: RunDir, accept_changes: bool, worker: str | None) -> Callable
     return command
 
 
-def _tell_end(run: RunDir, code: int, stopped: StoppedError | None, again: str) -> None:
+def _tell_end(run: RunDir, loaded: LoadedRecipe, code: int, stopped: StoppedError | None, again: str) -> None:
     if stopped is not None:
         _say(stopped.what)
     if code == StoppedError.exit_code:
         _say(f"Stopped. Go on with:\n  {again}")
     elif code == 0:
-        _say(f"Done. The LoRA: {run.lora if run.lora.exists() else run.path}")
+        _say(f"Done. The LoRA: {_results(run)}")
+        _say_next(run, loaded)
+
+
+def _results(run: RunDir) -> str:
+    """Paths of the finished files, or of the run if there are none."""
+    return ", ".join(map(str, final_files(run) or [run.path]))
+
+
+def _say_next(run: RunDir, loaded: LoadedRecipe) -> None:
+    """Name the command that tries a finished run, if there is one."""
+    if loaded.recipe.spec.trains_on_texts:
+        _say(f"Talk to it:\n  {quoted(['lora-rocm', 'chat', str(run.path)])}")
 
 
 def _report(run: RunDir, registry: Registry) -> None:

@@ -176,7 +176,7 @@ class Metadata:
             return
         captions = captions_in(caption)
         if captions is None:
-            raise BadRow(f"{self.column} is no text")
+            raise BadRow(f"{self.column} is no text and no list of texts")
         texts = (captions,) if isinstance(captions, str) else captions
         if sum(len(text.encode("utf-8", "surrogatepass")) for text in texts) > MAX_CAPTION_BYTES:
             raise BadRow(f"its caption is larger than {MAX_CAPTION_BYTES >> 10} KiB")

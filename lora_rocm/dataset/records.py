@@ -16,7 +16,9 @@ MARK = "\x1e"
 """First character of a record that is no plain text (RFC 7464 begins its records with it)."""
 ROLES = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "assistant", "model": "assistant"}
 """Names of roles in ShareGPT's rows -> names that chat templates know."""
-ANSWERS = "assistant"
+ANSWERS, ASKS = "assistant", "user"
+KNOWN_ROLES = ("system", "developer", ASKS, ANSWERS, "tool", "function", "ipython")
+"""Roles that chat templates know."""
 Cells = Mapping[str, Any]
 """The cells of a row by column, or the fields of a record."""
 
@@ -139,11 +141,15 @@ def record_of(row: Cells, pairs: bool = False) -> Record:
     for columns, reader in READERS:
         if columns <= row.keys():
             return reader(row)
+    if PAIRED <= row.keys():
+        raise UnusableText(
+            "It is a pair of answers (columns chosen and rejected), and a text is wanted.",
+            "To train on pairs, set objective.loss: dpo. data.watched has texts, also beside pairs.",
+        )
     named = "; ".join(", ".join(sorted(columns)) for columns, _ in READERS)
-    of_pairs = " The columns chosen and rejected are for objective.loss: dpo." if PAIRED <= row.keys() else ""
     raise UnusableText(
         f"Its columns are {', '.join(map(str, row)) or 'none'}, and no form of text has these.",
-        f"Name them as one of these does: {named}.{of_pairs}",
+        f"Name them as one of these does: {named}.",
     )
 
 
@@ -153,7 +159,9 @@ def _of_messages(row: Cells) -> Conversation:
 
 def _of_sharegpt(row: Cells) -> Conversation:
     messages = [
-        {"role": ROLES.get(str(turn["from"]), turn["from"]), "content": turn.get("value")} if "from" in turn else turn
+        {"role": ROLES.get(str(turn["from"]).lower(), turn["from"]), "content": turn.get("value")}
+        if "from" in turn
+        else turn
         for turn in _mappings(row["conversations"])
     ]
     system = row.get("system")
@@ -253,12 +261,16 @@ PROMPT_FIX = "Let both begin with the same prompt, or give it in the column prom
 
 def _conversation(messages: Any, tools: Any = None) -> Conversation:
     found = Conversation(tuple(map(_message, _mappings(messages))), _tools(tools))
+    for number, message in enumerate(found.messages, 1):
+        role = message["role"]
+        if role not in KNOWN_ROLES:
+            what = f"Message {number} has the role {role!a:.60}, which chat templates do not know."
+            raise UnusableText(what, f"Roles are {', '.join(KNOWN_ROLES)}.")
+        if role in (ASKS, ANSWERS) and not message.get("tool_calls"):
+            _require(message["content"], f"Message {number} ({role})")
     if not found.turns:
         fix = f"Give a message with the role {ANSWERS}, or take the row away."
         raise UnusableText(f"No message has the role {ANSWERS}, so there is nothing to learn.", fix)
-    for turn in found.turns:
-        if not found.messages[turn].get("tool_calls"):
-            _require(found.messages[turn]["content"], f"Message {turn + 1} ({ANSWERS})")
     return found
 
 

@@ -1,4 +1,4 @@
-"""A text that stays in its JSON Lines file: a table holds where it is, and how it can be known again.
+"""A text that stays in its file: a table holds where it is, and how it can be known again.
 
 Hundreds of megabytes of conversations take no memory then. A text that is read later, for encoding or repair, has to be
 the one that was found.
@@ -6,29 +6,30 @@ the one that was found.
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
-from pathlib import Path
 
 from lora_rocm.dataset import records
 from lora_rocm.dataset.records import UnusableText
+from lora_rocm.dataset.text_rows import row_at, unit_of_place
 from lora_rocm.errors import DataError
+from lora_rocm.recipe.schema import ResolvedSource
 
-MAX_ROW_BYTES = 1 << 24
 REFERENCE, ROW = records.MARK + "@", records.MARK + "["
 """First characters of a reference, and of several texts in one row; no record begins so."""
 
 
-def reference(text: str, offset: int, part: int | None, pairs: bool = False) -> str:
+def reference(text: str, place: int, part: int | None, pairs: bool = False) -> str:
     """What stands for a text in a table.
 
     Args:
         text: a record as one string.
-        offset: of its line in the file, in bytes.
-        part: its number, if the record of the line was cut into several (``records.part``).
+        place: of its row (``text_rows.Row``).
+        part: its number, if the record of the row was cut into several (``records.part``).
         pairs: as in ``records.record_of``.
     """
-    return REFERENCE + json.dumps([offset, part, pairs, _digest(text)])
+    return REFERENCE + json.dumps([place, part, pairs, _digest(text)])
 
 
 def joined(stored: list[str]) -> str:
@@ -44,30 +45,28 @@ def separated(stored: str) -> list[str]:
     return found
 
 
-def resolved(stored: str, file: Path) -> str:
-    """The text that is stored, or that a reference to a row of ``file`` stands for.
+def resolved(stored: str, source: ResolvedSource) -> str:
+    """The text that is stored, or that a reference to a row of a source stands for.
 
     Raises:
         DataError: text-changed, or the file cannot be read.
     """
     if stored.startswith(ROW):
-        return joined([resolved(each, file) for each in separated(stored)])
+        return joined([resolved(each, source) for each in separated(stored)])
     if not stored.startswith(REFERENCE):
         return stored
-    offset, part, pairs, digest = json.loads(stored[len(REFERENCE) :])
+    place, part, pairs, digest = json.loads(stored[len(REFERENCE) :])
     try:
-        with file.open("rb") as lines:
-            lines.seek(offset)
-            record = records.record_of(json.loads(lines.readline(MAX_ROW_BYTES + 1).decode("utf-8-sig")), pairs)
+        record = records.record_of(row_at(source, place), pairs)
         text = records.written(record if part is None else records.part(record, part))
         same = _digest(text) == digest
-    except (OSError, ValueError, LookupError, UnusableText):
+    except (OSError, ValueError, LookupError, csv.Error, UnusableText):
         same = False
     if not same:
         raise DataError(
             "text-changed",
             "This file was changed while it was in use: a text is not there any more.",
-            where=f"{file}, byte {offset}",
+            where=f"{source.dataset}, {unit_of_place(source)} {place}",
             fix="Put the file back as it was, or start the run again.",
         )
     return text

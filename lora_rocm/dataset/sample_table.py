@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_rocm.dataset.columns import Lazy
-from lora_rocm.dataset.folders import table_path
 from lora_rocm.dataset.given import Given
 from lora_rocm.dataset.hf_datasets import DatasetRow
 from lora_rocm.dataset.row_reference import resolved
@@ -168,7 +167,7 @@ class Samples(Lazy[Sample]):
             location = DatasetRow(options.dataset or "", options.split, options.image_column, row)
         text = text_of(caption)
         if self.resolves and row >= 0 and not width:
-            text = resolved(text, table_path(options.dataset or ""))
+            text = resolved(text, options)
         return Sample(
             text_of(key), source, text_of(folder), location, text, width, height, repeats, options,
             Given.of_text(text_of(given)),

@@ -11,15 +11,16 @@ from typing import Any, BinaryIO
 
 from lora_rocm.dataset.folders import shown, table_path
 from lora_rocm.dataset.hf_datasets import opened
-from lora_rocm.dataset.records import UnusableText
-from lora_rocm.dataset.row_reference import MAX_ROW_BYTES
+from lora_rocm.dataset.records import Cells, UnusableText
 from lora_rocm.errors import DataError
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.recipe.schema import ResolvedSource
 
-MAX_ARRAY_BYTES = 1 << 30
+MAX_ARRAY_BYTES, MAX_ROW_BYTES = 1 << 30, 1 << 24
+CSV = ".csv"
 Row = tuple[str, Mapping[str, Any] | UnusableText, int | None]
-"""The row's place, for people; its cells or why it has none; and where its line begins in a file of JSON Lines."""
+"""The row's place, for people; its cells or why it has none; and where it stays (``row_at``): the byte at which it
+begins in a file of JSON Lines or CSV, or its number in what the ``datasets`` library opens. None: in memory."""
 NOT_UTF8 = UnusableText("It is not UTF-8 text.", "Save the file as UTF-8.")
 
 
@@ -34,7 +35,7 @@ def rows_of(source: ResolvedSource) -> Iterator[Row]:
     reader = READERS.get(path.suffix.lower())
     if reader is None or not os.path.isfile(path):
         for number, row in enumerate(opened(source.dataset, source.split)):
-            yield f"{source.split}:{number}", row, None
+            yield f"{source.split}:{number}", row, number
         return
     try:
         with path.open("rb") as file:
@@ -47,6 +48,36 @@ def rows_of(source: ResolvedSource) -> Iterator[Row]:
             where=str(path),
             fix="Repair the file, or give another.",
         ) from error
+
+
+def row_at(source: ResolvedSource, place: int) -> Cells:
+    """The cells of a row of a source with ``dataset``. ``place``: see ``Row``.
+
+    Raises:
+        OSError, ValueError, LookupError, csv.Error: there is no such row.
+        DataError: the ``datasets`` library cannot open it.
+    """
+    assert source.dataset is not None
+    path = table_path(source.dataset)
+    if path.suffix.lower() not in READERS or os.path.isdir(path):
+        cells: Cells = opened(source.dataset, source.split)[place]
+        return cells
+    with path.open("rb") as file:
+        if path.suffix.lower() != CSV:
+            file.seek(place)
+            found: Cells = json.loads(file.readline(MAX_ROW_BYTES + 1).decode("utf-8-sig"))
+            return found
+        csv.field_size_limit(MAX_ROW_BYTES)
+        columns = next(csv.reader(_text_lines(file)))
+        file.seek(place)
+        for row in csv.DictReader(_text_lines(file), columns):
+            return row
+    raise LookupError(f"no row at byte {place}")
+
+
+def unit_of_place(source: ResolvedSource) -> str:
+    """What places of a source (``Row``) count."""
+    return "byte" if table_path(source.dataset or "").suffix.lower() in READERS else "row"
 
 
 Numbered = Iterator[tuple[int, Mapping[str, Any] | UnusableText, int | None]]
@@ -88,16 +119,24 @@ def _parsed(content: bytes, kind: type[Any]) -> Any:
 def _csv_rows(file: BinaryIO) -> Numbered:
     """Rows of a table whose first line names its columns."""
     csv.field_size_limit(MAX_ROW_BYTES)
-    lines = (line.decode("utf-8-sig", "surrogateescape") for line in file)
-    reader = csv.DictReader(lines)
+    reader = csv.DictReader(_text_lines(file))
+    if reader.fieldnames is None:
+        return
+    begin = file.tell()  # the reader takes no line before it needs it
     for row in reader:
         bad = any("\udc80" <= letter <= "\udcff" for cell in row.values() for letter in str(cell))
-        yield reader.line_num, NOT_UTF8 if bad else row, None
+        yield reader.line_num, NOT_UTF8 if bad else row, begin
+        begin = file.tell()
+
+
+def _text_lines(file: BinaryIO) -> Iterator[str]:
+    for line in file:
+        yield line.decode("utf-8-sig", "surrogateescape")
 
 
 READERS: Mapping[str, Callable[[BinaryIO], Numbered]] = {
     ".jsonl": _json_rows,
     ".ndjson": _json_rows,
     ".json": _json_rows,
-    ".csv": _csv_rows,
+    CSV: _csv_rows,
 }

@@ -40,10 +40,10 @@ class _Findings:
     notices: list[str] = field(default_factory=list)
     lasting: bool = True
 
-    def add(self, sample: Sample, where: str, text: str, offset: int | None = None) -> None:
+    def add(self, sample: Sample, where: str, text: str, place: int | None = None) -> None:
         """Add the samples of a text, which are told apart by numbers if there are several.
 
-        ``offset``: of its line in a file of JSON Lines, where it stays.
+        ``place``: of its row, where it stays (``text_rows.Row``).
         """
         try:
             parts = self.parts(text)
@@ -53,7 +53,7 @@ class _Findings:
         for number, part in enumerate(parts):
             key = sample.key if len(parts) == 1 else f"{sample.key}#{number}"
             at = None if part == text else number
-            stored = part if offset is None else reference(part, offset, at, self.pairs)
+            stored = part if place is None else reference(part, place, at, self.pairs)
             self.samples.append(replace(sample, key=key, caption=stored))
 
 
@@ -85,29 +85,39 @@ def scan_texts(data: DataSection, report: Report = ignore, parts: Parts = _whole
         add = _scan_table if options.path is None else _scan_folder
         add(found, index, options, f"sources[{index}]/" if len(sources) > 1 else "")
     if not found.samples:
+        aside = found.set_aside
         raise DataError(
             "no-usable-texts",
-            f"None of the {len(found.set_aside)} texts can be used.",
-            where="; ".join(f"{problem.where}: {problem.what}" for problem in found.set_aside[:NUM_NAMED]),
-            fix="Look at the reasons above; each text that cannot be used is named by the check command.",
+            f"None of the {len(aside)} texts can be used.",
+            where="; ".join(f"{problem.where}: {problem.what}" for problem in aside[:NUM_NAMED]),
+            fix=aside[0].fix if len({problem.fix for problem in aside}) == 1 else "Mend the rows or files above.",
         )
     return Scan(found.samples, tuple(found.set_aside), tuple(found.notices), found.lasting)
 
 
 def _scan_table(found: _Findings, index: int, options: ResolvedSource, prefix: str) -> None:
     assert options.dataset is not None, "a source has a path or a dataset"
-    name = Path(options.dataset).name
-    for number, (where, row, offset) in enumerate(rows_of(options)):
+    name, found_before = Path(options.dataset).name, len(found.samples) + len(found.set_aside)
+    for number, (where, row, at) in enumerate(rows_of(options)):
         try:
             if isinstance(row, UnusableText):
                 raise row
             text = encodable(written(record_of(row, found.pairs)))
         except UnusableText as error:
-            found.set_aside.append(Problem(shown(f"{options.dataset} {where}"), error.what, error.fix))
+            found.set_aside.append(Problem(_row(options.dataset, where), error.what, error.fix))
             continue
         place = DatasetRow(options.dataset, options.split, "", number)
         sample = Sample(prefix + where, index, name, place, text, 0, 0, options.repeats, options)
-        found.add(sample, where, text, offset)
+        found.add(sample, _row(options.dataset, where), text, at)
+    if len(found.samples) + len(found.set_aside) == found_before:
+        what, fix = "This table has no rows.", "Give a table with a row for each text, or remove it."
+        raise DataError("dataset-empty", what, where=shown(options.dataset), fix=fix)
+
+
+def _row(dataset: str, where: str) -> str:
+    """The place of a row, for people: "folder/chats.jsonl:3", or "some/dataset train:2"."""
+    name = Path(dataset).name
+    return shown(f"{dataset}{where.removeprefix(name)}" if where.startswith(f"{name}:") else f"{dataset} {where}")
 
 
 def _scan_folder(found: _Findings, index: int, options: ResolvedSource, prefix: str) -> None:

@@ -48,10 +48,11 @@ def fingerprint(tensor_B: Tensor) -> Tensor:
 
 def whole_fingerprint(tensor: Tensor) -> Tensor:
     """The fingerprint of one tensor of any shape as a 0-d int64, in chunks (a weight matrix has millions of words)."""
-    words_N = _words(tensor.reshape(1, -1))[0]
+    row_1N = tensor.reshape(1, -1)
+    if row_1N.nbytes <= CHUNK_BYTES:
+        return fingerprint(row_1N)[0]
+    words_N = _words(row_1N)[0]
     chunk = CHUNK_BYTES // words_N.element_size()
-    if words_N.numel() <= chunk:
-        return fingerprint(words_N[None])[0]
     full = words_N.numel() // chunk * chunk
     at_once = CHUNKS_AT_ONCE if words_N.is_cuda else 1  # launches are slow on the GPU, page faults on the CPU
     parts = [fingerprint(rows_RN) for rows_RN in words_N[:full].view(-1, chunk).split(at_once)]

@@ -17,6 +17,8 @@ from torch.nn.functional import linear
 GROUP = 32
 BYTES = GROUP // 2
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+WORDS = {2: torch.int32, 4: torch.int64}
+"""Bytes of a number -> integers as wide as two of these."""
 SUBNORMAL = 0x00400000
 """The bits of 2**-127 as float32, which scale 0 means."""
 
@@ -32,17 +34,18 @@ def unpacked(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     Returns:
         A tensor [..., 32 G].
     """
-    pairs = _pairs(dtype, blocks.device).index_select(0, blocks.flatten().int())
+    values = _pairs(dtype, blocks.device).index_select(0, blocks.flatten().int()).view(dtype)
     exponents = scales.int()
     factors = torch.where(exponents == 0, SUBNORMAL, exponents << 23).view(torch.float32).to(dtype)
-    return pairs.view(*scales.shape, GROUP).mul_(factors[..., None]).flatten(-2)
+    return values.view(*scales.shape, GROUP).mul_(factors[..., None]).flatten(-2)
 
 
 @cache
 def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The two values of each byte: [256, 2]."""
+    """The two values of each byte as one integer [256]: single numbers are looked up faster than rows of two."""
     values = torch.tensor([*MAGNITUDES, *(-value for value in MAGNITUDES)], dtype=dtype)
-    return torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=1).to(device)
+    pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=1)
+    return pairs.view(WORDS[dtype.itemsize]).flatten().to(device)
 
 
 def product(x: Tensor, dense: Callable[[torch.dtype], Tensor], bias_O: Tensor) -> Tensor:

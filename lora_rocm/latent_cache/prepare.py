@@ -22,7 +22,7 @@ from lora_rocm.dataset.hf_datasets import DatasetRow
 from lora_rocm.dataset.packing import rows_of
 from lora_rocm.dataset.progress import QUIET_S, Progress, Report
 from lora_rocm.dataset.regularisation import evened_repeats, unused_notice
-from lora_rocm.dataset.row_reference import joined
+from lora_rocm.dataset.row_reference import joined, separated
 from lora_rocm.dataset.scan import Cropped, Sample, Samples, geometry_of, groups_of, nothing_left, say_copies
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.dataset.text_scan import find_samples
@@ -136,30 +136,23 @@ def _manifest(recipe: Recipe, family: ModelFamily, caches: Caches) -> Manifest:
         raise nothing_left(set_aside)
     # Order the samples: training first, then held out.
     copies = _say_copies(usable, ready_N)
-    is_reg_N, repeats_N = usable.samples.is_reg_N, usable.samples.repeats_N
-    held_N = _held_out(usable, ready_N[~is_reg_N[ready_N]], data.validation_split)
-    training_N = np.setdiff1d(ready_N, held_N)
-    repeats_N[training_N] = evened_repeats(is_reg_N[training_N], repeats_N[training_N])
-    unused = unused_notice(len(training_N), int(np.count_nonzero(repeats_N[training_N])))
-    training_N = training_N[repeats_N[training_N] > 0]
-    order_N = np.concatenate([training_N, held_N])
-    usable, count, rows = _in_rows(usable.repeated(repeats_N).ordered(order_N), len(training_N), recipe, reader)
+    ordered = _ordered(usable, ready_N, recipe, reader)
+    usable, count = ordered.usable, ordered.num_training
     # Encode the captions, count tokens and collect the keys.
     texts = _Texts(recipe, usable, count, report)
     caches.fill_texts(texts)
     _count_tokens(caches, texts)
     captions = _caption_keys(caches, texts, _pair_keys(caches, texts, memory))
     # Build the manifest.
-    unused_N = np.setdiff1d(np.arange(len(found.samples)), cut_N[order_N])
+    unused_N = np.setdiff1d(np.arange(len(found.samples)), cut_N[ordered.indices_N])
     said = _say_cut(limits, texts) if reader is None else reader.notices
     notices = (
         *found.notices,
         *cropped,
         *copies,
-        *unused,
+        *ordered.unused,
         *said,
-        *_say_held_out(len(training_N), len(held_N), data.validation_split),
-        *rows,
+        *ordered.notices,
     )
     entries = [encoder.entry for encoder in caches.encoders]
     batch = usable.table(entries, captions)
@@ -173,6 +166,51 @@ def _manifest(recipe: Recipe, family: ModelFamily, caches: Caches) -> Manifest:
         other_files=tuple(found.samples.at(unused_N).files_of_datasets()),
         lasting=found.lasting and caches.all_could_be_read,
     )
+
+
+@dataclass(frozen=True)
+class _Ordered:
+    """What a run trains on, and behind it what is held out.
+
+    usable: samples, or rows of several. num_training: of these to train on. num_held_out: the others.
+    indices_N: of the samples, before they were put into rows. unused, notices: messages.
+    """
+
+    usable: Usable
+    num_training: int
+    num_held_out: int
+    indices_N: NDArray[np.int64]
+    unused: Sequence[str]
+    notices: Sequence[str]
+
+
+def _ordered(usable: Usable, ready_N: NDArray[np.int64], recipe: Recipe, reader: TextReader | None) -> _Ordered:
+    share, is_reg_N, repeats_N = recipe.data.validation_split, usable.samples.is_reg_N, usable.samples.repeats_N
+    held_N = _held_out(usable, ready_N[~is_reg_N[ready_N]], share)
+    training_N = np.setdiff1d(ready_N, held_N)
+    repeats_N[training_N] = evened_repeats(is_reg_N[training_N], repeats_N[training_N])
+    unused = unused_notice(len(training_N), int(np.count_nonzero(repeats_N[training_N])))
+    training_N = training_N[repeats_N[training_N] > 0]
+    order_N = np.concatenate([training_N, held_N])
+    rows, count, said = _in_rows(usable.repeated(repeats_N).ordered(order_N), len(training_N), recipe, reader)
+    notices = (*_say_held_out(len(training_N), len(held_N), share), *said)
+    return _Ordered(rows, count, len(held_N), order_N, unused, notices)
+
+
+def lengths_of_texts(recipe: Recipe, reader: TextReader, samples: Samples) -> tuple[Counter[int], int]:
+    """How many samples, or rows of several, of each length an epoch has, and how many samples are held out.
+
+    Lengths are in tokens, filled up to the multiple that the family takes.
+
+    ``samples``: texts that ``reader`` has cut (``TextReader.parts``).
+    """
+    usable = Usable.unfilled(samples, bytearray(NO_CUT * len(samples)), ())
+    ordered = _ordered(usable, np.arange(len(samples)), recipe, reader)
+    lengths, (axis,) = Counter[int](), recipe.spec.shapes.axes
+    for sample in islice(ordered.usable.samples, ordered.num_training):
+        length = sum(reader.num_tokens(text) for text in separated(sample.caption))
+        lengths[-(-length // axis.multiple) * axis.multiple] += sample.repeats
+    return lengths, ordered.num_held_out
 
 
 def _in_rows(

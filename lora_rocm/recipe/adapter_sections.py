@@ -16,6 +16,8 @@ MAX_OVERRIDES = 64
 Pattern = Annotated[str, Field(min_length=1)]  # an empty expression matches no module
 Rank = Annotated[int, Field(gt=0, le=MAX_RANK)]
 Alpha = Annotated[float, Field(gt=0, le=100_000.0)]
+MERGED, GGUF = "merged", "gguf"
+"""Forms that ``lora-rocm export`` makes, and a run does not write by itself."""
 FORMS_WITH_NORMS = ("kohya", "comfyui")
 """The forms in which trained norms have a place."""
 DROPOUTS = ("dropout", "rank_dropout", "module_dropout")
@@ -97,10 +99,10 @@ def normalised(text: str) -> str:
 class AdapterSection(Section):
     """The adapter: the keys that every kind of adapter reads.
 
-    formats: the values of ``output.formats`` in which the adapter can be written.
+    formats: the values of ``output.formats``, and of ``export --format``, in which the adapter can be written.
     """
 
-    formats: ClassVar[tuple[str, ...]] = ("kohya", "sd-scripts", "comfyui", "diffusers", "peft")
+    formats: ClassVar[tuple[str, ...]] = ("kohya", "sd-scripts", "comfyui", "diffusers", "peft", MERGED, GGUF)
 
     type: str = Field(description="Kind of adapter.")
     rank: int = Field(
@@ -163,7 +165,7 @@ class AdapterSection(Section):
 
     @property
     def forms(self) -> tuple[str, ...]:
-        """The values of ``output.formats`` in which the adapter can be written, as it is set."""
+        """As ``formats``, of the adapter as it is set."""
         return tuple(form for form in self.formats if form in FORMS_WITH_NORMS or not self.train_norms)
 
     @property
@@ -286,6 +288,10 @@ class LoraSection(ProductSection):
         return "DoRA" if self.use_dora else "LoRA"
 
     @property
+    def forms(self) -> tuple[str, ...]:
+        return tuple(form for form in super().forms if form != GGUF or not self.use_dora)
+
+    @property
     def needs_dense(self) -> str:
         return "use_dora" if self.use_dora else ""
 
@@ -346,7 +352,7 @@ class LoraSection(ProductSection):
 class LokrSection(ProductSection):
     """The adapter: LyCORIS' LoKr, a Kronecker product of two small matrices."""
 
-    formats = ("kohya", "peft")
+    formats = ("kohya", "peft", MERGED)
 
     type: Literal["lokr"] = Field("lokr", description="Kind of adapter.")
     factor: int = Field(
@@ -366,7 +372,7 @@ class LokrSection(ProductSection):
 class LohaSection(ProductSection):
     """The adapter: LyCORIS' LoHa, the product, entry by entry, of two low-rank products."""
 
-    formats = ("kohya", "peft")
+    formats = ("kohya", "peft", MERGED)
 
     type: Literal["loha"] = Field("loha", description="Kind of adapter.")
 

@@ -29,7 +29,7 @@ def family_problems(data: Any, where: Callable[[Key], str], spec: FamilySpec) ->
         spec: the recipe's family.
     """
     for key in given_unread(data, spec):
-        yield Problem(where(key), f"{spec.title} does not read this key", "Remove it.")
+        yield Problem(where(key), f"this key is not read by {spec.title}", "Remove it.")
     step = spec.shapes.multiple_px
     for key, most in SIDES.items():
         value = _get(data, key)
@@ -38,13 +38,13 @@ def family_problems(data: Any, where: Callable[[Key], str], spec: FamilySpec) ->
             what = f"has to be a multiple of {step} for {spec.title}, got {value}"
             yield Problem(where(key), what, f"Take {' or '.join(near)}." if near else "")
     if _get(data, PRECISION) == "fp16" and not spec.takes_fp16:
-        what = f"{spec.title} has products whose factors are too large for fp16"
+        what = f"products of {spec.title} have factors that are too large for fp16"
         yield Problem(where(PRECISION), what, "Take auto, bf16 or no.")
     if _get(data, ("lora", TEXT_KEY)) is True and not spec.text_components:
-        what = f"{spec.title} has no text encoder that can be trained"
+        what = f"no text encoder of {spec.title} can be trained"
         yield Problem(where(("lora", TEXT_KEY)), what, "Remove it, or set it to false.")
     if _get(data, ("lora", TOKENS_KEY)) and not spec.embedding_keys:
-        what = f"{spec.title} has no text encoder that new tokens can be added to"
+        what = f"no text encoder of {spec.title} can get new tokens"
         yield Problem(where(("lora", TOKENS_KEY)), what, "Remove it.")
 
 

@@ -59,6 +59,8 @@ BUILTIN = "builtin:"
 NEXT_LINE = "\x85"  # a line end in YAML 1.1 (section 5.4)
 PATH_LETTERS = 400  # long, because the wrong part of a path is usually its end
 PATH_FIX = "Correct the path. Relative paths start where the command runs."
+TABLES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
+TABLE_FIX = "A table is given as dataset, in an entry of data.sources or in data.watched; path is a folder."
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,8 @@ class LoadedRecipe:
             if not (os.path.isdir if rule.must_be == "folder" else os.path.exists)(value):
                 path = shown(value, PATH_LETTERS)
                 what = f"{path} is no {rule.must_be}" if os.path.exists(value) else f"there is no {rule.must_be} {path}"
-                problems.append(Problem(self.layers.where(key), what, PATH_FIX))
+                is_table = rule.must_be == "folder" and key[0] == "data" and Path(value).suffix.lower() in TABLES
+                problems.append(Problem(self.layers.where(key), what, TABLE_FIX if is_table else PATH_FIX))
         if problems:
             raise RecipeError(problems)
 

@@ -376,6 +376,12 @@ class Recipe(Section):
         return self.output.formats or self.spec.formats[:1]
 
     @property
+    def exportable(self) -> tuple[str, ...]:
+        """The forms in which ``lora-rocm export`` writes the result."""
+        spec = self.spec
+        return tuple(form for form in (*spec.formats, *spec.conversions) if form in self.lora.forms)
+
+    @property
     def watching(self) -> Recipe | None:
         """The recipe whose samples are those of ``data.watched``, all held out; None: none is watched."""
         train, watched = self.train, self.data.watched

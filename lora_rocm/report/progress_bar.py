@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, TextIO
@@ -80,6 +81,7 @@ class ProgressDisplay:
     def __init__(self, view: View, spill_bytes: int | None = None) -> None:
         self.view, self.spilling = view, Spilling(spill_bytes)
         self.loss = Smoothed()
+        self.measures = defaultdict[str, Smoothed](Smoothed)
         self.step_s = Smoothed(0.9)
         self.repairs = 0
 
@@ -138,10 +140,12 @@ class ProgressDisplay:
 
     def _on_step(self, event: Event) -> None:
         loss = self.loss.add(event["loss"]) if event["loss"] is not None else self.loss.value
+        named = ((name, self.measures[name].add(value)) for name, value in event["measures"].items())
+        measures = "".join(f"  {name} {number_text(value)}" for name, value in named)
         step_s = self.step_s.add(event["step_s"]) or 0.0
         left_s = step_s * (event["max_train_steps"] - event["updates"])
         details = (
-            f"loss {number_text(loss)}  {rate_text(1 / step_s if step_s else 0)}  {time_text(left_s)} left  "
+            f"loss {number_text(loss)}{measures}  {rate_text(1 / step_s if step_s else 0)}  {time_text(left_s)} left  "
             f"{size_text(event['memory_bytes'])}  "
             f"checks {event['transfer_checks']}, failed {event['transfer_failures']}"
         )

@@ -209,31 +209,40 @@ def _before_after(facts: Facts) -> str:
 
 def _curves(facts: Facts) -> str:
     loss: list[Point] = [(step["updates"], step["loss"]) for step in facts.steps if step["loss"] is not None]
-    average, smooth = Smoothed(), []
-    for updates, value in loss:
-        now = average.add(value)
-        if now is not None:
-            smooth.append((updates, now))
     rate: list[Point] = [(step["updates"], step["learning_rate"]) for step in facts.steps]
     held_out: list[Point] = [(event["updates"], event["loss"]) for event in facts.all("validation")]
     watched: list[Point] = [(event["updates"], event["loss"]) for event in facts.all("watched")]
     texts = facts.recipe is not None and facts.recipe.spec.trains_on_texts
     pairs = facts.recipe is not None and facts.recipe.objective.compares_pairs
-    told = dict.fromkeys(name for step in facts.steps for name in step["optimizer"])
-    of_optimizer: dict[str, list[Point]] = {
-        name: [(step["updates"], step["optimizer"][name]) for step in facts.steps if name in step["optimizer"]]
-        for name in told
-    }
     plots = [
-        ("Loss (grey: each step; line: smoothed)", [Series("loss", loss, "raw"), Series("smoothed", smooth, "smooth")]),
+        _smoothed_plot("loss", loss),
+        *(_smoothed_plot(name, points) for name, points in _of_steps(facts, "measures").items()),
         *_held_out_plots("held-out", held_out, texts and not pairs),
         *_held_out_plots("watched", watched, texts),
         *((f"Held-out {name}", [Series(name, points, "dots")]) for name, points in _measures(facts).items()),
         ("Learning rate", [Series("learning rate", rate)]),
-        *((name.replace("_", " "), [Series(name, points)]) for name, points in of_optimizer.items()),
+        *((name.replace("_", " "), [Series(name, points)]) for name, points in _of_steps(facts, "optimizer").items()),
     ]
     parts = [f"<h3>{title}</h3>{drawn}" for title, series in plots if (drawn := line_plot(series, "step"))]
     return section("Curves", *parts)
+
+
+def _of_steps(facts: Facts, field: str) -> dict[str, list[Point]]:
+    """The values in a field of step events, by name."""
+    named = dict.fromkeys(name for step in facts.steps for name in step[field])
+    return {
+        name: [(step["updates"], step[field][name]) for step in facts.steps if name in step[field]] for name in named
+    }
+
+
+def _smoothed_plot(name: str, points: list[Point]) -> tuple[str, list[Series]]:
+    average, smooth = Smoothed(), []
+    for updates, value in points:
+        now = average.add(value)
+        if now is not None:
+            smooth.append((updates, now))
+    title = f"{name.capitalize()} (grey: each step; line: smoothed)"
+    return title, [Series(name, points, "raw"), Series("smoothed", smooth, "smooth")]
 
 
 def _held_out_plots(name: str, losses: list[Point], are_entropies: bool) -> Iterator[tuple[str, list[Series]]]:

@@ -177,6 +177,7 @@ class StepEvent(Event):
         check_s: checking the copies there.
         wait_s: waiting for the verdict.
         optimizer: values that the optimizer logs (``UpdateStats.logged``), by name.
+        measures: means of other values of the samples of rank 0, by name (``Prediction.measures``).
     """
 
     updates: Whole
@@ -196,6 +197,7 @@ class StepEvent(Event):
     transfer_failures: Whole
     loss_scale: NumberOrNull
     optimizer: dict[Text, Number]
+    measures: dict[Text, Number] = {}
 
 
 class IncidentEvent(Event):

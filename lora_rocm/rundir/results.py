@@ -155,9 +155,13 @@ def _fault(run_dir: RunDir, wanted: FileDigest) -> str:
 
 def result_files(run_dir: RunDir) -> list[Path]:
     """Files that a user may want from a run: LoRA files with the newest step last, then the report."""
-    finals = [run_dir.export_of(form) for form in FILES_OF]
     steps = [path for _, path in run_dir.checkpoint_loras()]
-    return [path for path in (*steps, *finals, run_dir.report) if path.exists()]
+    return [path for path in (*steps, *final_files(run_dir), run_dir.report) if path.exists()]
+
+
+def final_files(run_dir: RunDir) -> list[Path]:
+    """The finished LoRA files, and the PEFT folder, that are there."""
+    return [path for form in FILES_OF if (path := run_dir.export_of(form)).exists()]
 
 
 def newest_lora(run_dir: RunDir) -> Path:

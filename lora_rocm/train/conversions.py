@@ -32,17 +32,10 @@ def convert(job: Job, run_dir: RunDir, recipe: Recipe, checkpoint: Checkpoint) -
     """Write one of these formats and check it.
 
     Raises:
-        AdapterError: the base is not the one that was trained on, or the adapter has no such form.
+        AdapterError: the base is not the one that was trained on, or a layer has no such form.
         ExportError: the result is not what the adapter does.
     """
     family, form = family_for(recipe), job["format"]
-    if recipe.lora.train_norms:
-        raise AdapterError(
-            "export-form",
-            f"The {form} form would be without the trained norms.",
-            where="lora.train_norms",
-            fix="Export the peft format.",
-        )
     assert isinstance(family, WritesWholeModels), "as its spec says"
     files = family.own_files()
     if checkpoint.facts["base"] != family.base_facts()["identity"]:

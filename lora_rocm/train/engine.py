@@ -57,8 +57,9 @@ class Engine:
             self.graphs.release()
 
     def _eager(self, batch: Tensors, draws: Tensors) -> Passed:
-        loss_B = self.losses(batch, draws)
+        loss_B, measures = self.measured(batch, draws)
         loss = (loss_B * batch["weight"]).sum()
         (loss * self.loss_scale).backward()
         self.weights.gather()
-        return Passed(loss.detach(), loss_B.detach())
+        sums = {name: (value_B * batch["weight"]).sum() for name, value_B in measures.items()}
+        return Passed(loss.detach(), loss_B.detach(), sums)

@@ -107,8 +107,8 @@ class TensorBoard:
         with self._given_up():
             if isinstance(event, StepEvent | ValidationEvent | WatchedEvent) and (writer := self._opened()) is not None:
                 found = {name: getattr(event, name) for name in SCALARS[event.type]}
-                more = event.optimizer if isinstance(event, StepEvent) else event.measures
-                for name, value in {**found, **more}.items():
+                more = event.optimizer if isinstance(event, StepEvent) else {}
+                for name, value in {**found, **more, **event.measures}.items():
                     writer.add_scalar(f"{event.type}/{name}", math.nan if value is None else value, event.updates)
             if isinstance(event, EndEvent | ErrorEvent):
                 self.close()

@@ -63,9 +63,15 @@ class Pending:
     stop: bool  # this process was asked to stop
     save: bool  # this process's clock asks for a checkpoint
     lost: bool  # see Work
-    on_device: Tensor  # float64 [11 + the optimizer's logged values + samples], see Trainer._update
+    measures: dict[str, float]  # name -> sum of the weights of its samples, see Work
+    on_device: Tensor  # float64 [11 + the optimizer's logged values + measures + samples], see Trainer._update
     on_host: Tensor  # its copy, which may not have arrived yet
     arrived: torch.cuda.Event | None
+
+    def means(self, sums: Sequence[float]) -> dict[str, float]:
+        """Name -> mean of each measure, from the sums in the verdict. Those that are not finite are left out."""
+        found = zip(self.measures.items(), sums, strict=True)
+        return {name: value / weight for (name, weight), value in found if weight and math.isfinite(value)}
 
     def verdict(self) -> list[float]:
         """Wait for the verdict. Its first value is a stamp: if that is stale or zero, the values are read again.
@@ -95,6 +101,8 @@ class Work:
     iteration: int = -1
     losses: list[Tensor] = field(default_factory=list)
     losses_B: list[Tensor] = field(default_factory=list)  # of each sample, unweighted
+    measures: dict[str, list[Tensor]] = field(default_factory=dict)  # weighted sums, of this rank
+    weight: float = 0.0  # sum of the weights of this rank's samples
     samples: list[str] = field(default_factory=list)
     clocks: list[Clock] = field(default_factory=list)
     loading_s: float = 0.0
@@ -255,6 +263,10 @@ class Trainer:
         passed = self.engine.run(tensors, sent_draws)
         work.losses.append(passed.loss)
         work.losses_B.append(passed.loss_B)
+        for name, value in passed.measures.items():
+            work.measures.setdefault(name, []).append(value)
+        if passed.measures:
+            work.weight += float(batch.tensors["weight"].sum())
 
     def _update(self, work: Work) -> Pending:
         """Queue the sum over ranks, the gated optimizer step, and the copy of the verdict to the host.
@@ -269,6 +281,7 @@ class Trainer:
         own = torch.maximum(self.transfer.bad, changed)
         if work.lost:  # this rank contributes nothing, and all ranks repeat the batch
             work.losses, work.losses_B, own = [torch.zeros_like(own)], [own.new_zeros(0)], torch.ones_like(own)
+            work.measures = {}
         loss, losses_B = torch.stack(work.losses).sum(), torch.cat(work.losses_B)
         # Decide on the update together, then queue it
         asks = {"stop": stop, "save": save}
@@ -285,13 +298,15 @@ class Trainer:
             stats.loss_scale,
         )
         values += (own, said.wrong, said.guilty, said.asked, changed, *stats.logged.values())
+        values += tuple(torch.stack(sums).sum() for sums in work.measures.values())
         # Copy the verdict to the host without waiting
         on_device = torch.cat([torch.stack([v.to(torch.float64) for v in values]), losses_B])
         on_host, arrived = on_device.to("cpu", non_blocking=True), None
         if self.model.device.type == "cuda":
             arrived = torch.cuda.Event()
             arrived.record()
-        queued = (work.clocks, work.loading_s, stop, save, work.lost, on_device, on_host, arrived)
+        measures = dict.fromkeys(work.measures, work.weight)
+        queued = (work.clocks, work.loading_s, stop, save, work.lost, measures, on_device, on_host, arrived)
         return Pending(iteration, work.samples, learning_rate, *queued)
 
     def _settle(self, pending: Pending) -> Outcome:
@@ -301,7 +316,8 @@ class Trainer:
         _, loss, grad_norm, bad, nonfinite, scale, own, wrong, guilty, asked, changed, *more = pending.verdict()
         waited_s = time.perf_counter() - started
         names = self.optimizer.logged_names
-        logged, losses = dict(zip(names, more, strict=False)), more[len(names) :]
+        logged, more = dict(zip(names, more, strict=False)), more[len(names) :]
+        sums, losses = more[: len(pending.measures)], more[len(pending.measures) :]
         # Faults: changed state ends the run, a blocked update is repeated
         position = self.position
         if changed and (failure := self.optimizer.state_guard.failure(position.updates)):
@@ -340,6 +356,7 @@ class Trainer:
                 transfer_failures=self.transfer.failures,
                 loss_scale=scale,
                 optimizer=logged,
+                measures=pending.means(sums),
                 max_train_steps=self._max_train_steps,
                 epoch=1 + position.iteration // self.steps_per_epoch,
                 memory_bytes=memory_bytes(self.model.device),

@@ -111,16 +111,8 @@ def export_run(job: Job, registry: Registry = PRODUCT) -> None:
     recipe = load_recipe(run_dir.recipe, registry=registry).recipe
     if job["dtype"]:
         recipe = recipe.model_copy(update={"output": recipe.output.model_copy(update={"dtype": job["dtype"]})})
-    spec = recipe.spec
-    if job["format"] not in (*spec.formats, *spec.conversions):
-        raise AdapterError(
-            "export-form",
-            f"A {recipe.lora.title} of {spec.title} is not written in the form {job['format']}: nothing would read it.",
-            where=f"--format {job['format']}",
-            fix=f"Forms of {spec.title}: {', '.join((*spec.formats, *spec.conversions))}.",
-        )
     checkpoint = _checkpoint_of(run_dir, job["updates"])
-    if job["format"] in spec.conversions:
+    if job["format"] in recipe.spec.conversions:
         convert(job, run_dir, recipe, checkpoint)
         return
     family = family_for(recipe)
@@ -182,7 +174,10 @@ def require_inputs_read(job: Job, recipe: Recipe) -> None:
     title, sampler = recipe.spec.title, job["sampler"]
     if sampler and not recipe.spec.reads("sample.sampler"):
         raise UserError(
-            "sampler-unfit", f"{title} has no samplers.", where=f"--sampler {sampler!a:.60}", fix="Leave it out."
+            "sampler-unfit",
+            f"There are no samplers for {title}.",
+            where=f"--sampler {sampler!a:.60}",
+            fix="Leave it out.",
         )
     if sampler and sampler not in recipe.spec.samplers:
         what, fix = f"{title} is not drawn with this sampler.", f"Take {' or '.join(recipe.spec.samplers)}."
@@ -209,7 +204,7 @@ def sides_of(job: Job, recipe: Recipe) -> tuple[int, int]:
             continue
         where = f"--{name} {side}"
         if name[0] not in spec.shapes:
-            raise UserError("image-size", f"{spec.title} draws no images.", where=where, fix="Leave it out.")
+            raise UserError("image-size", f"No images are drawn by {spec.title}.", where=where, fix="Leave it out.")
         axis = spec.shapes[name[0]]
         if not axis.fits(side):
             what = f"The sides of {spec.title} images are multiples of {axis.multiple} pixels."

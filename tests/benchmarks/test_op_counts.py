@@ -16,6 +16,7 @@ from benchmarks.training_step.op_counts import Counts, OnDevice, count_step, fir
 from benchmarks.training_step.setup import Bench, open_bench, recipe_for
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.recipe.load import load_recipe
+from tests.tiny_models import FEWER_LEVELS, hollow_builtin
 
 SMALL = ["data.resolution=64", "train.batch_size=2", "lora.targets=attention", "runtime.device=cpu"]
 
@@ -23,9 +24,10 @@ SMALL = ["data.resolution=64", "train.batch_size=2", "lora.targets=attention", "
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     folder = tmp_path_factory.mktemp("counts")
-    recipe = recipe_for(load_recipe("demo.yaml", SMALL).recipe, True, folder)
+    model = hollow_builtin(folder / "model", FEWER_LEVELS)
+    recipe = recipe_for(load_recipe("demo.yaml", [*SMALL, f"model.name_or_path={model}"]).recipe, True, folder)
     with open_bench(recipe, Settings(), folder, random_weights=True, watch_parent=False) as opened:
-        opened.make_steps(2)
+        opened.make_steps(1)
         yield opened
 
 

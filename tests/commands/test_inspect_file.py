@@ -121,10 +121,46 @@ def test_folders(tmp_path: Path) -> None:
     for name in ("state.json", "adapter.safetensors"):
         (tmp_path / "state" / name).write_bytes(b"")
     assert inspect(tmp_path / "state")["title"] == "a training state of lora-rocm"
-    lora(tmp_path / "x.safetensors")
-    with pytest.raises(ModelError) as caught:  # a folder around them names some of them
-        inspect(tmp_path)
-    assert str(tmp_path / "model") in caught.value.fix and str(tmp_path / "peft") in caught.value.fix
+    around = tmp_path / "around"
+    (around / "model").mkdir(parents=True)
+    (around / "model" / "model_index.json").write_text(json.dumps(index), encoding="utf-8")
+    file = lora(around / "x.safetensors")
+    with pytest.raises(ModelError) as caught:
+        inspect(around)
+    assert str(around / "model") in caught.value.fix and str(file) in caught.value.fix
+
+
+def test_folders_of_peft_adapters_and_of_transformers(tmp_path: Path) -> None:
+    """The peft folder of a run, with one component and with two, and a model in two files of weights."""
+    folder = tmp_path / "run" / "peft" / "model"
+    folder.mkdir(parents=True)
+    name = "base_model.model.model.layers.0.self_attn.{}_proj.lora_{}.weight"
+    tensors = {name.format(layer, factor): torch.zeros(4, 4) for layer in "qv" for factor in "AB"}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text('{"lora_alpha": 8}', encoding="utf-8")
+    for path in (folder, folder.parent, folder / "adapter_model.safetensors"):
+        found = inspect(path)
+        assert (found["title"], found["trainable"]) == ("a LoRA for language models", ["causal-lm"])
+        assert found["adapter"]["alpha"] == {"min": 8, "max": 8, "missing": 0}
+    (folder.parents[1] / "recipe.yaml").touch()
+    (folder.parents[1] / "events.jsonl").touch()
+    assert inspect(folder.parents[1])["title"].startswith("a run directory of lora-rocm (peft)")
+    (folder.parent / "unet").mkdir()
+    (folder.parent / "unet" / "adapter_config.json").write_text('{"lora_alpha": 8}', encoding="utf-8")
+    lora(folder.parent / "unet" / "adapter_model.safetensors")
+    found = inspect(folder.parent)
+    assert found["title"] == "PEFT adapters of 2 components" and found["families"] == []
+    assert found["components"] == {"model": "a LoRA for language models", "unet": "a LoRA for SDXL"}
+    merged = tmp_path / "merged"
+    merged.mkdir()
+    for number, name in enumerate(("model.layers.0.self_attn.qkv_proj.weight", "model.embed_tokens.weight"), 1):
+        save_file({name: torch.zeros(2, 4)}, merged / f"model-0000{number}-of-00002.safetensors")
+    (merged / "config.json").write_text('{"architectures": ["Phi3ForCausalLM"]}', encoding="utf-8")
+    found = inspect(merged)
+    assert (found["title"], found["tensors"]) == ("a language model (Phi3ForCausalLM)", 2)
+    assert found["trainable"] == ["causal-lm"] and "model.family: causal-lm" in inspect_text(found)
+    (merged / "model-00001-of-00002.safetensors").unlink()
+    assert inspect(merged)["title"] == "a model that is not known (Phi3ForCausalLM)"
 
 
 @pytest.mark.parametrize(("name", "content", "words"), [

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lora_rocm.commands import sample_export
-from lora_rocm.errors import MachineError, UserError
+from lora_rocm.errors import AdapterError, MachineError, UserError
 from lora_rocm.rundir.layout import RunDir
 from tests.command_line import command_line
 from tests.supervisor.fake_run import heard, write_whole_run
@@ -38,6 +38,20 @@ def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]
 
     monkeypatch.setattr(sample_export, "run_tool", run_tool)
     return found
+
+
+TEXTS = """\
+model: {family: causal-lm, name_or_path: base}
+data: {path: texts}
+train: {max_train_steps: 1}
+"""
+
+
+def text_run(folder: Path, more: str = "") -> None:
+    """A run of a language model."""
+    run_dir = RunDir(folder)
+    write_whole_run(run_dir)
+    run_dir.recipe.write_text(TEXTS + more, encoding="utf-8")
 
 
 def test_sample_of_a_run(jobs: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,7 +128,7 @@ def test_export(jobs: list[dict[str, Any]], tmp_path: Path) -> None:
 def test_the_converter_of_a_gguf_file_is_found(
     jobs: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str
 ) -> None:
-    write_whole_run(RunDir(tmp_path / "run"))
+    text_run(tmp_path / "run")
     monkeypatch.delenv("LLAMA_CPP", raising=False)
     with pytest.raises(UserError, match="(?s)convert_lora_to_gguf.py, which is not named.*git clone"):
         sample_export.export(Path("run"), "gguf", output=None, dtype=None)
@@ -142,7 +156,7 @@ def test_the_converter_of_a_gguf_file_is_found(
 def test_options_of_another_form(
     jobs: list[dict[str, Any]], tmp_path: Path, form: str, options: dict[str, Any], words: str
 ) -> None:
-    write_whole_run(RunDir(tmp_path / "run"))
+    text_run(tmp_path / "run")
     with pytest.raises(UserError) as caught:
         sample_export.export(Path("run"), form, **{"output": None, "dtype": None, **options})
     assert caught.match("(?s)" + words) and jobs == []
@@ -160,6 +174,33 @@ def test_what_no_export_can_be_made_from_or_written_to_is_refused_before_the_chi
     with pytest.raises(UserError, match="no checkpoint yet"):
         sample_export.export(Path("run"), "kohya", output=None, dtype=None)
     assert jobs == []
+
+
+@pytest.mark.parametrize(
+    ("more", "form", "forms"),
+    [
+        (None, "gguf", "Forms of a LoRA of SDXL: kohya, sd-scripts, comfyui, diffusers, peft."),
+        ("lora: {type: oft}", "gguf", "Forms of a OFT of SDXL: kohya."),
+        ("", "kohya", "Forms of a LoRA of language models: peft, merged, gguf."),
+        ("lora: {use_dora: true}", "gguf", "Forms of a DoRA of language models: peft, merged."),
+        ("lora: {type: lokr}", "gguf", "Forms of a LoKr of language models: peft, merged."),
+    ],
+)
+def test_a_form_that_nothing_reads_is_refused_with_those_that_something_reads(
+    jobs: list[dict[str, Any]], tmp_path: Path, more: str | None, form: str, forms: str
+) -> None:
+    """No converter is asked for, and no child is started."""
+    if more in (None, "lora: {type: oft}"):
+        write_whole_run(RunDir(tmp_path / "run"))
+        recipe = RunDir(tmp_path / "run").recipe
+        recipe.write_text(TEXTS.replace("causal-lm", "sdxl") + (more or ""), encoding="utf-8")
+    else:
+        text_run(tmp_path / "run", more)
+    with pytest.raises(AdapterError, match=f"is not written in the form {form}") as caught:
+        sample_export.export(Path("run"), form, output=None, dtype=None)
+    assert caught.value.fix == forms and caught.value.where == f"--format {form}" and jobs == []
+    sample_export.export(Path("run"), forms.split(": ")[1].split(",")[0].strip("."), output=None, dtype=None)
+    assert len(jobs) == 1
 
 
 @pytest.mark.parametrize("source", ["missing", "missing.safetensors", "."])

@@ -40,7 +40,7 @@ def test_a_run_leaves_its_files_and_says_where(tmp_path: Path, capsys: pytest.Ca
     assert train.train("my recipe.yaml", ["lora.rank=4"], run_dir=Path("run")) == 0
     run_dir = RunDir(tmp_path / "run")
     output = capsys.readouterr().out
-    assert "Done." in output and str(run_dir.report) in output
+    assert "Done." in output and str(run_dir.report) in output and "Talk to it" not in output
     assert "rank: 4" in run_dir.recipe.read_text(encoding="utf-8")
     saved = json.loads(run_dir.environment.read_bytes())
     assert {row["variable"] for row in saved["variables"]} >= {"PYTHONUTF8", "TOKENIZERS_PARALLELISM"}
@@ -83,6 +83,21 @@ def test_a_complete_run_needs_no_images(
     with pytest.raises(RecipeError, match="there is no folder"):  # control: a run that has not begun
         train.train("my recipe.yaml", asked["overrides"], run_dir=Path("new"), resume="latest")
     assert not (tmp_path / "new").exists()
+
+
+def test_a_run_of_texts_says_what_was_written_and_how_to_talk_to_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "texts").mkdir()
+    recipe = "model: {family: causal-lm, name_or_path: builtin:tiny-llama}\ndata: {path: texts}\n"
+    Path("texts.yaml").write_text(recipe + "train: {max_train_steps: 40}\n", encoding="utf-8")
+    run, talk = tmp_path / "run", f"Talk to it:\n  lora-rocm chat {tmp_path / 'run'}\n"
+    assert train.train("texts.yaml", run_dir=Path("run")) == 0
+    assert f"Done. The LoRA: {run}\n{talk}" in capsys.readouterr().out
+    (run / "peft" / "model").mkdir(parents=True)
+    (run / "result.json").write_text('{"updates": 40}', encoding="utf-8")
+    assert train.train("texts.yaml", run_dir=Path("run"), resume="latest") == 0
+    assert f"This run is complete: {run / 'peft'}\n{talk}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("mode", ["done", "stop-while-caching"])

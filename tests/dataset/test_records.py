@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from lora_rocm.dataset.records import MARK, Completion, Conversation, Pair, UnusableText, read, record_of, written
 from lora_rocm.dataset.text_rows import rows_of
 from lora_rocm.dataset.text_scan import scan_texts
+from lora_rocm.errors import DataError
 from lora_rocm.recipe.schema import DataSection
 from lora_rocm.recipe.source_sections import DataSource
 
@@ -64,7 +65,12 @@ def test_a_plain_text_stays_itself_even_if_it_looks_like_a_record() -> None:
         ({"messages": [ASK, ANSWER], "tools": "add"}, "tools are no list"),
         ({"messages": [ASK, ANSWER], "tools": {"name": "add"}}, "tools are no list"),
         ({"messages": [{**ASK, "content": 4}, ANSWER]}, "something else than text"),
-        ({"messages": [{**ASK, "content": [{"type": "text"}]}, {**ANSWER, "content": []}]}, "Message 2 .* is empty"),
+        ({"messages": [ASK, {**ANSWER, "content": []}]}, "Message 2 .* is empty"),
+        ({"messages": [{**ASK, "content": [{"type": "text"}]}, ANSWER]}, r"Message 1 \(user\) is empty"),
+        ({"messages": [{"role": "user"}, ANSWER]}, r"Message 1 \(user\) is empty"),
+        ({"messages": [{**ASK, "role": "usr"}, ANSWER]}, "Message 1 has the role 'usr'"),
+        ({"conversations": [{"from": "observation", "value": "a"}, {"from": "gpt", "value": "b"}]}, "Message 1 has"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "a pair of answers"),
         ({"conversations": [{"from": ["human"], "value": "a"}]}, "has no role"),
         ({"instruction": ["a"], "output": "b"}, "The instruction is no text"),
     ],
@@ -209,9 +215,34 @@ def test_any_row_is_a_record_or_named(row: dict[str, Any]) -> None:
         assert read(written(record)) == record
 
 
+@pytest.mark.parametrize("content", ["", "\n\n"])
+@pytest.mark.parametrize("name", ["t.jsonl", "t.csv"])
+def test_a_table_without_rows_is_named(tmp_path: Path, name: str, content: str) -> None:
+    """Also beside one that has rows."""
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    (tmp_path / "full.jsonl").write_text('{"text": "a"}\n', encoding="utf-8")
+    sources = tuple(DataSource(dataset=str(tmp_path / each)) for each in ("full.jsonl", name))
+    with pytest.raises(DataError, match="This table has no rows") as caught:
+        scan_texts(DataSection(sources=sources))
+    assert caught.value.code == "dataset-empty" and caught.value.where == str(tmp_path / name)
+
+
+def test_rows_that_fail_alike_say_their_remedy_once(tmp_path: Path) -> None:
+    table = tmp_path / "pairs.jsonl"
+    table.write_text('{"chosen": "a", "rejected": "b"}\n' * 2, encoding="utf-8")
+    data = DataSection(sources=(DataSource(dataset=str(table)),))
+    with pytest.raises(DataError, match="None of the 2 texts") as caught:
+        scan_texts(data)
+    assert f"{table}:2: It is a pair of answers" in caught.value.where and "objective.loss: dpo" in caught.value.fix
+    table.write_text('{"chosen": "a", "rejected": "b"}\n{"text": ""}\n', encoding="utf-8")
+    with pytest.raises(DataError, match="None of the 2 texts") as caught:
+        scan_texts(data)
+    assert caught.value.fix == "Mend the rows or files above."
+
+
 def test_a_lone_surrogate_is_set_aside_with_its_place(tmp_path: Path) -> None:
     table = tmp_path / "chats.jsonl"
     table.write_text('{"text": "cut \\ud83d"}\n{"text": "whole \\ud83d\\ude00"}\n', encoding="utf-8")
     found = scan_texts(DataSection(sources=(DataSource(dataset=str(table)),)))
-    assert len(found.samples) == 1 and [problem.where for problem in found.set_aside] == [f"{table} chats.jsonl:1"]
+    assert len(found.samples) == 1 and [problem.where for problem in found.set_aside] == [f"{table}:1"]
     assert "a lone surrogate (\\ud83d)" in found.set_aside[0].what

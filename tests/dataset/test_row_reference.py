@@ -1,16 +1,20 @@
-"""Texts of JSON Lines stay in their file, and take no memory."""
+"""Texts of tables stay in their file, and take no memory."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
-from lora_rocm.dataset.records import Completion, Conversation, Pair, part, read, written
+from lora_rocm.dataset.records import Completion, Conversation, Pair, part, read, record_of, written
 from lora_rocm.dataset.row_reference import joined, resolved, separated
 from lora_rocm.dataset.sample_table import Samples
 from lora_rocm.dataset.text_scan import Scan, scan_texts
@@ -56,7 +60,34 @@ def test_a_table_holds_where_texts_are_and_gives_them_as_if_it_held_them(tmp_pat
     assert len(wanted) == 5 and len(found.set_aside) == 2
     assert all(len(text) < 50 for text in stored(found.samples)) and len(wanted[0]) > 300
     refs = stored(found.samples)
-    assert separated(resolved(joined(refs), tmp_path / "c.jsonl")) == wanted and separated(refs[0]) == refs[:1]
+    (source,) = found.samples.sources
+    assert separated(resolved(joined(refs), source)) == wanted and separated(refs[0]) == refs[:1]
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_rows_of_other_tables_stay_there_too(kind: str, tmp_path: Path) -> None:
+    """Rows of CSV have line ends within a cell, empty lines between, and a mark of UTF-8 before."""
+    rows = [{"instruction": f"{n} ü\n😀", "output": '"x",\n' * 50 + str(n)} for n in range(3)]
+    path = tmp_path / f"t.{kind}"
+    if kind == "csv":
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, [*rows[0]])
+        writer.writeheader()
+        for row in rows:
+            text.write("\r\n\n")
+            writer.writerow(row)
+        path.write_bytes(b"\xef\xbb\xbf" + text.getvalue().encode("utf-8"))
+    else:
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    samples = scanned(path).samples
+    wanted = [text for row in rows for text in cut(written(record_of(row)))]
+    assert [sample.caption for sample in samples] == wanted
+    assert all(len(text) < 50 for text in stored(samples))
+    if kind == "csv":
+        path.write_bytes(path.read_bytes().replace(b"2 ", b"3 "))
+        assert samples[1].caption == wanted[1]
+        with pytest.raises(DataError, match="changed while it was in use"):
+            samples[2]
 
 
 def test_a_pair_of_answers_is_read_again_as_one(tmp_path: Path) -> None:
@@ -76,7 +107,7 @@ def test_a_file_that_was_changed_since_is_no_other_text(change: str, tmp_path: P
         write(path, changed)
     with pytest.raises(DataError, match="changed while it was in use") as caught:
         samples[-1 if change != "other" else 0]
-    assert "c.jsonl, byte" in caught.value.where
+    assert "c.jsonl, byte " in caught.value.where
 
 
 MEASURE = """

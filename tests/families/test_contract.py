@@ -40,6 +40,7 @@ from lora_rocm.train.check_child import weigh
 from lora_rocm.train.disk_forecast import Sizes, sizes_of
 from lora_rocm.train.graphs import Graphs, Passed
 from lora_rocm.train.session import Session
+from lora_rocm.train.texts_child import Seen
 from tests.families.contract import ARCHITECTURES, CPU, PACKED, Adapted, Its, die
 from tests.families.toy_families import TOYS
 from tests.memory.test_footprint import Real
@@ -375,7 +376,7 @@ def test_check_says_what_texts_there_are(
     its = Its.write("toy-text", tmp_path)
     recipe = tmp_path / "r.yaml"
     recipe.write_text(dump_recipe(its.recipe), encoding="utf-8")
-    said_of_it = {**asdict(weigh(its.recipe)), "shown": []}
+    said_of_it = {**asdict(weigh(its.recipe)), **asdict(Seen())}
     monkeypatch.setattr("lora_rocm.supervisor.subprocesses.run_for_json", lambda *job: said_of_it)
     check(str(recipe), registry=TOYS)
     said = capsys.readouterr().out.replace(str(tmp_path), "")

@@ -117,9 +117,13 @@ def test_recipes_of_other_families_have_their_own_keys() -> None:
 @pytest.mark.parametrize(
     ("family", "override", "words"),
     [
-        ("toy-text", "data.resolution=512", "Toy text does not read this key"),
-        ("toy-text", "data.sources=[{path: a, flip_aug: true}]", r"data.sources\[0\].flip_aug: Toy text does not read"),
-        ("toy-text", "lora.train_text_encoder=true", "Toy text has no text encoder"),
+        ("toy-text", "data.resolution=512", "this key is not read by Toy text"),
+        (
+            "toy-text",
+            "data.sources=[{path: a, flip_aug: true}]",
+            r"data.sources\[0\].flip_aug: this key is not read by Toy text",
+        ),
+        ("toy-text", "lora.train_text_encoder=true", "no text encoder of Toy text can be trained"),
         ("toy-text", "model.vae=x", "no such key"),
         ("toy-text", "objective.shift=2", "no such key"),
         ("toy-text", "train.min_snr_gamma=5", "--set train.min_snr_gamma: there is no such key"),

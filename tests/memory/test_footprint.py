@@ -42,30 +42,44 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.recipe.sections import MAX_RANK
 from tests.optim.test_base import SECTIONS
 from tests.tiny_llm import write_tiny_llm
+from tests.tiny_models import hollow_builtin
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 SIDE_PX = 96
 SHAPE = Shape.of(h=SIDE_PX, w=SIDE_PX)
-BASE = "random:builtin:tiny-sdxl"
+BASE = SMALLER = ""
+"""Models without weights, of fixture ``shallow``."""
 FEWER_LAYERS = {"layers_per_block": 1, "transformer_layers_per_block": [1, 1, 1]}
+
+
+ONE_LEVEL: dict[str, dict[str, Any]] = {
+    "unet": {
+        "layers_per_block": 1,
+        "transformer_layers_per_block": [1],
+        "down_block_types": ["DownBlock2D"],
+        "up_block_types": ["UpBlock2D"],
+        "block_out_channels": [48],
+        "attention_head_dim": [3],
+    },
+    "text_encoder": {"num_hidden_layers": 2},
+    "text_encoder_2": {"num_hidden_layers": 2},
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def shallow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The model that ships with the package, with half its layers: counting takes its time for each operation."""
-    folder = tmp_path_factory.mktemp("base") / "model"
-    shutil.copytree(builtin_folder("builtin:tiny-sdxl"), folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    config = folder / "unet" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text(encoding="utf-8")) | FEWER_LAYERS), encoding="utf-8")
+    """The model that ships with the package, with fewer layers: counting takes its time for each operation."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules[__name__], "BASE", f"random:{folder}")
+        for name, changes in (("BASE", {"unet": FEWER_LAYERS}), ("SMALLER", ONE_LEVEL)):
+            folder = hollow_builtin(tmp_path_factory.mktemp("base") / "model", changes)
+            patch.setattr(sys.modules[__name__], name, f"random:{folder}")
         yield
 
 
-def recipe(folder: Path, **lora: Any) -> Recipe:
+def recipe(folder: Path, base: str = "", **lora: Any) -> Recipe:
     return recipe_from(
         {
-            "model": {"name_or_path": BASE},
+            "model": {"name_or_path": base or SMALLER},
             "data": {"path": str(folder), "resolution": SIDE_PX, "bucket_step": 32},
             "lora": {"rank": 4, "targets": "attention"} | lora,
             "train": {"max_train_steps": 1},
@@ -111,11 +125,19 @@ def _drop(leaf: Tensor) -> None:
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Footprint, Real]:
-    its = recipe(tmp_path_factory.mktemp("Zähler und Modell"))
+    its = recipe(tmp_path_factory.mktemp("Zähler und Modell"), BASE)
     real = Real(its)
     hollow = hollow_model(real.family, its, torch.float32, False)
     # on the CPU attention is fused too, but keeps what that kernel keeps
     return count(real.family, hollow, its, SHAPE), real
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Footprint:
+    """Of the smaller model, for what is compared with other counts of it alone."""
+    its = recipe(tmp_path_factory.mktemp("small"))
+    family = family_for(its)
+    return count(family, hollow_model(family, its, torch.float32, False), its, SHAPE)
 
 
 class ToyFamily:
@@ -230,7 +252,7 @@ def test_activations_grow_with_the_samples(both: tuple[Footprint, Real]) -> None
 def test_what_is_counted_for_another_model_does_not_agree(both: tuple[Footprint, Real], tmp_path: Path) -> None:
     """Negative control: with LoRA on the convolutions too more is kept, and the comparison above would show it."""
     found, _ = both
-    other = Real(recipe(tmp_path, targets="attention-mlp-conv"))
+    other = Real(recipe(tmp_path, BASE, targets="attention-mlp-conv"))
     assert activation_bytes(found, ()) != pytest.approx(other.activations([]), rel=0.07)
 
 
@@ -246,20 +268,20 @@ def test_weights_blocks_and_work(both: tuple[Footprint, Real]) -> None:
     assert found.blocks[0].kept_bytes == 0, "no gradient goes to what lies before the first LoRA"
 
 
-def test_plain_attention_keeps_every_score(both: tuple[Footprint, Real]) -> None:
-    found, real = both
+def test_plain_attention_keeps_every_score(small: Footprint) -> None:
     its = recipe(Path("x"))
-    plain = count(real.family, hollow_model(real.family, its, torch.float32, False), its, SHAPE, True)
-    assert activation_bytes(plain, ()) > activation_bytes(found, ())
+    family = family_for(its)
+    plain = count(family, hollow_model(family, its, torch.float32, False), its, SHAPE, True)
+    assert activation_bytes(plain, ()) > activation_bytes(small, ())
 
 
-def test_text_encoders_are_counted_where_they_are_trained(both: tuple[Footprint, Real], tmp_path: Path) -> None:
+def test_text_encoders_are_counted_where_they_are_trained(small: Footprint, tmp_path: Path) -> None:
     its = recipe(tmp_path, train_text_encoder=True)
     family = family_for(its)
     model = hollow_model(family, its, torch.float32, False)
     assert set(model.components) == {"unet", "text_encoder", "text_encoder_2"}
     found = count(family, model, its, SHAPE)
-    assert found.weight_bytes > both[0].weight_bytes and found.adapter_bytes > both[0].adapter_bytes
+    assert found.weight_bytes > small.weight_bytes and found.adapter_bytes > small.adapter_bytes
 
 
 def test_what_the_adapter_takes() -> None:
@@ -334,11 +356,12 @@ def test_a_model_without_weights_takes_no_memory_whatever_the_rank(lora: dict[st
     assert control.num_bytes == 2**22
 
 
-def test_layers_that_are_narrower_than_the_rank_are_counted(both: tuple[Footprint, Real]) -> None:
+def test_layers_that_are_narrower_than_the_rank_are_counted(small: Footprint) -> None:
     its = recipe(Path("x"), rank=MAX_RANK)
     family = family_for(its)
-    found = count(family, hollow_model(family, its, torch.float32), its, SHAPE)
-    assert found.narrow_layers == len(both[1].adapter.modules) and both[0].narrow_layers == 0
+    model = hollow_model(family, its, torch.float32)
+    layers = sum(isinstance(layer, LoraLayer) for layer in model.components["unet"].modules())
+    assert count(family, model, its, SHAPE).narrow_layers == layers > 0 == small.narrow_layers
 
 
 def test_a_weight_with_two_names_counts_once(tmp_path: Path) -> None:
@@ -397,15 +420,15 @@ def test_a_footprint_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(made) == 7
 
 
-def test_kernels_for_gpus_are_counted_without_one(both: tuple[Footprint, Real]) -> None:
+def test_kernels_for_gpus_are_counted_without_one(small: Footprint) -> None:
     """Their group norm keeps its input alone; the plain one also what goes into the SiLU."""
-    found, real = both
     its = recipe(Path("x"))
-    hollow = hollow_model(real.family, its, torch.float32, False)
+    family = family_for(its)
+    hollow = hollow_model(family, its, torch.float32, False)
     fuse(hollow.components["unet"], Fusion(geglu="triton", norms="triton", channels_last=True))  # type: ignore[arg-type]
-    kernels = count(real.family, hollow, its, SHAPE)
-    assert kernels.work.flops == found.work.flops
-    assert 0.6 < activation_bytes(kernels, ()) / activation_bytes(found, ()) < 0.98
+    kernels = count(family, hollow, its, SHAPE)
+    assert kernels.work.flops == small.work.flops
+    assert 0.6 < activation_bytes(kernels, ()) / activation_bytes(small, ()) < 0.98
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_a_wrong_token_is_refused(tmp_path: Path, tokens: str, words: str) -> No
 
 
 def test_a_family_without_clip_refuses_the_key(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="no text encoder that new tokens can be added to"):
+    with pytest.raises(RecipeError, match="no text encoder of FLUX.1 can get new tokens"):
         loaded(tmp_path, "[{token: <a>, init: cat}]", family="flux")
     loaded(tmp_path, "[]", family="flux")  # control
 

@@ -130,6 +130,17 @@ def test_a_failure_a_change_and_a_restart_are_one_line_each() -> None:
     assert rounding.startswith("Changed because of an earlier run on this machine: ") and "rounded" in rounding
 
 
+def test_measures_of_steps_are_shown_smoothed() -> None:
+    (first,) = said(("step", step_fields(1, measures={"accuracy": 0.5})))
+    assert "loss 0.5328  accuracy 0.5  " in first
+    (plain,) = said(("step", step_fields(1)))
+    assert "accuracy" not in plain
+    display = ProgressDisplay(LineView(stream := io.StringIO(), every_s=0.0))
+    for n, accuracy in ((1, 0.0), (2, 1.0)):
+        display.on_event({"type": "step", **step_fields(n, measures={"accuracy": accuracy})})
+    assert 0.5 < float(stream.getvalue().splitlines()[-1].partition("accuracy ")[2].split()[0]) < 0.52
+
+
 def test_memory_that_spills_is_said_once() -> None:
     steps = [("step", step_fields(n, step_s=0.2 if n < 30 else 0.9, memory_bytes=2**30)) for n in range(1, 34)]
     warnings = [line for line in said(*steps, spill_bytes=2**30) if line.startswith("Warning: ")]

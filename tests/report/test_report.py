@@ -115,10 +115,12 @@ def test_losses_that_are_watched_and_measures_of_held_out_samples_are_drawn(run_
     writer = EventWriter(run_dir.events())
     for updates in (0, 5, 10):
         writer.write(event("watched", updates=updates, loss=1.0 + updates))
+        writer.write(event("step", **step_fields(updates + 41, measures={"reward margin": 0.1 * updates})))
         writer.write(event("validation", updates=updates, loss=0.6, measures={"accuracy": 0.5 + updates / 20}))
     writer.close()
     html, _ = checked(write_report(run_dir))
-    for title in ("Held-out loss", "Watched loss", "Held-out accuracy"):
+    of_steps = "Reward margin (grey: each step; line: smoothed)"
+    for title in ("Held-out loss", "Watched loss", "Held-out accuracy", of_steps):
         assert f"<h3>{title}</h3>" in html
     assert "perplexity" not in html, "no recipe says that these are texts"
 

@@ -75,6 +75,7 @@ def step_fields(updates: int, **changes: Any) -> dict[str, Any]:
         "transfer_failures": 0,
         "loss_scale": None,
         "optimizer": {},
+        "measures": {},
     }
     return {**fields, **changes}
 

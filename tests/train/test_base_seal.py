@@ -150,17 +150,15 @@ def test_another_number_format_is_no_other_base_and_is_sealed_from_then_on(
 
 
 def test_a_checkpoint_of_an_earlier_version_is_gone_on_from_with_a_word(
-    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    material: Path, begun: Path, tmp_path: Path
 ) -> None:
-    save = save_checkpoint
-
-    def as_before(run_dir: RunDir, position: Any, parts: Any, facts: dict[str, Any]) -> Path:
-        old = {key: value for key, value in facts.items() if key != "base_seals"}
-        return save(run_dir, position, parts, {**old, "base": "of samples", "data": "of samples"})
-
-    with monkeypatch.context() as patch:
-        patch.setattr("lora_rocm.train.outputs.save_checkpoint", as_before)
-        assert not start(recipe_of(material), tmp_path / "run", stop_at=1)
+    run_dir = RunDir(Path(shutil.copytree(begun, tmp_path / "run")))
+    found, _ = latest_valid(run_dir)
+    assert found is not None
+    parts = {part: dict(found.tensors(part)) for part in ("adapter", "ema", "optimizer")}
+    old = {key: value for key, value in found.facts.items() if key != "base_seals"}
+    shutil.rmtree(found.path)
+    save_checkpoint(run_dir, found.position, parts, {**old, "base": "of samples", "data": "of samples"})
     start(recipe_of(material), tmp_path / "run", stop_at=2)
     notices = [event["text"] for event in read_events(RunDir(tmp_path / "run").events()) if event["type"] == "notice"]
     assert any("an earlier version" in text for text in notices)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from lora_rocm.checks.canary import Canary
@@ -26,12 +28,23 @@ from lora_rocm.train import guard, pipeline
 from lora_rocm.train.guard import ENCODERS, CacheGuard
 from lora_rocm.train.session import Session
 from tests.device.broken import CONVOLUTIONS, PRODUCTS, Broken, one_bit, zeros
-from tests.train import test_guard
+from tests.tiny_models import SHALLOW, write_tiny_sdxl
 from tests.train.test_guard import looks, recipe_of
 from tests.train.test_pipeline import CPU
 
-material = test_guard.material
 IMAGES = 2
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model and two images."""
+    folder = tmp_path_factory.mktemp("material")
+    write_tiny_sdxl(folder / "model", **SHALLOW)
+    (folder / "images").mkdir()
+    for number in range(IMAGES):
+        image = Image.frombytes("RGB", (64, 64), random.Random(number).randbytes(3 * 64 * 64))
+        image.save(folder / "images" / f"{number}.png")
+    return folder
 
 
 @pytest.fixture(autouse=True)

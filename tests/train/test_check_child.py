@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from lora_rocm.errors import AdapterError, MachineError
 from lora_rocm.train import check_child
 from lora_rocm.train.check_child import weigh as weighed
-from tests.tiny_models import tiny_recipe, write_hollow_sdxl, write_tiny_sdxl
+from tests.tiny_models import SHALLOW, tiny_recipe, write_hollow_sdxl, write_tiny_sdxl
 
 MODULE = "unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
 
@@ -20,7 +20,7 @@ MODULE = "unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
 @pytest.fixture(scope="module")
 def tiny_sdxl(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A diffusers folder of random weights."""
-    return write_tiny_sdxl(tmp_path_factory.mktemp("models") / "tiny sdxl")
+    return write_tiny_sdxl(tmp_path_factory.mktemp("models") / "tiny sdxl", **SHALLOW)
 
 
 def lora_file(path: Path, folder: Path, rank: int = 2, module: str = MODULE) -> Path:

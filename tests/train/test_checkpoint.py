@@ -6,7 +6,9 @@ import errno
 import hashlib
 import json
 import re
+import shutil
 import sys
+import tempfile
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -92,20 +94,27 @@ def everything(checkpoint: module.Checkpoint | None) -> Any:
     return checkpoint.position, checkpoint.facts, parts
 
 
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory with two checkpoints."""
+    run_dir = RunDir(tmp_path_factory.mktemp("pair"))
+    write(run_dir, 3), write(run_dir, 6)
+    return run_dir.path
+
+
 @given(data=st.data())
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_checkpoint_is_read_as_it_was_written_or_not_at_all(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+def test_a_checkpoint_is_read_as_it_was_written_or_not_at_all(pair: Path, data: st.DataObject) -> None:
     """Also where both checkpoints hold the same tensors, so that no checksum differs but that of the state."""
-    run_dir = RunDir(tmp_path_factory.mktemp("run"))
-    older, path = write(run_dir, 3), write(run_dir, 6)
-    written = everything(module.read_checkpoint(path))
-    damage(data, path, older)
-    assert everything(module.read_checkpoint(path)) in (written, None)
-    found, damaged = module.latest_valid(run_dir)
-    if module.read_checkpoint(path) is None and older.exists():
-        assert found is not None and found.position.updates == 3 and damaged == [path]
+    with tempfile.TemporaryDirectory() as name:
+        run_dir = RunDir(Path(shutil.copytree(pair, Path(name) / "run")))
+        older, path = run_dir.checkpoint(3), run_dir.checkpoint(6)
+        written = everything(module.read_checkpoint(path))
+        damage(data, path, older)
+        assert everything(module.read_checkpoint(path)) in (written, None)
+        found, damaged = module.latest_valid(run_dir)
+        if module.read_checkpoint(path) is None and older.exists():
+            assert found is not None and found.position.updates == 3 and damaged == [path]
 
 
 @pytest.mark.parametrize("weak", ["seal", "checksum", "name"])

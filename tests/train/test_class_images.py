@@ -20,17 +20,14 @@ from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import class_images, pipeline
 from lora_rocm.train.session import Session
-from tests.train.test_pipeline import make_recipe, start, write_material
+from tests.train.test_pipeline import make_recipe, material, start
+
+__all__ = ["material"]
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of diffusers, about NumPy
 
 CPU = torch.device("cpu")
 PROMPT = "a cat"
-
-
-@pytest.fixture(scope="module")
-def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_material(tmp_path_factory.mktemp("class"))
 
 
 def recipe_with(material: Path, cache: Path, count: int = 3, **sections: Any) -> Recipe:

@@ -71,8 +71,6 @@ def test_a_gguf_adapter_is_exported_from_a_checkpoint(tmp_path: Path, monkeypatc
 @pytest.mark.slow
 def test_what_cannot_be_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path, monkeypatch, lora={"targets": "attention"})
-    with pytest.raises(AdapterError, match="(?s)not written in the form kohya.*peft, merged, gguf"):
-        run.export("kohya")
     other = write_tiny_llm(tmp_path / "other", "smollm")
     (other / "model.safetensors").replace(run.base / "model.safetensors")
     (other / "config.json").replace(run.base / "config.json")

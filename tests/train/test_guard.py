@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor
 
 from lora_rocm.checks.canary import Canary
@@ -22,22 +20,12 @@ from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import checkpoint
 from lora_rocm.train.guard import Guard
+from lora_rocm.train.hooks import Save
 from lora_rocm.train.loop import Trainer
 from tests.device.broken import PRODUCTS, Broken, Fault, one_nan, stale, wrong_tail, zeros
-from tests.tiny_models import SHALLOW, write_tiny_sdxl
-from tests.train.test_pipeline import bytes_of, make_recipe, start
+from tests.train.test_pipeline import bytes_of, make_recipe, material, start
 
-
-@pytest.fixture(scope="module")
-def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model, two images, and a place for caches that all tests share."""
-    folder = tmp_path_factory.mktemp("material")
-    write_tiny_sdxl(folder / "model", **SHALLOW)
-    (folder / "images").mkdir()
-    for number in range(2):
-        image = Image.frombytes("RGB", (64, 64), random.Random(number).randbytes(3 * 64 * 64))
-        image.save(folder / "images" / f"{number}.png")
-    return folder
+__all__ = ["material"]
 
 
 def recipe_of(material: Path, canary_every_n_steps: int = 0, **train: Any) -> Recipe:
@@ -248,17 +236,31 @@ def poison(trainer: Trainer, where: str, value: float) -> None:
     trainer.optimizer.state_guard.reset()
 
 
-@pytest.mark.parametrize(
-    ("where", "value"), [*((where, float("nan")) for where in POISONS), ("exp_avg_sq", float("inf"))]
-)
 def test_state_that_is_not_finite_is_named_and_not_written(
-    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, value: float
+    material: Path, sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    after_step(monkeypatch, 4, lambda trainer: poison(trainer, where, value))
-    with pytest.raises(NonFiniteError) as caught:
-        start(recipe_of(material), tmp_path / "run")
-    assert caught.value.code == "state-nonfinite" and where in caught.value.where and "1 of" in caught.value.what
-    assert written(tmp_path / "run") == ([2], ["lora-step00000002.safetensors"])
+    """One after the other, each before the same checkpoint. The control: it is written when all is well again."""
+    run_dir, refused = tmp_path / "run", []
+
+    def act(trainer: Trainer) -> None:
+        (hook,) = (hook for hook in trainer.hooks if isinstance(hook, Save))
+        for where, value in (*((where, float("nan")) for where in POISONS), ("exp_avg_sq", float("inf"))):
+            right = POISONS[where](trainer).clone()
+            poison(trainer, where, value)
+            with pytest.raises(NonFiniteError) as caught:
+                hook.act(trainer)
+            assert (
+                caught.value.code == "state-nonfinite" and where in caught.value.where and "1 of" in caught.value.what
+            )
+            assert written(run_dir) == ([2], ["lora-step00000002.safetensors"])
+            POISONS[where](trainer).copy_(right)
+            refused.append(where)
+        trainer.optimizer.state_guard.reset()
+
+    after_step(monkeypatch, 4, act)
+    assert start(recipe_of(material), run_dir)
+    assert len(refused) == len(POISONS) + 1 and bytes_of(run_dir) == bytes_of(sound)
+    assert written(run_dir)[0] == written(sound)[0]
 
 
 def test_without_the_look_state_that_is_not_finite_would_be_written(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -170,6 +171,28 @@ def test_it_learns() -> None:
     assert rig.finished and len(losses) == 80
     assert sum(losses[-10:]) < 0.7 * sum(losses[:10])
     assert [event["updates"] for event in rig.of_type("step")] == list(range(1, 81))
+
+
+class Measured(NoisyLine):
+    """It measures two values of each sample beside the loss."""
+
+    def predict(self, model: LoadedModel, batch: dict[str, Tensor], draws: dict[str, Tensor]) -> Prediction:
+        first_B = batch["x"][:, 0]
+        return replace(super().predict(model, batch, draws), measures={"first": first_B, "odd": first_B * torch.nan})
+
+
+@pytest.mark.parametrize(("accumulation", "parts"), [(1, 1), (2, 1), (1, 2)])
+def test_measures_of_a_step_are_means_over_its_samples_and_change_nothing(accumulation: int, parts: int) -> None:
+    """Those that are not finite are left out. The optimizer logs a value, too."""
+    plain, rig = (prodigy_rig(accumulation=accumulation, parts=parts) for _ in range(2))
+    rig.trainer.family = rig.trainer.engine.family = Measured()  # type: ignore[assignment]
+    rig.fit(5)
+    assert same(plain.fit(5), rig)
+    for step, other in zip(rig.of_type("step"), plain.of_type("step"), strict=True):
+        parts_of_it = islice(batches(accumulation)(step["iteration"]), accumulation)
+        x_ND = torch.cat([batch.tensors["x"] for batch in parts_of_it])
+        assert step["measures"] == {"first": pytest.approx(float(x_ND[:, 0].mean()), abs=1e-6)}
+        assert step["optimizer"] == other["optimizer"] != {} and other["measures"] == {}
 
 
 def prodigy_rig(**how: Any) -> Rig:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from lora_rocm.recipe.schema import Recipe
-from tests.train.test_pipeline import bytes_of, losses_of, make_recipe, start, write_material
+from tests.train.test_pipeline import bytes_of, losses_of, make_recipe, material, rewound, start
+
+__all__ = ["material"]
 
 OBJECTIVE = {
     "noise_offset": 0.05,
@@ -24,11 +24,6 @@ OBJECTIVE = {
 }
 
 
-@pytest.fixture(scope="module")
-def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_material(tmp_path_factory.mktemp("options"))
-
-
 def recipe_of(material: Path, steps: int = 2, **objective: object) -> Recipe:
     images = str(material / "images")
     sources = [{"path": images, "exclude": ["bild 3*"], "loss_weight": 0.5}, {"path": images, "is_reg": True}]
@@ -40,7 +35,7 @@ def recipe_of(material: Path, steps: int = 2, **objective: object) -> Recipe:
 def test_a_run_with_many_options_resumes_to_the_byte(material: Path, tmp_path: Path) -> None:
     recipe = recipe_of(material, **OBJECTIVE)
     assert start(recipe, tmp_path / "straight")
-    assert not start(recipe, tmp_path / "stopped", stop_at=1)
+    rewound(tmp_path / "straight", tmp_path / "stopped", 1)
     assert start(recipe, tmp_path / "stopped")
     assert bytes_of(tmp_path / "stopped") == bytes_of(tmp_path / "straight")
     assert start(recipe_of(material, steps=1), tmp_path / "plain")

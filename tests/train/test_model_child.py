@@ -40,7 +40,7 @@ def test_sizes_are_as_asked_or_as_in_training() -> None:
     [
         ("sdxl", {"width": 65}, "multiples of 8 pixels.*--width 65.*Take 64 or 72"),
         ("toy-video", {"height": 72}, "multiples of 32 pixels.*--height 72.*Take 64 or 96"),
-        ("toy-text", {"height": 64}, "Toy text draws no images.*--height 64"),
+        ("toy-text", {"height": 64}, "No images are drawn by Toy text.*--height 64"),
     ],
 )
 def test_sizes_that_the_family_does_not_take(family: str, options: dict[str, Any], words: str) -> None:
@@ -90,6 +90,6 @@ def test_in_a_run_its_family_counts(tmp_path: Path) -> None:
 
 def test_a_sampler_that_the_family_does_not_take_is_refused() -> None:
     require_inputs_read(job(sampler="dpmpp_2m"), recipe("sdxl"))
-    for family, words in (("sdxl", "Take euler or "), ("toy-text", "has no samplers")):
+    for family, words in (("sdxl", "Take euler or "), ("toy-text", "no samplers for Toy text")):
         with pytest.raises(UserError, match=f"(?s){words}"):
             require_inputs_read(job(sampler="magic"), recipe(family))

@@ -17,7 +17,6 @@ from torch import Tensor
 from lora_rocm.device.transfer import Clock, DeviceTransfer
 from lora_rocm.errors import NonFiniteError
 from lora_rocm.hardware.settings import Settings
-from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.mitigations import seen_of_code
 from lora_rocm.rundir.event_types import Event, StepEvent
@@ -30,7 +29,7 @@ from lora_rocm.train.loop import Trainer
 from lora_rocm.train.session import Session
 from tests.train import test_pipeline
 from tests.train.test_guard import after_step
-from tests.train.test_pipeline import CPU, bytes_of, make_recipe
+from tests.train.test_pipeline import CPU, bytes_of, dumped, make_recipe
 
 material = test_pipeline.material
 STEPS = 8
@@ -76,7 +75,7 @@ def start(recipe: Recipe, run_dir: Path, attempt: int = 0, stop_at: int = STEPS 
     """One start of the worker's work, which draws other noise where ``attempt`` is not 0."""
     directory = RunDir(run_dir).create()
     directory.stop.unlink(missing_ok=True)
-    directory.recipe.write_text(dump_recipe(recipe), encoding="utf-8")
+    directory.recipe.write_text(dumped(recipe), encoding="utf-8")
     session = Session(directory, watch_parent=False)
 
     def stop(event: Event) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,18 @@ PREVIEWS = (
 )
 
 
-@pytest.fixture
-def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
-    write_tiny_sdxl(tmp_path / "model", unet=UNET, vae=VAE)
-    images(tmp_path / "pics", count=2)
-    (tmp_path / "r.yaml").write_text(RECIPE, encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    return Program(monkeypatch)
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
+    """In a folder with a model, images and a recipe, and with a run that nobody disturbed: ``straight``."""
+    folder = tmp_path_factory.mktemp("outputs")
+    write_tiny_sdxl(folder / "model", unet=UNET, vae=VAE)
+    images(folder / "pics", count=2)
+    (folder / "r.yaml").write_text(RECIPE, encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        program = Program(patch)
+        assert program.train("straight", *PREVIEWS).code == 0
+        yield program
 
 
 def test_a_disk_that_is_low_is_said_at_the_start_and_refused_before_a_checkpoint(
@@ -45,8 +51,8 @@ def test_a_disk_that_is_low_is_said_at_the_start_and_refused_before_a_checkpoint
     def shrinking(path: Any) -> Any:
         return usage._replace(free=disk_space.RESERVE_BYTES + (0 if run_dir.checkpoint(1).exists() else 100_000))
 
-    assert program.train("straight", *PREVIEWS).code == 0  # negative control: there is room, and nothing is said of it
-    assert "disk" not in "".join(event.get("text", "") for event in read_events(RunDir(Path("straight")).events()))
+    told = "".join(event.get("text", "") for event in read_events(RunDir(Path("straight")).events()))
+    assert "disk" not in told  # negative control: there is room, and nothing is said of it
     with monkeypatch.context() as patch:
         patch.setattr("lora_rocm.rundir.disk_space.shutil.disk_usage", shrinking)
         said = program.train(run_dir.path, *PREVIEWS)
@@ -59,8 +65,7 @@ def test_a_disk_that_is_low_is_said_at_the_start_and_refused_before_a_checkpoint
 
 
 def test_images_that_a_kill_came_before_are_drawn_when_the_run_goes_on(program: Program, tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path / "run")
-    assert program.train(run_dir.path, *PREVIEWS).code == 0
+    run_dir = RunDir(Path(shutil.copytree("straight", tmp_path / "run")))
     drawn = (run_dir.samples_at(1) / "00.png").read_bytes()
     run_dir.result.unlink()  # as if it had been killed after its first checkpoint
     shutil.rmtree(run_dir.checkpoint(2))

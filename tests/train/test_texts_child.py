@@ -15,9 +15,6 @@ from tests.tiny_llm import write_chats, write_tiny_llm
 def test_the_first_samples_are_shown_and_what_cannot_be_used_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from lora_rocm.dataset.text_scan import scan_texts
-    from lora_rocm.recipe.kinds import recipe_from
-
     chats = [[("user", f"say {n}"), ("assistant", f"number {n}")] for n in range(9)]
     data = write_chats(tmp_path / "c.jsonl", [("user", "b" * 300), ("assistant", "c")], *chats)
     values = {
@@ -25,12 +22,12 @@ def test_the_first_samples_are_shown_and_what_cannot_be_used_is_said(
         "data": {"sources": [{"dataset": str(data)}], "max_length": 100},
         "train": {"max_train_steps": 1},
     }
-    texts = [sample.caption for sample in scan_texts(recipe_from(values).data).samples]
     job = tmp_path / "job.json"
-    job.write_text(json.dumps({"recipe": values, "texts": texts}), encoding="utf-8")
+    job.write_text(json.dumps({"recipe": values}), encoding="utf-8")
     monkeypatch.setattr(sys, "argv", ["texts_child", str(job)])
     assert texts_child.main() == 0
     said = json.loads(capsys.readouterr().out)
     wanted = [f"<|start|>user\nsay {n}<|end|>\n<|start|>assistant\n⟦number {n}<|end|>⟧\n" for n in range(3)]
     assert said["shown"] == wanted
+    assert (said["texts"], said["looked_at"], said["lengths"]) == (10, 10, {"64": 9})
     assert any("begins behind the 100 tokens" in notice for notice in said["notices"])

@@ -26,18 +26,20 @@ from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import preview
 from lora_rocm.train.checkpoint import latest_valid
 from tests.lora_files import write_random_lora
-from tests.train.test_pipeline import CPU, bytes_of, make_recipe, start, write_material
+from tests.train.test_pipeline import CPU, bytes_of, make_recipe, material, rewound, start
+
+__all__ = ["material"]
 
 LAST = 2
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
 
 
 @pytest.fixture(scope="module")
-def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write_material(tmp_path_factory.mktemp("training adapter"))
-    root = family_for(make_recipe(folder)).skeleton("unet")
-    write_random_lora(folder / "t.safetensors", "unet", root, r".*attn1\.to_[qv]|.*conv_shortcut")
-    return folder
+def file(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A training adapter."""
+    root = family_for(make_recipe(material)).skeleton("unet")
+    path = tmp_path_factory.mktemp("training adapter") / "t.safetensors"
+    return write_random_lora(path, "unet", root, r".*attn1\.to_[qv]|.*conv_shortcut")
 
 
 def recipe_of(material: Path, **model: Any) -> Recipe:
@@ -53,8 +55,8 @@ def recipe_of(material: Path, **model: Any) -> Recipe:
 
 
 @pytest.fixture(scope="module")
-def recipe(material: Path) -> Recipe:
-    return recipe_of(material, training_adapter=str(material / "t.safetensors"))
+def recipe(material: Path, file: Path) -> Recipe:
+    return recipe_of(material, training_adapter=str(file))
 
 
 @pytest.fixture(scope="module")
@@ -110,10 +112,9 @@ def differs(one: RunDir, other: RunDir) -> int:
 
 
 def test_a_resume_is_exact_and_refuses_another_training_adapter(
-    material: Path, recipe: Recipe, straight: RunDir, plain: RunDir, tmp_path: Path
+    file: Path, recipe: Recipe, straight: RunDir, plain: RunDir, tmp_path: Path
 ) -> None:
-    run_dir, file = tmp_path / "run", material / "t.safetensors"
-    assert not start(recipe, run_dir, stop_at=1)
+    run_dir = rewound(straight.path, tmp_path / "run", 1)
     before = file.read_bytes()
     tensors = load_file(file)
     save_file({name: tensor * 1.01 for name, tensor in tensors.items()}, file)

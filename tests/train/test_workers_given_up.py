@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lora_rocm.loader.worker_pool import Group, WorkersFailed
+from lora_rocm.loader import worker_pool
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.incidents import trouble_of
 from lora_rocm.rundir.layout import RunDir
@@ -27,15 +27,23 @@ def changes(run_dir: Path) -> list[dict[str, Any]]:
 def test_workers_that_are_given_up_are_a_change_of_the_run(
     material: Path, straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: Any
 ) -> None:
-    recipe, whole = make_recipe(material, runtime={"workers": 1}), Group.reads
 
-    def failing(self: Group, orders: Any) -> Iterator[Any]:
-        yield from itertools.islice(whole(self, orders), 3)
-        raise WorkersFailed("it failed", seen)
+    class Failing:
+        """In place of ``worker_pool.Group``: what it reads is read here, so no process has to start."""
+
+        def __init__(self, source: Any, size: int, sharing: str, runtime: Any) -> None:
+            self.source, self.size, self.sharing = source, size, sharing
+
+        def reads(self, orders: Any) -> Iterator[Any]:
+            yield from itertools.islice(worker_pool.data_loader(self.source, orders), 3)
+            raise worker_pool.WorkersFailed("it failed", seen)
+
+        def close(self) -> None:
+            pass
 
     with monkeypatch.context() as patch:
-        patch.setattr(Group, "reads", failing)
-        assert start(recipe, tmp_path / "run")
+        patch.setattr(worker_pool, "Group", Failing)
+        assert start(make_recipe(material, runtime={"workers": 1}), tmp_path / "run")
     (change,) = changes(tmp_path / "run")
     assert (change["id"], change["effect"], change["seen"]) == ("workers-0", "exact", seen)
     assert bytes_of(tmp_path / "run") == bytes_of(straight)

@@ -85,8 +85,10 @@ class ChatTokenizer:
         return [written(each) for each in records]
 
     def num_tokens(self, text: str) -> int:
-        """As ``TextReader.num_tokens``."""
-        return len(self.tokens(read(text)).ids)
+        """As ``TextReader.num_tokens``. Of a pair the longer answer counts, to which the other is filled up."""
+        record = read(text)
+        answers = (record.chosen, record.rejected) if isinstance(record, Pair) else (record,)
+        return max(len(self.tokens(answer).ids) for answer in answers)
 
     def _checked(self, record: Record) -> Tokens:
         """The tokens of a sample that has some to train on; counts those that are cut."""

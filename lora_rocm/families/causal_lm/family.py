@@ -193,7 +193,7 @@ class CausalLM:
         where = f"model.name_or_path: {self.source.name}"
         require_same(model, where)
         if self.recipe.data.packing:
-            require_apart(model, where)
+            require_apart(model, f"data.packing, {where}")
         return LoadedModel({COMPONENT: model}, dtype, device)
 
     def skeleton(self, component: str) -> nn.Module:

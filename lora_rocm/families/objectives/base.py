@@ -49,7 +49,7 @@ class Prediction:
     target: what ``distance`` compares it with; for ``squared`` of the same shape, float32.
     weight: [B], or of as many dimensions as what ``distance`` gives and broadcastable to it (a weight a token).
     distance: at each place: it may have fewer dimensions than the prediction (one a token), and B is the first.
-    measures: other values of each sample, float32 [B] without gradient, that are logged with the held-out loss.
+    measures: other values of each sample, float32 [B] without gradient, that are logged with the losses.
     """
 
     prediction: Tensor

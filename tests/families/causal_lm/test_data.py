@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from lora_rocm.commands.check import plan_texts
+from lora_rocm.dataset.batch_sampler import BatchPlan
 from lora_rocm.dataset.records import read
 from lora_rocm.dataset.row_reference import separated
 from lora_rocm.dataset.text_scan import find_samples
@@ -21,6 +25,7 @@ from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.latent_cache.prepare import Prepared, choose_held_out, prepare
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
+from lora_rocm.train.texts_child import seen
 from tests.tiny_llm import CHAT, STRIPPING, THINK, tiny_tokenizer, write_chats
 
 CPU = torch.device("cpu")
@@ -53,6 +58,29 @@ def test_pairs_of_answers_are_not_packed(tmp_path: Path) -> None:
 
 def prepared(recipe: Recipe) -> Prepared:
     return prepare(recipe, family_for(recipe), Encoding(LatentCache(Path(recipe.cache.dir)), CPU))
+
+
+@pytest.mark.parametrize(
+    ("template", "data"),
+    [
+        (CHAT, {}),
+        (CHAT, {"packing": True, "validation_split": 0.3}),
+        (STRIPPING, {"validation_split": 0.3, "repeats": 2}),  # each conversation is cut into three samples
+    ],
+)
+def test_check_says_the_steps_of_a_run(tmp_path: Path, template: str, data: dict[str, Any]) -> None:
+    recipe = recipe_of(tmp_path, template, **data)
+    train = recipe.train.model_copy(update={"max_train_steps": None, "epochs": 3, "batch_size": 2})
+    recipe = recipe.model_copy(update={"train": train.model_copy(update={"gradient_accumulation_steps": 2})})
+    reader, samples = family_for(recipe).texts, find_samples(recipe).samples
+    assert reader is not None
+    plan = plan_texts(recipe, samples, json.loads(json.dumps(asdict(seen(recipe, reader)))))
+    found = prepared(recipe)
+    steps = BatchPlan(found.items, 2, 2, seed=0).steps_per_epoch
+    assert (plan.steps_per_epoch, plan.max_train_steps, plan.held_out) == (steps, 3 * steps, len(found.held_out))
+    assert plan.buckets == found.facts.bucket_counts and plan.how_sure == ""
+    part = plan_texts(recipe, samples, json.loads(json.dumps(asdict(seen(recipe, reader, most=COUNT // 2)))))
+    assert part.how_sure == "about " and 0 < part.steps_per_epoch < 2 * steps + 2
 
 
 def row_of(key: str) -> str:

@@ -161,6 +161,18 @@ def test_what_changes_the_start_changes_its_entries(base: Path, tmp_path: Path) 
     assert start_encoders(recipe_of(base), CausalLM(recipe_of(base)), torch.float32) == ()
 
 
+def test_a_pair_is_as_long_as_its_longer_answer(base: Path) -> None:
+    family = CausalLM(dpo(base))
+    (encoder,) = family.encoders()
+    encode, found = encoder.load(DeviceTransfer(CPU, pin=False)), list[int]()
+    for pair in pairs():
+        length = family.texts.num_tokens(written(pair))
+        found.append(-(-length // 64) * 64)
+        assert length == max(len(family.texts.tokens(answer).ids) for answer in (pair.chosen, pair.rejected))
+        assert found[-1] == encode({CAPTION: written(pair)})["input_ids"].shape[1]
+    assert found == [64, 128]
+
+
 def test_a_prompt_of_a_preview_has_entries_too(base: Path) -> None:
     family = CausalLM(dpo(base))
     assert isinstance(family, ComparesWithStart)
@@ -251,6 +263,8 @@ def test_a_resume_is_exact_and_watching_changes_nothing(tmp_path: Path, monkeypa
     assert tensors_of(tmp_path / "unwatched") == tensors_of(tmp_path / "straight")
     steps, watched = of_type(tmp_path / "straight", "step"), of_type(tmp_path / "straight", "watched")
     assert steps[0]["loss"] == pytest.approx(LN2, rel=1e-5)
+    assert steps[0]["measures"]["reward margin"] == pytest.approx(0.0, abs=1e-5)
+    assert steps[-1]["measures"]["reward margin"] > 1e-5
     assert [event["updates"] for event in watched] == [0, 2, 4]
     assert not of_type(tmp_path / "unwatched", "watched")
 
@@ -269,5 +283,7 @@ def test_a_tiny_model_learns_a_made_up_preference_and_not_one_that_is_none(tmp_p
         assert start(recipe, tmp_path / name / "run", stop_at=99)
         (last,) = of_type(tmp_path / name / "run", "validation")
         accuracy[name] = last["measures"]["accuracy"]
+        of_steps = [step["measures"]["accuracy"] for step in of_type(tmp_path / name / "run", "step")]
+        assert name == "control" or sum(of_steps[-5:]) / 5 > 0.9 > sum(of_steps[:2]) / 2
     assert accuracy["learned"] > 0.95
     assert 0.2 < accuracy["control"] < 0.8
