@@ -98,6 +98,11 @@ class Module:
         return _parse(self.source)
 
     @property
+    def nodes(self) -> Iterator[ast.AST]:
+        """Every node but the marks of reading and writing (``ast.expr_context``)."""
+        return (node for _, node in _with_function(self.source))
+
+    @property
     def room(self) -> str:
         """The package that a module lies in, by its name in ROOMS.
 
@@ -133,6 +138,17 @@ def _parse(source: str) -> ast.Module:
 
 
 @cache
+def _with_function(source: str) -> tuple[tuple[str, ast.AST], ...]:
+    """Every node, with the name of the outermost function around it; made once, as most rules look at all of them."""
+    found: list[tuple[str, ast.AST]] = [("", _parse(source))]
+    for function, node in found:  # it grows
+        inside = function or (node.name if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else "")
+        children = ast.iter_child_nodes(node)
+        found += [(inside, child) for child in children if not isinstance(child, ast.expr_context)]
+    return tuple(found)
+
+
+@cache
 def package_modules() -> tuple[Module, ...]:
     found = []
     for path in sorted((ROOT / PACKAGE).rglob("*.py")):
@@ -160,6 +176,8 @@ def imports_of(module: Module) -> tuple[Import, ...]:
 
 def _imports(node: ast.AST, *, for_types: bool, at_top: bool) -> Iterator[Import]:
     for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.expr | ast.expr_context):
+            continue  # no import is in there
         if isinstance(child, ast.Import):
             for alias in child.names:
                 yield Import(alias.name, "", child.lineno, for_types, at_top)
@@ -172,7 +190,7 @@ def _imports(node: ast.AST, *, for_types: bool, at_top: bool) -> Iterator[Import
         elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             yield from _imports(child, for_types=True, at_top=at_top)
         else:
-            is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
             yield from _imports(child, for_types=for_types, at_top=at_top and not is_function)
 
 
@@ -244,7 +262,7 @@ def size_faults(module: Module) -> Iterator[str]:
     lines = module.source.count("\n")
     if lines > MAX_FILE_LINES:
         yield f"{module.name} has {lines} lines"
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > MAX_FUNCTION_LINES:
@@ -253,20 +271,12 @@ def size_faults(module: Module) -> Iterator[str]:
 
 def broad_except_faults(module: Module) -> Iterator[str]:
     """Bare and broad ``except`` outside the process edges."""
-    for function, node in _with_function(module.tree, ""):
+    for function, node in _with_function(module.source):
         if not isinstance(node, ast.ExceptHandler) or (module.name, function) in PROCESS_EDGES:
             continue
         caught = set() if node.type is None else {part.id for part in ast.walk(node.type) if isinstance(part, ast.Name)}
         if node.type is None or caught & {"Exception", "BaseException"}:
             yield f"{module.name}:{node.lineno} catches everything"
-
-
-def _with_function(node: ast.AST, function: str) -> Iterator[tuple[str, ast.AST]]:
-    """Every node below, with the name of the outermost function around it."""
-    for child in ast.iter_child_nodes(node):
-        yield function, child
-        inside = function or (child.name if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) else "")
-        yield from _with_function(child, inside)
 
 
 def unfinished_faults(module: Module) -> Iterator[str]:
@@ -277,7 +287,7 @@ def unfinished_faults(module: Module) -> Iterator[str]:
 
 def encoding_faults(module: Module) -> Iterator[str]:
     """Text read or written in whatever encoding the machine happens to have."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Call) and _is_text_io(node):
             if not any(keyword.arg in ("encoding", None) for keyword in node.keywords):
                 yield f"{module.name}:{node.lineno} names no encoding: {ast.unparse(node)}"
@@ -311,7 +321,7 @@ def python_child_faults(module: Module) -> Iterator[str]:
     """
     if module.name in (f"{PACKAGE}.foundation.safe_path", "scripts/venv_state.py", "scripts/install.py"):
         return
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.List | ast.Tuple) and node.elts:
             first = ast.unparse(node.elts[0])
             words = {element.value for element in node.elts if isinstance(element, ast.Constant)}
@@ -329,9 +339,9 @@ def family_word_lines(module: Module) -> Iterator[str]:
     """Lines of shared code with a word of some family as an identifier or a key; what is said to users is none."""
     if module.name.removeprefix(f"{PACKAGE}.").startswith(FOREIGN_NAMES):
         return
-    said = {id(node.value) for node in ast.walk(module.tree) if isinstance(node, ast.Expr)}
+    said = {id(node.value) for node in module.nodes if isinstance(node, ast.Expr)}
     lines: dict[int, str] = {}
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.expr | ast.stmt | ast.arg | ast.keyword | ast.alias) and id(node) not in said:
             for word in _words_of(node):
                 if FAMILY_WORDS.search(word):

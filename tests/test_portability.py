@@ -44,7 +44,7 @@ def posix_faults(module: Module) -> Iterator[str]:
     for found in imports_of(module):
         if found.target in POSIX_MODULES or found.name in POSIX_NAMES.get(found.target, "").split():
             yield f"{module.name}:{found.line} imports {found.target} {found.name}"
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             if node.attr in POSIX_NAMES.get(node.value.id, "").split():
                 yield f"{module.name}:{node.lineno} uses {node.value.id}.{node.attr}"
@@ -52,7 +52,7 @@ def posix_faults(module: Module) -> Iterator[str]:
 
 def fork_faults(module: Module) -> Iterator[str]:
     """Processes made by fork, or by whatever the system takes when nobody says."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("get_context", "set_start_method")):
             if [ast.unparse(word) for word in node.args] != ["'spawn'"]:
                 yield f"{module.name}:{node.lineno} does not say spawn"
@@ -62,7 +62,7 @@ def folder_faults(module: Module) -> Iterator[str]:
     """Folders of Linux written into code; a sentence that names one is none."""
     if KNOWS_LINUX.match(module.name):
         return
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and LINUX_FOLDER.fullmatch(node.value):
             yield f"{module.name}:{node.lineno} names {node.value}"
 

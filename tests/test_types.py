@@ -16,7 +16,7 @@ ARROW = "tables of pyarrow and rows of datasets, which have no annotations"
 SYSTEM = "functions of the operating system through ctypes and winreg, which other systems lack"
 TORCH = "arguments of autograd functions, hooks and dispatch modes, which torch types as Any"
 HOLES: dict[str, tuple[int, int, str]] = {
-    "adapters": (78, 1, LIBRARY),
+    "adapters": (80, 1, LIBRARY),
     "base_models": (26, 3, LIBRARY),
     "bench": (7, 0, JSON),
     "cache_files": (5, 0, JSON),
@@ -46,7 +46,7 @@ HOLES: dict[str, tuple[int, int, str]] = {
     "sections": (5, 0, JSON),
     "supervisor": (22, 0, JSON),
     "trials": (21, 2, TORCH),
-    "train": (20, 0, JSON),
+    "train": (24, 0, JSON),
 }
 """Room -> ``Any`` written out, ``type: ignore`` comments, why. Triton kernels are not counted: they are no Python."""
 IGNORE = re.compile(r"#\s*type:\s*ignore")
@@ -54,8 +54,8 @@ IGNORE = re.compile(r"#\s*type:\s*ignore")
 
 def holes(module: Module) -> tuple[int, int]:
     """How often ``Any`` stands in the code, and how many ``type: ignore`` comments there are."""
-    named = sum(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(module.tree))
-    named += sum(isinstance(node, ast.Attribute) and node.attr == "Any" for node in ast.walk(module.tree))
+    named = sum(isinstance(node, ast.Name) and node.id == "Any" for node in module.nodes)
+    named += sum(isinstance(node, ast.Attribute) and node.attr == "Any" for node in module.nodes)
     tokens = tokenize.generate_tokens(io.StringIO(module.source).readline)
     return named, sum(token.type == tokenize.COMMENT and bool(IGNORE.search(token.string)) for token in tokens)
 

@@ -30,6 +30,8 @@ BEGIN, END = "<|startoftext|>", "<|endoftext|>"
 FEW_TARGETS = (
     r"(mid_block|up_blocks\.0)\..*\.(proj_in|proj_out|to_q|to_k|net\.0\.proj)"  # PEFT's injection takes its time
 )
+MIDDLE_TARGETS = r"mid_block\..*\.(proj_in|proj_out|to_q|to_k|net\.0\.proj)"
+"""A layer of each shape, for what does not depend on where layers lie."""
 RUN_TARGETS = (
     r"(down_blocks\.1\.attentions\.0|mid_block|up_blocks\.0\.attentions\.0)\..*\.(to_q|to_out\.0|proj_in|net\.0\.proj)"
 )
@@ -60,6 +62,8 @@ FEWER_LEVELS = {
     },
 }
 """Changes of ``hollow_builtin``, for what takes its time for each operation of a pass."""
+SHALLOW_WIDER = {**SHALLOW, "unet": {**SHALLOW["unet"], "block_out_channels": (16, 32)}}
+"""The same with the widths 16 and 32 of the deep model."""
 TEXT_1_WIDTH, TEXT_2_WIDTH, PROJECTION, TIME_WIDTH = 32, 48, 24, 8
 WRITTEN: dict[str, dict[Path, bytes]] = {}
 """The files of each model that ``write_tiny_sdxl`` has made."""

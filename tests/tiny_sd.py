@@ -19,6 +19,15 @@ from tests.tiny_models import END, _ldm_vae, _open_clip, scheduler_config, text_
 
 Version = Literal["sd15", "sd2"]
 WIDTH = 32
+SHALLOW_SD: dict[str, Any] = {
+    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+    "block_out_channels": (8, 8),
+    "layers_per_block": 1,
+    "attention_head_dim": 2,
+    "norm_num_groups": 4,
+}
+"""For whole runs and where the names of the original release do not count: two levels with fewer layers."""
 
 
 def unet_config(version: Version, **changes: Any) -> dict[str, Any]:

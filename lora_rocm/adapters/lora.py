@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from lora_rocm.adapters.base import PEFT_NAME, Adapter, plain_number
 from lora_rocm.adapters.entry import Form
 from lora_rocm.adapters.lora_entry import LORA, LoraEntry
-from lora_rocm.adapters.lora_start import START, factors, fill_start, less_start, put_start
+from lora_rocm.adapters.lora_start import START, cast_start, factors, fill_start, less_start, put_start
 from lora_rocm.adapters.module_names import COMFYUI, SD_SCRIPTS, adaptable, canonical
 from lora_rocm.adapters.targets import either
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.kernels.lora_layer import drop_ranks, with_lean_layers
-from lora_rocm.kernels.weight_format import dense_weight
+from lora_rocm.kernels.weight_format import dense_weight, is_packed
 from lora_rocm.model_files.readers import readers_of
 from lora_rocm.optim.norm_limit import NormLimit
 from lora_rocm.recipe.adapter_sections import AdapterSection, LoraSection
@@ -73,6 +73,12 @@ class LoraAdapter(Adapter):
         "diffusers": ("diffusers",),
         "peft": ("peft",),
     }
+
+    def __init__(self, family: ModelFamily, model: LoadedModel) -> None:
+        super().__init__(family, model)
+        for _, _, layer in self.modules.values():
+            if START in layer.lora_A and is_packed(layer.get_base_layer()):
+                cast_start(layer, model.dtype)
 
     @classmethod
     def config(cls, lora: AdapterSection, pattern: str) -> LoraConfig:
@@ -144,13 +150,14 @@ class LoraAdapter(Adapter):
     def start(self, name: str, layer: Any, lora: AdapterSection, rng: torch.Generator) -> None:
         """Initialise as ``lora.init`` says; by default A is Kaiming uniform and B zero.
 
-        A DoRA's magnitudes are the base's norms. Ranks that a start has no numbers for begin as by default.
+        eva begins as the default does, and its A comes later (``train.input_start``). A DoRA's magnitudes are the
+        base's norms. Ranks that a start has no numbers for begin as by default.
         """
         assert isinstance(lora, LoraSection), "a section of this kind"
         down, up = (torch.empty(pairs[PEFT_NAME].weight.shape) for pairs in (layer.lora_A, layer.lora_B))
         nn.init.kaiming_uniform_(down, a=math.sqrt(5), generator=rng)
         up.zero_()
-        if lora.init != "default":
+        if lora.init not in ("default", "eva"):
             weight = dense_weight(layer.get_base_layer()).detach().cpu().float().flatten(1)
             first, last = factors(lora.init, weight, len(down), trained_scale(layer), rng)
             down[: len(first)] = first.reshape(len(first), *down.shape[1:])
@@ -162,6 +169,11 @@ class LoraAdapter(Adapter):
             self.constants |= {f"{name}.{role}": tensor for role, tensor in held.items()}
         if PEFT_NAME in layer.lora_magnitude_vector:
             _set_magnitude(layer, _row_norms(dense_weight(layer.get_base_layer())))
+
+    def linear_downs(self) -> dict[str, Tensor]:
+        """Return module name -> the A [rank, inputs] of each linear layer, for a start that reads their inputs."""
+        found = {name: layer.lora_A[PEFT_NAME].weight for name, (_, _, layer) in self.modules.items()}
+        return {name: weight for name, weight in found.items() if weight.ndim == 2}
 
     def fill(self, layer: Any, entry: LoraEntry) -> None:
         """Copy the entry; the layer's scale may differ from the file's, and its rank may be higher."""

@@ -24,7 +24,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 def put_start(layer: LoraLayer, name: str) -> None:
-    """Put the frozen pair beside the adapter ``name`` of a layer, without values yet."""
+    """Put the frozen pair beside the adapter ``name`` of a layer, without values yet, in the dtype of the weight."""
     for pairs in (layer.lora_A, layer.lora_B):
         pair = copy.deepcopy(pairs[name])
         weight = pair.get_parameter("weight")
@@ -35,6 +35,12 @@ def put_start(layer: LoraLayer, name: str) -> None:
     for values in (layer.r, layer.lora_alpha, layer.scaling, layer.use_rslora):
         values[START] = values[name]
     layer.set_adapter([name, START])
+
+
+def cast_start(layer: Any, dtype: torch.dtype) -> None:
+    """Give the frozen pair the dtype in which the layer computes. That of a packed weight is not it."""
+    for pairs in (layer.lora_A, layer.lora_B):
+        pairs[START].weight = pairs[START].weight.to(dtype)
 
 
 def fill_start(layer: Any, down: Tensor, up: Tensor) -> dict[str, Tensor]:

@@ -96,7 +96,7 @@ def open_clip_of_ldm(prefix: str) -> Converter:
 
 def own_names(state: Mapping[str, Tensor], module: nn.Module) -> State:
     """Rename tensors of a folder from the names of older libraries to present names."""
-    expected = set(module.state_dict())
+    expected = set(module.state_dict(keep_vars=True))
     renamed = {}
     for name, tensor in state.items():
         renamed[name if name in expected else _present(name, expected)] = tensor
@@ -126,7 +126,7 @@ def fitted(state: State, module: nn.Module) -> State:
     Raises:
         UnfitError: some are missing, or have another shape.
     """
-    expected = module.state_dict()
+    expected = module.state_dict(keep_vars=True)
     missing = sorted(set(expected) - set(state))
     if missing:
         raise UnfitError(_count(missing, "missing"))
@@ -177,7 +177,9 @@ def look(entries: Mapping[str, TensorEntry], module: nn.Module, converter: Conve
     made = traced(entries, module, converter)
     made_of = {name: sources_of(tensor) for name, tensor in made.items()}
     read = frozenset[str]().union(*made_of.values())
-    own = [made_of[name] for name, tensor in module.state_dict().items() if not tensor.is_floating_point()]
+    own = [
+        made_of[name] for name, tensor in module.state_dict(keep_vars=True).items() if not tensor.is_floating_point()
+    ]
     unread = tuple(name for name in sorted(entries) if name not in read and not harmless(name))
     return Found(unread, made_of, frozenset[str]().union(*own))
 

@@ -114,11 +114,12 @@ def export(
 
     Raises:
         AdapterError: export-form: nothing reads such an adapter in this format.
-        UserError: ``output`` is of the wrong kind, an option does not apply, or there is no checkpoint.
+        UserError: ``output`` is of the wrong kind, an option does not apply, or the run cannot be exported.
         LoraRocmError: any error of the child process.
     """
     run_dir, recipe = open_recipe(source, registry)
-    _require_exportable(recipe, form)
+    if form not in recipe.exportable:
+        raise _unread(recipe, form)
     if output is not None and (output.is_file() if form in FOLDER_FORMS else output.is_dir()):
         is_now, wanted = ("file", "folder") if form in FOLDER_FORMS else ("folder", "file")
         what = f"There is a {is_now}, and the {form} form is a {wanted}."
@@ -142,11 +143,9 @@ def export(
     return _export(run_dir, form, output=output, dtype=dtype, converter=script)
 
 
-def _require_exportable(recipe: Recipe, form: str) -> None:
-    if form in recipe.exportable:
-        return
+def _unread(recipe: Recipe, form: str) -> AdapterError:
     title = f"{recipe.lora.title} of {recipe.spec.title}"
-    raise AdapterError(
+    return AdapterError(
         "export-form",
         f"A {title} is not written in the form {form}: nothing would read it.",
         where=f"--format {form}",

@@ -195,6 +195,11 @@ class AdapterSection(Section):
         return None
 
     @property
+    def reads_inputs(self) -> bool:
+        """Whether the adapter starts from what its layers are given before the first step."""
+        return False
+
+    @property
     def sets_rates(self) -> bool:
         """Whether some weights have a learning rate of their own."""
         return any(override.learning_rate for override in self.overrides)
@@ -273,11 +278,12 @@ class LoraSection(ProductSection):
         None, description="Rank of convolutions with kernels larger than 1 x 1; unset means rank."
     )
     conv_alpha: Alpha | None = Field(None, description="Alpha of these convolutions; unset means alpha, else the rank.")
-    init: Literal["default", "gaussian", "orthogonal", "pissa", "olora"] = Field(
+    init: Literal["default", "gaussian", "orthogonal", "pissa", "olora", "eva"] = Field(
         "default",
         description="Start of the factors A and B, as PEFT's init_lora_weights. default: A Kaiming uniform, B zero; "
         "gaussian: A normal, B zero; orthogonal: both random with the product zero; pissa (arXiv 2404.02948), olora "
-        "(arXiv 2406.01775): both from the base's weight. With the last two the result has twice the rank.",
+        "(arXiv 2406.01775): both from the base's weight, and the result has twice the rank; eva (arXiv 2410.07170): A "
+        "from the inputs that linear layers get from the first batches, B zero.",
     )
     loraplus_lr_ratio: float = Field(
         1.0, gt=0, le=10_000.0, description="LoRA+: learning rate of B as a multiple of that of A; 16 is usual."
@@ -307,7 +313,8 @@ class LoraSection(ProductSection):
             raise not_both("init", "init_from")
         unfit = (*DROPOUTS, "use_dora", "scale_weight_norms") if self.takes_off_start else ()
         if key := next((name for name in unfit if getattr(self, name)), ""):
-            raise not_both(key, "init")
+            what, fix = f"does not go with init: {self.init}", f"Remove {key}, or take another init, such as default."
+            raise PydanticCustomError("rule", "{what}", {"what": what, "at": (key,), "fix": fix})
         ranks = (self.rank, self.conv_rank, *(override.rank for override in self.overrides))
         if self.init == "orthogonal" and (odd := next((rank for rank in ranks if rank and rank % 2), 0)):
             what, fix = f"init: orthogonal needs even ranks, and one is {odd}", f"Take {odd + 1}, or another init."
@@ -318,6 +325,10 @@ class LoraSection(ProductSection):
     def takes_off_start(self) -> bool:
         """Whether A and B start from the base's weight, so that their first product is taken off the result."""
         return self.init in ("pissa", "olora")
+
+    @property
+    def reads_inputs(self) -> bool:
+        return self.init == "eva"
 
     def as_written(self) -> Self:
         if not self.takes_off_start:

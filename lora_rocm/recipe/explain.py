@@ -81,7 +81,10 @@ def explain(error: ValidationError, data: Any, where: Callable[[Key], str], kind
             problems[key] = Problem(where(key), sentence, fix)
         elif detail["type"] == "rule":
             problems.setdefault((*key, "rule"), _of_rule(detail, key, data, where))
-        elif key not in problems or detail["type"] == "too_long":  # replaces the error of a union's other member
+        elif key not in problems or detail["type"] in (
+            "too_long",
+            *COMPARED,
+        ):  # replaces the error of a union's other member
             problems[key] = Problem(where(key), *_sentence_and_fix(detail, key, kinds))
     return list(problems.values())
 
@@ -125,7 +128,7 @@ def _of_rule(detail: ErrorDetails, key: Key, data: Any, where: Callable[[Key], s
 
 def _sentence_and_fix(detail: ErrorDetails, key: Key, kinds: Kinds) -> tuple[str, str]:
     kind, context, value = detail["type"], detail.get("ctx", {}), detail["input"]
-    if kind == "missing" and isinstance(detail["loc"][-1], int):
+    if kind == "too_short" or (kind == "missing" and isinstance(detail["loc"][-1], int)):
         return f"has too few values: {shown(value)}", _about(key, kinds.recipe)
     if kind == "missing":
         return "is missing", _description(key, kinds.recipe)

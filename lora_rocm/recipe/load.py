@@ -192,7 +192,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Regis
     spoiled = {problem.where for problem in problems}
     recipe, more = _validate(layers, registry)
     problems += [problem for problem in more if problem.where not in spoiled]  # one problem per place
-    if recipe is not None:
+    if recipe is not None and layers.where(("lora", "train_norms")) not in {problem.where for problem in problems}:
         problems += unwritable(recipe, layers)
     if problems or recipe is None:
         raise RecipeError(_in_order(problems, layers))
@@ -208,7 +208,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Regis
 
 def unwritable(recipe: Recipe, layers: Layered) -> list[Problem]:
     """A problem if ``output.formats`` has a format in which the adapter of this family cannot be written."""
-    title = f"{recipe.lora.title} of {recipe.spec.title}"
+    title = f"{recipe.lora.title} of {recipe.spec.title}{' with trained norms' if recipe.lora.train_norms else ''}"
     known = [form for form in recipe.spec.formats if form in recipe.lora.forms]
     wrong = [form for form in recipe.formats if form not in known]
     if not wrong:

@@ -146,7 +146,14 @@ def refuse_unread(section: BaseModel, names: Sequence[str], why: str, fix: str) 
 class Section(BaseModel):
     """Base class of all sections: unknown keys are refused, values are immutable."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=False,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        defer_build=True,  # of many optimizers and adapters a recipe has one each
+    )
 
 
 class ModelSection(Section):

@@ -56,7 +56,10 @@ LINES: dict[str, Callable[[Event], str]] = {
     "export": lambda e: (
         f"Wrote {e['path']} ({e['format']}), loaded back, largest difference {number_text(e['max_difference'])}"
     ),
-    "concept": lambda e: f"Concept score {number_text(e['score'])}, control {number_text(e['control'])}",
+    "concept": lambda e: (
+        f"Concept score {number_text(e['score'])}, "
+        + ("no control" if e["control"] is None else f"control {number_text(e['control'])}")
+    ),
     "notice": lambda e: f"Note: {e['text']}",
 }
 """Type of an event -> the line that it is."""

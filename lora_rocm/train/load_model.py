@@ -14,6 +14,7 @@ from lora_rocm.adapters.training_adapter import TrainingAdapter, put_training_ad
 from lora_rocm.checks import kernel_check
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.device.allocator import empty_pools
+from lora_rocm.device.attention import training_context
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import ModelError
 from lora_rocm.export.writers import kohya_tensors
@@ -26,10 +27,12 @@ from lora_rocm.train.context import StartContext, pins
 
 
 def choose_memory(start: StartContext, family: ModelFamily, shapes: Collection[Shape]) -> Memory:
-    """Choose the memory plan, for the largest of these shapes."""
+    """Choose the memory plan, for the largest of these shapes. Blocks are recomputed with the attention of the run."""
     largest = max(shapes, key=lambda shape: shape.order)
     how = (start.recipe, family, start.device, start.dtype, start.settings)
-    return decide(*how, largest, start.context, len(shapes))
+    memory = decide(*how, largest, start.context, len(shapes))
+    memory.again = training_context(start.settings.attention)
+    return memory
 
 
 def load_model(

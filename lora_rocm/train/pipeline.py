@@ -15,7 +15,6 @@ from lora_rocm.adapters.flat_params import WEIGHT_DTYPES
 from lora_rocm.adapters.training_adapter import NAME as TRAINING_ADAPTER
 from lora_rocm.checks.canary import Canary
 from lora_rocm.checks.graph_check import capture_on_gpu
-from lora_rocm.device.attention import training_context
 from lora_rocm.device.encoder_speed import first_time
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import DataError, ResumeError
@@ -38,6 +37,7 @@ from lora_rocm.train.context import Data, StartContext, captures, encoder_transf
 from lora_rocm.train.disk_forecast import CacheRoom, Room
 from lora_rocm.train.guard import CacheGuard, Guard
 from lora_rocm.train.hooks import TensorBoard, Validation
+from lora_rocm.train.input_start import start_from_inputs
 from lora_rocm.train.load_model import choose_memory, load_model
 from lora_rocm.train.loop import Position
 from lora_rocm.train.lost_images import DataOfCheckpoint, data_of_checkpoint
@@ -143,8 +143,8 @@ def load(start: StartContext, family: ModelFamily, data: Data) -> tuple[Artifact
     # Model, adapter and optimizer
     transfer = transfer_of(start)
     memory = choose_memory(start, family, data.prepared.facts.bucket_counts)
-    memory.again = training_context(start.settings.attention)
     model, adapter, training_adapter, triton = load_model(start, family, transfer, memory)
+    start_from_inputs(start, family, model, adapter, transfer, data, memory.parts)
     groups = adapter.groups(recipe.optim, recipe.lora)
     weights = adapter.flatten(start.dtype, WEIGHT_DTYPES[recipe.lora.weight_dtype], groups)
     optimizer = make_optimizer(

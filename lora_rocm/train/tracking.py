@@ -13,7 +13,9 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import blake2b
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from accelerate import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
@@ -31,15 +33,28 @@ CALL_LIMIT_S = 60.0
 POLL_S = 1.0
 
 
-def options_of(name: str, run_dir: RunDir) -> dict[str, str]:
+TAG = "lora_rocm.run"
+"""Tag of a run of MLflow: the ``id`` that wandb gets."""
+
+
+def options_of(name: str, run_dir: RunDir) -> dict[str, Any]:
     """Arguments of a tracker's class besides the project: a resumed run goes on where it stood, if the tracker can."""
     title = run_dir.path.name
     run_id = blake2b(str(run_dir.path).encode("utf-8", "replace"), digest_size=8).hexdigest()
-    return {
+    known: dict[str, dict[str, Any]] = {
         "wandb": {"name": title, "id": run_id, "resume": "allow", "dir": str(run_dir.path)},
         "trackio": {"name": title, "resume": "allow"},
-        "mlflow": {"run_name": title},
-    }.get(name, {})
+        "mlflow": {"run_name": title, "tags": {TAG: run_id}},
+    }
+    return known.get(name, {})
+
+
+def found_again(options: Mapping[str, Any]) -> dict[str, str]:
+    """The ``run_id`` of the run of MLflow that has these tags; empty if there is none. MLflow gives the ids itself."""
+    mlflow: Any = import_module("mlflow")
+    wanted = f"tags.`{TAG}` = '{options['tags'][TAG]}'"
+    runs = mlflow.search_runs(search_all_experiments=True, filter_string=wanted, max_results=1, output_format="list")
+    return {"run_id": str(runs[0].info.run_id)} if runs else {}
 
 
 def track(
@@ -58,9 +73,12 @@ def track(
     PartialState(cpu=True)  # the library asks it which process may log
     limited = _Limit(name, limit_s)
     with limited.call():
-        tracker = LOGGER_TYPE_TO_CLASS[name](project, **options_of(name, run_dir))
+        options = options_of(name, run_dir)
+        earlier = found_again(options) if name == "mlflow" else {}
+        tracker = LOGGER_TYPE_TO_CLASS[name](project, **options, **earlier)
         tracker.start()
-        tracker.store_init_configuration(_settings(run_dir, registry))
+        if not earlier:  # MLflow refuses a parameter that has another value now
+            tracker.store_init_configuration(_settings(run_dir, registry))
     reader = EventReader(run_dir.events(), offset, tuple(SCALARS))
     ended = False
     while not ended:

@@ -24,7 +24,7 @@ from lora_rocm.export.metadata import Facts
 from lora_rocm.families.base import family_for
 from lora_rocm.recipe.adapter_sections import Ia3Section
 from tests.lora_files import write_as_forecast
-from tests.tiny_models import tiny_recipe, trained, unet_output, write_tiny_sdxl
+from tests.tiny_models import SHALLOW_WIDER, tiny_recipe, trained, unet_output, write_tiny_sdxl
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 
@@ -36,7 +36,7 @@ KEY = "lora_unet_middle_block_1_proj_in"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield write_tiny_sdxl(tmp_path_factory.mktemp("m") / "tiny sdxl")
+    yield write_tiny_sdxl(tmp_path_factory.mktemp("m") / "tiny sdxl", **SHALLOW_WIDER)
     shared.cache_clear()
 
 

@@ -25,19 +25,19 @@ from lora_rocm.export.metadata import Facts
 from lora_rocm.families.base import family_for
 from lora_rocm.recipe.adapter_sections import LohaSection
 from tests.lora_files import write_as_forecast
-from tests.tiny_models import tiny_recipe, trained, unet_output, write_tiny_sdxl
+from tests.tiny_models import SHALLOW_WIDER, tiny_recipe, trained, unet_output, write_tiny_sdxl
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 
 CPU = torch.device("cpu")
 FACTS = Facts(steps=2, epochs=1, num_epochs=1)
-TARGETS = r"mid_block\.(attentions\.0\.(proj_in|.*\.to_q)|resnets\.0\.conv1)|down_blocks\.1\.downsamplers\.0\.conv"
+TARGETS = r"mid_block\.(attentions\.0\.(proj_in|.*\.to_q)|resnets\.0\.conv1)|down_blocks\.0\.downsamplers\.0\.conv"
 KEY = "lora_unet_middle_block_1_proj_in"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield write_tiny_sdxl(tmp_path_factory.mktemp("m") / "tiny sdxl")
+    yield write_tiny_sdxl(tmp_path_factory.mktemp("m") / "tiny sdxl", **SHALLOW_WIDER)
     shared.cache_clear()
 
 

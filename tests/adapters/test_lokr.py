@@ -25,13 +25,13 @@ from lora_rocm.export.metadata import Facts
 from lora_rocm.families.base import family_for
 from lora_rocm.recipe.adapter_sections import LokrSection
 from tests.lora_files import write_as_forecast
-from tests.tiny_models import FEW_TARGETS, tiny_recipe, trained, unet_output, write_tiny_sdxl
+from tests.tiny_models import MIDDLE_TARGETS, SHALLOW_WIDER, tiny_recipe, trained, unet_output, write_tiny_sdxl
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 
 CPU = torch.device("cpu")
 FACTS = Facts(steps=2, epochs=1, num_epochs=1)
-TARGETS = FEW_TARGETS + r"|mid_block\.resnets\.0\.conv1|down_blocks\.1\.downsamplers\.0\.conv"
+TARGETS = MIDDLE_TARGETS + r"|mid_block\.resnets\.0\.conv1|down_blocks\.0\.downsamplers\.0\.conv"
 FORMS: dict[str, dict[str, Any]] = {
     "both whole": {"rank": 64, "alpha": 2.0},
     "second a product": {"rank": 2, "alpha": 1.0},
@@ -43,7 +43,7 @@ SLOW_FORMS = ("second a product", "factor 8")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield write_tiny_sdxl(tmp_path_factory.mktemp("m") / "tiny sdxl")
+    yield write_tiny_sdxl(tmp_path_factory.mktemp("m") / "tiny sdxl", **SHALLOW_WIDER)
     shared.cache_clear()
 
 
@@ -288,10 +288,10 @@ def test_what_a_file_needs_is_said(folder: Path, tmp_path: Path, settings: dict[
 
 def test_a_lora_does_not_start_a_lokr_nor_the_other_way_round(folder: Path, tmp_path: Path) -> None:
     for made, wanted in (("lora", "lokr"), ("lokr", "lora")):
-        family, _, adapter = trained(folder, lora={"type": made, "rank": 2, "targets": FEW_TARGETS})
+        family, _, adapter = trained(folder, lora={"type": made, "rank": 2, "targets": MIDDLE_TARGETS})
         path = tmp_path / f"{made}.safetensors"
         writers.write("kohya", path, family, adapter, family.recipe, FACTS)
-        recipe = tiny_recipe(folder, lora={"type": wanted, "targets": FEW_TARGETS, "init_from": str(path)})
+        recipe = tiny_recipe(folder, lora={"type": wanted, "targets": MIDDLE_TARGETS, "init_from": str(path)})
         with pytest.raises(AdapterError, match=f"lora.type to {made}") as caught:
             inject(family_for(recipe), family.load(torch.float32, CPU), recipe.lora, 3)
         assert caught.value.code == "init-from-kind"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import StableDiffusionXLPipeline
+from diffusers import StableDiffusionXLPipeline, UNet2DConditionModel
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
@@ -26,7 +26,7 @@ from lora_rocm.export.comfy_reader import apply_comfy
 from lora_rocm.export.metadata import Facts
 from lora_rocm.families.sdxl.family import Sdxl
 from tests.adapters.lycoris import locon
-from tests.tiny_models import tiny_pipeline, trained, write_tiny_sdxl
+from tests.tiny_models import SHALLOW_WIDER, trained, unet_config, write_tiny_sdxl
 
 FACTS = Facts(steps=2, epochs=1, num_epochs=1)
 ATTENTION = r".*\.attn[12]\.(to_q|to_k|to_v|to_out\.0)"
@@ -36,7 +36,7 @@ SIDES = {"A": (2, 32), "B": (32, 2)}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_sdxl(tmp_path_factory.mktemp("m") / "tiny sdxl")
+    return write_tiny_sdxl(tmp_path_factory.mktemp("m") / "tiny sdxl", **SHALLOW_WIDER)
 
 
 @pytest.fixture(scope="module")
@@ -95,10 +95,14 @@ def test_factors_of_different_ranks_are_named(live: tuple[Any, Any, Any], tmp_pa
     assert "ranks 4 and 2" in refused(path, live).what
 
 
+def bare_unet() -> Any:
+    return UNet2DConditionModel(**unet_config(**SHALLOW_WIDER["unet"]))
+
+
 def peft_unet(**config: Any) -> nn.Module:
     """A UNet adapted by PEFT alone, as a diffusers training script does it."""
     torch.manual_seed(0)
-    unet = tiny_pipeline().unet
+    unet = bare_unet()
     unet.add_adapter(LoraConfig(r=4, target_modules=ATTENTION, init_lora_weights=False, **config))
     return unet
 
@@ -128,7 +132,7 @@ def test_files_that_diffusers_writes(live: tuple[Any, Any, Any], tmp_path: Path,
 def test_folders_that_peft_writes(live: tuple[Any, Any, Any], tmp_path: Path, config: dict[str, Any]) -> None:
     torch.manual_seed(0)
     settings = LoraConfig(r=4, target_modules=ATTENTION, init_lora_weights=False, **config)
-    model = get_peft_model(tiny_pipeline().unet, settings)
+    model = get_peft_model(bare_unet(), settings)
     model.save_pretrained(tmp_path)
     for path in (tmp_path, tmp_path / "adapter_model.safetensors"):
         check_against(model.get_base_model(), read_lora(live[0], live[1].components, path))

@@ -20,12 +20,12 @@ from lora_rocm.export.metadata import Facts
 from lora_rocm.families.base import family_for
 from lora_rocm.recipe.adapter_sections import LoraSection
 from tests.lora_files import write_as_forecast
-from tests.tiny_models import FEW_TARGETS, SHALLOW_RISING, tiny_recipe, unet_output, write_tiny_sdxl
+from tests.tiny_models import MIDDLE_TARGETS, SHALLOW_RISING, tiny_recipe, unet_output, write_tiny_sdxl
 
 CPU = torch.device("cpu")
 KINDS = ("gaussian", "orthogonal", "pissa", "olora")
 FACTS = Facts(steps=2, epochs=1, num_epochs=1)
-TARGETS = f"({FEW_TARGETS})|mid_block.resnets.0.conv1"
+TARGETS = f"({MIDDLE_TARGETS})|mid_block.resnets.0.conv1"
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +33,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_sdxl(tmp_path_factory.mktemp("m") / "tiny sdxl", **SHALLOW_RISING)
 
 
-def injected(folder: Path, resumed: bool = False, **lora: Any) -> tuple[Any, Any, Adapter]:
-    recipe = tiny_recipe(folder, lora={"rank": 4, "alpha": 6.0, "targets": TARGETS, **lora})
+def injected(folder: Path, resumed: bool = False, packed: str = "none", **lora: Any) -> tuple[Any, Any, Adapter]:
+    model = {"name_or_path": str(folder), "quantization": packed}
+    recipe = tiny_recipe(folder, model=model, lora={"rank": 4, "alpha": 6.0, "targets": TARGETS, **lora})
     family = family_for(recipe)
     model = family.load(torch.float32, CPU)
     return family, model, inject(family, model, recipe.lora, 3, resumed=resumed)
@@ -74,6 +75,20 @@ def test_the_start_changes_nothing_and_the_file_is_a_lora(folder: Path, tmp_path
         torch.testing.assert_close(unet_output(read.components["unet"]), made, rtol=2e-3, atol=2e-4)
     with adapter.scaled(0.0):
         torch.testing.assert_close(unet_output(unet), base, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", ["int8", "nf4"])
+def test_a_packed_base_is_unchanged_at_the_start_too(folder: Path, packed: str) -> None:
+    """The bytes of a packed weight say nothing of the dtype in which its layer computes."""
+    _, model, adapter = injected(folder, init="olora", packed=packed)
+    adapter.cast_inputs(False)
+    _, plain, _ = injected(folder, packed=packed)
+    torch.testing.assert_close(
+        unet_output(model.components["unet"]), unet_output(plain.components["unet"]), rtol=1e-4, atol=1e-5
+    )
+    pairs = [layer.lora_A[START].weight for _, _, layer in adapter.modules.values()]
+    assert {pair.dtype for pair in pairs} == {torch.float32} and all(pair.any() for pair in pairs)
 
 
 @pytest.mark.parametrize("how", [pytest.param("pissa", marks=pytest.mark.slow), "olora"])

@@ -17,11 +17,11 @@ from lora_rocm.export.metadata import Facts
 from lora_rocm.families.base import LoadedModel
 from lora_rocm.families.recompute import Recomputing
 from tests.lora_files import write_as_forecast
-from tests.tiny_models import trained, write_tiny_sdxl
+from tests.tiny_models import SHALLOW_WIDER, trained, write_tiny_sdxl
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 
-TARGETS = r"mid_block\.(attentions\.0\.proj_in|resnets\.0\.conv1)|down_blocks\.1\.downsamplers\.0\.conv"
+TARGETS = r"mid_block\.(attentions\.0\.proj_in|resnets\.0\.conv1)|down_blocks\.0\.downsamplers\.0\.conv"
 KINDS: dict[str, dict[str, Any]] = {
     "LoKr, both factors whole": {"type": "lokr", "rank": 64, "alpha": 2.0},
     "LoKr, one whole": {"type": "lokr", "rank": 2, "alpha": 1.0},
@@ -37,7 +37,7 @@ PARTS = ("lokr_w1", "lokr_w1_a", "oft_blocks", "weight", "hada_w1_a")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_sdxl(tmp_path_factory.mktemp("m") / "tiny sdxl")
+    return write_tiny_sdxl(tmp_path_factory.mktemp("m") / "tiny sdxl", **SHALLOW_WIDER)
 
 
 def by_lycoris(tensors: dict[str, Tensor], key: str, base: nn.Module, x: Tensor) -> Tensor:

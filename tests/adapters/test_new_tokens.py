@@ -24,7 +24,7 @@ from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir, embeddings_of
 from tests.lora_files import write_as_forecast
 from tests.tiny_models import tiny_recipe
-from tests.tiny_sd import write_tiny_sd
+from tests.tiny_sd import SHALLOW_SD, write_tiny_sd
 from tests.train.test_pipeline import CPU, bytes_of, make_recipe, start, write_material
 
 TOKENS = [{"token": "<Toy>", "vectors": 2, "init": "red cat"}, {"token": "glib", "init": "dog"}]
@@ -163,7 +163,7 @@ def test_other_programs_read_the_files_to_the_same_conditioning(run: RunDir, mat
 
 
 def test_the_file_of_sd15_is_read_by_diffusers_and_starts_a_token(tmp_path: Path) -> None:
-    base = write_tiny_sd(tmp_path / "model")
+    base = write_tiny_sd(tmp_path / "model", unet=SHALLOW_SD)
     lora = {"rank": 2, "targets": "attention", "new_tokens": [TOKENS[0]]}
     recipe = tiny_recipe(base, model={"family": "sd15"}, lora=lora)
     family = family_for(recipe)

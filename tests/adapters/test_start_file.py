@@ -24,7 +24,7 @@ from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import family_for
 from lora_rocm.recipe.load import load_recipe
 from tests.adapters.lycoris import locon
-from tests.tiny_models import FEW_TARGETS, SHALLOW_RISING, tiny_recipe, unet_output, write_tiny_sdxl
+from tests.tiny_models import MIDDLE_TARGETS, SHALLOW_RISING, tiny_recipe, unet_output, write_tiny_sdxl
 
 CPU = torch.device("cpu")
 BLOCK = "mid_block.attentions.0.transformer_blocks.0"
@@ -115,7 +115,7 @@ TARGETS = st.sampled_from(
         "attention-mlp-conv",
         "[conv_in]",
         "'mid_block.*proj_in'",
-        f"['{FEW_TARGETS}', conv_in]",
+        f"['{MIDDLE_TARGETS}', conv_in]",
     ]
 )
 
@@ -145,7 +145,7 @@ def test_what_is_advised_is_enough(
 def test_the_advised_recipe_trains_on_from_the_file(world: Any, tmp_path: Path, names: tuple[str, ...]) -> None:
     """With real layers: kohya's mixed ranks, modules of no preset, text encoders."""
     path = write(world, tmp_path / "x.safetensors", {name: 2 + number % 3 for number, name in enumerate(names)})
-    lora: dict[str, Any] = {"rank": 1, "targets": f"'{FEW_TARGETS}'"}
+    lora: dict[str, Any] = {"rank": 1, "targets": f"'{MIDDLE_TARGETS}'"}
     found = advised(world, lora, path)
     assert found is not None and int(found["rank"]) in (3, 4)
     recipe = read_recipe(world[2], tmp_path, {**lora, **found, "init_from": f"'{path}'"})
@@ -169,7 +169,7 @@ def test_all_that_is_missing_is_said_at_once(world: Any, tmp_path: Path) -> None
 
 def started(world: Any, path: Path, **lora: Any) -> AdapterError:
     family, _, folder = world
-    recipe = tiny_recipe(folder, lora={"rank": 4, "targets": FEW_TARGETS, "init_from": str(path), **lora})
+    recipe = tiny_recipe(folder, lora={"rank": 4, "targets": MIDDLE_TARGETS, "init_from": str(path), **lora})
     with pytest.raises(AdapterError) as caught:
         inject(family, family.load(torch.float32, CPU), recipe.lora, 0)
     return caught.value

@@ -18,12 +18,12 @@ from lora_rocm.export import writers
 from lora_rocm.export.metadata import Facts
 from lora_rocm.families.base import family_for
 from lora_rocm.recipe.load import load_recipe
-from tests.tiny_models import FEW_TARGETS, SHALLOW, tiny_recipe, trained, unet_output, write_tiny_sdxl
+from tests.tiny_models import MIDDLE_TARGETS, SHALLOW, tiny_recipe, trained, unet_output, write_tiny_sdxl
 
 CPU = torch.device("cpu")
 FACTS = Facts(steps=2, epochs=1, num_epochs=1)
 KINDS = (nn.GroupNorm, nn.LayerNorm)
-LORA: dict[str, Any] = {"rank": 2, "targets": FEW_TARGETS, "train_norms": True}
+LORA: dict[str, Any] = {"rank": 2, "targets": MIDDLE_TARGETS, "train_norms": True}
 
 
 @pytest.fixture(scope="module")

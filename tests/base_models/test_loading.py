@@ -39,11 +39,24 @@ def pipeline() -> StableDiffusionXLPipeline:
     return tiny_pipeline()
 
 
+@pytest.fixture(scope="module")
+def written(pipeline: StableDiffusionXLPipeline, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(one-file checkpoint, folder with its configs and tokenizers), which no test changes."""
+    folder = tmp_path_factory.mktemp("written")
+    file = write_single_file(pipeline, folder / "a checkpoint.safetensors")
+    return file, write_config_folder(pipeline, folder / "config")
+
+
 @pytest.fixture
-def single(pipeline: StableDiffusionXLPipeline, tmp_path: Path) -> tuple[Path, Path]:
-    """(one-file checkpoint, folder with its configs and tokenizers)."""
-    file = write_single_file(pipeline, tmp_path / "a checkpoint.safetensors")
-    return file, write_config_folder(pipeline, tmp_path / "config")
+def single(written: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path]:
+    """A copy of both."""
+    return Path(shutil.copy(written[0], tmp_path)), Path(shutil.copytree(written[1], tmp_path / "config"))
+
+
+@pytest.fixture(scope="module")
+def hollow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A one-file checkpoint of the full size."""
+    return write_hollow_sdxl(tmp_path_factory.mktemp("hollow") / "x.safetensors")
 
 
 def family(path: Path, **model: Any) -> Sdxl:
@@ -74,10 +87,12 @@ def test_a_one_file_checkpoint_gives_the_same_weights(
 
 @pytest.mark.parametrize("component", list(LAYOUT.parts))
 @pytest.mark.parametrize("variant", [None, "fp16"])
-def test_a_folder_gives_the_same_weights(tmp_path: Path, component: str, variant: str | None) -> None:
+def test_a_folder_gives_the_same_weights(
+    tmp_path: Path, pipeline: StableDiffusionXLPipeline, component: str, variant: str | None
+) -> None:
     folder = write_tiny_sdxl(tmp_path / "m", variant=variant)
     loaded = family(folder).source.load(component, torch.float32, CPU)
-    assert same_weights(loaded, getattr(tiny_pipeline(), component))
+    assert same_weights(loaded, getattr(pipeline, component))
 
 
 def test_loaded_weights_are_no_mapping(tmp_path: Path) -> None:
@@ -92,9 +107,9 @@ def test_loaded_weights_are_no_mapping(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def test_weights_in_several_files(tmp_path: Path) -> None:
+def test_weights_in_several_files(tmp_path: Path, pipeline: StableDiffusionXLPipeline) -> None:
     folder = write_tiny_sdxl(tmp_path / "m")
-    unet = tiny_pipeline().unet
+    unet = pipeline.unet
     shutil.rmtree(folder / "unet")
     unet.save_pretrained(folder / "unet", max_shard_size="1MB")
     assert len(list((folder / "unet").glob("*.safetensors"))) > 2
@@ -122,8 +137,8 @@ def test_a_one_file_checkpoint_says_how_it_predicts(tmp_path: Path, pipeline: St
     assert chosen.objective.schedule.alphas_cumprod_T[-1] == 0
 
 
-def test_without_tokenizers_the_remedy_is_named(single: tuple[Path, Path], tmp_path: Path) -> None:
-    whole = family(write_hollow_sdxl(tmp_path / "hollow.safetensors"))  # the packaged ones, without a network
+def test_without_tokenizers_the_remedy_is_named(single: tuple[Path, Path], hollow: Path) -> None:
+    whole = family(hollow)  # the packaged ones, without a network
     assert [limit.max_tokens for limit in whole.token_limits()] == [227, 227]
     shutil.rmtree(single[1] / "tokenizer_2")
     with pytest.raises(ModelError) as caught:
@@ -234,8 +249,8 @@ def test_looking_knows_from_which_tensors_each_is_made(single: tuple[Path, Path]
     assert used == {name for name in source.single_header.tensors if name.startswith(prefix)}  # type: ignore[union-attr]
 
 
-def test_full_size_is_looked_at_in_a_moment(tmp_path: Path) -> None:
-    source = Source("x", LAYOUT, LAYOUT.configs, None, write_hollow_sdxl(tmp_path / "x.safetensors"))
+def test_full_size_is_looked_at_in_a_moment(hollow: Path) -> None:
+    source = Source("x", LAYOUT, LAYOUT.configs, None, hollow)
     assert detect.check(source, EXPECTED) == ()
 
 

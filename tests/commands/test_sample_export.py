@@ -162,20 +162,6 @@ def test_options_of_another_form(
     assert caught.match("(?s)" + words) and jobs == []
 
 
-def test_what_no_export_can_be_made_from_or_written_to_is_refused_before_the_child(
-    jobs: list[dict[str, Any]], tmp_path: Path
-) -> None:
-    run_dir = RunDir(tmp_path / "run")
-    write_whole_run(run_dir)
-    Path("file").touch()
-    with pytest.raises(UserError, match="file is no folder"):
-        sample_export.export(Path("run"), "kohya", output=Path("file/x.safetensors"), dtype=None)
-    shutil.rmtree(run_dir.checkpoints)
-    with pytest.raises(UserError, match="no checkpoint yet"):
-        sample_export.export(Path("run"), "kohya", output=None, dtype=None)
-    assert jobs == []
-
-
 @pytest.mark.parametrize(
     ("more", "form", "forms"),
     [
@@ -201,6 +187,20 @@ def test_a_form_that_nothing_reads_is_refused_with_those_that_something_reads(
     assert caught.value.fix == forms and caught.value.where == f"--format {form}" and jobs == []
     sample_export.export(Path("run"), forms.split(": ")[1].split(",")[0].strip("."), output=None, dtype=None)
     assert len(jobs) == 1
+
+
+def test_what_no_export_can_be_made_from_or_written_to_is_refused_before_the_child(
+    jobs: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    write_whole_run(run_dir)
+    Path("file").touch()
+    with pytest.raises(UserError, match="file is no folder"):
+        sample_export.export(Path("run"), "kohya", output=Path("file/x.safetensors"), dtype=None)
+    shutil.rmtree(run_dir.checkpoints)
+    with pytest.raises(UserError, match="no checkpoint yet"):
+        sample_export.export(Path("run"), "kohya", output=None, dtype=None)
+    assert jobs == []
 
 
 @pytest.mark.parametrize("source", ["missing", "missing.safetensors", "."])

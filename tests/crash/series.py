@@ -29,8 +29,9 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Straight:
-    """The undisturbed run: what it left, the calls that it made, how long it took."""
+    """The undisturbed run: its folder, what it left, the calls that it made, how long it took."""
 
+    root: Path
     results: dict[str, bytes]
     calls: list[Call]
     seconds: float
@@ -52,10 +53,12 @@ class Found:
 
 
 def undisturbed(lab: Lab, variant: str) -> Straight:
-    with lab.root() as root:
-        ended = lab.train(root, variant)
-        assert ended.code == 0, ended.text
-        return Straight(results(root), lab.calls(), ended.seconds)
+    """The run stays where it is until the next undisturbed one is made."""
+    root = lab.folder / "undisturbed"
+    shutil.rmtree(root, ignore_errors=True)
+    ended = lab.train(root, variant)
+    assert ended.code == 0, ended.text
+    return Straight(root, results(root), lab.calls(), ended.seconds)
 
 
 def exits(

@@ -6,7 +6,9 @@ Here with a stride; benchmarks/reliability.py crashes and disk go through every 
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -43,9 +45,14 @@ def spread(straight: Straight, count: int, seed: int) -> list[int]:
 
 
 def test_cuts_anywhere_and_the_same_bytes(place: Lab, straight: Straight) -> None:
-    assert wrong(series.exits(place, PLAIN, straight, EXIT, spread(straight, 1, 1))) == []
+    """A power cut is an exit that also loses what was not flushed."""
     assert wrong(series.exits(place, PLAIN, straight, HALF, spread(straight, 1, 2))) == []
     assert wrong(series.power_cuts(place, PLAIN, straight, spread(straight, 1, 3))) == []
+
+
+@pytest.mark.slow
+def test_exits_anywhere(place: Lab, straight: Straight) -> None:
+    assert wrong(series.exits(place, PLAIN, straight, EXIT, spread(straight, 3, 1))) == []
 
 
 @pytest.mark.slow
@@ -69,8 +76,7 @@ def test_a_checkpoint_that_is_taken_for_valid_although_it_is_not_is_found(
     place: Lab, straight: Straight, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control of what the test above looks at: one byte of a whole checkpoint is another."""
-    root = place.folder / "spoilt"
-    assert place.train(root, PLAIN).code == 0
+    root = Path(shutil.copytree(straight.root, place.folder / "spoilt"))
     assert series.not_as_written(root, straight) == []
     path = root / "run" / "checkpoints" / "step-00000004" / "adapter.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")

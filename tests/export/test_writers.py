@@ -22,7 +22,7 @@ from lora_rocm.export import writers
 from lora_rocm.export.comfy_reader import apply_comfy
 from lora_rocm.export.metadata import Facts, ss_fields
 from tests.lora_files import write_as_forecast
-from tests.tiny_models import FEW_TARGETS, caption_encoder, trained, unet_output, write_tiny_sdxl
+from tests.tiny_models import MIDDLE_TARGETS, SHALLOW_RISING, caption_encoder, trained, unet_output, write_tiny_sdxl
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 
@@ -36,11 +36,11 @@ FACTS = Facts(
     dataset_dirs={"10_zibu": {"n_repeats": 10, "img_count": 2}},
     base_name="tiny",
 )
-CONV_TARGETS = r"(down_blocks\.1|mid_block)\..*(\.to_q|net\.0\.proj|resnets\.0\.conv(1|_shortcut)|samplers\.0\.conv)"
+CONV_TARGETS = r"(down_blocks|mid_block)\..*(\.to_q|net\.0\.proj|resnets\.0\.conv(1|_shortcut)|samplers\.0\.conv)"
 KINDS: dict[str, dict[str, Any]] = {
     "alpha is not rank": {"rank": 4, "alpha": 2.0},
-    "rslora": {"rank": 4, "alpha": 2.0, "use_rslora": True, "targets": FEW_TARGETS},
-    "dora": {"rank": 4, "alpha": 2.0, "use_dora": True, "targets": FEW_TARGETS},
+    "rslora": {"rank": 4, "alpha": 2.0, "use_rslora": True, "targets": MIDDLE_TARGETS},
+    "dora": {"rank": 4, "alpha": 2.0, "use_dora": True, "targets": MIDDLE_TARGETS},
     "conv dora rslora": {
         "rank": 4,
         "alpha": 2.0,
@@ -48,13 +48,13 @@ KINDS: dict[str, dict[str, Any]] = {
         "use_rslora": True,
         "targets": CONV_TARGETS,
     },
-    "text": {"rank": 4, "alpha": 2.0, "train_text_encoder": True, "targets": FEW_TARGETS},
+    "text": {"rank": 4, "alpha": 2.0, "train_text_encoder": True, "targets": MIDDLE_TARGETS},
     "text dora": {
         "rank": 4,
         "alpha": 2.0,
         "train_text_encoder": True,
         "use_dora": True,
-        "targets": FEW_TARGETS,
+        "targets": MIDDLE_TARGETS,
     },
     "conv": {"rank": 4, "alpha": 3.0, "targets": CONV_TARGETS},
 }
@@ -72,7 +72,7 @@ TOLERANCE = {"fp32": 1e-4, "fp16": 3e-3, "bf16": 3e-2}  # of the LoRA's effect o
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield write_tiny_sdxl(tmp_path_factory.mktemp("m") / "tiny sdxl")
+    yield write_tiny_sdxl(tmp_path_factory.mktemp("m") / "tiny sdxl", **SHALLOW_RISING)
     adapted.cache_clear()
     base_outputs.cache_clear()
 

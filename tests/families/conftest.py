@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_models import write_tiny_sdxl
+from tests.tiny_models import SHALLOW_WIDER, write_tiny_sdxl
 
 
 @pytest.fixture(scope="session")
 def tiny_sdxl(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A diffusers folder, in a path with a space and a letter that is not ASCII."""
-    return write_tiny_sdxl(tmp_path_factory.mktemp("models") / "tiny sdxl ä")
+    return write_tiny_sdxl(tmp_path_factory.mktemp("models") / "tiny sdxl ä", **SHALLOW_WIDER)

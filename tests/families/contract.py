@@ -37,19 +37,11 @@ from tests.tiny_anima import write_tiny_anima
 from tests.tiny_flux import write_tiny_flux
 from tests.tiny_llm import MODELS, write_tiny_llm
 from tests.tiny_models import RUN_TARGETS, SHALLOW, write_tiny_sdxl
-from tests.tiny_sd import write_tiny_sd
+from tests.tiny_sd import SHALLOW_SD, write_tiny_sd
 from tests.tiny_z_image import write_tiny_z_image
 from tests.train.test_pipeline import start
 
 CPU = torch.device("cpu")
-SHALLOW_SD: dict[str, Any] = {
-    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
-    "block_out_channels": (8, 8),
-    "layers_per_block": 1,
-    "attention_head_dim": 2,
-    "norm_num_groups": 4,
-}
 FORMATS: dict[str, tuple[str, ...]] = {
     "sdxl": ("kohya",),
     "sd15": ("kohya", "diffusers", "peft"),
@@ -100,6 +92,7 @@ class Its:
     formats: tuple[str, ...]
     variant: str = ""
     _adapted: dict[torch.device, Adapted] = field(default_factory=dict)
+    _straight: dict[torch.device, Path] = field(default_factory=dict)
 
     @classmethod
     def write(cls, name: str, folder: Path, variant: str = "") -> Its:
@@ -196,6 +189,14 @@ class Its:
         if device not in self._adapted:
             self._adapted[device] = Adapted(self, device)
         return self._adapted[device]
+
+    def straight(self, device: torch.device) -> Path:
+        """The directory of a run from its start to its end, one for all tests."""
+        if device not in self._straight:
+            run_dir = self.folder / f"straight on {device.type}"
+            assert start(self.recipe, run_dir, device=device)
+            self._straight[device] = run_dir
+        return self._straight[device]
 
     @cached_property
     def batch(self) -> Batch:

@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lora_rocm.adapters.input_sketch import InputSketch
 from lora_rocm.commands import train as command
 from lora_rocm.commands.check import check
 from lora_rocm.errors import AdapterError
@@ -35,7 +36,7 @@ from lora_rocm.report.report import write_report
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor import process
-from lora_rocm.train import outputs, preview
+from lora_rocm.train import input_start, outputs, preview
 from lora_rocm.train.check_child import weigh
 from lora_rocm.train.disk_forecast import Sizes, sizes_of
 from lora_rocm.train.graphs import Graphs, Passed
@@ -58,13 +59,19 @@ CLOSE = 2e-5
 """Between a batch and its samples, as a share: sums of some hundred products in float32, taken in another order."""
 
 
-@pytest.fixture(
-    scope="module",
-    params=[  # they share the code of sdxl
-        *(pytest.param(name, marks=pytest.mark.slow) if name in ("sd15", "sd2") else name for name in TOYS.names),
+ALIKE = ("sd15", "sd2", "toy-flow")
+"""Families that share the code of others: of sdxl, and of toy-video and the flows of the program."""
+
+
+def families(*slow: str) -> list[Any]:
+    """All, of which these too are slow. causal-lm has a test of its kinds."""
+    return [
+        *(pytest.param(name, marks=pytest.mark.slow) if name in (*ALIKE, *slow) else name for name in TOYS.names),
         *(pytest.param(f"causal-lm {variant}", marks=pytest.mark.slow) for variant in (*ARCHITECTURES, PACKED)),
-    ],
-)
+    ]
+
+
+@pytest.fixture(scope="module", params=families())
 def its(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Its:
     name, _, variant = request.param.partition(" ")
     return Its.write(name, tmp_path_factory.mktemp(name), variant)
@@ -174,6 +181,7 @@ def test_padding_changes_nothing(its: Its, device: torch.device) -> None:
     assert off(seen.loss_B, plain.loss_B) > 10 * CLOSE, "the control: without its mask the padding counts"
 
 
+@pytest.mark.parametrize("its", families("toy-video", "toy-text"), indirect=True)
 def test_the_footprint_is_that_of_a_real_pass(its: Its) -> None:
     real = Real(its.recipe, its.batch.shape)
     found = count(real.family, hollow_model(real.family, its.recipe, torch.float32, False), its.recipe, real.shape)
@@ -245,7 +253,10 @@ def test_captured_passes_are_the_eager_ones(its: Its, device: torch.device) -> N
     adapted.engine.graphs = None
 
 
-@pytest.mark.parametrize("variant", [*ARCHITECTURES, PACKED])
+@pytest.mark.parametrize(
+    "variant",
+    [*(pytest.param(name, marks=pytest.mark.slow) if name == "mistral" else name for name in ARCHITECTURES), PACKED],
+)
 def test_each_kind_of_language_model_keeps_the_main_part_of_it(variant: str, tmp_path: Path) -> None:
     """The whole of it is slow."""
     its = Its.write("causal-lm", tmp_path, variant)
@@ -281,34 +292,67 @@ def result(run_dir: Path) -> Any:
     return json.loads(RunDir(run_dir).result.read_text(encoding="utf-8"))
 
 
+def require_whole(its: Its, run_dir: Path) -> None:
+    """What a run leaves: its result is loaded back and compared before it is said to be done; previews were made."""
+    exports = result(run_dir)["exports"]
+    assert [export["format"] for export in exports] == list(its.formats)
+    assert all(export["files"] and export["max_difference"] < 1e-2 for export in exports)
+    made = [preview.existing(RunDir(run_dir), updates, its.recipe) for updates in (0, 4)]
+    assert all(paths and all(path.stat().st_size for path in paths) for paths in made)
+
+
+@pytest.mark.parametrize("its", families("toy-text"), indirect=True)  # which has a run through the command
+def test_a_run_ends_with_a_result_that_is_loaded_back(its: Its, device: torch.device) -> None:
+    require_whole(its, its.straight(device))
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the child is a fork")
+@pytest.mark.parametrize("its", families("z-image", "anima", "toy-text", "toy-video"), indirect=True)
 def test_a_run_that_is_killed_goes_on_to_the_same_bytes(
     its: Its, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its result is loaded back and compared before it is said to be done, and previews are made before and after.
-
-    The files have the sizes that were forecast.
-    """
+    """The files have the sizes that were forecast."""
     forecasts: list[Sizes] = []
     monkeypatch.setattr(outputs, "sizes_of", lambda *how: forecasts.append(sizes_of(*how)) or forecasts[-1])
-    assert start(its.recipe, tmp_path / "straight", device=device)
     killed(its, tmp_path / "killed", device)
     there = RunDir(tmp_path / "killed")
     assert [updates for updates, _ in there.list_checkpoints()] == [2] and not there.result.exists()
     assert start(its.recipe, tmp_path / "killed", device=device)
-    assert result(tmp_path / "killed") == result(tmp_path / "straight")
-    exports = result(tmp_path / "straight")["exports"]
-    assert [export["format"] for export in exports] == list(its.formats)
-    assert all(export["files"] and export["max_difference"] < 1e-2 for export in exports)
+    found = result(tmp_path / "killed")
+    assert found == result(its.straight(device))
+    require_whole(its, tmp_path / "killed")
     written = {
         "checkpoint_bytes": sum(file.stat().st_size for file in there.list_checkpoints()[-1][1].glob("*.safetensors")),
         "lora_bytes": there.checkpoint_loras()[-1][1].stat().st_size,
-        "exports_bytes": sum(file["bytes"] for export in exports for file in export["files"]),
+        "exports_bytes": sum(file["bytes"] for export in found["exports"] for file in export["files"]),
     }
     assert asdict(forecasts[-1]) == pytest.approx(written, rel=0.01)
-    for run_dir in (there, RunDir(tmp_path / "straight")):
-        made = [preview.existing(run_dir, updates, its.recipe) for updates in (0, 4)]
-        assert all(paths and all(path.stat().st_size for path in paths) for paths in made)
+
+
+@pytest.mark.slow
+def test_a_start_from_the_inputs_reads_those_of_each_linear_layer(its: Its, tmp_path: Path) -> None:
+    """With offloaded blocks, fused layers and a packed base, as far as the family has them."""
+    lora = its.recipe.lora.model_copy(update={"init": "eva"})
+    train = its.recipe.train.model_copy(update={"max_train_steps": 1})
+    runtime = its.recipe.runtime.model_copy(update={"memory": "offload"})
+    recipe = its.recipe.model_copy(update={"lora": lora, "train": train, "runtime": runtime})
+    seen = dict[str, Tensor]()
+
+    def fill(weights: dict[str, Tensor], sketches: dict[str, InputSketch]) -> float:
+        assert all(sketch.count > 0 for sketch in sketches.values()), "each layer was called"
+        share = filled(weights, sketches)
+        seen.update({name: weight.detach().clone() for name, weight in weights.items()})
+        return share
+
+    filled, input_start._fill = input_start._fill, fill
+    try:
+        assert start(recipe, tmp_path / "run")
+    finally:
+        input_start._fill = filled
+    orthonormal = [torch.allclose(down @ down.T, torch.eye(len(down)), atol=1e-4) for down in seen.values()]
+    assert seen and all(orthonormal), [name for name, fits in zip(seen, orthonormal, strict=True) if not fits]
+    notices = [event["text"] for event in read_events(RunDir(tmp_path / "run").events()) if event["type"] == "notice"]
+    assert any("init: eva read" in text for text in notices)
 
 
 @pytest.mark.parametrize("its", ["flux"], indirect=True)

@@ -18,7 +18,14 @@ from lora_rocm.cache_files.hash_memory import HashMemory
 from lora_rocm.errors import StorageError
 from lora_rocm.families.sdxl.family import Sdxl
 from lora_rocm.model_files.header import read_header
-from tests.tiny_models import read_json, tiny_pipeline, tiny_recipe, write_config_folder, write_single_file
+from tests.tiny_models import (
+    SHALLOW_WIDER,
+    read_json,
+    tiny_pipeline,
+    tiny_recipe,
+    write_config_folder,
+    write_single_file,
+)
 
 CPU = torch.device("cpu")
 VAE = "vae/diffusion_pytorch_model.safetensors"
@@ -163,7 +170,7 @@ def test_shards_are_the_same_weights(folder: Path) -> None:
     before = family(folder).base_facts()["identity"]
     shutil.copy(folder / "unet" / "config.json", folder / "config.json")
     shutil.rmtree(folder / "unet")
-    tiny_pipeline().unet.save_pretrained(folder / "unet", max_shard_size="1MB")
+    tiny_pipeline(**SHALLOW_WIDER).unet.save_pretrained(folder / "unet", max_shard_size="200KB")
     shutil.move(folder / "config.json", folder / "unet" / "config.json")
     assert len(list((folder / "unet").glob("*.safetensors"))) > 2
     assert family(folder).base_facts()["identity"] == before

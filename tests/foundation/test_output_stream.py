@@ -141,7 +141,7 @@ def test_a_full_disk_below_the_log_changes_nothing(start: Callable[..., Any], pl
 
 
 @full
-@pytest.mark.parametrize("streams", ["stderr", "both"])
+@pytest.mark.parametrize("streams", [pytest.param("stderr", marks=pytest.mark.slow), "both"])
 def test_an_exit_code_is_not_lost_with_the_words(start: Callable[..., Any], place: Path, streams: str) -> None:
     (place / "r.yaml").write_text("nonsense: 1\n", encoding="utf-8")
     with FULL.open("wb") as log:
@@ -186,14 +186,12 @@ def test_a_terminal_that_is_closed_stops_and_saves(place: Path) -> None:
 
 
 @posix
-@pytest.mark.parametrize("name", ["SIGHUP", "SIGTERM"])
-def test_a_system_that_says_it_twice_still_waits_for_the_save(
-    start: Callable[..., Any], place: Path, name: str
-) -> None:
+def test_a_system_that_says_it_twice_still_waits_for_the_save(start: Callable[..., Any], place: Path) -> None:
+    """At a logout or a shutdown: one signal again and again, or one after the other."""
     process = start("until-stopped", stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     wait_for_step(place)
-    for _ in range(3):
-        process.send_signal(getattr(signal, name))
+    for signum in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGTERM):
+        process.send_signal(signum)
         time.sleep(0.01)
     output = process.communicate(timeout=WAIT_S)[0]
     assert process.returncode == 130, output

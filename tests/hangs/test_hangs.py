@@ -1,6 +1,7 @@
 """Real workers that really hang, and the bytes of the run that did not.
 
-Only where the fault comes differs from a user's run: supervisor, worker and training are the real ones.
+Only where the fault comes differs from a user's run: supervisor, worker and training are the real ones. Quick ones over
+a stand-in for the worker: tests/supervisor/test_supervisor.py.
 """
 
 from __future__ import annotations
@@ -82,12 +83,13 @@ def is_gone(pid: int) -> bool:
         return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "seen", "phase", "in_the_stacks"),
     [
-        pytest.param("loader", "loader-hang", "step", "in sleeps", marks=pytest.mark.slow),
+        ("loader", "loader-hang", "step", "in sleeps"),
         ("c-call", "hang", "step", "in blocks_in_c"),
-        pytest.param("checkpoint", "hang", "checkpoint", "in sleeps", marks=pytest.mark.slow),
+        ("checkpoint", "hang", "checkpoint", "in sleeps"),
     ],
 )
 def test_a_worker_that_hangs_is_ended_and_the_bytes_are_those_of_an_undisturbed_run(

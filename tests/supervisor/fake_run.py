@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from pathlib import Path
 from typing import Any
 
 from lora_rocm.foundation.files import write_json
@@ -10,6 +10,7 @@ from lora_rocm.rundir.event_types import TYPES, Event, NoticeEvent
 from lora_rocm.rundir.events import EventWriter, event_of
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.run_context import RunContext
+from tests.supervisor.wire import start_fields, step_fields
 
 RECIPE = """\
 model: {name_or_path: "builtin:tiny-sdxl"}
@@ -44,40 +45,16 @@ def heard(fields: dict[str, Any]) -> dict[str, Any]:
     return event(fields["type"], **{name: value for name, value in fields.items() if name != "type"}).to_json()
 
 
+def refused(path: Path) -> list[bytes]:
+    """The lines of a file of events that its reader passes over."""
+    return [line for line in path.read_bytes().splitlines() if event_of(line) is None]
+
+
 def as_heard(line: str) -> dict[str, Any]:
     """The event that a child wrote, as its reader gets it; a line that the reader would pass over is an error."""
     read = event_of(line.encode("utf-8"))
     assert read is not None, line
     return read
-
-
-def start_fields(**changes: Any) -> dict[str, Any]:
-    fields = {"pid": 1, "device": "CPU", "torch": "2.13", "threads": 1, "precision": "float32", "resumed_from": None}
-    return {**fields, **changes}
-
-
-def step_fields(updates: int, **changes: Any) -> dict[str, Any]:
-    fields = {
-        "updates": updates,
-        "max_train_steps": 40,
-        "iteration": updates,
-        "epoch": 1,
-        "loss": 0.5 / math.sqrt(updates) + 0.05 * math.sin(updates * 7),
-        "learning_rate": 1e-4 * (1 - updates / 40),
-        "grad_norm": 0.5,
-        "step_s": 0.2,
-        "loading_s": 0.001,
-        "copy_s": 0.001,
-        "check_s": 0.001,
-        "wait_s": 0.003,
-        "memory_bytes": 2**30,
-        "transfer_checks": updates * 5,
-        "transfer_failures": 0,
-        "loss_scale": None,
-        "optimizer": {},
-        "measures": {},
-    }
-    return {**fields, **changes}
 
 
 def data_fields(**changes: Any) -> dict[str, Any]:

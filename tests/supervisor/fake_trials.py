@@ -9,8 +9,7 @@ import time
 from pathlib import Path
 
 from lora_rocm.errors import UserError
-from lora_rocm.rundir.event_types import BeginEvent, ErrorEvent, RowEvent
-from lora_rocm.rundir.events import emit
+from tests.supervisor.wire import LineWriter
 
 HANGS_S = 600.0
 
@@ -20,20 +19,21 @@ def main() -> int:
     with open(os.environ["FAKE_LOG"], "a", encoding="utf-8") as log:
         log.write(json.dumps(job) + "\n")
     rows = [row for row in json.loads(os.environ["FAKE_ROWS"]) if row[0].get("way") in (None, *job.get("ways", ()))]
+    writer = LineWriter()
     for number, (fields, outcome) in enumerate(rows):
         if number < job["start"]:
             continue
         if outcome == "error":
-            emit(ErrorEvent(**UserError("gone", "The model is gone.").to_event()))
+            writer.write("error", **UserError("gone", "The model is gone.").to_event())
             return 2
         if outcome == "early":
             os._exit(9)
-        emit(BeginEvent(number=number, limit_s=job["limit_s"], fields=fields))
+        writer.write("begin", number=number, limit_s=job["limit_s"], fields=fields)
         if outcome == "hang":
             time.sleep(HANGS_S)
         if outcome == "crash":
             os.abort()
-        emit(RowEvent(number=number, **{"problem": None, **fields, **outcome}))
+        writer.write("row", number=number, **{"problem": None, **fields, **outcome})
     return 0
 
 

@@ -14,8 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from lora_rocm.rundir.events import emit
-from tests.supervisor.fake_run import event
+from tests.supervisor.wire import LineWriter
 
 NAMES = (
     "copies.pageable.4KiB", "copies.pinned.4KiB", "copies.mapped.4KiB",
@@ -71,13 +70,14 @@ def main() -> int:
         asleep()
     names = [name for name in NAMES if not options.only or name.partition(".")[0] in options.only]
     sys.stdout.write("a library talks\n")
-    emit(event("checks", names=names))
+    writer = LineWriter()
+    writer.write("checks", names=names)
     for name in names:
         if {name, name.partition(".")[0], name.rpartition(".")[0]} & set(options.skip):
             continue
-        emit(event("check", name=name, timeout_s=options.faults.get("timeout_s", 20.0)))
+        writer.write("check", name=name, timeout_s=options.faults.get("timeout_s", 20.0))
         status, detail = ACTS[options.faults[name]]() if name in options.faults else PASSED
-        emit(event("result", name=name, status=status, seconds=0.01, detail=detail))
+        writer.write("result", name=name, status=status, seconds=0.01, detail=detail)
         if status == "crashed":
             return 70
     return 0

@@ -1,6 +1,7 @@
 """Random combinations of options: each trains, resumes to the byte and exports files that are loaded back.
 
-Every number is one combination for good: a failure is repeated by its number.
+Every number is one combination: a failure is repeated by its number. Each group of options deals its choices like a
+pack of cards, so that each is made before one comes again.
 """
 
 from __future__ import annotations
@@ -8,6 +9,9 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from collections.abc import Iterable
+from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +19,19 @@ import pytest
 from PIL import Image
 from pydantic import ValidationError
 
-from lora_rocm.errors import RecipeError
-from lora_rocm.recipe.load import load_recipe
+from lora_rocm.recipe.load import dump_recipe, load_recipe
 from lora_rocm.recipe.schema import Recipe
-from tests.train.test_pipeline import bytes_of, losses_of, make_recipe, material, rewound, start
-
-__all__ = ["material"]
+from tests.tiny_models import SHALLOW, write_tiny_sdxl
+from tests.train.test_pipeline import bytes_of, losses_of, make_recipe, rewound, start, write_material
 
 Sections = dict[str, dict[str, Any]]
 COMBINATIONS, OFTEN = 30, (0, 1, 3)
-FIRST_SEED = 37_000  # so that every choice is in some combination
+SEED = 37_000
 STEPS, RESUMED_AT = 3, 1
+PATIENCE = 20
+"""Draws for one combination after which one more group also takes choices that it has dealt before."""
+FOLDER = "FOLDER"
+"""Stands for the folder of the test's models and images."""
 
 CHOICES: dict[str, tuple[Sections, ...]] = {
     "adapter": (
@@ -37,6 +43,22 @@ CHOICES: dict[str, tuple[Sections, ...]] = {
         {"lora": {"type": "oft"}},
         {"lora": {"weight_dtype": "bf16"}},
         {"lora": {"train_text_encoder": True}, "optim": {"text_encoder_learning_rate": 1e-4}},
+    ),
+    "start": (
+        {},
+        {"lora": {"init": "gaussian"}},
+        {"lora": {"init": "orthogonal"}},
+        {"lora": {"init": "pissa"}},
+        {"lora": {"init": "olora"}},
+        {"lora": {"init": "eva"}},
+    ),
+    "beside": (
+        {},
+        {"lora": {"train_norms": True}},
+        {
+            "lora": {"new_tokens": [{"token": "<zibu>", "vectors": 2, "init": "cat"}]},
+            "optim": {"embedding_until_step": 2},
+        },
     ),
     "optimizer": (
         {},
@@ -84,6 +106,19 @@ CHOICES: dict[str, tuple[Sections, ...]] = {
         {"data": {"caption_prefix": "{a photo|a drawing} of", "enable_wildcard": True}},
         {"model": {"max_token_length": 150}, "data": {"caption_suffix": ", ".join(f"word {n}" for n in range(40))}},
     ),
+    "images": (
+        {},
+        {"data": {"resolution": [64, 96]}},
+        {"data": {"random_crop": 2}},
+        {"data": {"color_aug": 1}},
+        {"data": {"path": None, "sources": [{"path": f"{FOLDER}/table", "loss_weight_column": "weight"}]}},
+        {"data": {"path": f"{FOLDER}/masked", "mask_path": "beside"}},
+        {"model": {"name_or_path": f"{FOLDER}/inpainting"}},
+        {
+            "model": {"name_or_path": f"{FOLDER}/inpainting"},
+            "data": {"path": f"{FOLDER}/masked", "mask_path": "beside"},
+        },
+    ),
     "step": (
         {},
         {"train": {"gradient_accumulation_steps": 1, "ema_decay": 0.9}},
@@ -105,45 +140,79 @@ CHOICES: dict[str, tuple[Sections, ...]] = {
 
 
 @pytest.fixture(scope="module")
-def images(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With alpha channels, for masks."""
-    folder = Path(shutil.copytree(material / "images", tmp_path_factory.mktemp("combinations") / "images"))
-    for path in folder.glob("*.png"):
+def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Images with alpha channels, which are masks; the same with weights in a table, and with masks beside them."""
+    folder = write_material(tmp_path_factory.mktemp("combinations"))
+    write_tiny_sdxl(folder / "inpainting", **{**SHALLOW, "unet": {**SHALLOW["unet"], "in_channels": 9}})
+    for path in (folder / "images").glob("*.png"):
         with Image.open(path) as image:
             image.putalpha(Image.linear_gradient("L").resize(image.size))
         image.save(path)
+    for path in (folder / "images").glob("*.txt"):
+        path.write_text(path.read_text(encoding="utf-8").replace("zibu", "<zibu>"), encoding="utf-8")
+    for name in ("table", "masked"):
+        shutil.copytree(folder / "images", folder / name)
+    rows = [{"file_name": f"bild {number}.png", "weight": 0.5 + number} for number in range(5)]
+    (folder / "table" / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    for path in sorted((folder / "masked").glob("*.png")):
+        with Image.open(path) as image:
+            size = image.size
+        Image.linear_gradient("L").rotate(90).resize(size).save(path.with_name(f"{path.stem}-masklabel.png"))
     return folder
 
 
-def combined(number: int, material: Path, images: Path) -> Recipe:
-    """The recipe of a number: the first draw of its generator that the recipe's rules allow."""
-    generator = random.Random(FIRST_SEED + number)
-    path = images.parent / f"{number}.yaml"
-    while True:
-        sections: Sections = {
-            "data": {"path": str(images)},
-            "train": {"max_train_steps": STEPS},
-            "output": {"save_every_n_steps": 1, "keep_last": 9},
-        }
-        for choices in CHOICES.values():
-            for name, keys in generator.choice(choices).items():
-                sections[name] = {**sections.get(name, {}), **keys}
-        try:
-            given = make_recipe(material, **sections).model_dump(mode="json", exclude_unset=True)
-            path.write_text(json.dumps(given), encoding="utf-8")
-            return load_recipe(path).recipe
-        except (ValidationError, RecipeError):
-            continue  # the options exclude one another
+@cache
+def combinations() -> tuple[Sections, ...]:
+    """The sections of all combinations, none of which the recipe's rules refuse."""
+    generator = random.Random(SEED)
+    packs: dict[str, list[Sections]] = {name: [] for name in CHOICES}
+    found = list[Sections]()
+    for _ in range(COMBINATIONS):
+        for name, pack in packs.items():
+            pack.extend([] if pack else CHOICES[name])
+        for draw in count():
+            anew = generator.sample(list(CHOICES), min(draw // PATIENCE, len(CHOICES)))
+            chosen = {name: generator.choice(CHOICES[name] if name in anew else pack) for name, pack in packs.items()}
+            sections = joined(chosen.values())
+            if is_allowed(sections):
+                break
+        for name, choice in chosen.items():
+            if choice in packs[name]:
+                packs[name].remove(choice)
+        found.append(sections)
+    return tuple(found)
+
+
+def joined(chosen: Iterable[Sections]) -> Sections:
+    sections: Sections = {"train": {"max_train_steps": STEPS}, "output": {"save_every_n_steps": 1, "keep_last": 9}}
+    for choice in chosen:
+        for name, keys in choice.items():
+            sections[name] = {**sections.get(name, {}), **keys}
+    return sections
+
+
+def is_allowed(sections: Sections) -> bool:
+    try:
+        recipe = make_recipe(Path(FOLDER), **sections)
+    except ValidationError:
+        return False  # the options exclude one another
+    return set(recipe.formats) <= set(recipe.spec.formats) & set(recipe.lora.forms)
+
+
+def combined(number: int, material: Path) -> Recipe:
+    """The recipe of a number."""
+    path = material / f"{number}.yaml"
+    written = dump_recipe(make_recipe(Path(FOLDER), **combinations()[number]))
+    path.write_text(written.replace(FOLDER, material.as_posix()), encoding="utf-8")
+    return load_recipe(path).recipe
 
 
 @pytest.mark.parametrize(
     "number",
     [pytest.param(number, marks=() if number in OFTEN else pytest.mark.slow) for number in range(COMBINATIONS)],
 )
-def test_a_combination_trains_resumes_to_the_byte_and_exports(
-    material: Path, images: Path, tmp_path: Path, number: int
-) -> None:
-    recipe, straight = combined(number, material, images), tmp_path / "straight"
+def test_a_combination_trains_resumes_to_the_byte_and_exports(material: Path, tmp_path: Path, number: int) -> None:
+    recipe, straight = combined(number, material), tmp_path / "straight"
     assert start(recipe, straight)
     broken = rewound(straight, tmp_path / "broken", RESUMED_AT)
     first = len(losses_of(broken))
@@ -152,20 +221,18 @@ def test_a_combination_trains_resumes_to_the_byte_and_exports(
     assert len(losses_of(straight)) == STEPS and len(set(losses_of(straight))) > 1, "a loss that is always the same"
 
 
-def test_every_choice_is_made_by_some_combination(material: Path, images: Path) -> None:
+def test_every_choice_is_made_by_some_combination() -> None:
     """So that a rule that excludes a choice always does not hide it."""
-    made = [combined(number, material, images).model_dump(mode="json") for number in range(COMBINATIONS)]
+    made = combinations()
     missing = [
-        keys
+        choice
         for choices in CHOICES.values()
-        for sections in choices
-        for name, keys in sections.items()
+        for choice in choices
         if not any(
-            all(as_written(recipe.get(name, {}).get(key)) == value for key, value in keys.items()) for recipe in made
+            all(
+                sections.get(name, {}).get(key) == value for name, keys in choice.items() for key, value in keys.items()
+            )
+            for sections in made
         )
     ]
     assert not missing
-
-
-def as_written(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value

@@ -184,6 +184,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "train": {"gradient_checkpointing": True},
     },
     "PiSSA": {"lora": {"init": "pissa", "overrides": [{"match": ".*to_q", "rank": 1}]}, "train": {"ema_decay": 0.9}},
+    "EVA": {"lora": {"init": "eva", "use_dora": True}, "train": {"ema_decay": 0.9}},
     "trained norms": {"lora": {"train_norms": True}, "train": {"ema_decay": 0.9, "gradient_checkpointing": True}},
     "fp16 with loss scale": {"train": {"mixed_precision": "fp16"}},
     "Prodigy, two rates, bf16 weights": {

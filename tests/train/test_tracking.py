@@ -82,6 +82,31 @@ def test_a_resumed_run_sends_only_what_is_new(run_dir: RunDir) -> None:
     assert first == again != other
 
 
+@pytest.mark.parametrize("runs", [[], ["a1"]])
+def test_a_resumed_run_is_the_same_one_in_mlflow(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, runs: list[str]
+) -> None:
+    """MLflow gives ids itself, so the run is found by its tag. Its parameters stay: MLflow refuses other values."""
+    asked: list[str] = []
+
+    def search_runs(filter_string: str, **how: Any) -> list[Any]:
+        asked.append(filter_string)
+        return [SimpleNamespace(info=SimpleNamespace(run_id=run)) for run in runs]
+
+    class Mlflow(Fake):
+        def __init__(self, project: str, **options: Any) -> None:
+            super().__init__(project)
+            self.said.append(options)
+
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(search_runs=search_runs))  # type: ignore[arg-type]
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "mlflow", Mlflow)
+    tracking.track(run_dir, "mlflow", "dogs", 0, lambda: True)
+    options, *settings = [said for said in Fake.said if isinstance(said, dict)]
+    (tag,) = options["tags"].values()
+    assert asked == [f"tags.`{tracking.TAG}` = '{tag}'"] and options.get("run_id") == next(iter(runs), None)
+    assert bool(settings) is not bool(runs) and (1, {"validation/loss": 0.25}) in Fake.said
+
+
 @pytest.mark.parametrize("fails", [True, False])
 def test_one_that_raises_is_an_event_and_an_exit_code(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fails: bool

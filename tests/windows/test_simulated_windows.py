@@ -6,6 +6,7 @@ See ``simulated/sitecustomize.py``. Linux all the same: this shows what our code
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
-from tests.program import RECIPE, images
+from tests.program import RECIPE, Program, images
 from tests.tiny_models import SHALLOW, write_tiny_sdxl
 
 ROOT = Path(__file__).parents[2]
@@ -31,29 +32,52 @@ def python(*words: object, folder: Path, **variables: str) -> subprocess.Complet
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, encoding="utf-8")
 
 
-def test_training_resume_export_and_report(tmp_path: Path) -> None:
-    write_tiny_sdxl(tmp_path / "model", **SHALLOW)
-    images(tmp_path / "pics")
-    (tmp_path / "r.yaml").write_text(RECIPE, encoding="utf-8")
-    train = (
-        "-m",
-        "lora_rocm",
-        "train",
-        "r.yaml",
-        "--run-dir",
-        "out",
-        "--set",
-        "output.formats=[kohya, diffusers, peft]",
-    )
-    for command in (train, (*train, "--resume", "latest", "--set", "train.max_train_steps=3")):
-        done = python(*command, folder=tmp_path)
-        assert done.returncode == 0, done.stdout + done.stderr
-    run = RunDir(tmp_path / "out")
+FORMATS = ["--set", "output.formats=[kohya, diffusers, peft]"]
+RESUME = ["--resume", "latest", "--set", "train.max_train_steps=3"]
+
+
+def train(run_dir: str) -> list[str]:
+    return ["train", "r.yaml", "--run-dir", run_dir, *FORMATS]
+
+
+def folder_with_recipe(folder: Path) -> Path:
+    write_tiny_sdxl(folder / "model", **SHALLOW)
+    images(folder / "pics")
+    (folder / "r.yaml").write_text(RECIPE, encoding="utf-8")
+    return folder
+
+
+def resume_and_report(folder: Path) -> None:
+    run, told = RunDir(folder / "run"), folder / "distributed"
+    done = python("-m", "lora_rocm", *train("run"), *RESUME, folder=folder, SIMULATED_DISTRIBUTED=str(told))
+    assert done.returncode == 0, done.stdout + done.stderr
     events = read_events(run.events())
     assert [event["updates"] for event in events if event["type"] == "step"] == [1, 2, 3]
     assert all(path.exists() for path in (run.lora, run.diffusers_lora, run.peft_dir, run.result))
+    assert told.read_text(encoding="ascii").split() == ["False", "False"]
     run.report.unlink()
-    assert python("-m", "lora_rocm", "report", "out", folder=tmp_path).returncode == 0 and run.report.is_file()
+    assert python("-m", "lora_rocm", "report", "run", folder=folder).returncode == 0 and run.report.is_file()
+
+
+def test_training_resume_export_and_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of this process, without the restrictions, is gone on from by processes that have them, without caches."""
+    folder = folder_with_recipe(tmp_path)
+    monkeypatch.chdir(folder)
+    said = Program(monkeypatch)(*train("run"))
+    assert said.code == 0, said.text
+    before = read_events(RunDir(folder / "run").events())
+    shutil.rmtree(folder / "cache")
+    resume_and_report(folder)
+    events = read_events(RunDir(folder / "run").events())[len(before) :]
+    assert any(event["type"] == "cache" and event["what"] == "images" for event in events), "encoded anew"
+
+
+@pytest.mark.slow
+def test_a_run_from_its_beginning(tmp_path: Path) -> None:
+    folder = folder_with_recipe(tmp_path)
+    done = python("-m", "lora_rocm", *train("run"), folder=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    resume_and_report(folder)
 
 
 FORBIDDEN = {
@@ -105,8 +129,3 @@ def test_closed_files_are_free(tmp_path: Path) -> None:
     code = "os.replace('a', 'b'); os.rename('folder', 'c'); shutil.rmtree('c'); os.unlink('b')"
     done = python("-c", ATTEMPT + code, folder=tmp_path)
     assert done.returncode == 0 and not list(tmp_path.iterdir()), done.stderr
-
-
-def test_torch_has_no_distributed(tmp_path: Path) -> None:
-    code = "import torch; print(torch.distributed.is_available(), hasattr(torch.distributed, 'init_process_group'))"
-    assert python("-c", code, folder=tmp_path).stdout.split() == ["False", "False"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from lora_rocm.errors import ModelError
 from lora_rocm.families.sdxl.family import Sdxl
 from tests.tiny_models import (
+    SHALLOW_WIDER,
     read_json,
     tiny_pipeline,
     tiny_recipe,
@@ -41,7 +43,7 @@ def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return write_tiny_sdxl(tmp_path / "m")
+    return write_tiny_sdxl(tmp_path / "m", **SHALLOW_WIDER)
 
 
 @pytest.mark.parametrize(("kind", "extra", "words"), [
@@ -114,16 +116,26 @@ def test_a_unet_alone_is_named_by_the_width_of_its_text(tmp_path: Path, width: i
     assert words in refusal(tmp_path / "x.safetensors")
 
 
-def checkpoint(tmp_path: Path, keep: Callable[[str], bool], **extra: torch.Tensor) -> Path:
-    file = write_single_file(tiny_pipeline(), tmp_path / "x.safetensors")
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(one-file checkpoint, folder with its configs and tokenizers), which no test changes."""
+    folder, pipeline = tmp_path_factory.mktemp("written"), tiny_pipeline()
+    return write_single_file(pipeline, folder / "x.safetensors"), write_config_folder(pipeline, folder / "config")
+
+
+def checkpoint(
+    written: tuple[Path, Path], tmp_path: Path, keep: Callable[[str], bool], **extra: torch.Tensor
+) -> tuple[Path, Path]:
+    """(file of those of its tensors that are kept, the folder with its configs)."""
+    file, config = written
     tensors = {name: tensor for name, tensor in load_file(file).items() if keep(name)}
-    save_file({**tensors, **extra}, file)
-    return file
+    save_file({**tensors, **extra}, tmp_path / "x.safetensors")
+    return tmp_path / "x.safetensors", config
 
 
-def test_a_checkpoint_with_more_input_than_inpainting_takes(tmp_path: Path) -> None:
+def test_a_checkpoint_with_more_input_than_inpainting_takes(written: tuple[Path, Path], tmp_path: Path) -> None:
     weight = {"model.diffusion_model.input_blocks.0.0.weight": torch.zeros(16, 8, 3, 3)}
-    assert "8 channels" in refusal(checkpoint(tmp_path, lambda name: True, **weight))
+    assert "8 channels" in refusal(checkpoint(written, tmp_path, lambda name: True, **weight)[0])
 
 
 @pytest.mark.parametrize(("lost", "words"), [
@@ -131,18 +143,18 @@ def test_a_checkpoint_with_more_input_than_inpainting_takes(tmp_path: Path) -> N
     ("first_stage_model.", "VAE"),
     ("model.diffusion_model.", "UNet"),
 ])  # fmt: skip
-def test_an_incomplete_checkpoint(tmp_path: Path, lost: str, words: str) -> None:
-    file = checkpoint(tmp_path, lambda name: not name.startswith(lost))
-    config = write_config_folder(tiny_pipeline(), tmp_path / "config")
+def test_an_incomplete_checkpoint(written: tuple[Path, Path], tmp_path: Path, lost: str, words: str) -> None:
+    file, config = checkpoint(written, tmp_path, lambda name: not name.startswith(lost))
     with pytest.raises(ModelError) as caught:
         _ = Sdxl(tiny_recipe(file, model={"config": str(config)})).source
     assert caught.value.code == "incomplete-model"
     assert words in caught.value.what
 
 
-def test_a_checkpoint_without_vae_is_whole_with_another(tmp_path: Path, folder: Path) -> None:
-    file = checkpoint(tmp_path, lambda name: not name.startswith("first_stage_model."))
-    config = write_config_folder(tiny_pipeline(), tmp_path / "config")
+def test_a_checkpoint_without_vae_is_whole_with_another(
+    written: tuple[Path, Path], tmp_path: Path, folder: Path
+) -> None:
+    file, config = checkpoint(written, tmp_path, lambda name: not name.startswith("first_stage_model."))
     recipe = tiny_recipe(file, model={"config": str(config), "vae": str(folder / "vae")})
     assert Sdxl(recipe).source.load("vae", torch.float32, torch.device("cpu"))
 
@@ -266,10 +278,9 @@ def test_what_comes_along_is_known_or_named_once(
 
 
 @pytest.fixture
-def single(tmp_path: Path) -> tuple[Path, Path]:
-    """(one-file checkpoint, folder with its configs and tokenizers)."""
-    pipeline = tiny_pipeline()
-    return write_single_file(pipeline, tmp_path / "x.safetensors"), write_config_folder(pipeline, tmp_path / "config")
+def single(written: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path]:
+    """(a copy of the one-file checkpoint, folder with its configs and tokenizers)."""
+    return Path(shutil.copy(written[0], tmp_path)), written[1]
 
 
 @pytest.mark.parametrize("damage", [

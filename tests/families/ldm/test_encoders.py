@@ -20,7 +20,7 @@ from lora_rocm.families.sdxl.family import Sdxl
 from lora_rocm.families.vae import SMALL_TILE_PX, VaeEncoder
 from lora_rocm.latent_cache.quarantine import plain_door
 from lora_rocm.loader.cached_dataset import together
-from tests.tiny_models import tiny_recipe, write_tiny_sdxl
+from tests.tiny_models import SHALLOW_WIDER, tiny_recipe, write_tiny_sdxl
 
 CPU = torch.device("cpu")
 CAPTIONS = ("a photo of a red cat", "", "cat, " * 60)
@@ -149,8 +149,8 @@ def test_fingerprints_follow_weights_and_settings(tiny_sdxl: Path, tmp_path: Pat
     def fingerprints(folder: Path, **model: str) -> list[str]:
         return [encoder.fingerprint for encoder in Sdxl(tiny_recipe(folder, lora=lora, model=model)).encoders()]
 
-    same = write_tiny_sdxl(tmp_path / "same")
-    other = write_tiny_sdxl(tmp_path / "other", seed=1)
+    same = write_tiny_sdxl(tmp_path / "same", **SHALLOW_WIDER)
+    other = write_tiny_sdxl(tmp_path / "other", seed=1, **SHALLOW_WIDER)
     assert fingerprints(tiny_sdxl) == fingerprints(same)
     vae, text, *_ = fingerprints(same)
     assert fingerprints(same, vae=str(other / "vae")) == [fingerprints(other)[0], *fingerprints(same)[1:]]

@@ -17,7 +17,7 @@ from lora_rocm.families.base import PreviewRequest
 from lora_rocm.families.ldm import sampling
 from lora_rocm.families.ldm.sampling import SAMPLERS
 from lora_rocm.families.sdxl.family import Sdxl
-from tests.tiny_models import caption_encoder, drawn_by, tiny_recipe, write_tiny_sdxl
+from tests.tiny_models import SHALLOW_WIDER, caption_encoder, drawn_by, tiny_recipe, write_tiny_sdxl
 
 # diffusers hands NumPy a tensor in a way that NumPy 2 will not take for ever
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
@@ -76,7 +76,7 @@ def test_prompts_of_several_lengths_are_drawn_together_as_alone(
 
 
 def test_v_prediction_and_zero_terminal_snr_are_respected(tmp_path: Path) -> None:
-    folder = write_tiny_sdxl(tmp_path / "m")
+    folder = write_tiny_sdxl(tmp_path / "m", **SHALLOW_WIDER)
     plain = pixels(draw(folder, [REQUEST])[0])
     velocity = pixels(draw(folder, [REQUEST], model={"prediction_type": "v_prediction"})[0])
     zero = draw(folder, [REQUEST], model={"prediction_type": "v_prediction"}, objective={"zero_terminal_snr": True})[0]
@@ -86,7 +86,7 @@ def test_v_prediction_and_zero_terminal_snr_are_respected(tmp_path: Path) -> Non
 
 def test_other_latent_statistics_are_undone(tmp_path: Path) -> None:
     statistics = {"latents_mean": [0.1, 0.2, 0.3, 0.4], "latents_std": [1.0, 2.0, 3.0, 4.0]}
-    folder = write_tiny_sdxl(tmp_path / "m", vae=statistics)
+    folder = write_tiny_sdxl(tmp_path / "m", unet=SHALLOW_WIDER["unet"], vae=SHALLOW_WIDER["vae"] | statistics)
     (ours,) = draw(folder, [REQUEST])
     pipeline = StableDiffusionXLPipeline.from_pretrained(folder, local_files_only=True)
     theirs = pipeline(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lora_rocm.base_models.loading import Source
@@ -21,8 +22,8 @@ from lora_rocm.families.objectives.loss import losses
 from lora_rocm.families.sd.detect import TELLING_BIAS
 from lora_rocm.families.sd.family import LAYOUT_SD2, LAYOUT_SD15, Sd2, Sd15
 from lora_rocm.latent_cache.quarantine import plain_door
-from tests.tiny_models import drawn_by, scheduler_config, tiny_recipe, write_tiny_sdxl
-from tests.tiny_sd import WIDTH, Version, tiny_sd, write_sd_configs, write_single_sd, write_tiny_sd
+from tests.tiny_models import SHALLOW, drawn_by, scheduler_config, tiny_recipe, write_tiny_sdxl
+from tests.tiny_sd import SHALLOW_SD, WIDTH, Version, tiny_sd, write_sd_configs, write_single_sd, write_tiny_sd
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
 CPU = torch.device("cpu")
@@ -34,6 +35,24 @@ VERSIONS: tuple[Version, ...] = ("sd15", "sd2")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     base = tmp_path_factory.mktemp("kleine Modelle")
     return {version: write_tiny_sd(base / version, version) for version in VERSIONS}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """Of each version (one-file checkpoint, folder with its configs and tokenizer), which no test changes."""
+    base, found = tmp_path_factory.mktemp("einzelne Dateien"), {}
+    for version in VERSIONS:
+        pipeline = tiny_sd(version)
+        path = write_single_sd(pipeline, version, base / f"ein Modell {version}.safetensors")
+        found[version] = path, write_sd_configs(pipeline, base / f"configs {version}")
+    return found
+
+
+@pytest.fixture(scope="module")
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """With fewer levels and layers."""
+    base = tmp_path_factory.mktemp("flach")
+    return {version: write_tiny_sd(base / version, version, SHALLOW_SD) for version in VERSIONS}
 
 
 def family_of(version: str, folder: Path, **sections: dict[str, Any]) -> Any:
@@ -55,16 +74,16 @@ def batch_of(rows: int = 2) -> dict[str, Tensor]:
                  else pytest.mark.slow)
     for version in VERSIONS for prediction in ("epsilon", "v_prediction")
 ])  # fmt: skip
-def test_loss_and_gradients_are_the_reference(folders: dict[str, Path], version: str, prediction: str) -> None:
+def test_loss_and_gradients_are_the_reference(shallow: dict[str, Path], version: str, prediction: str) -> None:
     """As diffusers' own training script computes them."""
-    family = family_of(version, folders[version], model={"prediction_type": prediction})
+    family = family_of(version, shallow[version], model={"prediction_type": prediction})
     model = family.load(torch.float32, CPU)
     model.components["unet"].requires_grad_(True)
     family.fuse(model)
     batch = batch_of()
     draws = family.objective.draw(batch, SEEDS).tensors
     loss_B = losses(family, model, batch, draws)
-    unet = UNet2DConditionModel.from_pretrained(folders[version], subfolder="unet", use_safetensors=True)
+    unet = UNet2DConditionModel.from_pretrained(shallow[version], subfolder="unet", use_safetensors=True)
     config = {k: v for k, v in scheduler_config().items() if k not in ("timestep_spacing", "prediction_type")}
     scheduler = DDPMScheduler(**config, prediction_type=prediction)
     latents = (batch["latent_mean"] + batch["latent_std"] * draws["posterior"]) * 0.18215
@@ -83,24 +102,24 @@ def test_loss_and_gradients_are_the_reference(folders: dict[str, Path], version:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_captions_are_encoded_as_by_the_pipeline(folders: dict[str, Path], version: str) -> None:
-    pipeline = StableDiffusionPipeline.from_pretrained(folders[version], local_files_only=True)
+def test_captions_are_encoded_as_by_the_pipeline(shallow: dict[str, Path], version: str) -> None:
+    pipeline = StableDiffusionPipeline.from_pretrained(shallow[version], local_files_only=True)
     expected_BSD, _ = pipeline.encode_prompt("a red cat", CPU, 1, False)
-    family = family_of(version, folders[version])
+    family = family_of(version, shallow[version])
     encoded = family.encoders()[1].load(plain_door(CPU))({CAPTION: "a red cat"})
     assert {name: spec.dims for name, spec in family.encoders()[1].entry.tensors.items()} == {"prompt_embeds": "SD"}
     torch.testing.assert_close(encoded["prompt_embeds"], expected_BSD[0])
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_trained_text_encoders_read_tokens_and_get_gradients(folders: dict[str, Path], version: str) -> None:
-    family = family_of(version, folders[version], lora={"train_text_encoder": True})
+def test_trained_text_encoders_read_tokens_and_get_gradients(shallow: dict[str, Path], version: str) -> None:
+    family = family_of(version, shallow[version], lora={"train_text_encoder": True})
     model = family.load(torch.float32, CPU)
     assert model.components.keys() == {"unet", "text_encoder"}
     for component in model.components.values():
         component.requires_grad_(True)
     batch = batch_of(1)
-    caption, frozen = {CAPTION: "a red cat"}, family_of(version, folders[version])
+    caption, frozen = {CAPTION: "a red cat"}, family_of(version, shallow[version])
     batch["prompt_embeds"] = frozen.encoders()[1].load(plain_door(CPU))(caption)["prompt_embeds"][None]
     draws = family.objective.draw(batch, [1]).tensors
     expected_B = losses(family, model, batch, draws)
@@ -115,10 +134,10 @@ def test_trained_text_encoders_read_tokens_and_get_gradients(folders: dict[str, 
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_single_file_is_its_folder(folders: dict[str, Path], version: Version, tmp_path: Path) -> None:
-    pipeline = tiny_sd(version)
-    path = write_single_sd(pipeline, version, tmp_path / "ein Modell.safetensors")
-    configs = write_sd_configs(pipeline, tmp_path / "configs")
+def test_a_single_file_is_its_folder(
+    folders: dict[str, Path], files: dict[str, tuple[Path, Path]], version: Version
+) -> None:
+    path, configs = files[version]
     one = family_of(version, path, model={"config": str(configs)})
     many = family_of(version, folders[version])
     assert one.notices == ()
@@ -132,12 +151,11 @@ def test_a_single_file_is_its_folder(folders: dict[str, Path], version: Version,
 
 @pytest.mark.parametrize("spread", [0.01, 0.5])
 def test_what_a_single_file_of_2_x_predicts_is_told_by_its_weights(
-    spread: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: dict[str, tuple[Path, Path]], spread: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pipeline = tiny_sd("sd2")
-    bias = torch.linspace(-spread, spread, 16)
-    path = write_single_sd(pipeline, "sd2", tmp_path / "x.safetensors", {TELLING_BIAS: bias})
-    configs = write_sd_configs(pipeline, tmp_path / "configs")
+    file, configs = files["sd2"]
+    path = tmp_path / "x.safetensors"
+    save_file({**load_file(file), TELLING_BIAS: torch.linspace(-spread, spread, 16)}, path)
     told = family_of("sd2", path, model={"config": str(configs)})
     assert told.base_facts()["prediction_type"] == "epsilon"  # by the config that was given
     monkeypatch.setattr(Sd2, "layout", replace(LAYOUT_SD2, configs=configs))
@@ -147,19 +165,19 @@ def test_what_a_single_file_of_2_x_predicts_is_told_by_its_weights(
     assert chosen.scheduler_config["prediction_type"] == "epsilon"  # who knows better may say so
 
 
-def test_other_families_are_recognised_by_name(folders: dict[str, Path], tmp_path: Path) -> None:
-    pipelines = {version: tiny_sd(version) for version in VERSIONS}
-    sdxl = write_tiny_sdxl(tmp_path / "sdxl")
-    files = {v: write_single_sd(p, v, tmp_path / f"{v}.safetensors") for v, p in pipelines.items()}
-    wide = write_tiny_sd(tmp_path / "wide", unet={"cross_attention_dim": 1024})
-    paint = write_tiny_sd(tmp_path / "paint", unet={"in_channels": 8})
+def test_other_families_are_recognised_by_name(
+    folders: dict[str, Path], files: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    sdxl = write_tiny_sdxl(tmp_path / "sdxl", **SHALLOW)
+    wide = write_tiny_sd(tmp_path / "wide", unet=SHALLOW_SD | {"cross_attention_dim": 1024})
+    paint = write_tiny_sd(tmp_path / "paint", unet=SHALLOW_SD | {"in_channels": 8})
     cases = [
         ("sd15", sdxl, "an SDXL model"),
         ("sd2", sdxl, "an SDXL model"),
-        ("sd15", files["sd2"], "a Stable Diffusion 2.x model"),
-        ("sd2", files["sd15"], "a Stable Diffusion 1.x model"),
-        ("sdxl", files["sd15"], "a Stable Diffusion 1.x model"),
-        ("sdxl", files["sd2"], "a Stable Diffusion 2.x model"),
+        ("sd15", files["sd2"][0], "a Stable Diffusion 2.x model"),
+        ("sd2", files["sd15"][0], "a Stable Diffusion 1.x model"),
+        ("sdxl", files["sd15"][0], "a Stable Diffusion 1.x model"),
+        ("sdxl", files["sd2"][0], "a Stable Diffusion 2.x model"),
         ("sdxl", folders["sd15"], "a Stable Diffusion 1.x or 2.x model"),
         ("sd15", wide, "a Stable Diffusion 2.x UNet"),
         ("sd15", paint, "a UNet that takes 8 channels"),
@@ -172,13 +190,13 @@ def test_other_families_are_recognised_by_name(folders: dict[str, Path], tmp_pat
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("guidance", [1.0, 4.0])
-def test_a_preview_is_the_pipeline_s_image(folders: dict[str, Path], version: str, guidance: float) -> None:
+def test_a_preview_is_the_pipeline_s_image(shallow: dict[str, Path], version: str, guidance: float) -> None:
     request = PreviewRequest("a red cat", "dog", 64, 48, 2, guidance, 7)
-    family = family_of(version, folders[version])
+    family = family_of(version, shallow[version])
     model = family.load(torch.float32, CPU)
     encode = family.encoders()[1].load(plain_door(CPU))
     (ours,) = family.preview(model, [request], lambda prompt: encode({CAPTION: prompt}))
-    pipeline = StableDiffusionPipeline.from_pretrained(folders[version], local_files_only=True)
+    pipeline = StableDiffusionPipeline.from_pretrained(shallow[version], local_files_only=True)
     theirs = drawn_by(pipeline, request)
     assert ours.size == (64, 48)
     assert abs(np.asarray(ours).astype(int) - np.asarray(theirs).astype(int)).max() <= 1

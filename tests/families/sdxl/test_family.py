@@ -168,9 +168,15 @@ def test_trained_text_encoders_get_gradients(tiny_sdxl: Path) -> None:
         assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in layer.values()), name
 
 
-def test_gradient_checkpointing_changes_no_gradient(tiny_sdxl: Path) -> None:
+@pytest.fixture
+def deep(tmp_path: Path) -> Path:
+    """With all of SDXL's levels, and transformers of several blocks."""
+    return write_tiny_sdxl(tmp_path / "deep")
+
+
+def test_gradient_checkpointing_changes_no_gradient(deep: Path) -> None:
     def gradients(checkpointing: bool) -> list[Tensor]:
-        family = Sdxl(tiny_recipe(tiny_sdxl))
+        family = Sdxl(tiny_recipe(deep))
         model = family.load(torch.float32, CPU)
         if checkpointing:
             family.recompute_activations(model)
@@ -184,8 +190,8 @@ def test_gradient_checkpointing_changes_no_gradient(tiny_sdxl: Path) -> None:
     assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in pairs)
 
 
-def test_blocks_are_in_forward_order(tiny_sdxl: Path) -> None:
-    family = Sdxl(tiny_recipe(tiny_sdxl))
+def test_blocks_are_in_forward_order(deep: Path) -> None:
+    family = Sdxl(tiny_recipe(deep))
     model = family.load(torch.float32, CPU)
     seen: list[Any] = []
     blocks = family.blocks(model)

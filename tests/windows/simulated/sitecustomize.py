@@ -3,10 +3,14 @@
 Names that only POSIX has are gone from ``os`` and ``signal``; processes are made by spawn alone; a file that any
 process has open or mapped is neither renamed, replaced nor deleted; nobody may make links; torch was built without
 ``torch.distributed``. Left as it is: ``os.name``, path separators, and what the standard library itself needs here.
+
+A process that has imported torch writes at its end what of ``torch.distributed`` it had into the file that the variable
+SIMULATED_DISTRIBUTED names: ``is_available()``, and whether there is ``init_process_group``.
 """
 
 from __future__ import annotations
 
+import atexit
 import errno
 import importlib.machinery
 import multiprocessing
@@ -107,6 +111,12 @@ class Finder:
         return None
 
 
+def _tell_distributed(path: str) -> None:
+    if found := sys.modules.get("torch.distributed"):
+        with open(path, "w", encoding="ascii") as file:
+            file.write(f"{found.is_available()} {hasattr(found, 'init_process_group')}")
+
+
 def install() -> None:
     """Once a process, before anything else runs."""
     for module, names in GONE.items():
@@ -119,6 +129,8 @@ def install() -> None:
     del contexts["fork"], contexts["forkserver"]
     multiprocessing.set_start_method("spawn")
     sys.meta_path.insert(0, Finder())
+    if path := os.environ.get("SIMULATED_DISTRIBUTED"):
+        atexit.register(_tell_distributed, path)
 
 
 install()
