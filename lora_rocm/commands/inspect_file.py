@@ -131,7 +131,7 @@ def _folder(path: Path, registry: Registry) -> Found:
     if place is None and weights and (path / MODEL_CONFIG).is_file():
         return _transformers_folder(path / MODEL_CONFIG, weights, registry)
     if place is None:
-        inside = [*path.glob(f"*/{PEFT_CONFIG}"), *path.glob(f"*/{INDEXES[0]}")]
+        inside = path.glob(f"*/{INDEXES[0]}")
         near = sorted([*(file.parent for file in inside), *path.glob("*.safetensors")])[:3]
         raise ModelError(
             "not-a-model",

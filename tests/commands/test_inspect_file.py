@@ -121,10 +121,13 @@ def test_folders(tmp_path: Path) -> None:
     for name in ("state.json", "adapter.safetensors"):
         (tmp_path / "state" / name).write_bytes(b"")
     assert inspect(tmp_path / "state")["title"] == "a training state of lora-rocm"
-    lora(tmp_path / "x.safetensors")
-    with pytest.raises(ModelError) as caught:  # a folder around them names some of them
-        inspect(tmp_path)
-    assert str(tmp_path / "model") in caught.value.fix and str(tmp_path / "peft") in caught.value.fix
+    around = tmp_path / "around"
+    (around / "model").mkdir(parents=True)
+    (around / "model" / "model_index.json").write_text(json.dumps(index), encoding="utf-8")
+    file = lora(around / "x.safetensors")
+    with pytest.raises(ModelError) as caught:
+        inspect(around)
+    assert str(around / "model") in caught.value.fix and str(file) in caught.value.fix
 
 
 def test_folders_of_peft_adapters_and_of_transformers(tmp_path: Path) -> None:
