@@ -62,7 +62,7 @@ def writes(module: Module) -> Iterator[tuple[str, str, int]]:
     """(function, call, line) of everything that makes, changes or removes a file."""
     if module.name == HOME:
         return
-    for function, node in _with_function(module.tree, ""):
+    for function, node in _with_function(module.source):
         if isinstance(node, ast.Call):
             name, owner = _name(node.func), _owner(node.func)
             imported = name == "rename" and not owner  # that of the one module
