@@ -313,10 +313,19 @@ def test_what_the_worker_refuses_leaves_the_run_as_it_was(
     assert "This run is complete" in program("train", "r.yaml", *options).out
 
 
-@pytest.mark.parametrize("place", ["nowhere", "pics", "afile", "runs", "runs/ok/checkpoints/step-00000009"])
-def test_a_resume_of_nothing(program: Program, folder: Path, place: str) -> None:
+@pytest.mark.parametrize(
+    ("place", "fix"),
+    [
+        ("nowhere", "Give a run directory"),
+        ("pics", "Give a run directory"),
+        ("afile", "Give a run directory"),
+        ("runs", "Runs in it: "),
+        ("runs/ok/checkpoints/step-00000009", "Give the run directory that it is in"),
+    ],
+)
+def test_a_resume_of_nothing(program: Program, folder: Path, place: str, fix: str) -> None:
     before = sorted(folder.iterdir())
-    program("train", "r.yaml", "--resume", place).refused(2, f"--resume {place}", "Give a run directory")
+    program("train", "r.yaml", "--resume", place).refused(2, f"--resume {place}", fix)
     assert sorted(folder.iterdir()) == before
 
 

@@ -215,7 +215,7 @@ def _parts(bench: Bench) -> dict[str, float]:
     with ExitStack() as stack:
         for owner, method, name in (
             (trainer.transfer, "send", SEND),
-            (trainer.engine, "losses", LOSS),
+            (trainer.engine, "measured", LOSS),
             (trainer.optimizer, "step", STEP),
         ):
             stack.enter_context(marks.around(owner, method, name))

@@ -42,12 +42,8 @@ class Engine:
         """Losses of a micro-batch. Its gradients are added to the flat buffer."""
         return self._eager(batch, draws) if self.graphs is None else self.graphs.run(self._eager, batch, draws)
 
-    def losses(self, batch: Tensors, draws: Tensors) -> Tensor:
-        """Unweighted loss of each sample, float32 [B]."""
-        return self.measured(batch, draws)[0]
-
     def measured(self, batch: Tensors, draws: Tensors) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """As ``losses``, with the ``Prediction.measures``."""
+        """Unweighted loss of each sample, float32 [B], and the ``Prediction.measures``."""
         with self.attention(), self.autocast():
             return measured(self.family, self.model, batch, draws)
 

@@ -102,7 +102,7 @@ if exist %LR_PLAN% goto unnamed
 "%LR_PROGRAM%" env --shell cmd >%LR_PLAN%\plan.bat
 set "LR_CODE=%ERRORLEVEL%"
 rem The one call: the variables that it sets stay. Of a path without odd letters, which it could not read wrongly.
-if %LR_CODE% equ 0 call %LR_PLAN%\plan.bat
+if %LR_CODE% equ 0 call .\%LR_PLAN%\plan.bat
 rmdir /s /q %LR_PLAN%
 popd
 if not %LR_CODE% equ 0 goto back

@@ -61,15 +61,15 @@ def test_flops_are_pytorchs_own_and_those_of_the_attention(bench: Bench, usual: 
 
 def grown(bench: Bench, more: Callable[[Tensor], Any]) -> Counts:
     """The counts of a step whose loss does something more, with a tensor of the device."""
-    losses = bench.trainer.engine.losses
+    measured = bench.trainer.engine.measured
 
     def dearer(batch: dict[str, Tensor], draws: dict[str, Tensor]) -> Any:
         kept = more(batch["latent_mean"])
-        losses_B = losses(batch, draws)
+        found = measured(batch, draws)
         del kept
-        return losses_B
+        return found
 
-    with replaced(bench.trainer.engine, "losses", dearer):
+    with replaced(bench.trainer.engine, "measured", dearer):
         return count_step(bench)[0]
 
 

@@ -165,7 +165,7 @@ def test_the_bare_loop_is_the_same_model_with_the_same_layers_on_the_same_number
     with open_bench(recipe, Settings(), tmp_path, random_weights=True, watch_parent=False) as bench:
         inputs, ours = inputs_of(bench), bench.artifacts.adapter
         kept = measurement._kept(bench)
-        losses_B = bench.trainer.engine.losses(inputs.batch, inputs.draws)
+        losses_B = bench.trainer.engine.measured(inputs.batch, inputs.draws)[0]
     assert bench.start.session.readers == []  # a thread that lives on holds the session, and these would hold the model
     bare = BareStep(bench.trainer.family, recipe, inputs, torch.float32, CPU, EAGER)
     trained = [p for p in bare.model.components["unet"].parameters() if p.requires_grad]

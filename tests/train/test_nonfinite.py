@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lora_rocm.device.transfer import Clock, DeviceTransfer
 from lora_rocm.errors import NonFiniteError
+from lora_rocm.families.base import Tensors
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.mitigations import seen_of_code
@@ -180,8 +181,13 @@ def test_state_or_losses_that_are_not_finite_end_the_worker_and_a_new_start_give
         trainer.optimizer.state_guard.reset()  # as if the update had made them
 
     def poison_loss(trainer: Trainer) -> None:
-        losses = trainer.engine.losses
-        trainer.engine.losses = lambda *args: losses(*args) * float("nan")  # type: ignore[method-assign]
+        measured = trainer.engine.measured
+
+        def poisoned(*inputs: Tensors) -> tuple[Tensor, Mapping[str, Tensor]]:
+            losses_B, measures = measured(*inputs)
+            return losses_B * float("nan"), measures
+
+        trainer.engine.measured = poisoned  # type: ignore[method-assign]
 
     for at, poison, code, newest, seen in (
         (4, poison_moments, "state-nonfinite", 0, "corruption"),  # the same noise again: the bytes of the sound run

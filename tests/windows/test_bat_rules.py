@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "scripts" / "windows").glob("*.bat"))
-CALLS_A_NAME = re.compile(r"call \.\\%LR_PLAN%$")
+CALLS_A_NAME = re.compile(r"call \.\\%LR_PLAN%\\plan\.bat$")
 MAY_STAND_BARE = {"LR_ARGS", "LR_CODE", "LR_CODE_PAGE", "LR_DO", "LR_NEW_ENOUGH", "LR_PLAN", "LR_PYTHON", "LR_SETUP"}
 MAY_STAND_BARE |= {"ERRORLEVEL", "RANDOM"}
 

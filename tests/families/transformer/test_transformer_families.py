@@ -392,7 +392,7 @@ def test_every_adapter_is_written_in_every_form_and_loaded_back(
     size = {"lora": {"rank": 2, "alpha": 1}, "oft": {"rank": 2}, "ia3": {}}
     family = case.family(lora={"targets": [some], **size.get(kind.get("type", "lora"), size["lora"]), **kind})
     model, adapter = adapted(family)
-    for form in family.recipe.lora.formats:
+    for form in family.recipe.exportable:
         path = tmp_path / (form if form == "peft" else f"{form}.safetensors")
         write(form, path, family, adapter, family.recipe, Facts(1, 1, 1))
         found = verify(form, path, family, model, adapter)
