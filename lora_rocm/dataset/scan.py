@@ -485,8 +485,8 @@ def _say_given(found: _Findings) -> None:
                 "column-unused",
                 f"The column {column} gives no image {what}.",
                 where=f"data.sources[{options.index}].{key}: {column}",
-                fix=f"Correct the name, or remove {key}. With path, it is a column of metadata.jsonl, metadata.csv or "
-                "metadata_file.",
+                fix=f"Correct the name or the values, or remove {key}. With path, it is a column of metadata.jsonl, "
+                "metadata.csv or metadata_file.",
             )
         found.notices.append(f"{count} {'image has' if count == 1 else 'images have'} {what} of the column {column}.")
 
