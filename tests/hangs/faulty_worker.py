@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from lora_rocm.loader.cached_dataset import Reader
-from lora_rocm.train import checkpoint, worker
+from lora_rocm.train import outputs, worker
 from lora_rocm.train.loop import Trainer
 
 FOREVER_S = 3600
@@ -79,7 +79,7 @@ def _after(
 FAULTS: dict[str, tuple[Any, str, int, Callable[[Path], None]]] = {
     "loader": (Reader, "__getitem__", 9, sleeps),
     "c-call": (Trainer, "_update", 5, blocks_in_c),
-    "checkpoint": (checkpoint, "save", 2, sleeps),
+    "checkpoint": (outputs, "save_checkpoint", 2, sleeps),
     "kernel": (Trainer, "_update", 5, never_ending_kernel),
 }
 

@@ -19,7 +19,7 @@ import torch
 
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
-from tests.hangs.faulty_worker import GRANDCHILD, fault_file
+from tests.hangs.faulty_worker import FAULTS, GRANDCHILD, fault_file
 from tests.program import Program
 from tests.test_kill import results, write_recipe
 
@@ -81,6 +81,13 @@ def is_gone(pid: int) -> bool:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_has_its_place(fault: str) -> None:
+    """The others are slow, so a function that was renamed would be found late."""
+    owner, name, _, _ = FAULTS[fault]
+    assert callable(getattr(owner, name))
 
 
 @pytest.mark.slow
