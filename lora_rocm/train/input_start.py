@@ -70,8 +70,9 @@ def start_from_inputs(
     def read() -> None:
         share = _fill(weights, _sketched(adapter, weights, train.seed, lambda: passes.of(batches())))
         others = len(adapter.modules) - len(weights)
+        read_text = "1 batch" if count == 1 else f"{count} batches"
         start.context.notice(
-            f"init: eva read {count} batches. The directions that A starts from hold {share:.0%} of the variance of "
+            f"init: eva read {read_text}. The directions that A starts from hold {share:.0%} of the variance of "
             f"its layers' inputs{f'; {others} convolutions start as by default' if others else ''}."
         )
 
