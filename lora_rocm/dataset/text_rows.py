@@ -22,6 +22,11 @@ Row = tuple[str, Mapping[str, Any] | UnusableText, int | None]
 """The row's place, for people; its cells or why it has none; and where it stays (``row_at``): the byte at which it
 begins in a file of JSON Lines or CSV, or its number in what the ``datasets`` library opens. None: in memory."""
 NOT_UTF8 = UnusableText("It is not UTF-8 text.", "Save the file as UTF-8.")
+UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+OPEN_QUOTE = UnusableText(
+    "A quote that opens in this row is never closed.", 'Close it, or double it: a quote is written "".'
+)
+MANY_CELLS = UnusableText("It has more cells than the table has columns.", "Put a text with commas between quotes.")
 
 
 def rows_of(source: ResolvedSource) -> Iterator[Row]:
@@ -118,15 +123,36 @@ def _parsed(content: bytes, kind: type[Any]) -> Any:
 
 def _csv_rows(file: BinaryIO) -> Numbered:
     """Rows of a table whose first line names its columns."""
+    if file.read(2) in UTF16_MARKS:
+        yield 1, NOT_UTF8, None
+        return
+    file.seek(0)
     csv.field_size_limit(MAX_ROW_BYTES)
     reader = csv.DictReader(_text_lines(file))
     if reader.fieldnames is None:
         return
-    begin = file.tell()  # the reader takes no line before it needs it
+    size_bytes, begin, line = os.fstat(file.fileno()).st_size, file.tell(), reader.line_num + 1
     for row in reader:
-        bad = any("\udc80" <= letter <= "\udcff" for cell in row.values() for letter in str(cell))
-        yield reader.line_num, NOT_UTF8 if bad else row, begin
-        begin = file.tell()
+        end = file.tell()  # the reader takes no line before it needs it
+        if end >= size_bytes and _is_open(file, begin):
+            yield line, OPEN_QUOTE, begin
+        elif any("\udc80" <= letter <= "\udcff" for cell in row.values() for letter in str(cell)):
+            yield reader.line_num, NOT_UTF8, begin
+        else:
+            yield reader.line_num, MANY_CELLS if any(row.get(None) or ()) else row, begin
+        begin, line = end, reader.line_num + 1
+
+
+def _is_open(file: BinaryIO, begin: int) -> bool:
+    """Whether the last row, which begins at a byte, has a quote that is never closed. Leaves the file at its end."""
+    file.seek(begin)
+    try:
+        for _ in csv.reader(_text_lines(file), strict=True):
+            pass
+    except csv.Error as error:
+        file.seek(0, os.SEEK_END)
+        return "end of data" in str(error)
+    return False
 
 
 def _text_lines(file: BinaryIO) -> Iterator[str]:

@@ -79,3 +79,29 @@ def test_nothing_to_train_on_is_an_error(tmp_path: Path, content: dict[str, byte
 def test_a_table_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"There is no .*none\.jsonl"):
         scan_texts(DataSection(sources=[{"dataset": str(tmp_path / "none.jsonl")}]))
+
+
+@pytest.mark.parametrize(
+    ("table", "usable", "where", "what"),
+    [
+        ('prompt,completion\na,b\nc,"d\ne,f\ng,h\n', 1, "t.csv:3", "never closed"),
+        ('prompt,completion\na,b\nc,"d\ne"\n', 2, "", ""),
+        ("prompt,completion\na,b\nc,d, and more\n", 1, "t.csv:3", "more cells than"),
+        ("prompt,completion\na,b,\n", 1, "", ""),
+    ],
+)
+def test_rows_that_a_table_does_not_hold_are_named(
+    tmp_path: Path, table: str, usable: int, where: str, what: str
+) -> None:
+    (tmp_path / "t.csv").write_text(table, encoding="utf-8", newline="")
+    found = scan_texts(DataSection(sources=[{"dataset": str(tmp_path / "t.csv")}]))
+    assert len(found.samples) == usable
+    told = [(Path(entry.where).name, what in entry.what) for entry in found.set_aside]
+    assert told == ([(where, True)] if where else [])
+
+
+def test_a_table_in_utf16_is_named(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("prompt,completion\na,b\n", encoding="utf-16")
+    with pytest.raises(DataError) as caught:
+        scan_texts(DataSection(sources=[{"dataset": str(tmp_path / "t.csv")}]))
+    assert "UTF-8" in str(caught.value)
