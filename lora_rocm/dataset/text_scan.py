@@ -90,7 +90,7 @@ def scan_texts(data: DataSection, report: Report = ignore, parts: Parts = _whole
             "no-usable-texts",
             f"None of the {len(aside)} texts can be used.",
             where="; ".join(f"{problem.where}: {problem.what}" for problem in aside[:NUM_NAMED]),
-            fix=aside[0].fix if len({problem.fix for problem in aside}) == 1 else "Mend the rows or files above.",
+            fix=aside[0].fix if len({problem.fix for problem in aside}) == 1 else "Repair the rows or files above.",
         )
     return Scan(found.samples, tuple(found.set_aside), tuple(found.notices), found.lasting)
 

@@ -1,4 +1,4 @@
-"""A start from what the layers are given: some batches are read through the base before the first step (EVA)."""
+"""EVA initialisation: some batches run through the base before the first step, and A starts from the layers' inputs."""
 
 from __future__ import annotations
 
