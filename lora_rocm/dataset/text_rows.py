@@ -26,7 +26,7 @@ UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 OPEN_QUOTE = UnusableText(
     "A quote that opens in this row is never closed.", 'Close it, or double it: a quote is written "".'
 )
-MANY_CELLS = UnusableText("It has more cells than the table has columns.", "Put quotes around cells that contain commas.")
+MANY_CELLS = UnusableText("It has more cells than the table has columns.", "Put quotes around cells with commas.")
 
 
 def rows_of(source: ResolvedSource) -> Iterator[Row]:

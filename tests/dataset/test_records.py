@@ -237,7 +237,7 @@ def test_rows_that_fail_alike_say_their_remedy_once(tmp_path: Path) -> None:
     table.write_text('{"chosen": "a", "rejected": "b"}\n{"text": ""}\n', encoding="utf-8")
     with pytest.raises(DataError, match="None of the 2 texts") as caught:
         scan_texts(data)
-    assert caught.value.fix == "Mend the rows or files above."
+    assert caught.value.fix == "Repair the rows or files above."
 
 
 def test_a_lone_surrogate_is_set_aside_with_its_place(tmp_path: Path) -> None:
