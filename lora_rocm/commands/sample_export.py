@@ -24,6 +24,8 @@ from lora_rocm.supervisor.resume import holds_run, open_recipe
 from lora_rocm.supervisor.subprocesses import run_tool
 
 FOLDER_FORMS = ("peft", MERGED)
+GGUF_SUFFIX, SAFETENSORS_SUFFIXES = ".gguf", (".safetensors", ".sft")
+"""How the names of single files end, the usual one first."""
 SCRIPT, LLAMA_CPP = "convert_lora_to_gguf.py", "LLAMA_CPP"
 TOOLS_MODULE = "lora_rocm.train.model_child"
 LORA_SUFFIXES = (".safetensors", ".sft", ".ckpt", ".bin", ".pt", ".pth")  # the reader refuses pickles, and says why
@@ -124,7 +126,9 @@ def export(
         is_now, wanted = ("file", "folder") if form in FOLDER_FORMS else ("folder", "file")
         what = f"There is a {is_now}, and the {form} form is a {wanted}."
         raise UserError("output-kind", what, where=f"--output {output}", fix=f"Move it away, or name a {wanted}.")
-    if output is not None and form not in FOLDER_FORMS:
+    if output is not None:
+        _require_suffix(output, form)
+    if form not in FOLDER_FORMS:
         require_place(output, "--output")
     if form == MERGED and dtype is not None:
         what = "Merged weights have the dtype of the base."
@@ -141,6 +145,26 @@ def export(
         what = "There are files in the folder for the merged model."
         raise UserError("output-not-empty", what, where=str(place), fix="Remove it, or name another: --output FOLDER.")
     return _export(run_dir, form, output=output, dtype=dtype, converter=script)
+
+
+def _require_suffix(output: Path, form: str) -> None:
+    """Refuse the name of a file that other programs would not know by its ending, and such a name for a folder.
+
+    Raises:
+        UserError: output-suffix.
+    """
+    suffix = output.suffix.lower()
+    names_file = suffix in (GGUF_SUFFIX, *LORA_SUFFIXES)
+    name = output.stem if names_file else output.name
+    if form in FOLDER_FORMS:
+        fits, what = not names_file, f"The {form} form is a folder, and this is the name of a file."
+    else:
+        wanted = (GGUF_SUFFIX,) if form == GGUF else SAFETENSORS_SUFFIXES
+        fits, what = suffix in wanted, f"The name of a file of the {form} form ends in {wanted[0]}."
+        name += wanted[0]
+    if not fits:
+        fix = f"Give --output {output.with_name(name)}."
+        raise UserError("output-suffix", what, where=f"--output {output}", fix=fix)
 
 
 def _unread(recipe: Recipe, form: str) -> AdapterError:

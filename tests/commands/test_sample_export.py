@@ -220,7 +220,34 @@ def test_an_output_of_the_wrong_kind(jobs: list[dict[str, Any]], tmp_path: Path,
     with pytest.raises(UserError, match=f"There is a {there}, and the {form} form is a") as caught:
         sample_export.export(Path("run"), form, output=Path(there), dtype=None)
     assert caught.value.exit_code == 2 and jobs == []
-    sample_export.export(Path("run"), form, output=Path("folder" if form == "peft" else "file"), dtype=None)
+    right = Path("folder" if form == "peft" else "file.safetensors")
+    right.touch()
+    sample_export.export(Path("run"), form, output=right, dtype=None)
+    assert len(jobs) == 1
+
+
+@pytest.mark.parametrize(
+    ("form", "name", "right"),
+    [
+        ("kohya", "my.v2", "my.v2.safetensors"),
+        ("diffusers", "my.ckpt", "my.safetensors"),
+        ("gguf", "my.safetensors", "my.gguf"),
+        ("peft", "my.safetensors", "my"),
+    ],
+)
+def test_an_output_whose_name_other_programs_would_not_know(
+    jobs: list[dict[str, Any]], tmp_path: Path, form: str, name: str, right: str
+) -> None:
+    if form == "gguf":
+        text_run(tmp_path / "run")
+    else:
+        write_whole_run(RunDir(tmp_path / "run"))
+    asked: dict[str, Any] = {"dtype": None, "converter": Path("script") if form == "gguf" else None}
+    Path("script").touch()
+    with pytest.raises(UserError) as caught:
+        sample_export.export(Path("run"), form, output=Path("out", name), **asked)
+    assert caught.value.fix == f"Give --output {Path('out', right)}." and jobs == []
+    sample_export.export(Path("run"), form, output=Path("out", right), **asked)
     assert len(jobs) == 1
 
 
