@@ -40,10 +40,10 @@ class _Findings:
     notices: list[str] = field(default_factory=list)
     lasting: bool = True
 
-    def add(self, sample: Sample, where: str, text: str, place: int | None = None) -> None:
+    def add(self, sample: Sample, where: str, text: str, position: int | None = None) -> None:
         """Add the samples of a text, which are told apart by numbers if there are several.
 
-        ``place``: of its row, where it stays (``text_rows.Row``).
+        ``position``: of its row in the table (``text_rows.Row``).
         """
         try:
             parts = self.parts(text)
@@ -53,7 +53,7 @@ class _Findings:
         for number, part in enumerate(parts):
             key = sample.key if len(parts) == 1 else f"{sample.key}#{number}"
             at = None if part == text else number
-            stored = part if place is None else reference(part, place, at, self.pairs)
+            stored = part if position is None else reference(part, position, at, self.pairs)
             self.samples.append(replace(sample, key=key, caption=stored))
 
 
