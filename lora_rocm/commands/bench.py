@@ -15,7 +15,7 @@ from typing import Any
 from lora_rocm import __version__
 from lora_rocm.commands import bench_tables
 from lora_rocm.foundation.files import followed, require_place, write_json
-from lora_rocm.foundation.units import size_text
+from lora_rocm.foundation.units import count_text, size_text
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe
 from lora_rocm.report.progress_bar import make_progress
 from lora_rocm.rules.environment import plan
@@ -181,7 +181,8 @@ def loader(recipe_path: str, overrides: Sequence[str], json_path: Path | None) -
     env = plan_here(recipe).applied_to(os.environ)
     say("Encoding what is missing in the cache, as training would; then each row takes some seconds.")
     _measure("loader", {"recipe": recipe.model_dump(mode="json")}, env, found, LOADER_MODULE)
-    say(machine_text(found.machine), f"{found.machine['images']} images, batch size {recipe.train.batch_size}")
+    images = count_text(found.machine["images"], "image")
+    say(machine_text(found.machine), f"{images}, batch size {recipe.train.batch_size}")
     say("", *bench_tables.loader_table(found.rows), "", bench_tables.best_workers_text(found.rows))
     return _finish("loader", found, {}, json_path)
 

@@ -19,7 +19,7 @@ from lora_rocm.errors import DataError, LoraRocmError, Problem, RecipeError, Sto
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.foundation.terminal_text import legible
-from lora_rocm.foundation.units import size_text
+from lora_rocm.foundation.units import count_text, size_text
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe, paths_of
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.supervisor.trackers import require_trackers
@@ -138,7 +138,7 @@ def _text_lines(recipe: Recipe, samples: Sequence[Sample]) -> Iterator[str]:
         file = Path(folder) / "job.json"
         file.write_text(json.dumps({"recipe": recipe.model_dump(mode="json")}), encoding="utf-8")
         said = run_for_json(TEXTS_MODULE, [str(file)], plan_here(recipe).applied_to(os.environ))
-    first = f"of the first {said['looked_at']} texts: " if said["looked_at"] < said["texts"] else ""
+    first = f"of the first {count_text(said['looked_at'], 'text')}: " if said["looked_at"] < said["texts"] else ""
     for notice in said["notices"]:
         yield f"  note: {first}{notice}"
     if said["shown"]:
@@ -274,7 +274,8 @@ def _plan_lines(recipe: Recipe, plan: DataPlan, noun: str) -> Iterator[str]:
         f"steps an epoch: {limit}{plan.steps_per_epoch}"
     )
     yield f"steps: {'' if train.max_train_steps else limit}{plan.max_train_steps}, epochs: {epochs:.2f}"
-    entries = f"{plan.num_captions} texts" if texts else f"{plan.num_images} images and {plan.num_captions} captions"
+    captions = count_text(plan.num_captions, "text" if texts else "caption")
+    entries = captions if texts else f"{count_text(plan.num_images, 'image')} and {captions}"
     yield f"caches in {recipe.cache.dir}: at most {entries} to encode"
     yield f"run directory: {os.path.join(recipe.output.dir, '<recipe>-<time>')}"
 

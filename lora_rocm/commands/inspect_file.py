@@ -16,7 +16,7 @@ from lora_rocm.errors import ModelError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.terminal_text import one_line
-from lora_rocm.foundation.units import number_text, size_text
+from lora_rocm.foundation.units import count_text, number_text, size_text
 from lora_rocm.model_files.adapter_sizes import alphas_of, ranks_of
 from lora_rocm.model_files.adapters import families_of, kind_of, origin_of
 from lora_rocm.model_files.header import Header, read_header
@@ -294,7 +294,7 @@ def inspect_text(found: Found) -> str:
     lines = [f"{found['path']}: {found['title']}"]
     if "dtypes" in found:
         dtypes = ", ".join(found["dtypes"])
-        lines.append(f"  {found['tensors']} tensors, {size_text(found['bytes'])}, {dtypes or 'empty'}")
+        lines.append(f"  {count_text(found['tensors'], 'tensor')}, {size_text(found['bytes'])}, {dtypes or 'empty'}")
     if found.get("quantised"):
         lines.append(f"  quantised: {found['quantised']}")
     lines += [f"  {name}: {title}" for name, title in found.get("components", {}).items()]
@@ -318,15 +318,16 @@ def _adapter_lines(adapter: Found) -> list[str]:
     for component, modules in adapter["modules"].items():
         some = [f"{target} {count}" for target, count in list(modules.items())[:MAX_NAMED]]
         others = len(modules) - MAX_NAMED
-        more = f" and {others} other kind{'s' * (others > 1)}" if others > 0 else ""
-        lines.append(f"  {component}: {sum(modules.values())} modules ({', '.join(some)}{more})")
+        more = f" and {count_text(others, 'other kind')}" if others > 0 else ""
+        lines.append(f"  {component}: {count_text(sum(modules.values()), 'module')} ({', '.join(some)}{more})")
     if adapter["ranks"]:
         lines.append("  rank " + ", ".join(f"{rank} ({count})" for rank, count in adapter["ranks"].items()))
     alpha = adapter["alpha"]
     if alpha["min"] is not None:
         same = alpha["min"] == alpha["max"]
         both = number_text(alpha["min"]) if same else f"{number_text(alpha['min'])} to {number_text(alpha['max'])}"
-        lines.append(f"  alpha {both}" + (f", missing in {alpha['missing']} modules" if alpha["missing"] else ""))
+        missing = f", missing in {count_text(alpha['missing'], 'module')}" if alpha["missing"] else ""
+        lines.append(f"  alpha {both}{missing}")
     elif alpha["missing"]:
         lines.append("  no alpha: each program takes the rank, so the scale is 1")
     if adapter["readers"] is None:

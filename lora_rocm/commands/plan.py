@@ -17,7 +17,7 @@ from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.families.spec import Fp16
 from lora_rocm.foundation.files import write_json
 from lora_rocm.foundation.terminal_text import legible
-from lora_rocm.foundation.units import size_text, time_text
+from lora_rocm.foundation.units import count_text, size_text, time_text
 from lora_rocm.hardware.archs import arch_of
 from lora_rocm.hardware.facts import Gpu
 from lora_rocm.hardware.memory_budget import DISPLAY_MAX_BYTES, DISPLAY_MIN_BYTES, DISPLAY_SHARE, GIB, budget
@@ -201,7 +201,8 @@ def _lines(
     if chosen is not None:
         yield f"runtime.memory: {recipe.runtime.memory} would choose: {plan_text(chosen)}"
         if rates.known and train.max_train_steps:
-            yield f"{train.max_train_steps} steps: about {time_text(chosen.step_s * train.max_train_steps)}"
+            steps = train.max_train_steps
+            yield f"{count_text(steps, 'step')}: about {time_text(chosen.step_s * steps)}"
     if not rates.known:
         yield "times are relative to the fastest: no GPU was measured"
 

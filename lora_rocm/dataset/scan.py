@@ -36,6 +36,7 @@ from lora_rocm.dataset.sample_table import Sample, Samples
 from lora_rocm.dataset.views import randomly_cropped, within
 from lora_rocm.errors import DataError, Problem
 from lora_rocm.foundation.bounded_read import read_plain
+from lora_rocm.foundation.units import count_text
 from lora_rocm.recipe.schema import DataSection, ResolvedSource
 from lora_rocm.recipe.sections import BESIDE
 
@@ -188,7 +189,7 @@ def nothing_left(set_aside: Sequence[Problem]) -> DataError:
     reasons = [f"{problem.where}: {problem.what}" for problem in set_aside[:NUM_NAMED]]
     return DataError(
         "no-usable-images",
-        f"None of the {len(set_aside)} images can be used.",
+        f"Of {count_text(len(set_aside), 'image')} none can be used.",
         where="; ".join(reasons),
         fix="Look at the reasons above; each image that cannot be used is named by the check command.",
     )

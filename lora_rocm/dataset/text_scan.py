@@ -17,6 +17,7 @@ from lora_rocm.dataset.scan import Scan, scan
 from lora_rocm.dataset.text_rows import rows_of
 from lora_rocm.errors import DataError, Problem
 from lora_rocm.foundation.bounded_read import read_plain
+from lora_rocm.foundation.units import count_text
 from lora_rocm.recipe.schema import DataSection, Recipe, ResolvedSource
 
 MAX_TEXT_BYTES = 1 << 24
@@ -88,7 +89,7 @@ def scan_texts(data: DataSection, report: Report = ignore, parts: Parts = _whole
         aside = found.set_aside
         raise DataError(
             "no-usable-texts",
-            f"None of the {len(aside)} texts can be used.",
+            f"Of {count_text(len(aside), 'text')} none can be used.",
             where="; ".join(f"{problem.where}: {problem.what}" for problem in aside[:NUM_NAMED]),
             fix=aside[0].fix if len({problem.fix for problem in aside}) == 1 else "Repair the rows or files above.",
         )

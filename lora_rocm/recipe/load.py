@@ -21,6 +21,7 @@ from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from lora_rocm.errors import Problem, RecipeError
 from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.foundation.units import count_text
 from lora_rocm.recipe.explain import boolean_problems, explain, shown
 from lora_rocm.recipe.family_rules import family_problems, without_unread
 from lora_rocm.recipe.foreign import recognised
@@ -223,8 +224,8 @@ def questions(recipe: Recipe, layers: Layered) -> list[str]:
     steps = recipe.train.max_train_steps
     if steps and recipe.optim.warmup_steps(steps) >= steps:
         found.append(
-            f"{layers.where(('optim', 'lr_warmup_steps'))}: the warm-up is as long as the run ({steps} steps), which "
-            "never reaches its learning rate. A tenth of the run is usual."
+            f"{layers.where(('optim', 'lr_warmup_steps'))}: the warm-up is as long as the run "
+            f"({count_text(steps, 'step')}), which never reaches its learning rate. A tenth of the run is usual."
         )
     for name in (name for name in type(recipe.optim).model_fields if name.endswith("learning_rate")):
         rate, (lowest, highest) = getattr(recipe.optim, name), recipe.optim.usual_rates

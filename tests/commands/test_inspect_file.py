@@ -46,7 +46,7 @@ def test_a_lora(tmp_path: Path) -> None:
     assert adapter["readers"] == {"diffusers": "reads it", "comfyui": "reads it", "kohya": "read it"}
     assert found["metadata"] == {"ss_steps": "400", "tags": 2, "frequent_tags": ["cat", "sitting"]}
     text = inspect_text(found)
-    for words in ("rank 4 (2), 8 (1)", "alpha 2 to 4, missing in 1 modules", "lora.init_from", "model.family: sdxl"):
+    for words in ("rank 4 (2), 8 (1)", "alpha 2 to 4, missing in 1 module", "lora.init_from", "model.family: sdxl"):
         assert words in text
 
 
