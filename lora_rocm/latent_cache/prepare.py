@@ -400,7 +400,7 @@ def _say_cut(limits: Sequence[TokenLimit], texts: _Texts) -> tuple[str, ...]:
 
 
 def _say_held_out(training: int, held: int, share: float) -> tuple[str, ...]:
-    return (f"Held out for the validation loss: {held} of {count_text(training + held, 'sample')}.",) if share else ()
+    return (f"Validation loss: {count_text(held, 'sample')} of {training + held} held out.",) if share else ()
 
 
 def _prompts(recipe: Recipe) -> tuple[str, ...]:

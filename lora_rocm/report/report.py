@@ -141,7 +141,7 @@ def _headline(facts: Facts, title: str) -> str:
     updates = facts.steps[-1]["updates"] if facts.steps else 0
     total = data["max_train_steps"] if data else "?"
     if facts.result:
-        state = paragraph(f"Finished: {count_text(facts.result.get('updates', updates), 'step')}.", "good")
+        state = paragraph(f"Finished: {count_text(facts.result.get('updates') or updates, 'step')}.", "good")
     elif said and said["type"] == "error":
         state = paragraph(f"Ended at step {updates} of {total}: {said['what']}", "bad") + paragraph(said["fix"], "soft")
     elif hung:
