@@ -261,7 +261,7 @@ MESSAGES_FIX = "Messages are mappings with role and content. Beside a list of th
 PROMPT_FIX = "Let both begin with the same prompt, or give it in the column prompt."
 
 
-def _conversation(messages: Sequence[Mapping[str, Any]], tools: Any = None) -> Conversation:
+def _conversation(messages: Sequence[Cells], tools: Any = None) -> Conversation:
     found = Conversation(tuple(map(_message, messages)), _tools(tools))
     for number, message in enumerate(found.messages, 1):
         role = message["role"]
@@ -303,12 +303,12 @@ def _message(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "content": content}
 
 
-def _listed(values: Any, what: str) -> list[Mapping[str, Any]]:
+def _listed(values: object, what: str) -> list[Cells]:
     """``_mappings``, also of one message."""
     return _mappings([values] if isinstance(values, Mapping) else values, what)
 
 
-def _mappings(values: Any, what: str) -> list[Mapping[str, Any]]:
+def _mappings(values: object, what: str) -> list[Cells]:
     if isinstance(values, Iterable) and not isinstance(values, str | Mapping):
         found = list(values)
         if all(isinstance(value, Mapping) for value in found):

@@ -87,7 +87,7 @@ class Ledger(TorchDispatchMode):
         self._count(func, args, kwargs or {}, result, fresh > 0 or func._schema.is_mutable)
         return result
 
-    def _result(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _result(self, func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         """Run an operation; on the meta device once for inputs of these shapes, for PyTorch takes long to find a shape.
 
         Only operations that make one new tensor are remembered: no view, which not every schema tells, and no write.
@@ -141,7 +141,7 @@ def _makes_one(func: Any) -> bool:
     return len(func._schema.returns) == 1 and all(value.alias_info is None for value in values)
 
 
-def _signature(value: Any) -> Hashable:
+def _signature(value: object) -> Hashable:
     """What the shape of a result depends on: of tensors all but their numbers."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.device
