@@ -3,11 +3,11 @@
     python -m benchmarks.language_peers ROOT [--only own,trl,llamafactory,unsloth] [--path TRAINER=FOLDER]
     python -m benchmarks.language_peers ROOT --toy      # on the CPU: two small blocks; Liger's kernels do not run there
 
-The shape is that of Llama 3.1 8B with random weights: 2 texts of 2,048 tokens that all count in the loss, rank 16 on all
-seven projections, bf16, fused AdamW, attention of PyTorch. A row of another trainer is its own loop by its own
+The shape is that of Llama 3.1 8B with random weights: 2 texts of 2,048 tokens that all count in the loss, rank 16 on
+all seven projections, bf16, fused AdamW, attention of PyTorch. A row of another trainer is its own loop by its own
 interface (``benchmarks/peer_steps.py``), from the end of a step to the end of the next, with data loader and callbacks;
-our row and the bare one are the pass and the optimizer alone (``benchmarks/language_model.py``). *busy* holds for all: the
-time in which the GPU computes, of 2 traced steps. Peaks are those of tensors, from the first step.
+our row and the bare one are the pass and the optimizer alone (``benchmarks/language_model.py``). *busy* is the time in
+which the GPU computes, of 2 traced steps, for all. Peaks are those of tensors, from the first step.
 
 ROOT takes the base (16 GB, written once, read by LLaMA-Factory and Unsloth) and all that the trainers write; nothing is
 looked up in a network. ``--path`` puts a folder of packages before all others for one trainer. A trainer that fails has
@@ -31,7 +31,7 @@ from typing import Any
 GIB, POLL_S = 2**30, 0.5
 PLAIN, RECOMPUTED = "everything kept", "recomputed"
 LIGER = [PLAIN, f"{PLAIN}, Liger", f"{RECOMPUTED}, Liger"]  # Liger's kernels stay for the whole process, so last
-MODES = {"trl": LIGER, "llamafactory": LIGER, "unsloth": [PLAIN, RECOMPUTED]}
+MODES = {"trl": LIGER, "llamafactory": LIGER, "unsloth": [PLAIN, f"{RECOMPUTED}, offloaded"]}
 OWN_ROWS = rf"^(bare|bf16), ({PLAIN}|{RECOMPUTED})$"
 READS_BASE = {"llamafactory", "unsloth"}
 QUIET = {
@@ -143,22 +143,23 @@ def write_base(asked: Asked) -> None:
 def line_of(row: Row) -> str:
     """A row as a line of the table."""
     if "error" in row:
-        return f"| {row['trainer']} | {row['mode']} | {row['error']} | | | | | |"
+        return f"| {row['trainer']} | {row['mode']} | {row['error'].replace('|', '/')} | | | | | | |"
     busy = f"{1e3 * row['busy_s']:.1f}" if row["busy_s"] else "-"
     peak, rest = "-", "-"
     if row.get("peak_bytes") is not None:
         peak, rest = (f"{row['peak_bytes'] / GIB:.2f}", f"{(row['peak_bytes'] - row['weights_bytes']) / GIB:.2f}")
     trained = ", ".join(name.removeprefix("torch.") for name in row.get("trained_dtypes", {"-": 0}))
+    loss = f"{row['loss']:.2f}" if "loss" in row else "-"
     return (
         f"| {row['trainer']} | {row['mode']} | {1e3 * row['median_s']:.1f} | {busy} | {row['kernels']:.0f} | {peak} | "
-        f"{rest} | {trained} |"
+        f"{rest} | {trained} | {loss} |"
     )
 
 
 def table(rows: Sequence[Row]) -> str:
     """All rows as a table in Markdown."""
-    head = "| trainer | mode | wall ms | busy ms | kernels | peak GiB | less weights | adapter |"
-    return "\n".join([head, "|---|---|---|---|---|---|---|---|", *map(line_of, rows)])
+    head = "| trainer | mode | wall ms | busy ms | kernels | peak GiB | less weights | adapter | mean loss |"
+    return "\n".join([head, "|---|---|---|---|---|---|---|---|---|", *map(line_of, rows)])
 
 
 def main() -> int:
@@ -167,8 +168,8 @@ def main() -> int:
     parser.add_argument("root", type=Path)
     parser.add_argument("--only", default=",".join(["own", *MODES]), metavar="TRAINER,TRAINER")
     parser.add_argument("--path", action="append", default=[], metavar="TRAINER=FOLDER")
-    parser.add_argument("--limit-s", type=float, default=90, help="of each process")
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--limit-s", type=float, default=150, help="of each process")
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

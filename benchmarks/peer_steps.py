@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-WARM_UP = 6
+WARM_UP = 4
 TOKENIZER = Path(__file__).parents[1] / "lora_rocm" / "builtin" / "tiny_llama"
 
 
@@ -105,6 +105,7 @@ def training_arguments(asked: Asked, total_steps: int) -> dict[str, Any]:
         "logging_steps": total_steps,
         "save_strategy": "no",
         "report_to": "none",
+        "disable_tqdm": True,
     }
 
 
@@ -174,7 +175,7 @@ def unsloth_row(asked: Asked) -> dict[str, Any]:
     """Unsloth: its model and its own recomputation, which offloads activations, with TRL's trainer as it patches it."""
     from unsloth import FastLanguageModel
 
-    # Unsloth must be first.
+    # isort: split
     import torch
     from trl import SFTConfig, SFTTrainer
 
@@ -230,7 +231,7 @@ def main() -> int:
     parser.add_argument("trainer", choices=["base", *ROW_OF])
     parser.add_argument("out", type=Path)
     parser.add_argument("--modes", nargs="*", default=[])
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--toy", action="store_true")
     options = parser.parse_args()
     if options.trainer == "base":
