@@ -48,7 +48,7 @@ Row = dict[str, Any]
 
 @dataclass
 class Asked:
-    """What is measured, and where. ``limit_s``: of each child."""
+    """What is measured, and where. ``limit_s``: of each trainer."""
 
     root: Path
     paths: Mapping[str, str]
@@ -76,16 +76,17 @@ class Asked:
     def log(self, name: str) -> Path:
         return self.root / f"{name}.log"
 
-    def error(self, name: str, process: subprocess.Popen[bytes]) -> str:
-        """Why a child failed: the last line of its output."""
+    def error(self, name: str, process: subprocess.Popen[bytes], ends_at: float) -> str:
+        """Why a child failed: how it ended, and the last line of its output."""
         text = self.log(name).read_text(encoding="utf-8", errors="replace").replace("\r", "\n")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
-        how = f"ended after {self.limit_s:.0f} s" if process.returncode < 0 else f"exit status {process.returncode}"
+        late = time.perf_counter() > ends_at
+        how = f"stopped after {self.limit_s:.0f} s" if late else f"exit status {process.returncode}"
         return f"{how}: {lines[-1] if lines else 'no output'}"
 
-    def followed(self, process: subprocess.Popen[bytes], rows_path: Path) -> Iterator[Row]:
-        """Yield each line that a child appends to ``rows_path``, until it ends or its time is up."""
-        ends_at, seen, runs = time.perf_counter() + self.limit_s, 0, True
+    def followed(self, process: subprocess.Popen[bytes], rows_path: Path, ends_at: float) -> Iterator[Row]:
+        """Yield each line that a child appends to ``rows_path``, until it ends or, at ``ends_at``, is stopped."""
+        seen, runs = 0, True
         while runs:
             time.sleep(POLL_S)
             if time.perf_counter() > ends_at:
@@ -99,18 +100,21 @@ class Asked:
 
 
 def peer_rows(asked: Asked, trainer: str) -> Iterator[Row]:
-    """All modes of one trainer. A mode that fails has a row that says so, and the others go on in a new process."""
+    """All modes of one trainer. A mode that fails has a row that says so; those after it have a new process."""
     left, rows_path = list(MODES[trainer]), asked.root / f"{trainer}.jsonl"
     asked.log(trainer).unlink(missing_ok=True)
-    while left:
+    ends_at = time.perf_counter() + asked.limit_s
+    while left and time.perf_counter() < ends_at:
         rows_path.unlink(missing_ok=True)
         words = [str(asked.root), trainer, str(rows_path), "--steps", str(asked.steps), "--modes", *left]
         process = asked.child(trainer, "peer_steps", *words)
-        for row in asked.followed(process, rows_path):
+        for row in asked.followed(process, rows_path, ends_at):
             left.remove(row["mode"])
             yield row
         if left:
-            yield {"trainer": trainer, "mode": left.pop(0), "error": asked.error(trainer, process)}
+            yield {"trainer": trainer, "mode": left.pop(0), "error": asked.error(trainer, process, ends_at)}
+    for mode in left:
+        yield {"trainer": trainer, "mode": mode, "error": f"not begun within {asked.limit_s:.0f} s"}
 
 
 def own_rows(asked: Asked) -> Iterator[Row]:
@@ -119,10 +123,11 @@ def own_rows(asked: Asked) -> Iterator[Row]:
     for path in (found, asked.log("own")):
         path.unlink(missing_ok=True)
     words = ["--only", OWN_ROWS, "--steps", str(asked.steps), "--limit-s", str(asked.limit_s), "--json", str(found)]
+    ends_at = time.perf_counter() + asked.limit_s
     process = asked.child("own", "language_model", *words)
-    list(asked.followed(process, asked.root / "none"))
+    list(asked.followed(process, asked.root / "none", ends_at))
     if process.returncode != 0:
-        yield {"trainer": "own", "mode": "all", "error": asked.error("own", process)}
+        yield {"trainer": "own", "mode": "all", "error": asked.error("own", process, ends_at)}
         return
     for row in json.loads(found.read_text(encoding="utf-8"))["rows"]:
         kind, mode = row.pop("name").split(", ", 1)
@@ -133,10 +138,11 @@ def write_base(asked: Asked) -> None:
     """Write the base where it is missing; its trainers fail without it and say so."""
     if not (asked.root / "base").is_dir():
         began = time.perf_counter()
+        ends_at = began + asked.limit_s
         asked.log("base").unlink(missing_ok=True)
         process = asked.child("base", "peer_steps", str(asked.root), "base", str(asked.root / "none"))
-        list(asked.followed(process, asked.root / "none"))
-        said = asked.error("base", process) if process.returncode else "written"
+        list(asked.followed(process, asked.root / "none", ends_at))
+        said = asked.error("base", process, ends_at) if process.returncode else "written"
         print(json.dumps({"base": said, "seconds": time.perf_counter() - began}), flush=True)
 
 
@@ -168,7 +174,7 @@ def main() -> int:
     parser.add_argument("root", type=Path)
     parser.add_argument("--only", default=",".join(["own", *MODES]), metavar="TRAINER,TRAINER")
     parser.add_argument("--path", action="append", default=[], metavar="TRAINER=FOLDER")
-    parser.add_argument("--limit-s", type=float, default=150, help="of each process")
+    parser.add_argument("--limit-s", type=float, default=150, help="of each trainer, all its modes")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--json", type=Path)
