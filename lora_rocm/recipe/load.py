@@ -244,6 +244,7 @@ def questions(recipe: Recipe, layers: Layered) -> list[str]:
 INIT_FROM: Key = ("lora", "init_from")
 MANY_CAPTIONS = ("shuffle_caption", "caption_tag_dropout_rate", "enable_wildcard", "sources")
 VALIDATION = ("validation_every_n_steps", "validation_every_n_epochs")
+SAMPLE_KEYS = ("every_n_steps", "every_n_epochs", "lora_scale", "control_images", "masks")
 NEED_ANOTHER: dict[Key, tuple[Key, ...]] = {
     ("optim", "text_encoder_learning_rate"): (("lora", "train_text_encoder"), ("lora", "new_tokens")),
     ("optim", "embedding_learning_rate"): (("lora", "new_tokens"),),
@@ -252,7 +253,7 @@ NEED_ANOTHER: dict[Key, tuple[Key, ...]] = {
     ("data", "keep_tokens"): tuple(("data", key) for key in MANY_CAPTIONS),
     ("data", "caption_variants"): tuple(("data", key) for key in MANY_CAPTIONS),
     ("optim", "safeguard_warmup"): (("optim", "lr_warmup_steps"), ("optim", "lr_warmup_ratio")),
-    **{("sample", key): (("sample", "prompts"),) for key in ("every_n_steps", "every_n_epochs", "lora_scale")},
+    **{("sample", key): (("sample", "prompts"),) for key in SAMPLE_KEYS},
 }
 """Keys that are read only if another one is set -> those others, of which one is enough."""
 
