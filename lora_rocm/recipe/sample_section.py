@@ -37,7 +37,7 @@ OPTIONS_OF_KOHYA: Mapping[str, str] = {
 }
 """Option after a prompt in the files of sd-scripts (docs/train_network.md there) -> key of ``PreviewPrompt``."""
 OPTIONS = ", ".join(f"--{option} ({key})" for option, key in OPTIONS_OF_KOHYA.items())
-SAMPLERS_OF_KOHYA = {"k_euler": "euler", "k_euler_a": "euler_a", "dpmsolver++": "dpmpp_2m", "dpmsolver": "dpmpp_2m"}
+SAMPLERS_OF_KOHYA = {"k_euler": "euler", "k_euler_a": "euler_a", "dpmsolver++": "dpmpp_2m"}
 
 
 class PreviewPrompt(Section):
@@ -77,9 +77,12 @@ def of_text(text: str, number: int = 0) -> PreviewPrompt:
     prompt, *rest = OPTION.split(f" {text}" if text.startswith("--") else text)
     found: dict[str, str] = {"prompt": prompt.strip()}
     for option, value in zip(rest[::2], rest[1::2], strict=True):
-        key = OPTIONS_OF_KOHYA.get(option)
+        key = OPTIONS_OF_KOHYA.get(option.lower())  # as in sd-scripts, in capitals too
         if key is None:
-            raise _wrong(f"there is no option --{option}", f"Options of a prompt: {OPTIONS}.", number)
+            fix = f"Options of a prompt: {OPTIONS}. Write {{prompt: ...}} for others, or for a text with -- in it."
+            raise _wrong(f"there is no option --{option}", fix, number)
+        if key in found:
+            raise _wrong(f"--{option} gives this prompt a second {key}", "Leave one of them.", number)
         found[key] = SAMPLERS_OF_KOHYA.get(value.strip(), value.strip())
     try:
         return TypeAdapter(PreviewPrompt).validate_python(found)
