@@ -121,11 +121,12 @@ class SampleSection(Section):
     negative_prompt: str = on_resume("", "Negative prompt of the previews.")
     control_images: Annotated[tuple[InputFile, ...], Field(max_length=MAX_ITEMS)] = on_resume(
         (),
-        "Images that the model is given in previews: control images, or images of which an inpainting base draws a part "
-        "anew. They are in the order of the prompts; the last one is for all further prompts too.",
+        "Images that the model is given in previews: control images, or images of which an inpainting base redraws a "
+        "part. They are in the order of the prompts; the last one is for all further prompts too.",
     )
     masks: Annotated[tuple[InputFile, ...], Field(max_length=MAX_ITEMS)] = on_resume(
-        (), "For inpainting bases: masks of the control_images, in the order of the prompts likewise. White is drawn anew."
+        (),
+        "For inpainting bases: masks of the control_images, likewise in the order of the prompts. White is redrawn.",
     )
     sampler: Sampler = on_resume("euler", "Sampler of the previews.")
     lora_scale: float = on_resume(1.0, "Strength of the LoRA in previews.", ge=-100.0, le=100.0)

@@ -311,7 +311,11 @@ class Recipe(Section):
         at: tuple[str | int, ...] = ("data", *(("sources", given[0]) if given else ()), "control_path")
         if not self.data.has_controls:
             shared = ("sample", "control_images") if self.sample.control_images else ()
-            named = (self.sample.key_of("control_image", *each[:2]) for each in self.sample.numbered() if each[2].control_image)
+            named = (
+                self.sample.key_of("control_image", *each[:2])
+                for each in self.sample.numbered()
+                if each[2].control_image
+            )
             at = () if self.model.may_inpaint else shared or next(named, ())
         if at and not self.model.takes_control:
             what = f"{self.spec.title} takes no control images"

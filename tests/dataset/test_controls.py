@@ -158,7 +158,11 @@ def test_images_of_previews_are_looked_at_before_anything_is_encoded(tmp_path: P
     (tmp_path / "r.yaml").write_text(f"{INPAINT}{text}  control_images: [{i}]\n  masks: [{m}]\n", encoding="utf-8")
     loaded = load_recipe(tmp_path / "r.yaml")
     require_preview_images(loaded)
-    assert [(each.control_image, each.mask) for _, _, each in loaded.recipe.sample.numbered()] == [(i, m), (j, n), (i, m)]
+    assert [(each.control_image, each.mask) for _, _, each in loaded.recipe.sample.numbered()] == [
+        (i, m),
+        (j, n),
+        (i, m),
+    ]
     Image.new("L", (15, 11)).save(names[2])  # within a pixel of rounding of the proportions
     require_preview_images(loaded)
     Image.new("L", (10, 15)).save(names[2])

@@ -62,7 +62,10 @@ def test_a_control_image_is_refused_where_none_is_taken() -> None:
     asked = job(control_image="c.png", base="x", family="flux")
     require_inputs_read(asked, recipe("flux", variant="kontext"))
     require_inputs_read(asked, recipe_for(asked, LORA, TOYS))
-    for family, words in (("sdxl", "only with --mask, of a base for inp"), ("flux", "only with model.variant: kontext")):
+    for family, words in (
+        ("sdxl", "only with --mask, of a base for inp"),
+        ("flux", "only with model.variant: kontext"),
+    ):
         with pytest.raises(UserError, match=words):
             require_inputs_read(asked, recipe(family))
     asked = job(control_image="c.png", mask="m.png")

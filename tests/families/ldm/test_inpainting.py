@@ -17,8 +17,8 @@ from torch import Tensor
 from lora_rocm.dataset.buckets import Geometry
 from lora_rocm.dataset.entry_spec import CAPTION
 from lora_rocm.dataset.views import View
-from lora_rocm.families.base import PreviewRequest, family_for
 from lora_rocm.errors import DataError, ModelError
+from lora_rocm.families.base import PreviewRequest, family_for
 from lora_rocm.families.ldm.inpainting import FIRST_LAYER, config_changes, require_masks_read, seen_and_hidden
 from lora_rocm.families.objectives.base import HIDDEN_MASK, SEEN_LATENTS
 from lora_rocm.latent_cache.cache import LatentCache
