@@ -185,6 +185,8 @@ def _lines(
             f"{footprint.narrow_layers} adapted layers have fewer inputs or outputs than lora.rank: a lower rank can "
             "say as much there"
         )
+    if text := recipe.lora.unstarted_text(footprint.unstarted_layers):
+        yield text
     yield room.why if room.num_bytes is None else f"memory for training: {size_text(room.num_bytes)} ({room.why})"
     yield ""
     # table of all plans
