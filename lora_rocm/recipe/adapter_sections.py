@@ -340,8 +340,8 @@ class LoraSection(ProductSection):
         layers = "1 adapted layer, which has" if num_layers == 1 else f"{num_layers} adapted layers, which have"
         than = "inputs" if self.reads_inputs else "inputs or outputs"
         return (
-            f"lora.init: {self.init} fills only a part of the ranks of {layers} fewer {than} than ranks. The other ranks "
-            "start as by default. A lower rank there (lora.rank, or a rank in lora.overrides) is filled whole."
+            f"lora.init: {self.init} fills only a part of the ranks of {layers} fewer {than} than ranks. The other "
+            "ranks start as by default. A lower rank there (lora.rank, or a rank in lora.overrides) is filled whole."
         )
 
     def as_written(self) -> Self:
