@@ -45,9 +45,13 @@ def compare(
         what = "This run has not written a LoRA file yet."
         raise UserError("no-lora-yet", what, where=str(run_dir.path), fix="Train on first.")
     shown = [*strengths] or [sample.lora_scale]
-    found = list[Compared]()
+    found, remarks = list[Compared](), list[str]()
+    if not run_dir.result.exists():
+        remarks.append("This run is not finished. LoRA files that it writes later are not compared.")
 
     def on_event(event: Event) -> None:
+        if event["type"] == "notice":
+            remarks.append(event["text"])
         if event["type"] == "compared":
             losses = {key: math.nan if loss is None else loss for key, loss in event["losses"].items()}
             found.append(Compared(event["updates"], losses, [Path(path) for path in event["images"]]))
@@ -63,7 +67,8 @@ def compare(
         }
         run_model_tool("compare", job, on_event)
         texts = sample.image_prompts if sample.prompts else []
-        html = comparison_page(recipe.output.name, found, texts, shown)
+        holds_out = bool(recipe.data.validation_split)
+        html = comparison_page(run_dir.path.name, found, texts, shown, remarks, holds_out)
     write_atomic(run_dir.comparison, html.encode("utf-8", "replace"), run_dir.path)
     sys.stdout.write(f"{verdict(found)}\n{run_dir.comparison}\n".lstrip())
     return 0
