@@ -343,6 +343,8 @@ def _find(path: Path, notices: list[str], folder: Path | None = None) -> Path:
     here = (folder or Path()) / path
     if os.path.isfile(here):  # False for names that are too long, where pathlib raises
         return here
+    if _is_locked(here):
+        raise RecipeError([Problem(str(here), "cannot be read: you may not look into its folder")])
     if os.path.isdir(here):
         inside = [str(file) for file in sorted(here.glob("*.yaml"))]
         fix = f"Recipes in it: {', '.join(inside)}." if inside else "Give a .yaml file."
@@ -355,6 +357,16 @@ def _find(path: Path, notices: list[str], folder: Path | None = None) -> Path:
     parts = [f"Recipes there: {', '.join(near[:10])}."] if near else []
     parts += [f"Recipes that ship with the program: {', '.join(sorted(shipped))}."] if shipped else []
     raise RecipeError([Problem(str(here), "there is no such file", " ".join(parts))])
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        os.stat(path)
+    except PermissionError:
+        return True
+    except (OSError, ValueError):  # it is not there, or no file can have this name
+        return False
+    return False
 
 
 def _read_text(path: Path) -> str:
