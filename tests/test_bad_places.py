@@ -180,8 +180,8 @@ def read_only(tmp_path: Path) -> Iterator[Path]:
 def test_folders_that_may_only_be_read(program: Program, folder: Path, new: RunDir, read_only: Path) -> None:
     before = snapshot(folder / "runs" / "ok")
     program.train(read_only / "run").refused(3, read_only, "choose a folder that you may read and write")
-    program("train", "r.yaml", "--set", f"output.dir={read_only}").refused(3, read_only, "Choose a folder")
-    program.train(new.path, f"cache.dir={read_only}").refused(3, read_only, "Choose a folder")
+    program("train", "r.yaml", "--set", f"output.dir={read_only}").refused(3, read_only, "choose a folder")
+    program.train(new.path, f"cache.dir={read_only}").refused(3, read_only, "choose a folder")
     program("export", "runs/ok", "--format", "kohya", "--output", read_only / "x.safetensors").refused(3, read_only)
     assert snapshot(folder / "runs" / "ok") == before
 

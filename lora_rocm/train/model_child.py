@@ -58,10 +58,8 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
     if tokens:
         names = ", ".join(token.token for token in tokens)
         emit(NoticeEvent(text=f"Prompts may have the new tokens {names}, whose embeddings are beside the LoRA."))
-    of_file = {TEXT_KEY: text_too, TOKENS_KEY: tokens}
-    recipe = recipe.model_copy(
-        update={"lora": recipe.lora.model_copy(update=of_file), "sample": recipe.sample.only(())}
-    )
+    adapter = recipe.lora.model_copy(update={TEXT_KEY: text_too, TOKENS_KEY: tokens})
+    recipe = recipe.model_copy(update={"lora": adapter, "sample": recipe.sample.only(())})
     family = family_for(recipe)
     require_mask_read(job, family)
     device, settings = start_device(recipe)
