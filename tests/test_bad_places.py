@@ -252,7 +252,9 @@ def test_a_complete_cache_that_may_only_be_read(
         for bad in (cache / "image").rglob("*.safetensors"):
             bad.write_bytes(bad.read_bytes()[:-4] + b"\xff\xff\xff\xff")
         other = new.path.with_name("other")
-        program.train(other, FORMATS, f"cache.dir={cache}").refused(3, cache, "choose a folder that you may read and write")
+        program.train(other, FORMATS, f"cache.dir={cache}").refused(
+            3, cache, "choose a folder that you may read and write"
+        )
 
 
 # resume
