@@ -45,6 +45,7 @@ class Assembly:
         for name, tensor in made.items():
             for source in sources_of(tensor):
                 self._users.setdefault(source, set()).add(name)
+        self._left = {source: set(users) for source, users in self._users.items()}
         self._weight_of = {part: name for name, storage in stored.items() for part in storage.parts.values()}
         self._parts: dict[str, State] = {name: {} for name in stored}
         self._read: State = {}
@@ -53,26 +54,33 @@ class Assembly:
         self._lock = Lock()
 
     def take(self, name: str, tensor: Tensor) -> None:
-        """Take a tensor of a file; one that the component does not need is ignored."""
+        """Take a tensor of a file; one that the component does not need is ignored.
+
+        The calling threads compute and pack: only what they share is behind the lock.
+        """
         source = self._weight_of.get(name, name)
         if source not in self._users:
             return
-        with self._lock:  # one layer at a time is packed
-            if source in self._stored:
+        if source in self._stored:
+            with self._lock:
                 self._parts[source][name] = tensor
-                parts = self._stored[source].parts
-                if len(self._parts[source]) < len(parts):
+                read, parts = self._parts[source], self._stored[source].parts
+                if len(read) < len(parts):
                     return
-                read = self._parts.pop(source)
-                self._as_stored[source] = self._stored[source].weight({role: read[at] for role, at in parts.items()})
-                tensor = self._as_stored[source].dense(self._dtype)
-            elif tensor.dtype is torch.float8_e4m3fn and tensor.ndim == 2:  # a plain cast
-                self._as_stored[source] = ScaledWeight(tensor, torch.ones(len(tensor), 1))
-            self._read[source] = tensor.to(self._dtype) if tensor.is_floating_point() else tensor
-            del tensor
-            for user in [*self._users[source]]:
-                if sources_of(self._made[user]) <= self._read.keys():
-                    self._build(user)
+                del self._parts[source]
+            self._as_stored[source] = self._stored[source].weight({role: read[at] for role, at in parts.items()})
+            tensor = self._as_stored[source].dense(self._dtype)
+            del read
+        elif tensor.dtype is torch.float8_e4m3fn and tensor.ndim == 2:  # a plain cast
+            self._as_stored[source] = ScaledWeight(tensor, torch.ones(len(tensor), 1))
+        if tensor.is_floating_point():
+            tensor = tensor.to(self._dtype)
+        with self._lock:
+            self._read[source] = tensor
+            complete = [user for user in self._users[source] if sources_of(self._made[user]) <= self._read.keys()]
+        del tensor
+        for user in complete:
+            self._build(user)
 
     def finished(self) -> nn.Module:
         """The component, frozen and in eval mode, after all of its files were read."""
@@ -89,11 +97,12 @@ class Assembly:
             assert isinstance(layer, nn.Linear)
             layer.weight = nn.Parameter(tensor, requires_grad=False)
             self._module.set_submodule(path, self._kept(name, layer) or self._weights.packed(layer))
-        for source in sources_of(self._made[name]):
-            self._users[source].remove(name)
-            if not self._users[source]:
-                del self._read[source]
-                self._as_stored.pop(source, None)
+        with self._lock:
+            for source in sources_of(self._made[name]):
+                self._left[source].remove(name)
+                if not self._left[source]:
+                    del self._read[source]
+                    self._as_stored.pop(source, None)
 
     def _kept(self, name: str, layer: nn.Linear) -> PackedLinear | None:
         """The layer as it is stored, if that is the wanted format and gives the same numbers, else None."""

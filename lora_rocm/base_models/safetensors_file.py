@@ -165,9 +165,9 @@ def _by_threads(
             what = f"Cannot read the file: {problem.strerror}."
             raise ModelError("weights-unreadable", what, where=str(header.path)) from problem
 
-    # runs of neighbouring tensors, one per task
+    # runs of neighbouring tensors, one per task; a team of threads in each of them would wait for cores
     found: dict[str, Looked] = {}
-    pool = ThreadPoolExecutor(min(READERS, os.cpu_count() or 1))
+    pool = ThreadPoolExecutor(min(READERS, os.cpu_count() or 1), initializer=torch.set_num_threads, initargs=(1,))
     try:
         runs = [(header, names) for header in headers for names in _runs(header, wanted)]
         pieces = [(header, names, pool.submit(through, header, names)) for header, names in runs]
@@ -178,6 +178,7 @@ def _by_threads(
                 found[name] = looked
     finally:
         pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(torch.get_num_threads())  # for threads to come: those of the pool had set it to one
     for header in headers:
         try:
             # fstat, because by name Windows may report another number for the same file

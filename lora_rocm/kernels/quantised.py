@@ -25,7 +25,7 @@ from lora_rocm.kernels.weight_format import DENSE, PackedLinear, WeightFormat
 
 BLOCK, NESTED_BLOCK = 64, 256
 CELLS = 16  # from 0 to 1; a cell is narrower than the least distance (0.08) of two limits between levels
-PIECE = 1 << 20  # values that are quantised at once: their copies in float32 stay in the CPU's cache
+PIECE = 1 << 18  # values that are quantised at once: their copies in float32 stay in the CPU's cache
 TINY = 1e-12  # scale of a row of zeros
 LEVELS = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -89,13 +89,17 @@ class ScaledRows(QuantisedLinears):
     def packed(self, layer: nn.Linear) -> PackedLinear:
         integer, weight_OI = self.stored is torch.int8, layer.weight.detach()
         largest = torch.iinfo(self.stored).max if integer else torch.finfo(self.stored).max
+        divisor = torch.tensor(float(largest), device=weight_OI.device)  # by a Python number CUDA does not divide
         stored_OI = torch.empty_like(weight_OI, dtype=self.stored)
         scale_O1 = torch.empty_like(weight_OI[:, :1], dtype=torch.float32)
-        for rows in _pieces(len(weight_OI), layer.in_features, weight_OI):
-            scaled = weight_OI[rows].to(torch.float32, copy=True)
-            scale_O1[rows] = scaled.abs().amax(dim=1, keepdim=True).clamp(min=TINY) / largest
+        pieces = _pieces(len(weight_OI), layer.in_features, weight_OI)
+        scaled_RI, sizes_RI = (torch.empty_like(weight_OI[pieces[0]], dtype=torch.float32) for _ in range(2))
+        for rows in pieces:
+            scaled = scaled_RI[: rows.stop - rows.start].copy_(weight_OI[rows])
+            sizes = torch.abs(scaled, out=sizes_RI[: len(scaled)])
+            torch.div(sizes.amax(dim=1, keepdim=True).clamp_(min=TINY), divisor, out=scale_O1[rows])
             scaled.div_(scale_O1[rows])
-            stored_OI[rows] = (scaled.round_() if integer else scaled).clamp_(-largest, largest).to(self.stored)
+            stored_OI[rows] = (scaled.round_() if integer else scaled).clamp_(-largest, largest)
         return self.of_codes(layer, stored_OI, scale_O1)
 
     def of_codes(self, layer: nn.Linear, stored_OI: Tensor, scale_O1: Tensor) -> PackedLinear:
@@ -188,33 +192,54 @@ def pairs_of(weight: Tensor) -> tuple[Tensor, Tensor]:
     weight_KB = weight.reshape(-1, BLOCK)
     pairs_KP = torch.empty(len(weight_KB), BLOCK // 2, dtype=torch.uint8, device=weight.device)
     absmax_K = torch.empty(len(weight_KB), dtype=torch.float32, device=weight.device)
-    for blocks in _pieces(len(weight_KB), BLOCK, weight):
-        scaled = weight_KB[blocks].to(torch.float32, copy=True)
-        absmax_K[blocks] = scaled.abs().amax(dim=1)
+    pieces = _pieces(len(weight_KB), BLOCK, weight)
+    scaled_RB, sizes_RB = (torch.empty_like(weight_KB[pieces[0]], dtype=torch.float32) for _ in range(2))
+    nearest = NearestLevels(scaled_RB.numel(), weight.device)
+    for blocks in pieces:
+        scaled = scaled_RB[: blocks.stop - blocks.start].copy_(weight_KB[blocks])
+        torch.amax(torch.abs(scaled, out=sizes_RB[: len(scaled)]), dim=1, out=absmax_K[blocks])
         scaled.div_(absmax_K[blocks].clamp(min=TINY)[:, None])
-        codes = nearest_levels(scaled)
-        pairs_KP[blocks] = codes[:, ::2] << 4 | codes[:, 1::2]
+        two_codes = nearest(scaled.view(-1)).view(torch.int16)  # the first in the lower byte
+        pairs_KP[blocks].view(-1).copy_(two_codes << 4 | two_codes >> 8)
     return pairs_KP.view(-1), absmax_K
 
 
-def nearest_levels(scaled: Tensor) -> Tensor:
-    """The index of the nearest level of numbers from -1 to 1: uint8, in a twentieth of ``torch.bucketize``'s time.
+class NearestLevels:
+    """Finds the nearest level of numbers from -1 to 1, in a twentieth of ``torch.bucketize``'s time.
 
     A number's cell is looked up: how many limits between levels lie in cells below, and the limit in it, if any.
+    Buffers are reused: on the CPU, memory that is new to each piece takes more time than all the arithmetic.
+
+    Args:
+        count: of numbers in a call, at most.
     """
-    levels = torch.tensor(LEVELS, device=scaled.device)
-    limits = (levels[:-1] + levels[1:]) / 2
-    of_limits, cells = _cells(limits), torch.arange(2 * CELLS + 1, device=scaled.device)
-    below = (of_limits < cells[:, None]).sum(dim=1).to(torch.uint8)
-    limit = torch.full(cells.shape, torch.inf, device=scaled.device).index_put_((of_limits.long(),), limits)
-    cells_N = _cells(scaled).view(-1)
-    above_N = scaled.view(-1) > limit.index_select(0, cells_N)
-    return below.index_select(0, cells_N).add_(above_N).view(scaled.shape)
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        levels = torch.tensor(LEVELS, device=device)
+        limits = (levels[:-1] + levels[1:]) / 2
+        of_limits, cells = _cell(limits).int(), torch.arange(2 * CELLS + 1, device=device)
+        self._below = (of_limits < cells[:, None]).sum(dim=1).to(torch.uint8)
+        self._limit = torch.full(cells.shape, torch.inf, device=device).index_put_((of_limits.long(),), limits)
+        self._found_N = torch.empty(count, device=device)
+        self._cells_N, self._codes_N, self._above_N = (
+            torch.empty(count, dtype=dtype, device=device) for dtype in (torch.int32, torch.uint8, torch.bool)
+        )
+
+    def __call__(self, scaled_N: Tensor) -> Tensor:
+        """Return the indices of the levels, uint8 [N], valid until the next call."""
+        found_N, cells_N, codes_N, above_N = (
+            buffer[: len(scaled_N)] for buffer in (self._found_N, self._cells_N, self._codes_N, self._above_N)
+        )
+        cells_N.copy_(_cell(scaled_N, found_N)).clamp_(0, 2 * CELLS)
+        torch.index_select(self._limit, 0, cells_N, out=found_N)
+        torch.gt(scaled_N, found_N, out=above_N)
+        torch.index_select(self._below, 0, cells_N, out=codes_N)
+        return codes_N.add_(above_N)
 
 
-def _cells(scaled: Tensor) -> Tensor:
-    """The cell of each number, int32. Rounding keeps the order of numbers, so cells keep it too."""
-    return (scaled * CELLS).add_(CELLS).to(torch.int32).clamp_(0, 2 * CELLS)
+def _cell(scaled_N: Tensor, out_N: Tensor | None = None) -> Tensor:
+    """The cell of each number, before it is rounded down. Rounding keeps the order of numbers, so cells keep it too."""
+    return torch.mul(scaled_N, CELLS, out=out_N).add_(CELLS)
 
 
 def _mean(values_K: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -180,6 +181,19 @@ def test_a_file_that_changes_under_the_reader_is_refused(
         read_hashed([header], lambda name: True, take)
     assert caught.value.code in ("weights-changed", "weights-unreadable")
     assert str(file) in caught.value.where
+
+
+def test_each_reader_computes_alone_and_later_threads_do_not(file: Path) -> None:
+    before, seen = torch.get_num_threads(), list[int]()
+    torch.set_num_threads(3)
+    try:
+        read_hashed([read_header(file)], lambda name: True, lambda name, tensor: seen.append(torch.get_num_threads()))
+        later = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        later.start()
+        later.join()
+        assert set(seen[:-1]) == {1} and seen[-1] == torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_file_that_is_only_looked_at_is_read(file: Path) -> None:

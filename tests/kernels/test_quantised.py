@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lora_rocm.commands.plan import WEIGHT_ERROR
-from lora_rocm.kernels.quantised import LEVELS, Nf4, QuantisedLinears, nearest_levels, pairs_of, quantised
+from lora_rocm.kernels.quantised import LEVELS, NearestLevels, Nf4, QuantisedLinears, pairs_of, quantised
 from lora_rocm.kernels.weight_format import DENSE, PackedLinear, dense_shape, dense_weight, pack
 
 BITSANDBYTES = json.loads(Path(__file__).with_name("nf4_of_bitsandbytes.json").read_bytes())
@@ -151,6 +152,16 @@ def test_pieces_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
         assert torch.equal(tensor, other), key
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_bytes_are_the_same_on_a_gpu(name: str) -> None:
+    torch.manual_seed(2)
+    layer = nn.Linear(640, 1280, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+    found = quantised(name, "").packed(copy.deepcopy(layer).cuda()).state_dict()
+    for key, tensor in quantised(name, "").packed(layer).state_dict().items():
+        assert torch.equal(found[key].cpu(), tensor), key
+
+
 def test_the_nearest_level_is_that_of_a_search() -> None:
     levels = torch.tensor(LEVELS)
     limits = (levels[:-1] + levels[1:]) / 2
@@ -158,8 +169,9 @@ def test_the_nearest_level_is_that_of_a_search() -> None:
     beside = [torch.nextafter(limits, torch.full_like(limits, towards)) for towards in (-2.0, 2.0)]
     drawn = torch.rand(100_000, generator=torch.Generator().manual_seed(4)) * 2 - 1
     numbers = torch.cat([limits, *beside, levels, ends, drawn])
-    assert torch.equal(nearest_levels(numbers).int(), torch.bucketize(numbers, limits, out_int32=True))
-    assert not torch.equal(nearest_levels(beside[0]), nearest_levels(beside[1])), "the control"
+    nearest = NearestLevels(len(numbers), numbers.device)
+    assert torch.equal(nearest(numbers).int(), torch.bucketize(numbers, limits, out_int32=True))
+    assert not torch.equal(nearest(beside[0]).clone(), nearest(beside[1])), "the control"
 
 
 def test_the_levels_are_quantiles_of_the_normal_distribution() -> None:

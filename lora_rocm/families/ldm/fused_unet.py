@@ -148,7 +148,7 @@ class FusedTransformer(Transformer2DModel):
     @staticmethod
     def fits(module: Any) -> bool:
         plain = type(module.norm) is nn.GroupNorm
-        return bool(module.is_input_continuous and module.use_linear_projection and plain)
+        return bool(module.is_input_continuous and plain)
 
     def forward(
         self,
@@ -170,15 +170,26 @@ class FusedTransformer(Transformer2DModel):
             )
         batch, channels, height, width = hidden_states.shape
         h, shortcut = group_norm(hidden_states, self.norm, form, silu=False)
-        h_BSD = self.proj_in(h.permute(0, 2, 3, 1).reshape(batch, height * width, channels))
+        h_BSD = _on_tokens(self.proj_in, h.permute(0, 2, 3, 1).reshape(batch, height * width, channels), height)
         run = _caller(self)
         if isinstance(run, Recomputing):
             h_BSD = run.chain(list(self.transformer_blocks), h_BSD, None, encoder_hidden_states)
         else:
             for block in self.transformer_blocks:
                 h_BSD = run(block, h_BSD, None, encoder_hidden_states)
-        h = self.proj_out(h_BSD).reshape(batch, height, width, channels).permute(0, 3, 1, 2)
+        h = _on_tokens(self.proj_out, h_BSD, height).reshape(batch, height, width, channels).permute(0, 3, 1, 2)
         return (shortcut + h,)
+
+
+def _on_tokens(layer: Any, x_BSC: Tensor, height: int) -> Tensor:
+    """A layer's output for the tokens of a feature map. A 1x1 convolution (SD 1.5) runs as a product."""
+    if type(layer) in (nn.Conv2d, FrozenConv2d):
+        return F.linear(x_BSC, layer.weight[:, :, 0, 0], layer.bias)
+    if not isinstance(base_of(layer), nn.Conv2d):
+        output: Tensor = layer(x_BSC)
+        return output
+    maps_BCHW: Tensor = layer(x_BSC.unflatten(1, (height, -1)).permute(0, 3, 1, 2))
+    return maps_BCHW.permute(0, 2, 3, 1).flatten(1, 2)
 
 
 class FusedBlock(BasicTransformerBlock):

@@ -42,16 +42,19 @@ ROUNDING = 1e-5
 FUSIONS = [Fusion(), Fusion(join=True, channels_last=True), Fusion(projections=False, geglu=None, norms=None)]
 
 
-def make(preset: str = "attention", lean: bool = True, depth: int = 1, **how: Any) -> UNet2DConditionModel:
-    unet: UNet2DConditionModel = pickle.loads(made(preset, lean, depth, json.dumps(how)))
+def make(
+    preset: str = "attention", lean: bool = True, depth: int = 1, linear: bool = True, **how: Any
+) -> UNet2DConditionModel:
+    unet: UNet2DConditionModel = pickle.loads(made(preset, lean, depth, linear, json.dumps(how)))
     return unet
 
 
 @cache
-def made(preset: str, lean: bool, depth: int, how: str) -> bytes:
+def made(preset: str, lean: bool, depth: int, linear: bool, how: str) -> bytes:
     """A UNet with an adapter, pickled: reading it takes a small part of the time that making takes. ``how`` as JSON."""
     torch.manual_seed(0)
-    config = UNet2DConditionModel.load_config(FOLDER) | FEWER_LAYERS | {"transformer_layers_per_block": [1, depth]}
+    shape = {"transformer_layers_per_block": [1, depth], "use_linear_projection": linear}
+    config = UNet2DConditionModel.load_config(FOLDER) | FEWER_LAYERS | shape
     unet = UNet2DConditionModel.from_config(config).requires_grad_(False).eval()
     paths = [path for path, _ in unet.named_modules() if re.fullmatch(UNET_TARGETS[preset], path)]
     given = {"r": 4, "lora_alpha": 2, "target_modules": "|".join(map(re.escape, paths)), **json.loads(how)}
@@ -102,6 +105,16 @@ def test_output_and_gradients_are_those_of_the_plain_unet(
     unet = make(preset)
     fuse(unet, how)
     assert off(run(unet), plain[preset]) < ROUNDING
+
+
+@pytest.mark.parametrize("preset", ["attention", "attention-mlp-conv"])
+def test_projections_that_are_convolutions(preset: str) -> None:
+    """As in SD 1.5: frozen, and with a LoRA."""
+    unet = make(preset, linear=False)
+    fuse(unet, Fusion(channels_last=True))
+    projection = unet.mid_block.attentions[0].proj_in
+    assert hasattr(projection, "lora_A") is (preset == "attention-mlp-conv")
+    assert off(run(unet), run(make(preset, lean=False, linear=False))) < ROUNDING
 
 
 def test_several_blocks_in_a_row() -> None:
