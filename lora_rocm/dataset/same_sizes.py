@@ -51,8 +51,8 @@ class SameSizes:
     def notices(self) -> list[str]:
         """Notices that name the resolutions and the recipe key that helps; none if there are none."""
         said = [
-            f"The resolutions {first} and {second} give {counted(range(sizes.total()), 'image', 'images')} the same "
-            f"size ({_sizes_text(sizes)}), at which an epoch has it twice. {_fix(self._data)}"
+            f"The resolutions {first} and {second} give {_images(sizes.total())} the same size ({_sizes_text(sizes)}), "
+            f"at which an epoch has it twice. {_fix(self._data)}"
             for (first, second), sizes in self._sizes.items()
         ]
         if self._small:
@@ -62,6 +62,10 @@ class SameSizes:
                 "Set data.upscale: true to enlarge them."
             )
         return said
+
+
+def _images(count: int) -> str:
+    return "1 image" if count == 1 else f"{count} images"
 
 
 def _sizes_text(sizes: Counter[Size]) -> str:
