@@ -182,6 +182,10 @@ class Adapter(ABC):
         """Return how many layers have more trained numbers than their weight can use."""
         return 0
 
+    def unstarted(self, lora: AdapterSection) -> int:
+        """Return how many layers have ranks for which ``lora.init`` has no numbers."""
+        return 0
+
     @classmethod
     def put(cls, component: nn.Module, config: PeftConfig) -> None:
         """Put layers into a component."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_rocm import __version__
+from lora_rocm.dataset.preview_images import require_preview_images
 from lora_rocm.errors import DataError, LoraRocmError, Problem, RecipeError, StorageError, storage_error
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.bounded_read import FileVersion
@@ -52,6 +53,7 @@ def check(
         _say(f"{loaded.path}: keys and values are valid; images and base model were not looked at")
         return
     loaded.require_files()
+    require_preview_images(loaded)
     require_trackers(loaded.recipe.output)
     # scan the data, while a child process examines the base model
     weighing = _Weighing(loaded.recipe)
@@ -344,7 +346,8 @@ def _weights_key(recipe: Recipe, planned_precision: str | None) -> str:
     files = [str(file) for name in paths_of(model) for file in _files(Path(name))]
     precision = [recipe.train.mixed_precision, planned_precision, recipe.runtime.device]
     sections = [section.model_dump(mode="json") for section in (model, recipe.lora, recipe.objective)]
-    parts = [__version__, sections, precision, files]
+    masked = any(preview.mask for _, _, preview in recipe.sample.numbered())  # not every base reads masks
+    parts = [__version__, sections, precision, files, masked]
     return hashlib.sha256(json.dumps(parts).encode("utf-8")).hexdigest()
 
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lora_rocm.dataset.same_sizes import alike_squares
 from lora_rocm.errors import UserError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.families.spec import Fp16
@@ -176,6 +177,7 @@ def _lines(
     for source in {source.index: source for source in recipe.data.resolved_sources()}.values():
         if source.class_prompt is not None:
             yield f"before training: {source.num_class_images} {source.name}, where the cache has none"
+    yield from alike_squares(recipe.data) if recipe.spec.reads("data.resolution") else ()
     if recipe.model.quantization != "none":
         yield f"model.quantization: {_rounding(recipe.model.quantization)}"
     if footprint.narrow_layers:
@@ -183,6 +185,8 @@ def _lines(
             f"{footprint.narrow_layers} adapted layers have fewer inputs or outputs than lora.rank: a lower rank can "
             "say as much there"
         )
+    if text := recipe.lora.unstarted_text(footprint.unstarted_layers):
+        yield text
     yield room.why if room.num_bytes is None else f"memory for training: {size_text(room.num_bytes)} ({room.why})"
     yield ""
     # table of all plans

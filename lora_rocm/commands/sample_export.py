@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lora_rocm.dataset.preview_images import faults
 from lora_rocm.errors import AdapterError, MachineError, UserError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.files import require_place, write_json
@@ -41,6 +42,7 @@ def sample(
     config: Path | None,
     family: str | None = None,
     control_image: Path | None = None,
+    mask: Path | None = None,
     registry: Registry = PRODUCT,
     **options: Any,
 ) -> int:
@@ -59,12 +61,9 @@ def sample(
     elif not output.is_dir() and os.path.lexists(output):
         what = "A file lies where the folder for the images would be made."
         raise UserError("output-no-folder", what, where=f"--output {output}", fix="Give the name of a folder.")
-    if control_image is not None and not control_image.is_file():
-        what, where = "There is no such control image.", f"--control-image {control_image}"
-        raise UserError("control-missing", what, where=where, fix="Correct the path.")
     job = {
         **options,
-        "control_image": str(control_image.absolute()) if control_image else "",
+        **_images_of(control_image, mask),
         "source": str(source),
         "output": str(output.absolute()),
         "family": family,
@@ -72,6 +71,27 @@ def sample(
         "config": str(config.absolute()) if config else None,
     }
     return run_model_tool("sample", job)
+
+
+def _images_of(control_image: Path | None, mask: Path | None) -> dict[str, str]:
+    """The images that the previews are given, as the job has them.
+
+    Raises:
+        UserError: a file is missing or cannot be used, or a mask has no image.
+    """
+    named = {"control_image": control_image, "mask": mask}
+    where = {name: f"--{name.replace('_', '-')} {path}" for name, path in named.items()}
+    for name, path in named.items():
+        if path is not None and not path.is_file():
+            what = f"There is no such {name.replace('_', ' ')}."
+            raise UserError("control-missing", what, where=where[name], fix="Correct the path.")
+    if mask is not None and control_image is None:
+        what, fix = "A mask says what of an image is drawn anew, and none is given.", "Give --control-image too."
+        raise UserError("mask-alone", what, where=where["mask"], fix=fix)
+    paths = {name: str(path.absolute()) if path else "" for name, path in named.items()}
+    for name, what, fix in faults(**paths):
+        raise UserError("control-unusable", f"{what[:1].upper()}{what[1:]}.", where=where[name], fix=fix)
+    return paths
 
 
 def _check_options(options: dict[str, Any], unused_config: Path | None) -> None:

@@ -245,6 +245,7 @@ def questions(recipe: Recipe, layers: Layered) -> list[str]:
 INIT_FROM: Key = ("lora", "init_from")
 MANY_CAPTIONS = ("shuffle_caption", "caption_tag_dropout_rate", "enable_wildcard", "sources")
 VALIDATION = ("validation_every_n_steps", "validation_every_n_epochs")
+SAMPLE_KEYS = ("every_n_steps", "every_n_epochs", "lora_scale", "control_images", "masks")
 NEED_ANOTHER: dict[Key, tuple[Key, ...]] = {
     ("optim", "text_encoder_learning_rate"): (("lora", "train_text_encoder"), ("lora", "new_tokens")),
     ("optim", "embedding_learning_rate"): (("lora", "new_tokens"),),
@@ -253,7 +254,7 @@ NEED_ANOTHER: dict[Key, tuple[Key, ...]] = {
     ("data", "keep_tokens"): tuple(("data", key) for key in MANY_CAPTIONS),
     ("data", "caption_variants"): tuple(("data", key) for key in MANY_CAPTIONS),
     ("optim", "safeguard_warmup"): (("optim", "lr_warmup_steps"), ("optim", "lr_warmup_ratio")),
-    **{("sample", key): (("sample", "prompts"),) for key in ("every_n_steps", "every_n_epochs", "lora_scale")},
+    **{("sample", key): (("sample", "prompts"),) for key in SAMPLE_KEYS},
 }
 """Keys that are read only if another one is set -> those others, of which one is enough."""
 
@@ -343,6 +344,8 @@ def _find(path: Path, notices: list[str], folder: Path | None = None) -> Path:
     here = (folder or Path()) / path
     if os.path.isfile(here):  # False for names that are too long, where pathlib raises
         return here
+    if _is_locked(here):
+        raise RecipeError([Problem(str(here), "cannot be read: you may not look into its folder")])
     if os.path.isdir(here):
         inside = [str(file) for file in sorted(here.glob("*.yaml"))]
         fix = f"Recipes in it: {', '.join(inside)}." if inside else "Give a .yaml file."
@@ -355,6 +358,16 @@ def _find(path: Path, notices: list[str], folder: Path | None = None) -> Path:
     parts = [f"Recipes there: {', '.join(near[:10])}."] if near else []
     parts += [f"Recipes that ship with the program: {', '.join(sorted(shipped))}."] if shipped else []
     raise RecipeError([Problem(str(here), "there is no such file", " ".join(parts))])
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        os.stat(path)
+    except PermissionError:
+        return True
+    except (OSError, ValueError):  # it is not there, or no file can have this name
+        return False
+    return False
 
 
 def _read_text(path: Path) -> str:

@@ -145,6 +145,8 @@ def load(start: StartContext, family: ModelFamily, data: Data) -> tuple[Artifact
     transfer = transfer_of(start)
     memory = choose_memory(start, family, data.prepared.facts.bucket_counts)
     model, adapter, training_adapter, triton = load_model(start, family, transfer, memory)
+    if checkpoint is None and (text := recipe.lora.unstarted_text(adapter.unstarted(recipe.lora))):
+        start.context.notice(text)
     start_from_inputs(start, family, model, adapter, transfer, data, memory.parts)
     groups = adapter.groups(recipe.optim, recipe.lora)
     weights = adapter.flatten(start.dtype, WEIGHT_DTYPES[recipe.lora.weight_dtype], groups)

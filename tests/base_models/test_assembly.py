@@ -24,7 +24,7 @@ from lora_rocm.model_files.header import read_header
 from tests.tiny_models import tiny_recipe
 
 CPU = torch.device("cpu")
-LAYERS, WIDTH = 40, 64
+LAYERS, WIDTH = 72, 64
 
 
 def stack(device: str = "cpu") -> nn.Module:

@@ -153,6 +153,7 @@ def test_a_batch_is_its_samples(its: Its, device: torch.device) -> None:
     assert off(together.loss_B.flip(0), together.loss_B) > 100 * CLOSE, "the control: the samples differ"
 
 
+@pytest.mark.usefixtures("_exact_convolutions")
 def test_padding_changes_nothing(its: Its, device: torch.device) -> None:
     """Three more at the end of each axis that is padded, with what it is padded with; or the whole axis twice."""
     adapted, batch = its.adapted(device), its.batch

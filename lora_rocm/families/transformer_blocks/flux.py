@@ -139,7 +139,7 @@ class FusedSingleBlock(FluxSingleTransformerBlock):
             return outputs
         tokens = [encoder_hidden_states.shape[1], hidden_states.shape[1]]
         shift, scale, gate = self.norm.linear(self.norm.silu(temb)).chunk(3, dim=1)
-        joined = residual_stream(torch.cat([encoder_hidden_states, hidden_states], dim=1))
+        joined = residual_stream(_joined(encoder_hidden_states, hidden_states))
         rows = _modulated(self.norm.norm, scale, shift)
         x, normal = add_norm(joined, None, rows, self.form)
         with made_again((normal, normal_again(x, rows, self.form))):
@@ -173,6 +173,24 @@ class FusedFinalNorm(AdaLayerNormContinuous):
     def forward(self, x: Tensor, conditioning_embedding: Tensor) -> Tensor:
         scale, shift = self.linear(self.silu(conditioning_embedding)).chunk(2, dim=1)
         return add_norm(x, None, _modulated(self.norm, scale, shift), self.form)[1]
+
+
+def _joined(text_BSD: Tensor, image_BSD: Tensor) -> Tensor:
+    """The tokens of text and image, one after the other; not copied if they are parts of one tensor."""
+    parts = (text_BSD, image_BSD)
+    whole = None if torch.compiler.is_compiling() else image_BSD._base
+    if whole is not None and whole is text_BSD._base and whole.ndim == 3:
+        tracked = whole.requires_grad and torch.is_grad_enabled()  # what is recomputed starts anew from its inputs
+        tokens = [part.shape[1] for part in parts]
+        if whole.shape[1] == sum(tokens) and all((part.grad_fn is not None) is tracked for part in parts):
+            pairs = zip(whole.split(tokens, dim=1), parts, strict=True)
+            if all(_place(found) == _place(part) for found, part in pairs):
+                return whole
+    return torch.cat(parts, dim=1)
+
+
+def _place(view: Tensor) -> tuple[object, ...]:
+    return view.storage_offset(), view.shape, view.stride()
 
 
 def _modulated(norm: Any, scale_BD: Tensor, shift_BD: Tensor) -> RowNorm:

@@ -15,6 +15,7 @@ from diffusers import CosmosTransformer3DModel, FluxTransformer2DModel, ZImageTr
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lora_rocm.families.transformer_blocks import cosmos, flux, z_image
 from lora_rocm.kernels.lora_layer import LoraLinear, with_lean_layers
@@ -224,3 +225,33 @@ def test_without_a_plain_lora_the_layers_are_called_one_by_one(family: Fused) ->
         if isinstance(module, nn.Linear) and module.weight.ndim == 2 and not module.weight.requires_grad:
             module.weight.data = module.weight.data.clone()  # as offloading replaces weights
     assert far(outcome(family, model, torch.float32), wanted) <= ROUNDING
+
+
+class Joins(TorchDispatchMode):
+    """Counts tensors [B, S, D] that are made of two."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.cat.default and args[0][0].ndim == 3
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_text_and_image_of_flux_are_joined_once(grad: bool) -> None:
+    model = adapted(FAMILIES["flux"], ATTENTION)
+    flux.fuse(model, "eager")
+    single: Any = model.single_transformer_blocks
+    text, image, temb = torch.randn(1, 5, 32, requires_grad=True), torch.randn(1, 6, 32), torch.randn(1, 32)
+    turns = (torch.ones(11, 16), torch.zeros(11, 16))
+    with torch.set_grad_enabled(grad), Joins() as joins:
+        parts = single[0](image, text, temb, turns)
+        found = torch.cat(single[1](parts[1], parts[0], temb, turns), dim=1)
+        assert joins.count == 2
+        copied = torch.cat(single[1](parts[1].clone(), parts[0], temb, turns), dim=1)
+        turned = torch.cat(single[1](parts[0], parts[1], temb, turns), dim=1)
+        assert joins.count == 6, "the control: tensors of their own, and the other order"
+    assert torch.equal(found, copied) and not torch.equal(found[:, :6], turned[:, :6])
+    if grad:
+        wanted, *given = (torch.autograd.grad(each.sum(), text, retain_graph=True)[0] for each in (found, copied))
+        assert torch.equal(given[0], wanted)
