@@ -80,7 +80,7 @@ def write_base(asked: Asked) -> None:
 
 
 def texts(asked: Asked, rows: int) -> Any:
-    """Return a data set of ``rows`` texts of token ids, all of the same length, all of which counts in the loss."""
+    """Return a data set of ``rows`` texts of token ids, all of the same length, all of which count in the loss."""
     import numpy
     from datasets import Dataset
 

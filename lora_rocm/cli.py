@@ -231,7 +231,7 @@ def sample(
         Path | None, typer.Option(metavar="FILE", help="Image that the model edits, if it takes one.")
     ] = None,
     mask: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="What of it an inpainting base draws anew: white.")
+        Path | None, typer.Option(metavar="FILE", help="Mask of that image; an inpainting base draws what is white.")
     ] = None,
     output: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder for the images.")] = None,
     base: Annotated[str | None, typer.Option(metavar="MODEL", help="Base model; default: that of the run.")] = None,

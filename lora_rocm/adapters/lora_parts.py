@@ -106,7 +106,8 @@ def _refuse_halves(halves: Mapping[str, Mapping[str, Tensor]], path: Path, kind:
         lacking = " and ".join(kind.lacking(parts))
         raise _error(
             "lora-incomplete",
-            f"Lacking a factor: {count_text(len(broken), 'module')} of this file, such as {module} (no {lacking}).",
+            f"A factor is missing in {count_text(len(broken), 'module')} of this file, such as {module} "
+            f"(no {lacking}).",
             path,
             "Download or save the file again.",
         )

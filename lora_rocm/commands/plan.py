@@ -182,8 +182,8 @@ def _lines(
         yield f"model.quantization: {_rounding(recipe.model.quantization)}"
     if footprint.narrow_layers:
         yield (
-            f"{footprint.narrow_layers} adapted layers have fewer inputs or outputs than lora.rank: a lower rank can "
-            "say as much there"
+            "lora.rank is larger than the inputs or outputs of "
+            f"{count_text(footprint.narrow_layers, 'adapted layer')}: a lower rank can say as much there"
         )
     if text := recipe.lora.unstarted_text(footprint.unstarted_layers):
         yield text

@@ -13,6 +13,7 @@ from lora_rocm.dataset.folders import shown
 from lora_rocm.dataset.records import UnusableText
 from lora_rocm.errors import DataError
 from lora_rocm.foundation.bounded_read import FileVersion
+from lora_rocm.foundation.units import count_text
 
 MAX_ROW_BYTES = 1 << 24
 NOT_UTF8 = UnusableText("It is not UTF-8 text.", "Save the file as UTF-8.")
@@ -35,7 +36,7 @@ class _Cells:
         return self._reader.line_num + 1
 
     def next(self) -> list[str] | None:
-        """The cells of the next row, none for an empty line; None at the end. No line is read before it is needed.
+        """The cells of the next row: an empty list for an empty line, None at the end. It reads no line beyond the row.
 
         Raises:
             DataError: table-row.
@@ -129,9 +130,9 @@ def _row(columns: Sequence[str], cells: Sequence[str]) -> Mapping[str, str] | Un
         return NOT_UTF8
     more = [cell for cell in cells[len(columns) :] if cell]
     if len(cells) < len(columns) or more:
-        counted = f"It has {len(cells)} {'cell' if len(cells) == 1 else 'cells'}, and the table has {len(columns)} "
+        what = f"It has {count_text(len(cells), 'cell')}, and the table has {count_text(len(columns), 'column')}."
         fix = "Put quotes around cells with commas." if more else "Give each column a cell, which may be empty."
-        return UnusableText(f"{counted}{'column' if len(columns) == 1 else 'columns'}.", fix)
+        return UnusableText(what, fix)
     return dict(zip(columns, cells, strict=False))
 
 

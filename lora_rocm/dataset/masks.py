@@ -87,7 +87,7 @@ class Masks:
         if not self._with and self._without:
             raise DataError(
                 "masks-missing",
-                f"Of {count_text(len(self._without), 'image')} none has a mask.",
+                f"No image has a mask (found: {count_text(len(self._without), 'image')}).",
                 where=where,
                 fix=self._fix_if_none(),
             )

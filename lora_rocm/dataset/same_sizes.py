@@ -1,4 +1,4 @@
-"""Images that several resolutions of their source show at one size, so that a step sees the same thing again."""
+"""Finds images that have the same size at several resolutions of their source, so that an epoch repeats them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from lora_rocm.dataset.buckets import Geometry, Size, choose_bucket
 from lora_rocm.dataset.left_out import counted, few, some
+from lora_rocm.foundation.units import count_text
 
 if TYPE_CHECKING:
     from lora_rocm.dataset.hf_datasets import DatasetRow
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from lora_rocm.recipe.schema import DataSection
 
 SHOWN_SIZES = 3
+TWICE = "An epoch shows such an image twice at that size."
 Pair = tuple[int, int]
 """A resolution, and a larger one that gives the same size."""
 
@@ -51,8 +53,8 @@ class SameSizes:
     def notices(self) -> list[str]:
         """Notices that name the resolutions and the recipe key that helps; none if there are none."""
         said = [
-            f"The resolutions {first} and {second} give {_images(sizes.total())} the same size ({_sizes_text(sizes)}), "
-            f"at which an epoch has it twice. {_fix(self._data)}"
+            f"The resolutions {first} and {second} give {count_text(sizes.total(), 'image')} the same size "
+            f"({_sizes_text(sizes)}). {TWICE} {_fix(self._data)}"
             for (first, second), sizes in self._sizes.items()
         ]
         if self._small:
@@ -62,10 +64,6 @@ class SameSizes:
                 "Set data.upscale: true to enlarge them."
             )
         return said
-
-
-def _images(count: int) -> str:
-    return "1 image" if count == 1 else f"{count} images"
 
 
 def _sizes_text(sizes: Counter[Size]) -> str:
@@ -88,5 +86,5 @@ def alike_squares(data: DataSection) -> list[str]:
         small, large = (side // data.bucket_step * data.bucket_step for side in pair)
         if first.index == second.index and small == large:
             what = f"The resolutions {pair[0]} and {pair[1]} give a square image the same size ({small}x{small})"
-            said[f"{what}, at which an epoch has it twice. {_fix(data)}"] = None
+            said[f"{what}. {TWICE} {_fix(data)}"] = None
     return list(said)

@@ -189,7 +189,7 @@ def nothing_left(set_aside: Sequence[Problem]) -> DataError:
     reasons = [f"{problem.where}: {problem.what}" for problem in set_aside[:NUM_NAMED]]
     return DataError(
         "no-usable-images",
-        f"Of {count_text(len(set_aside), 'image')} none can be used.",
+        f"No image can be used (found: {count_text(len(set_aside), 'image')}).",
         where="; ".join(reasons),
         fix="Look at the reasons above; each image that cannot be used is named by the check command.",
     )

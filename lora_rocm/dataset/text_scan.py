@@ -89,7 +89,7 @@ def scan_texts(data: DataSection, report: Report = ignore, parts: Parts = _whole
         aside = found.set_aside
         raise DataError(
             "no-usable-texts",
-            f"Of {count_text(len(aside), 'text')} none can be used.",
+            f"No text can be used (found: {count_text(len(aside), 'text')}).",
             where="; ".join(f"{problem.where}: {problem.what}" for problem in aside[:NUM_NAMED]),
             fix=aside[0].fix if len({problem.fix for problem in aside}) == 1 else "Repair the rows or files above.",
         )

@@ -9,6 +9,7 @@ from lora_rocm.doctor.checks import as_intended
 from lora_rocm.doctor.cures import KNOWN, REPORT
 from lora_rocm.doctor.finding import LEVELS, Finding
 from lora_rocm.foundation.terminal_text import printable
+from lora_rocm.foundation.units import count_text
 from lora_rocm.hardware.software_stack import stack_of
 from lora_rocm.hardware.wheels import wheel_table
 from lora_rocm.rules.rule import Level, Situation
@@ -65,11 +66,11 @@ def report_text(situation: Situation, found: tuple[Finding, ...], tested_on: str
     machine, second = machine_text(situation), second_class_text(situation)
     if healthy(found):
         ends = [f"{machine}, {tested_text(situation, tested_on)}", *([second] if second else [])]
-        notes = f" {_number(len(found), 'note')} in: {REPORT}" if found else ""
+        notes = f" {count_text(len(found), 'note')} in: {REPORT}" if found else ""
         return f"Nothing wrong: {'; '.join(ends)}.{notes}\n"
     counts = Counter(finding.level for finding in found)
     words = [f"{counts[level]} {level}" for level in LEVELS if counts[level] and level != QUIET]
-    words += [_number(counts[QUIET], QUIET)] if counts[QUIET] else []
+    words += [count_text(counts[QUIET], QUIET)] if counts[QUIET] else []
     lines = [f"{machine}: {', '.join(words)}", *([f"({second}.)"] if second else [])]
     for level in LEVELS:
         chosen = [finding for finding in found if finding.level == level]
@@ -78,10 +79,6 @@ def report_text(situation: Situation, found: tuple[Finding, ...], tested_on: str
         for number, finding in enumerate(chosen):
             lines += ([""] if number and level != QUIET else []) + finding_lines(finding)
     return "\n".join(lines) + "\n"
-
-
-def _number(count: int, thing: str) -> str:
-    return f"{count} {thing}{'' if count == 1 else 's'}"
 
 
 def finding_lines(finding: Finding) -> list[str]:

@@ -194,7 +194,9 @@ class _Comparison:
     def same_modules(self, live: Iterable[str], loaded: Iterable[str]) -> None:
         wrong = sorted(set(live) ^ set(loaded))
         if wrong:
-            raise _failed(self.path, f"Missing or too many: {count_text(len(wrong), 'module')}, such as {wrong[0]}.")
+            raise _failed(
+                self.path, f"File and adapter differ in {count_text(len(wrong), 'module')}, such as {wrong[0]}."
+            )
 
     def updates(self, name: str, live: Entry, loaded: Entry) -> None:
         """Compare two updates by their factors."""

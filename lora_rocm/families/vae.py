@@ -17,6 +17,7 @@ from lora_rocm.dataset.buckets import covering
 from lora_rocm.dataset.entry_spec import IMAGE, EntrySpec, TensorSpec
 from lora_rocm.dataset.image_io import MAX_IMAGE_BYTES, UnreadableImage, cut
 from lora_rocm.dataset.image_io import decode as decode_image
+from lora_rocm.dataset.preview_images import READ_FIX
 from lora_rocm.device.backend_settings import plain_attention
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import DataError
@@ -112,8 +113,8 @@ def read_image(path: str, noun: str, decoded: Callable[[bytes], Image.Image]) ->
     try:
         return decoded(read_plain(Path(path), MAX_IMAGE_BYTES))
     except (OSError, UnreadableImage) as error:
-        what, fix = f"A {noun} cannot be read: {error}.", "Name another file, or repair this one."
-        raise DataError(CONTROL_UNUSABLE, what, where=path, fix=fix) from error
+        what = f"A {noun} cannot be read: {error}."
+        raise DataError(CONTROL_UNUSABLE, what, where=path, fix=READ_FIX) from error
 
 
 @torch.no_grad()

@@ -26,9 +26,9 @@ def rate_text(per_second: float, unit: str = "it") -> str:
     return f"{per_second:.2f} {unit}/s" if per_second >= 1 else f"{1 / per_second:.2f} s/{unit}"
 
 
-def count_text(count: int, noun: str, nouns: str = "") -> str:
-    """A number with its noun: 1 -> "1 step", 2 -> "2 steps". ``nouns``: the plural, unless it is the noun and an s."""
-    return f"{count} {noun if count == 1 else nouns or noun + 's'}"
+def count_text(count: int, noun: str) -> str:
+    """A number with its noun, whose plural ends in s: 1 -> "1 step", 2 -> "2 steps"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def number_text(value: float | None) -> str:

@@ -89,7 +89,8 @@ class ScaledRows(QuantisedLinears):
     def packed(self, layer: nn.Linear) -> PackedLinear:
         integer, weight_OI = self.stored is torch.int8, layer.weight.detach()
         largest = torch.iinfo(self.stored).max if integer else torch.finfo(self.stored).max
-        divisor = torch.tensor(float(largest), device=weight_OI.device)  # by a Python number CUDA does not divide
+        # a tensor: by a Python number CUDA does not divide, it multiplies by the reciprocal
+        divisor = torch.tensor(float(largest), device=weight_OI.device)
         stored_OI = torch.empty_like(weight_OI, dtype=self.stored)
         scale_O1 = torch.empty_like(weight_OI[:, :1], dtype=torch.float32)
         pieces = _pieces(len(weight_OI), layer.in_features, weight_OI)

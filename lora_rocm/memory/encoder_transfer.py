@@ -50,9 +50,9 @@ class EncoderTransfer(DeviceTransfer):
             return
         room = "ran out" if self._free_bytes is None else f"has {size_text(self._free_bytes)} free"
         self._context.notice(
-            f"{component} takes {size_text(weight_bytes)}, and the GPU's memory {room}: for each sample the GPU gets "
-            f"{count_text(len(layers), 'layer')} ({size_text(_bytes_of(layers))}) anew, which main memory keeps. "
-            "Precision and results are the same."
+            f"{component} takes {size_text(weight_bytes)}, and the GPU's memory {room}: main memory keeps "
+            f"{count_text(len(layers), 'layer')} ({size_text(_bytes_of(layers))}), streamed to the GPU for each sample."
+            " Precision and results are the same."
         )
         self._streams = True
         in_layers = {id(tensor) for layer in layers for tensor in frozen_tensors(layer)}

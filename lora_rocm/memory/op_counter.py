@@ -88,9 +88,10 @@ class Ledger(TorchDispatchMode):
         return result
 
     def _result(self, func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
-        """Run an operation; on the meta device once for inputs of these shapes, for PyTorch takes long to find a shape.
+        """Run an operation; on the meta device only once for inputs of these shapes, as PyTorch's shape rules are slow.
 
-        Only operations that make one new tensor are remembered: no view, which not every schema tells, and no write.
+        The result is remembered if it is one new tensor. Whether it is a view is also read from its memory, for not
+        every schema says so.
         """
         if not _makes_one(func):
             return func(*args, **kwargs)

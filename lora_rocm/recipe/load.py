@@ -345,7 +345,8 @@ def _find(path: Path, notices: list[str], folder: Path | None = None) -> Path:
     if os.path.isfile(here):  # False for names that are too long, where pathlib raises
         return here
     if _is_locked(here):
-        raise RecipeError([Problem(str(here), "cannot be read: you may not look into its folder")])
+        fix = "Change the permissions of the folder."
+        raise RecipeError([Problem(str(here), "cannot be read: you may not look into its folder", fix)])
     if os.path.isdir(here):
         inside = [str(file) for file in sorted(here.glob("*.yaml"))]
         fix = f"Recipes in it: {', '.join(inside)}." if inside else "Give a .yaml file."
@@ -366,7 +367,7 @@ def _is_locked(path: Path) -> bool:
     except PermissionError:
         return True
     except (OSError, ValueError):  # it is not there, or no file can have this name
-        return False
+        pass
     return False
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_rocm.foundation.units import number_text
+from lora_rocm.foundation.units import count_text, number_text
 from lora_rocm.report.html import header, image_table, page, paragraph, preview_tag, section, table
 from lora_rocm.report.svg_plot import Series, line_plot
 
@@ -18,7 +18,6 @@ NO_LOSSES = (
     "There is no held-out loss. Train with data.validation_split: 0.1 (a tenth of the images is held out), and this "
     "page says which step it prefers and whether later ones overfit."
 )
-
 UNKNOWN_LOSSES = "There is no held-out loss: the held-out images cannot be used any more, or no loss is finite."
 
 
@@ -59,14 +58,14 @@ def comparison_page(
         compared: what is compared.
         prompts: of each image of one strength.
         strengths: of the LoRA.
-        remarks: what the user has to know of the comparison.
+        remarks: what is missing from the comparison, and other notices about it.
         holds_out: whether the run holds images out.
     """
     rows = [(one.label, f"{one.loss:.4g}", number_text(_error([*one.losses.values()]))) for one in compared]
     points = [(one.updates, one.loss) for one in compared]
     losses = [table(("", "held-out loss", "standard error"), rows), line_plot([Series("loss", points, "dots")], "step")]
     said, none = verdict(compared), UNKNOWN_LOSSES if holds_out else NO_LOSSES
-    files = "1 LoRA file" if len(compared) == 2 else f"{len(compared) - 1} LoRA files"
+    files = count_text(len(compared) - 1, "LoRA file")
     return page(
         f"{title}: lora-rocm compare",
         [

@@ -158,11 +158,14 @@ def faults_of_finished(run_dir: RunDir) -> list[str]:
     result = read_result(run_dir)
     if not result:
         return [f"{run_dir.result.name} cannot be read, so what the run has written is not known."]
-    paths = [digest.path for digests in _exports(result).values() for digest in digests]
-    gone = [path for path in paths if not (run_dir.path / path).exists()]
-    return (
-        [f"{', '.join(gone)}: not there any more; --resume latest writes it from the last checkpoint."] if gone else []
-    )
+    faults = []
+    for form, digests in _exports(result).items():
+        gone = [digest.path for digest in digests if not (run_dir.path / digest.path).exists()]
+        if gone:
+            faults.append(
+                f"{', '.join(gone)}: not there any more. lora-rocm export RUN --format {form} makes it again."
+            )
+    return faults
 
 
 def result_files(run_dir: RunDir) -> list[Path]:

@@ -27,6 +27,7 @@ from torch import Tensor
 from lora_rocm.errors import LoraRocmError, ResumeError, StorageError, storage_error
 from lora_rocm.foundation.bounded_read import check_plain, read_plain
 from lora_rocm.foundation.files import fsync_folder, is_folder, make_folder, remove, rename, write_through
+from lora_rocm.foundation.units import count_text
 from lora_rocm.model_files.header import read_header
 from lora_rocm.rundir.layout import CHECKPOINT_NAME, STATE_FILE, RunDir
 from lora_rocm.train.loop import Position
@@ -62,7 +63,7 @@ class Checkpoint:
         if before != ranks:
             raise ResumeError(
                 "resume-gpus-changed",
-                f"The run was made on {before} GPU{'s' * (before > 1)}; on {ranks} its batches would have "
+                f"The run was made on {count_text(before, 'GPU')}; on {ranks} its batches would have "
                 f"{'more' if ranks > before else 'fewer'} samples.",
                 where=str(self.path),
                 fix=f"Use {f'--gpus {before}' if before > 1 else 'one GPU'}, start a new run, or go on all the same "

@@ -90,10 +90,10 @@ def child(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def test_a_rank_that_is_larger_than_layers_is_told(write: Any, child: Any, capsys: Any) -> None:
     assert command.plan(write(), (), card="80GB", as_json=False) == 0
-    assert "fewer inputs or outputs" not in capsys.readouterr().out
+    assert "lora.rank is larger" not in capsys.readouterr().out
     child["footprint"]["narrow_layers"] = 7
     assert command.plan(write(), (), card="80GB", as_json=False) == 0
-    assert "7 adapted layers have fewer inputs or outputs than lora.rank" in capsys.readouterr().out
+    assert "lora.rank is larger than the inputs or outputs of 7 adapted layers" in capsys.readouterr().out
     for count in (0, 5):
         child["footprint"]["unstarted_layers"] = count
         assert command.plan(write(), ("lora.init=pissa",), card="80GB", as_json=False) == 0

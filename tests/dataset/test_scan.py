@@ -360,10 +360,10 @@ def test_resolutions_that_are_too_close_are_named(tmp_path: Path, make: SimpleNa
         make.image(tmp_path / f"{number}.png", *size, seed=number)
     near = make.data(path=str(tmp_path), resolution=[96, 100], bucket_step=32)
     close, small = geometries(scan(near).samples, near)[2][:2]
-    assert close.startswith("The resolutions 96 and 100 give 3 images the same size (96x96, 128x64), at which an")
+    assert close.startswith("The resolutions 96 and 100 give 3 images the same size (96x96, 128x64). An epoch")
     assert "bucket_step (32) apart" in close and small.startswith("1 image is too small for a resolution")
-    same = "The resolutions 96 and 100 give a square image the same size (96x96),"
-    assert alike_squares(near) == [same + close[close.index(" at which") :]]
+    same = "The resolutions 96 and 100 give a square image the same size (96x96)."
+    assert alike_squares(near) == [same + close[close.index(" An epoch") :]]
     far = make.data(path=str(tmp_path), resolution=[64, 96, 128], bucket_step=32)
     assert not [each for each in geometries(scan(far).samples, far)[2] if "resolutions" in each]
     one = make.data(

@@ -24,8 +24,7 @@ from lora_rocm.foundation.units import count_text, number_text, rate_text, size_
         (number_text(None), "-"),
         (count_text(1, "step"), "1 step"),
         (count_text(0, "step"), "0 steps"),
-        (count_text(1, "entry", "entries"), "1 entry"),
-        (count_text(2, "entry", "entries"), "2 entries"),
+        (count_text(2, "step"), "2 steps"),
     ],
 )
 def test_words(found: str, text: str) -> None:

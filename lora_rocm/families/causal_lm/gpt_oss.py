@@ -27,7 +27,7 @@ class PackedExperts(nn.Module):
     def __init__(self, config: Any, dense: Any) -> None:
         super().__init__()
         self.num_experts, width, inner = config.num_local_experts, config.hidden_size, config.intermediate_size
-        self.alpha, self.limit = dense.alpha, dense.limit  # only newer configs of transformers have them
+        self.alpha, self.limit = dense.alpha, dense.limit  # the config of transformers 5.17 lacks them
         for name, rows, columns in (("gate_up_proj", 2 * inner, width), ("down_proj", width, inner)):
             if columns % GROUP:
                 raise ValueError(f"{columns} columns of {name} are no whole groups of {GROUP}")
