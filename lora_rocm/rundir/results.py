@@ -162,9 +162,8 @@ def faults_of_finished(run_dir: RunDir) -> list[str]:
     for form, digests in _exports(result).items():
         gone = [digest.path for digest in digests if not (run_dir.path / digest.path).exists()]
         if gone:
-            faults.append(
-                f"{', '.join(gone)}: not there any more. lora-rocm export RUN --format {form} makes it again."
-            )
+            fix = f"--resume makes the formats of the recipe again, lora-rocm export --format {form} any format."
+            faults.append(f"{', '.join(gone)}: not there any more. {fix}")
     return faults
 
 
