@@ -197,20 +197,21 @@ def _data_lines(loaded: LoadedRecipe, usable: list[Any]) -> Iterator[str]:
     # describe them
     yield f"recipe {loaded.path}"
     yield f"model: {recipe.model.name_or_path} ({recipe.model.family})"
-    noun = NOUNS[recipe.spec.samples[0]]
+    kind = recipe.spec.samples[0]
+    noun = NOUNS[kind]
     yield f"{noun}: {num_found} usable, {len(aside)} set aside"
     per_source = Counter(sample.source for sample in samples)
     for index, source in enumerate(recipe.data.resolved_sources()):
         resolution = f"resolution {source.resolution}, " if recipe.spec.reads("data.resolution") else ""
         seen = sum(sample.repeats for sample in samples if sample.source == index)
         how = f"for regularisation, {seen} in an epoch" if source.is_reg else f"repeats {source.repeats}"
-        yield f"  {source.name}: {per_source[index]} {noun}, {resolution}{how}"
+        yield f"  {source.name}: {count_text(per_source[index], kind)}, {resolution}{how}"
         if price := price_of(source):
             yield f"    {price}"
     if (watching := recipe.watching) is not None:
         watched = find_samples(watching)
         aside += watched.set_aside
-        yield f"  {recipe.data.watched_name}: {len(watched.samples)} {noun}, watched and never trained on"
+        yield f"  {recipe.data.watched_name}: {count_text(len(watched.samples), kind)}, watched and never trained on"
     for problem in aside[:MAX_NAMED]:
         yield f"  set aside: {problem.where}: {problem.what} {problem.fix}".rstrip()
     if len(aside) > MAX_NAMED:

@@ -333,7 +333,7 @@ class Recipe(Section):
             elif preview.mask and not preview.control_image:
                 what, fix = "this mask has no image", "Name the image too: control_image, or sample.control_images."
             elif preview.control_image and not preview.mask and not model.takes_control:
-                what = f"of {self.spec.title} only bases for inpainting take an image in previews, and with a mask"
+                what = f"only inpainting bases of {self.spec.title} take an image in previews, and it needs a mask"
                 fix = "Name its mask too (mask, or sample.masks), or remove it."
             if what:
                 at = self.sample.key_of(name, key, number)

@@ -67,7 +67,7 @@ def seen_and_hidden(request: PreviewRequest) -> tuple[Tensor, Tensor]:
     image = read_image(request.control, "control image", decode)
     mask = read_image(request.mask, "mask", partial(decode_mask, alpha=False))
     if fault := misfit(mask.size, image.size):
-        raise DataError("mask-misfit", f"{fault}.", where=request.mask, fix=MISFIT_FIX)
+        raise DataError("mask-misfit", f"The preview cannot be drawn: {fault}.", where=request.mask, fix=MISFIT_FIX)
     geometry = covering((image.height, image.width), (request.height, request.width))
     hidden_HW = mask_on_grid(np.asarray(mask), geometry, False, (1, 1)) >= 0.5
     hidden_1HW = torch.from_numpy(hidden_HW.astype(np.float32))[None]
