@@ -86,7 +86,7 @@ def _images_of(control_image: Path | None, mask: Path | None) -> dict[str, str]:
             what = f"There is no such {name.replace('_', ' ')}."
             raise UserError("control-missing", what, where=where[name], fix="Correct the path.")
     if mask is not None and control_image is None:
-        what, fix = "A mask says what of an image is drawn anew, and none is given.", "Give --control-image too."
+        what, fix = "A mask says what of an image is drawn anew, and no image is given.", "Give --control-image too."
         raise UserError("mask-alone", what, where=where["mask"], fix=fix)
     paths = {name: str(path.absolute()) if path else "" for name, path in named.items()}
     for name, what, fix in faults(**paths):

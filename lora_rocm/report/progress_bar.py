@@ -52,7 +52,7 @@ LINES: dict[str, Callable[[Event], str]] = {
     "validation": lambda e: f"Held-out loss after step {e['updates']}: {number_text(e['loss'])}{_measures(e)}",
     "watched": lambda e: f"Watched loss after step {e['updates']}: {number_text(e['loss'])}{_measures(e)}",
     "checkpoint": lambda e: f"Saved {e['path']} and {e['lora']}",
-    "preview": lambda e: f"{len(e['images'])} previews after step {e['updates']}",
+    "preview": lambda e: f"{count_text(len(e['images']), 'preview')} after step {e['updates']}",
     "export": lambda e: (
         f"Wrote {e['path']} ({e['format']}), loaded back, largest difference {number_text(e['max_difference'])}"
     ),

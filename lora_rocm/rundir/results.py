@@ -162,7 +162,7 @@ def faults_of_finished(run_dir: RunDir) -> list[str]:
     for form, digests in _exports(result).items():
         gone = [digest.path for digest in digests if not (run_dir.path / digest.path).exists()]
         if gone:
-            fix = f"--resume makes the formats of the recipe again, lora-rocm export --format {form} any format."
+            fix = f"train --resume writes it again if output.formats names {form}; else lora-rocm export does."
             faults.append(f"{', '.join(gone)}: not there any more. {fix}")
     return faults
 

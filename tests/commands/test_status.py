@@ -108,7 +108,7 @@ def test_what_is_gone_or_damaged_is_said(tmp_path: Path, run_dir: RunDir) -> Non
     write_json(finished.result, {"updates": 40, "exports": [{"format": "kohya", "files": [whole]}]})
     assert status(finished)["remarks"] == []
     finished.lora.unlink()
-    assert "lora.safetensors: not there any more. --resume" in status_text(status(finished))
+    assert "lora.safetensors: not there any more. train --resume" in status_text(status(finished))
     finished.result.write_bytes(b"{")
     assert "result.json cannot be read" in status_text(status(finished))
 
