@@ -159,11 +159,13 @@ def _checkpoint_of(run_dir: RunDir, updates: int | None) -> Checkpoint:
                 fix="Put the file or the checkpoint back from a copy, or train again with another --run-dir.",
             )
         return found
-    newest, _ = latest_valid(run_dir)
+    newest, damaged = latest_valid(run_dir)
     if newest is None:
         raise AdapterError(
             "no-checkpoint", "This run has no valid checkpoint yet.", where=str(run_dir.path), fix="Train on first."
         )
+    for path in damaged:
+        emit(NoticeEvent(text=f"{path.name} is damaged. The export is of step {newest.position.updates}."))
     return newest
 
 

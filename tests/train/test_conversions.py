@@ -45,8 +45,9 @@ class Run:
 
 
 def test_a_merged_model_is_exported_from_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The base is stored as nf4 in training; merged is into the weights of its files."""
+    """The base is stored as nf4 in training; merged is into the weights of its files. A damaged checkpoint is named."""
     run = Run(tmp_path, monkeypatch, model={"quantization": "nf4"})
+    run.dir.checkpoint(4).mkdir()
     run.export("merged")
     ids_BS = batch()["input_ids"]
     with torch.no_grad():
@@ -54,7 +55,8 @@ def test_a_merged_model_is_exported_from_a_checkpoint(tmp_path: Path, monkeypatc
     dense = Adapted(recipe_of(run.base))
     dense.adapter.load(run.adapted.adapter.state())
     assert off(found, dense.logits(ids_BS)) < CLOSE < off(found, run.adapted.logits(ids_BS))
-    notice, export = run.events
+    damaged, notice, export = run.events
+    assert damaged.text == "step-00000004 is damaged. The export is of step 3."
     assert "trained on the nf4 form" in notice.text and export.path.endswith("merged") and export.cannot_read == []
 
 
