@@ -39,7 +39,7 @@ def compare(
         require_text("--prompt", prompt)
     sample = recipe.sample.only(prompts) if prompts else recipe.sample
     if not sample.prompts and not recipe.data.validation_split:
-        what = "The recipe of this run has neither prompts nor held-out images, so there is nothing to compare by."
+        what = "The recipe of this run has neither prompts nor held-out samples, so there is nothing to compare by."
         raise UserError("nothing-to-compare", what, where=str(run_dir.recipe), fix='Give --prompt "...".')
     files = spread(run_dir.checkpoint_loras(), most)
     if not files:

@@ -15,10 +15,10 @@ from lora_rocm.report.svg_plot import Series, line_plot
 PREVIEW_SIDE_PX = 256
 CLEAR_ERRORS = 2.0  # standard errors beyond which a difference counts
 NO_LOSSES = (
-    "There is no held-out loss. Train with data.validation_split: 0.1 (a tenth of the images is held out), and this "
+    "There is no held-out loss. Train with data.validation_split: 0.1 (a tenth of the samples is held out), and this "
     "page says which step it prefers and whether later ones overfit."
 )
-UNKNOWN_LOSSES = "There is no held-out loss: the held-out images cannot be used any more, or no loss is finite."
+UNKNOWN_LOSSES = "There is no held-out loss: the held-out samples cannot be used any more, or no loss is finite."
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def comparison_page(
         prompts: of each image of one strength.
         strengths: of the LoRA.
         remarks: what is missing from the comparison, and other notices about it.
-        holds_out: whether the run holds images out.
+        holds_out: whether the run holds samples out.
     """
     rows = [(one.label, f"{one.loss:.4g}", number_text(_error([*one.losses.values()]))) for one in compared]
     points = [(one.updates, one.loss) for one in compared]
