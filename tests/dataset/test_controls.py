@@ -128,13 +128,13 @@ INPAINT = "model: {family: sdxl, name_or_path: x}\ntrain: {epochs: 1}\ndata: {pa
 @pytest.mark.parametrize(
     ("text", "place", "words"),
     [
-        ("  prompts: [a]\n  control_images: [i]", "r.yaml:6 sample.control_images[0]", "with a mask"),
+        ("  prompts: [a]\n  control_images: [i]", "r.yaml:6 sample.control_images[0]", "it needs a mask"),
         ("  prompts: [a]\n  masks: [m]", "r.yaml:6 sample.masks[0]", "has no image"),
         ("  prompts:\n  - a\n  - {prompt: b, mask: m}", "r.yaml:7 sample.prompts[1].mask", "has no image"),
         (
             "  prompts:\n  - {prompt: b, mask: m, control_image: i}\n  control_prompts: [c]\n  control_images: [i]",
             "r.yaml:8 sample.control_images[0]",
-            "with a mask",
+            "it needs a mask",
         ),
     ],
 )
