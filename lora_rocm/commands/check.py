@@ -197,6 +197,8 @@ def _data_lines(loaded: LoadedRecipe, usable: list[Any]) -> Iterator[str]:
     yield f"model: {recipe.model.name_or_path} ({recipe.model.family})"
     noun = NOUNS[recipe.spec.samples[0]]
     yield f"{noun}: {num_found} usable, {len(aside)} set aside"
+    if not texts:
+        yield "  judged by headers and ends of files: no pixels were decoded, and a run also sets aside what fails there"
     per_source = Counter(sample.source for sample in samples)
     for index, source in enumerate(recipe.data.resolved_sources()):
         resolution = f"resolution {source.resolution}, " if recipe.spec.reads("data.resolution") else ""

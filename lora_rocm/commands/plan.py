@@ -77,7 +77,7 @@ def plan(
     recipe = loaded.recipe
     total = None if card is None else card_bytes(card)
     situation = situation_here(recipe)
-    counted = _counted(recipe, situation, total is not None)
+    counted = _counted(recipe, situation, card is not None)
     footprint, gpu = Footprint.from_json(counted["footprint"]), counted["gpu"]
     room = _room_of_card(total) if total is not None else _room_here(situation, gpu)
     rates = Rates(**gpu["rates"]) if gpu is not None and total is None else Rates()
@@ -125,7 +125,8 @@ def _counted(recipe: Recipe, situation: Situation, for_card: bool) -> dict[str, 
     env = {**environment_plan(situation).applied_to(os.environ), "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory(prefix="lora-rocm-") as folder:
         job = Path(folder) / "job.json"
-        write_json(job, {"recipe": recipe.model_dump(mode="json"), "for_card": for_card})
+        asked = {"for_card": for_card, "for_gpu": for_card or situation.gpu is not None}
+        write_json(job, {"recipe": recipe.model_dump(mode="json"), **asked})
         return run_for_json(MODULE, [str(job)], env)
 
 
@@ -171,6 +172,9 @@ def _lines(
         f"{name}: {footprint.shape}, batch {train.batch_size} x "
         f"{train.gradient_accumulation_steps}, rank {recipe.lora.rank}, {precision}"
     )
+    if recipe.spec.trains_on_texts:
+        of_full = "rows are full" if recipe.data.packing else "rows may be shorter"
+        yield f"the texts were not read: data.max_length is counted, and {of_full}; lora-rocm check counts tokens"
     adapter = size_text(sum(getattr(footprint, name) for name in ADAPTER))
     yield f"weights {size_text(footprint.weight_bytes)}, adapter and optimizer {adapter}"
     for source in {source.index: source for source in recipe.data.resolved_sources()}.values():
@@ -208,6 +212,8 @@ def _lines(
 
 def _precision_lines(recipe: Recipe, precision: str, gpu: Gpu | None) -> Iterator[str]:
     if precision not in PRECISION_ERROR:
+        if recipe.train.mixed_precision == "auto":
+            yield "train.mixed_precision: auto is no (float32) on the CPU, where this machine would train"
         return
     arch = arch_of(gpu.gfx) if gpu is not None else None
     emulates = arch is not None and not arch.bf16

@@ -442,7 +442,9 @@ def test_a_gpu_that_fails_while_it_is_measured_is_said_in_words(
         raise RuntimeError(said)
 
     job = tmp_path / "job.json"
-    job.write_text(json.dumps({"recipe": recipe(tmp_path).model_dump(mode="json"), "for_card": False}), "utf-8")
+    job.write_text(
+        json.dumps({"recipe": recipe(tmp_path).model_dump(mode="json"), "for_card": False, "for_gpu": False}), "utf-8"
+    )
     monkeypatch.setattr(counting, "_found", fails)
     monkeypatch.setattr(counting.sys, "argv", ["footprint", str(job)])
     assert counting.main() == 3
@@ -466,7 +468,7 @@ def test_a_base_that_is_not_what_it_claims_is_refused(
     (folder / file).write_text(json.dumps({**config, key: value}), encoding="utf-8")
     job, asked = tmp_path / "job.json", recipe(tmp_path).model_dump(mode="json")
     asked["model"]["name_or_path"] = str(folder)
-    job.write_text(json.dumps({"recipe": asked, "for_card": True}), "utf-8")
+    job.write_text(json.dumps({"recipe": asked, "for_card": True, "for_gpu": True}), "utf-8")
     monkeypatch.setattr(counting.sys, "argv", ["footprint", str(job)])
     assert counting.main() == 2
     assert json.loads(capsys.readouterr().out)["code"] == code
