@@ -142,13 +142,15 @@ def test_errors_of_data_and_model(weigh: Weigh, tmp_path: Path, both: bool) -> N
     for path in (tmp_path / "pics").rglob("*.*"):
         path.unlink()
     if both:
-        weigh.error = ModelError("not-sdxl", "This is no SDXL model.", where="model", fix="Another one.")
+        where = "model.name_or_path: model"
+        weigh.error = ModelError("not-sdxl", "This is no SDXL model.", where=where, fix="Another one.")
     expected: Any = RecipeError if both else DataError
     with pytest.raises(expected) as caught:
         check("my.yaml")
     assert caught.value.exit_code == 2
     if both:
         assert "no SDXL model" in str(caught.value) and len(caught.value.problems) == 2
+        assert caught.value.problems[1].where == "my.yaml:1 model.name_or_path: model"
 
 
 def test_error_of_the_model_alone(weigh: Weigh) -> None:

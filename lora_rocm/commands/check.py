@@ -67,10 +67,12 @@ def check(
     except LoraRocmError as error:
         errors.append(error)
     # raise all errors at once
+    problems = [loaded.placed(error) for error in errors]
     if len(errors) == 1:
+        errors[0].where = problems[0].where
         raise errors[0]
     if errors:
-        raise RecipeError([Problem(error.where or "model", error.what, error.fix) for error in errors])
+        raise RecipeError([replace(problem, where=problem.where or "model") for problem in problems])
     # memory and notices
     _say("memory of weights")
     for component, size in sorted(base.num_bytes.items(), key=lambda pair: -pair[1]):
@@ -198,7 +200,7 @@ def _data_lines(loaded: LoadedRecipe, usable: list[Any]) -> Iterator[str]:
     noun = NOUNS[recipe.spec.samples[0]]
     yield f"{noun}: {num_found} usable, {len(aside)} set aside"
     if not texts:
-        yield "  judged by headers and ends of files: no pixels were decoded, and a run also sets aside what fails there"
+        yield "  judged by headers and ends of files: no pixels were decoded, and a run sets aside what fails there"
     per_source = Counter(sample.source for sample in samples)
     for index, source in enumerate(recipe.data.resolved_sources()):
         resolution = f"resolution {source.resolution}, " if recipe.spec.reads("data.resolution") else ""

@@ -31,8 +31,8 @@ READ = frozenset("AVIF BMP DDS DIB GIF HEIF ICO JPEG JPEG2000 JXL MPO PCX PNG PP
 MAX_HEADER_COST, COST_OF_A_READ = 1 << 24, 64  # bytes
 MAX_IMAGE_BYTES = 1 << 29  # 178 megapixels, Pillow's limit, take 512 MiB uncompressed
 TAIL_BYTES = 65536
-# Without this mark near its end, a file may be truncated; other formats are as whole as their headers say, or not looked
-# at. A whole file can lack it too: a motion photo has a film after the picture, and Pillow reads a PNG without IEND.
+# A file without this mark near its end may be truncated. A whole one can lack it too: a motion photo has a film after
+# the picture, and Pillow reads a PNG without IEND. A truncated WebP has no header for Pillow.
 END_MARKS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
 # EXIF after a PNG's pixels is detected by these marks near the end of the file; reading it costs a full decode.
 PNG_TAIL_MARKS = (b"eXIf", b"Raw profile type exif", b"tiff:Orientation")

@@ -354,17 +354,19 @@ class Recipe(Section):
     def _previews_suit_the_family(self) -> Recipe:
         step = self.spec.shapes.multiple_px
         for key, number, preview in self.sample.numbered():
-            what = fix = ""
+            what, fix, side = "", "", ""
             if preview.sampler not in self.spec.samplers:
                 what = f"{self.spec.title} is not drawn with the sampler {preview.sampler}"
                 fix = f"Take {' or '.join(self.spec.samplers)}."
             elif preview.negative_prompt != self.sample.negative_prompt and not self.spec.reads(NEGATIVE_PROMPT):
                 what, fix = f"{self.spec.title} reads no negative prompt", "Remove it."
-            elif wrong := [side for side in (preview.width, preview.height) if side is not None and side % step]:
-                what = f"the sides of images of {self.spec.title} are multiples of {step} pixels, and one is {wrong[0]}"
-                fix = f"Take {wrong[0] // step * step} or {wrong[0] // step * step + step}."
+            elif wrong := [name for name in ("width", "height") if (getattr(preview, name) or 0) % step]:
+                side, px = wrong[0], getattr(preview, wrong[0])
+                what = f"the sides of images of {self.spec.title} are multiples of {step} pixels, and one is {px}"
+                fix = f"Take {px // step * step} or {px // step * step + step}."
             if what:
                 at = ("sample", "sampler") if preview.sampler == self.sample.sampler and "sampler" in what else ()
+                at = ("sample", side) if side and getattr(preview, side) == getattr(self.sample, side) else at
                 raise PydanticCustomError(
                     "rule", "{what}", {"what": what, "at": at or ("sample", key, number), "fix": fix}
                 )

@@ -490,7 +490,7 @@ def test_a_model_that_is_not_here_is_counted_by_the_published_configuration(
     wanted = given.model_copy(update={"model": given.model.model_copy(update={"name_or_path": "somebody/a-fine-tune"})})
     if code in ("hub-unknown", "config-damaged"):  # that is said
         with pytest.raises(ModelError):
-            counting._found(wanted, Settings(), True)
+            counting._found(wanted, Settings(), True, True)
         return
-    found = counting._found(wanted, Settings(), True)
+    found = counting._found(wanted, Settings(), True, True)
     assert not found["model_is_here"] and found["footprint"] == nothing.to_json()
