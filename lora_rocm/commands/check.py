@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_rocm import __version__
-from lora_rocm.errors import DataError, LoraRocmError, Problem, RecipeError, StorageError, storage_error
+from lora_rocm.errors import DataError, LoraRocmError, RecipeError, StorageError, storage_error
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.foundation.terminal_text import legible

@@ -161,7 +161,7 @@ class LoadedRecipe:
             raise RecipeError(problems)
 
     def placed(self, error: LoraRocmError) -> Problem:
-        """The problem of an error about a key of the recipe, whose ``where`` begins with the key, with file and line."""
+        """The problem of an error whose ``where`` begins with a key of the recipe, with the key's file and line."""
         named = KEY_PATH.match(error.where)
         if named is None or named[1] not in Recipe.model_fields:
             return Problem(error.where, error.what, error.fix)

@@ -130,7 +130,7 @@ def test_missing_keys_have_a_place() -> None:
         (b"a: 1\nb: \xff\n", "bad.yaml:2", "UTF-8"),
         ("a: 1".encode("utf-16"), "bad.yaml:1", "UTF-8"),
         (b"a: [1\nb: 2\n", "bad.yaml:2:2", "not valid YAML"),
-        (b'a: "C:\\Users\\new"\n', "bad.yaml:1:8", "fix: In double quotes a backslash .* single quotes, .* forward"),
+        (b'a: "C:\\Users\\new"\n', "bad.yaml:1:9", "fix: In double quotes a backslash .* single quotes, .* forward"),
         (b"a:\n\tb: 1\n", "bad.yaml:2:1", "tab"),
         (b"a: " + b"x" * (1 << 18), "bad.yaml", "larger than 256 KiB"),
         (b"!!python/object:os.system [x]", "bad.yaml:1", "no sections"),
