@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.llama_8b import LAYERS, LLAMA_8B, RANK, ROWS, TOKENS, TOY, random_model
 from benchmarks.training_step.measurement import free
 from benchmarks.training_step.profile import summary, traced, wake_profiler
 from lora_rocm.adapters.factory import inject
@@ -51,34 +51,6 @@ from lora_rocm.train.graphs import Graphs
 
 GIB = 2**30
 WARM_UP, TRACED = 4, 2
-ROWS, TOKENS, RANK = 2, 2048, 16
-LAYERS = r".*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
-LLAMA_8B: dict[str, Any] = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-    "rope_parameters": {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-}
-"""The config of meta-llama/Llama-3.1-8B."""
-TOY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512}
-TOY |= {"num_key_value_heads": 2, "head_dim": 16}
 KEEPING = {"everything kept": 0, "every fourth block recomputed": 4, "every other block recomputed": 2, "recomputed": 1}
 """Name of a row -> each how many blocks one is recomputed."""
 
@@ -151,14 +123,7 @@ def bare_rows(asked: Asked) -> Iterator[Row]:
     names = {"bare, everything kept": False, "bare, recomputed": True}
     if not any(map(asked.wants, names)):
         return
-    with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**asked.config, attn_implementation="sdpa", use_cache=False))
-    rotary = model.model.rotary_emb
-    model = model.to(torch.bfloat16).to_empty(device=asked.device).requires_grad_(False)
-    with torch.device(asked.device):
-        model.model.rotary_emb = type(rotary)(model.config)
-    for parameter in model.parameters():
-        parameter.normal_(0, 0.02) if parameter.ndim > 1 else parameter.fill_(1)
+    model = random_model(asked.config, asked.device)
     weights_bytes = held_bytes(asked.device)
     inject_adapter_in_model(LoraConfig(r=RANK, lora_alpha=RANK, target_modules=LAYERS), model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

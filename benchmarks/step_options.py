@@ -58,6 +58,8 @@ OPTIONS: Mapping[str, dict[str, dict[str, Any]]] = {
     "IA3": {"lora": {"type": "ia3"}},
     "rank dropout": {"lora": {"rank_dropout": 0.1}},
     "largest norm": {"lora": {"scale_weight_norms": 1.0}},
+    "trained norms": {"lora": {"train_norms": True}},
+    "EVA": {"lora": {"init": "eva"}},
     **{
         name: {"optim": {"optimizer": name}}
         for name in (

@@ -230,6 +230,9 @@ def sample(
     control_image: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Image that the model edits, if it takes one.")
     ] = None,
+    mask: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What of it an inpainting base draws anew: white.")
+    ] = None,
     output: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder for the images.")] = None,
     base: Annotated[str | None, typer.Option(metavar="MODEL", help="Base model; default: that of the run.")] = None,
     config: Annotated[
@@ -255,6 +258,7 @@ def sample(
         sampler=sampler,
         num=num,
         control_image=control_image,
+        mask=mask,
         output=output,
         base=base,
         config=config,

@@ -216,9 +216,9 @@ def storage_error(error: OSError, path: object) -> StorageError:
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return StorageError(
             "no-permission",
-            f"Cannot write here: {error.strerror}.",
+            f"Reading or writing is not permitted here: {error.strerror}.",
             where=str(path),
-            fix="Choose a folder you may write to.",
+            fix="Change the permissions, or choose a folder that you may read and write.",
         )
     if error.errno in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
         return StorageError(

@@ -384,7 +384,7 @@ def as_dora(weights: Weights) -> Weights:
         (widened, [], ["8 x 640", "made for this model's family"]),
         (as_dora, [], ["DoRA", "lora.use_dora"]),
         (lambda weights: {name: tensor * float("nan") for name, tensor in weights.items()}, [], ["nan", "Use another"]),
-        (lambda weights: {"transformer.x.lora_A.weight": torch.ones(2, 8)}, [], ["lack a factor", "transformer.x"]),
+        (lambda weights: {"transformer.x.lora_A.weight": torch.ones(2, 8)}, [], ["Lacking a factor", "transformer.x"]),
     ],
     ids=["rank", "another model", "another width", "DoRA", "not finite", "half"],
 )
@@ -444,7 +444,7 @@ def test_sample_and_export_of_what_is_not_there(program: Program, files: Path, t
     program("sample", alone, *SMALL).refused(2, alone, "--base")
     program("sample", alone, *SMALL, "--base", "nowhere").refused(2, "nowhere", "Give a diffusers folder")
     program("sample", alone, *SMALL, "--base", "builtin:tiny-sdxl").refused(
-        2, alone, "are not in this model", "give the base"
+        2, alone, "This model lacks", "give the base"
     )
     program("sample", alone, *SMALL, "--config", "configs").refused(2, "--config configs", "--base")
     program("sample", young, *SMALL).refused(2, young, "Train on first")

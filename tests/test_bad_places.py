@@ -179,9 +179,9 @@ def read_only(tmp_path: Path) -> Iterator[Path]:
 
 def test_folders_that_may_only_be_read(program: Program, folder: Path, new: RunDir, read_only: Path) -> None:
     before = snapshot(folder / "runs" / "ok")
-    program.train(read_only / "run").refused(3, read_only, "Choose a folder you may write to")
-    program("train", "r.yaml", "--set", f"output.dir={read_only}").refused(3, read_only, "Choose a folder")
-    program.train(new.path, f"cache.dir={read_only}").refused(3, read_only, "Choose a folder")
+    program.train(read_only / "run").refused(3, read_only, "choose a folder that you may read and write")
+    program("train", "r.yaml", "--set", f"output.dir={read_only}").refused(3, read_only, "choose a folder")
+    program.train(new.path, f"cache.dir={read_only}").refused(3, read_only, "choose a folder")
     program("export", "runs/ok", "--format", "kohya", "--output", read_only / "x.safetensors").refused(3, read_only)
     assert snapshot(folder / "runs" / "ok") == before
 
@@ -252,7 +252,9 @@ def test_a_complete_cache_that_may_only_be_read(
         for bad in (cache / "image").rglob("*.safetensors"):
             bad.write_bytes(bad.read_bytes()[:-4] + b"\xff\xff\xff\xff")
         other = new.path.with_name("other")
-        program.train(other, FORMATS, f"cache.dir={cache}").refused(3, cache, "Choose a folder you may write to")
+        program.train(other, FORMATS, f"cache.dir={cache}").refused(
+            3, cache, "choose a folder that you may read and write"
+        )
 
 
 # resume

@@ -293,6 +293,13 @@ class LoraAdapter(Adapter):
         weights = (self.trained(layer, PEFT_NAME) for _, _, layer in self.modules.values())
         return sum(min(found["lora_A"][0].numel(), len(found["lora_B"])) < len(found["lora_A"]) for found in weights)
 
+    def unstarted(self, lora: AdapterSection) -> int:
+        """As ``Adapter.unstarted``: pissa and olora have a rank for each input or output, eva for each input."""
+        assert isinstance(lora, LoraSection), "a section of this kind"
+        if lora.reads_inputs:
+            return sum(weight.shape[1] < weight.shape[0] for weight in self.linear_downs().values())
+        return self.narrow(lora) if lora.takes_off_start else 0
+
 
 def config_for(component: str, root: nn.Module, entries: Mapping[str, LoraEntry]) -> LoraConfig | None:
     """PEFT's config of layers at scale 1 for a file's entries of a component; None if there are none."""

@@ -22,6 +22,7 @@ from torch import Tensor
 from lora_rocm.adapters.entry import FileKind, Say
 from lora_rocm.errors import AdapterError
 from lora_rocm.foundation.tables import read_table
+from lora_rocm.foundation.units import count_text
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def _refuse_halves(halves: Mapping[str, Mapping[str, Tensor]], path: Path, kind:
         lacking = " and ".join(kind.lacking(parts))
         raise _error(
             "lora-incomplete",
-            f"{len(broken)} modules of this file lack a factor, for example {module} (it has no {lacking}).",
+            f"Lacking a factor: {count_text(len(broken), 'module')} of this file, such as {module} (no {lacking}).",
             path,
             "Download or save the file again.",
         )

@@ -32,6 +32,7 @@ from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.families.registry import PRODUCT
 from lora_rocm.foundation.bounded_read import read_plain
+from lora_rocm.foundation.units import count_text
 from lora_rocm.kernels.weight_format import dense_shape
 from lora_rocm.model_files.adapters import Origin, origin_of
 from lora_rocm.model_files.header import Header, read_header
@@ -336,7 +337,7 @@ def _of_another_model(
     if origin is not None:
         what = f"This is a LoRA for {origin.title}, and the base model is {base}: it names {unknown[0]}."
     elif count:
-        what = f"{len(unknown)} of {count} modules of this LoRA are not in this model, for example {unknown[0]}."
+        what = f"This model lacks {len(unknown)} of {count_text(count, 'module')} of this LoRA, such as {unknown[0]}."
     else:
         what = f"This LoRA names no part of the base model, which is {base}: it names {unknown[0]}."
     fix = f"Use a LoRA that was made for {base}, or give the base model that this one was made for."

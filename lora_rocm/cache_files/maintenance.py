@@ -25,7 +25,7 @@ from lora_rocm.dataset.entry_spec import ENTRY_NAME as ENTRY_KIND
 from lora_rocm.errors import MachineError, UserError, storage_error
 from lora_rocm.foundation.files import is_folder, is_link
 from lora_rocm.foundation.terminal_text import printable
-from lora_rocm.foundation.units import size_text
+from lora_rocm.foundation.units import count_text, size_text
 
 ENTRY_NAME = re.compile(r"([0-9a-f]{40})(?:-([1-9][0-9]{0,8}))?\.safetensors")
 TEMPORARY_NAME = re.compile(r"\.[0-9a-f]{40}(?:-[0-9]{1,9})?\.safetensors\.([0-9]{1,9})(?:\.[0-9a-f]{8})?\.tmp")
@@ -71,7 +71,8 @@ def stats(folder: Path) -> str:
             with contextlib.suppress(OSError):  # a run may just have renamed it
                 kinds.setdefault(inside[0] if inside else "(top)", []).append(os.lstat(Path(place, name)).st_size)
     lines = [
-        f"  {printable(kind)}: {len(sizes)} files, {size_text(sum(sizes))}" for kind, sizes in sorted(kinds.items())
+        f"  {printable(kind)}: {count_text(len(sizes), 'file')}, {size_text(sum(sizes))}"
+        for kind, sizes in sorted(kinds.items())
     ]
     total = sum(sum(sizes) for sizes in kinds.values())
     return "\n".join([f"{_shown(folder)}: {size_text(total)}", *lines])

@@ -15,7 +15,7 @@ from typing import Any
 from lora_rocm import __version__
 from lora_rocm.commands import bench_tables
 from lora_rocm.foundation.files import followed, require_place, write_json
-from lora_rocm.foundation.units import size_text
+from lora_rocm.foundation.units import count_text, size_text
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe
 from lora_rocm.report.progress_bar import make_progress
 from lora_rocm.rules.environment import plan
@@ -68,7 +68,7 @@ def transfer(json_path: Path | None) -> int:
     Raises:
         LoraRocmError: the child could not start, or the file cannot be written.
     """
-    _require_place(json_path)
+    require_place(json_path, "--json")
     found = Measured()
     _measure("transfer", {}, plan_here().applied_to(os.environ), found)
     say(machine_text(found.machine))
@@ -88,7 +88,7 @@ def compute(json_path: Path | None) -> int:
     Raises:
         LoraRocmError: the child could not start, or the file cannot be written.
     """
-    _require_place(json_path)
+    require_place(json_path, "--json")
     situation, found = situation_here(), Measured()
     env, torch = plan(situation).applied_to(os.environ), situation.facts.torch
     amd = situation.gpu is not None and torch is not None and torch.hip is not None
@@ -118,7 +118,7 @@ def step(recipe_path: str, overrides: Sequence[str], steps: int, random_weights:
     Raises:
         LoraRocmError: any error of training, or the file cannot be written.
     """
-    _require_place(json_path)
+    require_place(json_path, "--json")
     with tempfile.TemporaryDirectory(prefix="lora-rocm-", ignore_cleanup_errors=True) as folder:
         loaded = _short_run(recipe_path, overrides, steps, Path(folder) / "cache" if random_weights else None)
         chosen = resume.choose(loaded, Path(folder) / "run", None)
@@ -174,14 +174,15 @@ def loader(recipe_path: str, overrides: Sequence[str], json_path: Path | None) -
     Raises:
         LoraRocmError: the recipe or its images are wrong, the child could not start, or the file cannot be written.
     """
-    _require_place(json_path)
+    require_place(json_path, "--json")
     loaded, found = load_recipe(recipe_path, overrides), Measured()
     loaded.require_files()
     recipe = loaded.recipe
     env = plan_here(recipe).applied_to(os.environ)
     say("Encoding what is missing in the cache, as training would; then each row takes some seconds.")
     _measure("loader", {"recipe": recipe.model_dump(mode="json")}, env, found, LOADER_MODULE)
-    say(machine_text(found.machine), f"{found.machine['images']} images, batch size {recipe.train.batch_size}")
+    images = count_text(found.machine["images"], "image")
+    say(machine_text(found.machine), f"{images}, batch size {recipe.train.batch_size}")
     say("", *bench_tables.loader_table(found.rows), "", bench_tables.best_workers_text(found.rows))
     return _finish("loader", found, {}, json_path)
 
@@ -228,11 +229,6 @@ def _bus(found: Measured) -> tuple[Event | None, str]:
     if bench_tables.best_over_bus(found.rows) > link["gb_per_s"] * 1e9:
         return None, f"{text} says the system, and more was measured: a virtual machine does not tell the real bus."
     return link, f"{text}, less what the bus's own protocol takes"
-
-
-def _require_place(json_path: Path | None) -> None:
-    if json_path is not None:
-        require_place(json_path, "--json")
 
 
 def _finish(what: str, found: Measured, more: Event, json_path: Path | None) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from lora_rocm.foundation.units import size_text
+from lora_rocm.foundation.units import count_text, size_text
 
 Row = Mapping[str, Any]
 DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -101,7 +101,7 @@ def title(row: Row) -> str:
     if "copy" in row:
         return f"{row['copy']} ({row['memory']}, {size_text(row['size_bytes'])})"
     if "source" in row:
-        return f"{row['source']} with {row['workers']} workers"
+        return f"{row['source']} with {count_text(row['workers'], 'worker')}"
     return " ".join([row["name"], row["way"], DTYPE_NAMES[row["dtype"]], row["variant"]]).strip()
 
 

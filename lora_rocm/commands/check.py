@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_rocm import __version__
+from lora_rocm.dataset.preview_images import require_preview_images
 from lora_rocm.errors import DataError, LoraRocmError, RecipeError, StorageError, storage_error
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.foundation.terminal_text import legible
-from lora_rocm.foundation.units import size_text
+from lora_rocm.foundation.units import count_text, size_text
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe, paths_of
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.supervisor.trackers import require_trackers
@@ -52,6 +53,7 @@ def check(
         _say(f"{loaded.path}: keys and values are valid; images and base model were not looked at")
         return
     loaded.require_files()
+    require_preview_images(loaded)
     require_trackers(loaded.recipe.output)
     # scan the data, while a child process examines the base model
     weighing = _Weighing(loaded.recipe)
@@ -140,7 +142,7 @@ def _text_lines(recipe: Recipe, samples: Sequence[Sample]) -> Iterator[str]:
         file = Path(folder) / "job.json"
         file.write_text(json.dumps({"recipe": recipe.model_dump(mode="json")}), encoding="utf-8")
         said = run_for_json(TEXTS_MODULE, [str(file)], plan_here(recipe).applied_to(os.environ))
-    first = f"of the first {said['looked_at']} texts: " if said["looked_at"] < said["texts"] else ""
+    first = f"of the first {count_text(said['looked_at'], 'text')}: " if said["looked_at"] < said["texts"] else ""
     for notice in said["notices"]:
         yield f"  note: {first}{notice}"
     if said["shown"]:
@@ -278,7 +280,8 @@ def _plan_lines(recipe: Recipe, plan: DataPlan, noun: str) -> Iterator[str]:
         f"steps an epoch: {limit}{plan.steps_per_epoch}"
     )
     yield f"steps: {'' if train.max_train_steps else limit}{plan.max_train_steps}, epochs: {epochs:.2f}"
-    entries = f"{plan.num_captions} texts" if texts else f"{plan.num_images} images and {plan.num_captions} captions"
+    captions = count_text(plan.num_captions, "text" if texts else "caption")
+    entries = captions if texts else f"{count_text(plan.num_images, 'image')} and {captions}"
     yield f"caches in {recipe.cache.dir}: at most {entries} to encode"
     yield f"run directory: {os.path.join(recipe.output.dir, '<recipe>-<time>')}"
 
@@ -347,7 +350,8 @@ def _weights_key(recipe: Recipe, planned_precision: str | None) -> str:
     files = [str(file) for name in paths_of(model) for file in _files(Path(name))]
     precision = [recipe.train.mixed_precision, planned_precision, recipe.runtime.device]
     sections = [section.model_dump(mode="json") for section in (model, recipe.lora, recipe.objective)]
-    parts = [__version__, sections, precision, files]
+    masked = any(preview.mask for _, _, preview in recipe.sample.numbered())  # not every base reads masks
+    parts = [__version__, sections, precision, files, masked]
     return hashlib.sha256(json.dumps(parts).encode("utf-8")).hexdigest()
 
 

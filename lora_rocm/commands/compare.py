@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lora_rocm.commands.sample_export import require_text, run_model_tool
-from lora_rocm.errors import UserError
+from lora_rocm.errors import UserError, storage_error
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.files import write_atomic
 from lora_rocm.report.comparison import Compared, comparison_page, verdict
+from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.process import Event
 from lora_rocm.supervisor.resume import open_recipe
 
@@ -44,10 +45,15 @@ def compare(
     if not files:
         what = "This run has not written a LoRA file yet."
         raise UserError("no-lora-yet", what, where=str(run_dir.path), fix="Train on first.")
+    _require_writable(run_dir)
     shown = [*strengths] or [sample.lora_scale]
-    found = list[Compared]()
+    found, remarks = list[Compared](), list[str]()
+    if not run_dir.result.exists():
+        remarks.append("This run is not finished. LoRA files that it writes later are not compared.")
 
     def on_event(event: Event) -> None:
+        if event["type"] == "notice":
+            remarks.append(event["text"])
         if event["type"] == "compared":
             losses = {key: math.nan if loss is None else loss for key, loss in event["losses"].items()}
             found.append(Compared(event["updates"], losses, [Path(path) for path in event["images"]]))
@@ -63,10 +69,20 @@ def compare(
         }
         run_model_tool("compare", job, on_event)
         texts = sample.image_prompts if sample.prompts else []
-        html = comparison_page(recipe.output.name, found, texts, shown)
+        holds_out = bool(recipe.data.validation_split)
+        html = comparison_page(run_dir.path.name, found, texts, shown, remarks, holds_out)
     write_atomic(run_dir.comparison, html.encode("utf-8", "replace"), run_dir.path)
     sys.stdout.write(f"{verdict(found)}\n{run_dir.comparison}\n".lstrip())
     return 0
+
+
+def _require_writable(run_dir: RunDir) -> None:
+    """Check, before a long computation, that the page can be written."""
+    try:
+        with tempfile.TemporaryFile(dir=run_dir.path):
+            pass
+    except OSError as error:
+        raise storage_error(error, run_dir.path) from error
 
 
 def spread(files: Sequence[tuple[int, Path]], most: int) -> list[tuple[int, Path]]:

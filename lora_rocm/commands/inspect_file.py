@@ -16,12 +16,12 @@ from lora_rocm.errors import ModelError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.terminal_text import one_line
-from lora_rocm.foundation.units import number_text, size_text
+from lora_rocm.foundation.units import count_text, number_text, size_text
 from lora_rocm.model_files.adapter_sizes import alphas_of, ranks_of
 from lora_rocm.model_files.adapters import families_of, kind_of, origin_of
 from lora_rocm.model_files.header import Header, read_header
 from lora_rocm.model_files.models import BASES, INDEXES, OTHER, PARTS, index_of, model_of, models_in, pipeline_of
-from lora_rocm.model_files.readers import PROGRAMS, readers_of, spelling_of
+from lora_rocm.model_files.readers import PEFT, PROGRAMS, readers_of, spelling_of
 from lora_rocm.model_files.storage_formats import scaled
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.results import final_files
@@ -155,15 +155,25 @@ def _folder(path: Path, registry: Registry) -> Found:
 
 
 def _peft_folder(parts: Sequence[Path], registry: Registry) -> Found:
-    """Return what the ``peft`` folder of a run is, which has a PEFT folder for each component."""
+    """Return what the ``peft`` folder of a run is, which has a PEFT folder for each component.
+
+    A component that many models have, such as a text encoder, is of the model of the others.
+    """
     found = {part.name: inspect(part, registry) for part in parts}
     if len(found) == 1:
         return found[parts[0].name]
+    families = [set(part["families"]) for part in found.values() if part["families"]]
+    adapters = {name: part["adapter"] for name, part in found.items() if "adapter" in part}
+    known = [adapters[name]["readers"] for name in adapters if found[name]["families"]]
+    for name in adapters:
+        if not found[name]["families"] and known:
+            adapters[name]["readers"] = known[0]
     return {
         "title": f"PEFT adapters of {len(found)} components",
-        "families": sorted(set.intersection(*(set(part["families"]) for part in found.values()))),
+        "families": sorted(set.intersection(*families)) if families else [],
         "trainable": [],
         "components": {name: part["title"] for name, part in found.items()},
+        "adapters": adapters,
     }
 
 
@@ -232,18 +242,19 @@ def _adapter(header: Header, kind: str, registry: Registry) -> Found:
     titles = [registry[name].title for name in families if name in registry]
     of = titles[0] if len(families) == len(titles) == 1 else origin.title if origin is not None else ""
     plain = kind.removesuffix(" and trained norms")
-    readers = readers_of(header.tensors, families) if plain == "LoRA" else None
+    spelling, ranks = spelling_of(header.tensors), ranks_of(header)
+    readers = readers_of(header.tensors, families) if plain == "LoRA" or spelling == PEFT else None
     return {
         "title": f"a {kind} for {of}" if of else f"a {kind} for a model that is not known",
         "families": list(families),
         "trainable": [name for name in families if name in registry and plain in STARTERS],
         "adapter": {
             "kind": kind,
-            "spelling": spelling_of(header.tensors),
+            "spelling": spelling,
             "modules": _modules(header),
-            "ranks": {str(rank): count for rank, count in ranks_of(header).most_common()},
+            "ranks": {str(rank): count for rank, count in ranks.most_common()},
             "alpha": _alphas(header),
-            "readers": None if readers is None else readers.told,
+            "readers": None if readers is None else readers.of_rank(max(ranks, default=0)).told,
         },
     }
 
@@ -283,12 +294,14 @@ def inspect_text(found: Found) -> str:
     lines = [f"{found['path']}: {found['title']}"]
     if "dtypes" in found:
         dtypes = ", ".join(found["dtypes"])
-        lines.append(f"  {found['tensors']} tensors, {size_text(found['bytes'])}, {dtypes or 'empty'}")
+        lines.append(f"  {count_text(found['tensors'], 'tensor')}, {size_text(found['bytes'])}, {dtypes or 'empty'}")
     if found.get("quantised"):
         lines.append(f"  quantised: {found['quantised']}")
     lines += [f"  {name}: {title}" for name, title in found.get("components", {}).items()]
     if "adapter" in found:
         lines += _adapter_lines(found["adapter"])
+    for name, adapter in found.get("adapters", {}).items():
+        lines += [f"  {name}", *(f"  {line}" for line in _adapter_lines(adapter))]
     for name, value in found.get("metadata", {}).items():
         text = ", ".join(value) if isinstance(value, list) else str(value)
         lines.append(f"  {name}: {one_line(text)[:MAX_SHOWN]}")
@@ -305,15 +318,16 @@ def _adapter_lines(adapter: Found) -> list[str]:
     for component, modules in adapter["modules"].items():
         some = [f"{target} {count}" for target, count in list(modules.items())[:MAX_NAMED]]
         others = len(modules) - MAX_NAMED
-        more = f" and {others} other kind{'s' * (others > 1)}" if others > 0 else ""
-        lines.append(f"  {component}: {sum(modules.values())} modules ({', '.join(some)}{more})")
+        more = f" and {count_text(others, 'other kind')}" if others > 0 else ""
+        lines.append(f"  {component}: {count_text(sum(modules.values()), 'module')} ({', '.join(some)}{more})")
     if adapter["ranks"]:
         lines.append("  rank " + ", ".join(f"{rank} ({count})" for rank, count in adapter["ranks"].items()))
     alpha = adapter["alpha"]
     if alpha["min"] is not None:
         same = alpha["min"] == alpha["max"]
         both = number_text(alpha["min"]) if same else f"{number_text(alpha['min'])} to {number_text(alpha['max'])}"
-        lines.append(f"  alpha {both}" + (f", missing in {alpha['missing']} modules" if alpha["missing"] else ""))
+        missing = f", missing in {count_text(alpha['missing'], 'module')}" if alpha["missing"] else ""
+        lines.append(f"  alpha {both}{missing}")
     elif alpha["missing"]:
         lines.append("  no alpha: each program takes the rank, so the scale is 1")
     if adapter["readers"] is None:

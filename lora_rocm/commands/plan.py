@@ -12,12 +12,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lora_rocm.dataset.same_sizes import alike_squares
 from lora_rocm.errors import UserError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.families.spec import Fp16
 from lora_rocm.foundation.files import write_json
 from lora_rocm.foundation.terminal_text import legible
-from lora_rocm.foundation.units import size_text, time_text
+from lora_rocm.foundation.units import count_text, size_text, time_text
 from lora_rocm.hardware.archs import arch_of
 from lora_rocm.hardware.facts import Gpu
 from lora_rocm.hardware.memory_budget import DISPLAY_MAX_BYTES, DISPLAY_MIN_BYTES, DISPLAY_SHARE, GIB, budget
@@ -94,7 +95,8 @@ def plan(
     else:
         for line in _lines(loaded.name, recipe, counted["precision"], footprint, room, rows, chosen, rates):
             _say(legible(line))
-        for line in _precision_lines(recipe, counted["precision"], situation.gpu if total is None else None):
+        gpu_here = situation.gpu if total is None else None
+        for line in (*_precision_lines(recipe, counted["precision"], gpu_here), *_unread_lines(recipe)):
             _say(legible(line))
         for encoder in counted["encoders"]:
             _say(legible(_encoder_text(encoder)))
@@ -172,14 +174,12 @@ def _lines(
         f"{name}: {footprint.shape}, batch {train.batch_size} x "
         f"{train.gradient_accumulation_steps}, rank {recipe.lora.rank}, {precision}"
     )
-    if recipe.spec.trains_on_texts:
-        of_full = "rows are full" if recipe.data.packing else "rows may be shorter"
-        yield f"the texts were not read: data.max_length is counted, and {of_full}; lora-rocm check counts tokens"
     adapter = size_text(sum(getattr(footprint, name) for name in ADAPTER))
     yield f"weights {size_text(footprint.weight_bytes)}, adapter and optimizer {adapter}"
     for source in {source.index: source for source in recipe.data.resolved_sources()}.values():
         if source.class_prompt is not None:
             yield f"before training: {source.num_class_images} {source.name}, where the cache has none"
+    yield from alike_squares(recipe.data) if recipe.spec.reads("data.resolution") else ()
     if recipe.model.quantization != "none":
         yield f"model.quantization: {_rounding(recipe.model.quantization)}"
     if footprint.narrow_layers:
@@ -187,6 +187,8 @@ def _lines(
             f"{footprint.narrow_layers} adapted layers have fewer inputs or outputs than lora.rank: a lower rank can "
             "say as much there"
         )
+    if text := recipe.lora.unstarted_text(footprint.unstarted_layers):
+        yield text
     yield room.why if room.num_bytes is None else f"memory for training: {size_text(room.num_bytes)} ({room.why})"
     yield ""
     # table of all plans
@@ -205,7 +207,8 @@ def _lines(
     if chosen is not None:
         yield f"runtime.memory: {recipe.runtime.memory} would choose: {plan_text(chosen)}"
         if rates.known and train.max_train_steps:
-            yield f"{train.max_train_steps} steps: about {time_text(chosen.step_s * train.max_train_steps)}"
+            steps = train.max_train_steps
+            yield f"{count_text(steps, 'step')}: about {time_text(chosen.step_s * steps)}"
     if not rates.known:
         yield "times are relative to the fastest: no GPU was measured"
 
@@ -223,6 +226,12 @@ def _precision_lines(recipe: Recipe, precision: str, gpu: Gpu | None) -> Iterato
     reasons = f" ({'; '.join(why)})" if why else ""
     yield f"train.mixed_precision: {recipe.train.mixed_precision} is {precision}{reasons}"
     yield f"{precision} changes the gradients by up to about {100 * PRECISION_ERROR[precision]:.1f} % of their size"
+
+
+def _unread_lines(recipe: Recipe) -> Iterator[str]:
+    if recipe.spec.trains_on_texts:
+        of_full = "rows are full" if recipe.data.packing else "rows may be shorter"
+        yield f"the texts were not read: data.max_length is counted, and {of_full}; lora-rocm check counts tokens"
 
 
 def _rounding(name: str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lora_rocm.dataset.preview_images import faults
 from lora_rocm.errors import AdapterError, MachineError, UserError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.files import require_place, write_json
@@ -24,6 +25,8 @@ from lora_rocm.supervisor.resume import holds_run, open_recipe
 from lora_rocm.supervisor.subprocesses import run_tool
 
 FOLDER_FORMS = ("peft", MERGED)
+GGUF_SUFFIX, SAFETENSORS_SUFFIXES = ".gguf", (".safetensors", ".sft")
+"""How the names of single files end, the usual one first."""
 SCRIPT, LLAMA_CPP = "convert_lora_to_gguf.py", "LLAMA_CPP"
 TOOLS_MODULE = "lora_rocm.train.model_child"
 LORA_SUFFIXES = (".safetensors", ".sft", ".ckpt", ".bin", ".pt", ".pth")  # the reader refuses pickles, and says why
@@ -39,6 +42,7 @@ def sample(
     config: Path | None,
     family: str | None = None,
     control_image: Path | None = None,
+    mask: Path | None = None,
     registry: Registry = PRODUCT,
     **options: Any,
 ) -> int:
@@ -57,12 +61,9 @@ def sample(
     elif not output.is_dir() and os.path.lexists(output):
         what = "A file lies where the folder for the images would be made."
         raise UserError("output-no-folder", what, where=f"--output {output}", fix="Give the name of a folder.")
-    if control_image is not None and not control_image.is_file():
-        what, where = "There is no such control image.", f"--control-image {control_image}"
-        raise UserError("control-missing", what, where=where, fix="Correct the path.")
     job = {
         **options,
-        "control_image": str(control_image.absolute()) if control_image else "",
+        **_images_of(control_image, mask),
         "source": str(source),
         "output": str(output.absolute()),
         "family": family,
@@ -70,6 +71,27 @@ def sample(
         "config": str(config.absolute()) if config else None,
     }
     return run_model_tool("sample", job)
+
+
+def _images_of(control_image: Path | None, mask: Path | None) -> dict[str, str]:
+    """The images that the previews are given, as the job has them.
+
+    Raises:
+        UserError: a file is missing or cannot be used, or a mask has no image.
+    """
+    named = {"control_image": control_image, "mask": mask}
+    where = {name: f"--{name.replace('_', '-')} {path}" for name, path in named.items()}
+    for name, path in named.items():
+        if path is not None and not path.is_file():
+            what = f"There is no such {name.replace('_', ' ')}."
+            raise UserError("control-missing", what, where=where[name], fix="Correct the path.")
+    if mask is not None and control_image is None:
+        what, fix = "A mask says what of an image is drawn anew, and none is given.", "Give --control-image too."
+        raise UserError("mask-alone", what, where=where["mask"], fix=fix)
+    paths = {name: str(path.absolute()) if path else "" for name, path in named.items()}
+    for name, what, fix in faults(**paths):
+        raise UserError("control-unusable", f"{what[:1].upper()}{what[1:]}.", where=where[name], fix=fix)
+    return paths
 
 
 def _check_options(options: dict[str, Any], unused_config: Path | None) -> None:
@@ -124,7 +146,9 @@ def export(
         is_now, wanted = ("file", "folder") if form in FOLDER_FORMS else ("folder", "file")
         what = f"There is a {is_now}, and the {form} form is a {wanted}."
         raise UserError("output-kind", what, where=f"--output {output}", fix=f"Move it away, or name a {wanted}.")
-    if output is not None and form not in FOLDER_FORMS:
+    if output is not None:
+        _require_suffix(output, form)
+    if form not in FOLDER_FORMS:
         require_place(output, "--output")
     if form == MERGED and dtype is not None:
         what = "Merged weights have the dtype of the base."
@@ -141,6 +165,26 @@ def export(
         what = "There are files in the folder for the merged model."
         raise UserError("output-not-empty", what, where=str(place), fix="Remove it, or name another: --output FOLDER.")
     return _export(run_dir, form, output=output, dtype=dtype, converter=script)
+
+
+def _require_suffix(output: Path, form: str) -> None:
+    """Refuse the name of a file that other programs would not know by its ending, and such a name for a folder.
+
+    Raises:
+        UserError: output-suffix.
+    """
+    suffix = output.suffix.lower()
+    names_file = suffix in (GGUF_SUFFIX, *LORA_SUFFIXES)
+    name = output.stem if names_file else output.name
+    if form in FOLDER_FORMS:
+        fits, what = not names_file, f"The {form} form is a folder, and this is the name of a file."
+    else:
+        wanted = (GGUF_SUFFIX,) if form == GGUF else SAFETENSORS_SUFFIXES
+        fits, what = suffix in wanted, f"The name of a file of the {form} form ends in {wanted[0]}."
+        name += wanted[0]
+    if not fits:
+        fix = f"Give --output {output.with_name(name)}."
+        raise UserError("output-suffix", what, where=f"--output {output}", fix=fix)
 
 
 def _unread(recipe: Recipe, form: str) -> AdapterError:

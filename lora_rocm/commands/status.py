@@ -11,7 +11,7 @@ from lora_rocm.report.smoothing import Smoothed
 from lora_rocm.rundir.events import current_steps, read_events
 from lora_rocm.rundir.incidents import last_word, trouble_of
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.rundir.results import result_files
+from lora_rocm.rundir.results import faults_of_finished, result_files
 from lora_rocm.supervisor.lock import is_running
 
 RATE_STEPS = 50
@@ -23,6 +23,7 @@ def status(run_dir: RunDir) -> dict[str, Any]:
     state: running, finished, stopped (on request), failed (with an error, or ended because it hung), died (without an
     error), or prepared. rate_per_s and eta_s are None unless the run is running. restarts: how often the worker was
     restarted. changes: names of the mitigations applied after failures (``rules.mitigations``), one per application.
+    remarks: files that are gone or damaged.
     """
     # read the events
     events = read_events(run_dir.events())
@@ -41,8 +42,11 @@ def status(run_dir: RunDir) -> dict[str, Any]:
     recent = [step["step_s"] for step in steps[-RATE_STEPS:]]
     step_s = sum(recent) / len(recent) if recent and state == "running" else 0.0
     checkpoints = run_dir.list_checkpoints()
-    error = {**hung, "fix": ""} if hung else last.get("error")
     latest_s = max((float(event["time"]) for event in (*events[-1:], *trouble[-1:])), default=None)
+    remarks = faults_of_finished(run_dir) if state == "finished" else []
+    if latest_s is None and (checkpoints or _has_bytes(run_dir)):
+        remarks.append("its events are gone or damaged: steps, loss and rate are not known")
+    error = {**hung, "fix": ""} if hung else last.get("error")
     return {
         "path": str(run_dir.path),
         "state": state,
@@ -58,6 +62,7 @@ def status(run_dir: RunDir) -> dict[str, Any]:
         "last_checkpoint": str(checkpoints[-1][1]) if checkpoints else None,
         "error": {key: error[key] for key in ("code", "what", "where", "fix")} if error and state == "failed" else None,
         "files": [str(path) for path in result_files(run_dir)],
+        "remarks": remarks,
     }
 
 
@@ -87,9 +92,12 @@ def status_text(found: dict[str, Any]) -> str:
         lines.append(f"  error: {found['error']['what']}")
     lines.append(f"  last checkpoint: {found['last_checkpoint'] or 'none yet'}")
     lines += [f"  file: {path}" for path in found["files"]]
-    if found["last_event_s_ago"] is None and found["last_checkpoint"]:
-        lines.append("  its events are gone or damaged: steps, loss and rate are not known")
+    lines += [f"  {remark}" for remark in found["remarks"]]
     return "\n".join(lines)
+
+
+def _has_bytes(run_dir: RunDir) -> bool:
+    return run_dir.events().exists() and run_dir.events().stat().st_size > 0
 
 
 def _state(run_dir: RunDir, events: list[dict[str, Any]], hung: dict[str, Any] | None) -> str:

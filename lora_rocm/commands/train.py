@@ -14,6 +14,7 @@ from pathlib import Path
 
 from lora_rocm import BEGAN_S
 from lora_rocm.commands import sample_export
+from lora_rocm.dataset.preview_images import require_preview_images
 from lora_rocm.errors import LoraRocmError, MachineError, StoppedError, StorageError, UserError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.files import write_json
@@ -63,9 +64,7 @@ def train(
         _say(notice)
     chosen = _choose(loaded, run_dir, resume)
     begun = chosen.resume and (chosen.run_dir.result.exists() or bool(chosen.run_dir.list_checkpoints()))
-    loaded.require_files(begun)  # the worker requires them if there are steps left to train
-    require_packages()
-    require_trackers(loaded.recipe.output)
+    _require_inputs(loaded, begun)
     me = rank_of(os.environ)
     here, everywhere, children = gpus or 1, gpus or 1, gpus or 1
     if me.size > 1:
@@ -249,6 +248,13 @@ def machine_notices(situation: Situation, env_plan: EnvPlan) -> list[str]:
             "Training on the CPU. (lora-rocm doctor says how to get the right one)"
         )
     return said
+
+
+def _require_inputs(loaded: LoadedRecipe, begun: bool) -> None:
+    loaded.require_files(begun)  # the worker requires them if there are steps left to train
+    require_preview_images(loaded)
+    require_packages()
+    require_trackers(loaded.recipe.output)
 
 
 def _choose(loaded: LoadedRecipe, run_dir: Path | None, resume: str | None) -> Chosen:

@@ -301,7 +301,7 @@ def _open(dataset: str, split: str) -> Any:
                     where=where,
                     fix=f"Files: {', '.join(BUILDERS)}. For a folder of images use path, not dataset.",
                 )
-            _refuse_swelling([path], where)
+            _check_parquet([path], where)
             opened = datasets.load_dataset(
                 BUILDERS[path.suffix.lower()], data_files=glob.escape(str(path)), split=split
             )
@@ -351,7 +351,7 @@ def _from_folder(path: Path, split: str, where: str) -> Any:
             str(name): [file for file in paths if any(Path(file).match(pattern) for pattern in wanted)]
             for name, paths in found.items()
         }
-        _refuse_swelling((Path(file) for paths in files.values() for file in paths), where)
+        _check_parquet((Path(file) for paths in files.values() for file in paths), where)
         escaped = {name: [glob.escape(file) for file in paths] for name, paths in files.items() if paths}
         return datasets.load_dataset(builder, data_files=escaped, split=split)
     raise DataError(
@@ -359,20 +359,25 @@ def _from_folder(path: Path, split: str, where: str) -> Any:
         "There is no dataset in this folder.",
         where=where,
         fix=f"Datasets are {', '.join(BUILDERS)} files, images with a metadata file, or written by save_to_disk. For a "
-        "folder of images use path.",
+        "folder of images or .txt files use path.",
     )
 
 
-def _refuse_swelling(files: Iterable[Path], where: str) -> None:
-    """Check the unpacked size of Parquet files before the library unpacks any.
+def _check_parquet(files: Iterable[Path], where: str) -> None:
+    """Check the rows and the unpacked size of Parquet files before the library unpacks any.
 
     Raises:
-        DataError: a file exceeds the limits of MAX_UNPACKED_BYTES and MAX_UNPACKING.
+        DataError: a file has no rows, or exceeds the limits of MAX_UNPACKED_BYTES and MAX_UNPACKING.
         OSError, pyarrow.ArrowException (a ValueError or OSError): a file cannot be read, or is not Parquet.
     """
+    from pyarrow import parquet
+
     for file in files:
         if file.suffix.lower() != ".parquet":
             continue
+        if parquet.read_metadata(file).num_rows == 0:  # the library fails at such a file, with words of its own
+            what, fix = "This Parquet file has no rows.", "Take it away, or give one with rows."
+            raise DataError("dataset-empty", what, where=f"{where}: {shown(file)}", fix=fix)
         limit_bytes = max(MAX_UNPACKED_BYTES, MAX_UNPACKING * file.stat().st_size)
         found_bytes = unpacked_bytes(file, limit_bytes, MAX_UNPACKING)
         if found_bytes > limit_bytes:

@@ -17,6 +17,7 @@ from lora_rocm.dataset.left_out import counted, few, some
 from lora_rocm.dataset.paired_files import PairedFiles
 from lora_rocm.dataset.sample_table import Sample
 from lora_rocm.errors import DataError, Problem
+from lora_rocm.foundation.units import count_text
 from lora_rocm.recipe.schema import ResolvedSource
 from lora_rocm.recipe.sections import BESIDE
 
@@ -86,11 +87,11 @@ class Masks:
         if not self._with and self._without:
             raise DataError(
                 "masks-missing",
-                f"None of the {len(self._without)} images has a mask.",
+                f"Of {count_text(len(self._without), 'image')} none has a mask.",
                 where=where,
                 fix=self._fix_if_none(),
             )
-        said = [f"{self._with} of {self._with + len(self._without)} images have a mask ({where})."]
+        said = [f"Images with a mask: {self._with} of {self._with + len(self._without)} ({where})."]
         if self._without:
             have = counted(self._without, "image has none and is", "images have none and are")
             said.append(f"{have} trained on whole: {some(self._without)}.")

@@ -154,7 +154,7 @@ def record_of(row: Cells, pairs: bool = False) -> Record:
 
 
 def _of_messages(row: Cells) -> Conversation:
-    return _conversation(row["messages"], row.get("tools"))
+    return _conversation(_mappings(row["messages"], "The column messages"), row.get("tools"))
 
 
 def _of_sharegpt(row: Cells) -> Conversation:
@@ -162,7 +162,7 @@ def _of_sharegpt(row: Cells) -> Conversation:
         {"role": ROLES.get(str(turn["from"]).lower(), turn["from"]), "content": turn.get("value")}
         if "from" in turn
         else turn
-        for turn in _mappings(row["conversations"])
+        for turn in _mappings(row["conversations"], "The column conversations")
     ]
     system = row.get("system")
     return _conversation([*([{"role": "system", "content": system}] if system else []), *messages], row.get("tools"))
@@ -173,8 +173,8 @@ def _of_completion(row: Cells) -> Record:
     if isinstance(prompt, str) and isinstance(completion, str):
         _require(completion, "The completion")
         return Completion(prompt, completion)
-    ends = [completion] if isinstance(completion, Mapping) else completion
-    return replace(_conversation([*_mappings(prompt), *_mappings(ends)], row.get("tools")), last_only=True)
+    ends, begin = _listed(completion, "The completion"), _mappings(prompt, "The prompt")
+    return replace(_conversation([*begin, *ends], row.get("tools")), last_only=True)
 
 
 def _of_instruction(row: Cells) -> Conversation:
@@ -202,7 +202,7 @@ def pair_of(row: Cells) -> Pair:
     """The two answers of a row, as TRL reads them: the prompt is a column of its own, or the beginning of both.
 
     Answers are texts or lists of messages, and so is the prompt. A prompt that is a text before answers that begin with
-    the same messages says these once more.
+    the same messages says these once more, and so does a list of messages with which both begin.
 
     Raises:
         UnusableText: a column is missing, an answer is empty, the answers are the same, or their prompts differ.
@@ -235,17 +235,17 @@ def _pair_of_texts(prompt: str | None, chosen: str, rejected: str) -> Pair:
 
 def _pair_of_messages(prompt: object, answers: Sequence[object], tools: object) -> Pair:
     begin = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    before = [_message(message) for message in _mappings(begin or [])]
+    before = [_message(message) for message in _mappings(begin or [], "The prompt")]
     sides = list[list[dict[str, Any]]]()
     for name, answer in zip(("chosen", "rejected"), answers, strict=True):
         given = [{"role": ANSWERS, "content": answer}] if isinstance(answer, str) else answer
-        sides.append([_message(message) for message in _mappings([given] if isinstance(given, Mapping) else given)])
+        sides.append([_message(message) for message in _listed(given, f"The {name} answer")])
         last = sides[-1][-1] if sides[-1] else {"content": ""}
         if not last.get("tool_calls"):
             _require(last["content"], f"The {name} answer")
     most = min(map(len, sides)) - 1
     shared = next((n for n in range(most) if sides[0][n] != sides[1][n]), most)
-    if shared and isinstance(prompt, str):
+    if shared and (isinstance(prompt, str) or before == sides[0][: len(before)]):
         before = []
     if not before and not shared:
         raise UnusableText("The prompts of chosen and rejected differ, or there is none.", PROMPT_FIX)
@@ -256,11 +256,13 @@ def _pair_of_messages(prompt: object, answers: Sequence[object], tools: object) 
     return Pair(chosen, rejected)
 
 
+EMPTY_FIX = "Fill it, or take the row away."
+MESSAGES_FIX = "Messages are mappings with role and content. Beside a list of them, the other columns are lists too."
 PROMPT_FIX = "Let both begin with the same prompt, or give it in the column prompt."
 
 
-def _conversation(messages: Any, tools: Any = None) -> Conversation:
-    found = Conversation(tuple(map(_message, _mappings(messages))), _tools(tools))
+def _conversation(messages: Sequence[Cells], tools: Any = None) -> Conversation:
+    found = Conversation(tuple(map(_message, messages)), _tools(tools))
     for number, message in enumerate(found.messages, 1):
         role = message["role"]
         if role not in KNOWN_ROLES:
@@ -294,22 +296,30 @@ def _message(given: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(content, list):
         if any(not isinstance(part, Mapping) or part.get("type") != "text" for part in content):
             raise UnusableText("A message holds more than text.", "Take the row away, or leave only its text.")
-        content = "".join(str(part.get("text", "")) for part in content)
+        parts = ["" if part.get("text") is None else part["text"] for part in content]
+        content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
     if not isinstance(content, str):
         raise UnusableText("A message holds something else than text.", "Give its content as text.")
     return {**message, "content": content}
 
 
-def _mappings(values: Any) -> list[Mapping[str, Any]]:
+def _listed(values: object, what: str) -> list[Cells]:
+    """``_mappings``, also of one message."""
+    return _mappings([values] if isinstance(values, Mapping) else values, what)
+
+
+def _mappings(values: object, what: str) -> list[Cells]:
     if isinstance(values, Iterable) and not isinstance(values, str | Mapping):
         found = list(values)
         if all(isinstance(value, Mapping) for value in found):
             return found
-    raise UnusableText("Its messages are no list of messages.", "Each message is a mapping with role and content.")
+    if values is None:
+        raise UnusableText(f"{what} is empty.", EMPTY_FIX)
+    raise UnusableText(f"{what} is no list of messages.", MESSAGES_FIX)
 
 
 def _require(text: Any, what: str) -> str:
     if not isinstance(text, str) or not text.strip():
-        raise UnusableText(f"{what} is {'empty' if text in (None, '') or isinstance(text, str) else 'no text'}.",
-                           "Fill it, or take the row away.")  # fmt: skip
+        is_empty = text is None or isinstance(text, str)
+        raise UnusableText(f"{what} is {'empty' if is_empty else 'no text'}.", EMPTY_FIX)
     return text

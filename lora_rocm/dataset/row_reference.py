@@ -6,13 +6,14 @@ the one that was found.
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
+import time
 
 from lora_rocm.dataset import records
+from lora_rocm.dataset.folders import table_path
 from lora_rocm.dataset.records import UnusableText
-from lora_rocm.dataset.text_rows import row_at, unit_of_place
+from lora_rocm.dataset.text_rows import row_at, unit_of_position
 from lora_rocm.errors import DataError
 from lora_rocm.recipe.schema import ResolvedSource
 
@@ -20,16 +21,16 @@ REFERENCE, ROW = records.MARK + "@", records.MARK + "["
 """First characters of a reference, and of several texts in one row; no record begins so."""
 
 
-def reference(text: str, place: int, part: int | None, pairs: bool = False) -> str:
+def reference(text: str, position: int, part: int | None, pairs: bool = False) -> str:
     """What stands for a text in a table.
 
     Args:
         text: a record as one string.
-        place: of its row (``text_rows.Row``).
+        position: of its row (``text_rows.Row``).
         part: its number, if the record of the row was cut into several (``records.part``).
         pairs: as in ``records.record_of``.
     """
-    return REFERENCE + json.dumps([place, part, pairs, _digest(text)])
+    return REFERENCE + json.dumps([position, part, pairs, _digest(text)])
 
 
 def joined(stored: list[str]) -> str:
@@ -55,21 +56,33 @@ def resolved(stored: str, source: ResolvedSource) -> str:
         return joined([resolved(each, source) for each in separated(stored)])
     if not stored.startswith(REFERENCE):
         return stored
-    place, part, pairs, digest = json.loads(stored[len(REFERENCE) :])
+    position, part, pairs, digest = json.loads(stored[len(REFERENCE) :])
     try:
-        record = records.record_of(row_at(source, place), pairs)
+        record = records.record_of(row_at(source, position), pairs)
         text = records.written(record if part is None else records.part(record, part))
         same = _digest(text) == digest
-    except (OSError, ValueError, LookupError, csv.Error, UnusableText):
+    except (OSError, ValueError, LookupError, UnusableText):
         same = False
     if not same:
         raise DataError(
             "text-changed",
-            "This file was changed while it was in use: a text is not there any more.",
-            where=f"{source.dataset}, {unit_of_place(source)} {place}",
-            fix="Put the file back as it was, or start the run again.",
+            f"The data were changed while they were in use: {_change(source)}.",
+            where=f"{source.dataset}, {unit_of_position(source)} {position}",
+            fix="Put the data back as they were, or start the run again.",
         )
     return text
+
+
+def _change(source: ResolvedSource) -> str:
+    """What is known of a change: of a file its present size and time, which the user may know."""
+    if unit_of_position(source) == "row":  # of a folder or the hub
+        return "this row is missing or has another text"
+    try:
+        found = table_path(source.dataset or "").stat()
+    except OSError:
+        return "the file is not there any more"
+    changed = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.st_mtime))
+    return f"the file has {found.st_size} bytes, last written {changed}, and this row is missing or has another text"
 
 
 def _digest(text: str) -> str:

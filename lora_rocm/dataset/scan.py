@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lora_rocm.dataset.buckets import Geometry, Size, choose_bucket
+from lora_rocm.dataset.buckets import Geometry, choose_bucket
 from lora_rocm.dataset.caption_length import LOST_SHOWN
 from lora_rocm.dataset.captions import as_read, open_wildcard
 from lora_rocm.dataset.columns import Few
@@ -32,17 +32,18 @@ from lora_rocm.dataset.image_io import MAX_IMAGE_BYTES, Header, UnreadableImage,
 from lora_rocm.dataset.left_out import NUM_NAMED, counted, few, some
 from lora_rocm.dataset.progress import QUIET_S, Progress, Report, ignore
 from lora_rocm.dataset.regularisation import class_image
+from lora_rocm.dataset.same_sizes import SameSizes
 from lora_rocm.dataset.sample_table import Sample, Samples
 from lora_rocm.dataset.views import randomly_cropped, within
 from lora_rocm.errors import DataError, Problem
 from lora_rocm.foundation.bounded_read import read_plain
+from lora_rocm.foundation.units import count_text
 from lora_rocm.recipe.schema import DataSection, ResolvedSource
 from lora_rocm.recipe.sections import BESIDE
 
 if TYPE_CHECKING:
     from PIL import Image
 
-    from lora_rocm.dataset.hf_datasets import DatasetRow
 
 SMALL_SHARE = 4  # an image is small if its side is under 1/4 of the resolution
 __all__ = ["Sample", "Cropped", "Samples", "Scan", "geometries", "geometry_of", "image_bytes", "load_image", "scan"]
@@ -188,7 +189,7 @@ def nothing_left(set_aside: Sequence[Problem]) -> DataError:
     reasons = [f"{problem.where}: {problem.what}" for problem in set_aside[:NUM_NAMED]]
     return DataError(
         "no-usable-images",
-        f"None of the {len(set_aside)} images can be used.",
+        f"Of {count_text(len(set_aside), 'image')} none can be used.",
         where="; ".join(reasons),
         fix="Look at the reasons above; each image that cannot be used is named by the check command.",
     )
@@ -199,16 +200,12 @@ class Cropped:
 
     def __init__(self, data: DataSection) -> None:
         self._data, self._names, self._num_flat = data, few(), 0
-        self._place: Path | DatasetRow | None = None
-        self._alike, self._sizes = few(), set[Size]()
+        self._same = SameSizes(data)
 
     def add(self, sample: Sample, geometry: Geometry) -> None:
         """Check one image; its resolutions follow each other. A crop that the user gives is meant to lose the rest."""
         if sample.options.is_one_of > 1:
-            self._sizes = self._sizes if sample.location == self._place else set()
-            if geometry.target_hw in self._sizes:
-                self._alike.append(sample.key)
-            self._place, self._sizes = sample.location, self._sizes | {geometry.target_hw}
+            self._same.add(sample, geometry)
         if sample.given.crop is None and geometry.lost_share > MAX_LOST_SHARE:
             self._names.append(f"{sample.key} ({sample.width}x{sample.height}: {geometry.lost_share:.0%})")
             aspect = max(sample.width, sample.height) / min(sample.width, sample.height)
@@ -216,14 +213,7 @@ class Cropped:
 
     def notices(self) -> list[str]:
         """A notice about each of both, which names the recipe key that helps most; none if there are none."""
-        said = []
-        if self._alike:
-            are = counted(self._alike, "image is", "images are")
-            said.append(
-                f"{are} too small for a resolution, and seen at the size of a smaller one again: {some(self._alike)}. "
-                "Set data.upscale: true to enlarge them."
-            )
-        return [*said, *self._say_cropped()]
+        return [*self._same.notices(), *self._say_cropped()]
 
     def _say_cropped(self) -> list[str]:
         if not self._names:

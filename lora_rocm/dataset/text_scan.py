@@ -17,6 +17,7 @@ from lora_rocm.dataset.scan import Scan, scan
 from lora_rocm.dataset.text_rows import rows_of
 from lora_rocm.errors import DataError, Problem
 from lora_rocm.foundation.bounded_read import read_plain
+from lora_rocm.foundation.units import count_text
 from lora_rocm.recipe.schema import DataSection, Recipe, ResolvedSource
 
 MAX_TEXT_BYTES = 1 << 24
@@ -40,10 +41,10 @@ class _Findings:
     notices: list[str] = field(default_factory=list)
     lasting: bool = True
 
-    def add(self, sample: Sample, where: str, text: str, place: int | None = None) -> None:
+    def add(self, sample: Sample, where: str, text: str, position: int | None = None) -> None:
         """Add the samples of a text, which are told apart by numbers if there are several.
 
-        ``place``: of its row, where it stays (``text_rows.Row``).
+        ``position``: of its row in the table (``text_rows.Row``).
         """
         try:
             parts = self.parts(text)
@@ -53,7 +54,7 @@ class _Findings:
         for number, part in enumerate(parts):
             key = sample.key if len(parts) == 1 else f"{sample.key}#{number}"
             at = None if part == text else number
-            stored = part if place is None else reference(part, place, at, self.pairs)
+            stored = part if position is None else reference(part, position, at, self.pairs)
             self.samples.append(replace(sample, key=key, caption=stored))
 
 
@@ -88,7 +89,7 @@ def scan_texts(data: DataSection, report: Report = ignore, parts: Parts = _whole
         aside = found.set_aside
         raise DataError(
             "no-usable-texts",
-            f"None of the {len(aside)} texts can be used.",
+            f"Of {count_text(len(aside), 'text')} none can be used.",
             where="; ".join(f"{problem.where}: {problem.what}" for problem in aside[:NUM_NAMED]),
             fix=aside[0].fix if len({problem.fix for problem in aside}) == 1 else "Repair the rows or files above.",
         )

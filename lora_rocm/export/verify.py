@@ -29,6 +29,7 @@ from lora_rocm.base_models.safetensors_file import DTYPES, read_tensors
 from lora_rocm.errors import ExportError, ModelError
 from lora_rocm.export.comfy_reader import apply_comfy, apply_norms
 from lora_rocm.families.base import LoadedModel, ModelFamily
+from lora_rocm.foundation.units import count_text
 from lora_rocm.kernels.weight_format import dense_weight
 from lora_rocm.model_files.header import read_header
 
@@ -193,7 +194,7 @@ class _Comparison:
     def same_modules(self, live: Iterable[str], loaded: Iterable[str]) -> None:
         wrong = sorted(set(live) ^ set(loaded))
         if wrong:
-            raise _failed(self.path, f"{len(wrong)} modules are missing or too many, for example {wrong[0]}.")
+            raise _failed(self.path, f"Missing or too many: {count_text(len(wrong), 'module')}, such as {wrong[0]}.")
 
     def updates(self, name: str, live: Entry, loaded: Entry) -> None:
         """Compare two updates by their factors."""

@@ -141,6 +141,7 @@ class PreviewRequest:
     control: str = ""  # file of the control image
     sampler: str = "euler"
     lora_scale: float = 1.0
+    mask: str = ""  # file: what of the control image an inpainting base draws anew; "": all, and there is no image
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,8 @@ class LatentSection(ModelSection):
 class CheckpointSection(LatentSection):
     """A base that is a diffusers folder or a one-file checkpoint, trained by discrete-time diffusion."""
 
+    may_inpaint: ClassVar[bool] = True
+
     config: InputFolder | None = Field(
         None, description="Folder with the diffusers configs and tokenizers for a single-file checkpoint."
     )
@@ -89,7 +91,7 @@ OF_IMAGES = frozenset(
             *("class_prompt", "num_class_images"),
         )
     ]
-    + [f"sample.{name}" for name in ("width", "height", "control_images", "images_per_prompt", "sampler")]
+    + [f"sample.{name}" for name in ("width", "height", "control_images", "masks", "images_per_prompt", "sampler")]
     + ["sample.guidance_scale", "sample.negative_prompt", "data.prior_loss_weight"]
 )
 """Keys of shared sections that are about images: a family whose samples are texts reads none of them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -98,13 +98,22 @@ def encode_control(
     Raises:
         DataError: the file cannot be read.
     """
-    try:
-        image = decode_image(read_plain(Path(request.control), MAX_IMAGE_BYTES))
-    except (OSError, UnreadableImage) as error:
-        what, fix = f"A control image cannot be read: {error}.", "Name another file, or repair this one."
-        raise DataError(CONTROL_UNUSABLE, what, where=request.control, fix=fix) from error
+    image = read_image(request.control, "control image", decode_image)
     seen = cut(image, covering((image.height, image.width), (request.height, request.width)), flip=False)
     return encode(source, device, VaeImageProcessor(vae_scale_factor=1).preprocess(seen), space, in_tiles)
+
+
+def read_image(path: str, noun: str, decoded: Callable[[bytes], Image.Image]) -> Image.Image:
+    """An image that a preview is given. ``noun``: what it is, for the error.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    try:
+        return decoded(read_plain(Path(path), MAX_IMAGE_BYTES))
+    except (OSError, UnreadableImage) as error:
+        what, fix = f"A {noun} cannot be read: {error}.", "Name another file, or repair this one."
+        raise DataError(CONTROL_UNUSABLE, what, where=path, fix=fix) from error
 
 
 @torch.no_grad()

@@ -41,16 +41,18 @@ def is_link(path: Path) -> bool:
     return stat.S_ISLNK(found.st_mode) or bool(getattr(found, "st_reparse_tag", 0) & NAME_SURROGATE)
 
 
-def require_place(path: Path, option: str) -> None:
+def require_place(path: Path | None, option: str) -> None:
     """Check, before a long computation, that a file can be written at a path as far as its folders tell.
 
     Args:
-        path: of the file; its folder may be missing.
+        path: of the file; its folder may be missing. None: no file is written.
         option: names the path.
 
     Raises:
         UserError: output-kind: the path is a folder, or a file lies where its folder would be.
     """
+    if path is None:
+        return
     is_there = next((folder for folder in path.absolute().parents if os.path.lexists(folder)), None)
     where = f"{option} {path}"
     if path.is_dir():

@@ -26,6 +26,11 @@ def rate_text(per_second: float, unit: str = "it") -> str:
     return f"{per_second:.2f} {unit}/s" if per_second >= 1 else f"{1 / per_second:.2f} s/{unit}"
 
 
+def count_text(count: int, noun: str, nouns: str = "") -> str:
+    """A number with its noun: 1 -> "1 step", 2 -> "2 steps". ``nouns``: the plural, unless it is the noun and an s."""
+    return f"{count} {noun if count == 1 else nouns or noun + 's'}"
+
+
 def number_text(value: float | None) -> str:
     """Four significant digits; a dash for None, which stands for unmeasured or non-finite values."""
     return "-" if value is None else f"{value:.4g}"

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lora_rocm.errors import UserError
+from lora_rocm.foundation.units import count_text
 from lora_rocm.hardware.archs import has_kernels
 from lora_rocm.hardware.facts import Gpu, HostFacts
 from lora_rocm.hardware.gpu_select import CUDA, HIP, ROCR, Selection, select, set_by_user, visible
@@ -116,7 +117,7 @@ def _require(wanted: int, there_are: int, what_there_is: str) -> None:
     if wanted > there_are:
         raise UserError(
             "too-many-gpus",
-            f"{wanted} GPUs are asked for, and {there_are or 'none'} can be used. {what_there_is}",
+            f"The run asks for {count_text(wanted, 'GPU')}, and {there_are or 'none'} can be used. {what_there_is}",
             where=f"--gpus {wanted}",
             fix=f"Use --gpus {there_are}."
             if there_are > 1

@@ -28,6 +28,7 @@ from lora_rocm.dataset.shape import Shape
 from lora_rocm.dataset.text_scan import find_samples
 from lora_rocm.errors import DataError, Problem
 from lora_rocm.foundation.seeds import fraction
+from lora_rocm.foundation.units import count_text
 from lora_rocm.latent_cache.encode import Caches
 from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.latent_cache.image_preprocess import Looked, Wanted
@@ -233,7 +234,8 @@ def _in_rows(
     count = len(rows)
     for sample in islice(stored, num_training, None):
         rows.append(sample)
-    said = f"{num_training} texts are packed into {count} rows of at most {recipe.data.max_length} tokens."
+    texts, into = count_text(num_training, "text"), count_text(count, "row")
+    said = f"Packed {texts} into {into} of at most {recipe.data.max_length} tokens."
     return Usable.unfilled(rows, bytearray(NO_CUT * len(rows)), ()), count, [said]
 
 
@@ -398,7 +400,7 @@ def _say_cut(limits: Sequence[TokenLimit], texts: _Texts) -> tuple[str, ...]:
 
 
 def _say_held_out(training: int, held: int, share: float) -> tuple[str, ...]:
-    return (f"{held} of {training + held} samples are held out for the validation loss.",) if share else ()
+    return (f"Validation loss: {count_text(held, 'sample')} of {training + held} held out.",) if share else ()
 
 
 def _prompts(recipe: Recipe) -> tuple[str, ...]:

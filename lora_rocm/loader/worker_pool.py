@@ -26,6 +26,7 @@ import torch
 from torch.multiprocessing import get_sharing_strategy, set_sharing_strategy
 from torch.utils.data import DataLoader, get_worker_info
 
+from lora_rocm.foundation.units import count_text
 from lora_rocm.loader.cached_dataset import BadEntry, Order, Orders, Read, Unequal
 from lora_rocm.recipe.process_sections import RuntimeSection
 from lora_rocm.rules.mitigations import Seen, change_event
@@ -130,7 +131,7 @@ class Workers:
             how = "batches are handed over through files instead of file descriptors"
         else:
             self.count = min(self.count, group.size // 2)
-            how = f"going on with {self.count} workers" if self.count else "going on without workers"
+            how = f"going on with {count_text(self.count, 'worker')}" if self.count else "going on without workers"
         self._context.notice(f"A loader worker failed: {what}; {how}. No sample is lost.")
         if had and not self.count:  # only once: two readings may be active, and both may fail
             self._context.emit(change_event("workers-0", seen))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lora_rocm.device.allocator import empty_pools
 from lora_rocm.device.transfer import DeviceTransfer, whole_fingerprints
-from lora_rocm.foundation.units import size_text
+from lora_rocm.foundation.units import count_text, size_text
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.memory.footprint import room_bytes
 from lora_rocm.memory.offload import Offload, frozen_tensors
@@ -50,8 +50,8 @@ class EncoderTransfer(DeviceTransfer):
             return
         room = "ran out" if self._free_bytes is None else f"has {size_text(self._free_bytes)} free"
         self._context.notice(
-            f"{component} takes {size_text(weight_bytes)}, and the GPU's memory {room}: {len(layers)} layers "
-            f"({size_text(_bytes_of(layers))}) stay in main memory and are streamed to the GPU for each sample. "
+            f"{component} takes {size_text(weight_bytes)}, and the GPU's memory {room}: for each sample the GPU gets "
+            f"{count_text(len(layers), 'layer')} ({size_text(_bytes_of(layers))}) anew, which main memory keeps. "
             "Precision and results are the same."
         )
         self._streams = True

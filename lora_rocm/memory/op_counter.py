@@ -6,10 +6,10 @@ It works on any device. On PyTorch's meta device, where nothing is computed, it 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -67,6 +67,7 @@ class Ledger(TorchDispatchMode):
         self.tally = Tally()
         self._sizes: dict[int, int] = {}
         self._alive: dict[int, weakref.ref[Any]] = {}
+        self._made: dict[Hashable, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
         for tensor in known:
             self._sizes[tensor.untyped_storage()._cdata] = 0
 
@@ -80,10 +81,29 @@ class Ledger(TorchDispatchMode):
         return self._sizes.get(tensor.untyped_storage()._cdata, 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result = self._result(func, args, kwargs or {})
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         fresh = sum(self._take(tensor) for tensor in tensors)
         self._count(func, args, kwargs or {}, result, fresh > 0 or func._schema.is_mutable)
+        return result
+
+    def _result(self, func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+        """Run an operation; on the meta device once for inputs of these shapes, for PyTorch takes long to find a shape.
+
+        Only operations that make one new tensor are remembered: no view, which not every schema tells, and no write.
+        """
+        if not _makes_one(func):
+            return func(*args, **kwargs)
+        key = (func, _signature(args), _signature(kwargs))
+        if key in self._made:
+            shape, strides, dtype = self._made[key]
+            return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        result = func(*args, **kwargs)
+        if type(result) is Tensor and result.is_meta:
+            memory = result.untyped_storage()._cdata
+            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            if all(tensor.untyped_storage()._cdata != memory for tensor in given):
+                self._made[key] = (result.shape, result.stride(), result.dtype)
         return result
 
     def _take(self, tensor: Tensor) -> int:
@@ -112,6 +132,24 @@ class Ledger(TorchDispatchMode):
             tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, Tensor)]
             self.tally.moved_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
             self.tally.launches += 1
+
+
+@cache
+def _makes_one(func: Any) -> bool:
+    """Whether an operation makes one tensor, and by its schema neither a view nor a write."""
+    values = [*func._schema.arguments, *func._schema.returns]
+    return len(func._schema.returns) == 1 and all(value.alias_info is None for value in values)
+
+
+def _signature(value: object) -> Hashable:
+    """What the shape of a result depends on: of tensors all but their numbers."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    if isinstance(value, list | tuple):
+        return tuple(map(_signature, value))
+    if isinstance(value, dict):
+        return tuple((name, _signature(part)) for name, part in value.items())
+    return type(value), value
 
 
 def _formula(func: Any) -> Any:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 from lora_rocm.foundation.tables import read_table
 
-UNKNOWN = "not known"
+UNKNOWN, PEFT = "not known", "peft"
 VLLM_RANKS = (16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's --max-lora-rank, the default first (vllm/config/lora.py)."""
 READ = ("reads it", "read it")
@@ -20,6 +20,8 @@ PROGRAMS = {
     "kohya": "kohya's tools",
     "vllm": "vLLM",
     "llama_cpp": "llama.cpp's convert_lora_to_gguf.py",
+    "forge": "Forge and A1111",
+    "peft": "PEFT",
 }
 """Field -> program."""
 
@@ -50,6 +52,16 @@ class Readers:
     kohya: str = "read nothing of it"
     vllm: str = ""
     llama_cpp: str = ""
+    forge: str = ""
+    peft: str = ""
+
+    def of_rank(self, rank: int) -> Readers:
+        """The same for a file of this rank, which vLLM may have to be told."""
+        if self.vllm not in READ or rank <= VLLM_RANKS[0]:
+            return self
+        fits = next((limit for limit in VLLM_RANKS if rank <= limit), None)
+        told = f"only if it is started with --max-lora-rank {fits}" if fits else f"reads ranks up to {VLLM_RANKS[-1]}"
+        return replace(self, vllm=told)
 
     @property
     def told(self) -> dict[str, str]:
@@ -73,14 +85,6 @@ class ReaderTable:
 @cache
 def _table() -> ReaderTable:
     return read_table(Path(__file__).with_name("readers.toml"), ReaderTable)
-
-
-def vllm_needs(rank: int) -> tuple[str, ...]:
-    """What vLLM has to be told to read a LoRA of this rank, in words; empty if its defaults do."""
-    fits = next((limit for limit in VLLM_RANKS if rank <= limit), None)
-    if fits is None:
-        return (f"vLLM (reads ranks up to {VLLM_RANKS[-1]})",)
-    return () if fits == VLLM_RANKS[0] else (f"vLLM as it is set (start it with --max-lora-rank {fits})",)
 
 
 def spelling_of(names: Collection[str]) -> str:

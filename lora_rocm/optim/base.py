@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lora_rocm.errors import ResumeError
+from lora_rocm.foundation.units import count_text
 from lora_rocm.kernels.backend import form_for
 from lora_rocm.optim.norm_limit import NormLimit
 from lora_rocm.optim.schedule import learning_rate_factor
@@ -193,7 +194,7 @@ class GatedOptimizer:
             raise ResumeError(
                 "resume-optimizer-changed",
                 f"The checkpoint does not hold the state of optim.optimizer: {self.section.optimizer}.",
-                where=f"{len(wrong)} tensors, such as {min(wrong)}",
+                where=f"{count_text(len(wrong), 'tensor')}, such as {min(wrong)}",
                 fix="Set optim.optimizer to what the run was started with, or start a new run.",
             )
         with torch.no_grad():

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lora_rocm.errors import UserError
-from lora_rocm.foundation.units import size_text
+from lora_rocm.foundation.units import count_text, size_text
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.planning.step_cost import MODES, Footprint, Job, Mode, Plan, Rates, SmallerAdapter, choose, smallest
 from lora_rocm.recipe.schema import Recipe
@@ -164,6 +164,6 @@ def plan_text(chosen: Plan) -> str:
     """A plan as text: "selective (12 blocks recomputed), 2 samples at once"."""
     count = len(chosen.recomputed)
     more = f", {len(chosen.offloaded)} of them offloaded" if chosen.offloaded else ""
-    blocks = f" ({count} blocks recomputed{more})" if count else ""
-    samples = "1 sample" if chosen.rows == 1 else f"{chosen.rows} samples"
+    blocks = f" ({count_text(count, 'block')} recomputed{more})" if count else ""
+    samples = count_text(chosen.rows, "sample")
     return f"{chosen.mode}{blocks}, {samples} at once{', captured' if chosen.graphs else ''}"

@@ -112,6 +112,7 @@ class Footprint:
         recomputed_bytes: peak of one sample's activations if all blocks are recomputed, some together, and none is
             offloaded. None: computed from the blocks.
         narrow_layers: adapted layers with fewer inputs or outputs than the rank.
+        unstarted_layers: adapted layers with ranks for which ``lora.init`` has no numbers.
         smaller: the adapter with smaller settings, the mildest first.
     """
 
@@ -126,6 +127,7 @@ class Footprint:
     work: Work
     recomputed_bytes: int | None = None
     narrow_layers: int = 0
+    unstarted_layers: int = 0
     smaller: tuple[SmallerAdapter, ...] = ()
 
     def to_json(self) -> dict[str, Any]:

@@ -200,6 +200,10 @@ class AdapterSection(Section):
         """Whether the adapter starts from what its layers are given before the first step."""
         return False
 
+    def unstarted_text(self, num_layers: int) -> str:
+        """A notice that ``init`` fills not all ranks of so many layers; empty: there are none."""
+        return ""
+
     @property
     def sets_rates(self) -> bool:
         """Whether some weights have a learning rate of their own."""
@@ -330,6 +334,16 @@ class LoraSection(ProductSection):
     @property
     def reads_inputs(self) -> bool:
         return self.init == "eva"
+
+    def unstarted_text(self, num_layers: int) -> str:
+        if not num_layers:
+            return ""
+        layers = "1 adapted layer, which has" if num_layers == 1 else f"{num_layers} adapted layers, which have"
+        than = "inputs" if self.reads_inputs else "inputs or outputs"
+        return (
+            f"lora.init: {self.init} fills only a part of the ranks of {layers} fewer {than} than ranks. The other "
+            "ranks start as by default. A lower rank there (lora.rank, or a rank in lora.overrides) is filled whole."
+        )
 
     def as_written(self) -> Self:
         if not self.takes_off_start:

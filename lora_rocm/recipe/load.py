@@ -21,6 +21,7 @@ from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from lora_rocm.errors import LoraRocmError, Problem, RecipeError
 from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.foundation.units import count_text
 from lora_rocm.recipe.explain import boolean_problems, explain, shown
 from lora_rocm.recipe.family_rules import family_problems, without_unread
 from lora_rocm.recipe.foreign import recognised
@@ -243,8 +244,8 @@ def questions(recipe: Recipe, layers: Layered) -> list[str]:
     steps = recipe.train.max_train_steps
     if steps and recipe.optim.warmup_steps(steps) >= steps:
         found.append(
-            f"{layers.where(('optim', 'lr_warmup_steps'))}: the warm-up is as long as the run ({steps} steps), which "
-            "never reaches its learning rate. A tenth of the run is usual."
+            f"{layers.where(('optim', 'lr_warmup_steps'))}: the warm-up is as long as the run "
+            f"({count_text(steps, 'step')}), which never reaches its learning rate. A tenth of the run is usual."
         )
     for name in (name for name in type(recipe.optim).model_fields if name.endswith("learning_rate")):
         rate, (lowest, highest) = getattr(recipe.optim, name), recipe.optim.usual_rates
@@ -256,12 +257,8 @@ def questions(recipe: Recipe, layers: Layered) -> list[str]:
             )
     values = recipe.model_dump()
     for key, others in NEED_ANOTHER.items():
-        field = type(getattr(recipe, str(key[0]))).model_fields.get(str(key[1]))
-        if (
-            field
-            and _get(layers.data, key) not in (None, field.default)
-            and not any(_get(values, other) for other in others)
-        ):
+        value, field = _get(layers.data, key), type(getattr(recipe, str(key[0]))).model_fields.get(str(key[1]))
+        if value and field and value != field.default and not any(_get(values, other) for other in others):
             found.append(f"{layers.where(key)}: this does nothing without {' or '.join(map(dotted, others))}.")
     return found
 
@@ -269,6 +266,7 @@ def questions(recipe: Recipe, layers: Layered) -> list[str]:
 INIT_FROM: Key = ("lora", "init_from")
 MANY_CAPTIONS = ("shuffle_caption", "caption_tag_dropout_rate", "enable_wildcard", "sources")
 VALIDATION = ("validation_every_n_steps", "validation_every_n_epochs")
+SAMPLE_KEYS = ("every_n_steps", "every_n_epochs", "lora_scale", "sampler", "control_images", "masks")
 NEED_ANOTHER: dict[Key, tuple[Key, ...]] = {
     ("optim", "text_encoder_learning_rate"): (("lora", "train_text_encoder"), ("lora", "new_tokens")),
     ("optim", "embedding_learning_rate"): (("lora", "new_tokens"),),
@@ -277,10 +275,7 @@ NEED_ANOTHER: dict[Key, tuple[Key, ...]] = {
     ("data", "keep_tokens"): tuple(("data", key) for key in MANY_CAPTIONS),
     ("data", "caption_variants"): tuple(("data", key) for key in MANY_CAPTIONS),
     ("optim", "safeguard_warmup"): (("optim", "lr_warmup_steps"), ("optim", "lr_warmup_ratio")),
-    **{
-        ("sample", key): (("sample", "prompts"),)
-        for key in ("every_n_steps", "every_n_epochs", "lora_scale", "sampler")
-    },
+    **{("sample", key): (("sample", "prompts"),) for key in SAMPLE_KEYS},
     **{("runtime", key): (("runtime", "workers"),) for key in ("worker_timeout_s", "persistent_workers")},
     ("output", "log_project"): (("output", "log_with"),),
 }
@@ -372,6 +367,8 @@ def _find(path: Path, notices: list[str], folder: Path | None = None) -> Path:
     here = (folder or Path()) / path
     if os.path.isfile(here):  # False for names that are too long, where pathlib raises
         return here
+    if _is_locked(here):
+        raise RecipeError([Problem(str(here), "cannot be read: you may not look into its folder")])
     if os.path.isdir(here):
         inside = [str(file) for file in sorted(here.glob("*.yaml"))]
         fix = f"Recipes in it: {', '.join(inside)}." if inside else "Give a .yaml file."
@@ -384,6 +381,16 @@ def _find(path: Path, notices: list[str], folder: Path | None = None) -> Path:
     parts = [f"Recipes there: {', '.join(near[:10])}."] if near else []
     parts += [f"Recipes that ship with the program: {', '.join(sorted(shipped))}."] if shipped else []
     raise RecipeError([Problem(str(here), "there is no such file", " ".join(parts))])
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        os.stat(path)
+    except PermissionError:
+        return True
+    except (OSError, ValueError):  # it is not there, or no file can have this name
+        return False
+    return False
 
 
 def _read_text(path: Path) -> str:

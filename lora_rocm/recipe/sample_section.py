@@ -37,7 +37,7 @@ OPTIONS_OF_KOHYA: Mapping[str, str] = {
 }
 """Option after a prompt in the files of sd-scripts (docs/train_network.md there) -> key of ``PreviewPrompt``."""
 OPTIONS = ", ".join(f"--{option} ({key})" for option, key in OPTIONS_OF_KOHYA.items())
-SAMPLERS_OF_KOHYA = {"k_euler": "euler", "k_euler_a": "euler_a", "dpmsolver++": "dpmpp_2m", "dpmsolver": "dpmpp_2m"}
+SAMPLERS_OF_KOHYA = {"k_euler": "euler", "k_euler_a": "euler_a", "dpmsolver++": "dpmpp_2m"}
 
 
 class PreviewPrompt(Section):
@@ -52,6 +52,12 @@ class PreviewPrompt(Section):
     seed: int | None = Field(None, ge=0, lt=2**31, description="Seed of its first image.")
     sampler: Sampler | None = Field(None, description="Sampler.")
     lora_scale: float | None = Field(None, ge=-100.0, le=100.0, description="Strength of the LoRA.")
+    control_image: InputFile | None = Field(None, description="Its control image, as in sample.control_images.")
+    mask: InputFile | None = Field(None, description="The mask of its control image, as in sample.masks.")
+
+
+LIST_OF: Mapping[str, str] = {"control_image": "control_images", "mask": "masks"}
+"""Key of ``PreviewPrompt`` -> key of ``SampleSection`` with the files of all prompts."""
 
 
 def _form_of(value: Any) -> str:
@@ -71,9 +77,12 @@ def of_text(text: str, number: int = 0) -> PreviewPrompt:
     prompt, *rest = OPTION.split(f" {text}" if text.startswith("--") else text)
     found: dict[str, str] = {"prompt": prompt.strip()}
     for option, value in zip(rest[::2], rest[1::2], strict=True):
-        key = OPTIONS_OF_KOHYA.get(option)
+        key = OPTIONS_OF_KOHYA.get(option.lower())  # as in sd-scripts, in capitals too
         if key is None:
-            raise _wrong(f"there is no option --{option}", f"Options of a prompt: {OPTIONS}.", number)
+            fix = f"Options of a prompt: {OPTIONS}. Write {{prompt: ...}} for others, or for a text with -- in it."
+            raise _wrong(f"there is no option --{option}", fix, number)
+        if key in found:
+            raise _wrong(f"--{option} gives this prompt a second {key}", "Leave one of them.", number)
         found[key] = SAMPLERS_OF_KOHYA.get(value.strip(), value.strip())
     try:
         return TypeAdapter(PreviewPrompt).validate_python(found)
@@ -102,7 +111,7 @@ class SampleSection(Section):
         (),
         "Prompts of the previews; empty means no previews. An item is a text, also with kohya's options after it "
         "(a cat --n dog --w 512 --h 768 --d 7 --s 30 --l 5), or a mapping of prompt and its own options: "
-        "negative_prompt, width, height, steps, guidance_scale, seed, sampler, lora_scale.",
+        "negative_prompt, width, height, steps, guidance_scale, seed, sampler, lora_scale, control_image, mask.",
         max_length=MAX_ITEMS,
     )
     control_prompts: tuple[Prompt, ...] = on_resume(
@@ -111,7 +120,13 @@ class SampleSection(Section):
     images_per_prompt: int = on_resume(1, "Images of each prompt, from seeds that count up.", gt=0, le=MAX_ITEMS)
     negative_prompt: str = on_resume("", "Negative prompt of the previews.")
     control_images: Annotated[tuple[InputFile, ...], Field(max_length=MAX_ITEMS)] = on_resume(
-        (), "Control images of the previews, in the order of the prompts; the last one is for all further prompts too."
+        (),
+        "Images that the model is given in previews: control images, or images of which an inpainting base redraws a "
+        "part. They are in the order of the prompts; the last one is for all further prompts too.",
+    )
+    masks: Annotated[tuple[InputFile, ...], Field(max_length=MAX_ITEMS)] = on_resume(
+        (),
+        "For inpainting bases: masks of the control_images, likewise in the order of the prompts. White is redrawn.",
     )
     sampler: Sampler = on_resume("euler", "Sampler of the previews.")
     lora_scale: float = on_resume(1.0, "Strength of the LoRA in previews.", ge=-100.0, le=100.0)
@@ -153,11 +168,26 @@ class SampleSection(Section):
 
     def numbered(self) -> Iterator[tuple[str, int, PreviewPrompt]]:
         """Every prompt with its options, those of this section filled in: (key, number in its list, prompt)."""
-        shared = {name: getattr(self, name) for name in PreviewPrompt.model_fields if name not in ("prompt", "seed")}
+        own_only = ("prompt", "seed", *LIST_OF)
+        shared = {name: getattr(self, name) for name in PreviewPrompt.model_fields if name not in own_only}
         for key in ("prompts", "control_prompts"):
             for number, given in enumerate(getattr(self, key)):
                 own = (of_text(given) if isinstance(given, str) else given).model_dump(exclude_none=True)
-                yield key, number, PreviewPrompt.model_validate({**shared, **own})
+                files = {name: self._listed(name, key, number)[1] for name in LIST_OF}
+                yield key, number, PreviewPrompt.model_validate({**shared, **files, **own})
+
+    def key_of(self, name: str, key: str, number: int) -> tuple[str | int, ...]:
+        """Where a prompt's control image or mask (``name``, of ``LIST_OF``) is named, as a key of the recipe."""
+        given = getattr(self, key)[number]
+        if isinstance(given, PreviewPrompt) and getattr(given, name) is not None:
+            return "sample", key, number, name
+        return "sample", LIST_OF[name], self._listed(name, key, number)[0]
+
+    def _listed(self, name: str, key: str, number: int) -> tuple[int, str | None]:
+        """(number in its list, file) of what the section names for a prompt; None: nothing."""
+        files = getattr(self, LIST_OF[name])
+        place = min(number + (len(self.prompts) if key == "control_prompts" else 0), len(files) - 1)
+        return place, files[place] if files else None
 
     @property
     def image_prompts(self) -> list[str]:

@@ -308,13 +308,36 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _base_takes_control_images(self) -> Recipe:
         given = [number for number, source in enumerate(self.data.sources) if source.control_path]
-        at = ("data", *(("sources", given[0]) if given else ()), "control_path")
+        at: tuple[str | int, ...] = ("data", *(("sources", given[0]) if given else ()), "control_path")
         if not self.data.has_controls:
-            at = ("sample", "control_images") if self.sample.control_images else ()
+            shared = ("sample", "control_images") if self.sample.control_images else ()
+            named = (
+                self.sample.key_of("control_image", *each[:2])
+                for each in self.sample.numbered()
+                if each[2].control_image
+            )
+            at = () if self.model.may_inpaint else shared or next(named, ())
         if at and not self.model.takes_control:
             what = f"{self.spec.title} takes no control images"
             fix = f"Remove it, or set {self.model.for_control}." if self.model.for_control else "Remove it."
             raise PydanticCustomError("rule", "{what}", {"what": what, "at": at, "fix": fix})
+        return self
+
+    @model_validator(mode="after")
+    def _masks_have_images(self) -> Recipe:
+        model = self.model
+        for key, number, preview in self.sample.numbered():
+            what, name = "", "mask" if preview.mask else "control_image"
+            if preview.mask and not model.may_inpaint:
+                what, fix = f"{self.spec.title} takes no masks in previews", "Remove it."
+            elif preview.mask and not preview.control_image:
+                what, fix = "this mask has no image", "Name the image too: control_image, or sample.control_images."
+            elif preview.control_image and not preview.mask and not model.takes_control:
+                what = f"of {self.spec.title} only bases for inpainting take an image in previews, and with a mask"
+                fix = "Name its mask too (mask, or sample.masks), or remove it."
+            if what:
+                at = self.sample.key_of(name, key, number)
+                raise PydanticCustomError("rule", "{what}", {"what": what, "at": at, "fix": fix})
         return self
 
     @model_validator(mode="after")

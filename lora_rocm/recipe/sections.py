@@ -162,10 +162,12 @@ class ModelSection(Section):
     Attributes:
         part_keys: the keys, named like components and tokenizers, that take these from elsewhere.
         control_keys: keys and their values with which a base takes control images; None: none of this family does.
+        may_inpaint: a base of this family may be one for inpainting, whose previews take control images with masks.
     """
 
     part_keys: ClassVar[tuple[str, ...]] = ()
     control_keys: ClassVar[Mapping[str, str] | None] = None
+    may_inpaint: ClassVar[bool] = False
 
     family: str = Field(description="Model family.")
     name_or_path: PathOrHubId = Field(description="The base model: a folder, a file or a hub id.")

@@ -19,6 +19,8 @@ NO_LOSSES = (
     "page says which step it prefers and whether later ones overfit."
 )
 
+UNKNOWN_LOSSES = "There is no held-out loss: the held-out images cannot be used any more, or no loss is finite."
+
 
 @dataclass(frozen=True)
 class Compared:
@@ -43,18 +45,33 @@ class Compared:
 
 
 def comparison_page(
-    title: str, compared: Sequence[Compared], prompts: Sequence[str], strengths: Sequence[float]
+    title: str,
+    compared: Sequence[Compared],
+    prompts: Sequence[str],
+    strengths: Sequence[float],
+    remarks: Sequence[str] = (),
+    holds_out: bool = False,
 ) -> str:
-    """The whole page. ``prompts``: of each image of one strength."""
+    """The whole page.
+
+    Args:
+        title: names the run.
+        compared: what is compared.
+        prompts: of each image of one strength.
+        strengths: of the LoRA.
+        remarks: what the user has to know of the comparison.
+        holds_out: whether the run holds images out.
+    """
     rows = [(one.label, f"{one.loss:.4g}", number_text(_error([*one.losses.values()]))) for one in compared]
     points = [(one.updates, one.loss) for one in compared]
     losses = [table(("", "held-out loss", "standard error"), rows), line_plot([Series("loss", points, "dots")], "step")]
-    said = verdict(compared)
+    said, none = verdict(compared), UNKNOWN_LOSSES if holds_out else NO_LOSSES
+    files = "1 LoRA file" if len(compared) == 2 else f"{len(compared) - 1} LoRA files"
     return page(
         f"{title}: lora-rocm compare",
         [
-            header(title, paragraph(f"{len(compared) - 1} LoRA files of one run, from the same seeds", "soft")),
-            section("Held-out loss", paragraph(said or NO_LOSSES), *(losses if said else ())),
+            header(title, paragraph(f"{files} of one run, from the same seeds", "soft"), *map(paragraph, remarks)),
+            section("Held-out loss", paragraph(said or none), *(losses if said else ())),
             *(_images(compared, prompts, number, strength) for number, strength in enumerate(strengths)),
         ],
     )
@@ -66,7 +83,8 @@ def _images(compared: Sequence[Compared], prompts: Sequence[str], number: int, s
     rows = []
     for one in compared:
         first = number * len(prompts) if one.updates else 0
-        cells = [preview_tag(path, PREVIEW_SIDE_PX) for path in one.images[first : first + len(prompts)]]
+        drawn = zip(one.images[first : first + len(prompts)], prompts, strict=True)
+        cells = [preview_tag(path, PREVIEW_SIDE_PX, f"{one.label}: {prompt}") for path, prompt in drawn]
         rows.append((one.label, cells))
     return section(f"Strength {strength:g}", image_table(prompts, rows))
 

@@ -89,10 +89,10 @@ def image_tag(path: Path, label: str, max_side_px: int = MAX_SIDE_PX) -> str:
     return f'<img src="data:image/{kind};base64,{data}" alt="{escape(label)}" title="{escape(label)}">'
 
 
-def preview_tag(path: Path, max_side_px: int) -> str:
-    """An image, or the text of a .txt file; a dash if it cannot be read."""
+def preview_tag(path: Path, max_side_px: int, label: str = "") -> str:
+    """An image, or the text of a .txt file; a dash if it cannot be read. ``label``: of an image; empty: its name."""
     if path.suffix != ".txt":
-        return image_tag(path, path.name, max_side_px)
+        return image_tag(path, label or path.name, max_side_px)
     try:
         return preformatted(read_plain(path, MAX_PREVIEW_BYTES).decode("utf-8", "replace"))
     except OSError:

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 from rich.text import Text
 
-from lora_rocm.foundation.units import number_text, rate_text, size_text, time_text
+from lora_rocm.foundation.units import count_text, number_text, rate_text, size_text, time_text
 from lora_rocm.report.incident_texts import TEXTS
 from lora_rocm.report.smoothing import Smoothed
 from lora_rocm.report.vram_spill import Spilling
@@ -116,9 +116,9 @@ class ProgressDisplay:
     def _on_data(self, event: Event) -> None:
         aside = len(event["set_aside"])
         self.say(
-            f"{_counted(event['samples'], 'sample')} in {_counted(len(event['buckets']), 'bucket')}, "
-            f"{event['steps_per_epoch']} steps an epoch, {event['max_train_steps']} steps in all"
-            + (f"; {aside} set aside" if aside else "")
+            f"{count_text(event['samples'], 'sample')} in {count_text(len(event['buckets']), 'bucket')}, "
+            f"{count_text(event['steps_per_epoch'], 'step')} an epoch, "
+            f"{count_text(event['max_train_steps'], 'step')} in all" + (f"; {aside} set aside" if aside else "")
         )
         for problem in event["set_aside"][:5]:
             self.say(f"  set aside: {problem['where']}: {problem['what']}")
@@ -222,7 +222,3 @@ def make_progress(stream: TextIO | None = None, spill_bytes: int | None = None) 
         yield ProgressDisplay(view, spill_bytes)
     finally:
         view.end()
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -14,7 +14,7 @@ from lora_rocm.errors import RecipeError, StorageError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.files import write_atomic
-from lora_rocm.foundation.units import number_text, rate_text, size_text, time_text
+from lora_rocm.foundation.units import count_text, number_text, rate_text, size_text, time_text
 from lora_rocm.recipe.load import MAX_RECIPE_BYTES, load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.report.html import (
@@ -141,7 +141,7 @@ def _headline(facts: Facts, title: str) -> str:
     updates = facts.steps[-1]["updates"] if facts.steps else 0
     total = data["max_train_steps"] if data else "?"
     if facts.result:
-        state = paragraph(f"Finished: {facts.result.get('updates', updates)} steps.", "good")
+        state = paragraph(f"Finished: {count_text(facts.result.get('updates') or updates, 'step')}.", "good")
     elif said and said["type"] == "error":
         state = paragraph(f"Ended at step {updates} of {total}: {said['what']}", "bad") + paragraph(said["fix"], "soft")
     elif hung:
@@ -152,7 +152,7 @@ def _headline(facts: Facts, title: str) -> str:
     if facts.recipe:
         model, lora = facts.recipe.model, facts.recipe.lora
         about = f"{lora.title} of {lora.size}, for {model.name_or_path}"
-        about += f", from {data['samples']} samples" if data else ""
+        about += f", from {count_text(data['samples'], 'sample')}" if data else ""
     return header(title, paragraph(about, "soft") if about else "", state) + _usage(facts)
 
 
@@ -369,7 +369,10 @@ def _data(facts: Facts) -> str:
     buckets = sorted(data["buckets"].items(), key=lambda pair: -pair[1])
     return section(
         "Data",
-        paragraph(f"{data['samples']} samples, {data['steps_per_epoch']} steps an epoch, {len(aside)} set aside."),
+        paragraph(
+            f"{count_text(data['samples'], 'sample')}, {count_text(data['steps_per_epoch'], 'step')} an epoch, "
+            f"{len(aside)} set aside."
+        ),
         *(paragraph(notice) for notice in data["notices"]),
         "<h3>Set aside</h3>" + table(("sample", "why", "what to do"), aside) if aside else "",
         "<h3>Buckets</h3>" + table(("size", "samples"), buckets),

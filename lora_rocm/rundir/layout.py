@@ -226,7 +226,9 @@ class RunDir:
 
     def checkpoint_loras(self) -> list[tuple[int, Path]]:
         """(updates, file) of every LoRA file beside the checkpoints, oldest first."""
-        found = [(LORA_NAME.fullmatch(path.name), path) for path in self.checkpoints.glob("lora-step*")]
+        if not self.checkpoints.is_dir():
+            return []
+        found = [(LORA_NAME.fullmatch(path.name), path) for path in self.checkpoints.iterdir()]
         return sorted((int(match.group(1)), path) for match, path in found if match)
 
     def samples_at(self, updates: int) -> Path:

@@ -153,6 +153,18 @@ def _fault(run_dir: RunDir, wanted: FileDigest) -> str:
     return "" if found == wanted else f"{wanted.path} is not what was written: it was damaged or changed."
 
 
+def faults_of_finished(run_dir: RunDir) -> list[str]:
+    """What a finished run lacks, as sentences; the content of its files is not read."""
+    result = read_result(run_dir)
+    if not result:
+        return [f"{run_dir.result.name} cannot be read, so what the run has written is not known."]
+    paths = [digest.path for digests in _exports(result).values() for digest in digests]
+    gone = [path for path in paths if not (run_dir.path / path).exists()]
+    return (
+        [f"{', '.join(gone)}: not there any more; --resume latest writes it from the last checkpoint."] if gone else []
+    )
+
+
 def result_files(run_dir: RunDir) -> list[Path]:
     """Files that a user may want from a run: LoRA files with the newest step last, then the report."""
     steps = [path for _, path in run_dir.checkpoint_loras()]

@@ -92,6 +92,8 @@ def _examine_adapter(
     trained = {name: skeletons[name] for name in adapted if recipe.trains(name)}
     model = LoadedModel(trained, dtype, torch.device("meta"))
     adapter = inject_hollow(family, model, recipe.lora)
+    if text := recipe.lora.unstarted_text(adapter.unstarted(recipe.lora)):
+        say(text)
     new_tokens.start(family, model, recipe.lora.new_tokens)
     if recipe.lora.init_from is not None:
         start_entries(family, model, recipe.lora, adapter, say)

@@ -95,7 +95,8 @@ def _wanted(recipe: Recipe, source: ResolvedSource, family: ModelFamily) -> _Wan
     ]
     encoders = [encoder.fingerprint for encoder in family.encoders()]
     base = [family.base_facts()["identity"], recipe.model.quantization, *encoders]
-    about = json.dumps([VERSION, base, asdict(requests[0])], sort_keys=True)
+    request = {name: value for name, value in asdict(requests[0]).items() if name != "mask"}  # there is none
+    about = json.dumps([VERSION, base, request], sort_keys=True)
     return _Wanted(Path(recipe.cache.dir) / FOLDER / hashlib.sha256(about.encode()).hexdigest()[:40], requests)
 
 

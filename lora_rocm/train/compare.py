@@ -20,7 +20,7 @@ from lora_rocm.adapters.lora_reader import read_for_model
 from lora_rocm.adapters.training_adapter import put_training_adapter
 from lora_rocm.device.precision import compute_dtype
 from lora_rocm.device.transfer import DeviceTransfer
-from lora_rocm.errors import DataError
+from lora_rocm.errors import AdapterError, DataError
 from lora_rocm.families.base import LoadedModel, ModelFamily, PreviewRequest, family_for
 from lora_rocm.families.objectives.loss import measured
 from lora_rocm.families.registry import PRODUCT, Registry
@@ -65,7 +65,7 @@ def compare(job: Job, registry: Registry = PRODUCT) -> None:
     adapter = inject(family, model, recipe.lora.as_written(), recipe.train.seed, CONTEXT.notice, resumed=True)
     training_adapter = put_training_adapter(family, model, recipe.model.training_adapter, CONTEXT.notice)
     tokens = recipe.lora.new_tokens
-    states = {updates: _state(family, model, adapter, Path(path), tokens) for updates, path in job["files"]}
+    states = _states(family, model, adapter, job["files"], tokens)
     new_tokens.start(family, model, tokens)
     send_model(model, transfer)
     family.fuse(model, triton=False)
@@ -96,6 +96,30 @@ def _prepared(recipe: Recipe, family: ModelFamily, encoding: Encoding) -> Prepar
         except DataError as error:
             CONTEXT.notice(f"No held-out losses: {error.what} ({error.where}) {error.fix}")
     return prepare(recipe, family, encoding, Facts({}, {}, {}))
+
+
+def _states(
+    family: ModelFamily,
+    model: LoadedModel,
+    adapter: Adapter,
+    files: Sequence[tuple[int, str]],
+    tokens: Sequence[NewToken],
+) -> dict[int, dict[str, Tensor]]:
+    """Number of updates -> trained tensors. A file that is damaged, or deleted since by the run, is left out and named.
+
+    Raises:
+        AdapterError: the first file's, if none can be read.
+    """
+    states, faults = dict[int, dict[str, Tensor]](), list[AdapterError]()
+    for updates, path in files:
+        try:
+            states[updates] = _state(family, model, adapter, Path(path), tokens)
+        except AdapterError as error:
+            faults.append(error)
+            CONTEXT.notice(f"Step {updates} is left out: {error.what} ({error.where})")
+    if faults and not states:
+        raise faults[0]
+    return states
 
 
 def _state(

@@ -13,7 +13,7 @@ from lora_rocm.export import writers
 from lora_rocm.export.metadata import Facts
 from lora_rocm.export.safetensors_writer import TensorFile
 from lora_rocm.families.base import ModelFamily
-from lora_rocm.foundation.units import size_text
+from lora_rocm.foundation.units import count_text, size_text
 from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.disk_space import Free, free_bytes, require, shortage
@@ -89,7 +89,7 @@ class Room:
         files_bytes = states * sizes.checkpoint_bytes + loras * sizes.lora_bytes + sizes.exports_bytes
         needed = files_bytes + self._images_bytes(updates)
         what = (
-            f"{loras} LoRA files of {size_text(sizes.lora_bytes)}, {states} checkpoints of "
+            f"{count_text(loras, 'LoRA file')} of {size_text(sizes.lora_bytes)}, {count_text(states, 'checkpoint')} of "
             f"{size_text(sizes.checkpoint_bytes)}, the result ({size_text(sizes.exports_bytes)}) and the previews"
         )
         told = "" if self._said else shortage(self.run_dir.path, needed, what, self.free)

@@ -23,7 +23,7 @@ from lora_rocm.device.torch_errors import settle, told
 from lora_rocm.errors import AdapterError, MachineError, StorageError, UserError
 from lora_rocm.export import writers
 from lora_rocm.export.metadata import Facts
-from lora_rocm.families.base import PreviewRequest, Tensors, family_for
+from lora_rocm.families.base import ModelFamily, PreviewRequest, Tensors, family_for
 from lora_rocm.families.detect import evidence
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.families.spec import FamilySpec
@@ -58,9 +58,10 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
     if tokens:
         names = ", ".join(token.token for token in tokens)
         emit(NoticeEvent(text=f"Prompts may have the new tokens {names}, whose embeddings are beside the LoRA."))
-    of_file = {TEXT_KEY: text_too, TOKENS_KEY: tokens}
-    recipe = recipe.model_copy(update={"lora": recipe.lora.model_copy(update=of_file)})
+    adapter = recipe.lora.model_copy(update={TEXT_KEY: text_too, TOKENS_KEY: tokens})
+    recipe = recipe.model_copy(update={"lora": adapter, "sample": recipe.sample.only(())})
     family = family_for(recipe)
+    require_mask_read(job, family)
     device, settings = start_device(recipe)
     # Encode the prompts, one encoder in memory at a time
     encoded: dict[str, Tensors] = {prompt: {} for prompt in (job["prompt"], job["negative_prompt"])}
@@ -90,6 +91,7 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
             job["seed"] + number,
             job["control_image"],
             job["sampler"] or "euler",
+            mask=job["mask"],
         )
         for number in range(job["num"])
     ]
@@ -185,10 +187,25 @@ def require_inputs_read(job: Job, recipe: Recipe) -> None:
     if job["negative_prompt"] and not recipe.spec.reads("sample.negative_prompt"):
         what = f"{title} reads no negative prompt."
         raise UserError("prompt-unused", what, where="--negative-prompt", fix="Leave it out.")
-    if job["control_image"] and not recipe.model.takes_control:
-        only = f" (only with {recipe.model.for_control})" if recipe.model.for_control else ""
-        what = f"{title} takes no control images{only}."
-        raise UserError("control-unused", what, where="--control-image", fix="Leave it out.")
+    model = recipe.model
+    if job["mask"] and not model.may_inpaint:
+        raise UserError("control-unused", f"{title} takes no masks.", where="--mask", fix="Leave it out.")
+    if job["control_image"] and not model.takes_control and not job["mask"]:
+        with_mask = "with --mask, of a base for inpainting" if model.may_inpaint else ""
+        only = f" (only {with_mask or f'with {model.for_control}'})" if with_mask or model.for_control else ""
+        what, fix = f"{title} takes no control images{only}.", "Leave it out."
+        raise UserError("control-unused", what, where="--control-image", fix=fix)
+
+
+def require_mask_read(job: Job, family: ModelFamily) -> None:
+    """Refuse a mask for a base that is none for inpainting.
+
+    Raises:
+        UserError: control-unused.
+    """
+    if job["mask"] and not family.inpaints:
+        what = "This base is none for inpainting, so it reads no mask."
+        raise UserError("control-unused", what, where="--mask", fix="Leave --mask and --control-image out.")
 
 
 def sides_of(job: Job, recipe: Recipe) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from lora_rocm.device.encoder_speed import first_time
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import DataError, ResumeError
 from lora_rocm.families.base import ModelFamily, family_for
+from lora_rocm.foundation.units import count_text
 from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.loader.batches import BatchPlan, Prepared, open_workers, prepare
@@ -97,8 +98,8 @@ def train(start: StartContext) -> tuple[bool, int]:
     finished = position.updates >= data.max_train_steps  # only the result is missing
     if position.updates > data.max_train_steps:
         start.context.notice(
-            f"The checkpoint is of step {position.updates}, beyond the {data.max_train_steps} steps of the recipe: "
-            "the result is that of the checkpoint."
+            f"The checkpoint is of step {position.updates}, beyond the "
+            f"{count_text(data.max_train_steps, 'step')} of the recipe: the result is that of the checkpoint."
         )
     if finished:
         data.workers.close()
@@ -144,6 +145,8 @@ def load(start: StartContext, family: ModelFamily, data: Data) -> tuple[Artifact
     transfer = transfer_of(start)
     memory = choose_memory(start, family, data.prepared.facts.bucket_counts)
     model, adapter, training_adapter, triton = load_model(start, family, transfer, memory)
+    if checkpoint is None and (text := recipe.lora.unstarted_text(adapter.unstarted(recipe.lora))):
+        start.context.notice(text)
     start_from_inputs(start, family, model, adapter, transfer, data, memory.parts)
     groups = adapter.groups(recipe.optim, recipe.lora)
     weights = adapter.flatten(start.dtype, WEIGHT_DTYPES[recipe.lora.weight_dtype], groups)

@@ -33,7 +33,6 @@ def requests_of(recipe: Recipe) -> list[PreviewRequest]:
     """
     sample = recipe.sample
     width, height = recipe.preview_size
-    controls = sample.control_images or ("",)
     return [
         PreviewRequest(
             prompt=preview.prompt,
@@ -43,7 +42,8 @@ def requests_of(recipe: Recipe) -> list[PreviewRequest]:
             steps=preview.steps or sample.steps,
             guidance_scale=preview.guidance_scale or recipe.spec.guidance,
             seed=image + (sample.seed + number * sample.images_per_prompt if preview.seed is None else preview.seed),
-            control=controls[min(number, len(controls) - 1)],
+            control=preview.control_image or "",
+            mask=preview.mask or "",
             sampler=preview.sampler or sample.sampler,
             lora_scale=sample.lora_scale if preview.lora_scale is None else preview.lora_scale,
         )

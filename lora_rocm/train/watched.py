@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lora_rocm.families.base import ModelFamily, family_for
+from lora_rocm.foundation.units import count_text
 from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.loader.batches import Prepared, open_workers, prepare
 from lora_rocm.loader.worker_pool import Workers
@@ -30,7 +31,8 @@ def prepare_watched(recipe: Recipe, encoding: Encoding) -> Watched | None:
         return None
     family = family_for(watching)
     prepared = prepare(watching, family, replace(encoding, more=()))
-    context.notice(f"{len(prepared.held_out)} samples of data.watched are not trained on; their loss is watched.")
+    samples = count_text(len(prepared.held_out), "sample")
+    context.notice(f"The loss of data.watched is watched: {samples}, not trained on.")
     for problem in prepared.set_aside:
         context.notice(f"data.watched, set aside: {problem.where}: {problem.what} {problem.fix}".rstrip())
     runtime = recipe.runtime.model_copy(update={"workers": 0})

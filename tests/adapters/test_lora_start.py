@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -147,6 +148,25 @@ def test_steps_are_those_of_peft(how: str) -> None:
     torch.testing.assert_close(base.weight + entry.update(), expected, rtol=1e-3, atol=1e-4)
     assert float(entry.update().abs().max().detach()) > 1e-2, "it was trained"
     assert torch.equal(layer.get_base_layer().weight, base.weight), "the base stays"
+
+
+@pytest.mark.parametrize(
+    ("init", "count"), [("default", 0), ("gaussian", 0), ("orthogonal", 0), ("pissa", 3), ("olora", 3), ("eva", 1)]
+)
+def test_layers_with_fewer_numbers_than_ranks_are_counted(init: str, count: int) -> None:
+    """Eva reads the inputs of linear layers alone; a convolution has its whole window as inputs."""
+    layers = {"few_inputs": nn.Linear(3, 9), "few_outputs": nn.Linear(9, 3), "both": nn.Linear(4, 4)}
+    root = nn.ModuleDict({**layers, "convolution": nn.Conv2d(2, 3, 3)})
+    LoraAdapter.put(root, LoraConfig(r=4, target_modules=[*root]))
+    modules = {name: ("root", name, layer) for name, layer in root.items()}
+    adapter: Any = SimpleNamespace(modules=modules, trained=LoraAdapter.trained)
+    for name in ("narrow", "linear_downs"):
+        setattr(adapter, name, MethodType(getattr(LoraAdapter, name), adapter))
+    section = LoraSection(rank=4, init=init)  # type: ignore[arg-type]
+    assert LoraAdapter.unstarted(adapter, section) == count
+    text = section.unstarted_text(count)
+    assert not count or f"lora.init: {init} fills only a part" in text and f"of {count} adapted layer" in text
+    assert bool(text) == bool(count)
 
 
 def test_layers_narrower_than_the_rank_keep_trainable_ranks() -> None:

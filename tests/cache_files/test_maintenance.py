@@ -341,7 +341,7 @@ def test_stats(tmp_path: Path) -> None:
     (tmp_path / "latents" / "ab" / "x.safetensors").write_bytes(b"x" * 2048)
     (tmp_path / "weights.json").write_bytes(b"{}")
     text = maintenance.stats(tmp_path)
-    assert "latents: 1 files, 2.0 KiB" in text and "(top): 1 files, 2 B" in text
+    assert "latents: 1 file, 2.0 KiB" in text and "(top): 1 file, 2 B" in text
 
 
 def test_one_entry_at_a_time_is_in_memory(tmp_path: Path) -> None:

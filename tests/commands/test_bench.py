@@ -239,7 +239,7 @@ def test_a_number_of_workers_that_ends_the_child_is_not_recommended(child: Any, 
     child(crashed, [{**CPU, "images": 24}, reads(1, "images", 0, 1000.0)])
     bench_loader(tmp_path)
     text = capsys.readouterr().out
-    assert "cache with 1 workers: ended the process" in text and "Nothing could be read from the cache." in text
+    assert "cache with 1 worker: ended the process" in text and "Nothing could be read from the cache." in text
 
 
 @pytest.fixture

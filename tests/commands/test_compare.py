@@ -51,11 +51,16 @@ def test_a_run_is_compared_and_its_losses_are_those_of_training(program: Program
     assert program("compare", "run", "--most", "1").code == 0
     html = run_dir.comparison.read_text(encoding="utf-8")
     assert "step 4" in html and "step 2" not in html and "<img" not in html
-    # Held-out images that are gone do not prevent the images of the LoRA
+    # Neither held-out images that are gone nor a damaged file prevent the images of the others; the page says so
+    (_, first), _ = run_dir.checkpoint_loras()
+    first.write_bytes(first.read_bytes()[:300])
     for path in (tmp_path / "pics").iterdir():
         path.unlink()
-    said = program("compare", "run", "--prompt", "a cat", "--most", "1")
+    said = program("compare", "run", "--prompt", "a cat")
     assert said.code == 0 and "No held-out losses" in said.out
+    html = run_dir.comparison.read_text(encoding="utf-8")
+    assert "<p>No held-out losses" in html and "cannot be used any more" in html and html.count("<img") == 2
+    assert "<p>Step 2 is left out: " in html and "<td>step 2" not in html and "<h1>run</h1>" in html
 
 
 def test_a_run_with_nothing_to_compare_is_refused(program: Program, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from lora_rocm.commands.inspect_file import inspect, inspect_text
 from lora_rocm.errors import ModelError
 from lora_rocm.model_files.models import model_of
+from lora_rocm.model_files.readers import readers_of
 from tests.command_line import command_line
 
 ATTENTION = "down_blocks_1_attentions_0_transformer_blocks_{}_attn2_to_k"
@@ -45,7 +46,7 @@ def test_a_lora(tmp_path: Path) -> None:
     assert adapter["readers"] == {"diffusers": "reads it", "comfyui": "reads it", "kohya": "read it"}
     assert found["metadata"] == {"ss_steps": "400", "tags": 2, "frequent_tags": ["cat", "sitting"]}
     text = inspect_text(found)
-    for words in ("rank 4 (2), 8 (1)", "alpha 2 to 4, missing in 1 modules", "lora.init_from", "model.family: sdxl"):
+    for words in ("rank 4 (2), 8 (1)", "alpha 2 to 4, missing in 1 module", "lora.init_from", "model.family: sdxl"):
         assert words in text
 
 
@@ -130,6 +131,26 @@ def test_folders(tmp_path: Path) -> None:
     assert str(around / "model") in caught.value.fix and str(file) in caught.value.fix
 
 
+def test_the_peft_folder_of_an_image_model_says_as_much_as_its_export(tmp_path: Path) -> None:
+    """Also of a text encoder, whose names are those of many models."""
+    attention = "down_blocks.1.attentions.0.transformer_blocks.0.attn2.to_k"
+    modules = {"unet": attention, "text_encoder": "text_model.encoder.layers.0.mlp.fc1"}
+    for component, module in modules.items():
+        (tmp_path / component).mkdir()
+        tensors = {f"base_model.model.{module}.lora_{factor}.weight": torch.zeros(4, 2048) for factor in "AB"}
+        save_file(tensors, tmp_path / component / "adapter_model.safetensors")
+        (tmp_path / component / "adapter_config.json").write_text('{"lora_alpha": 4}', encoding="utf-8")
+    found = inspect(tmp_path)
+    assert found["families"] == ["sdxl"]
+    row = readers_of(["base_model.model.x.lora_A.weight"], ["sdxl"])
+    assert row is not None
+    for component in modules:
+        adapter = found["adapters"][component]
+        assert adapter["readers"] == row.told and adapter["ranks"] == {"4": 1} and adapter["alpha"]["min"] == 4
+    text = inspect_text(found)
+    assert text.count("ComfyUI: reads nothing of it") == 2 and text.count("rank 4 (1)") == 2
+
+
 def test_folders_of_peft_adapters_and_of_transformers(tmp_path: Path) -> None:
     """The peft folder of a run, with one component and with two, and a model in two files of weights."""
     folder = tmp_path / "run" / "peft" / "model"
@@ -142,6 +163,7 @@ def test_folders_of_peft_adapters_and_of_transformers(tmp_path: Path) -> None:
         found = inspect(path)
         assert (found["title"], found["trainable"]) == ("a LoRA for language models", ["causal-lm"])
         assert found["adapter"]["alpha"] == {"min": 8, "max": 8, "missing": 0}
+    assert found["adapter"]["readers"]["vllm"] == found["adapter"]["readers"]["peft"] == "reads it"
     (folder.parents[1] / "recipe.yaml").touch()
     (folder.parents[1] / "events.jsonl").touch()
     assert inspect(folder.parents[1])["title"].startswith("a run directory of lora-rocm (peft)")

@@ -94,6 +94,10 @@ def test_a_rank_that_is_larger_than_layers_is_told(write: Any, child: Any, capsy
     child["footprint"]["narrow_layers"] = 7
     assert command.plan(write(), (), card="80GB", as_json=False) == 0
     assert "7 adapted layers have fewer inputs or outputs than lora.rank" in capsys.readouterr().out
+    for count in (0, 5):
+        child["footprint"]["unstarted_layers"] = count
+        assert command.plan(write(), ("lora.init=pissa",), card="80GB", as_json=False) == 0
+        assert ("a part of the ranks of 5 adapted layers" in capsys.readouterr().out) == bool(count)
 
 
 def test_the_rounding_of_a_quantised_base_is_named(write: Any, child: Any, capsys: Any) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from lora_rocm.commands import sample_export
 from lora_rocm.errors import AdapterError, MachineError, UserError
@@ -67,6 +68,7 @@ def test_sample_of_a_run(jobs: list[dict[str, Any]], tmp_path: Path, capsys: pyt
             "config": None,
             "family": None,
             "control_image": "",
+            "mask": "",
             "prompt": "ü",
             "seed": 3,
         }
@@ -82,10 +84,20 @@ def test_sample_of_a_file(jobs: list[dict[str, Any]], tmp_path: Path) -> None:
     sample_export.sample(Path("lora.safetensors"), output=Path("out"), base="base", config=Path("c"), prompt="x")
     assert jobs[0]["source"] == str(tmp_path / "lora.safetensors") and jobs[0]["output"] == str(tmp_path / "out")
     assert jobs[0]["base"] == str(tmp_path / "base") and jobs[0]["config"] == str(tmp_path / "c")
-    Path("c.png").touch()
+    Image.new("RGB", (30, 20)).save("c.png")
+    Image.new("L", (15, 10)).save("m.png")
     asked: dict[str, Any] = {"config": None, "control_image": Path("c.png"), "prompt": "x"}
     sample_export.sample(Path("lora.safetensors"), output=None, base="some/hub-id", **asked)
-    assert jobs[1]["control_image"] == str(tmp_path / "c.png")
+    assert jobs[1]["control_image"] == str(tmp_path / "c.png") and jobs[1]["mask"] == ""
+    sample_export.sample(Path("lora.safetensors"), output=None, base="some/hub-id", mask=Path("m.png"), **asked)
+    assert jobs[2]["mask"] == str(tmp_path / "m.png")
+    Image.new("L", (20, 20)).save("m.png")
+    with pytest.raises(UserError, match="20x20, and the image is 30x20") as caught:
+        sample_export.sample(Path("lora.safetensors"), output=None, base="x", mask=Path("m.png"), **asked)
+    assert caught.value.where == "--mask m.png"
+    Path("c.png").write_bytes(b"")
+    with pytest.raises(UserError, match="cannot be read"):
+        sample_export.sample(Path("lora.safetensors"), output=None, base="x", **asked)
     assert jobs[1]["base"] == "some/hub-id" and jobs[1]["output"] == str(tmp_path / "samples")
 
 
@@ -98,6 +110,8 @@ def test_sample_of_a_file(jobs: list[dict[str, Any]], tmp_path: Path) -> None:
         ({"negative_prompt": "\udcff"}, "--negative-prompt"),
         ({"config": Path("c")}, "--config c"),
         ({"control_image": Path("c.png")}, "--control-image c.png"),
+        ({"mask": Path("m.png")}, "--mask m.png"),
+        ({"mask": Path("lora.safetensors")}, "Give --control-image too."),
         ({"output": Path("lora.safetensors")}, "--output lora.safetensors"),
     ],
 )
@@ -220,7 +234,34 @@ def test_an_output_of_the_wrong_kind(jobs: list[dict[str, Any]], tmp_path: Path,
     with pytest.raises(UserError, match=f"There is a {there}, and the {form} form is a") as caught:
         sample_export.export(Path("run"), form, output=Path(there), dtype=None)
     assert caught.value.exit_code == 2 and jobs == []
-    sample_export.export(Path("run"), form, output=Path("folder" if form == "peft" else "file"), dtype=None)
+    right = Path("folder" if form == "peft" else "file.safetensors")
+    right.touch()
+    sample_export.export(Path("run"), form, output=right, dtype=None)
+    assert len(jobs) == 1
+
+
+@pytest.mark.parametrize(
+    ("form", "name", "right"),
+    [
+        ("kohya", "my.v2", "my.v2.safetensors"),
+        ("diffusers", "my.ckpt", "my.safetensors"),
+        ("gguf", "my.safetensors", "my.gguf"),
+        ("peft", "my.safetensors", "my"),
+    ],
+)
+def test_an_output_whose_name_other_programs_would_not_know(
+    jobs: list[dict[str, Any]], tmp_path: Path, form: str, name: str, right: str
+) -> None:
+    if form == "gguf":
+        text_run(tmp_path / "run")
+    else:
+        write_whole_run(RunDir(tmp_path / "run"))
+    asked: dict[str, Any] = {"dtype": None, "converter": Path("script") if form == "gguf" else None}
+    Path("script").touch()
+    with pytest.raises(UserError) as caught:
+        sample_export.export(Path("run"), form, output=Path("out", name), **asked)
+    assert caught.value.fix == f"Give --output {Path('out', right)}." and jobs == []
+    sample_export.export(Path("run"), form, output=Path("out", right), **asked)
     assert len(jobs) == 1
 
 

@@ -9,8 +9,10 @@ import pytest
 from lora_rocm.commands.status import status, status_text
 from lora_rocm.errors import UserError
 from lora_rocm.families.registry import PRODUCT
+from lora_rocm.foundation.files import write_json
 from lora_rocm.rundir.events import EventWriter
 from lora_rocm.rundir.layout import RunDir
+from lora_rocm.rundir.results import FileDigest
 from lora_rocm.supervisor.lock import locked
 from lora_rocm.supervisor.resume import open_recipe, open_run
 from tests.supervisor.fake_run import (
@@ -94,6 +96,21 @@ def test_finished(tmp_path: Path) -> None:
     run_dir.events().unlink()
     run_dir.events("supervisor").unlink(missing_ok=True)
     assert "its events are gone or damaged" in status_text(status(run_dir))
+
+
+def test_what_is_gone_or_damaged_is_said(tmp_path: Path, run_dir: RunDir) -> None:
+    assert status(run_dir)["remarks"] == []
+    run_dir.events().write_bytes(b"\xff" * 300)
+    assert status(run_dir)["state"] == "prepared" and "events are gone or damaged" in status_text(status(run_dir))
+    finished = RunDir(tmp_path / "finished")
+    write_whole_run(finished)
+    whole = FileDigest.of("lora.safetensors", b"").to_json()
+    write_json(finished.result, {"updates": 40, "exports": [{"format": "kohya", "files": [whole]}]})
+    assert status(finished)["remarks"] == []
+    finished.lora.unlink()
+    assert "lora.safetensors: not there any more; --resume latest" in status_text(status(finished))
+    finished.result.write_bytes(b"{")
+    assert "result.json cannot be read" in status_text(status(finished))
 
 
 def supervise(run_dir: RunDir, *events: tuple[str, dict[str, object]]) -> None:

@@ -18,8 +18,8 @@ from tests.crash.lab import EXIT, HALF, KILLED, PASSING, VANISH, Call, Ended, La
 WRITES = ("write", "writev", "pwrite")
 WORDS = {
     "ENOSPC": "The disk is full",
-    "EROFS": "Cannot write here",
-    "EACCES": "Cannot write here",
+    "EROFS": "not permitted here",
+    "EACCES": "not permitted here",
     "EIO": "Reading or writing failed: Input/output error",
     "ESTALE": "not there any more",
     "gone": "not there any more",

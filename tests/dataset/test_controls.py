@@ -7,8 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from lora_rocm.dataset.controls import Controls
+from lora_rocm.dataset.preview_images import require_preview_images
 from lora_rocm.dataset.scan import Scan, scan
 from lora_rocm.errors import DataError, RecipeError
 from lora_rocm.recipe.load import load_recipe
@@ -118,6 +120,61 @@ def test_other_variants_and_families_take_none(tmp_path: Path, text: str, place:
             load_recipe(tmp_path / "r.yaml")
         (problem,) = caught.value.problems
         assert problem.where.endswith(place) and "takes no control images" in problem.what and fix in problem.fix
+
+
+INPAINT = "model: {family: sdxl, name_or_path: x}\ntrain: {epochs: 1}\ndata: {path: a}\nsample:\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "words"),
+    [
+        ("  prompts: [a]\n  control_images: [i]", "r.yaml:6 sample.control_images[0]", "with a mask"),
+        ("  prompts: [a]\n  masks: [m]", "r.yaml:6 sample.masks[0]", "has no image"),
+        ("  prompts:\n  - a\n  - {prompt: b, mask: m}", "r.yaml:7 sample.prompts[1].mask", "has no image"),
+        (
+            "  prompts:\n  - {prompt: b, mask: m, control_image: i}\n  control_prompts: [c]\n  control_images: [i]",
+            "r.yaml:8 sample.control_images[0]",
+            "with a mask",
+        ),
+    ],
+)
+def test_previews_of_inpainting_bases_need_image_and_mask(tmp_path: Path, text: str, place: str, words: str) -> None:
+    (tmp_path / "r.yaml").write_text(INPAINT + text, encoding="utf-8")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(tmp_path / "r.yaml")
+    (problem,) = caught.value.problems
+    assert problem.where.endswith(place) and words in problem.what
+    with pytest.raises(RecipeError, match=r"takes no masks|Extra|Remove it"):
+        load_recipe(tmp_path / "r.yaml", ["model.family=flux", "model.variant=kontext", "sample.masks=[m]"])
+
+
+def test_images_of_previews_are_looked_at_before_anything_is_encoded(tmp_path: Path) -> None:
+    """Each prompt has the images at its place, the last ones are for all others, and its own come first."""
+    names = [tmp_path / f"{name}.png" for name in ("i", "j", "m", "n")]
+    for name, size in zip(names, [(30, 20), (40, 40), (15, 10), (20, 20)], strict=True):
+        Image.new("L", size).save(name)
+    i, j, m, n = map(str, names)
+    text = f"  prompts:\n  - a\n  - {{prompt: b, control_image: {j}, mask: {n}}}\n  - c\n"
+    (tmp_path / "r.yaml").write_text(f"{INPAINT}{text}  control_images: [{i}]\n  masks: [{m}]\n", encoding="utf-8")
+    loaded = load_recipe(tmp_path / "r.yaml")
+    require_preview_images(loaded)
+    assert [(each.control_image, each.mask) for _, _, each in loaded.recipe.sample.numbered()] == [
+        (i, m),
+        (j, n),
+        (i, m),
+    ]
+    Image.new("L", (15, 11)).save(names[2])  # within a pixel of rounding of the proportions
+    require_preview_images(loaded)
+    Image.new("L", (10, 15)).save(names[2])
+    Path(j).write_bytes(b"no image")
+    with pytest.raises(RecipeError) as caught:
+        require_preview_images(loaded)
+    wide, broken = caught.value.problems
+    assert wide.where.endswith("r.yaml:10 sample.masks[0]") and "10x15, and the image is 30x20" in wide.what
+    assert broken.where.endswith("r.yaml:7 sample.prompts[1].control_image") and "cannot be read" in broken.what
+    names[3].unlink()
+    with pytest.raises(RecipeError, match=r"r\.yaml:7 sample\.prompts\[1\]\.mask: there is no file"):
+        loaded.require_files()
 
 
 def test_control_images_beside_the_images(images: Path, make: SimpleNamespace) -> None:

@@ -113,7 +113,7 @@ def test_what_is_no_dataset(tmp_path: Path) -> None:
     for name, code in (
         ("a.csv", "dataset-kind"),
         ("bad.parquet", "dataset-unreadable"),
-        ("empty.parquet", "dataset-unreadable"),  # the library cannot, and says so with an error of its own
+        ("empty.parquet", "dataset-empty"),
         ("nowhere", "dataset-missing"),
         ("nowhere.parquet", "dataset-missing"),
     ):

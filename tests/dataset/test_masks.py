@@ -47,7 +47,7 @@ def test_a_mask_belongs_to_the_image_with_its_path(images: Path, make: SimpleNam
     assert [sample.key for sample in found.samples] == ["a.png", "b.png", "sub/c.png"] and not found.set_aside
     masks = Masks(found.samples[0].options, 0)
     assert [masks.of(sample) for sample in found.samples] == [a, None, c]
-    assert "2 of 3 images have a mask" in notices(found)
+    assert "Images with a mask: 2 of 3" in notices(found)
     assert "1 image has none and is trained on whole: b.png." in notices(found)
     assert "1 mask has no image of the same name: c.png." in notices(found)
     assert not found.lasting, "what is kept of a large dataset knows nothing of the files of masks"
@@ -59,7 +59,7 @@ def test_masks_in_linked_folders_are_found_and_circles_end(images: Path, make: S
     (tmp_path / "masks" / "sub").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
     (tmp_path / "elsewhere" / "round").symlink_to(tmp_path / "masks", target_is_directory=True)
     found = scanned(make, images, tmp_path / "masks")
-    assert "1 of 3 images have a mask" in notices(found) and "2 images have none" in notices(found)
+    assert "Images with a mask: 1 of 3" in notices(found) and "2 images have none" in notices(found)
 
 
 def test_two_masks_of_one_image_are_reported(images: Path, make: SimpleNamespace, tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_masks_in_the_image_folder_are_not_trained_on(name: str, images: Path, m
         mask(images / name / f"{stem}.png")
     found = scanned(make, images, images / name)
     assert [sample.key for sample in found.samples] == ["a.png", "b.png", "sub/c.png"]
-    assert "3 of 3 images have a mask" in notices(found) and "not used" not in notices(found)
+    assert "Images with a mask: 3 of 3" in notices(found) and "not used" not in notices(found)
     assert "1 mask has no image of the same name: lonely.png." in notices(found)
     assert "trained on as usual" not in notices(found)
 
@@ -114,14 +114,14 @@ def test_an_unreadable_mask_sets_its_image_aside(images: Path, make: SimpleNames
 
 def test_a_folder_that_has_no_mask_of_any_image_is_refused(images: Path, make: SimpleNamespace, tmp_path: Path) -> None:
     mask(tmp_path / "masks" / "other.png")
-    with pytest.raises(DataError, match="None of the 3 images has a mask") as caught:
+    with pytest.raises(DataError, match="Of 3 images none has a mask") as caught:
         scanned(make, images, tmp_path / "masks")
     assert caught.value.code == "masks-missing"
     with pytest.raises(DataError, match="cannot be read"):
         scanned(make, images, tmp_path / "nowhere")
     with pytest.raises(DataError, match="the folder of the images themselves"):
         scanned(make, images, images)
-    with pytest.raises(DataError, match="None of the 3 images has a mask"):
+    with pytest.raises(DataError, match="Of 3 images none has a mask"):
         scanned(make, images, alpha_mask=True)
 
 
@@ -129,7 +129,7 @@ def test_the_alpha_channel_is_a_mask_where_the_recipe_says_so(images: Path, make
     Image.new("RGBA", (96, 64), (9, 9, 9, 128)).save(images / "a.png")
     assert "mask" not in notices(scanned(make, images)), "alpha is never used silently"
     found = scanned(make, images, alpha_mask=True)
-    assert "1 of 3 images have a mask" in notices(found) and "2 images have none" in notices(found)
+    assert "Images with a mask: 1 of 3" in notices(found) and "2 images have none" in notices(found)
 
 
 def test_what_a_mask_file_says(tmp_path: Path) -> None:
@@ -215,11 +215,11 @@ def test_masks_beside_the_images_are_used_where_the_recipe_says_so(images: Path,
     assert [sample.key for sample in found.samples] == ["a.png", "b.png", "sub/c.png"] and found.lasting
     masks = Masks(found.samples[0].options, 0)
     assert [masks.of(sample) for sample in found.samples] == made[:3]
-    assert "3 of 3 images have a mask" in notices(found) and "not used" not in notices(found)
+    assert "Images with a mask: 3 of 3" in notices(found) and "not used" not in notices(found)
     assert "1 mask has no image of the same name: x-masklabel.png." in notices(found)
     for path in made:
         path.unlink()
     mask(images / "masks" / "venice.png")
-    with pytest.raises(DataError, match="None of the 4 images has a mask") as caught:
+    with pytest.raises(DataError, match="Of 4 images none has a mask") as caught:
         scanned(make, images, "beside")
     assert "NAME-masklabel.png" in caught.value.fix

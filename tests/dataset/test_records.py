@@ -28,6 +28,7 @@ SAME: list[tuple[dict[str, Any], object]] = [
     ({"prompt": "2+2=", "completion": "4"}, Completion("2+2=", "4")),
     ({"text": "2+2=4"}, "2+2=4"),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": "2+2?"}]}, ANSWER]}, CHAT),
+    ({"messages": [ASK, {**ANSWER, "content": [{"type": "text", "text": text} for text in ("4", None)]}]}, CHAT),
 ]
 
 
@@ -57,7 +58,12 @@ def test_a_plain_text_stays_itself_even_if_it_looks_like_a_record() -> None:
         ({"question": "2+2?", "answer": "4"}, "Its columns are question, answer"),
         ({"messages": [ASK]}, "No message has the role assistant"),
         ({"messages": [ASK, {**ANSWER, "content": " "}]}, r"Message 2 \(assistant\) is empty"),
-        ({"messages": "hello"}, "no list of messages"),
+        ({"messages": "hello"}, "The column messages is no list of messages"),
+        ({"messages": None}, "The column messages is empty"),
+        ({"conversations": [1]}, "The column conversations is no list of messages"),
+        ({"prompt": "a", "completion": None}, "The completion is empty"),
+        ({"prompt": None, "completion": [ANSWER]}, "The prompt is empty"),
+        ({"messages": [{**ASK, "content": [{"type": "text", "text": 3}]}, ANSWER]}, "something else than text"),
         ({"messages": [{"content": "a"}]}, "has no role"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}, ANSWER]}, "more than text"),
         ({"prompt": "2+2=", "completion": ""}, "The completion is empty"),
@@ -93,6 +99,7 @@ PAIRS: list[tuple[dict[str, Any], Pair]] = [
     ({"chosen": [ASK, YES], "rejected": [ASK, NO]}, TALK),
     ({"prompt": ASK["content"], "chosen": [ASK, YES], "rejected": [ASK, NO], "score": 3}, TALK),
     ({"prompt": ASK["content"], "chosen": [YES], "rejected": [NO]}, TALK),
+    ({"prompt": [ASK], "chosen": [ASK, YES], "rejected": [ASK, NO]}, TALK),
 ]
 
 
@@ -114,7 +121,9 @@ OTHER = {"role": "user", "content": "3+3?"}
         ({"chosen": "ab", "rejected": "ab"}, "are the same"),
         ({"chosen": [ASK, YES], "rejected": [ASK, YES]}, "are the same"),
         ({"prompt": "a", "chosen": "b", "rejected": " "}, "The rejected answer is empty"),
-        ({"prompt": "a", "chosen": None, "rejected": None}, "no list of messages"),
+        ({"prompt": "a", "chosen": None, "rejected": None}, "The chosen answer is empty"),
+        ({"prompt": "a", "chosen": "b", "rejected": ["c"]}, "The rejected answer is no list of messages"),
+        ({"prompt": ["a"], "chosen": "b", "rejected": "c"}, "The prompt is no list of messages"),
         ({"prompt": [ASK], "chosen": [YES], "rejected": []}, "The rejected answer is empty"),
         ({"prompt": [ASK], "chosen": [{**YES, "content": ""}], "rejected": [NO]}, "The chosen answer is empty"),
         ({"chosen": "Q: a A: b", "rejected": "Q: a A:"}, "both answers share, the rejected one is empty"),
@@ -231,11 +240,11 @@ def test_rows_that_fail_alike_say_their_remedy_once(tmp_path: Path) -> None:
     table = tmp_path / "pairs.jsonl"
     table.write_text('{"chosen": "a", "rejected": "b"}\n' * 2, encoding="utf-8")
     data = DataSection(sources=(DataSource(dataset=str(table)),))
-    with pytest.raises(DataError, match="None of the 2 texts") as caught:
+    with pytest.raises(DataError, match="Of 2 texts none") as caught:
         scan_texts(data)
     assert f"{table}:2: It is a pair of answers" in caught.value.where and "objective.loss: dpo" in caught.value.fix
     table.write_text('{"chosen": "a", "rejected": "b"}\n{"text": ""}\n', encoding="utf-8")
-    with pytest.raises(DataError, match="None of the 2 texts") as caught:
+    with pytest.raises(DataError, match="Of 2 texts none") as caught:
         scan_texts(data)
     assert caught.value.fix == "Repair the rows or files above."
 

@@ -12,6 +12,7 @@ from pyarrow import parquet
 
 from lora_rocm.dataset import scan as samples
 from lora_rocm.dataset.given import Given
+from lora_rocm.dataset.same_sizes import alike_squares
 from lora_rocm.dataset.scan import Scan, geometries, image_bytes, load_image, scan
 from lora_rocm.errors import DataError
 from lora_rocm.recipe.schema import DataSection
@@ -350,6 +351,25 @@ def test_each_image_is_there_at_each_resolution(tmp_path: Path, make: SimpleName
     assert notice.startswith(
         "2 images are too small for a resolution, and seen at the size of a smaller one again: 300 px"
     )
+
+
+def test_resolutions_that_are_too_close_are_named(tmp_path: Path, make: SimpleNamespace) -> None:
+    """Resolutions a step apart, and an image with other buckets at each of them, are the controls."""
+    sizes = [(200, 200), (190, 210), (300, 100), (70, 70)]
+    for number, size in enumerate(sizes):
+        make.image(tmp_path / f"{number}.png", *size, seed=number)
+    near = make.data(path=str(tmp_path), resolution=[96, 100], bucket_step=32)
+    close, small = geometries(scan(near).samples, near)[2][:2]
+    assert close.startswith("The resolutions 96 and 100 give 3 images the same size (96x96, 128x64), at which an")
+    assert "bucket_step (32) apart" in close and small.startswith("1 image is too small for a resolution")
+    same = "The resolutions 96 and 100 give a square image the same size (96x96),"
+    assert alike_squares(near) == [same + close[close.index(" at which") :]]
+    far = make.data(path=str(tmp_path), resolution=[64, 96, 128], bucket_step=32)
+    assert not [each for each in geometries(scan(far).samples, far)[2] if "resolutions" in each]
+    one = make.data(
+        path=None, sources=[{"path": "a", "resolution": 96}, {"path": "b", "resolution": 100}], bucket_step=32
+    )
+    assert alike_squares(far) == alike_squares(one) == []
 
 
 def test_a_source_has_resolutions_of_its_own(tmp_path: Path, make: SimpleNamespace) -> None:

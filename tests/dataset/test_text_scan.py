@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from lora_rocm.dataset import text_scan
 from lora_rocm.dataset.text_scan import scan_texts
@@ -86,7 +88,7 @@ def test_a_table_that_is_not_there_is_named(tmp_path: Path) -> None:
     [
         ('prompt,completion\na,b\nc,"d\ne,f\ng,h\n', 1, "t.csv:3", "never closed"),
         ('prompt,completion\na,b\nc,"d\ne"\n', 2, "", ""),
-        ("prompt,completion\na,b\nc,d, and more\n", 1, "t.csv:3", "more cells than"),
+        ("prompt,completion\na,b\nc,d, and more\n", 1, "t.csv:3", "It has 3 cells, and the table has 2 columns"),
         ("prompt,completion\na,b,\n", 1, "", ""),
     ],
 )
@@ -100,8 +102,46 @@ def test_rows_that_a_table_does_not_hold_are_named(
     assert told == ([(where, True)] if where else [])
 
 
-def test_a_table_in_utf16_is_named(tmp_path: Path) -> None:
-    (tmp_path / "t.csv").write_text("prompt,completion\na,b\n", encoding="utf-16")
-    with pytest.raises(DataError) as caught:
+@pytest.mark.parametrize(
+    ("table", "line", "words"),
+    [
+        ("prompt,completion\na,b\n".encode("utf-16"), 1, "not UTF-8"),
+        ("prompt,completion\na,b\n".encode("utf-16-le"), 1, "not UTF-8"),
+        ("prompt,größe\na,b\n".encode("latin-1"), 1, "not UTF-8"),
+        (b"\nprompt,completion,prompt\na,b,c\n", 2, "Two columns have the name prompt"),
+        (b"prompt;completion\na;b\n", 1, "separated by semicolons"),
+        (b"prompt\tcompletion\na\tb\n", 1, "separated by tabs"),
+        (b"prompt,completion\ra,b\r", 1, "carriage return"),
+        (b'prompt,completion\r\n"a\r\nb",c\r\nd\re,f\r\n', 4, "carriage return"),
+        (b"prompt,completion\na," + b"b" * (1 << 24) + b"\n", 2, "longer than 16 MiB"),
+    ],
+)
+def test_a_table_that_cannot_be_told_apart_into_cells_is_refused(
+    tmp_path: Path, table: bytes, line: int, words: str
+) -> None:
+    (tmp_path / "t.csv").write_bytes(table)
+    with pytest.raises(DataError, match=words) as caught:
         scan_texts(DataSection(sources=[{"dataset": str(tmp_path / "t.csv")}]))
-    assert "UTF-8" in str(caught.value)
+    assert caught.value.where.endswith(f"t.csv:{line}") and caught.value.fix
+
+
+def test_a_row_is_named_by_its_first_line(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_bytes(b'prompt,completion,\n\n"a\nb",c,\n\nd\n')
+    found = scan_texts(DataSection(sources=[{"dataset": str(tmp_path / "t.csv")}]))
+    assert [sample.key for sample in found.samples] == ["t.csv:3"]
+    (aside,) = found.set_aside
+    assert aside.where.endswith("t.csv:6") and aside.what == "It has 1 cell, and the table has 3 columns."
+
+
+def test_a_json_array_of_other_values_is_set_aside_by_row(tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_text('["hi", {"text": "a"}, null]')
+    found = scan_texts(DataSection(sources=[{"dataset": str(tmp_path / "t.json")}]))
+    assert len(found.samples) == 1
+    assert [aside.what for aside in found.set_aside] == ["It is no JSON object."] * 2
+
+
+@pytest.mark.parametrize(("name", "words"), [("t.tsv", r"not read from a \.tsv file"), ("t.parquet", "has no rows")])
+def test_a_file_without_rows_or_of_another_kind_is_named(tmp_path: Path, name: str, words: str) -> None:
+    parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), tmp_path / name)
+    with pytest.raises(DataError, match=words):
+        scan_texts(DataSection(sources=[{"dataset": str(tmp_path / name)}]))

@@ -22,7 +22,7 @@ def raiser(error: BaseException) -> int:
         ),
         (StorageError("c", "Disk full."), 3, "Disk full."),
         (KeyboardInterrupt(), 130, "Stopped."),
-        (PermissionError(13, "Permission denied", "/x"), 3, "Cannot write here"),
+        (PermissionError(13, "Permission denied", "/x"), 3, "not permitted here"),
         (OSError(28, "No space left", "/x"), 3, "The disk is full"),
     ],
 )

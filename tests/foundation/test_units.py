@@ -2,7 +2,7 @@
 
 import pytest
 
-from lora_rocm.foundation.units import number_text, rate_text, size_text, time_text
+from lora_rocm.foundation.units import count_text, number_text, rate_text, size_text, time_text
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,10 @@ from lora_rocm.foundation.units import number_text, rate_text, size_text, time_t
         (rate_text(0), "-"),
         (number_text(0.123456), "0.1235"),
         (number_text(None), "-"),
+        (count_text(1, "step"), "1 step"),
+        (count_text(0, "step"), "0 steps"),
+        (count_text(1, "entry", "entries"), "1 entry"),
+        (count_text(2, "entry", "entries"), "2 entries"),
     ],
 )
 def test_words(found: str, text: str) -> None:

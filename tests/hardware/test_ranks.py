@@ -81,7 +81,7 @@ def test_the_variable_reaches_every_process_and_no_single_one() -> None:
 @pytest.mark.parametrize(
     ("facts", "environ", "words"),
     [
-        (machine(CARD, APU), {}, ["3 GPUs are asked for, and 1", "0: card", "apu (integrated, left out)"]),
+        (machine(CARD, APU), {}, ["asks for 3 GPUs, and 1", "0: card", "apu (integrated, left out)"]),
         (machine(CARD, TWIN, OLD), {}, ["and 2 can be used", "--gpus 2"]),
         (machine(CARD, TWIN, APU), {"HIP_VISIBLE_DEVICES": "1"}, ["and 1 can", "HIP_VISIBLE_DEVICES=1 limits"]),
         (machine(APU), {}, ["and 1 can be used"]),

@@ -145,7 +145,7 @@ def test_half_as_many_and_in_the_end_none(orders: Orders, tmp_path: Path) -> Non
     given_up: list[str] = []
     found = read(Source("is killed", tmp_path), orders, said, given_up, workers=2)
     assert found == read(Source(), orders, []) and given_up == ["died"]  # not where one was left
-    assert ["going on with 1 workers" in text for text in said] == [True, False] and len(said) == 2
+    assert ["going on with 1 worker;" in text for text in said] == [True, False] and len(said) == 2
 
 
 def test_reading_that_forgets_its_position_gives_other_batches(orders: Orders, monkeypatch: pytest.MonkeyPatch) -> None:

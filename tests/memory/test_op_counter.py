@@ -93,3 +93,26 @@ def test_attention_called_by_keyword_is_counted_as_by_position(heads: int) -> No
         wanted = attend(query, full, full)
     assert found.shape == wanted.shape == query.shape
     assert by_keyword.tally.flops == by_position.tally.flops > 0
+
+
+def test_an_operation_on_the_same_shapes_again_counts_as_the_first_time() -> None:
+    """Also one whose result is the memory of its input, which its schema does not tell."""
+    tensor_MN = torch.ones(64, 128, device=META)
+    operations = [
+        lambda: torch.ops.aten._unsafe_view(tensor_MN, [128, 64]),
+        lambda: tensor_MN.t() + 1,
+        lambda: tensor_MN.to(torch.bfloat16),
+        lambda: torch.where(tensor_MN > 0, 1.0, tensor_MN[:, :1]),
+        lambda: tensor_MN @ tensor_MN.t(),
+    ]
+    for operation in operations:
+        with Ledger(iter([tensor_MN])) as ledger:
+            first, first_bytes, work = operation(), ledger.live_bytes, ledger.tally.now()
+            again = operation()
+        assert (first.shape, first.stride(), first.dtype) == (again.shape, again.stride(), again.dtype)
+        assert ledger.live_bytes == 2 * first_bytes and ledger.tally.minus(work) == work
+
+
+def test_numbers_on_the_processor_are_computed_each_time() -> None:
+    with Ledger(iter([])):
+        assert [(torch.full((2,), float(n)) + 1)[0].item() for n in range(3)] == [1, 2, 3]

@@ -45,6 +45,9 @@ def names(module: str, *, alpha: bool = False, down: str = "lora_A") -> list[str
     ("anima", "transformer.transformer_blocks.0.attn1.to_q", False, "reads it", "nothing"),
     ("krea2", "diffusion_model.transformer_blocks.0.attn.to_gate", False, "refuses", "reads it"),
     ("krea2", "base_model.model.blocks.0.attn.wq", False, "reads it", UNKNOWN),
+    ("sdxl", "base_model.model.mid_block.attentions.0.proj_in", False, "nothing", "nothing"),
+    ("z-image", "base_model.model.layers.0.attention.to_q", False, "nothing", "nothing"),
+    ("flux", "base_model.model.transformer_blocks.0.attn.to_q", False, "fails", "nothing"),
 ])  # fmt: skip
 def test_what_programs_do(family: str, module: str, alpha: bool, diffusers: str, comfyui: str) -> None:
     found = readers_of(names(module, alpha=alpha), [family])
@@ -73,6 +76,21 @@ def test_every_image_family_has_a_spelling_that_both_read() -> None:
     for family in IMAGE_FAMILIES:
         found = [readers_of(names(module), [family]) for module in modules]
         assert any(row is not None and row.diffusers == row.comfyui == "reads it" for row in found), family
+
+
+def test_who_reads_a_peft_folder_is_known_of_every_family() -> None:
+    for family in PRODUCT.names:
+        found = readers_of(names("base_model.model.layers.0.to_q"), [family])
+        assert found is not None and found.peft == "reads it", family
+
+
+@pytest.mark.parametrize(
+    ("rank", "told"), [(16, "reads it"), (17, "only if it is started with --max-lora-rank 32"), (513, "up to 512")]
+)
+def test_ranks_that_vllm_has_to_be_told(rank: int, told: str) -> None:
+    found = readers_of(names("base_model.model.model.layers.0.self_attn.q_proj"), ["causal-lm"])
+    assert found is not None and told in found.of_rank(rank).vllm
+    assert bool(found.of_rank(rank).cannot_read) == (rank > 16)
 
 
 def test_what_is_not_known_is_said_so() -> None:

@@ -41,9 +41,18 @@ def test_the_page_has_an_image_of_each_step_prompt_and_strength(tmp_path: Path) 
     for path in paths:
         Image.new("RGB", (8, 8)).save(path)
     rows = [Compared(0, {}, paths[:2]), Compared(10, {}, paths)]
-    html = comparison_page("zibu <x>", rows, ["a cat", "a dog"], [0.5, 1.0])
+    html = comparison_page("zibu <x>", rows, ["a cat", "ein Hündchen <script>"], [0.5, 1.0], ["Step 3 <left> out"])
+    assert "<script" not in html and "<p>Step 3 &lt;left&gt; out</p>" in html
+    assert html.count('alt="step 10: ein Hündchen &lt;script&gt;"') == 2 == html.count('alt="step 10: a cat"')
     assert html.count("<img") == 2 * 2 + 4 and html.count("data:image/png") == 8
     assert "Strength 0.5" in html and "Strength 1" in html and "without LoRA" in html and "zibu &lt;x&gt;" in html
     assert "data.validation_split" in html  # there are no losses, and it says how to get them
+    html = comparison_page("zibu", rows, ["a cat", "a dog"], [1.0], holds_out=True)
+    assert "cannot be used any more" in html and "data.validation_split" not in html
     html = comparison_page("zibu", [compared(0, 0.3, 0.2), compared(10, 0.1, 0.2)], [], [1.0])
-    assert "<svg" in html and "lowest after step 10" in html and "data.validation_split" not in html
+    assert (
+        "1 LoRA file of one run" in html
+        and "<svg" in html
+        and "lowest after step 10" in html
+        and "data.validation_split" not in html
+    )

@@ -116,5 +116,5 @@ def test_what_torchrun_has_to_be_told(here: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="one run directory"):
         launch.train("recipe.yaml", resume="latest")
     on(here, "linux-rx7900xtx")
-    with pytest.raises(UserError, match="2 GPUs are asked for"):
+    with pytest.raises(UserError, match="asks for 2 GPUs"):
         train(sets=["runtime.self_test=no"])

@@ -42,6 +42,15 @@ def test_a_folder(tiny_sdxl: Path) -> None:
     assert weighed(tiny_recipe(tiny_sdxl)).num_bytes == real_bytes(tiny_sdxl)
 
 
+def test_a_start_with_fewer_numbers_than_ranks_is_said(tiny_sdxl: Path) -> None:
+    said = {
+        (init, rank): weighed(tiny_recipe(tiny_sdxl, lora={"rank": rank, "init": init})).notices
+        for init, rank in (("pissa", 256), ("pissa", 1), ("default", 256))
+    }
+    (notice,) = said.pop(("pissa", 256))
+    assert notice.startswith("lora.init: pissa fills only a part of the ranks") and not any(said.values())
+
+
 def test_half_precision_is_for_what_is_trained(tiny_sdxl: Path) -> None:
     real = real_bytes(tiny_sdxl)
     halved = weighed(tiny_recipe(tiny_sdxl, train={"mixed_precision": "bf16"})).num_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from lora_rocm.errors import AdapterError, UserError
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.load import dump_recipe
-from lora_rocm.train.model_child import recipe_for, require_inputs_read, sides_of
+from lora_rocm.train.model_child import recipe_for, require_inputs_read, require_mask_read, sides_of
 from tests.families.toy_families import TOYS
 
 LORA = Path("lora.safetensors")
@@ -27,7 +28,7 @@ def recipe(family: str, **model: str) -> Any:
 
 def job(**options: Any) -> dict[str, Any]:
     none = dict.fromkeys(("base", "config", "family", "width", "height", "sampler"))
-    return {**none, "control_image": "", "negative_prompt": "", **options}
+    return {**none, "control_image": "", "mask": "", "negative_prompt": "", **options}
 
 
 def test_sizes_are_as_asked_or_as_in_training() -> None:
@@ -61,9 +62,21 @@ def test_a_control_image_is_refused_where_none_is_taken() -> None:
     asked = job(control_image="c.png", base="x", family="flux")
     require_inputs_read(asked, recipe("flux", variant="kontext"))
     require_inputs_read(asked, recipe_for(asked, LORA, TOYS))
-    for family, words in (("sdxl", r"SDXL takes no control images\."), ("flux", "only with model.variant: kontext")):
+    for family, words in (
+        ("sdxl", "only with --mask, of a base for inp"),
+        ("flux", "only with model.variant: kontext"),
+    ):
         with pytest.raises(UserError, match=words):
             require_inputs_read(asked, recipe(family))
+    asked = job(control_image="c.png", mask="m.png")
+    require_inputs_read(asked, recipe("sdxl"))
+    with pytest.raises(UserError, match=r"FLUX\.1 takes no masks"):
+        require_inputs_read(asked, recipe("flux", variant="kontext"))
+    families: list[Any] = [SimpleNamespace(inpaints=inpaints) for inpaints in (True, False)]
+    require_mask_read(asked, families[0])
+    require_mask_read(job(), families[1])
+    with pytest.raises(UserError, match="none for inpainting"):
+        require_mask_read(asked, families[1])
 
 
 def test_outside_of_a_run_the_family_is_named_or_recognised(tmp_path: Path) -> None:

@@ -157,6 +157,8 @@ def test_prompts_have_options_of_their_own() -> None:
     assert (first.steps, first.guidance_scale, first.sampler, first.lora_scale) == (30, 5.5, "euler_a", 0.8)
     assert [each.seed for each in (first, again, second)] == [9, 10, 4]
     assert (second.negative_prompt, second.guidance_scale, second.lora_scale) == ("blurry", 3.0, 0.5)
+    upper, other = (preview.requests_of(make_recipe(prompts=[f"a cat --{n} dog --{w} 64"]))[0] for n, w in ("NW", "nw"))
+    assert upper == other, "sd-scripts reads options in capitals too"
     assert (fifth.prompt, fifth.sampler, fifth.lora_scale) == ("a cat -- cat", "euler", 1.0)
     assert [each.seed for each in (fifth, sixth, control, last)] == [11, 12, 13, 14]  # those of the section, by place
     assert set(recipe.sample.texts) == {"a cat", "a cat -- cat", "a dog", "blurry"}
@@ -167,6 +169,12 @@ def test_prompts_have_options_of_their_own() -> None:
     ("sample", "words"),
     [
         ({"prompts": ["a cat --x 3"]}, "there is no option --x"),
+        ({"prompts": ["a cat --cn pose.png"]}, "there is no option --cn"),
+        ({"prompts": ["a cat --w 64 --h 64 --w 128"]}, "--w gives this prompt a second width"),
+        ({"prompts": ["a cat --l 5 --g 3.5"]}, "--g gives this prompt a second guidance_scale"),
+        ({"prompts": ["a cat --s 28.5"]}, "--s cannot be '28.5'"),
+        ({"prompts": ["a cat --am 0.8,0.5"]}, "--am cannot be '0.8,0.5'"),
+        ({"prompts": ["a cat --ss dpmsolver"]}, "--ss cannot be 'dpmsolver'"),
         ({"prompts": ["a cat --w wide"]}, "--w cannot be 'wide'"),
         ({"prompts": ["a cat --w"]}, "--w cannot be ''"),
         ({"prompts": [{"prompt": "a cat", "width": 100}]}, "multiples of 8 pixels"),

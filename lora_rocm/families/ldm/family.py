@@ -69,6 +69,7 @@ class LdmFamily(LatentFamily):
 
     def check(self, source: Source) -> tuple[str, ...]:
         notices, config = detect.check(source, self.expected), self._scheduler_config(source)
+        inpainting.require_masks_read(source.config("unet")["in_channels"], self.recipe.sample)
         detect.check_scheduler(source, config)
         check_weighting(self._settings.section, config)
         return notices

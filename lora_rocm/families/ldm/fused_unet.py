@@ -181,9 +181,9 @@ class FusedTransformer(Transformer2DModel):
         return (shortcut + h,)
 
 
-def _on_tokens(layer: Any, x_BSC: Tensor, height: int) -> Tensor:
+def _on_tokens(layer: nn.Module, x_BSC: Tensor, height: int) -> Tensor:
     """A layer's output for the tokens of a feature map. A 1x1 convolution (SD 1.5) runs as a product."""
-    if type(layer) in (nn.Conv2d, FrozenConv2d):
+    if isinstance(layer, nn.Conv2d):
         return F.linear(x_BSC, layer.weight[:, :, 0, 0], layer.bias)
     if not isinstance(base_of(layer), nn.Conv2d):
         output: Tensor = layer(x_BSC)

@@ -7,11 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
+import numpy as np
 import torch
+from diffusers.image_processor import VaeImageProcessor
 from torch import Tensor, nn
 
+from lora_rocm.dataset.buckets import covering
+from lora_rocm.dataset.image_io import cut, decode
+from lora_rocm.dataset.masks import decode_mask, mask_on_grid
+from lora_rocm.dataset.preview_images import MISFIT_FIX, misfit
+from lora_rocm.errors import DataError, ModelError
+from lora_rocm.families.base import PreviewRequest
 from lora_rocm.families.objectives.base import HIDDEN_MASK
+from lora_rocm.families.vae import read_image
+from lora_rocm.recipe.sample_section import SampleSection
+from lora_rocm.recipe.yaml_tree import dotted
 
 CHANNELS = 9
 FIRST_LAYER = "model.diffusion_model.input_blocks.0.0.weight"
@@ -28,20 +40,55 @@ def config_changes(config: Mapping[str, object], tensors: Mapping[str, Sequence[
     return {"in_channels": CHANNELS} if channels == CHANNELS else {}
 
 
-@contextmanager
-def all_hidden(unet: nn.Module, seen_CHW: Tensor) -> Iterator[None]:
-    """Inside the context the UNet takes noisy latents alone, and all of the image is hidden.
+def require_masks_read(channels: int, sample: SampleSection) -> None:
+    """Refuse masks of previews for a base that reads none. ``channels``: of the UNet's input.
 
-    ``seen_CHW``: normalised latents of a grey image.
+    Raises:
+        ModelError: masks-unused.
+    """
+    masked = [sample.key_of("mask", *each[:2]) for each in sample.numbered() if each[2].mask]
+    if masked and channels != CHANNELS:
+        what = f"This base reads no masks: its UNet takes {channels} channels, and one for inpainting {CHANNELS}."
+        fix = "Remove the masks and their control images, or train an inpainting base."
+        raise ModelError("masks-unused", what, where=dotted(masked[0]), fix=fix)
+
+
+def seen_and_hidden(request: PreviewRequest) -> tuple[Tensor, Tensor]:
+    """Pixels [3, H, W] in [-1, 1] of what a preview shows the model, and [1, H, W]: 1.0 where it is to draw, else 0.0.
+
+    The image is scaled to cover the preview and cropped at the centre, and its mask with it. Without a mask all is
+    hidden.
+
+    Raises:
+        DataError: a file cannot be read, or the mask has other proportions than its image.
+    """
+    if not request.mask:
+        return torch.zeros(3, request.height, request.width), torch.ones(1, request.height, request.width)
+    image = read_image(request.control, "control image", decode)
+    mask = read_image(request.mask, "mask", partial(decode_mask, alpha=False))
+    if fault := misfit(mask.size, image.size):
+        raise DataError("mask-misfit", f"{fault}.", where=request.mask, fix=MISFIT_FIX)
+    geometry = covering((image.height, image.width), (request.height, request.width))
+    hidden_HW = mask_on_grid(np.asarray(mask), geometry, False, (1, 1)) >= 0.5
+    hidden_1HW = torch.from_numpy(hidden_HW.astype(np.float32))[None]
+    pixels_BCHW: Tensor = VaeImageProcessor(vae_scale_factor=1).preprocess(cut(image, geometry, flip=False))
+    return pixels_BCHW[0] * (1.0 - hidden_1HW), hidden_1HW
+
+
+@contextmanager
+def given(unet: nn.Module, seen_BCHW: Tensor, hidden_BCHW: Tensor) -> Iterator[None]:
+    """Inside the context the UNet takes noisy latents alone, once or several times B of them.
+
+    ``seen_BCHW``: normalised latents of what is seen. ``hidden_BCHW``: 1.0 where it draws.
     """
 
     def join(
         module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, object]
     ) -> tuple[tuple[Tensor, ...], dict[str, object]]:
         noisy_BCHW, *rest = args
-        hidden = {HIDDEN_MASK: torch.ones_like(noisy_BCHW[:, :1])}
-        seen_BCHW = seen_CHW.to(noisy_BCHW.dtype).expand(len(noisy_BCHW), -1, -1, -1)
-        return (joined(noisy_BCHW, hidden, seen_BCHW), *rest), kwargs
+        times = (len(noisy_BCHW) // len(seen_BCHW), 1, 1, 1)  # twice with guidance: without the prompt, then with it
+        hidden = {HIDDEN_MASK: hidden_BCHW.repeat(times)}
+        return (joined(noisy_BCHW, hidden, seen_BCHW.to(noisy_BCHW.dtype).repeat(times)), *rest), kwargs
 
     handle = unet.register_forward_pre_hook(join, with_kwargs=True)
     try:

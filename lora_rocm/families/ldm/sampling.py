@@ -75,7 +75,7 @@ def sample_images(
     with evaluating(model.components.values()):
         for group in _batches(requests):
             pipeline = _pipeline(model, scheduler_config, make_pipeline, requests[group[0]].sampler)
-            with _given(source, model, requests[group[0]], space, in_tiles):
+            with _given(source, model, [requests[i] for i in group], space, in_tiles):
                 batch = _denoise(pipeline, model, [requests[i] for i in group], embeddings, source)
             for index, latent_CHW in zip(group, batch, strict=True):
                 latents[index] = latent_CHW
@@ -96,14 +96,19 @@ def _pipeline(
 
 
 def _given(
-    source: Source, model: LoadedModel, request: PreviewRequest, space: LatentSpace, in_tiles: bool
+    source: Source, model: LoadedModel, requests: Sequence[PreviewRequest], space: LatentSpace, in_tiles: bool
 ) -> AbstractContextManager[None]:
-    """A context in which an inpainting model draws the whole image; nothing for another model."""
+    """A context in which an inpainting model draws what the masks hide, or all; nothing for another model."""
     if source.config("unet")["in_channels"] != inpainting.CHANNELS:
         return nullcontext()
-    grey_BCHW = torch.zeros(1, 3, request.height, request.width)
-    seen_BCHW = encode(source, model.device, grey_BCHW, space, in_tiles)
-    return inpainting.all_hidden(model.components["unet"], seen_BCHW[0])
+    files = [(request.control, request.mask) for request in requests]
+    different = dict(zip(files, requests, strict=True))
+    pixels_CHW, hidden_1HW = zip(*map(inpainting.seen_and_hidden, different.values()), strict=True)
+    seen_BCHW = encode(source, model.device, torch.stack(pixels_CHW), space, in_tiles)
+    step = pixels_per_latent(source)
+    rows = [list(different).index(each) for each in files]
+    hidden_BCHW = torch.stack(hidden_1HW)[:, :, ::step, ::step].to(model.device)
+    return inpainting.given(model.components["unet"], seen_BCHW[rows], hidden_BCHW[rows])
 
 
 def _batches(requests: Sequence[PreviewRequest]) -> list[list[int]]:

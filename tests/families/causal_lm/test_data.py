@@ -110,7 +110,7 @@ def test_rows_hold_all_texts_of_training_once_and_held_out_ones_are_alone(tmp_pa
     assert len(found.items) < len(plain.items) / 2
     assert [item.key for item in found.held_out] == [item.key for item in plain.held_out]
     assert sum(item.share for item in found.items) == sum(item.share for item in plain.items)
-    assert any(f"{len(plain.items)} texts are packed into {len(found.items)} rows" in said for said in found.notices)
+    assert any(f"Packed {len(plain.items)} texts into {len(found.items)} rows" in said for said in found.notices)
     again = prepared(recipe)
     assert again.items_digest == found.items_digest != plain.items_digest
     row, family = found.items[0], family_for(recipe)

@@ -106,7 +106,7 @@ def test_logits_are_those_of_peft(lora: dict[str, Any], tmp_path: Path) -> None:
             ("vLLM (knows LoRA only)", "llama.cpp's convert_lora_to_gguf.py (knows LoRA only)"),
             marks=pytest.mark.slow,
         ),
-        pytest.param({"rank": 24}, ("vLLM as it is set (start it with --max-lora-rank 32)",), marks=pytest.mark.slow),
+        pytest.param({"rank": 24}, ("vLLM (only if it is started with --max-lora-rank 32)",), marks=pytest.mark.slow),
     ],
     ids=["lora", "dora", "loha", "rank"],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,9 @@ from torch import Tensor
 from lora_rocm.dataset.buckets import Geometry
 from lora_rocm.dataset.entry_spec import CAPTION
 from lora_rocm.dataset.views import View
+from lora_rocm.errors import DataError, ModelError
 from lora_rocm.families.base import PreviewRequest, family_for
-from lora_rocm.families.ldm.inpainting import FIRST_LAYER, config_changes
+from lora_rocm.families.ldm.inpainting import FIRST_LAYER, config_changes, require_masks_read, seen_and_hidden
 from lora_rocm.families.objectives.base import HIDDEN_MASK, SEEN_LATENTS
 from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.latent_cache.encode_session import Encoding
@@ -26,6 +28,7 @@ from lora_rocm.latent_cache.prepare import prepare
 from lora_rocm.latent_cache.quarantine import plain_door
 from lora_rocm.loader.batches import BatchPlan, loader, open_workers
 from lora_rocm.model_files.models import pipeline_of
+from lora_rocm.recipe.sample_section import SampleSection
 from tests.tiny_models import SHALLOW, tiny_recipe, write_tiny_sdxl
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of diffusers, about NumPy
@@ -147,6 +150,91 @@ def test_a_preview_is_the_pipeline_s_image_of_a_hidden_one(base: Path, pipeline:
     assert isinstance(ours, Image.Image)
     assert abs(np.asarray(ours).astype(int) - np.asarray(theirs).astype(int)).max() <= 1
     assert not model.components["unet"]._forward_pre_hooks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("guidance", [1.0, 4.0])
+def test_a_preview_of_an_own_image_is_the_pipeline_s(
+    base: Path, pipeline: Any, tmp_path: Path, guidance: float
+) -> None:
+    """The files have twice the size of the preview."""
+    image, mask = picture_and_mask(tmp_path)
+    whole = PreviewRequest("a red cat", "dog", 64, 48, 2, guidance, 7)
+    asked = replace(whole, control=str(tmp_path / "image.png"), mask=str(tmp_path / "mask.png"))
+    family = family_for(tiny_recipe(base))
+    encoders = [encoder.load(plain_door(CPU)) for encoder in family.encoders()[1:]]
+    model = family.load(torch.float32, CPU)
+
+    def text(prompt: str) -> dict[str, Tensor]:
+        return {name: tensor for encode in encoders for name, tensor in encode({CAPTION: prompt}).items()}
+
+    ours, plain = family.preview(model, [asked, whole], text)  # one batch, two inputs
+    (alone,) = family.preview(model, [asked], text)
+    seen, hidden = image.resize((64, 48), Image.Resampling.LANCZOS), mask.resize((64, 48), Image.Resampling.NEAREST)
+    hidden_BCHW = pipeline.mask_processor.preprocess(hidden, 48, 64)
+    with torch.no_grad():
+        pixels = pipeline.image_processor.preprocess(seen, 48, 64) * (hidden_BCHW < 0.5)
+        shown = pipeline.vae.encode(pixels).latent_dist.mean * 0.13025  # it would draw from it
+    theirs = pipeline(
+        masked_image_latents=shown,
+        prompt=asked.prompt,
+        negative_prompt=asked.negative_prompt,
+        image=seen,
+        mask_image=hidden,
+        height=48,
+        width=64,
+        strength=1.0,
+        num_inference_steps=2,
+        guidance_scale=guidance,
+        latents=torch.randn(1, 4, 6, 8, generator=torch.Generator().manual_seed(7)),
+    ).images[0]
+    assert apart(ours, theirs) <= 1 and apart(ours, alone) <= 1
+    assert apart(plain, theirs) > 3, "the control: all hidden"
+    Image.fromarray(255 - np.asarray(mask)).save(tmp_path / "mask.png")
+    (other,) = family.preview(model, [asked], text)
+    assert apart(other, theirs) > 3, "the control: another mask"
+
+
+def picture_and_mask(folder: Path) -> tuple[Image.Image, Image.Image]:
+    """Files of 128 x 96 pixels: an image of squares, and a mask in its left half."""
+    rng = np.random.default_rng(1)
+    image = Image.fromarray(np.kron(rng.integers(0, 256, (6, 8, 3), np.uint8), np.ones((16, 16, 1), np.uint8)))
+    mask = Image.fromarray(np.repeat(np.repeat(np.eye(2, dtype=np.uint8) * 255, 48, 0), 64, 1))
+    image.save(folder / "image.png")
+    mask.save(folder / "mask.png")
+    return image, mask
+
+
+def apart(first: Any, second: Any) -> int:
+    """The largest difference of two images, in steps of 255."""
+    return int(abs(np.asarray(first).astype(int) - np.asarray(second).astype(int)).max())
+
+
+def test_what_is_shown_of_an_own_image(tmp_path: Path) -> None:
+    image, mask = picture_and_mask(tmp_path)
+    asked = PreviewRequest(
+        "", "", 64, 64, 1, 1.0, 0, control=str(tmp_path / "image.png"), mask=str(tmp_path / "mask.png")
+    )
+    pixels_CHW, hidden_1HW = seen_and_hidden(asked)  # cropped at the centre: 96 of 128 columns
+    assert pixels_CHW.shape == (3, 64, 64) and set(hidden_1HW.unique().tolist()) == {0.0, 1.0}
+    assert hidden_1HW[0, :32, :32].all() and hidden_1HW[0, 32:, 32:].all() and 0.49 < float(hidden_1HW.mean()) < 0.52
+    assert not (pixels_CHW * hidden_1HW).any(), "what is hidden is grey"
+    assert pixels_CHW[:, 40, 5].tolist() == pytest.approx([v / 127.5 - 1 for v in image.getpixel((23, 60))], abs=0.05)
+    mask.resize((128, 64)).save(tmp_path / "mask.png")
+    with pytest.raises(DataError, match="128x64, and the image is 128x96"):
+        seen_and_hidden(asked)
+    (tmp_path / "mask.png").write_bytes(b"")
+    with pytest.raises(DataError, match="A mask cannot be read"):
+        seen_and_hidden(asked)
+
+
+def test_masks_are_refused_for_another_base() -> None:
+    sample = SampleSection.model_validate({"prompts": ["a", {"prompt": "b", "control_image": "i", "mask": "m"}]})
+    require_masks_read(9, sample)
+    require_masks_read(4, sample.only(["a"]))
+    with pytest.raises(ModelError, match="takes 4 channels") as caught:
+        require_masks_read(4, sample)
+    assert caught.value.where == "sample.prompts[1].mask"
 
 
 def test_a_file_says_it_by_its_first_layer() -> None:
