@@ -306,6 +306,14 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _activations_are_kept_or_recomputed(self) -> Recipe:
+        if self.train.gradient_checkpointing and (memory := self.runtime.memory) in ("keep", "selective"):
+            what = f"{memory} keeps activations, and train.gradient_checkpointing recomputes all of them"
+            context = {"what": what, "at": ("runtime", "memory"), "fix": "Remove one of them."}
+            raise PydanticCustomError("rule", "{what}", context)
+        return self
+
+    @model_validator(mode="after")
     def _base_takes_control_images(self) -> Recipe:
         given = [number for number, source in enumerate(self.data.sources) if source.control_path]
         at: tuple[str | int, ...] = ("data", *(("sources", given[0]) if given else ()), "control_path")
