@@ -172,9 +172,7 @@ class LeftOut:
             if patterns.unused:
                 said.append(f"data.{key}: nothing here is called {some([legible(name) for name in patterns.unused])}.")
         if self.caption_folders:
-            have = counted(
-                self.caption_folders, "folder has the name of a caption file", "folders are called like captions"
-            )
+            have = counted(self.caption_folders, "folder is named like a caption", "folders are named like captions")
             said.append(f"{have}, and no caption is read there: {some(self.caption_folders)}.")
         if self.unreachable:
             links = counted(self.unreachable, "link leads", "links lead")

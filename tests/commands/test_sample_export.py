@@ -217,6 +217,15 @@ def test_what_no_export_can_be_made_from_or_written_to_is_refused_before_the_chi
     assert jobs == []
 
 
+def test_a_peft_folder_is_sampled_from(jobs: list[dict[str, Any]], tmp_path: Path) -> None:
+    for folder in (Path("one"), Path("several", "model")):
+        folder.mkdir(parents=True)
+        (folder / "adapter_config.json").touch()
+        sample_export.sample(Path(folder.parts[0]), output=None, base="some/hub-id", config=None, prompt="x")
+    assert [job["source"] for job in jobs] == [str(tmp_path / "one"), str(tmp_path / "several")]
+    assert {job["output"] for job in jobs} == {str(tmp_path / "samples")}, "nothing is written into the folder"
+
+
 @pytest.mark.parametrize("source", ["missing", "missing.safetensors", "."])
 def test_no_such_lora(jobs: list[dict[str, Any]], source: str) -> None:
     with pytest.raises(UserError, match="no run and no LoRA"):

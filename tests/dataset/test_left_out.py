@@ -194,7 +194,7 @@ def test_a_folder_with_the_name_of_a_caption_is_said(tmp_path: Path, make: Simpl
     make.image(tmp_path / "a.png")
     (tmp_path / "a.txt").mkdir()
     (notice,) = walk(tmp_path, ".txt").notices
-    assert "1 folder has the name of a caption file" in notice and "a.txt/" in notice
+    assert "1 folder is named like a caption" in notice and "a.txt/" in notice
 
 
 def test_a_pattern_that_fits_nothing_is_said(tmp_path: Path, make: SimpleNamespace) -> None:
