@@ -169,6 +169,7 @@ def _peft_folder(parts: Sequence[Path], registry: Registry) -> Found:
     for name in adapters:
         if not found[name]["families"] and known:
             adapters[name]["readers"] = known[0]
+            found[name]["title"] = f"a {adapters[name]['kind']} for the {name} of the same model"
     return {
         "title": f"PEFT adapters of {len(found)} components",
         "families": sorted(set.intersection(*families)) if families else [],

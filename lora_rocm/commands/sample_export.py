@@ -142,7 +142,8 @@ def export(
     """
     run_dir, recipe = open_recipe(source, registry)
     if form not in recipe.exportable:
-        raise _unread(recipe, form)
+        what, fix = recipe.unwritten(form, recipe.exportable)
+        raise AdapterError("export-form", f"{what[0].upper()}{what[1:]}.", where=f"--format {form}", fix=fix)
     if output is not None and (output.is_file() if form in FOLDER_FORMS else output.is_dir()):
         is_now, wanted = ("file", "folder") if form in FOLDER_FORMS else ("folder", "file")
         what = f"There is a {is_now}, and the {form} form is a {wanted}."
@@ -186,16 +187,6 @@ def _require_suffix(output: Path, form: str) -> None:
     if not fits:
         fix = f"Give --output {output.with_name(name)}."
         raise UserError("output-suffix", what, where=f"--output {output}", fix=fix)
-
-
-def _unread(recipe: Recipe, form: str) -> AdapterError:
-    title = f"{recipe.lora.title} of {recipe.spec.title}"
-    return AdapterError(
-        "export-form",
-        f"A {title} is not written in the form {form}: nothing would read it.",
-        where=f"--format {form}",
-        fix=f"Forms of a {title}: {', '.join(recipe.exportable)}.",
-    )
 
 
 def _converter(asked: Path | None) -> Path:

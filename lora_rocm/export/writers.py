@@ -95,7 +95,7 @@ def _contents(
     if form not in adapter.readers or (adapter.norms and form not in FORMS_WITH_NORMS):
         raise AdapterError(
             "export-form",
-            f"A {adapter.files.name} of this model cannot be written in the {form} form: nothing would read it.",
+            f"This {adapter.files.name} cannot be written in the {form} form: nothing would read it.",
             where=str(path),
             fix=f"Ask for one of these: {', '.join(adapter.readers)}.",
         )

@@ -229,13 +229,11 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Regis
 
 def unwritable(recipe: Recipe, layers: Layered) -> list[Problem]:
     """A problem if ``output.formats`` has a format in which the adapter of this family cannot be written."""
-    title = f"{recipe.lora.title} of {recipe.spec.title}{' with trained norms' if recipe.lora.train_norms else ''}"
     known = [form for form in recipe.spec.formats if form in recipe.lora.forms]
     wrong = [form for form in recipe.formats if form not in known]
     if not wrong:
         return []
-    what = f"a {title} is not written in the form {wrong[0]}: nothing would read it"
-    return [Problem(layers.where(("output", "formats")), what, f"Forms of a {title}: {', '.join(known)}.")]
+    return [Problem(layers.where(("output", "formats")), *recipe.unwritten(wrong[0], known))]
 
 
 def questions(recipe: Recipe, layers: Layered) -> list[str]:

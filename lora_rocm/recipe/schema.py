@@ -7,6 +7,7 @@ catch typing errors before they exhaust the machine's memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from os.path import normpath
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -413,6 +414,18 @@ class Recipe(Section):
         """The forms in which ``lora-rocm export`` writes the result."""
         spec = self.spec
         return tuple(form for form in (*spec.formats, *spec.conversions) if form in self.lora.forms)
+
+    def unwritten(self, form: str, forms: Sequence[str]) -> tuple[str, str]:
+        """(problem, remedy) for a form in which the adapter is not written. ``forms``: those in which it is."""
+        lora = self.lora
+        title = f"{lora.title} of {self.spec.title}{' with trained norms' if lora.train_norms else ''}"
+        title = f"{'an' if title[0] in 'AEIO' else 'a'} {title}"
+        why, take = "nothing would read it", ""
+        if form in lora.formats and form not in lora.forms and lora.train_norms:
+            why = "trained norms have no place in it"
+        elif form == "comfyui" and "kohya" in forms:
+            why, take = "it differs from the form kohya only in the magnitudes of a DoRA", "Take kohya. "
+        return f"{title} is not written in the form {form}: {why}", f"{take}Forms of {title}: {', '.join(forms)}."
 
     @property
     def watching(self) -> Recipe | None:

@@ -180,7 +180,9 @@ def test_options_of_another_form(
     ("more", "form", "forms"),
     [
         (None, "gguf", "Forms of a LoRA of SDXL: kohya, sd-scripts, comfyui, diffusers, peft."),
-        ("lora: {type: oft}", "gguf", "Forms of a OFT of SDXL: kohya."),
+        ("lora: {type: oft}", "gguf", "Forms of an OFT of SDXL: kohya."),
+        ("lora: {train_norms: true}", "diffusers", "Forms of a LoRA of SDXL with trained norms: kohya, comfyui."),
+        ("lora: {type: lokr}", "comfyui", "Take kohya. Forms of a LoKr of SDXL: kohya, peft."),
         ("", "kohya", "Forms of a LoRA of language models: peft, merged, gguf."),
         ("lora: {use_dora: true}", "gguf", "Forms of a DoRA of language models: peft, merged."),
         ("lora: {type: lokr}", "gguf", "Forms of a LoKr of language models: peft, merged."),
@@ -190,7 +192,7 @@ def test_a_form_that_nothing_reads_is_refused_with_those_that_something_reads(
     jobs: list[dict[str, Any]], tmp_path: Path, more: str | None, form: str, forms: str
 ) -> None:
     """No converter is asked for, and no child is started."""
-    if more in (None, "lora: {type: oft}"):
+    if "SDXL" in forms:
         write_whole_run(RunDir(tmp_path / "run"))
         recipe = RunDir(tmp_path / "run").recipe
         recipe.write_text(TEXTS.replace("causal-lm", "sdxl") + (more or ""), encoding="utf-8")
