@@ -38,7 +38,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 Looked = TypeVar("Looked")
-READERS = 16  # threads: enough to hash and pack what a fast disk reads, and few enough to limit seeks on a slow one
+READERS = 8  # threads: enough to hash what a fast disk reads, and few enough to limit seeks on a slow one
 RUN_BYTES = 64 << 20  # read by one thread in one go
 PIECE_BYTES = 4 << 20  # read, then hashed while in the CPU's cache
 KOHYA_HASH_OFFSET, KOHYA_HASH_BYTES = 0x100000, 0x10000

@@ -270,7 +270,7 @@ def test_a_missing_text_encoder_is_caught(folder: Path, tmp_path: Path) -> None:
     edit("kohya", path, lambda t: [t.pop(name) for name in list(t) if name.startswith("lora_te2")])
     with pytest.raises(ExportError) as caught:
         writers.verify("kohya", path, family, model, adapter)
-    assert "12 modules are missing" in caught.value.what
+    assert "Missing or too many: 12 modules" in caught.value.what
 
 
 def test_a_stray_key_is_caught(folder: Path, tmp_path: Path) -> None:

@@ -263,4 +263,5 @@ def die(its: Its, run_dir: Path, device: torch.device) -> None:
 
 if __name__ == "__main__":
     torch.use_deterministic_algorithms(True)
-    die(Its.there(sys.argv[1], Path(sys.argv[2])), Path(sys.argv[3]), torch.device("cuda", 0))
+    name, folder, variant, run_dir, device = sys.argv[1:]
+    die(Its.there(name, Path(folder), variant), Path(run_dir), torch.device(device))

@@ -283,7 +283,7 @@ def killed(its: Its, run_dir: Path, device: torch.device) -> None:
                 os._exit(70)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
         return
-    words = ["-m", "tests.families.contract", its.name, str(its.folder), str(run_dir)]
+    words = ["-m", "tests.families.contract", its.name, str(its.folder), its.variant, str(run_dir), str(device)]
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     assert subprocess.run([sys.executable, *words], env=environ, check=False).returncode == -signal.SIGKILL
 

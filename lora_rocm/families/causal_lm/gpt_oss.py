@@ -18,12 +18,16 @@ from lora_rocm.kernels.mxfp4 import BYTES, GROUP, product, unpacked
 
 
 class PackedExperts(nn.Module):
-    """The experts of a block. Its tensors have the names and shapes of the published files; all are frozen."""
+    """The experts of a block. Its tensors have the names and shapes of the published files; all are frozen.
 
-    def __init__(self, config: Any) -> None:
+    Args:
+        dense: the experts of transformers in whose place these are.
+    """
+
+    def __init__(self, config: Any, dense: Any) -> None:
         super().__init__()
         self.num_experts, width, inner = config.num_local_experts, config.hidden_size, config.intermediate_size
-        self.alpha, self.limit = config.swiglu_alpha, config.swiglu_limit
+        self.alpha, self.limit = dense.alpha, dense.limit  # only newer configs of transformers have them
         for name, rows, columns in (("gate_up_proj", 2 * inner, width), ("down_proj", width, inner)):
             if columns % GROUP:
                 raise ValueError(f"{columns} columns of {name} are no whole groups of {GROUP}")
@@ -76,4 +80,4 @@ class PackedGptOss(GptOssForCausalLM):  # type: ignore[misc]  # of transformers,
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         for layer in self.model.layers:
-            layer.mlp.experts = PackedExperts(config)
+            layer.mlp.experts = PackedExperts(config, layer.mlp.experts)
