@@ -94,14 +94,14 @@ def _problem(path: str, what: str, renamed: str, start: str = USUAL_START) -> Pr
     return Problem(path, f"this is {what}. lora-rocm cannot read it yet; an importer is planned", fix)
 
 
-def _start(data: Any) -> str:
+def _start(data: object) -> str:
     """Name of the recipe for the base that another trainer's file names."""
     named = "\n".join(islice(_bases(data), MAX_KEYS)).lower()
     found = (recipe for pattern, recipe in _table().recipes.items() if re.search(pattern, named))
     return next(found, USUAL_START)
 
 
-def _bases(data: Any, depth: int = 0) -> Iterator[str]:
+def _bases(data: object, depth: int = 0) -> Iterator[str]:
     """Each key of the base model with its value, as "key=value"."""
     if depth == MAX_DEPTH:
         return

@@ -140,7 +140,7 @@ class SampleSection(Section):
 
     @field_validator("prompts", "control_prompts", mode="before")
     @classmethod
-    def _text_with_a_colon_is_quoted(cls, prompts: Any) -> Any:
+    def _text_with_a_colon_is_quoted(cls, prompts: object) -> object:
         for number, prompt in enumerate(prompts if isinstance(prompts, list | tuple) else ()):
             if isinstance(prompt, dict) and len(prompt) == 1 and not PreviewPrompt.model_fields.keys() & prompt:
                 ((name, value),) = prompt.items()
