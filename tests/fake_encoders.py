@@ -112,7 +112,7 @@ def image(path: Path, width: int = 96, height: int = 64, seed: int = 0, caption:
     return path
 
 
-def damage(path: Path) -> None:
+def spoil_image(path: Path) -> None:
     """Spoil the pixels of an image, which is then found when it is decoded: its header and its end stay whole."""
     content = path.read_bytes()
     half = len(content) // 2
@@ -130,4 +130,4 @@ def make() -> SimpleNamespace:
         sections = {"model": {"name_or_path": "builtin:tiny-sdxl"}, "train": {"max_train_steps": 4}, **keys}
         return recipe_from({"data": data, **sections})
 
-    return SimpleNamespace(image=image, damage=damage, data=data, recipe=recipe)
+    return SimpleNamespace(image=image, spoil=spoil_image, data=data, recipe=recipe)

@@ -65,7 +65,7 @@ def starts(tmp_path: Path, make: SimpleNamespace, new_family: Any, monkeypatch: 
     for path in (tmp_path / "data").glob("*.txt"):
         os.utime(path, (10**9, 10**9))
     (tmp_path / "data" / "broken.png").write_bytes((tmp_path / "data" / "0 ü.png").read_bytes())
-    make.damage(tmp_path / "data" / "broken.png")
+    make.spoil(tmp_path / "data" / "broken.png")
     return Starts(tmp_path, make, new_family, monkeypatch)
 
 
