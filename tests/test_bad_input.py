@@ -380,7 +380,7 @@ def as_dora(weights: Weights) -> Weights:
     ("change", "sets", "words"),
     [
         (lambda weights: weights, ["lora.rank=1"], ["rank 2", "Set lora.rank to 2"]),
-        (renamed, [], ["not in this model", "lora_unet_x_", "made for SDXL"]),
+        (renamed, [], ["This model lacks", "lora_unet_x_", "made for SDXL"]),
         (widened, [], ["8 x 640", "made for this model's family"]),
         (as_dora, [], ["DoRA", "lora.use_dora"]),
         (lambda weights: {name: tensor * float("nan") for name, tensor in weights.items()}, [], ["nan", "Use another"]),
