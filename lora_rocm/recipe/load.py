@@ -274,6 +274,8 @@ NEED_ANOTHER: dict[Key, tuple[Key, ...]] = {
     ("data", "caption_variants"): tuple(("data", key) for key in MANY_CAPTIONS),
     ("optim", "safeguard_warmup"): (("optim", "lr_warmup_steps"), ("optim", "lr_warmup_ratio")),
     **{("sample", key): (("sample", "prompts"),) for key in SAMPLE_KEYS},
+    **{("runtime", key): (("runtime", "workers"),) for key in ("worker_timeout_s", "persistent_workers")},
+    ("output", "log_project"): (("output", "log_with"),),
 }
 """Keys that are read only if another one is set -> those others, of which one is enough."""
 

@@ -15,7 +15,6 @@ from lora_rocm.recipe.sections import (
     Section,
     not_both,
     on_resume,
-    refuse_unread,
 )
 
 SAVE_STEPS = 500  # updates between two checkpoints where the recipe says nothing
@@ -64,12 +63,6 @@ class OutputSection(Section):
     def _one_unit(self) -> OutputSection:
         if self.save_every_n_steps and self.save_every_n_epochs:
             raise not_both("save_every_n_steps", "save_every_n_epochs")
-        return self
-
-    @model_validator(mode="after")
-    def _project_is_of_trackers(self) -> OutputSection:
-        if not self.log_with:
-            refuse_unread(self, ["log_project"], "without trackers", "Remove it, or set output.log_with.")
         return self
 
     def save_steps(self, steps_per_epoch: int) -> int:

@@ -7,15 +7,7 @@ from typing import Literal
 from pydantic import model_validator
 from pydantic_core import PydanticCustomError
 
-from lora_rocm.recipe.sections import (
-    MAX_STEPS,
-    MAX_TIMEOUT_S,
-    MAX_WORKERS,
-    OutputFolder,
-    Section,
-    on_resume,
-    refuse_unread,
-)
+from lora_rocm.recipe.sections import MAX_STEPS, MAX_TIMEOUT_S, MAX_WORKERS, OutputFolder, Section, on_resume
 
 
 class RuntimeSection(Section):
@@ -87,10 +79,7 @@ class RuntimeSection(Section):
     threads: int | None = on_resume(None, "CPU threads of torch; unset keeps torch's default.", gt=0, le=1024)
 
     @model_validator(mode="after")
-    def _no_key_is_idle(self) -> RuntimeSection:
-        if self.workers == 0:
-            idle = ("worker_timeout_s", "persistent_workers")
-            refuse_unread(self, idle, "without loader workers", "Remove it, or set runtime.workers.")
+    def _compiles_for_gpus(self) -> RuntimeSection:
         if self.device == "cpu" and self.compile in ("regional", "full"):
             what, fix = "torch.compile is for GPUs, and runtime.device is cpu", "Remove compile, or device: cpu."
             raise PydanticCustomError("rule", "{what}", {"what": what, "at": ("compile",), "fix": fix})

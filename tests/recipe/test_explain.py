@@ -165,15 +165,7 @@ def problems_of(registry: Registry = PRODUCT, **changes: Any) -> list[Problem]:
         ({"lora": {"new_tokens": [{"token": "a" * 65, "init": "x"}]}}, "lora.new_tokens[0].token", "is too long", ""),
         ({"sample": {"prompts": [{"a cat": "big"}]}}, "sample.prompts[0]", "a colon", 'in quotes: "a cat: big"'),
         ({"sample": {"prompts": ["a"], "width": 100}}, "sample.width", "multiples of 8", "Take 96 or 104."),
-        (
-            {"runtime": {"worker_timeout_s": 60}},
-            "runtime.worker_timeout_s",
-            "no effect without loader",
-            "runtime.workers",
-        ),
-        ({"runtime": {"persistent_workers": True}}, "runtime.persistent_workers", "no effect", "Remove it"),
         ({"runtime": {"device": "cpu", "compile": "full"}}, "runtime.compile", "is for GPUs", "Remove compile"),
-        ({"output": {"log_project": "mine"}}, "output.log_project", "no effect without trackers", "output.log_with"),
         (
             {"runtime": {"memory": "keep"}, "train": {"epochs": 1, "gradient_checkpointing": True}},
             "runtime.memory",

@@ -81,6 +81,9 @@ def test_every_problem_at_once_with_its_line() -> None:
         ("data.validation_split=0.1", "train.validation_every_n_steps=5"),
         ("data.watched={path: .}", "train.validation_every_n_steps=1"),
         ("sample.sampler=euler_a", "sample.prompts=[a]"),
+        ("runtime.persistent_workers=true", "runtime.workers=1"),
+        ("runtime.worker_timeout_s=60", "runtime.workers=1"),
+        ("output.log_project=mine", "output.log_with=[wandb]"),
     ],
 )
 def test_a_key_that_does_nothing_alone_is_named(given: str, needed: str) -> None:
