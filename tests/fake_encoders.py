@@ -112,6 +112,13 @@ def image(path: Path, width: int = 96, height: int = 64, seed: int = 0, caption:
     return path
 
 
+def spoil_image(path: Path) -> None:
+    """Spoil the pixels of an image, which is then found when it is decoded: its header and its end stay whole."""
+    content = path.read_bytes()
+    half = len(content) // 2
+    path.write_bytes(content[:half] + bytes(len(content) - half - 100) + content[-100:])
+
+
 @pytest.fixture
 def make() -> SimpleNamespace:
     """Functions that make images, data sections and recipes."""
@@ -123,4 +130,4 @@ def make() -> SimpleNamespace:
         sections = {"model": {"name_or_path": "builtin:tiny-sdxl"}, "train": {"max_train_steps": 4}, **keys}
         return recipe_from({"data": data, **sections})
 
-    return SimpleNamespace(image=image, data=data, recipe=recipe)
+    return SimpleNamespace(image=image, spoil=spoil_image, data=data, recipe=recipe)

@@ -222,8 +222,8 @@ def with_a_vae_of_16_channels(model: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (as_sd15, ["Stable Diffusion 1.x", "Use an SDXL base model"]),
-        (as_flux, ["FLUX", "Use an SDXL base model"]),
+        (as_sd15, ["Stable Diffusion 1.x", "set model.family: sd15", "use an SDXL base model"]),
+        (as_flux, ["FLUX", "set model.family: flux", "use an SDXL base model"]),
         (changed("unet/config.json", in_channels=None), ["takes None channels"]),
         (changed("unet/config.json", cross_attention_dim=96), ["unet", "Download the model again"]),
         (changed("unet/config.json", block_out_channels="x"), ["unet", "Download the model again"]),

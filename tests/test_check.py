@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from dataclasses import asdict, astuple
 from pathlib import Path
@@ -54,6 +55,9 @@ def weigh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Weigh:
         Image.new("RGB", size, (number, 0, 0)).save(images / f"cat {number}.png")
         (images / f"cat {number}.txt").write_text("a, b, c, d" if number else "cat", encoding="utf-8")
     (images / "broken.png").write_bytes(b"no image")
+    whole = io.BytesIO()
+    Image.effect_noise((128, 128), 90).save(whole, "JPEG")
+    (images / "half.jpg").write_bytes(whole.getvalue()[: len(whole.getvalue()) // 2])
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}", encoding="utf-8")
@@ -67,8 +71,8 @@ def test_what_would_happen(weigh: Weigh, tmp_path: Path, capsys: pytest.CaptureF
     check("my.yaml")
     lines = capsys.readouterr().out.splitlines()
     text = "\n".join(lines)
-    assert "images: 5 usable, 1 set aside" in lines
-    assert "broken.png" in text
+    assert "images: 5 usable, 2 set aside" in lines
+    assert "broken.png" in text and "half.jpg" in text and "no pixels were decoded" in text
     assert "  128x128: 3" in lines
     assert "effective batch: 4 (2 x 2), steps an epoch: 3" in lines
     assert "steps: 9, epochs: 3.00" in lines
@@ -138,13 +142,15 @@ def test_errors_of_data_and_model(weigh: Weigh, tmp_path: Path, both: bool) -> N
     for path in (tmp_path / "pics").rglob("*.*"):
         path.unlink()
     if both:
-        weigh.error = ModelError("not-sdxl", "This is no SDXL model.", where="model", fix="Another one.")
+        where = "model.name_or_path: model"
+        weigh.error = ModelError("not-sdxl", "This is no SDXL model.", where=where, fix="Another one.")
     expected: Any = RecipeError if both else DataError
     with pytest.raises(expected) as caught:
         check("my.yaml")
     assert caught.value.exit_code == 2
     if both:
         assert "no SDXL model" in str(caught.value) and len(caught.value.problems) == 2
+        assert caught.value.problems[1].where == "my.yaml:1 model.name_or_path: model"
 
 
 def test_error_of_the_model_alone(weigh: Weigh) -> None:

@@ -41,6 +41,7 @@ COMMANDS: dict[str, set[str]] = {
         "--strength",
         "--num",
         "--control-image",
+        "--mask",
         "--output",
         "--base",
         "--family",

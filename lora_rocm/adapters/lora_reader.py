@@ -37,8 +37,9 @@ from lora_rocm.kernels.weight_format import dense_shape
 from lora_rocm.model_files.adapters import Origin, origin_of
 from lora_rocm.model_files.header import Header, read_header
 from lora_rocm.model_files.models import Shapes
+from lora_rocm.model_files.peft_folder import PEFT_CONFIG, PEFT_WEIGHTS, peft_folders
 
-PEFT_CONFIG, PEFT_WEIGHTS, PEFT_PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+PEFT_PREFIX = "base_model.model."
 DIFFUSERS_METADATA = "lora_adapter_metadata"
 DORA_NORM = "dora_norm"
 """Metadata of our files in the comfyui form: "base" if DoRA's magnitudes are for the norm of the base weight."""
@@ -55,7 +56,7 @@ def components_of(family: ModelFamily, path: Path) -> set[str]:
     Raises:
         AdapterError: the file is missing, a pickle, damaged, for another family, or for no known model.
     """
-    folders = _peft_folders(path)
+    folders = peft_folders(path)
     if folders:
         names, shapes = [name or main_component(family) for name in folders], None
         found = set(names)
@@ -128,7 +129,7 @@ def read_adapter(
     paths = [(name, module, base) for name, c in components.items() for module, base in adaptable(c)]
     shapes = {canonical(name, module): dense_shape(base) for name, module, base in paths}
     try:
-        folders = _peft_folders(path)
+        folders = peft_folders(path)
         if folders:
             kind, modules = _from_peft(folders, shapes, main_component(family), say)
             return kind, _fitted(modules, shapes, kind, family, path)
@@ -342,17 +343,6 @@ def _of_another_model(
         what = f"This LoRA names no part of the base model, which is {base}: it names {unknown[0]}."
     fix = f"Use a LoRA that was made for {base}, or give the base model that this one was made for."
     return file_error("lora-of-another-model", what, path, fix)
-
-
-def _peft_folders(path: Path) -> dict[str, Path]:
-    """Return component ("" if there is only one adapter) -> PEFT folder; empty if ``path`` is no PEFT directory."""
-    if path.name == PEFT_WEIGHTS and (path.parent / PEFT_CONFIG).is_file():
-        path = path.parent
-    if (path / PEFT_CONFIG).is_file():
-        return {"": path}
-    return (
-        {folder.parent.name: folder.parent for folder in sorted(path.glob(f"*/{PEFT_CONFIG}"))} if path.is_dir() else {}
-    )
 
 
 def _one_file(path: Path) -> Path:

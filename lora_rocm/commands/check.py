@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lora_rocm import __version__
 from lora_rocm.dataset.preview_images import require_preview_images
-from lora_rocm.errors import DataError, LoraRocmError, Problem, RecipeError, StorageError, storage_error
+from lora_rocm.errors import DataError, LoraRocmError, RecipeError, StorageError, storage_error
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.foundation.terminal_text import legible
@@ -69,10 +69,12 @@ def check(
     except LoraRocmError as error:
         errors.append(error)
     # raise all errors at once
+    problems = [loaded.placed(error) for error in errors]
     if len(errors) == 1:
+        errors[0].where = problems[0].where
         raise errors[0]
     if errors:
-        raise RecipeError([Problem(error.where or "model", error.what, error.fix) for error in errors])
+        raise RecipeError([replace(problem, where=problem.where or "model") for problem in problems])
     # memory and notices
     _say("memory of weights")
     for component, size in sorted(base.num_bytes.items(), key=lambda pair: -pair[1]):
@@ -200,6 +202,8 @@ def _data_lines(loaded: LoadedRecipe, usable: list[Any]) -> Iterator[str]:
     kind = recipe.spec.samples[0]
     noun = NOUNS[kind]
     yield f"{noun}: {num_found} usable, {len(aside)} set aside"
+    if not texts:
+        yield "  judged by headers and ends of files: no pixels were decoded, and a run sets aside what fails there"
     per_source = Counter(sample.source for sample in samples)
     for index, source in enumerate(recipe.data.resolved_sources()):
         resolution = f"resolution {source.resolution}, " if recipe.spec.reads("data.resolution") else ""

@@ -21,6 +21,7 @@ from lora_rocm.model_files.adapter_sizes import alphas_of, ranks_of
 from lora_rocm.model_files.adapters import families_of, kind_of, origin_of
 from lora_rocm.model_files.header import Header, read_header
 from lora_rocm.model_files.models import BASES, INDEXES, OTHER, PARTS, index_of, model_of, models_in, pipeline_of
+from lora_rocm.model_files.peft_folder import PEFT_CONFIG, PEFT_WEIGHTS
 from lora_rocm.model_files.readers import PEFT, PROGRAMS, readers_of, spelling_of
 from lora_rocm.model_files.storage_formats import scaled
 from lora_rocm.rundir.layout import RunDir
@@ -28,7 +29,7 @@ from lora_rocm.rundir.results import final_files
 
 Found = dict[str, Any]
 """What ``inspect`` finds, or a part of it, ready for JSON."""
-STATE, PEFT_CONFIG, PEFT_WEIGHTS = "state.json", "adapter_config.json", "adapter_model.safetensors"
+STATE = "state.json"
 MODEL_CONFIG = "config.json"
 MODEL_WEIGHTS = ("model.safetensors", "model-?????-of-?????.safetensors")
 """Names of the files of weights beside a config of transformers."""
@@ -168,6 +169,7 @@ def _peft_folder(parts: Sequence[Path], registry: Registry) -> Found:
     for name in adapters:
         if not found[name]["families"] and known:
             adapters[name]["readers"] = known[0]
+            found[name]["title"] = f"a {adapters[name]['kind']} for the {name} of the same model"
     return {
         "title": f"PEFT adapters of {len(found)} components",
         "families": sorted(set.intersection(*families)) if families else [],

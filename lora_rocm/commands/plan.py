@@ -78,7 +78,7 @@ def plan(
     recipe = loaded.recipe
     total = None if card is None else card_bytes(card)
     situation = situation_here(recipe)
-    counted = _counted(recipe, situation, total is not None)
+    counted = _counted(recipe, situation, card is not None)
     footprint, gpu = Footprint.from_json(counted["footprint"]), counted["gpu"]
     room = _room_of_card(total) if total is not None else _room_here(situation, gpu)
     rates = Rates(**gpu["rates"]) if gpu is not None and total is None else Rates()
@@ -95,7 +95,8 @@ def plan(
     else:
         for line in _lines(loaded.name, recipe, counted["precision"], footprint, room, rows, chosen, rates):
             _say(legible(line))
-        for line in _precision_lines(recipe, counted["precision"], situation.gpu if total is None else None):
+        gpu_here = situation.gpu if total is None else None
+        for line in (*_precision_lines(recipe, counted["precision"], gpu_here), *_unread_lines(recipe)):
             _say(legible(line))
         for encoder in counted["encoders"]:
             _say(legible(_encoder_text(encoder)))
@@ -126,7 +127,8 @@ def _counted(recipe: Recipe, situation: Situation, for_card: bool) -> dict[str, 
     env = {**environment_plan(situation).applied_to(os.environ), "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory(prefix="lora-rocm-") as folder:
         job = Path(folder) / "job.json"
-        write_json(job, {"recipe": recipe.model_dump(mode="json"), "for_card": for_card})
+        asked = {"for_card": for_card, "for_gpu": for_card or situation.gpu is not None}
+        write_json(job, {"recipe": recipe.model_dump(mode="json"), **asked})
         return run_for_json(MODULE, [str(job)], env)
 
 
@@ -213,6 +215,8 @@ def _lines(
 
 def _precision_lines(recipe: Recipe, precision: str, gpu: Gpu | None) -> Iterator[str]:
     if precision not in PRECISION_ERROR:
+        if recipe.train.mixed_precision == "auto":
+            yield "train.mixed_precision: auto is no (float32) on the CPU, where this machine would train"
         return
     arch = arch_of(gpu.gfx) if gpu is not None else None
     emulates = arch is not None and not arch.bf16
@@ -222,6 +226,12 @@ def _precision_lines(recipe: Recipe, precision: str, gpu: Gpu | None) -> Iterato
     reasons = f" ({'; '.join(why)})" if why else ""
     yield f"train.mixed_precision: {recipe.train.mixed_precision} is {precision}{reasons}"
     yield f"{precision} changes the gradients by up to about {100 * PRECISION_ERROR[precision]:.1f} % of their size"
+
+
+def _unread_lines(recipe: Recipe) -> Iterator[str]:
+    if recipe.spec.trains_on_texts:
+        of_full = "rows are full" if recipe.data.packing else "rows may be shorter"
+        yield f"the texts were not read: data.max_length is counted, and {of_full}; lora-rocm check counts tokens"
 
 
 def _rounding(name: str) -> str:

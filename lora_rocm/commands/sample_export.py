@@ -14,6 +14,7 @@ from lora_rocm.errors import AdapterError, MachineError, UserError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.files import require_place, write_json
 from lora_rocm.foundation.units import number_text
+from lora_rocm.model_files.peft_folder import peft_folders
 from lora_rocm.recipe.adapter_sections import GGUF, MERGED
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.recipe.yaml_tree import is_clean
@@ -57,7 +58,7 @@ def sample(
         raise UserError("family-unknown", f"{what[:1].upper()}{what[1:]}.", where=f"--family {family!a:.60}", fix=fix)
     _check_options(options, config if base is None else None)
     if output is None:
-        output = RunDir(source).asked if source.is_dir() else Path("samples")
+        output = Path("samples") if source.is_file() or peft_folders(source) else RunDir(source).asked
     elif not output.is_dir() and os.path.lexists(output):
         what = "A file lies where the folder for the images would be made."
         raise UserError("output-no-folder", what, where=f"--output {output}", fix="Give the name of a folder.")
@@ -141,7 +142,8 @@ def export(
     """
     run_dir, recipe = open_recipe(source, registry)
     if form not in recipe.exportable:
-        raise _unread(recipe, form)
+        what, fix = recipe.unwritten(form, recipe.exportable)
+        raise AdapterError("export-form", f"{what[0].upper()}{what[1:]}.", where=f"--format {form}", fix=fix)
     if output is not None and (output.is_file() if form in FOLDER_FORMS else output.is_dir()):
         is_now, wanted = ("file", "folder") if form in FOLDER_FORMS else ("folder", "file")
         what = f"There is a {is_now}, and the {form} form is a {wanted}."
@@ -185,16 +187,6 @@ def _require_suffix(output: Path, form: str) -> None:
     if not fits:
         fix = f"Give --output {output.with_name(name)}."
         raise UserError("output-suffix", what, where=f"--output {output}", fix=fix)
-
-
-def _unread(recipe: Recipe, form: str) -> AdapterError:
-    title = f"{recipe.lora.title} of {recipe.spec.title}"
-    return AdapterError(
-        "export-form",
-        f"A {title} is not written in the form {form}: nothing would read it.",
-        where=f"--format {form}",
-        fix=f"Forms of a {title}: {', '.join(recipe.exportable)}.",
-    )
 
 
 def _converter(asked: Path | None) -> Path:
@@ -264,20 +256,18 @@ def _export(
 
 def _existing(source: Path) -> Path:
     source = source.absolute()
+    fix = "Give a run directory, a .safetensors file or a PEFT folder."
     if not source.exists() or (
-        source.is_dir() and not holds_run(RunDir(source)) and not any(source.glob("*.safetensors"))
+        source.is_dir()
+        and not holds_run(RunDir(source))
+        and not any(source.glob("*.safetensors"))
+        and not peft_folders(source)
     ):
-        raise UserError(
-            "no-lora",
-            "There is no run and no LoRA here.",
-            where=str(source),
-            fix="Give a run directory or a .safetensors file.",
-        )
+        raise UserError("no-lora", "There is no run and no LoRA here.", where=str(source), fix=fix)
     if source.is_file() and source.suffix.lower() not in LORA_SUFFIXES:
         what = (
             "This is a recipe, and no LoRA." if source.suffix.lower() in (".yaml", ".yml") else "This is no LoRA file."
         )
-        fix = "Give a run directory or a .safetensors file."
         raise UserError("no-lora", what, where=str(source), fix=fix)
     return source
 

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import sys
-from collections import Counter
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
@@ -208,7 +207,7 @@ def walk(
     _leave_out_unwanted(folder)
     if not folder.relatives:
         left_out.suffixes[extension] += len(folder.captions)
-        raise _no_images(folder, left_out.suffixes, num_found)
+        raise _no_images(folder, left_out, num_found)
     _say_other_captions(folder, other_captions)
     if tables.json_file or (metadata_files and tables.has_columns):
         _read_metadata(folder, tables, metadata_files)
@@ -255,19 +254,19 @@ def walk_texts(
             "data-folder-empty",
             " ".join([f"There are no texts in {shown(root)}.", *folder.notices]),
             where=shown(root),
-            fix=f"Put {TEXT_SUFFIX} files there, or correct the path.",
+            fix=left_out.remedy(f"Put {TEXT_SUFFIX} files there, or correct the path."),
         )
     return folder
 
 
-def _no_images(folder: Folder, suffixes: Counter[str], num_found: int) -> DataError:
-    seen = ", ".join(f"{count} {suffix}" for suffix, count in suffixes.most_common(6) if count) or "no files"
+def _no_images(folder: Folder, left_out: LeftOut, num_found: int) -> DataError:
+    seen = ", ".join(f"{count} {suffix}" for suffix, count in left_out.suffixes.most_common(6) if count) or "no files"
     found = f"found {seen}" if num_found == 0 else f"all {num_found} are left out"
     return DataError(
         "data-folder-empty",
         " ".join([f"There are no images in {shown(folder.root)}: {found}.", *folder.notices]),
         where=shown(folder.root),
-        fix="Put images there (png, jpg, webp, and what else Pillow reads), or correct the path.",
+        fix=left_out.remedy("Put images there (png, jpg, webp, and what else Pillow reads), or correct the path."),
     )
 
 
@@ -300,6 +299,8 @@ def _files(
             if target is None:
                 left_out.unreachable.append(shown(relative))
             elif is_folder:
+                if path.suffix.lower() in CAPTION_SUFFIXES:
+                    left_out.caption_folders.append(f"{shown(relative)}/")
                 below += [(path, target, f"{relative}/")] if target not in skipped else []
             else:
                 if not _lies_in(target, real_root):

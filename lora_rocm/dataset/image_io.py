@@ -30,8 +30,11 @@ if TYPE_CHECKING:
 READ = frozenset("AVIF BMP DDS DIB GIF HEIF ICO JPEG JPEG2000 JXL MPO PCX PNG PPM PSD QOI SGI TGA TIFF WEBP".split())
 MAX_HEADER_COST, COST_OF_A_READ = 1 << 24, 64  # bytes
 MAX_IMAGE_BYTES = 1 << 29  # 178 megapixels, Pillow's limit, take 512 MiB uncompressed
+TAIL_BYTES = 65536
+# A file without this mark near its end may be truncated. A whole one can lack it too: a motion photo has a film after
+# the picture, and Pillow reads a PNG without IEND. A truncated WebP has no header for Pillow.
+END_MARKS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
 # EXIF after a PNG's pixels is detected by these marks near the end of the file; reading it costs a full decode.
-PNG_TAIL_BYTES = 65536
 PNG_TAIL_MARKS = (b"eXIf", b"Raw profile type exif", b"tiff:Orientation")
 SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that swap width and height
 SEVERAL_FRAMES = ("GIF", "PNG", "TIFF", "WEBP")  # in other formats, further frames are thumbnails, layers, depths
@@ -81,7 +84,8 @@ def readable_extensions() -> frozenset[str]:
 def read_header(file: Path | BinaryIO) -> Header:
     """Read size and kind of an image without decoding pixels.
 
-    Exceptions: a PNG with trailing EXIF data (see PNG_TAIL_MARKS) and JPEG XL, whose plugin always decodes.
+    Exceptions: a PNG with trailing EXIF data (see PNG_TAIL_MARKS), a file without its END_MARKS, which decoding tells
+    to be truncated or whole, and JPEG XL, whose plugin always decodes.
 
     Raises:
         UnreadableImage: the file is not an image, or is damaged, unreadable or too large to decode.
@@ -258,11 +262,16 @@ def _open(file: _Frugal) -> Image.Image:
 def _header(file: BinaryIO) -> Header:
     frugal = _Frugal(file)
     with _open(frugal) as image:
+        begin = file.tell()  # of the pixels: in what lies before, a small preview of a JPEG has an end mark of its own
         several = image.format in SEVERAL_FRAMES and _has_several_frames(image)
         frugal.left = math.inf
         (width, height), deep_grey = image.size, image.mode in ("I", "I;16", "I;16B", "I;16L", "I;16N")
         size = (height, width) if _orientation(image) in SIDEWAYS else (width, height)
-        return Header(size, several, deep_grey, image.has_transparency_data)
+        header = Header(size, several, deep_grey, image.has_transparency_data)
+        mark = END_MARKS.get(image.format or "")
+        if mark is not None and mark not in _tail(file, begin):
+            image.load()
+        return header
 
 
 def _has_several_frames(image: Image.Image) -> bool:
@@ -310,13 +319,17 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _png_tail_has_exif(image: Image.Image) -> bool:
-    file = image.fp  # type: ignore[attr-defined]
-    position = file.tell()
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - PNG_TAIL_BYTES))
-    tail = file.read()
-    file.seek(position)
+    tail = _tail(image.fp)  # type: ignore[attr-defined]
     return any(mark in tail for mark in PNG_TAIL_MARKS)
+
+
+def _tail(file: BinaryIO, begin: int = 0) -> bytes:
+    """At most TAIL_BYTES from the end of the file, none from before ``begin``. The position in the file is kept."""
+    position = file.tell()
+    file.seek(max(begin, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+    tail = file.read(TAIL_BYTES)
+    file.seek(position)
+    return tail
 
 
 def _bits_per_sample(image: Image.Image) -> int:

@@ -84,6 +84,7 @@ class LeftOut:
     excluded: Few = field(default_factory=few)
     others: Few = field(default_factory=few)
     unreachable: Few = field(default_factory=few)
+    caption_folders: Few = field(default_factory=few)
     stems: set[str] = field(default_factory=set)
     _paired: list[tuple[Companion, str, str]] = field(default_factory=list)
 
@@ -137,6 +138,11 @@ class LeftOut:
                 alone.append((relative, real))
         return alone
 
+    def remedy(self, otherwise: str) -> str:
+        """How to get images or texts from a folder of which nothing is left. ``otherwise``: if no pattern is why."""
+        keys = [key for key, names in (("exclude", self.excluded), ("include", self.others)) if names]
+        return f"Correct the patterns of data.{' and data.'.join(keys)}." if keys else otherwise
+
     def notices(self, exclusion: Patterns, inclusion: Patterns) -> list[str]:
         """Notices about the files that are left out, and about patterns that matched nothing."""
         said = [_say_format(found, names) for found, names in self.formats.items()]
@@ -165,6 +171,9 @@ class LeftOut:
         for key, patterns in (("exclude", exclusion), ("include", inclusion)):
             if patterns.unused:
                 said.append(f"data.{key}: nothing here is called {some([legible(name) for name in patterns.unused])}.")
+        if self.caption_folders:
+            have = counted(self.caption_folders, "folder is named like a caption", "folders are named like captions")
+            said.append(f"{have}, and no caption is read there: {some(self.caption_folders)}.")
         if self.unreachable:
             links = counted(self.unreachable, "link leads", "links lead")
             said.append(f"{links} to a place that may not be read, and so left out: {some(self.unreachable)}.")

@@ -184,6 +184,12 @@ def scan(data: DataSection, report: Report = ignore, *, copies: bool = True) -> 
     return Scan(samples, set_aside, (*notices, *(_copies(samples) if copies else ())), lasting)
 
 
+def is_passing(error: UnreadableImage) -> bool:
+    """Whether an image may be readable at the next start: the disk failed, or memory ran out."""
+    cause = error.__cause__
+    return isinstance(cause, MemoryError) or getattr(cause, "errno", None) is not None
+
+
 def nothing_left(set_aside: Sequence[Problem]) -> DataError:
     """The error for a dataset in which every image was set aside."""
     reasons = [f"{problem.where}: {problem.what}" for problem in set_aside[:NUM_NAMED]]
@@ -332,7 +338,7 @@ def _scan_folder(found: _Findings) -> None:
             text = options.class_prompt or text
             given = folder.given(position)
         except UnreadableImage as error:
-            found.lasting &= getattr(error.__cause__, "errno", None) is None
+            found.lasting &= not is_passing(error)
             found.set_aside.append(Problem(shown(path), f"The image cannot be read: {error}.", UNREADABLE_FIX))
             continue
         except UnicodeDecodeError:

@@ -19,7 +19,7 @@ from torch import Tensor
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.entry import Entry, Form
 from lora_rocm.adapters.lora_entry import LoraEntry, with_one_alpha
-from lora_rocm.adapters.lora_reader import DIFFUSERS_METADATA, DORA_NORM, PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS
+from lora_rocm.adapters.lora_reader import DIFFUSERS_METADATA, DORA_NORM, PEFT_PREFIX
 from lora_rocm.adapters.module_names import COMFYUI, SD_SCRIPTS, TEXT_LEVEL
 from lora_rocm.base_models.hub import looks_like_id
 from lora_rocm.errors import AdapterError
@@ -29,6 +29,7 @@ from lora_rocm.export.safetensors_writer import TensorFile, kohya_hashes
 from lora_rocm.export.verify import Verification, verify
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.foundation.files import json_bytes, write_atomic
+from lora_rocm.model_files.peft_folder import PEFT_CONFIG, PEFT_WEIGHTS
 from lora_rocm.recipe.adapter_sections import FORMS_WITH_NORMS
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.results import FileDigest
@@ -94,7 +95,7 @@ def _contents(
     if form not in adapter.readers or (adapter.norms and form not in FORMS_WITH_NORMS):
         raise AdapterError(
             "export-form",
-            f"A {adapter.files.name} of this model cannot be written in the {form} form: nothing would read it.",
+            f"This {adapter.files.name} cannot be written in the {form} form: nothing would read it.",
             where=str(path),
             fix=f"Ask for one of these: {', '.join(adapter.readers)}.",
         )

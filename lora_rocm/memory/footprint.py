@@ -379,7 +379,8 @@ def main(registry: Registry = PRODUCT) -> int:
     """Count the recipe in the job file named by the first argument."""
     try:
         job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-        found = _found(recipe_from(job["recipe"], registry), settings_from(os.environ), job["for_card"])
+        recipe = recipe_from(job["recipe"], registry)
+        found = _found(recipe, settings_from(os.environ), job["for_card"], job["for_gpu"])
         code = 0
     except LoraRocmError as error:
         found, code = {"type": "error", **error.to_event()}, error.exit_code
@@ -392,17 +393,24 @@ def main(registry: Registry = PRODUCT) -> int:
     return code
 
 
-def _found(recipe: Recipe, settings: Settings, for_card: bool) -> dict[str, Any]:
-    """The footprint as this machine would train, or as a GPU with bf16 would (``for_card``, or without a GPU).
+def _found(recipe: Recipe, settings: Settings, for_card: bool, for_gpu: bool) -> dict[str, Any]:
+    """The footprint as this machine would train, or as a GPU with bf16 would.
 
     A hub model that is not on this machine is counted with the family's published configs.
+
+    Args:
+        recipe: see ``plan``.
+        settings: of this machine.
+        for_card: of a GPU that was named, not of one that torch sees.
+        for_gpu: of a GPU, also if torch sees none.
     """
+    for_gpu &= recipe.runtime.device != "cpu"
     device = torch.device("cpu") if for_card else choose_device(recipe.runtime.device)
     wanted = recipe.train.mixed_precision
-    if device.type == "cpu" and wanted == "auto" and recipe.runtime.device != "cpu":
+    if device.type == "cpu" and wanted == "auto" and for_gpu:
         wanted = "bf16"
     dtype = compute_dtype(wanted, device, settings, recipe.spec.takes_fp16)
-    on_gpu = device.type != "cpu" or recipe.runtime.device != "cpu"
+    on_gpu = device.type != "cpu" or for_gpu
     how, is_here = (dtype, settings, largest_of(recipe), on_gpu), True
     gpu = _gpu(device, settings, dtype, settings.pins(recipe.runtime.pin_memory))  # first: its kernels are counted
     try:

@@ -57,7 +57,8 @@ class NewToken(Section):
     """A token that the vocabulary lacks. Each text encoder gets vectors of its own for it, which are trained."""
 
     token: Annotated[str, Field(pattern=r"^[^\s\x00-\x1f\x7f]+$", max_length=64)] = Field(
-        description="The word in captions and prompts, such as <zibu>. Small and capital letters are the same."
+        description="The word in captions and prompts, without blanks, such as <zibu>. Small and capital letters are "
+        "the same."
     )
     vectors: int = Field(1, gt=0, le=75, description="Number of vectors, each of which takes a token's place.")
     init: Annotated[str, Field(min_length=1)] | None = Field(

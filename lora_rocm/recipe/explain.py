@@ -26,6 +26,13 @@ EXPECTED = {
     "tuple": "a list",
     "model": "a section with keys",
 }
+NOT_ALLOWED = {
+    "finite_number": "has to be a finite number, got",
+    "string_pattern_mismatch": "cannot be",
+    "string_too_long": "is too long:",
+    "string_too_short": "is empty:",
+}
+"""Errors of pydantic about a value of the right type -> words before the value."""
 COMPARED = {
     "greater_than": ("greater than", "gt"),
     "greater_than_equal": ("at least", "ge"),
@@ -66,7 +73,7 @@ def explain(error: ValidationError, data: Any, where: Callable[[Key], str], kind
             continue  # the items that are refused are not counted
         if detail["type"] == "extra_forbidden" and key[0] in {section for section, _ in kinds.unknown}:
             continue
-        phrase = EXPECTED.get(detail["type"].partition("_")[0])
+        phrase = None if detail["type"] in NOT_ALLOWED else EXPECTED.get(detail["type"].partition("_")[0])
         if phrase is not None:
             phrases = expected.setdefault(key, dict.fromkeys(choices.get(key, ())))
             phrases[phrase] = None  # an ordered set: thousands of list items may share a problem
@@ -149,8 +156,8 @@ def _sentence_and_fix(detail: ErrorDetails, key: Key, kinds: Kinds) -> tuple[str
     if kind in COMPARED:
         words, limit = COMPARED[kind]
         return f"has to be {words} {context[limit]}, got {shown(value)}", _about(key, kinds.recipe)
-    if kind == "finite_number":
-        return f"has to be a finite number, got {shown(value)}", _about(key, kinds.recipe)
+    if kind in NOT_ALLOWED:
+        return f"{NOT_ALLOWED[kind]} {shown(value)}", _about(key, kinds.recipe)
     message = detail["msg"]
     return f"{message[:1].lower()}{message[1:]}, got {shown(value)}", _about(key, kinds.recipe)
 

@@ -25,6 +25,7 @@ MAX_DEPTH = 6  # nesting of keys
 MAX_KEYS = 20_000
 MAX_DOTS = 1000  # in a line of TOML: keys with many parts take the library very long
 ASSIGNMENT = re.compile(r"^\s*(?:export\s+|set\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*=", re.MULTILINE)
+USUAL_START = "sdxl.yaml"
 NAMES_IN_OTHER_TRAINERS = "docs/recipe.md, 'Names in other trainers'"
 
 
@@ -45,8 +46,17 @@ class Trainer:
 
 @dataclass(frozen=True)
 class ForeignTable:
-    """The file. ``scripts``: text in a file that is no mapping -> name of the kind of file."""
+    """The file.
 
+    Attributes:
+        base_keys: keys of the base model.
+        recipes: regular expression for "key=value" of such a key -> name of the recipe to start from.
+        scripts: text in a file that is no mapping -> name of the kind of file.
+        trainer: marks of each kind of file; the first that fits counts.
+    """
+
+    base_keys: tuple[str, ...]
+    recipes: Mapping[str, str]
     scripts: Mapping[str, str]
     trainer: tuple[Trainer, ...]
 
@@ -71,7 +81,7 @@ def recognised(text: str, path: str, value: Any) -> Problem | None:
     names = paths if isinstance(data, list) else paths | {path.rpartition(".")[2] for path in paths}
     for trainer in _table().trainer:
         if names.intersection(trainer.any_of) or (trainer.all_of and names.issuperset(trainer.all_of)):
-            return _problem(path, trainer.file, _renamed(paths))
+            return _problem(path, trainer.file, _renamed(paths), _start(data))
     if not isinstance(value, dict):
         for script, what in _table().scripts.items():
             if script in text:
@@ -79,9 +89,27 @@ def recognised(text: str, path: str, value: Any) -> Problem | None:
     return None
 
 
-def _problem(path: str, what: str, renamed: str) -> Problem:
-    fix = f"Start from recipes/sdxl.yaml. {renamed}All names: {NAMES_IN_OTHER_TRAINERS}."
+def _problem(path: str, what: str, renamed: str, start: str = USUAL_START) -> Problem:
+    fix = f"Start from recipes/{start}. {renamed}All names: {NAMES_IN_OTHER_TRAINERS}."
     return Problem(path, f"this is {what}. lora-rocm cannot read it yet; an importer is planned", fix)
+
+
+def _start(data: object) -> str:
+    """Name of the recipe for the base that another trainer's file names."""
+    named = "\n".join(islice(_bases(data), MAX_KEYS)).lower()
+    found = (recipe for pattern, recipe in _table().recipes.items() if re.search(pattern, named))
+    return next(found, USUAL_START)
+
+
+def _bases(data: object, depth: int = 0) -> Iterator[str]:
+    """Each key of the base model with its value, as "key=value"."""
+    if depth == MAX_DEPTH:
+        return
+    for name, value in data.items() if isinstance(data, dict) else ():
+        if (key := str(name).lower().removeprefix("--")) in _table().base_keys and isinstance(value, str | bool):
+            yield f"{key}={value}"
+    for value in data.values() if isinstance(data, dict) else data if isinstance(data, list) else ():
+        yield from _bases(value, depth + 1)
 
 
 def _mapping(text: str) -> Any:

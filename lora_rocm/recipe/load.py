@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
-from lora_rocm.errors import Problem, RecipeError
+from lora_rocm.errors import LoraRocmError, Problem, RecipeError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.units import count_text
 from lora_rocm.recipe.explain import boolean_problems, explain, shown
@@ -31,6 +31,7 @@ from lora_rocm.recipe.schema import MOVED, Recipe
 from lora_rocm.recipe.sections import PathRule, path_rule
 from lora_rocm.recipe.start_rank import resolve_rank
 from lora_rocm.recipe.yaml_tree import (
+    ESCAPE_FIX,
     MAX_OPEN_BRACKETS,
     Key,
     YamlSyntaxError,
@@ -60,6 +61,8 @@ BUILTIN = "builtin:"
 NEXT_LINE = "\x85"  # a line end in YAML 1.1 (section 5.4)
 PATH_LETTERS = 400  # long, because the wrong part of a path is usually its end
 PATH_FIX = "Correct the path. Relative paths start where the command runs."
+CONTROL, VARIABLE = re.compile(r"[\0-\x1f]"), re.compile(r"\$\w|\$\{|%\w+%")
+KEY_PATH = re.compile(r"(\w+)(\.\w+|\[\d+\])+")
 TABLES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 TABLE_FIX = "A table is given as dataset, in an entry of data.sources or in data.watched; path is a folder."
 
@@ -154,9 +157,17 @@ class LoadedRecipe:
                 path = shown(value, PATH_LETTERS)
                 what = f"{path} is no {rule.must_be}" if os.path.exists(value) else f"there is no {rule.must_be} {path}"
                 is_table = rule.must_be == "folder" and key[0] == "data" and Path(value).suffix.lower() in TABLES
-                problems.append(Problem(self.layers.where(key), what, TABLE_FIX if is_table else PATH_FIX))
+                problems.append(Problem(self.layers.where(key), what, TABLE_FIX if is_table else _path_fix(value)))
         if problems:
             raise RecipeError(problems)
+
+    def placed(self, error: LoraRocmError) -> Problem:
+        """The problem of an error whose ``where`` begins with a key of the recipe, with the key's file and line."""
+        named = KEY_PATH.match(error.where)
+        if named is None or named[1] not in Recipe.model_fields:
+            return Problem(error.where, error.what, error.fix)
+        key = tuple(int(part) if part.isdigit() else part for part in re.findall(r"\w+", named[0]))
+        return Problem(self.layers.where(key) + error.where[named.end() :], error.what, error.fix)
 
     def _cannot_be_made(self, key: Key, folder: str) -> list[Problem]:
         above = next(path for path in (Path(folder), *Path(folder).parents) if os.path.exists(path))
@@ -164,6 +175,15 @@ class LoadedRecipe:
             return []
         what = f"{shown(str(above), PATH_LETTERS)} is a file, not a folder"
         return [Problem(self.layers.where(key), what, "Move that file away, or choose another folder.")]
+
+
+def _path_fix(path: str) -> str:
+    """The remedy for a path at which nothing is."""
+    if CONTROL.search(path):
+        return ESCAPE_FIX
+    if VARIABLE.search(path):
+        return "Write the folder itself: variables are not expanded in a recipe; ~ for the home folder is."
+    return PATH_FIX
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Registry = PRODUCT) -> LoadedRecipe:
@@ -184,7 +204,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Regis
     own, places = _read_layer(found, problems)
     base = own.pop("base", None)
     if base is not None:
-        problems += _lay_base(layers, base, found, places, notices)
+        _lay_base(layers, base, found, places, notices, problems)
     layers.merge(*_moved(own, places, problems))
     set_names: dict[Key, str] = {}
     for override in overrides:
@@ -209,13 +229,11 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Regis
 
 def unwritable(recipe: Recipe, layers: Layered) -> list[Problem]:
     """A problem if ``output.formats`` has a format in which the adapter of this family cannot be written."""
-    title = f"{recipe.lora.title} of {recipe.spec.title}{' with trained norms' if recipe.lora.train_norms else ''}"
     known = [form for form in recipe.spec.formats if form in recipe.lora.forms]
     wrong = [form for form in recipe.formats if form not in known]
     if not wrong:
         return []
-    what = f"a {title} is not written in the form {wrong[0]}: nothing would read it"
-    return [Problem(layers.where(("output", "formats")), what, f"Forms of a {title}: {', '.join(known)}.")]
+    return [Problem(layers.where(("output", "formats")), *recipe.unwritten(wrong[0], known))]
 
 
 def questions(recipe: Recipe, layers: Layered) -> list[str]:
@@ -237,7 +255,8 @@ def questions(recipe: Recipe, layers: Layered) -> list[str]:
             )
     values = recipe.model_dump()
     for key, others in NEED_ANOTHER.items():
-        if _get(layers.data, key) and not any(_get(values, other) for other in others):
+        value, field = _get(layers.data, key), type(getattr(recipe, str(key[0]))).model_fields.get(str(key[1]))
+        if value and field and value != field.default and not any(_get(values, other) for other in others):
             found.append(f"{layers.where(key)}: this does nothing without {' or '.join(map(dotted, others))}.")
     return found
 
@@ -245,7 +264,7 @@ def questions(recipe: Recipe, layers: Layered) -> list[str]:
 INIT_FROM: Key = ("lora", "init_from")
 MANY_CAPTIONS = ("shuffle_caption", "caption_tag_dropout_rate", "enable_wildcard", "sources")
 VALIDATION = ("validation_every_n_steps", "validation_every_n_epochs")
-SAMPLE_KEYS = ("every_n_steps", "every_n_epochs", "lora_scale", "control_images", "masks")
+SAMPLE_KEYS = ("every_n_steps", "every_n_epochs", "lora_scale", "sampler", "control_images", "masks")
 NEED_ANOTHER: dict[Key, tuple[Key, ...]] = {
     ("optim", "text_encoder_learning_rate"): (("lora", "train_text_encoder"), ("lora", "new_tokens")),
     ("optim", "embedding_learning_rate"): (("lora", "new_tokens"),),
@@ -255,6 +274,8 @@ NEED_ANOTHER: dict[Key, tuple[Key, ...]] = {
     ("data", "caption_variants"): tuple(("data", key) for key in MANY_CAPTIONS),
     ("optim", "safeguard_warmup"): (("optim", "lr_warmup_steps"), ("optim", "lr_warmup_ratio")),
     **{("sample", key): (("sample", "prompts"),) for key in SAMPLE_KEYS},
+    **{("runtime", key): (("runtime", "workers"),) for key in ("worker_timeout_s", "persistent_workers")},
+    ("output", "log_project"): (("output", "log_with"),),
 }
 """Keys that are read only if another one is set -> those others, of which one is enough."""
 
@@ -399,7 +420,7 @@ def _read_layer(path: Path, problems: list[Problem]) -> tuple[dict[str, Any], di
         raise RecipeError([foreign])
     if unreadable is not None:
         where = f"{path}:{unreadable.line}:{unreadable.column}"
-        raise RecipeError([Problem(where, f"this is not valid YAML: {unreadable}")])
+        raise RecipeError([Problem(where, f"this is not valid YAML: {unreadable}", unreadable.fix)])
     problems += tree.place_problems(str(path))
     if tree.value is None and not tree.problems:
         raise RecipeError([Problem(str(path), "the file is empty", "A recipe has at least model, data and train.")])
@@ -409,25 +430,33 @@ def _read_layer(path: Path, problems: list[Problem]) -> tuple[dict[str, Any], di
     return tree.value, {key: Place(str(path), line) for key, line in tree.lines.items()}
 
 
-def _lay_base(layers: Layered, base: Any, path: Path, places: dict[Key, Place], notices: list[str]) -> list[Problem]:
+def _lay_base(
+    layers: Layered, base: Any, path: Path, places: dict[Key, Place], notices: list[str], problems: list[Problem]
+) -> None:
+    """Lay the base recipe. Problems inside go to ``problems``; one that cannot be read raises, as keys may be in it."""
     where = f"{places[('base',)]} base"
     if not isinstance(base, str) or not base:
-        return [Problem(where, f"expected the path of another recipe, got {shown(base)}")]
+        wrong = Problem(where, f"expected the path of another recipe, got {shown(base)}", "Give a .yaml file.")
+        raise RecipeError([*problems, wrong])
     try:
         found = _find(Path(base), notices, path.parent)
         if found.resolve() == path.resolve():
-            return [Problem(where, "a recipe cannot be its own base")]
-        problems: list[Problem] = []
-        data, base_places = _read_layer(found, problems)
+            fix = "Give another recipe, or remove it."
+            raise RecipeError([*problems, Problem(where, "a recipe cannot be its own base", fix)])
+        inside: list[Problem] = []
+        data, base_places = _read_layer(found, inside)
     except RecipeError as error:
-        return [replace(problem, where=f"{where}: {problem.where}") for problem in error.problems]
+        if error.problems[-1].where == where:
+            raise
+        wrongs = [replace(problem, where=f"{where}: {problem.where}") for problem in error.problems]
+        raise RecipeError([*problems, *wrongs]) from None
+    problems += inside
     if "base" in data:
         del data["base"]
         what = f"{path} builds on this recipe, which has a base itself"
         fix = "Only one level is possible: copy what you need into one of them."
         problems.append(Problem(f"{base_places[('base',)]} base", what, fix))
     layers.merge(*_moved(data, base_places, problems))
-    return problems
 
 
 def _lay_override(layers: Layered, override: str, set_names: dict[Key, str]) -> list[Problem]:

@@ -138,6 +138,16 @@ class SampleSection(Section):
     width: int | None = on_resume(None, "Width in pixels; unset means data.resolution.", gt=0, le=MAX_SIDE_PX)
     height: int | None = on_resume(None, "Height in pixels; unset means data.resolution.", gt=0, le=MAX_SIDE_PX)
 
+    @field_validator("prompts", "control_prompts", mode="before")
+    @classmethod
+    def _text_with_a_colon_is_quoted(cls, prompts: object) -> object:
+        for number, prompt in enumerate(prompts if isinstance(prompts, list | tuple) else ()):
+            if isinstance(prompt, dict) and len(prompt) == 1 and not PreviewPrompt.model_fields.keys() & prompt:
+                ((name, value),) = prompt.items()
+                what = "a text with a colon and a blank in it is a key and its value in YAML"
+                raise _wrong(what, f'To mean a text, put it in quotes: "{name}: {value}".', number)
+        return prompts
+
     @field_validator("prompts", "control_prompts")
     @classmethod
     def _options_can_be_read(cls, prompts: tuple[str | PreviewPrompt, ...]) -> tuple[str | PreviewPrompt, ...]:

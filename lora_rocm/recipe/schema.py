@@ -7,6 +7,7 @@ catch typing errors before they exhaust the machine's memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from os.path import normpath
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -306,6 +307,14 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _activations_are_kept_or_recomputed(self) -> Recipe:
+        if self.train.gradient_checkpointing and (memory := self.runtime.memory) in ("keep", "selective"):
+            what = f"{memory} keeps activations, and train.gradient_checkpointing recomputes all of them"
+            context = {"what": what, "at": ("runtime", "memory"), "fix": "Remove one of them."}
+            raise PydanticCustomError("rule", "{what}", context)
+        return self
+
+    @model_validator(mode="after")
     def _base_takes_control_images(self) -> Recipe:
         given = [number for number, source in enumerate(self.data.sources) if source.control_path]
         at: tuple[str | int, ...] = ("data", *(("sources", given[0]) if given else ()), "control_path")
@@ -377,17 +386,19 @@ class Recipe(Section):
     def _previews_suit_the_family(self) -> Recipe:
         step = self.spec.shapes.multiple_px
         for key, number, preview in self.sample.numbered():
-            what = fix = ""
+            what, fix, side = "", "", ""
             if preview.sampler not in self.spec.samplers:
                 what = f"{self.spec.title} is not drawn with the sampler {preview.sampler}"
                 fix = f"Take {' or '.join(self.spec.samplers)}."
             elif preview.negative_prompt != self.sample.negative_prompt and not self.spec.reads(NEGATIVE_PROMPT):
                 what, fix = f"{self.spec.title} reads no negative prompt", "Remove it."
-            elif wrong := [side for side in (preview.width, preview.height) if side is not None and side % step]:
-                what = f"the sides of images of {self.spec.title} are multiples of {step} pixels, and one is {wrong[0]}"
-                fix = f"Take {wrong[0] // step * step} or {wrong[0] // step * step + step}."
+            elif wrong := [name for name in ("width", "height") if (getattr(preview, name) or 0) % step]:
+                side, px = wrong[0], getattr(preview, wrong[0])
+                what = f"the sides of images of {self.spec.title} are multiples of {step} pixels, and one is {px}"
+                fix = f"Take {px // step * step} or {px // step * step + step}."
             if what:
                 at = ("sample", "sampler") if preview.sampler == self.sample.sampler and "sampler" in what else ()
+                at = ("sample", side) if side and getattr(preview, side) == getattr(self.sample, side) else at
                 raise PydanticCustomError(
                     "rule", "{what}", {"what": what, "at": at or ("sample", key, number), "fix": fix}
                 )
@@ -403,6 +414,18 @@ class Recipe(Section):
         """The forms in which ``lora-rocm export`` writes the result."""
         spec = self.spec
         return tuple(form for form in (*spec.formats, *spec.conversions) if form in self.lora.forms)
+
+    def unwritten(self, form: str, forms: Sequence[str]) -> tuple[str, str]:
+        """(problem, remedy) for a form in which the adapter is not written. ``forms``: those in which it is."""
+        lora = self.lora
+        title = f"{lora.title} of {self.spec.title}{' with trained norms' if lora.train_norms else ''}"
+        title = f"{'an' if title[0] in 'AEIO' else 'a'} {title}"
+        why, take = "nothing would read it", ""
+        if form in lora.formats and form not in lora.forms and lora.train_norms:
+            why = "trained norms have no place in it"
+        elif form == "comfyui" and "kohya" in forms:
+            why, take = "it differs from the form kohya only in the magnitudes of a DoRA", "Take kohya. "
+        return f"{title} is not written in the form {form}: {why}", f"{take}Forms of {title}: {', '.join(forms)}."
 
     @property
     def watching(self) -> Recipe | None:

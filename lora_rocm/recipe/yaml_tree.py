@@ -15,6 +15,7 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, ReusedAnchorWarning, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from ruamel.yaml.reader import ReaderError
 
 from lora_rocm.errors import Problem
 
@@ -28,12 +29,35 @@ STANDARD_TAG = "tag:yaml.org,2002:"
 BOOLEANS = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False}
 
 
+ESCAPE_FIX = (
+    r"In double quotes a backslash begins an escape, as in \n. Write a Windows path in single quotes, 'C:\pics', "
+    "or with forward slashes, C:/pics."
+)
+SYNTAX_FIXES = {
+    "a tab": "Replace the tab by spaces.",
+    "escape": ESCAPE_FIX,
+    "quoted scalar": "Close the quotation mark. Inside single quotes, write '' for one.",
+    "mapping values are not allowed": "Indent the keys of a section alike, and put text with a colon in quotes.",
+    "expected ':'": "Write a colon after the key.",
+    "alias": "Put text that begins with * or & in quotes.",
+    "cannot start any token": "Put text that begins with this character in quotes.",
+    "single document": "Remove the line with ---: a recipe is one document.",
+    "']'": "Close the bracket.",
+    "'}'": "Close the bracket.",
+    "special characters": "Remove the character; it may be invisible in an editor.",
+    "deeply": "Remove brackets or levels: no key of a recipe is that deep.",
+}
+"""Words of a syntax error -> remedy; the first row that fits counts."""
+
+
 class YamlSyntaxError(Exception):
-    """The text is no YAML. ``line`` and ``column`` count from 1."""
+    """The text is no YAML. ``line`` and ``column`` count from 1; ``fix``: the remedy."""
 
     def __init__(self, message: str, line: int, column: int) -> None:
         super().__init__(message)
         self.line, self.column = line, column
+        otherwise = "Compare this line and the one above with a recipe that ships: colons, quotes, indentation."
+        self.fix = next((fix for words, fix in SYNTAX_FIXES.items() if words in message), otherwise)
 
 
 @dataclass
@@ -78,6 +102,9 @@ def parse_yaml(text: str) -> YamlTree:
         raise YamlSyntaxError(_syntax_message(text, error, line), line, column) from None
     except RecursionError:
         raise YamlSyntaxError("nested far too deeply", 1, 1) from None
+    except ReaderError as error:  # a control character
+        line, begin = text.count("\n", 0, error.position) + 1, text.rfind("\n", 0, error.position) + 1
+        raise YamlSyntaxError(str(error).splitlines()[0], line, error.position - begin + 1) from None
     except (YAMLError, ValueError) as error:  # ValueError: escapes beyond Unicode
         raise YamlSyntaxError(str(error).splitlines()[0], 1, 1) from None
     tree = YamlTree()
@@ -160,7 +187,9 @@ class _Reader:
             return _scalar(tag, text)
         except (ValueError, KeyError):
             if tag == STANDARD_TAG + "float":
-                self.problem(node, key, f"expected a finite number, got {text:.60}", "Write a number that is smaller.")
+                named = "inf" in text.lower() or "nan" in text.lower()
+                fix = "Write a number in digits, or remove the key." if named else "Write a number that is smaller."
+                self.problem(node, key, f"expected a finite number, got {text:.60}", fix)
             else:
                 self.problem(node, key, f"{text!a:.60} is not a usable value", "Put text in quotes, without a tag (!).")
             return None

@@ -83,14 +83,18 @@ class Room:
 
     def look_ahead(self, updates: int, sizes: Sizes) -> None:
         """Tell the user, once, if the disk may become full before the end of the run."""
-        saves, states = self._saves(updates), self._states(updates)
-        keep = self.recipe.output.keep_last_loras
-        loras = saves if keep is None else min(saves, max(keep + 1 - len(self.run_dir.checkpoint_loras()), 1))
-        files_bytes = states * sizes.checkpoint_bytes + loras * sizes.lora_bytes + sizes.exports_bytes
-        needed = files_bytes + self._images_bytes(updates)
+        growth = {saving: self._growth(updates, saving) for saving in (True, False)}
+        fullest = {
+            saving: states * sizes.checkpoint_bytes + loras * sizes.lora_bytes + (0 if saving else sizes.exports_bytes)
+            for saving, (states, loras) in growth.items()
+        }
+        saving = fullest[True] > fullest[False]
+        needed = fullest[saving] + self._images_bytes(updates)
+        states, loras = growth[saving]
+        result = "" if saving else f", the result ({size_text(sizes.exports_bytes)})"
         what = (
             f"{count_text(loras, 'LoRA file')} of {size_text(sizes.lora_bytes)}, {count_text(states, 'checkpoint')} of "
-            f"{size_text(sizes.checkpoint_bytes)}, the result ({size_text(sizes.exports_bytes)}) and the previews"
+            f"{size_text(sizes.checkpoint_bytes)}{result} and the previews"
         )
         told = "" if self._said else shortage(self.run_dir.path, needed, what, self.free)
         if told:
@@ -121,10 +125,16 @@ class Room:
             return int(updates < last)
         return max(last // every - updates // every + bool(last % every), 0)
 
-    def _states(self, updates: int) -> int:
-        """Growth of the number of checkpoints on the disk: an old one is deleted only when the next is complete."""
-        there = len(self.run_dir.list_checkpoints())
-        return min(self._saves(updates), max(self.recipe.output.keep_last + 1 - there, 1))
+    def _growth(self, updates: int, saving: bool) -> tuple[int, int]:
+        """Growth of the numbers of checkpoints and of their LoRA files on the disk.
+
+        ``saving``: as the last one is written, which is complete before an old one is deleted; else as the result is
+        written, after that.
+        """
+        saves, keep = self._saves(updates), self.recipe.output.keep_last_loras
+        there = len(self.run_dir.list_checkpoints()), len(self.run_dir.checkpoint_loras())
+        states = min(saves, max(self.recipe.output.keep_last + saving - there[0], int(saving)))
+        return states, saves if keep is None else min(saves, max(keep + saving - there[1], int(saving)))
 
     def _images_bytes(self, updates: int) -> int:
         """Size of the remaining previews, assuming no compression."""

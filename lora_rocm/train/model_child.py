@@ -28,6 +28,7 @@ from lora_rocm.families.detect import evidence
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.families.spec import FamilySpec
 from lora_rocm.foundation.files import followed, write_atomic
+from lora_rocm.model_files.peft_folder import peft_folders
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import TEXT_KEY, TOKENS_KEY, Recipe
@@ -49,7 +50,7 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
     """Draw images with a LoRA file, on its run's base model or on another."""
     source = Path(job["source"])
     # The LoRA file, its recipe and whether it trains text encoders
-    lora = source if source.is_file() else newest_lora(RunDir(source))
+    lora = source if source.is_file() or peft_folders(source) else newest_lora(RunDir(source))
     recipe = recipe_for(job, lora, registry)
     require_inputs_read(job, recipe)
     width, height = sides_of(job, recipe)

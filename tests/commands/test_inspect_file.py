@@ -148,6 +148,7 @@ def test_the_peft_folder_of_an_image_model_says_as_much_as_its_export(tmp_path: 
         adapter = found["adapters"][component]
         assert adapter["readers"] == row.told and adapter["ranks"] == {"4": 1} and adapter["alpha"]["min"] == 4
     text = inspect_text(found)
+    assert "text_encoder: a LoRA for the text_encoder of the same model" in text and "not known" not in text
     assert text.count("ComfyUI: reads nothing of it") == 2 and text.count("rank 4 (1)") == 2
 
 

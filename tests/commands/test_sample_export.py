@@ -180,7 +180,9 @@ def test_options_of_another_form(
     ("more", "form", "forms"),
     [
         (None, "gguf", "Forms of a LoRA of SDXL: kohya, sd-scripts, comfyui, diffusers, peft."),
-        ("lora: {type: oft}", "gguf", "Forms of a OFT of SDXL: kohya."),
+        ("lora: {type: oft}", "gguf", "Forms of an OFT of SDXL: kohya."),
+        ("lora: {train_norms: true}", "diffusers", "Forms of a LoRA of SDXL with trained norms: kohya, comfyui."),
+        ("lora: {type: lokr}", "comfyui", "Take kohya. Forms of a LoKr of SDXL: kohya, peft."),
         ("", "kohya", "Forms of a LoRA of language models: peft, merged, gguf."),
         ("lora: {use_dora: true}", "gguf", "Forms of a DoRA of language models: peft, merged."),
         ("lora: {type: lokr}", "gguf", "Forms of a LoKr of language models: peft, merged."),
@@ -190,7 +192,7 @@ def test_a_form_that_nothing_reads_is_refused_with_those_that_something_reads(
     jobs: list[dict[str, Any]], tmp_path: Path, more: str | None, form: str, forms: str
 ) -> None:
     """No converter is asked for, and no child is started."""
-    if more in (None, "lora: {type: oft}"):
+    if "SDXL" in forms:
         write_whole_run(RunDir(tmp_path / "run"))
         recipe = RunDir(tmp_path / "run").recipe
         recipe.write_text(TEXTS.replace("causal-lm", "sdxl") + (more or ""), encoding="utf-8")
@@ -215,6 +217,15 @@ def test_what_no_export_can_be_made_from_or_written_to_is_refused_before_the_chi
     with pytest.raises(UserError, match="no checkpoint yet"):
         sample_export.export(Path("run"), "kohya", output=None, dtype=None)
     assert jobs == []
+
+
+def test_a_peft_folder_is_sampled_from(jobs: list[dict[str, Any]], tmp_path: Path) -> None:
+    for folder in (Path("one"), Path("several", "model")):
+        folder.mkdir(parents=True)
+        (folder / "adapter_config.json").touch()
+        sample_export.sample(Path(folder.parts[0]), output=None, base="some/hub-id", config=None, prompt="x")
+    assert [job["source"] for job in jobs] == [str(tmp_path / "one"), str(tmp_path / "several")]
+    assert {job["output"] for job in jobs} == {str(tmp_path / "samples")}, "nothing is written into the folder"
 
 
 @pytest.mark.parametrize("source", ["missing", "missing.safetensors", "."])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image, ImageCms, PngImagePlugin
+from PIL import Image, ImageCms, ImageFile, PngImagePlugin
 
 from lora_rocm.dataset.buckets import Geometry, choose_bucket
 from lora_rocm.dataset.image_io import UnreadableImage, cut, decode, is_dark, read_header, readable_extensions
@@ -60,11 +60,51 @@ def test_orientation_behind_the_pixels_of_a_png() -> None:
     assert read_header(io.BytesIO(content)).size == decode(content).size == (16, 24)
 
 
-def test_the_header_is_enough_for_the_size() -> None:
-    content = encoded(Image.effect_noise((400, 300), 80), "PNG")
-    assert read_header(io.BytesIO(content[: len(content) // 2])).size == (400, 300)
-    with pytest.raises(UnreadableImage):
-        decode(content[: len(content) // 2])
+def test_the_header_is_enough_for_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    contents = [encoded(Image.effect_noise((400, 300), 80), kind) for kind in ("PNG", "JPEG", "MPO")]
+    monkeypatch.delattr(ImageFile.ImageFile, "load")
+    for content in contents:
+        assert read_header(io.BytesIO(content)).size == (400, 300)
+
+
+def with_preview() -> bytes:
+    """A JPEG with a small preview in its EXIF data, which has an end mark of its own."""
+    exif = Image.Exif()
+    exif[0x9C9B] = encoded(left_red(), "JPEG")
+    return encoded(left_red(), "JPEG", exif=exif)
+
+
+SHORT_OF = {
+    "baseline": lambda: encoded(left_red(), "JPEG"),
+    "progressive": lambda: encoded(left_red(), "JPEG", progressive=True),
+    "restarts": lambda: encoded(left_red(), "JPEG", restart_marker_rows=1),
+    "preview": with_preview,
+    "two pictures": lambda: encoded(left_red(), "MPO", save_all=True, append_images=[left_red(16, 24)]),
+    "png": lambda: encoded(left_red(), "PNG"),
+    "webp": lambda: encoded(left_red(), "WEBP"),
+}
+
+
+@pytest.mark.parametrize("kind", SHORT_OF)
+def test_what_the_header_says_of_a_truncated_file_is_what_decoding_says(kind: str) -> None:
+    whole = SHORT_OF[kind]()
+    for length in (*range(len(whole) // 2, len(whole) - 40, 37), *range(len(whole) - 40, len(whole) + 1)):
+        says = []
+        for read in (lambda part: read_header(io.BytesIO(part)), decode):
+            try:
+                read(whole[:length])
+                says.append("")
+            except UnreadableImage as error:
+                says.append(str(error))
+        assert says[0] == says[1], f"{length} of {len(whole)} bytes"
+    assert says == ["", ""]
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+@pytest.mark.parametrize("after", [b"\n", b"\0" * 100_000, b"ftypmp42" * 10_000], ids=["line", "zeros", "film"])
+def test_bytes_after_the_end_of_an_image_do_no_harm(kind: str, after: bytes) -> None:
+    whole = encoded(left_red(), kind)
+    assert read_header(io.BytesIO(whole + after)).size == decode(whole + after).size == (24, 16)
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])

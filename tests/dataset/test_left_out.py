@@ -184,6 +184,17 @@ def test_only_what_is_included_is_used(tmp_path: Path, make: SimpleNamespace) ->
     with pytest.raises(DataError) as caught:
         walk(tmp_path, ".txt", include=("none",))
     assert caught.value.code == "data-folder-empty" and "data.include: nothing here is called none" in caught.value.what
+    assert caught.value.fix == "Correct the patterns of data.include."
+    with pytest.raises(DataError) as caught:
+        walk(tmp_path, ".txt", exclude=("*",))
+    assert caught.value.fix == "Correct the patterns of data.exclude."
+
+
+def test_a_folder_with_the_name_of_a_caption_is_said(tmp_path: Path, make: SimpleNamespace) -> None:
+    make.image(tmp_path / "a.png")
+    (tmp_path / "a.txt").mkdir()
+    (notice,) = walk(tmp_path, ".txt").notices
+    assert "1 folder is named like a caption" in notice and "a.txt/" in notice
 
 
 def test_a_pattern_that_fits_nothing_is_said(tmp_path: Path, make: SimpleNamespace) -> None:

@@ -437,7 +437,9 @@ def test_the_footprint_of_texts_is_that_of_the_longest(
     """As ``lora-rocm plan`` has it counted."""
     its = Its.write("toy-text", tmp_path)
     job = tmp_path / "job.json"
-    job.write_text(json.dumps({"recipe": its.recipe.model_dump(mode="json"), "for_card": True}), encoding="utf-8")
+    job.write_text(
+        json.dumps({"recipe": its.recipe.model_dump(mode="json"), "for_card": True, "for_gpu": True}), encoding="utf-8"
+    )
     monkeypatch.setattr(sys, "argv", ["footprint", str(job)])
     assert footprint.main(TOYS) == 0
     assert json.loads(capsys.readouterr().out)["footprint"]["shape"] == "96 tokens"

@@ -22,7 +22,7 @@ from lora_rocm.loader.batch import Batch
 from lora_rocm.loader.batches import BatchPlan, Prepared, loader, open_workers, prepare
 from lora_rocm.loader.cached_dataset import together
 from lora_rocm.recipe.process_sections import RuntimeSection
-from tests.fake_encoders import FakeEncoder, FakeFamily, latents_of
+from tests.fake_encoders import FakeEncoder, FakeFamily, latents_of, spoil_image
 from tests.supervisor.fake_run import listening
 
 CPU = torch.device("cpu")
@@ -93,7 +93,7 @@ def damage(root: Path, key: str) -> Path:
 
 
 def test_a_family_that_reads_no_image(world: World) -> None:
-    (world.root / "data" / "3.png").write_bytes((world.root / "data" / "3.png").read_bytes()[:900])  # never decoded
+    spoil_image(world.root / "data" / "3.png")  # never decoded
     family = Toy(text_encoder())
     prepared = world.prepare(family)
     assert [item.shape for item in prepared.items] == [ANY_SHAPE] * 4 and prepared.set_aside == ()

@@ -64,7 +64,8 @@ def starts(tmp_path: Path, make: SimpleNamespace, new_family: Any, monkeypatch: 
     make.image(tmp_path / "data" / "3_two" / "copy.png", 96, 64, seed=0, caption="a, b, c")
     for path in (tmp_path / "data").glob("*.txt"):
         os.utime(path, (10**9, 10**9))
-    (tmp_path / "data" / "broken.png").write_bytes((tmp_path / "data" / "0 ü.png").read_bytes()[:2000])
+    (tmp_path / "data" / "broken.png").write_bytes((tmp_path / "data" / "0 ü.png").read_bytes())
+    make.spoil(tmp_path / "data" / "broken.png")
     return Starts(tmp_path, make, new_family, monkeypatch)
 
 

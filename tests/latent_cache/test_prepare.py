@@ -212,7 +212,7 @@ def test_the_texts_of_wildcards_and_of_lines_are_cached(runs: Runs) -> None:
 def test_what_is_set_aside(runs: Runs) -> None:
     data = runs.root / "data"
     (data / "0.png").write_bytes(b"")
-    (data / "1.png").write_bytes((data / "1.png").read_bytes()[:2000])
+    runs.make.spoil(data / "1.png")
     runs.make.image(data / "thin.png", 100, 10, caption="x")
     prepared = runs()
     assert [item.key for item in prepared.items] == ["2.png", "3.png"]
@@ -223,7 +223,8 @@ def test_what_is_set_aside(runs: Runs) -> None:
 def test_copies_of_a_broken_image_are_all_set_aside(runs: Runs) -> None:
     data = runs.root / "data"
     for name in ("0.png", "copy.png"):
-        (data / name).write_bytes((data / "1.png").read_bytes()[:2000])
+        (data / name).write_bytes((data / "1.png").read_bytes())
+        runs.make.spoil(data / name)
     assert {item.key for item in runs().items} == {"1.png", "2.png", "3.png"}
     assert {Path(problem.where).name for problem in runs.prepared.set_aside} == {"0.png", "copy.png"}
 

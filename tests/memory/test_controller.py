@@ -332,8 +332,8 @@ def _gradients(model: LoadedModel) -> list[Tensor]:
 def test_on_the_cpu_it_is_as_the_recipe_says(
     memory: str, checkpointing: bool, recomputes: bool, offloads: bool
 ) -> None:
-    asked = recipe(memory, gradient_checkpointing=checkpointing)
-    settings, family = Settings(micro_batch_parts=2), Chain()
+    asked = recipe(memory, gradient_checkpointing=checkpointing and memory == "auto")
+    settings, family = Settings(micro_batch_parts=2, checkpointing=checkpointing), Chain()
     found = decide(asked, family, CPU, torch.float32, settings, Shape.of(h=32, w=32), NOBODY)  # type: ignore[arg-type]
     assert (found.recomputes, found.offloads, found.plan) == (recomputes, offloads, None)
     assert found.parts == 2 and found.recomputes_all == recomputes

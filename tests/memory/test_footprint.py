@@ -442,7 +442,9 @@ def test_a_gpu_that_fails_while_it_is_measured_is_said_in_words(
         raise RuntimeError(said)
 
     job = tmp_path / "job.json"
-    job.write_text(json.dumps({"recipe": recipe(tmp_path).model_dump(mode="json"), "for_card": False}), "utf-8")
+    job.write_text(
+        json.dumps({"recipe": recipe(tmp_path).model_dump(mode="json"), "for_card": False, "for_gpu": False}), "utf-8"
+    )
     monkeypatch.setattr(counting, "_found", fails)
     monkeypatch.setattr(counting.sys, "argv", ["footprint", str(job)])
     assert counting.main() == 3
@@ -466,7 +468,7 @@ def test_a_base_that_is_not_what_it_claims_is_refused(
     (folder / file).write_text(json.dumps({**config, key: value}), encoding="utf-8")
     job, asked = tmp_path / "job.json", recipe(tmp_path).model_dump(mode="json")
     asked["model"]["name_or_path"] = str(folder)
-    job.write_text(json.dumps({"recipe": asked, "for_card": True}), "utf-8")
+    job.write_text(json.dumps({"recipe": asked, "for_card": True, "for_gpu": True}), "utf-8")
     monkeypatch.setattr(counting.sys, "argv", ["footprint", str(job)])
     assert counting.main() == 2
     assert json.loads(capsys.readouterr().out)["code"] == code
@@ -488,7 +490,7 @@ def test_a_model_that_is_not_here_is_counted_by_the_published_configuration(
     wanted = given.model_copy(update={"model": given.model.model_copy(update={"name_or_path": "somebody/a-fine-tune"})})
     if code in ("hub-unknown", "config-damaged"):  # that is said
         with pytest.raises(ModelError):
-            counting._found(wanted, Settings(), True)
+            counting._found(wanted, Settings(), True, True)
         return
-    found = counting._found(wanted, Settings(), True)
+    found = counting._found(wanted, Settings(), True, True)
     assert not found["model_is_here"] and found["footprint"] == nothing.to_json()

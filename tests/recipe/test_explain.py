@@ -156,6 +156,22 @@ def problems_of(registry: Registry = PRODUCT, **changes: Any) -> list[Problem]:
         ({"output": {"formats": ["safetensors"]}}, "output.formats[0]", "expected one of", "Write kohya"),
         ({"data": {"sources": [{"path": 3}]}}, "data.sources[0].path", "expected text, got 3", ""),
         ({"data": {"sources": [{"repets": 3, "path": "a"}]}}, "data.sources[0].repets", "no such key", "repeats"),
+        (
+            {"lora": {"new_tokens": [{"token": "a b", "init": "x"}]}},
+            "lora.new_tokens[0].token",
+            "cannot be 'a b'",
+            "blank",
+        ),
+        ({"lora": {"new_tokens": [{"token": "a" * 65, "init": "x"}]}}, "lora.new_tokens[0].token", "is too long", ""),
+        ({"sample": {"prompts": [{"a cat": "big"}]}}, "sample.prompts[0]", "a colon", 'in quotes: "a cat: big"'),
+        ({"sample": {"prompts": ["a"], "width": 100}}, "sample.width", "multiples of 8", "Take 96 or 104."),
+        ({"runtime": {"device": "cpu", "compile": "full"}}, "runtime.compile", "is for GPUs", "Remove compile"),
+        (
+            {"runtime": {"memory": "keep"}, "train": {"epochs": 1, "gradient_checkpointing": True}},
+            "runtime.memory",
+            "recomputes all",
+            "Remove one",
+        ),
         ({"loraa": {}}, "loraa", "there is no such key", "Did you mean lora?"),
     ],
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lora_rocm.errors import RecipeError
+from lora_rocm.recipe.foreign import recognised
 from lora_rocm.recipe.load import MAX_RECIPE_BYTES, dump_recipe, load_recipe, shipped_recipes
 from tests.command_line import command_line
 
@@ -106,6 +107,7 @@ FILES = {
     "pipe-data.toml": (DIFFUSION_PIPE_DATASET, "a dataset file of diffusion-pipe", ""),
     "tuner.json": (json.dumps(SIMPLE_TUNER), "SimpleTuner", "lora_rank is lora.rank"),
     "config.env": (SIMPLE_TUNER_ENV, "SimpleTuner", "lora_rank is lora.rank"),
+    "new.env": ("export TRAINING_NUM_PROCESSES=1\nexport MIXED_PRECISION=bf16\n", "SimpleTuner", ""),
     "multidatabackend.json": (json.dumps(SIMPLE_TUNER_DATA), "a dataset file of SimpleTuner", ""),
     "musubi.toml": (MUSUBI, "musubi-tuner", "network_dim is lora.rank"),
     "musubi-data.toml": (MUSUBI_DATASET, "a dataset file of musubi-tuner", ""),
@@ -122,7 +124,22 @@ def test_a_file_of_another_trainer_is_one_problem_that_says_whose_it_is(name: st
         load_recipe(path)
     (problem,) = caught.value.problems
     assert problem.where == str(path) and whose in problem.what and "cannot read it yet" in problem.what
-    assert "recipes/sdxl.yaml" in problem.fix and "docs/recipe.md" in problem.fix and renamed in problem.fix
+    start = "flux" if "is_flux" in text else "sdxl"
+    assert f"recipes/{start}.yaml" in problem.fix and "docs/recipe.md" in problem.fix and renamed in problem.fix
+
+
+@pytest.mark.parametrize(
+    ("named", "start"),
+    [
+        ({"name_or_path": "black-forest-labs/FLUX.1-dev"}, "flux"),
+        ({"arch": "zimage"}, "z-image"),
+        ({"name_or_path": "stable-diffusion-v1-5/stable-diffusion-v1-5", "flux1_checkbox": True}, "sd15"),
+        ({"arch": "flux2", "is_flux": False}, "sdxl"),
+    ],
+)
+def test_it_names_the_recipe_for_its_base(named: dict[str, object], start: str) -> None:
+    found = recognised("", "x.json", {"network_dim": 4, "model": named})
+    assert found is not None and found.fix.startswith(f"Start from recipes/{start}.yaml.")
 
 
 @pytest.mark.parametrize("command", ["train", "check", "plan", "env"])

@@ -83,6 +83,7 @@ def test_problems(text: str, line: int, words: str) -> None:
         ("a: *b", 1, 4, "alias"),
         ("a: 1\n---\nb: 2", 2, 1, "single document"),
         ("[" * 1200, 1, 1, "deeply"),
+        ('a: 1\nb: "\x07"', 2, 5, "special characters"),
         ("a: &x [*x]", 1, 4, "deeply"),
         ('"\\U00110000"', 1, 1, "range"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +39,26 @@ def room(folder: Path, free: int | None, **sections: dict[str, Any]) -> tuple[Ro
 
 
 def test_what_is_to_come_is_counted(tmp_path: Path) -> None:
-    """Five LoRA files and the exports, and keep_last checkpoints with the next one before an old one goes."""
-    needed = 3 * SIZES.checkpoint_bytes + 5 * SIZES.lora_bytes + SIZES.exports_bytes
+    """Five LoRA files, and keep_last checkpoints with the next one before an old one goes; then there is no result."""
+    needed = 3 * SIZES.checkpoint_bytes + 5 * SIZES.lora_bytes
     for free, told in ((needed + MIB, False), (needed + MIB - 1, True)):
         there, said = room(tmp_path, free)
         there.look_ahead(0, SIZES)
         assert bool(said) is told
-    assert "5 LoRA files of 1.9 MiB, 3 checkpoints of 11.4 MiB, the result (2.4 MiB)" in said[0]
+    assert "5 LoRA files of 1.9 MiB, 3 checkpoints of 11.4 MiB and the previews" in said[0]
     assert str(tmp_path) in said[0]
     there.look_ahead(2, SIZES)
     assert len(said) == 1
+
+
+def test_a_large_result_is_counted_with_the_checkpoints_that_are_kept(tmp_path: Path) -> None:
+    large = replace(SIZES, exports_bytes=20 * SIZES.lora_bytes)
+    needed = 2 * large.checkpoint_bytes + 3 * large.lora_bytes + large.exports_bytes
+    for free, told in ((needed + MIB, False), (needed + MIB - 1, True)):
+        there, said = room(tmp_path, free, output={"keep_last_loras": 3})
+        there.look_ahead(0, large)
+        assert bool(said) is told
+    assert "3 LoRA files of 1.9 MiB, 2 checkpoints of 11.4 MiB, the result (38.1 MiB) and the previews" in said[0]
 
 
 def test_what_is_there_already_counts_for_less(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from lora_rocm.errors import ModelError
 from lora_rocm.families.component_check import MAX_NAMED, check_component
 from lora_rocm.families.ldm import inpainting
 from lora_rocm.families.objectives import ddpm
+from lora_rocm.families.wrong_family import wrong_family
 from lora_rocm.foundation.terminal_text import printable
 from lora_rocm.model_files.adapters import kind_of
 from lora_rocm.model_files.header import Header
@@ -124,7 +125,8 @@ def _check_folder(source: Source, expected: Expected) -> None:
     known = pipeline_of(kind)
     is_own = known is not None and expected.family in known.families
     if "transformer" in index or (known is not None and not is_own):
-        raise _wrong(source, expected, known.title if known and not is_own else f"a model for {printable(kind)[:80]}")
+        what = known.title if known and not is_own else f"a model for {printable(kind)[:80]}"
+        raise _wrong(source, expected, what, known.families if known and not is_own else ())
     if not _is_listed(index, "text_encoder") and _is_listed(index, "text_encoder_2"):
         raise _wrong(source, expected, REFINER)
     missing = [name for name in source.layout.parts if not (source.folder / name).is_dir()]
@@ -153,7 +155,7 @@ def _check_single(source: Source, expected: Expected, header: Header) -> None:
         raise _wrong(source, expected, f"a {adapter} file, not a base model")
     other = next((each for each in found if each.part in PARTS and each.family != expected.family), None)
     if other is not None:
-        raise _wrong(source, expected, other.title)
+        raise _wrong(source, expected, other.title, [other.family])
     if not any(each.part == "whole" for each in found):
         if _has(header, UNET_PREFIX):
             raise _incomplete(source, "text encoders")
@@ -229,13 +231,8 @@ def _not_a_model(source: Source) -> ModelError:
     )
 
 
-def _wrong(source: Source, expected: Expected, what: str) -> ModelError:
-    return ModelError(
-        "wrong-family",
-        f"This is {what}, and {expected.title} is wanted.",
-        where=f"model.name_or_path: {source.name}",
-        fix=expected.fix,
-    )
+def _wrong(source: Source, expected: Expected, what: str, families: Sequence[str] = ()) -> ModelError:
+    return wrong_family(source, what, expected.title, families, expected.fix)
 
 
 def _incomplete(source: Source, what: str) -> ModelError:

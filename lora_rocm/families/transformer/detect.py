@@ -7,6 +7,7 @@ from lora_rocm.base_models.loading import Source
 from lora_rocm.errors import ModelError
 from lora_rocm.families.component_check import check_component
 from lora_rocm.families.spec import FamilySpec
+from lora_rocm.families.wrong_family import wrong_family
 from lora_rocm.foundation.terminal_text import printable
 from lora_rocm.model_files.adapters import kind_of
 from lora_rocm.model_files.models import index_of, model_of, pipeline_of
@@ -34,8 +35,7 @@ def check(source: Source, spec: FamilySpec) -> tuple[str, ...]:
         families = (model.family,) if model is not None and not adapter else ()
         known = f"a {adapter} file" if adapter else model.title if model is not None else "no model that is known here"
     if spec.name not in families:
-        what = f"This is {known}, and {spec.title} is wanted."
-        raise ModelError("wrong-family", what, where=f"model.name_or_path: {source.name}", fix=fix)
+        raise wrong_family(source, known, spec.title, families, fix)
     _check_vae(source, spec)
     return tuple(filter(None, (check_component(source, name, fix) for name in source.layout.parts)))
 

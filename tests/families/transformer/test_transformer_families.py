@@ -224,7 +224,8 @@ def refused(family: Any) -> ModelError:
 
 @of(*FAMILIES)
 def test_other_models_are_refused(case: Case, tmp_path: Path, tiny_sdxl: Path) -> None:
-    assert "an SDXL model" in refused(case.family(folder=tiny_sdxl)).what
+    of_another = refused(case.family(folder=tiny_sdxl))
+    assert "an SDXL model" in of_another.what and "set model.family: sdxl" in of_another.fix
     assert refused(case.family({"vae": str(tiny_sdxl / "vae")})).where.startswith("model.vae")
     assert refused(case.family({"name_or_path": str(tmp_path)})).code == "not-a-model"
     other = tmp_path / "other.safetensors"
