@@ -320,7 +320,7 @@ def test_a_disk_that_may_only_be_read(cache: LatentCache, monkeypatch: pytest.Mo
 
     flip(file_of(cache, KEYS[0]))
     monkeypatch.setattr(Path, "unlink", refused)
-    with pytest.raises(StorageError, match="Cannot write"):
+    with pytest.raises(StorageError, match="not permitted here: Read-only"):
         pruned(cache)
     assert verified(cache)[0] == 3 and "1 bad" in pruned(cache, dry_run=True)
 

@@ -240,11 +240,11 @@ def test_rows_that_fail_alike_say_their_remedy_once(tmp_path: Path) -> None:
     table = tmp_path / "pairs.jsonl"
     table.write_text('{"chosen": "a", "rejected": "b"}\n' * 2, encoding="utf-8")
     data = DataSection(sources=(DataSource(dataset=str(table)),))
-    with pytest.raises(DataError, match="Of 2 texts none") as caught:
+    with pytest.raises(DataError, match=r"No text can be used \(found: 2 texts\)") as caught:
         scan_texts(data)
     assert f"{table}:2: It is a pair of answers" in caught.value.where and "objective.loss: dpo" in caught.value.fix
     table.write_text('{"chosen": "a", "rejected": "b"}\n{"text": ""}\n', encoding="utf-8")
-    with pytest.raises(DataError, match="Of 2 texts none") as caught:
+    with pytest.raises(DataError, match=r"No text can be used \(found: 2 texts\)") as caught:
         scan_texts(data)
     assert caught.value.fix == "Repair the rows or files above."
 

@@ -135,7 +135,7 @@ def test_a_file_that_also_adapts_clip_is_refused_by_name(base: Path, tmp_path: P
         if whole:
             assert read_lora(family, {"transformer": family.skeleton("transformer")}, path).keys(), "the control"
             continue
-        with pytest.raises(AdapterError, match=f"not in this model, for example {clip}") as caught:
+        with pytest.raises(AdapterError, match=f"of this LoRA, such as {clip}") as caught:
             read_lora(family, {"transformer": family.skeleton("transformer")}, path)
         assert caught.value.code == "lora-of-another-model"
 
