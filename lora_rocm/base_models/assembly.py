@@ -17,8 +17,8 @@ from lora_rocm.kernels.weight_format import PackedLinear, WeightFormat
 class Assembly:
     """Collects the tensors of a component, which come in any order and from several threads.
 
-    A tensor of the component is computed once all that it is made of was read, and a chosen layer is packed at once.
-    Then its dense weight is freed.
+    The thread that reads the last part of a tensor of the component computes it and, if it is of a chosen layer, packs
+    it. Then the dense weight is freed.
 
     A weight that a file stores with scales is taken as soon as all its parts were read. Its layer stays as it is stored
     if the wanted format is the same, and its numbers then are. So does one in fp8 without a scale.
@@ -45,7 +45,6 @@ class Assembly:
         for name, tensor in made.items():
             for source in sources_of(tensor):
                 self._users.setdefault(source, set()).add(name)
-        self._left = {source: set(users) for source, users in self._users.items()}
         self._weight_of = {part: name for name, storage in stored.items() for part in storage.parts.values()}
         self._parts: dict[str, State] = {name: {} for name in stored}
         self._read: State = {}
@@ -56,7 +55,7 @@ class Assembly:
     def take(self, name: str, tensor: Tensor) -> None:
         """Take a tensor of a file; one that the component does not need is ignored.
 
-        The calling threads compute and pack: only what they share is behind the lock.
+        Threads compute and pack side by side: the lock is held only for what they share.
         """
         source = self._weight_of.get(name, name)
         if source not in self._users:
@@ -99,8 +98,8 @@ class Assembly:
             self._module.set_submodule(path, self._kept(name, layer) or self._weights.packed(layer))
         with self._lock:
             for source in sources_of(self._made[name]):
-                self._left[source].remove(name)
-                if not self._left[source]:
+                self._users[source].remove(name)
+                if not self._users[source]:
                     del self._read[source]
                     self._as_stored.pop(source, None)
 

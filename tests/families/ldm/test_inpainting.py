@@ -134,21 +134,8 @@ def test_a_preview_is_the_pipeline_s_image_of_a_hidden_one(base: Path, pipeline:
     (ours,) = family.preview(model, [request], text)
     with torch.no_grad():
         grey = pipeline.vae.encode(torch.zeros(1, 3, 48, 64)).latent_dist.mean * 0.13025  # it would draw from it
-    theirs = pipeline(
-        masked_image_latents=grey,
-        prompt=request.prompt,
-        negative_prompt=request.negative_prompt,
-        image=torch.zeros(1, 3, 48, 64),
-        mask_image=torch.ones(1, 1, 48, 64),
-        height=48,
-        width=64,
-        strength=1.0,
-        num_inference_steps=2,
-        guidance_scale=guidance,
-        latents=torch.randn(1, 4, 6, 8, generator=torch.Generator().manual_seed(7)),
-    ).images[0]
-    assert isinstance(ours, Image.Image)
-    assert abs(np.asarray(ours).astype(int) - np.asarray(theirs).astype(int)).max() <= 1
+    theirs = by_diffusers(pipeline, request, grey, torch.zeros(1, 3, 48, 64), torch.ones(1, 1, 48, 64))
+    assert isinstance(ours, Image.Image) and apart(ours, theirs) <= 1
     assert not model.components["unet"]._forward_pre_hooks
 
 
@@ -175,19 +162,7 @@ def test_a_preview_of_an_own_image_is_the_pipeline_s(
     with torch.no_grad():
         pixels = pipeline.image_processor.preprocess(seen, 48, 64) * (hidden_BCHW < 0.5)
         shown = pipeline.vae.encode(pixels).latent_dist.mean * 0.13025  # it would draw from it
-    theirs = pipeline(
-        masked_image_latents=shown,
-        prompt=asked.prompt,
-        negative_prompt=asked.negative_prompt,
-        image=seen,
-        mask_image=hidden,
-        height=48,
-        width=64,
-        strength=1.0,
-        num_inference_steps=2,
-        guidance_scale=guidance,
-        latents=torch.randn(1, 4, 6, 8, generator=torch.Generator().manual_seed(7)),
-    ).images[0]
+    theirs = by_diffusers(pipeline, asked, shown, seen, hidden)
     assert apart(ours, theirs) <= 1 and apart(ours, alone) <= 1
     assert apart(plain, theirs) > 3, "the control: all hidden"
     Image.fromarray(255 - np.asarray(mask)).save(tmp_path / "mask.png")
@@ -203,6 +178,23 @@ def picture_and_mask(folder: Path) -> tuple[Image.Image, Image.Image]:
     image.save(folder / "image.png")
     mask.save(folder / "mask.png")
     return image, mask
+
+
+def by_diffusers(pipeline: Any, request: PreviewRequest, shown_BCHW: Tensor, image: Any, mask: Any) -> Any:
+    """The pipeline's image for the same start. ``shown_BCHW``: latents of the part that is not masked."""
+    return pipeline(
+        masked_image_latents=shown_BCHW,
+        prompt=request.prompt,
+        negative_prompt=request.negative_prompt,
+        image=image,
+        mask_image=mask,
+        height=request.height,
+        width=request.width,
+        strength=1.0,
+        num_inference_steps=request.steps,
+        guidance_scale=request.guidance_scale,
+        latents=torch.randn(1, 4, 6, 8, generator=torch.Generator().manual_seed(request.seed)),
+    ).images[0]
 
 
 def apart(first: Any, second: Any) -> int:
