@@ -81,6 +81,15 @@ class Assembly:
         for user in complete:
             self._build(user)
 
+    def passing(self, name: str) -> bool:
+        """Whether ``take`` keeps nothing of a file's tensor: it is the weight of one layer, which is packed at once."""
+        users = self._users.get(name, set())
+        if name in self._weight_of or len(users) != 1:
+            return False
+        (user,) = users
+        made = self._made[user]
+        return user in self._layers and is_source(made) and made.dtype is not torch.float8_e4m3fn  # its codes may stay
+
     def finished(self) -> nn.Module:
         """The component, frozen and in eval mode, after all of its files were read."""
         constants = {name: tensor for name, tensor in self._made.items() if not sources_of(tensor)}

@@ -287,7 +287,7 @@ class Source:
             module = self._hollow(name)
             made = conversion.traced(tensors.entries, module, self._converter(name))
         assembly = Assembly(module, made, weights, dtype, tensors.stored)
-        sha256 = read_hashed(headers, lambda key: key.startswith(prefix), assembly.take)
+        sha256 = read_hashed(headers, lambda key: key.startswith(prefix), assembly.take, assembly.passing)
         self._require_digest(name, headers, prefix, sha256)
         return assembly.finished().to(device)
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PureWindowsPath
@@ -83,21 +85,31 @@ def read_tensors(
     return tensors
 
 
-def read_hashed(headers: Sequence[Header], wanted: Callable[[str], bool], take: Callable[[str, Tensor], None]) -> str:
+def read_hashed(
+    headers: Sequence[Header],
+    wanted: Callable[[str], bool],
+    take: Callable[[str, Tensor], None],
+    passing: Callable[[str], bool] = lambda name: False,
+) -> str:
     """Read tensors into memory of their own and return the digest of the read data.
 
     Args:
         headers: headers of the files.
         wanted: whether to read the tensor of a name.
         take: gets each tensor as soon as it is read, in any order and from several threads.
+        passing: whether ``take`` keeps nothing of the tensor of a name. All such tensors that one thread reads use the
+            same memory, because new memory costs as much time as reading: the system clears each page of it.
 
     Raises:
         ModelError: weights-damaged.
         StorageError: weights-changed: a file is not the one whose header was read.
     """
 
+    memory = _Reused()
+
     def look(file: BinaryIO, header: Header, name: str, entry: TensorEntry) -> str:
-        tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        made = memory.empty if passing(name) else torch.empty
+        tensor = made(entry.shape, dtype=DTYPES[entry.dtype])
         place = memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data) if tensor.numel() else memoryview(b"")
         sha256 = hashlib.sha256()
         file.seek(entry.begin)
@@ -109,6 +121,19 @@ def read_hashed(headers: Sequence[Header], wanted: Callable[[str], bool], take: 
         return sha256.hexdigest()
 
     return _combined(headers, _by_threads(headers, wanted, look))
+
+
+class _Reused(threading.local):
+    """Memory of each thread for one tensor at a time."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if self._bytes.numel() < num_bytes:
+            self._bytes = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._bytes[:num_bytes].view(dtype).view(*shape)
 
 
 def digest(headers: Sequence[Header], wanted: Callable[[str], bool] = lambda name: True) -> str:

@@ -58,7 +58,7 @@ def loaded(path: Path, weights: WeightFormat, converter: Converter = own_names) 
     tensors = ComponentTensors([header], "")
     made = traced(tensors.entries, module, converter)
     assembly = Assembly(module, made, weights, torch.float32, tensors.stored)
-    read_hashed([header], lambda name: True, assembly.take)
+    read_hashed([header], lambda name: True, assembly.take, assembly.passing)
     return assembly.finished()
 
 
@@ -140,9 +140,9 @@ def test_few_dense_weights_exist_at_a_time(file: Path, monkeypatch: pytest.Monke
     weights = Counting("")
     read = most_read(monkeypatch)
     loaded(file, weights)
-    assert len(weights.alive) == len(read) == LAYERS
-    assert max(weights.alive) == 1, "what is packed one after the other"
-    assert max(read) <= 2 * READERS < LAYERS / 2, "what the threads hold"
+    assert len(weights.alive) == LAYERS
+    assert max(weights.alive) <= READERS < LAYERS / 2, "what the threads pack"
+    assert len(read) <= READERS, "each thread reads into the same memory again"
 
 
 def test_loading_before_packing_is_seen(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +152,7 @@ def test_loading_before_packing_is_seen(file: Path, monkeypatch: pytest.MonkeyPa
     module = loaded(file, DENSE)
     kept = [*module.parameters()]
     pack(module, weights)
-    assert max(read) == max(weights.alive) == LAYERS and len(kept) > LAYERS
+    assert len(read) == max(read) == max(weights.alive) == LAYERS and len(kept) > LAYERS
 
 
 def test_every_way_to_compute_a_tensor_is_recorded(fused: Path) -> None:
