@@ -159,7 +159,11 @@ class TritonAddNorm(Function):
         )
         ctx.set_materialize_grads(False)
         reads_branch = branch_eps is not None or ctx.needs_input_grad[2]
-        ctx.save_for_backward(None if y is None else total, branch if reads_branch else None, *vectors[:2])
+        # Recomputation of a block runs up to its last saved tensor. A gate alone is none, so that it stops before the
+        # product that gives the branch.
+        ctx.gate = None if y is not None or reads_branch else vectors[0]
+        saved = (None if y is None else total, branch if reads_branch else None, *vectors[:2])
+        ctx.save_for_backward(*(saved if ctx.gate is None else ()))
         ctx.given, ctx.sizes, ctx.flags = (None if branch is None else branch.dtype, gate, weight, bias), sizes, flags
         ctx.dtype = x.dtype
         return (x if branch is None else total), y
@@ -167,7 +171,7 @@ class TritonAddNorm(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, residual: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
-        total, branch, gate, weight = ctx.saved_tensors
+        total, branch, gate, weight = ctx.saved_tensors if ctx.gate is None else (None, None, ctx.gate, None)
         branch_dtype, *vectors = ctx.given
         dy = None if dy is None else dy.contiguous()
         residual = None if residual is None else residual.contiguous()

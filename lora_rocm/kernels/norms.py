@@ -126,7 +126,13 @@ def add_branch(x: Tensor, branch: Branch, form: Form) -> Tensor:
     if (branch.eps is not None or branch.gate is not None) and backend.launches(form, x):
         return _triton(x, branch, None)[0]
     y = branch.y if branch.eps is None else rms_normal(branch.y, branch.eps)
-    return x + y if branch.gate is None else torch.addcmul(x, y, _by_row(branch.gate, x)).to(x.dtype)
+    if branch.gate is None:
+        return x + y
+    gate = _by_row(branch.gate, x)
+    if gate.requires_grad or torch.compiler.is_compiling():
+        return torch.addcmul(x, y, gate).to(x.dtype)
+    output: Tensor = _GatedSum.apply(x, y, gate)
+    return output
 
 
 def rms_normal(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
@@ -174,6 +180,24 @@ class _RmsNormal(Function):
             leaf = x.detach().requires_grad_()
             y = F.rms_norm(leaf, x.shape[-1:], weight, ctx.eps)
         return torch.autograd.grad(y, leaf, dy)[0], None, None
+
+
+class _GatedSum(Function):
+    """``x + gate * y`` with a gate that gets no gradient.
+
+    The gate is not among the saved tensors: recomputation runs up to the last of these, so in a block that ends with
+    this sum it stops before the product that gives ``y``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
+        ctx.gate, ctx.dtype = gate, y.dtype
+        return torch.addcmul(x, y, gate).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        return gradient, (gradient * ctx.gate).to(ctx.dtype), None
 
 
 def residual(x_BCHW: Tensor, y_BCHW: Tensor, bias_C: Tensor | None, form: Form) -> Tensor:

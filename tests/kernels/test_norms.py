@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
+from lora_rocm.kernels.backend import Form
 from lora_rocm.kernels.norms import Branch, RowNorm, add_branch, add_norm, residual_stream, rms_normal
 
 
@@ -43,6 +47,58 @@ def test_a_gated_branch_is_normalised_and_added() -> None:
 
     assert same(lambda x, y, gate: add_branch(x, Branch(y, gate, 1e-5), "eager"), wanted, x, y, gate)
     assert not same(lambda x, y, gate: add_branch(x, Branch(y, gate), "eager"), wanted, x, y, gate)
+
+
+def gated_sum(form: Form) -> Callable[..., Tensor]:
+    return lambda x, y, gate: add_branch(x, Branch(y, gate), form)
+
+
+def plain_gated_sum(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
+    return torch.addcmul(x, y, gate[:, None])
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_gated_sum_equals_the_plain_one_to_the_bit(trained: bool) -> None:
+    x, y, gate = numbers(2, 3, 8), numbers(2, 3, 8), numbers(2, 8).detach().requires_grad_(trained)
+    inputs = (x, y, gate) if trained else (x, y)
+    pairs = zip(*(gradients(s(x, y, gate), inputs) for s in (gated_sum("eager"), plain_gated_sum)), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+class _Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.mm.default
+        return func(*args, **(kwargs or {}))
+
+
+def products_of_backward(ended: Callable[..., Tensor], device: str = "cpu") -> int:
+    """Matrix products of a recomputed block's backward pass: an LoRA-like trained product, a frozen one, a gated sum."""
+    x = torch.randn(4, 8, device=device, requires_grad=True)
+    trained, frozen, gate = (torch.randn(8, 8, device=device) for _ in range(3))
+    trained.requires_grad_()
+
+    def block(x: Tensor) -> Tensor:
+        return ended(x[:, None], ((x @ trained) @ frozen)[:, None], gate[:4])
+
+    output = checkpoint(block, x, use_reentrant=False)
+    with _Products() as counted:
+        output.sum().backward()
+    return counted.count
+
+
+def test_recomputation_stops_before_the_product_of_a_gated_sum() -> None:
+    """Three are of the backward pass itself; the plain sum keeps its gate, and is reached (negative control)."""
+    assert products_of_backward(gated_sum("eager")) == 4
+    assert products_of_backward(plain_gated_sum) == 5
+
+
+@pytest.mark.gpu
+def test_and_in_the_form_of_triton() -> None:
+    assert products_of_backward(gated_sum("triton"), "cuda") == 4
 
 
 @pytest.mark.parametrize("centred", [False, True])

@@ -97,8 +97,8 @@ class FusedDoubleBlock(FluxTransformerBlock):
             y, text_y = self.attn(
                 hidden_states=normal[0], encoder_hidden_states=text_normal[0], image_rotary_emb=image_rotary_emb
             )
-        image_out = self._ended(x, y, image, self.norm2, self.ff)
         text_out = self._ended(text_x, text_y, text, self.norm2_context, self.ff_context)
+        image_out = self._ended(x, y, image, self.norm2, self.ff)  # last: recomputation stops before its last product
         return text_out, image_out
 
     def _started(self, norm: Any, x_BSD: Tensor, temb_BD: Tensor) -> tuple[Tensor, Made, tuple[Tensor, ...]]:
