@@ -159,9 +159,9 @@ class TritonAddNorm(Function):
         )
         ctx.set_materialize_grads(False)
         reads_branch = branch_eps is not None or ctx.needs_input_grad[2]
-        # Recomputation of a block runs up to its last saved tensor. A gate alone is none, so that it stops before the
-        # product that gives the branch.
-        ctx.gate = None if y is not None or reads_branch else vectors[0]
+        # Recomputation of a block runs up to its last saved tensor. See ``norms._GatedSum`` for a gate alone.
+        only_gate = y is None and not reads_branch and gate is not None and gate.ndim == 2
+        ctx.gate = vectors[0] if only_gate else None
         saved = (None if y is None else total, branch if reads_branch else None, *vectors[:2])
         ctx.save_for_backward(*(saved if ctx.gate is None else ()))
         ctx.given, ctx.sizes, ctx.flags = (None if branch is None else branch.dtype, gate, weight, bias), sizes, flags

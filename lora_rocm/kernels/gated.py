@@ -52,6 +52,15 @@ def gated(activation: Activation, form: Form, a: Tensor, g: Tensor | None = None
     return output
 
 
+def activated(activation: Activation, g: Tensor) -> Tensor:
+    """``activation(g)``. The backward pass overwrites ``g`` with its gradient, so nothing else may use it then."""
+    if torch.compiler.is_compiling():
+        plain: Tensor = ACTIVATIONS[activation][0](g)
+        return plain
+    output: Tensor = _Activated.apply(activation, g)
+    return output
+
+
 def geglu_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """GEGLU of ``x W^T + b`` with frozen W [2N, I] and b [2N], in plain PyTorch.
 
@@ -80,6 +89,21 @@ class _Gated(Function):
         activate(g, out=a).mul_(dy)
         differentiate(dactive, g, grad_input=g)
         return None, *given
+
+
+class _Activated(Function):
+    @staticmethod
+    def forward(ctx: Any, activation: Activation, g: Tensor) -> Tensor:
+        ctx.activation = activation
+        ctx.save_for_backward(g)
+        output: Tensor = ACTIVATIONS[activation][0](g)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
+        (g,) = ctx.saved_tensors
+        return None, ACTIVATIONS[ctx.activation][2](dy, g, grad_input=g)
 
 
 def _halves(a: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor]:

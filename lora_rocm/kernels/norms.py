@@ -129,7 +129,7 @@ def add_branch(x: Tensor, branch: Branch, form: Form) -> Tensor:
     if branch.gate is None:
         return x + y
     gate = _by_row(branch.gate, x)
-    if gate.requires_grad or torch.compiler.is_compiling():
+    if branch.gate.ndim == 1 or gate.requires_grad or torch.compiler.is_compiling():
         return torch.addcmul(x, y, gate).to(x.dtype)
     output: Tensor = _GatedSum.apply(x, y, gate)
     return output
@@ -183,10 +183,11 @@ class _RmsNormal(Function):
 
 
 class _GatedSum(Function):
-    """``x + gate * y`` with a gate that gets no gradient.
+    """``x + gate * y`` with a gate for each sample that gets no gradient.
 
     The gate is not among the saved tensors: recomputation runs up to the last of these, so in a block that ends with
-    this sum it stops before the product that gives ``y``.
+    this sum it stops before the product that gives ``y``. A gate for all samples may be a weight, and wait in main
+    memory when the gradient comes.
     """
 
     @staticmethod

@@ -31,8 +31,10 @@ SLACK_RECOMPUTED = 0.5
 """Extra fragmentation allowance, as a fraction of the activations of a fully recomputed pass."""
 GRAPH_BYTES = 512 * MIB
 """Extra memory of captured steps: the nodes of the graphs, and a pool of their own."""
-PROOF_BUFFERS = 2
-"""Extra gradient buffers while a captured pass is compared with the eager one."""
+PROOF_BUFFERS, SUM_BUFFERS = 1, 1
+"""Extra gradient buffers while a captured pass is compared with the eager one: for the eager gradients, and if a step
+has several passes for the sum of those before.
+"""
 MIN_CORRECTION = 0.25
 """Lower limit of a measured correction; a smaller one means that something was miscounted."""
 CONTEXT_BYTES = 512 * MIB
@@ -332,14 +334,15 @@ def planned(
     """A plan with its estimates."""
     rows = -(-job.batch_size // parts)
     activations = int(rows * activation_bytes(footprint, recomputed, offloaded) * job.correction)
-    keeps = parts * job.accumulation > 1 or job.graphs
+    several = parts * job.accumulation > 1
+    keeps = several or job.graphs
     stays, comes = footprint.gradient_bytes * keeps, footprint.gradient_bytes * (not keeps) + footprint.landing_bytes
     peak = resident_bytes(footprint, offloaded) + stays + max(comes, activations)
     needed = peak + SLACK_BYTES + int(SLACK_SHARE * activations)
     if recomputed:
         needed += int(SLACK_RECOMPUTED * rows * job.correction * _passing_bytes(footprint, recomputed, offloaded))
     if job.graphs:
-        proof = PROOF_BUFFERS * footprint.gradient_bytes
+        proof = (PROOF_BUFFERS + SUM_BUFFERS * several) * footprint.gradient_bytes
         peak, needed = peak + proof, needed + proof + GRAPH_BYTES + (activations if job.shapes > 1 else 0)
     seconds = step_seconds(parts, recomputed, offloaded, footprint, job, rates)
     blocks = (tuple(sorted(recomputed)), tuple(sorted(offloaded)))

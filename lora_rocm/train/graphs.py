@@ -135,7 +135,7 @@ class Graphs:
     def _second(self, shape: Shape, eager: Pass, first: Inputs, now: Inputs) -> Passed:
         """Run the second pass of a shape eagerly, then capture and verify its graph. Returns the eager results."""
         gradients = self.weights.gradients
-        before_N = gradients.clone()
+        before_N = gradients.clone() if bool(gradients.any()) else None  # None in the first pass of a step
         gradients.zero_()
         passed = eager(*now)
         made_N = gradients.clone()
@@ -152,7 +152,10 @@ class Graphs:
             if not any(self.captured.values()):
                 self._let_go()
             self.context.notice(f"Steps of this size are not captured as a graph, and run slower: {first_line(error)}")
-        gradients.copy_(before_N).add_(made_N)
+        if before_N is None:
+            gradients.copy_(made_N)
+        else:
+            gradients.copy_(before_N).add_(made_N)
         return passed
 
     def _captured_and_proven(

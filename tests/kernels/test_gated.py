@@ -10,7 +10,7 @@ import torch
 from diffusers.models.activations import GEGLU
 from torch.autograd.graph import saved_tensors_hooks
 
-from lora_rocm.kernels.gated import Activation, gated, geglu_of
+from lora_rocm.kernels.gated import Activation, activated, gated, geglu_of
 
 
 @pytest.fixture(autouse=True)
@@ -87,3 +87,14 @@ ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu-tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
     "silu": torch.nn.functional.silu,
 }
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu-tanh", "silu"])
+def test_an_ungated_activation_has_autograds_gradients_in_the_place_of_its_input(activation: Activation) -> None:
+    g, dy = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4)
+    (wanted,) = torch.autograd.grad(ACTIVATIONS[activation](g), g, dy)
+    projected = g.clone()
+    output = activated(activation, projected)
+    assert torch.equal(output, ACTIVATIONS[activation](g))
+    (found,) = torch.autograd.grad(output, g, dy)
+    assert torch.equal(found, wanted) and torch.equal(projected, wanted)

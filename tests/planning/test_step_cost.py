@@ -17,6 +17,7 @@ from lora_rocm.planning.step_cost import (
     SLACK_RECOMPUTED,
     SLACK_SHARE,
     SLOTS,
+    SUM_BUFFERS,
     WORKSPACE_BYTES,
     Block,
     Footprint,
@@ -237,6 +238,8 @@ def test_graphs_need_more_and_most_where_there_are_several_sizes() -> None:
     proof = PROOF_BUFFERS * net.gradient_bytes
     assert one.needed_bytes - plain.needed_bytes == GRAPH_BYTES + proof + net.gradient_bytes
     assert one.peak_bytes - plain.peak_bytes == proof + net.gradient_bytes
+    summed = next(plans_of("keep", 1, net, Job(graphs=True, accumulation=2), RATES))
+    assert summed.peak_bytes - one.peak_bytes == SUM_BUFFERS * net.gradient_bytes
     assert several.needed_bytes - one.needed_bytes == activation_bytes(net, ())
     assert (plain.graphs, one.graphs) == (False, True)
 

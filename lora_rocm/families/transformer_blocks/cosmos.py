@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from diffusers.models.activations import GELU
 from diffusers.models.attention_processor import Attention
 from diffusers.models.transformers.transformer_cosmos import (
     CosmosAdaLayerNorm,
@@ -18,6 +19,7 @@ from diffusers.models.transformers.transformer_cosmos import (
 from torch import Tensor, nn
 
 from lora_rocm.families.transformer_blocks.attention import TurnedAttention, attended, fuse_blocks
+from lora_rocm.families.transformer_blocks.gelu import FusedGelu
 from lora_rocm.kernels.backend import Form
 from lora_rocm.kernels.made_again import made_again
 from lora_rocm.kernels.merged import MergedLinears
@@ -27,7 +29,7 @@ from lora_rocm.kernels.rotary import Rotation
 
 def fuse(transformer: nn.Module, form: Form) -> None:
     """As ``fuse_blocks``."""
-    classes = {CosmosTransformerBlock: FusedBlock, CosmosAdaLayerNorm: FusedFinalNorm}
+    classes = {CosmosTransformerBlock: FusedBlock, CosmosAdaLayerNorm: FusedFinalNorm, GELU: FusedGelu}
     fuse_blocks(transformer, form, classes, {"attn1": SelfAttention, "attn2": CrossAttention})
 
 

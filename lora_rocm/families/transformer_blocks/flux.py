@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from diffusers.models.activations import GELU
 from diffusers.models.normalization import AdaLayerNormContinuous
 from diffusers.models.transformers.transformer_flux import (
     FluxAttention,
@@ -21,7 +22,9 @@ from diffusers.models.transformers.transformer_flux import (
 from torch import Tensor, nn
 
 from lora_rocm.families.transformer_blocks.attention import Stream, TurnedAttention, fuse_blocks
+from lora_rocm.families.transformer_blocks.gelu import FusedGelu
 from lora_rocm.kernels.backend import Form
+from lora_rocm.kernels.gated import activated
 from lora_rocm.kernels.made_again import Made, made, made_again
 from lora_rocm.kernels.norms import Branch, RowNorm, add_branch, add_norm, normal_again, residual_stream
 from lora_rocm.kernels.rotary import Rotation
@@ -32,7 +35,7 @@ Turns = tuple[Tensor, Tensor]
 def fuse(transformer: nn.Module, form: Form) -> None:
     """As ``fuse_blocks``."""
     classes = {FluxTransformerBlock: FusedDoubleBlock, FluxSingleTransformerBlock: FusedSingleBlock}
-    classes[AdaLayerNormContinuous] = FusedFinalNorm
+    classes |= {AdaLayerNormContinuous: FusedFinalNorm, GELU: FusedGelu}
     fuse_blocks(transformer, form, classes, {"attn": JointAttention})
 
 
@@ -122,7 +125,7 @@ class FusedSingleBlock(FluxSingleTransformerBlock):
 
     @staticmethod
     def fits(module: Any) -> bool:
-        return True
+        return isinstance(module.act_mlp, nn.GELU) and module.act_mlp.approximate == "tanh"
 
     def forward(
         self,
@@ -143,8 +146,8 @@ class FusedSingleBlock(FluxSingleTransformerBlock):
         rows = _modulated(self.norm.norm, scale, shift)
         x, normal = add_norm(joined, None, rows, self.form)
         with made_again((normal, normal_again(x, rows, self.form))):
-            inner = self.proj_mlp(normal)
             y = self.attn(hidden_states=normal, image_rotary_emb=image_rotary_emb)
+            inner = self.proj_mlp(normal)  # last: its gradient is used before attention needs memory for its own
         x = add_branch(x, Branch(self._out(y, inner), gate), self.form)
         text, image = x.split(tokens, dim=1)
         return text, image
@@ -154,7 +157,7 @@ class FusedSingleBlock(FluxSingleTransformerBlock):
         if type(self.proj_out) is nn.Linear:  # two products, so that neither they nor their gradients are joined
             weight_y, weight = self.proj_out.weight.split([y_BSD.shape[2], inner_BSN.shape[2]], dim=1)
             of_y = F.linear(y_BSD, weight_y, self.proj_out.bias).flatten(0, 1)
-            return of_y.addmm(self.act_mlp(inner_BSN).flatten(0, 1), weight.t()).view_as(y_BSD)
+            return of_y.addmm(activated("gelu-tanh", inner_BSN).flatten(0, 1), weight.t()).view_as(y_BSD)
         joined, again = made(lambda given: torch.cat([given[0], self.act_mlp(given[1])], dim=2), [y_BSD, inner_BSN])
         with made_again((joined, again)):
             output: Tensor = self.proj_out(joined)
