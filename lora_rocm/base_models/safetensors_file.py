@@ -104,7 +104,6 @@ def read_hashed(
         ModelError: weights-damaged.
         StorageError: weights-changed: a file is not the one whose header was read.
     """
-
     memory = _Reused()
 
     def look(file: BinaryIO, header: Header, name: str, entry: TensorEntry) -> str:

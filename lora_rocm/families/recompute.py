@@ -18,12 +18,6 @@ from lora_rocm.families.base import LoadedModel
 
 Run = Callable[..., Any]
 """Calls a block, its first argument, with the other arguments."""
-TOGETHER = 3
-"""Number of neighbouring blocks recomputed as one segment if all blocks are; only the segment's input is kept. SDXL
-takes
-more memory with two or four, because the backward pass then holds all activations of a segment at once (counted;
-``docs/performance.md``).
-"""
 
 
 class Recomputing:
@@ -32,8 +26,8 @@ class Recomputing:
     Args:
         model: searched for dropout, which needs the generators' state restored.
         chosen: recompute only these blocks; None: all.
-        together: blocks per segment in ``chain``; leftover blocks are recomputed one by one. The weights of a whole
-            segment have to be on the device at once.
+        together: neighbouring blocks may be recomputed as one segment, of which only the input is kept. Its weights
+            have to be on the device at once.
         again: makes a context in which blocks are recomputed.
     """
 
@@ -41,7 +35,7 @@ class Recomputing:
         self,
         model: LoadedModel,
         chosen: Collection[nn.Module] | None = None,
-        together: int = 1,
+        together: bool = False,
         again: Callable[[], AbstractContextManager[Any]] | None = None,
     ) -> None:
         self._wanted = None if chosen is None else {id(block) for block in chosen}
@@ -57,24 +51,38 @@ class Recomputing:
 
     def __call__(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The block's output for these arguments."""
-        return self._recomputed(block, *args, **kwargs) if self._wants(block) else block(*args, **kwargs)
+        return self.whole(block, *args, **kwargs) if self._wants(block) else block(*args, **kwargs)
 
-    def chain(self, blocks: Sequence[nn.Module], x: Tensor, *args: Any) -> Tensor:
-        """Run blocks in sequence: each one's first argument is the previous output; the others are the same for all."""
-        for first in range(0, len(blocks), self._together):
-            several = blocks[first : first + self._together]
-            if len(several) == self._together and all(map(self._wants, several)):
-                x = self._recomputed(partial(_in_turn, several), x, *args)
+    def chain(self, length: int, blocks: Sequence[nn.Module], x: Tensor, *args: Any) -> Tensor:
+        """Run blocks in sequence: each one's first argument is the previous output; the others are the same for all.
+
+        ``length`` is that of ``segments``.
+        """
+        for several in self.segments(length, blocks):
+            if len(several) > 1:
+                x = self.whole(partial(_in_turn, several), x, *args)
             else:
-                for block in several:
-                    x = self(block, x, *args)
+                x = self(several[0], x, *args)
         return x
+
+    def segments(self, length: int, blocks: Sequence[nn.Module]) -> Iterator[Sequence[nn.Module]]:
+        """Divide neighbours into segments of ``length`` blocks; a block that is left over or not chosen is alone.
+
+        A longer segment keeps fewer inputs, but the backward pass holds all activations of one at once.
+        """
+        for first in range(0, len(blocks), length):
+            several = blocks[first : first + length]
+            if self._together and len(several) == length and all(map(self._wants, several)):
+                yield several
+            else:
+                yield from ([block] for block in several)
+
+    def whole(self, run: Run, *args: Any, **kwargs: Any) -> Any:
+        """The output of a function that is recomputed as a whole."""
+        return checkpoint(partial(run, **kwargs) if kwargs else run, *args, **self._how)
 
     def _wants(self, block: nn.Module) -> bool:
         return self._wanted is None or id(block) in self._wanted
-
-    def _recomputed(self, run: Run, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(partial(run, **kwargs) if kwargs else run, *args, **self._how)
 
 
 def _in_turn(blocks: Sequence[nn.Module], x: Tensor, *args: Any) -> Tensor:

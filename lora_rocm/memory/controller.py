@@ -15,7 +15,7 @@ from lora_rocm.device.torch_errors import out_of_memory
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors
 from lora_rocm.families.probe_batch import send_zeros
-from lora_rocm.families.recompute import TOGETHER, Recomputing
+from lora_rocm.families.recompute import Recomputing
 from lora_rocm.foundation.units import size_text
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.memory.footprint import counted, measured_rates, room_bytes
@@ -101,7 +101,7 @@ class Memory:
         chosen = [block for index, block in enumerate(blocks) if self._recomputed(index)]
         if chosen or anew:
             everything = len(chosen) == len(blocks)
-            together = TOGETHER if everything and not waiting else 1
+            together = everything and not waiting
             family.recompute_activations(
                 model, Recomputing(model, None if everything else chosen, together, self.again)
             )

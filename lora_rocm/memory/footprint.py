@@ -44,7 +44,7 @@ from lora_rocm.device.torch_errors import machine_error
 from lora_rocm.errors import LoraRocmError, ModelError, StorageError
 from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors, family_for
 from lora_rocm.families.objectives.loss import losses
-from lora_rocm.families.recompute import TOGETHER, Recomputing
+from lora_rocm.families.recompute import Recomputing
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.foundation.files import write_json
@@ -268,7 +268,7 @@ def count(
             work = ledger.tally.now()
             watch.close()
             # A second pass that recomputes all blocks in segments.
-            again = Recomputing(model, together=TOGETHER, again=lambda: fused_attention(not plain_attention))
+            again = Recomputing(model, together=True, again=lambda: fused_attention(not plain_attention))
             recomputed_bytes = _recomputed(family, model, batch, draws, ledger, again)
     finally:
         watch.close()

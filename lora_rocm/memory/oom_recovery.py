@@ -8,7 +8,7 @@ from lora_rocm.device.allocator import Usage, empty_pools
 from lora_rocm.device.attention import Context
 from lora_rocm.errors import MachineError
 from lora_rocm.families.base import LoadedModel, ModelFamily
-from lora_rocm.families.recompute import TOGETHER, Recomputing
+from lora_rocm.families.recompute import Recomputing
 from lora_rocm.rules.mitigations import change_event
 from lora_rocm.rundir.run_context import RunContext
 
@@ -56,7 +56,7 @@ class Relief:
             self.context.emit(change_event("micro-batch-halved", "out-of-memory"))
             return f"made again in up to {min(self.parts, self.batch_size)} parts"
         if not self.recomputes:
-            how = None if self.again is None else Recomputing(self.model, together=TOGETHER, again=self.again)
+            how = None if self.again is None else Recomputing(self.model, together=True, again=self.again)
             self.family.recompute_activations(self.model, how)
             self.recomputes = True
             self.context.emit(change_event("checkpointing", "out-of-memory"))

@@ -200,6 +200,8 @@ def test_what_is_not_kept_gives_the_plain_gradients_to_the_bit(its: Its, device:
     for chosen in (None, blocks[::2]):
         family.recompute_activations(model, Recomputing(model, chosen))
         assert same(adapted, its, plain, wanted_N) > len(blocks), "blocks are called as modules, again on the way back"
+    family.recompute_activations(model, Recomputing(model, together=True))
+    assert same(adapted, its, plain, wanted_N) > len(blocks), "several as one segment"
     family.recompute_activations(model, Recomputing(model, ()))
     assert same(adapted, its, plain, wanted_N) == len(blocks), "the control"
     offloaded = Adapted(its, device, offloads=True)

@@ -89,7 +89,7 @@ class Chained(Row):
         self.blocks = nn.ModuleList([*self.blocks, *Row(dropout).blocks, *Row(dropout).blocks][:count])
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.run.chain(self.blocks, x) if isinstance(self.run, Recomputing) else super().forward(x)
+        return self.run.chain(3, self.blocks, x) if isinstance(self.run, Recomputing) else super().forward(x)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
@@ -99,7 +99,7 @@ def test_neighbours_keep_one_input_together(count: int, inputs: int, dropout: fl
     model = LoadedModel({"net": net}, torch.float32, CPU)
     wanted, _ = passed(net, None)
     alone, kept = passed(net, Recomputing(model))
-    found, kept_less = passed(net, Recomputing(model, together=3))
+    found, kept_less = passed(net, Recomputing(model, together=True))
     assert same(wanted, alone) and same(wanted, found)
     x, output = 8 * 4, 8 * 4  # the output is kept by the loss
     assert (kept - output, kept_less - output) == (count * x, inputs * x)
@@ -109,8 +109,8 @@ def test_neighbours_of_which_one_is_not_chosen_stay_apart() -> None:
     net = Chained(3, 0.0)
     model = LoadedModel({"net": net}, torch.float32, CPU)
     chosen = [net.blocks[0], net.blocks[2]]
-    assert passed(net, Recomputing(model, chosen, 3))[1] == passed(net, Recomputing(model, chosen))[1]
-    assert passed(net, Recomputing(model, None, 3))[1] < passed(net, Recomputing(model))[1]  # the control
+    assert passed(net, Recomputing(model, chosen, True))[1] == passed(net, Recomputing(model, chosen))[1]
+    assert passed(net, Recomputing(model, None, True))[1] < passed(net, Recomputing(model))[1]  # the control
 
 
 def test_blocks_are_computed_again_in_the_given_context() -> None:

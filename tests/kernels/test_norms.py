@@ -76,7 +76,7 @@ class _Products(TorchDispatchMode):
 
 
 def products_of_backward(ended: Callable[..., Tensor], device: str = "cpu") -> int:
-    """Matrix products of a recomputed block's backward pass: an LoRA-like trained product, a frozen one, a gated sum."""
+    """Matrix products of a recomputed block's backward pass: a trained product, a frozen one, a gated sum."""
     x = torch.randn(4, 8, device=device, requires_grad=True)
     trained, frozen, gate = (torch.randn(8, 8, device=device) for _ in range(3))
     trained.requires_grad_()

@@ -29,7 +29,7 @@ from lora_rocm.families.ldm.fused_unet import fuse
 from lora_rocm.families.ldm.fusion_options import Fusion
 from lora_rocm.families.objectives.base import Draws, Prediction
 from lora_rocm.families.objectives.loss import losses
-from lora_rocm.families.recompute import TOGETHER, Recomputing
+from lora_rocm.families.recompute import Recomputing
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.memory import footprint as counting
 from lora_rocm.memory.footprint import adapter_bytes, count, counted, hollow_model, state_bytes
@@ -103,7 +103,7 @@ class Real:
 
     def activations(self, chosen: list[nn.Module] | None, rows: int = 1) -> int:
         """The most that a pass takes beside weights and gradients, in bytes."""
-        together = TOGETHER if chosen is None else 1
+        together = chosen is None
         self.family.recompute_activations(self.model, Recomputing(self.model, chosen, together))
         batch = self.family.example(self.shape, rows)
         draws = self.family.objective.draw(batch, list(range(rows))).tensors

@@ -24,7 +24,7 @@ from lora_rocm.families.ldm.fusion_options import fusion_for
 from lora_rocm.families.ldm.sampling import sample_images
 from lora_rocm.families.objectives.base import SEEN_LATENTS, Prediction
 from lora_rocm.families.objectives.ddpm import DdpmObjective, DdpmSettings, check_weighting
-from lora_rocm.families.recompute import TOGETHER, Recomputing
+from lora_rocm.families.recompute import Recomputing
 from lora_rocm.families.spec import CheckpointSection
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class LdmFamily(LatentFamily):
     def recompute_activations(self, model: LoadedModel, run: Callable[..., Any] | None = None) -> None:
         """Recompute the UNet's activations. Those of the text encoders are small and are kept."""
         unet: Any = model.components["unet"]
-        unet.enable_gradient_checkpointing(run or Recomputing(model, together=TOGETHER))
+        unet.enable_gradient_checkpointing(run or Recomputing(model, together=True))
 
     def fuse(self, model: LoadedModel, triton: bool = True) -> None:
         unet: Any = model.components["unet"]

@@ -30,6 +30,9 @@ from lora_rocm.kernels.gated import gated, geglu_of
 from lora_rocm.kernels.lora_layer import base_of
 from lora_rocm.kernels.norms import add_layer_norm, group_norm, residual
 
+SEGMENT_LENGTH = 3
+"""Transformer blocks that are recomputed as one segment: SDXL takes more memory with two or four (counted)."""
+
 
 def fuse(unet: UNet2DConditionModel, how: Fusion) -> None:
     """Fuse the modules that ``how`` selects. Call it after LoRA is injected and the weights are on their device.
@@ -173,7 +176,7 @@ class FusedTransformer(Transformer2DModel):
         h_BSD = _on_tokens(self.proj_in, h.permute(0, 2, 3, 1).reshape(batch, height * width, channels), height)
         run = _caller(self)
         if isinstance(run, Recomputing):
-            h_BSD = run.chain(list(self.transformer_blocks), h_BSD, None, encoder_hidden_states)
+            h_BSD = run.chain(SEGMENT_LENGTH, list(self.transformer_blocks), h_BSD, None, encoder_hidden_states)
         else:
             for block in self.transformer_blocks:
                 h_BSD = run(block, h_BSD, None, encoder_hidden_states)

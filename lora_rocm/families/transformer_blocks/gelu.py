@@ -1,0 +1,27 @@
+"""The first layer of an ungated feed-forward network: a product and GELU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diffusers.models.activations import GELU
+from torch import Tensor
+
+from lora_rocm.kernels.backend import Form
+from lora_rocm.kernels.gated import Activation, activated
+
+ACTIVATIONS: dict[str, Activation] = {"none": "gelu", "tanh": "gelu-tanh"}
+"""By diffusers' ``approximate``."""
+
+
+class FusedGelu(GELU):
+    """The layer, whose gradient overwrites the product that was activated."""
+
+    form: Form
+
+    @staticmethod
+    def fits(module: Any) -> bool:
+        return module.approximate in ACTIVATIONS
+
+    def gelu(self, gate: Tensor) -> Tensor:
+        return activated(ACTIVATIONS[self.approximate], gate)
