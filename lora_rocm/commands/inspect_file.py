@@ -248,7 +248,7 @@ def _adapter(header: Header, kind: str, registry: Registry) -> Found:
     spelling, ranks = spelling_of(header.tensors), ranks_of(header)
     readers = readers_of_file(header, families)
     return {
-        "title": f"a {kind} for {of}" if of else f"a {kind} for a model that is not known",
+        "title": f"{'an' if kind[0] in 'IO' else 'a'} {kind} for {of or 'a model that is not known'}",
         "families": list(families),
         "trainable": [name for name in families if name in registry and plain in STARTERS],
         "adapter": {
