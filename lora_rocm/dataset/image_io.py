@@ -288,8 +288,8 @@ def _may_be_truncated(image: Image.Image, file: BinaryIO, begin: int) -> bool:
         pairs = [pair for at, of in (STRIPS, TILES) for pair in zip(tags.get(at, ()), tags.get(of, ()), strict=False)]
         return max((sum(pair) for pair in pairs if {*map(type, pair)} == {int}), default=math.inf) > size
     if isinstance(image, BmpImagePlugin.BmpImageFile):
-        codec, (_, _, _, height), place, how = image.tile[0]
-        return codec != "raw" or place + how[1] * height > size
+        codec, _, place, how = image.tile[0]  # of raw rows: mode, bytes a row, direction
+        return codec != "raw" or not isinstance(how, tuple) or place + how[1] * image.height > size
     if image.format == "GIF":
         return not tail.endswith(GIF_END)
     mark = END_MARKS.get(image.format or "")

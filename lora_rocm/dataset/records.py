@@ -284,7 +284,7 @@ def _tools(row: Cells) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _value_of(row: Cells, column: str) -> Any:
+def _value_of(row: Cells, column: str) -> object:
     """The value of a cell that is no text; tables of texts, such as CSV, hold it as JSON. None: it is empty."""
     cell = row.get(column)
     if not isinstance(cell, str) or not cell.strip():
