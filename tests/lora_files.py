@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.module_names import adaptable
+from lora_rocm.commands.inspect_file import inspect
 from lora_rocm.export import writers
 from lora_rocm.export.metadata import Facts
 from lora_rocm.families.base import ModelFamily
+from lora_rocm.model_files.readers import PROGRAMS, READ
 from lora_rocm.recipe.schema import Recipe
 
 
@@ -40,3 +42,13 @@ def write_as_forecast(
     forecast_bytes = writers.size_bytes(form, family, adapter, recipe, facts)
     written = writers.write(form, path, family, adapter, recipe, facts)
     assert forecast_bytes == sum(file.num_bytes for file in written)
+
+
+def cannot_read_by_inspect(path: Path) -> list[set[str]]:
+    """Of each component's adapter in a file or folder, what ``inspect`` says of the programs that do not read it."""
+    found = inspect(path)
+    adapters = found["adapters"].values() if "adapters" in found else [found["adapter"]]
+    return [
+        {f"{PROGRAMS[name]} ({text})" for name, text in each["readers"].items() if text not in READ}
+        for each in adapters
+    ]

@@ -26,7 +26,6 @@ from lora_rocm.adapters.module_names import SD_SCRIPTS, KeyTable, canonical, sd_
 from lora_rocm.adapters.targets import overrides_of
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
-from lora_rocm.model_files.readers import READ, readers_of
 from lora_rocm.optim.norm_limit import NormLimit
 from lora_rocm.recipe.adapter_sections import AdapterSection
 from lora_rocm.recipe.optim_sections import OptimSection
@@ -143,18 +142,6 @@ class Adapter(ABC):
     @abstractmethod
     def network(self) -> dict[str, str]:
         """Return the ``ss_network_`` metadata of a kohya file."""
-
-    @abstractmethod
-    def cannot_read(self, form: Form) -> tuple[str, ...]:
-        """Return programs that cannot read a form, or read it inexactly, in words."""
-
-    def peft_cannot_be_read_by(self) -> tuple[str, ...]:
-        """Return ``cannot_read`` of the peft form, by the table of readers."""
-        row = readers_of([f"base_model.model.{name}" for name in self.leaves], [self.family.name])
-        if row is None:
-            return ("programs other than PEFT (not known)",)
-        ranks = [layer.r[PEFT_NAME] for _, _, layer in self.modules.values()] if row.vllm in READ else [0]
-        return row.of_rank(max(ranks)).cannot_read
 
     @property
     def needs_float32(self) -> bool:

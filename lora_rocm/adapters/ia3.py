@@ -168,14 +168,3 @@ class Ia3Adapter(OutputAdapter):
 
     def unfit(self, lora: AdapterSection, entries: Mapping[str, Any], path: Path) -> list[tuple[str, str]]:
         return []
-
-    def cannot_read(self, form: Form) -> tuple[str, ...]:
-        found = (
-            "ComfyUI, Forge, diffusers and kohya's networks.lora (know no IA3)",
-            "PEFT (stretches the biases too)",
-            "LyCORIS outside of training (the loader of 4.1 fails on any IA3)",
-        )
-        if self.family.file_form == "folded":
-            return (*found, "A1111, SD.Next and LyCORIS (do not know these names)")
-        convolutions = any(isinstance(layer.get_base_layer(), nn.Conv2d) for _, _, layer in self.modules.values())
-        return (*found, "A1111 and SD.Next (know no IA3 of convolutions)") if convolutions else found

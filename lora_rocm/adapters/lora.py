@@ -26,29 +26,10 @@ from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.kernels.lora_layer import drop_ranks, with_lean_layers
 from lora_rocm.kernels.weight_format import dense_weight, is_packed
-from lora_rocm.model_files.readers import readers_of
 from lora_rocm.optim.norm_limit import NormLimit
 from lora_rocm.recipe.adapter_sections import AdapterSection, LoraSection
 
 INPUT_SCALE = "dora_input_scale"
-UNKNOWN_NAMES = "A1111 and kohya's tools (do not know these names)"
-CANNOT_READ: Mapping[Form, tuple[str, ...]] = {
-    "kohya": (),
-    SD_SCRIPTS: (),
-    COMFYUI: (),
-    "diffusers": (
-        "ComfyUI and Forge (apply a part of it, the modules whose names they know; only their log says so)",
-        UNKNOWN_NAMES,
-    ),
-}
-DORA_IN_KOHYA_FORM = (
-    "diffusers (drops dora_scale: export the diffusers format for it)",
-    "A1111 (normalises along the other axis) and kohya's networks.lora (knows no DoRA)",
-)
-DORA_FOR_COMFYUI = (
-    "LyCORIS, diffusers and PEFT (divide by the adapted weight's norm: export the kohya or diffusers format for them)",
-    "ComfyUI from the version on in which it does so too (pull request 15458)",
-)
 
 
 @dataclass
@@ -56,9 +37,6 @@ class _Config(LoraConfig):  # type: ignore[misc]  # PEFT leaves its type open
     rank_dropout: float = 0.0
     module_dropout: float = 0.0
     takes_off_start: bool = False
-
-
-WITH_NORMS = ("diffusers (refuses a file with trained norms)", "kohya's networks.lora (leaves the norms out)")
 
 
 class LoraAdapter(Adapter):
@@ -218,18 +196,6 @@ class LoraAdapter(Adapter):
             "ss_network_alpha": str(alphas.pop()) if len(alphas) == 1 else "Dynamic",
             "ss_network_args": json.dumps(arguments),
         }
-
-    def cannot_read(self, form: Form) -> tuple[str, ...]:
-        if form == "peft":
-            return self.peft_cannot_be_read_by()
-        found = CANNOT_READ[form]
-        if self.needs_float32 and form in ("kohya", SD_SCRIPTS, COMFYUI):
-            found = DORA_FOR_COMFYUI + DORA_IN_KOHYA_FORM[1:] if form == COMFYUI else DORA_IN_KOHYA_FORM
-        if form == SD_SCRIPTS:
-            row = readers_of([f"{key}.alpha" for key in self.key_table(form).parts], [self.family.name])
-            found += row.cannot_read if row else ()
-        found += WITH_NORMS if self.norms else ()
-        return (*found, UNKNOWN_NAMES) if form == "kohya" and self.family.file_form == "folded" else found
 
     @torch.no_grad()
     def load_constants(self, tensors: Mapping[str, Tensor]) -> None:

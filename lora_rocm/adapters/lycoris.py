@@ -20,7 +20,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from lora_rocm.adapters.base import PEFT_NAME, Adapter
-from lora_rocm.adapters.entry import Entry, FileKind, FileModule, Form, file_error
+from lora_rocm.adapters.entry import Entry, FileKind, FileModule, file_error
 from lora_rocm.adapters.module_names import adaptable, canonical
 from lora_rocm.adapters.targets import either
 from lora_rocm.families.base import LoadedModel, ModelFamily
@@ -334,12 +334,6 @@ class LycorisAdapter(Adapter):
             "ss_network_alpha": "Dynamic" if differs else f"{layer.alpha[PEFT_NAME]:g}",
             "ss_network_args": json.dumps({"algo": self.algorithm, **self.arguments()}),
         }
-
-    def cannot_read(self, form: Form) -> tuple[str, ...]:
-        if form == "peft":
-            return self.peft_cannot_be_read_by()
-        name = self.files.name
-        return (f"diffusers (reads no {name} of this model)", f"kohya's networks.lora (knows no {name}; LyCORIS does)")
 
 
 class FactorAdapter(LycorisAdapter):

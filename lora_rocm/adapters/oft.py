@@ -231,6 +231,3 @@ class OftAdapter(OutputAdapter):
 
     def arguments(self) -> dict[str, str]:
         return {"constraint": "0"}
-
-    def cannot_read(self, form: Form) -> tuple[str, ...]:
-        return (*super().cannot_read(form), "PEFT (its OFT rotates the inputs)")

@@ -57,7 +57,7 @@ def compare(
         if event["type"] == "compared":
             losses = {key: math.nan if loss is None else loss for key, loss in event["losses"].items()}
             found.append(Compared(event["updates"], losses, [Path(path) for path in event["images"]]))
-            sys.stdout.write(f"{found[-1].label} ({len(found)} of {len(files) + 1})\n")
+            sys.stdout.write(f"{found[-1].label} ({len(found)} of {event['total']})\n")
 
     with tempfile.TemporaryDirectory(prefix="lora-rocm-") as folder:
         job = {

@@ -22,7 +22,7 @@ from lora_rocm.model_files.adapters import families_of, kind_of, origin_of
 from lora_rocm.model_files.header import Header, read_header
 from lora_rocm.model_files.models import BASES, INDEXES, OTHER, PARTS, index_of, model_of, models_in, pipeline_of
 from lora_rocm.model_files.peft_folder import PEFT_CONFIG, PEFT_WEIGHTS
-from lora_rocm.model_files.readers import PEFT, PROGRAMS, readers_of, spelling_of
+from lora_rocm.model_files.readers import PROGRAMS, readers_of_file, spelling_of
 from lora_rocm.model_files.storage_formats import scaled
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.results import final_files
@@ -164,6 +164,7 @@ def _peft_folder(parts: Sequence[Path], registry: Registry) -> Found:
     if len(found) == 1:
         return found[parts[0].name]
     families = [set(part["families"]) for part in found.values() if part["families"]]
+    trainable = [set(part["trainable"]) for part in found.values() if part["families"]]
     adapters = {name: part["adapter"] for name, part in found.items() if "adapter" in part}
     known = [adapters[name]["readers"] for name in adapters if found[name]["families"]]
     for name in adapters:
@@ -173,7 +174,7 @@ def _peft_folder(parts: Sequence[Path], registry: Registry) -> Found:
     return {
         "title": f"PEFT adapters of {len(found)} components",
         "families": sorted(set.intersection(*families)) if families else [],
-        "trainable": [],
+        "trainable": sorted(set.intersection(*trainable)) if trainable else [],
         "components": {name: part["title"] for name, part in found.items()},
         "adapters": adapters,
     }
@@ -245,9 +246,9 @@ def _adapter(header: Header, kind: str, registry: Registry) -> Found:
     of = titles[0] if len(families) == len(titles) == 1 else origin.title if origin is not None else ""
     plain = kind.removesuffix(" and trained norms")
     spelling, ranks = spelling_of(header.tensors), ranks_of(header)
-    readers = readers_of(header.tensors, families) if plain == "LoRA" or spelling == PEFT else None
+    readers = readers_of_file(header, families)
     return {
-        "title": f"a {kind} for {of}" if of else f"a {kind} for a model that is not known",
+        "title": f"{'an' if kind[0] in 'IO' else 'a'} {kind} for {of or 'a model that is not known'}",
         "families": list(families),
         "trainable": [name for name in families if name in registry and plain in STARTERS],
         "adapter": {
@@ -256,7 +257,7 @@ def _adapter(header: Header, kind: str, registry: Registry) -> Found:
             "modules": _modules(header),
             "ranks": {str(rank): count for rank, count in ranks.most_common()},
             "alpha": _alphas(header),
-            "readers": None if readers is None else readers.of_rank(max(ranks, default=0)).told,
+            "readers": None if readers is None else readers.told,
         },
     }
 
@@ -307,7 +308,8 @@ def inspect_text(found: Found) -> str:
     for name, value in found.get("metadata", {}).items():
         text = ", ".join(value) if isinstance(value, list) else str(value)
         lines.append(f"  {name}: {one_line(text)[:MAX_SHOWN]}")
-    use = "can start a run (lora.init_from) with" if "adapter" in found else "can be trained on with"
+    starts = "adapter" in found or "adapters" in found
+    use = "can start a run (lora.init_from) with" if starts else "can be trained on with"
     if found["trainable"]:
         lines.append(f"  {use} model.family: {' or '.join(found['trainable'])}")
     elif found["families"]:

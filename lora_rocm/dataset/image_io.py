@@ -34,6 +34,8 @@ TAIL_BYTES = 65536
 # A file without this mark near its end may be truncated. A whole one can lack it too: a motion photo has a film after
 # the picture, and Pillow reads a PNG without IEND. A truncated WebP has no header for Pillow.
 END_MARKS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
+GIF_END = b"\0;"  # the end of the last block, and the trailer (GIF89a, 27)
+STRIPS, TILES = (273, 279), (324, 325)  # TIFF 6.0: tags of their places and of their numbers of bytes
 # EXIF after a PNG's pixels is detected by these marks near the end of the file; reading it costs a full decode.
 PNG_TAIL_MARKS = (b"eXIf", b"Raw profile type exif", b"tiff:Orientation")
 SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that swap width and height
@@ -84,8 +86,8 @@ def readable_extensions() -> frozenset[str]:
 def read_header(file: Path | BinaryIO) -> Header:
     """Read size and kind of an image without decoding pixels.
 
-    Exceptions: a PNG with trailing EXIF data (see PNG_TAIL_MARKS), a file without its END_MARKS, which decoding tells
-    to be truncated or whole, and JPEG XL, whose plugin always decodes.
+    Exceptions: a PNG with trailing EXIF data (see PNG_TAIL_MARKS), a file that may be truncated, of which decoding
+    tells whether it is, and JPEG XL, whose plugin always decodes.
 
     Raises:
         UnreadableImage: the file is not an image, or is damaged, unreadable or too large to decode.
@@ -268,10 +270,30 @@ def _header(file: BinaryIO) -> Header:
         (width, height), deep_grey = image.size, image.mode in ("I", "I;16", "I;16B", "I;16L", "I;16N")
         size = (height, width) if _orientation(image) in SIDEWAYS else (width, height)
         header = Header(size, several, deep_grey, image.has_transparency_data)
-        mark = END_MARKS.get(image.format or "")
-        if mark is not None and mark not in _tail(file, begin):
+        if _may_be_truncated(image, file, begin):
             image.load()
         return header
+
+
+def _may_be_truncated(image: Image.Image, file: BinaryIO, begin: int) -> bool:
+    """Whether a file looks truncated, by its end or by the places of its pixels; False for other formats.
+
+    ``begin``: where the pixels begin, if the header is read.
+    """
+    from PIL import BmpImagePlugin, TiffImagePlugin
+
+    tail, size = _tail(file, begin), file.seek(0, os.SEEK_END)
+    if isinstance(image, TiffImagePlugin.TiffImageFile):
+        tags = image.tag_v2
+        pairs = [pair for at, of in (STRIPS, TILES) for pair in zip(tags.get(at, ()), tags.get(of, ()), strict=False)]
+        return max((sum(pair) for pair in pairs if {*map(type, pair)} == {int}), default=math.inf) > size
+    if isinstance(image, BmpImagePlugin.BmpImageFile):
+        codec, _, place, how = image.tile[0]  # of raw rows: mode, bytes a row, direction
+        return codec != "raw" or not isinstance(how, tuple) or place + how[1] * image.height > size
+    if image.format == "GIF":
+        return not tail.endswith(GIF_END)
+    mark = END_MARKS.get(image.format or "")
+    return mark is not None and mark not in tail
 
 
 def _has_several_frames(image: Image.Image) -> bool:

@@ -154,7 +154,7 @@ def record_of(row: Cells, pairs: bool = False) -> Record:
 
 
 def _of_messages(row: Cells) -> Conversation:
-    return _conversation(_mappings(row["messages"], "The column messages"), row.get("tools"))
+    return _conversation(_mappings(_value_of(row, "messages"), "The column messages"), _tools(row))
 
 
 def _of_sharegpt(row: Cells) -> Conversation:
@@ -162,10 +162,10 @@ def _of_sharegpt(row: Cells) -> Conversation:
         {"role": ROLES.get(str(turn["from"]).lower(), turn["from"]), "content": turn.get("value")}
         if "from" in turn
         else turn
-        for turn in _mappings(row["conversations"], "The column conversations")
+        for turn in _mappings(_value_of(row, "conversations"), "The column conversations")
     ]
     system = row.get("system")
-    return _conversation([*([{"role": "system", "content": system}] if system else []), *messages], row.get("tools"))
+    return _conversation([*([{"role": "system", "content": system}] if system else []), *messages], _tools(row))
 
 
 def _of_completion(row: Cells) -> Record:
@@ -174,7 +174,7 @@ def _of_completion(row: Cells) -> Record:
         _require(completion, "The completion")
         return Completion(prompt, completion)
     ends, begin = _listed(completion, "The completion"), _mappings(prompt, "The prompt")
-    return replace(_conversation([*begin, *ends], row.get("tools")), last_only=True)
+    return replace(_conversation([*begin, *ends], _tools(row)), last_only=True)
 
 
 def _of_instruction(row: Cells) -> Conversation:
@@ -213,7 +213,7 @@ def pair_of(row: Cells) -> Pair:
         raise UnusableText(what, "objective.loss: dpo takes rows of chosen and rejected, and prompt if they lack it.")
     prompt, answers = row.get("prompt"), (row["chosen"], row["rejected"])
     texts = all(isinstance(answer, str) for answer in answers) and (prompt is None or isinstance(prompt, str))
-    pair = _pair_of_texts(prompt, *answers) if texts else _pair_of_messages(prompt, answers, row.get("tools"))
+    pair = _pair_of_texts(prompt, *answers) if texts else _pair_of_messages(prompt, answers, _tools(row))
     if pair.chosen == pair.rejected:
         raise UnusableText("The chosen and the rejected answer are the same.", "Take the row away.")
     return pair
@@ -233,7 +233,7 @@ def _pair_of_texts(prompt: str | None, chosen: str, rejected: str) -> Pair:
     return Pair(*found)
 
 
-def _pair_of_messages(prompt: object, answers: Sequence[object], tools: object) -> Pair:
+def _pair_of_messages(prompt: object, answers: Sequence[object], tools: tuple[Any, ...]) -> Pair:
     begin = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     before = [_message(message) for message in _mappings(begin or [], "The prompt")]
     sides = list[list[dict[str, Any]]]()
@@ -261,8 +261,8 @@ MESSAGES_FIX = "Messages are mappings with role and content. Beside a list of th
 PROMPT_FIX = "Let both begin with the same prompt, or give it in the column prompt."
 
 
-def _conversation(messages: Sequence[Cells], tools: Any = None) -> Conversation:
-    found = Conversation(tuple(map(_message, messages)), _tools(tools))
+def _conversation(messages: Sequence[Cells], tools: tuple[Any, ...] = ()) -> Conversation:
+    found = Conversation(tuple(map(_message, messages)), tools)
     for number, message in enumerate(found.messages, 1):
         role = message["role"]
         if role not in KNOWN_ROLES:
@@ -276,15 +276,25 @@ def _conversation(messages: Sequence[Cells], tools: Any = None) -> Conversation:
     return found
 
 
-def _tools(tools: Any) -> tuple[Any, ...]:
-    """Descriptions of functions; some tables hold them as JSON."""
-    try:
-        found = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools or []
-    except ValueError:
-        found = None
+def _tools(row: Cells) -> tuple[Any, ...]:
+    """Descriptions of functions."""
+    found = _value_of(row, "tools") or []
     if not isinstance(found, list | tuple):
-        raise UnusableText("Its tools are no list.", "Give a list of functions, or its JSON.")
+        raise UnusableText("The column tools is no list.", "Give a list of functions, or its JSON.")
     return tuple(found)
+
+
+def _value_of(row: Cells, column: str) -> object:
+    """The value of a cell that is no text; tables of texts, such as CSV, hold it as JSON. None: it is empty."""
+    cell = row.get(column)
+    if not isinstance(cell, str) or not cell.strip():
+        return None if isinstance(cell, str) else cell
+    try:
+        return json.loads(cell)
+    except (ValueError, RecursionError) as error:
+        of = "functions" if column == "tools" else "messages (mappings with role and content)"
+        what = f"The column {column} is a text that is no JSON: {error}."
+        raise UnusableText(what, f"Give a list of {of}, or its JSON.") from error
 
 
 def _message(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -207,12 +207,16 @@ class Cropped:
     def __init__(self, data: DataSection) -> None:
         self._data, self._names, self._num_flat = data, few(), 0
         self._same = SameSizes(data)
+        self._counted: object = None  # where the last image lies that loses much
 
     def add(self, sample: Sample, geometry: Geometry) -> None:
         """Check one image; its resolutions follow each other. A crop that the user gives is meant to lose the rest."""
         if sample.options.is_one_of > 1:
             self._same.add(sample, geometry)
-        if sample.given.crop is None and geometry.lost_share > MAX_LOST_SHARE:
+        if sample.location == self._counted or sample.given.crop is not None:
+            return
+        if geometry.lost_share > MAX_LOST_SHARE:
+            self._counted = sample.location  # at its next resolution it is the same image
             self._names.append(f"{sample.key} ({sample.width}x{sample.height}: {geometry.lost_share:.0%})")
             aspect = max(sample.width, sample.height) / min(sample.width, sample.height)
             self._num_flat += aspect > self._data.bucket_max_aspect

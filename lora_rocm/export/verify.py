@@ -31,7 +31,8 @@ from lora_rocm.export.comfy_reader import apply_comfy, apply_norms
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.foundation.units import count_text
 from lora_rocm.kernels.weight_format import dense_weight
-from lora_rocm.model_files.header import read_header
+from lora_rocm.model_files.header import Header, read_header
+from lora_rocm.model_files.readers import readers_of_file
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ def verify(form: Form, path: Path, family: ModelFamily, model: LoadedModel, adap
         ExportError: the file cannot be read, lacks a module, has an extra one, or has another effect.
     """
     live, readers = adapter.entries(), ("comfyui",) if adapter.norms else adapter.readers[form]
-    comparison = _Comparison(path, _written_dtype(form, path, adapter.files))
+    header = _header(form, path)
+    comparison = _Comparison(path, _written_dtype(header, adapter.files))
     of_weights = any(entry.needs_weight for entry in live.values())
     if readers != ("comfyui",):
         with _reported(path):
@@ -75,14 +77,12 @@ def verify(form: Form, path: Path, family: ModelFamily, model: LoadedModel, adap
             else:
                 weight = _weight(adapter.modules[name][2])
                 comparison.weights(name, entry, loaded[name].effect(weight), weight)
-    cannot_read = adapter.cannot_read(form)
+    known = readers_of_file(header, [family.name])
+    cannot_read = known.cannot_read if known else ("other programs (not known)",)
     if "comfyui" not in readers:
         return comparison.result(cannot_read)
     deviation = _compare_in_comfy(comparison, form, adapter, live, of_weights)
-    note = (
-        f"ComfyUI and Forge (divide by the base weight's norm: {deviation:.1%} of the change differs; export the "
-        "comfyui format for them)"
-    )
+    note = f"ComfyUI and Forge as trained ({deviation:.1%} of the change differs)"
     return comparison.result((*cannot_read, note) if deviation and form != COMFYUI else cannot_read)
 
 
@@ -226,12 +226,16 @@ class _Comparison:
         return Verification(self.largest, relative, cannot_read)
 
 
-def _written_dtype(form: Form, path: Path, files: FileKind) -> torch.dtype:
-    """The dtype of the factors in the file."""
-    file = next(iter(sorted(path.glob("*/*.safetensors"))), path) if form == "peft" else path
+def _header(form: Form, path: Path) -> Header:
+    """The header of the file; of several PEFT folders, the first one's."""
     with _reported(path):
-        entries = read_header(file).tensors.items()
-        known = ((files.role_of(name), entry) for name, entry in entries)
+        return read_header(next(iter(sorted(path.glob("*/*.safetensors"))), path) if form == "peft" else path)
+
+
+def _written_dtype(header: Header, files: FileKind) -> torch.dtype:
+    """The dtype of the factors in the file."""
+    with _reported(header.path):
+        known = ((files.role_of(name), entry) for name, entry in header.tensors.items())
         return next(DTYPES[entry.dtype] for found, entry in known if found and found[1] in files.factors)
 
 

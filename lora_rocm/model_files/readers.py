@@ -1,4 +1,4 @@
-"""Which programs read a LoRA file, by its family and spelling (``readers.toml``)."""
+"""Which programs read an adapter file, by its family, spelling and kind (``readers.toml``)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,13 @@ from functools import cache
 from pathlib import Path
 
 from lora_rocm.foundation.tables import read_table
+from lora_rocm.model_files.adapter_sizes import ranks_of
+from lora_rocm.model_files.adapters import kind_of
+from lora_rocm.model_files.header import Header
 
-UNKNOWN, PEFT = "not known", "peft"
+UNKNOWN = "not known"
+ANY, PLAIN = "any", "LoRA"
+NORMS = " and trained norms"
 VLLM_RANKS = (16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's --max-lora-rank, the default first (vllm/config/lora.py)."""
 READ = ("reads it", "read it")
@@ -20,7 +25,9 @@ PROGRAMS = {
     "kohya": "kohya's tools",
     "vllm": "vLLM",
     "llama_cpp": "llama.cpp's convert_lora_to_gguf.py",
-    "forge": "Forge and A1111",
+    "forge": "Forge",
+    "a1111": "A1111",
+    "lycoris": "LyCORIS",
     "peft": "PEFT",
 }
 """Field -> program."""
@@ -36,24 +43,35 @@ class Spelling:
 
 @dataclass(frozen=True)
 class Readers:
-    """What programs do with a LoRA file.
+    """What programs do with an adapter file.
 
-    families: values of ``model.family``. spelling: of the file; empty: none that has a name. pattern: found in the
-    names of tensors, with dots as ``_``. alpha: the file has alphas. The others are what each program does; empty: the
-    file is not meant for it.
+    families: values of ``model.family``. kinds: of adapter, as ``kind_of`` names them, without trained norms; none:
+    all. spelling: of the file; empty: none that has a name. pattern: found in the names of tensors, with dots as ``_``.
+    alpha: the file has alphas. metadata: a field of the file's metadata; empty: no matter which it has. The others are
+    what each program does; empty: the file is not meant for it.
     """
 
     families: tuple[str, ...]
+    kinds: tuple[str, ...] = (PLAIN,)
     spelling: str = ""
     pattern: str = ""
     alpha: bool = False
+    metadata: str = ""
     diffusers: str = UNKNOWN
     comfyui: str = UNKNOWN
     kohya: str = "read nothing of it"
     vllm: str = ""
     llama_cpp: str = ""
     forge: str = ""
+    a1111: str = ""
+    lycoris: str = ""
     peft: str = ""
+
+    @property
+    def with_norms(self) -> Readers:
+        """The same for a file that holds trained norms, too."""
+        kohya = "leave the norms out in networks.lora; LyCORIS reads it" if self.kohya in READ else self.kohya
+        return replace(self, diffusers="refuses it", kohya=kohya)
 
     def of_rank(self, rank: int) -> Readers:
         """The same for a file of this rank, which vLLM may have to be told."""
@@ -92,12 +110,26 @@ def spelling_of(names: Collection[str]) -> str:
     return next((row.name for row in _table().spellings if any(re.match(row.pattern, name) for name in names)), "")
 
 
-def readers_of(names: Collection[str], families: Collection[str]) -> Readers | None:
-    """Return what programs do with a LoRA that has these tensors and is of one of these families; None: not known."""
-    spelling, text = spelling_of(names), "\n".join(name.replace(".", "_") for name in names)
+def readers_of(names: Collection[str], families: Collection[str], metadata: Collection[str] = ()) -> Readers | None:
+    """Return what programs do with an adapter file; None: not known.
+
+    Args:
+        names: of its tensors.
+        families: the families it may be of.
+        metadata: the fields of its metadata.
+    """
+    spelling, text, kind = spelling_of(names), "\n".join(name.replace(".", "_") for name in names), kind_of(names)
     has_alpha = any(name.endswith(".alpha") for name in names)
     for row in _table().readers:
         of_family = bool(families) and set(families) <= set(row.families)
-        if of_family and row.spelling == spelling and row.alpha <= has_alpha and re.search(row.pattern, text):
-            return row
+        of_kind = not row.kinds or kind.removesuffix(NORMS) in row.kinds
+        fits = of_family and of_kind and row.spelling in (spelling, ANY) and row.alpha <= has_alpha
+        if fits and row.metadata in ("", *metadata) and re.search(row.pattern, text):
+            return row.with_norms if kind.endswith(NORMS) else row
     return None
+
+
+def readers_of_file(header: Header, families: Collection[str]) -> Readers | None:
+    """Return ``readers_of`` for the adapter file with this header, whose ranks count too."""
+    row = readers_of(header.tensors, families, header.metadata)
+    return row and row.of_rank(max(ranks_of(header), default=0))

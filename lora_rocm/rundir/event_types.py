@@ -384,9 +384,11 @@ class ComparedEvent(Event):
     """Results of one LoRA file of a run; ``updates`` 0: of the base alone.
 
     losses: key of each held-out sample -> its mean loss. images: absolute paths, those of the first strength first.
+    total: how many of these events there will be.
     """
 
     updates: Whole
+    total: Whole
     losses: dict[Text, NumberOrNull]
     images: list[Text]
 

@@ -16,6 +16,7 @@ from typing import Any
 from lora_rocm.errors import AdapterError
 from lora_rocm.foundation.bounded_read import check_plain, read_plain
 from lora_rocm.foundation.files import write_json
+from lora_rocm.model_files.peft_folder import PEFT_WEIGHTS, peft_folders
 from lora_rocm.rundir.layout import EMBEDDINGS, OF_EMBEDDINGS, RunDir, embeddings_of
 
 MAX_RESULT_BYTES = 1 << 24
@@ -77,7 +78,7 @@ def wrong_exports(run_dir: RunDir, forms: Iterable[str]) -> dict[str, str]:
     exports, wrong = _exports(read_result(run_dir)), {}
     for form in forms:
         found = [fault for digest in exports.get(form, ()) if (fault := _fault(run_dir, digest))]
-        if not found and not run_dir.export_of(form).exists():
+        if not found and not _is_whole(run_dir.export_of(form)):
             found = [f"{run_dir.export_of(form).name} is not there."]
         if found:
             wrong[form] = " ".join(found)
@@ -164,6 +165,11 @@ def faults_of_finished(run_dir: RunDir) -> list[str]:
         if gone:
             fix = f"train --resume writes it again if output.formats names {form}; else lora-rocm export does."
             faults.append(f"{', '.join(gone)}: not there any more. {fix}")
+    for path in final_files(run_dir):
+        form = next(form for form in FILES_OF if run_dir.export_of(form) == path)
+        if form not in _exports(result):
+            what = f"{path.name}: exported before the run ended, so it is not the run's result."
+            faults.append(f"{what} lora-rocm export --format {form} makes it of the result.")
     return faults
 
 
@@ -175,17 +181,24 @@ def result_files(run_dir: RunDir) -> list[Path]:
 
 def final_files(run_dir: RunDir) -> list[Path]:
     """The finished LoRA files, and the PEFT folder, that are there."""
-    return [path for form in FILES_OF if (path := run_dir.export_of(form)).exists()]
+    return [path for form in FILES_OF if _is_whole(path := run_dir.export_of(form))]
+
+
+def _is_whole(export: Path) -> bool:
+    """Whether a LoRA file is there, or a PEFT folder with the weights of each of its components."""
+    folders = peft_folders(export)
+    return all((folder / PEFT_WEIGHTS).is_file() for folder in folders.values()) if folders else export.is_file()
 
 
 def newest_lora(run_dir: RunDir) -> Path:
-    """The finished LoRA file, or that of the newest checkpoint.
+    """The finished LoRA file, or that of the newest checkpoint of a run that is not finished.
 
     Raises:
         AdapterError: there is none yet.
     """
     found = [run_dir.checkpoint_lora(updates) for updates, _ in run_dir.list_checkpoints()]
-    for path in [run_dir.lora, *reversed(found)]:
+    found = [*found, run_dir.lora] if run_dir.result.exists() else [run_dir.lora, *found]
+    for path in reversed(found):
         if path.exists():
             return path
     raise AdapterError(

@@ -18,7 +18,8 @@ from lora_rocm.errors import RecipeError, ResumeError, UserError, storage_error
 from lora_rocm.families.registry import Registry
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.files import fsync_folder, rename, write_atomic
-from lora_rocm.recipe.load import LoadedRecipe, dump_recipe, load_recipe, resume_differences
+from lora_rocm.recipe.comparison import resume_differences
+from lora_rocm.recipe.load import LoadedRecipe, dump_recipe, load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.layout import CHECKPOINT_NAME, RunDir
 from lora_rocm.rundir.results import MAX_RESULT_BYTES

@@ -72,7 +72,8 @@ def compare(job: Job, registry: Registry = PRODUCT) -> None:
     # Losses and images of each
     held_out = HeldOutLoss(family, model, transfer, partial(measured, family, model), CONTEXT)
     requests = requests_of(recipe)
-    for updates in (0, *states):
+    compared = (0, *states)
+    for updates in compared:
         if updates:
             _put(adapter, states.pop(updates), transfer)
         with nullcontext() if updates else adapter.disabled():
@@ -85,7 +86,7 @@ def compare(job: Job, registry: Registry = PRODUCT) -> None:
         ]
         for path, preview in zip(images, drawn, strict=True):
             write_atomic(path, content_of(preview))
-        emit(ComparedEvent(updates=updates, losses=found, images=[str(path) for path in images]))
+        emit(ComparedEvent(updates=updates, total=len(compared), losses=found, images=[*map(str, images)]))
 
 
 def _prepared(recipe: Recipe, family: ModelFamily, encoding: Encoding) -> Prepared:

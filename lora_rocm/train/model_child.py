@@ -35,7 +35,7 @@ from lora_rocm.recipe.schema import TEXT_KEY, TOKENS_KEY, Recipe
 from lora_rocm.rundir.event_types import DrawnEvent, ErrorEvent, ExportEvent, NoticeEvent
 from lora_rocm.rundir.events import emit
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.rundir.results import newest_lora
+from lora_rocm.rundir.results import newest_lora, updates_of
 from lora_rocm.train.chat import chat
 from lora_rocm.train.checkpoint import Checkpoint, latest_valid, read_checkpoint
 from lora_rocm.train.compare import compare
@@ -108,13 +108,19 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
 
 
 def export_run(job: Job, registry: Registry = PRODUCT) -> None:
-    """Write the LoRA of a run's checkpoint (by default the newest) in another format, load it back and compare."""
+    """Write the LoRA of a run's checkpoint (by default the newest) in another format, load it back and compare.
+
+    Raises:
+        UserError: "result-older": the file would lie among the results of a finished run, and is of an earlier step.
+    """
     run_dir = RunDir(Path(job["source"]))
     # The recipe and the checkpoint
     recipe = load_recipe(run_dir.recipe, registry=registry).recipe
     if job["dtype"]:
         recipe = recipe.model_copy(update={"output": recipe.output.model_copy(update={"dtype": job["dtype"]})})
     checkpoint = _checkpoint_of(run_dir, job["updates"])
+    if not job["output"]:
+        _require_end(run_dir, checkpoint)
     if job["format"] in recipe.spec.conversions:
         convert(job, run_dir, recipe, checkpoint)
         return
@@ -168,6 +174,14 @@ def _checkpoint_of(run_dir: RunDir, updates: int | None) -> Checkpoint:
     for path in damaged:
         emit(NoticeEvent(text=f"{path.name} is damaged. The export is of step {newest.position.updates}."))
     return newest
+
+
+def _require_end(run_dir: RunDir, checkpoint: Checkpoint) -> None:
+    ended, step = updates_of(run_dir), checkpoint.position.updates
+    if ended and step != ended:
+        what = f"This run ended after step {ended}, and its newest valid checkpoint is of step {step}."
+        fix = "Its export is no result of the run, so write it elsewhere, with --output."
+        raise UserError("result-older", what, where=str(checkpoint.path), fix=fix)
 
 
 def require_inputs_read(job: Job, recipe: Recipe) -> None:

@@ -29,7 +29,7 @@ from lora_rocm.foundation.files import write_json
 from lora_rocm.loader.batches import Prepared
 from lora_rocm.memory.controller import Memory
 from lora_rocm.optim.base import GatedOptimizer
-from lora_rocm.recipe.load import fingerprint
+from lora_rocm.recipe.comparison import fingerprint
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.mitigations import change_event
 from lora_rocm.rundir.event_types import CheckpointEvent, ConceptEvent, ExportEvent, PreviewEvent

@@ -25,7 +25,7 @@ from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.loader.batches import BatchPlan, Prepared, open_workers, prepare
 from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.optim.factory import make_optimizer
-from lora_rocm.recipe.load import fingerprint
+from lora_rocm.recipe.comparison import fingerprint
 from lora_rocm.recipe.process_sections import RuntimeSection
 from lora_rocm.rundir.event_types import DataEvent, StepEvent
 from lora_rocm.supervisor.resume import accept

@@ -32,7 +32,8 @@ from lora_rocm.foundation.output_stream import outliving_stdout
 from lora_rocm.foundation.packages import imported
 from lora_rocm.hardware.ranks import Rank, rank_of
 from lora_rocm.hardware.settings import settings_from
-from lora_rocm.recipe.load import load_recipe, shared_values
+from lora_rocm.recipe.comparison import shared_values
+from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.mitigations import mitigation_table
 from lora_rocm.rundir.event_types import Emit, EndEvent, ErrorEvent, PhaseEvent, StartEvent

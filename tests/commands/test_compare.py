@@ -39,6 +39,7 @@ def test_a_run_is_compared_and_its_losses_are_those_of_training(program: Program
     run_dir = RunDir(tmp_path / "run")
     said = program("compare", "run", "--prompt", "a cat", "--strength", "0", "--strength", "1")
     assert said.code == 0, said.text
+    assert "step 4 (3 of 3)" in said.out
     assert "The held-out loss is lowest after step" in said.out and str(run_dir.comparison) in said.out
     html = run_dir.comparison.read_text(encoding="utf-8")
     shown = [float(value) for value in re.findall(r"<td>step \d+</td><td>([\d.]+)</td>", html)]
@@ -58,6 +59,7 @@ def test_a_run_is_compared_and_its_losses_are_those_of_training(program: Program
         path.unlink()
     said = program("compare", "run", "--prompt", "a cat")
     assert said.code == 0 and "No held-out losses" in said.out
+    assert "step 4 (2 of 2)" in said.out
     html = run_dir.comparison.read_text(encoding="utf-8")
     assert "<p>No held-out losses" in html and "cannot be used any more" in html and html.count("<img") == 2
     assert "<p>Step 2 is left out: " in html and "<td>step 2" not in html and "<h1>run</h1>" in html

@@ -60,8 +60,11 @@ def test_orientation_behind_the_pixels_of_a_png() -> None:
     assert read_header(io.BytesIO(content)).size == decode(content).size == (16, 24)
 
 
+ENOUGH = ("PNG", "JPEG", "MPO", "GIF", "BMP", "TIFF", "WEBP")
+
+
 def test_the_header_is_enough_for_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    contents = [encoded(Image.effect_noise((400, 300), 80), kind) for kind in ("PNG", "JPEG", "MPO")]
+    contents = [encoded(Image.effect_noise((400, 300), 80), kind) for kind in ENOUGH]
     monkeypatch.delattr(ImageFile.ImageFile, "load")
     for content in contents:
         assert read_header(io.BytesIO(content)).size == (400, 300)
@@ -82,7 +85,16 @@ SHORT_OF = {
     "two pictures": lambda: encoded(left_red(), "MPO", save_all=True, append_images=[left_red(16, 24)]),
     "png": lambda: encoded(left_red(), "PNG"),
     "webp": lambda: encoded(left_red(), "WEBP"),
+    "gif": lambda: encoded(left_red(), "GIF"),
+    "two frames": lambda: encoded(left_red(), "GIF", save_all=True, append_images=[left_red().transpose(ROTATE)]),
+    "bmp": lambda: encoded(left_red(), "BMP"),
+    "bmp of two colours": lambda: encoded(left_red().convert("1"), "BMP"),
+    "tiff": lambda: encoded(left_red(), "TIFF"),
+    "tiff of strips": lambda: encoded(left_red(), "TIFF", tiffinfo={278: 4}, compression="raw"),
+    "tiff of lzw": lambda: encoded(left_red(), "TIFF", compression="tiff_lzw"),
+    "tiff of two pages": lambda: encoded(left_red(), "TIFF", save_all=True, append_images=[left_red()]),
 }
+ROTATE = Image.Transpose.ROTATE_180
 
 
 @pytest.mark.parametrize("kind", SHORT_OF)

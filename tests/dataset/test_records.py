@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,12 @@ def test_a_plain_text_stays_itself_even_if_it_looks_like_a_record() -> None:
         ({"question": "2+2?", "answer": "4"}, "Its columns are question, answer"),
         ({"messages": [ASK]}, "No message has the role assistant"),
         ({"messages": [ASK, {**ANSWER, "content": " "}]}, r"Message 2 \(assistant\) is empty"),
-        ({"messages": "hello"}, "The column messages is no list of messages"),
+        ({"messages": "hello"}, "The column messages is a text that is no JSON: Expecting value"),
+        ({"messages": '[{"role": "user"'}, "The column messages is a text that is no JSON: .* column 17"),
+        ({"messages": '{"role": "user"}'}, "The column messages is no list of messages"),
+        ({"messages": "[" * 99_999}, "The column messages is a text that is no JSON"),
+        ({"messages": " "}, "The column messages is empty"),
+        ({"conversations": "[1]"}, "The column conversations is no list of messages"),
         ({"messages": None}, "The column messages is empty"),
         ({"conversations": [1]}, "The column conversations is no list of messages"),
         ({"prompt": "a", "completion": None}, "The completion is empty"),
@@ -68,8 +74,9 @@ def test_a_plain_text_stays_itself_even_if_it_looks_like_a_record() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}, ANSWER]}, "more than text"),
         ({"prompt": "2+2=", "completion": ""}, "The completion is empty"),
         ({"text": None}, "The text is empty"),
-        ({"messages": [ASK, ANSWER], "tools": "add"}, "tools are no list"),
-        ({"messages": [ASK, ANSWER], "tools": {"name": "add"}}, "tools are no list"),
+        ({"messages": [ASK, ANSWER], "tools": "add"}, "The column tools is a text that is no JSON"),
+        ({"messages": [ASK, ANSWER], "tools": '{"name": "add"}'}, "The column tools is no list"),
+        ({"messages": [ASK, ANSWER], "tools": {"name": "add"}}, "The column tools is no list"),
         ({"messages": [{**ASK, "content": 4}, ANSWER]}, "something else than text"),
         ({"messages": [ASK, {**ANSWER, "content": []}]}, "Message 2 .* is empty"),
         ({"messages": [{**ASK, "content": [{"type": "text"}]}, ANSWER]}, r"Message 1 \(user\) is empty"),
@@ -173,6 +180,19 @@ def test_bad_lines_are_named_by_their_number_and_the_others_are_used(tmp_path: P
         "It is no JSON object.",
         "The text is empty.",
     ]
+
+
+def test_cells_of_a_csv_hold_lists_as_json_and_a_wrong_one_is_named(tmp_path: Path) -> None:
+    path, chat = tmp_path / "t.csv", json.dumps([ASK, ANSWER], indent=1)
+    with path.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows([("messages", "tools"), (chat, '[{"name": "add"}]'), (chat[:-2], ""), (chat, "")])
+    texts, ((where, what),) = scanned(path)
+    assert [read(text) for text in texts] == [
+        Conversation((ASK, ANSWER), ({"name": "add"},)),
+        Conversation((ASK, ANSWER)),
+    ]
+    line = 2 + chat.count("\n") + 1
+    assert where == f"{path}:{line}" and what.startswith("The column messages is a text that is no JSON: ")
 
 
 def test_a_json_array_a_csv_and_a_parquet_file_hold_the_same_rows(tmp_path: Path) -> None:

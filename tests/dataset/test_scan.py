@@ -325,6 +325,8 @@ def test_crops_that_cut_off_much_are_said(tmp_path: Path, make: SimpleNamespace)
     assert notice.startswith("2 images lose more than 25% of the area to the crop: tall.png (64x330: ")
     assert "wide.png (320x64: " in notice and notice.endswith("Raise data.bucket_max_aspect (it is 2.5) to keep more.")
     assert said(bucket_max_aspect=8) == []
+    several = said(resolution=[64, 96])
+    assert several[-1].startswith("2 images lose more than 25%") and several[-1].count("tall.png") == 1
     assert said(enable_bucket=False)[0].startswith("3 images") and "enable_bucket" in said(enable_bucket=False)[0]
     for name in ("wide", "tall"):
         (tmp_path / f"{name}.png").unlink()

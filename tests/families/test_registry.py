@@ -11,8 +11,9 @@ import pytest
 from lora_rocm.errors import ModelError, RecipeError
 from lora_rocm.families.registry import PRODUCT, RESERVED, Registry
 from lora_rocm.families.spec import Evidence
+from lora_rocm.recipe.comparison import fingerprint, resume_differences
 from lora_rocm.recipe.kinds import recipe_from
-from lora_rocm.recipe.load import dump_recipe, fingerprint, load_recipe, resume_differences
+from lora_rocm.recipe.load import dump_recipe, load_recipe
 from tests.families.toy_families import TOY_TEXT, TOY_VIDEO, TOYS
 
 MINIMAL = "model: {{family: {}, name_or_path: some/model}}\ndata: {{path: pics}}\ntrain: {{max_train_steps: 10}}\n"

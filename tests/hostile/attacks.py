@@ -54,7 +54,9 @@ def zeros(mebibytes: int) -> bytes:
 
 
 def bmp_of(width: int, height: int) -> bytes:
-    return b"BM" + struct.pack("<IHHIIiiHHIIiiII", 54, 0, 0, 54, 40, width, height, 1, 24, 0, 0, 0, 0, 0, 0)
+    """Without pixels, but for a single row."""
+    header = b"BM" + struct.pack("<IHHIIiiHHIIiiII", 54, 0, 0, 54, 40, width, height, 1, 24, 0, 0, 0, 0, 0, 0)
+    return header + (bytes(3 * width) if height == 1 else b"")
 
 
 def gif_of(width: int, height: int) -> bytes:
@@ -63,6 +65,7 @@ def gif_of(width: int, height: int) -> bytes:
         + struct.pack("<HHBBB", width, height, 0, 0, 0)
         + b"\x2c"
         + struct.pack("<HHHHBB", 0, 0, width, height, 0, 8)
+        + b"\0;"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lora_rocm.families.registry import PRODUCT, RESERVED
-from lora_rocm.model_files.readers import UNKNOWN, readers_of, spelling_of
+from lora_rocm.model_files.readers import READ, UNKNOWN, readers_of, spelling_of
 
 IMAGE_FAMILIES = {*PRODUCT.names, *RESERVED} - {"causal-lm"}
 NATIVE_FLUX = "double_blocks.0.img_attn.qkv"
@@ -60,6 +60,49 @@ def test_trained_norms() -> None:
     for ending in ("w_norm", "b_norm"):
         found = readers_of([*module, f"lora_unet_out_0.{ending}"], ["sdxl"])
         assert found is not None and found.diffusers == "refuses it" and "norms out" in found.kohya
+    dora = readers_of([*module, f"{KEY}.dora_scale", "lora_unet_out_0.w_norm"], ["sdxl"])
+    assert dora is not None and dora.diffusers == "refuses it" and "DoRA" in dora.kohya
+
+
+KEY = "lora_unet_mid_block_attentions_0_proj_in"
+KINDS = {
+    "DoRA": ("lora_down.weight", "dora_scale"),
+    "LoKr": ("lokr_w1", "lokr_w2"),
+    "LoHa": ("hada_w1_a",),
+    "OFT": ("oft_blocks",),
+    "IA3": ("weight", "on_input"),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "reads"),
+    [
+        ("DoRA", ("lycoris",)),
+        ("LoKr", ("comfyui", "forge", "a1111", "lycoris")),
+        ("LoHa", ("comfyui", "forge", "a1111", "lycoris")),
+        ("OFT", ("comfyui", "lycoris")),
+        ("IA3", ()),
+    ],
+)
+def test_a_kind_of_adapter_has_readers_of_its_own(kind: str, reads: tuple[str, ...]) -> None:
+    """A program that is not known to read one is not said to, and a kind without a row is not known."""
+    for family in ("sd15", "sdxl"):
+        found = readers_of([f"{KEY}.{ending}" for ending in KINDS[kind]], [family])
+        assert found is not None and "reads" not in found.diffusers.replace("reads none", ""), family
+        assert tuple(name for name, text in found.told.items() if text in READ) == reads
+    for family, prefix in (("flux", "transformer."), ("z-image", "diffusion_model."), ("anima", "diffusion_model.")):
+        found = readers_of([f"{prefix}x.{ending}" for ending in KINDS[kind]], [family])
+        assert found is not None and found.diffusers not in READ, family
+    assert readers_of([f"{KEY}.{ending}" for ending in KINDS[kind]], ["sd3"]) is None
+    assert readers_of([f"{KEY}.lora_down.weight"], ["sd3"]) is not None, "the control: a plain LoRA is known"
+
+
+def test_a_dora_by_comfyui_s_rule_is_told_by_its_metadata() -> None:
+    names_of_dora = [f"{KEY}.{ending}" for ending in KINDS["DoRA"]]
+    found, usual = readers_of(names_of_dora, ["sdxl"], ["dora_norm"]), readers_of(names_of_dora, ["sdxl"], ["ss_steps"])
+    assert found is not None and usual is not None
+    assert (found.forge, usual.lycoris) == ("reads it", "reads it") and "base weight" in usual.forge
+    assert "kohya format" in found.lycoris
 
 
 def test_up_and_down_are_not_what_diffusers_expects_beside_a_prefix() -> None:

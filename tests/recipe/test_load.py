@@ -12,10 +12,7 @@ from lora_rocm.errors import RecipeError
 from lora_rocm.recipe import load
 from lora_rocm.recipe.load import (
     dump_recipe,
-    fingerprint,
     load_recipe,
-    resume_differences,
-    shared_values,
     shipped_recipes,
 )
 
@@ -383,7 +380,7 @@ def test_files_and_folders_are_not_mixed_up(in_folder: Path) -> None:
     assert all("file" in problem.what and problem.fix for problem in caught.value.problems)
 
 
-# dump, fingerprint
+# dump
 
 
 def test_dump_reads_back_the_same(in_folder: Path) -> None:
@@ -410,64 +407,6 @@ def test_dump_reads_back_letters_that_yaml_takes_for_others(in_folder: Path, let
         return
     Path("out.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
     assert load_recipe("out.yaml").recipe == recipe
-
-
-@pytest.mark.parametrize(
-    ("override", "same"),
-    [
-        ("train.max_train_steps=99", True),
-        ("train.epochs=3", True),
-        ("sample.prompts=[x]", True),
-        ("runtime.threads=2", True),
-        ("runtime.profile=fast", True),
-        ("runtime.self_test=no", True),
-        ("output.dir=elsewhere", True),
-        ("lora.rank=3", False),
-        ("train.seed=1", False),
-        ("data.path=other", False),
-        ("optim.betas=[0.9, 0.99]", False),
-        ("model.vae=x", False),
-    ],
-)
-def test_fingerprint_and_differences(override: str, same: bool) -> None:
-    old, new = load_recipe("recipe.yaml").recipe, load_recipe("recipe.yaml", [override]).recipe
-    assert (fingerprint(old) == fingerprint(new)) is same
-    differences = resume_differences(old, new)
-    assert [problem.where for problem in differences] == ([] if same else [override.partition("=")[0]])
-    assert all(" -> " in problem.what for problem in differences)
-
-
-@pytest.mark.parametrize(
-    ("override", "shared"),
-    [
-        ("lora.rank=3", True),
-        ("data.path=other", True),
-        ("train.max_train_steps=99", True),
-        ("train.validation_every_n_steps=9", True),
-        ("sample.every_n_steps=9", True),
-        ("sample.prompts=[x]", True),
-        ("output.save_every_n_steps=9", True),
-        ("output.formats=[peft]", True),
-        ("runtime.canary_every_n_steps=9", True),
-        ("runtime.deterministic=true", True),
-        ("output.dir=elsewhere", False),
-        ("cache.dir=elsewhere", False),
-        ("runtime.threads=2", False),
-        ("runtime.workers=2", False),
-        ("runtime.pin_memory=no", False),
-        ("runtime.memory=recompute", False),
-        ("timeouts.step=9", False),
-    ],
-)
-def test_what_processes_that_train_together_share(override: str, shared: bool) -> None:
-    old, new = (shared_values(load_recipe("recipe.yaml", sets).recipe) for sets in ((), (override,)))
-    assert [key for key in old if old[key] != new[key]] == ([override.partition("=")[0]] if shared else [])
-
-
-def test_what_they_may_differ_in_are_keys_of_the_recipe_that_a_resume_may_change() -> None:
-    recipe = load_recipe("recipe.yaml").recipe
-    keys = {f"{section}.{key}" for section, values in recipe.model_dump().items() for key in values}
-    assert keys >= load.OF_A_PROCESS and not load.OF_A_PROCESS & load.fixed_values(recipe).keys()
 
 
 @pytest.mark.parametrize(

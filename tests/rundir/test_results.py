@@ -17,7 +17,10 @@ FORMS = ("kohya", "peft")
 
 def finished(path: Path) -> RunDir:
     run_dir = RunDir(path).create()
-    files = {"kohya": ["lora.safetensors"], "peft": ["peft/unet/adapter_model.safetensors"]}
+    files = {
+        "kohya": ["lora.safetensors"],
+        "peft": [f"peft/unet/adapter_{name}" for name in ("model.safetensors", "config.json")],
+    }
     exports = []
     for form, names in files.items():
         for name in names:
@@ -80,6 +83,39 @@ def test_a_result_that_this_program_did_not_write_is_none(tmp_path: Path, result
         assert results.read_result(run_dir)["exports"][-1]["files"] == [
             FileDigest.of("lora.safetensors", b"lora.safetensors").to_json()
         ]
+
+
+def test_an_export_from_before_the_end_is_no_result(tmp_path: Path) -> None:
+    run_dir = finished(tmp_path / "run")
+    assert results.faults_of_finished(run_dir) == []
+    run_dir.diffusers_lora.write_bytes(b"of an earlier step")
+    (said,) = results.faults_of_finished(run_dir)
+    assert "pytorch_lora_weights.safetensors: exported before the run ended" in said and "--format diffusers" in said
+    results.record_export(run_dir, "diffusers")
+    assert results.faults_of_finished(run_dir) == []
+
+
+def test_a_peft_folder_without_weights_is_no_result(tmp_path: Path) -> None:
+    run_dir = finished(tmp_path / "run")
+    for component in ("unet", "text_encoder"):
+        (run_dir.peft_dir / component).mkdir(exist_ok=True)
+        (run_dir.peft_dir / component / "adapter_config.json").write_text("{}", encoding="utf-8")
+        (run_dir.peft_dir / component / "adapter_model.safetensors").touch()
+    assert results.final_files(run_dir) == [run_dir.lora, run_dir.peft_dir]
+    (run_dir.peft_dir / "text_encoder" / "adapter_model.safetensors").unlink()
+    assert results.final_files(run_dir) == [run_dir.lora]
+    assert "peft" in results.wrong_exports(run_dir, ["peft"])
+
+
+def test_the_newest_lora_is_the_result_only_of_a_finished_run(tmp_path: Path) -> None:
+    run_dir = finished(tmp_path / "run")
+    run_dir.checkpoint(9).mkdir(parents=True)
+    run_dir.checkpoint_lora(9).touch()
+    assert results.newest_lora(run_dir) == run_dir.lora
+    run_dir.result.unlink()  # it goes on
+    assert results.newest_lora(run_dir) == run_dir.checkpoint_lora(9)
+    run_dir.checkpoint_lora(9).unlink()
+    assert results.newest_lora(run_dir) == run_dir.lora, "of what it was before"
 
 
 def test_an_export_after_the_end_takes_the_place_of_the_one_before(tmp_path: Path) -> None:

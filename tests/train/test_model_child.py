@@ -9,9 +9,14 @@ from typing import Any
 import pytest
 
 from lora_rocm.errors import AdapterError, UserError
+from lora_rocm.foundation.files import write_json
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.load import dump_recipe
-from lora_rocm.train.model_child import recipe_for, require_inputs_read, require_mask_read, sides_of
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.train import model_child
+from lora_rocm.train.checkpoint import save_checkpoint
+from lora_rocm.train.loop import Position
+from lora_rocm.train.model_child import export_run, recipe_for, require_inputs_read, require_mask_read, sides_of
 from tests.families.toy_families import TOYS
 
 LORA = Path("lora.safetensors")
@@ -106,3 +111,26 @@ def test_a_sampler_that_the_family_does_not_take_is_refused() -> None:
     for family, words in (("sdxl", "Take euler or "), ("toy-text", "no samplers for Toy text")):
         with pytest.raises(UserError, match=f"(?s){words}"):
             require_inputs_read(job(sampler="magic"), recipe(family))
+
+
+def test_an_earlier_step_is_not_exported_among_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last checkpoint of a finished run is gone. Elsewhere, or before the end, the newest one is exported."""
+
+    class Loads(Exception):
+        pass
+
+    def load(found: object) -> None:
+        raise Loads
+
+    monkeypatch.setattr(model_child, "family_for", load)
+    run_dir = RunDir(tmp_path / "run").create()
+    run_dir.recipe.write_text(dump_recipe(recipe(TOYS.names[0])), encoding="utf-8")
+    save_checkpoint(run_dir, Position(updates=3), {"adapter": {}}, {"metadata": {}})
+    asked = {"source": str(run_dir.path), "format": "kohya", "output": None, "dtype": None, "updates": None}
+    with pytest.raises(Loads):
+        export_run(asked, TOYS)
+    for ended, output, error in ((3, None, Loads), (4, None, UserError), (4, str(tmp_path / "x.safetensors"), Loads)):
+        write_json(run_dir.result, {"updates": ended})
+        with pytest.raises(error) as caught:
+            export_run({**asked, "output": output}, TOYS)
+        assert error is Loads or (caught.value.code, caught.value.where[-8:]) == ("result-older", "00000003")

@@ -1,0 +1,60 @@
+"""Which values of two recipes have to be equal: those of a run and of its resume, and those of all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel
+
+from lora_rocm.errors import Problem
+from lora_rocm.recipe.explain import shown
+from lora_rocm.recipe.process_sections import TimeoutsSection
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.recipe.yaml_tree import Key, dotted
+
+# Ranks may differ in these keys: they say where and how each rank does the same work.
+OF_A_PROCESS = frozenset({
+    "cache.dir", "output.dir", "train.gradient_checkpointing", "runtime.device", "runtime.workers",
+    "runtime.worker_timeout_s", "runtime.persistent_workers", "runtime.workers_on_windows", "runtime.pin_memory",
+    "runtime.graphs", "runtime.compile", "runtime.memory", "runtime.profile", "runtime.self_test",
+    "runtime.max_restarts", "runtime.threads", *(f"timeouts.{name}" for name in TimeoutsSection.model_fields),
+})  # fmt: skip
+
+
+def fingerprint(recipe: Recipe) -> str:
+    """SHA-256 over all values that must not change when a run is resumed."""
+    return hashlib.sha256(json.dumps(fixed_values(recipe), sort_keys=True).encode("utf-8")).hexdigest()
+
+
+def fixed_values(recipe: Recipe) -> dict[str, Any]:
+    """Key -> JSON value of all values that must not change when a run is resumed."""
+    return {dotted(key): value for key, value, may_change in _leaves(recipe) if not may_change}
+
+
+def shared_values(recipe: Recipe) -> dict[str, Any]:
+    """Key -> JSON value of all values that have to be equal on all ranks."""
+    return {dotted(key): value for key, value, _ in _leaves(recipe) if dotted(key) not in OF_A_PROCESS}
+
+
+def resume_differences(old: Recipe, new: Recipe) -> list[Problem]:
+    """The forbidden differences between a run's recipe and the recipe to resume it with."""
+    after = {key: value for key, value, _ in _leaves(new)}
+    return [  # a key of only one recipe belongs to another kind, whose naming key differs too
+        Problem(dotted(key), f"{shown(before)} -> {shown(after[key])}")
+        for key, before, may_change in _leaves(old)
+        if not may_change and key in after and before != after[key]
+    ]
+
+
+def _leaves(section: BaseModel, prefix: tuple[str, ...] = ()) -> Iterator[tuple[Key, Any, bool]]:
+    """(key, JSON value, may change on resume) of every leaf."""
+    for name, info in type(section).model_fields.items():
+        value, extra = getattr(section, name), info.json_schema_extra
+        may_change = isinstance(extra, dict) and extra.get("resume") == "may change"
+        if isinstance(value, BaseModel):
+            yield from ((key, leaf, may_change or may) for key, leaf, may in _leaves(value, (*prefix, name)))
+        else:
+            yield (*prefix, name), section.model_dump(mode="json", include={name})[name], may_change
