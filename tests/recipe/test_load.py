@@ -98,7 +98,9 @@ def test_a_key_that_does_nothing_alone_is_named(given: str, needed: str) -> None
 def test_one_tracker_needs_no_list_and_tensorboard_adds_nothing(given: str, trackers: tuple[str, ...]) -> None:
     Path("log.yaml").write_text(MINIMAL, encoding="utf-8")
     assert load_recipe("log.yaml", [f"output.log_with={given}"]).recipe.output.log_with == trackers
-    with pytest.raises(RecipeError, match=r"output.log_with: expected one of .*; got 'wandbb'(?s:.*)Did you mean wandb"):
+    with pytest.raises(
+        RecipeError, match=r"output.log_with: expected one of .*; got 'wandbb'(?s:.*)Did you mean wandb"
+    ):
         load_recipe("log.yaml", ["output.log_with=wandbb"])
 
 
