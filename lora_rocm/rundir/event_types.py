@@ -171,6 +171,8 @@ class StepEvent(Event):
     """One confirmed update.
 
     Attributes:
+        epoch: finished epochs, with the part of the one that goes on: 1.0 after the last update of the first. Runs of
+            earlier versions have the whole number of the epoch that the next update is of.
         step_s: of the whole step.
         loading_s: waiting for the loader.
         copy_s: copies to the device.
