@@ -42,11 +42,13 @@ class Verification:
     max_difference: largest difference of any weight's change.
     relative_difference: norm of all differences relative to the norm of all changes.
     cannot_read: programs that cannot read this file, or not exactly, as text.
+    can_read: programs that read it.
     """
 
     max_difference: float
     relative_difference: float
     cannot_read: tuple[str, ...]
+    can_read: tuple[str, ...]
 
 
 @torch.no_grad()
@@ -79,11 +81,12 @@ def verify(form: Form, path: Path, family: ModelFamily, model: LoadedModel, adap
                 comparison.weights(name, entry, loaded[name].effect(weight), weight)
     known = readers_of_file(header, [family.name])
     cannot_read = known.cannot_read if known else ("other programs (not known)",)
+    can_read = known.can_read if known else ()
     if "comfyui" not in readers:
-        return comparison.result(cannot_read)
+        return comparison.result(cannot_read, can_read)
     deviation = _compare_in_comfy(comparison, form, adapter, live, of_weights)
     note = f"ComfyUI and Forge as trained ({deviation:.1%} of the change differs)"
-    return comparison.result((*cannot_read, note) if deviation and form != COMFYUI else cannot_read)
+    return comparison.result((*cannot_read, note) if deviation and form != COMFYUI else cannot_read, can_read)
 
 
 def _load_back(form: Form, path: Path, family: ModelFamily, adapter: Adapter) -> dict[str, Entry]:
@@ -221,9 +224,9 @@ class _Comparison:
         self.squares[0] += norm**2
         self.squares[1] += whole**2
 
-    def result(self, cannot_read: tuple[str, ...]) -> Verification:
+    def result(self, cannot_read: tuple[str, ...], can_read: tuple[str, ...]) -> Verification:
         relative = math.sqrt(self.squares[0] / self.squares[1]) if self.squares[1] else 0.0
-        return Verification(self.largest, relative, cannot_read)
+        return Verification(self.largest, relative, cannot_read, can_read)
 
 
 def _header(form: Form, path: Path) -> Header:

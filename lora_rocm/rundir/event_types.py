@@ -262,12 +262,19 @@ class ConceptEvent(Event):
 
 
 class ExportEvent(Event):
-    """A LoRA file was written and read back. ``embeddings``: the files of new tokens beside it."""
+    """A LoRA file was written and read back.
+
+    Attributes:
+        cannot_read: programs that do not read it, or not exactly, and why.
+        can_read: programs that read it; earlier versions did not name them.
+        embeddings: the files of new tokens beside it.
+    """
 
     format: Text
     path: Text
     max_difference: NumberOrNull
     cannot_read: list[Text]
+    can_read: list[Text] = []
     embeddings: list[Text] = []
 
 
