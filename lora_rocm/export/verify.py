@@ -137,8 +137,11 @@ def _compare_in_comfy(
 
 
 def _compare_norms(comparison: _Comparison, adapter: Adapter, tensors: dict[str, Tensor]) -> None:
-    """Compare the trained norms by ComfyUI's rules, and take them out of the file's tensors."""
-    live = adapter.norm_tensors()
+    """Compare the trained norms by ComfyUI's rules, and take them out of the file's tensors.
+
+    Their dtype may be another than that of the factors, which an IA3 has in float32.
+    """
+    live, dtypes = adapter.norm_tensors(), {name: tensor.dtype for name, tensor in tensors.items()}
     zeros = {name: torch.zeros_like(tensor) for name, tensor in live.items()}
     keys = dict.fromkeys(name.rpartition(".")[0] for name in live)
     bases = {key: (zeros[f"{key}.{W_NORM}"], zeros.get(f"{key}.{B_NORM}")) for key in keys}
@@ -146,10 +149,10 @@ def _compare_norms(comparison: _Comparison, adapter: Adapter, tensors: dict[str,
     for key, *changes in apply_norms(tensors, bases):
         for role, change in zip((W_NORM, B_NORM), changes, strict=True):
             if change is not None:
-                expected = live[f"{key}.{role}"]
-                size, off = rounded(expected, comparison.dtype)
-                comparison.add(f"{key}.{role}", change - expected, size, off)
-                seen.append(f"{key}.{role}")
+                name = f"{key}.{role}"
+                size, off = rounded(live[name], dtypes.get(name, comparison.dtype))
+                comparison.add(name, change - live[name], size, off)
+                seen.append(name)
     comparison.same_modules(live, seen)
 
 
