@@ -93,12 +93,12 @@ class ChatTokenizer:
     def _checked(self, record: Record) -> Tokens:
         """The tokens of a sample that has some to train on; counts those that are cut."""
         found = self.tokens(record)
-        self._num_cut += found.whole > self.max_length
         if not any(found.trained):
             raise UnusableText(
                 f"Its answer begins behind the {self.max_length} tokens that are trained on.",
                 f"Raise data.max_length (it has {found.whole}), or shorten the prompt.",
             )
+        self._num_cut += found.whole > self.max_length
         return found
 
     def _pair(self, record: Record) -> Sequence[str]:
