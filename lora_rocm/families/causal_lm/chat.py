@@ -74,6 +74,8 @@ class ChatTokenizer:
     def parts(self, text: str) -> Sequence[str]:
         """As ``TextReader.parts``: a conversation whose turns are written otherwise once more follow is cut at each."""
         record = read(text)
+        for each in (record.chosen, record.rejected) if isinstance(record, Pair) else (record,):
+            self._require_calls(each)
         if self._pairs:
             return self._pair(record)
         if isinstance(record, Conversation) and not record.last_only and not self._keeps_its_beginnings(record):
@@ -89,6 +91,25 @@ class ChatTokenizer:
         record = read(text)
         answers = (record.chosen, record.rejected) if isinstance(record, Pair) else (record,)
         return max(len(self.tokens(answer).ids) for answer in answers)
+
+    def _require_calls(self, record: Record) -> None:
+        """Raise UnusableText if the chat template leaves out a call of a tool."""
+        for at, message in enumerate(record.messages if isinstance(record, Conversation) else ()):
+            if not message.get("tool_calls"):
+                continue
+            until = record.up_to(at)
+            silent = {key: value for key, value in message.items() if key != "tool_calls"}
+            text = self._rendered(until)
+            try:
+                is_written = text != self._rendered(replace(until, messages=(*until.messages[:-1], silent)))
+            except UnusableText:  # the template wants the call
+                is_written = True
+            if not is_written:
+                raise UnusableText(
+                    f"Message {at + 1} ({message['role']}) calls a tool, and the chat template does not write calls: "
+                    "the model would learn to leave it out.",
+                    "Give a tokenizer whose chat template knows tools (model.tokenizer), or take the row away.",
+                )
 
     def _checked(self, record: Record) -> Tokens:
         """The tokens of a sample that has some to train on; counts those that are cut."""

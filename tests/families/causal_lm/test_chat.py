@@ -123,3 +123,29 @@ def test_what_is_too_long_is_cut_and_said_and_an_answer_out_of_reach_is_set_asid
     with pytest.raises(UnusableText, match="begins behind the 30 tokens"):
         found.parts(written(chat(("user", "a" * 50), ("assistant", "b"))))
     assert not reader().notices
+
+
+WITH_CALLS = CHAT.replace(
+    "{{ m.content }}", "{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("content", ["", "I look."])
+def test_a_call_of_a_tool_that_the_template_leaves_out_is_named(content: str) -> None:
+    calls = {"role": "assistant", "content": content, "tool_calls": [{"function": {"name": "w", "arguments": {}}}]}
+    begin, end = chat(("user", "weather?")), chat(("tool", "sun"), ("assistant", "sunny"))
+    asked = Conversation((*begin.messages, calls, *end.messages))
+    with pytest.raises(UnusableText, match=r"Message 2 \(assistant\) calls a tool") as caught:
+        reader().parts(written(asked))
+    assert "model.tokenizer" in caught.value.fix
+    pair = Pair(Conversation((*begin.messages, calls), last_only=True), chat(("user", "weather?"), ("assistant", "no")))
+    with pytest.raises(UnusableText, match="calls a tool"):
+        ChatTokenizer(tiny_tokenizer(CHAT), 99, "answers", "tiny", pairs=True).parts(written(pair))
+    knows = reader(WITH_CALLS)
+    assert knows.parts(written(asked)) == [written(asked)], "the control: this template writes it"
+    assert '"name": "w"' in trained(knows, asked)[0]
+    silent = Conversation((*begin.messages, {**calls, "content": "a", "tool_calls": []}, *end.messages))
+    assert reader().parts(written(silent)) == [written(silent)], "the control: nothing is called"
+    wants = CHAT.replace("{{ m.content }}", "{% if not (m.content or m.tool_calls) %}{{ raise_exception('x') }}{% endif %}{{ m.content }}")  # fmt: skip  # noqa: E501
+    if not content:
+        assert reader(wants).parts(written(asked)) == [written(asked)]
