@@ -42,7 +42,7 @@ from lora_rocm.device.torch_errors import out_of_memory
 from lora_rocm.errors import ModelError, StorageError
 from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.kernels.weight_format import DENSE, WeightFormat
-from lora_rocm.model_files.header import Header, read_header
+from lora_rocm.model_files.header import Header, read_header, refuse_gguf
 from lora_rocm.model_files.models import INDEXES
 from lora_rocm.model_files.storage_formats import QUANTISED_KEYS
 
@@ -535,13 +535,7 @@ def _existing_folder(name: str, key: str) -> Path:
 def _refuse_other_files(path: Path, key: str) -> None:
     """Refuse a weights file that is not a safetensors file."""
     _refuse_pickle(path)
-    if path.suffix.lower() == ".gguf":
-        raise ModelError(
-            "gguf-refused",
-            "This is a GGUF file, whose formats are not read here.",
-            where=f"{key}: {path}",
-            fix="Give the .safetensors edition; model.quantization: nf4 stores it in as few bits.",
-        )
+    refuse_gguf(path, f"{key}: {path}")
     if path.suffix.lower() != ".safetensors":
         fix = "Give a .safetensors file."
         raise ModelError("not-a-model", "This is not a .safetensors file.", where=f"{key}: {path}", fix=fix)
