@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
+from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
 from lora_rocm.recipe.sections import MAX_STEPS, Decay, Section, not_both
@@ -17,6 +18,22 @@ READ_BY_SCHEDULE: Mapping[str, tuple[str, ...]] = {
     "lr_min_ratio": ("linear", "cosine", "cosine_with_restarts", "polynomial", "rex"),
 }
 """Key of ``optim`` -> the values of ``lr_scheduler`` that read it."""
+
+
+ARGUMENTS_KEY = "optimizer_args"
+"""The key by which the keys of an optimizer may be given as other trainers write them."""
+
+
+def _describe_arguments(schema: JsonDict) -> None:
+    """Add ``ARGUMENTS_KEY`` to the schema of a section: the loader replaces it by typed keys, so it is no field."""
+    text: JsonDict = {"type": "array", "items": {"type": "string"}}
+    description = (
+        "Keys of the optimizer as kohya's scripts write them, such as [weight_decay=0.01, betas=0.9,0.99], or as a "
+        "mapping: by their names here or in the optimizer's library."
+    )
+    properties = schema["properties"]
+    assert isinstance(properties, dict)
+    properties[ARGUMENTS_KEY] = {"anyOf": [text, {"type": "object"}], "default": [], "description": description}
 
 
 Small = Annotated[float, Field(gt=0.0, le=1.0)]
@@ -40,6 +57,7 @@ class OptimSection(Section):
         weight_dtypes: what ``lora.weight_dtype`` may be.
     """
 
+    model_config = ConfigDict(json_schema_extra=_describe_arguments)
     usual_rates: ClassVar[tuple[float, float]] = (0.0, math.inf)
     rate_advice: ClassVar[str] = ""
     published: ClassVar[str] = ""
@@ -131,11 +149,15 @@ class OptimSection(Section):
         """The peak learning rate of new tokens."""
         return self.embedding_learning_rate or self.text_rate
 
+    @classmethod
+    def arguments(cls) -> list[str]:
+        """The keys that the optimizer itself reads: its own, and the weight decay."""
+        return ["weight_decay", *(name for name in cls.model_fields if name not in OptimSection.model_fields)]
+
     @property
     def description(self) -> str:
         """Class and arguments in the form of kohya's metadata field ``ss_optimizer``."""
-        own = [name for name in type(self).model_fields if name not in OptimSection.model_fields]
-        values = {name: getattr(self, name) for name in ["weight_decay", *own]}
+        values = {name: getattr(self, name) for name in self.arguments()}
         given = {"eps" if name == "epsilon" else name: value for name, value in values.items()}
         return f"{self.published}({','.join(f'{name}={value}' for name, value in {**self.implied, **given}.items())})"
 
