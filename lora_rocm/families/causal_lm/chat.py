@@ -109,7 +109,9 @@ class ChatTokenizer:
 
     def _require_calls(self, record: Record) -> None:
         """Raise UnusableText if the chat template leaves out a call of a tool."""
-        for at, message in enumerate(record.messages if isinstance(record, Conversation) else ()):
+        if not isinstance(record, Conversation):
+            return
+        for at, message in enumerate(record.messages):
             if not message.get("tool_calls"):
                 continue
             until = record.up_to(at)

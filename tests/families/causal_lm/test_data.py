@@ -22,6 +22,7 @@ from lora_rocm.dataset.text_scan import count_texts, find_samples
 from lora_rocm.families.base import family_for
 from lora_rocm.families.causal_lm.chat import ChatTokenizer
 from lora_rocm.families.causal_lm.objective import IGNORED
+from lora_rocm.families.causal_lm.spec import LanguageSection
 from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.latent_cache.prepare import Prepared, choose_held_out, prepare
@@ -182,3 +183,13 @@ def test_check_keeps_no_text_and_looks_at_the_first_alone(tmp_path: Path, monkey
     assert reader is not None
     monkeypatch.setattr(text_scan, "rows_of", lambda source: (rows.append(row) or row for row in read_rows(source)))
     assert seen(recipe, reader, most=3).looked_at == 3 and len(rows) == 4
+
+
+def test_what_is_trained_on_decides_the_entries(tmp_path: Path) -> None:
+    recipe, found = recipe_of(tmp_path), dict[str, int]()
+    prints = set[str]()
+    for train_on in ("answers", "last-turn", "all"):
+        asked = recipe.model_copy(update={"objective": LanguageSection(train_on=train_on)})
+        prints |= {encoder.fingerprint for encoder in family_for(asked).encoders()}
+        found[train_on] = sum(item.share for item in prepared(asked).items)
+    assert len(prints) == 3 and 0 < found["last-turn"] < found["answers"] < found["all"]
