@@ -19,7 +19,7 @@ from lora_rocm.foundation.terminal_text import one_line
 from lora_rocm.foundation.units import count_text, number_text, size_text
 from lora_rocm.model_files.adapter_sizes import alphas_of, ranks_of
 from lora_rocm.model_files.adapters import families_of, kind_of, origin_of
-from lora_rocm.model_files.header import Header, read_header
+from lora_rocm.model_files.header import Header, read_header, refuse_gguf
 from lora_rocm.model_files.models import BASES, INDEXES, OTHER, PARTS, index_of, model_of, models_in, pipeline_of
 from lora_rocm.model_files.peft_folder import PEFT_CONFIG, PEFT_WEIGHTS
 from lora_rocm.model_files.readers import PROGRAMS, readers_of_file, spelling_of
@@ -34,7 +34,7 @@ MODEL_CONFIG = "config.json"
 MODEL_WEIGHTS = ("model.safetensors", "model-?????-of-?????.safetensors")
 """Names of the files of weights beside a config of transformers."""
 PICKLES = (".ckpt", ".bin", ".pt", ".pth")
-WEIGHTS, RECIPES = (".safetensors", ".sft", ".gguf"), (".yaml", ".yml")
+WEIGHTS, RECIPES = (".safetensors", ".sft"), (".yaml", ".yml")
 BUILTIN = "builtin:"
 MAX_CONFIG_BYTES = 1 << 22
 NOTED = (
@@ -55,6 +55,10 @@ EMPTY = ("", "{}", "None", "null")
 MAX_SHOWN, MAX_NAMED = 200, 6
 BLOCK = re.compile(r".*(?:blocks?|layers|attentions|resnets|refiner)[._]\d+[._](.+)|.*?[._](.+)")
 """The module within its block, else within its component."""
+UNET_ALONE = (
+    "a UNet alone cannot be used here: give the checkpoint with text encoders and VAE, or the whole diffusers folder"
+)
+NOT_TRAINED = "its family is known by name, and not trained here"
 STARTERS = ("LoRA", "LoRA and DoRA", "LoKr", "LoHa", "OFT", "IA3")
 """Kinds of adapter that ``lora.init_from`` reads."""
 
@@ -63,9 +67,10 @@ def inspect(path: Path, registry: Registry = PRODUCT) -> Found:
     """Return what a file or folder is, ready for JSON.
 
     title: what it is. families: possible values of ``model.family``. trainable: those that can be trained here.
+    unusable: why none of the families can be; left out if one can, or if none is known.
 
     Raises:
-        ModelError: it is missing, damaged, or no model; pickle-refused.
+        ModelError: it is missing, damaged, or no model; pickle-refused, gguf-refused.
     """
     if path.parts[:1] and path.parts[0].startswith(BUILTIN):
         return {"path": str(path), **_shipped(str(path), registry)}
@@ -81,6 +86,7 @@ def inspect(path: Path, registry: Registry = PRODUCT) -> Found:
             where=str(path),
             fix="Use the .safetensors edition of the file.",
         )
+    refuse_gguf(path, str(path))
     if path.is_file() and path.suffix.lower() not in WEIGHTS:
         what = "This is a recipe" if path.suffix.lower() in RECIPES else "This is no .safetensors file"
         raise ModelError(
@@ -231,10 +237,12 @@ def _model(header: Header, registry: Registry) -> Found:
     families = [model.family] if model is not None and model.part in PARTS and model.family != OTHER else []
     usable = model is not None and model.part in BASES
     parts = [each for each in found if each.part != "whole"]
+    trained = [name for name in families if name in registry]
     return {
         "title": UNKNOWN_FILE if model is None else model.title,
         "families": families,
-        "trainable": [name for name in families if usable and name in registry],
+        "trainable": trained if usable else [],
+        **({"unusable": UNET_ALONE} if trained and not usable else {}),
         "components": {each.prefix or each.part: each.title for each in parts} if len(found) > 1 else {},
     }
 
@@ -245,12 +253,15 @@ def _adapter(header: Header, kind: str, registry: Registry) -> Found:
     titles = [registry[name].title for name in families if name in registry]
     of = titles[0] if len(families) == len(titles) == 1 else origin.title if origin is not None else ""
     plain = kind.removesuffix(" and trained norms")
+    trained = [name for name in families if name in registry]
+    others = {} if plain in STARTERS or not trained else {"unusable": f"no run starts from a {plain}"}
     spelling, ranks = spelling_of(header.tensors), ranks_of(header)
     readers = readers_of_file(header, families)
     return {
         "title": f"{'an' if kind[0] in 'IO' else 'a'} {kind} for {of or 'a model that is not known'}",
         "families": list(families),
-        "trainable": [name for name in families if name in registry and plain in STARTERS],
+        "trainable": [] if others else trained,
+        **others,
         "adapter": {
             "kind": kind,
             "spelling": spelling,
@@ -313,7 +324,7 @@ def inspect_text(found: Found) -> str:
     if found["trainable"]:
         lines.append(f"  {use} model.family: {' or '.join(found['trainable'])}")
     elif found["families"]:
-        lines.append("  its family is known by name, and not trained here")
+        lines.append(f"  {found.get('unusable', NOT_TRAINED)}")
     return "\n".join(lines)
 
 

@@ -41,6 +41,21 @@ def damaged(path: Path, reason: str, error: type[UserError] = ModelError) -> Use
     )
 
 
+def refuse_gguf(path: Path, where: str) -> None:
+    """Refuse a GGUF file, by its name.
+
+    Raises:
+        ModelError: gguf-refused.
+    """
+    if path.suffix.lower() == ".gguf":
+        raise ModelError(
+            "gguf-refused",
+            "This is a GGUF file, whose formats are not read here.",
+            where=where,
+            fix="Give the .safetensors edition; model.quantization: nf4 stores it in as few bits.",
+        )
+
+
 def read_header(path: Path, error: type[UserError] = ModelError) -> Header:
     """Read and check a header: the sizes must add up to the size of the file.
 

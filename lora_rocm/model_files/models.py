@@ -33,9 +33,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Variant:
-    """A model among those of one row."""
+    """A model among those of one row. family: if it is another one than the row's."""
 
     title: str
+    family: str = ""
     has: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
     shapes: tuple[Shape, ...] = ()
@@ -118,8 +119,9 @@ def _found(names: list[str], shapes: Shapes) -> Iterator[Found]:
     for row in _table().models:
         for prefix in _table().prefixes:
             if _fits(row, names, shapes, prefix):
-                fitting = (each.title for each in row.variants if _fits(each, names, shapes, prefix))
-                yield Found(row.family, next(fitting, row.title), row.part, prefix)
+                fitting = (each for each in row.variants if _fits(each, names, shapes, prefix))
+                variant = next(fitting, row)
+                yield Found(variant.family or row.family, variant.title, row.part, prefix)
 
 
 def _fits(row: Model | Variant, names: list[str], shapes: Shapes, prefix: str) -> bool:

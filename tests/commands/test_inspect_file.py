@@ -71,6 +71,37 @@ def test_a_file_whose_family_is_only_named(tmp_path: Path) -> None:
     assert inspect(path)["title"] == "a file that is not known"
 
 
+def test_what_a_run_cannot_use_though_its_family_is_trained(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    for width in (768, 1024, 2048):
+        unet = {"down_blocks.1.attentions.0.transformer_blocks.0.attn2.to_k.weight": torch.zeros(1, width)}
+        save_file(unet, path)
+        text = inspect_text(inspect(path))
+        assert "a UNet alone cannot be used here" in text and "not trained here" not in text
+    save_file({"lora_te1_text_model_x.a1.weight": torch.zeros(1), "lora_te2_x.b1.weight": torch.zeros(1)}, path)
+    text = inspect_text(inspect(path))
+    assert "a GLoRA for SDXL" in text and "no run starts from a GLoRA" in text and "not trained here" not in text
+    save_file({"joint_blocks.0.x_block.attn.qkv.weight": torch.zeros(1)}, path)  # control
+    assert "not trained here" in inspect_text(inspect(path))
+
+
+@pytest.mark.parametrize("width", [384, 128, 64])
+def test_a_flux_model_with_more_inputs_is_named_and_not_said_to_be_trained(tmp_path: Path, width: int) -> None:
+    tensors = {"double_blocks.0.img_attn.qkv.weight": torch.zeros(1), "img_in.weight": torch.zeros(1, width)}
+    save_file({**tensors, "guidance_in.in_layer.weight": torch.zeros(1)}, tmp_path / "x.safetensors")
+    found = inspect(tmp_path / "x.safetensors")
+    title = {384: "a FLUX.1 Fill model", 128: "a FLUX.1 Depth or Canny model", 64: "a FLUX.1 dev or Kontext model"}
+    assert (found["title"], found["trainable"]) == (title[width], ["flux"] if width == 64 else [])
+
+
+def test_a_gguf_file_is_refused_as_by_a_run(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    path.write_bytes(b"GGUF")
+    with pytest.raises(ModelError) as caught:
+        inspect(path)
+    assert caught.value.code == "gguf-refused" and "damaged" not in str(caught.value)
+
+
 def test_an_embedding(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     for tensors, family in (

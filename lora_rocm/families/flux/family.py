@@ -28,6 +28,7 @@ from lora_rocm.families.flux.segments import Segments
 from lora_rocm.families.flux.spec import FluxSection
 from lora_rocm.families.objectives.base import CONTROL_LATENTS, Prediction
 from lora_rocm.families.recompute import Recomputing
+from lora_rocm.families.transformer.detect import called_otherwise
 from lora_rocm.families.transformer.family import TransformerFamily
 from lora_rocm.families.transformer.packing import packed, places, unpacked
 from lora_rocm.families.transformer.sampling import GUIDANCE
@@ -48,8 +49,8 @@ PARTS = {
         other_prefixes=("diffusion_model.",),
     ),
     "vae": Part(AutoencoderKL, "first_stage_model.", conversion.vae_of_ldm, other_prefixes=("vae.",)),
-    "text_encoder": Part(CLIPTextModel, "", conversion.own_names),
-    "text_encoder_2": Part(T5EncoderModel, "", conversion.own_names),
+    "text_encoder": Part(CLIPTextModel, "text_encoders.clip_l.transformer.", conversion.own_names),
+    "text_encoder_2": Part(T5EncoderModel, "text_encoders.t5xxl.transformer.", conversion.own_names),
 }
 LAYOUT = Layout(
     parts=PARTS,
@@ -130,9 +131,7 @@ class Flux(TransformerFamily):
                 f"model.variant is {variant}, and the configs of the base are those of another variant (guidance: "
                 f"{guided}, dynamic shift: {dynamic}). Training follows the configs, and the text length the variant.",
             )
-        named = next((each for each in ("schnell", "kontext") if each in Path(source.name).name.lower()), "")
-        if named not in ("", variant):
-            notices += (f"The base is called {source.name}, and model.variant is {variant}: is {named} meant?",)
+        notices += called_otherwise(source, variant, ("schnell", "kontext", "dev"))  # Kontext's name ends with dev
         if self._is_schnell and self._model.training_adapter is None:
             notices += (
                 "FLUX.1 schnell is distilled to few steps, and a LoRA trained on it undoes that. Train on dev, whose "

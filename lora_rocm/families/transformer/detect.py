@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
 from lora_rocm.base_models.config_file import read_config
 from lora_rocm.base_models.loading import Source
 from lora_rocm.errors import ModelError
@@ -38,6 +42,21 @@ def check(source: Source, spec: FamilySpec) -> tuple[str, ...]:
         raise wrong_family(source, known, spec.title, families, fix)
     _check_vae(source, spec)
     return tuple(filter(None, (check_component(source, name, fix) for name in source.layout.parts)))
+
+
+def called_otherwise(source: Source, variant: str, names: Sequence[str]) -> tuple[str, ...]:
+    """A notice if the base is called by the name of another variant than ``model.variant``.
+
+    Args:
+        source: the base. The last part of its path or hub id counts.
+        variant: value of ``model.variant``.
+        names: names of variants; the first one that is found counts. A letter behind it makes it another word.
+    """
+    name = Path(source.name).name.lower()
+    named = next((each for each in names if re.search(rf"{each}(?![a-z])", name)), variant)
+    if named == variant:
+        return ()
+    return (f"The base is called {source.name}, and model.variant is {variant}: is {named} meant?",)
 
 
 def _check_vae(source: Source, spec: FamilySpec) -> None:

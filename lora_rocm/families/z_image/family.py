@@ -19,6 +19,7 @@ from lora_rocm.base_models.loading import Layout, Part, Source
 from lora_rocm.dataset.caption_length import TokenLimit
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors
 from lora_rocm.families.transformer import language_model
+from lora_rocm.families.transformer.detect import called_otherwise
 from lora_rocm.families.transformer.family import TransformerFamily
 from lora_rocm.families.transformer.language_model import LanguageModelEncoder
 from lora_rocm.families.transformer_blocks.z_image import fuse
@@ -29,7 +30,7 @@ from lora_rocm.families.z_image.spec import ZImageSection
 
 TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"  # Qwen3's chat, with thinking left to the model
 MAX_TOKENS = 512
-TURBO_SHIFT = 3.0  # of its published scheduler config; the base has 6.0
+SHIFTS = {"base": 6.0, "turbo": 3.0}  # of the published scheduler configs
 ATTENTION, MLP = r"attention\.(to_[qkv]|to_out\.0)", r"feed_forward\.w[123]"
 LAYOUT = Layout(
     parts={
@@ -40,7 +41,7 @@ LAYOUT = Layout(
             other_prefixes=("diffusion_model.",),
         ),
         "vae": Part(AutoencoderKL, "first_stage_model.", conversion.vae_of_ldm, other_prefixes=("vae.",)),
-        "text_encoder": Part(Qwen3Model, "", conversion.own_names),
+        "text_encoder": Part(Qwen3Model, "text_encoders.qwen3_4b.transformer.", conversion.own_names),
     },
     tokenizers={"tokenizer": "qwen3"},
     configs=Path(__file__).parent / "config",
@@ -80,8 +81,16 @@ class ZImage(TransformerFamily):
         return names.original_rows(module, rows)
 
     def check(self, source: Source) -> tuple[str, ...]:
-        notices = super().check(source)
-        if self._is_turbo and self.recipe.model.training_adapter is None:
+        """As ``TransformerFamily.check``; name and scheduler of the base are compared with the recipe's variant."""
+        variant, shift = self._variant, source.config("scheduler").get("shift")
+        notices = super().check(source) + called_otherwise(source, variant, ("turbo",))
+        other = next((each for each, its in SHIFTS.items() if its == shift), variant)
+        if source.folder != LAYOUT.configs and other != variant:
+            notices += (
+                f"model.variant is {variant}, and the shift of the base's scheduler is {shift}, that of {other}. "
+                "Training follows the scheduler.",
+            )
+        if variant == "turbo" and self.recipe.model.training_adapter is None:
             notices += (
                 "Z-Image Turbo is distilled to few steps, and a LoRA trained on it undoes that: images become blurred. "
                 "Train on the base model, whose LoRA works with Turbo, or name Turbo's training adapter: "
@@ -93,13 +102,13 @@ class ZImage(TransformerFamily):
     def scheduler_config(self) -> Mapping[str, Any]:
         config = super().scheduler_config
         own = self.source.folder != LAYOUT.configs
-        return config if own or not self._is_turbo else {**config, "shift": TURBO_SHIFT}
+        return config if own else {**config, "shift": SHIFTS[self._variant]}
 
     @property
-    def _is_turbo(self) -> bool:
+    def _variant(self) -> str:
         model = self.recipe.model
         assert isinstance(model, ZImageSection), "as the spec says"
-        return model.variant == "turbo"
+        return model.variant
 
     def velocity(self, model: LoadedModel, latents_BCHW: Tensor, sigma_B: Tensor, batch: Tensors) -> Tensor:
         """As ``TransformerFamily.velocity``. The model's time is ``1 - sigma``, and its output points to the image."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -128,8 +129,22 @@ def test_tensors_that_the_config_does_not_know_are_refused(base: Path, tmp_path:
 
 def test_turbo_is_advised_against(base: Path) -> None:
     assert family_of(base).notices == () and family_of(base).scheduler_config["shift"] == 6.0
-    (notice,) = family_of(base, {"variant": "turbo"}).notices
-    assert "distilled" in notice
+    (shift, notice) = family_of(base, {"variant": "turbo"}).notices
+    assert "is 6.0, that of base" in shift and "distilled" in notice
+
+
+def test_a_base_of_another_variant_than_the_recipe_s_is_noticed(base: Path, tmp_path: Path) -> None:
+    """By its name and by the shift of its scheduler; neither says anything of a base that is as the recipe says."""
+    turbo = shutil.copytree(base, tmp_path / "Z-Image-Turbo")
+    config = turbo / "scheduler" / "scheduler_config.json"
+    config.write_text(config.read_text(encoding="utf-8").replace('"shift": 6.0', '"shift": 3.0'), encoding="utf-8")
+    (name, shift) = family_of(turbo).notices
+    assert "is turbo meant?" in name and "is 3.0, that of turbo" in shift
+    (distilled,) = family_of(turbo, {"variant": "turbo"}).notices
+    assert "undoes that" in distilled
+    turbine = turbo.rename(tmp_path / "turbojet")  # another word
+    (shift,) = family_of(turbine).notices
+    assert "that of turbo" in shift
 
 
 def test_the_template_in_the_packaged_tokenizer_s_tokens() -> None:
