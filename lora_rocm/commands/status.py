@@ -47,6 +47,11 @@ def status(run_dir: RunDir) -> dict[str, Any]:
     remarks = faults_of_finished(run_dir) if state == "finished" else []
     if latest_s is None and (checkpoints or _has_bytes(run_dir)):
         remarks.append("its events are gone or damaged: steps, loss and rate are not known")
+    readers = {
+        str(run_dir.path / event["path"]): readers_line(event.get("can_read", ()), event["cannot_read"])
+        for event in events
+        if event["type"] == "export"
+    }
     error = {**hung, "fix": ""} if hung else last.get("error")
     return {
         "path": str(run_dir.path),
@@ -63,7 +68,7 @@ def status(run_dir: RunDir) -> dict[str, Any]:
         "last_checkpoint": str(checkpoints[-1][1]) if checkpoints else None,
         "error": {key: error[key] for key in ("code", "what", "where", "fix")} if error and state == "failed" else None,
         "files": [str(path) for path in result_files(run_dir)],
-        "readers": _readers(run_dir, events),
+        "readers": {path: text for path, text in readers.items() if text},
         "remarks": remarks,
     }
 
@@ -99,13 +104,6 @@ def status_text(found: dict[str, Any]) -> str:
             lines.append(f"    {found['readers'][path]}")
     lines += [f"  {remark}" for remark in found["remarks"]]
     return "\n".join(lines)
-
-
-def _readers(run_dir: RunDir, events: list[dict[str, Any]]) -> dict[str, str]:
-    """Return who reads each exported file, as its newest export found."""
-    exports = {str(run_dir.path / event["path"]): event for event in events if event["type"] == "export"}
-    told = {path: readers_line(event.get("can_read", ()), event["cannot_read"]) for path, event in exports.items()}
-    return {path: text for path, text in told.items() if text}
 
 
 def _has_bytes(run_dir: RunDir) -> bool:

@@ -14,6 +14,7 @@ from lora_rocm.recipe.sections import MAX_STEPS, Decay, Section, not_both
 
 READ_BY_SCHEDULE: Mapping[str, tuple[str, ...]] = {
     "lr_scheduler_num_cycles": ("cosine_with_restarts",),
+    "lr_cosine_steps": ("cosine",),
     "lr_scheduler_power": ("polynomial",),
     "lr_min_ratio": ("linear", "cosine", "cosine_with_restarts", "polynomial", "rex"),
 }
@@ -88,6 +89,13 @@ class OptimSection(Section):
     )
     lr_scheduler_num_cycles: int = Field(
         1, gt=0, le=MAX_STEPS, description="Number of times that cosine_with_restarts falls from the peak."
+    )
+    lr_cosine_steps: int | None = Field(
+        None,
+        gt=0,
+        le=MAX_STEPS,
+        description="Updates from the warm-up until cosine is at its lowest, as T_max of PyTorch's CosineAnnealingLR: "
+        "after it the rate rises for as many, and so on. Unset: until the end of the run.",
     )
     lr_scheduler_power: float = Field(1.0, gt=0, le=100.0, description="Power of polynomial; 1 is linear.")
     lr_min_ratio: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(

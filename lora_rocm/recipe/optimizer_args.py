@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from lora_rocm.errors import Problem
 from lora_rocm.foundation.tables import read_table
@@ -23,7 +22,7 @@ from lora_rocm.recipe.sections import MAX_ITEMS
 from lora_rocm.recipe.yaml_tree import Key, dotted
 
 ARGUMENTS: Key = ("optim", ARGUMENTS_KEY)
-WORDS = {"true": True, "false": False, "none": None, "null": None, "inf": math.inf}
+WORDS: dict[str, object] = {"true": True, "false": False, "none": None, "null": None, "inf": math.inf}
 MAX_LETTERS = 200  # of a value that is parsed
 EXAMPLE = 'For example ["weight_decay=0.01", "betas=0.9,0.99"].'
 
@@ -74,7 +73,7 @@ class Argument:
     """One entry. part: its index or name in ``optim.optimizer_args``."""
 
     name: str
-    value: Any
+    value: object
     part: str | int
 
 
@@ -105,7 +104,7 @@ def resolve_arguments(layers: Layered) -> list[Problem]:
     return problems
 
 
-def _entries(given: Any, layers: Layered, problems: list[Problem]) -> Iterator[Argument]:
+def _entries(given: object, layers: Layered, problems: list[Problem]) -> Iterator[Argument]:
     where = layers.where(ARGUMENTS)
     if not isinstance(given, list | dict):
         problems.append(Problem(where, f"expected a list or a mapping, got {shown(given)}", EXAMPLE))
@@ -123,7 +122,7 @@ def _entries(given: Any, layers: Layered, problems: list[Problem]) -> Iterator[A
                 problems.append(Problem(place, f"expected name=value, got {shown(text)}", EXAMPLE))
 
 
-def _read(value: Any) -> Any:
+def _read(value: object) -> object:
     """A value written as text, read as a Python literal as kohya does; ``true``, ``none`` and ``inf`` in any case."""
     if not isinstance(value, str) or len(value) > MAX_LETTERS:
         return value
@@ -159,7 +158,7 @@ def _place(layers: Layered, entry: Argument) -> Place:
     return layers.places[near] if near else Place(layers.origin)
 
 
-def _put(optim: dict[str, Any], key: str, entry: Argument, layers: Layered) -> list[Problem]:
+def _put(optim: dict[str, object], key: str, entry: Argument, layers: Layered) -> list[Problem]:
     """Set a key, unless a layer above sets it. Another value in the same layer is a problem."""
     value = None if any((row.key, _read(row.value)) == (key, entry.value) for row in names().unset) else entry.value
     at, place = ("optim", key), replace(_place(layers, entry), name=f"optim.{ARGUMENTS_KEY}.{entry.name}")
