@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -309,7 +309,8 @@ def _fitted(
         raise file_error("lora-empty", "This file holds no LoRA.", path, "Give a LoRA file; base models go in model.")
     unknown = sorted(name for name in modules if name not in shapes)
     if unknown:
-        raise _of_another_model(family, unknown, path, len(modules))
+        known = [name for name in modules if name in shapes]
+        raise _of_another_model(family, unknown, path, len(modules), known=known)
     return {name: _entry(name, module, shapes[name], kind, path) for name, module in modules.items()}
 
 
@@ -330,19 +331,57 @@ def _foreign(family: ModelFamily, names: Iterable[str], shapes: Shapes | None) -
 
 
 def _of_another_model(
-    family: ModelFamily, unknown: list[str], path: Path, count: int = 0, shapes: Shapes | None = None
+    family: ModelFamily,
+    unknown: list[str],
+    path: Path,
+    count: int = 0,
+    shapes: Shapes | None = None,
+    known: Sequence[str] = (),
 ) -> AdapterError:
-    """Return the error for modules that this model lacks; it names the model they belong to, if known."""
+    """Return the error for modules that this model lacks; it names the model they belong to, if known.
+
+    Args:
+        family: of the base model.
+        unknown: names of the modules, or of all tensors if the model was not asked.
+        path: the file.
+        count: number of all modules; 0 if the model was not asked.
+        shapes: of the file's tensors, if they are known.
+        known: names of the modules that the model has.
+    """
     origin = _foreign(family, unknown, shapes)
     base = PRODUCT[family.name].title if family.name in PRODUCT else family.name
     if origin is not None:
-        what = f"This is a LoRA for {origin.title}, and the base model is {base}: it names {unknown[0]}."
+        of_origin = min(unknown, key=lambda name: _doubt(name, origin, family))
+        if own := _of_this_model(family, unknown, known, origin):
+            what = f"This file is a mixture: it names {of_origin}, of {origin.title}, and {own}, of {base}."
+            fix = f"Use a file that is whole and for {base}; this one was put together from two."
+            return file_error("lora-of-another-model", what, path, fix)
+        what = f"This is a LoRA for {origin.title}, and the base model is {base}: it names {of_origin}."
     elif count:
         what = f"This model lacks {len(unknown)} of {count_text(count, 'module')} of this LoRA, such as {unknown[0]}."
     else:
         what = f"This LoRA names no part of the base model, which is {base}: it names {unknown[0]}."
     fix = f"Use a LoRA that was made for {base}, or give the base model that this one was made for."
     return file_error("lora-of-another-model", what, path, fix)
+
+
+def _doubt(name: str, origin: Origin, family: ModelFamily) -> int:
+    """Return how badly a name shows that a file is of ``origin``, and not of the base model's family."""
+    each = origin_of([name])
+    return 0 if each == origin else 1 if each is None or family.name not in each.families else 2
+
+
+def _of_this_model(family: ModelFamily, names: Sequence[str], known: Sequence[str], origin: Origin) -> str:
+    """Return a name that can only be of the base model's family, beside those of ``origin``; empty if there is none.
+
+    A module that the model has must not be one of ``origin``, too. One of which that is not known must be distinctive.
+    """
+    for name in known:
+        each = origin_of([name])
+        if each is not None and family.name in each.families and set(each.families).isdisjoint(origin.families):
+            return name
+    main = (name for name in names if _component_of(name, family) == main_component(family))
+    return next((name for name in main if (each := origin_of([name])) and each.families == (family.name,)), "")
 
 
 def _one_file(path: Path) -> Path:

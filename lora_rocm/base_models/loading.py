@@ -43,7 +43,7 @@ from lora_rocm.errors import ModelError, StorageError
 from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.kernels.weight_format import DENSE, WeightFormat
 from lora_rocm.model_files.header import Header, read_header, refuse_gguf
-from lora_rocm.model_files.models import INDEXES
+from lora_rocm.model_files.models import INDEXES, model_of
 from lora_rocm.model_files.storage_formats import QUANTISED_KEYS
 
 BUILTIN_PREFIX = "builtin:"
@@ -245,6 +245,11 @@ class Source:
         prefix = self.tensors(name).prefix if name in self.own else ""
         return conversion.after(prefix, part.from_single_file)
 
+    def place(self, name: str) -> str:
+        """Return the recipe key that a component comes from, and its value."""
+        path = self.own.get(name, self.single_file)
+        return f"model.name_or_path: {self.name}" if path == self.single_file else f"model.{name}: {path}"
+
     def _in_one_file(self, name: str) -> bool:
         file = self.own.get(name, self.single_file)
         return file is not None and file.is_file()
@@ -387,7 +392,7 @@ class Source:
         except UNFIT_ERRORS as error:
             if out_of_memory(error):
                 raise
-            raise _unfit(self.name, name, error) from error
+            raise _unfit(self, name, error) from error
 
     def skeleton(self, name: str) -> nn.Module:
         """Build a component from its config, with zero weights of the right shapes that take no memory.
@@ -584,14 +589,14 @@ def _headers(folder: Path) -> list[Header]:
     )
 
 
-def _unfit(model: str, name: str, error: object) -> ModelError:
+def _unfit(source: Source, name: str, error: object) -> ModelError:
     reason = str(error)
     if not isinstance(error, UnfitError):
         first_line = next(iter(reason.strip().splitlines()), type(error).__name__)
         reason = " ".join(first_line.partition(". ")[0].split()).rstrip(".")  # the rest is advice to programmers
-    return ModelError(
-        "weights-unfit",
-        f"The weights of {name} do not fit its config: {reason}.",
-        where=f"model.name_or_path: {model}",
-        fix=DOWNLOAD_AGAIN,
-    )
+    where, what, fix = source.place(name), f"The weights of {name} do not fit its config: {reason}.", DOWNLOAD_AGAIN
+    if where.startswith(f"model.{name}:"):
+        found = model_of({key: each.shape for key, each in source.tensors(name).entries.items()})
+        what += f" This is {found.title}." if found is not None else ""
+        fix = f"Give the {name} that belongs to this model. If it is that one, download it again."
+    return ModelError("weights-unfit", what, where=where, fix=fix)

@@ -28,14 +28,15 @@ def check_component(source: Source, name: str, fix: str) -> str:
     found = source.look(name)
     where = headers[0].path
     if found.unread:
+        given = source.place(name).startswith(f"model.{name}:")
         named = ", ".join(printable(key)[:200] for key in found.unread[:MAX_NAMED])
         count = "1 tensor" if len(found.unread) == 1 else f"{len(found.unread)} tensors"
         raise ModelError(
             "weights-unknown",
             f"The {name} has {count} that its config does not know: {named}. To leave them out would be to train "
             "another model than this.",
-            where=str(where),
-            fix=fix,
+            where=source.place(name) if given else str(where),
+            fix=f"Give the {name} that belongs to this model." if given else fix,
         )
     tensors, read = source.tensors(name), set().union(*found.made_of.values())
     storage_formats.refuse_whole_numbers(where, tensors.entries, read - found.codes)

@@ -10,8 +10,10 @@ from safetensors.torch import save_file
 
 from lora_rocm.adapters.lora_reader import components_of
 from lora_rocm.errors import AdapterError
+from lora_rocm.families.flux.family import Flux
 from lora_rocm.families.sd.family import Sd15
 from lora_rocm.families.sdxl.family import Sdxl
+from lora_rocm.families.z_image.family import ZImage
 from lora_rocm.model_files.adapters import families_of, kind_of, origin_of
 
 NAMES = {
@@ -74,6 +76,26 @@ def test_files_of_stable_diffusion_1_are_of_that_and_not_of_sdxl(tmp_path: Path)
     assert components_of(Sd15, path) == {"text_encoder"}  # type: ignore[arg-type]
     with pytest.raises(AdapterError, match=r"LoRA for SDXL, and the base model is Stable Diffusion 1"):
         components_of(Sd15, written(tmp_path, SDXL[4]))  # type: ignore[arg-type]
+
+
+def test_a_file_put_together_from_loras_of_two_families_is_named_as_that(tmp_path: Path) -> None:
+    own, other = "diffusion_model.layers.0.attention.to_q.lora_A.weight", "transformer.single_transformer_blocks.3."
+    with pytest.raises(AdapterError, match="mixture") as caught:
+        components_of(ZImage, written(tmp_path, own, f"{other}attn.to_q.lora_A.weight"))  # type: ignore[arg-type]
+    assert (
+        f"{own}, of Z-Image" in caught.value.what and f"{other}attn.to_q.lora_A.weight, of FLUX.1" in caught.value.what
+    )
+    assert "put together from two" in caught.value.fix
+    chroma = "transformer.distilled_guidance_layer.in_proj.lora_A.weight"
+    sd3 = "lora_unet_joint_blocks_0_x_block_attn_qkv.lora_down.weight"
+    for family, names in (  # the controls: what two families share makes no mixture of one family's file
+        (ZImage, (f"{other}attn.to_q.lora_A.weight",)),
+        (Flux, (chroma, f"{other}attn.to_q.lora_A.weight")),
+        (Flux, (f"{other}attn.to_qkv_mlp_proj.lora_A.weight", f"{other}attn.to_out.lora_A.weight")),
+        (Sdxl, (sd3, SDXL[-1])),
+    ):
+        with pytest.raises(AdapterError, match="This is a LoRA for") as caught:
+            components_of(family, written(tmp_path, *names))  # type: ignore[arg-type]
 
 
 def test_a_file_that_names_nothing_of_the_model_is_no_empty_answer(tmp_path: Path) -> None:

@@ -16,6 +16,10 @@ from lora_rocm.foundation.terminal_text import printable
 from lora_rocm.model_files.adapters import kind_of
 from lora_rocm.model_files.models import index_of, model_of, pipeline_of
 
+VAE_KEYS = ("latent_channels", "scaling_factor", "shift_factor", "z_dim", "latents_mean", "latents_std")
+TEXT_KEYS = ("hidden_size", "d_model", "num_hidden_layers", "num_layers")
+"""Keys of a text encoder's config that decide what the transformer gets. Not every writer saves all of them."""
+
 
 def check(source: Source, spec: FamilySpec) -> tuple[str, ...]:
     """Refuse a model of another family or one that cannot be trained on; return notices about an accepted one.
@@ -40,7 +44,9 @@ def check(source: Source, spec: FamilySpec) -> tuple[str, ...]:
         known = f"a {adapter} file" if adapter else model.title if model is not None else "no model that is known here"
     if spec.name not in families:
         raise wrong_family(source, known, spec.title, families, fix)
-    _check_vae(source, spec)
+    for name in source.layout.parts:
+        if name in source.own:
+            _check_own(source, name, spec)
     return tuple(filter(None, (check_component(source, name, fix) for name in source.layout.parts)))
 
 
@@ -59,14 +65,15 @@ def called_otherwise(source: Source, variant: str, names: Sequence[str]) -> tupl
     return (f"The base is called {source.name}, and model.variant is {variant}: is {named} meant?",)
 
 
-def _check_vae(source: Source, spec: FamilySpec) -> None:
-    """Refuse a VAE of another family, whose latents would be normalised wrongly."""
-    own, base = source.config("vae"), read_config(source.folder / "vae" / "config.json")
-    keys = ("latent_channels", "scaling_factor", "shift_factor", "z_dim", "latents_mean", "latents_std")
-    if [own.get(key) for key in keys] != [base.get(key) for key in keys]:
+def _check_own(source: Source, name: str, spec: FamilySpec) -> None:
+    """Refuse a component of another family by its config: its output would have other sizes or another scale."""
+    folder = source.folder if (source.folder / name / "config.json").is_file() else source.layout.configs
+    own, base = read_config(source.config_path(name)), read_config(folder / name / "config.json")
+    keys = (*VAE_KEYS, *(key for key in TEXT_KEYS if key in own and key in base))
+    for key in (key for key in keys if own.get(key) != base.get(key)):
         raise ModelError(
             "wrong-family",
-            f"This is not a VAE of {spec.title}.",
-            where=f"model.vae: {source.own['vae']}",
-            fix=f"Leave model.vae out, or give a VAE of {spec.title}.",
+            f"This is not a {name} of {spec.title}: its {key} is {own.get(key)}, not {base.get(key)}.",
+            where=source.place(name),
+            fix=f"Give a {name} of {spec.title}, or leave model.{name} out if name_or_path is a folder.",
         )

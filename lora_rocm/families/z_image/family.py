@@ -82,8 +82,9 @@ class ZImage(TransformerFamily):
 
     def check(self, source: Source) -> tuple[str, ...]:
         """As ``TransformerFamily.check``; name and scheduler of the base are compared with the recipe's variant."""
+        notices = super().check(source)
         variant, shift = self._variant, source.config("scheduler").get("shift")
-        notices = super().check(source) + called_otherwise(source, variant, ("turbo",))
+        notices += called_otherwise(source, variant, ("turbo",))
         other = next((each for each, its in SHIFTS.items() if its == shift), variant)
         if source.folder != LAYOUT.configs and other != variant:
             notices += (

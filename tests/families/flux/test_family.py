@@ -140,6 +140,17 @@ def test_a_file_that_also_adapts_clip_is_refused_by_name(base: Path, tmp_path: P
         assert caught.value.code == "lora-of-another-model"
 
 
+def test_a_file_that_also_holds_modules_of_another_family_is_named_as_a_mixture(base: Path, tmp_path: Path) -> None:
+    own, other = "transformer.single_transformer_blocks.0.attn.to_q", "transformer.layers.0.attention.to_q"
+    save_file(
+        {f"{key}.lora_{part}.weight": torch.ones(2, 2) for key in (own, other) for part in "AB"},
+        tmp_path / "x.safetensors",
+    )
+    family = family_of(base)
+    with pytest.raises(AdapterError, match=f"mixture: it names {other}, of Z-Image, and {own}, of FLUX.1"):
+        read_lora(family, {"transformer": family.skeleton("transformer")}, tmp_path / "x.safetensors")
+
+
 def refused(family: Flux) -> ModelError:
     with pytest.raises(ModelError) as caught:
         _ = family.source

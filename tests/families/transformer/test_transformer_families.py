@@ -235,6 +235,24 @@ def test_other_models_are_refused(case: Case, tmp_path: Path, tiny_sdxl: Path) -
     assert refused(case.family({"name_or_path": str(other), **parts})).code == "wrong-family"
 
 
+@of(ZImage)
+def test_a_wrong_component_is_an_error_with_its_key_and_what_it_is(case: Case, tmp_path: Path) -> None:
+    vae, encoder = case.folder / "vae", case.folder / "text_encoder"
+    weights = next(vae.glob("*.safetensors"))
+    unfit = refused(case.family({"text_encoder": str(weights)}))
+    assert (unfit.code, unfit.where) == ("weights-unfit", f"model.text_encoder: {weights}")
+    assert "This is a VAE" in unfit.what and "text_encoder that belongs to this model" in unfit.fix
+    small = shutil.copytree(encoder, tmp_path / "encoder")
+    config = json.loads((small / "config.json").read_text(encoding="utf-8"))
+    (small / "config.json").write_text(json.dumps({**config, "hidden_size": 2 * config["hidden_size"]}))
+    wrong = refused(case.family({"text_encoder": str(small)}))
+    assert (wrong.code, wrong.where) == ("wrong-family", f"model.text_encoder: {small}")
+    assert not case.family({"text_encoder": str(encoder), "vae": str(vae)}).notices, "the control"
+    broken = shutil.copytree(case.folder, tmp_path / "broken")
+    shutil.copy(weights, next((broken / "text_encoder").glob("*.safetensors")))
+    assert refused(case.family(folder=broken)).where == f"model.name_or_path: {broken}"
+
+
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {},
     "rslora": {"use_rslora": True},
