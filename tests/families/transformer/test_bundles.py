@@ -73,8 +73,8 @@ def split(files: Mapping[str, Mapping[str, Tensor]], folder: Path) -> dict[str, 
 def bundle(case: Case, files: Mapping[str, Mapping[str, Tensor]], path: Path) -> str:
     """Write all in one file, with a number of ComfyUI's that stands beside each text encoder."""
     together = {prefixes(case)[key] + name: t.clone() for key, found in files.items() for name, t in found.items()}
-    for start in TEXT[type(case)].values():
-        together[f"{start}logit_scale"] = torch.ones(())
+    for encoder in TEXT[type(case)].values():
+        together[f"{encoder}logit_scale"] = torch.ones(())
     save_file(together, path)
     return str(path)
 
