@@ -189,15 +189,10 @@ class Source:
         if name not in self._configs:
             found = read_config(self.config_path(name))
             if name in self.layout.changed:
-                tensors = self._shapes(name) if self._in_one_file(name) else {}
-                found |= self.layout.changed[name](found, tensors)
+                tensors = self.tensors(name).entries if self._in_one_file(name) else {}
+                found |= self.layout.changed[name](found, {key: entry.shape for key, entry in tensors.items()})
             self._configs[name] = found
         return dict(self._configs[name])
-
-    def _shapes(self, name: str) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of a component's tensors in its file, by their names there."""
-        (header, *_), prefix = self.weights(name)
-        return {key: shape for key, shape in header.shapes.items() if key.startswith(prefix)}
 
     def config_path(self, name: str) -> Path:
         """Return the path of a component's config file."""
