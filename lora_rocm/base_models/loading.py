@@ -50,6 +50,7 @@ BUILTIN_PREFIX = "builtin:"
 PICKLE_SUFFIXES = (".ckpt", ".bin", ".pt", ".pth")
 WEIGHT_STEMS = ("diffusion_pytorch_model", "model")
 VARIANTS = (None, "fp16", "bf16")
+TOKENIZER_FILES = ("tokenizer*.json", "vocab.*", "*.model")
 WEIGHTS_MEMORY = "weights.jsonl"
 # Exceptions of the model libraries for configs or weights that are damaged or of another kind.
 UNFIT_ERRORS = (
@@ -413,6 +414,11 @@ class Source:
             StorageError: the packaged one cannot be unpacked.
         """
         if name in self.own:
+            if not any(file for pattern in TOKENIZER_FILES for file in self.own[name].glob(pattern)):
+                fix = f"Give the folder with tokenizer.json, or leave model.{name} out."
+                raise ModelError(
+                    "tokenizer-missing", "This folder holds no tokenizer.", where=self.place(name), fix=fix
+                )
             return self.own[name]
         if self.tokenizer_folder is None:
             return packaged(self.layout.tokenizers[name])

@@ -67,6 +67,9 @@ def read_header(path: Path, error: type[UserError] = ModelError) -> Header:
         with path.open("rb") as file:
             version = FileVersion.of(path, os.fstat(file.fileno()))
             tensors, metadata = parse_header(file, size)
+    except FileNotFoundError as problem:
+        fix = "Download this file again, or correct the path. Where an index names several files, all are needed."
+        raise error("weights-unreadable", "This file of weights is missing.", where=str(path), fix=fix) from problem
     except OSError as problem:
         raise error("weights-unreadable", f"Cannot read the file: {problem.strerror}.", where=str(path)) from problem
     except UnknownDtype as problem:

@@ -116,6 +116,10 @@ def test_weights_in_several_files(tmp_path: Path, pipeline: StableDiffusionXLPip
     source = family(folder).source
     assert same_weights(source.load("unet", torch.float32, CPU), unet)
     assert source.fingerprint("unet")
+    lost = sorted((folder / "unet").glob("*.safetensors"))[1]
+    lost.unlink()
+    error = refused(folder)
+    assert (error.where, "missing" in error.what) == (str(lost), True) and "Download this file again" in error.fix
 
 
 def test_the_same_loss_from_folder_and_file(single: tuple[Path, Path], tiny_sdxl: Path) -> None:

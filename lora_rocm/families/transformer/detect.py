@@ -27,7 +27,7 @@ def check(source: Source, spec: FamilySpec) -> tuple[str, ...]:
     Raises:
         ModelError: wrong-family, not-a-model, incomplete-model, or as ``check_component``.
     """
-    fix = f"Use a {spec.title} base model: a diffusers folder, a hub id, or a .safetensors file of its transformer."
+    fix = f"Use a base model of {spec.title}: a diffusers folder, a hub id, or a .safetensors file of its transformer."
     header = source.single_header
     if header is None:
         index = index_of(source.folder)

@@ -247,7 +247,11 @@ def test_a_wrong_component_is_an_error_with_its_key_and_what_it_is(case: Case, t
     (small / "config.json").write_text(json.dumps({**config, "hidden_size": 2 * config["hidden_size"]}))
     wrong = refused(case.family({"text_encoder": str(small)}))
     assert (wrong.code, wrong.where) == ("wrong-family", f"model.text_encoder: {small}")
-    assert not case.family({"text_encoder": str(encoder), "vae": str(vae)}).notices, "the control"
+    right = case.family({"text_encoder": str(encoder), "vae": str(vae), "tokenizer": str(case.folder / "tokenizer")})
+    assert not right.notices and right.token_limits(), "the control"
+    with pytest.raises(ModelError) as caught:
+        case.family({"tokenizer": str(vae)}).token_limits()
+    assert (caught.value.code, caught.value.where) == ("tokenizer-missing", f"model.tokenizer: {vae}")
     broken = shutil.copytree(case.folder, tmp_path / "broken")
     shutil.copy(weights, next((broken / "text_encoder").glob("*.safetensors")))
     assert refused(case.family(folder=broken)).where == f"model.name_or_path: {broken}"
