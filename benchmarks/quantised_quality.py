@@ -1,6 +1,7 @@
 """What the formats of a frozen base cost in quality. Needs no GPU.
 
 usage: python benchmarks/quantised_quality.py [--steps 200] [--layers-only]
+       python benchmarks/quantised_quality.py --model recipes/anima.yaml [--side-px 256]
 
 First the relative error (as a norm) of one layer with a LoRA: of its weight, of its output, of the gradient of its
 input and of those of the LoRA. The loss is the squared distance to a random target. Weights and inputs are normally
@@ -8,6 +9,9 @@ distributed; one input in 100 is 20 times as large, as activations of transforme
 
 Then a LoRA is trained on the tiny model, on each format with the same random numbers. Its loss at fixed noise is that
 on the base that it was trained on, and on the dense one, on which a LoRA is used later.
+
+``--model``: a whole model in its full size instead, with random weights, in float32: the relative error of what it
+predicts and of the gradients of all of A and of all of B, whose B is random too. Anima takes 9 GB and some minutes.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from lora_rocm.adapters.factory import inject  # noqa: E402
+from lora_rocm.base_models.random_weights import PREFIX  # noqa: E402
 from lora_rocm.dataset.shape import Shape  # noqa: E402
 from lora_rocm.families.base import ModelFamily, family_for  # noqa: E402
 from lora_rocm.families.objectives.loss import losses  # noqa: E402
@@ -36,6 +41,7 @@ SHAPES = {
 }
 ROWS, RANK, SEED = 256, 16, 0
 IMAGES, PX, EVALUATIONS = 2, 64, 16
+ROLES = ("lora_A", "lora_B")
 
 
 def main() -> None:
@@ -43,7 +49,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--layers-only", action="store_true")
+    parser.add_argument("--model", metavar="RECIPE")
+    parser.add_argument("--side-px", type=int, default=256)
     options = parser.parse_args()
+    if options.model:
+        whole_model(options.model, options.side_px)
+        return
     print(f"{'layer':24}{'format':8}{'weight':>9}{'output':>9}{'dx':>9}{'dA':>9}{'dB':>9}")
     for title, (inputs, outputs) in SHAPES.items():
         layer = made_layer(inputs, outputs)
@@ -83,6 +94,42 @@ def passed(layer: nn.Module) -> list[Tensor]:
     leaves = [leaf.requires_grad_() for leaf in (x, a, b)]
     y = x @ weight_OI.T + x @ a.T @ b.T
     return [weight_OI, y.detach(), *torch.autograd.grad((y - target).square().mean(), leaves)]
+
+
+def whole_model(recipe: str, side_px: int) -> None:
+    """Print the errors of a full-size model in each format."""
+    exact = passed_whole(recipe, "none", side_px)
+    print(f"{'format':8}{'output':>9}{'dA':>9}{'dB':>9}")
+    for name in FORMATS:
+        found = passed_whole(recipe, name, side_px)
+        errors = (float((one - other).norm() / other.norm()) for one, other in zip(found, exact, strict=True))
+        print(f"{name:8}" + "".join(f"{100 * error:8.2f}%" for error in errors), flush=True)
+
+
+def passed_whole(path: str, quantization: str, side_px: int) -> list[Tensor]:
+    """Prediction, and the gradients of all of A and of all of B, float32."""
+    recipe = load_recipe(path, [f"model.quantization={quantization}", "lora.rank=16", "lora.targets=attention"]).recipe
+    base = recipe.model.model_copy(update={"name_or_path": PREFIX + recipe.model.name_or_path})
+    family = family_for(recipe.model_copy(update={"model": base}))
+    model = family.load(torch.float32, torch.device("cpu"))
+    adapter = inject(family, model, recipe.lora, SEED)
+    rng = torch.Generator().manual_seed(SEED)
+    for name, leaf in adapter.leaves.items():
+        if name.endswith("lora_B"):
+            leaf.data = torch.randn(leaf.shape, generator=rng) * 0.02
+    batch = family.example(Shape.of(h=side_px, w=side_px), 1)
+    batch = {
+        name: torch.randn(tensor.shape, generator=rng).to(tensor.dtype) if tensor.is_floating_point() else tensor
+        for name, tensor in batch.items()
+    }
+    draws = family.objective.draw(batch, [0]).tensors
+    output = family.predict(model, batch, draws).prediction
+    losses(family, model, batch, draws).mean().backward()
+    of_roles = []
+    for role in ROLES:
+        found = [leaf.grad for name, leaf in adapter.leaves.items() if name.endswith(role)]
+        of_roles.append(torch.cat([gradient.flatten() for gradient in found if gradient is not None]))
+    return [output.detach().flatten(), *of_roles]
 
 
 def trained(quantization: str, steps: int) -> tuple[float, float]:

@@ -28,7 +28,7 @@ MARK = "the time of an entry of the cache, for ``cache prune``"
 LOCK = "``refuse_link`` comes before it; opened without following links, and nothing is written"
 ALLOWED = {
     ("commands.check", "_weigh", "write_text"): TEMPORARY,
-    ("commands.check", "_text_lines", "write_text"): TEMPORARY,
+    ("commands.check", "look_at_first", "write_text"): TEMPORARY,
     ("cli", "main", "open"): "the system's null device",
     ("latent_cache.cache", "_mark_used", "utime"): MARK,
     ("latent_cache.manifest", "recall", "utime"): MARK,

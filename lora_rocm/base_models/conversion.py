@@ -78,7 +78,7 @@ def unet_of_ldm(state: State, module: nn.Module) -> State:
 
 
 def vae_of_ldm(state: State, module: nn.Module) -> State:
-    """Convert a VAE from the layout of the original release, or from diffusers' own names with or without a prefix."""
+    """Convert a VAE from the layout of the original release, or from diffusers' own names."""
     if not any(OF_ORIGINAL_VAE in name for name in state):
         return own_names(state, module)
     return dict(convert_ldm_vae_checkpoint(state, _config(module)))
@@ -92,6 +92,11 @@ def clip_of_ldm(state: State, module: nn.Module) -> State:
 def open_clip_of_ldm(prefix: str) -> Converter:
     """Return a converter of the second text encoder from the original layout, which fuses q, k and v."""
     return lambda state, module: own_names(convert_open_clip_checkpoint(module, state, prefix=prefix), module)
+
+
+def after(prefix: str, converter: Converter) -> Converter:
+    """Return a converter from names that all have a prefix, by one from names without it."""
+    return lambda state, module: converter({name.removeprefix(prefix): t for name, t in state.items()}, module)
 
 
 def own_names(state: Mapping[str, Tensor], module: nn.Module) -> State:

@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import cached_property, lru_cache
 from importlib import resources
@@ -96,7 +96,8 @@ Changes = Callable[[Mapping[str, Any], Mapping[str, Sequence[int]]], dict[str, A
 class Part:
     """One component: its class, and the prefix and converter of its tensors in a one-file checkpoint.
 
-    other_prefixes: further prefixes in a file of its own.
+    from_single_file: the names have the prefix if a single file holds all components, else none (``Layout.alone``).
+    other_prefixes: further prefixes, if a single file may lack components, and in a file of its own.
     from_folder: converter of its tensors in a folder.
     """
 
@@ -106,6 +107,11 @@ class Part:
     other_prefixes: tuple[str, ...] = ()
     from_folder: Converter = conversion.own_names
 
+    def prefix_in(self, names: Collection[str]) -> str | None:
+        """Return which of the prefixes tensors of a file have; None: no name starts with one."""
+        prefixes = (self.prefix, *self.other_prefixes)
+        return next((prefix for prefix in prefixes if any(name.startswith(prefix) for name in names)), None)
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -114,7 +120,7 @@ class Layout:
     configs: packaged folder with the family's published configs, for one-file checkpoints.
     tokenizers: folder of a tokenizer in a model -> the packaged tokenizer (``base_models.tokenizers``) of a one-file
         checkpoint.
-    alone: the components that a single file holds without the others; empty if a single file holds them all.
+    alone: the components that every single file holds, some without the others; empty if each file holds them all.
     changed: component -> function that returns the keys of its config that are others here. It gets the config, and the
         shapes of the tensors by name if it is the packaged one of a file.
     """
@@ -184,8 +190,8 @@ class Source:
         if name not in self._configs:
             found = read_config(self.config_path(name))
             if name in self.layout.changed:
-                tensors = self.weights(name)[0][0].shapes if self._in_one_file(name) else {}
-                found |= self.layout.changed[name](found, tensors)
+                tensors = self.tensors(name).entries if self._in_one_file(name) else {}
+                found |= self.layout.changed[name](found, {key: entry.shape for key, entry in tensors.items()})
             self._configs[name] = found
         return dict(self._configs[name])
 
@@ -222,10 +228,7 @@ class Source:
             if not own.is_file():
                 return _headers(own), ""
             header = read_header(own)
-            prefixes = (part.prefix, *part.other_prefixes)
-            return [header], next(
-                (each for each in prefixes if any(key.startswith(each) for key in header.tensors)), ""
-            )
+            return [header], part.prefix_in(header.tensors) or ""
         if self.single_header is not None:
             return [self.single_header], part.prefix
         return _headers(self.folder / name), ""
@@ -233,7 +236,10 @@ class Source:
     def _converter(self, name: str) -> Converter:
         """Return the converter from the tensor names in a component's files to its own."""
         part = self.layout.parts[name]
-        return part.from_single_file if self._in_one_file(name) else part.from_folder
+        if not self._in_one_file(name):
+            return part.from_folder
+        prefix = self.tensors(name).prefix if name in self.own else ""
+        return conversion.after(prefix, part.from_single_file)
 
     def place(self, name: str) -> str:
         """Return the recipe key that a component comes from, and its value."""
@@ -489,17 +495,19 @@ def resolve(choice: ModelChoice, layout: Layout, memory: HashMemory | None = Non
 
 
 def _beside(path: Path, layout: Layout, own: Mapping[str, Path]) -> dict[str, Path]:
-    """Return the paths of all components: a file that holds one of them, and those given for the others.
+    """Return the paths of all components: a file that holds some of them, and those given for the others.
 
     Raises:
-        ModelError: incomplete-model.
+        ModelError: incomplete-model, or the file's header cannot be read.
     """
-    found = {**dict.fromkeys(layout.alone, path), **own}
+    names = read_header(path).tensors
+    inside = [name for name, part in layout.parts.items() if name in layout.alone or part.prefix_in(names) is not None]
+    found = {**dict.fromkeys(inside, path), **own}
     missing = [part for part in layout.parts if part not in found]
     if missing:
         raise ModelError(
             "incomplete-model",
-            f"A file holds only the {' and the '.join(layout.alone)} of this model.",
+            f"This file holds only the {' and the '.join(inside)} of the model.",
             where=f"model.name_or_path: {path}",
             fix=f"Set {' and '.join(f'model.{part}' for part in missing)} too, or give a diffusers folder.",
         )

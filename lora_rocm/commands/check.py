@@ -11,12 +11,13 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from itertools import chain, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_rocm import __version__
 from lora_rocm.dataset.preview_images import require_preview_images
-from lora_rocm.errors import DataError, LoraRocmError, RecipeError, StorageError, storage_error
+from lora_rocm.errors import DataError, LoraRocmError, Problem, RecipeError, StorageError, storage_error
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.foundation.terminal_text import legible
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from lora_rocm.dataset.caption_length import TokenLimit
     from lora_rocm.dataset.sample_table import Sample
     from lora_rocm.dataset.shape import Shape
+    from lora_rocm.dataset.text_scan import TextCount
 
 WEIGH_MODULE, TEXTS_MODULE = "lora_rocm.train.check_child", "lora_rocm.train.texts_child"
 SHOWN_LETTERS = 1200
@@ -47,10 +49,9 @@ def check(
             ``DataError`` names file and line.
     """
     loaded = load_recipe(recipe_path, overrides, registry)
-    for notice in loaded.notices:
-        _say(notice)
+    _say(loaded.notices)
     if schema_only:
-        _say(f"{loaded.path}: keys and values are valid; images and base model were not looked at")
+        _say([f"{loaded.path}: keys and values are valid; images and base model were not looked at"])
         return
     loaded.require_files()
     require_preview_images(loaded)
@@ -59,30 +60,40 @@ def check(
     weighing = _Weighing(loaded.recipe)
     errors: list[LoraRocmError] = []
     samples: list[Any] = []
+    texts: _Texts | None = None
     try:
-        for line in _data_lines(loaded, samples):
-            _say(line)
+        if loaded.recipe.spec.trains_on_texts:
+            texts = _Texts.counted(loaded.recipe)
+        _say(_heading(loaded) if texts else _data_lines(loaded, samples))
     except DataError as error:
         errors.append(error)
     try:
         base = weighing.result()
     except LoraRocmError as error:
         errors.append(error)
-    # raise all errors at once
+    _raise_all(loaded, errors)
+    if texts is not None:
+        texts.look_at_first()
+        _say(texts.data_lines())
+    _say(_memory_lines(base))
+    _say(_last_lines(loaded, base, samples, texts))
+
+
+def _memory_lines(base: BaseFacts) -> Iterator[str]:
+    yield "memory of weights"
+    for component, size in sorted(base.num_bytes.items(), key=lambda pair: -pair[1]):
+        yield f"  {component}: {size_text(size)}"
+    total = sum(base.num_bytes.values())
+    yield f"  together: {size_text(total)} (training adds activations, adapter and optimizer)"
+
+
+def _raise_all(loaded: LoadedRecipe, errors: Sequence[LoraRocmError]) -> None:
     problems = [loaded.placed(error) for error in errors]
     if len(errors) == 1:
         errors[0].where = problems[0].where
         raise errors[0]
     if errors:
         raise RecipeError([replace(problem, where=problem.where or "model") for problem in problems])
-    # memory and notices
-    _say("memory of weights")
-    for component, size in sorted(base.num_bytes.items(), key=lambda pair: -pair[1]):
-        _say(f"  {component}: {size_text(size)}")
-    total = sum(base.num_bytes.values())
-    _say(f"  together: {size_text(total)} (training adds activations, adapter and optimizer)")
-    for line in _last_lines(loaded, base, samples):
-        _say(line)
 
 
 @dataclass(frozen=True)
@@ -112,7 +123,7 @@ class BaseFacts:
     token_limits: Sequence[TokenLimit]
 
 
-def _cut_captions(recipe: Recipe, samples: Iterable[Any], limits: Sequence[TokenLimit]) -> tuple[str, ...]:
+def _cut_captions(recipe: Recipe, samples: Iterable[Sample], limits: Sequence[TokenLimit]) -> tuple[str, ...]:
     from lora_rocm.dataset.caption_length import cut_notice
     from lora_rocm.dataset.captions import prepare
 
@@ -120,51 +131,123 @@ def _cut_captions(recipe: Recipe, samples: Iterable[Any], limits: Sequence[Token
     return cut_notice(captioned, limits, recipe.spec.trains_on_texts)
 
 
-def _last_lines(loaded: LoadedRecipe, base: BaseFacts, samples: Sequence[Sample]) -> Iterator[str]:
+def _last_lines(
+    loaded: LoadedRecipe, base: BaseFacts, samples: Sequence[Sample], texts: _Texts | None
+) -> Iterator[str]:
     """Yield the notices about the base and about captions, the first texts, and the verdict."""
-    of_captions = (
-        *_cut_captions(loaded.recipe, samples, base.token_limits),
-        *_unused_tokens(loaded.recipe, samples),
-    )
-    for notice in (*base.notices, *of_captions):
+    recipe = loaded.recipe
+    if texts is None:
+        of_samples = (*_cut_captions(recipe, samples, base.token_limits), *_unused_tokens(recipe, samples))
+    else:
+        of_samples = _cut_captions(recipe, texts.samples() if base.token_limits else (), base.token_limits)
+    for notice in (*base.notices, *of_samples):
         yield f"  note: {notice}"
-    if loaded.recipe.spec.trains_on_texts:
-        yield from _text_lines(loaded.recipe, samples)
+    if texts is not None:
+        yield from texts.lines()
     yield f"recipe {loaded.path}: valid"
 
 
-def _text_lines(recipe: Recipe, samples: Sequence[Sample]) -> Iterator[str]:
-    """Yield the first texts as the model reads them, notices about those that were looked at, and the plan."""
-    from lora_rocm.rules.this_machine import plan_here
-    from lora_rocm.supervisor.subprocesses import run_for_json
+class _Texts:
+    """The texts of a recipe: all are counted, and a child process looks at the first with the model's tokenizer."""
 
-    with tempfile.TemporaryDirectory(prefix="lora-rocm-") as folder:
-        file = Path(folder) / "job.json"
-        file.write_text(json.dumps({"recipe": recipe.model_dump(mode="json")}), encoding="utf-8")
-        said = run_for_json(TEXTS_MODULE, [str(file)], plan_here(recipe).applied_to(os.environ))
-    first = f"of the first {count_text(said['looked_at'], 'text')}: " if said["looked_at"] < said["texts"] else ""
-    for notice in said["notices"]:
-        yield f"  note: {first}{notice}"
-    if said["shown"]:
-        yield "the first samples, with \u27e6 \u27e7 around what is trained on"
-    for text in said["shown"]:
-        yield from (f"  | {line}" for line in text[:SHOWN_LETTERS].splitlines())
-        yield "  " + "-" * 20
-    yield from _plan_lines(recipe, plan_texts(recipe, samples, said), NOUNS["text"])
+    def __init__(self, recipe: Recipe, counted: TextCount, watched: TextCount | None) -> None:
+        self.recipe, self._counted, self._watched = recipe, counted, watched
+        self._said: dict[str, Any] = {}
+
+    @classmethod
+    def counted(cls, recipe: Recipe) -> _Texts:
+        """Count the texts, and those that are only watched.
+
+        Raises:
+            DataError: as ``text_scan.count_texts``.
+        """
+        from lora_rocm.dataset.text_scan import count_texts
+
+        return cls(recipe, count_texts(recipe), count_texts(recipe.watching) if recipe.watching else None)
+
+    def samples(self) -> Iterator[Sample]:
+        """The texts, read once more."""
+        from lora_rocm.dataset.text_scan import FoundText, Notes, texts_of
+
+        found = texts_of(self.recipe.data, Notes(), pairs=self.recipe.objective.compares_pairs)
+        return (each.sample for each in found if isinstance(each, FoundText))
+
+    def look_at_first(self) -> None:
+        """Have the child process look at the first texts.
+
+        Raises:
+            LoraRocmError: the error of the child process.
+        """
+        from lora_rocm.rules.this_machine import plan_here
+        from lora_rocm.supervisor.subprocesses import run_for_json
+
+        with tempfile.TemporaryDirectory(prefix="lora-rocm-") as folder:
+            file = Path(folder) / "job.json"
+            file.write_text(json.dumps({"recipe": self.recipe.model_dump(mode="json")}), encoding="utf-8")
+            self._said = run_for_json(TEXTS_MODULE, [str(file)], plan_here(self.recipe).applied_to(os.environ))
+
+    @property
+    def _only_first(self) -> str:
+        """How many texts were looked at; "" if all."""
+        looked_at = self._said["looked_at"]
+        return count_text(looked_at, "text") if 0 < looked_at < self._counted.of_source.total() else ""
+
+    def data_lines(self) -> Iterator[str]:
+        """Yield how many texts can be used, and which cannot."""
+        recipe, counted, first = self.recipe, self._counted, self._only_first
+        refused = Counter({int(source): number for source, number in self._said["refused"].items()})
+        usable, num_aside = counted.of_source - refused, counted.aside.count + refused.total()
+        most, least = ("at most ", "at least ") if first else ("", "")
+        yield f"texts: {most}{usable.total()} usable, {least}{num_aside} set aside"
+        if first:
+            yield f"  the first {first} were looked at with the model's tokenizer; a run looks at all"
+        for index, source in enumerate(recipe.data.resolved_sources()):
+            yield f"  {source.name}: {most}{count_text(usable[index], 'text')}, repeats {source.repeats}"
+        named = [*(Problem(**problem) for problem in self._said["problems"]), *counted.aside.first]
+        if self._watched is not None:
+            number = count_text(self._watched.of_source.total(), "text")
+            yield f"  {recipe.data.watched_name}: {number}, watched and never trained on"
+            named += self._watched.aside.first
+            num_aside += self._watched.aside.count
+        yield from _aside_lines(named, num_aside)
+        for notice in counted.notices:
+            yield f"  note: {notice}"
+
+    def lines(self) -> Iterator[str]:
+        """Yield notices about the first texts, these as the model reads them, and the plan."""
+        first, said = self._only_first, self._said
+        for notice in said["notices"]:
+            yield f"  note: {f'of the first {first}: ' if first else ''}{notice}"
+        if said["shown"]:
+            yield "the first samples, with \u27e6 \u27e7 around what is trained on"
+        for text in said["shown"]:
+            yield from (f"  | {line}" for line in text[:SHOWN_LETTERS].splitlines())
+            yield "  " + "-" * 20
+        yield from _plan_lines(self.recipe, plan_texts(self.recipe, self._counted.of_source, said), NOUNS["text"])
 
 
-def plan_texts(recipe: Recipe, samples: Sequence[Sample], said: Mapping[str, Any]) -> DataPlan:
-    """Return the plan of texts. ``said``: see ``train.texts_child.Seen``."""
+def plan_texts(recipe: Recipe, of_source: Counter[int], said: Mapping[str, Any]) -> DataPlan:
+    """Return the plan of texts.
+
+    Args:
+        recipe: the recipe.
+        of_source: number of texts by index of the source.
+        said: see ``train.texts_child.Seen``.
+    """
     from lora_rocm.dataset.shape import Shape
 
+    num_texts = of_source.total() - sum(said["refused"].values())
+    num_captions = num_texts + len({"", recipe.sample.negative_prompt, *recipe.sample.texts})
     if said["lengths"] is None:  # in the worst case each text has a length of its own
-        shapes = {sample.key: Shape.of(number=number) for number, sample in enumerate(samples)}
-        return replace(plan_data(recipe, samples, shapes), buckets={}, how_sure="at most ")
-    scale = said["texts"] / said["looked_at"]
+        sources = recipe.data.resolved_sources()
+        alone = chain.from_iterable(repeat(sources[index].repeats, number) for index, number in of_source.items())
+        return replace(_plan(recipe, alone, num_captions), how_sure="at most ")
+    scale = of_source.total() / said["looked_at"]
     (axis,) = recipe.spec.shapes.axes
     buckets = {Shape.of(**{axis.name: int(length)}): round(n * scale) for length, n in said["lengths"].items()}
     how_sure, held_out = "about " if scale > 1 else "", round(said["held_out"] * scale)
-    return replace(_plan(recipe, samples, buckets), how_sure=how_sure, held_out=held_out)
+    plan = _plan(recipe, buckets.values(), num_captions)
+    return replace(plan, buckets=buckets, how_sure=how_sure, held_out=held_out)
 
 
 def _unused_tokens(recipe: Recipe, samples: Iterable[Sample]) -> Iterator[str]:
@@ -179,8 +262,13 @@ def _unused_tokens(recipe: Recipe, samples: Iterable[Sample]) -> Iterator[str]:
         yield f"no caption has the token {token.token} of lora.new_tokens: its vectors are not trained."
 
 
+def _heading(loaded: LoadedRecipe) -> Iterator[str]:
+    yield f"recipe {loaded.path}"
+    yield f"model: {loaded.recipe.model.name_or_path} ({loaded.recipe.model.family})"
+
+
 def _data_lines(loaded: LoadedRecipe, usable: list[Any]) -> Iterator[str]:
-    """Yield the lines about the data; append the usable samples (``dataset.sample_table.Sample``) to ``usable``."""
+    """Yield the lines about images; append the usable samples (``dataset.sample_table.Sample``) to ``usable``."""
     from lora_rocm.dataset.regularisation import evened, unused_notice
     from lora_rocm.dataset.scan import geometries, nothing_left
     from lora_rocm.dataset.text_scan import find_samples
@@ -188,22 +276,20 @@ def _data_lines(loaded: LoadedRecipe, usable: list[Any]) -> Iterator[str]:
 
     recipe = loaded.recipe
     # find the usable samples
-    found, texts = find_samples(recipe), recipe.spec.trains_on_texts
-    fitted, too_small, cropped = ({}, [], []) if texts else geometries(found.samples, recipe.data)
+    found = find_samples(recipe)
+    fitted, too_small, cropped = geometries(found.samples, recipe.data)
     aside = [*found.set_aside, *too_small]
-    samples = [sample for sample in found.samples if texts or sample.key in fitted]
+    samples = [sample for sample in found.samples if sample.key in fitted]
     if not samples:
         raise nothing_left(aside)
     num_found, samples = len(samples), evened(samples)
     usable += samples
     # describe them
-    yield f"recipe {loaded.path}"
-    yield f"model: {recipe.model.name_or_path} ({recipe.model.family})"
+    yield from _heading(loaded)
     kind = recipe.spec.samples[0]
     noun = NOUNS[kind]
     yield f"{noun}: {num_found} usable, {len(aside)} set aside"
-    if not texts:
-        yield "  judged by headers and ends of files: no pixels were decoded, and a run sets aside what fails there"
+    yield "  judged by headers and ends of files: no pixels were decoded, and a run sets aside what fails there"
     per_source = Counter(sample.source for sample in samples)
     for index, source in enumerate(recipe.data.resolved_sources()):
         resolution = f"resolution {source.resolution}, " if recipe.spec.reads("data.resolution") else ""
@@ -216,16 +302,20 @@ def _data_lines(loaded: LoadedRecipe, usable: list[Any]) -> Iterator[str]:
         watched = find_samples(watching)
         aside += watched.set_aside
         yield f"  {recipe.data.watched_name}: {count_text(len(watched.samples), kind)}, watched and never trained on"
-    for problem in aside[:MAX_NAMED]:
-        yield f"  set aside: {problem.where}: {problem.what} {problem.fix}".rstrip()
-    if len(aside) > MAX_NAMED:
-        yield f"  ... and {len(aside) - MAX_NAMED} more"
+    yield from _aside_lines(aside, len(aside))
     for notice in (*found.notices, *cropped, *unused_notice(num_found, len(samples))):
         yield f"  note: {notice}"
-    if not texts:  # these are counted with the model's tokenizer
-        shapes = {key: geometry.shape for key, geometry in fitted.items()}
-        how_sure = "at most " if recipe.data.validation_split else ""
-        yield from _plan_lines(recipe, replace(plan_data(recipe, samples, shapes), how_sure=how_sure), noun)
+    shapes = {key: geometry.shape for key, geometry in fitted.items()}
+    how_sure = "at most " if recipe.data.validation_split else ""
+    yield from _plan_lines(recipe, replace(plan_data(recipe, samples, shapes), how_sure=how_sure), noun)
+
+
+def _aside_lines(problems: Sequence[Problem], count: int) -> Iterator[str]:
+    """Yield the first problems, and how many more there are; ``count`` is the number of all."""
+    for problem in problems[:MAX_NAMED]:
+        yield f"  set aside: {problem.where}: {problem.what} {problem.fix}".rstrip()
+    if count > MAX_NAMED:
+        yield f"  ... and {count - MAX_NAMED} more"
 
 
 def plan_data(recipe: Recipe, samples: Sequence[Any], shapes: Mapping[str, Shape]) -> DataPlan:
@@ -233,29 +323,23 @@ def plan_data(recipe: Recipe, samples: Sequence[Any], shapes: Mapping[str, Shape
 
     A bucket's tail is filled up, so each bucket has a whole number of effective batches per epoch.
     """
-    buckets: Counter[Shape] = Counter()
-    for sample in samples:
-        buckets[shapes[sample.key]] += sample.repeats
-    return _plan(recipe, samples, buckets)
-
-
-def _plan(recipe: Recipe, samples: Sequence[Sample], buckets: Mapping[Shape, int]) -> DataPlan:
     from lora_rocm.dataset.captions import variants
     from lora_rocm.dataset.views import views_of
 
-    train, data = recipe.train, recipe.data
+    buckets: Counter[Shape] = Counter()
     captions: set[str] = {"", recipe.sample.negative_prompt, *recipe.sample.texts}
     for sample in samples:
-        captions.update(variants(sample.captions, sample.options, data.caption_variants, train.seed))
-    effective = train.batch_size * train.gradient_accumulation_steps
-    steps_per_epoch = sum(-(-count // effective) for count in buckets.values())
-    return DataPlan(
-        buckets=dict(buckets),
-        steps_per_epoch=steps_per_epoch,
-        max_train_steps=train.num_steps(steps_per_epoch),
-        num_images=sum(len(views_of(sample.options)) for sample in samples),
-        num_captions=len(captions),
-    )
+        buckets[shapes[sample.key]] += sample.repeats
+        captions.update(variants(sample.captions, sample.options, recipe.data.caption_variants, recipe.train.seed))
+    num_images = sum(len(views_of(sample.options)) for sample in samples)
+    return replace(_plan(recipe, buckets.values(), len(captions)), buckets=dict(buckets), num_images=num_images)
+
+
+def _plan(recipe: Recipe, counts: Iterable[int], num_captions: int) -> DataPlan:
+    """The plan of buckets with so many samples an epoch; what they are is left open."""
+    effective = recipe.train.batch_size * recipe.train.gradient_accumulation_steps
+    steps_per_epoch = sum(-(-count // effective) for count in counts)
+    return DataPlan({}, steps_per_epoch, recipe.train.num_steps(steps_per_epoch), 0, num_captions)
 
 
 def _plan_lines(recipe: Recipe, plan: DataPlan, noun: str) -> Iterator[str]:
@@ -384,6 +468,7 @@ def _remembered(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _say(text: str) -> None:
-    sys.stdout.write(legible(text) + "\n")
-    sys.stdout.flush()
+def _say(lines: Iterable[str]) -> None:
+    for line in lines:
+        sys.stdout.write(legible(line) + "\n")
+        sys.stdout.flush()

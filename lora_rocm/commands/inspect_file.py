@@ -55,8 +55,8 @@ EMPTY = ("", "{}", "None", "null")
 MAX_SHOWN, MAX_NAMED = 200, 6
 BLOCK = re.compile(r".*(?:blocks?|layers|attentions|resnets|refiner)[._]\d+[._](.+)|.*?[._](.+)")
 """The module within its block, else within its component."""
-UNET_ALONE = (
-    "a UNet alone cannot be used here: give the checkpoint with text encoders and VAE, or the whole diffusers folder"
+PART_ALONE = (
+    "this part alone cannot be used here: give the checkpoint with text encoders and VAE, or the whole diffusers folder"
 )
 NOT_TRAINED = "its family is known by name, and not trained here"
 STARTERS = ("LoRA", "LoRA and DoRA", "LoKr", "LoHa", "OFT", "IA3")
@@ -242,7 +242,7 @@ def _model(header: Header, registry: Registry) -> Found:
         "title": UNKNOWN_FILE if model is None else model.title,
         "families": families,
         "trainable": trained if usable else [],
-        **({"unusable": UNET_ALONE} if trained and not usable else {}),
+        **({"unusable": PART_ALONE} if trained and not usable else {}),
         "components": {each.prefix or each.part: each.title for each in parts} if len(found) > 1 else {},
     }
 

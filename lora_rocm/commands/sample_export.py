@@ -15,6 +15,7 @@ from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.files import require_place, write_json
 from lora_rocm.foundation.units import number_text
 from lora_rocm.model_files.peft_folder import peft_folders
+from lora_rocm.model_files.readers import readers_line
 from lora_rocm.recipe.adapter_sections import GGUF, MERGED
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.recipe.yaml_tree import is_clean
@@ -311,8 +312,8 @@ def _show(event: dict[str, Any]) -> None:
             text = f"Wrote {event['path']}"
             if event["max_difference"] is not None:
                 text += f", loaded back, largest difference {number_text(event['max_difference'])}"
-            if event["cannot_read"]:
-                text += f"\nCannot be read by {', '.join(event['cannot_read'])}"
+            if about := readers_line(event.get("can_read", ()), event["cannot_read"]):
+                text += f"\n{about}"
         case _:
             return
     sys.stdout.write(text + "\n")

@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 
 from lora_rocm.foundation.units import number_text, rate_text, time_text
+from lora_rocm.model_files.readers import readers_line
 from lora_rocm.report.smoothing import Smoothed
 from lora_rocm.rundir.events import current_steps, read_events
 from lora_rocm.rundir.incidents import last_word, trouble_of
@@ -23,7 +24,7 @@ def status(run_dir: RunDir) -> dict[str, Any]:
     state: running, finished, stopped (on request), failed (with an error, or ended because it hung), died (without an
     error), or prepared. rate_per_s and eta_s are None unless the run is running. restarts: how often the worker was
     restarted. changes: names of the mitigations applied after failures (``rules.mitigations``), one per application.
-    remarks: files that are gone or damaged.
+    readers: path of a LoRA file -> which programs read it, if some do not. remarks: files that are gone or damaged.
     """
     # read the events
     events = read_events(run_dir.events())
@@ -46,6 +47,11 @@ def status(run_dir: RunDir) -> dict[str, Any]:
     remarks = faults_of_finished(run_dir) if state == "finished" else []
     if latest_s is None and (checkpoints or _has_bytes(run_dir)):
         remarks.append("its events are gone or damaged: steps, loss and rate are not known")
+    readers = {
+        str(run_dir.path / event["path"]): readers_line(event.get("can_read", ()), event["cannot_read"])
+        for event in events
+        if event["type"] == "export"
+    }
     error = {**hung, "fix": ""} if hung else last.get("error")
     return {
         "path": str(run_dir.path),
@@ -62,6 +68,7 @@ def status(run_dir: RunDir) -> dict[str, Any]:
         "last_checkpoint": str(checkpoints[-1][1]) if checkpoints else None,
         "error": {key: error[key] for key in ("code", "what", "where", "fix")} if error and state == "failed" else None,
         "files": [str(path) for path in result_files(run_dir)],
+        "readers": {path: text for path, text in readers.items() if text},
         "remarks": remarks,
     }
 
@@ -91,7 +98,10 @@ def status_text(found: dict[str, Any]) -> str:
     if found["error"]:
         lines.append(f"  error: {found['error']['what']}")
     lines.append(f"  last checkpoint: {found['last_checkpoint'] or 'none yet'}")
-    lines += [f"  file: {path}" for path in found["files"]]
+    for path in found["files"]:
+        lines.append(f"  file: {path}")
+        if path in found["readers"]:
+            lines.append(f"    {found['readers'][path]}")
     lines += [f"  {remark}" for remark in found["remarks"]]
     return "\n".join(lines)
 

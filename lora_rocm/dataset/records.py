@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from os.path import commonprefix
 from typing import Any
 
@@ -89,7 +89,7 @@ def written(record: Record) -> str:
     """A record as one string. A plain text is itself, unless it begins with ``MARK``."""
     if isinstance(record, str):
         return record if not record.startswith(MARK) else MARK + json.dumps(record)
-    return MARK + json.dumps(asdict(record), ensure_ascii=False, sort_keys=True)
+    return MARK + json.dumps(record, default=vars, ensure_ascii=False, sort_keys=True)
 
 
 def read(text: str) -> Record:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -25,37 +26,74 @@ Parts = Callable[[str], Sequence[str]]
 """The samples that a text is cut into. Raises UnusableText."""
 
 
+NUM_KEPT = 20
+"""How many of the texts that cannot be used ``Aside`` keeps."""
+
+
 def _whole(text: str) -> Sequence[str]:
     return (text,)
 
 
-@dataclass
-class _Findings:
-    """Results collected from all sources."""
+@dataclass(frozen=True)
+class FoundText:
+    """A text of a source.
 
-    samples: Samples
-    report: Report
-    parts: Parts
-    pairs: bool = False
-    set_aside: list[Problem] = field(default_factory=list)
+    Attributes:
+        sample: with the text as its caption; a row of a table is a record as one string (``records.written``).
+        where: its file or row, for people.
+        position: of its row in the table (``text_rows.Row``); None: the caption itself is kept.
+    """
+
+    sample: Sample
+    where: str
+    position: int | None = None
+
+
+@dataclass
+class Notes:
+    """What a walk over texts says beside them: ``Scan.notices`` and ``Scan.lasting``."""
+
     notices: list[str] = field(default_factory=list)
     lasting: bool = True
 
-    def add(self, sample: Sample, where: str, text: str, position: int | None = None) -> None:
-        """Add the samples of a text, which are told apart by numbers if there are several.
 
-        ``position``: of its row in the table (``text_rows.Row``).
-        """
-        try:
-            parts = self.parts(text)
-        except UnusableText as error:
-            self.set_aside.append(Problem(where, error.what, error.fix))
-            return
-        for number, part in enumerate(parts):
-            key = sample.key if len(parts) == 1 else f"{sample.key}#{number}"
-            at = None if part == text else number
-            stored = part if position is None else reference(part, position, at, self.pairs)
-            self.samples.append(replace(sample, key=key, caption=stored))
+@dataclass
+class Aside:
+    """The first texts that cannot be used, and how many there are."""
+
+    first: list[Problem] = field(default_factory=list)
+    count: int = 0
+
+    def add(self, problem: Problem) -> None:
+        self.count += 1
+        if self.count <= NUM_KEPT:
+            self.first.append(problem)
+
+    @property
+    def all_of_them(self) -> DataError:
+        """The error if there are no others."""
+        fixes = Counter(problem.fix for problem in self.first)
+        return DataError(
+            "no-usable-texts",
+            f"No text can be used (found: {count_text(self.count, 'text')}).",
+            where="; ".join(f"{problem.where}: {problem.what}" for problem in self.first[:NUM_NAMED]),
+            fix=" ".join(fix for fix, _ in fixes.most_common(NUM_NAMED)),
+        )
+
+
+@dataclass
+class TextCount:
+    """How many texts there are. No text is kept.
+
+    Attributes:
+        of_source: number of texts by index of the source.
+        aside: the texts that cannot be used.
+        notices: as ``Scan.notices``.
+    """
+
+    of_source: Counter[int] = field(default_factory=Counter)
+    aside: Aside = field(default_factory=Aside)
+    notices: Sequence[str] = ()
 
 
 def find_samples(recipe: Recipe, report: Report = ignore, *, copies: bool = True, parts: Parts = _whole) -> Scan:
@@ -80,37 +118,83 @@ def scan_texts(data: DataSection, report: Report = ignore, parts: Parts = _whole
     Raises:
         DataError: a source cannot be read or has no texts, or no text is usable.
     """
+    samples, set_aside, notes = Samples(data.resolved_sources()), list[Problem](), Notes()
+    for found in texts_of(data, notes, report, pairs=pairs):
+        problem = found if isinstance(found, Problem) else add_parts(samples, found, parts, pairs)
+        if problem is not None:
+            set_aside.append(problem)
+    if not samples:
+        raise Aside(set_aside[:NUM_KEPT], len(set_aside)).all_of_them
+    return Scan(samples, tuple(set_aside), tuple(notes.notices), notes.lasting)
+
+
+def count_texts(recipe: Recipe) -> TextCount:
+    """Count the texts of every source. Each is read once, and none is kept.
+
+    Raises:
+        DataError: as ``scan_texts``.
+    """
+    found, notes = TextCount(), Notes()
+    for each in texts_of(recipe.data, notes, pairs=recipe.objective.compares_pairs):
+        if isinstance(each, Problem):
+            found.aside.add(each)
+        else:
+            found.of_source[each.sample.source] += 1
+    if not found.of_source:
+        raise found.aside.all_of_them
+    found.notices = notes.notices
+    return found
+
+
+def texts_of(
+    data: DataSection, notes: Notes, report: Report = ignore, *, pairs: bool = False
+) -> Iterator[FoundText | Problem]:
+    """Every text of every source, in a fixed order, or why a file or row has none. One is in memory at a time.
+
+    For arguments see ``scan_texts``; ``notes`` is filled on the way.
+
+    Raises:
+        DataError: a source cannot be read or has no texts.
+    """
     sources = data.resolved_sources()
-    found = _Findings(Samples(sources), report, parts, pairs)
     for index, options in enumerate(sources):  # texts have no resolution, so each is one of the recipe's
-        add = _scan_table if options.path is None else _scan_folder
-        add(found, index, options, f"sources[{index}]/" if len(sources) > 1 else "")
-    if not found.samples:
-        aside = found.set_aside
-        raise DataError(
-            "no-usable-texts",
-            f"No text can be used (found: {count_text(len(aside), 'text')}).",
-            where="; ".join(f"{problem.where}: {problem.what}" for problem in aside[:NUM_NAMED]),
-            fix=aside[0].fix if len({problem.fix for problem in aside}) == 1 else "Repair the rows or files above.",
-        )
-    return Scan(found.samples, tuple(found.set_aside), tuple(found.notices), found.lasting)
+        prefix = f"sources[{index}]/" if len(sources) > 1 else ""
+        if options.path is None:
+            yield from _of_table(index, options, prefix, pairs)
+        else:
+            yield from _of_folder(index, options, prefix, notes, report)
 
 
-def _scan_table(found: _Findings, index: int, options: ResolvedSource, prefix: str) -> None:
+def add_parts(samples: Samples, found: FoundText, parts: Parts, pairs: bool = False) -> Problem | None:
+    """Add the samples of a text, which are told apart by numbers if there are several; or say why it has none."""
+    sample, text = found.sample, found.sample.caption
+    try:
+        cut = parts(text)
+    except UnusableText as error:
+        return Problem(found.where, error.what, error.fix)
+    for number, part in enumerate(cut):
+        key = sample.key if len(cut) == 1 else f"{sample.key}#{number}"
+        at = None if part == text else number
+        stored = part if found.position is None else reference(part, found.position, at, pairs)
+        samples.append(replace(sample, key=key, caption=stored))
+    return None
+
+
+def _of_table(index: int, options: ResolvedSource, prefix: str, pairs: bool) -> Iterator[FoundText | Problem]:
     assert options.dataset is not None, "a source has a path or a dataset"
-    name, found_before = Path(options.dataset).name, len(found.samples) + len(found.set_aside)
+    name, number = Path(options.dataset).name, -1
     for number, (where, row, at) in enumerate(rows_of(options)):
         try:
             if isinstance(row, UnusableText):
                 raise row
-            text = encodable(written(record_of(row, found.pairs)))
+            text = encodable(written(record_of(row, pairs)))
         except UnusableText as error:
-            found.set_aside.append(Problem(_row(options.dataset, where), error.what, error.fix))
+            yield Problem(_row(options.dataset, where), error.what, error.fix)
             continue
         place = DatasetRow(options.dataset, options.split, "", number)
         sample = Sample(prefix + where, index, name, place, text, 0, 0, options.repeats, options)
-        found.add(sample, _row(options.dataset, where), text, at)
-    if len(found.samples) + len(found.set_aside) == found_before:
+        yield FoundText(sample, _row(options.dataset, where), at)
+    if number < 0:
         what, fix = "This table has no rows.", "Give a table with a row for each text, or remove it."
         raise DataError("dataset-empty", what, where=shown(options.dataset), fix=fix)
 
@@ -121,7 +205,9 @@ def _row(dataset: str, where: str) -> str:
     return shown(f"{dataset}{where.removeprefix(name)}" if where.startswith(f"{name}:") else f"{dataset} {where}")
 
 
-def _scan_folder(found: _Findings, index: int, options: ResolvedSource, prefix: str) -> None:
+def _of_folder(
+    index: int, options: ResolvedSource, prefix: str, notes: Notes, report: Report
+) -> Iterator[FoundText | Problem]:
     assert options.path is not None, "a source has a path or a dataset"
     folder = walk_texts(
         source_folder(options.path, index),
@@ -129,27 +215,28 @@ def _scan_folder(found: _Findings, index: int, options: ResolvedSource, prefix: 
         include=options.include,
         exclude=options.exclude,
     )
-    found.notices += folder.notices
-    found.lasting &= folder.lasting
-    progress = Progress("sizes", len(folder.relatives), found.report, quiet_s=QUIET_S)
+    notes.notices += folder.notices
+    notes.lasting &= folder.lasting
+    progress = Progress("sizes", len(folder.relatives), report, quiet_s=QUIET_S)
     for relative, real in folder.relatives:
         progress.step()
         path = folder.root / real
         try:
             text = text_in(path)
         except UnicodeDecodeError:
-            found.set_aside.append(Problem(shown(path), "It is not UTF-8 text.", "Save it as UTF-8."))
+            yield Problem(shown(path), "It is not UTF-8 text.", "Save it as UTF-8.")
             continue
         except OSError as error:
-            found.lasting = False
+            notes.lasting = False
             what = f"The text cannot be read: {error.strerror}."
-            found.set_aside.append(Problem(shown(path), what, "Repair the file or take it away."))
+            yield Problem(shown(path), what, "Repair the file or take it away.")
             continue
         if not text.strip():
-            found.set_aside.append(Problem(shown(path), "The text is empty.", "Take the file away."))
+            yield Problem(shown(path), "The text is empty.", "Take the file away.")
             continue
-        sample = Sample(prefix + relative, index, folder.name, path, text, 0, 0, options.repeats, options)
-        found.add(sample, shown(path), written(text))
+        caption = written(text)
+        sample = Sample(prefix + relative, index, folder.name, path, caption, 0, 0, options.repeats, options)
+        yield FoundText(sample, shown(path))
 
 
 def text_in(path: Path) -> str:

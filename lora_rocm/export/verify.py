@@ -42,11 +42,13 @@ class Verification:
     max_difference: largest difference of any weight's change.
     relative_difference: norm of all differences relative to the norm of all changes.
     cannot_read: programs that cannot read this file, or not exactly, as text.
+    can_read: programs that read it.
     """
 
     max_difference: float
     relative_difference: float
     cannot_read: tuple[str, ...]
+    can_read: tuple[str, ...]
 
 
 @torch.no_grad()
@@ -79,11 +81,12 @@ def verify(form: Form, path: Path, family: ModelFamily, model: LoadedModel, adap
                 comparison.weights(name, entry, loaded[name].effect(weight), weight)
     known = readers_of_file(header, [family.name])
     cannot_read = known.cannot_read if known else ("other programs (not known)",)
+    can_read = known.can_read if known else ()
     if "comfyui" not in readers:
-        return comparison.result(cannot_read)
+        return comparison.result(cannot_read, can_read)
     deviation = _compare_in_comfy(comparison, form, adapter, live, of_weights)
     note = f"ComfyUI and Forge as trained ({deviation:.1%} of the change differs)"
-    return comparison.result((*cannot_read, note) if deviation and form != COMFYUI else cannot_read)
+    return comparison.result((*cannot_read, note) if deviation and form != COMFYUI else cannot_read, can_read)
 
 
 def _load_back(form: Form, path: Path, family: ModelFamily, adapter: Adapter) -> dict[str, Entry]:
@@ -134,8 +137,11 @@ def _compare_in_comfy(
 
 
 def _compare_norms(comparison: _Comparison, adapter: Adapter, tensors: dict[str, Tensor]) -> None:
-    """Compare the trained norms by ComfyUI's rules, and take them out of the file's tensors."""
-    live = adapter.norm_tensors()
+    """Compare the trained norms by ComfyUI's rules, and take them out of the file's tensors.
+
+    Their dtype may be another than that of the factors, which an IA3 has in float32.
+    """
+    live, dtypes = adapter.norm_tensors(), {name: tensor.dtype for name, tensor in tensors.items()}
     zeros = {name: torch.zeros_like(tensor) for name, tensor in live.items()}
     keys = dict.fromkeys(name.rpartition(".")[0] for name in live)
     bases = {key: (zeros[f"{key}.{W_NORM}"], zeros.get(f"{key}.{B_NORM}")) for key in keys}
@@ -143,10 +149,10 @@ def _compare_norms(comparison: _Comparison, adapter: Adapter, tensors: dict[str,
     for key, *changes in apply_norms(tensors, bases):
         for role, change in zip((W_NORM, B_NORM), changes, strict=True):
             if change is not None:
-                expected = live[f"{key}.{role}"]
-                size, off = rounded(expected, comparison.dtype)
-                comparison.add(f"{key}.{role}", change - expected, size, off)
-                seen.append(f"{key}.{role}")
+                name = f"{key}.{role}"
+                size, off = rounded(live[name], dtypes.get(name, comparison.dtype))
+                comparison.add(name, change - live[name], size, off)
+                seen.append(name)
     comparison.same_modules(live, seen)
 
 
@@ -221,9 +227,9 @@ class _Comparison:
         self.squares[0] += norm**2
         self.squares[1] += whole**2
 
-    def result(self, cannot_read: tuple[str, ...]) -> Verification:
+    def result(self, cannot_read: tuple[str, ...], can_read: tuple[str, ...]) -> Verification:
         relative = math.sqrt(self.squares[0] / self.squares[1]) if self.squares[1] else 0.0
-        return Verification(self.largest, relative, cannot_read)
+        return Verification(self.largest, relative, cannot_read, can_read)
 
 
 def _header(form: Form, path: Path) -> Header:

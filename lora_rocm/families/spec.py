@@ -50,14 +50,14 @@ class CheckpointSection(LatentSection):
 
 
 class TransformerSection(LatentSection):
-    """A base that is a diffusers folder, or a file with the transformer alone beside files of the other components."""
+    """A base that is a diffusers folder, or a file of the transformer and perhaps of other components."""
 
     part_keys: ClassVar[tuple[str, ...]] = ("vae", "text_encoder", "tokenizer")
 
     text_encoder: PathOrHubId | None = Field(
         None,
-        description="Another text encoder: a diffusers folder or a single .safetensors file. If name_or_path is a "
-        "file, this and vae are needed.",
+        description="Another text encoder: a diffusers folder or a single .safetensors file. What name_or_path "
+        "lacks, as a file of the transformer alone, has to be named here and in vae.",
     )
     tokenizer: InputFolder | None = Field(None, description="Folder of another tokenizer.")
     text_encoder_quantization: Quantization = Field(

@@ -91,6 +91,11 @@ class Readers:
         """The programs that do not read the file, or not exactly, in words."""
         return tuple(f"{PROGRAMS[field]} ({text})" for field, text in self.told.items() if text not in READ)
 
+    @property
+    def can_read(self) -> tuple[str, ...]:
+        """The programs that read the file."""
+        return tuple(PROGRAMS[field] for field, text in self.told.items() if text in READ)
+
 
 @dataclass(frozen=True)
 class ReaderTable:
@@ -127,6 +132,14 @@ def readers_of(names: Collection[str], families: Collection[str], metadata: Coll
         if fits and row.metadata in ("", *metadata) and re.search(row.pattern, text):
             return row.with_norms if kind.endswith(NORMS) else row
     return None
+
+
+def readers_line(can_read: Collection[str], cannot_read: Collection[str]) -> str:
+    """Return one line about who reads a file, from the texts of ``Readers``; empty if no program is known to fail."""
+    if not cannot_read:
+        return ""
+    read = f"Read by {', '.join(can_read)}; not" if can_read else "Not"
+    return f"{read}, or not exactly, by {', '.join(cannot_read)}"
 
 
 def readers_of_file(header: Header, families: Collection[str]) -> Readers | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from lora_rocm.recipe.optim_sections import OptimSection
 
 Shape = Callable[[float, OptimSection], float]
-"""(progress from 0 to 1, the section) -> factor from 1 to 0."""
+"""(progress from 0 to 1, of a cosine also beyond, the section) -> factor from 1 to 0."""
 
 SHAPES: Mapping[str, Shape] = {
     "constant": lambda progress, optim: 1.0,
@@ -28,6 +28,8 @@ def learning_rate_factor(optim: OptimSection, updates: int, max_train_steps: int
     if updates < warmup:
         return (updates + 1) / (warmup + 1)
     progress = min(1.0, (updates - warmup) / max(1, max_train_steps - warmup))
+    if optim.lr_cosine_steps is not None:
+        progress = (updates - warmup) / optim.lr_cosine_steps  # a whole wave has twice as many
     lowest = optim.lr_min_ratio
     return lowest + (1.0 - lowest) * SHAPES[optim.lr_scheduler](progress, optim)
 

@@ -379,6 +379,10 @@ class LokrSection(ProductSection):
     """The adapter: LyCORIS' LoKr, a Kronecker product of two small matrices."""
 
     formats = ("kohya", "peft", MERGED)
+    above_limit = {
+        "rank": f"Of a LoKr {MAX_RANK} means what 10000 and 100000 mean in kohya's scripts: whole second factors, of "
+        f"up to {2 * MAX_RANK} rows or columns."
+    }
 
     type: Literal["lokr"] = Field("lokr", description="Kind of adapter.")
     factor: int = Field(

@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 from lora_rocm.errors import Problem
 from lora_rocm.recipe.kinds import FAMILY, Kinds
 from lora_rocm.recipe.peer_names import value_advice
-from lora_rocm.recipe.sections import LIST_TAG
+from lora_rocm.recipe.sections import LIST_TAG, Section
 from lora_rocm.recipe.source_sections import DataSource
 from lora_rocm.recipe.suggest import section_class, suggest
 from lora_rocm.recipe.yaml_tree import MAX_PROBLEMS, Key, dotted
@@ -155,7 +155,8 @@ def _sentence_and_fix(detail: ErrorDetails, key: Key, kinds: Kinds) -> tuple[str
         return f"has more than {context['max_length']} items", _about(key, kinds.recipe)
     if kind in COMPARED:
         words, limit = COMPARED[kind]
-        return f"has to be {words} {context[limit]}, got {shown(value)}", _about(key, kinds.recipe)
+        fix = _instead_of_more(key, kinds.recipe) if limit in ("lt", "le") else ""
+        return f"has to be {words} {context[limit]}, got {shown(value)}", fix or _about(key, kinds.recipe)
     if kind in NOT_ALLOWED:
         return f"{NOT_ALLOWED[kind]} {shown(value)}", _about(key, kinds.recipe)
     message = detail["msg"]
@@ -195,6 +196,13 @@ def _section_at(key: Key, model: type[BaseModel]) -> type[BaseModel]:
 
 def _field_at(key: Key, model: type[BaseModel]) -> FieldInfo:
     return _section_at(key[:-1], model).model_fields[str(key[-1])]
+
+
+def _instead_of_more(key: Key, model: type[BaseModel]) -> str:
+    """What the section says about values beyond a key's upper limit."""
+    *sections, name = (part for part in key if isinstance(part, str))
+    section = _section_at(tuple(sections), model)
+    return section.above_limit.get(name, "") if issubclass(section, Section) else ""
 
 
 def _about(key: Key, model: type[BaseModel]) -> str:

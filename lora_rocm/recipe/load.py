@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +24,8 @@ from lora_rocm.recipe.explain import boolean_problems, explain, shown
 from lora_rocm.recipe.family_rules import family_problems, without_unread
 from lora_rocm.recipe.foreign import recognised
 from lora_rocm.recipe.kinds import FAMILY, kinds_of
+from lora_rocm.recipe.layers import Layered, Place, value_at
+from lora_rocm.recipe.optimizer_args import resolve_arguments
 from lora_rocm.recipe.schema import MOVED, Recipe
 from lora_rocm.recipe.sections import PathRule, path_rule
 from lora_rocm.recipe.start_rank import resolve_rank
@@ -39,13 +41,6 @@ from lora_rocm.recipe.yaml_tree import (
 )
 
 MAX_RECIPE_BYTES = 1 << 18  # parsing this much YAML takes a few seconds
-# A recipe gives one key of each pair; a layer that sets one removes the other from the layers below.
-EITHER_OR: dict[Key, Key] = {
-    ("data", "path"): ("data", "sources"),
-    ("data", "sources"): ("data", "path"),
-    ("train", "max_train_steps"): ("train", "epochs"),
-    ("train", "epochs"): ("train", "max_train_steps"),
-}
 AnySection = TypeVar("AnySection", bound=BaseModel)
 BUILTIN = "builtin:"
 NEXT_LINE = "\x85"  # a line end in YAML 1.1 (section 5.4)
@@ -55,58 +50,6 @@ CONTROL, VARIABLE = re.compile(r"[\0-\x1f]"), re.compile(r"\$\w|\$\{|%\w+%")
 KEY_PATH = re.compile(r"(\w+)(\.\w+|\[\d+\])+")
 TABLES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 TABLE_FIX = "A table is given as dataset, in an entry of data.sources or in data.watched; path is a folder."
-
-
-@dataclass(frozen=True)
-class Place:
-    """The origin of a value: a file and line, or ``--set``. name: the old name of a key that has moved."""
-
-    origin: str
-    line: int | None = None
-    name: str = ""
-
-    def __str__(self) -> str:
-        return self.origin if self.line is None else f"{self.origin}:{self.line}"
-
-
-@dataclass
-class Layered:
-    """Merged recipe data with the origin of each key."""
-
-    origin: str
-    data: dict[str, Any] = field(default_factory=dict)
-    places: dict[Key, Place] = field(default_factory=dict)
-
-    def where(self, key: Key) -> str:
-        """Origin and name of a key ("file.yaml:12 lora.rank"); a missing key gets the line of its section."""
-        near = next((key[:n] for n in range(len(key), 0, -1) if key[:n] in self.places), ())
-        known = self.places.get(near)
-        name = dotted((known.name, *key[len(near) :])) if known and known.name else dotted(key)
-        return f"{known or self.origin} {name}".rstrip()
-
-    def merge(self, data: dict[str, Any], places: dict[Key, Place]) -> None:
-        """Merge ``data`` on top: sections are merged, all other values (lists too) are replaced."""
-        for key, other in EITHER_OR.items():
-            if _get(data, key) is not None and _get(data, other) is None:
-                self._drop(other)
-        self._merge_into(self.data, data, ())
-        self.places.update(places)
-
-    def _merge_into(self, below: dict[str, Any], above: dict[str, Any], prefix: Key) -> None:
-        for name, value in above.items():
-            key = (*prefix, name)
-            if isinstance(value, dict) and isinstance(below.get(name), dict):
-                self._merge_into(below[name], value, key)
-            else:
-                self._drop(key)
-                below[name] = value
-
-    def _drop(self, key: Key) -> None:
-        section = _get(self.data, key[:-1])
-        if isinstance(section, dict):
-            section.pop(key[-1], None)
-        for place in [place for place in self.places if place[: len(key)] == key]:
-            del self.places[place]
 
 
 @dataclass(frozen=True)
@@ -200,6 +143,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Regis
     for override in overrides:
         problems += _lay_override(layers, override, set_names)
     problems += resolve_rank(layers.data, layers.where)
+    problems += resolve_arguments(layers)
     spoiled = {problem.where for problem in problems}
     recipe, more = _validate(layers, registry)
     problems += [problem for problem in more if problem.where not in spoiled]  # one problem per place
@@ -245,8 +189,8 @@ def questions(recipe: Recipe, layers: Layered) -> list[str]:
             )
     values = recipe.model_dump()
     for key, others in NEED_ANOTHER.items():
-        value, field = _get(layers.data, key), type(getattr(recipe, str(key[0]))).model_fields.get(str(key[1]))
-        if value and field and value != field.default and not any(_get(values, other) for other in others):
+        value, field = value_at(layers.data, key), type(getattr(recipe, str(key[0]))).model_fields.get(str(key[1]))
+        if value and field and value != field.default and not any(value_at(values, other) for other in others):
             found.append(f"{layers.where(key)}: this does nothing without {' or '.join(map(dotted, others))}.")
     return found
 
@@ -475,17 +419,13 @@ def _moved(
 
 def _notice_of_moved(layers: Layered) -> list[str]:
     """One notice about the keys given at their old place."""
-    given = [(layers.where(key), dotted(key)) for key, place in layers.places.items() if place.name]
+    given = [
+        (layers.where(key), dotted(key)) for key, place in layers.places.items() if place.name and key in MOVED.values()
+    ]
     if not given:
         return []
     moves = ", ".join(f"{where} is {new} now" for where, new in given)
     return [f"{moves}. The old place is still read; write the new one."]
-
-
-def _get(data: Any, key: Key) -> Any:
-    for part in key:
-        data = data.get(part) if isinstance(data, dict) else None
-    return data
 
 
 def _validate(layers: Layered, registry: Registry) -> tuple[Recipe | None, list[Problem]]:

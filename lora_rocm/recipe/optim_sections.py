@@ -6,17 +6,35 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
+from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
 from lora_rocm.recipe.sections import MAX_STEPS, Decay, Section, not_both
 
 READ_BY_SCHEDULE: Mapping[str, tuple[str, ...]] = {
     "lr_scheduler_num_cycles": ("cosine_with_restarts",),
+    "lr_cosine_steps": ("cosine",),
     "lr_scheduler_power": ("polynomial",),
     "lr_min_ratio": ("linear", "cosine", "cosine_with_restarts", "polynomial", "rex"),
 }
 """Key of ``optim`` -> the values of ``lr_scheduler`` that read it."""
+
+
+ARGUMENTS_KEY = "optimizer_args"
+"""The key by which the keys of an optimizer may be given as other trainers write them."""
+
+
+def _describe_arguments(schema: JsonDict) -> None:
+    """Add ``ARGUMENTS_KEY`` to the schema of a section: the loader replaces it by typed keys, so it is no field."""
+    text: JsonDict = {"type": "array", "items": {"type": "string"}}
+    description = (
+        "Keys of the optimizer as kohya's scripts write them, such as [weight_decay=0.01, betas=0.9,0.99], or as a "
+        "mapping: by their names here or in the optimizer's library."
+    )
+    properties = schema["properties"]
+    assert isinstance(properties, dict)
+    properties[ARGUMENTS_KEY] = {"anyOf": [text, {"type": "object"}], "default": [], "description": description}
 
 
 Small = Annotated[float, Field(gt=0.0, le=1.0)]
@@ -40,6 +58,7 @@ class OptimSection(Section):
         weight_dtypes: what ``lora.weight_dtype`` may be.
     """
 
+    model_config = ConfigDict(json_schema_extra=_describe_arguments)
     usual_rates: ClassVar[tuple[float, float]] = (0.0, math.inf)
     rate_advice: ClassVar[str] = ""
     published: ClassVar[str] = ""
@@ -70,6 +89,13 @@ class OptimSection(Section):
     )
     lr_scheduler_num_cycles: int = Field(
         1, gt=0, le=MAX_STEPS, description="Number of times that cosine_with_restarts falls from the peak."
+    )
+    lr_cosine_steps: int | None = Field(
+        None,
+        gt=0,
+        le=MAX_STEPS,
+        description="Updates from the warm-up until cosine is at its lowest, as T_max of PyTorch's CosineAnnealingLR: "
+        "after it the rate rises for as many, and so on. Unset: until the end of the run.",
     )
     lr_scheduler_power: float = Field(1.0, gt=0, le=100.0, description="Power of polynomial; 1 is linear.")
     lr_min_ratio: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
@@ -131,11 +157,15 @@ class OptimSection(Section):
         """The peak learning rate of new tokens."""
         return self.embedding_learning_rate or self.text_rate
 
+    @classmethod
+    def arguments(cls) -> list[str]:
+        """The keys that the optimizer itself reads: its own, and the weight decay."""
+        return ["weight_decay", *(name for name in cls.model_fields if name not in OptimSection.model_fields)]
+
     @property
     def description(self) -> str:
         """Class and arguments in the form of kohya's metadata field ``ss_optimizer``."""
-        own = [name for name in type(self).model_fields if name not in OptimSection.model_fields]
-        values = {name: getattr(self, name) for name in ["weight_decay", *own]}
+        values = {name: getattr(self, name) for name in self.arguments()}
         given = {"eps" if name == "epsilon" else name: value for name, value in values.items()}
         return f"{self.published}({','.join(f'{name}={value}' for name, value in {**self.implied, **given}.items())})"
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from lora_rocm.recipe.sections import (
     MAX_EPOCHS,
@@ -18,6 +18,25 @@ from lora_rocm.recipe.sections import (
 )
 
 SAVE_STEPS = 500  # updates between two checkpoints where the recipe says nothing
+Tracker = Literal["wandb", "trackio", "mlflow", "tensorboard"]
+
+
+def _listed(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _with_process(names: tuple[Tracker, ...]) -> tuple[Tracker, ...]:
+    """The trackers that have a process, each once; TensorBoard files are written by the run itself."""
+    return tuple(dict.fromkeys(name for name in names if name != "tensorboard"))
+
+
+Trackers = Annotated[
+    tuple[Tracker, ...],
+    Field(max_length=MAX_ITEMS),
+    BeforeValidator(_listed, json_schema_input_type=Tracker | tuple[Tracker, ...]),
+    AfterValidator(_with_process),
+]
+"""One name or a list."""
 
 
 class OutputSection(Section):
@@ -49,10 +68,10 @@ class OutputSection(Section):
         max_length=MAX_ITEMS,
     )
     dtype: Literal["fp16", "bf16", "fp32"] = on_resume("fp16", "Dtype of the exported weights.")
-    log_with: tuple[Literal["wandb", "trackio", "mlflow"], ...] = on_resume(
+    log_with: Trackers = on_resume(
         (),
-        "Trackers that also get the numbers, each in a process of its own. TensorBoard files are always written.",
-        max_length=MAX_ITEMS,
+        "Trackers that also get the numbers, each in a process of its own. TensorBoard files are always written: "
+        "tensorboard adds nothing.",
     )
     log_project: str = on_resume("lora-rocm", "Project in these trackers; the run has the name of its directory.")
     author: str | None = on_resume(None, "Author in the metadata of the file.")

@@ -21,7 +21,13 @@ from lora_rocm.recipe.peer_names import advice, peer_names
 from lora_rocm.recipe.schema import MOVED, TEXT_KEY, TOKENS_KEY, Recipe
 from lora_rocm.recipe.yaml_tree import dotted
 
-TYPE_NAMES = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true, false"}
+TYPE_NAMES = {
+    "string": "text",
+    "integer": "whole number",
+    "number": "number",
+    "boolean": "true, false",
+    "object": "mapping",
+}
 LIMITS = {
     "exclusiveMinimum": ">",
     "minimum": ">=",

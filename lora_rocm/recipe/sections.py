@@ -144,7 +144,12 @@ def refuse_unread(section: BaseModel, names: Sequence[str], why: str, fix: str) 
 
 
 class Section(BaseModel):
-    """Base class of all sections: unknown keys are refused, values are immutable."""
+    """Base class of all sections: unknown keys are refused, values are immutable.
+
+    above_limit: key -> what to do about a value above its limit, where the description of the key does not help.
+    """
+
+    above_limit: ClassVar[Mapping[str, str]] = {}
 
     model_config = ConfigDict(
         extra="forbid",

@@ -15,6 +15,7 @@ from rich.table import Column
 from rich.text import Text
 
 from lora_rocm.foundation.units import count_text, number_text, rate_text, size_text, time_text
+from lora_rocm.model_files.readers import readers_line
 from lora_rocm.report.incident_texts import TEXTS
 from lora_rocm.report.smoothing import Smoothed
 from lora_rocm.report.vram_spill import Spilling
@@ -53,8 +54,11 @@ LINES: dict[str, Callable[[Event], str]] = {
     "watched": lambda e: f"Watched loss after step {e['updates']}: {number_text(e['loss'])}{_measures(e)}",
     "checkpoint": lambda e: f"Saved {e['path']} and {e['lora']}",
     "preview": lambda e: f"{count_text(len(e['images']), 'preview')} after step {e['updates']}",
-    "export": lambda e: (
-        f"Wrote {e['path']} ({e['format']}), loaded back, largest difference {number_text(e['max_difference'])}"
+    "export": lambda e: "\n".join(
+        [
+            f"Wrote {e['path']} ({e['format']}), loaded back, largest difference {number_text(e['max_difference'])}",
+            *filter(None, [readers_line(e.get("can_read", ()), e["cannot_read"])]),
+        ]
     ),
     "concept": lambda e: (
         f"Concept score {number_text(e['score'])}, "

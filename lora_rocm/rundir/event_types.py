@@ -171,6 +171,8 @@ class StepEvent(Event):
     """One confirmed update.
 
     Attributes:
+        epoch: finished epochs, with the part of the one that goes on: 1.0 after the last update of the first. Runs of
+            earlier versions have the whole number of the epoch that the next update is of.
         step_s: of the whole step.
         loading_s: waiting for the loader.
         copy_s: copies to the device.
@@ -260,12 +262,19 @@ class ConceptEvent(Event):
 
 
 class ExportEvent(Event):
-    """A LoRA file was written and read back. ``embeddings``: the files of new tokens beside it."""
+    """A LoRA file was written and read back.
+
+    Attributes:
+        cannot_read: programs that do not read it, or not exactly, and why.
+        can_read: programs that read it; earlier versions did not name them.
+        embeddings: the files of new tokens beside it.
+    """
 
     format: Text
     path: Text
     max_difference: NumberOrNull
     cannot_read: list[Text]
+    can_read: list[Text] = []
     embeddings: list[Text] = []
 
 

@@ -358,7 +358,7 @@ class Trainer:
                 optimizer=logged,
                 measures=pending.means(sums),
                 max_train_steps=self._max_train_steps,
-                epoch=1 + position.iteration // self.steps_per_epoch,
+                epoch=round(position.iteration / self.steps_per_epoch, 6),
                 memory_bytes=memory_bytes(self.model.device),
             )
         )

@@ -144,6 +144,7 @@ def export_run(job: Job, registry: Registry = PRODUCT) -> None:
             path=str(path),
             max_difference=found.max_difference,
             cannot_read=list(found.cannot_read),
+            can_read=list(found.can_read),
         )
     )
 

@@ -243,6 +243,7 @@ class Artifacts:
             "path": self._name(path),
             "max_difference": found.max_difference,
             "cannot_read": list(found.cannot_read),
+            "can_read": list(found.can_read),
             "embeddings": [digest.path for digest in written if EMBEDDING_FILE.fullmatch(digest.path)],
         }
         changed = [digest.path for digest in written if FileDigest.of_file(self.run_dir, digest.path) != digest]

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from lora_rocm.dataset.records import UnusableText
-from lora_rocm.dataset.text_scan import find_samples
-from lora_rocm.errors import LoraRocmError
+from lora_rocm.dataset.sample_table import Samples
+from lora_rocm.dataset.text_scan import NUM_KEPT, Aside, Notes, add_parts, texts_of
+from lora_rocm.errors import LoraRocmError, Problem
 from lora_rocm.families.base import TextReader, family_for
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.latent_cache.prepare import lengths_of_texts
@@ -34,39 +31,20 @@ class Seen:
     Attributes:
         shown: the first samples, with marks around what is trained on.
         notices: about the texts that were looked at.
-        texts: number of all texts.
-        looked_at: number of those that were looked at, the first ones.
+        looked_at: number of texts that were looked at, the first ones.
+        refused: index of a source -> number of those that cannot be trained on.
+        problems: the first of these.
         lengths: tokens -> samples in an epoch, or rows of several, of what was looked at; None: only a run counts them.
         held_out: number of samples that are held out, of what was looked at.
     """
 
     shown: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
-    texts: int = 0
     looked_at: int = 0
+    refused: dict[int, int] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
     lengths: dict[int, int] | None = None
     held_out: int = 0
-
-
-class _Cut:
-    """``TextReader.parts`` of the first texts. Others stay whole."""
-
-    def __init__(self, reader: TextReader, most: int) -> None:
-        self._reader, self._most = reader, most
-        self.texts = self.samples = 0
-        self.refused = dict[str, None]()
-
-    def __call__(self, text: str) -> Sequence[str]:
-        self.texts += 1
-        if self.texts > self._most:
-            return (text,)
-        try:
-            parts = self._reader.parts(text)
-        except UnusableText as error:
-            self.refused[f"{error.what} {error.fix}"] = None
-            raise
-        self.samples += len(parts)
-        return parts
 
 
 def seen(recipe: Recipe, reader: TextReader, most: int = LOOKED_AT) -> Seen:
@@ -75,12 +53,26 @@ def seen(recipe: Recipe, reader: TextReader, most: int = LOOKED_AT) -> Seen:
     Raises:
         DataError: a source cannot be read, or no text can be used.
     """
-    cut = _Cut(reader, most)
-    samples = find_samples(recipe, parts=cut).samples
-    samples = samples.at(np.arange(cut.samples))
-    shown = [reader.shown(sample.caption) for sample in islice(samples, SHOWN)]
-    found = Seen(shown, [*reader.notices, *cut.refused], cut.texts, min(cut.texts, most))
-    if len(samples):
+    pairs = recipe.objective.compares_pairs
+    found, samples, aside = Seen(), Samples(recipe.data.resolved_sources()), Aside()
+    for text in texts_of(recipe.data, Notes(), pairs=pairs):
+        if isinstance(text, Problem):
+            aside.add(text)
+            continue
+        if found.looked_at == most:
+            break
+        found.looked_at += 1
+        if (problem := add_parts(samples, text, reader.parts, pairs)) is not None:
+            aside.add(problem)
+            found.refused[text.sample.source] = found.refused.get(text.sample.source, 0) + 1
+            if len(found.problems) < NUM_KEPT:
+                found.problems.append(problem)
+    else:  # these are all texts
+        if not samples:
+            raise aside.all_of_them
+    found.notices = list(reader.notices)
+    found.shown = [reader.shown(sample.caption) for sample in islice(samples, SHOWN)]
+    if samples:
         lengths, found.held_out = lengths_of_texts(recipe, reader, samples)
         found.lengths = dict(sorted(lengths.items()))
     return found

@@ -101,6 +101,26 @@ def test_they_are_trained_written_and_read_back(folder: Path, tmp_path: Path) ->
         writers.verify("kohya", path, family, model, adapter)
 
 
+def test_norms_in_fp16_beside_an_ia3_in_float32_are_checked_by_the_rounding_of_fp16(
+    folder: Path, tmp_path: Path
+) -> None:
+    """A number that is off by more than fp16's rounding is found."""
+    (family, model, adapter), path = (
+        trained(folder, lora={**LORA, "type": "ia3", "rank": 16}),
+        tmp_path / "x.safetensors",
+    )
+    writers.write("kohya", path, family, adapter, family.recipe, FACTS)
+    tensors = load_file(path)
+    name = "lora_unet_out_0.w_norm"
+    assert {tensor.dtype for key, tensor in tensors.items() if "norm" not in key} >= {torch.float32}
+    assert tensors[name].dtype == torch.float16
+    writers.verify("kohya", path, family, model, adapter)
+    tensors[name][0] = torch.nextafter(tensors[name][0], torch.tensor(1.0, dtype=torch.float16)) * 1.01
+    save_file(tensors, path)
+    with pytest.raises(ExportError, match=rf"{name} has another effect"):
+        writers.verify("kohya", path, family, model, adapter)
+
+
 def without_norms(tensors: dict[str, Tensor], folder: Path) -> Path:
     save_file({n: t for n, t in tensors.items() if not n.endswith("_norm")}, folder / "plain.safetensors")
     return folder / "plain.safetensors"

@@ -77,7 +77,7 @@ def test_what_a_run_cannot_use_though_its_family_is_trained(tmp_path: Path) -> N
         unet = {"down_blocks.1.attentions.0.transformer_blocks.0.attn2.to_k.weight": torch.zeros(1, width)}
         save_file(unet, path)
         text = inspect_text(inspect(path))
-        assert "a UNet alone cannot be used here" in text and "not trained here" not in text
+        assert "this part alone cannot be used here" in text and "not trained here" not in text
     save_file({"lora_te1_text_model_x.a1.weight": torch.zeros(1), "lora_te2_x.b1.weight": torch.zeros(1)}, path)
     text = inspect_text(inspect(path))
     assert "a GLoRA for SDXL" in text and "no run starts from a GLoRA" in text and "not trained here" not in text

@@ -75,7 +75,7 @@ def test_sample_of_a_run(jobs: list[dict[str, Any]], tmp_path: Path, capsys: pyt
     ]
     output = capsys.readouterr().out
     assert "Drew /x/00.png\nDrew /x/01.png" in output and "a note" in output
-    assert "largest difference 1e-06\nCannot be read by A, B" in output
+    assert "largest difference 1e-06\nNot, or not exactly, by A, B" in output
 
 
 def test_sample_of_a_file(jobs: list[dict[str, Any]], tmp_path: Path) -> None:

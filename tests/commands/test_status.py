@@ -91,6 +91,8 @@ def test_finished(tmp_path: Path) -> None:
     assert found["state"] == "finished" and found["updates"] == 40 and found["incidents"] == 1
     assert found["last_checkpoint"] == str(run_dir.checkpoint(40))
     assert [Path(name).name for name in found["files"]] == ["lora-step00000040.safetensors", "lora.safetensors"]
+    files = [line.strip() for line in status_text(found).split("  file: ")[1:]]
+    assert [text.partition("\n")[2].strip() for text in files] == ["", "Not, or not exactly, by reader <x>"]
     assert 0.05 < found["loss"] < 0.3
     assert "gone or damaged" not in status_text(found)
     run_dir.events().unlink()

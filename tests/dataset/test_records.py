@@ -266,7 +266,7 @@ def test_rows_that_fail_alike_say_their_remedy_once(tmp_path: Path) -> None:
     table.write_text('{"chosen": "a", "rejected": "b"}\n{"text": ""}\n', encoding="utf-8")
     with pytest.raises(DataError, match=r"No text can be used \(found: 2 texts\)") as caught:
         scan_texts(data)
-    assert caught.value.fix == "Repair the rows or files above."
+    assert "objective.loss: dpo" in caught.value.fix and caught.value.fix.endswith("Fill it, or take the row away.")
 
 
 def test_a_lone_surrogate_is_set_aside_with_its_place(tmp_path: Path) -> None:

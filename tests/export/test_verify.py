@@ -125,7 +125,9 @@ def test_of_the_diffusers_form_comfyui_applies_a_part_and_this_is_said(
 
 def test_who_cannot_read_a_dora_is_said(folder: Path, tmp_path: Path) -> None:
     family, model, adapter, path = written(folder, tmp_path, "kohya", use_dora=True)
-    said = " ".join(writers.verify("kohya", path, family, model, adapter).cannot_read)
+    found = writers.verify("kohya", path, family, model, adapter)
+    said = " ".join(found.cannot_read)
+    assert found.can_read == ("LyCORIS",) and "LyCORIS" not in said
     assert all(name in said for name in ("diffusers", "A1111", "ComfyUI", "Forge", "%"))
 
 

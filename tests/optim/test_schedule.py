@@ -57,6 +57,20 @@ def test_after_the_warm_up_they_are_those_of_diffusers(ours: dict[str, Any], the
     assert max(abs(a - b) for a, b in zip(found[:WARMUP], theirs[:WARMUP], strict=True)) > 0.01  # theirs starts at 0
 
 
+@pytest.mark.parametrize(("t_max", "differs"), [(7, True), (40, True), (STEPS, False)])
+def test_a_cosine_of_other_length_is_that_of_torch(t_max: int, differs: bool) -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    there = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, t_max, eta_min=0.1)
+    theirs = []
+    for _ in range(STEPS + 1):
+        theirs.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        there.step()
+    keys = {"lr_scheduler": "cosine", "lr_min_ratio": 0.1}
+    assert factors(**keys, lr_cosine_steps=t_max) == pytest.approx(theirs, abs=1e-6)
+    assert (max(abs(a - b) for a, b in zip(factors(**keys), theirs, strict=True)) > 0.1) == differs
+
+
 def test_rex_is_the_formula_of_its_paper() -> None:
     found = factors(20, lr_scheduler="rex")
     assert found == pytest.approx([(1 - t / 20) / (0.5 + 0.5 * (1 - t / 20)) for t in range(21)])
@@ -74,6 +88,7 @@ def test_it_ends_at_the_least_and_stays_there(name: str) -> None:
     "keys",
     [
         {"lr_scheduler_num_cycles": 2},
+        {"lr_cosine_steps": 2},
         {"lr_scheduler": "cosine", "lr_scheduler_power": 2.0},
         {"lr_min_ratio": 0.1},
         {"lr_warmup_steps": 4, "lr_warmup_ratio": 0.1},

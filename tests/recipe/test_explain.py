@@ -35,6 +35,13 @@ def problems_of(registry: Registry = PRODUCT, **changes: Any) -> list[Problem]:
         ({"lora": {"rank": "sixteen"}}, "lora.rank", "expected a whole number, got 'sixteen'", ""),
         ({"lora": {"rank": 1.5}}, "lora.rank", "expected a whole number, got 1.5", ""),
         ({"lora": {"rank": 0}}, "lora.rank", "has to be greater than 0, got 0", "The default is 16."),
+        (
+            {"lora": {"type": "lokr", "rank": 10000}},
+            "lora.rank",
+            "has to be at most 2048",
+            "Of a LoKr 2048 means what 10000",
+        ),
+        ({"lora": {"rank": 10000}}, "lora.rank", "has to be at most 2048, got 10000", "Rank of the update."),
         ({"lora": {"dropout": 1}}, "lora.dropout", "has to be less than 1.0, got 1", ""),
         ({"lora": {"use_dora": "maybe"}}, "lora.use_dora", "expected true or false, got 'maybe'", ""),
         ({"data": {"random_crop": 65}}, "data.random_crop", "has to be at most 64, got 65", "one for each image"),

@@ -90,6 +90,20 @@ def test_a_key_that_does_nothing_alone_is_named(given: str, needed: str) -> None
     assert load_recipe("alone.yaml", [given, needed]).notices == ()
 
 
+@pytest.mark.parametrize(("given", "trackers"), [
+    ("wandb", ("wandb",)),
+    ("[tensorboard, wandb, wandb]", ("wandb",)),
+    ("tensorboard", ()),
+])  # fmt: skip
+def test_one_tracker_needs_no_list_and_tensorboard_adds_nothing(given: str, trackers: tuple[str, ...]) -> None:
+    Path("log.yaml").write_text(MINIMAL, encoding="utf-8")
+    assert load_recipe("log.yaml", [f"output.log_with={given}"]).recipe.output.log_with == trackers
+    with pytest.raises(
+        RecipeError, match=r"output.log_with: expected one of .*; got 'wandbb'(?s:.*)Did you mean wandb"
+    ):
+        load_recipe("log.yaml", ["output.log_with=wandbb"])
+
+
 def test_a_rate_that_is_meant_for_another_optimizer_is_questioned_with_its_line() -> None:
     Path("high.yaml").write_text(MINIMAL + "optim:\n  learning_rate: 1.0\n", encoding="utf-8")
     (said,) = load_recipe("high.yaml").notices

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from lora_rocm.families.registry import PRODUCT
 from lora_rocm.recipe.adapter_sections import LoraSection
 from lora_rocm.recipe.kinds import kinds_of
+from lora_rocm.recipe.optimizer_args import ARGUMENTS
 from lora_rocm.recipe.peer_names import advice, peer_names
 from lora_rocm.recipe.schema import TrainSection
 from lora_rocm.recipe.source_sections import DataSource
@@ -23,6 +24,7 @@ from lora_rocm.recipe.suggest import (
     suggest,
     unit_of,
 )
+from lora_rocm.recipe.yaml_tree import dotted
 from tests.recipe.peer_keys import NOTHING_LIKE_IT, ONLY_WITH_THEIR_SECTION, RIGHT
 
 RECIPE = kinds_of({}).recipe
@@ -56,6 +58,7 @@ def test_the_tables_point_at_keys_that_exist() -> None:
     assert set(SAME_VALUE.values()) <= set(KEYS)
     sections = {key.partition(".")[0] for key in KEYS}
     of_all = {key for name in PRODUCT.names for key in all_keys(kinds_of({"model": {"family": name}}).recipe)}
+    of_all.add(dotted(ARGUMENTS))  # the loader replaces it by keys
     for name, sentence in ADVICE.items():
         named = [word for word in re.findall(r"\b[a-z]+\.[a-z_]+\b", sentence) if word.partition(".")[0] in sections]
         assert set(named) <= of_all, (name, named)

@@ -40,6 +40,7 @@ EVENTS: list[tuple[str, dict[str, Any]]] = [
     ("checkpoint", {"updates": 3, "path": "checkpoints/step-00000003", "lora": "l.safetensors"}),
     ("preview", {"updates": 3, "images": ["a.png"]}),
     ("export", {"format": "kohya", "path": "lora.safetensors", "max_difference": 1e-6, "cannot_read": []}),
+    ("export", {"format": "peft", "path": "peft", "max_difference": 0.5, "cannot_read": ["B (c)"], "can_read": ["A"]}),
     ("concept", {"score": 0.9, "control": None, "detail": {}}),
     ("notice", {"text": "[bold]as it is[/bold]"}),
     ("change", change_fields()),
@@ -68,6 +69,8 @@ def test_plain_lines() -> None:
     text = drawn(lambda stream: LineView(stream, every_s=0.0))
     assert "Going on from step 7" in text
     assert "Caching images 18/18  1.5/s" in text
+    assert "(kohya), loaded back, largest difference 1e-06\nWrote peft" in text, "nothing to say about who reads it"
+    assert "largest difference 0.5\nRead by A; not, or not exactly, by B (c)\n" in text
     assert "Compiling the model" in text and "Compiling 2/5  1024x768\nCompiling 5/5\n" in text
     assert "set aside: pics/<bad>.png: broken" in text
     assert "Training 1/40  loss 0.5  5.00 it/s  0:08 left  1.0 GiB  checks 5, failed 0" in text

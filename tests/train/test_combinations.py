@@ -19,14 +19,16 @@ import pytest
 from PIL import Image
 from pydantic import ValidationError
 
+from lora_rocm.families.base import family_for
 from lora_rocm.recipe.load import dump_recipe, load_recipe
 from lora_rocm.recipe.schema import Recipe
-from tests.tiny_models import SHALLOW, write_tiny_sdxl
+from tests.lora_files import write_random_lora
+from tests.tiny_models import RUN_TARGETS, SHALLOW, write_tiny_sdxl
 from tests.train.test_pipeline import bytes_of, losses_of, make_recipe, rewound, start, write_material
 
 Sections = dict[str, dict[str, Any]]
 COMBINATIONS, OFTEN = 30, 4
-SEED = 37_000
+SEED = 37_105
 STEPS, RESUMED_AT = 3, 1
 PATIENCE = 20
 """Draws for one combination after which one more group also takes choices that it has dealt before."""
@@ -41,6 +43,13 @@ CHOICES: dict[str, tuple[Sections, ...]] = {
         {"lora": {"type": "lokr", "factor": 4}},
         {"lora": {"type": "loha"}},
         {"lora": {"type": "oft"}},
+        {"lora": {"type": "ia3", "rank": 16}},  # the rank that it does not read, at its default
+        {"lora": {"loraplus_lr_ratio": 4.0}},
+        {"lora": {"targets": rf"{RUN_TARGETS}|.*resnets\.0\.conv1", "conv_rank": 1}},
+        {"lora": {"overrides": [{"match": r"unet\..*to_q", "rank": 4, "alpha": 1.0, "learning_rate": 1e-4}]}},
+        {"lora": {"rank_dropout": 0.4, "module_dropout": 0.2}},
+        {"lora": {"scale_weight_norms": 0.01}},
+        {"lora": {"init_from": f"{FOLDER}/start.safetensors"}},  # its rank by rank: auto
         {"lora": {"weight_dtype": "bf16"}},
         {"lora": {"train_text_encoder": True}, "optim": {"text_encoder_learning_rate": 1e-4}},
     ),
@@ -64,8 +73,14 @@ CHOICES: dict[str, tuple[Sections, ...]] = {
         {},
         {"optim": {"optimizer": "adamw_8bit"}},
         {"optim": {"optimizer": "adamw_bf16", "rounding": "kahan"}, "lora": {"weight_dtype": "bf16"}},
+        {"optim": {"optimizer": "adamw_bf16", "rounding": "stochastic"}, "lora": {"weight_dtype": "bf16"}},
+        {"optim": {"optimizer": "adamw_8bit"}, "lora": {"weight_dtype": "fp16"}},
         {"optim": {"optimizer": "adamw_schedule_free", "lr_scheduler": "constant"}},
         {"optim": {"optimizer": "adafactor"}},
+        {
+            "optim": {"optimizer": "adafactor", "relative_step": True, "learning_rate": 1e-4, "lr_warmup_steps": 0}
+            | {"lr_scheduler": "constant"}
+        },
         {"optim": {"optimizer": "came"}},
         {"optim": {"optimizer": "lion", "learning_rate": 1e-4}},
         {"optim": {"optimizer": "muon"}},
@@ -85,6 +100,7 @@ CHOICES: dict[str, tuple[Sections, ...]] = {
         {"objective": {"noise_offset": 0.05, "adaptive_noise_scale": 0.01}},
         {"objective": {"multires_noise_iterations": 3, "multires_noise_discount": 0.4}},
         {"objective": {"ip_noise_gamma": 0.1}},
+        {"objective": {"zero_terminal_snr": True}, "model": {"prediction_type": "v_prediction"}},
         {"objective": {"timestep_sampling": "logit-normal", "min_timestep": 100, "max_timestep": 900}},
     ),
     "loss": (
@@ -93,6 +109,7 @@ CHOICES: dict[str, tuple[Sections, ...]] = {
         {"objective": {"soft_min_snr_gamma": 4.0}},
         {"objective": {"debiased_estimation_loss": True}},
         {"objective": {"v_pred_like_loss": 0.5}},
+        {"objective": {"loss_type": "l1"}},
         {"objective": {"loss_type": "huber", "huber_schedule": "snr"}},
         {"objective": {"loss_type": "smooth_l1", "huber_schedule": "exponential"}},
     ),
@@ -113,6 +130,13 @@ CHOICES: dict[str, tuple[Sections, ...]] = {
         {"data": {"color_aug": 1}},
         {"data": {"path": None, "sources": [{"path": f"{FOLDER}/table", "loss_weight_column": "weight"}]}},
         {"data": {"path": f"{FOLDER}/masked", "mask_path": "beside"}},
+        {
+            "data": {
+                "path": None,
+                "sources": [{"path": f"{FOLDER}/images"}, {"path": f"{FOLDER}/masked", "is_reg": True}],
+                "prior_loss_weight": 0.5,
+            }
+        },
         {"model": {"name_or_path": f"{FOLDER}/inpainting"}},
         {
             "model": {"name_or_path": f"{FOLDER}/inpainting"},
@@ -158,6 +182,8 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
         with Image.open(path) as image:
             size = image.size
         Image.linear_gradient("L").rotate(90).resize(size).save(path.with_name(f"{path.stem}-masklabel.png"))
+    unet = family_for(make_recipe(folder)).skeleton("unet")
+    write_random_lora(folder / "start.safetensors", "unet", unet, RUN_TARGETS)
     return folder
 
 
@@ -204,7 +230,8 @@ def combined(number: int, material: Path) -> Recipe:
     path = material / f"{number}.yaml"
     written = dump_recipe(make_recipe(Path(FOLDER), **combinations()[number]))
     path.write_text(written.replace(FOLDER, material.as_posix()), encoding="utf-8")
-    return load_recipe(path).recipe
+    started = ["lora.rank=auto"] if "init_from" in combinations()[number].get("lora", {}) else []
+    return load_recipe(path, started).recipe
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,15 @@ def test_it_learns() -> None:
     assert [event["updates"] for event in rig.of_type("step")] == list(range(1, 81))
 
 
+def test_the_epoch_of_an_update_is_how_many_are_finished() -> None:
+    """1.0 after the last update of the first epoch, not 2. The number of iterations counts: a skipped batch is used."""
+    rig = Rig()
+    rig.trainer.steps_per_epoch = 3
+    assert [event["epoch"] for event in rig.fit(7).of_type("step")] == [
+        0.333333, 0.666667, 1.0, 1.333333, 1.666667, 2.0, 2.333333,
+    ]  # fmt: skip
+
+
 class Measured(NoisyLine):
     """It measures two values of each sample beside the loss."""
 

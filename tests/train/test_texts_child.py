@@ -29,5 +29,6 @@ def test_the_first_samples_are_shown_and_what_cannot_be_used_is_said(
     said = json.loads(capsys.readouterr().out)
     wanted = [f"<|start|>user\nsay {n}<|end|>\n<|start|>assistant\n⟦number {n}<|end|>⟧\n" for n in range(3)]
     assert said["shown"] == wanted
-    assert (said["texts"], said["looked_at"], said["lengths"]) == (10, 10, {"64": 9})
-    assert any("begins behind the 100 tokens" in notice for notice in said["notices"])
+    assert (said["looked_at"], said["refused"], said["lengths"]) == (10, {"0": 1}, {"64": 9})
+    (problem,) = said["problems"]
+    assert problem["where"] == f"{data}:1" and "begins behind the 100 tokens" in problem["what"]

@@ -45,11 +45,11 @@ LAYOUT = Layout(
         "text_conditioner": Part(
             AnimaTextConditioner,
             names.PREFIXES[0] + names.CONDITIONER,
-            names.conditioner_of_original,
+            conversion.own_names,
             other_prefixes=(*(prefix + names.CONDITIONER for prefix in names.PREFIXES[1:]), names.CONDITIONER),
         ),
         "vae": Part(ImageVae, "first_stage_model.", vae_of_original, other_prefixes=("vae.",)),
-        "text_encoder": Part(Qwen3Model, "", conversion.own_names),
+        "text_encoder": Part(Qwen3Model, "text_encoders.qwen3_06b.transformer.", conversion.own_names),
     },
     tokenizers={"tokenizer": "qwen3", "t5_tokenizer": "t5"},
     configs=Path(__file__).parent / "config",

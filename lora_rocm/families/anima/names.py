@@ -59,14 +59,4 @@ def config_changes(config: Mapping[str, Any], tensors: Collection[str]) -> dict[
 def transformer_of_original(state: State, module: nn.Module) -> State:
     """Convert from the original names; diffusers' own names stay."""
     ours = {original(name): name for name in module.state_dict()}
-    bare = {_without_prefix(name): tensor for name, tensor in state.items()}
-    return {ours.get(name, name): tensor for name, tensor in bare.items()}
-
-
-def conditioner_of_original(state: State, module: nn.Module) -> State:
-    """The text conditioner in the transformer's file, where its names are those of diffusers."""
-    return {name.rpartition(CONDITIONER)[2]: tensor for name, tensor in state.items()}
-
-
-def _without_prefix(name: str) -> str:
-    return name.removeprefix(next((prefix for prefix in PREFIXES if name.startswith(prefix)), ""))
+    return {ours.get(name, name): tensor for name, tensor in state.items()}

@@ -17,7 +17,7 @@ class AnimaSection(TransformerSection):
 
     family: Literal["anima"] = Field("anima", description="Model family.")
     name_or_path: PathOrHubId = Field(
-        description="A diffusers folder, a hub id, or a .safetensors file of the transformer."
+        description="A diffusers folder, a hub id, or a .safetensors file of the transformer or of several components."
     )
     t5_tokenizer: InputFolder | None = Field(
         None, description="Folder of another tokenizer of T5, whose tokens the text conditioner reads."

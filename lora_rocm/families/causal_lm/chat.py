@@ -61,22 +61,36 @@ class ChatTokenizer:
     """
 
     def __init__(self, tokenizer: Any, max_length: int, train_on: str, name: str, pairs: bool = False) -> None:
-        self.tokenizer, self.max_length, self.trains_on_all, self._name = tokenizer, max_length, train_on == "all", name
-        self._pairs, self._num_cut = pairs, 0
+        self.tokenizer, self.max_length, self.train_on, self._name = tokenizer, max_length, train_on, name
+        self._pairs, self._num_cut, self._num_joined = pairs, 0, 0
 
     @property
     def notices(self) -> Sequence[str]:
-        if not self._num_cut:
-            return ()
-        are = "1 text is" if self._num_cut == 1 else f"{self._num_cut} texts are"
-        return (f"{are} longer than data.max_length ({self.max_length} tokens): the end is not trained on.",)
+        found = list[str]()
+        if self._num_cut:
+            are = "1 text is" if self._num_cut == 1 else f"{self._num_cut} texts are"
+            found.append(f"{are} longer than data.max_length ({self.max_length} tokens): the end is not trained on.")
+        if self._num_joined:
+            have = "1 row has" if self._num_joined == 1 else f"{self._num_joined} rows have"
+            columns = "prompt, chosen and rejected" if self._pairs else "messages, or prompt and completion,"
+            found.append(
+                f"{have} prompt and answer as plain texts: the tokenizer's chat template is not used for them. To "
+                f"train on answers in a chat, give {columns} as lists of messages."
+            )
+        return tuple(found)
 
     def parts(self, text: str) -> Sequence[str]:
         """As ``TextReader.parts``: a conversation whose turns are written otherwise once more follow is cut at each."""
         record = read(text)
-        if self._pairs:
-            return self._pair(record)
-        if isinstance(record, Conversation) and not record.last_only and not self._keeps_its_beginnings(record):
+        of_it = (record.chosen, record.rejected) if isinstance(record, Pair) else (record,)
+        for each in of_it:
+            self._require_calls(each)
+        cut = self._pair(record) if self._pairs else self._cut(record)
+        self._num_joined += isinstance(of_it[0], Completion) and self.tokenizer.chat_template is not None
+        return cut
+
+    def _cut(self, record: Record) -> Sequence[str]:
+        if isinstance(record, Conversation) and not self._last_only(record) and not self._keeps_its_beginnings(record):
             records = [part(record, number) for number in range(len(record.turns))]
         else:
             records = [record]
@@ -84,21 +98,45 @@ class ChatTokenizer:
             self._checked(each)
         return [written(each) for each in records]
 
+    def _last_only(self, record: Conversation) -> bool:
+        return record.last_only or self.train_on == "last-turn"
+
     def num_tokens(self, text: str) -> int:
         """As ``TextReader.num_tokens``. Of a pair the longer answer counts, to which the other is filled up."""
         record = read(text)
         answers = (record.chosen, record.rejected) if isinstance(record, Pair) else (record,)
         return max(len(self.tokens(answer).ids) for answer in answers)
 
+    def _require_calls(self, record: Record) -> None:
+        """Raise UnusableText if the chat template leaves out a call of a tool."""
+        if not isinstance(record, Conversation):
+            return
+        for at, message in enumerate(record.messages):
+            if not message.get("tool_calls"):
+                continue
+            until = record.up_to(at)
+            silent = {key: value for key, value in message.items() if key != "tool_calls"}
+            text = self._rendered(until)
+            try:
+                is_written = text != self._rendered(replace(until, messages=(*until.messages[:-1], silent)))
+            except UnusableText:  # the template wants the call
+                is_written = True
+            if not is_written:
+                raise UnusableText(
+                    f"Message {at + 1} ({message['role']}) calls a tool, and the chat template does not write calls: "
+                    "the model would learn to leave it out.",
+                    "Give a tokenizer whose chat template knows tools (model.tokenizer), or take the row away.",
+                )
+
     def _checked(self, record: Record) -> Tokens:
         """The tokens of a sample that has some to train on; counts those that are cut."""
         found = self.tokens(record)
-        self._num_cut += found.whole > self.max_length
         if not any(found.trained):
             raise UnusableText(
                 f"Its answer begins behind the {self.max_length} tokens that are trained on.",
                 f"Raise data.max_length (it has {found.whole}), or shorten the prompt.",
             )
+        self._num_cut += found.whole > self.max_length
         return found
 
     def _pair(self, record: Record) -> Sequence[str]:
@@ -155,7 +193,7 @@ class ChatTokenizer:
         """
         assert not isinstance(record, Pair), "a pair is two texts"
         if isinstance(record, Conversation):
-            marked = self._marked(record)
+            marked = self._marked(replace(record, last_only=self._last_only(record)))
             text, spans = self._spans(marked)
             ids, ends = self._encoded(text, marked)
         else:
@@ -166,7 +204,7 @@ class ChatTokenizer:
             spans = [(start, len(text))]
             if self.tokenizer.eos_token_id is not None and ids[-1:] != [self.tokenizer.eos_token_id]:
                 ids, ends = [*ids, self.tokenizer.eos_token_id], [*ends, len(text)]
-        trained = [self.trains_on_all or any(start < end <= stop for start, stop in spans) for end in ends]
+        trained = [self.train_on == "all" or any(start < end <= stop for start, stop in spans) for end in ends]
         if ids and not isinstance(record, Conversation):
             trained[-1] = True
         most = self.max_length

@@ -329,7 +329,9 @@ class TokensEncoder:
         files = sorted({path for pattern in OF_TOKENIZER for path in folder.glob(pattern) if path.is_file()})
         reader = self._family.texts
         parts = [f"{path.name} {digest([path.read_bytes().hex()])}" for path in files]
-        return f"tokens{ENCODING_VERSION}-{digest([*parts, f'{reader.max_length} {reader.trains_on_all}'])}"
+        last = " last-turn" if reader.train_on == "last-turn" else ""
+        how = f"{reader.max_length} {reader.train_on == 'all'}{last}"  # entries of before keep their names
+        return f"tokens{ENCODING_VERSION}-{digest([*parts, how])}"
 
     def in_tiles(self) -> None:
         return None

@@ -33,10 +33,11 @@ class LanguageSection(ObjectiveSection):
         description="cross-entropy: of the next token. dpo: direct preference optimisation (arXiv 2305.18290), from "
         "tables with the columns chosen and rejected; it compares with the model as training starts.",
     )
-    train_on: Literal["answers", "all"] = Field(
+    train_on: Literal["answers", "last-turn", "all"] = Field(
         "answers",
-        description="answers: of conversations only what the assistant says, and of prompts their completion; all: "
-        "every token. Plain texts are trained on as a whole. dpo always trains on answers.",
+        description="answers: of conversations only what the assistant says, and of prompts their completion; "
+        "last-turn: of conversations only its last answer; all: every token. Plain texts are trained on as a whole. "
+        "dpo always trains on answers.",
     )
     beta: Annotated[float, Field(gt=0.0, le=1000.0)] = Field(
         0.1, description="Of dpo: how strongly it keeps to the model as training starts; less moves further."

@@ -49,8 +49,8 @@ PARTS = {
         other_prefixes=("diffusion_model.",),
     ),
     "vae": Part(AutoencoderKL, "first_stage_model.", conversion.vae_of_ldm, other_prefixes=("vae.",)),
-    "text_encoder": Part(CLIPTextModel, "", conversion.own_names),
-    "text_encoder_2": Part(T5EncoderModel, "", conversion.own_names),
+    "text_encoder": Part(CLIPTextModel, "text_encoders.clip_l.transformer.", conversion.own_names),
+    "text_encoder_2": Part(T5EncoderModel, "text_encoders.t5xxl.transformer.", conversion.own_names),
 }
 LAYOUT = Layout(
     parts=PARTS,

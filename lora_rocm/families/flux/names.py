@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from lora_rocm.base_models.conversion import State
 
-PREFIXES = ("model.diffusion_model.", "diffusion_model.")
 DOUBLE, SINGLE = "double_blocks.#.", "single_blocks.#."
 ATTENTION, ADDED = "transformer_blocks.#.attn.", "transformer_blocks.#.attn.add_"
 OF_SINGLE = "single_transformer_blocks.#."
@@ -69,10 +68,7 @@ def transformer_of_original(state: State, module: nn.Module) -> State:
     """Convert from the original names, which fuse query, key, value and MLP; diffusers' own names stay."""
     shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
     converted: State = {}
-    for found, tensor in state.items():
-        name = found
-        for prefix in PREFIXES:
-            name = name.removeprefix(prefix)
+    for name, tensor in state.items():
         path, _, ending = name.rpartition(".")
         number = BLOCK_NUMBER.search(path)
         modules = MODULES.get(BLOCK_NUMBER.sub("#", path))

@@ -19,7 +19,7 @@ class FluxSection(TransformerSection):
 
     family: Literal["flux"] = Field("flux", description="Model family.")
     name_or_path: PathOrHubId = Field(
-        description="A diffusers folder, a hub id, or a .safetensors file of the transformer."
+        description="A diffusers folder, a hub id, or a .safetensors file of the transformer or of several components."
     )
     variant: Literal["dev", "schnell", "kontext"] = Field(
         "dev", description="Which FLUX.1 it is, for files do not always say. schnell is distilled: better train on dev."
@@ -31,9 +31,7 @@ class FluxSection(TransformerSection):
         description="The guidance that the model is told in training (schnell is told none). 1 is usual, also for a "
         "LoRA that is used at 3.5; the scripts of diffusers take 3.5.",
     )
-    text_encoder_2: PathOrHubId | None = Field(
-        None, description="Another T5-XXL, as text_encoder, which is CLIP-L. A file needs all of them."
-    )
+    text_encoder_2: PathOrHubId | None = Field(None, description="Another T5-XXL, as text_encoder, which is CLIP-L.")
     tokenizer_2: InputFolder | None = Field(None, description="Folder of another tokenizer of T5.")
 
 

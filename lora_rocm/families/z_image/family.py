@@ -41,7 +41,7 @@ LAYOUT = Layout(
             other_prefixes=("diffusion_model.",),
         ),
         "vae": Part(AutoencoderKL, "first_stage_model.", conversion.vae_of_ldm, other_prefixes=("vae.",)),
-        "text_encoder": Part(Qwen3Model, "", conversion.own_names),
+        "text_encoder": Part(Qwen3Model, "text_encoders.qwen3_4b.transformer.", conversion.own_names),
     },
     tokenizers={"tokenizer": "qwen3"},
     configs=Path(__file__).parent / "config",

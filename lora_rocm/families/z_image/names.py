@@ -8,7 +8,6 @@ from torch import nn
 
 from lora_rocm.base_models.conversion import State
 
-PREFIXES = ("model.diffusion_model.", "diffusion_model.")
 STARTS = {"x_embedder.": "all_x_embedder.2-1.", "final_layer.": "all_final_layer.2-1."}
 PARTS = {
     ".attention.out.": ".attention.to_out.0.",
@@ -32,8 +31,6 @@ def transformer_of_original(state: State, module: nn.Module) -> State:
     converted: State = {}
     for found, tensor in state.items():
         name = found
-        for prefix in PREFIXES:
-            name = name.removeprefix(prefix)
         for start, new in STARTS.items():
             name = new + name.removeprefix(start) if name.startswith(start) else name
         for part, new in PARTS.items():

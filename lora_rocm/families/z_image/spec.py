@@ -15,7 +15,8 @@ class ZImageSection(TransformerSection):
 
     family: Literal["z-image"] = Field("z-image", description="Model family.")
     name_or_path: PathOrHubId = Field(
-        description="A diffusers folder, a hub id, a .safetensors file of the transformer, or builtin:tiny-z-image."
+        description="A diffusers folder, a hub id, a .safetensors file of the transformer or of several components, "
+        "or builtin:tiny-z-image."
     )
     variant: Literal["base", "turbo"] = Field(
         "base", description="Which Z-Image it is, for files do not say. Turbo is distilled: better train on the base."

@@ -123,3 +123,59 @@ def test_what_is_too_long_is_cut_and_said_and_an_answer_out_of_reach_is_set_asid
     with pytest.raises(UnusableText, match="begins behind the 30 tokens"):
         found.parts(written(chat(("user", "a" * 50), ("assistant", "b"))))
     assert not reader().notices
+
+
+CALLS = "{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}"
+
+
+@pytest.mark.parametrize("content", ["", "I look."])
+def test_a_call_of_a_tool_that_the_template_leaves_out_is_named(content: str) -> None:
+    calls = {"role": "assistant", "content": content, "tool_calls": [{"function": {"name": "w", "arguments": {}}}]}
+    begin, end = chat(("user", "weather?")), chat(("tool", "sun"), ("assistant", "sunny"))
+    asked = Conversation((*begin.messages, calls, *end.messages))
+    with pytest.raises(UnusableText, match=r"Message 2 \(assistant\) calls a tool") as caught:
+        reader().parts(written(asked))
+    assert "model.tokenizer" in caught.value.fix
+    pair = Pair(Conversation((*begin.messages, calls), last_only=True), chat(("user", "weather?"), ("assistant", "no")))
+    with pytest.raises(UnusableText, match="calls a tool"):
+        ChatTokenizer(tiny_tokenizer(CHAT), 99, "answers", "tiny", pairs=True).parts(written(pair))
+    knows = reader(CHAT.replace("{{ m.content }}", CALLS))
+    assert knows.parts(written(asked)) == [written(asked)], "the control: this template writes it"
+    assert '"name": "w"' in trained(knows, asked)[0]
+    silent = Conversation((*begin.messages, {**calls, "content": "a", "tool_calls": []}, *end.messages))
+    assert reader().parts(written(silent)) == [written(silent)], "the control: nothing is called"
+    wants = CHAT.replace("{{ m.content }}", "{% if not (m.content or m.tool_calls) %}{{ raise_exception('x') }}{% endif %}{{ m.content }}")  # fmt: skip  # noqa: E501
+    if not content:
+        assert reader(wants).parts(written(asked)) == [written(asked)]
+
+
+@pytest.mark.parametrize("template", [CHAT, STRIPPING])
+def test_last_turn_trains_on_the_last_answer_alone(template: str) -> None:
+    thought, later = f"{THINK}x</think>b", chat(("user", "e"))
+    asked = chat(("user", "a"), ("assistant", thought), ("user", "c"), ("assistant", f"{THINK}y</think>d"))
+    found, wanted = reader(template, train_on="last-turn"), f"{THINK}y</think>d{END}"
+    assert found.parts(written(asked)) == [written(asked)] and trained(found, asked) == [wanted]
+    assert list(found.tokens(asked).ids) == of_template(found, asked)
+    followed = replace(asked, messages=asked.messages + later.messages)
+    assert trained(found, followed) == [wanted] and found.tokens(followed) == found.tokens(asked)
+    every = [
+        piece for part in reader(template).parts(written(asked)) for piece in trained(reader(template), read(part))
+    ]
+    assert every == [thought + END, wanted], "the control: each answer"
+    assert trained(found, Completion("a", "b")) == [f"b{END}"] and trained(found, "abc") == [f"bc{END}"]
+
+
+def test_plain_prompts_and_answers_are_said_if_the_tokenizer_has_a_chat_template() -> None:
+    pair = Pair(Completion("a", "b"), Completion("a", "c"))
+    for pairs, record in ((False, Completion("a", "b")), (True, pair)):
+        found = ChatTokenizer(tiny_tokenizer(CHAT), 99, "answers", "tiny", pairs)
+        found.parts(written(record))
+        (notice,) = found.notices
+        assert notice.startswith("1 row has prompt and answer as plain texts") and "lists of messages" in notice
+        assert ("chosen and rejected" in notice) == pairs
+        bare = ChatTokenizer(tiny_tokenizer(None), 99, "answers", "tiny", pairs)
+        bare.parts(written(record))
+        assert not bare.notices, "the control: there is no template"
+    found = reader()
+    found.parts(written(TWO))
+    assert not found.notices, "the control: a conversation has it"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tracemalloc
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,24 +13,28 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from lora_rocm.commands.check import plan_texts
+from lora_rocm.commands.check import TEXTS_MODULE, check, plan_texts
+from lora_rocm.dataset import text_scan
 from lora_rocm.dataset.batch_sampler import BatchPlan
 from lora_rocm.dataset.records import read
 from lora_rocm.dataset.row_reference import separated
-from lora_rocm.dataset.text_scan import find_samples
+from lora_rocm.dataset.text_scan import count_texts, find_samples
 from lora_rocm.families.base import family_for
 from lora_rocm.families.causal_lm.chat import ChatTokenizer
 from lora_rocm.families.causal_lm.objective import IGNORED
+from lora_rocm.families.causal_lm.spec import LanguageSection
 from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.latent_cache.prepare import Prepared, choose_held_out, prepare
 from lora_rocm.recipe.kinds import recipe_from
+from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.train.texts_child import seen
 from tests.tiny_llm import CHAT, STRIPPING, THINK, tiny_tokenizer, write_chats
 
 CPU = torch.device("cpu")
 COUNT = 12
+CHAT_OF_ONE = [("user", "a"), ("assistant", "b")]
 
 
 def recipe_of(folder: Path, template: str = CHAT, **data: Any) -> Recipe:
@@ -72,14 +77,14 @@ def test_check_says_the_steps_of_a_run(tmp_path: Path, template: str, data: dict
     recipe = recipe_of(tmp_path, template, **data)
     train = recipe.train.model_copy(update={"max_train_steps": None, "epochs": 3, "batch_size": 2})
     recipe = recipe.model_copy(update={"train": train.model_copy(update={"gradient_accumulation_steps": 2})})
-    reader, samples = family_for(recipe).texts, find_samples(recipe).samples
+    reader, counted = family_for(recipe).texts, count_texts(recipe).of_source
     assert reader is not None
-    plan = plan_texts(recipe, samples, json.loads(json.dumps(asdict(seen(recipe, reader)))))
+    plan = plan_texts(recipe, counted, json.loads(json.dumps(asdict(seen(recipe, reader)))))
     found = prepared(recipe)
     steps = BatchPlan(found.items, 2, 2, seed=0).steps_per_epoch
     assert (plan.steps_per_epoch, plan.max_train_steps, plan.held_out) == (steps, 3 * steps, len(found.held_out))
     assert plan.buckets == found.facts.bucket_counts and plan.how_sure == ""
-    part = plan_texts(recipe, samples, json.loads(json.dumps(asdict(seen(recipe, reader, most=COUNT // 2)))))
+    part = plan_texts(recipe, counted, json.loads(json.dumps(asdict(seen(recipe, reader, most=COUNT // 2)))))
     assert part.how_sure == "about " and 0 < part.steps_per_epoch < 2 * steps + 2
 
 
@@ -127,3 +132,64 @@ def test_rows_hold_all_texts_of_training_once_and_held_out_ones_are_alone(tmp_pa
     assert trained == row.share == int((tensors["labels"] != IGNORED).sum())
     ends = torch.tensor(positions[1:]).eq(0).nonzero().flatten()
     assert (tensors["labels"][ends] == IGNORED).all() and len(ends) > 1, "none learns to write what begins the next"
+
+
+def checked(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch, most: int = 100) -> None:
+    """``lora-rocm check``, with its child processes in this one, and without weights."""
+    facts = {"num_bytes": {"model": 1}, "notices": [], "files": [], "tokenizers": []}
+
+    def child(module: str, *job: object) -> dict[str, Any]:
+        reader = family_for(recipe).texts
+        assert reader is not None
+        found: dict[str, Any] = json.loads(json.dumps(asdict(seen(recipe, reader, most))))
+        return found if module == TEXTS_MODULE else facts
+
+    monkeypatch.setattr("lora_rocm.supervisor.subprocesses.run_for_json", child)
+    path = folder / "recipe.yaml"
+    path.write_text(dump_recipe(recipe), encoding="utf-8")
+    check(str(path))
+
+
+def test_check_sets_aside_what_training_does_and_names_its_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = recipe_of(tmp_path, max_length=64)
+    write_chats(tmp_path / "c.jsonl", CHAT_OF_ONE, [("user", "b" * 90), ("assistant", "c")], CHAT_OF_ONE)
+    (aside,) = prepared(recipe).set_aside
+    checked(recipe, tmp_path, monkeypatch)
+    said = capsys.readouterr().out
+    assert "texts: 2 usable, 1 set aside" in said and "c.jsonl: 2 texts, repeats 1" in said
+    assert f"  set aside: {tmp_path / 'c.jsonl'}:2: Its answer begins behind the 64 tokens" in said
+    assert f"{aside.where}: {aside.what} {aside.fix}" in said, "the same as of training"
+    checked(recipe, tmp_path, monkeypatch, most=2)
+    said = capsys.readouterr().out
+    assert "texts: at most 2 usable, at least 1 set aside" in said and "the first 2 texts were looked at" in said
+    write_chats(tmp_path / "c.jsonl", CHAT_OF_ONE)
+    checked(recipe, tmp_path, monkeypatch)
+    assert "texts: 1 usable, 0 set aside" in capsys.readouterr().out, "the control"
+
+
+def test_check_keeps_no_text_and_looks_at_the_first_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of(tmp_path)
+    write_chats(tmp_path / "c.jsonl", *[[("user", f"{n}"), ("assistant", "a" * 20_000)] for n in range(100)])
+    tracemalloc.start()
+    assert count_texts(recipe).of_source.total() == 100
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    texts = [sample.caption for sample in find_samples(recipe).samples]
+    held_bytes = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert peak_bytes < 400_000 < 2_000_000 < held_bytes and len(texts) == 100, "the control holds them"
+    reader, rows, read_rows = family_for(recipe).texts, list[object](), text_scan.rows_of
+    assert reader is not None
+    monkeypatch.setattr(text_scan, "rows_of", lambda source: (rows.append(row) or row for row in read_rows(source)))
+    assert seen(recipe, reader, most=3).looked_at == 3 and len(rows) == 4
+
+
+def test_what_is_trained_on_decides_the_entries(tmp_path: Path) -> None:
+    recipe, found = recipe_of(tmp_path), dict[str, int]()
+    prints = set[str]()
+    for train_on in ("answers", "last-turn", "all"):
+        asked = recipe.model_copy(update={"objective": LanguageSection(train_on=train_on)})
+        prints |= {encoder.fingerprint for encoder in family_for(asked).encoders()}
+        found[train_on] = sum(item.share for item in prepared(asked).items)
+    assert len(prints) == 3 and 0 < found["last-turn"] < found["answers"] < found["all"]

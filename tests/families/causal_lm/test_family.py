@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from lora_rocm.errors import ModelError
-from lora_rocm.families.causal_lm.architecture import states_of
 from lora_rocm.families.causal_lm.family import CausalLM
 from lora_rocm.families.causal_lm.objective import IGNORED, Head, token_distance
 from lora_rocm.families.objectives.loss import LOSS_MASK, losses
@@ -50,25 +49,25 @@ def test_losses_and_gradients_are_those_of_transformers(folder: Path, tmp_path: 
     assert torch.isfinite(bare_BSV).all()
 
 
+def passed(adapted: Adapted, tensors: dict[str, Tensor], shares: Tensor) -> Tensor:
+    """The gradients [N] of the sum of the losses of all trained tokens, and that sum as the last."""
+    loss = (losses(adapted.family, adapted.model, tensors, {}) * shares).sum()
+    gradients = torch.autograd.grad(loss, [*adapted.adapter.leaves.values()])
+    return torch.cat([*(each.flatten() for each in gradients), loss.detach()[None]])
+
+
 def test_samples_in_one_row_have_the_losses_and_gradients_of_separate_ones(folder: Path) -> None:
     adapted, data = Adapted(recipe_of(folder)), batch()
     shares_B = data[LOSS_MASK].sum(1)
-
-    def passed(tensors: dict[str, Tensor], shares: Tensor) -> Tensor:
-        """The gradients [N] of the sum of the losses of all trained tokens, and that sum as the last."""
-        loss = (losses(adapted.family, adapted.model, tensors, {}) * shares).sum()
-        gradients = torch.autograd.grad(loss, [*adapted.adapter.leaves.values()])
-        return torch.cat([*(each.flatten() for each in gradients), loss.detach()[None]])
-
     row = {name: tensor_BS.reshape(1, -1) for name, tensor_BS in data.items()}
     places_BS = torch.arange(TOKENS).repeat(2)[None]
-    wanted_N, total = passed(data, shares_B), shares_B.sum()[None]
-    found_N = passed({**row, "positions": places_BS}, total)
+    wanted_N, total = passed(adapted, data, shares_B), shares_B.sum()[None]
+    found_N = passed(adapted, {**row, "positions": places_BS}, total)
     assert off(found_N, wanted_N) < 1e-4 and off(found_N[-1:], wanted_N[-1:]) < CLOSE
-    seeing = passed({**row, "positions": torch.arange(2 * TOKENS)[None]}, total)
+    seeing = passed(adapted, {**row, "positions": torch.arange(2 * TOKENS)[None]}, total)
     assert off(seeing, wanted_N) > 0.01, "the control: as one sample the second sees the first"
     adapted.family.fuse(adapted.model, triton=False)
-    assert off(passed({**row, "positions": places_BS}, total), wanted_N) < 1e-4
+    assert off(passed(adapted, {**row, "positions": places_BS}, total), wanted_N) < 1e-4
 
 
 def test_an_architecture_whose_samples_see_each_other_is_refused_with_packing(
@@ -157,12 +156,21 @@ def test_the_part_that_reads_images_is_left_out(tmp_path: Path) -> None:
 
 
 def test_samples_in_one_row_see_no_other_beside_the_sinks_of_gpt_oss(tmp_path: Path) -> None:
-    """Twice as many tokens as its sliding window."""
-    family = CausalLM(recipe_of(write_tiny_gpt_oss(tmp_path), data={"path": str(tmp_path), "packing": True}))
-    model = family.load(torch.float32, CPU).components["model"]
-    ids_BS, places_BS = batch()["input_ids"], torch.arange(TOKENS)[None]
-    with torch.no_grad():
-        wanted = torch.cat([states_of(model, row[None]) for row in ids_BS], 1)
-        found = states_of(model, ids_BS.reshape(1, -1), places_BS.repeat(1, 2))
-        seeing = states_of(model, ids_BS.reshape(1, -1), torch.arange(2 * TOKENS)[None])
-    assert off(found, wanted) < 1e-2 < off(seeing, wanted)
+    """Losses and gradients are those of separate samples, some longer than its sliding window of 16."""
+    folder, lengths = write_tiny_gpt_oss(tmp_path), (12, TOKENS, 28)
+    adapted = Adapted(recipe_of(folder, data={"path": str(folder), "packing": True}))
+    ids_S = torch.randint(4, 260, (sum(lengths),), generator=torch.Generator().manual_seed(4))
+    samples = list[dict[str, Tensor]]()
+    for ids in ids_S.split(lengths):
+        mask_S = torch.arange(len(ids)) < len(ids) - 1
+        labels_S = torch.where(mask_S, ids.roll(-1), IGNORED)
+        samples.append({"input_ids": ids[None], "labels": labels_S[None], LOSS_MASK: mask_S.float()[None]})
+    row = {name: torch.cat([sample[name] for sample in samples], 1) for name in samples[0]}
+    places_BS = torch.cat([torch.arange(length) for length in lengths])[None]
+    wanted_N = sum(passed(adapted, sample, sample[LOSS_MASK].sum()[None]) for sample in samples)
+    assert isinstance(wanted_N, Tensor)
+    total = row[LOSS_MASK].sum()[None]
+    found_N = passed(adapted, {**row, "positions": places_BS}, total)
+    assert off(found_N, wanted_N) < CLOSE and off(found_N[-1:], wanted_N[-1:]) < CLOSE
+    seeing_N = passed(adapted, {**row, "positions": torch.arange(sum(lengths))[None]}, total)
+    assert off(seeing_N, wanted_N) > 0.01, "the control: as one sample each sees those before"

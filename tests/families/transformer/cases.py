@@ -119,7 +119,8 @@ class Case(ABC):
 
     def family(self, model: Mapping[str, Any] | None = None, folder: Path | None = None, **sections: Any) -> Any:
         keys = {"family": self.name, **self.model, **(model or {})}
-        return self.cls(tiny_recipe(folder or self.folder, model=keys, data={"bucket_step": 16}, **sections))
+        data = {"bucket_step": 16, **sections.pop("data", {})}
+        return self.cls(tiny_recipe(folder or self.folder, model=keys, data=data, **sections))
 
     @abstractmethod
     def written(self, folder: Path) -> Path: ...

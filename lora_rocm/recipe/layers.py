@@ -1,0 +1,75 @@
+"""The layers of a recipe (base, file, ``--set``), merged, with the origin of each key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from lora_rocm.recipe.yaml_tree import Key, dotted
+
+# A recipe gives one key of each pair; a layer that sets one removes the other from the layers below.
+EITHER_OR: dict[Key, Key] = {
+    ("data", "path"): ("data", "sources"),
+    ("data", "sources"): ("data", "path"),
+    ("train", "max_train_steps"): ("train", "epochs"),
+    ("train", "epochs"): ("train", "max_train_steps"),
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """The origin of a value: a file and line, or ``--set``. name: the old name of a key that has moved."""
+
+    origin: str
+    line: int | None = None
+    name: str = ""
+
+    def __str__(self) -> str:
+        return self.origin if self.line is None else f"{self.origin}:{self.line}"
+
+
+@dataclass
+class Layered:
+    """Merged recipe data with the origin of each key."""
+
+    origin: str
+    data: dict[str, Any] = field(default_factory=dict)
+    places: dict[Key, Place] = field(default_factory=dict)
+
+    def where(self, key: Key) -> str:
+        """Origin and name of a key ("file.yaml:12 lora.rank"); a missing key gets the line of its section."""
+        near = next((key[:n] for n in range(len(key), 0, -1) if key[:n] in self.places), ())
+        known = self.places.get(near)
+        name = dotted((known.name, *key[len(near) :])) if known and known.name else dotted(key)
+        return f"{known or self.origin} {name}".rstrip()
+
+    def merge(self, data: dict[str, Any], places: dict[Key, Place]) -> None:
+        """Merge ``data`` on top: sections are merged, all other values (lists too) are replaced."""
+        for key, other in EITHER_OR.items():
+            if value_at(data, key) is not None and value_at(data, other) is None:
+                self._drop(other)
+        self._merge_into(self.data, data, ())
+        self.places.update(places)
+
+    def _merge_into(self, below: dict[str, Any], above: dict[str, Any], prefix: Key) -> None:
+        for name, value in above.items():
+            key = (*prefix, name)
+            if isinstance(value, dict) and isinstance(below.get(name), dict):
+                self._merge_into(below[name], value, key)
+            else:
+                self._drop(key)
+                below[name] = value
+
+    def _drop(self, key: Key) -> None:
+        section = value_at(self.data, key[:-1])
+        if isinstance(section, dict):
+            section.pop(key[-1], None)
+        for place in [place for place in self.places if place[: len(key)] == key]:
+            del self.places[place]
+
+
+def value_at(data: Any, key: Key) -> Any:
+    """The value of a key in data; None where it is missing."""
+    for part in key:
+        data = data.get(part) if isinstance(data, dict) else None
+    return data

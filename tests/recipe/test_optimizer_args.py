@@ -1,0 +1,119 @@
+"""``optim.optimizer_args``: kohya's arguments of optimizers stand for typed keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_rocm.errors import RecipeError
+from lora_rocm.recipe.comparison import resume_differences
+from lora_rocm.recipe.load import dump_recipe, load_recipe
+from lora_rocm.recipe.optim_sections import OPTIMIZERS, OptimSection
+from lora_rocm.recipe.optimizer_args import names
+
+HEAD = """model: {name_or_path: "builtin:tiny-sdxl"}
+data: {path: images}
+train: {epochs: 1}
+"""
+
+
+def written(folder: Path, optim: str, name: str = "recipe.yaml") -> Path:
+    path = folder / name
+    path.write_text(f"{HEAD}optim: {optim}\n", encoding="utf-8")
+    return path
+
+
+def loaded(folder: Path, optim: str, *overrides: str) -> OptimSection:
+    return load_recipe(written(folder, optim), overrides).recipe.optim
+
+
+def refused(folder: Path, optim: str, *overrides: str) -> str:
+    with pytest.raises(RecipeError) as caught:
+        loaded(folder, optim, *overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("arguments", "keys"), [
+    ('optimizer: adamw, optimizer_args: ["weight_decay=0.1", "betas=0.9,0.95", "eps=1e-6"]',
+     {"weight_decay": 0.1, "betas": (0.9, 0.95), "epsilon": 1e-6}),
+    ('optimizer_args: ["weight_decay=0.1"]', {"weight_decay": 0.1}),
+    ("optimizer: prodigy, optimizer_args: [decouple=True, weight_decay=0, d_coef=2, use_bias_correction=True, "
+     "safeguard_warmup=True, 'betas=(0.9, 0.99)', beta3=None, slice_p=1], lr_warmup_steps: 1",
+     {"weight_decay": 0.0, "d_coef": 2.0, "use_bias_correction": True, "safeguard_warmup": True, "betas": (0.9, 0.99)}),
+    ("optimizer: adafactor, optimizer_args: [scale_parameter=False, relative_step=True, warmup_init=True]",
+     {"scale_parameter": False, "relative_step": True, "warmup_init": True}),
+    ("optimizer: dadapt_adam, optimizer_args: {growth_rate: 1.02, d0: '1e-5', decouple: true}",
+     {"growth_rate": 1.02, "d0": 1e-5}),
+    ("optimizer: dadapt_adam, optimizer_args: [growth_rate=inf]", {"growth_rate": None}),
+    ("optimizer: muon, optimizer_args: [momentum=0.9, adjust_lr_fn=original, eps=1e-7]",
+     {"momentum": 0.9, "adjust_lr_fn": "original"}),
+    ("optimizer: adamw_schedule_free, optimizer_args: [warmup_steps=7, r=1]", {"lr_warmup_steps": 7, "r": 1.0}),
+    ("optimizer: lion, weight_decay: 0.5, optimizer_args: [weight_decay=0.5]", {"weight_decay": 0.5}),
+])  # fmt: skip
+def test_arguments_are_the_typed_keys(tmp_path: Path, arguments: str, keys: dict[str, Any]) -> None:
+    """What a run keeps has typed keys alone, so a resume compares those."""
+    recipe = load_recipe(written(tmp_path, f"{{{arguments}}}")).recipe
+    assert {key: getattr(recipe.optim, key) for key in keys} == keys
+    kept = tmp_path / "kept.yaml"
+    kept.write_text(dump_recipe(recipe), encoding="utf-8")
+    again = load_recipe(kept).recipe
+    assert again == recipe and "optimizer_args" not in kept.read_text(encoding="utf-8")
+
+
+def test_a_resume_compares_values_and_not_how_they_are_written(tmp_path: Path) -> None:
+    old = load_recipe(written(tmp_path, "{weight_decay: 0.1}")).recipe
+    for value, differs in (("0.1", []), ("0.2", ["optim.weight_decay"])):
+        new = load_recipe(written(tmp_path, f"{{optimizer_args: [weight_decay={value}]}}", "new.yaml")).recipe
+        assert [each.where for each in resume_differences(old, new)] == differs
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    ("optimizer_args: [d_coef=2]",
+     ["recipe.yaml:4 optim.optimizer_args[0]", "adamw takes no 'd_coef'", "d_coef is an argument of prodigy and ",
+      "It takes weight_decay, betas, epsilon (eps)."]),
+    ("optimizer: prodigy, optimizer_args: {decouple: false}", ["decouple of prodigy is always True, got False"]),
+    ("optimizer: prodigy, optimizer_args: [growth_rate=1.02]", ["growth_rate of prodigy is always inf, got 1.02"]),
+    ("optimizer: adamw, optimizer_args: [beta1=0.9]", ["adamw takes no 'beta1'", "argument of adafactor"]),
+    ("optimizer: adamw, optimizer_args: [beta2=0.9]", ["adamw takes no 'beta2'", "Write optim.betas: [beta1, beta2]"]),
+    ("optimizer_args: [learning_rate=1]", ["adamw takes no 'learning_rate'", "Write optim.learning_rate."]),
+    ("optimizer_args: [eps=1e-6, epsilon=1e-7]",
+     ["epsilon is 1e-07, and ", "recipe.yaml:4 optim.optimizer_args.eps is"]),
+    ("weight_decay: 0.2, optimizer_args: [weight_decay=0.1]",
+     ["weight_decay is 0.1, and ", "optim.weight_decay is 0.2"]),
+    ("optimizer_args: [weight_decay=-1]", ["optim.optimizer_args.weight_decay: has to be at least 0.0, got -1"]),
+    ("optimizer_args: [weight_decay=True]", ["optim.optimizer_args.weight_decay: expected a number, got true"]),
+    ("optimizer_args: ['betas=0.9,2']", ["optim.optimizer_args.betas[1]: has to be less than 1.0, got 2"]),
+    ("optimizer_args: [weight_decay=x]", ["optim.optimizer_args.weight_decay: expected a number, got 'x'"]),
+    ("optimizer_args: weight_decay=1", ["expected a list or a mapping, got 'weight_decay=1'"]),
+    ("optimizer_args: [weight_decay, 3]", ["expected name=value, got 'weight_decay'", "expected name=value, got 3"]),
+    ("optimizer: adamm, optimizer_args: [weight_decay=1]", ["expected one of adamw"]),
+])  # fmt: skip
+def test_what_an_optimizer_cannot_do_is_an_error(tmp_path: Path, arguments: str, said: list[str]) -> None:
+    message = refused(tmp_path, f"{{{arguments}}}")
+    assert all(part in message for part in said), message
+
+
+def test_a_layer_above_takes_precedence(tmp_path: Path) -> None:
+    """As for any key. In one layer two values are an error, also in two --set."""
+    base = "{optimizer_args: {eps: 1e-6, weight_decay: 0.3}}"
+    assert loaded(tmp_path, base, "optim.weight_decay=0.4").weight_decay == 0.4
+    assert loaded(tmp_path, "{weight_decay: 0.3}", "optim.optimizer_args=[weight_decay=0.4]").weight_decay == 0.4
+    section = loaded(tmp_path, base, "optim.optimizer_args.epsilon=1e-5")
+    assert (section.model_dump()["epsilon"], section.weight_decay) == (1e-5, 0.3)
+    top = tmp_path / "top.yaml"
+    top.write_text("base: recipe.yaml\noptim: {optimizer: prodigy, weight_decay: 0.5}\n", encoding="utf-8")
+    assert load_recipe(top).recipe.optim.weight_decay == 0.5
+    twice = refused(tmp_path, base, "optim.weight_decay=0.4", "optim.optimizer_args.weight_decay=0.5")
+    assert "weight_decay is 0.5, and --set optim.weight_decay is 0.4" in twice
+
+
+def test_the_tables_name_what_is_there() -> None:
+    for row in names().renamed:
+        for optimizer in row.optimizers:
+            fields = OPTIMIZERS[optimizer].model_fields
+            assert row.key in fields and row.name not in fields, row
+    assert all(row.optimizers or row.name == "decouple" for row in names().fixed)
+    for fixed in names().fixed:
+        assert all(fixed.name not in OPTIMIZERS[each].model_fields for each in fixed.optimizers), fixed
