@@ -59,7 +59,7 @@ def check(
     # scan the data, while a child process examines the base model
     weighing = _Weighing(loaded.recipe)
     errors: list[LoraRocmError] = []
-    samples: list[Any] = []
+    samples: list[Sample] = []
     texts: _Texts | None = None
     try:
         if loaded.recipe.spec.trains_on_texts:
