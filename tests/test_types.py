@@ -22,7 +22,7 @@ HOLES: dict[str, tuple[int, int, str]] = {
     "cache_files": (5, 0, JSON),
     "checks": (3, 0, TORCH),
     "cli": (2, 0, JSON),
-    "commands": (29, 0, JSON),
+    "commands": (28, 0, JSON),
     "dataset": (52, 3, ARROW),
     "device": (10, 5, TORCH),
     "doctor": (5, 1, JSON),
