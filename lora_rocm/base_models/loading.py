@@ -36,7 +36,7 @@ from lora_rocm.base_models.config_file import DOWNLOAD_AGAIN, read_config, requi
 from lora_rocm.base_models.conversion import Converter, Found, UnfitError, is_source, sources_of
 from lora_rocm.base_models.safetensors_file import digest, indexed, read_hashed
 from lora_rocm.base_models.stored_weights import ComponentTensors
-from lora_rocm.base_models.tokenizers import packaged
+from lora_rocm.base_models.tokenizers import packaged, require_tokenizer
 from lora_rocm.cache_files.hash_memory import HashMemory
 from lora_rocm.device.torch_errors import out_of_memory
 from lora_rocm.errors import ModelError, StorageError
@@ -50,7 +50,6 @@ BUILTIN_PREFIX = "builtin:"
 PICKLE_SUFFIXES = (".ckpt", ".bin", ".pt", ".pth")
 WEIGHT_STEMS = ("diffusion_pytorch_model", "model")
 VARIANTS = (None, "fp16", "bf16")
-TOKENIZER_FILES = ("tokenizer*.json", "vocab.*", "*.model")
 WEIGHTS_MEMORY = "weights.jsonl"
 # Exceptions of the model libraries for configs or weights that are damaged or of another kind.
 UNFIT_ERRORS = (
@@ -414,11 +413,7 @@ class Source:
             StorageError: the packaged one cannot be unpacked.
         """
         if name in self.own:
-            if not any(file for pattern in TOKENIZER_FILES for file in self.own[name].glob(pattern)):
-                fix = f"Give the folder with tokenizer.json, or leave model.{name} out."
-                raise ModelError(
-                    "tokenizer-missing", "This folder holds no tokenizer.", where=self.place(name), fix=fix
-                )
+            require_tokenizer(self.own[name], self.place(name))
             return self.own[name]
         if self.tokenizer_folder is None:
             return packaged(self.layout.tokenizers[name])

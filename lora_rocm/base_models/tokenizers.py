@@ -17,9 +17,12 @@ from pathlib import Path
 
 from tokenizers.pre_tokenizers import ByteLevel
 
+from lora_rocm.errors import ModelError
 from lora_rocm.foundation.files import holds, write_atomic
 from lora_rocm.hardware.app_dir import own_app_dir
 
+FILES = ("tokenizer*.json", "vocab.*", "*.model")
+"""Names of the files of a tokenizer."""
 DATA = Path(__file__).with_name("tokenizer_data")
 
 
@@ -42,6 +45,17 @@ PACKED = {"clip_l": CLIP, "clip_g": CLIP, "t5": Packed("t5.tokenizer.xz"), "qwen
 """The tokenizers: CLIP-L, CLIP of OpenCLIP (it pads with "!"), T5 (32,100 pieces), and Qwen 2 and 3 with the chat
 template of Qwen 3.
 """
+
+
+def require_tokenizer(folder: Path, where: str) -> None:
+    """Refuse a folder without any file of a tokenizer. ``where``: the recipe key that gives it.
+
+    Raises:
+        ModelError: tokenizer-missing.
+    """
+    if not any(file for pattern in FILES for file in folder.glob(pattern)):
+        fix = "Give the folder with tokenizer.json, or leave the key out."
+        raise ModelError("tokenizer-missing", "This folder holds no tokenizer.", where=where, fix=fix)
 
 
 @cache
