@@ -111,7 +111,8 @@ def test_a_bundle_is_read_as_its_files_are(case: Case, tmp_path: Path) -> None:
     assert mixed.notices == ()
     for name in case.layout.parts:
         (header,), prefix = mixed.source.weights(name)
-        assert (header.path == Path(path), prefix != "") == (name in others, name in others)
+        assert (header.path == Path(path)) is (name in others)
+        assert name not in others or prefix == prefixes(case)[name]
 
 
 @of(ZImage)
