@@ -51,11 +51,11 @@ def require_tokenizer(folder: Path, where: str) -> None:
     """Refuse a folder without any file of a tokenizer. ``where``: the recipe key that gives it.
 
     Raises:
-        ModelError: tokenizer-missing.
+        ModelError: tokenizer-unreadable.
     """
     if not any(file for pattern in FILES for file in folder.glob(pattern)):
         fix = "Give the folder with tokenizer.json, or leave the key out."
-        raise ModelError("tokenizer-missing", "This folder holds no tokenizer.", where=where, fix=fix)
+        raise ModelError("tokenizer-unreadable", "This folder holds no tokenizer.", where=where, fix=fix)
 
 
 @cache

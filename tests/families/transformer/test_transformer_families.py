@@ -251,7 +251,7 @@ def test_a_wrong_component_is_an_error_with_its_key_and_what_it_is(case: Case, t
     assert not right.notices and right.token_limits(), "the control"
     with pytest.raises(ModelError) as caught:
         case.family({"tokenizer": str(vae)}).token_limits()
-    assert (caught.value.code, caught.value.where) == ("tokenizer-missing", f"model.tokenizer: {vae}")
+    assert (caught.value.code, caught.value.where) == ("tokenizer-unreadable", f"model.tokenizer: {vae}")
     broken = shutil.copytree(case.folder, tmp_path / "broken")
     shutil.copy(weights, next((broken / "text_encoder").glob("*.safetensors")))
     assert refused(case.family(folder=broken)).where == f"model.name_or_path: {broken}"
