@@ -13,6 +13,7 @@ import pytest
 
 from lora_rocm.commands import train
 from lora_rocm.errors import GaveUpError, MachineError, RecipeError, ResumeError, WorkerDiedError, storage_error
+from lora_rocm.model_files.peft_folder import PEFT_CONFIG, PEFT_WEIGHTS
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor import supervisor
 from tests.supervisor.fake_run import RECIPE, event
@@ -95,6 +96,8 @@ def test_a_run_of_texts_says_what_was_written_and_how_to_talk_to_it(
     assert train.train("texts.yaml", run_dir=Path("run")) == 0
     assert f"Done. The LoRA: {run}\n{talk}" in capsys.readouterr().out
     (run / "peft" / "model").mkdir(parents=True)
+    for name in (PEFT_CONFIG, PEFT_WEIGHTS):
+        (run / "peft" / "model" / name).touch()
     (run / "result.json").write_text('{"updates": 40}', encoding="utf-8")
     assert train.train("texts.yaml", run_dir=Path("run"), resume="latest") == 0
     assert f"This run is complete: {run / 'peft'}\n{talk}" in capsys.readouterr().out

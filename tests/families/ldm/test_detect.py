@@ -85,7 +85,7 @@ DIT = "model.diffusion_model."
     (["lora_unet_x.hada_w1_a"], "LoHa file"),
     ([f"{DIT}double_blocks.0.img_attn.norm.key_norm.scale"], "FLUX.1"),
     (["double_blocks.0.img_attn.norm.key_norm.scale", "guidance_in.in_layer.bias"], "FLUX.1"),
-    (["single_transformer_blocks.0.proj_mlp.weight"], "FLUX.1"),
+    (["single_transformer_blocks.0.proj_mlp.weight", "time_text_embed.text_embedder.linear_1.bias"], "FLUX.1"),
     (["double_blocks.0.img_attn.qkv.weight", "distilled_guidance_layer.in_proj.bias"], "Chroma"),
     (["double_blocks.0.img_attn.qkv.weight", "single_stream_modulation.lin.weight"], "FLUX.2"),
     ([f"{DIT}joint_blocks.0.context_block.adaLN_modulation.1.bias"], "Stable Diffusion 3"),
