@@ -374,7 +374,8 @@ def _doubt(name: str, origin: Origin, family: ModelFamily) -> int:
 def _of_this_model(family: ModelFamily, names: Sequence[str], known: Sequence[str], origin: Origin) -> str:
     """Return a name that can only be of the base model's family, beside those of ``origin``; empty if there is none.
 
-    A module that the model has must not be one of ``origin``, too. One of which that is not known must be distinctive.
+    A module of the model counts if ``origin`` has no such module. If the model was not asked, a name counts that only
+    this family uses.
     """
     for name in known:
         each = origin_of([name])

@@ -81,7 +81,7 @@ class Assembly:
         for user in complete:
             self._build(user)
 
-    def passing(self, name: str) -> bool:
+    def reusable(self, name: str) -> bool:
         """Whether ``take`` keeps nothing of a file's tensor: it is the weight of one layer, which is packed at once."""
         users = self._users.get(name, set())
         if name in self._weight_of or len(users) != 1:

@@ -298,7 +298,7 @@ class Source:
             module = self._hollow(name)
             made = conversion.traced(tensors.entries, module, self._converter(name))
         assembly = Assembly(module, made, weights, dtype, tensors.stored)
-        sha256 = read_hashed(headers, lambda key: key.startswith(prefix), assembly.take, assembly.passing)
+        sha256 = read_hashed(headers, lambda key: key.startswith(prefix), assembly.take, assembly.reusable)
         self._require_digest(name, headers, prefix, sha256)
         return assembly.finished().to(device)
 

@@ -89,7 +89,7 @@ def read_hashed(
     headers: Sequence[Header],
     wanted: Callable[[str], bool],
     take: Callable[[str, Tensor], None],
-    passing: Callable[[str], bool] = lambda name: False,
+    reusable: Callable[[str], bool] = lambda name: False,
 ) -> str:
     """Read tensors into memory of their own and return the digest of the read data.
 
@@ -97,8 +97,8 @@ def read_hashed(
         headers: headers of the files.
         wanted: whether to read the tensor of a name.
         take: gets each tensor as soon as it is read, in any order and from several threads.
-        passing: whether ``take`` keeps nothing of the tensor of a name. All such tensors that one thread reads use the
-            same memory, because new memory costs as much time as reading: the system clears each page of it.
+        reusable: whether ``take`` keeps nothing of the tensor of a name. A thread reads all such tensors into the same
+            memory. New memory costs as much time as reading, because the system clears each page.
 
     Raises:
         ModelError: weights-damaged.
@@ -107,7 +107,7 @@ def read_hashed(
     memory = _Reused()
 
     def look(file: BinaryIO, header: Header, name: str, entry: TensorEntry) -> str:
-        made = memory.empty if passing(name) else torch.empty
+        made = memory.empty if reusable(name) else torch.empty
         tensor = made(entry.shape, dtype=DTYPES[entry.dtype])
         place = memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data) if tensor.numel() else memoryview(b"")
         sha256 = hashlib.sha256()

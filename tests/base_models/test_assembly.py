@@ -58,7 +58,7 @@ def loaded(path: Path, weights: WeightFormat, converter: Converter = own_names) 
     tensors = ComponentTensors([header], "")
     made = traced(tensors.entries, module, converter)
     assembly = Assembly(module, made, weights, torch.float32, tensors.stored)
-    read_hashed([header], lambda name: True, assembly.take, assembly.passing)
+    read_hashed([header], lambda name: True, assembly.take, assembly.reusable)
     return assembly.finished()
 
 
