@@ -32,20 +32,6 @@ Files = dict[str, dict[str, Tensor]]
 """Key of ``model`` -> the tensors of its file."""
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[type[Case], Case]:
-    return {}
-
-
-@pytest.fixture
-def case(
-    request: pytest.FixtureRequest, made: dict[type[Case], Case], tmp_path_factory: pytest.TempPathFactory
-) -> Case:
-    if request.param not in made:
-        made[request.param] = request.param(tmp_path_factory.mktemp(request.param.__name__) / "base")
-    return made[request.param]
-
-
 def of(*quick: type[Case]) -> pytest.MarkDecorator:
     """All families, of which these are quick."""
     marks = {kind: () if kind in quick else pytest.mark.slow for kind in TEXT}

@@ -41,21 +41,6 @@ from tests.lora_files import cannot_read_by_inspect
 FAMILIES = (ZImage, Flux, Anima)
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[type[Case], Case]:
-    return {}
-
-
-@pytest.fixture
-def case(
-    request: pytest.FixtureRequest, made: dict[type[Case], Case], tmp_path_factory: pytest.TempPathFactory
-) -> Case:
-    """One of each family for all tests."""
-    if request.param not in made:
-        made[request.param] = request.param(tmp_path_factory.mktemp(request.param.__name__) / "base")
-    return made[request.param]
-
-
 def of(*kinds: type[Case]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", kinds, indirect=True, ids=lambda kind: kind.__name__)
 
