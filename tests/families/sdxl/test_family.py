@@ -89,7 +89,7 @@ def test_loss_and_gradients_are_the_reference(tiny_sdxl: Path, prediction: str, 
     expected_B.sum().backward()
     gradients = {name: p.grad for name, p in model.components["unet"].named_parameters()}
     for name, parameter in unet.named_parameters():
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+        assert float((gradients[name] - parameter.grad).norm() / parameter.grad.norm()) < 1e-5, name
 
 
 def test_the_reference_notices_another_target(tiny_sdxl: Path) -> None:

@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -45,8 +46,13 @@ def of(*kinds: type[Case]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", kinds, indirect=True, ids=lambda kind: kind.__name__)
 
 
+def gradients(loss_B: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return dict(zip(leaves, torch.autograd.grad(loss_B.sum(), list(leaves.values())), strict=True))
+
+
 @of(*FAMILIES)
 def test_loss_and_gradients_are_those_of_the_pipeline_s_parts(case: Case) -> None:
+    """Images are encoded one at a time: sums of a batch have another order, and attention's gradients show it."""
     family, model, adapter = case.adapted
     pixels = torch.rand(2, 3, 64, 32, generator=torch.Generator().manual_seed(1)) * 2 - 1
     encode = family.encoders()[0].load(plain_door(CPU))
@@ -55,24 +61,28 @@ def test_loss_and_gradients_are_those_of_the_pipeline_s_parts(case: Case) -> Non
     batch = {**text, **{name: torch.stack([image[name] for image in images]) for name in images[0]}}
     draws = family.objective.draw(batch, [4, 5]).tensors
     loss_B = losses(family, model, batch, draws)
-    loss_B.sum().backward()
-    found = {name: leaf.grad.clone() for name, leaf in adapter.leaves.items()}
-    for leaf in adapter.leaves.values():
-        leaf.grad = None
+    found = gradients(loss_B, adapter.leaves)
+    assert all(grad.any() for grad in found.values())
     # the same by diffusers
     with torch.no_grad():
-        posterior = case.posterior(pixels)
-    latents = case.normalised(posterior.mean + posterior.std * draws["posterior"])
+        each = [case.posterior(image[None]) for image in pixels]
+    mean, std = (torch.cat([getattr(posterior, name) for posterior in each]) for name in ("mean", "std"))
+    latents = case.normalised(mean + std * draws["posterior"])
     sigma = draws["sigma"][:, None, None, None]
-    noisy = (1.0 - sigma) * latents + sigma * draws["noise"]
-    predicted = case.velocity(model.components["transformer"], noisy, draws["sigma"], text)
-    wanted_B = (predicted - (draws["noise"] - latents)).square().mean(dim=(1, 2, 3))
-    wanted_B.sum().backward()
+
+    def reference(noise: Tensor) -> tuple[Tensor, dict[str, float]]:
+        """The losses, and how far off each gradient is, as a share."""
+        noisy = (1.0 - sigma) * latents + sigma * noise
+        predicted = case.velocity(model.components["transformer"], noisy, draws["sigma"], text)
+        wanted_B = (predicted - (draws["noise"] - latents)).square().mean(dim=(1, 2, 3))
+        wanted = gradients(wanted_B, adapter.leaves)
+        return wanted_B, {name: float((found[name] - grad).norm() / grad.norm()) for name, grad in wanted.items()}
+
+    wanted_B, off = reference(draws["noise"])
     torch.testing.assert_close(loss_B, wanted_B, rtol=1e-5, atol=0)
-    assert all(grad.any() for grad in found.values())
-    for name, leaf in adapter.leaves.items():
-        assert float((found[name] - leaf.grad).norm() / leaf.grad.norm()) < 1e-4, name
-        leaf.grad = None
+    assert max(off.values()) < 1e-5, off
+    other = reference(1.0001 * draws["noise"])[1]
+    assert median(other.values()) > 1e-5, "the control: most show a small error of the model's input"
 
 
 @of(*FAMILIES)
