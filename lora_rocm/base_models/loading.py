@@ -32,9 +32,8 @@ from torch import nn
 
 from lora_rocm.base_models import conversion, hub
 from lora_rocm.base_models.assembly import Assembly
-from lora_rocm.base_models.config_file import DOWNLOAD_AGAIN, read_config, require_bounded
 from lora_rocm.base_models.conversion import Converter, Found, UnfitError, is_source, sources_of
-from lora_rocm.base_models.safetensors_file import digest, indexed, read_hashed
+from lora_rocm.base_models.safetensors_file import digest, read_hashed
 from lora_rocm.base_models.stored_weights import ComponentTensors
 from lora_rocm.base_models.tokenizers import packaged, require_tokenizer
 from lora_rocm.cache_files.hash_memory import HashMemory
@@ -42,14 +41,14 @@ from lora_rocm.device.torch_errors import out_of_memory
 from lora_rocm.errors import ModelError, StorageError
 from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.kernels.weight_format import DENSE, WeightFormat
+from lora_rocm.model_files.component_folder import weight_files
+from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN, read_config, require_bounded
 from lora_rocm.model_files.header import Header, read_header, refuse_gguf
 from lora_rocm.model_files.models import INDEXES, model_of
 from lora_rocm.model_files.storage_formats import QUANTISED_KEYS
 
 BUILTIN_PREFIX = "builtin:"
 PICKLE_SUFFIXES = (".ckpt", ".bin", ".pt", ".pth")
-WEIGHT_STEMS = ("diffusion_pytorch_model", "model")
-VARIANTS = (None, "fp16", "bf16")
 WEIGHTS_MEMORY = "weights.jsonl"
 # Exceptions of the model libraries for configs or weights that are damaged or of another kind.
 UNFIT_ERRORS = (
@@ -566,15 +565,9 @@ def _refuse_pickle(path: Path) -> None:
 
 
 def _headers(folder: Path) -> list[Header]:
-    """Return headers of a component's weight files in a diffusers folder, float32 files preferred."""
-    for stem in WEIGHT_STEMS:
-        for variant in VARIANTS:
-            tail = "" if variant is None else f".{variant}"
-            index = folder / f"{stem}.safetensors.index{tail}.json"
-            if index.is_file():
-                return [read_header(folder / name) for name in indexed(read_config(index), index)]
-            if (folder / f"{stem}{tail}.safetensors").is_file():
-                return [read_header(folder / f"{stem}{tail}.safetensors")]
+    """Return headers of a component's weight files in a folder."""
+    if files := weight_files(folder):
+        return [read_header(file) for file in files]
     for path in sorted(folder.glob("*")):
         _refuse_pickle(path)
     raise ModelError(

@@ -13,8 +13,8 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path, PureWindowsPath
-from typing import Any, BinaryIO, TypeVar
+from pathlib import Path
+from typing import BinaryIO, TypeVar
 
 import torch
 from torch import Tensor
@@ -44,21 +44,6 @@ READERS = 8  # threads: enough to hash what a fast disk reads, and few enough to
 RUN_BYTES = 64 << 20  # read by one thread in one go
 PIECE_BYTES = 4 << 20  # read, then hashed while in the CPU's cache
 KOHYA_HASH_OFFSET, KOHYA_HASH_BYTES = 0x100000, 0x10000
-
-
-def indexed(index: Mapping[str, Any], path: Path) -> list[str]:
-    """Return the file names in an index of weights; all must be in its folder, because no other file is of the model.
-
-    Raises:
-        ModelError: the index names anything else.
-    """
-    named = index.get("weight_map")
-    names = list(named.values()) if isinstance(named, dict) else []
-    if not names or not all(
-        isinstance(name, str) and PureWindowsPath(name).name == name not in ("", "..") for name in names
-    ):
-        raise damaged(path, "it does not name files beside it")
-    return sorted(set(names))
 
 
 def read_tensors(

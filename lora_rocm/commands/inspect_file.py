@@ -14,29 +14,35 @@ from typing import Any
 from lora_rocm.dataset.folders import BUILTIN_FOLDERS, BUILTIN_TABLES
 from lora_rocm.errors import ModelError
 from lora_rocm.families.registry import PRODUCT, Registry
-from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.terminal_text import one_line
 from lora_rocm.foundation.units import count_text, number_text, size_text
 from lora_rocm.model_files.adapter_sizes import alphas_of, ranks_of
 from lora_rocm.model_files.adapters import families_of, kind_of, origin_of
+from lora_rocm.model_files.component_folder import COMPONENT_CONFIG, weight_files
+from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN, read_config
 from lora_rocm.model_files.header import Header, read_header, refuse_gguf
 from lora_rocm.model_files.models import BASES, INDEXES, OTHER, PARTS, index_of, model_of, models_in, pipeline_of
 from lora_rocm.model_files.peft_folder import PEFT_CONFIG, PEFT_WEIGHTS
 from lora_rocm.model_files.readers import PROGRAMS, readers_of_file, spelling_of
-from lora_rocm.model_files.storage_formats import scaled
+from lora_rocm.model_files.storage_formats import (
+    SCALED,
+    quantised_error,
+    refuse_quantised_config,
+    refuse_scaled,
+    scaled,
+)
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.results import final_files
 
 Found = dict[str, Any]
 """What ``inspect`` finds, or a part of it, ready for JSON."""
 STATE = "state.json"
-MODEL_CONFIG = "config.json"
-MODEL_WEIGHTS = ("model.safetensors", "model-?????-of-?????.safetensors")
-"""Names of the files of weights beside a config of transformers."""
+AIDS = ("tokenizer", "scheduler")
+"""Components of a diffusers folder without weights."""
+LANGUAGE_MODEL = "language model"
 PICKLES = (".ckpt", ".bin", ".pt", ".pth")
 WEIGHTS, RECIPES = (".safetensors", ".sft"), (".yaml", ".yml")
 BUILTIN = "builtin:"
-MAX_CONFIG_BYTES = 1 << 22
 NOTED = (
     "modelspec.title",
     "modelspec.architecture",
@@ -50,14 +56,15 @@ NOTED = (
     "ss_optimizer",
 )
 """Metadata that say how a file was made."""
-UNKNOWN_FILE = "a file that is not known"
+UNKNOWN, UNKNOWN_FILE = "a model that is not known", "a file that is not known"
 EMPTY = ("", "{}", "None", "null")
-MAX_SHOWN, MAX_NAMED = 200, 6
+MAX_SHOWN, MAX_NAMED, MAX_NEAR = 200, 6, 3
 BLOCK = re.compile(r".*(?:blocks?|layers|attentions|resnets|refiner)[._]\d+[._](.+)|.*?[._](.+)")
 """The module within its block, else within its component."""
 PART_ALONE = (
     "this part alone cannot be used here: give the checkpoint with text encoders and VAE, or the whole diffusers folder"
 )
+FOLDER_ALONE = "to train it, give its folder with config.json and tokenizer"
 NOT_TRAINED = "its family is known by name, and not trained here"
 STARTERS = ("LoRA", "LoRA and DoRA", "LoKr", "LoHa", "OFT", "IA3")
 """Kinds of adapter that ``lora.init_from`` reads."""
@@ -112,11 +119,14 @@ def _file(header: Header, registry: Registry) -> Found:
     }
     kind = kind_of(header.tensors)
     if not kind:
-        return {**_model(header, registry), **found}
+        model = {**_model(header, registry), **found}
+        if unread := scaled(header.tensors, SCALED):
+            model |= {"trainable": [], "keys": {}, "unusable": quantised_error(unread[0], header.path, unread[1]).what}
+        return model
     adapter = _adapter(header, kind, registry)
     config = header.path.with_name(PEFT_CONFIG)
     if header.path.name == PEFT_WEIGHTS and config.is_file():
-        alpha = _config(config).get("lora_alpha")
+        alpha = read_config(config).get("lora_alpha")
         adapter["adapter"]["alpha"] = {"min": alpha, "max": alpha, "missing": 0}
     return {**adapter, **found}
 
@@ -134,31 +144,17 @@ def _folder(path: Path, registry: Registry) -> Found:
     place = index_of(path)
     if place is None and (parts := sorted(file.parent for file in path.glob(f"*/{PEFT_CONFIG}"))):
         return _peft_folder(parts, registry)
-    weights = [file for pattern in MODEL_WEIGHTS for file in sorted(path.glob(pattern))]
-    if place is None and weights and (path / MODEL_CONFIG).is_file():
-        return _transformers_folder(path / MODEL_CONFIG, weights, registry)
-    if place is None:
-        inside = path.glob(f"*/{INDEXES[0]}")
-        near = sorted([*(file.parent for file in inside), *path.glob("*.safetensors")])[:3]
-        raise ModelError(
-            "not-a-model",
-            f"This folder has no {INDEXES[0]}, no {PEFT_CONFIG}, and no {MODEL_CONFIG} beside model.safetensors.",
-            where=str(path),
-            fix=f"Give one of what is in it: {', '.join(map(str, near))}."
-            if near
-            else "Give a .safetensors file, a folder of diffusers or transformers, or a PEFT folder.",
-        )
-    index = _config(place)
-    name = str(index.get("_class_name", ""))
-    known = pipeline_of(name)
-    families = [family for family in known.families if family != OTHER] if known is not None else []
-    classes = {part: value[1] for part, value in index.items() if isinstance(value, list) and len(value) > 1}
-    return {
-        "title": f"{known.title if known is not None else 'a model that is not known'} ({name})",
-        "families": families,
-        "trainable": [family for family in families if family in registry],
-        "components": {part: str(kind) for part, kind in classes.items() if kind is not None},
-    }
+    if place is not None:
+        return _diffusers_folder(path, read_config(place), registry)
+    if (path / COMPONENT_CONFIG).is_file():
+        return _component_folder(path, registry)
+    aid = next((f" of a {each}" for each in AIDS if (path / f"{each}_config.json").is_file()), "")
+    raise ModelError(
+        "not-a-model",
+        f"This folder{aid} has no {INDEXES[0]}, no {PEFT_CONFIG}, and no {COMPONENT_CONFIG} of a component.",
+        where=str(path),
+        fix=_given_instead(path),
+    )
 
 
 def _peft_folder(parts: Sequence[Path], registry: Registry) -> Found:
@@ -186,15 +182,104 @@ def _peft_folder(parts: Sequence[Path], registry: Registry) -> Found:
     }
 
 
-def _transformers_folder(config: Path, weights: Sequence[Path], registry: Registry) -> Found:
-    """Return what a folder of transformers is: its files of weights are one model."""
-    headers = [read_header(file) for file in weights]
+def _component_folder(path: Path, registry: Registry) -> Found:
+    """Return what the folder of one component is, or a folder of transformers.
+
+    Raises:
+        ModelError: weights-missing.
+    """
+    found, above = _component(path, registry), index_of(path.parent)
+    if not found["families"] or "unusable" in found:
+        return found
+    if found["part"] == LANGUAGE_MODEL:
+        return {**found, "trainable": [name for name in found["families"] if name in registry]}
+    whole = f": {path.parent}" if above is not None else ""
+    return {**found, "unusable": f"this is one component: model.name_or_path takes the whole diffusers folder{whole}"}
+
+
+def _component(path: Path, registry: Registry) -> Found:
+    """Return what a folder of config and weights holds, whatever may be done with it alone.
+
+    Raises:
+        ModelError: weights-missing, weights-damaged, weights-unreadable, config-unreadable.
+    """
+    config = path / COMPONENT_CONFIG
+    settings = read_config(config)
+    named = settings.get("_class_name") or next(iter(_listed(settings.get("architectures"))), "")
+    title, files = one_line(str(named))[:MAX_SHOWN], weight_files(path)
+    if not files:
+        what = f"This folder has a config.json{f' of {title}' if title else ''}, and no weights that are read with it"
+        raise ModelError("weights-missing", f"{what}.", where=str(path), fix=_given_instead(path))
+    headers = [read_header(file) for file in files]
     tensors = {name: entry for header in headers for name, entry in header.tensors.items()}
-    found = _file(replace(headers[0], tensors=tensors), registry)
-    names = _config(config).get("architectures")
-    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
-    title = "a model that is not known" if found["title"] == UNKNOWN_FILE else found["title"]
-    return {**found, "title": f"{title} ({one_line(name)[:MAX_SHOWN]})" if name else title}
+    if len(tensors) != sum(len(header.tensors) for header in headers):
+        what = "Two files of this folder hold the same tensors: they are not of one download."
+        raise ModelError("weights-damaged", what, where=str(path), fix=DOWNLOAD_AGAIN)
+    whole = replace(headers[0], tensors=tensors)
+    model = model_of(whole.shapes)
+    found = {**_file(whole, registry), "part": "" if model is None else model.part, "trainable": []}
+    found.pop("unusable", None)
+    known = UNKNOWN if found["title"] == UNKNOWN_FILE else found["title"]
+    found["title"] = f"{known} ({title})" if title else known
+    try:
+        refuse_scaled(path, tensors)
+        refuse_quantised_config(config, settings)
+    except ModelError as error:
+        return {**found, "unusable": error.what, "keys": {}}
+    return found
+
+
+def _diffusers_folder(path: Path, index: Found, registry: Registry) -> Found:
+    """Return what a whole diffusers folder is, with what each component of its index is."""
+    name = str(index.get("_class_name", ""))
+    known = pipeline_of(name)
+    families = [family for family in known.families if family != OTHER] if known is not None else []
+    classes = {part: value[1] for part, value in index.items() if isinstance(value, list) and len(value) > 1}
+    classes = {part: one_line(str(kind))[:MAX_SHOWN] for part, kind in classes.items() if kind is not None}
+    parts: dict[str, Found] = {}
+    for part in classes:
+        if (path / part / COMPONENT_CONFIG).is_file():
+            try:
+                parts[part] = _component(path / part, registry)
+            except ModelError as error:
+                parts[part] = {"title": error.what}
+        elif not (path / part).is_dir():
+            parts[part] = {"title": "not in this folder"}
+    trained = [family for family in families if family in registry]
+    main = registry[trained[0]].component if trained else ""
+    inside = parts.get(main, {})
+    why = _why_not(main, inside, families)
+    alike = [family for family in families if family in inside.get("families", ())] or families
+    return {
+        "title": f"{known.title if known is not None else UNKNOWN} ({name})",
+        "families": alike,
+        "trainable": [] if why else [family for family in trained if family in alike],
+        **({"unusable": why} if why and trained else {}),
+        "components": classes,
+        "parts": parts,
+    }
+
+
+def _why_not(main: str, inside: Found, families: Sequence[str]) -> str:
+    """Return why a diffusers folder cannot be trained on, by its component that would be trained; "" if it can."""
+    if "tensors" not in inside:
+        return f"the weights of its {main} are missing"
+    if inside["families"] and not set(families) & set(inside["families"]):
+        return f"the folder is mixed: its {main} is {inside['title']}"
+    return str(inside.get("unusable", ""))
+
+
+def _given_instead(path: Path) -> str:
+    """Return the advice to give one of the models in a folder."""
+    inside = path.glob(f"*/{INDEXES[0]}")
+    near = sorted([*(file.parent for file in inside), *path.glob("*.safetensors")])[:MAX_NEAR]
+    if near:
+        return f"Give one of what is in it: {', '.join(map(str, near))}."
+    return "Give a .safetensors file, a folder of diffusers or transformers, or a PEFT folder."
+
+
+def _listed(value: object) -> list[object]:
+    return value if isinstance(value, list) else []
 
 
 def _shipped(name: str, registry: Registry) -> dict[str, object]:
@@ -215,34 +300,19 @@ def _shipped(name: str, registry: Registry) -> dict[str, object]:
     raise ModelError("not-a-model", "Nothing of this name ships with the program.", where=name, fix=f"Known: {known}.")
 
 
-def _config(path: Path) -> Found:
-    """Read a config.
-
-    Raises:
-        ModelError: config-unreadable.
-    """
-    reason = "it holds no object"
-    try:
-        found = json.loads(read_plain(path, MAX_CONFIG_BYTES).decode("utf-8"))
-        if isinstance(found, dict):
-            return found
-    except (OSError, ValueError, RecursionError) as error:
-        reason = str(error)
-    what = f"A config file is not readable: {reason}."
-    raise ModelError("config-unreadable", what, where=str(path), fix="Download the model again.")
-
-
 def _model(header: Header, registry: Registry) -> Found:
     model, found = model_of(header.shapes), models_in(header.shapes)
     families = [model.family] if model is not None and model.part in PARTS and model.family != OTHER else []
     usable = model is not None and model.part in BASES
+    alone = FOLDER_ALONE if model is not None and model.part == LANGUAGE_MODEL else PART_ALONE
     parts = [each for each in found if each.part != "whole"]
     trained = [name for name in families if name in registry]
     return {
         "title": UNKNOWN_FILE if model is None else model.title,
         "families": families,
         "trainable": trained if usable else [],
-        **({"unusable": PART_ALONE} if trained and not usable else {}),
+        **({"unusable": alone} if trained and not usable else {}),
+        "keys": {family: f"model.{key}" for family, key in (model.keys if model is not None else {}).items()},
         "components": {each.prefix or each.part: each.title for each in parts} if len(found) > 1 else {},
     }
 
@@ -258,7 +328,7 @@ def _adapter(header: Header, kind: str, registry: Registry) -> Found:
     spelling, ranks = spelling_of(header.tensors), ranks_of(header)
     readers = readers_of_file(header, families)
     return {
-        "title": f"{'an' if kind[0] in 'IO' else 'a'} {kind} for {of or 'a model that is not known'}",
+        "title": f"{'an' if kind[0] in 'IO' else 'a'} {kind} for {of or UNKNOWN}",
         "families": list(families),
         "trainable": [] if others else trained,
         **others,
@@ -311,7 +381,9 @@ def inspect_text(found: Found) -> str:
         lines.append(f"  {count_text(found['tensors'], 'tensor')}, {size_text(found['bytes'])}, {dtypes or 'empty'}")
     if found.get("quantised"):
         lines.append(f"  quantised: {found['quantised']}")
-    lines += [f"  {name}: {title}" for name, title in found.get("components", {}).items()]
+    for name, title in found.get("components", {}).items():
+        part = found.get("parts", {}).get(name)
+        lines.append(f"  {name}: {title}{f', {_part_text(part)}' if part is not None else ''}")
     if "adapter" in found:
         lines += _adapter_lines(found["adapter"])
     for name, adapter in found.get("adapters", {}).items():
@@ -323,9 +395,22 @@ def inspect_text(found: Found) -> str:
     use = "can start a run (lora.init_from) with" if starts else "can be trained on with"
     if found["trainable"]:
         lines.append(f"  {use} model.family: {' or '.join(found['trainable'])}")
-    elif found["families"]:
+    elif found["families"] or "unusable" in found:
         lines.append(f"  {found.get('unusable', NOT_TRAINED)}")
+    for key in sorted(set(found.get("keys", {}).values())):
+        names = [name for name, each in found["keys"].items() if each == key]
+        lines.append(f"  can be used as {key} with model.family: {' or '.join(names)}")
     return "\n".join(lines)
+
+
+def _part_text(part: Found) -> str:
+    """Return one component of a diffusers folder as text: what it is, its size and its number formats."""
+    if "tensors" not in part:
+        return str(part["title"])
+    size = f"{count_text(part['tensors'], 'tensor')}, {size_text(part['bytes'])}, {', '.join(part['dtypes'])}"
+    quantised = f", quantised: {part['quantised']}" if part["quantised"] else ""
+    known = "" if part["title"].startswith(UNKNOWN) else part["title"].partition(" (")[0] + ", "
+    return f"{known}{size}{quantised}"
 
 
 def _adapter_lines(adapter: Found) -> list[str]:

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.entry import Entry, norm_of, rounded
-from lora_rocm.base_models.config_file import read_config
 from lora_rocm.base_models.safetensors_file import DTYPES, read_tensors
 from lora_rocm.base_models.stored_weights import ComponentTensors
 from lora_rocm.errors import AdapterError, ExportError
 from lora_rocm.export.safetensors_writer import header_of, ordered
 from lora_rocm.families.base import OwnFiles
 from lora_rocm.foundation.files import PIECE_BYTES, json_bytes, new_folder, write_pieces, write_through
+from lora_rocm.model_files.config_file import read_config
 from lora_rocm.model_files.header import Header, damaged, read_header
 from lora_rocm.model_files.storage_formats import QUANTISED_KEYS
 from lora_rocm.rundir.disk_space import require

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lora_rocm.base_models.config_file import read_config
 from lora_rocm.base_models.hub import download, looks_like_id
 from lora_rocm.base_models.loading import BUILTIN_PREFIX, builtin_folder
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.spec import Evidence
 from lora_rocm.model_files.adapters import families_of
+from lora_rocm.model_files.config_file import read_config
 from lora_rocm.model_files.header import read_header
 from lora_rocm.model_files.models import INDEXES, PARTS, index_of, model_of, pipeline_of
 

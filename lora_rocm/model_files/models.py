@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -15,8 +15,8 @@ OTHER = "other"
 """The family of models that have no value of ``model.family``."""
 PARTS = ("whole", "unet", "transformer", "language model")
 """The parts that are a model of their family, unlike text encoders and VAEs."""
-BASES = ("whole", "transformer", "language model")
-"""The parts that a file of ``model.name_or_path`` may hold. UNets come in whole files."""
+BASES = ("whole", "transformer")
+"""The parts that a file of ``model.name_or_path`` may hold. UNets come in whole files, language models in folders."""
 INDEXES = ("model_index.json", "modular_model_index.json")
 """Names of the file that says which pipeline a diffusers folder is for; the second is that of modular pipelines."""
 
@@ -33,13 +33,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class Variant:
-    """A model among those of one row. family: if it is another one than the row's."""
+    """A model among those of one row. family: if it is another one than the row's. keys: as of ``Model``."""
 
     title: str
     family: str = ""
     has: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
     shapes: tuple[Shape, ...] = ()
+    keys: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Model:
     title: name with its article.
     part: one of ``PARTS``, or "text encoder", "text conditioner", "vae", "embedding".
     has, without: starts of tensor names after a prefix. All of ``has`` occur, and none of ``without``.
+    keys: value of ``model.family`` -> key of ``model`` that takes this component.
     """
 
     family: str
@@ -59,6 +61,7 @@ class Model:
     without: tuple[str, ...] = ()
     shapes: tuple[Shape, ...] = ()
     variants: tuple[Variant, ...] = ()
+    keys: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -81,12 +84,13 @@ class ModelTable:
 
 @dataclass(frozen=True)
 class Found:
-    """A model or component in a file. title: that of the variant, if one is known."""
+    """A model or component in a file. title, keys: those of the variant, if one is known."""
 
     family: str
     title: str
     part: str
     prefix: str
+    keys: Mapping[str, str] = field(default_factory=dict)
 
 
 @cache
@@ -121,7 +125,7 @@ def _found(names: list[str], shapes: Shapes) -> Iterator[Found]:
             if _fits(row, names, shapes, prefix):
                 fitting = (each for each in row.variants if _fits(each, names, shapes, prefix))
                 variant = next(fitting, row)
-                yield Found(variant.family or row.family, variant.title, row.part, prefix)
+                yield Found(variant.family or row.family, variant.title, row.part, prefix, variant.keys)
 
 
 def _fits(row: Model | Variant, names: list[str], shapes: Shapes, prefix: str) -> bool:

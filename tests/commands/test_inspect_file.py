@@ -137,6 +137,8 @@ def test_folders(tmp_path: Path) -> None:
     (tmp_path / "model" / "model_index.json").write_text(json.dumps(index), encoding="utf-8")
     found = inspect(tmp_path / "model")
     assert found["title"] == "a FLUX.1 model (FluxPipeline)" and found["components"] == {"vae": "AutoencoderKL"}
+    assert not found["trainable"] and "the weights of its transformer are missing" in inspect_text(found)
+    assert "vae: AutoencoderKL, not in this folder" in inspect_text(found)
     (tmp_path / "modular").mkdir()
     index = {
         "_class_name": "AnimaModularPipeline",
@@ -160,6 +162,54 @@ def test_folders(tmp_path: Path) -> None:
     with pytest.raises(ModelError) as caught:
         inspect(around)
     assert str(around / "model") in caught.value.fix and str(file) in caught.value.fix
+
+
+def component(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+DIT = {
+    "single_transformer_blocks.0.proj_mlp.weight": torch.zeros(2, 2, dtype=torch.bfloat16),
+    "time_text_embed.text_embedder.linear_1.weight": torch.zeros(2, dtype=torch.bfloat16),
+}
+T5 = "encoder.block.0.layer.1.DenseReluDense.wi_1.weight"
+
+
+def test_a_component_folder_says_what_its_file_says_and_which_key_takes_it(tmp_path: Path) -> None:
+    t5 = {T5: torch.zeros(10240, 1), "encoder.block.0.layer.0.SelfAttention.q.weight": torch.zeros(1)}
+    folder = component(tmp_path / "te", {"architectures": ["T5EncoderModel"]}, t5)
+    found, of_file = inspect(folder), inspect(folder / "model.safetensors")
+    assert found["title"] == "the text encoder T5-XXL (T5EncoderModel)" and of_file["title"] in found["title"]
+    assert all(found[name] == of_file[name] for name in ("tensors", "bytes", "dtypes", "quantised", "keys"))
+    for each in (found, of_file):
+        assert "can be used as model.text_encoder_2 with model.family: flux" in inspect_text(each)
+    for config, words in (
+        ({"quantization_config": {"quant_method": "gptq"}}, "are quantised (gptq)"),
+        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "can be used as"),
+    ):
+        assert words in inspect_text(inspect(component(folder, config, t5)))
+    text = inspect_text(inspect(component(folder, {}, {**t5, "encoder.block.0.qweight": torch.zeros(1)})))
+    assert "quantised: GPTQ or AWQ" in text and "can be used" not in text
+
+
+def test_a_whole_diffusers_folder_says_what_each_component_is(tmp_path: Path) -> None:
+    index = {"_class_name": "FluxPipeline", "transformer": ["diffusers", "FluxTransformer2DModel"]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index), encoding="utf-8")
+    folder = component(tmp_path / "transformer", {"_class_name": "FluxTransformer2DModel"}, DIT)
+    found = inspect(tmp_path)
+    assert found["trainable"] == ["flux"] and found["parts"]["transformer"]["dtypes"] == {"BF16": 12}
+    assert "FluxTransformer2DModel, a FLUX.1 schnell model, 2 tensors, 12 B, BF16" in inspect_text(found)
+    alone = inspect(folder)
+    assert (alone["families"], alone["trainable"]) == (["flux"], [])
+    assert f"takes the whole diffusers folder: {tmp_path}" in inspect_text(alone)
+    component(folder, {}, {"txtfusion.projector.weight": torch.zeros(1)})
+    mixed = inspect(tmp_path)
+    assert mixed["trainable"] == [] and "mixed: its transformer is a Krea 2 model" in inspect_text(mixed)
+    (folder / "model.safetensors").unlink()
+    assert "the weights of its transformer are missing" in inspect_text(inspect(tmp_path))
 
 
 def test_the_peft_folder_of_an_image_model_says_as_much_as_its_export(tmp_path: Path) -> None:
@@ -210,11 +260,23 @@ def test_folders_of_peft_adapters_and_of_transformers(tmp_path: Path) -> None:
     for number, name in enumerate(("model.layers.0.self_attn.qkv_proj.weight", "model.embed_tokens.weight"), 1):
         save_file({name: torch.zeros(2, 4)}, merged / f"model-0000{number}-of-00002.safetensors")
     (merged / "config.json").write_text('{"architectures": ["Phi3ForCausalLM"]}', encoding="utf-8")
+    with pytest.raises(ModelError, match="no weights that are read with it") as caught:
+        inspect(merged)
+    assert "model-00001-of-00002.safetensors" in caught.value.fix, "nothing says that they belong together"
+    parts = {str(number): f"model-0000{number}-of-00002.safetensors" for number in (1, 2)}
+    index = merged / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": parts}), encoding="utf-8")
     found = inspect(merged)
     assert (found["title"], found["tensors"]) == ("a language model (Phi3ForCausalLM)", 2)
     assert found["trainable"] == ["causal-lm"] and "model.family: causal-lm" in inspect_text(found)
-    (merged / "model-00001-of-00002.safetensors").unlink()
-    assert inspect(merged)["title"] == "a model that is not known (Phi3ForCausalLM)"
+    text = inspect_text(inspect(merged / parts["1"]))
+    assert "can be trained" not in text
+    (merged / parts["1"]).write_bytes((merged / parts["2"]).read_bytes())
+    with pytest.raises(ModelError, match="hold the same tensors"):
+        inspect(merged)
+    (merged / parts["1"]).unlink()
+    with pytest.raises(ModelError, match="This file of weights is missing"):
+        inspect(merged)
 
 
 @pytest.mark.parametrize(("name", "content", "words"), [
@@ -225,7 +287,8 @@ def test_folders_of_peft_adapters_and_of_transformers(tmp_path: Path) -> None:
     ("x.safetensors", b"\x02\0\0\0\0\0\0\0xx", "not readable"),
     ("missing.safetensors", None, "no such file or folder"),
     ("model/model_index.json", b"[1]", "no object"),
-    ("model/config.json", b"{}", "no model_index.json"),
+    ("model/config.json", b'{"_class_name": "X"}', "a config.json of X, and no weights"),
+    ("model/scheduler_config.json", b"{}", "This folder of a scheduler has no model_index.json"),
 ])  # fmt: skip
 def test_what_is_no_model(tmp_path: Path, name: str, content: bytes | None, words: str) -> None:
     path = tmp_path / name

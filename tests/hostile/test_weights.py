@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from lora_rocm.adapters import lora_reader
 from lora_rocm.adapters.lora_reader import components_of, read_lora
 from lora_rocm.base_models.loading import builtin_folder, resolve
-from lora_rocm.base_models.safetensors_file import digest, indexed, read_tensors
+from lora_rocm.base_models.safetensors_file import digest, read_tensors
 from lora_rocm.cache_files.entry_file import CacheEntryBad, check_bytes, read_entry
 from lora_rocm.errors import AdapterError, LoraRocmError, ModelError
 from lora_rocm.families.base import family_for
@@ -27,6 +27,7 @@ from lora_rocm.families.ldm import detect
 from lora_rocm.families.sdxl.detect import EXPECTED
 from lora_rocm.families.sdxl.family import Sdxl
 from lora_rocm.families.sdxl.spec import SdxlSection
+from lora_rocm.model_files.component_folder import indexed
 from lora_rocm.model_files.header import read_header
 from lora_rocm.recipe.load import load_recipe
 from tests.hostile import attacks

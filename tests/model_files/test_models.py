@@ -296,6 +296,13 @@ def test_every_family_has_a_sample_and_a_row_finds_nothing_that_is_not_there() -
                     assert not models._fits(row, sorted(lost), lost, "")
 
 
+def test_components_are_taken_by_keys_that_their_families_have() -> None:
+    variants = [each for row in models._table().models for each in row.variants]
+    told = {(family, key) for each in variants for family, key in each.keys.items()}
+    assert {family for family, _ in told} == {spec.name for spec in PRODUCT} - {"causal-lm"}
+    assert all(key in PRODUCT[family].model_section.part_keys for family, key in told)
+
+
 def test_a_file_with_several_components_names_the_model_first() -> None:
     shapes = {f"model.diffusion_model.{name}": shape for name, shape in NATIVE["flux-dev"][0].items()} | {
         f"vae.{name}": shape for name, shape in NATIVE["sd-vae"][0].items()

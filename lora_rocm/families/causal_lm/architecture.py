@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
 from lora_rocm.base_models import conversion
-from lora_rocm.base_models.config_file import DOWNLOAD_AGAIN, read_config
 from lora_rocm.base_models.conversion import State
 from lora_rocm.base_models.loading import Layout, Part
 from lora_rocm.errors import ModelError
 from lora_rocm.families.causal_lm.attention import APART, NAME, samples_apart
 from lora_rocm.families.causal_lm.objective import Head
 from lora_rocm.foundation.terminal_text import printable
+from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN, read_config
 
 COMPONENT = "model"
 COMPARED = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma3_text", "phi3", "smollm3", "gpt_oss"})

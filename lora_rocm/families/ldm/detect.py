@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from lora_rocm.base_models.config_file import DOWNLOAD_AGAIN, read_config
 from lora_rocm.base_models.conversion import beside
 from lora_rocm.base_models.loading import PICKLE_SUFFIXES, UNFIT_ERRORS, Source
 from lora_rocm.errors import ModelError
@@ -18,6 +17,7 @@ from lora_rocm.families.objectives import ddpm
 from lora_rocm.families.wrong_family import wrong_family
 from lora_rocm.foundation.terminal_text import printable
 from lora_rocm.model_files.adapters import kind_of
+from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN, read_config
 from lora_rocm.model_files.header import Header
 from lora_rocm.model_files.models import PARTS, model_of, models_in, pipeline_of
 

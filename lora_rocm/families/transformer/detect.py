@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from lora_rocm.base_models.config_file import read_config
 from lora_rocm.base_models.loading import Source
 from lora_rocm.errors import ModelError
 from lora_rocm.families.component_check import check_component
@@ -14,6 +13,7 @@ from lora_rocm.families.spec import FamilySpec
 from lora_rocm.families.wrong_family import wrong_family
 from lora_rocm.foundation.terminal_text import printable
 from lora_rocm.model_files.adapters import kind_of
+from lora_rocm.model_files.config_file import read_config
 from lora_rocm.model_files.models import index_of, model_of, pipeline_of
 
 VAE_KEYS = ("latent_channels", "scaling_factor", "shift_factor", "z_dim", "latents_mean", "latents_std")

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
-from lora_rocm.base_models.config_file import read_config
 from lora_rocm.base_models.loading import Source
 from lora_rocm.dataset.caption_length import TokenLimit
 from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, Pad, TensorSpec
@@ -20,6 +19,7 @@ from lora_rocm.families.base import Encode, Inputs, Tensors
 from lora_rocm.families.tokenizers import Explained, digest, tokenizer_identity
 from lora_rocm.families.vae import CPU
 from lora_rocm.kernels.weight_format import WeightFormat
+from lora_rocm.model_files.config_file import read_config
 
 ENCODING_VERSION = 1  # increase it if the same weights would give other tensors
 LAYERS = r"(^|\.)(block|layers)\.\d+\."  # of T5 and Qwen3

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lora_rocm.base_models.config_file import MAX_LAYERS, require_bounded
 from lora_rocm.errors import ModelError
+from lora_rocm.model_files.config_file import MAX_LAYERS, require_bounded
 
 
 @pytest.mark.parametrize("key", ["num_hidden_layers", "num_layers", "num_single_layers", "n_layers"])

@@ -1,0 +1,44 @@
+"""Finds the files of weights of one component: in a sub-folder of a diffusers folder, or a folder of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path, PureWindowsPath
+
+from lora_rocm.model_files.config_file import read_config
+from lora_rocm.model_files.header import damaged
+
+COMPONENT_CONFIG = "config.json"
+STEMS = ("diffusion_pytorch_model", "model")
+VARIANTS = ("", ".fp16", ".bf16")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files of weights that are read of a component's folder, float32 preferred; empty if it has none.
+
+    Raises:
+        ModelError: config-unreadable, weights-damaged: an index of several files.
+    """
+    for stem in STEMS:
+        for variant in VARIANTS:
+            index, file = folder / f"{stem}.safetensors.index{variant}.json", folder / f"{stem}{variant}.safetensors"
+            if index.is_file():
+                return [folder / name for name in indexed(read_config(index), index)]
+            if file.is_file():
+                return [file]
+    return []
+
+
+def indexed(index: Mapping[str, object], path: Path) -> list[str]:
+    """Return the file names in an index of weights; all must be in its folder, because no other file is of the model.
+
+    Raises:
+        ModelError: weights-damaged: the index names anything else.
+    """
+    named = index.get("weight_map")
+    names = list(named.values()) if isinstance(named, dict) else []
+    if not names or not all(
+        isinstance(name, str) and PureWindowsPath(name).name == name not in ("", "..") for name in names
+    ):
+        raise damaged(path, "it does not name files beside it")
+    return sorted(set(names))
