@@ -195,6 +195,7 @@ class ModelFamily(Protocol):
     text_components: names of the components that ``lora.train_text_encoder`` adapts.
     embedding_keys: as in ``FamilySpec``, in the order of ``token_limits``.
     all_components: names of all components that a run loads at any time.
+    encoder_dtypes: component -> dtype of the dense weights of an encoder that is not loaded in float32.
     file_prefixes: component -> prefix of its modules' names in the one file that other programs read ("lora_unet_").
     file_form: the form of that file (``adapters.entry.Form``): "kohya", or "folded" if its readers ignore an alpha.
     cache_spec: the cached tensors of one sample (union of the encoders' outputs).
@@ -210,6 +211,7 @@ class ModelFamily(Protocol):
     text_components: tuple[str, ...]
     embedding_keys: Mapping[str, str]
     all_components: tuple[str, ...]
+    encoder_dtypes: Mapping[str, torch.dtype]
     file_prefixes: Mapping[str, str]
     file_form: str
 

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,6 +47,7 @@ class LatentFamily(ABC):
     component: str
     packed_layers: str
     text_components: tuple[str, ...] = ()
+    encoder_dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
     texts = None
 
     @property

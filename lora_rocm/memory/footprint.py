@@ -62,7 +62,6 @@ from lora_rocm.recipe.schema import Recipe
 
 META = torch.device("meta")
 NOT_HERE = ("hub-unreachable", "hub-incomplete")  # error codes: the model is not, or not fully, on this machine
-ENCODER_DTYPE = torch.bfloat16  # of the language models among the encoders, which may be packed
 KEPT = 20  # footprints in the cache file
 SIDE, COPIED_BYTES = 4096, 256 * 2**20  # sizes of the rate measurement
 SENT_BYTES = 32 * 2**20  # of copies from main memory; small, because PyTorch keeps pinned memory
@@ -436,11 +435,11 @@ def packed_encoders(family: ModelFamily) -> list[dict[str, Any]]:
     adapted = next(iter(family.lora_targets.values()))
     formats = {name: family.weight_format(name) for name in family.all_components if name not in adapted}
     return [
-        {"component": name, "format": weights.name, "weight_bytes": weights.num_bytes(component, ENCODER_DTYPE)}
-        | {"dense_bytes": DENSE.num_bytes(component, ENCODER_DTYPE)}
+        {"component": name, "format": weights.name, "weight_bytes": weights.num_bytes(component, dtype)}
+        | {"dense_bytes": DENSE.num_bytes(component, dtype)}
         for name, weights in formats.items()
         if weights.name != DENSE.name
-        for component in [family.skeleton(name)]
+        for component, dtype in [(family.skeleton(name), family.encoder_dtypes[name])]
     ]
 
 

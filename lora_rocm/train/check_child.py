@@ -36,7 +36,7 @@ class Weighed:
     """What is known about a base model before it is loaded.
 
     Attributes:
-        num_bytes: size of each component as loaded: trained components in the run's precision, encoders in float32.
+        num_bytes: size of each component as loaded: trained components in the run's precision, encoders in their own.
         notices: messages for the user.
         files: path, size, two times of change and inode of every file that was examined. The other fields are valid as
             long as these are unchanged.
@@ -61,7 +61,7 @@ def weigh(recipe: Recipe) -> Weighed:
     device = choose_device(recipe.runtime.device)
     dtype = compute_dtype(recipe.train.mixed_precision, device, settings_from(os.environ), recipe.spec.takes_fp16)
     trained = [name for preset in family.lora_targets.values() for name in preset if recipe.trains(name)]
-    dtypes = dict.fromkeys(trained, dtype)
+    dtypes = {**family.encoder_dtypes, **dict.fromkeys(trained, dtype)}
     # Sizes, from module skeletons without weights
     files = family.examine()
     skeletons = {name: family.skeleton(name) for name in family.all_components}

@@ -20,7 +20,7 @@ from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, TensorSpec
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.families.base import Encode, Inputs, Tensors
 from lora_rocm.families.tokenizers import digest, tokenizer_identity
-from lora_rocm.families.transformer.language_model import load_tokenizer
+from lora_rocm.families.transformer.language_model import DTYPE, load_tokenizer
 from lora_rocm.families.vae import CPU
 from lora_rocm.kernels.weight_format import DENSE, WeightFormat
 
@@ -56,7 +56,7 @@ class TextEncoder:
         tokenizers = load_tokenizers(self._source)
         parts: list[Any] = []
         for name, weights in (("text_encoder", self._weights), ("text_conditioner", DENSE)):
-            parts.append(self._source.load(name, torch.bfloat16, CPU, weights))
+            parts.append(self._source.load(name, DTYPE, CPU, weights))
             door.send_parameters(parts[-1], name)
         encoder, conditioner = parts
 

@@ -5,7 +5,7 @@ Dimensions: B batch, C channels, H W latent height and width, S tokens, D width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ from lora_rocm.families.anima.encoders import MAX_TOKENS, STATES, TextEncoder, l
 from lora_rocm.families.anima.vae import ImageVae, vae_of_original
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors
 from lora_rocm.families.transformer.family import TransformerFamily
+from lora_rocm.families.transformer.language_model import DTYPE
 from lora_rocm.families.transformer_blocks.cosmos import fuse
 from lora_rocm.families.vae import VaeEncoder
 
@@ -73,6 +74,10 @@ class Anima(TransformerFamily):
         "attention-mlp": f"{BLOCK}({ATTENTION}|{MLP})",
         "all-linear": f"{BLOCK}({ATTENTION}|{MLP}|{MODULATION})",
     }
+
+    @property
+    def encoder_dtypes(self) -> Mapping[str, torch.dtype]:
+        return {**super().encoder_dtypes, "text_conditioner": DTYPE}
 
     def encoders(self) -> Sequence[Encoder]:
         return [VaeEncoder(self.source), TextEncoder(self.source, self.weight_format(self.language_model))]

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -71,6 +72,7 @@ class CausalLM:
     text_components: tuple[str, ...] = ()
     inpaints = False
     all_components = (COMPONENT,)
+    encoder_dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
     file_prefixes = {COMPONENT: "base_model.model."}
     file_form = "folded"
     lora_targets = {

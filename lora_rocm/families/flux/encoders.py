@@ -62,7 +62,7 @@ def clip_part() -> TextPart:
 
 def t5_part(tokens: int) -> TextPart:
     """T5-XXL with captions of ``tokens`` tokens."""
-    return TextPart("text_encoder_2", "tokenizer_2", STATES, "SD", torch.bfloat16, tokens, _t5_states)
+    return TextPart("text_encoder_2", "tokenizer_2", STATES, "SD", language_model.DTYPE, tokens, _t5_states)
 
 
 class TextEncoder:

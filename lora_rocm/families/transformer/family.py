@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from lora_rocm.base_models.loading import Source
@@ -22,7 +23,7 @@ from lora_rocm.families.objectives.flow import FlowObjective
 from lora_rocm.families.recompute import Recomputing
 from lora_rocm.families.spec import TransformerSection
 from lora_rocm.families.transformer import detect
-from lora_rocm.families.transformer.language_model import LAYERS
+from lora_rocm.families.transformer.language_model import DTYPE, LAYERS
 from lora_rocm.families.transformer.sampling import sample_images
 from lora_rocm.kernels.backend import Form, form_for
 from lora_rocm.kernels.quantised import quantised
@@ -73,6 +74,10 @@ class TransformerFamily(LatentFamily):
     @property
     def lora_targets(self) -> Mapping[str, Mapping[str, str]]:
         return {preset: {self.component: pattern} for preset, pattern in self.targets.items()}
+
+    @property
+    def encoder_dtypes(self) -> Mapping[str, torch.dtype]:
+        return {self.language_model: DTYPE}
 
     def weight_format(self, component: str) -> WeightFormat:
         if component != self.language_model:

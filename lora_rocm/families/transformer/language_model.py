@@ -23,6 +23,7 @@ from lora_rocm.model_files.config_file import read_config
 
 ENCODING_VERSION = 1  # increase it if the same weights would give other tensors
 LAYERS = r"(^|\.)(block|layers)\.\d+\."  # of T5 and Qwen3
+DTYPE = torch.bfloat16  # of weights and states
 STATES, REAL, OWN = "prompt_embeds", "prompt_real", "prompt_mask"
 
 
@@ -70,7 +71,7 @@ class LanguageModelEncoder:
 
     def load(self, door: DeviceTransfer) -> Encode:
         tokenizer = load_tokenizer(self._source.tokenizer_path("tokenizer"))
-        encoder: Any = self._source.load("text_encoder", torch.bfloat16, CPU, self._weights)
+        encoder: Any = self._source.load("text_encoder", DTYPE, CPU, self._weights)
         encoder.layers, encoder.norm = encoder.layers[: len(encoder.layers) - self._skipped], nn.Identity()
         door.send_parameters(encoder, "text_encoder")
 

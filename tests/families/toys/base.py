@@ -69,6 +69,7 @@ class ToyFamily(ABC):
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self.all_components = (self.component,)
+        self.encoder_dtypes: Mapping[str, torch.dtype] = {}
         self.file_prefixes, self.file_form = {self.component: "lora_unet_"}, "kohya"
         self.lora_targets = {"attention-mlp": {self.component: self.targets}}
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from lora_rocm.adapters.lora_reader import components_of, read_lora
 from lora_rocm.adapters.module_names import KeyTable
 from lora_rocm.adapters.targets import targets
+from lora_rocm.base_models.loading import Source
 from lora_rocm.commands.plan import WEIGHT_ERROR
 from lora_rocm.dataset.entry_spec import CAPTION, IMAGE
 from lora_rocm.errors import AdapterError, ModelError
@@ -35,6 +36,7 @@ from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.weight_format import dense_weight, is_packed
 from lora_rocm.latent_cache.quarantine import plain_door
 from lora_rocm.memory.footprint import packed_encoders
+from lora_rocm.train.check_child import weigh
 from tests.families.transformer import cases
 from tests.families.transformer.cases import CHANNELS, CPU, TEXTS, Anima, Case, Flux, Schnell, ZImage, adapted
 from tests.lora_files import cannot_read_by_inspect
@@ -128,6 +130,12 @@ def rounded(name: str, weight_OI: Tensor) -> Tensor:
     return dense_weight(quantised(name, "").packed(layer), torch.bfloat16)
 
 
+def num_bytes(model: nn.Module) -> int:
+    """Of parameters and packed weights."""
+    buffers = [buffer for layer in model.modules() if is_packed(layer) for buffer in layer.buffers()]
+    return sum(tensor.numel() * tensor.element_size() for tensor in [*model.parameters(), *buffers])
+
+
 @of(*FAMILIES)
 @pytest.mark.parametrize("name", ["int8", "nf4", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_a_packed_text_encoder_encodes_as_its_rounded_weights_do(case: Case, name: str, tmp_path: Path) -> None:
@@ -156,10 +164,26 @@ def test_a_packed_text_encoder_encodes_as_its_rounded_weights_do(case: Case, nam
     assert formats.pop(component) == name and set(formats.values()) == {"dense"}
     (planned,) = packed_encoders(family)
     model = family.source.load(component, torch.bfloat16, CPU, family.weight_format(component))
-    buffers = [buffer for layer in model.modules() if is_packed(layer) for buffer in layer.buffers()]
-    assert planned["component"] == component
-    assert planned["weight_bytes"] == sum(t.numel() * t.element_size() for t in [*model.parameters(), *buffers])
+    assert planned["component"] == component and planned["weight_bytes"] == num_bytes(model)
     assert packed_encoders(case.family()) == []
+
+
+@of(*FAMILIES)
+@pytest.mark.parametrize("name", ["none", pytest.param("int8", marks=pytest.mark.slow)])
+def test_check_weighs_what_is_loaded(case: Case, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    family, loaded = case.family(model={"text_encoder_quantization": name}), dict[str, int]()
+    real = Source.load
+
+    def load(self: Source, component: str, *args: Any) -> nn.Module:
+        module = real(self, component, *args)
+        loaded[component] = num_bytes(module)
+        return module
+
+    monkeypatch.setattr(Source, "load", load)
+    for encoder in family.encoders():
+        encoder.load(plain_door(CPU))
+    assert loaded.keys() == {*case.layout.parts} - {"transformer"}
+    assert weigh(family.recipe).num_bytes == {**loaded, "transformer": num_bytes(case.pipeline.transformer)}
 
 
 @of(*FAMILIES)
