@@ -79,7 +79,7 @@ FAMILY_WORDS = re.compile(
     re.IGNORECASE,
 )
 FOREIGN_NAMES = (
-    *("families", "base_models", "recipe.peer_names", "recipe.suggest", "recipe.foreign"),
+    *("families", "base_models.tokenizers", "recipe.peer_names", "recipe.suggest", "recipe.foreign"),
     *("adapters.lora_reader", "adapters.lora_parts", "model_files"),
 )
 """Where the words of families belong: in these, and in tables of other trainers' names and of LoRA files."""

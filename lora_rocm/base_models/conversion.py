@@ -13,18 +13,11 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-from diffusers.loaders.single_file_utils import (
-    convert_ldm_clip_checkpoint,
-    convert_ldm_unet_checkpoint,
-    convert_ldm_vae_checkpoint,
-    convert_open_clip_checkpoint,
-)
 from torch import Tensor, nn
 
 from lora_rocm.base_models.safetensors_file import DTYPES
 from lora_rocm.foundation.safetensors_header import TensorEntry
 from lora_rocm.foundation.terminal_text import printable
-from lora_rocm.model_files.header import Header
 
 State = dict[str, Tensor]
 Converter = Callable[[State, nn.Module], State]
@@ -34,64 +27,19 @@ Raises KeyError if a required name is missing.
 
 TEXT_WRAPPER = "text_model."  # prefix in transformers before 5.6 and in files saved by it
 LANGUAGE_WRAPPER = "model."  # prefix in language models that are saved with their head
-OLD_ATTENTION = {".query.": ".to_q.", ".key.": ".to_k.", ".value.": ".to_v.", ".proj_attn.": ".to_out.0."}
-"""Names in a VAE saved by diffusers 0.18 or older -> present names."""
-OF_ORIGINAL_VAE = ".mid.block_1."  # in the original release's names; diffusers has mid_block
-
-# Endings and parts of tensor names that files contain although no computation reads them.
-HARMLESS_ENDS = (
+# Endings and parts of tensor names that files of many models contain although no computation reads them.
+UNREAD_ENDS = (
     ".position_ids",
     ".logit_scale",
     "text_projection.weight",
     "num_batches_tracked",
-    "norm_final.weight",  # of Z-Image
     "lm_head.weight",
-    "cond_stage_model.model.text_projection",
-)
-HARMLESS_PARTS = (
-    "model_ema.",
-    "first_stage_model.loss.",
-    "first_stage_model.discriminator.",
-    "cond_stage_model.model.transformer.resblocks.23.",  # Stable Diffusion 2.x does not use the last layer
-    "llm_adapter.",  # Anima's text conditioner, in the file of its transformer
-    "pos_embedder.",  # of Cosmos: positions that are computed, and counters of its training
-    "accum_",
     "_extra_state",
-    "vision_tower.",  # of a language model that reads images too
-    "multi_modal_projector.",
 )
-HARMLESS_STARTS = ("loss.", "discriminator.")  # in a VAE's own file
-# Known tensors outside the components of a checkpoint: remains of training, and marks of the prediction type.
-KNOWN_BESIDE = (
-    "model_ema.", "model_ema", "v_pred", "ztsnr", "denoiser.", "alphas_cumprod", "betas", "sqrt_", "log_one_minus",
-    "posterior_", "global_step", "logvar", "embedding_manager", "lvlb_weights", "scale_factor",
-)  # fmt: skip
 
 
 class UnfitError(ValueError):
     """The tensors of a file do not fit the component that its config describes. The message is part of a sentence."""
-
-
-def unet_of_ldm(state: State, module: nn.Module) -> State:
-    """Convert a UNet from the layout of the original release."""
-    return dict(convert_ldm_unet_checkpoint(state, _config(module)))
-
-
-def vae_of_ldm(state: State, module: nn.Module) -> State:
-    """Convert a VAE from the layout of the original release, or from diffusers' own names."""
-    if not any(OF_ORIGINAL_VAE in name for name in state):
-        return own_names(state, module)
-    return dict(convert_ldm_vae_checkpoint(state, _config(module)))
-
-
-def clip_of_ldm(state: State, module: nn.Module) -> State:
-    """Convert the first text encoder from the layout of the original release."""
-    return own_names(convert_ldm_clip_checkpoint(state), module)
-
-
-def open_clip_of_ldm(prefix: str) -> Converter:
-    """Return a converter of the second text encoder from the original layout, which fuses q, k and v."""
-    return lambda state, module: own_names(convert_open_clip_checkpoint(module, state, prefix=prefix), module)
 
 
 def after(prefix: str, converter: Converter) -> Converter:
@@ -114,15 +62,7 @@ def own_names(state: Mapping[str, Tensor], module: nn.Module) -> State:
 def _present(name: str, expected: Set[str]) -> str:
     """Return the present name of a tensor, or ``name`` if none is known."""
     bare = name.removeprefix(TEXT_WRAPPER).removeprefix(LANGUAGE_WRAPPER)
-    renewed = name
-    for old, new in OLD_ATTENTION.items():
-        renewed = renewed.replace(old, new)
-    return next((way for way in (bare, TEXT_WRAPPER + name, renewed) if way in expected), name)
-
-
-def _config(module: nn.Module) -> dict[str, Any]:
-    config: Any = module.config
-    return dict(config)
+    return next((way for way in (bare, TEXT_WRAPPER + name) if way in expected), name)
 
 
 def fitted(state: State, module: nn.Module) -> State:
@@ -173,8 +113,12 @@ class Found:
     codes: frozenset[str]
 
 
-def look(entries: Mapping[str, TensorEntry], module: nn.Module, converter: Converter) -> Found:
+def look(
+    entries: Mapping[str, TensorEntry], module: nn.Module, converter: Converter, ignored: Sequence[str] = ()
+) -> Found:
     """Predict the result of loading these tensors from their headers alone.
+
+    ``ignored``: parts of the names of tensors that nothing reads and nobody misses, beside ``UNREAD_ENDS``.
 
     Raises:
         UnfitError: as in ``converted`` and ``fitted``.
@@ -185,7 +129,8 @@ def look(entries: Mapping[str, TensorEntry], module: nn.Module, converter: Conve
     own = [
         made_of[name] for name, tensor in module.state_dict(keep_vars=True).items() if not tensor.is_floating_point()
     ]
-    unread = tuple(name for name in sorted(entries) if name not in read and not harmless(name))
+    missed = (name for name in sorted(entries) if name not in read and not name.endswith(UNREAD_ENDS))
+    unread = tuple(name for name in missed if not any(part in name for part in ignored))
     return Found(unread, made_of, frozenset[str]().union(*own))
 
 
@@ -265,14 +210,3 @@ def _filled(value: Any, read: Mapping[str, Tensor]) -> Any:
     if isinstance(value, list | tuple):
         return type(value)([_filled(part, read) for part in value])
     return computed(value, read)
-
-
-def harmless(name: str) -> bool:
-    """Return whether a tensor that no component reads is known to be irrelevant."""
-    inside = any(part in name for part in HARMLESS_PARTS)
-    return inside or name.endswith(HARMLESS_ENDS) or name.startswith(HARMLESS_STARTS)
-
-
-def beside(header: Header, prefixes: Sequence[str]) -> list[str]:
-    """Return names of unknown tensors outside all components."""
-    return sorted(name for name in header.tensors if not name.startswith((*prefixes, *KNOWN_BESIDE)))

@@ -97,6 +97,7 @@ class Part:
     from_single_file: the names have the prefix if a single file holds all components, else none (``Layout.alone``).
     other_prefixes: further prefixes, if a single file may lack components, and in a file of its own.
     from_folder: converter of its tensors in a folder.
+    ignored: parts of the names of tensors that files hold of it, and nothing reads.
     """
 
     cls: type[Any]
@@ -104,6 +105,7 @@ class Part:
     from_single_file: Converter
     other_prefixes: tuple[str, ...] = ()
     from_folder: Converter = conversion.own_names
+    ignored: tuple[str, ...] = ()
 
     def prefix_in(self, names: Collection[str]) -> str | None:
         """Return which of the prefixes tensors of a file have; None: no name starts with one."""
@@ -113,7 +115,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Layout:
-    """The components of a family's models.
+    """The components of a family's models, that which is always trained first.
 
     configs: packaged folder with the family's published configs, for one-file checkpoints.
     tokenizers: folder of a tokenizer in a model -> the packaged tokenizer (``base_models.tokenizers``) of a one-file
@@ -324,9 +326,9 @@ class Source:
         Raises:
             ModelError: weights-unfit: tensors are missing or have other shapes.
         """
-        tensors = self.tensors(name)
+        tensors, ignored = self.tensors(name), self.layout.parts[name].ignored
         with self._explained(name):
-            return conversion.look(tensors.entries, self._hollow(name, shared=True), self._converter(name))
+            return conversion.look(tensors.entries, self._hollow(name, shared=True), self._converter(name), ignored)
 
     def stored_names(self, name: str) -> dict[str, str]:
         """Return the name of each of a component's tensors that its files hold unchanged -> its name there.
@@ -472,8 +474,9 @@ def resolve(choice: ModelChoice, layout: Layout, memory: HashMemory | None = Non
         if layout.alone:
             return Source(name, layout, layout.configs, None, path, _beside(path, layout, own), memory)
         configs = None if choice.configs is None else _existing_folder(choice.configs, "model.config")
-        has_unet = configs is not None and (configs / "unet" / "config.json").is_file()
-        return Source(name, layout, configs if configs and has_unet else layout.configs, configs, path, own, memory)
+        main = next(iter(layout.parts))
+        is_whole = configs is not None and (configs / main / "config.json").is_file()
+        return Source(name, layout, configs if configs and is_whole else layout.configs, configs, path, own, memory)
     elif os.path.isdir(path):
         folder = path
     elif hub.looks_like_id(name):

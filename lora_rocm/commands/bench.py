@@ -36,8 +36,6 @@ ONLY_STEPS = (
     "output.save_every_n_steps=1000000",
 )
 MADE_UP = (
-    "model.vae=null",
-    "model.config=null",
     "lora.init_from=null",
     "data.sources=[]",
     "data.path=builtin:demo",
@@ -145,8 +143,10 @@ def _short_run(recipe_path: str, overrides: Sequence[str], steps: int, made_up_c
     """
     changes = [*overrides, f"train.max_train_steps={WARM_UP + steps}", *ONLY_STEPS]
     if made_up_cache is not None:
-        base = load_recipe(recipe_path, overrides).recipe.model.name_or_path
-        changes += [*MADE_UP, f"model.name_or_path=random:{base}", f"cache.dir={made_up_cache}"]
+        base = load_recipe(recipe_path, overrides).recipe.model
+        files = [key for key in (*base.part_keys, "config") if key in type(base).model_fields]
+        changes += [*MADE_UP, *(f"model.{key}=null" for key in files)]
+        changes += [f"model.name_or_path=random:{base.name_or_path}", f"cache.dir={made_up_cache}"]
     loaded = load_recipe(recipe_path, changes)
     loaded.require_files()
     return loaded

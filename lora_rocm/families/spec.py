@@ -62,8 +62,8 @@ class TransformerSection(LatentSection):
     tokenizer: InputFolder | None = Field(None, description="Folder of another tokenizer.")
     text_encoder_quantization: Quantization = Field(
         "none",
-        description="As quantization, for the layers of the large text encoder (T5 or Qwen3) while captions are "
-        "encoded. Other numbers are cached than without it.",
+        description="As quantization, for the layers of the largest text encoder while captions are encoded. "
+        "Other numbers are cached than without it.",
     )
 
 

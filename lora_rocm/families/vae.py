@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers import AutoencoderKL
 from diffusers.image_processor import VaeImageProcessor
+from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
-from lora_rocm.base_models.loading import Source
+from lora_rocm.base_models.conversion import State, own_names
+from lora_rocm.base_models.loading import Part, Source
 from lora_rocm.dataset.buckets import covering
 from lora_rocm.dataset.entry_spec import IMAGE, EntrySpec, TensorSpec
 from lora_rocm.dataset.image_io import MAX_IMAGE_BYTES, UnreadableImage, cut
@@ -25,6 +28,39 @@ from lora_rocm.families.base import Encode, Inputs, PreviewRequest, Tensors
 from lora_rocm.families.objectives.base import MEAN, STD, LatentSpace
 from lora_rocm.foundation.bounded_read import read_plain
 
+OLD_ATTENTION = {".query.": ".to_q.", ".key.": ".to_k.", ".value.": ".to_v.", ".proj_attn.": ".to_out.0."}
+"""Names in a VAE saved by diffusers 0.18 or older -> present names."""
+OF_ORIGINAL = ".mid.block_1."  # in the original release's names; diffusers has mid_block
+OF_TRAINING = ("loss.", "discriminator.", "model_ema.")
+"""Parts of the names of what the training of a VAE leaves in its file."""
+
+
+def _present_names(state: State, module: nn.Module) -> State:
+    """Convert from diffusers' names, those of old versions too."""
+    expected, renamed = module.state_dict(keep_vars=True).keys(), {}
+    for name, tensor in state.items():
+        renewed = reduce(lambda text, old: text.replace(old, OLD_ATTENTION[old]), OLD_ATTENTION, name)
+        renamed[renewed if name not in expected and renewed in expected else name] = tensor
+    return own_names(renamed, module)
+
+
+def _of_original(state: State, module: nn.Module) -> State:
+    """Convert from the names of the original release, or from diffusers' own."""
+    if not any(OF_ORIGINAL in name for name in state):
+        return _present_names(state, module)
+    config: Any = module.config
+    return dict(convert_ldm_vae_checkpoint(state, dict(config)))
+
+
+VAE = Part(
+    AutoencoderKL,
+    "first_stage_model.",
+    _of_original,
+    other_prefixes=("vae.",),
+    from_folder=_present_names,
+    ignored=OF_TRAINING,
+)
+"""The VAE of Stable Diffusion, FLUX.1 and Z-Image."""
 ENCODING_VERSION = 1  # increase it if the same weights would give other tensors
 TILING_PIXELS = 1_200_000  # larger images use the VAE's own overlapping, blended tiles
 CPU = torch.device("cpu")

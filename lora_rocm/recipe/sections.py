@@ -186,7 +186,7 @@ class ModelSection(Section):
     training_adapter: InputFile | None = Field(
         None,
         description="A LoRA file that takes part in training and is not trained; previews and results are without it. "
-        "For bases distilled to few steps (Z-Image-Turbo, FLUX.1 schnell): their training adapter undoes that.",
+        "For bases distilled to few steps: their training adapter undoes that.",
     )
 
     @property

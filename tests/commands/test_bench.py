@@ -277,6 +277,13 @@ def test_a_step_has_rate_peak_and_parts(worker: Any, capsys: Any, tmp_path: Path
     assert not runs[0].exists()
 
 
+def test_a_made_up_base_needs_no_file_of_any_component(worker: Any, tmp_path: Path) -> None:
+    worker("done")
+    assert bench.step("anima.yaml", [f"model.vae={tmp_path / 'gone'}"], 3, True, None) == 0
+    model = load_recipe(tmp_path / "recipe.yaml").recipe.model
+    assert model.name_or_path.startswith("random:") and not model.parts
+
+
 def test_images_have_to_be_there_unless_they_are_made_up(worker: Any, tmp_path: Path) -> None:
     runs = worker("done")
     with pytest.raises(RecipeError, match="gone"):

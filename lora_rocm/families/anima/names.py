@@ -12,6 +12,8 @@ from lora_rocm.base_models.conversion import State
 
 PREFIXES = ("net.", "model.diffusion_model.", "diffusion_model.")
 CONDITIONER = "llm_adapter."
+IGNORED = (CONDITIONER, "pos_embedder.", "accum_")
+"""Parts of names in the file of the transformer: the conditioner, positions that are computed, counters of training."""
 MAX_SIZE = [1, 1 << 14, 1 << 14]  # in frames, and in latents
 PARTS = {
     "transformer_blocks.": "blocks.",

@@ -95,7 +95,7 @@ def layout_of(folder: Path) -> Layout:
         from lora_rocm.families.causal_lm.gpt_oss import PackedGptOss as cls  # noqa: N813
     if kind == GEMMA3:
         from lora_rocm.families.causal_lm.gemma3 import Gemma3Text as cls  # noqa: N813
-    part = Part(cls, "", conversion.own_names, from_folder=_names)
+    part = Part(cls, "", conversion.own_names, from_folder=_names, ignored=OF_IMAGES)
     return Layout({COMPONENT: part}, {"tokenizer": ""}, folder, changed={COMPONENT: _without_dropout})
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, FluxTransformer2DModel
+from diffusers import FluxTransformer2DModel
 from diffusers.loaders import FluxLoraLoaderMixin
 from torch import Tensor
 from transformers import CLIPTextModel, T5EncoderModel
@@ -33,7 +33,7 @@ from lora_rocm.families.transformer.family import TransformerFamily
 from lora_rocm.families.transformer.packing import packed, places, unpacked
 from lora_rocm.families.transformer.sampling import GUIDANCE
 from lora_rocm.families.transformer_blocks.flux import fuse
-from lora_rocm.families.vae import VaeEncoder
+from lora_rocm.families.vae import VAE, VaeEncoder
 from lora_rocm.recipe.schema import Recipe
 
 MAX_TOKENS, MAX_TOKENS_SCHNELL = 512, 256
@@ -48,7 +48,7 @@ PARTS = {
         names.transformer_of_original,
         other_prefixes=("diffusion_model.",),
     ),
-    "vae": Part(AutoencoderKL, "first_stage_model.", conversion.vae_of_ldm, other_prefixes=("vae.",)),
+    "vae": VAE,
     "text_encoder": Part(CLIPTextModel, "text_encoders.clip_l.transformer.", conversion.own_names),
     "text_encoder_2": Part(T5EncoderModel, "text_encoders.t5xxl.transformer.", conversion.own_names),
 }
@@ -72,6 +72,7 @@ class Flux(TransformerFamily):
     block_lists = ("transformer_blocks", "single_transformer_blocks")
     packed_layers = f"^{BLOCK}"
     language_model = "text_encoder_2"
+    language_layers = r"(^|\.)block\.\d+\."
     told_guidance = True
     targets = {
         "attention": f"{BLOCK}{ATTENTION}",

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from lora_rocm.base_models.conversion import beside
 from lora_rocm.base_models.loading import PICKLE_SUFFIXES, UNFIT_ERRORS, Source
 from lora_rocm.errors import ModelError
 from lora_rocm.families.component_check import MAX_NAMED, check_component
 from lora_rocm.families.ldm import inpainting
+from lora_rocm.families.ldm.original_names import beside
 from lora_rocm.families.objectives import ddpm
 from lora_rocm.families.wrong_family import wrong_family
 from lora_rocm.foundation.terminal_text import printable

@@ -10,27 +10,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionModel
+from diffusers import StableDiffusionPipeline, UNet2DConditionModel
 from torch import Tensor, nn
 from transformers import CLIPTextModel
 
-from lora_rocm.base_models import conversion
 from lora_rocm.base_models.loading import Layout, Part, Source
 from lora_rocm.families import clip
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors
-from lora_rocm.families.ldm import inpainting
+from lora_rocm.families.ldm import inpainting, original_names
 from lora_rocm.families.ldm.family import LdmFamily
 from lora_rocm.families.sd.detect import EXPECTED_SD2, EXPECTED_SD15, predicts_velocity
 from lora_rocm.families.sd.encoders import TextEncoder, TokenEncoder
-from lora_rocm.families.vae import VaeEncoder
+from lora_rocm.families.vae import VAE, VaeEncoder
 
-UNET = Part(UNet2DConditionModel, "model.diffusion_model.", conversion.unet_of_ldm)
-VAE = Part(AutoencoderKL, "first_stage_model.", conversion.vae_of_ldm, other_prefixes=("vae.",))
+UNET = Part(UNet2DConditionModel, "model.diffusion_model.", original_names.of_unet)
 LAYOUT_SD15 = Layout(
     parts={
         "unet": UNET,
         "vae": VAE,
-        "text_encoder": Part(CLIPTextModel, "cond_stage_model.", conversion.clip_of_ldm),
+        "text_encoder": Part(CLIPTextModel, "cond_stage_model.", original_names.of_clip),
     },
     tokenizers={"tokenizer": "clip_l"},
     configs=Path(__file__).parent / "config_sd15",
@@ -41,7 +39,10 @@ LAYOUT_SD2 = Layout(
         "unet": UNET,
         "vae": VAE,
         "text_encoder": Part(
-            CLIPTextModel, "cond_stage_model.", conversion.open_clip_of_ldm("cond_stage_model.model.")
+            CLIPTextModel,
+            "cond_stage_model.",
+            original_names.of_open_clip("cond_stage_model.model."),
+            ignored=("model.text_projection", "model.transformer.resblocks.23."),  # the last layer is not used
         ),
     },
     tokenizers={"tokenizer": "clip_g"},

@@ -10,29 +10,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, StableDiffusionXLPipeline, UNet2DConditionModel
+from diffusers import StableDiffusionXLPipeline, UNet2DConditionModel
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
-from lora_rocm.base_models import conversion
 from lora_rocm.base_models.loading import Layout, Part
 from lora_rocm.families import clip
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors
-from lora_rocm.families.ldm import inpainting, kohya_keys
+from lora_rocm.families.ldm import inpainting, kohya_keys, original_names
 from lora_rocm.families.ldm.family import LdmFamily
 from lora_rocm.families.sdxl.detect import EXPECTED
 from lora_rocm.families.sdxl.encoders import TEXT_COMPONENTS, TextEncoder, TokenEncoder
-from lora_rocm.families.vae import VaeEncoder
+from lora_rocm.families.vae import VAE, VaeEncoder
 
 LAYOUT = Layout(
     parts={
-        "unet": Part(UNet2DConditionModel, "model.diffusion_model.", conversion.unet_of_ldm),
-        "vae": Part(AutoencoderKL, "first_stage_model.", conversion.vae_of_ldm, other_prefixes=("vae.",)),
-        "text_encoder": Part(CLIPTextModel, "conditioner.embedders.0.", conversion.clip_of_ldm),
+        "unet": Part(UNet2DConditionModel, "model.diffusion_model.", original_names.of_unet),
+        "vae": VAE,
+        "text_encoder": Part(CLIPTextModel, "conditioner.embedders.0.", original_names.of_clip),
         "text_encoder_2": Part(
             CLIPTextModelWithProjection,
             "conditioner.embedders.1.",
-            conversion.open_clip_of_ldm("conditioner.embedders.1.model."),
+            original_names.of_open_clip("conditioner.embedders.1.model."),
         ),
     },
     tokenizers={"tokenizer": "clip_l", "tokenizer_2": "clip_g"},

@@ -23,7 +23,7 @@ from lora_rocm.families.objectives.flow import FlowObjective
 from lora_rocm.families.recompute import Recomputing
 from lora_rocm.families.spec import TransformerSection
 from lora_rocm.families.transformer import detect
-from lora_rocm.families.transformer.language_model import DTYPE, LAYERS
+from lora_rocm.families.transformer.language_model import DTYPE
 from lora_rocm.families.transformer.sampling import sample_images
 from lora_rocm.kernels.backend import Form, form_for
 from lora_rocm.kernels.quantised import quantised
@@ -45,6 +45,7 @@ class TransformerFamily(LatentFamily):
         patch: side of the square of latents that is one token.
         fuse_blocks: replaces the blocks by fused ones (see ``families.transformer_blocks``).
         language_model: the text encoder that ``model.text_encoder_quantization`` packs.
+        language_layers: layers of it that are packed, as in ``quantised``.
         told_guidance: whether ``velocity`` is told the guidance of a preview, which needs no negative prompt then.
     """
 
@@ -58,6 +59,7 @@ class TransformerFamily(LatentFamily):
     patch: int = 2
     fuse_blocks: Callable[[nn.Module, Form], None]
     language_model: str = "text_encoder"
+    language_layers: str = r"(^|\.)layers\.\d+\."
     told_guidance: bool = False
 
     @abstractmethod
@@ -83,7 +85,7 @@ class TransformerFamily(LatentFamily):
         if component != self.language_model:
             return super().weight_format(component)
         assert isinstance(self.recipe.model, TransformerSection), "as the family's spec says"
-        return quantised(self.recipe.model.text_encoder_quantization, LAYERS)
+        return quantised(self.recipe.model.text_encoder_quantization, self.language_layers)
 
     def export_key(self, component: str, module: str) -> str:
         """The component's prefix and the module's name in diffusers."""

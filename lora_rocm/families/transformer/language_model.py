@@ -22,7 +22,6 @@ from lora_rocm.kernels.weight_format import WeightFormat
 from lora_rocm.model_files.config_file import read_config
 
 ENCODING_VERSION = 1  # increase it if the same weights would give other tensors
-LAYERS = r"(^|\.)(block|layers)\.\d+\."  # of T5 and Qwen3
 DTYPE = torch.bfloat16  # of weights and states
 STATES, REAL, OWN = "prompt_embeds", "prompt_real", "prompt_mask"
 

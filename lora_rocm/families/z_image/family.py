@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from diffusers import AutoencoderKL, ZImagePipeline, ZImageTransformer2DModel
+from diffusers import ZImagePipeline, ZImageTransformer2DModel
 from torch import Tensor
 from transformers import Qwen3Model
 
@@ -23,7 +23,7 @@ from lora_rocm.families.transformer.detect import called_otherwise
 from lora_rocm.families.transformer.family import TransformerFamily
 from lora_rocm.families.transformer.language_model import LanguageModelEncoder
 from lora_rocm.families.transformer_blocks.z_image import fuse
-from lora_rocm.families.vae import VaeEncoder
+from lora_rocm.families.vae import VAE, VaeEncoder
 from lora_rocm.families.z_image import names
 from lora_rocm.families.z_image.forward import CAPTION_MULTIPLE, predicted
 from lora_rocm.families.z_image.spec import ZImageSection
@@ -39,8 +39,9 @@ LAYOUT = Layout(
             "model.diffusion_model.",
             names.transformer_of_original,
             other_prefixes=("diffusion_model.",),
+            ignored=("norm_final.weight",),
         ),
-        "vae": Part(AutoencoderKL, "first_stage_model.", conversion.vae_of_ldm, other_prefixes=("vae.",)),
+        "vae": VAE,
         "text_encoder": Part(Qwen3Model, "text_encoders.qwen3_4b.transformer.", conversion.own_names),
     },
     tokenizers={"tokenizer": "qwen3"},
