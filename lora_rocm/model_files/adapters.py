@@ -19,8 +19,10 @@ from lora_rocm.model_files.models import Shapes
 
 SAMPLED = 4000
 """Maximum number of names inspected per file. No LoRA has more names that are not repetitions."""
-FACTOR = re.compile(r"[._](?:lora[._](down|up|A|B))\.(?:default\.)?weight$")
-"""The end of the name of a LoRA's factor."""
+FACTOR = re.compile(r"[._](?:lora[._](down|up|A|B)\.(?:default\.)?weight|(?:hada_w1|lokr_w[12])(?:_([ab]))?)$")
+"""The end of the name of a factor of a LoRA, of a LoHa's first product, or of a LoKr's Kronecker product."""
+ROWS, COLUMNS = ("up", "B", "a"), ("down", "A", "b")
+"""Factors that have only the rows of a product, its outputs, and those that have only its columns."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Width:
-    """A condition on a LoRA's modules: the first one that matches has one of these numbers of inputs or outputs."""
+    """A condition on modules: the first one that matches has one of these numbers of inputs or outputs; 0: unknown."""
 
     pattern: str
     side: Literal["inputs", "outputs"]
@@ -44,8 +46,8 @@ class Width:
 class Origin:
     """One or more families with distinctive module names.
 
-    families: values of ``model.family``. title: display name. pattern: regular expression to find in the names, with
-    dots as ``_``. without: regular expression that must not be found in any name.
+    families: values of ``model.family``. title: display name. pattern: regular expression to find in the names, as of
+    ``_plain``. without: regular expression that must not be found in any name.
     """
 
     families: tuple[str, ...]
@@ -91,7 +93,7 @@ def origin_of(names: Iterable[str], shapes: Shapes | None = None) -> Origin | No
         names: names of tensors or modules.
         shapes: shapes of the file's tensors, if they are known.
     """
-    text = "\n".join(name.replace(".", "_") for name in islice(names, SAMPLED))
+    text = "\n".join(map(_plain, islice(names, SAMPLED)))
     widths = _widths(shapes or {})
     for origin in _table().origins:
         found = re.search(origin.pattern, text, re.MULTILINE)
@@ -115,14 +117,21 @@ def families_of(shapes: Shapes, metadata: Mapping[str, str]) -> tuple[str, ...]:
     return named if len(named) == 1 else tuple(name for name in said if not named or name in named) or named
 
 
+def _plain(name: str) -> str:
+    """Return a name without diffusers' name of the component, and with dots as ``_``."""
+    return name.removeprefix("transformer.").replace(".", "_")
+
+
 def _widths(shapes: Shapes) -> dict[str, dict[str, int]]:
-    """Return side -> module, with dots as ``_`` -> number of inputs or outputs."""
+    """Return side -> module, as of ``_plain`` -> number of inputs or outputs."""
     widths: dict[str, dict[str, int]] = {"inputs": {}, "outputs": {}}
     for name, shape in islice(shapes.items(), SAMPLED):
         factor = FACTOR.search(name)
         if factor is not None and len(shape) > 1:
-            down = factor[1] in ("down", "A")
-            widths["inputs" if down else "outputs"][name[: factor.start()].replace(".", "_")] = shape[int(down)]
+            module, role = _plain(name[: factor.start()]), factor[1] or factor[2]
+            for side, axis, others in (("outputs", 0, COLUMNS), ("inputs", 1, ROWS)):
+                if role not in others:
+                    widths[side][module] = widths[side].get(module, 1) * shape[axis]
     return widths
 
 

@@ -261,28 +261,64 @@ def test_each_model_is_recognised_as_itself_and_as_nothing_else() -> None:
             assert words in found[0].title and found[0].prefix == prefix, f"{prefix}{name}: {found}"
 
 
-def loras_of(shapes: Shapes, prefix: str, chosen: str) -> Shapes:
-    """A LoRA of rank 4 on the linear layers of the blocks whose names have ``chosen``."""
+def adapter_of(shapes: Shapes, prefix: str, chosen: str, kind: str = "lora") -> Shapes:
+    """An adapter of rank 4 on the linear layers of the blocks whose names have ``chosen``."""
     found: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         module = name.removesuffix(".weight")
         if len(shape) == 2 and module != name and chosen in module and ("blocks." in module or "layers." in module):
-            module = f"lora_unet_{module.replace('.', '_')}" if prefix == "lora_unet_" else prefix + module
-            found[f"{module}.lora_down.weight"], found[f"{module}.lora_up.weight"] = (4, shape[1]), (shape[0], 4)
+            module = prefix + (module.replace(".", "_") if prefix.endswith("_") else module)
+            rows, columns = shape
+            found |= {
+                "lora": {f"{module}.lora_A.weight": (4, columns), f"{module}.lora_B.weight": (rows, 4)},
+                "dora": {f"{module}.lora_A.weight": (4, columns), f"{module}.lora_magnitude_vector": (rows,)},
+                "loha": {f"{module}.hada_w1_a": (rows, 4), f"{module}.hada_w1_b": (4, columns)},
+                "lokr": {f"{module}.lokr_w1": (2, 4), f"{module}.lokr_w2": (rows // 2, columns // 4)},
+                "lokr in factors": {
+                    f"{module}.lokr_w1": (2, 4),
+                    f"{module}.lokr_w2_a": (rows // 2, 3),
+                    f"{module}.lokr_w2_b": (3, columns // 4),
+                },
+                "oft": {f"{module}.oft_blocks": (4, 8, 8)},
+            }[kind]
     return found
 
 
-def test_a_lora_of_each_model_is_of_its_family_and_of_few_others() -> None:
+PREFIXES = ("transformer.", "diffusion_model.", "lora_unet_", "lora_transformer_", "base_model.model.", "lycoris_")
+
+
+def test_an_adapter_of_each_model_is_of_its_family_and_of_few_others() -> None:
     tried = 0
     for name, (shapes, family, _) in samples().items():
         if family in {*PRODUCT.names, *RESERVED} - {"causal-lm"} and "Conditioner" not in name and name not in NATIVE:
-            for prefix in ("transformer.", "diffusion_model.", "lora_unet_", "lora_transformer_"):
-                lora, attention = loras_of(shapes, prefix, ""), loras_of(shapes, prefix, "att")
+            for number, prefix in enumerate(PREFIXES):
+                lora, attention = adapter_of(shapes, prefix, ""), adapter_of(shapes, prefix, "att")
                 origin, least = origin_of(lora, lora), origin_of(attention, attention)
                 assert origin is not None and origin.families == (family,), f"{prefix}{name}: {origin}"
                 assert least is not None and family in least.families, f"{prefix}{name}: {least}"
+                kind = ("dora", "loha", "lokr", "lokr in factors")[number % 4]
+                other = adapter_of(shapes, prefix, "att", kind)
+                assert origin_of(other, other) == least, f"{kind}: {prefix}{name}"
                 tried += 1
-    assert tried > 80
+    assert tried > 120
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "loha", "lokr", "lokr in factors", "oft"])
+@pytest.mark.parametrize("prefix", [*PREFIXES, ""])
+def test_a_model_of_another_width_is_not_taken_for_another_family(prefix: str, kind: str) -> None:
+    """Names that two families share tell neither; the controls have the same names, or nearly the same."""
+
+    def families(blocks: str, width: int) -> tuple[str, ...] | None:
+        layers = {f"{blocks}.{n}.attn{n + 1}.to_{part}.weight": (width, width) for n in range(2) for part in "qkv"}
+        adapter = adapter_of(layers, prefix, "", kind)
+        origin = origin_of(adapter, adapter)
+        return None if origin is None else origin.families
+
+    untold = ("anima", "ltx2") if kind == "oft" else None
+    known = {("transformer_blocks", 2048): "anima", ("transformer_blocks", 4096): "ltx2", ("blocks", 5120): "wan"}
+    assert families("transformer_blocks", 32) == untold
+    for (blocks, width), family in known.items():
+        assert families(blocks, width) == (untold if untold and family != "wan" else (family,))
 
 
 def test_every_family_has_a_sample_and_a_row_finds_nothing_that_is_not_there() -> None:
