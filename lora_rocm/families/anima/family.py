@@ -21,6 +21,7 @@ from lora_rocm.families.anima import names
 from lora_rocm.families.anima.encoders import MAX_TOKENS, STATES, TextEncoder, load_tokenizers
 from lora_rocm.families.anima.vae import ImageVae, vae_of_original
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors
+from lora_rocm.families.transformer.detect import names_of
 from lora_rocm.families.transformer.family import TransformerFamily
 from lora_rocm.families.transformer.language_model import DTYPE
 from lora_rocm.families.transformer_blocks.cosmos import fuse
@@ -100,8 +101,9 @@ class Anima(TransformerFamily):
         return ((names.original(module), 0, rows),)
 
     def check(self, source: Source) -> tuple[str, ...]:
-        name = Path(source.name).name.lower()
-        return (*super().check(source), *(notice for word, notice in NOTICES.items() if word in name))
+        called = names_of(source.name, self.recipe.spec.title)
+        told = [notice for word, notice in NOTICES.items() if any(word in name for name in called)]
+        return (*super().check(source), *told)
 
     def velocity(self, model: LoadedModel, latents_BCHW: Tensor, sigma_B: Tensor, batch: Tensors) -> Tensor:
         """As ``TransformerFamily.velocity``. The model's time is sigma itself, in float32."""

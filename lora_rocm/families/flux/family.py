@@ -132,7 +132,8 @@ class Flux(TransformerFamily):
                 f"model.variant is {variant}, and the configs of the base are those of another variant (guidance: "
                 f"{guided}, dynamic shift: {dynamic}). Training follows the configs, and the text length the variant.",
             )
-        notices += called_otherwise(source, variant, ("schnell", "kontext", "dev"))  # Kontext's name ends with dev
+        known = ("schnell", "kontext", "dev")  # Kontext's name ends with dev
+        notices += called_otherwise(source, self.recipe.spec, variant, known)
         if self._is_schnell and self._model.training_adapter is None:
             notices += (
                 "FLUX.1 schnell is distilled to few steps, and a LoRA trained on it undoes that. Train on dev, whose "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,16 +51,39 @@ def check(source: Source, spec: FamilySpec) -> tuple[str, ...]:
     return tuple(filter(None, (check_component(source, name, fix) for name in source.layout.parts)))
 
 
-def called_otherwise(source: Source, variant: str, names: Sequence[str]) -> tuple[str, ...]:
+def names_of(name: str, title: str) -> list[str]:
+    """What a base is called, in small letters: the last part of its path or hub id, then folders above it.
+
+    Of the two folders above, those count that name the model too ("FLUX.1-schnell", not "dev"), and none of the path
+    of the user's home.
+
+    Args:
+        name: path or hub id of the base.
+        title: of the model.
+    """
+    path, home = Path(os.path.expanduser(name)), Path(os.path.expanduser("~"))
+    last, *above = reversed((path.relative_to(home) if path.is_relative_to(home) else path).parts or (path.name,))
+    named = [part.lower() for part in above[:2] if _letters(title) in _letters(part)]
+    return [last.lower(), *named]
+
+
+def _letters(name: str) -> str:
+    return re.sub("[^a-z]", "", name.lower())
+
+
+def called_otherwise(source: Source, spec: FamilySpec, variant: str, names: Sequence[str]) -> tuple[str, ...]:
     """A notice if the base is called by the name of another variant than ``model.variant``.
 
     Args:
-        source: the base. The last part of its path or hub id counts.
+        source: the base.
+        spec: of its family.
         variant: value of ``model.variant``.
-        names: names of variants; the first one that is found counts. A letter behind it makes it another word.
+        names: names of variants. In the nearest part of the path that has one, the first that is found counts. A letter
+            behind it makes it another word.
     """
-    name = Path(source.name).name.lower()
-    named = next((each for each in names if re.search(rf"{each}(?![a-z])", name)), variant)
+    called = names_of(source.name, spec.title)
+    found = (each for part in called for each in names if re.search(rf"{each}(?![a-z])", part))
+    named = next(found, variant)
     if named == variant:
         return ()
     return (f"The base is called {source.name}, and model.variant is {variant}: is {named} meant?",)

@@ -85,7 +85,7 @@ class ZImage(TransformerFamily):
         """As ``TransformerFamily.check``; name and scheduler of the base are compared with the recipe's variant."""
         notices = super().check(source)
         variant, shift = self._variant, source.config("scheduler").get("shift")
-        notices += called_otherwise(source, variant, ("turbo",))
+        notices += called_otherwise(source, self.recipe.spec, variant, ("turbo",))
         other = next((each for each, its in SHIFTS.items() if its == shift), variant)
         if source.folder != LAYOUT.configs and other != variant:
             notices += (
