@@ -17,7 +17,7 @@ SYSTEM = "functions of the operating system through ctypes and winreg, which oth
 TORCH = "arguments of autograd functions, hooks and dispatch modes, which torch types as Any"
 HOLES: dict[str, tuple[int, int, str]] = {
     "adapters": (80, 1, LIBRARY),
-    "base_models": (26, 3, LIBRARY),
+    "base_models": (20, 3, LIBRARY),
     "bench": (7, 0, JSON),
     "cache_files": (5, 0, JSON),
     "checks": (3, 0, TORCH),
@@ -28,7 +28,7 @@ HOLES: dict[str, tuple[int, int, str]] = {
     "doctor": (5, 1, JSON),
     "errors": (2, 0, JSON),
     "export": (7, 0, LIBRARY),
-    "families": (185, 2, LIBRARY),
+    "families": (187, 2, LIBRARY),
     "foundation": (5, 0, JSON),
     "hardware": (23, 0, JSON),
     "hardware.probe": (14, 1, SYSTEM),
@@ -36,7 +36,7 @@ HOLES: dict[str, tuple[int, int, str]] = {
     "latent_cache": (17, 0, ARROW),
     "loader": (6, 2, TORCH),
     "memory": (37, 0, TORCH),
-    "model_files": (1, 0, JSON),
+    "model_files": (4, 0, JSON),
     "optim": (5, 1, TORCH),
     "planning": (2, 0, JSON),
     "recipe": (69, 4, JSON),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 from lora_rocm.dataset.folders import BUILTIN_FOLDERS, BUILTIN_TABLES
 from lora_rocm.errors import ModelError
 from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.families.spec import FamilySpec
 from lora_rocm.foundation.terminal_text import one_line
 from lora_rocm.foundation.units import count_text, number_text, size_text
 from lora_rocm.model_files.adapter_sizes import alphas_of, ranks_of
@@ -21,7 +22,17 @@ from lora_rocm.model_files.adapters import families_of, kind_of, origin_of
 from lora_rocm.model_files.component_folder import COMPONENT_CONFIG, weight_files
 from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN, read_config
 from lora_rocm.model_files.header import Header, read_header, refuse_gguf
-from lora_rocm.model_files.models import BASES, INDEXES, OTHER, PARTS, index_of, model_of, models_in, pipeline_of
+from lora_rocm.model_files.models import (
+    BASES,
+    INDEXES,
+    OTHER,
+    PARTS,
+    index_of,
+    is_of_class,
+    model_of,
+    models_in,
+    pipeline_of,
+)
 from lora_rocm.model_files.peft_folder import PEFT_CONFIG, PEFT_WEIGHTS
 from lora_rocm.model_files.readers import PROGRAMS, readers_of_file, spelling_of
 from lora_rocm.model_files.storage_formats import (
@@ -221,6 +232,9 @@ def _component(path: Path, registry: Registry) -> Found:
     found.pop("unusable", None)
     known = UNKNOWN if found["title"] == UNKNOWN_FILE else found["title"]
     found["title"] = f"{known} ({title})" if title else known
+    if title and model is not None and not is_of_class(model, title):
+        mixed = f"the folder is mixed: its config is of {title}, its weights of {known}"
+        return {**found, "unusable": mixed, "keys": {}}
     try:
         refuse_scaled(path, tensors)
         refuse_quantised_config(config, settings)
@@ -246,27 +260,31 @@ def _diffusers_folder(path: Path, index: Found, registry: Registry) -> Found:
         elif not (path / part).is_dir():
             parts[part] = {"title": "not in this folder"}
     trained = [family for family in families if family in registry]
-    main = registry[trained[0]].component if trained else ""
-    inside = parts.get(main, {})
-    why = _why_not(main, inside, families)
-    alike = [family for family in families if family in inside.get("families", ())] or families
+    spec = registry[trained[0]] if trained else None
+    why = "" if spec is None else _why_not(spec, parts, families)
+    of_weights = () if spec is None else parts.get(spec.component, {}).get("families", ())
+    alike = [family for family in families if family in of_weights] or families
     return {
         "title": f"{known.title if known is not None else UNKNOWN} ({name})",
         "families": alike,
         "trainable": [] if why else [family for family in trained if family in alike],
-        **({"unusable": why} if why and trained else {}),
+        **({"unusable": why} if why else {}),
         "components": classes,
         "parts": parts,
     }
 
 
-def _why_not(main: str, inside: Found, families: Sequence[str]) -> str:
-    """Return why a diffusers folder cannot be trained on, by its component that would be trained; "" if it can."""
-    if "tensors" not in inside:
+def _why_not(spec: FamilySpec, parts: Mapping[str, Found], families: Sequence[str]) -> str:
+    """Return why a diffusers folder of these families cannot be trained on; "" if it can. ``spec``: of the first."""
+    main = spec.component
+    if main not in parts:
         return f"the weights of its {main} are missing"
-    if inside["families"] and not set(families) & set(inside["families"]):
-        return f"the folder is mixed: its {main} is {inside['title']}"
-    return str(inside.get("unusable", ""))
+    for name in (main, *spec.text_components, *spec.model_section.part_keys):
+        if "tensors" not in parts.get(name, {"tensors": 0}):
+            return f"{name}: {parts[name]['title']}"
+    if parts[main]["families"] and not set(families) & set(parts[main]["families"]):
+        return f"the folder is mixed: its {main} is {parts[main]['title']}"
+    return next((f"{name}: {part['unusable']}" for name, part in parts.items() if "unusable" in part), "")
 
 
 def _given_instead(path: Path) -> str:

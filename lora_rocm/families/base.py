@@ -211,12 +211,13 @@ class ModelFamily(Protocol):
     text_components: tuple[str, ...]
     embedding_keys: Mapping[str, str]
     all_components: tuple[str, ...]
-    encoder_dtypes: Mapping[str, torch.dtype]
     file_prefixes: Mapping[str, str]
     file_form: str
 
     def __init__(self, recipe: Recipe) -> None: ...
 
+    @property
+    def encoder_dtypes(self) -> Mapping[str, torch.dtype]: ...
     @property
     def cache_spec(self) -> Mapping[str, TensorSpec]: ...
     @property

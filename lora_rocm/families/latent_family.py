@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,7 +46,6 @@ class LatentFamily(ABC):
     component: str
     packed_layers: str
     text_components: tuple[str, ...] = ()
-    encoder_dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
     texts = None
 
     @property
@@ -94,6 +92,10 @@ class LatentFamily(ABC):
     @property
     def all_components(self) -> tuple[str, ...]:
         return tuple(self.layout.parts)
+
+    @property
+    def encoder_dtypes(self) -> Mapping[str, torch.dtype]:
+        return {}
 
     @property
     def source(self) -> Source:

@@ -17,6 +17,8 @@ PARTS = ("whole", "unet", "transformer", "language model")
 """The parts that are a model of their family, unlike text encoders and VAEs."""
 BASES = ("whole", "transformer")
 """The parts that a file of ``model.name_or_path`` may hold. UNets come in whole files, language models in folders."""
+CLASSES = {"unet": "UNet", "transformer": "Transformer", "vae": "Autoencoder"}
+"""Part -> what the names of its classes in diffusers have. Other parts are of classes that have none of these."""
 INDEXES = ("model_index.json", "modular_model_index.json")
 """Names of the file that says which pipeline a diffusers folder is for; the second is that of modular pipelines."""
 
@@ -107,6 +109,11 @@ def model_of(shapes: Shapes) -> Found | None:
     """Return the model in a file, or its only component; None if nothing is known in it."""
     found = models_in(shapes)
     return next((each for each in found if each.part in PARTS), found[0] if found else None)
+
+
+def is_of_class(found: Found, class_name: str) -> bool:
+    """Return whether what a file holds is what a class of this name is made for."""
+    return {part for part, mark in CLASSES.items() if mark in class_name} == {found.part} & CLASSES.keys()
 
 
 def pipeline_of(class_name: str) -> Pipeline | None:

@@ -196,20 +196,30 @@ def test_a_component_folder_says_what_its_file_says_and_which_key_takes_it(tmp_p
 
 
 def test_a_whole_diffusers_folder_says_what_each_component_is(tmp_path: Path) -> None:
-    index = {"_class_name": "FluxPipeline", "transformer": ["diffusers", "FluxTransformer2DModel"]}
+    index: dict[str, Any] = {"_class_name": "FluxPipeline", "transformer": ["diffusers", "FluxTransformer2DModel"]}
     (tmp_path / "model_index.json").write_text(json.dumps(index), encoding="utf-8")
     folder = component(tmp_path / "transformer", {"_class_name": "FluxTransformer2DModel"}, DIT)
     found = inspect(tmp_path)
     assert found["trainable"] == ["flux"] and found["parts"]["transformer"]["dtypes"] == {"BF16": 12}
     assert "FluxTransformer2DModel, a FLUX.1 schnell model, 2 tensors, 12 B, BF16" in inspect_text(found)
+    without = json.dumps({**index, "vae": ["diffusers", "AutoencoderKL"]})
+    (tmp_path / "model_index.json").write_text(without, encoding="utf-8")
+    assert "  vae: not in this folder" in inspect_text(inspect(tmp_path)) and not inspect(tmp_path)["trainable"]
+    (tmp_path / "model_index.json").write_text(json.dumps(index), encoding="utf-8")
     alone = inspect(folder)
     assert (alone["families"], alone["trainable"]) == (["flux"], [])
     assert f"takes the whole diffusers folder: {tmp_path}" in inspect_text(alone)
     component(folder, {}, {"txtfusion.projector.weight": torch.zeros(1)})
     mixed = inspect(tmp_path)
     assert mixed["trainable"] == [] and "mixed: its transformer is a Krea 2 model" in inspect_text(mixed)
+    wrong = component(tmp_path / "transformer", {"_class_name": "AutoencoderKL"}, DIT)
+    for path in (wrong, tmp_path):
+        text = inspect_text(inspect(path))
+        assert "mixed: its config is of AutoencoderKL, its weights of a FLUX.1 schnell" in text and "can be" not in text
     (folder / "model.safetensors").unlink()
-    assert "the weights of its transformer are missing" in inspect_text(inspect(tmp_path))
+    assert "transformer: This folder has a config.json of AutoencoderKL, and no weights" in inspect_text(
+        inspect(tmp_path)
+    )
 
 
 def test_the_peft_folder_of_an_image_model_says_as_much_as_its_export(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from accelerate import init_empty_weights
 from lora_rocm.families.registry import PRODUCT, RESERVED
 from lora_rocm.model_files import models
 from lora_rocm.model_files.adapters import origin_of
-from lora_rocm.model_files.models import OTHER, PARTS, Found, Shapes, model_of, models_in, pipeline_of
+from lora_rocm.model_files.models import OTHER, PARTS, Found, Shapes, is_of_class, model_of, models_in, pipeline_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")  # diffusers' own
 ENCODER_BLOCKS: dict[str, Any] = {
@@ -259,6 +259,8 @@ def test_each_model_is_recognised_as_itself_and_as_nothing_else() -> None:
             found = models_in({prefix + key: shape for key, shape in shapes.items()})
             assert [each.family for each in found] == [family], f"{prefix}{name}: {found}"
             assert words in found[0].title and found[0].prefix == prefix, f"{prefix}{name}: {found}"
+        if name not in NATIVE:
+            assert is_of_class(found[0], name) and not is_of_class(found[0], "UNetTransformer")
 
 
 def adapter_of(shapes: Shapes, prefix: str, chosen: str, kind: str = "lora") -> Shapes:
