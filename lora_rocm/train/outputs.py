@@ -64,6 +64,7 @@ class Artifacts:
     guard: Guard
     prepared: Prepared
     data_identity: str
+    by_length: bool  # see ``BatchPlan``
     base_seals: Seals
     steps_per_epoch: int
     room: Room
@@ -118,6 +119,7 @@ class Artifacts:
         facts = {
             "recipe": fingerprint(self.recipe),
             "data": self.data_identity,
+            "by_length": self.by_length,
             "base": self.family.base_facts()["identity"],
             "base_seals": self.base_seals,
             "threads": torch.get_num_threads(),
