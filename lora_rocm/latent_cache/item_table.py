@@ -275,15 +275,9 @@ class Items(Lazy[Item]):
             share=_share(CUT.unpack(row["cut"])),
             geometry=geometry,
             content=tuple(content),
-            lengths=self._lengths(row),
+            lengths=_summed(row[f"length {entry.name}"] for entry in self.entries if entry.caption_mask),
             crops=_crops(sample, geometry, views),
         )
-
-    def _lengths(self, row: Mapping[str, Any]) -> tuple[int, ...]:
-        """``Item.lengths`` of a row of the table."""
-        masked = [entry.name for entry in self.entries if entry.caption_mask]
-        per_entry = [np.frombuffer(row[f"length {name}"], LENGTH_TYPE) for name in masked]
-        return tuple(sum(lengths) for lengths in zip(*(found.tolist() for found in per_entry), strict=True))
 
     def outline(self) -> Outline:
         """The outline for a plan; reads the sample keys from the table on each iteration."""
@@ -341,6 +335,11 @@ def lengths_in(column: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """A column of lengths: how many each row has, and all of them one after another."""
     sizes_N = numbers_of(compute.binary_length(column))
     return sizes_N // LENGTH_BYTES, np.frombuffer(b"".join(column.to_pylist()), LENGTH_TYPE).astype(np.int64)
+
+
+def _summed(cells: Iterable[bytes]) -> tuple[int, ...]:
+    """The sums of the lengths in several cells of one row of the table."""
+    return tuple(map(sum, zip(*(np.frombuffer(cell, LENGTH_TYPE).tolist() for cell in cells), strict=True)))
 
 
 def keys_in(raw: bytes) -> tuple[str, ...]:

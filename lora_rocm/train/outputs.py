@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -63,8 +64,7 @@ class Artifacts:
     transfer: DeviceTransfer
     guard: Guard
     prepared: Prepared
-    data_identity: str
-    by_length: bool  # see ``BatchPlan``
+    data_facts: Mapping[str, str | bool]
     base_seals: Seals
     steps_per_epoch: int
     room: Room
@@ -118,8 +118,7 @@ class Artifacts:
         # Write the state
         facts = {
             "recipe": fingerprint(self.recipe),
-            "data": self.data_identity,
-            "by_length": self.by_length,
+            **self.data_facts,
             "base": self.family.base_facts()["identity"],
             "base_seals": self.base_seals,
             "threads": torch.get_num_threads(),
