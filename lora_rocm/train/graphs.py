@@ -42,7 +42,8 @@ MAX_GRAPHS = 16
 TIMES_AS_MANY = 2
 """A shape replaces a captured one if it has had this many times its passes.
 
-So each replacement doubles the passes of a place, and n passes lead to at most MAX_GRAPHS * log2(n) replacements.
+So each replacement doubles the passes of a place, and between two releases n passes lead to at most
+MAX_GRAPHS * log2(n) replacements.
 """
 MAX_COUNTED = 256
 """Maximum number of shapes whose passes are counted. Beyond it the one with the fewest passes is forgotten."""
