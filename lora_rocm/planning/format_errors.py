@@ -1,0 +1,73 @@
+"""What the formats of a frozen base cost in quality: measured shares (``format_errors.toml``), as sentences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from lora_rocm.foundation.tables import read_rows
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """A full-size model with random weights.
+
+    output, a, b: relative errors of what it predicts, and of the gradients of a LoRA's A and B.
+    """
+
+    family: str
+    output: float
+    a: float
+    b: float
+
+
+@dataclass(frozen=True)
+class FormatError:
+    """A row of the file, whose first lines say what the fields are. name: a value of ``model.quantization``."""
+
+    name: str
+    weights: float
+    loss: tuple[float, ...]
+    whole: tuple[WholeModel, ...]
+
+
+@cache
+def format_errors() -> dict[str, FormatError]:
+    """Return name -> row."""
+    return {row.name: row for row in read_rows(Path(__file__).with_suffix(".toml"), FormatError)}
+
+
+def weights_text(name: str) -> str:
+    """Return the error of the weights in a format, as a clause."""
+    return f"{name} rounds the frozen weights: {100 * format_errors()[name].weights:.1f} % of their size"
+
+
+def loss_text(name: str) -> str:
+    """Return what a format changed of the loss, as a clause."""
+    low, high = (100 * share for share in format_errors()[name].loss)
+    return f"a tiny model's loss after 200 steps changed by {low:+.1f} to {high:+.1f} %"
+
+
+def whole_text(name: str, family: str, title: str) -> str:
+    """Return what a format changes over a whole model, as a clause.
+
+    Args:
+        name: of the format.
+        family: of the model. If it was not measured, the range of those that were is said.
+        title: of the family.
+    """
+    row = format_errors()[name]
+    own = [model for model in row.whole if model.family == family]
+    of, model = own or row.whole, title if own else "image models"
+    gradients = _range([share for each in of for share in (each.a, each.b)])
+    return (
+        f"over full-size {model} with random weights, whose errors add up more than those of trained ones, it changes "
+        f"what is predicted by {_range([each.output for each in of])} and the LoRA's gradients by {gradients}"
+    )
+
+
+def _range(shares: list[float]) -> str:
+    """Return shares as "4 to 5 %"; those that round to the same number as "4 %"."""
+    low, high = (f"{100 * share:.0f}" for share in (min(shares), max(shares)))
+    return f"{low} %" if low == high else f"{low} to {high} %"

@@ -1,0 +1,29 @@
+"""What is said of the formats of a frozen base: each has figures, of families that there are."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+
+from lora_rocm.families.registry import PRODUCT
+from lora_rocm.planning.format_errors import format_errors, loss_text, weights_text, whole_text
+from lora_rocm.recipe.sections import Quantization
+
+
+def test_every_format_has_figures() -> None:
+    assert [*format_errors()] == [name for name in get_args(Quantization) if name != "none"]
+    for row in format_errors().values():
+        assert {model.family for model in row.whole} <= set(PRODUCT.names) and len(row.loss) == 2
+        assert row.loss[0] < row.loss[1], "of several runs"
+        assert all(row.weights < min(model.output, model.a, model.b) < 1 for model in row.whole)
+
+
+@pytest.mark.parametrize(("family", "words"), [
+    ("flux", "over full-size FLUX.1 with random weights"),
+    ("sdxl", "over full-size image models with random weights"),
+])  # fmt: skip
+def test_a_family_has_its_own_figures_or_the_range_of_all(family: str, words: str) -> None:
+    text = whole_text("int8", family, PRODUCT[family].title)
+    assert words in text and ("by 2 to 3 %" in text) == (family == "sdxl")
+    assert "0.8 %" in weights_text("int8") and "after 200 steps" in loss_text("int8")
