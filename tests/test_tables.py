@@ -23,6 +23,7 @@ from lora_rocm.hardware.wheels import WheelTable
 from lora_rocm.model_files.adapters import AdapterTable
 from lora_rocm.model_files.models import ModelTable
 from lora_rocm.model_files.readers import ReaderTable
+from lora_rocm.planning.format_errors import FormatError
 from lora_rocm.recipe.foreign import ForeignTable
 from lora_rocm.recipe.optimizer_args import Names as OptimizerArguments
 from lora_rocm.recipe.peer_names import PeerNames
@@ -57,6 +58,7 @@ TABLES: dict[str, tuple[Callable[..., object], type, Functions]] = {
     "model_files/adapters.toml": (read_table, AdapterTable, {}),
     "model_files/models.toml": (read_table, ModelTable, {}),
     "model_files/readers.toml": (read_table, ReaderTable, {}),
+    "planning/format_errors.toml": (read_rows, FormatError, {}),
     "recipe/foreign.toml": (read_table, ForeignTable, {}),
     "recipe/optimizer_args.toml": (read_table, OptimizerArguments, {}),
     "recipe/peer_names.toml": (read_table, PeerNames, {}),

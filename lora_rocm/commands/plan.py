@@ -24,6 +24,7 @@ from lora_rocm.hardware.facts import Gpu
 from lora_rocm.hardware.memory_budget import DISPLAY_MAX_BYTES, DISPLAY_MIN_BYTES, DISPLAY_SHARE, GIB, budget
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.planning.fit import ADAPTER, does_not_fit, job_of, plan_text
+from lora_rocm.planning.format_errors import loss_text, weights_text, whole_text
 from lora_rocm.planning.step_cost import CONTEXT_BYTES, MODES, Footprint, Plan, Rates, choose, table
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
@@ -37,9 +38,6 @@ MODULE = "lora_rocm.memory.footprint"
 PUBLISHED = "counted by the configuration that the family's first model has published, as all of its fine-tunes have it"
 CARD = re.compile(r"(\d+(?:\.\d+)?)\s*(?:G|GB|GiB)?", re.IGNORECASE)
 LARGEST_CARD_GIB = 4096
-WEIGHT_ERROR = {"int8": 0.0078, "fp8": 0.026, "nf4": 0.093}
-"""Relative error, as a norm, of normally distributed weights in each format of ``recipe.sections.Quantization``."""
-
 PRECISION_ERROR = {"fp16": 0.002, "bf16": 0.018}
 """Relative difference of a LoRA's gradients from those in float32 (``benchmarks/precision_error.py``)."""
 FITS_FP16: dict[Fp16, str] = {
@@ -181,7 +179,9 @@ def _lines(
             yield f"before training: {source.num_class_images} {source.name}, where the cache has none"
     yield from alike_squares(recipe.data) if recipe.spec.reads("data.resolution") else ()
     if recipe.model.quantization != "none":
-        yield f"model.quantization: {_rounding(recipe.model.quantization)}"
+        form, spec = recipe.model.quantization, recipe.spec
+        yield f"model.quantization: {weights_text(form)}; {loss_text(form)}"
+        yield whole_text(form, spec.name, spec.title)
     if footprint.narrow_layers:
         yield (
             "lora.rank is larger than the inputs or outputs of "
@@ -234,13 +234,9 @@ def _unread_lines(recipe: Recipe) -> Iterator[str]:
         yield f"the texts were not read: data.max_length is counted, and {of_full}; lora-rocm check counts tokens"
 
 
-def _rounding(name: str) -> str:
-    return f"{name} rounds the frozen weights: {100 * WEIGHT_ERROR[name]:.1f} % of their size"
-
-
 def _encoder_text(encoder: dict[str, Any]) -> str:
     taken, dense = (size_text(encoder[key]) for key in ("weight_bytes", "dense_bytes"))
-    rounds = _rounding(encoder["format"])
+    rounds = weights_text(encoder["format"])
     return f"{encoder['component']} takes {taken} while captions are encoded ({dense} dense); {rounds}"
 
 

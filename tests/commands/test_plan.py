@@ -103,7 +103,9 @@ def test_a_rank_that_is_larger_than_layers_is_told(write: Any, child: Any, capsy
 def test_the_rounding_of_a_quantised_base_is_named(write: Any, child: Any, capsys: Any) -> None:
     for name, said in (("none", False), ("nf4", True)):
         assert command.plan(write(), (f"model.quantization={name}",), card="80GB", as_json=False) == 0
-        assert ("nf4 rounds the frozen weights: 9.3 %" in capsys.readouterr().out) == said
+        out = capsys.readouterr().out
+        assert ("nf4 rounds the frozen weights: 9.3 % of their size; a tiny model's loss" in out) == said
+        assert ("over full-size image models with random weights" in out) == said
 
 
 @pytest.mark.parametrize(

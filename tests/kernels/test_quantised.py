@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lora_rocm.commands.plan import WEIGHT_ERROR
 from lora_rocm.kernels.quantised import LEVELS, NearestLevels, Nf4, QuantisedLinears, pairs_of, quantised
 from lora_rocm.kernels.weight_format import DENSE, PackedLinear, dense_shape, dense_weight, pack
+from lora_rocm.planning.format_errors import format_errors
 
 BITSANDBYTES = json.loads(Path(__file__).with_name("nf4_of_bitsandbytes.json").read_bytes())
 FORMATS = ("int8", "fp8", "nf4")
@@ -80,7 +80,7 @@ def test_the_error_does_not_depend_on_the_size_of_the_weights(name: str, most: f
 def test_the_error_is_that_which_plan_names(name: str) -> None:
     weight = torch.randn(256, 1024, generator=torch.Generator().manual_seed(0))
     error = (dense_weight(packed(name, weight)) - weight).norm() / weight.norm()
-    assert float(error) == pytest.approx(WEIGHT_ERROR[name], rel=0.05)
+    assert float(error) == pytest.approx(format_errors()[name].weights, rel=0.05)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -22,7 +22,6 @@ from lora_rocm.adapters.module_names import KeyTable
 from lora_rocm.adapters.targets import targets
 from lora_rocm.base_models.loading import Source
 from lora_rocm.commands.inspect_file import inspect
-from lora_rocm.commands.plan import WEIGHT_ERROR
 from lora_rocm.dataset.entry_spec import CAPTION, IMAGE
 from lora_rocm.errors import AdapterError, ModelError
 from lora_rocm.export.comfy_reader import apply_comfy
@@ -37,6 +36,7 @@ from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.weight_format import dense_weight, is_packed
 from lora_rocm.latent_cache.quarantine import plain_door
 from lora_rocm.memory.footprint import packed_encoders
+from lora_rocm.planning.format_errors import format_errors
 from lora_rocm.train.check_child import weigh
 from tests.families.transformer import cases
 from tests.families.transformer.cases import CHANNELS, CPU, TEXTS, Anima, Case, Flux, Schnell, ZImage, adapted
@@ -158,7 +158,7 @@ def test_a_packed_text_encoder_encodes_as_its_rounded_weights_do(case: Case, nam
     packed, dense = encoded(text_encoder_quantization=name), encoded()
     reference = encoded(**{component: str(folder)})
     assert torch.equal(packed[1], reference[1])
-    assert 0.05 < (packed[1] - dense[1]).norm() / dense[1].norm() / WEIGHT_ERROR[name] < 4
+    assert 0.05 < (packed[1] - dense[1]).norm() / dense[1].norm() / format_errors()[name].weights < 4
     assert packed[0] != dense[0], "the cache has both"
     family = case.family(model={"text_encoder_quantization": name})
     formats = {each: family.weight_format(each).name for each in case.layout.parts}
