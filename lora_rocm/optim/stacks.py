@@ -19,22 +19,20 @@ from lora_rocm.optim.update_rule import TABLE_MULTIPLE, Group, S, Scalars, Train
 
 @dataclass(frozen=True)
 class Stack:
-    """Weights of equal shape and learning rate.
+    """Weights of equal shape, number of axes (one or more) and learning rate.
 
     Attributes:
         places: their numbers among all weights.
         rows, columns: of each; a weight of more axes is [first axis, all others], one of fewer has one row.
         learning_rate: the peak.
+        is_vector: they have one axis.
     """
 
     places: tuple[int, ...]
     rows: int
     columns: int
     learning_rate: float
-
-    @property
-    def is_matrix(self) -> bool:
-        return min(self.rows, self.columns) > 1
+    is_vector: bool
 
 
 class StackedRule(UpdateRule[S]):
@@ -46,12 +44,12 @@ class StackedRule(UpdateRule[S]):
 
     def __init__(self, weights: TrainedWeights, groups: Sequence[Group], section: S, scalars: Scalars) -> None:
         super().__init__(weights, groups, section, scalars)
-        found: dict[tuple[int, int, float], list[int]] = {}
+        found: dict[tuple[int, int, float, bool], list[int]] = {}
         slices = [weights.slice_of([name]) for name in weights.parameters]
         for number, (weight, place) in enumerate(zip(weights.parameters.values(), slices, strict=True)):
             rate = next(g.learning_rate for g in groups if g.place.start <= place.start < g.place.stop)
             rows = weight.shape[0] if weight.ndim > 1 else 1
-            found.setdefault((rows, weight.numel() // rows, rate), []).append(number)
+            found.setdefault((rows, weight.numel() // rows, rate, weight.ndim < 2), []).append(number)
         self.stacks = [Stack(tuple(places), *key) for key, places in found.items()]
         self._lengths = [place.stop - place.start for place in slices]
         self._steps = scalars.add("step")
