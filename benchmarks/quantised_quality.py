@@ -1,7 +1,7 @@
 """What the formats of a frozen base cost in quality. Needs no GPU.
 
 usage: python benchmarks/quantised_quality.py [--steps 200] [--layers-only]
-       python benchmarks/quantised_quality.py --model recipes/anima.yaml [--side-px 256]
+       python benchmarks/quantised_quality.py --model recipes/anima.yaml [--side-px 256] [--device cuda]
 
 First the relative error (as a norm) of one layer with a LoRA: of its weight, of its output, of the gradient of its
 input and of those of the LoRA. The loss is the squared distance to a random target. Weights and inputs are normally
@@ -11,7 +11,8 @@ Then a LoRA is trained on the tiny model, on each format with the same random nu
 on the base that it was trained on, and on the dense one, on which a LoRA is used later.
 
 ``--model``: a whole model in its full size instead, with random weights, in float32: the relative error of what it
-predicts and of the gradients of all of A and of all of B, whose B is random too. Anima takes 9 GB and some minutes.
+predicts and of the gradients of all of A and of all of B, whose B is random too. On a CPU Anima takes 9 GB and some
+minutes for each format.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from lora_rocm.adapters.factory import inject  # noqa: E402
 from lora_rocm.base_models.random_weights import PREFIX  # noqa: E402
 from lora_rocm.dataset.shape import Shape  # noqa: E402
 from lora_rocm.families.base import ModelFamily, family_for  # noqa: E402
+from lora_rocm.families.latent_family import LatentFamily  # noqa: E402
 from lora_rocm.families.objectives.loss import losses  # noqa: E402
 from lora_rocm.kernels.quantised import quantised  # noqa: E402
 from lora_rocm.recipe.load import load_recipe  # noqa: E402
@@ -51,9 +53,10 @@ def main() -> None:
     parser.add_argument("--layers-only", action="store_true")
     parser.add_argument("--model", metavar="RECIPE")
     parser.add_argument("--side-px", type=int, default=256)
+    parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     if options.model:
-        whole_model(options.model, options.side_px)
+        whole_model(options.model, options.side_px, torch.device(options.device))
         return
     print(f"{'layer':24}{'format':8}{'weight':>9}{'output':>9}{'dx':>9}{'dA':>9}{'dB':>9}")
     for title, (inputs, outputs) in SHAPES.items():
@@ -96,22 +99,13 @@ def passed(layer: nn.Module) -> list[Tensor]:
     return [weight_OI, y.detach(), *torch.autograd.grad((y - target).square().mean(), leaves)]
 
 
-def whole_model(recipe: str, side_px: int) -> None:
+def whole_model(path: str, side_px: int, device: torch.device) -> None:
     """Print the errors of a full-size model in each format."""
-    exact = passed_whole(recipe, "none", side_px)
-    print(f"{'format':8}{'output':>9}{'dA':>9}{'dB':>9}")
-    for name in FORMATS:
-        found = passed_whole(recipe, name, side_px)
-        errors = (float((one - other).norm() / other.norm()) for one, other in zip(found, exact, strict=True))
-        print(f"{name:8}" + "".join(f"{100 * error:8.2f}%" for error in errors), flush=True)
-
-
-def passed_whole(path: str, quantization: str, side_px: int) -> list[Tensor]:
-    """Prediction, and the gradients of all of A and of all of B, float32."""
-    recipe = load_recipe(path, [f"model.quantization={quantization}", "lora.rank=16", "lora.targets=attention"]).recipe
+    recipe = load_recipe(path, ["model.quantization=none", "lora.rank=16", "lora.targets=attention"]).recipe
     base = recipe.model.model_copy(update={"name_or_path": PREFIX + recipe.model.name_or_path})
     family = family_for(recipe.model_copy(update={"model": base}))
-    model = family.load(torch.float32, torch.device("cpu"))
+    assert isinstance(family, LatentFamily), "its model is quantised by the layers of one component"
+    model = family.load(torch.bfloat16, torch.device("cpu"))  # as published; what follows is in float32
     adapter = inject(family, model, recipe.lora, SEED)
     rng = torch.Generator().manual_seed(SEED)
     for name, leaf in adapter.leaves.items():
@@ -123,13 +117,35 @@ def passed_whole(path: str, quantization: str, side_px: int) -> list[Tensor]:
         for name, tensor in batch.items()
     }
     draws = family.objective.draw(batch, [0]).tensors
-    output = family.predict(model, batch, draws).prediction
-    losses(family, model, batch, draws).mean().backward()
-    of_roles = []
-    for role in ROLES:
-        found = [leaf.grad for name, leaf in adapter.leaves.items() if name.endswith(role)]
-        of_roles.append(torch.cat([gradient.flatten() for gradient in found if gradient is not None]))
-    return [output.detach().flatten(), *of_roles]
+    batch, draws = ({name: tensor.to(device) for name, tensor in part.items()} for part in (batch, draws))
+    component = model.components[family.component].to(device, torch.float32)
+    model.device, model.dtype = device, torch.float32
+
+    def passed_whole() -> list[Tensor]:
+        """Prediction, and the gradients of all of A and of all of B, float32."""
+        with torch.no_grad():
+            output = family.predict(model, batch, draws).prediction
+        for leaf in adapter.leaves.values():
+            leaf.grad = None
+        losses(family, model, batch, draws).mean().backward()
+        found = [output.flatten()]
+        for role in ROLES:
+            of_role = [leaf.grad for name, leaf in adapter.leaves.items() if name.endswith(role)]
+            found.append(torch.cat([gradient.flatten() for gradient in of_role if gradient is not None]))
+        return found
+
+    exact = passed_whole()
+    print(f"{path}, {side_px} px\n{'format':8}{'output':>9}{'dA':>9}{'dB':>9}", flush=True)
+    for name in FORMATS:
+        weights = quantised(name, family.packed_layers)
+        dense = {at: layer for at, layer in weights.chosen(component).items() if not layer.weight.requires_grad}
+        for at, layer in dense.items():
+            component.set_submodule(at, weights.packed(layer))
+        found = passed_whole()
+        errors = (float((one - other).norm() / other.norm()) for one, other in zip(found, exact, strict=True))
+        print(f"{name:8}" + "".join(f"{100 * error:8.2f}%" for error in errors), flush=True)
+        for at, layer in dense.items():
+            component.set_submodule(at, layer)
 
 
 def trained(quantization: str, steps: int) -> tuple[float, float]:

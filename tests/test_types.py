@@ -33,7 +33,7 @@ HOLES: dict[str, tuple[int, int, str]] = {
     "hardware": (23, 0, JSON),
     "hardware.probe": (14, 1, SYSTEM),
     "kernels": (37, 0, TORCH),
-    "latent_cache": (17, 0, ARROW),
+    "latent_cache": (18, 0, ARROW),
     "loader": (6, 2, TORCH),
     "memory": (37, 0, TORCH),
     "model_files": (1, 0, JSON),

@@ -35,7 +35,7 @@ KINDS = (
     ("convolutions", r"conv|fprop|dgrad|wgrad|implicit|winograd|igemm|miopen.*(asm|sp3)|Im2d2Col|im2col|col2im"),
     ("products", r"gemm|nvjet|cutlass|xmma|cublas|gemv|split_?k|Cijk_|Custom_Cijk|rocblas|\bmm\b|addmm|\bbmm\b|_mm_"),
     ("norms", r"group_?norm|layer_?norm|RowwiseMoments|InternalGradients|GammaBeta|ComputeFused|Compute1dBackward"),
-    ("gates", r"geglu|gelu|silu"),
+    ("gates", r"geglu|gelu|silu|^(gated|activated)_(for|back)ward"),
     ("norms", r"^(normalise|input_gradient|gradient_sums|join_sums|join_moments|moments)$"),
     ("random numbers", r"distribution|philox|rand"),
     ("sums", r"reduce|softmax|\bsum\b|\bmean\b|norm"),

@@ -24,7 +24,7 @@ from lora_rocm.device.torch_errors import device_fault, out_of_memory
 from lora_rocm.kernels.backend import Form, refusal, triton_version
 from lora_rocm.kernels.fingerprint import add_fingerprints, compare, renew
 from lora_rocm.kernels.fingerprint_weights import TILE
-from lora_rocm.kernels.gated import gated
+from lora_rocm.kernels.gated import activated, gated
 from lora_rocm.kernels.norms import Branch, RowNorm, add_branch, add_layer_norm, add_norm, group_norm, residual
 from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.rotary import Rotation, norm_rotary
@@ -94,6 +94,14 @@ def _swiglu(form: Form, norm: None, ga: Tensor) -> Tensor:
 
 def _geglu_by_tanh(form: Form, norm: None, a: Tensor, g: Tensor) -> Tensor:
     return gated("gelu-tanh", form, a.clone(), g.clone())
+
+
+def _gelu(form: Form, norm: None, g: Tensor) -> Tensor:
+    return activated("gelu", form, g.clone())
+
+
+def _gelu_by_tanh(form: Form, norm: None, g: Tensor) -> Tensor:
+    return activated("gelu-tanh", form, g.clone())
 
 
 def _norm_alone(form: Form, norm: nn.LayerNorm, x: Tensor) -> Tensor:
@@ -240,6 +248,8 @@ SMALL: tuple[Case, ...] = (
     Case("sum with an RMSNorm and RMSNorm, of 1 + weight", _sandwich_of_one_plus, (*[(4, 70)] * 2, (70,), (70,))),
     Case("loss of tokens", partial(_token_loss, None), ((3, 4190),)),
     Case("loss of tokens with a cap", partial(_token_loss, 2.0), ((2, 70),)),
+    Case("GELU", _gelu, ((3, 5, 140),)),
+    Case("GELU by tanh", _gelu_by_tanh, ((3, 5, 70),)),
 )
 """Odd sizes: no row, width or number of pixels fills its last block."""
 LARGE: tuple[Case, ...] = (
@@ -263,6 +273,8 @@ LARGE: tuple[Case, ...] = (
     ),
     Case("loss of tokens", partial(_token_loss, None), ((8, 32064),)),
     Case("loss of tokens with a cap", partial(_token_loss, 30.0), ((8, 32064),)),
+    Case("GELU", _gelu, ((2, 64, 8192),)),
+    Case("GELU by tanh", _gelu_by_tanh, ((1, 64, 12288),)),
     *(
         Case(f"product of {name}", run, (shape,))
         for name, run in PACKED.items()

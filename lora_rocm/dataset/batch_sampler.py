@@ -4,6 +4,10 @@ An epoch is a list of effective batches (all rows of one update), each from one 
 slice them, so a recipe gives the same updates however they are split. A bucket's last batch is padded with rows of
 weight 0, so shapes never change. The first batch of training has the most expensive shape: running out of memory shows
 at once, and the allocator's first blocks are large enough for all later batches.
+
+If texts of different lengths need a mask in one micro-batch, the samples of a bucket are ordered so that as many
+micro-batches as possible have texts of one length. Only then does the order depend on ``batch_size`` too, and not only
+on the effective batch.
 """
 
 from __future__ import annotations
@@ -44,6 +48,8 @@ class Item:
     geometry: scaling and crop of the image; None if the family reads no image.
     crops: those of each view; empty if all views have the same.
     content: cache keys that identify the data independently of how it was encoded.
+    lengths: a number for each caption, the empty one last, that grows with the caption's length. Captions with
+        different numbers need a mask in one batch. Empty if captions never need one.
     """
 
     key: str
@@ -58,6 +64,7 @@ class Item:
     geometry: Geometry | None = None
     content: tuple[tuple[str, ...], ...] = ()
     crops: tuple[Geometry, ...] = ()
+    lengths: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -89,6 +96,18 @@ class Row:
 
 
 @dataclass(frozen=True)
+class TextLengths:
+    """``Item.lengths`` of N items: ``count_N`` numbers of each item, in ``length_L`` one after another.
+
+    dropout_N: ``Item.dropout_rate`` of each.
+    """
+
+    count_N: NDArray[np.int64]
+    length_L: NDArray[np.int64]
+    dropout_N: NDArray[np.float64]
+
+
+@dataclass(frozen=True)
 class Outline:
     """The data of N items that determines their order.
 
@@ -96,6 +115,7 @@ class Outline:
     shapes: the distinct shapes of the items. shape_N: index of each item's shape in ``shapes``.
     repeats_N: repeats of each item in an epoch.
     share_N: ``Item.share`` of each.
+    texts: None if texts never need a mask.
     """
 
     keys: Iterable[str]
@@ -103,6 +123,7 @@ class Outline:
     shape_N: NDArray[np.int64]
     repeats_N: NDArray[np.int64]
     share_N: NDArray[np.int32]
+    texts: TextLengths | None = None
 
 
 @runtime_checkable
@@ -121,7 +142,15 @@ def outline_of(items: Sequence[Item]) -> Outline:
     shape_N = np.fromiter(found, np.int64, len(items))
     repeats_N = np.fromiter((item.repeats for item in items), np.int64, len(items))
     share_N = np.fromiter((item.share for item in items), np.int32, len(items))
-    return Outline([item.key for item in items], tuple(numbers), shape_N, repeats_N, share_N)
+    return Outline([item.key for item in items], tuple(numbers), shape_N, repeats_N, share_N, _texts_of(items))
+
+
+def _texts_of(items: Sequence[Item]) -> TextLengths | None:
+    count_N = np.fromiter((len(item.lengths) for item in items), np.int64, len(items))
+    if not count_N.any():
+        return None
+    length_L = np.fromiter(chain.from_iterable(item.lengths for item in items), np.int64)
+    return TextLengths(count_N, length_L, np.fromiter((item.dropout_rate for item in items), np.float64, len(items)))
 
 
 @dataclass(frozen=True)
@@ -145,16 +174,25 @@ class BatchPlan:
         seed: determines order, mirroring, caption variants and dropout.
         world: number of ranks.
         rank: this rank.
+        by_length: let micro-batches have captions of one length, if others need a mask.
     """
 
     def __init__(
-        self, items: Sequence[Item], batch_size: int, accumulation: int, seed: int, world: int = 1, rank: int = 0
+        self,
+        items: Sequence[Item],
+        batch_size: int,
+        accumulation: int,
+        seed: int,
+        world: int = 1,
+        rank: int = 0,
+        by_length: bool = True,
     ) -> None:
         self.items, self.batch_size, self.accumulation = items, batch_size, accumulation
-        self.seed, self.world, self.rank = seed, world, rank
+        self.seed, self.world, self.rank, self.by_length = seed, world, rank, by_length
         # Number the samples item by item, one per repeat.
         outline = outline_of(items)
         self._keys, self._repeats_N, self._share_N = outline.keys, outline.repeats_N, outline.share_N
+        self._texts = outline.texts if by_length and batch_size > 1 else None
         self._firsts_N = np.cumsum(self._repeats_N) - self._repeats_N  # first sample number of each item
         # Assign each sample to its bucket and cut the buckets into batches.
         shapes = sorted(outline.shapes, key=lambda shape: shape.axes)
@@ -238,10 +276,26 @@ class BatchPlan:
             starts_S = self._bounds_S1[batches_S]
             at = int(np.flatnonzero((starts_S >= largest.start) & (starts_S < largest.stop))[0])
             batches_S[: at + 1] = np.roll(batches_S[: at + 1], 1)
-        return _Epoch(np.lexsort((drawn_P, self._bucket_P)), batches_S)
+        if self._texts is None:
+            return _Epoch(np.lexsort((drawn_P, self._bucket_P)), batches_S)
+        length_P = self._drawn_lengths(epoch, self._texts)
+        return _Epoch(_in_batches_of_one_length(self._bucket_P, length_P, drawn_P, self.batch_size), batches_S)
 
-    def _sample_draws(self, epoch: int) -> NDArray[np.uint64]:
-        number, counts = drawer("order", self.seed, epoch), self._repeats_N.tolist()
+    def _drawn_lengths(self, epoch: int, texts: TextLengths) -> NDArray[np.int64]:
+        """The length of the caption that each sample has in an epoch, as in ``_row``."""
+        firsts_N, variants_N = np.cumsum(texts.count_N) - texts.count_N, texts.count_N - 1
+        item_P = np.repeat(np.arange(len(firsts_N)), self._repeats_N)
+        caption_P = np.zeros(len(item_P), np.int64)
+        if (variants_N > 1).any():
+            caption_P += (self._sample_draws(epoch, "variant") % variants_N[item_P].astype(np.uint64)).astype(np.int64)
+        if texts.dropout_N.any():
+            fraction_P = (self._sample_draws(epoch, "dropout") >> np.uint64(11)) / 2**53
+            caption_P = np.where(fraction_P < texts.dropout_N[item_P], variants_N[item_P], caption_P)
+        length_P: NDArray[np.int64] = texts.length_L[firsts_N[item_P] + caption_P]
+        return length_P
+
+    def _sample_draws(self, epoch: int, purpose: str = "order") -> NDArray[np.uint64]:
+        number, counts = drawer(purpose, self.seed, epoch), self._repeats_N.tolist()
         drawn = (number(key, repeat) for key, count in zip(self._keys, counts, strict=True) for repeat in range(count))
         return np.fromiter(drawn, np.uint64, len(self._bucket_P))
 
@@ -253,3 +307,24 @@ class BatchPlan:
     def _largest(self) -> range:
         """Batch starts of the bucket that needs the most memory; all batches have the same number of rows."""
         return max(self._buckets, key=lambda bucket: bucket[0].order)[1]
+
+
+def _in_batches_of_one_length(
+    bucket_P: NDArray[np.int32], length_P: NDArray[np.int64], drawn_P: NDArray[np.uint64], batch_size: int
+) -> NDArray[np.int64]:
+    """The P sample numbers grouped by bucket, so that most micro-batches have texts of one length.
+
+    In each bucket these micro-batches come first, in drawn order; their samples are drawn too. Then come the samples
+    that are left, fewer than ``batch_size`` of each length, sorted by length. If all lengths are equal, the order is
+    the drawn one.
+    """
+    order_P, number_P = np.lexsort((drawn_P, length_P, bucket_P)), np.arange(len(bucket_P))
+    bucket_P, length_P, drawn_P = bucket_P[order_P], length_P[order_P], drawn_P[order_P]
+    begins_P = np.ones(len(order_P), bool)  # a group of samples of one bucket and length
+    begins_P[1:] = (np.diff(bucket_P) != 0) | (np.diff(length_P) != 0)
+    starts_G = np.flatnonzero(begins_P)
+    sizes_G = np.diff(starts_G, append=len(order_P))
+    place_P = number_P - np.repeat(starts_G, sizes_G)  # in the group
+    left_P = place_P >= np.repeat(sizes_G - sizes_G % batch_size, sizes_G)
+    first_P = number_P - place_P % batch_size  # of the same micro-batch
+    return order_P[np.lexsort((np.where(left_P, 0, drawn_P[first_P]), left_P, bucket_P))]

@@ -73,3 +73,9 @@ class EntrySpec:
     @property
     def has_captions(self) -> bool:
         return CAPTION in self.inputs
+
+    @property
+    def caption_mask(self) -> str:
+        """Name of the mask that a batch of captions of different lengths needs; "" if there is none."""
+        masks = (name for name, tensor in self.tensors.items() if tensor.if_padded)
+        return next(masks, "") if self.has_captions and not self.has_views else ""

@@ -52,12 +52,20 @@ def gated(activation: Activation, form: Form, a: Tensor, g: Tensor | None = None
     return output
 
 
-def activated(activation: Activation, g: Tensor) -> Tensor:
-    """``activation(g)``. The backward pass overwrites ``g`` with its gradient, so nothing else may use it then."""
+def activated(activation: Activation, form: Form, g: Tensor) -> Tensor:
+    """``activation(g)``, of ``g`` that nothing else uses.
+
+    The plain form keeps ``g``, which the backward pass overwrites with its gradient. The kernels keep the slope of a
+    bfloat16 number in a byte instead (as arXiv 2202.00441 does with fewer bits): half of the memory. Its rounding, at
+    most 0.0025, is as coarse as that of a gradient in bfloat16, at most 0.002 to 0.004 of its size. Their output takes
+    the place of ``g``, and the gradient of ``g`` that of the output's.
+    """
     if torch.compiler.is_compiling():
-        plain: Tensor = ACTIVATIONS[activation][0](g)
-        return plain
-    output: Tensor = _Activated.apply(activation, g)
+        output: Tensor = ACTIVATIONS[activation][0](g)
+    elif form == "triton" and g.dtype is torch.bfloat16:
+        output = _ActivatedWithSlopes.apply(activation, g)
+    else:
+        output = _Activated.apply(activation, g)
     return output
 
 
@@ -104,6 +112,32 @@ class _Activated(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
         (g,) = ctx.saved_tensors
         return None, ACTIVATIONS[ctx.activation][2](dy, g, grad_input=g)
+
+
+class _ActivatedWithSlopes(Function):
+    """On the meta device it allocates and keeps the same tensors, and computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, activation: Activation, g: Tensor) -> Tensor:
+        output = g.detach().contiguous()
+        slopes = torch.empty_like(output, dtype=torch.uint8)
+        if not g.is_meta:
+            from lora_rocm.kernels.gated_triton import launch_activated
+
+            launch_activated(output, slopes, activation)
+        ctx.save_for_backward(slopes)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
+        (slopes,) = ctx.saved_tensors
+        dy = dy.contiguous()
+        if not dy.is_meta:
+            from lora_rocm.kernels.gated_triton import launch_slopes
+
+            launch_slopes(dy, slopes)
+        return None, dy
 
 
 def _halves(a: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor]:

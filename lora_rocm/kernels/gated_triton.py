@@ -1,4 +1,7 @@
-"""Gated activations with one kernel forward and one backward; each number is read and written once. See ``gated``."""
+"""Activations, gated or not, with one kernel forward and one backward; each number is read and written once.
+
+See ``gated``.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ from torch.autograd.function import once_differentiable
 from lora_rocm.kernels.backend import LAUNCH
 
 BLOCK = 1024
+# A slope, from -0.13 to 1.13, as a byte: in steps of 1/200, so that 0 and 1 are exact.
+SLOPE_STEPS, SLOPE_ZERO = tl.constexpr(200.0), tl.constexpr(27.0)
 
 
 @triton.jit
@@ -31,17 +36,27 @@ def _tanh_share(gate):
 
 
 @triton.jit
+def _share_and_slope(gate, GELU: tl.constexpr, TANH: tl.constexpr):
+    """activation(gate) / gate, and the activation's derivative."""
+    if TANH:
+        share, inner = _tanh_share(gate)
+        slope = share + gate * share * (1.0 - share) * inner
+    elif GELU:
+        share = 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
+        slope = share + gate * 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
+    else:
+        share = tl.sigmoid(gate)
+        slope = share + gate * share * (1.0 - share)
+    return share, slope
+
+
+@triton.jit
 def gated_forward(a, g, out, stride, width, GELU: tl.constexpr, BLOCK: tl.constexpr, TANH: tl.constexpr = False):
     """The output; one program per block of a row. ``stride``: of the rows of a and of g."""
     at, to, inside = _block_of_row(stride, width, BLOCK)
     value = tl.load(a + at, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(g + at, mask=inside, other=0.0).to(tl.float32)
-    if TANH:
-        share = _tanh_share(gate)[0]
-    elif GELU:
-        share = 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
-    else:
-        share = tl.sigmoid(gate)
+    share = _share_and_slope(gate, GELU, TANH)[0]
     tl.store(out + to, (value * gate * share).to(out.dtype.element_ty), mask=inside)
 
 
@@ -52,17 +67,40 @@ def gated_backward(dy, a, g, stride, width, GELU: tl.constexpr, BLOCK: tl.conste
     value = tl.load(a + at, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(g + at, mask=inside, other=0.0).to(tl.float32)
     gradient = tl.load(dy + source, mask=inside, other=0.0).to(tl.float32)
-    if TANH:
-        share, inner = _tanh_share(gate)
-        slope = share + gate * share * (1.0 - share) * inner
-    elif GELU:
-        share = 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
-        slope = share + gate * 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
-    else:
-        share = tl.sigmoid(gate)
-        slope = share + gate * share * (1.0 - share)
+    share, slope = _share_and_slope(gate, GELU, TANH)
     tl.store(a + at, (gradient * gate * share).to(a.dtype.element_ty), mask=inside)
     tl.store(g + at, (gradient * value * slope).to(g.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def activated_forward(g, slopes, count, GELU: tl.constexpr, BLOCK: tl.constexpr, TANH: tl.constexpr = False):
+    """Overwrite g with the output, and write the slopes as bytes."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(g + at, mask=at < count, other=0.0).to(tl.float32)
+    share, slope = _share_and_slope(gate, GELU, TANH)
+    tl.store(g + at, (gate * share).to(g.dtype.element_ty), mask=at < count)
+    code = slope * SLOPE_STEPS + (SLOPE_ZERO + 0.5)  # rounded down by the conversion
+    tl.store(slopes + at, code.to(tl.int32).to(tl.uint8), mask=at < count)
+
+
+@triton.jit
+def activated_backward(dy, slopes, count, BLOCK: tl.constexpr):
+    """Overwrite dy with the gradient of the input."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    slope = (tl.load(slopes + at, mask=at < count, other=0).to(tl.float32) - SLOPE_ZERO) / SLOPE_STEPS
+    gradient = tl.load(dy + at, mask=at < count, other=0.0).to(tl.float32)
+    tl.store(dy + at, (gradient * slope).to(dy.dtype.element_ty), mask=at < count)
+
+
+def launch_activated(g: Tensor, slopes: Tensor, activation: str) -> None:
+    """Activate g in place and write its slopes (uint8); both contiguous and of one shape."""
+    grid = (triton.cdiv(g.numel(), BLOCK),)
+    activated_forward[grid](g, slopes, g.numel(), **_how(activation), BLOCK=BLOCK, **LAUNCH)
+
+
+def launch_slopes(dy: Tensor, slopes: Tensor) -> None:
+    """Multiply dy by the slopes, in place; both contiguous and of one shape."""
+    activated_backward[(triton.cdiv(dy.numel(), BLOCK),)](dy, slopes, dy.numel(), BLOCK=BLOCK, **LAUNCH)
 
 
 class TritonGated(Function):
@@ -97,6 +135,9 @@ def _pair(rows: Sequence[Tensor]) -> Sequence[Tensor]:
 
 def _launch(kernel: Any, dense: Tensor, tensors: Sequence[Tensor], stride: int, activation: str) -> None:
     width = dense.shape[-1]
-    how = {"GELU": activation == "gelu", **({"TANH": True} if activation == "gelu-tanh" else {})}
     grid = dense.numel() // width, triton.cdiv(width, BLOCK)
-    kernel[grid](*tensors, stride, width, **how, BLOCK=BLOCK, **LAUNCH)
+    kernel[grid](*tensors, stride, width, **_how(activation), BLOCK=BLOCK, **LAUNCH)
+
+
+def _how(activation: str) -> dict[str, bool]:
+    return {"GELU": activation == "gelu", **({"TANH": True} if activation == "gelu-tanh" else {})}

@@ -25,7 +25,8 @@ from lora_rocm.kernels.weight_format import DENSE, PackedLinear, WeightFormat
 
 BLOCK, NESTED_BLOCK = 64, 256
 CELLS = 16  # from 0 to 1; a cell is narrower than the least distance (0.08) of two limits between levels
-PIECE = 1 << 18  # values that are quantised at once: their copies in float32 stay in the CPU's cache
+PIECE = 1 << 20  # values that are quantised at once: few enough for the CPU's cache, and so many that threads, of which
+# one at a time runs Python, seldom wait for each other
 TINY = 1e-12  # scale of a row of zeros
 LEVELS = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),

@@ -94,6 +94,19 @@ class LatentCache:
         _mark_used(names[-1])
         return ""
 
+    def num_bytes(self, kind: str, key: str, tensor: str) -> int:
+        """Bytes of one tensor of an entry, from its header; the payload is not read.
+
+        Raises:
+            CacheEntryBad: there is no entry, or it is damaged.
+        """
+        path = self._path(kind, key, max(len(self._names(kind, key)) - 1, 0))
+        try:
+            begin, end = read_header(path).spans[tensor]
+        except (OSError, KeyError) as error:
+            raise CacheEntryBad(f"{path}: {error}") from error
+        return end - begin
+
     def put(self, kind: str, key: str, tensors: Mapping[str, Tensor], item: str) -> None:
         """Serialise and write an entry: ``content_of``, then ``write``."""
         self.write(kind, key, self.content_of(kind, key, tensors, item))

@@ -174,6 +174,18 @@ class Caches:
             tensors |= self._looked_up(encoder, caption)
         return tensors
 
+    def mask_bytes(self, encoder: Encoder, caption: str) -> int:
+        """Bytes of the ``caption_mask`` of a caption's entry; grows with the length of the caption.
+
+        A bad entry is repaired.
+        """
+        entry, key, cache = encoder.entry, self.caption_key(encoder, caption), self.encoding.cache
+        try:
+            return cache.num_bytes(entry.name, key, entry.caption_mask)
+        except CacheEntryBad as error:
+            self.repair(entry.name, key, str(error))
+            return cache.num_bytes(entry.name, key, entry.caption_mask)
+
     def _looked_up(self, encoder: Encoder, caption: str) -> Tensors:
         entry, key, cache = encoder.entry, self.caption_key(encoder, caption), self.encoding.cache
         try:

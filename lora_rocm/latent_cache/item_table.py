@@ -16,7 +16,7 @@ import pyarrow
 from numpy.typing import NDArray
 from pyarrow import compute
 
-from lora_rocm.dataset.batch_sampler import Grid, Item, Outline
+from lora_rocm.dataset.batch_sampler import Grid, Item, Outline, TextLengths
 from lora_rocm.dataset.buckets import Geometry, image_shape
 from lora_rocm.dataset.columns import Lazy
 from lora_rocm.dataset.entry_spec import CAPTION
@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from lora_rocm.dataset.entry_spec import EntrySpec
     from lora_rocm.recipe.schema import ResolvedSource
 
-HASH_BYTES, KEY_BYTES = 32, 20
+HASH_BYTES, KEY_BYTES, LENGTH_BYTES = 32, 20, 4
 MIN_VIEWS = 2  # an image and its mirror image
+LENGTH_TYPE = f"<u{LENGTH_BYTES}"
 CUT = struct.Struct("=6i")  # (height, width) of the scaled image, (top, left) and (height, width) of the crop
 NO_CUT = CUT.pack(*[0] * 6)
 ByteRows: TypeAlias = NDArray[np.uint8]
@@ -60,7 +61,7 @@ def table_schema(entries: Iterable[EntrySpec], size: int) -> Any:
 
     The keys of an entry made from captions are concatenated: per view, the caption variants and then the empty caption.
     An entry made from the image alone has a slot of ``size`` bytes (``slot_bytes``); "whole" holds the keys of the
-    untiled entries.
+    untiled entries. For entries with a ``caption_mask``, "length" holds the bytes of that mask for each key.
     """
     schema = sample_schema()
     schema = schema.append(pyarrow.field("cut", pyarrow.binary(CUT.size)))
@@ -70,6 +71,8 @@ def table_schema(entries: Iterable[EntrySpec], size: int) -> Any:
         schema = schema.append(pyarrow.field(f"key {entry.name}", kind))
         if not entry.has_captions:
             schema = schema.append(pyarrow.field(f"whole {entry.name}", kind))
+        if entry.caption_mask:
+            schema = schema.append(pyarrow.field(f"length {entry.name}", kind))
     return schema
 
 
@@ -88,6 +91,8 @@ def check_table(batch: Any, entries: Iterable[EntrySpec], sources: Sequence[Reso
         sizes = numbers_of(compute.binary_length(batch[f"key {entry.name}"]))
         if (sizes < 2 * KEY_BYTES).any() or (sizes % KEY_BYTES).any():
             raise ValueError("a list of keys that is none")
+        if entry.caption_mask and (lengths_in(batch[f"length {entry.name}"])[0] * KEY_BYTES != sizes).any():
+            raise ValueError("not one length for each key")
 
 
 def entry_keys(batch: Any, entries: Iterable[EntrySpec]) -> dict[str, bytes]:
@@ -100,13 +105,17 @@ def entry_keys(batch: Any, entries: Iterable[EntrySpec]) -> dict[str, bytes]:
 
 
 class KeyLists:
-    """A column of the table with a list of cache keys per row."""
+    """A column of the table with a list of cache keys, or of lengths, per row."""
 
     def __init__(self) -> None:
         self._bytes, self._ends = bytearray(), array("q", [0])
 
     def append(self, keys: Iterable[str]) -> None:
         self._bytes += b"".join(map(bytes.fromhex, keys))
+        self._ends.append(len(self._bytes))
+
+    def append_lengths(self, lengths: Iterable[int]) -> None:
+        self._bytes += b"".join(length.to_bytes(LENGTH_BYTES, "little") for length in lengths)
         self._ends.append(len(self._bytes))
 
     @property
@@ -266,6 +275,7 @@ class Items(Lazy[Item]):
             share=_share(CUT.unpack(row["cut"])),
             geometry=geometry,
             content=tuple(content),
+            lengths=_summed(row[f"length {entry.name}"] for entry in self.entries if entry.caption_mask),
             crops=_crops(sample, geometry, views),
         )
 
@@ -277,7 +287,17 @@ class Items(Lazy[Item]):
         sizes, shape_N = np.unique(targets_N2[:, 0] << 32 | targets_N2[:, 1], return_inverse=True)
         shapes = [_shape(*divmod(size, 1 << 32)) for size in sizes.tolist()]
         repeats_N = np.ones(len(self), np.int64) if self.held_out else numbers_of(self.batch["repeats"])
-        return Outline(_Names(self.batch["key"]), shapes, shape_N, repeats_N, share_N)
+        return Outline(_Names(self.batch["key"]), shapes, shape_N, repeats_N, share_N, self._texts())
+
+    def _texts(self) -> TextLengths | None:
+        """``Outline.texts``."""
+        found = [lengths_in(self.batch[f"length {entry.name}"]) for entry in self.entries if entry.caption_mask]
+        if not found:
+            return None
+        rates = [0.0 if self.held_out else source.caption_dropout_rate for source in self.sources]
+        dropout_N = np.array(rates)[numbers_of(self.batch["source"])]
+        length_L: NDArray[np.int64] = np.sum([lengths for _, lengths in found], axis=0)
+        return TextLengths(found[0][0], length_L, dropout_N)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
@@ -309,6 +329,17 @@ def byte_rows(column: Any) -> ByteRows:
     width = column.type.byte_width
     start = column.offset * width
     return np.frombuffer(column.buffers()[1], np.uint8)[start : start + len(column) * width].reshape(-1, width)
+
+
+def lengths_in(column: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """A column of lengths: how many each row has, and all of them one after another."""
+    sizes_N = numbers_of(compute.binary_length(column))
+    return sizes_N // LENGTH_BYTES, np.frombuffer(b"".join(column.to_pylist()), LENGTH_TYPE).astype(np.int64)
+
+
+def _summed(cells: Iterable[bytes]) -> tuple[int, ...]:
+    """The sums of the lengths in several cells of one row of the table."""
+    return tuple(map(sum, zip(*(np.frombuffer(cell, LENGTH_TYPE).tolist() for cell in cells), strict=True)))
 
 
 def keys_in(raw: bytes) -> tuple[str, ...]:

@@ -271,7 +271,7 @@ def _pair_keys(caches: Caches, texts: _Texts, memory: HashMemory) -> dict[tuple[
 
 
 def _caption_keys(caches: Caches, texts: _Texts, pairs: Mapping[tuple[str, int], list[str]]) -> dict[str, KeyLists]:
-    """The key columns of all entries that are made from captions."""
+    """The columns of keys and lengths of all entries that are made from captions."""
     columns = {}
     for encoder in caches.encoders:
         entry = encoder.entry
@@ -282,8 +282,13 @@ def _caption_keys(caches: Caches, texts: _Texts, pairs: Mapping[tuple[str, int],
             for index in range(len(texts.usable)):
                 column.append(pairs[entry.name, index])
             continue
+        lengths, of_empty = KeyLists(), caches.mask_bytes(encoder, "") if entry.caption_mask else 0
         for captioned in texts.of_samples():
             column.append(caches.caption_key(encoder, text) for text in (*captioned, ""))
+            if entry.caption_mask:
+                lengths.append_lengths((*(caches.mask_bytes(encoder, text) for text in captioned), of_empty))
+        if entry.caption_mask:
+            columns[f"length {entry.name}"] = lengths
     return columns
 
 

@@ -70,6 +70,10 @@ class Data:
         """A digest that changes if a resumed run would see other samples or another order."""
         return self.prepared.identity() if self.kept is None else self.kept.identity
 
+    def facts(self) -> dict[str, str | bool]:
+        """What a checkpoint says of the data, for the next start."""
+        return {"data": self.identity(), "by_length": self.plan.by_length}
+
     @property
     def steps_per_epoch(self) -> int:
         return self.plan.steps_per_epoch if self.kept is None else self.kept.steps_per_epoch

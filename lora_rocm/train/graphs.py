@@ -1,14 +1,21 @@
-"""Passes captured as graphs: one per shape, all in one memory pool, each verified before it is used.
+"""Passes captured as graphs: one per frequent shape, all in one memory pool, each verified before it is used.
 
 The first two passes of a shape are eager. The second is then captured with the inputs of the first, and replayed with
 its own inputs. The graph is used from then on if the replay gives the gradients of the eager pass. This detects a graph
 that has baked in a value, or whose memset nodes do nothing (some ROCm versions). A pass without gradients proves
 nothing, so the check is left to the next one. If capturing fails, the shape stays eager.
+
+Once MAX_GRAPHS shapes are captured, a shape with TIMES_AS_MANY passes replaces the one with the fewest. The replaced
+graph frees its nodes and static inputs. The memory of its activations stays in the pool, which the others use too: the
+pool counts its graphs, and its memory can be returned only when the last of them is gone (``releasePool`` in
+c10/cuda/CUDACachingAllocator.cpp, called by ``CUDAGraph::reset`` in aten/src/ATen/cuda/CUDAGraph.cpp; on ROCm the
+destructor waits for the device too).
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -30,8 +37,16 @@ Atomic sums in bf16 differ by some 1e-4, a wrong kernel by 1.
 """
 KIND_TOLERANCE = 0.3
 """The same for the A, or the B, of all layers: early in a run A's gradients are too small to show in the total."""
-MAX_GRAPHS = 32
+MAX_GRAPHS = 16
 """Maximum number of captured shapes. Each costs some tens of MB for its nodes."""
+TIMES_AS_MANY = 2
+"""A shape replaces a captured one if it has had this many times its passes.
+
+So each replacement doubles the passes of a place, and between two releases n passes lead to at most
+MAX_GRAPHS * log2(n) replacements.
+"""
+MAX_COUNTED = 256
+"""Maximum number of shapes whose passes are counted. Beyond it the one with the fewest passes is forgotten."""
 
 
 class Passed(NamedTuple):
@@ -103,21 +118,22 @@ class Graphs:
     context: RunContext
     new_capture: Callable[[], Capturing] = Capture
     captured: dict[Shape, Captured | None] = field(default_factory=dict, init=False)  # None: stays eager
-    _seen: dict[Shape, Inputs] = field(default_factory=dict, init=False)
+    _passes: Counter[Shape] = field(default_factory=Counter, init=False)
+    _seen: dict[Shape, Inputs] = field(default_factory=dict, init=False)  # of shapes to be captured at the next pass
     _capture: Capturing | None = field(default=None, init=False)
     _off: bool = field(default=False, init=False)
     _full: bool = field(default=False, init=False)  # the user was told that MAX_GRAPHS is reached
 
     def run(self, eager: Pass, batch: Tensors, draws: Tensors) -> Passed:
         """Run a pass: replay its graph if its shape is captured, else run it eagerly."""
-        shape = tuple((name, t.shape, t.dtype) for tensors in (batch, draws) for name, t in tensors.items())
-        known = self.captured.get(shape)
-        if known is not None and not self._off:
-            return known.run(batch, draws)
-        if self._off or shape in self.captured:
+        if self._off:
             return eager(batch, draws)
-        if len(self.captured) >= MAX_GRAPHS:
-            self._say_full()
+        shape = tuple((name, t.shape, t.dtype) for tensors in (batch, draws) for name, t in tensors.items())
+        self._count(shape)
+        known = self.captured.get(shape)
+        if known is not None:
+            return known.run(batch, draws)
+        if shape in self.captured or not self._has_place(shape):
             return eager(batch, draws)
         first = self._seen.pop(shape, None)
         if first is None:
@@ -131,6 +147,30 @@ class Graphs:
         self._seen.clear()
         self._let_go()
         empty_pools()
+
+    def _count(self, shape: Shape) -> None:
+        """Count a pass of a shape."""
+        if shape not in self._passes and len(self._passes) >= MAX_COUNTED:
+            rarest = min((each for each in self._passes if each not in self.captured), key=self._passes.__getitem__)
+            del self._passes[rarest]
+            self._seen.pop(rarest, None)
+        self._passes[shape] += 1
+
+    def _has_place(self, shape: Shape) -> bool:
+        """Whether a shape may be captured: there is a free place, or it is frequent enough to replace another.
+
+        If all places are taken, the user is told once.
+        """
+        if len(self.captured) < MAX_GRAPHS:
+            return True
+        self._say_full()
+        least = self._least_used()
+        return least is not None and self._passes[shape] >= TIMES_AS_MANY * self._passes[least]
+
+    def _least_used(self) -> Shape | None:
+        """The captured shape with the fewest passes; None if none is captured."""
+        captured = (shape for shape, graph in self.captured.items() if graph is not None)
+        return min(captured, key=self._passes.__getitem__, default=None)
 
     def _second(self, shape: Shape, eager: Pass, first: Inputs, now: Inputs) -> Passed:
         """Run the second pass of a shape eagerly, then capture and verify its graph. Returns the eager results."""
@@ -149,8 +189,7 @@ class Graphs:
                 raise
             self.weights.drop_leaf_gradients()
             self.captured[shape] = None
-            if not any(self.captured.values()):
-                self._let_go()
+            self._let_go_if_unused()
             self.context.notice(f"Steps of this size are not captured as a graph, and run slower: {first_line(error)}")
         if before_N is None:
             gradients.copy_(made_N)
@@ -163,20 +202,31 @@ class Graphs:
     ) -> None:
         """Capture the graph of a shape; keep it if its gradients agree with ``made_N``.
 
-        Allocates nothing of size N, because memory may be short.
+        If all places are taken, the least used graph is dropped before. Allocates nothing of size N, because memory may
+        be short.
         """
+        least = self._least_used()
+        if len(self.captured) >= MAX_GRAPHS and least is not None:
+            del self.captured[least]
+            self._let_go_if_unused()
         empty_pools()  # make the eager pass's memory available to the graph
         graph = self._captured(eager, first)
         self.weights.gradients.zero_()
         again = graph.run(*now)
         if self._agree(passed, again, made_N):
             self.captured[shape] = graph
+            if len(self.captured) >= MAX_GRAPHS:
+                self._seen.clear()  # these shapes may have no place now
             return
         self._off = True
         self.release()
         self.context.notice(
             "A captured step gave other gradients than the same step launch by launch. All stay uncaptured."
         )
+
+    def _let_go_if_unused(self) -> None:
+        if not any(self.captured.values()):
+            self._let_go()
 
     def _let_go(self) -> None:
         """Forget the memory pool: it is freed with its last graph and cannot be reused."""

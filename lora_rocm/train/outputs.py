@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -63,7 +64,7 @@ class Artifacts:
     transfer: DeviceTransfer
     guard: Guard
     prepared: Prepared
-    data_identity: str
+    data_facts: Mapping[str, str | bool]
     base_seals: Seals
     steps_per_epoch: int
     room: Room
@@ -117,7 +118,7 @@ class Artifacts:
         # Write the state
         facts = {
             "recipe": fingerprint(self.recipe),
-            "data": self.data_identity,
+            **self.data_facts,
             "base": self.family.base_facts()["identity"],
             "base_seals": self.base_seals,
             "threads": torch.get_num_threads(),

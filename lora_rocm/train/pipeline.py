@@ -189,7 +189,7 @@ def load(start: StartContext, family: ModelFamily, data: Data) -> tuple[Artifact
         transfer=transfer,
         guard=guard,
         prepared=data.prepared,
-        data_identity=data.identity(),
+        data_facts=data.facts(),
         base_seals=seals,
         steps_per_epoch=data.steps_per_epoch,
         room=room,
@@ -249,7 +249,8 @@ def data_of(start: StartContext, family: ModelFamily, cache: LatentCache, prepar
     """Make the batch plan and the loader workers, and emit the ``data`` event."""
     train = start.recipe.train
     ranks = (start.world.size, start.world.me.rank)
-    plan = BatchPlan(prepared.items, train.batch_size, train.gradient_accumulation_steps, train.seed, *ranks)
+    by_length = start.checkpoint is None or start.checkpoint.facts.get("by_length", False)  # an older one has it not
+    plan = BatchPlan(prepared.items, train.batch_size, train.gradient_accumulation_steps, train.seed, *ranks, by_length)
     steps = train.num_steps(plan.steps_per_epoch)
     start.context.emit(
         DataEvent(

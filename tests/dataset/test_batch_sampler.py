@@ -271,3 +271,74 @@ def test_each_view_is_drawn_and_has_its_crop() -> None:
     assert all(row.key("image") == f"image{row.view}" and row.geometry == places[row.view] for row in rows)
     alike = Item("0.png", places[0].shape, keys, num_views=4, geometry=places[1])
     assert Row(alike, 0, 1.0, 3, 0, False).geometry == places[1], "views that are cut alike have one crop"
+
+
+LENGTHS = (32, 64, 96)
+long_items = st.lists(
+    st.tuples(st.booleans(), st.integers(1, 2), st.lists(st.sampled_from(LENGTHS), min_size=2, max_size=4)),
+    min_size=1,
+    max_size=30,
+).map(
+    lambda drawn: [
+        replace(item(n, wide, repeats, texts=len(lengths) - 1, dropout=0.3), lengths=tuple(lengths))
+        for n, (wide, repeats, lengths) in enumerate(drawn)
+    ]
+)
+
+
+def length_of(row: Row) -> int:
+    """The length of the caption that a row has."""
+    return row.item.lengths[-1 if row.dropout else row.variant]
+
+
+def micro_batches(plan: BatchPlan, epoch: int = 0) -> list[list[Row]]:
+    """The micro-batches of an epoch; without those that only fill up, or are filled up."""
+    found = []
+    for rows in epoch_of(plan, epoch):
+        parts = [rows[at : at + plan.batch_size] for at in range(0, len(rows), plan.batch_size)]
+        found += [part for part in parts if all(row.weight for row in part)]
+    return found
+
+
+def pure(batches: list[list[Row]]) -> int:
+    return sum(len({length_of(row) for row in rows}) == 1 for rows in batches)
+
+
+@given(long_items, st.sampled_from([(2, 1, 1), (3, 1, 1), (2, 2, 2)]), st.integers(0, 3), st.integers(0, 2))
+def test_as_many_micro_batches_as_possible_have_texts_of_one_length(
+    found: list[Item], split: tuple[int, int, int], seed: int, epoch: int
+) -> None:
+    size, acc, world = split
+    plan = BatchPlan(found, size, acc, seed, world)
+    batches = epoch_of(plan, epoch)
+    assert Counter(row.item.key for rows in batches for row in rows if row.weight) == {i.key: i.repeats for i in found}
+    groups = Counter((row.item.shape, length_of(row)) for rows in batches for row in rows if row.weight)
+    assert pure(micro_batches(plan, epoch)) >= sum(count // size for count in groups.values())
+
+
+def of_lengths(count: int) -> list[Item]:
+    return [replace(item(n, n % 4 == 0), lengths=(32 + 32 * (n % 5), 32)) for n in range(count)]
+
+
+def test_without_lengths_most_micro_batches_are_mixed() -> None:
+    """The control of the test above."""
+    ordered, mixed = (micro_batches(BatchPlan(of_lengths(100), 4, 1, 0, by_length=how)) for how in (True, False))
+    assert (pure(ordered), len(ordered)) == (20, 24) and pure(mixed) < 3
+
+
+def test_texts_of_one_length_and_batches_of_one_keep_their_order() -> None:
+    for size, lengths in ((1, True), (2, False), (4, False)):
+        found = of_lengths(50) if lengths else [replace(one, lengths=(64, 64)) for one in of_lengths(50)]
+        plans = [BatchPlan(found, size, 2, 3, by_length=by_length) for by_length in (True, False)]
+        assert epoch_of(plans[0]) == epoch_of(plans[1]) and epoch_of(plans[0], 1) == epoch_of(plans[1], 1)
+
+
+def test_which_samples_of_one_length_go_together_is_drawn_anew() -> None:
+    plan = BatchPlan(of_lengths(200), 2, 2, 0)
+    epochs = [micro_batches(plan, epoch) for epoch in range(3)]
+    pairs = [{frozenset(row.item.key for row in rows) for rows in batches} for batches in epochs]
+    assert all(len(one & other) < 10 for one, other in ((pairs[0], pairs[1]), (pairs[1], pairs[2])))
+    lengths = [[length_of(rows[0]) for rows in batches] for batches in epochs]
+    assert sum(a != b for a, b in zip(lengths[0], lengths[0][1:], strict=False)) > 50, "lengths come mixed"
+    assert sum(a != b for a, b in zip(lengths[0][::2], lengths[0][1::2], strict=False)) > 20, "in an update, too"
+    assert micro_batches(BatchPlan(of_lengths(200), 2, 2, 0), 2) == epochs[2], "a resumed run has the same"

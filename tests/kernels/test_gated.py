@@ -10,6 +10,7 @@ import torch
 from diffusers.models.activations import GEGLU
 from torch.autograd.graph import saved_tensors_hooks
 
+from lora_rocm.kernels.backend import Form
 from lora_rocm.kernels.gated import Activation, activated, gated, geglu_of
 
 
@@ -94,7 +95,22 @@ def test_an_ungated_activation_has_autograds_gradients_in_the_place_of_its_input
     g, dy = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4)
     (wanted,) = torch.autograd.grad(ACTIVATIONS[activation](g), g, dy)
     projected = g.clone()
-    output = activated(activation, projected)
+    output = activated(activation, "eager", projected)
     assert torch.equal(output, ACTIVATIONS[activation](g))
     (found,) = torch.autograd.grad(output, g, dy)
     assert torch.equal(found, wanted) and torch.equal(projected, wanted)
+
+
+def test_with_kernels_an_ungated_activation_keeps_bytes_in_bfloat16() -> None:
+    def kept_bytes(form: Form, dtype: torch.dtype) -> int:
+        sizes = []
+        with saved_tensors_hooks(lambda t: sizes.append(t.nbytes) or t, lambda t: t):
+            output = activated("gelu", form, torch.empty(4, 20, dtype=dtype, device="meta", requires_grad=True).clone())
+        output.sum().backward()
+        return sum(sizes)
+
+    assert [kept_bytes(form, torch.bfloat16) for form in FORMS] == [160, 80]
+    assert [kept_bytes(form, torch.float16) for form in FORMS] == [160, 160]
+
+
+FORMS: tuple[Form, ...] = ("eager", "triton")

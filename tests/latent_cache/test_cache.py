@@ -44,6 +44,15 @@ def test_an_entry_comes_back_as_it_was(cache: LatentCache) -> None:
         assert found.fingerprints[name] == int(fingerprint(tensor[None]))
 
 
+def test_the_size_of_a_tensor_is_read_without_its_payload(cache: LatentCache) -> None:
+    cache.put("image", KEY, tensors(), "a.png")
+    entry(cache).write_bytes(entry(cache).read_bytes()[:-8] + bytes(8))
+    assert cache.num_bytes("image", KEY, "ids") == 5 * 8 and cache.num_bytes("image", KEY, "mean") == 24 * 4
+    for key, tensor in ((KEY, "mask"), (KEY[::-1], "ids")):
+        with pytest.raises(CacheEntryBad):
+            cache.num_bytes("image", key, tensor)
+
+
 def test_the_same_entry_has_the_same_bytes(tmp_path: Path) -> None:
     written = []
     for name in ("one", "two"):

@@ -15,6 +15,7 @@ from torch import Tensor
 from lora_rocm.dataset.entry_spec import CAPTION, IMAGE, EntrySpec, Pad, TensorSpec
 from lora_rocm.device.transfer import fingerprint
 from lora_rocm.errors import DataError, MachineError
+from lora_rocm.latent_cache import manifest
 from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.latent_cache.item_table import ANY_SHAPE
@@ -352,3 +353,63 @@ def test_an_input_that_nothing_provides_is_refused(world: World) -> None:
     sound = FakeEncoder(EntrySpec("words", ("sound",), {"states": STATES}), "words-1", states_of)
     with pytest.raises(TypeError, match=r"words reads \('sound',\), and its encoder has no companion_of"):
         world.prepare(Toy(sound))
+
+
+def masked() -> Toy:
+    """Captions of one state a word, and a mask that tells what is padded."""
+
+    def made(caption: str) -> dict[str, Tensor]:
+        states = states_of(caption)["states"]
+        return {"states": states, "own": torch.ones(len(states), dtype=torch.bool)}
+
+    own = TensorSpec("bool", "S", Pad("S"), if_padded=True)
+    images = {"latent_mean": TensorSpec("float32", "CHW"), "latent_std": TensorSpec("float32", "CHW")}
+    vae = FakeEncoder(EntrySpec("latents", (IMAGE,), images, True), "vae-1", latents_of)
+    return Toy(vae, FakeEncoder(EntrySpec("words", (CAPTION,), {"states": STATES, "own": own}), "words-1", made))
+
+
+@pytest.fixture
+def lengths(tmp_path: Path, make: SimpleNamespace) -> World:
+    """Twelve images of one size, whose captions have five or two words."""
+    world = World(tmp_path, make)
+    for index in range(12):
+        make.image(
+            tmp_path / "data" / f"{index}.png", 64, 64, seed=index, caption=" ".join("abcde"[: 5 - index % 2 * 3])
+        )
+    return world
+
+
+def test_captions_of_one_length_go_together_and_need_no_mask(lengths: World) -> None:
+    family = masked()
+    prepared = lengths.prepare(family)
+    batches = list(lengths.batches(family, prepared, 2))
+    assert len(batches) == 6 and not any("own" in batch.tensors for batch in batches)
+    assert {batch.tensors["states"].shape for batch in batches} == {(2, 6, 3), (2, 3, 3)}
+    assert {item.lengths for item in prepared.items} == {(6, 1), (3, 1)}
+    mixed = BatchPlan(prepared.items, 2, 1, 0, by_length=False)
+    workers = open_workers(lengths.cache, prepared.entries, RuntimeSection())
+    assert any("own" in batch.tensors for batch in loader(mixed, family, workers, 0, 6)), "the control"  # type: ignore[arg-type]
+    workers.close()
+
+
+def test_lengths_of_captions_are_in_the_manifest(lengths: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest, "KEPT_FROM", 3)
+    found = tuple(lengths.prepare(masked()).items)
+    monkeypatch.setattr(LatentCache, "num_bytes", None)
+    assert tuple(lengths.prepare(masked()).items) == found and found[0].lengths == (6, 1)
+
+
+def test_a_caption_whose_entry_vanishes_while_lengths_are_read_is_encoded_again(
+    lengths: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, read = masked(), LatentCache.num_bytes
+
+    def vanishing(self: LatentCache, kind: str, key: str, tensor: str) -> int:
+        monkeypatch.undo()
+        for path in self.root.rglob(f"{key}.safetensors"):
+            path.unlink()
+        return read(self, kind, key, tensor)
+
+    monkeypatch.setattr(LatentCache, "num_bytes", vanishing)
+    assert {item.lengths for item in lengths.prepare(family).items} == {(6, 1), (3, 1)}
+    assert len(family.made[1].encoded) == 5

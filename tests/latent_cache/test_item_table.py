@@ -12,10 +12,19 @@ import numpy as np
 import pytest
 
 from lora_rocm.dataset.batch_sampler import Item, outline_of
-from lora_rocm.dataset.entry_spec import CAPTION, IMAGE, EntrySpec
+from lora_rocm.dataset.entry_spec import CAPTION, IMAGE, EntrySpec, Pad, TensorSpec
 from lora_rocm.dataset.scan import geometry_of, scan
 from lora_rocm.latent_cache.image_preprocess import Entry, Looked
-from lora_rocm.latent_cache.item_table import ANY_SHAPE, CUT, NO_CUT, Items, KeyLists, Usable, identity
+from lora_rocm.latent_cache.item_table import (
+    ANY_SHAPE,
+    CUT,
+    NO_CUT,
+    Items,
+    KeyLists,
+    Usable,
+    check_table,
+    identity,
+)
 from lora_rocm.loader.batches import BatchPlan
 
 BOTH = (EntrySpec("image", (IMAGE,), {}, True), EntrySpec("text", (CAPTION,), {}))
@@ -168,3 +177,36 @@ def test_a_table_is_the_samples_that_were_put_into_it(usable: Usable) -> None:
         usable.found(place, "image", looked_at(usable, place, in_tiles=False))
     again = Usable.of_table(usable.table(BOTH, {"key text": keys_of(3)}), usable.samples.sources)
     assert list(again) == list(usable) and again.sha256(1) == hashlib.sha256(b"\1").hexdigest()
+
+
+MASKED = EntrySpec("text", (CAPTION,), {"mask": TensorSpec("bool", "S", Pad("S"), if_padded=True)})
+
+
+def with_lengths(usable: Usable, lengths: tuple[tuple[int, ...], ...]) -> Any:
+    """The table of all samples, whose captions are of these lengths."""
+    column = KeyLists()
+    for row in lengths:
+        column.append_lengths(row)
+    return usable.table((BOTH[0], MASKED), {"key text": keys_of(3), "length text": column})
+
+
+def test_lengths_of_captions_are_in_the_table_if_their_batches_may_need_a_mask(usable: Usable) -> None:
+    for place in range(3):
+        usable.found(place, "image", looked_at(usable, place, in_tiles=False))
+    table = with_lengths(usable, ((32, 8), (70_000, 8), (64, 8)))
+    check_table(table, (BOTH[0], MASKED), usable.samples.sources)
+    rows = table.slice(1)  # as those that are held out
+    items = Items(rows, usable.samples.sources, (BOTH[0], MASKED))
+    assert [item.lengths for item in items] == [(70_000, 8), (64, 8)]
+    found, wanted = items.outline().texts, outline_of(list(items)).texts
+    assert found is not None and wanted is not None and found.length_L.tolist() == wanted.length_L.tolist()
+    assert found.count_N.tolist() == [2, 2] and found.dropout_N.tolist() == wanted.dropout_N.tolist()
+    plain = items_of(usable, [1, 2], {"text": keys_of(2)}, BOTH)
+    assert plain.outline().texts is None and plain[0].lengths == () and identity(plain) == identity(items)
+
+
+def test_a_table_without_a_length_for_each_key_is_refused(usable: Usable) -> None:
+    for place in range(3):
+        usable.found(place, "image", looked_at(usable, place, in_tiles=False))
+    with pytest.raises(ValueError, match="one length"):
+        check_table(with_lengths(usable, ((32, 8), (64,), (64, 8))), (BOTH[0], MASKED), usable.samples.sources)

@@ -23,6 +23,7 @@ RENAMED: tuple[tuple[re.Pattern[str], Replacement], ...] = tuple(
         (r"_dword$", "_b32"),
         (r"_ushort$", "_u16"),
         (r"_short$", "_b16"),
+        (r"_store_byte$", "_store_b8"),
         (r"_ubyte$", "_u8"),
         (r"_sbyte$", "_i8"),
         (r"^global_atomic_add_x2$", "global_atomic_add_u64"),

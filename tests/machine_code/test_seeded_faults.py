@@ -23,6 +23,7 @@ pytest.importorskip("triton")
 from tests.machine_code.card import Card, in_use  # noqa: E402  (needs triton)
 
 GEGLU, LAYER_NORM, SUM_NORM, GROUP_NORM, PLAIN_GROUP_NORM, _, RESIDUAL = range(7)
+GELU = next(at for at, case in enumerate(SMALL) if case.name == "GELU")
 NEIGHBOURS, NF4 = (next(at for at, case in enumerate(SMALL) if name in case.name) for name in ("neighbours", "nf4"))
 
 
@@ -77,6 +78,13 @@ SOURCE = (
         "(value * gate * share).to(out.dtype.element_ty), mask=inside)",
         "(value * gate * share).to(out.dtype.element_ty))",
         GEGLU,
+    ),
+    SourceFault(
+        "slopes are stored without a mask",
+        "gated_triton",
+        "code.to(tl.int32).to(tl.uint8), mask=at < count)",
+        "code.to(tl.int32).to(tl.uint8))",
+        GELU,
     ),
     SourceFault(
         "spreads are stored without a mask",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.memory.op_counter import Ledger
+from lora_rocm.train import graphs as graphs_module
 from lora_rocm.train.graphs import MAX_GRAPHS, Graphs, Passed
 from tests.supervisor.fake_run import listening
 from tests.train.test_loop import Rig, same
@@ -149,9 +152,13 @@ def test_shapes_without_end_stay_eager_and_that_is_said_once() -> None:
 class Layer:
     """``x A^T B^T``, alone; ``spoil`` changes what a replay adds to the gradients."""
 
-    def __init__(self, spoil: Callable[[dict[str, torch.Tensor]], None], b: float = 1.0) -> None:
-        self.leaves = {"lora_A": torch.nn.Parameter(torch.ones(2, 3)), "lora_B": torch.nn.Parameter(torch.ones(1, 2))}
-        self.weights, self.spoil, self.said, self.replays = FlatWeights(self.leaves), spoil, [], 0
+    def __init__(
+        self, spoil: Callable[[dict[str, torch.Tensor]], None], b: float = 1.0, device: str | torch.device = "cpu"
+    ) -> None:
+        sizes, self.device = {"lora_A": (2, 3), "lora_B": (1, 2)}, device
+        self.leaves = {name: torch.nn.Parameter(torch.ones(size, device=device)) for name, size in sizes.items()}
+        self.weights, self.spoil, self.said = FlatWeights(self.leaves), spoil, []
+        self.replays = self.captures = 0
         self.weights.parameters["lora_B"].fill_(b)
         self.graphs = Graphs(self.weights, exact=False, context=listening(self.said), new_capture=lambda: self.capture)
 
@@ -165,6 +172,7 @@ class Layer:
         return Passed(loss.detach(), loss_B.detach())
 
     def capture(self, run: Callable[[], Passed]) -> Replay:
+        self.captures += 1
         kept, place = self.weights.gradients.clone(), self.weights.gradients.data_ptr()
         passed = run()
         self.weights.gradients.copy_(kept)
@@ -190,6 +198,22 @@ class Layer:
             self.graphs.run(self.eager, {"x": x_BD, "weight": torch.full((2,), weight)}, {})
             found.append({name: view.clone() for name, view in self.weights.views(self.weights.gradients).items()})
         return found
+
+    def passes_of(self, rows: Iterable[int], captures: bool = True) -> list[torch.Tensor]:
+        """Gradients of passes of so many rows each; ``captures``: not all eager."""
+        found = []
+        for number, count in enumerate(rows):
+            self.weights.drop_gradients()
+            batch = {"x": torch.full((count, 3), number + 1.0), "weight": torch.ones(count)}
+            batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
+            self.graphs.run(self.eager, batch, {}) if captures else self.eager(batch, {})
+            found.append(self.weights.gradients.clone())
+        return found
+
+    @property
+    def captured_rows(self) -> set[int]:
+        """The rows of the shapes that have a graph."""
+        return {shape[0][1][0] for shape, graph in self.graphs.captured.items() if graph is not None}
 
 
 def alike(one: Layer, other: Layer, *weights: float) -> bool:
@@ -267,3 +291,89 @@ def test_comparing_takes_no_memory_of_the_size_of_the_weights(exact: bool) -> No
     with Ledger(iter([made_N])) as ledger:
         made_N - made_N  # noqa: B018
     assert ledger.peak_bytes >= made_N.nbytes
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collecting garbage at each capture takes longer than these passes."""
+    monkeypatch.setattr(graphs_module, "empty_pools", lambda: None)
+
+
+FULL = list(range(1, MAX_GRAPHS + 1))  # rows of shapes that take all places
+LATE = MAX_GRAPHS + 1
+
+
+def full(of: Layer) -> Layer:
+    """All places are taken: by 5 rows with two passes, and by the others with three."""
+    of.passes_of([rows for rows in FULL for _ in range(2 if rows == 5 else 3)])
+    assert of.captured_rows == set(FULL) and of.said == []
+    return of
+
+
+def test_a_frequent_shape_that_comes_late_replaces_the_least_used(quick: None) -> None:
+    layer = full(Layer(sound))
+    dropped = next(weakref.ref(graph) for shape, graph in layer.graphs.captured.items() if shape[0][1][0] == 5)
+    layer.passes_of([LATE] * 4)
+    assert layer.captured_rows == set(FULL), "four are twice as many as two, but inputs of two passes are needed"
+    assert len(layer.said) == 1 and str(MAX_GRAPHS) in layer.said[0]
+    stream, replays = [LATE, LATE, 1, 5, LATE], layer.replays
+    found, wanted = layer.passes_of(stream), Layer(sound).passes_of(stream, captures=False)
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    assert layer.captured_rows == {*FULL, LATE} - {5} and dropped() is None and len(layer.said) == 1
+    assert layer.replays == replays + 4, "its proof, two of its own and one of another: the dropped shape is eager"
+
+
+STREAMS = {
+    "in turn": [1 + number % LATE for number in range(10 * LATE)],
+    "shuffled epochs": [rows for seed in range(10) for rows in random.Random(seed).sample([*FULL, LATE], LATE)],
+    "drawn": random.Random(0).choices(range(1, 2 * MAX_GRAPHS), k=400),
+}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_equally_frequent_shapes_do_not_replace_each_other(
+    name: str, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, control = Layer(sound), Layer(sound)
+    layer.passes_of(STREAMS[name])
+    assert layer.captures <= MAX_GRAPHS + 3 and len(layer.captured_rows) == MAX_GRAPHS
+    monkeypatch.setattr(graphs_module, "TIMES_AS_MANY", 1)
+    control.passes_of(STREAMS[name])
+    assert control.captures > MAX_GRAPHS + 6
+
+
+def test_one_frequent_shape_among_endless_others_is_captured(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes are counted, of no more shapes than ``MAX_COUNTED``."""
+    monkeypatch.setattr(graphs_module, "MAX_COUNTED", MAX_GRAPHS + 4)
+    layer = full(Layer(sound))
+    layer.passes_of(rows for other in range(30) for rows in ((LATE + 1 + other, LATE) if other % 3 else (LATE,)))
+    assert layer.captured_rows == {*FULL, LATE} - {5}
+    assert len(layer.graphs._passes) == MAX_GRAPHS + 4 and not layer.graphs._seen
+
+
+def test_a_shape_that_cannot_be_captured_stays_eager_in_its_place(quick: None) -> None:
+    layer, capture = full(Layer(sound)), Layer.capture
+
+    def refuses(run: Callable[[], Passed]) -> Replay:
+        raise RuntimeError("out of nodes")
+
+    layer.graphs._capture = refuses
+    layer.passes_of([LATE] * 5)
+    layer.graphs._capture = lambda run: capture(layer, run)
+    layer.passes_of([LATE] * 5 + [5] * 20)
+    assert layer.captured_rows == set(FULL) - {1}, "5 has come back, for the first of those with three passes"
+    assert len(layer.said) == 2 and "out of nodes" in layer.said[1]
+
+
+def test_a_graph_that_replaces_the_only_one_has_a_pool_of_its_own(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A memory pool ends with its last graph."""
+    monkeypatch.setattr(graphs_module, "MAX_GRAPHS", 1)
+    layer, pools = Layer(sound), [0]
+
+    def new_capture() -> Any:
+        pools[0] += 1
+        return layer.capture
+
+    layer.graphs.new_capture = new_capture
+    layer.passes_of([1, 1, 2, 2, 2, 2, 2, 2])
+    assert layer.captured_rows == {2} and pools == [2]

@@ -11,8 +11,10 @@ import torch
 from lora_rocm.errors import StateError
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.train.graphs import Captured, Graphs
+from lora_rocm.train import graphs as graphs_module
+from lora_rocm.train.graphs import Capture, Captured, Graphs
 from tests.optim.test_state_guard import PARTS, flip
+from tests.train.test_graphs import Layer, sound
 from tests.train.test_guard import after_step
 from tests.train.test_pipeline import bytes_of, make_recipe, start, write_material
 
@@ -113,3 +115,17 @@ def test_a_flipped_bit_in_trained_state_is_seen_between_captured_steps(
     assert [updates for updates, _ in RunDir(tmp_path / "run").list_checkpoints()] == [4]
     trained(material, tmp_path / "run", "auto", "bf16", **how)
     assert bytes_of(tmp_path / "run") == bytes_of(tmp_path / "sound")
+
+
+@pytest.mark.parametrize("places", [1, 2])
+def test_a_graph_that_takes_the_place_of_another_leaves_the_others_right(
+    places: int, monkeypatch: pytest.MonkeyPatch, replays: list[int]
+) -> None:
+    """The memory pool outlives a graph that is dropped, as long as it has another."""
+    monkeypatch.setattr(graphs_module, "MAX_GRAPHS", places)
+    layer, eager = Layer(sound, device=GPU), Layer(sound, device=GPU)
+    layer.graphs.new_capture = Capture
+    stream = [*([64] * 4), *([32] * 3), *([96] * 12), *([64] * 3), *([32] * 26), 96, 64, 32, 96, 64, 32]
+    pairs = zip(layer.passes_of(stream), eager.passes_of(stream, captures=False), strict=True)
+    assert all(torch.allclose(found, wanted) for found, wanted in pairs)
+    assert layer.captured_rows == ({32} if places == 1 else {96, 32}) and len(replays) > 10 and len(layer.said) == 1

@@ -157,7 +157,7 @@ class FusedSingleBlock(FluxSingleTransformerBlock):
         if type(self.proj_out) is nn.Linear:  # two products, so that neither they nor their gradients are joined
             weight_y, weight = self.proj_out.weight.split([y_BSD.shape[2], inner_BSN.shape[2]], dim=1)
             of_y = F.linear(y_BSD, weight_y, self.proj_out.bias).flatten(0, 1)
-            return of_y.addmm(activated("gelu-tanh", inner_BSN).flatten(0, 1), weight.t()).view_as(y_BSD)
+            return of_y.addmm(activated("gelu-tanh", self.form, inner_BSN).flatten(0, 1), weight.t()).view_as(y_BSD)
         joined, again = made(lambda given: torch.cat([given[0], self.act_mlp(given[1])], dim=2), [y_BSD, inner_BSN])
         with made_again((joined, again)):
             output: Tensor = self.proj_out(joined)

@@ -15,7 +15,7 @@ ACTIVATIONS: dict[str, Activation] = {"none": "gelu", "tanh": "gelu-tanh"}
 
 
 class FusedGelu(GELU):
-    """The layer, whose gradient overwrites the product that was activated."""
+    """The layer, whose product is used for nothing but its activation."""
 
     form: Form
 
@@ -24,4 +24,4 @@ class FusedGelu(GELU):
         return module.approximate in ACTIVATIONS
 
     def gelu(self, gate: Tensor) -> Tensor:
-        return activated(ACTIVATIONS[self.approximate], gate)
+        return activated(ACTIVATIONS[self.approximate], self.form, gate)

@@ -30,7 +30,11 @@ from lora_rocm.families.transformer.language_model import (
 from lora_rocm.families.z_image import family as module
 from lora_rocm.families.z_image.family import LAYOUT, MAX_TOKENS, TEMPLATE, ZImage
 from lora_rocm.families.z_image.forward import predicted
+from lora_rocm.latent_cache.cache import LatentCache
+from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.latent_cache.quarantine import plain_door
+from lora_rocm.loader.batches import BatchPlan, loader, open_workers, prepare
+from tests.fake_encoders import image
 from tests.tiny_models import tiny_recipe
 from tests.tiny_z_image import CHANNELS, WIDTH, tiny_transformer, write_tiny_z_image
 
@@ -155,3 +159,25 @@ def test_the_template_in_the_packaged_tokenizer_s_tokens() -> None:
     assert (ids[:3], ids[-5:], len(ids)) == (begin, end, 10)
     limit = token_limit(tokenizer, TEMPLATE, MAX_TOKENS)
     assert limit.max_tokens == MAX_TOKENS - len(begin)
+
+
+def test_a_batch_of_captions_of_one_length_has_no_mask(base: Path, tmp_path: Path) -> None:
+    """The attention without a mask is the fast one. Captions of 32 and of 64 tokens, with what the template adds."""
+    for number in range(6):
+        image(tmp_path / "images" / f"{number}.png", 64, 64, seed=number, caption="x" * (1 + number % 2 * 32))
+    family = ZImage(
+        tiny_recipe(
+            base,
+            model={"family": "z-image"},
+            data={"path": str(tmp_path / "images"), "bucket_step": 16},
+            cache={"dir": str(tmp_path / "cache")},
+        )
+    )
+    cache = LatentCache(tmp_path / "cache")
+    prepared = prepare(family.recipe, family, Encoding(cache, CPU))
+    assert all(lengths[0] % 32 == 0 for lengths in (item.lengths for item in prepared.items))
+    for by_length, masks in ((True, 1), (False, 3)):  # three of each length: one batch has both
+        workers = open_workers(cache, prepared.entries, family.recipe.runtime)
+        batches = list(loader(BatchPlan(prepared.items, 2, 1, 0, by_length=by_length), family, workers, 0, 3))
+        workers.close()
+        assert sum(OWN in batch.tensors for batch in batches) == masks
