@@ -32,7 +32,7 @@ HOLES: dict[str, tuple[int, int, str]] = {
     "foundation": (5, 0, JSON),
     "hardware": (23, 0, JSON),
     "hardware.probe": (14, 1, SYSTEM),
-    "kernels": (37, 0, TORCH),
+    "kernels": (39, 0, TORCH),
     "latent_cache": (18, 0, ARROW),
     "loader": (6, 2, TORCH),
     "memory": (37, 0, TORCH),

@@ -12,13 +12,13 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PureWindowsPath
 from typing import Any, BinaryIO, TypeVar
 
 import torch
 from torch import Tensor
 
+from lora_rocm.device.host_threads import threads_of_one_core
 from lora_rocm.errors import ModelError, StorageError, UserError
 from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.foundation.safetensors_header import TensorEntry
@@ -40,7 +40,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 Looked = TypeVar("Looked")
-READERS = 8  # threads: enough to hash what a fast disk reads, and few enough to limit seeks on a slow one
+READERS = 12  # threads: enough to hash what a fast disk reads, and few enough to limit seeks on a slow one
 RUN_BYTES = 64 << 20  # read by one thread in one go
 PIECE_BYTES = 4 << 20  # read, then hashed while in the CPU's cache
 KOHYA_HASH_OFFSET, KOHYA_HASH_BYTES = 0x100000, 0x10000
@@ -189,10 +189,9 @@ def _by_threads(
             what = f"Cannot read the file: {problem.strerror}."
             raise ModelError("weights-unreadable", what, where=str(header.path)) from problem
 
-    # runs of neighbouring tensors, one per task; a team of threads in each of them would wait for cores
+    # runs of neighbouring tensors, one per task
     found: dict[str, Looked] = {}
-    pool = ThreadPoolExecutor(min(READERS, os.cpu_count() or 1), initializer=torch.set_num_threads, initargs=(1,))
-    try:
+    with threads_of_one_core(READERS) as pool:
         runs = [(header, names) for header in headers for names in _runs(header, wanted)]
         pieces = [(header, names, pool.submit(through, header, names)) for header, names in runs]
         for header, names, piece in pieces:
@@ -200,9 +199,6 @@ def _by_threads(
                 if name in found:
                     raise damaged(header.path, f"{printable(name):.100} is in another file of the model, too")
                 found[name] = looked
-    finally:
-        pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(torch.get_num_threads())  # for threads to come: those of the pool had set it to one
     for header in headers:
         try:
             # fstat, because by name Windows may report another number for the same file

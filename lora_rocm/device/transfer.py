@@ -12,20 +12,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from lora_rocm.device.host_threads import threads_of_one_core
 from lora_rocm.errors import TransferError
 
 WORD_DTYPES = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 CHUNK_BYTES = 4 * 2**20
+CACHED_WORDS = 1 << 17  # multiplied at once on the CPU: their products stay in its cache
 CHUNKS_AT_ONCE = 4  # of a weight being compared: 32 MiB of products
 GROUP_BYTES = {False: CHUNK_BYTES, True: CHUNKS_AT_ONCE * CHUNK_BYTES}
 """Of tensors of one shape that are compared together; True: on a GPU."""
+HOST_THREADS = 8  # compute fingerprints on the host
 READS = 3  # attempts to read a tensor back from the device
 METHODS = ("pinned", "unpinned", "clone", "chunked")
 """The methods in order: a failed batch is sent again with the next one. A host without pinning starts at "unpinned"."""
@@ -43,7 +45,11 @@ def fingerprint(tensor_B: Tensor) -> Tensor:
         int64 [B]; equal bytes give equal fingerprints on every device.
     """
     words_BN = _words(tensor_B)
-    return (words_BN * _position_weights(words_BN.shape[1], words_BN.device)).sum(dim=1)  # int64, as the weights
+    weights_N = _position_weights(words_BN.shape[1], words_BN.device)
+    if words_BN.device.type != "cpu" or len(weights_N) <= CACHED_WORDS:
+        return (words_BN * weights_N).sum(dim=1)  # int64, as the weights
+    pieces = zip(words_BN.split(CACHED_WORDS, dim=1), weights_N.split(CACHED_WORDS), strict=True)
+    return torch.stack([(words * weights).sum(dim=1) for words, weights in pieces]).sum(dim=0)
 
 
 def whole_fingerprint(tensor: Tensor) -> Tensor:
@@ -270,7 +276,7 @@ class DeviceTransfer:
             found: list[int] = whole_fingerprints([named[name].data for name in group], 0).tolist()
             return found
 
-        with ThreadPoolExecutor(1) as ahead:  # the next tensors are read while a group is copied and compared
+        with threads_of_one_core(HOST_THREADS) as ahead:  # read the next tensors while a group is copied and compared
             for group, sums in zip(groups, ahead.map(on_host, groups), strict=True):
                 expected = dict(zip(group, sums, strict=True))
                 self._send_group({name: named[name] for name in group if id(named[name]) not in staying}, expected)
