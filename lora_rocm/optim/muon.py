@@ -1,7 +1,7 @@
 """Muon (Jordan et al.; Liu et al., arXiv 2502.16982): the momentum of a matrix made orthogonal; AdamW for the rest.
 
-The iteration runs in float32, where PyTorch's takes bfloat16: the matrices of a LoRA are small. A single row or column
-(a LoRA of rank 1) is no matrix here.
+The iteration runs in float32, where PyTorch's takes bfloat16: the matrices of a LoRA are small. As there, a weight of
+two axes is a matrix, also with a single row or column.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Muon(StackedRule[MuonSection]):
         dtype = weights.masters.dtype
         self._first = self._table("exp_avg", lambda stack: (stack.rows, stack.columns), dtype)
         self._second = self._table(
-            "exp_avg_sq", lambda stack: None if _is_matrix(stack) else (stack.rows, stack.columns), dtype
+            "exp_avg_sq", lambda stack: (stack.rows, stack.columns) if stack.is_vector else None, dtype
         )
 
     def _update(
@@ -49,7 +49,7 @@ class Muon(StackedRule[MuonSection]):
     ) -> Tensor:
         section, stack = self._section, self.stacks[number]
         rate, decayed_nrc = stack.learning_rate * factor, weights_nrc.mul_(section.weight_decay)
-        if not _is_matrix(stack):
+        if stack.is_vector:
             return self._adamw(number, gradients_nrc, steps, hold).add_(decayed_nrc).mul_(rate)
         momentum_nrc = torch.lerp(gradients_nrc, self._first[number].float(), section.momentum)
         write(self._first[number], momentum_nrc, hold)
@@ -68,11 +68,6 @@ class Muon(StackedRule[MuonSection]):
         write(first, means, hold)
         write(second, squares, hold)
         return update
-
-
-def _is_matrix(stack: Stack) -> bool:
-    """Whether there is anything to make orthogonal: a single row or column would only lose its length."""
-    return min(stack.rows, stack.columns) > 1
 
 
 def _shape_factor(stack: Stack, adjust_lr_fn: str) -> float:

@@ -14,11 +14,11 @@ from tests.optim.published import SHAPES, assert_follows, followed
 
 
 class Published:
-    """PyTorch's two optimizers. Its Muon would take single rows and columns too."""
+    """PyTorch's two optimizers."""
 
     def __init__(self, weights: list[nn.Parameter], given: dict[str, Any]) -> None:
-        matrices = [weight for weight in weights if weight.ndim == 2 and min(weight.shape) > 1]
-        rest = [weight for weight in weights if weight.ndim < 2 or min(weight.shape) == 1]
+        matrices = [weight for weight in weights if weight.ndim == 2]
+        rest = [weight for weight in weights if weight.ndim < 2]
         self.parts: list[torch.optim.Optimizer] = [torch.optim.Muon(matrices, lr=1e-2, weight_decay=0.1, **given)]
         if rest:
             self.parts.append(torch.optim.AdamW(rest, lr=1e-2, weight_decay=0.1))
@@ -28,22 +28,19 @@ class Published:
             part.step()
 
 
-ITERATED_IN_BFLOAT16 = 8e-4
-"""Bound for PyTorch's Muon, whose iteration is in bfloat16, of 8 significant bits: up to 4.8e-4 was seen."""
-
-
-@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
+# PyTorch iterates in bfloat16, of 8 significant bits. Seen: up to 1.6e-3 and 3.5e-4.
+@pytest.mark.parametrize(("adjust", "bound"), [("original", 3e-3), ("match_rms_adamw", 8e-4)])
 @pytest.mark.parametrize("given", [{}, {"nesterov": False, "momentum": 0.8, "ns_steps": 3}], ids=str)
-def test_updates_are_those_of_pytorch(given: dict[str, Any], adjust: str) -> None:
+def test_updates_are_those_of_pytorch(given: dict[str, Any], adjust: str, bound: float) -> None:
     given = {**given, "adjust_lr_fn": adjust}
     section = MuonSection.model_validate({"learning_rate": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0, **given})
-    changed = {"nesterov": not section.nesterov, "momentum": 0.5, "ns_steps": 4, "weight_decay": 0.0, "epsilon": 1.0}
-    ours, *_ = assert_follows(section, lambda weights: Published(weights, given), changed, ITERATED_IN_BFLOAT16)
+    changed = {"nesterov": not section.nesterov, "momentum": 0.5, "ns_steps": 4, "weight_decay": 0.5, "epsilon": 1.0}
+    ours, *_ = assert_follows(section, lambda weights: Published(weights, given), changed, bound)
     assert "exp_avg_sq" in ours.state()
 
 
 def test_matrices_have_one_moment() -> None:
-    shapes = [shape for shape in SHAPES if len(shape) > 1 and min(shape) > 1]
+    shapes = [shape for shape in SHAPES if len(shape) > 1]
     ours, *_ = followed(MuonSection(learning_rate=1e-2), lambda weights: Published(weights, {}), steps=1, shapes=shapes)
     assert "exp_avg_sq" not in ours.state()
 
@@ -53,7 +50,7 @@ def test_vectors_are_updated_by_adamw() -> None:
         MuonSection(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0),
         lambda weights: torch.optim.AdamW(weights, lr=1e-2, weight_decay=0.1),
         {"betas": (0.5, 0.999), "epsilon": 1e-2},
-        shapes=[(7,), (1, 9)],
+        shapes=[(7,), (9,)],
     )
 
 
