@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -13,6 +14,8 @@ from lora_rocm.recipe.optim_sections import CameSection
 
 class Came(StackedRule[CameSection]):
     """CAME on stacks. The means are float32; the first moment has the dtype of the weights."""
+
+    tells_vectors: ClassVar[bool] = True
 
     def __init__(
         self, weights: TrainedWeights, groups: Sequence[Group], section: CameSection, scalars: Scalars

@@ -7,6 +7,7 @@ two axes is a matrix, also with a single row or column.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -33,6 +34,8 @@ def orthogonal(matrices_nrc: Tensor, steps: int) -> Tensor:
 
 class Muon(StackedRule[MuonSection]):
     """Muon on stacks. All state has the dtype of the weights."""
+
+    tells_vectors: ClassVar[bool] = True
 
     def __init__(
         self, weights: TrainedWeights, groups: Sequence[Group], section: MuonSection, scalars: Scalars

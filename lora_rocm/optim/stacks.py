@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,13 +20,13 @@ from lora_rocm.optim.update_rule import TABLE_MULTIPLE, Group, S, Scalars, Train
 
 @dataclass(frozen=True)
 class Stack:
-    """Weights of equal shape, number of axes (one or more) and learning rate.
+    """Weights of equal shape and learning rate.
 
     Attributes:
         places: their numbers among all weights.
         rows, columns: of each; a weight of more axes is [first axis, all others], one of fewer has one row.
         learning_rate: the peak.
-        is_vector: they have one axis.
+        is_vector: they have one axis; false for all where the rule does not tell vectors from matrices.
     """
 
     places: tuple[int, ...]
@@ -39,8 +40,11 @@ class StackedRule(UpdateRule[S]):
     """An update rule with one ``_update`` for a stack.
 
     Attributes:
+        tells_vectors: a vector is updated in another way than a matrix of one row.
         stacks: of all weights.
     """
+
+    tells_vectors: ClassVar[bool] = False
 
     def __init__(self, weights: TrainedWeights, groups: Sequence[Group], section: S, scalars: Scalars) -> None:
         super().__init__(weights, groups, section, scalars)
@@ -49,7 +53,8 @@ class StackedRule(UpdateRule[S]):
         for number, (weight, place) in enumerate(zip(weights.parameters.values(), slices, strict=True)):
             rate = next(g.learning_rate for g in groups if g.place.start <= place.start < g.place.stop)
             rows = weight.shape[0] if weight.ndim > 1 else 1
-            found.setdefault((rows, weight.numel() // rows, rate, weight.ndim < 2), []).append(number)
+            is_vector = self.tells_vectors and weight.ndim < 2
+            found.setdefault((rows, weight.numel() // rows, rate, is_vector), []).append(number)
         self.stacks = [Stack(tuple(places), *key) for key, places in found.items()]
         self._lengths = [place.stop - place.start for place in slices]
         self._steps = scalars.add("step")
