@@ -4,6 +4,11 @@ Each block of 256 neighbouring numbers has one scale, its largest magnitude. A n
 nearest of 256 fixed values between -1 and 1, or 0 and 1, which are dense near zero. The values are those of
 bitsandbytes. Blocks go over the flat weights, so a block may hold the end of one weight and the start of the next;
 no weight is left out for being small.
+
+bitsandbytes' own kernel (``optimizer_update_8bit_blockwise`` of 0.50) is not used. It takes the number of the step, the
+learning rate and the factor of the gradients as numbers of the host, and nothing that holds an update. Here clipping,
+loss scale and whether an update is held are known on the device alone, so each step would have to wait for it; and a
+captured graph would repeat the step that it was captured with.
 """
 
 from __future__ import annotations

@@ -190,7 +190,8 @@ class GatedOptimizer:
             ResumeError: "resume-optimizer-changed": the tensors are not the state of this update rule.
         """
         state = self.state()
-        if wrong := state.keys() ^ tensors.keys():
+        both = state.keys() & tensors.keys()
+        if wrong := (state.keys() ^ tensors.keys()) | {x for x in both if state[x].shape != tensors[x].shape}:
             raise ResumeError(
                 "resume-optimizer-changed",
                 f"The checkpoint does not hold the state of optim.optimizer: {self.section.optimizer}.",

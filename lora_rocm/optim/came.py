@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -14,6 +15,8 @@ from lora_rocm.recipe.optim_sections import CameSection
 class Came(StackedRule[CameSection]):
     """CAME on stacks. The means are float32; the first moment has the dtype of the weights."""
 
+    tells_vectors: ClassVar[bool] = True
+
     def __init__(
         self, weights: TrainedWeights, groups: Sequence[Group], section: CameSection, scalars: Scalars
     ) -> None:
@@ -22,7 +25,7 @@ class Came(StackedRule[CameSection]):
         self._rows = self._table("exp_avg_sq_row", lambda stack: (stack.rows,))
         self._columns = self._table("exp_avg_sq_col", lambda stack: (stack.columns,))
         self._unstable = self._table(
-            "exp_avg_res", lambda stack: (stack.rows + stack.columns,) if stack.is_matrix else None
+            "exp_avg_res", lambda stack: None if stack.is_vector else (stack.rows + stack.columns,)
         )
 
     def _update(
@@ -35,7 +38,7 @@ class Came(StackedRule[CameSection]):
         update_nrc.div_((mean_square_root(update_nrc) / section.clip_threshold).clamp_(min=1.0))
         first_nrc = (update_nrc * (1 - beta1)).add_(self._first[number], alpha=beta1)
         write(self._first[number], first_nrc, hold)
-        if stack.is_matrix:
+        if not stack.is_vector:
             unstable_nrc = update_nrc.sub_(first_nrc).square_().add_(section.eps[1])
             by_row, by_column = self._unstable[number].split([stack.rows, stack.columns], dim=1)
             renew_means({-1: by_row, -2: by_column}, unstable_nrc, 1 - beta3, hold)

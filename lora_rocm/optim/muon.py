@@ -1,11 +1,13 @@
 """Muon (Jordan et al.; Liu et al., arXiv 2502.16982): the momentum of a matrix made orthogonal; AdamW for the rest.
 
-The iteration runs in float32: the matrices of a LoRA are small.
+The iteration runs in float32, where PyTorch's takes bfloat16: the matrices of a LoRA are small. As there, a weight of
+two axes is a matrix, also with a single row or column.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -33,6 +35,8 @@ def orthogonal(matrices_nrc: Tensor, steps: int) -> Tensor:
 class Muon(StackedRule[MuonSection]):
     """Muon on stacks. All state has the dtype of the weights."""
 
+    tells_vectors: ClassVar[bool] = True
+
     def __init__(
         self, weights: TrainedWeights, groups: Sequence[Group], section: MuonSection, scalars: Scalars
     ) -> None:
@@ -40,7 +44,7 @@ class Muon(StackedRule[MuonSection]):
         dtype = weights.masters.dtype
         self._first = self._table("exp_avg", lambda stack: (stack.rows, stack.columns), dtype)
         self._second = self._table(
-            "exp_avg_sq", lambda stack: None if stack.is_matrix else (stack.rows, stack.columns), dtype
+            "exp_avg_sq", lambda stack: (stack.rows, stack.columns) if stack.is_vector else None, dtype
         )
 
     def _update(
@@ -48,7 +52,7 @@ class Muon(StackedRule[MuonSection]):
     ) -> Tensor:
         section, stack = self._section, self.stacks[number]
         rate, decayed_nrc = stack.learning_rate * factor, weights_nrc.mul_(section.weight_decay)
-        if not stack.is_matrix:
+        if stack.is_vector:
             return self._adamw(number, gradients_nrc, steps, hold).add_(decayed_nrc).mul_(rate)
         momentum_nrc = torch.lerp(gradients_nrc, self._first[number].float(), section.momentum)
         write(self._first[number], momentum_nrc, hold)

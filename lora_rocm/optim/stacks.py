@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,33 +26,35 @@ class Stack:
         places: their numbers among all weights.
         rows, columns: of each; a weight of more axes is [first axis, all others], one of fewer has one row.
         learning_rate: the peak.
+        is_vector: they have one axis; false for all where the rule does not tell vectors from matrices.
     """
 
     places: tuple[int, ...]
     rows: int
     columns: int
     learning_rate: float
-
-    @property
-    def is_matrix(self) -> bool:
-        return min(self.rows, self.columns) > 1
+    is_vector: bool
 
 
 class StackedRule(UpdateRule[S]):
     """An update rule with one ``_update`` for a stack.
 
     Attributes:
+        tells_vectors: a vector is updated in another way than a matrix of one row.
         stacks: of all weights.
     """
 
+    tells_vectors: ClassVar[bool] = False
+
     def __init__(self, weights: TrainedWeights, groups: Sequence[Group], section: S, scalars: Scalars) -> None:
         super().__init__(weights, groups, section, scalars)
-        found: dict[tuple[int, int, float], list[int]] = {}
+        found: dict[tuple[int, int, float, bool], list[int]] = {}
         slices = [weights.slice_of([name]) for name in weights.parameters]
         for number, (weight, place) in enumerate(zip(weights.parameters.values(), slices, strict=True)):
             rate = next(g.learning_rate for g in groups if g.place.start <= place.start < g.place.stop)
             rows = weight.shape[0] if weight.ndim > 1 else 1
-            found.setdefault((rows, weight.numel() // rows, rate), []).append(number)
+            is_vector = self.tells_vectors and weight.ndim < 2
+            found.setdefault((rows, weight.numel() // rows, rate, is_vector), []).append(number)
         self.stacks = [Stack(tuple(places), *key) for key, places in found.items()]
         self._lengths = [place.stop - place.start for place in slices]
         self._steps = scalars.add("step")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import os
 import re
@@ -149,6 +150,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Regis
     problems += [problem for problem in more if problem.where not in spoiled]  # one problem per place
     if recipe is not None and layers.where(("lora", "train_norms")) not in {problem.where for problem in problems}:
         problems += unwritable(recipe, layers)
+    if recipe is not None:
+        problems += unread_alone(recipe, layers)
     if problems or recipe is None:
         raise RecipeError(_in_order(problems, layers))
     notices += [*_notice_of_moved(layers), *questions(recipe, layers)]
@@ -187,31 +190,59 @@ def questions(recipe: Recipe, layers: Layered) -> list[str]:
                 f"{layers.where(('optim', name))}: {rate:g} is very {height} for {recipe.optim.optimizer}, "
                 f"{recipe.optim.rate_advice}"
             )
+    if recipe.data.validation_split and not any(getattr(recipe.train, key) for key in VALIDATION):
+        every = " or ".join(f"train.{key}" for key in VALIDATION)
+        found.append(
+            f"{layers.where(('data', 'validation_split'))}: these samples are not trained on, and their loss is taken "
+            f"by `lora-rocm compare` alone. For their loss during the run set {every}."
+        )
+    for key, others in _without_another(recipe, layers):
+        found.append(f"{layers.where(key)}: this does nothing without {' or '.join(map(dotted, others))}.")
+    return found
+
+
+def unread_alone(recipe: Recipe, layers: Layered) -> list[Problem]:
+    """A problem for each given key of ``NEED_ANOTHER`` if the recipe says nothing about the others.
+
+    Whoever gives one of them as off (false, 0, [] or null) has switched a feature off and keeps its settings.
+    """
+    problems = []
+    for key, others in _without_another(recipe, layers):
+        if not any(other in layers.places for other in others):
+            named = " or ".join(map(dotted, others))
+            section, name = map(str, others[0])
+            off = json.dumps(type(getattr(recipe, section)).model_fields[name].default)
+            fix = f"Set {named}, or remove this key. To keep it for later, write {dotted(others[0])}: {off}."
+            problems.append(Problem(layers.where(key), f"this does nothing without {named}", fix))
+    return problems
+
+
+def _without_another(recipe: Recipe, layers: Layered) -> Iterator[tuple[Key, tuple[Key, ...]]]:
+    """The keys of ``NEED_ANOTHER`` that are given, not at their default, while none of the others is set."""
     values = recipe.model_dump()
     for key, others in NEED_ANOTHER.items():
         value, field = value_at(layers.data, key), type(getattr(recipe, str(key[0]))).model_fields.get(str(key[1]))
         if value and field and value != field.default and not any(value_at(values, other) for other in others):
-            found.append(f"{layers.where(key)}: this does nothing without {' or '.join(map(dotted, others))}.")
-    return found
+            yield key, others
 
 
 INIT_FROM: Key = ("lora", "init_from")
 MANY_CAPTIONS = ("shuffle_caption", "caption_tag_dropout_rate", "enable_wildcard", "sources")
 VALIDATION = ("validation_every_n_steps", "validation_every_n_epochs")
-SAMPLE_KEYS = ("every_n_steps", "every_n_epochs", "lora_scale", "sampler", "control_images", "masks")
+SAMPLE_KEYS = ("every_n_steps", "every_n_epochs", "control_prompts", "lora_scale", "control_images", "masks")
 NEED_ANOTHER: dict[Key, tuple[Key, ...]] = {
     ("optim", "text_encoder_learning_rate"): (("lora", "train_text_encoder"), ("lora", "new_tokens")),
     ("optim", "embedding_learning_rate"): (("lora", "new_tokens"),),
     **{("train", key): (("data", "validation_split"), ("data", "watched")) for key in VALIDATION},
-    **{("data", key): tuple(("train", each) for each in VALIDATION) for key in ("validation_split", "watched")},
+    ("data", "watched"): tuple(("train", each) for each in VALIDATION),
     ("data", "keep_tokens"): tuple(("data", key) for key in MANY_CAPTIONS),
     ("data", "caption_variants"): tuple(("data", key) for key in MANY_CAPTIONS),
-    ("optim", "safeguard_warmup"): (("optim", "lr_warmup_steps"), ("optim", "lr_warmup_ratio")),
     **{("sample", key): (("sample", "prompts"),) for key in SAMPLE_KEYS},
+    ("sample", "sampler"): (("sample", "prompts"), ("data", "sources")),  # class images are drawn with it too
     **{("runtime", key): (("runtime", "workers"),) for key in ("worker_timeout_s", "persistent_workers")},
     ("output", "log_project"): (("output", "log_with"),),
 }
-"""Keys that are read only if another one is set -> those others, of which one is enough."""
+"""Keys that a run reads only if another one is set -> those others, of which one is enough."""
 
 
 def _in_order(problems: list[Problem], layers: Layered) -> list[Problem]:

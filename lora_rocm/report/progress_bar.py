@@ -54,12 +54,6 @@ LINES: dict[str, Callable[[Event], str]] = {
     "watched": lambda e: f"Watched loss after step {e['updates']}: {number_text(e['loss'])}{_measures(e)}",
     "checkpoint": lambda e: f"Saved {e['path']} and {e['lora']}",
     "preview": lambda e: f"{count_text(len(e['images']), 'preview')} after step {e['updates']}",
-    "export": lambda e: "\n".join(
-        [
-            f"Wrote {e['path']} ({e['format']}), loaded back, largest difference {number_text(e['max_difference'])}",
-            *filter(None, [readers_line(e.get("can_read", ()), e["cannot_read"])]),
-        ]
-    ),
     "concept": lambda e: (
         f"Concept score {number_text(e['score'])}, "
         + ("no control" if e["control"] is None else f"control {number_text(e['control'])}")
@@ -90,7 +84,7 @@ class ProgressDisplay:
         self.loss = Smoothed()
         self.measures = defaultdict[str, Smoothed](Smoothed)
         self.step_s = Smoothed(0.9)
-        self.repairs = 0
+        self.repairs = self.exports = 0
 
     def say(self, text: str) -> None:
         self.view.say(text)
@@ -107,6 +101,7 @@ class ProgressDisplay:
             self.say(f"Warning: {slow}")
 
     def _on_start(self, event: Event) -> None:
+        self.exports = 0
         resumed = event["resumed_from"]
         self.say(f"Training on {event['device']}, {event['precision']}, torch {event['torch']}")
         if resumed is not None:
@@ -157,6 +152,15 @@ class ProgressDisplay:
             f"checks {event['transfer_checks']}, failed {event['transfer_failures']}"
         )
         self.view.show("Training", event["updates"], event["max_train_steps"], details)
+
+    def _on_export(self, event: Event) -> None:
+        """Who reads a file is said of the first of ``output.formats`` alone; ``status`` says it of all."""
+        difference = number_text(event["max_difference"])
+        self.say(f"Wrote {event['path']} ({event['format']}), loaded back, largest difference {difference}")
+        about = readers_line(event.get("can_read", ()), event["cannot_read"])
+        if about and not self.exports:
+            self.say(about)
+        self.exports += 1
 
     def _on_end(self, event: Event) -> None:
         self.view.end()

@@ -48,6 +48,7 @@ VARIANTS: dict[str, list[str]] = {
         "train.ema_decay=0.9",
         "train.gradient_accumulation_steps=1",
         "data.shuffle_caption=true",
+        "data.caption_variants=2",
         "data.caption_dropout_rate=0.3",
         "data.validation_split=0.2",
         "train.validation_every_n_steps=2",
@@ -71,7 +72,7 @@ VARIANTS: dict[str, list[str]] = {
 }
 RECIPE = """\
 model: {{name_or_path: '{folder}/model'}}
-data: {{path: '{folder}/images', resolution: 32, bucket_step: 8, caption_variants: 2}}
+data: {{path: '{folder}/images', resolution: 32, bucket_step: 8}}
 lora: {{rank: 2, targets: ['{targets}']}}
 optim: {{learning_rate: 1.0e-2, lr_scheduler: cosine, lr_warmup_steps: 1}}
 train: {{max_train_steps: 4, batch_size: 2, gradient_accumulation_steps: 2, mixed_precision: "no"}}

@@ -87,7 +87,7 @@ KONTEXT = "model: {family: flux, name_or_path: x, variant: kontext}\ntrain: {epo
     ("text", "place", "what", "fix"),
     [
         ("data: {path: a, control_path: c}", "", "", ""),
-        ("data: {path: a}\nsample: {control_images: [c]}", "", "", ""),
+        ("data: {path: a}\nsample: {prompts: [a], control_images: [c]}", "", "", ""),
         ("data: {dataset: a, control_path: c}", "data.dataset", "there is no such key", ""),
         ("data: {control_path: c, sources: [{dataset: b}]}", "data.control_path", "b cannot have both", "row"),
         ("data: {sources: [{path: a, control_path: c}, {path: b}]}", "data.sources", "b has no control_path", "Add"),
@@ -109,7 +109,7 @@ def test_what_a_recipe_may_say(tmp_path: Path, text: str, place: str, what: str,
     [
         ("data:\n  path: a\n  control_path: c", "r.yaml:5 data.control_path"),
         ("data:\n  sources:\n  - {path: a, control_path: c}", "r.yaml:5 data.sources[0].control_path"),
-        ("data: {path: a}\nsample:\n  control_images: [c]", "r.yaml:5 sample.control_images"),
+        ("data: {path: a}\nsample:\n  control_images: [c]\n  prompts: [a]", "r.yaml:5 sample.control_images"),
     ],
 )
 def test_other_variants_and_families_take_none(tmp_path: Path, text: str, place: str) -> None:

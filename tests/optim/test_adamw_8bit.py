@@ -1,14 +1,25 @@
-"""AdamW with 8-bit moments: the code, and updates near to those of full precision."""
+"""AdamW with 8-bit moments: the code, an update of bitsandbytes, and updates near to those of full precision."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 from lora_rocm.optim.adamw_8bit import BLOCK, Moment, code_book
 from lora_rocm.recipe.optim_sections import Adamw8bitSection
-from tests.optim.published import followed
+from tests.optim.published import ROUNDING, deviation, followed, optimizer_of
 
 FREE, HELD = torch.tensor(False), torch.tensor(True)
+RECORD = Path(__file__).with_name("bitsandbytes_adamw_8bit.safetensors")
+"""Made by ``record_bitsandbytes.py`` with bitsandbytes 0.50.2."""
 
 
 def test_the_values_of_the_code_are_those_of_bitsandbytes() -> None:
@@ -39,6 +50,50 @@ def test_numbers_are_kept_as_the_nearest_values_of_their_block() -> None:
     before = codes_P.clone()
     moment.write(torch.full_like(numbers_P, torch.nan), HELD)
     assert torch.equal(codes_P, before) and torch.equal(moment.read(), kept_P)
+
+
+def updated(record: dict[str, Tensor], **how: Any) -> dict[str, Tensor]:
+    """The recorded weight and its state after one more update of ours, under the names of the record."""
+    section = Adamw8bitSection(**{"learning_rate": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0, **how})
+    ours = optimizer_of(section, [record["before.weight"]])
+    state, blocks = ours.state(), len(record["before.absmax1"])
+    scales = state["scales"].view(2, -1)[:, :blocks]
+    kept = {"state1": state["0.exp_avg"], "state2": state["0.exp_avg_sq"], "absmax1": scales[0], "absmax2": scales[1]}
+    for name, tensor in kept.items():
+        tensor.copy_(record[f"before.{name}"])
+    state["step"].fill_(2.0)
+    ours.weights.leaves["0"].grad = record["gradient"].clone()
+    ours.weights.gather()
+    ours.step(0, torch.zeros(()))
+    return {"weight": ours.parameters["0"], **kept}
+
+
+def test_an_update_is_that_of_bitsandbytes() -> None:
+    """On the CPU it looks places up in a coarse table, so up to 3 of 100 are neighbours of the nearest value."""
+    record = load_file(RECORD)
+    after = {name.removeprefix("after."): tensor for name, tensor in record.items() if name.startswith("after.")}
+    found = updated(record)
+    assert deviation({"0": found["weight"]}, [after["weight"]]) < ROUNDING
+    for name in ("absmax1", "absmax2"):
+        torch.testing.assert_close(found[name], after[name], rtol=1e-6, atol=0)
+    for number, signed in ((1, True), (2, False)):
+        ours, theirs = (code_book(signed)[each[f"state{number}"].int()] for each in (found, after))
+        assert float((ours != theirs).float().mean()) < 0.05 and float((ours - theirs).abs().max()) < 0.02
+    for how in ({"betas": (0.8, 0.999)}, {"betas": (0.9, 0.99)}, {"epsilon": 1e-2}, {"weight_decay": 0.0}):
+        assert deviation({"0": updated(record, **how)["weight"]}, [after["weight"]]) > 5 * ROUNDING, how
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("LORA_ROCM_BITSANDBYTES" not in os.environ, reason="LORA_ROCM_BITSANDBYTES names its folder")
+def test_the_record_is_what_bitsandbytes_computes(tmp_path: Path) -> None:
+    made, root = tmp_path / "made.safetensors", Path(__file__).parents[2]
+    search = os.pathsep.join([str(root), os.environ["LORA_ROCM_BITSANDBYTES"]])
+    script = Path(__file__).with_name("record_bitsandbytes.py")
+    subprocess.run([sys.executable, script, made], env={**os.environ, "PYTHONPATH": search}, check=True)
+    tensors = load_file(made)
+    for name, tensor in load_file(RECORD).items():
+        torch.testing.assert_close(tensors.pop(name), tensor, rtol=1e-5, atol=1e-6)
+    assert not tensors
 
 
 def test_updates_are_near_those_of_full_precision() -> None:

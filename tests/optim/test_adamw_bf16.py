@@ -21,7 +21,9 @@ STEPS = 100
 
 def test_float32_weights_are_moved_as_by_adamw() -> None:
     section = AdamwBf16Section(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0)
-    assert_follows(section, lambda weights: torch.optim.AdamW(weights, lr=1e-2, weight_decay=0.1))
+    assert_follows(
+        section, lambda weights: torch.optim.AdamW(weights, lr=1e-2, weight_decay=0.1), {"betas": (0.5, 0.999)}
+    )
 
 
 def way(section: OptimSection) -> float:

@@ -199,7 +199,8 @@ def test_state_of_another_optimizer_is_refused(section: OptimSection) -> None:
     optimizer.load(state, optimizer.ema)  # the control
     other = make(next(each for each in SECTIONS if each is not section)).state()
     less = {name: tensor for name, tensor in state.items() if "exp_avg" not in name}
-    for wrong in (other, less, {**state, "a.more": FREE}):
+    longer = {name: torch.cat([tensor, tensor]) if tensor.ndim else tensor for name, tensor in state.items()}
+    for wrong in (other, less, longer, {**state, "a.more": FREE}):
         before = everything(optimizer)
         with pytest.raises(ResumeError) as caught:
             optimizer.load(wrong, optimizer.ema)

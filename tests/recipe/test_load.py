@@ -70,24 +70,76 @@ def test_every_problem_at_once_with_its_line() -> None:
     assert "got 'sixteen'" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("given", "needed"),
-    [
-        ("optim.text_encoder_learning_rate=1e-5", "lora.train_text_encoder=true"),
-        ("train.validation_every_n_steps=5", "data.validation_split=0.1"),
-        ("data.validation_split=0.1", "train.validation_every_n_steps=5"),
-        ("data.watched={path: .}", "train.validation_every_n_steps=1"),
-        ("sample.sampler=euler_a", "sample.prompts=[a]"),
-        ("runtime.persistent_workers=true", "runtime.workers=1"),
-        ("runtime.worker_timeout_s=60", "runtime.workers=1"),
-        ("output.log_project=mine", "output.log_with=[wandb]"),
-    ],
-)
-def test_a_key_that_does_nothing_alone_is_named(given: str, needed: str) -> None:
+OF_ANOTHER = [
+    ("optim.text_encoder_learning_rate=1e-5", "lora.train_text_encoder=true", "false"),
+    ("optim.embedding_learning_rate=1e-5", "lora.new_tokens=[{token: <a>, init: cat}]", "[]"),
+    ("train.validation_every_n_steps=5", "data.validation_split=0.1", "0.0"),
+    ("data.watched={path: .}", "train.validation_every_n_steps=1", "0"),
+    ("data.keep_tokens=1", "data.shuffle_caption=true", "false"),
+    ("sample.every_n_steps=5", "sample.prompts=[a]", "[]"),
+    ("sample.sampler=euler_a", "sample.prompts=[a]", "[]"),
+    ("runtime.persistent_workers=true", "runtime.workers=1", "0"),
+    ("runtime.worker_timeout_s=60", "runtime.workers=1", "0"),
+    ("output.log_project=mine", "output.log_with=[wandb]", "[]"),
+]
+
+
+@pytest.mark.parametrize(("given", "needed", "off"), OF_ANOTHER)
+def test_a_key_that_does_nothing_alone_is_refused(given: str, needed: str, off: str) -> None:
     Path("alone.yaml").write_text(MINIMAL, encoding="utf-8")
-    (said,) = load_recipe("alone.yaml", [given]).notices
-    assert f"{given.partition('=')[0]}: this does nothing without {needed.partition('=')[0]}" in said
+    key, other = (each.partition("=")[0] for each in (given, needed))
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("alone.yaml", [given])
+    (problem,) = caught.value.problems
+    assert problem.where == f"--set {key}" and problem.what.startswith(f"this does nothing without {other}")
+    assert problem.fix.startswith(f"Set {other}") and "remove this key" in problem.fix
     assert load_recipe("alone.yaml", [given, needed]).notices == ()
+    # Whoever switches a feature off keeps its settings.
+    assert problem.fix.endswith(f"write {other}: {off}.")
+    (said,) = load_recipe("alone.yaml", [given, f"{other}={off}"]).notices
+    assert f"{key}: this does nothing without {other}" in said
+
+
+def test_a_key_that_does_nothing_alone_is_named_with_its_line() -> None:
+    text = MINIMAL + "optim:\n  embedding_learning_rate: 1.0e-3\nsample:\n  every_n_steps: {}\n"
+    Path("lines.yaml").write_text(text.format(5), encoding="utf-8")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("lines.yaml")
+    assert wheres(caught) == ["lines.yaml:8 optim.embedding_learning_rate", "lines.yaml:10 sample.every_n_steps"]
+    Path("lines.yaml").write_text(text.format(0), encoding="utf-8")  # the default
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("lines.yaml")
+    assert wheres(caught) == ["lines.yaml:8 optim.embedding_learning_rate"]
+
+
+def test_one_of_the_others_in_the_base_is_enough() -> None:
+    Path("below.yaml").write_text(MINIMAL + "sample:\n  prompts: [a]\n", encoding="utf-8")
+    Path("above.yaml").write_text("base: below.yaml\nsample:\n  every_n_steps: 5\n", encoding="utf-8")
+    assert load_recipe("above.yaml").notices == ()
+    assert len(load_recipe("above.yaml", ["sample.prompts=[]"]).notices) == 1
+
+
+def test_the_recipe_of_a_run_is_read_whatever_it_switches_off() -> None:
+    """A run writes all keys, so what was only a notice when it began is none of its errors."""
+    Path("mine.yaml").write_text(MINIMAL, encoding="utf-8")
+    settings = [given for given, *_ in OF_ANOTHER]
+    off = [
+        "lora.train_text_encoder=false",
+        "lora.new_tokens=[]",
+        "data.validation_split=0",
+        "data.shuffle_caption=false",
+    ]
+    off += ["sample.prompts=[]", "runtime.workers=0", "output.log_with=[]"]
+    recipe = load_recipe("mine.yaml", [*settings, *off]).recipe
+    Path("run.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+    assert load_recipe("run.yaml").recipe == recipe
+
+
+def test_held_out_samples_without_a_loss_in_the_run_are_said() -> None:
+    Path("held.yaml").write_text(MINIMAL, encoding="utf-8")
+    (said,) = load_recipe("held.yaml", ["data.validation_split=0.1"]).notices
+    assert "data.validation_split: these samples are not trained on" in said and "lora-rocm compare" in said
+    assert load_recipe("held.yaml", ["data.validation_split=0.1", "train.validation_every_n_epochs=1"]).notices == ()
 
 
 @pytest.mark.parametrize(("given", "trackers"), [

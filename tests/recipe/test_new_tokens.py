@@ -50,11 +50,10 @@ def test_a_family_without_clip_refuses_the_key(tmp_path: Path) -> None:
 def test_rates_follow_each_other(tmp_path: Path) -> None:
     tokens = "[{token: <a>, init: cat}]"
     text = ["optim.text_encoder_learning_rate=2e-4"]
-    assert not [n for n in loaded(tmp_path, tokens, *text).notices if "does nothing" in n]
     assert loaded(tmp_path, tokens, *text).recipe.optim.embedding_rate == 2e-4
     assert loaded(tmp_path, tokens, *text, "optim.embedding_learning_rate=1e-3").recipe.optim.embedding_rate == 1e-3
-    notices = loaded(tmp_path, "[]", "optim.embedding_learning_rate=1e-3").notices
-    assert any("does nothing without lora.new_tokens" in notice for notice in notices)
+    (said,) = loaded(tmp_path, "[]", "optim.embedding_learning_rate=1e-3").notices
+    assert "does nothing without lora.new_tokens" in said
 
 
 def test_a_path_is_made_absolute_and_missed(tmp_path: Path) -> None:

@@ -39,8 +39,17 @@ EVENTS: list[tuple[str, dict[str, Any]]] = [
     ("watched", {"updates": 0, "loss": 2.5}),
     ("checkpoint", {"updates": 3, "path": "checkpoints/step-00000003", "lora": "l.safetensors"}),
     ("preview", {"updates": 3, "images": ["a.png"]}),
-    ("export", {"format": "kohya", "path": "lora.safetensors", "max_difference": 1e-6, "cannot_read": []}),
-    ("export", {"format": "peft", "path": "peft", "max_difference": 0.5, "cannot_read": ["B (c)"], "can_read": ["A"]}),
+    (
+        "export",
+        {
+            "format": "kohya",
+            "path": "l.safetensors",
+            "max_difference": 0.5,
+            "cannot_read": ["B (c)"],
+            "can_read": ["A"],
+        },
+    ),
+    ("export", {"format": "peft", "path": "peft", "max_difference": 1e-6, "cannot_read": ["D"], "can_read": ["A"]}),
     ("concept", {"score": 0.9, "control": None, "detail": {}}),
     ("notice", {"text": "[bold]as it is[/bold]"}),
     ("change", change_fields()),
@@ -65,12 +74,27 @@ def drawn(view_of: Any) -> str:
     return stream.getvalue()
 
 
+def test_nothing_is_said_about_who_reads_a_file_that_all_read() -> None:
+    stream = io.StringIO()
+    display = ProgressDisplay(LineView(stream))
+    for path, cannot_read in (("a", []), ("b", ["D"])):
+        display.on_event(
+            {"type": "export", "format": "f", "path": path, "max_difference": 0.0, "cannot_read": cannot_read}
+        )
+    assert len(stream.getvalue().splitlines()) == 2 and "by D" not in stream.getvalue()
+    display.on_event(heard({"type": "start", "time": 0.0, "session": 2, **start_fields()}))  # of a new attempt
+    display.on_event({"type": "export", "format": "f", "path": "b", "max_difference": 0.0, "cannot_read": ["D"]})
+    assert stream.getvalue().endswith("Not, or not exactly, by D\n")
+
+
 def test_plain_lines() -> None:
     text = drawn(lambda stream: LineView(stream, every_s=0.0))
     assert "Going on from step 7" in text
     assert "Caching images 18/18  1.5/s" in text
-    assert "(kohya), loaded back, largest difference 1e-06\nWrote peft" in text, "nothing to say about who reads it"
-    assert "largest difference 0.5\nRead by A; not, or not exactly, by B (c)\n" in text
+    wrote = (
+        "(kohya), loaded back, largest difference 0.5\nRead by A; not, or not exactly, by B (c)\nWrote peft (peft), "
+    )
+    assert wrote in text and "by D" not in text, "who reads them is said of the first file"
     assert "Compiling the model" in text and "Compiling 2/5  1024x768\nCompiling 5/5\n" in text
     assert "set aside: pics/<bad>.png: broken" in text
     assert "Training 1/40  loss 0.5  5.00 it/s  0:08 left  1.0 GiB  checks 5, failed 0" in text
