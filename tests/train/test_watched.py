@@ -65,7 +65,7 @@ def test_images_are_watched_too_and_training_is_as_without(tmp_path: Path) -> No
 
 def test_what_is_trained_on_cannot_be_watched(tmp_path: Path) -> None:
     text = "model: {name_or_path: builtin:tiny-sdxl}\ntrain: {max_train_steps: 1, validation_every_n_steps: 1}\n"
-        "data: {path: %s, watched: {path: %s}}\n"
+    text += "data: {path: %s, watched: {path: %s}}\n"
     (tmp_path / "r.yaml").write_text(text % ("pics", "./pics"), encoding="utf-8")
     with pytest.raises(RecipeError, match="is trained on"):
         load_recipe(tmp_path / "r.yaml")
