@@ -16,9 +16,10 @@ def threads_of_one_core(most: int) -> Iterator[ThreadPoolExecutor]:
 
     Each thread by itself would start a team of threads for an operation, and the teams would wait for cores.
     """
+    before = torch.get_num_threads()
     pool = ThreadPoolExecutor(min(most, os.cpu_count() or 1), initializer=torch.set_num_threads, initargs=(1,))
     try:
         yield pool
     finally:
         pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(torch.get_num_threads())  # for threads to come: those of the pool had set it to one
+        torch.set_num_threads(before)  # those of the pool had set it to one, for threads to come too

@@ -194,9 +194,10 @@ class GatedOptimizer:
         if wrong := (state.keys() ^ tensors.keys()) | {x for x in both if state[x].shape != tensors[x].shape}:
             raise ResumeError(
                 "resume-optimizer-changed",
-                f"The checkpoint does not hold the state of optim.optimizer: {self.section.optimizer}.",
+                f"The checkpoint does not hold the state that optim.optimizer: {self.section.optimizer} keeps.",
                 where=f"{count_text(len(wrong), 'tensor')}, such as {min(wrong)}",
-                fix="Set optim.optimizer to what the run was started with, or start a new run.",
+                fix="Set optim.optimizer to what the run was started with. If it is that, an earlier version of this "
+                "program kept other state: go on with that version, or start a new run.",
             )
         with torch.no_grad():
             for name, tensor in state.items():

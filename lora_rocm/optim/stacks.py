@@ -26,7 +26,8 @@ class Stack:
         places: their numbers among all weights.
         rows, columns: of each; a weight of more axes is [first axis, all others], one of fewer has one row.
         learning_rate: the peak.
-        is_vector: they have one axis; false for all where the rule does not tell vectors from matrices.
+        is_vector: they have one axis, or more than two of which one alone is longer than 1 (DoRA's magnitudes of a
+            convolution); false for all where the rule does not tell vectors from matrices.
     """
 
     places: tuple[int, ...]
@@ -53,7 +54,7 @@ class StackedRule(UpdateRule[S]):
         for number, (weight, place) in enumerate(zip(weights.parameters.values(), slices, strict=True)):
             rate = next(g.learning_rate for g in groups if g.place.start <= place.start < g.place.stop)
             rows = weight.shape[0] if weight.ndim > 1 else 1
-            is_vector = self.tells_vectors and weight.ndim < 2
+            is_vector = self.tells_vectors and weight.ndim != 2 and max(weight.shape) == weight.numel()
             found.setdefault((rows, weight.numel() // rows, rate, is_vector), []).append(number)
         self.stacks = [Stack(tuple(places), *key) for key, places in found.items()]
         self._lengths = [place.stop - place.start for place in slices]

@@ -151,7 +151,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Regis
     if recipe is not None and layers.where(("lora", "train_norms")) not in {problem.where for problem in problems}:
         problems += unwritable(recipe, layers)
     if recipe is not None:
-        problems += unread_alone(recipe, layers)
+        told = {problem.where for problem in problems}
+        problems += [problem for problem in unread_alone(recipe, layers) if problem.where not in told]
     if problems or recipe is None:
         raise RecipeError(_in_order(problems, layers))
     notices += [*_notice_of_moved(layers), *questions(recipe, layers)]
@@ -204,7 +205,7 @@ def questions(recipe: Recipe, layers: Layered) -> list[str]:
 def unread_alone(recipe: Recipe, layers: Layered) -> list[Problem]:
     """A problem for each given key of ``NEED_ANOTHER`` if the recipe says nothing about the others.
 
-    Whoever gives one of them as off (false, 0, [] or null) has switched a feature off and keeps its settings.
+    Whoever gives one of them as off (false, 0 or []) has switched a feature off and keeps its settings.
     """
     problems = []
     for key, others in _without_another(recipe, layers):
@@ -229,7 +230,7 @@ def _without_another(recipe: Recipe, layers: Layered) -> Iterator[tuple[Key, tup
 INIT_FROM: Key = ("lora", "init_from")
 MANY_CAPTIONS = ("shuffle_caption", "caption_tag_dropout_rate", "enable_wildcard", "sources")
 VALIDATION = ("validation_every_n_steps", "validation_every_n_epochs")
-SAMPLE_KEYS = ("every_n_steps", "every_n_epochs", "control_prompts", "lora_scale", "control_images", "masks")
+SAMPLE_KEYS = ("every_n_steps", "every_n_epochs", "control_prompts")  # the others are for `compare --prompt` too
 NEED_ANOTHER: dict[Key, tuple[Key, ...]] = {
     ("optim", "text_encoder_learning_rate"): (("lora", "train_text_encoder"), ("lora", "new_tokens")),
     ("optim", "embedding_learning_rate"): (("lora", "new_tokens"),),
@@ -238,11 +239,10 @@ NEED_ANOTHER: dict[Key, tuple[Key, ...]] = {
     ("data", "keep_tokens"): tuple(("data", key) for key in MANY_CAPTIONS),
     ("data", "caption_variants"): tuple(("data", key) for key in MANY_CAPTIONS),
     **{("sample", key): (("sample", "prompts"),) for key in SAMPLE_KEYS},
-    ("sample", "sampler"): (("sample", "prompts"), ("data", "sources")),  # class images are drawn with it too
     **{("runtime", key): (("runtime", "workers"),) for key in ("worker_timeout_s", "persistent_workers")},
     ("output", "log_project"): (("output", "log_with"),),
 }
-"""Keys that a run reads only if another one is set -> those others, of which one is enough."""
+"""Keys that are read only if another one is set -> those others, of which one is enough."""
 
 
 def _in_order(problems: list[Problem], layers: Layered) -> list[Problem]:

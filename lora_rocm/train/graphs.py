@@ -151,9 +151,10 @@ class Graphs:
     def _count(self, shape: Shape) -> None:
         """Count a pass of a shape."""
         if shape not in self._passes and len(self._passes) >= MAX_COUNTED:
-            rarest = min((each for each in self._passes if each not in self.captured), key=self._passes.__getitem__)
-            del self._passes[rarest]
-            self._seen.pop(rarest, None)
+            without = (each for each in self._passes if self.captured.get(each) is None)
+            rarest = min(without, key=self._passes.__getitem__)
+            for known in (self._passes, self._seen, self.captured):
+                known.pop(rarest, None)
         self._passes[shape] += 1
 
     def _has_place(self, shape: Shape) -> bool:
@@ -161,11 +162,15 @@ class Graphs:
 
         If all places are taken, the user is told once.
         """
-        if len(self.captured) < MAX_GRAPHS:
+        if self._has_free_place:
             return True
         self._say_full()
         least = self._least_used()
         return least is not None and self._passes[shape] >= TIMES_AS_MANY * self._passes[least]
+
+    @property
+    def _has_free_place(self) -> bool:
+        return sum(graph is not None for graph in self.captured.values()) < MAX_GRAPHS
 
     def _least_used(self) -> Shape | None:
         """The captured shape with the fewest passes; None if none is captured."""
@@ -206,7 +211,7 @@ class Graphs:
         be short.
         """
         least = self._least_used()
-        if len(self.captured) >= MAX_GRAPHS and least is not None:
+        if not self._has_free_place and least is not None:
             del self.captured[least]
             self._let_go_if_unused()
         empty_pools()  # make the eager pass's memory available to the graph
@@ -215,7 +220,7 @@ class Graphs:
         again = graph.run(*now)
         if self._agree(passed, again, made_N):
             self.captured[shape] = graph
-            if len(self.captured) >= MAX_GRAPHS:
+            if not self._has_free_place:
                 self._seen.clear()  # these shapes may have no place now
             return
         self._off = True

@@ -52,3 +52,15 @@ def test_each_weight_has_the_rate_of_its_group_in_any_order_of_groups() -> None:
     optimizer.step(0, FREE)
     torch.testing.assert_close(optimizer.parameters["a"], 10 * optimizer.parameters["b"])
     assert bool((optimizer.parameters["a"] < 0).all())
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_vector"),
+    [((6,), True), ((1, 6, 1, 1), True), ((1, 6), False), ((6, 1), False), ((2, 6, 1, 1), False)],
+    ids=["bias", "DoRA's magnitudes of a convolution", "row", "column", "convolution"],
+)
+def test_a_vector_is_updated_by_adamw_and_a_matrix_is_not(shape: tuple[int, ...], is_vector: bool) -> None:
+    muon = optimizer_of(MuonSection(), [torch.ones(shape)])
+    assert [stack.is_vector for stack in muon.rule.stacks] == [is_vector]
+    second = [tensor.shape for name, tensor in muon.state().items() if name.endswith("exp_avg_sq")]
+    assert bool(second) is is_vector

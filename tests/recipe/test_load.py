@@ -77,7 +77,6 @@ OF_ANOTHER = [
     ("data.watched={path: .}", "train.validation_every_n_steps=1", "0"),
     ("data.keep_tokens=1", "data.shuffle_caption=true", "false"),
     ("sample.every_n_steps=5", "sample.prompts=[a]", "[]"),
-    ("sample.sampler=euler_a", "sample.prompts=[a]", "[]"),
     ("runtime.persistent_workers=true", "runtime.workers=1", "0"),
     ("runtime.worker_timeout_s=60", "runtime.workers=1", "0"),
     ("output.log_project=mine", "output.log_with=[wandb]", "[]"),
@@ -110,6 +109,13 @@ def test_a_key_that_does_nothing_alone_is_named_with_its_line() -> None:
     with pytest.raises(RecipeError) as caught:
         load_recipe("lines.yaml")
     assert wheres(caught) == ["lines.yaml:8 optim.embedding_learning_rate"]
+
+
+def test_a_key_with_a_wrong_value_has_one_problem() -> None:
+    Path("wrong.yaml").write_text(MINIMAL + "sample:\n  every_n_steps: true\n", encoding="utf-8")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("wrong.yaml")
+    assert [problem.what for problem in caught.value.problems] == ["expected a number, got true"]
 
 
 def test_one_of_the_others_in_the_base_is_enough() -> None:

@@ -141,12 +141,12 @@ def test_released_graphs_come_again() -> None:
     assert len(fake.graphs.captured) == 1 and fake.replays == 3 + 3
 
 
-def test_shapes_without_end_stay_eager_and_that_is_said_once() -> None:
+def test_shapes_without_a_place_stay_eager_and_that_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs_module, "MAX_GRAPHS", 0)
     fake, rig = Fake(), Rig()
     said = fake.into(rig)
-    fake.graphs.captured = {((str(n), torch.Size(), torch.float32),): None for n in range(MAX_GRAPHS)}
     assert same(rig.fit(4), Rig().fit(4)) and fake.replays == 0
-    assert len(said) == 1 and str(MAX_GRAPHS) in said[0]
+    assert len(said) == 1 and "Steps of 0 sizes are captured" in said[0]
 
 
 class Layer:
@@ -351,18 +351,29 @@ def test_one_frequent_shape_among_endless_others_is_captured(quick: None, monkey
     assert len(layer.graphs._passes) == MAX_GRAPHS + 4 and not layer.graphs._seen
 
 
-def test_a_shape_that_cannot_be_captured_stays_eager_in_its_place(quick: None) -> None:
+def refuses(run: Callable[[], Passed]) -> Replay:
+    raise RuntimeError("out of nodes")
+
+
+def test_a_shape_that_cannot_be_captured_stays_eager_and_takes_no_place(quick: None) -> None:
     layer, capture = full(Layer(sound)), Layer.capture
-
-    def refuses(run: Callable[[], Passed]) -> Replay:
-        raise RuntimeError("out of nodes")
-
     layer.graphs._capture = refuses
     layer.passes_of([LATE] * 5)
     layer.graphs._capture = lambda run: capture(layer, run)
-    layer.passes_of([LATE] * 5 + [5] * 20)
-    assert layer.captured_rows == set(FULL) - {1}, "5 has come back, for the first of those with three passes"
+    layer.passes_of([LATE] * 5 + FULL * 2)
+    assert layer.captured_rows == set(FULL), "the one that was dropped has come back"
     assert len(layer.said) == 2 and "out of nodes" in layer.said[1]
+
+
+def test_captures_that_fail_for_some_time_cost_no_place(quick: None) -> None:
+    layer, capture = full(Layer(sound)), Layer.capture
+    layer.graphs._capture, layer.graphs.new_capture = refuses, lambda: refuses
+    for late in range(LATE, LATE + MAX_GRAPHS):
+        layer.passes_of([late] * 10)
+    assert len(layer.captured_rows) < MAX_GRAPHS
+    layer.graphs._capture, layer.graphs.new_capture = None, lambda: lambda run: capture(layer, run)
+    layer.passes_of(FULL * 3)
+    assert layer.captured_rows == set(FULL)
 
 
 def test_a_graph_that_replaces_the_only_one_has_a_pool_of_its_own(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
