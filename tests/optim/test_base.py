@@ -256,6 +256,18 @@ def test_a_step_waits_for_nothing(section: OptimSection) -> None:
             float(optimizer.loss_scale)  # the control
 
 
+def test_the_average_follows_slowly_after_a_quick_start() -> None:
+    """The decay of update u is (1 + u) / (10 + u), until that is what the recipe has."""
+    optimizer = make(ema=0.15)
+    average = optimizer.parameters["a"].clone()
+    for number, decay in enumerate((0.1, 0.15, 0.15)):
+        set_gradients(optimizer, number)
+        optimizer.step(number, FREE)
+        average.lerp_(optimizer.parameters["a"], 1 - decay)
+        torch.testing.assert_close(optimizer.shown()["a"], average)
+    assert not torch.allclose(average, optimizer.parameters["a"], rtol=0, atol=1e-4)
+
+
 def test_there_is_room_for_so_many_numbers_and_no_more() -> None:
     scalars = Scalars(torch.device("cpu"))
     for number in range(Scalars.CAPACITY):

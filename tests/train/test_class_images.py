@@ -20,6 +20,8 @@ from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import class_images, pipeline
 from lora_rocm.train.session import Session
+from tests.lora_files import write_random_lora
+from tests.tiny_models import RUN_TARGETS
 from tests.train.test_pipeline import make_recipe, material, start
 
 __all__ = ["material"]
@@ -80,7 +82,9 @@ def draw(recipe: Recipe, run: Path, stopped: bool = False) -> tuple[Recipe, list
 
 def test_the_base_draws_them_once(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(class_images, "DRAWN_TOGETHER", 1)
-    recipe = recipe_with(material, tmp_path / "cache")
+    unet = family_for(recipe_with(material, tmp_path / "cache")).skeleton("unet")
+    lora = write_random_lora(tmp_path / "start.safetensors", "unet", unet, RUN_TARGETS, rank=2)
+    recipe = recipe_with(material, tmp_path / "cache", lora={"init_from": str(lora)})
     with pytest.raises(StoppedError, match="what is drawn stays"):
         draw(recipe, tmp_path / "stopped", stopped=True)
     first = drawn(tmp_path / "cache")
