@@ -24,6 +24,7 @@ from lora_rocm.dataset.shape import Shape
 from lora_rocm.device.transfer import Clock, DeviceTransfer, copy_to_device, fingerprint
 from lora_rocm.families.base import LoadedModel
 from lora_rocm.families.objectives.base import Draws, Prediction
+from lora_rocm.kernels.adapter_dropout import DropoutDraws
 from lora_rocm.loader.batch import Batch
 from lora_rocm.memory.oom_recovery import Relief
 from lora_rocm.optim.base import GatedOptimizer
@@ -171,7 +172,7 @@ class Run:
             open_batches=self._batches,
             accumulation=1,
             seed=seed,
-            dropout=False,
+            dropout=DropoutDraws([]),
             position=Position(),
             relief=Relief(family, model, 1, 1, True, context),
             context=context,

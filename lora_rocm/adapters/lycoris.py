@@ -24,7 +24,7 @@ from lora_rocm.adapters.entry import Entry, FileKind, FileModule, file_error
 from lora_rocm.adapters.module_names import adaptable, canonical
 from lora_rocm.adapters.targets import either
 from lora_rocm.families.base import LoadedModel, ModelFamily
-from lora_rocm.kernels.lora_layer import ModuleDropout, RankDropout
+from lora_rocm.kernels.adapter_dropout import AdapterDropout
 from lora_rocm.kernels.weight_format import dense_shape
 from lora_rocm.optim.norm_limit import NormLimit
 from lora_rocm.recipe.adapter_sections import AdapterSection
@@ -181,12 +181,14 @@ class LycorisLayer(nn.Module):
     dropouts: nn.Sequential
 
     def drop(self, config: PeftConfig) -> None:
-        """Set the dropout of a config. Modules hold it: where one is found, recomputation draws the same again."""
+        """Set the dropout of a config."""
         layer: Any = self
         rates: Any = vars(config)
         self.input_dropout = nn.Dropout(rates.get("input_dropout", 0.0))
-        axis = 1 if isinstance(layer.get_base_layer(), nn.Conv2d) else -1
-        drops = RankDropout(rates["rank_dropout"], axis, by_batch=True), ModuleDropout(rates["module_dropout"])
+        base = layer.get_base_layer()
+        axis = 1 if isinstance(base, nn.Conv2d) else -1
+        outputs = AdapterDropout(rates["rank_dropout"], dense_shape(base)[0], axis)
+        drops = outputs, AdapterDropout(rates["module_dropout"])
         self.dropouts = nn.Sequential(*(drop for drop in drops if drop.p))
 
     @abstractmethod

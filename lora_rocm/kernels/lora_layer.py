@@ -16,6 +16,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from lora_rocm.errors import AdapterError
+from lora_rocm.kernels.adapter_dropout import AdapterDropout
 from lora_rocm.kernels.fused_lora import lora_linear
 from lora_rocm.kernels.weight_format import PackedLinear, is_packed
 
@@ -47,7 +48,8 @@ class LoraLinear(Linear):
         if name not in self.lora_A or name in self.lora_variant:
             return False
         a, b = self.lora_A[name], self.lora_B[name]
-        dropouts = [part for part in self.lora_dropout.values() if isinstance(part, nn.Dropout) and part.p > 0]
+        kinds = nn.Dropout, AdapterDropout
+        dropouts = [part for part in self.lora_dropout.values() if isinstance(part, kinds) and part.p > 0]
         drops = any(dropout.training for dropout in dropouts)
         return b.bias is None and a.weight.dtype == x.dtype and not drops
 
@@ -72,47 +74,21 @@ class LoraLinear(Linear):
         return lora_linear(x, None, bias, *found, partial(base.dense, x.dtype))
 
 
-class RankDropout(nn.Dropout):
-    """Sets each rank of each sample to zero with probability ``p``, and multiplies the others by 1 / (1 - p).
-
-    axis: of the ranks.
-    by_batch: each rank of all samples at once, without a factor for the others.
-    """
-
-    def __init__(self, p: float, axis: int, by_batch: bool = False) -> None:
-        super().__init__(p)
-        self.axis, self.by_batch = axis, by_batch
-
-    def forward(self, h: Tensor) -> Tensor:
-        if not self.training:
-            return h
-        shape = [1 if self.by_batch else len(h), *[1] * (h.ndim - 1)]
-        shape[self.axis] = h.shape[self.axis]
-        kept = (torch.rand(shape, device=h.device) >= self.p).to(h.dtype)
-        return h * (kept if self.by_batch else kept.div_(1 - self.p))
-
-
-class ModuleDropout(nn.Dropout):
-    """Sets all of its input to zero with probability ``p``."""
-
-    def forward(self, h: Tensor) -> Tensor:
-        return h * (torch.rand((), device=h.device) >= self.p) if self.training else h
-
-
 def drop_ranks(layer: LoraLayer, name: str, rank_dropout: float, module_dropout: float) -> None:
     """Apply these to what ``A`` of the adapter ``name`` makes.
 
-    They stand beside PEFT's dropout, where recomputation and ``LoraLinear.plain`` look for one.
+    They stand beside PEFT's dropout, where ``LoraLinear.plain`` looks for one.
     """
     down = layer.lora_A[name]
-    drops = RankDropout(rank_dropout, 1 if isinstance(down, nn.Conv2d) else -1), ModuleDropout(module_dropout)
-    for drop in drops:
+    axis = 1 if isinstance(down, nn.Conv2d) else -1
+    ranks = AdapterDropout(rank_dropout, layer.r[name], axis, per_sample=True)
+    for kind, drop in (("ranks", ranks), ("module", AdapterDropout(module_dropout))):
         if drop.p:
-            layer.lora_dropout[type(drop).__name__] = drop
+            layer.lora_dropout[kind] = drop
             down.register_forward_hook(partial(_dropped, drop))
 
 
-def _dropped(drop: nn.Dropout, down: nn.Module, args: tuple[Any, ...], h: Tensor) -> Tensor:
+def _dropped(drop: AdapterDropout, down: nn.Module, args: tuple[Any, ...], h: Tensor) -> Tensor:
     dropped: Tensor = drop(h)
     return dropped
 

@@ -52,7 +52,7 @@ def job_of(
         accumulation=train.gradient_accumulation_steps,
         modes=auto_modes if wanted == "auto" else _allowed((wanted,), recomputes),
         min_parts=min(settings.micro_batch_parts, train.batch_size),
-        graphs=on_gpu and recipe.runtime.graphs == "auto" and settings.graphs and not recipe.lora.drops,
+        graphs=on_gpu and recipe.runtime.graphs == "auto" and settings.graphs and not recipe.lora.dropout,
         shapes=shapes or (2 if recipe.data.enable_bucket else 1),
         all_offloaded=wanted == "offload",
         auto_modes=auto_modes,

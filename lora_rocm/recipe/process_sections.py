@@ -35,7 +35,7 @@ class RuntimeSection(Section):
     graphs: Literal["auto", "off"] = on_resume(
         "auto",
         "auto: on a GPU each step is captured and replayed as one graph if this gives the same gradients; not with "
-        "dropout.",
+        "lora.dropout.",
     )
     compile: Literal["auto", "off", "regional", "full"] = on_resume(
         "auto",

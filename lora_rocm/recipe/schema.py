@@ -315,6 +315,16 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _compiled_code_draws_nothing(self) -> Recipe:
+        drawn = [
+            name for name in self.lora.drops if name != "dropout"
+        ]  # before a pass; compiled code cannot wait for it
+        if drawn and self.runtime.compile in ("regional", "full"):
+            what, fix = f"lora.{drawn[0]} does not go with compiled blocks", "Remove it, or runtime.compile."
+            raise PydanticCustomError("rule", "{what}", {"what": what, "at": ("lora", drawn[0]), "fix": fix})
+        return self
+
+    @model_validator(mode="after")
     def _base_takes_control_images(self) -> Recipe:
         given = [number for number, source in enumerate(self.data.sources) if source.control_path]
         at: tuple[str | int, ...] = ("data", *(("sources", given[0]) if given else ()), "control_path")

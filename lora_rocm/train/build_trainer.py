@@ -11,6 +11,7 @@ import torch
 from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.device.attention import training_context
 from lora_rocm.families.base import Tensors
+from lora_rocm.kernels.adapter_dropout import DropoutDraws
 from lora_rocm.loader.batch import Batch
 from lora_rocm.loader.batches import BatchPlan, loader
 from lora_rocm.memory.controller import Memory
@@ -60,7 +61,7 @@ def new_trainer(start: StartContext, data: Data, position: Position, artifacts: 
         open_batches=lambda first: open_batches(data.plan, first, None),
         accumulation=train.gradient_accumulation_steps,
         seed=train.seed,
-        dropout=bool(recipe.lora.drops),
+        dropout=DropoutDraws(module for root in model.components.values() for module in root.modules()),
         position=position,
         relief=Relief(
             family,

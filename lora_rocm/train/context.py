@@ -100,6 +100,6 @@ def pins(start: StartContext) -> bool:
 
 
 def captures(start: StartContext) -> bool:
-    """Whether passes are captured as graphs. With dropout they are not: its generator is reseeded for each pass."""
+    """Whether passes are captured as graphs. With ``lora.dropout`` they are not: it draws in each."""
     allowed = start.recipe.runtime.graphs == "auto" and start.settings.graphs
-    return start.device.type == "cuda" and allowed and not start.recipe.lora.drops
+    return start.device.type == "cuda" and allowed and not start.recipe.lora.dropout

@@ -24,6 +24,7 @@ from lora_rocm.device.torch_errors import out_of_memory
 from lora_rocm.device.transfer import Clock, DeviceTransfer, fingerprint
 from lora_rocm.errors import NonFiniteError, TransferError
 from lora_rocm.families.base import LoadedModel, ModelFamily
+from lora_rocm.kernels.adapter_dropout import DropoutDraws
 from lora_rocm.loader.batch import Batch, split
 from lora_rocm.memory.oom_recovery import Relief
 from lora_rocm.optim.base import GatedOptimizer
@@ -163,7 +164,7 @@ class Trainer:
     open_batches: Callable[[int], Iterator[Batch]]  # micro-batches from an iteration on
     accumulation: int
     seed: int
-    dropout: bool
+    dropout: DropoutDraws
     position: Position
     relief: Relief
     context: RunContext
@@ -252,8 +253,8 @@ class Trainer:
         draws = self.family.objective.draw(
             batch.tensors, [seed_for(*where, index) for index in batch.positions]
         ).tensors
-        if self.dropout:  # PEFT's dropout draws from the global generator
-            torch.manual_seed(seed_for(*where, "dropout", batch.positions[0]))
+        if self.dropout:
+            self.dropout.draw(seed_for(*where, "dropout", batch.positions[0]))
         tensors, clock = self.transfer.send(
             {**batch.tensors, **draws},
             {**batch.fingerprints, **{name: fingerprint(draw_B) for name, draw_B in draws.items()}},

@@ -142,7 +142,7 @@ class Job:
         apply(settings, device)
         dtype = compute_dtype(recipe.train.mixed_precision, device, settings, recipe.spec.takes_fp16)
         on_gpu = device.type == "cuda"
-        captures = on_gpu and recipe.runtime.graphs == "auto" and settings.graphs and not recipe.lora.drops
+        captures = on_gpu and recipe.runtime.graphs == "auto" and settings.graphs and not recipe.lora.dropout
         return cls(values, device, dtype, captures, *count_calls(recipe, family_for(recipe), dtype, settings, on_gpu))
 
 

@@ -16,6 +16,7 @@ from lora_rocm.export import writers
 from lora_rocm.export.metadata import Facts
 from lora_rocm.families.base import LoadedModel
 from lora_rocm.families.recompute import Recomputing
+from lora_rocm.kernels.adapter_dropout import DropoutDraws
 from tests.lora_files import write_as_forecast
 from tests.tiny_models import SHALLOW_WIDER, trained, write_tiny_sdxl
 
@@ -89,6 +90,9 @@ def test_outputs_and_modules_are_dropped_as_by_lycoris(folder: Path, tmp_path: P
             torch.manual_seed(seed)
             theirs = module.train()(x)
             torch.manual_seed(seed)
+            for drop in layer.dropouts:  # the numbers that LyCORIS draws
+                kept = DropoutDraws(layer.modules()).factors(drop, 1, x.device)
+                kept.copy_(torch.rand(kept.shape) >= drop.p)
             ours = layer.train()(x)
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
             shown = (ours - base(x)).abs() > 1e-6
@@ -98,19 +102,22 @@ def test_outputs_and_modules_are_dropped_as_by_lycoris(folder: Path, tmp_path: P
         assert torch.equal(layer.eval()(x), layer(x))
 
 
-@pytest.mark.parametrize("forgotten", [False, True])
-def test_a_recomputed_layer_drops_the_same_again(folder: Path, forgotten: bool) -> None:
-    """``forgotten``, the control: where the model is said to have no dropout, other outputs are dropped."""
+@pytest.mark.parametrize("drawn_between", [False, True])
+def test_a_recomputed_layer_drops_the_same_again(folder: Path, drawn_between: bool) -> None:
+    """``drawn_between``, the control: others are drawn before recomputation."""
     dropping = {"targets": r"mid_block\.attentions\.0\.proj_in", "rank_dropout": 0.5, "dropout": 0.5}
     _, _, adapter = trained(folder, lora={**KINDS["LoHa"], **dropping})
     ((_, _, layer),) = adapter.modules.values()
-    told = nn.Linear(2, 2) if forgotten else layer.train()
-    x, leaves, found = torch.randn(2, 32), list(adapter.trained(layer.train(), PEFT_NAME).values()), []
-    for run in (None, Recomputing(LoadedModel({"unet": told}, torch.float32, torch.device("cpu")))):
-        torch.manual_seed(3)
+    model = LoadedModel({"unet": layer.train()}, torch.float32, torch.device("cpu"))
+    x, leaves, found = torch.randn(2, 32), list(adapter.trained(layer, PEFT_NAME).values()), []
+    draws = DropoutDraws(layer.modules())
+    for run in (None, Recomputing(model)):
+        draws.draw(3)
         y = layer(x) if run is None else run(layer, x)
+        if drawn_between and run is not None:
+            draws.draw(4)
         found.append(torch.autograd.grad(y.square().sum(), leaves))
-    assert all(map(torch.equal, *found)) is not forgotten
+    assert all(map(torch.equal, *found)) is not drawn_between
 
 
 @pytest.mark.parametrize("kind", [name for name in KINDS if name.startswith("Lo")])

@@ -329,6 +329,7 @@ def test_what_past_failures_made_necessary_holds() -> None:
         (False, {}, False),
         (True, {"runtime": {"graphs": "off"}}, False),
         (True, {"lora": {"dropout": 0.1}}, False),
+        (True, {"lora": {"rank_dropout": 0.1}}, True),
     ],
 )
 def test_graphs_are_counted_where_there_are_some(on_gpu: bool, sections: dict[str, Any], graphs: bool) -> None:

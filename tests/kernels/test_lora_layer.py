@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lora_rocm.families.base import LoadedModel
 from lora_rocm.families.recompute import Recomputing
+from lora_rocm.kernels.adapter_dropout import AdapterDropout, DropoutDraws
 from lora_rocm.kernels.lora_layer import LoraLinear, drop_ranks, with_lean_layers
 
 
@@ -86,7 +87,6 @@ def ranks(model: Model, samples: int = 4000) -> tuple[Tensor, Tensor]:
 
 def test_ranks_are_dropped_for_each_sample_and_the_others_scaled() -> None:
     """As by kohya's rank_dropout: whole ranks of a sample, in all tokens and pixels alike; the mean stays."""
-    torch.manual_seed(0)
     for shares in ranks(dropping(0.25, 0.0)):
         flat = shares.flatten(1, -2)
         assert torch.allclose(flat, flat[:, :1].expand_as(flat), atol=1e-5)
@@ -99,10 +99,12 @@ def test_ranks_are_dropped_for_each_sample_and_the_others_scaled() -> None:
 
 
 def test_a_dropped_module_adds_nothing_to_a_whole_batch() -> None:
-    torch.manual_seed(0)
-    model = dropping(0.0, 0.5)
-    seen = [float(shares.sum()) for _ in range(20) for shares in ranks(model, samples=1)]
-    assert {round(value) for value in seen} == {0, 6, 8}
+    model, seen = dropping(0.0, 0.5), set()
+    draws = DropoutDraws(model.modules())
+    for seed in range(20):
+        draws.draw(seed)
+        seen |= {round(float(shares.sum())) for shares in ranks(model, samples=1)}
+    assert seen == {0, 6, 8}
 
 
 def test_nothing_is_dropped_outside_of_training_and_the_fused_product_knows_it() -> None:
@@ -115,20 +117,39 @@ def test_nothing_is_dropped_outside_of_training_and_the_fused_product_knows_it()
     assert all(torch.allclose(shares, torch.ones_like(shares), atol=1e-5) for shares in ranks(model, samples=4))
 
 
-@pytest.mark.parametrize("forgotten", [False, True])
-def test_a_recomputed_layer_drops_the_same_ranks_again(forgotten: bool) -> None:
-    """``forgotten``, the control: where the model is said to have no dropout, other ranks are dropped."""
+def test_ranks_are_drawn_before_a_pass_and_stay_through_it() -> None:
+    """As a captured graph and recomputation need it: at one address, equal until the next draw, by the seed alone."""
+    model, x, seen = dropping(0.5, 0.2), torch.ones(8, 3, 4), []
+    draws, drop = DropoutDraws(model.modules()), model.linear.lora_dropout["ranks"]
+    assert isinstance(drop, AdapterDropout) and draws
+    address = draws.factors(drop, 8, x.device).data_ptr()
+    for seed in (3, 4, 3):
+        draws.draw(seed)
+        one = model.linear(x)
+        model.linear(x[:5])  # other rows have draws of their own
+        assert torch.equal(model.linear(x), one)
+        seen.append(one)
+    assert torch.equal(seen[0], seen[2]) and not torch.equal(seen[0], seen[1])
+    assert draws.factors(drop, 8, x.device).data_ptr() == address
+    late = DropoutDraws(model.modules())  # whose rows come in the middle of a pass
+    late.draw(3)
+    assert torch.equal(model.linear(x), seen[0])
+
+
+@pytest.mark.parametrize("drawn_between", [False, True])
+def test_a_recomputed_layer_drops_the_same_ranks_again(drawn_between: bool) -> None:
+    """``drawn_between``, the control: others are drawn before recomputation."""
     model = dropping(0.5, 0.2)
     with torch.no_grad():
         model.linear.lora_B["default"].weight.normal_()
-    told = injected(lean=True) if forgotten else model
-    x, found = torch.randn(8, 64, 4), []
-    for run in (None, Recomputing(LoadedModel({"model": told}, torch.float32, torch.device("cpu")))):
-        torch.manual_seed(3)
-        chain = [model.linear, nn.Linear(6, 4), model.linear]
-        torch.manual_seed(3)
+    x, found, between = torch.randn(8, 64, 4), [], nn.Linear(6, 4)
+    draws, recomputing = DropoutDraws(model.modules()), LoadedModel({"model": model}, torch.float32, x.device)
+    for run in (None, Recomputing(recomputing)):
+        draws.draw(3)
         y = x
-        for block in chain:
+        for block in (model.linear, between, model.linear):
             y = block(y) if run is None else run(block, y)
+        if drawn_between and run is not None:
+            draws.draw(4)
         found.append(torch.autograd.grad(y.square().sum(), model.linear.lora_A["default"].weight)[0])
-    assert torch.equal(*found) is not forgotten
+    assert torch.equal(*found) is not drawn_between

@@ -174,6 +174,12 @@ def problems_of(registry: Registry = PRODUCT, **changes: Any) -> list[Problem]:
         ({"sample": {"prompts": ["a"], "width": 100}}, "sample.width", "multiples of 8", "Take 96 or 104."),
         ({"runtime": {"device": "cpu", "compile": "full"}}, "runtime.compile", "is for GPUs", "Remove compile"),
         (
+            {"lora": {"rank_dropout": 0.1}, "runtime": {"compile": "full"}},
+            "lora.rank_dropout",
+            "does not go with",
+            "or runtime",
+        ),
+        (
             {"runtime": {"memory": "keep"}, "train": {"epochs": 1, "gradient_checkpointing": True}},
             "runtime.memory",
             "recomputes all",

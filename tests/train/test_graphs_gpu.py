@@ -28,6 +28,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "checkpointing": {"train": {"gradient_checkpointing": True}},
     "dora": {"lora": {"use_dora": True}},
     "bf16 weights": {"lora": {"weight_dtype": "bf16"}},
+    "dropped ranks": {"lora": {"rank_dropout": 0.3, "module_dropout": 0.2}, "train": {"gradient_checkpointing": True}},
+    "dropped outputs": {"lora": {"type": "loha", "rank_dropout": 0.3, "module_dropout": 0.2}},
 }
 
 

@@ -19,6 +19,7 @@ from lora_rocm.device.transfer import DeviceTransfer, copy_to_device, fingerprin
 from lora_rocm.errors import NonFiniteError, TransferError
 from lora_rocm.families.base import LoadedModel
 from lora_rocm.families.objectives.base import Draws, Prediction
+from lora_rocm.kernels.adapter_dropout import DropoutDraws
 from lora_rocm.loader.batch import Batch
 from lora_rocm.memory.oom_recovery import Relief
 from lora_rocm.optim.factory import make_optimizer
@@ -124,7 +125,7 @@ class Rig:
             open_batches=batches(accumulation, poison, value),
             accumulation=accumulation,
             seed=7,
-            dropout=False,
+            dropout=DropoutDraws([]),
             position=Position(),
             relief=Relief(family, model, EFFECTIVE_BATCH // accumulation, parts, recomputes, context),  # type: ignore[arg-type]
             context=context,

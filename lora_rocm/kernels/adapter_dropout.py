@@ -1,0 +1,96 @@
+"""Rank and module dropout of adapters: what is kept is drawn before a pass, and is the same in all of it.
+
+So a captured graph reads it at fixed addresses, and a recomputed block finds it unchanged. Neither could draw again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+class AdapterDropout(nn.Module):
+    """Multiplies ``size`` numbers of a layer, or all of it if ``size`` is 1, by what ``DropoutDraws`` drew for them.
+
+    Args:
+        p: probability that a number is dropped, at least 0 and less than 1.
+        size: length of ``axis``, or 1.
+        axis: of the numbers.
+        per_sample: each sample has draws of its own, and what is kept is multiplied by 1 / (1 - p), as by kohya's
+            rank_dropout. Else a batch has one draw without that factor, as by LyCORIS' dropouts.
+    """
+
+    draws: DropoutDraws | None = None
+
+    def __init__(self, p: float, size: int = 1, axis: int = -1, per_sample: bool = False) -> None:
+        super().__init__()
+        self.p, self.size, self.axis, self.per_sample = p, size, axis, per_sample
+
+    def forward(self, h: Tensor) -> Tensor:
+        if not self.training:
+            return h
+        rows, shape = len(h) if self.per_sample else 1, [1] * h.ndim
+        shape[0], shape[self.axis] = rows, self.size  # the axis of the samples is never ``axis``
+        draws = self.draws or DropoutDraws([self])
+        return h * draws.factors(self, rows, h.device).view(shape).to(h.dtype)
+
+
+class DropoutDraws:
+    """The factors of all dropouts of a model, in one tensor for each number of rows, which keeps its address.
+
+    They depend on the pass's seed, the number of rows and the place of the layer in the model alone. A number of rows
+    that is new gets its tensor when a layer asks for it, which must not be while a graph is captured.
+
+    True if the modules have any dropout, also PyTorch's.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        kinds = AdapterDropout, nn.modules.dropout._DropoutNd
+        dropouts = [module for module in modules if isinstance(module, kinds) and module.p]
+        self._layers = [layer for layer in dropouts if isinstance(layer, AdapterDropout)]
+        for layer in self._layers:
+            layer.draws = self
+        self._any = bool(dropouts)
+        self._seed = 0
+        self._of_rows: dict[int, _Factors] = {}
+
+    def __bool__(self) -> bool:
+        return self._any
+
+    def draw(self, seed: int) -> None:
+        """Draw for the next pass, and seed the generator that PyTorch's dropout draws from in it."""
+        torch.manual_seed(seed)
+        self._seed = seed
+        for factors in self._of_rows.values():
+            factors.draw(seed)
+
+    def factors(self, layer: AdapterDropout, rows: int, device: torch.device) -> Tensor:
+        """Float32 [rows * size] of a layer."""
+        found = self._of_rows.get(rows)
+        if found is None:
+            found = self._of_rows[rows] = _Factors(self._layers, rows, device)
+            found.draw(self._seed)
+        return found.of_layer[layer]
+
+
+class _Factors:
+    """The factors of all layers for one number of rows."""
+
+    def __init__(self, layers: Sequence[AdapterDropout], rows: int, device: torch.device) -> None:
+        counts = [layer.size * (rows if layer.per_sample else 1) for layer in layers]
+        kept = [1 / (1 - layer.p) if layer.per_sample else 1.0 for layer in layers]
+        self._p_N, self._kept_N = (
+            torch.cat([torch.full((count,), value, device=device) for count, value in zip(counts, values, strict=True)])
+            for values in ([layer.p for layer in layers], kept)
+        )
+        self._flat_N = torch.ones_like(self._p_N)
+        self._generator = None if device.type == "meta" else torch.Generator(device)
+        self._rows = rows
+        self.of_layer: dict[AdapterDropout, Tensor] = dict(zip(layers, self._flat_N.split(counts), strict=True))
+
+    def draw(self, seed: int) -> None:
+        if self._generator is not None:
+            self._generator.manual_seed((seed + self._rows) % 2**63)
+            self._flat_N.uniform_(generator=self._generator).ge_(self._p_N).mul_(self._kept_N)
