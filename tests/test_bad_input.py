@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -65,6 +66,8 @@ def new(tmp_path: Path) -> Path:
         ("train.max_train_steps", "true", ["train.max_train_steps", "true"]),
         ("optim.learning_rate", "-1", ["optim.learning_rate", "greater than", "-1"]),
         ("optim.betas", "[0.9, 1.0]", ["optim.betas[1]", "less than 1", "1.0"]),
+        ("optim.optimizer_args", "[d_coef=2]", ["optim.optimizer_args[0]", "adamw takes no 'd_coef'", "of prodigy"]),
+        ("optim.optimizer_args", "[weight_decay=much]", ["optim.optimizer_args.weight_decay", "a number", "'much'"]),
         ("runtime.device", "tpu", ["runtime.device", "auto, cpu, gpu", "'tpu'"]),
         ("runtime.threads", "100000", ["runtime.threads", "at most 1024"]),
         ("data.caption_variants", "1000000", ["data.caption_variants", "at most 1000"]),
@@ -111,6 +114,13 @@ def test_the_line_of_a_key_is_named(program: Program, folder: Path, tmp_path: Pa
         (["data.bucket_step=128"], ["bucket step of 128", "lower data.bucket_step"]),
         (["data.caption_fallback=error", "data.caption_extension=.cap"], ["p0.png", "Write a .cap file"]),
         (["data.caption_fallback=trigger", "data.caption_extension=.cap"], ["p0.png", "data.trigger_word"]),
+        (["data.exclude=['*.png']"], ["no images", "pics", "p0.png", "Correct the patterns of data.exclude"]),
+        (["data.enable_wildcard=true", "data.caption_prefix={a|b"], ["p0.png: {a|b", "Close the wildcard"]),
+        (["data.alpha_mask=true"], ["No image has a mask", "pics", "Remove alpha_mask"]),
+        (
+            ["data.sources=[{path: pics, is_reg: true}]"],
+            ["data.sources[0].is_reg", "nothing to learn", "Add the images"],
+        ),
         (["data.sources=[{dataset: nowhere.parquet}]"], ["nowhere.parquet", "Correct the path"]),
         (["data.sources=[{dataset: afile}]"], ["afile", ".parquet"]),
         (["data.sources=[{dataset: someone/something}]"], ["someone/something", "Give a hub id"]),
@@ -119,6 +129,19 @@ def test_the_line_of_a_key_is_named(program: Program, folder: Path, tmp_path: Pa
 def test_data_that_cannot_be_used(program: Program, new: Path, sets: list[str], words: list[str]) -> None:
     program.train(new, *sets).refused(2, *words)
     program("check", "r.yaml", *[word for override in sets for word in ("--set", override)]).refused(2, *words)
+
+
+def test_a_mask_of_another_size_is_named_before_anything_is_encoded(program: Program, tmp_path: Path) -> None:
+    (tmp_path / "masks").mkdir()
+    Image.new("L", (400, 30), 255).save(tmp_path / "masks" / "p0.png")
+    where = [
+        f"data.mask_path={json.dumps(str(tmp_path / 'masks'))}",
+        f"cache.dir={json.dumps(str(tmp_path / 'cache'))}",
+    ]
+    checked = program("check", "r.yaml", *[word for override in where for word in ("--set", override)])
+    assert checked.code == 0 and "1 set aside" in checked.out
+    assert "p0.png: The mask of p0.png has other proportions: it is 400x30" in checked.out
+    assert "Repair the mask" in checked.out and not list(tmp_path.glob("cache/**/*.safetensors"))
 
 
 def test_all_images_broken(program: Program, tmp_path: Path, new: Path) -> None:

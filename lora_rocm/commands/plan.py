@@ -153,7 +153,7 @@ def _room_here(situation: Situation, gpu: dict[str, Any] | None) -> Room:
 def _facts(footprint: Footprint) -> dict[str, Any]:
     """Return the printed fields of a footprint."""
     whole = footprint.to_json()
-    keys = ("weight_bytes", *ADAPTER, "work")
+    keys = ("weight_bytes", *ADAPTER, "optimizer_bytes", "work")
     return {"shape": footprint.shape} | {key: whole[key] for key in keys} | {"blocks": len(footprint.blocks)}
 
 
@@ -173,7 +173,8 @@ def _lines(
         f"{train.gradient_accumulation_steps}, rank {recipe.lora.rank}, {precision}"
     )
     adapter = size_text(sum(getattr(footprint, name) for name in ADAPTER))
-    yield f"weights {size_text(footprint.weight_bytes)}, adapter and optimizer {adapter}"
+    state = f"{recipe.optim.optimizer} keeps {size_text(footprint.optimizer_bytes)}"
+    yield f"weights {size_text(footprint.weight_bytes)}, adapter and optimizer {adapter} ({state})"
     for source in {source.index: source for source in recipe.data.resolved_sources()}.values():
         if source.class_prompt is not None:
             yield f"before training: {source.num_class_images} {source.name}, where the cache has none"

@@ -291,6 +291,7 @@ def count(
         recomputed_bytes=recomputed_bytes,
         narrow_layers=adapter.narrow(recipe.lora),
         unstarted_layers=adapter.unstarted(recipe.lora),
+        optimizer_bytes=state,
         smaller=tuple(_smaller(adapter, recipe, model.dtype, state / numbers)),
     )
 

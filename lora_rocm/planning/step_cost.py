@@ -115,6 +115,7 @@ class Footprint:
             offloaded. None: computed from the blocks.
         narrow_layers: adapted layers with fewer inputs or outputs than the rank.
         unstarted_layers: adapted layers with ranks for which ``lora.init`` has no numbers.
+        optimizer_bytes: what of ``adapter_bytes`` is the optimizer's state, with the adapter of the recipe.
         smaller: the adapter with smaller settings, the mildest first.
     """
 
@@ -130,6 +131,7 @@ class Footprint:
     recomputed_bytes: int | None = None
     narrow_layers: int = 0
     unstarted_layers: int = 0
+    optimizer_bytes: int = 0
     smaller: tuple[SmallerAdapter, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -141,7 +143,9 @@ class Footprint:
         moments = tuple(Moment(**moment) for moment in value["moments"])
         smaller = tuple(SmallerAdapter(**each) for each in value["smaller"])
         work = Work(**value["work"])
-        return cls(**{**value, "blocks": blocks, "moments": moments, "work": work, "smaller": smaller})
+        state = value["optimizer_bytes"]  # lacking in what an earlier version counted
+        parts = {"blocks": blocks, "moments": moments, "work": work, "optimizer_bytes": state, "smaller": smaller}
+        return cls(**{**value, **parts})
 
     def with_adapter(self, smaller: SmallerAdapter) -> Footprint:
         """The footprint with another adapter. Activations are unchanged, because an adapter has few."""

@@ -179,8 +179,9 @@ def questions(recipe: Recipe, layers: Layered) -> list[str]:
     found = []
     steps = recipe.train.max_train_steps
     if steps and recipe.optim.warmup_steps(steps) >= steps:
+        given = "lr_warmup_steps" if recipe.optim.lr_warmup_steps else "lr_warmup_ratio"
         found.append(
-            f"{layers.where(('optim', 'lr_warmup_steps'))}: the warm-up is as long as the run "
+            f"{layers.where(('optim', given))}: the warm-up is as long as the run "
             f"({count_text(steps, 'step')}), which never reaches its learning rate. A tenth of the run is usual."
         )
     for name in (name for name in type(recipe.optim).model_fields if name.endswith("learning_rate")):

@@ -159,7 +159,8 @@ def rows_of(output: str) -> list[str]:
 
 
 def test_the_table_for_a_card(write: Any, child: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.plan(write(), (), card="24GB", as_json=False) == 0
+    child["footprint"] = replace(net(), optimizer_bytes=300 * 2**20).to_json()
+    assert command.plan(write(optim={"optimizer": "prodigy"}), (), card="24GB", as_json=False) == 0
     assert child["asked"]["for_card"] is child["asked"]["for_gpu"] is True
     output = capsys.readouterr().out
     rows = rows_of(output)
@@ -167,6 +168,7 @@ def test_the_table_for_a_card(write: Any, child: dict[str, Any], capsys: pytest.
     assert sum("<- chosen" in row for row in rows) == 1
     assert rows[0].split()[-1] == "no" and "24.0 GiB" in output
     assert "would choose" in output and "relative" in output
+    assert "adapter and optimizer 704.0 MiB (prodigy keeps 300.0 MiB)" in output
 
 
 def test_on_a_gpu_that_was_measured_times_are_seconds(

@@ -264,6 +264,8 @@ def test_weights_blocks_and_work(both: tuple[Footprint, Real]) -> None:
     assert sum(block.weight_bytes for block in found.blocks) < found.weight_bytes
     again = sum(block.forward.flops for block in found.blocks)
     assert 0.3 * found.work.flops < again < 0.6 * found.work.flops
+    trained = [p for p in real.model.components["unet"].parameters() if p.requires_grad]
+    assert found.optimizer_bytes == pytest.approx(8 * sum(p.numel() for p in trained), rel=0.01), "AdamW's moments"
     assert all(block.kept_bytes <= block.rise_bytes for block in found.blocks)
     assert found.blocks[0].kept_bytes == 0, "no gradient goes to what lies before the first LoRA"
 
@@ -414,10 +416,12 @@ def test_a_footprint_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "t.safetensors").unlink()
     with pytest.raises(AdapterError, match="There is no such LoRA file"):
         ask(other)
-    for damaged in ("{", "[]", json.dumps({key: {"height": 1} for key in json.loads(memory.read_text("utf-8"))})):
+    kept = json.loads(memory.read_text("utf-8"))
+    earlier = {key: {name: part for name, part in kept[key].items() if name != "optimizer_bytes"} for key in kept}
+    for damaged in ("{", "[]", json.dumps({key: {"height": 1} for key in kept}), json.dumps(earlier)):
         memory.write_text(damaged, encoding="utf-8")
         assert ask() == fake
-    assert len(made) == 7
+    assert len(made) == 8
 
 
 def test_kernels_for_gpus_are_counted_without_one(small: Footprint) -> None:

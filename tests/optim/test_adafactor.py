@@ -19,6 +19,7 @@ from tests.optim.test_base import FREE
     [
         {},
         {"scale_parameter": True, "beta1": 0.9},
+        {"scale_parameter": True, "eps": (0.1, 0.5)},
         {"relative_step": True},
         {"relative_step": True, "warmup_init": True, "decay_rate": -0.5},
     ],
@@ -30,7 +31,7 @@ def test_updates_are_those_of_transformers(how: dict[str, Any]) -> None:
     assert_follows(
         AdafactorSection(weight_decay=0.1, max_grad_norm=0, **how, **rate),
         lambda weights: Adafactor(weights, weight_decay=0.1, **given),
-        {"decay_rate": -2.0, "clip_threshold": 0.5},
+        {"decay_rate": -2.0, "clip_threshold": 0.5, **({"eps": (1e-30, 0.5)} if "eps" in how else {})},
         steps=40 if "warmup_init" in how else 6,  # its first steps are very small
     )
 

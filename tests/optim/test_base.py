@@ -193,6 +193,20 @@ def test_state_round_trip_continues_with_the_same_bytes(section: OptimSection, w
 
 
 @each_rule
+def test_a_group_with_half_the_rate_goes_half_the_way(section: OptimSection) -> None:
+    ways = []
+    for multiple in (1.0, 0.5):
+        optimizer = make(section, ema=0.0, multiple=multiple)
+        before = {name: weight.clone() for name, weight in optimizer.parameters.items()}
+        set_gradients(optimizer, 0)
+        optimizer.step(0, FREE)
+        ways.append({name: weight - before[name] for name, weight in optimizer.parameters.items()})
+    whole, half = ways
+    torch.testing.assert_close(half["b"], 0.5 * whole["b"], rtol=1e-2, atol=1e-6)
+    assert torch.equal(half["a"], whole["a"]) and float(whole["b"].abs().min()) > 1e-5
+
+
+@each_rule
 def test_state_of_another_optimizer_is_refused(section: OptimSection) -> None:
     optimizer = make(section)
     state = {name: tensor.clone() for name, tensor in optimizer.state().items()}
@@ -254,6 +268,18 @@ def test_a_step_waits_for_nothing(section: OptimSection) -> None:
         optimizer.step(0, FREE)
         with pytest.raises(AssertionError, match="would wait"):
             float(optimizer.loss_scale)  # the control
+
+
+def test_the_average_follows_slowly_after_a_quick_start() -> None:
+    """The decay of update u is (1 + u) / (10 + u), until that is what the recipe has."""
+    optimizer = make(ema=0.15)
+    average = optimizer.parameters["a"].clone()
+    for number, decay in enumerate((0.1, 0.15, 0.15)):
+        set_gradients(optimizer, number)
+        optimizer.step(number, FREE)
+        average.lerp_(optimizer.parameters["a"], 1 - decay)
+        torch.testing.assert_close(optimizer.shown()["a"], average)
+    assert not torch.allclose(average, optimizer.parameters["a"], rtol=0, atol=1e-4)
 
 
 def test_there_is_room_for_so_many_numbers_and_no_more() -> None:

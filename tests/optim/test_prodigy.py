@@ -95,7 +95,7 @@ class Plain:
             self.x[name] = decayed - rate * self.m[name] / (self.v[name].sqrt() + self.d * its.epsilon)
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", [*VARIANTS, {"epsilon": 0.3}], ids=str)
 def test_updates_equal_those_of_the_published_package(
     variant: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

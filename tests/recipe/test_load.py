@@ -15,6 +15,7 @@ from lora_rocm.recipe.load import (
     load_recipe,
     shipped_recipes,
 )
+from lora_rocm.recipe.optim_sections import OPTIMIZERS
 
 MINIMAL = "model:\n  name_or_path: builtin:tiny-sdxl\ndata:\n  path: pics\ntrain:\n  max_train_steps: 10\n"
 
@@ -180,6 +181,24 @@ def test_prodigy_takes_rates_near_1_and_others_are_questioned() -> None:
     for rate, height in (("1.0e-4", "low"), ("100", "high")):
         (said,) = load_recipe("own.yaml", [f"optim.learning_rate={rate}"]).notices
         assert f"is very {height} for prodigy, which estimates the learning rate itself" in said
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_default_rate_of_no_optimizer_is_questioned_and_1_only_where_it_is_a_rate(name: str) -> None:
+    dtype = OPTIMIZERS[name].weight_dtypes[0]
+    Path("own.yaml").write_text(MINIMAL + f"optim: {{optimizer: {name}}}\nlora: {{weight_dtype: {dtype}}}\n", "utf-8")
+    assert load_recipe("own.yaml").notices == ()
+    wants_1 = name in ("prodigy", "prodigy_schedule_free", "dadapt_adam")
+    said = load_recipe("own.yaml", ["optim.learning_rate=1.0"]).notices
+    assert [f"1 is very high for {name}, " in each for each in said] == [] if wants_1 else [True]
+
+
+@pytest.mark.parametrize("given", ["lr_warmup_steps: 12", "lr_warmup_ratio: 0.95"])
+def test_a_warm_up_as_long_as_the_run_is_questioned_with_its_line(given: str) -> None:
+    Path("own.yaml").write_text(MINIMAL + f"optim:\n  {given}\n", encoding="utf-8")
+    (said,) = load_recipe("own.yaml").notices
+    assert said.startswith(f"own.yaml:8 optim.{given.split(':')[0]}: the warm-up is as long as the run (10 steps)")
+    assert load_recipe("own.yaml", ["train.max_train_steps=40"]).notices == ()
 
 
 def test_missing_keys_have_a_place() -> None:

@@ -83,6 +83,51 @@ def test_accepted(tmp_path: Path, keys: str, family: str) -> None:
     load(tmp_path, keys, family)
 
 
+UNITS = """\
+model: {name_or_path: some/base}
+data: {path: pics, validation_split: 0.1}
+"""
+
+
+def test_steps_may_be_given_as_epochs(tmp_path: Path) -> None:
+    path, keys = tmp_path / "r.yaml", "every_n_epochs: 3"
+    path.write_text(
+        UNITS + f"train: {{epochs: 5, validation_{keys}}}\nsample: {{prompts: [a], {keys}}}\noutput: {{save_{keys}}}\n",
+        encoding="utf-8",
+    )
+    recipe = load_recipe(str(path)).recipe
+    train, sample, output = recipe.train, recipe.sample, recipe.output
+    assert (train.num_steps(7), train.validation_steps(7), sample.round_steps(7), output.save_steps(7)) == (
+        35,
+        *[21] * 3,
+    )
+
+
+@pytest.mark.parametrize(("given", "steps"), [("", 500), ("save_every_n_steps: 9", 9), ("save_every_minutes: 5", 0)])
+def test_checkpoints_come_every_500_steps_unless_a_unit_is_given(tmp_path: Path, given: str, steps: int) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(UNITS + f"train: {{epochs: 5}}\noutput: {{{given}}}\n", encoding="utf-8")
+    assert load_recipe(str(path)).recipe.output.save_steps(7) == steps
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        "train: {epochs: 1, validation_every_n_steps: 2,\n  validation_every_n_epochs: 2}\n",
+        "train: {epochs: 1}\nsample: {prompts: [a], every_n_steps: 2,\n  every_n_epochs: 2}\n",
+        "train: {epochs: 1}\noutput: {save_every_n_steps: 2,\n  save_every_n_epochs: 2}\n",
+        "train: {epochs: 1}\noptim: {lr_warmup_steps: 2,\n  lr_warmup_ratio: 0.2}\n",
+    ],
+)
+def test_two_units_at_once_are_refused(tmp_path: Path, sections: str) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(UNITS + sections, encoding="utf-8")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(str(path))
+    (problem,) = caught.value.problems
+    assert "only one of" in problem.what and "Remove one of them" in problem.fix and f"{path}:" in problem.where
+
+
 MASKS = """\
 model: {name_or_path: some/base}
 train: {max_train_steps: 10}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import class_images, pipeline
 from lora_rocm.train.session import Session
-from tests.train.test_pipeline import make_recipe, material, start
+from tests.lora_files import write_random_lora
+from tests.tiny_models import RUN_TARGETS
+from tests.train.test_pipeline import bytes_of, make_recipe, material, rewound, start
 
 __all__ = ["material"]
 
@@ -80,7 +83,9 @@ def draw(recipe: Recipe, run: Path, stopped: bool = False) -> tuple[Recipe, list
 
 def test_the_base_draws_them_once(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(class_images, "DRAWN_TOGETHER", 1)
-    recipe = recipe_with(material, tmp_path / "cache")
+    unet = family_for(recipe_with(material, tmp_path / "cache")).skeleton("unet")
+    lora = write_random_lora(tmp_path / "start.safetensors", "unet", unet, RUN_TARGETS, rank=2)
+    recipe = recipe_with(material, tmp_path / "cache", lora={"init_from": str(lora)})
     with pytest.raises(StoppedError, match="what is drawn stays"):
         draw(recipe, tmp_path / "stopped", stopped=True)
     first = drawn(tmp_path / "cache")
@@ -106,12 +111,18 @@ def test_the_base_draws_them_once(material: Path, tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.slow
-def test_a_run_trains_on_them(material: Path, tmp_path: Path) -> None:
-    recipe = recipe_with(material, tmp_path / "cache")
+def test_a_run_trains_on_them_and_resumes_to_the_byte(material: Path, tmp_path: Path) -> None:
+    """Also if the images were lost: the same ones are drawn again."""
+    train = {"max_train_steps": 2, "gradient_accumulation_steps": 1, "mixed_precision": "no"}
+    recipe = recipe_with(material, tmp_path / "cache", train=train, output={"save_every_n_steps": 1})
     assert start(recipe, tmp_path / "run") and len(drawn(tmp_path / "cache")) == 3
     (data,) = read_events(RunDir(tmp_path / "run").events(), "data")
     assert data["samples"] == 5 + 3 and not data["set_aside"]
     assert sum(data["buckets"].values()) == 2 * 5, "as many in an epoch as the others"
+    rewound(tmp_path / "run", tmp_path / "stopped", 1)
+    shutil.rmtree(tmp_path / "cache")
+    assert start(recipe, tmp_path / "stopped")
+    assert bytes_of(tmp_path / "stopped") == bytes_of(tmp_path / "run")
 
 
 def test_what_decides_an_image_names_its_folder(material: Path, tmp_path: Path) -> None:

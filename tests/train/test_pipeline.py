@@ -405,6 +405,7 @@ def test_a_resume_takes_the_checkpoints_threads_unless_the_recipe_names_them(
     assert during_cache == [2, 2, 1]  # what is cached anew depends on it too
 
 
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
 def test_a_schedule_free_run_exports_its_average_and_goes_on_from_what_it_trains(
     material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -418,10 +419,11 @@ def test_a_schedule_free_run_exports_its_average_and_goes_on_from_what_it_trains
     monkeypatch.setattr(Adapter, "using", watched)
     optim = {"optimizer": "adamw_schedule_free", "lr_scheduler": "constant"}
     validation = {"max_train_steps": 2, "validation_every_n_steps": 2}
-    recipe = make_recipe(material, optim=optim, train=validation, data={"validation_split": 0.2})
+    sample = {"prompts": ["zibu"], "steps": 1, "width": 32, "height": 32}
+    recipe = make_recipe(material, optim=optim, train=validation, data={"validation_split": 0.2}, sample=sample)
     assert start(recipe, tmp_path / "run")
     checkpoint, _ = latest_valid(RunDir(tmp_path / "run"))
-    assert checkpoint is not None and len(shown) == 3, "held-out loss, LoRA file of the checkpoint, export"
+    assert checkpoint is not None and len(shown) == 4, "held-out loss, LoRA file of the checkpoint, export, preview"
     trained, state = checkpoint.tensors("adapter"), checkpoint.tensors("optimizer")
     for name, weight in trained.items():
         average = torch.lerp(weight, state[f"{name}.z"], 1 - 1 / 0.9)
@@ -571,6 +573,7 @@ def test_a_bus_that_never_works_ends_the_run_with_all_kept(
     assert {path.name: path.read_bytes() for path in last.iterdir()} == before
 
 
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
 def test_every_checkpoint_has_a_usable_file_and_old_states_are_rotated(
     material: Path, straight: Path, tmp_path: Path
 ) -> None:
@@ -579,6 +582,7 @@ def test_every_checkpoint_has_a_usable_file_and_old_states_are_rotated(
         material,
         optim={"lr_warmup_steps": 0, "lr_warmup_ratio": 1 / 3},
         train={"max_train_steps": None, "epochs": 3},
+        sample={"prompts": ["zibu"], "steps": 1, "width": 32, "height": 32, "every_n_epochs": 2},
         output={"save_every_n_steps": None, "save_every_n_epochs": 1, "keep_last": 1},
     )
     assert start(recipe, tmp_path / "run")
@@ -586,6 +590,23 @@ def test_every_checkpoint_has_a_usable_file_and_old_states_are_rotated(
     assert [updates for updates, _ in directory.list_checkpoints()] == [STEPS]
     assert [directory.checkpoint_lora(updates).exists() for updates in range(1, 7)] == [False, True] * 3
     assert weights_of(directory.lora) == weights_of(RunDir(straight).lora)
+    drawn = [event["updates"] for event in read_events(directory.events(), "preview")]
+    assert drawn == [0, 4, STEPS], "before, every two epochs, and after training"
+
+
+@pytest.mark.parametrize(("minutes", "saved"), [(1e-9, [2, 3]), (9.0, [3])])
+def test_a_run_that_saves_by_the_clock_alone_resumes_to_the_byte(
+    material: Path, tmp_path: Path, minutes: float, saved: list[int]
+) -> None:
+    train, output = {"max_train_steps": 3}, {"save_every_n_steps": None, "save_every_minutes": minutes, "keep_last": 9}
+    recipe = make_recipe(material, train=train, output=output)
+    assert start(recipe, tmp_path / "run")
+    found = [updates for updates, _ in RunDir(tmp_path / "run").list_checkpoints()]
+    assert found == saved
+    if len(found) > 1:
+        rewound(tmp_path / "run", tmp_path / "stopped", found[0])
+        assert start(recipe, tmp_path / "stopped")
+        assert bytes_of(tmp_path / "stopped") == bytes_of(tmp_path / "run")
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,21 @@ def test_huber_thresholds_are_those_of_sd_scripts(schedule: str) -> None:
     same(found, expected)
 
 
+@pytest.mark.parametrize("schedule", ["constant", "exponential", "snr"])
+def test_huber_thresholds_of_flows_have_sigma_for_the_timestep(schedule: str) -> None:
+    """The ratio of signal and noise is (1 - sigma) / sigma."""
+    factor = {} if schedule == "snr" else {"huber_scale": 3.0}
+    objective = flow_objective(loss_type="huber", huber_schedule=schedule, huber_c=0.2, **factor)
+    draws = objective.draw(batch(1), range(50)).tensors
+    sigma = draws["sigma"].double()
+    expected = {
+        "constant": torch.full_like(sigma, 0.6),
+        "exponential": torch.exp(math.log(0.2) * sigma) * 3,
+        "snr": 0.8 * (1 - sigma).square() + 0.2,
+    }[schedule]
+    same(draws["huber_threshold"], expected)
+
+
 @pytest.mark.parametrize("loss_type", ["l2", "l1", "huber", "smooth_l1"])
 @pytest.mark.parametrize("make", [ddpm_objective, flow_objective])
 def test_distances_are_those_of_sd_scripts(loss_type: str, make: Any) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from lora_rocm.families.objectives.base import Prediction
-from lora_rocm.families.objectives.loss import reduced
+from lora_rocm.families.objectives.loss import LOSS_MASK, LOSS_WEIGHTS, losses, reduced
 
 ONES_B = torch.ones(2)
 
@@ -96,3 +99,12 @@ def test_masked_losses_are_those_of_onetrainer() -> None:
     expected = (error / mask.double().mean(dim=(1, 2, 3), keepdim=True)).mean(dim=(1, 2, 3))
     torch.testing.assert_close(by_area.double(), expected, rtol=1e-6, atol=0)
     assert (whole < by_area).all()
+
+
+def test_what_the_batch_holds_decides_whether_the_area_counts() -> None:
+    sample, mask = Prediction(random(2, 4, 8, 8), torch.zeros(2, 4, 8, 8), ONES_B), random(2, 1, 8, 8).abs()
+    family, model = SimpleNamespace(predict=lambda *args: sample), object()
+    found: dict[str, Any] = {name: losses(family, model, {name: mask}, {}) for name in (LOSS_MASK, LOSS_WEIGHTS)}  # type: ignore[arg-type]
+    assert torch.equal(found[LOSS_MASK], reduced(sample, mask))
+    assert torch.equal(found[LOSS_WEIGHTS], reduced(sample, weights=mask))
+    assert not torch.allclose(found[LOSS_MASK], found[LOSS_WEIGHTS])

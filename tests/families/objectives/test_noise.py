@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lora_rocm.families.objectives.base import generators
+from lora_rocm.families.objectives.base import generators, normal
 from lora_rocm.families.objectives.noise import adaptive_strength, offset_noise, pyramid_noise
 from tests.families.objectives.test_denoising import SPACE, batch, ddpm_objective, flow_objective, same
 
@@ -78,6 +78,13 @@ def test_pyramid_noise_is_that_of_sd_scripts() -> None:
     strong = pyramid_noise(noise, generators([9]), 6, 0.9)
     smooth, plain = (each.reshape(4, 3, 8, 5, 8).mean(dim=(2, 4)).std() for each in (strong, noise))
     assert smooth > 2 * plain, "low frequencies are stronger"
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_pyramid_noise_has_the_iterations_and_the_discount_of_the_recipe(make: Any) -> None:
+    objective = make(multires_noise_iterations=3, multires_noise_discount=0.7)
+    found, rngs = objective.noise_draws(batch(1, 16), {}, generators([9]))["noise"], generators([9])
+    assert torch.equal(found, pyramid_noise(normal(rngs, (2, 16, 16)), rngs, 3, 0.7))
 
 
 @pytest.mark.parametrize("make", MAKERS)
