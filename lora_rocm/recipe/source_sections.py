@@ -129,8 +129,11 @@ class NamedSource(Section):
         if (self.path is None) == (self.dataset is None):
             raise one_of(self, "path", "dataset")
         if self.path is not None:
-            fix = "Remove it, or write dataset in place of path."
-            refuse_unread(self, ("split", "image_column"), "on a folder, which has neither splits nor images in columns", fix)
+            why, fix = (
+                "on a folder, which has no splits and no columns of images",
+                "Remove it, or write dataset for path.",
+            )
+            refuse_unread(self, ("split", "image_column"), why, fix)
 
 
 OF_FOLDERS = ("caption_extension", "recursive", "include", "exclude")
