@@ -82,6 +82,19 @@ def test_a_fresh_adapter_changes_nothing_and_can_be_trained(folder: Path) -> Non
         Ia3Section(**IA3, rank=4)
 
 
+def test_dropout_is_on_what_is_stretched_and_in_training_alone(folder: Path) -> None:
+    _, _, adapter = trained(folder, lora=IA3 | {"dropout": 0.5})
+    _, _, layer = adapter.modules["unet.mid_block.attentions.0.proj_in"]
+    base, stretch, x = layer.get_base_layer(), layer.ia3_stretch[PEFT_NAME].detach(), torch.randn(2, 32)
+    layer.train()
+    torch.manual_seed(0)
+    ours = layer(x)
+    torch.manual_seed(0)
+    expected = base(x) + F.dropout(base(x) - base.bias, 0.5) * stretch
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(layer.eval()(x), layer(x)) and not torch.allclose(layer(x), ours, atol=1e-3)
+
+
 WRONG = {
     "one number": lambda t: t[f"{KEY}.weight"][0].add_(0.01),
     "a missing number": lambda t: t.update({f"{KEY}.weight": t[f"{KEY}.weight"][1:].clone()}),
