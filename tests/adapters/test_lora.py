@@ -46,7 +46,6 @@ EACH_KIND = (  # a layer of each kind and shape
     r"|down_blocks\.(0\.downsamplers\.0\.conv|1\.resnets\.0\.conv_shortcut)"
 )
 FORMS = ("kohya", "diffusers", "peft")
-NEAR = {"rtol": 0.0, "atol": 0.05}
 
 
 @pytest.fixture(scope="module")
@@ -207,9 +206,10 @@ def test_what_the_recipe_drops_is_dropped_in_training_alone(folder: Path, key: s
         expected = torch.nn.functional.dropout(x_BSI, 0.5) @ down_RI.T @ up_OR.T
         torch.testing.assert_close(added(), expected, rtol=1e-4, atol=1e-5)
     elif key == "rank_dropout":
-        kept_BSR = added() @ torch.linalg.pinv(up_OR).T / whole_BSR
-        assert 0.3 < float((kept_BSR > 1).float().mean()) < 0.7
-        torch.testing.assert_close(kept_BSR, torch.where(kept_BSR[:, :1] > 1, 2.0, 0.0).expand_as(kept_BSR), **NEAR)
+        found_BSR = added() @ torch.linalg.pinv(up_OR).T
+        kept_B1R = (found_BSR.abs().sum(1) > whole_BSR.abs().sum(1))[:, None]
+        torch.testing.assert_close(found_BSR, 2 * whole_BSR * kept_B1R, rtol=1e-3, atol=1e-3)
+        assert 0.3 < float(kept_B1R.float().mean()) < 0.7
     else:
         passes = [(layer(x_BSI) - layer.base_layer(x_BSI)).detach() for _ in range(20)]
         dropped = [not each.any() for each in passes]
