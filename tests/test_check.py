@@ -134,7 +134,9 @@ def test_resolutions_and_versions_of_images_are_counted(weigh: Weigh, capsys: py
     assert "12 versions of each image are encoded and stored, 12 times the time and disk: 3 (random_crop) x 2 (" in text
     assert "at most 120 images" in text
     check("my.yaml", [])
-    assert "versions of each image" not in capsys.readouterr().out, "the control: mirroring alone is no news"
+    assert "2 times the time and disk: 2 (flip_aug)" in capsys.readouterr().out
+    check("my.yaml", ["data.flip_aug=false"])
+    assert "versions of each image" not in capsys.readouterr().out, "the control"
 
 
 @pytest.mark.parametrize("both", [False, True])

@@ -44,16 +44,16 @@ def views_of(options: SourceOptions) -> tuple[View, ...]:
 
 
 def price_of(options: SourceOptions) -> str:
-    """How many views an image has and what makes them; empty without random_crop and color_aug in several."""
+    """How many views an image has and what makes them; empty if it has one."""
     parts = {
         "random_crop": max(int(options.random_crop), 1),
         "color_aug": options.color_aug + 1,
         "flip_aug": 1 + options.flip_aug,
     }
-    if parts["random_crop"] * parts["color_aug"] == 1:
+    num_views = len(views_of(options))
+    if num_views == 1:
         return ""
     factors = " x ".join(f"{count} ({name})" for name, count in parts.items() if count > 1)
-    num_views = len(views_of(options))
     return f"{num_views} versions of each image are encoded and stored, {num_views} times the time and disk: {factors}"
 
 

@@ -38,7 +38,13 @@ from lora_rocm.recipe.sections import (
     one_of,
     refuse_unread,
 )
-from lora_rocm.recipe.source_sections import OPTIONS_OF_CLASS_IMAGES, DataSource, NamedSource, SourceOptions
+from lora_rocm.recipe.source_sections import (
+    OF_FOLDERS,
+    OPTIONS_OF_CLASS_IMAGES,
+    DataSource,
+    NamedSource,
+    SourceOptions,
+)
 
 if TYPE_CHECKING:
     from lora_rocm.families.spec import FamilySpec
@@ -103,6 +109,12 @@ class DataSection(SourceOptions):
     def _has_source(self) -> DataSection:
         if (self.path is None) == (not self.sources):
             raise one_of(self, "path", "sources")
+        return self
+
+    @model_validator(mode="after")
+    def _folders_are_there(self) -> DataSection:
+        if self.sources and all(source.path is None for source in self.sources):
+            refuse_unread(self, OF_FOLDERS, "without a folder among the sources", "Remove it.")
         return self
 
     @model_validator(mode="after")

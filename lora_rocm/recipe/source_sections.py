@@ -122,11 +122,22 @@ class NamedSource(Section):
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
-        if (self.path is None) == (self.dataset is None):
-            raise one_of(self, "path", "dataset")
+        self._refuse_the_other_kind()
         return self
 
+    def _refuse_the_other_kind(self) -> None:
+        if (self.path is None) == (self.dataset is None):
+            raise one_of(self, "path", "dataset")
+        if self.path is not None:
+            why, fix = (
+                "on a folder, which has no splits and no columns of images",
+                "Remove it, or write dataset for path.",
+            )
+            refuse_unread(self, ("split", "image_column"), why, fix)
 
+
+OF_FOLDERS = ("caption_extension", "recursive", "include", "exclude")
+"""The options of a source that mean something for the files of a folder alone."""
 MAX_CLASS_IMAGES = 100_000
 OPTIONS_OF_CLASS_IMAGES = ("resolution", "repeats", "loss_weight", "caption_dropout_rate", "flip_aug")
 """The options of a source that mean something for images that the base draws."""
@@ -183,9 +194,10 @@ class DataSource(NamedSource):
     def _one_kind(self) -> Self:
         if self.class_prompt is not None:
             return self._only_class_images()
-        if (self.path is None) == (self.dataset is None):
-            raise one_of(self, "path", "dataset")
+        self._refuse_the_other_kind()
         refuse_unread(self, ("num_class_images",), "without class_prompt", "Remove it, or set class_prompt.")
+        if self.dataset is not None:
+            refuse_unread(self, OF_FOLDERS, "on a dataset, whose rows are no files", "Remove it.")
         return self
 
     def _only_class_images(self) -> Self:

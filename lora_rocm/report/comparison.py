@@ -63,7 +63,9 @@ def comparison_page(
     """
     rows = [(one.label, f"{one.loss:.4g}", number_text(_error([*one.losses.values()]))) for one in compared]
     points = [(one.updates, one.loss) for one in compared]
-    losses = [table(("", "held-out loss", "standard error"), rows), line_plot([Series("loss", points, "dots")], "step")]
+    samples = count_text(max((len(one.losses) for one in compared), default=0), "sample")
+    head = ("", "held-out loss", f"standard error over {samples}")
+    losses = [table(head, rows), line_plot([Series("loss", points, "dots")], "step")]
     said, none = verdict(compared), UNKNOWN_LOSSES if holds_out else NO_LOSSES
     files = count_text(len(compared) - 1, "LoRA file")
     return page(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH_PX, HEIGHT_PX = 760, 260
-LEFT_PX, RIGHT_PX, TOP_PX, BOTTOM_PX = 64, 12, 12, 36
+LEFT_PX, RIGHT_PX, TOP_PX, BOTTOM_PX = 64, 12, 12, 44
 MAX_POINTS = 1500
 
 Point = tuple[float, float]
@@ -43,7 +43,7 @@ def line_plot(series: Sequence[Series], x_label: str) -> str:
         at = y_px(y)
         parts.append(f'<line class="grid" x1="{LEFT_PX}" x2="{WIDTH_PX - RIGHT_PX}" y1="{at:.1f}" y2="{at:.1f}"/>')
         parts.append(f'<text x="{LEFT_PX - 6}" y="{at + 4:.1f}" text-anchor="end">{y:.4g}</text>')
-    x_text = f'y="{HEIGHT_PX - BOTTOM_PX + 16}" text-anchor="middle"'
+    x_text = f'y="{HEIGHT_PX - BOTTOM_PX + 18}" text-anchor="middle"'
     parts += [f'<text x="{x_px(x):.1f}" {x_text}>{x:.6g}</text>' for x in ticks(x_low, x_high)]
     parts.append(f'<text x="{WIDTH_PX / 2}" y="{HEIGHT_PX - 4}" text-anchor="middle">{escape(x_label)}</text>')
     for one in kept:

@@ -82,6 +82,18 @@ def test_a_fresh_adapter_changes_nothing_and_can_be_trained(folder: Path) -> Non
         Ia3Section(**IA3, rank=4)
 
 
+def test_dropout_is_on_what_is_stretched_and_in_training_alone(folder: Path) -> None:
+    _, _, adapter = trained(folder, lora=IA3 | {"dropout": 0.5})
+    _, _, layer = adapter.modules["unet.mid_block.attentions.0.proj_in"]
+    base, stretch, x = layer.get_base_layer(), layer.ia3_stretch[PEFT_NAME].detach(), torch.randn(2, 32)
+    whole = (base(x) - base.bias) * stretch
+    torch.testing.assert_close(layer.eval()(x), base(x) + whole, rtol=1e-4, atol=1e-5)
+    found = layer.train()(x) - base(x)
+    kept = found.abs() > whole.abs()
+    torch.testing.assert_close(found, 2 * whole * kept, rtol=1e-3, atol=1e-5)
+    assert 0 < kept.sum() < kept.numel()
+
+
 WRONG = {
     "one number": lambda t: t[f"{KEY}.weight"][0].add_(0.01),
     "a missing number": lambda t: t.update({f"{KEY}.weight": t[f"{KEY}.weight"][1:].clone()}),

@@ -186,6 +186,55 @@ def test_groups_have_their_own_learning_rates(folder: Path) -> None:
     assert sorted(named) == sorted(adapter.parameters)
 
 
+@pytest.mark.parametrize("key", ["dropout", "rank_dropout", "module_dropout"])
+def test_what_the_recipe_drops_is_dropped_in_training_alone(folder: Path, key: str) -> None:
+    """Numbers of the input, as torch drops them; ranks of a sample, the others doubled; or the whole module."""
+    _, _, adapter = trained(folder, lora={**FEW, key: 0.5})
+    _, _, layer = adapter.modules["unet.mid_block.attentions.0.proj_in"]
+    down_RI, up_OR = (layer.lora_A["default"].weight.detach(), layer.lora_B["default"].weight.detach() * 0.5)
+    x_BSI = torch.randn(64, 3, down_RI.shape[1])
+
+    def added() -> Tensor:
+        torch.manual_seed(0)
+        return (layer(x_BSI) - layer.base_layer(x_BSI)).detach()
+
+    whole_BSR = x_BSI @ down_RI.T
+    torch.testing.assert_close(layer.eval() and added(), whole_BSR @ up_OR.T, rtol=1e-4, atol=1e-5)
+    layer.train()
+    if key == "dropout":
+        torch.manual_seed(0)
+        expected = torch.nn.functional.dropout(x_BSI, 0.5) @ down_RI.T @ up_OR.T
+        torch.testing.assert_close(added(), expected, rtol=1e-4, atol=1e-5)
+    elif key == "rank_dropout":
+        found_BSR = added() @ torch.linalg.pinv(up_OR).T
+        kept_B1R = (found_BSR.abs().sum(1) > whole_BSR.abs().sum(1))[:, None]
+        torch.testing.assert_close(found_BSR, 2 * whole_BSR * kept_B1R, rtol=1e-3, atol=1e-3)
+        assert 0.3 < float(kept_B1R.float().mean()) < 0.7
+    else:
+        passes = [(layer(x_BSI) - layer.base_layer(x_BSI)).detach() for _ in range(20)]
+        dropped = [not each.any() for each in passes]
+        assert 0 < sum(dropped) < 20
+        for each in (each for each, gone in zip(passes, dropped, strict=True) if not gone):
+            torch.testing.assert_close(each, whole_BSR @ up_OR.T, rtol=1e-4, atol=1e-5)
+
+
+def test_updates_keep_to_the_norm_of_the_recipe(folder: Path) -> None:
+    """By the formula of kohya's scripts, for each module with its scale."""
+    most = 0.31
+    family, _, adapter = trained(folder, lora={**FEW, "scale_weight_norms": most})
+    before = adapter.entries()
+    limit = adapter.norm_limit(family.recipe.lora)
+    assert limit is not None
+    limit.apply(torch.tensor(0.0))
+    factors = set()
+    for name, entry in adapter.entries().items():
+        factor = float((most / before[name].update().norm()).clamp(max=1.0).sqrt())
+        torch.testing.assert_close(entry.down, before[name].down * factor)
+        torch.testing.assert_close(entry.up, before[name].up * factor)
+        factors.add(factor)
+    assert max(factors) == 1.0 > min(factors)
+
+
 def test_state_goes_round(folder: Path) -> None:
     _, model, adapter = trained(folder, lora={**FEW, "use_dora": True})
     state, output = adapter.state(), unet_output(model.components["unet"])

@@ -176,6 +176,8 @@ def test_only_what_is_included_is_used(tmp_path: Path, make: SimpleNamespace) ->
         make.image(tmp_path / name, caption="x")
     found = walk(tmp_path, ".txt", include=("a.*", "sub/*", "none"), exclude=("old",))
     assert names(found) == ["a.png", "sub/c.JPG"] and len(found.captions) == 3
+    data = make.data(path=str(tmp_path), include=["a.*", "sub/*"], exclude=["old"])
+    assert [sample.key for sample in scan(data).samples] == ["a.png", "sub/c.JPG"], "as a recipe says it"
     assert set(found.notices) == {
         "1 file is left out, for it matches none of data.include: b.png.",
         "Left out by data.exclude: old/.",

@@ -175,6 +175,19 @@ def test_kohya_s_file_gives_captions_and_tags(tmp_path: Path) -> None:
     ]
 
 
+def test_a_recipe_names_kohya_s_file(tmp_path: Path, make: SimpleNamespace) -> None:
+    for number, name in enumerate(("a.png", "b.png", "c.png")):
+        make.image(tmp_path / "pics" / name, seed=number)
+    (tmp_path / "pics" / "c.txt").write_text("the file", encoding="utf-8")
+    file = tmp_path / "meta.json"
+    file.write_text(json.dumps({"a": {"caption": "a cat", "tags": "red"}, "c": "a dog"}), encoding="utf-8")
+    assert captions(scan(make.data(path=str(tmp_path / "pics"), metadata_file=str(file)))) == {
+        "a.png": "a cat, red",
+        "b.png": "b",
+        "c.png": "the file",
+    }
+
+
 @pytest.mark.parametrize("content", [b"[]", b"{", b'{"a": 1, "a": 2}', b"\xff", b"[" * 100_000])
 def test_a_file_that_is_not_kohya_s_is_named(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "meta.json"

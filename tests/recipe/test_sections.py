@@ -175,6 +175,42 @@ def test_class_images(tmp_path: Path, entry: str, key: str, what: str) -> None:
     assert f":4 data.sources[1].{key}" in problem.where and what in problem.what and problem.fix
 
 
+@pytest.mark.parametrize(
+    ("data", "key", "what"),
+    [
+        ("sources: [{dataset: a/b, include: [x]}]", "sources[0].include", "no effect on a dataset"),
+        ("sources: [{path: a}, {dataset: a/b, exclude: [x]}]", "sources[1].exclude", "no effect on a dataset"),
+        ("sources: [{dataset: a/b, recursive: false}]", "sources[0].recursive", "no effect on a dataset"),
+        ("sources: [{dataset: a/b, caption_extension: .md}]", "sources[0].caption_extension", "no effect on a dataset"),
+        ("{sources: [{dataset: a/b}], include: [x]}", "include", "no effect without a folder"),
+        ("{sources: [{dataset: a/b}], caption_extension: .md}", "caption_extension", "no effect without a folder"),
+        ("sources: [{path: a, split: test}]", "sources[0].split", "no effect on a folder"),
+        ("sources: [{path: a, image_column: photo}]", "sources[0].image_column", "no effect on a folder"),
+        ("{path: a, watched: {path: b, split: test}}", "watched.split", "no effect on a folder"),
+    ],
+)
+def test_keys_of_folders_and_of_datasets(tmp_path: Path, data: str, key: str, what: str) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(MASKS + f"  {data}\n", encoding="utf-8")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(str(path))
+    (problem,) = caught.value.problems
+    assert problem.where.endswith(f":4 data.{key}") and what in problem.what and problem.fix
+    both = "{sources: [{path: a, recursive: false}, {dataset: a/b, split: test, image_column: photo}], include: [x]}"
+    path.write_text(MASKS + f"  {both}\n", encoding="utf-8")
+    assert load_recipe(str(path)).recipe.data.include == ("x",)
+
+
+def test_epochs_are_counted_in_their_steps(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(MASKS + "  path: a\n  validation_split: 0.1\nsample: {prompts: [a cat]}\n", encoding="utf-8")
+    for unit, found in (("steps", (3, 3, 3)), ("epochs", (21, 21, 21))):
+        keys = ("train.validation_every_n", "sample.every_n", "output.save_every_n")
+        recipe = load_recipe(str(path), [f"{key}_{unit}=3" for key in keys]).recipe
+        ours = (recipe.train.validation_steps(7), recipe.sample.round_steps(7), recipe.output.save_steps(7))
+        assert ours == found
+
+
 def test_a_weight_is_above_0(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     for data in ("  path: a\n  loss_weight: -1\n", "  sources:\n  - {path: a, loss_weight: 0}\n"):

@@ -36,6 +36,16 @@ def test_what_cannot_be_told_is_not_told() -> None:
     assert "after step 20" in verdict([compared(10, math.nan, 0.1), compared(20, 0.3, 0.3)])
 
 
+def test_losses_stand_there_with_their_standard_errors() -> None:
+    """Of the means 0.3 and 0.2: the root of the sum of squared deviations over n (n - 1)."""
+    html = comparison_page("zibu", [compared(0, 0.1, 0.2, 0.6), compared(10, 0.1, 0.2, 0.3)], [], [1.0])
+    assert "standard error over 3 samples" in html
+    assert "<td>0.3</td><td>0.1528</td>" in html and "<td>0.2</td><td>0.05774</td>" in html
+    said = verdict([compared(10, 0.1, 0.2, 0.3), compared(20, 0.2, 0.4, 0.3)])
+    assert "higher by 0.1, with a standard error of 0.05774 over the same 3 samples" in said
+    assert "<td>-</td>" in comparison_page("zibu", [compared(10, 0.5)], [], [1.0]), "one sample has none"
+
+
 def test_the_page_has_an_image_of_each_step_prompt_and_strength(tmp_path: Path) -> None:
     paths = [tmp_path / f"{number}.png" for number in range(4)]
     for path in paths:

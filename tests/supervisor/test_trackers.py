@@ -16,7 +16,7 @@ from lora_rocm.supervisor import trackers
 from tests.supervisor.fake_run import event
 
 ERROR = event("error", **MachineError("tracker-failed", "wandb gets no more numbers.", fix="Look.").to_event())
-ONE = OutputSection(log_with=("wandb",))
+ONE = OutputSection(log_with=("wandb",), log_project="dogs")
 ENVIRON = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "HERE": "x"}
 
 
@@ -76,7 +76,7 @@ def test_one_that_works_ends_after_the_run_and_knows_no_gpu_and_no_rank(
     names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "HERE", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"]
     said: list[str] = []
     found, child, command = started(run_dir, script % names, monkeypatch, said)
-    assert command == [trackers.MODULE, str(run_dir.path), "wandb", "lora-rocm", "6"]
+    assert command == [trackers.MODULE, str(run_dir.path), "wandb", "dogs", "6"]
     found.__exit__(None, None, None)
     assert child.wait(60) == 0 and said == []
     assert "[None, None, None, 'x', '-1', '-1']" in run_dir.tracker_log("wandb").read_text(encoding="utf-8")
