@@ -9,6 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from lora_rocm.recipe.sections import (
     MAX_ITEMS,
+    CaptionExtension,
     Colours,
     Crops,
     FolderOrBeside,
@@ -37,7 +38,11 @@ class SourceOptions(Section):
     )
     repeats: Repeats = Field(1, description="Number of times that each image is seen in an epoch.")
     loss_weight: Weight = Field(1.0, description="Factor of the loss of each image.")
-    caption_extension: str = Field(".txt", description="Extension of the caption files beside the images.")
+    caption_extension: CaptionExtension = Field(
+        ".txt",
+        description="Extension of the caption files beside the images. A list, such as [.txt, .tags.txt, _2.txt]: each "
+        "of these files that an image has is a caption of it.",
+    )
     caption_fallback: Literal["filename", "trigger", "empty", "error"] = Field(
         "filename",
         description="Caption of an image without a caption file: its file name, the trigger word, an empty text, or an "
@@ -168,7 +173,7 @@ class DataSource(NamedSource):
     resolution: Resolutions | None = None
     repeats: Repeats | None = None
     loss_weight: Weight | None = None
-    caption_extension: str | None = None
+    caption_extension: CaptionExtension | None = None
     caption_fallback: Literal["filename", "trigger", "empty", "error"] | None = None
     trigger_word: str | None = None
     caption_prefix: str | None = None
