@@ -110,6 +110,10 @@ class Folder:
         """
         return Given() if self.metadata is None else self.metadata.given(position)
 
+    def add_caption(self, ending: str, path: str) -> None:
+        """Note a caption file with one of the endings."""
+        self.captions[ending][path[: -len(ending)]] = sys.intern(path[-len(ending) :])
+
     def caption_files(self, image: Path) -> list[Path]:
         """The caption files next to an image."""
         stem = os.path.splitext(image)[0]
@@ -186,12 +190,10 @@ def walk(
     Raises:
         DataError: there is no image at all, ``metadata_file`` cannot be read, or captions have the ending of images.
     """
-    endings, wanted = caption_endings(caption_extension), readable_extensions()
-    _refuse_endings_of_images(endings, wanted)
-    folder = Folder(root, captions={ending: {} for ending in endings})
+    folder, wanted = Folder(root, captions=_no_captions(caption_extension)), readable_extensions()
     left_out, inclusion, exclusion = LeftOut(beside), Patterns(include), Patterns(exclude)
-    longest_first = sorted(endings, key=len, reverse=True)
-    other_captions = {suffix: set[str]() for suffix in CAPTION_SUFFIXES if suffix not in endings}
+    longest_first = sorted(folder.captions, key=len, reverse=True)
+    other_captions = {suffix: set[str]() for suffix in CAPTION_SUFFIXES if suffix not in folder.captions}
     metadata_files, taken = list[tuple[Path, str]](), set[str]()
     for path, real in _files(folder, left_out, exclusion, recursive, skip):
         stem, suffix, name = os.path.splitext(path)[0], path.suffix.lower(), path.name.lower()
@@ -202,8 +204,7 @@ def walk(
         elif path.name in METADATA_NAMES:
             metadata_files.append((path, real))
         elif ending := next(filter(name.endswith, longest_first), ""):
-            whole = str(path)
-            folder.captions[ending][whole[: -len(ending)]] = sys.intern(whole[-len(ending) :])
+            folder.add_caption(ending, str(path))
         else:
             left_out.no_image(real, stem, suffix)
             other_captions.get(suffix, set()).add(stem)
@@ -213,7 +214,6 @@ def walk(
     _settle_captions(folder, left_out.stems)
     _leave_out_unwanted(folder)
     if not folder.relatives:
-        left_out.suffixes.update({ending: len(found) for ending, found in folder.captions.items()})
         raise _no_images(folder, left_out, num_found)
     _say_other_captions(folder, other_captions)
     if tables.json_file or (metadata_files and tables.has_columns):
@@ -267,6 +267,7 @@ def walk_texts(
 
 
 def _no_images(folder: Folder, left_out: LeftOut, num_found: int) -> DataError:
+    left_out.suffixes.update({ending: len(found) for ending, found in folder.captions.items()})
     seen = ", ".join(f"{count} {suffix}" for suffix, count in left_out.suffixes.most_common(6) if count) or "no files"
     found = f"found {seen}" if num_found == 0 else f"all {num_found} are left out"
     return DataError(
@@ -379,15 +380,21 @@ def _leave_out_unwanted(folder: Folder) -> None:
     folder.relatives = [item for item in folder.relatives if folder.repeat_folder(item[0]).repeats]
 
 
-def _refuse_endings_of_images(endings: Iterable[str], of_images: Container[str]) -> None:
-    wrong = [ending for ending in endings if "." + ending.rpartition(".")[2] in of_images]
-    if wrong:
+def _no_captions(caption_extension: str | Sequence[str]) -> dict[str, dict[str, str]]:
+    """``Folder.captions`` before the walk.
+
+    Raises:
+        DataError: images have such an ending.
+    """
+    endings = caption_endings(caption_extension)
+    if wrong := [ending for ending in endings if "." + ending.rpartition(".")[2] in readable_extensions()]:
         raise DataError(
             "caption-extension-of-images",
             f"{wrong[0]} is an ending of images, and so of no caption file.",
             where="data.caption_extension, or that of an entry of data.sources",
             fix=f"Remove {wrong[0]} there, or name the ending of text files, such as .txt.",
         )
+    return {ending: {} for ending in endings}
 
 
 def _settle_captions(folder: Folder, left_out_stems: set[str]) -> None:
@@ -402,8 +409,8 @@ def _settle_captions(folder: Folder, left_out_stems: set[str]) -> None:
     images = {os.path.splitext(path)[0] for path, _ in folder.images} | left_out_stems
     for short, long in permutations(captions, 2):
         for stem, ending in list(captions[long].items()) if long.endswith(short) else ():
-            if (whole := stem + ending)[: -len(short)] in images:
-                captions[short][whole[: -len(short)]] = whole[-len(short) :]
+            if (stem + ending)[: -len(short)] in images:
+                folder.add_caption(short, stem + ending)
                 del captions[long][stem]
     lonely = sorted(
         shown(Path(stem + ending).name)
