@@ -37,7 +37,13 @@ def draw(folder: Path, requests: list[PreviewRequest], dtype: torch.dtype = torc
 
 @pytest.mark.parametrize(
     ("guidance", "negative", "sampler"),
-    [(1.0, "", "euler"), (4.0, "dog", "euler_a"), (4.0, "", "dpmpp_2m_karras"), (1.0, "dog", "ddim")],
+    [
+        (1.0, "", "euler"),
+        (4.0, "dog", "euler_a"),
+        (4.0, "", "dpmpp_2m_karras"),
+        (1.0, "dog", "ddim"),
+        (4.0, "dog", "ddpm"),
+    ],
 )
 def test_a_preview_is_the_pipeline_s_image(tiny_sdxl: Path, guidance: float, negative: str, sampler: str) -> None:
     request = replace(REQUEST, guidance_scale=guidance, negative_prompt=negative, sampler=sampler)
