@@ -9,6 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from lora_rocm.recipe.sections import (
     MAX_ITEMS,
+    Batch,
     Colours,
     Crops,
     FolderOrBeside,
@@ -130,7 +131,7 @@ class NamedSource(Section):
 MAX_CLASS_IMAGES = 100_000
 OPTIONS_OF_CLASS_IMAGES = ("resolution", "repeats", "loss_weight", "caption_dropout_rate", "flip_aug")
 """The options of a source that mean something for images that the base draws."""
-OF_CLASS_IMAGES = frozenset((*OPTIONS_OF_CLASS_IMAGES, "is_reg", "class_prompt", "num_class_images"))
+OF_CLASS_IMAGES = frozenset((*OPTIONS_OF_CLASS_IMAGES, "is_reg", "class_prompt", "num_class_images", "batch_size"))
 
 
 class DataSource(NamedSource):
@@ -153,6 +154,11 @@ class DataSource(NamedSource):
     )
     num_class_images: int = Field(
         100, gt=0, le=MAX_CLASS_IMAGES, description="Number of images of class_prompt. They stay in the cache."
+    )
+    batch_size: Batch | None = Field(
+        None,
+        description="A smaller train.batch_size for this source: its samples are in batches of their own, which are "
+        "filled up with samples that do not count. So memory and time of a step are those of train.batch_size.",
     )
     resolution: Resolutions | None = None
     repeats: Repeats | None = None
