@@ -60,6 +60,7 @@ def ss_fields(recipe: Recipe, family: ModelFamily, facts: Facts, network: Mappin
         "ss_base_model_version": names.base_version or None,
         **network,
         "ss_output_name": recipe.output.name,
+        "ss_training_comment": recipe.output.description,
         "ss_steps": facts.steps,
         "ss_max_train_steps": train.max_train_steps or facts.steps,
         "ss_epoch": facts.epochs,
