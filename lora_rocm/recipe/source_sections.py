@@ -28,6 +28,9 @@ from lora_rocm.recipe.sections import (
 )
 
 
+CaptionFallback = Literal["filename", "folder", "trigger", "empty", "error"]
+
+
 class SourceOptions(Section):
     """Options of a source of images. Under ``data`` they are the defaults of all sources."""
 
@@ -39,10 +42,10 @@ class SourceOptions(Section):
     repeats: Repeats = Field(1, description="Number of times that each image is seen in an epoch.")
     loss_weight: Weight = Field(1.0, description="Factor of the loss of each image.")
     caption_extension: str = Field(".txt", description="Extension of the caption files beside the images.")
-    caption_fallback: Literal["filename", "trigger", "empty", "error"] = Field(
+    caption_fallback: CaptionFallback = Field(
         "filename",
-        description="Caption of an image without a caption file: its file name, the trigger word, an empty text, or an "
-        "error.",
+        description="Caption of an image without a caption file: its file name, the name of its folder (of 10_zwx woman "
+        "it is zwx woman, as in kohya's scripts), the trigger word, an empty text, or an error.",
     )
     trigger_word: str | None = Field(None, description="Word put in front of every caption that does not contain it.")
     caption_prefix: str = Field("", description="Text put in front of every caption.")
@@ -164,7 +167,7 @@ class DataSource(NamedSource):
     repeats: Repeats | None = None
     loss_weight: Weight | None = None
     caption_extension: str | None = None
-    caption_fallback: Literal["filename", "trigger", "empty", "error"] | None = None
+    caption_fallback: CaptionFallback | None = None
     trigger_word: str | None = None
     caption_prefix: str | None = None
     caption_suffix: str | None = None
