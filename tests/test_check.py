@@ -92,7 +92,7 @@ def test_the_plan_is_that_of_training(weigh: Weigh) -> None:
 
 
 def test_a_source_with_smaller_batches_has_more_steps(weigh: Weigh, capsys: pytest.CaptureFixture[str]) -> None:
-    sources = "data.sources=[{path: pics, batch_size: 1}, {path: pics}]"
+    sources = "data.sources=[{path: pics, max_batch_size: 1}, {path: pics}]"
     check("my.yaml", ["data.path=null", sources])
     assert "steps an epoch: 7" in capsys.readouterr().out  # of 3, 1 and 1 images: 2 + 1 + 1 of two, 3 of four
 

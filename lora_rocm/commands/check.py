@@ -328,7 +328,7 @@ def plan_data(recipe: Recipe, samples: Sequence[Any], shapes: Mapping[str, Shape
 
     buckets: Counter[Shape] = Counter()
     of_size: dict[int, Counter[Shape]] = {}  # batch size -> the same of the sources that have it
-    sizes = [source.batch_size or recipe.train.batch_size for source in recipe.data.resolved_sources()]
+    sizes = [source.max_batch_size or recipe.train.batch_size for source in recipe.data.resolved_sources()]
     captions: set[str] = {"", recipe.sample.negative_prompt, *recipe.sample.texts}
     for sample in samples:
         buckets[shapes[sample.key]] += sample.repeats

@@ -357,9 +357,7 @@ def _scan_folder(found: _Findings) -> None:
         except (UnusableCaption, UnusableValue) as error:
             found.set_aside.append(Problem(shown(path), str(error), "Correct it, or take the image away."))
             continue
-        caption, *more = found.captions_for(
-            key, text, _fallback(options, path, repeat_folder.caption)
-        )
+        caption, *more = found.captions_for(key, text, _fallback(options, path, repeat_folder.caption))
         given = replace(given, captions=tuple(more))
         name, repeats = repeat_folder.name or folder.name, options.repeats * repeat_folder.repeats
         found.add(Sample(key, found.first, name, path, caption, *header.size, repeats, options, given), header)

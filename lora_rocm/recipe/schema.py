@@ -225,7 +225,7 @@ class ResolvedSource(SourceOptions):
     is_reg: bool
     class_prompt: str | None
     num_class_images: int
-    batch_size: int | None
+    max_batch_size: int | None
     prior_loss_weight: float
 
     @property
@@ -363,9 +363,11 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _no_source_has_larger_batches(self) -> Recipe:
         for index, source in enumerate(self.data.sources):
-            if (source.batch_size or 0) > self.train.batch_size:
-                what = f"this source has more samples in a batch than train.batch_size, which is {self.train.batch_size}"
-                at, fix = ("data", "sources", index, "batch_size"), "Raise train.batch_size, or lower this."
+            if (source.max_batch_size or 0) > self.train.batch_size:
+                what = (
+                    f"this source has more samples in a batch than train.batch_size, which is {self.train.batch_size}"
+                )
+                at, fix = ("data", "sources", index, "max_batch_size"), "Raise train.batch_size, or lower this."
                 raise PydanticCustomError("rule", "{what}", {"what": what, "at": at, "fix": fix})
         return self
 

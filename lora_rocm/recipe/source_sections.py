@@ -134,7 +134,7 @@ class NamedSource(Section):
 MAX_CLASS_IMAGES = 100_000
 OPTIONS_OF_CLASS_IMAGES = ("resolution", "repeats", "loss_weight", "caption_dropout_rate", "flip_aug")
 """The options of a source that mean something for images that the base draws."""
-OF_CLASS_IMAGES = frozenset((*OPTIONS_OF_CLASS_IMAGES, "is_reg", "class_prompt", "num_class_images", "batch_size"))
+OF_CLASS_IMAGES = frozenset((*OPTIONS_OF_CLASS_IMAGES, "is_reg", "class_prompt", "num_class_images", "max_batch_size"))
 
 
 class DataSource(NamedSource):
@@ -158,7 +158,7 @@ class DataSource(NamedSource):
     num_class_images: int = Field(
         100, gt=0, le=MAX_CLASS_IMAGES, description="Number of images of class_prompt. They stay in the cache."
     )
-    batch_size: Batch | None = Field(
+    max_batch_size: Batch | None = Field(
         None,
         description="A smaller train.batch_size for this source: its samples are in batches of their own, which are "
         "filled up with samples that do not count. So memory and time of a step are those of train.batch_size.",

@@ -140,7 +140,7 @@ def test_an_item_has_as_many_views_as_its_source_asks_for(
 def test_a_source_may_have_a_batch_size(tmp_path: Path, make: SimpleNamespace, held_out: bool) -> None:
     for name in ("few", "many"):
         make.image(tmp_path / name / "0.png", 64, 64, caption="a")
-    data = make.data(sources=[{"path": str(tmp_path / "few"), "batch_size": 1}, {"path": str(tmp_path / "many")}])
+    data = make.data(sources=[{"path": str(tmp_path / "few"), "max_batch_size": 1}, {"path": str(tmp_path / "many")}])
     usable = Usable.unfilled(scan(data).samples, bytearray(CUT.pack(64, 64, 0, 0, 64, 64) * 2), [])
     items = items_of(usable, [0, 1], {}, (), held_out)
     assert [item.batch_size for item in items] == [0 if held_out else 1, 0]

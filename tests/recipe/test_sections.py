@@ -177,14 +177,14 @@ def test_class_images(tmp_path: Path, entry: str, key: str, what: str) -> None:
 
 def test_a_source_has_no_larger_batches(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
-    text = MASKS.replace("10}", "10, batch_size: 4}") + "  sources: [{path: a}, {path: b, batch_size: 5}]\n"
+    text = MASKS.replace("10}", "10, batch_size: 4}") + "  sources: [{path: a}, {path: b, max_batch_size: 5}]\n"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(RecipeError) as caught:
         load_recipe(str(path))
     (problem,) = caught.value.problems
-    assert ":4 data.sources[1].batch_size" in problem.where and "which is 4" in problem.what and problem.fix
+    assert ":4 data.sources[1].max_batch_size" in problem.where and "which is 4" in problem.what and problem.fix
     path.write_text(text.replace("batch_size: 5", "batch_size: 4"), encoding="utf-8")
-    assert load_recipe(str(path)).recipe.data.sources[1].batch_size == 4
+    assert load_recipe(str(path)).recipe.data.sources[1].max_batch_size == 4
 
 
 def test_a_weight_is_above_0(tmp_path: Path) -> None:
