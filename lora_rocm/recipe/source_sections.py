@@ -27,7 +27,6 @@ from lora_rocm.recipe.sections import (
     refuse_unread,
 )
 
-
 CaptionFallback = Literal["filename", "folder", "trigger", "empty", "error"]
 
 
