@@ -43,8 +43,8 @@ class SourceOptions(Section):
     caption_extension: str = Field(".txt", description="Extension of the caption files beside the images.")
     caption_fallback: CaptionFallback = Field(
         "filename",
-        description="Caption of an image without a caption file: its file name, the name of its folder (of 10_zwx woman "
-        "it is zwx woman, as in kohya's scripts), the trigger word, an empty text, or an error.",
+        description="Caption of an image without a caption file: its file name, the name of its folder (of 10_zwx "
+        "woman it is zwx woman, as in kohya's scripts), the trigger word, an empty text, or an error.",
     )
     trigger_word: str | None = Field(None, description="Word put in front of every caption that does not contain it.")
     caption_prefix: str = Field("", description="Text put in front of every caption.")
