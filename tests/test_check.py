@@ -91,6 +91,12 @@ def test_the_plan_is_that_of_training(weigh: Weigh) -> None:
     assert plan.max_train_steps == plan.steps_per_epoch * 3
 
 
+def test_a_source_with_smaller_batches_has_more_steps(weigh: Weigh, capsys: pytest.CaptureFixture[str]) -> None:
+    sources = "data.sources=[{path: pics, max_batch_size: 1}, {path: pics}]"
+    check("my.yaml", ["data.path=null", sources])
+    assert "steps an epoch: 7" in capsys.readouterr().out  # of 3, 1 and 1 images: 2 + 1 + 1 of two, 3 of four
+
+
 def test_held_out_images_are_said(weigh: Weigh, capsys: pytest.CaptureFixture[str]) -> None:
     check("my.yaml", ["data.validation_split=0.2"])
     text = capsys.readouterr().out

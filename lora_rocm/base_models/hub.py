@@ -72,7 +72,7 @@ def download(repo: str, revision: str | None, patterns: list[str], complete: Cal
         model_info(repo, revision=revision, timeout=ANSWER_TIMEOUT_S)
         folder = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
     except GatedRepoError as error:
-        fix = "Accept its terms there, then log in with the hub's own command."
+        fix = f"Accept its terms at https://huggingface.co/{repo}, then log in: hf auth login, or set HF_TOKEN."
         raise _error("hub-gated", "This model asks for your consent on its hub page.", repo, fix) from error
     except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
         fix = "Check the spelling of the hub id and the revision."

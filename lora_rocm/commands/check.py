@@ -241,12 +241,12 @@ def plan_texts(recipe: Recipe, of_source: Counter[int], said: Mapping[str, Any])
     if said["lengths"] is None:  # in the worst case each text has a length of its own
         sources = recipe.data.resolved_sources()
         alone = chain.from_iterable(repeat(sources[index].repeats, number) for index, number in of_source.items())
-        return replace(_plan(recipe, alone, num_captions), how_sure="at most ")
+        return replace(_plan(recipe, {recipe.train.batch_size: alone}, num_captions), how_sure="at most ")
     scale = of_source.total() / said["looked_at"]
     (axis,) = recipe.spec.shapes.axes
     buckets = {Shape.of(**{axis.name: int(length)}): round(n * scale) for length, n in said["lengths"].items()}
     how_sure, held_out = "about " if scale > 1 else "", round(said["held_out"] * scale)
-    plan = _plan(recipe, buckets.values(), num_captions)
+    plan = _plan(recipe, {recipe.train.batch_size: buckets.values()}, num_captions)
     return replace(plan, buckets=buckets, how_sure=how_sure, held_out=held_out)
 
 
@@ -327,18 +327,22 @@ def plan_data(recipe: Recipe, samples: Sequence[Any], shapes: Mapping[str, Shape
     from lora_rocm.dataset.views import views_of
 
     buckets: Counter[Shape] = Counter()
+    of_size: dict[int, Counter[Shape]] = {}  # batch size -> the same of the sources that have it
+    sizes = [source.max_batch_size or recipe.train.batch_size for source in recipe.data.resolved_sources()]
     captions: set[str] = {"", recipe.sample.negative_prompt, *recipe.sample.texts}
     for sample in samples:
         buckets[shapes[sample.key]] += sample.repeats
+        of_size.setdefault(sizes[sample.source], Counter())[shapes[sample.key]] += sample.repeats
         captions.update(variants(sample.captions, sample.options, recipe.data.caption_variants, recipe.train.seed))
     num_images = sum(len(views_of(sample.options)) for sample in samples)
-    return replace(_plan(recipe, buckets.values(), len(captions)), buckets=dict(buckets), num_images=num_images)
+    plan = _plan(recipe, {size: counts.values() for size, counts in of_size.items()}, len(captions))
+    return replace(plan, buckets=dict(buckets), num_images=num_images)
 
 
-def _plan(recipe: Recipe, counts: Iterable[int], num_captions: int) -> DataPlan:
-    """The plan of buckets with so many samples an epoch; what they are is left open."""
-    effective = recipe.train.batch_size * recipe.train.gradient_accumulation_steps
-    steps_per_epoch = sum(-(-count // effective) for count in counts)
+def _plan(recipe: Recipe, counts: Mapping[int, Iterable[int]], num_captions: int) -> DataPlan:
+    """The plan of buckets with so many samples an epoch, by batch size; what they are is left open."""
+    accumulated = recipe.train.gradient_accumulation_steps
+    steps_per_epoch = sum(-(-count // (size * accumulated)) for size, each in counts.items() for count in each)
     return DataPlan({}, steps_per_epoch, recipe.train.num_steps(steps_per_epoch), 0, num_captions)
 
 

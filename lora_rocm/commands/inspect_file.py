@@ -18,7 +18,7 @@ from lora_rocm.families.spec import FamilySpec
 from lora_rocm.foundation.terminal_text import one_line
 from lora_rocm.foundation.units import count_text, number_text, size_text
 from lora_rocm.model_files.adapter_sizes import alphas_of, ranks_of
-from lora_rocm.model_files.adapters import families_of, kind_of, origin_of
+from lora_rocm.model_files.adapters import families_of, foreign_name, kind_of, origin_of
 from lora_rocm.model_files.component_folder import COMPONENT_CONFIG, weight_files
 from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN, read_config
 from lora_rocm.model_files.header import Header, read_header, refuse_gguf
@@ -345,6 +345,10 @@ def _adapter(header: Header, kind: str, registry: Registry) -> Found:
     others = {} if plain in STARTERS or not trained else {"unusable": f"no run starts from a {plain}"}
     spelling, ranks = spelling_of(header.tensors), ranks_of(header)
     readers = readers_of_file(header, families)
+    if trained and (foreign := foreign_name(header.tensors, families)) is not None:
+        name, other = foreign
+        others = {"unusable": f"no run starts from a mixture: it names {one_line(name)[:MAX_SHOWN]}, of {other.title}"}
+        of, families, readers = f"{of} and {other.title}", (), None
     return {
         "title": f"{'an' if kind[0] in 'IO' else 'a'} {kind} for {of or UNKNOWN}",
         "families": list(families),

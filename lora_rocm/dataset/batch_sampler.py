@@ -1,8 +1,9 @@
 """Assigns samples to updates, as a pure function of (seed, epoch). No torch.
 
-An epoch is a list of effective batches (all rows of one update), each from one bucket. Ranks and micro-batches only
-slice them, so a recipe gives the same updates however they are split. A bucket's last batch is padded with rows of
-weight 0, so shapes never change. The first batch of training has the most expensive shape: running out of memory shows
+An epoch is a list of effective batches (all rows of one update), each from one bucket: samples of one shape and one
+batch size, for a source may have a smaller one. Ranks and micro-batches only slice them, so a recipe gives the same
+updates however they are split. Smaller batches and a bucket's last one are padded with rows of weight 0, so shapes
+never change. The first batch of training has the most expensive shape: running out of memory shows
 at once, and the allocator's first blocks are large enough for all later batches.
 
 If texts of different lengths need a mask in one micro-batch, the samples of a bucket are ordered so that as many
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, pairwise, product
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -48,6 +49,7 @@ class Item:
     geometry: scaling and crop of the image; None if the family reads no image.
     crops: those of each view; empty if all views have the same.
     content: cache keys that identify the data independently of how it was encoded.
+    batch_size: samples in a micro-batch of its source, if fewer than in others; 0: as in others.
     lengths: a number for each caption, the empty one last, that grows with the caption's length. Captions with
         different numbers need a mask in one batch. Empty if captions never need one.
     """
@@ -65,6 +67,7 @@ class Item:
     content: tuple[tuple[str, ...], ...] = ()
     crops: tuple[Geometry, ...] = ()
     lengths: tuple[int, ...] = ()
+    batch_size: int = 0
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ class Outline:
     keys: sample keys; iterated again for each epoch.
     shapes: the distinct shapes of the items. shape_N: index of each item's shape in ``shapes``.
     repeats_N: repeats of each item in an epoch.
-    share_N: ``Item.share`` of each.
+    share_N: ``Item.share`` of each. batch_N: ``Item.batch_size`` of each.
     texts: None if texts never need a mask.
     """
 
@@ -123,6 +126,7 @@ class Outline:
     shape_N: NDArray[np.int64]
     repeats_N: NDArray[np.int64]
     share_N: NDArray[np.int32]
+    batch_N: NDArray[np.int64]
     texts: TextLengths | None = None
 
 
@@ -142,7 +146,8 @@ def outline_of(items: Sequence[Item]) -> Outline:
     shape_N = np.fromiter(found, np.int64, len(items))
     repeats_N = np.fromiter((item.repeats for item in items), np.int64, len(items))
     share_N = np.fromiter((item.share for item in items), np.int32, len(items))
-    return Outline([item.key for item in items], tuple(numbers), shape_N, repeats_N, share_N, _texts_of(items))
+    batch_N = np.fromiter((item.batch_size for item in items), np.int64, len(items))
+    return Outline([item.key for item in items], tuple(numbers), shape_N, repeats_N, share_N, batch_N, _texts_of(items))
 
 
 def _texts_of(items: Sequence[Item]) -> TextLengths | None:
@@ -197,11 +202,15 @@ class BatchPlan:
         # Assign each sample to its bucket and cut the buckets into batches.
         shapes = sorted(outline.shapes, key=lambda shape: shape.axes)
         bucket_of = np.array([shapes.index(shape) for shape in outline.shapes], dtype=np.int32)
-        self._bucket_P = np.repeat(bucket_of[outline.shape_N], self._repeats_N)
-        ends = list(accumulate(np.bincount(self._bucket_P, minlength=len(shapes)).tolist(), initial=0))
+        own_N = np.where(outline.batch_N > 0, np.minimum(outline.batch_N, batch_size), batch_size)
+        sizes, size_N = np.unique(own_N, return_inverse=True)
+        bucket_N = bucket_of[outline.shape_N] * np.int32(max(len(sizes), 1)) + size_N.astype(np.int32)
+        self._bucket_P = np.repeat(bucket_N, self._repeats_N)
+        ends = list(accumulate(np.bincount(self._bucket_P, minlength=len(shapes) * len(sizes)).tolist(), initial=0))
         self._buckets: list[tuple[Shape, range]] = [  # each with its batch starts
-            (shape, range(start, end, self.effective_batch))
-            for shape, (start, end) in zip(shapes, pairwise(ends), strict=True)
+            (shape, range(start, end, size * accumulation * world))
+            for (shape, size), (start, end) in zip(product(shapes, sizes.tolist()), pairwise(ends), strict=True)
+            if start < end
         ]
         bounds = chain(*(starts for _, starts in self._buckets), ends[-1:])
         self._bounds_S1 = np.fromiter(bounds, np.int64)  # batch n: from bounds[n] to bounds[n + 1]
@@ -301,7 +310,11 @@ class BatchPlan:
 
     def _batch_draws(self, epoch: int) -> NDArray[np.uint64]:
         number = drawer("batch", self.seed, epoch)
-        drawn = (number(*shape.sizes, start - starts.start) for shape, starts in self._buckets for start in starts)
+        drawn = (
+            number(*shape.sizes, start - starts.start, *(() if starts.step == self.effective_batch else (starts.step,)))
+            for shape, starts in self._buckets
+            for start in starts
+        )
         return np.fromiter(drawn, np.uint64, self.steps_per_epoch)
 
     def _largest(self) -> range:

@@ -517,6 +517,13 @@ def file_name_caption(path: Path) -> str:
     return one_line(path.stem.replace("_", " "))
 
 
+def folder_name_caption(path: Path) -> str:
+    """A caption made from the name of an image's folder, without the number of a ``10_name`` folder."""
+    name = Path(os.path.abspath(path)).parent.name
+    match = REPEAT_FOLDER.fullmatch(name)
+    return one_line(_words(match[2] if match else name))
+
+
 def describes(caption: str) -> bool:
     """Whether a caption made from a file name is descriptive, unlike a camera's counter."""
     return CAMERA_NAME.fullmatch(caption) is None

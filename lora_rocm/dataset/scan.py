@@ -21,6 +21,7 @@ from lora_rocm.dataset.folders import (
     UnusableCaption,
     describes,
     file_name_caption,
+    folder_name_caption,
     read_captions,
     shown,
     source_folder,
@@ -361,9 +362,7 @@ def _scan_folder(found: _Findings) -> None:
             what = f"{its} {error}" if isinstance(error, UnusableCaption) else str(error)
             found.set_aside.append(Problem(shown(path), what, "Correct it, or take the image away."))
             continue
-        caption, *more = found.captions_for(
-            key, text, _fallback(options, file_name_caption(path), repeat_folder.caption)
-        )
+        caption, *more = found.captions_for(key, text, _fallback(options, path, repeat_folder.caption))
         given = replace(given, captions=tuple(more))
         name, repeats = repeat_folder.name or folder.name, options.repeats * repeat_folder.repeats
         found.add(Sample(key, found.first, name, path, caption, *header.size, repeats, options, given), header)
@@ -414,10 +413,10 @@ def _scan_dataset(found: _Findings) -> None:
             found.set_aside.append(Problem(shown(row), f"The image cannot be read: {error}.", UNREADABLE_FIX))
             continue
         # Choose location and caption, and add the sample.
-        location, file_name = (image, file_name_caption(image)) if isinstance(image, Path) else (row, "")
+        location, path = (image, image) if isinstance(image, Path) else (row, None)
         if isinstance(image, Path) and leads_out(image, options.dataset or ""):
             outside.append(f"{key} -> {shown(image)}")
-        caption, *more = found.captions_for(key, text, _fallback(options, file_name))
+        caption, *more = found.captions_for(key, text, _fallback(options, path))
         given = replace(given, captions=tuple(more))
         sample = Sample(key, found.first, name, location, caption, *header.size, options.repeats, options, given)
         found.add(sample, header)
@@ -426,11 +425,17 @@ def _scan_dataset(found: _Findings) -> None:
         found.notices.append(f"{lie} outside the dataset's folder: {some(outside)}.")
 
 
-def _fallback(options: ResolvedSource, file_name: str, folder_caption: str = "") -> str:
-    """The fallback caption of an image. The name of a ``10_name`` folder takes precedence over a camera's file name."""
+def _fallback(options: ResolvedSource, path: Path | None, folder_caption: str = "") -> str:
+    """The fallback caption of an image. The name of a ``10_name`` folder takes precedence over a camera's file name.
+
+    path: None if it is in a table, and not a file.
+    """
     if options.caption_fallback == "trigger":
         return options.trigger_word or ""
+    if options.caption_fallback == "folder":
+        return folder_caption or (folder_name_caption(path) if path else "")
     if options.caption_fallback == "filename":
+        file_name = file_name_caption(path) if path else ""
         return file_name if describes(file_name) else folder_caption or file_name
     return ""
 

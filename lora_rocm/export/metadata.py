@@ -54,12 +54,12 @@ def ss_fields(recipe: Recipe, family: ModelFamily, facts: Facts, network: Mappin
     reg_dirs = {name: folder for name, folder in facts.dataset_dirs.items() if "num_reg" in folder}
     own_dirs = {name: folder for name, folder in facts.dataset_dirs.items() if name not in reg_dirs}
     num_reg_images = sum(folder["num_reg"] for folder in reg_dirs.values())
-    trains_text = any(map(recipe.trains, recipe.spec.text_components))
     values: dict[str, Any] = {
         **names.extra,
         "ss_base_model_version": names.base_version or None,
         **network,
         "ss_output_name": recipe.output.name,
+        "ss_training_comment": recipe.output.description,
         "ss_steps": facts.steps,
         "ss_max_train_steps": train.max_train_steps or facts.steps,
         "ss_epoch": facts.epochs,
@@ -73,7 +73,7 @@ def ss_fields(recipe: Recipe, family: ModelFamily, facts: Facts, network: Mappin
         "ss_gradient_checkpointing": train.gradient_checkpointing,
         "ss_learning_rate": optim.learning_rate,
         names.rate: optim.learning_rate,
-        names.text_rate: optim.text_rate if trains_text else None,
+        names.text_rate: optim.text_rate if any(map(recipe.trains, recipe.spec.text_components)) else None,
         "ss_optimizer": optim.description,
         "ss_lr_scheduler": optim.lr_scheduler,
         "ss_lr_warmup_steps": optim.warmup_steps(train.max_train_steps or facts.steps),

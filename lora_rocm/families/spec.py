@@ -88,7 +88,7 @@ OF_IMAGES = frozenset(
             *("caption_prefix", "caption_suffix", "enable_wildcard", "caption_tag_dropout_rate"),
             *("shuffle_caption", "keep_tokens", "caption_variants", "caption_dropout_rate", "mask_path"),
             *("alpha_mask", "control_path", "unmasked_weight", "normalize_masked_area_loss", "is_reg"),
-            *("class_prompt", "num_class_images"),
+            *("class_prompt", "num_class_images", "max_batch_size"),
         )
     ]
     + [f"sample.{name}" for name in ("width", "height", "control_images", "masks", "images_per_prompt", "sampler")]

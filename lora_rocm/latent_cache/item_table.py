@@ -262,6 +262,9 @@ class Items(Lazy[Item]):
             num_captions = size - 1
         if sample.given.loss_weight != 1.0:  # a resumed run would see another loss
             content.append((f"loss weight {sample.given.loss_weight!r}",))
+        batch_size = 0 if self.held_out else self.sources[sample.source].max_batch_size or 0
+        if batch_size:
+            content.append((f"batch size {batch_size}",))
         content += [keys[entry.name][0] for entry in self.entries if entry.inputs == (CAPTION,)]
         return Item(
             key=sample.key,
@@ -277,6 +280,7 @@ class Items(Lazy[Item]):
             content=tuple(content),
             lengths=_summed(row[f"length {entry.name}"] for entry in self.entries if entry.caption_mask),
             crops=_crops(sample, geometry, views),
+            batch_size=batch_size,
         )
 
     def outline(self) -> Outline:
@@ -287,7 +291,9 @@ class Items(Lazy[Item]):
         sizes, shape_N = np.unique(targets_N2[:, 0] << 32 | targets_N2[:, 1], return_inverse=True)
         shapes = [_shape(*divmod(size, 1 << 32)) for size in sizes.tolist()]
         repeats_N = np.ones(len(self), np.int64) if self.held_out else numbers_of(self.batch["repeats"])
-        return Outline(_Names(self.batch["key"]), shapes, shape_N, repeats_N, share_N, self._texts())
+        sizes = [0 if self.held_out else source.max_batch_size or 0 for source in self.sources]
+        batch_N = np.array(sizes, np.int64)[numbers_of(self.batch["source"])]
+        return Outline(_Names(self.batch["key"]), shapes, shape_N, repeats_N, share_N, batch_N, self._texts())
 
     def _texts(self) -> TextLengths | None:
         """``Outline.texts``."""

@@ -7,7 +7,7 @@ Knows the names that kohya-ss/sd-scripts, musubi-tuner, diffusers, ai-toolkit an
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
@@ -21,6 +21,8 @@ SAMPLED = 4000
 """Maximum number of names inspected per file. No LoRA has more names that are not repetitions."""
 FACTOR = re.compile(r"[._](?:lora[._](down|up|A|B)\.(?:default\.)?weight|(?:hada_w1|lokr_w[12])(?:_([ab]))?)$")
 """The end of the name of a factor of a LoRA, of a LoHa's first product, or of a LoKr's Kronecker product."""
+OF_MANY = re.compile(r"^(lora_te|text_encoder)|visual|vision")
+"""Names of components that families share, or that lie beside a language model."""
 ROWS, COLUMNS = ("up", "B", "a"), ("down", "A", "b")
 """Factors that have only the rows of a product, its outputs, and those that have only its columns."""
 
@@ -100,6 +102,16 @@ def origin_of(names: Iterable[str], shapes: Shapes | None = None) -> Origin | No
         if found and not (origin.without and re.search(origin.without, text)):
             if all(_holds(condition, widths) for condition in origin.widths):
                 return origin
+    return None
+
+
+def foreign_name(names: Iterable[str], families: Collection[str]) -> tuple[str, Origin] | None:
+    """Return a name that no adapter of these families has, and whose it is; None if all may be of one of them."""
+    own = [re.compile(origin.pattern) for origin in _table().origins if not set(families).isdisjoint(origin.families)]
+    for name in islice(names, SAMPLED):
+        if not OF_MANY.search(name) and not any(pattern.search(_plain(name)) for pattern in own):
+            if (other := origin_of([name])) is not None:
+                return name, other
     return None
 
 

@@ -237,6 +237,7 @@ class ResolvedSource(SourceOptions):
     is_reg: bool
     class_prompt: str | None
     num_class_images: int
+    max_batch_size: int | None
     prior_loss_weight: float
 
     @property
@@ -368,6 +369,17 @@ class Recipe(Section):
                 fix = "Name its mask too (mask, or sample.masks), or remove it."
             if what:
                 at = self.sample.key_of(name, key, number)
+                raise PydanticCustomError("rule", "{what}", {"what": what, "at": at, "fix": fix})
+        return self
+
+    @model_validator(mode="after")
+    def _no_source_has_larger_batches(self) -> Recipe:
+        for index, source in enumerate(self.data.sources):
+            if (source.max_batch_size or 0) > self.train.batch_size:
+                what = (
+                    f"this source has more samples in a batch than train.batch_size, which is {self.train.batch_size}"
+                )
+                at, fix = ("data", "sources", index, "max_batch_size"), "Raise train.batch_size, or lower this."
                 raise PydanticCustomError("rule", "{what}", {"what": what, "at": at, "fix": fix})
         return self
 

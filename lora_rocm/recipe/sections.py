@@ -32,7 +32,7 @@ MAX_GUIDANCE = 1000.0
 MAX_WORKERS = 256
 MAX_TIMEOUT_S = 604_800.0  # a week
 MAX_ITEMS = 1000  # in a list
-Sampler = Literal["euler", "euler_a", "heun", "dpmpp_2m", "dpmpp_2m_karras", "ddim", "unipc"]
+Sampler = Literal["euler", "euler_a", "heun", "dpmpp_2m", "dpmpp_2m_karras", "ddim", "ddpm", "unipc"]
 ALL_SAMPLERS: tuple[str, ...] = get_args(Sampler)
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]

@@ -9,6 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from lora_rocm.recipe.sections import (
     MAX_ITEMS,
+    Batch,
     CaptionExtension,
     Colours,
     Crops,
@@ -27,6 +28,8 @@ from lora_rocm.recipe.sections import (
     refuse_unread,
 )
 
+CaptionFallback = Literal["filename", "folder", "trigger", "empty", "error"]
+
 
 class SourceOptions(Section):
     """Options of a source of images. Under ``data`` they are the defaults of all sources."""
@@ -43,10 +46,10 @@ class SourceOptions(Section):
         description="Extension of the caption files beside the images. A list, such as [.txt, .tags.txt, _2.txt]: each "
         "of these files that an image has is a caption of it.",
     )
-    caption_fallback: Literal["filename", "trigger", "empty", "error"] = Field(
+    caption_fallback: CaptionFallback = Field(
         "filename",
-        description="Caption of an image without a caption file: its file name, the trigger word, an empty text, or an "
-        "error.",
+        description="Caption of an image without a caption file: its file name, the name of its folder (of 10_zwx "
+        "woman it is zwx woman, as in kohya's scripts), the trigger word, an empty text, or an error.",
     )
     trigger_word: str | None = Field(None, description="Word put in front of every caption that does not contain it.")
     caption_prefix: str = Field("", description="Text put in front of every caption.")
@@ -146,7 +149,7 @@ OF_FOLDERS = ("caption_extension", "recursive", "include", "exclude")
 MAX_CLASS_IMAGES = 100_000
 OPTIONS_OF_CLASS_IMAGES = ("resolution", "repeats", "loss_weight", "caption_dropout_rate", "flip_aug")
 """The options of a source that mean something for images that the base draws."""
-OF_CLASS_IMAGES = frozenset((*OPTIONS_OF_CLASS_IMAGES, "is_reg", "class_prompt", "num_class_images"))
+OF_CLASS_IMAGES = frozenset((*OPTIONS_OF_CLASS_IMAGES, "is_reg", "class_prompt", "num_class_images", "max_batch_size"))
 
 
 class DataSource(NamedSource):
@@ -170,11 +173,16 @@ class DataSource(NamedSource):
     num_class_images: int = Field(
         100, gt=0, le=MAX_CLASS_IMAGES, description="Number of images of class_prompt. They stay in the cache."
     )
+    max_batch_size: Batch | None = Field(
+        None,
+        description="A smaller train.batch_size for this source: its samples are in batches of their own, which are "
+        "filled up with samples that do not count. So memory and time of a step are those of train.batch_size.",
+    )
     resolution: Resolutions | None = None
     repeats: Repeats | None = None
     loss_weight: Weight | None = None
     caption_extension: CaptionExtension | None = None
-    caption_fallback: Literal["filename", "trigger", "empty", "error"] | None = None
+    caption_fallback: CaptionFallback | None = None
     trigger_word: str | None = None
     caption_prefix: str | None = None
     caption_suffix: str | None = None

@@ -24,8 +24,8 @@ class DataOfCheckpoint:
 
 
 def data_of_checkpoint(checkpoint: Checkpoint | None, recipe: Recipe, num_ranks: int) -> DataOfCheckpoint | None:
-    """The data facts of a run whose training is complete; None if updates remain or the checkpoint lacks the facts."""
-    if checkpoint is None:
+    """The data facts of a run whose training is complete; None if updates remain or the checkpoint lacks facts."""
+    if checkpoint is None or any(source.max_batch_size for source in recipe.data.sources):  # its facts name no sources
         return None
     train = recipe.train
     effective = train.batch_size * train.gradient_accumulation_steps * num_ranks

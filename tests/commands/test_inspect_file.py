@@ -71,6 +71,27 @@ def test_a_file_whose_family_is_only_named(tmp_path: Path) -> None:
     assert inspect(path)["title"] == "a file that is not known"
 
 
+def test_a_file_put_together_from_two_families_is_said_to_start_no_run(tmp_path: Path) -> None:
+    """As a run refuses it; each half alone can start one (the control)."""
+    modules = {
+        "z-image": "diffusion_model.layers.0.attention.to_q",
+        "flux": "transformer.single_transformer_blocks.0.attn.to_q",
+    }
+    halves = {
+        family: {f"{name}.lora_{factor}.weight": torch.zeros(2, 2) for factor in "AB"}
+        for family, name in modules.items()
+    }
+    path = tmp_path / "x.safetensors"
+    for family, half in halves.items():
+        save_file(half, path)
+        assert family in inspect(path)["trainable"] and "can start a run" in inspect_text(inspect(path))
+    save_file(halves["z-image"] | halves["flux"], path)
+    found, text = inspect(path), inspect_text(inspect(path))
+    assert (found["families"], found["trainable"], found["adapter"]["readers"]) == ([], [], None)
+    assert "FLUX.1 and Z-Image" in found["title"] and "can start a run" not in text
+    assert f"no run starts from a mixture: it names {modules['z-image']}.lora_A.weight, of Z-Image" in text
+
+
 def test_what_a_run_cannot_use_though_its_family_is_trained(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     for width in (768, 1024, 2048):

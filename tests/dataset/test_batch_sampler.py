@@ -70,6 +70,29 @@ def test_ranks_and_micro_batches_partition_the_batch(found: list[Item], split: t
     assert together == ranks[0].rows(1)
 
 
+@given(items, st.integers(2, 5), st.integers(1, 3))
+def test_a_source_with_smaller_batches_has_batches_of_its_own(found: list[Item], batch: int, acc: int) -> None:
+    found += [replace(one, key=f"own {one.key}", batch_size=batch - 1) for one in found]
+    plan, seen = BatchPlan(found, batch, acc, 0), Counter[str]()
+    for rows in epoch_of(plan):
+        counted = [row.item for row in rows if row.weight > 0]
+        seen.update(one.key for one in counted)
+        (size,) = {one.batch_size or batch for one in counted}
+        assert (
+            len(rows) == batch * acc and len(counted) <= size * acc and abs(sum(row.weight for row in rows) - 1) < 1e-9
+        )
+    assert seen == {one.key: one.repeats for one in found}
+    most = Counter((one.shape, one.batch_size) for one in found for _ in range(one.repeats))
+    assert plan.steps_per_epoch == sum(-(-count // ((size or batch) * acc)) for (_, size), count in most.items())
+
+
+def test_batches_as_large_as_all_others_are_mixed_with_them() -> None:
+    found = [item(index) for index in range(8)]
+    asked = [replace(one, batch_size=4 * (index % 2)) for index, one in enumerate(found)]
+    keys = [[[row.item.key for row in rows] for rows in epoch_of(BatchPlan(each, 4, 1, 3))] for each in (found, asked)]
+    assert keys[0] == keys[1]
+
+
 def test_a_micro_batch_draws_for_its_own_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the cost of an update grew with the square of its micro-batches and ranks."""
     plan, drawn = BatchPlan([item(index) for index in range(64)], 2, 8, 0, 4, 1), list[int]()

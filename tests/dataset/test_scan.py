@@ -73,6 +73,17 @@ def test_caption_fallbacks(tmp_path: Path, make: SimpleNamespace, keys: dict[str
     assert found.notices == (f'1 image has no caption; used instead: red_cat.png "{expected}".',)
 
 
+def test_an_image_may_have_the_caption_of_its_folder(tmp_path: Path, make: SimpleNamespace) -> None:
+    make.image(tmp_path / "10_zwx woman" / "on_a_chair.png")
+    make.image(tmp_path / "10_zwx woman" / "close" / "b.png", seed=1)
+    make.image(tmp_path / "red_cats" / "c.png", seed=2)
+    make.image(tmp_path / "red_cats" / "d.png", seed=3, caption="d")
+    found = captions(scan(make.data(path=str(tmp_path), caption_fallback="folder")))
+    assert list(found.values()) == ["zwx woman", "zwx woman", "red cats", "d"]
+    alone = captions(scan(make.data(path=str(tmp_path / "10_zwx woman"), caption_fallback="folder", recursive=False)))
+    assert list(alone.values()) == ["zwx woman"]
+
+
 @pytest.mark.parametrize(
     ("keys", "code"),
     [({"caption_fallback": "error"}, "caption-missing"), ({"caption_fallback": "trigger"}, "trigger-word-missing")],

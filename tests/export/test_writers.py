@@ -248,6 +248,7 @@ def test_metadata(folder: Path, tmp_path: Path) -> None:
         "ss_network_alpha": "4",  # the file's, with which alpha / rank is the trained scale
         "ss_network_args": "{}",
         "ss_output_name": "My LoRA ä",
+        "ss_training_comment": "d",
         "ss_steps": "7",
         "ss_epoch": "2",
         "ss_num_epochs": "3",

@@ -182,8 +182,9 @@ def test_padding_changes_nothing(its: Its, device: torch.device) -> None:
     assert off(seen.loss_B, plain.loss_B) > 10 * CLOSE, "the control: without its mask the padding counts"
 
 
-@pytest.mark.parametrize("its", families("toy-video", "toy-text"), indirect=True)
+@pytest.mark.parametrize("its", families("sdxl", "toy-video", "toy-text"), indirect=True)
 def test_the_footprint_is_that_of_a_real_pass(its: Its) -> None:
+    """That of SDXL has tests of its own (tests/memory/test_footprint.py)."""
     real = Real(its.recipe, its.batch.shape)
     found = count(real.family, hollow_model(real.family, its.recipe, torch.float32, False), its.recipe, real.shape)
     assert len(found.blocks) == len(real.family.blocks(real.model))

@@ -136,6 +136,19 @@ def test_an_item_has_as_many_views_as_its_source_asks_for(
     assert item.keys == {"image": tuple((key,) for key in expected)} and item.content == (expected,)
 
 
+@pytest.mark.parametrize("held_out", [False, True])
+def test_a_source_may_have_a_batch_size(tmp_path: Path, make: SimpleNamespace, held_out: bool) -> None:
+    for name in ("few", "many"):
+        make.image(tmp_path / name / "0.png", 64, 64, caption="a")
+    data = make.data(sources=[{"path": str(tmp_path / "few"), "max_batch_size": 1}, {"path": str(tmp_path / "many")}])
+    usable = Usable.unfilled(scan(data).samples, bytearray(CUT.pack(64, 64, 0, 0, 64, 64) * 2), [])
+    items = items_of(usable, [0, 1], {}, (), held_out)
+    assert [item.batch_size for item in items] == [0 if held_out else 1, 0]
+    assert outline_of(items).batch_N.tolist() == [item.batch_size for item in items]
+    assert [item.content for item in items] == [() if held_out else (("batch size 1",),), ()], "a resume sees a change"
+    assert BatchPlan(items, 2, 1, 0).steps_per_epoch == (1 if held_out else 2)
+
+
 def test_an_entry_of_images_and_captions_has_a_key_for_each_pair(usable: Usable) -> None:
     both = EntrySpec("pair", (IMAGE, CAPTION), {})
     usable.found(0, "image", looked_at(usable, 0, in_tiles=False))

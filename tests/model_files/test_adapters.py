@@ -14,7 +14,7 @@ from lora_rocm.families.flux.family import Flux
 from lora_rocm.families.sd.family import Sd15
 from lora_rocm.families.sdxl.family import Sdxl
 from lora_rocm.families.z_image.family import ZImage
-from lora_rocm.model_files.adapters import families_of, kind_of, origin_of
+from lora_rocm.model_files.adapters import families_of, foreign_name, kind_of, origin_of
 
 NAMES = {
     "transformer.single_transformer_blocks.3.attn.to_q.lora_A.weight": "FLUX.1",
@@ -96,6 +96,22 @@ def test_a_file_put_together_from_loras_of_two_families_is_named_as_that(tmp_pat
     ):
         with pytest.raises(AdapterError, match="This is a LoRA for") as caught:
             components_of(family, written(tmp_path, *names))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("names", "families", "found"), [
+    (["diffusion_model.layers.0.attention.to_q", "transformer.single_transformer_blocks.3.attn.to_q"], ["z-image"], 1),
+    (["diffusion_model.layers.0.attention.to_q", "transformer.single_transformer_blocks.3.attn.to_q"], ["flux"], 0),
+    (["lora_te1_text_model_encoder_layers_0_mlp_fc1", "lora_unet_double_blocks_0_img_mlp_0"], ["flux", "chroma"], None),
+    (["text_encoder_2.x.layers.0.self_attn.q_proj", "transformer.transformer_blocks.0.attn.to_q"], ["flux"], None),
+    (["base.model.layers.0.self_attn.q_proj", "base.visual.blocks.0.mlp.gate_proj"], ["causal-lm"], None),
+    (["transformer.a.to_q"], ["z-image"], None),
+])  # fmt: skip
+def test_a_name_of_another_family_is_found_and_what_families_share_is_not(
+    names: list[str], families: list[str], found: int | None
+) -> None:
+    tensors = [f"{name}.lora_A.weight" for name in names]
+    foreign = foreign_name(tensors, families)
+    assert (foreign is None) if found is None else (foreign is not None and foreign[0] == tensors[found])
 
 
 def test_a_file_that_names_nothing_of_the_model_is_no_empty_answer(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from accelerate import init_empty_weights
 
 from lora_rocm.families.registry import PRODUCT, RESERVED
 from lora_rocm.model_files import models
-from lora_rocm.model_files.adapters import origin_of
+from lora_rocm.model_files.adapters import foreign_name, origin_of
 from lora_rocm.model_files.models import OTHER, PARTS, Found, Shapes, is_of_class, model_of, models_in, pipeline_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")  # diffusers' own
@@ -298,6 +298,7 @@ def test_an_adapter_of_each_model_is_of_its_family_and_of_few_others() -> None:
                 origin, least = origin_of(lora, lora), origin_of(attention, attention)
                 assert origin is not None and origin.families == (family,), f"{prefix}{name}: {origin}"
                 assert least is not None and family in least.families, f"{prefix}{name}: {least}"
+                assert family not in PRODUCT or foreign_name(lora, [family]) is None, f"{prefix}{name}: no mixture"
                 kind = ("dora", "loha", "lokr", "lokr in factors")[number % 4]
                 other = adapter_of(shapes, prefix, "att", kind)
                 assert origin_of(other, other) == least, f"{kind}: {prefix}{name}"

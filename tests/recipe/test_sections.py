@@ -224,14 +224,16 @@ def test_lists_of_caption_extensions(tmp_path: Path, data: str, key: str, what: 
     assert found == [(".txt", ".tags.txt"), ".md"], "one extension stays the text that it is"
 
 
-def test_epochs_are_counted_in_their_steps(tmp_path: Path) -> None:
+def test_a_source_has_no_larger_batches(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
-    path.write_text(MASKS + "  path: a\n  validation_split: 0.1\nsample: {prompts: [a cat]}\n", encoding="utf-8")
-    for unit, found in (("steps", (3, 3, 3)), ("epochs", (21, 21, 21))):
-        keys = ("train.validation_every_n", "sample.every_n", "output.save_every_n")
-        recipe = load_recipe(str(path), [f"{key}_{unit}=3" for key in keys]).recipe
-        ours = (recipe.train.validation_steps(7), recipe.sample.round_steps(7), recipe.output.save_steps(7))
-        assert ours == found
+    text = MASKS.replace("10}", "10, batch_size: 4}") + "  sources: [{path: a}, {path: b, max_batch_size: 5}]\n"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(str(path))
+    (problem,) = caught.value.problems
+    assert ":4 data.sources[1].max_batch_size" in problem.where and "which is 4" in problem.what and problem.fix
+    path.write_text(text.replace("batch_size: 5", "batch_size: 4"), encoding="utf-8")
+    assert load_recipe(str(path)).recipe.data.sources[1].max_batch_size == 4
 
 
 def test_a_weight_is_above_0(tmp_path: Path) -> None:

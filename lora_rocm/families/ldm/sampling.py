@@ -11,6 +11,7 @@ import torch
 from diffusers import (
     ConfigMixin,
     DDIMScheduler,
+    DDPMScheduler,
     DPMSolverMultistepScheduler,
     EulerAncestralDiscreteScheduler,
     EulerDiscreteScheduler,
@@ -36,6 +37,7 @@ SAMPLERS: Mapping[str, tuple[type[ConfigMixin], Mapping[str, bool]]] = {
     "dpmpp_2m": (DPMSolverMultistepScheduler, {}),
     "dpmpp_2m_karras": (DPMSolverMultistepScheduler, {"use_karras_sigmas": True}),
     "ddim": (DDIMScheduler, {}),
+    "ddpm": (DDPMScheduler, {}),
     "unipc": (UniPCMultistepScheduler, {}),
 }
 """(class of diffusers, its options) by ``sample.sampler``."""

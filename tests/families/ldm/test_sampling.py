@@ -14,6 +14,7 @@ import torch
 from diffusers import (
     AutoencoderKL,
     DDIMScheduler,
+    DDPMScheduler,
     DPMSolverMultistepScheduler,
     EulerAncestralDiscreteScheduler,
     EulerDiscreteScheduler,
@@ -53,6 +54,7 @@ SCHEDULERS = {
     "dpmpp_2m": DPMSolverMultistepScheduler,
     "dpmpp_2m_karras": partial(DPMSolverMultistepScheduler.from_config, use_karras_sigmas=True),
     "ddim": DDIMScheduler,
+    "ddpm": DDPMScheduler,
     "unipc": UniPCMultistepScheduler,
 }
 """diffusers' name for each sampler, written down apart from the table of the program."""

@@ -364,6 +364,7 @@ SPELLINGS = {
     "ComfyUI": ("diffusion_model.", True, "alpha"),
     "PEFT": ("base_model.model.", True, "folded"),
     "OneTrainer": ("", True, "alpha"),
+    "OneTrainer, its DIFFUSERS": ("transformer.", False, "folded"),
     "OneTrainer, in the past": ("lora_transformer_", False, "kohya"),
     "OneTrainer, in the past, with dots": ("transformer.", False, "kohya"),
     "SimpleTuner": ("lycoris_", False, "kohya"),
@@ -415,6 +416,28 @@ def test_files_of_other_programs_are_read(case: Case, tmp_path: Path, spelling: 
     save_file({name.replace("0", "7"): tensor for name, tensor in tensors.items()}, path, metadata)
     with pytest.raises(AdapterError):
         read_lora(family, model.components, path)
+
+
+@of(ZImage, Flux)
+def test_a_pair_of_factors_for_a_whole_fused_weight_is_read(case: Case, tmp_path: Path) -> None:
+    """As kohya's scripts train them: query, key and value have one down, and the rows of one up."""
+    family, model, adapter = case.adapted
+    layers = {name.removeprefix("transformer."): entry for name, entry in adapter.entries().items()}
+    rng, tensors, wanted = torch.Generator().manual_seed(0), dict[str, Tensor](), dict[str, Tensor]()
+    for name, parts in case.original_modules(layers).items():
+        rows = [len(layers[part].up) for part in parts]
+        down, up = (
+            torch.randn(shape, generator=rng) for shape in ((3, layers[parts[0]].down.shape[1]), (sum(rows), 3))
+        )
+        start = f"lora_unet_{name.replace('.', '_')}"
+        tensors |= {f"{start}.lora_down.weight": down, f"{start}.lora_up.weight": up}
+        tensors[f"{start}.alpha"] = torch.tensor(1.5)
+        wanted |= dict(zip((f"transformer.{part}" for part in parts), (0.5 * up @ down).split(rows), strict=True))
+    save_file(tensors, tmp_path / "lora.safetensors")
+    found = read_lora(family, model.components, tmp_path / "lora.safetensors")
+    assert found.keys() == wanted.keys() and len(tensors) < 3 * len(wanted)
+    for name, update in wanted.items():
+        torch.testing.assert_close(found[name].update(), update)
 
 
 ADAPTERS: tuple[Any, ...] = (

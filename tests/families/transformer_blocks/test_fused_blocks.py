@@ -19,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lora_rocm.families.transformer_blocks import cosmos, flux, z_image
 from lora_rocm.kernels.lora_layer import LoraLinear, with_lean_layers
+from lora_rocm.kernels.quantised import quantised
+from lora_rocm.kernels.weight_format import dense_weight
 
 ATTENTION = r".*\.(to_q|to_k|to_v|to_out\.0|add_[qkv]_proj|to_add_out)"
 ALL = r".*(layers|refiner|blocks)\..*"
@@ -129,6 +131,41 @@ def test_outputs_and_gradients_are_those_of_diffusers(family: Fused, targets: st
     family.fuse(model, "eager")
     assert {name: p.shape for name, p in model.named_parameters()} == names
     assert far(outcome(family, model, dtype), wanted) <= max(1.2 * rounding, ROUNDING)
+
+
+def stored(model: nn.Module, name: str, packed: bool) -> nn.Module:
+    """The model with the frozen layers of its blocks in a format, or with the dense weights that this format means."""
+    weight_format = quantised(name, r"(layers|refiner|blocks)\.")
+    for path, layer in weight_format.chosen(model).items():
+        if not layer.weight.requires_grad:
+            found = weight_format.packed(layer)
+            if packed:
+                model.set_submodule(path, found)
+            else:
+                layer.weight.data = dense_weight(found)
+    return model
+
+
+QUICK = {("int8", ALL), ("nf4", ATTENTION)}
+PACKED = [
+    pytest.param(name, targets, id=f"{name}-{kind}", marks=() if (name, targets) in QUICK else pytest.mark.slow)
+    for name in ("int8", "fp8", "nf4")
+    for kind, targets in (("attention", ATTENTION), ("all", ALL))
+]
+
+
+@families
+@pytest.mark.parametrize(("name", "targets"), PACKED)
+def test_on_a_packed_base_they_are_those_of_diffusers_on_its_dense_weights(
+    family: Fused, name: str, targets: str
+) -> None:
+    exact = outcome(family, adapted(family, targets), torch.float32)
+    wanted = outcome(family, stored(adapted(family, targets), name, packed=False), torch.float32)
+    model = stored(adapted(family, targets), name, packed=True)
+    assert far(outcome(family, model, torch.float32), wanted) <= ROUNDING
+    family.fuse(model, "eager")
+    assert far(outcome(family, model, torch.float32), wanted) <= ROUNDING
+    assert far(exact, wanted) > 100 * ROUNDING, "the control: another base"
 
 
 GATES = {
