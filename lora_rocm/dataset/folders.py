@@ -9,6 +9,7 @@ import sys
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
+from itertools import permutations
 from pathlib import Path
 
 from lora_rocm.dataset.file_kinds import CAPTION_SUFFIXES
@@ -26,6 +27,7 @@ from lora_rocm.dataset.metadata_files import (
 from lora_rocm.errors import DataError
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.terminal_text import legible, one_line
+from lora_rocm.recipe.sections import caption_endings
 from lora_rocm.rundir.layout import RUN_MARKS
 
 TEXT_SUFFIX = ".txt"
@@ -38,7 +40,7 @@ CAMERA_NAME = re.compile(r"(img|image|dsc[nf]?|pxl|mvimg|photo|image|screenshot)
 
 
 class UnusableCaption(Exception):
-    """A caption file in JSON says no captions; the message says why."""
+    """A caption file in JSON says no captions. The message says why, in a sentence that already names the file."""
 
 
 @dataclass(frozen=True)
@@ -75,13 +77,14 @@ class Folder:
     """The result of a walk.
 
     relatives: sorted pairs of the printable and the real path of each file, relative to ``root``.
-    captions: extension of each caption file, by its absolute path without extension.
+    captions: for each ending of caption files, in the order of the recipe, those that are there: the ending as it is
+        spelled, by the absolute path without it.
     lasting: nothing was left out because of a read error that may be temporary.
     """
 
     root: Path
     relatives: list[tuple[str, str]] = field(default_factory=list)
-    captions: dict[str, str] = field(default_factory=dict)  # path without extension -> extension
+    captions: dict[str, dict[str, str]] = field(default_factory=dict)
     metadata: Metadata | None = None
     notices: list[str] = field(default_factory=list)
     lasting: bool = True
@@ -107,10 +110,14 @@ class Folder:
         """
         return Given() if self.metadata is None else self.metadata.given(position)
 
-    def caption_file(self, image: Path) -> Path | None:
-        """The caption file next to an image; None if there is none."""
+    def add_caption(self, ending: str, path: str) -> None:
+        """Note a caption file with one of the endings."""
+        self.captions[ending][path[: -len(ending)]] = sys.intern(path[-len(ending) :])
+
+    def caption_files(self, image: Path) -> list[Path]:
+        """The caption files next to an image."""
         stem = os.path.splitext(image)[0]
-        return Path(stem + self.captions[stem]) if stem in self.captions else None
+        return [Path(stem + found[stem]) for found in self.captions.values() if stem in found]
 
     def repeat_folder(self, relative: str) -> RepeatFolder:
         """Repeats and caption of an image by kohya's convention: images in ``10_name`` are repeated 10 times."""
@@ -154,7 +161,7 @@ def source_folder(path: str, index: int) -> Path:
 
 def walk(
     root: Path,
-    caption_extension: str,
+    caption_extension: str | Sequence[str],
     *,
     recursive: bool = True,
     include: Sequence[str] = (),
@@ -172,7 +179,7 @@ def walk(
 
     Args:
         root: the folder.
-        caption_extension: extension of caption files.
+        caption_extension: extension of caption files, or several. The longest with which a name ends is its own.
         recursive: also walk through sub-folders.
         include: patterns as those of ``exclude``; if there are any, an image has to match one of them.
         exclude: see ``Patterns``.
@@ -181,32 +188,32 @@ def walk(
         beside: keys of the masks and control images among the images that are used (``Companion.key``).
 
     Raises:
-        DataError: there is no image at all, or ``metadata_file`` cannot be read.
+        DataError: there is no image at all, ``metadata_file`` cannot be read, or captions have the ending of images.
     """
-    folder, left_out, inclusion, exclusion = Folder(root), LeftOut(beside), Patterns(include), Patterns(exclude)
-    wanted, extension = readable_extensions(), "." + caption_extension.lower().lstrip(".")
-    other_captions = {suffix: set[str]() for suffix in CAPTION_SUFFIXES if suffix != extension}
+    folder, wanted = Folder(root, captions=_no_captions(caption_extension)), readable_extensions()
+    left_out, inclusion, exclusion = LeftOut(beside), Patterns(include), Patterns(exclude)
+    longest_first = sorted(folder.captions, key=len, reverse=True)
+    other_captions = {suffix: set[str]() for suffix in CAPTION_SUFFIXES if suffix not in folder.captions}
     metadata_files, taken = list[tuple[Path, str]](), set[str]()
     for path, real in _files(folder, left_out, exclusion, recursive, skip):
-        (stem, found_extension), suffix = os.path.splitext(path), path.suffix.lower()
+        stem, suffix, name = os.path.splitext(path)[0], path.suffix.lower(), path.name.lower()
         if suffix in wanted and include and not inclusion.fit(real):
             left_out.not_included(real, stem)
         elif suffix in wanted:
             _add_image(folder, left_out, taken, real, stem)
         elif path.name in METADATA_NAMES:
             metadata_files.append((path, real))
-        elif suffix == extension:
-            folder.captions[stem] = sys.intern(found_extension)
+        elif ending := next(filter(name.endswith, longest_first), ""):
+            folder.add_caption(ending, str(path))
         else:
             left_out.no_image(real, stem, suffix)
             other_captions.get(suffix, set()).add(stem)
     folder.relatives = sorted(folder.relatives + left_out.settle_pairs(str(root), folder.relatives))
     folder.notices += left_out.notices(exclusion, inclusion)
     num_found = len(folder.relatives)
-    _say_lonely_captions(folder, left_out.stems)
+    _settle_captions(folder, left_out.stems)
     _leave_out_unwanted(folder)
     if not folder.relatives:
-        left_out.suffixes[extension] += len(folder.captions)
         raise _no_images(folder, left_out, num_found)
     _say_other_captions(folder, other_captions)
     if tables.json_file or (metadata_files and tables.has_columns):
@@ -260,6 +267,7 @@ def walk_texts(
 
 
 def _no_images(folder: Folder, left_out: LeftOut, num_found: int) -> DataError:
+    left_out.suffixes.update({ending: len(found) for ending, found in folder.captions.items()})
     seen = ", ".join(f"{count} {suffix}" for suffix, count in left_out.suffixes.most_common(6) if count) or "no files"
     found = f"found {seen}" if num_found == 0 else f"all {num_found} are left out"
     return DataError(
@@ -372,16 +380,43 @@ def _leave_out_unwanted(folder: Folder) -> None:
     folder.relatives = [item for item in folder.relatives if folder.repeat_folder(item[0]).repeats]
 
 
-def _say_lonely_captions(folder: Folder, left_out_stems: Container[str]) -> None:
-    """Add a notice for caption files without an image; caption files of left-out images do not count."""
+def _no_captions(caption_extension: str | Sequence[str]) -> dict[str, dict[str, str]]:
+    """``Folder.captions`` before the walk.
+
+    Raises:
+        DataError: images have such an ending.
+    """
+    endings = caption_endings(caption_extension)
+    if wrong := [ending for ending in endings if "." + ending.rpartition(".")[2] in readable_extensions()]:
+        raise DataError(
+            "caption-extension-of-images",
+            f"{wrong[0]} is an ending of images, and so of no caption file.",
+            where="data.caption_extension, or that of an entry of data.sources",
+            fix=f"Remove {wrong[0]} there, or name the ending of text files, such as .txt.",
+        )
+    return {ending: {} for ending in endings}
+
+
+def _settle_captions(folder: Folder, left_out_stems: set[str]) -> None:
+    """Give a caption file with the very name of an image to that, and add a notice for those that have no image.
+
+    Of the endings .txt and _2.txt, a_2.txt has the longer one, but beside a_2.png it is no caption of a.png. Caption
+    files of left-out images are theirs.
+    """
     captions = folder.captions
-    if not captions:
+    if not any(captions.values()):
         return
-    images = {os.path.splitext(path)[0] for path, _ in folder.images}
+    images = {os.path.splitext(path)[0] for path, _ in folder.images} | left_out_stems
+    for short, long in permutations(captions, 2):
+        for stem, ending in list(captions[long].items()) if long.endswith(short) else ():
+            if (stem + ending)[: -len(short)] in images:
+                folder.add_caption(short, stem + ending)
+                del captions[long][stem]
     lonely = sorted(
-        shown(Path(stem + captions[stem]).name)
-        for stem in captions
-        if stem not in images and stem not in left_out_stems
+        shown(Path(stem + ending).name)
+        for found in captions.values()
+        for stem, ending in found.items()
+        if stem not in images
     )
     if lonely:
         files = "1 caption file has" if len(lonely) == 1 else f"{len(lonely)} caption files have"
@@ -395,16 +430,16 @@ def _say_other_captions(folder: Folder, others: Mapping[str, Container[str]]) ->
     found = {suffix: few() for suffix in others}
     for path, relative in folder.images:
         stem = os.path.splitext(path)[0]
-        if stem not in folder.captions:
-            for suffix, stems in others.items():
-                if stem in stems:
-                    found[suffix].append(relative)
+        for suffix, stems in others.items():
+            if stem in stems and not folder.caption_files(path):
+                found[suffix].append(relative)
     for suffix, names in found.items():
         if names:
             have = counted(names, "image has", "images have")
+            value = suffix if len(folder.captions) == 1 else f"[{', '.join((*folder.captions, suffix))}]"
             folder.notices.append(
                 f"{have} a {suffix} file beside, which is not read ({some(names)}). If these are the captions, set "
-                f"data.caption_extension: {suffix}."
+                f"data.caption_extension: {value}."
             )
 
 
@@ -431,9 +466,9 @@ def _read_metadata(folder: Folder, tables: Tables, files: Sequence[tuple[Path, s
     found.positions = {}  # frees memory: there may be a million
     folder.metadata = found
     both = few()
-    if folder.captions:
+    if any(folder.captions.values()):
         for position, (path, relative) in enumerate(folder.images):
-            if found.caption(position) is not None and folder.caption_file(path) is not None:
+            if found.caption(position) is not None and folder.caption_files(path):
                 both.append(relative)
     folder.notices += found.notices()
     if both:
@@ -454,8 +489,8 @@ def read_caption(path: Path) -> str:
     return content.decode("utf-8-sig")
 
 
-def read_captions(path: Path) -> Captions:
-    """The caption or captions of a caption file: its text, or of a ``.json`` file what its JSON says.
+def read_captions(path: Path) -> tuple[str, ...]:
+    """The captions of a caption file: its text, or of a ``.json`` file what its JSON says.
 
     That is a text, a list of texts, or an object with one of these under "captions" or "caption".
 
@@ -465,16 +500,16 @@ def read_captions(path: Path) -> Captions:
     """
     text = read_caption(path)
     if path.suffix.lower() != ".json":
-        return text
+        return (text,)
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
-        raise UnusableCaption("Its caption file is no JSON.") from None
+        raise UnusableCaption("is no JSON.") from None
     if isinstance(value, dict):
         value = next((value[name] for name in ("captions", "caption") if name in value), None)
     if (found := captions_in(value)) is None:
-        raise UnusableCaption('Its caption file holds no text, no list of texts, and no object with "captions".')
-    return found
+        raise UnusableCaption('holds no text, no list of texts, and no object with "captions".')
+    return (found,) if isinstance(found, str) else found
 
 
 def file_name_caption(path: Path) -> str:

@@ -335,27 +335,32 @@ def _scan_folder(found: _Findings) -> None:
     for position, (path, relative) in enumerate(islice(folder.images, most)):
         progress.step()
         key, repeat_folder = found.prefix + relative, folder.repeat_folder(relative)
-        # Read the header and the caption; set the image aside if either fails.
+        its = "Its caption file"
+        # Read the header and the captions; set the image aside if either fails.
         try:
             header = read_header(path)
-            caption_file = folder.caption_file(path)
-            text = read_captions(caption_file) if caption_file else folder.listed_caption(position)
-            text = options.class_prompt or text
+            files, texts = folder.caption_files(path), list[str]()
+            for file in files:
+                if len(folder.captions) > 1:
+                    its = f"Its caption file {shown(file.name)}"
+                texts += read_captions(file)
+            text = options.class_prompt or (tuple(texts) if files else folder.listed_caption(position))
             given = folder.given(position)
         except UnreadableImage as error:
             found.lasting &= not is_passing(error)
             found.set_aside.append(Problem(shown(path), f"The image cannot be read: {error}.", UNREADABLE_FIX))
             continue
         except UnicodeDecodeError:
-            found.set_aside.append(Problem(shown(path), "Its caption file is not UTF-8 text.", "Save it as UTF-8."))
+            found.set_aside.append(Problem(shown(path), f"{its} is not UTF-8 text.", "Save it as UTF-8."))
             continue
         except OSError as error:
             found.lasting = False
-            what = f"Its caption file cannot be read: {error.strerror}."
+            what = f"{its} cannot be read: {error.strerror}."
             found.set_aside.append(Problem(shown(path), what, "Repair the caption file or take it away."))
             continue
         except (UnusableCaption, UnusableValue) as error:
-            found.set_aside.append(Problem(shown(path), str(error), "Correct it, or take the image away."))
+            what = f"{its} {error}" if isinstance(error, UnusableCaption) else str(error)
+            found.set_aside.append(Problem(shown(path), what, "Correct it, or take the image away."))
             continue
         caption, *more = found.captions_for(key, text, _fallback(options, path, repeat_folder.caption))
         given = replace(given, captions=tuple(more))
@@ -443,13 +448,15 @@ def _say_captions(found: _Findings) -> None:
             trigger word that is not set.
     """
     options, missing = found.options, found.uncaptioned
+    extension = options.caption_extension
+    endings = extension if isinstance(extension, str) else " or ".join(extension)
     where = f"{options.path or options.dataset}: {some(missing)}"
     if missing and options.caption_fallback == "error":
         raise DataError(
             "caption-missing",
             f"{_images(missing)} no caption.",
             where=where,
-            fix=f"Write a {options.caption_extension} file for each, or set data.caption_fallback.",
+            fix=f"Write a {endings} file for each, or set data.caption_fallback.",
         )
     if missing and options.caption_fallback == "trigger" and not options.trigger_word:
         raise DataError(

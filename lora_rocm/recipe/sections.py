@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic.fields import FieldInfo
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     pass
 
 
+T = TypeVar("T")
 MAX_STEPS = 100_000_000
 MAX_EPOCHS = 1_000_000
 MAX_BATCH = 4096
@@ -21,6 +22,7 @@ MAX_RANK = 2048
 MAX_SIDE_PX = 16_384
 MAX_BUCKET_STEP = 1024
 MAX_RESOLUTIONS = 16
+MAX_ENDINGS = 16
 MAX_VIEWS = 64
 MAX_TAGS = 1000
 MAX_TOKENS = 1 << 20
@@ -45,7 +47,7 @@ def _kind_of_value(value: object) -> str:
     return LIST_TAG if isinstance(value, list | tuple) else "one"
 
 
-def _no_twins(values: tuple[int, ...]) -> tuple[int, ...]:
+def _no_twins(values: tuple[T, ...]) -> tuple[T, ...]:
     twins = [value for number, value in enumerate(values) if value in values[:number]]
     if twins:
         context = {"what": f"has {twins[0]} twice", "keys": [], "fix": "Remove one of them."}
@@ -64,6 +66,30 @@ Resolutions = Annotated[
     Discriminator(_kind_of_value),  # a wrong value is then explained by the kind that was meant
 ]
 """One resolution, or a list of different ones."""
+
+
+def caption_endings(extension: str | Sequence[str]) -> tuple[str, ...]:
+    """How the names of caption files end, in lower case. A dot is added to what begins neither with one nor with _."""
+    given = (extension,) if isinstance(extension, str) else extension
+    return tuple(each.lower() if each.startswith("_") else "." + each.lower().lstrip(".") for each in given)
+
+
+def _different_endings(given: tuple[str, ...]) -> tuple[str, ...]:
+    _no_twins(caption_endings(given))
+    return given
+
+
+CaptionExtension = Annotated[
+    Annotated[str, Tag("one")]
+    | Annotated[
+        tuple[Annotated[str, Field(min_length=1)], ...],
+        Field(min_length=1, max_length=MAX_ENDINGS),
+        AfterValidator(_different_endings),
+        Tag(LIST_TAG),
+    ],
+    Discriminator(_kind_of_value),
+]
+"""The ending of the names of caption files, or a list of different ones."""
 Batch = Annotated[int, Field(gt=0, le=MAX_BATCH)]
 Crops = bool | Annotated[int, Field(gt=0, le=MAX_VIEWS)]
 Colours = Annotated[int, Field(ge=0, le=MAX_VIEWS)]

@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 from lora_rocm.recipe.sections import (
     MAX_ITEMS,
     Batch,
+    CaptionExtension,
     Colours,
     Crops,
     FolderOrBeside,
@@ -40,7 +41,11 @@ class SourceOptions(Section):
     )
     repeats: Repeats = Field(1, description="Number of times that each image is seen in an epoch.")
     loss_weight: Weight = Field(1.0, description="Factor of the loss of each image.")
-    caption_extension: str = Field(".txt", description="Extension of the caption files beside the images.")
+    caption_extension: CaptionExtension = Field(
+        ".txt",
+        description="Extension of the caption files beside the images. A list, such as [.txt, .tags.txt, _2.txt]: each "
+        "of these files that an image has is a caption of it.",
+    )
     caption_fallback: CaptionFallback = Field(
         "filename",
         description="Caption of an image without a caption file: its file name, the name of its folder (of 10_zwx "
@@ -176,7 +181,7 @@ class DataSource(NamedSource):
     resolution: Resolutions | None = None
     repeats: Repeats | None = None
     loss_weight: Weight | None = None
-    caption_extension: str | None = None
+    caption_extension: CaptionExtension | None = None
     caption_fallback: CaptionFallback | None = None
     trigger_word: str | None = None
     caption_prefix: str | None = None

@@ -24,7 +24,7 @@ def test_captions_are_those_beside_the_image(tmp_path: Path, make: SimpleNamespa
     first = make.image(tmp_path / "a.b.png", caption="one")
     second = make.image(tmp_path / "sub" / "a.b.png")
     found = walk(tmp_path, "txt")
-    assert found.caption_file(first) == tmp_path / "a.b.txt" and found.caption_file(second) is None
+    assert found.caption_files(first) == [tmp_path / "a.b.txt"] and found.caption_files(second) == []
 
 
 def test_a_caption_without_an_image_is_said(tmp_path: Path, make: SimpleNamespace) -> None:
@@ -32,6 +32,57 @@ def test_a_caption_without_an_image_is_said(tmp_path: Path, make: SimpleNamespac
     assert walk(tmp_path, ".txt").notices == []
     (tmp_path / "lonely.txt").touch()
     assert walk(tmp_path, ".txt").notices == ["1 caption file has no image of the same name: lonely.txt."]
+
+
+def test_an_image_has_each_caption_file_of_a_list(tmp_path: Path, make: SimpleNamespace) -> None:
+    every, some_of_them, none = (make.image(tmp_path / name) for name in ("a.png", "b.v2.png", "c.png"))
+    for name in ("a.txt", "a.TAGS.txt", "a_1.txt", "a.caption", "b.v2.tags.Txt", "c.tags"):
+        (tmp_path / name).touch()
+    found = walk(tmp_path, (".txt", ".tags.txt", "_1.TXT", "caption"))
+    assert [file.name for file in found.caption_files(every)] == ["a.txt", "a.TAGS.txt", "a_1.txt", "a.caption"]
+    assert [file.name for file in found.caption_files(some_of_them)] == ["b.v2.tags.Txt"]
+    assert found.caption_files(none) == []
+    assert found.notices == [
+        "1 image has a .tags file beside, which is not read (c.png). If these are the captions, set "
+        "data.caption_extension: [.txt, .tags.txt, _1.txt, .caption, .tags]."
+    ]
+    other_order = walk(tmp_path, ("_1.txt", ".txt"))
+    assert [file.name for file in other_order.caption_files(every)] == ["a_1.txt", "a.txt"]
+    assert [file.name for file in walk(tmp_path, ".tags.txt").caption_files(every)] == ["a.TAGS.txt"]
+    (notice, *_) = walk(tmp_path, ".txt").notices
+    assert notice == "3 caption files have no image of the same name: a.TAGS.txt, a_1.txt, b.v2.tags.Txt."
+
+
+def test_a_caption_file_without_an_image_is_said_once_of_a_list(tmp_path: Path, make: SimpleNamespace) -> None:
+    make.image(tmp_path / "a.png", caption="x")
+    for name in ("b.tags.txt", "b.txt", "left.tags.txt"):
+        (tmp_path / name).touch()
+    make.image(tmp_path / "left.png")
+    notices = walk(tmp_path, (".txt", ".tags.txt"), exclude=("left.png",)).notices
+    assert "2 caption files have no image of the same name: b.tags.txt, b.txt." in notices and len(notices) == 2
+    with pytest.raises(DataError, match=r"found 2 \.txt, 2 \.tags\.txt"):
+        walk(tmp_path, (".txt", ".tags.txt"), exclude=("*.png",))
+
+
+def test_a_caption_file_is_that_of_the_image_with_its_very_name(tmp_path: Path, make: SimpleNamespace) -> None:
+    plain, numbered = make.image(tmp_path / "a.png", caption="x"), make.image(tmp_path / "a_2.png", caption="y")
+    endings = (".txt", "_2.txt")
+    found = walk(tmp_path, endings)
+    assert found.caption_files(plain) == [tmp_path / "a.txt"]
+    assert found.caption_files(numbered) == [tmp_path / "a_2.txt"] and found.notices == []
+    assert walk(tmp_path, endings, exclude=("a_2.png",)).caption_files(plain) == [tmp_path / "a.txt"]
+    numbered.unlink()
+    found = walk(tmp_path, endings)
+    assert found.caption_files(plain) == [tmp_path / "a.txt", tmp_path / "a_2.txt"] and found.notices == []
+
+
+def test_captions_have_no_ending_of_images(tmp_path: Path, make: SimpleNamespace) -> None:
+    make.image(tmp_path / "a.png", caption="x")
+    for wrong in (".PNG", "_1.jpg"):
+        with pytest.raises(DataError) as caught:
+            walk(tmp_path, (".txt", wrong))
+        assert wrong.lower() in caught.value.what and "data.caption_extension" in caught.value.where
+        assert wrong.lower() in caught.value.fix
 
 
 def test_what_runs_have_drawn_is_no_image_to_train_on(tmp_path: Path, make: SimpleNamespace) -> None:

@@ -459,3 +459,45 @@ def test_an_image_may_have_several_captions(tmp_path: Path, make: SimpleNamespac
     source = {"path": str(tmp_path), "caption_column": "many"}
     listed = scan(make.data(path=None, sources=[source], exclude=["[2-9].png"]))
     assert [sample.captions for sample in listed.samples] == [("p", "q"), ("r",)]
+
+
+def test_each_caption_file_of_a_list_is_a_caption(tmp_path: Path, make: SimpleNamespace) -> None:
+    for index in range(3):
+        make.image(tmp_path / f"{index}.png", seed=index, caption=f"text  {index}")
+    (tmp_path / "0.tags.txt").write_text("red, house", encoding="utf-8")
+    (tmp_path / "0.json").write_text(json.dumps({"captions": ["p", "q"]}), encoding="utf-8")
+    (tmp_path / "1.tags.txt").write_text(" ", encoding="utf-8")
+    (tmp_path / "2.txt").rename(tmp_path / "2.tags.txt")
+    found = scan(make.data(path=str(tmp_path), caption_extension=[".tags.txt", ".txt", ".json"]))
+    assert [sample.captions for sample in found.samples] == [
+        ("red, house", "text 0", "p", "q"),
+        ("text 1",),
+        ("text 2",),
+    ]
+    assert found.notices == () and found.set_aside == ()
+    one = make.data(path=str(tmp_path), caption_extension=[".txt"], exclude=["*.tags.txt"])
+    assert [sample.captions for sample in scan(one).samples] == [("text 0",), ("text 1",), ("2",)]
+
+
+def test_a_caption_file_of_a_list_that_cannot_be_used_is_named(tmp_path: Path, make: SimpleNamespace) -> None:
+    for index in range(4):
+        make.image(tmp_path / f"{index}.png", seed=index, caption="x")
+    (tmp_path / "0.tags.txt").write_bytes("für".encode("latin-1"))
+    (tmp_path / "1.json").write_text("{", encoding="utf-8")
+    (tmp_path / "2.tags.txt").mkdir()
+    found = scan(make.data(path=str(tmp_path), caption_extension=[".txt", ".tags.txt", ".json"]))
+    assert [problem.what for problem in found.set_aside] == [
+        "Its caption file 0.tags.txt is not UTF-8 text.",
+        "Its caption file 1.json is no JSON.",
+    ]
+    assert list(captions(found)) == ["2.png", "3.png"]
+
+
+def test_the_remedy_of_missing_captions_names_each_ending(tmp_path: Path, make: SimpleNamespace) -> None:
+    make.image(tmp_path / "a.png")
+    endings = [".txt", ".tags.txt"]
+    with pytest.raises(DataError) as caught:
+        scan(make.data(path=str(tmp_path), caption_extension=endings, caption_fallback="error"))
+    assert "Write a .txt or .tags.txt file for each" in caught.value.fix
+    (tmp_path / "a.tags.txt").write_text("x", encoding="utf-8")
+    assert captions(scan(make.data(path=str(tmp_path), caption_extension=endings, caption_fallback="error")))

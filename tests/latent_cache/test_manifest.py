@@ -190,6 +190,25 @@ def test_where_anything_is_otherwise_everything_is_looked_at(starts: Starts, cha
     assert parts(starts()) == made and starts.looked == 2, "what was found is kept again"
 
 
+def test_a_second_caption_file_is_looked_at_where_it_comes_changes_and_goes(starts: Starts) -> None:
+    starts.keys = {**starts.keys, "caption_extension": (".txt", ".tags.txt")}
+    first = starts()
+    image = starts.root / "data" / first.items[0].key
+    tags, identities = image.with_name(f"{image.stem}.tags.txt"), [first.identity()]
+    changes: list[Callable[[], object]] = [
+        lambda: tags.write_text("a, b", encoding="utf-8"),
+        lambda: tags.write_text("a, c", encoding="utf-8"),
+        tags.unlink,
+    ]
+    for change in changes:
+        time.sleep(0.05)  # a tick of the system's clock
+        change()
+        identities.append(starts().identity())
+        assert (starts.looked, starts.encoded) == (len(identities), 0 if change == tags.unlink else 1)
+        assert starts().identity() == identities[-1] and starts.looked == len(identities), "the control: no change"
+    assert identities[3] == identities[0] and len(set(identities)) == 3, "a checkpoint of other captions is refused"
+
+
 def test_a_run_beside_the_images_changes_nothing(starts: Starts) -> None:
     first = parts(starts())
     starts.make.image(starts.root / "data" / "runs" / "one" / "samples" / "00.png")

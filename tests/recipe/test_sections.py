@@ -201,6 +201,29 @@ def test_keys_of_folders_and_of_datasets(tmp_path: Path, data: str, key: str, wh
     assert load_recipe(str(path)).recipe.data.include == ("x",)
 
 
+@pytest.mark.parametrize(
+    ("data", "key", "what"),
+    [
+        ("{path: a, caption_extension: []}", "caption_extension", "too few values"),
+        ("{path: a, caption_extension: [.txt, .tags.txt, TXT]}", "caption_extension", "has .txt twice"),
+        ("{path: a, caption_extension: [.txt, 3]}", "caption_extension[1]", "expected text"),
+        ("{path: a, caption_extension: [.txt, '']}", "caption_extension[1]", "is empty"),
+        ("sources: [{path: a, caption_extension: [_1.txt, _1.txt]}]", "sources[0].caption_extension", "_1.txt twice"),
+    ],
+)
+def test_lists_of_caption_extensions(tmp_path: Path, data: str, key: str, what: str) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(MASKS + f"  {data}\n", encoding="utf-8")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(str(path))
+    (problem,) = caught.value.problems
+    assert problem.where.endswith(f":4 data.{key}") and what in problem.what and problem.fix
+    both = "{caption_extension: [.txt, .tags.txt], sources: [{path: a}, {path: b, caption_extension: .md}]}"
+    path.write_text(MASKS + f"  {both}\n", encoding="utf-8")
+    found = [source.caption_extension for source in load_recipe(str(path)).recipe.data.resolved_sources()]
+    assert found == [(".txt", ".tags.txt"), ".md"], "one extension stays the text that it is"
+
+
 def test_a_source_has_no_larger_batches(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     text = MASKS.replace("10}", "10, batch_size: 4}") + "  sources: [{path: a}, {path: b, max_batch_size: 5}]\n"
