@@ -517,11 +517,11 @@ def file_name_caption(path: Path) -> str:
     return one_line(path.stem.replace("_", " "))
 
 
-def folder_name_caption(path: Path) -> str:
-    """A caption made from the name of an image's folder, without the number of a ``10_name`` folder."""
-    name = Path(os.path.abspath(path)).parent.name
+def folder_name_caption(path: Path, repeat_folder: str = "") -> str:
+    """The name of an image's folder, without the number of a ``10_name`` folder: its caption in kohya's scripts."""
+    name = repeat_folder or Path(os.path.abspath(path)).parent.name
     match = REPEAT_FOLDER.fullmatch(name)
-    return one_line(_words(match[2] if match else name))
+    return one_line(match[2] if match else name)
 
 
 def describes(caption: str) -> bool:

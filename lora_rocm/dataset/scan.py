@@ -17,6 +17,7 @@ from lora_rocm.dataset.columns import Few
 from lora_rocm.dataset.companion_inputs import COMPANION_INPUTS, CompanionInput
 from lora_rocm.dataset.folders import (
     REPEAT_FOLDER,
+    RepeatFolder,
     Tables,
     UnusableCaption,
     describes,
@@ -362,7 +363,7 @@ def _scan_folder(found: _Findings) -> None:
             what = f"{its} {error}" if isinstance(error, UnusableCaption) else str(error)
             found.set_aside.append(Problem(shown(path), what, "Correct it, or take the image away."))
             continue
-        caption, *more = found.captions_for(key, text, _fallback(options, path, repeat_folder.caption))
+        caption, *more = found.captions_for(key, text, _fallback(options, path, repeat_folder))
         given = replace(given, captions=tuple(more))
         name, repeats = repeat_folder.name or folder.name, options.repeats * repeat_folder.repeats
         found.add(Sample(key, found.first, name, path, caption, *header.size, repeats, options, given), header)
@@ -416,7 +417,7 @@ def _scan_dataset(found: _Findings) -> None:
         location, path = (image, image) if isinstance(image, Path) else (row, None)
         if isinstance(image, Path) and leads_out(image, options.dataset or ""):
             outside.append(f"{key} -> {shown(image)}")
-        caption, *more = found.captions_for(key, text, _fallback(options, path))
+        caption, *more = found.captions_for(key, text, _fallback(options, path, RepeatFolder()))
         given = replace(given, captions=tuple(more))
         sample = Sample(key, found.first, name, location, caption, *header.size, options.repeats, options, given)
         found.add(sample, header)
@@ -425,7 +426,7 @@ def _scan_dataset(found: _Findings) -> None:
         found.notices.append(f"{lie} outside the dataset's folder: {some(outside)}.")
 
 
-def _fallback(options: ResolvedSource, path: Path | None, folder_caption: str = "") -> str:
+def _fallback(options: ResolvedSource, path: Path | None, folder: RepeatFolder) -> str:
     """The fallback caption of an image. The name of a ``10_name`` folder takes precedence over a camera's file name.
 
     path: None if it is in a table, and not a file.
@@ -433,10 +434,10 @@ def _fallback(options: ResolvedSource, path: Path | None, folder_caption: str = 
     if options.caption_fallback == "trigger":
         return options.trigger_word or ""
     if options.caption_fallback == "folder":
-        return folder_caption or (folder_name_caption(path) if path else "")
+        return folder_name_caption(path, folder.name) if path else ""
     if options.caption_fallback == "filename":
         file_name = file_name_caption(path) if path else ""
-        return file_name if describes(file_name) else folder_caption or file_name
+        return file_name if describes(file_name) else folder.caption or file_name
     return ""
 
 

@@ -189,8 +189,8 @@ def _unknown(entry: Argument, optimizer: str, where: str) -> Problem:
         what = f"{entry.name} of {optimizer} is always {' or '.join(fixed)}, got {shown(entry.value)}"
     owners = [name for name, each in OPTIMIZERS.items() if entry.name in each.arguments()]
     hint = f"{entry.name} is an argument of {' and '.join(owners)}." if owners else advice().get(entry.name, "")
-    if entry.name in section.model_fields:
-        hint = f"Write optim.{entry.name}."
+    if entry.name in section.model_fields or entry.name == "lr":
+        hint = f"Write optim.{'learning_rate' if entry.name == 'lr' else entry.name}."
     return Problem(where, what, f"{hint} It takes {', '.join(_taken(optimizer, section))}.".strip())
 
 

@@ -77,6 +77,7 @@ def test_a_resume_compares_values_and_not_how_they_are_written(tmp_path: Path) -
     ("optimizer: prodigy, optimizer_args: [growth_rate=1.02]", ["growth_rate of prodigy is always inf, got 1.02"]),
     ("optimizer: adamw, optimizer_args: [beta1=0.9]", ["adamw takes no 'beta1'", "argument of adafactor"]),
     ("optimizer: adamw, optimizer_args: [beta2=0.9]", ["adamw takes no 'beta2'", "Write optim.betas: [beta1, beta2]"]),
+    ("optimizer_args: [lr=1]", ["adamw takes no 'lr'", "Write optim.learning_rate."]),
     ("optimizer_args: [learning_rate=1]", ["adamw takes no 'learning_rate'", "Write optim.learning_rate."]),
     ("optimizer_args: [eps=1e-6, epsilon=1e-7]",
      ["epsilon is 1e-07, and ", "recipe.yaml:4 optim.optimizer_args.eps is"]),
