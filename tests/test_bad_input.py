@@ -320,7 +320,7 @@ def files(folder: Path) -> Path:
         ("pickled.safetensors", ["damaged", "Download or copy"]),
         ("afile", ["not a .safetensors file", "Give a .safetensors"]),
         ("runs/ok/lora.safetensors", ["a LoRA file, not a base model", "Use an SDXL base model"]),
-        ("model/unet", ["no diffusers model", "Give the file itself"]),
+        ("model/unet", ["no diffusers model", "Give the folder of the whole model"]),
         ("configs", ["no safetensors weights", "Download the model again"]),
         ("empty", ["no diffusers model", "model_index.json"]),
     ],

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from lora_rocm.commands.sample_export import require_text, run_model_tool
+from lora_rocm.commands.sample_export import require_image_prompt, require_text, run_model_tool
 from lora_rocm.errors import UserError, storage_error
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.files import write_atomic
@@ -36,7 +36,7 @@ def compare(
     """
     run_dir, recipe = open_recipe(source, registry)
     for prompt in prompts:
-        require_text("--prompt", prompt)
+        (require_text if recipe.spec.trains_on_texts else require_image_prompt)("--prompt", prompt)
     sample = recipe.sample.only(prompts) if prompts else recipe.sample
     if not sample.prompts and not recipe.data.validation_split:
         what = "The recipe of this run has neither prompts nor held-out samples, so there is nothing to compare by."

@@ -17,6 +17,7 @@ from lora_rocm.foundation.units import number_text
 from lora_rocm.model_files.peft_folder import peft_folders
 from lora_rocm.model_files.readers import readers_line
 from lora_rocm.recipe.adapter_sections import GGUF, MERGED
+from lora_rocm.recipe.sample_section import OPTION, OPTIONS_OF_KOHYA
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.recipe.yaml_tree import is_clean
 from lora_rocm.rules.this_machine import plan_here
@@ -98,7 +99,7 @@ def _images_of(control_image: Path | None, mask: Path | None) -> dict[str, str]:
 
 def _check_options(options: dict[str, Any], unused_config: Path | None) -> None:
     for name in ("prompt", "negative_prompt"):
-        require_text(f"--{name.replace('_', '-')}", options.get(name, ""))
+        require_image_prompt(f"--{name.replace('_', '-')}", options.get(name, ""))
     if unused_config is not None:
         what, fix = "--config belongs to a single-file model given by --base.", "Give --base too, or leave it out."
         raise UserError("config-unused", what, where=f"--config {unused_config}", fix=fix)
@@ -114,6 +115,24 @@ def require_text(option: str, prompt: str) -> None:
         fix = "Type the prompt as UTF-8 text."
         raise UserError(
             "prompt-not-text", "The prompt has letters that are no text.", where=f"{option} {prompt!a:.60}", fix=fix
+        )
+
+
+def require_image_prompt(option: str, prompt: str) -> None:
+    """As ``require_text``; refuse also a prompt with options after it, which would be drawn as words.
+
+    Raises:
+        UserError: prompt-not-text, prompt-options.
+    """
+    require_text(option, prompt)
+    inside = next((name for name in OPTION.findall(prompt) if name.lower() in OPTIONS_OF_KOHYA), None)
+    if inside is not None:
+        raise UserError(
+            "prompt-options",
+            f"The prompt has --{inside} in its text, read in sample.prompts of a recipe; here they would be words.",
+            where=f"{option} {prompt!a:.60}",
+            fix="Take it out of the text. lora-rocm sample has options of its own, such as --negative-prompt, --width, "
+            "--seed and --guidance-scale.",
         )
 
 

@@ -49,7 +49,7 @@ def prepare(caption: str, options: SourceOptions, draw: Draw = lambda *purpose: 
 
 
 def open_wildcard(caption: str, options: SourceOptions) -> str:
-    """The first line from a brace on that has no counterpart; "" if there is none, or wildcards are not read."""
+    """The first line from a brace on that is no part of a wildcard; "" if there is none, or wildcards are not read."""
     for line in caption.split("\n") if options.enable_wildcard else ():
         text = _framed(line, options)
         rest = WILDCARD.sub(lambda match: " " * len(match[0]), text)

@@ -329,7 +329,7 @@ def _scan_folder(found: _Findings) -> None:
         beside=[key for key in ("mask_path", "control_path") if getattr(options, key) == BESIDE],
     )
     found.notices += folder.notices
-    found.notices += _say_own_number(root.name)
+    found.notices += _say_own_number(root.name, found.options.caption_fallback)
     found.lasting &= folder.lasting and options.metadata_file is None  # a manifest's listing covers images only
     progress = Progress("sizes", len(folder.relatives), found.report, quiet_s=QUIET_S)
     most = None if options.class_prompt is None else options.num_class_images  # an earlier run may have drawn more
@@ -379,13 +379,14 @@ def _plan_class_images(found: _Findings) -> None:
         found.add_sides(sample)
 
 
-def _say_own_number(name: str) -> list[str]:
+def _say_own_number(name: str, fallback: str) -> list[str]:
     """A notice if the source's own folder has a ``10_name`` name: kohya's number applies only to sub-folders."""
     match = REPEAT_FOLDER.fullmatch(name)
     if match is None:
         return []
+    nor = "" if fallback == "folder" else " nor its name as a caption,"
     return [
-        f"The number in {shown(name)} is not applied, nor its name as a caption, for it is the folder that is given "
+        f"The number in {shown(name)} is not applied,{nor} for it is the folder that is given "
         f"itself. For kohya's meaning give the folder above it as path, or set repeats: {match[1]}."
     ]
 
@@ -469,9 +470,9 @@ def _say_captions(found: _Findings) -> None:
     if found.open_wildcards:
         raise DataError(
             "wildcard-open",
-            f"{_images(found.open_wildcards)} a caption with a brace that has no counterpart.",
+            f"{_images(found.open_wildcards)} a caption with a brace that is no part of a wildcard.",
             where=f"{options.path or options.dataset}: {some(found.open_wildcards)}",
-            fix="Close the wildcard, write {{ or }} for a brace, or remove data.enable_wildcard.",
+            fix="Close the wildcard, fill an empty one, write {{ or }} for a brace, or remove data.enable_wildcard.",
         )
     if missing:
         found.notices.append(f"{_images(missing)} no caption; used instead: {some(found.used_instead)}.")

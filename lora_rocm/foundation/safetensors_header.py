@@ -16,8 +16,14 @@ from lora_rocm.foundation.terminal_text import printable
 
 MAX_HEADER_BYTES = 1 << 24  # the specification allows 100 MB; the header of SDXL in one file has 0.3
 MAX_DIMENSIONS = 8
-FOREIGN = {b"PK\x03\x04": "a zip archive, which torch.save writes", b"GGUF": "a GGUF file, which is not read here"}
-"""First bytes of other files -> what they are."""
+FOREIGN = {
+    b"PK\x03\x04": "a zip archive, which torch.save writes",
+    b"GGUF": "a GGUF file, which is not read here",
+    b"version ": "the pointer of Git LFS to the file",
+    b"<!DOCTYP": "a web page",
+    b"<!doctyp": "a web page",
+}
+"""First bytes of other files, at most eight -> what they are."""
 DTYPE_BYTES = {
     **dict.fromkeys(("F64", "I64"), 8),
     **dict.fromkeys(("F32", "I32"), 4),
@@ -28,6 +34,10 @@ DTYPE_BYTES = {
 
 class DamagedHeader(Exception):
     """The file is no whole safetensors file; the message says why."""
+
+
+class OtherFile(DamagedHeader):
+    """It is a file of another kind; the message says which."""
 
 
 class UnknownDtype(DamagedHeader):
@@ -52,8 +62,8 @@ def parse_header(file: BinaryIO, num_bytes: int) -> tuple[dict[str, TensorEntry]
         OSError: it cannot be read.
     """
     start = file.read(8)
-    if start[:4] in FOREIGN:
-        raise DamagedHeader(f"it is {FOREIGN[start[:4]]}, and no safetensors file")
+    if (kind := next((kind for first, kind in FOREIGN.items() if start.startswith(first)), None)) is not None:
+        raise OtherFile(kind)
     length = int.from_bytes(start, "little")
     if num_bytes < 8 or length > min(num_bytes - 8, MAX_HEADER_BYTES):
         raise DamagedHeader("it ends inside its header")

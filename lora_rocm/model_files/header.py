@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lora_rocm.errors import ModelError, UserError
 from lora_rocm.foundation.bounded_read import FileVersion, check_plain
-from lora_rocm.foundation.safetensors_header import DamagedHeader, TensorEntry, UnknownDtype, parse_header
+from lora_rocm.foundation.safetensors_header import DamagedHeader, OtherFile, TensorEntry, UnknownDtype, parse_header
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,13 @@ def read_header(path: Path, error: type[UserError] = ModelError) -> Header:
             f"This file holds numbers in a format that is not read here: {problem}.",
             where=str(path),
             fix="Use an edition of the file in float16, bfloat16 or float32.",
+        ) from problem
+    except OtherFile as problem:
+        raise error(
+            "weights-damaged",
+            f"This is no safetensors file, whatever its name says: it is {problem}.",
+            where=str(path),
+            fix="Download the model's .safetensors edition; git lfs pull fetches what a pointer stands for.",
         ) from problem
     except DamagedHeader as problem:
         raise damaged(path, str(problem), error) from problem

@@ -16,7 +16,7 @@ from pydantic import Field, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
 from lora_rocm.recipe.adapter_sections import AdapterSection
-from lora_rocm.recipe.optim_sections import OptimSection
+from lora_rocm.recipe.optim_sections import OPTIMIZERS, OptimSection
 from lora_rocm.recipe.output_section import OutputSection
 from lora_rocm.recipe.process_sections import CacheSection, RuntimeSection, TimeoutsSection
 from lora_rocm.recipe.sample_section import SampleSection
@@ -404,7 +404,9 @@ class Recipe(Section):
             at, fix = ("optim", "relative_step"), "Set it to false, or remove what sets learning rates from lora."
         elif self.lora.weight_dtype not in dtypes:
             what = f"{name} is not for lora.weight_dtype: {self.lora.weight_dtype}"
-            at, fix = ("optim", "optimizer"), f"Set lora.weight_dtype: {dtypes[0]}, or take another optimizer."
+            others = [each for each, section in OPTIMIZERS.items() if self.lora.weight_dtype in section.weight_dtypes]
+            fix = f"Set lora.weight_dtype: {dtypes[0]}, or take another optimizer: {', '.join(others)}."
+            at = ("optim", "optimizer")
         else:
             return self
         raise PydanticCustomError("rule", "{what}", {"what": what, "at": at, "fix": fix})
@@ -457,6 +459,8 @@ class Recipe(Section):
         why, take = "nothing would read it", ""
         if form in lora.formats and form not in lora.forms and lora.train_norms:
             why = "trained norms have no place in it"
+        elif form in ("merged", "gguf") and form not in self.spec.conversions:
+            why = "it is a form of language models"
         elif form == "comfyui" and "kohya" in forms:
             why, take = "it differs from the form kohya only in the magnitudes of a DoRA", "Take kohya. "
         return f"{title} is not written in the form {form}: {why}", f"{take}Forms of {title}: {', '.join(forms)}."

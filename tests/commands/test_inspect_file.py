@@ -314,6 +314,7 @@ def test_folders_of_peft_adapters_and_of_transformers(tmp_path: Path) -> None:
     ("x.safetensors", b"\x10\0\0\0\0\0\0\0{}", "ends inside its header"),
     ("x.gguf", b"GGUF\x03\0\0\0" + bytes(40), "GGUF"),
     ("x.safetensors", b"PK\x03\x04" + bytes(40), "zip archive"),
+    ("x.safetensors", b"version https://git-lfs.github.com/spec/v1\n", "the pointer of Git LFS"),
     ("x.ckpt", b"", "pickle"),
     ("x.safetensors", b"\x02\0\0\0\0\0\0\0xx", "not readable"),
     ("missing.safetensors", None, "no such file or folder"),

@@ -276,9 +276,12 @@ def test_a_folder_whose_own_name_has_a_number_is_told_what_that_means(tmp_path: 
     found = scan(make.data(path=str(tmp_path / "10_zwx woman")))
     assert [sample.repeats for sample in found.samples] == [1]
     (notice,) = found.notices
-    assert "The number in 10_zwx woman is not applied" in notice and "set repeats: 10" in notice
+    assert "The number in 10_zwx woman is not applied, nor its name as a caption" in notice and "repeats: 10" in notice
     (above,) = scan(make.data(path=str(tmp_path))).notices
     assert above == "Folder 10_zwx woman: each image is seen 10 times an epoch (kohya's number_name folders)."
+    make.image(tmp_path / "10_zwx woman" / "b.png", caption=None)
+    said = " ".join(scan(make.data(path=str(tmp_path / "10_zwx woman"), caption_fallback="folder")).notices)
+    assert "is not applied, for it is the folder" in said and '"zwx woman"' in said
 
 
 def test_frames_that_are_not_used_are_said(tmp_path: Path, make: SimpleNamespace) -> None:

@@ -11,6 +11,7 @@ import pytest
 from lora_rocm.foundation.safetensors_header import (
     MAX_HEADER_BYTES,
     DamagedHeader,
+    OtherFile,
     TensorEntry,
     UnknownDtype,
     parse_header,
@@ -77,5 +78,9 @@ def test_a_format_that_is_not_known_is_named() -> None:
 def test_what_torch_saves_is_named() -> None:
     with pytest.raises(DamagedHeader, match=r"torch\.save"):
         parsed(b"PK\x03\x04" + bytes(100))
+    with pytest.raises(OtherFile, match="Git LFS"):
+        parsed(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n")
+    with pytest.raises(OtherFile, match="a web page"):
+        parsed(b"<!DOCTYPE html><html>")
     text = b"{}".ljust(int.from_bytes(b"PK", "little"))  # a header of this length is one
     assert parsed(file_of(text)) == ({}, {})

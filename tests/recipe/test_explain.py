@@ -130,13 +130,19 @@ def problems_of(registry: Registry = PRODUCT, **changes: Any) -> list[Problem]:
             {"optim": {"optimizer": "adamw_schedule_free"}, "lora": {"weight_dtype": "bf16"}},
             "optim.optimizer",
             "is not for lora.weight_dtype: bf16",
-            "Set lora.weight_dtype: fp32",
+            "Set lora.weight_dtype: fp32, or take another optimizer: adamw, ",
         ),
         (
             {"optim": {"optimizer": "adamw_bf16"}},
             "optim.optimizer",
             "is not for lora.weight_dtype: fp32",
             "Set lora.weight_dtype: bf16",
+        ),
+        (
+            {"lora": {"weight_dtype": "fp16"}},
+            "optim.optimizer",
+            "is not for lora.weight_dtype: fp16",
+            "another optimizer: adamw_8bit, adafactor, came.",
         ),
         ({"optim": {"optimizer": "ADAMW"}}, "optim.optimizer", "got", "Write adamw."),
         (

@@ -214,7 +214,9 @@ def _check_vae(source: Source, expected: Expected) -> None:
 
 def _not_a_model(source: Source) -> ModelError:
     files = sorted(path.name for path in source.folder.glob("*.safetensors"))
-    if files:
+    if (source.folder.parent / "model_index.json").is_file():
+        fix = f"Give the folder of the whole model: model.name_or_path: {source.folder.parent}"
+    elif files:
         fix = f"Give the file itself: model.name_or_path: {source.folder / files[0]}"
     else:
         pickles = [path.name for suffix in PICKLE_SUFFIXES for path in source.folder.glob(f"*{suffix}")]
