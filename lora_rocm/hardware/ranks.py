@@ -91,7 +91,8 @@ def select_several(facts: HostFacts, environ: Mapping[str, str], count: int, *, 
         return best
     if torch is None or torch.hip is None or best.gpu is None:
         version = torch.version if torch is not None else "that is missing"
-        _require(count, 1, f"This PyTorch ({version}) can use no GPU of this machine.")
+        usable = 0 if count > 1 else 1  # one process needs no GPU
+        _require(count, usable, f"This PyTorch ({version}) can use no GPU of this machine.")
         return best
     if best.by_user:
         named = visible(facts, environ)
@@ -121,7 +122,8 @@ def _require(wanted: int, there_are: int, what_there_is: str) -> None:
             where=f"--gpus {wanted}",
             fix=f"Use --gpus {there_are}."
             if there_are > 1
-            else "Leave --gpus out. lora-rocm doctor says what it sees.",
+            else "Leave --gpus out. lora-rocm doctor says what it sees."
+            + ("" if there_are else " Two processes on the CPU: --set runtime.device=cpu."),
         )
 
 

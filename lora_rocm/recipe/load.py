@@ -198,6 +198,11 @@ def questions(recipe: Recipe, layers: Layered) -> list[str]:
             f"{layers.where(('data', 'validation_split'))}: these samples are not trained on, and their loss is taken "
             f"by `lora-rocm compare` alone. For their loss during the run set {every}."
         )
+    if steps and recipe.train.validation_every_n_steps > steps:
+        found.append(
+            f"{layers.where(('train', 'validation_every_n_steps'))}: the run has {count_text(steps, 'step')}, so no "
+            "held-out loss is taken during it."
+        )
     for key, others in _without_another(recipe, layers):
         found.append(f"{layers.where(key)}: this does nothing without {' or '.join(map(dotted, others))}.")
     return found

@@ -85,7 +85,7 @@ def test_the_variable_reaches_every_process_and_no_single_one() -> None:
         (machine(CARD, TWIN, OLD), {}, ["and 2 can be used", "--gpus 2"]),
         (machine(CARD, TWIN, APU), {"HIP_VISIBLE_DEVICES": "1"}, ["and 1 can", "HIP_VISIBLE_DEVICES=1 limits"]),
         (machine(APU), {}, ["and 1 can be used"]),
-        (machine(), {}, ["can use no GPU"]),
+        (machine(), {}, ["and none can be used", "can use no GPU", "runtime.device=cpu"]),
         (machine(CARD, TWIN, torch=Torch("2.13.0+cpu")), {}, ["2.13.0+cpu", "can use no GPU"]),
         (machine(CARD, torch=None), {}, ["can use no GPU"]),
         (machine(Gpu("nvidia", "H200", 0), torch=CUDA), {}, ["and 1 can", "0: H200"]),

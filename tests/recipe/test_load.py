@@ -201,6 +201,14 @@ def test_a_warm_up_as_long_as_the_run_is_questioned_with_its_line(given: str) ->
     assert load_recipe("own.yaml", ["train.max_train_steps=40"]).notices == ()
 
 
+def test_a_held_out_loss_after_the_end_is_questioned() -> None:
+    Path("own.yaml").write_text(MINIMAL, encoding="utf-8")
+    changes = ["data.validation_split=0.3", "train.validation_every_n_steps=11"]
+    (said,) = load_recipe("own.yaml", changes).notices
+    assert "train.validation_every_n_steps: the run has 10 steps, so no held-out loss is taken" in said
+    assert load_recipe("own.yaml", [*changes, "train.max_train_steps=11"]).notices == ()
+
+
 def test_missing_keys_have_a_place() -> None:
     Path("bad.yaml").write_text("model:\n  vae: x\ntrain: {epochs: 1}\n", encoding="utf-8")
     with pytest.raises(RecipeError) as caught:
