@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_rocm.errors import RecipeError
+from lora_rocm.errors import Problem, RecipeError
 from lora_rocm.recipe.load import dump_recipe, load_recipe
 
 RECIPE = """\
@@ -19,6 +19,14 @@ train:
   max_train_steps: 10
 objective:
 """
+
+
+def only_problem(path: Path, text: str) -> Problem:
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(str(path))
+    (problem,) = caught.value.problems
+    return problem
 
 
 def load(folder: Path, keys: str, family: str = "sdxl") -> None:
@@ -145,10 +153,7 @@ data:
 )
 def test_regularisation_images_need_others(tmp_path: Path, data: str, where: str, what: str) -> None:
     path = tmp_path / "r.yaml"
-    path.write_text(MASKS + data, encoding="utf-8")
-    with pytest.raises(RecipeError) as caught:
-        load_recipe(str(path))
-    (problem,) = caught.value.problems
+    problem = only_problem(path, MASKS + data)
     assert where in problem.where and what in problem.what and problem.fix
     path.write_text(
         MASKS + "  prior_loss_weight: 0.5\n  sources: [{path: a}, {path: b, is_reg: true}]\n", encoding="utf-8"
@@ -191,10 +196,7 @@ def test_class_images(tmp_path: Path, entry: str, key: str, what: str) -> None:
 )
 def test_keys_of_folders_and_of_datasets(tmp_path: Path, data: str, key: str, what: str) -> None:
     path = tmp_path / "r.yaml"
-    path.write_text(MASKS + f"  {data}\n", encoding="utf-8")
-    with pytest.raises(RecipeError) as caught:
-        load_recipe(str(path))
-    (problem,) = caught.value.problems
+    problem = only_problem(path, MASKS + f"  {data}\n")
     assert problem.where.endswith(f":4 data.{key}") and what in problem.what and problem.fix
     both = "{sources: [{path: a, recursive: false}, {dataset: a/b, split: test, image_column: photo}], include: [x]}"
     path.write_text(MASKS + f"  {both}\n", encoding="utf-8")
@@ -213,10 +215,7 @@ def test_keys_of_folders_and_of_datasets(tmp_path: Path, data: str, key: str, wh
 )
 def test_lists_of_caption_extensions(tmp_path: Path, data: str, key: str, what: str) -> None:
     path = tmp_path / "r.yaml"
-    path.write_text(MASKS + f"  {data}\n", encoding="utf-8")
-    with pytest.raises(RecipeError) as caught:
-        load_recipe(str(path))
-    (problem,) = caught.value.problems
+    problem = only_problem(path, MASKS + f"  {data}\n")
     assert problem.where.endswith(f":4 data.{key}") and what in problem.what and problem.fix
     both = "{caption_extension: [.txt, .tags.txt], sources: [{path: a}, {path: b, caption_extension: .md}]}"
     path.write_text(MASKS + f"  {both}\n", encoding="utf-8")
@@ -227,10 +226,7 @@ def test_lists_of_caption_extensions(tmp_path: Path, data: str, key: str, what: 
 def test_a_source_has_no_larger_batches(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     text = MASKS.replace("10}", "10, batch_size: 4}") + "  sources: [{path: a}, {path: b, max_batch_size: 5}]\n"
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(RecipeError) as caught:
-        load_recipe(str(path))
-    (problem,) = caught.value.problems
+    problem = only_problem(path, text)
     assert ":4 data.sources[1].max_batch_size" in problem.where and "which is 4" in problem.what and problem.fix
     path.write_text(text.replace("batch_size: 5", "batch_size: 4"), encoding="utf-8")
     assert load_recipe(str(path)).recipe.data.sources[1].max_batch_size == 4
@@ -257,10 +253,7 @@ def test_a_weight_is_above_0(tmp_path: Path) -> None:
 )
 def test_options_of_masks_without_masks(tmp_path: Path, data: str, where: str) -> None:
     path = tmp_path / "r.yaml"
-    path.write_text(MASKS + data, encoding="utf-8")
-    with pytest.raises(RecipeError) as caught:
-        load_recipe(str(path))
-    (problem,) = caught.value.problems
+    problem = only_problem(path, MASKS + data)
     assert where in problem.where and ("without masks" in problem.what or "at most 1" in problem.what) and problem.fix
     one_masked = "  unmasked_weight: 0.1\n  sources: [{path: a}, {path: b, alpha_mask: true}]\n"
     path.write_text(MASKS + one_masked, encoding="utf-8")
