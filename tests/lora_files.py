@@ -15,7 +15,7 @@ from lora_rocm.commands.inspect_file import inspect
 from lora_rocm.export import writers
 from lora_rocm.export.metadata import Facts
 from lora_rocm.families.base import ModelFamily
-from lora_rocm.model_files.readers import PROGRAMS, READ
+from lora_rocm.model_files.readers import PROGRAMS, is_read
 from lora_rocm.recipe.schema import Recipe
 
 
@@ -49,6 +49,6 @@ def cannot_read_by_inspect(path: Path) -> list[set[str]]:
     found = inspect(path)
     adapters = found["adapters"].values() if "adapters" in found else [found["adapter"]]
     return [
-        {f"{PROGRAMS[name]} ({text})" for name, text in each["readers"].items() if text not in READ}
+        {f"{PROGRAMS[name]} ({text})" for name, text in each["readers"].items() if not is_read(text)}
         for each in adapters
     ]
