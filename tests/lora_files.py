@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -42,6 +43,11 @@ def write_as_forecast(
     forecast_bytes = writers.size_bytes(form, family, adapter, recipe, facts)
     written = writers.write(form, path, family, adapter, recipe, facts)
     assert forecast_bytes == sum(file.num_bytes for file in written)
+
+
+def without_share(cannot_read: Iterable[str]) -> set[str]:
+    """What is said after an export, without the measured share that differs, which ``inspect`` does not know."""
+    return {re.sub(r"; [0-9.]+% of the change differs", "", text) for text in cannot_read}
 
 
 def cannot_read_by_inspect(path: Path) -> list[set[str]]:

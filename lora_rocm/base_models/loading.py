@@ -33,6 +33,7 @@ from torch import nn
 from lora_rocm.base_models import conversion, hub
 from lora_rocm.base_models.assembly import Assembly
 from lora_rocm.base_models.conversion import Converter, Found, UnfitError, is_source, sources_of
+from lora_rocm.base_models.run_folder import refuse_run
 from lora_rocm.base_models.safetensors_file import digest, read_hashed
 from lora_rocm.base_models.stored_weights import ComponentTensors
 from lora_rocm.base_models.tokenizers import packaged, require_tokenizer
@@ -46,8 +47,6 @@ from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN, read_config, requi
 from lora_rocm.model_files.header import Header, read_header, refuse_gguf
 from lora_rocm.model_files.models import INDEXES, model_of
 from lora_rocm.model_files.storage_formats import QUANTISED_KEYS
-from lora_rocm.rundir.layout import RunDir
-from lora_rocm.rundir.results import final_files
 
 BUILTIN_PREFIX = "builtin:"
 PICKLE_SUFFIXES = (".ckpt", ".bin", ".pt", ".pth")
@@ -492,24 +491,6 @@ def resolve(choice: ModelChoice, layout: Layout, memory: HashMemory | None = Non
             fix="Give a diffusers folder, a .safetensors file, a hub id, or builtin:tiny-sdxl.",
         )
     return Source(name, layout, folder, folder, None, own, memory)
-
-
-def refuse_run(folder: Path) -> None:
-    """Refuse a run directory as a base. A folder that is a model, too, is one.
-
-    Raises:
-        ModelError: base-is-run.
-    """
-    run_dir = RunDir(folder)
-    if run_dir.holds_run() and not any((folder / name).is_file() for name in (*INDEXES, "config.json")):
-        lora = next(iter(final_files(run_dir)), run_dir.lora)
-        raise ModelError(
-            "base-is-run",
-            "This is a run directory: it holds what was trained on a base model, and no base model.",
-            where=f"model.name_or_path: {folder}",
-            fix=f"Give the base that model.name_or_path of {run_dir.recipe} names. To start from this run's LoRA, set "
-            f"lora.init_from: {lora} too.",
-        )
 
 
 def _beside(path: Path, layout: Layout, own: Mapping[str, Path]) -> dict[str, Path]:
