@@ -33,6 +33,7 @@ from torch import nn
 from lora_rocm.base_models import conversion, hub
 from lora_rocm.base_models.assembly import Assembly
 from lora_rocm.base_models.conversion import Converter, Found, UnfitError, is_source, sources_of
+from lora_rocm.base_models.run_folder import refuse_run
 from lora_rocm.base_models.safetensors_file import digest, read_hashed
 from lora_rocm.base_models.stored_weights import ComponentTensors
 from lora_rocm.base_models.tokenizers import packaged, require_tokenizer
@@ -454,7 +455,7 @@ def resolve(choice: ModelChoice, layout: Layout, memory: HashMemory | None = Non
         memory: cache of weight digests.
 
     Raises:
-        ModelError: model-missing, pickle-refused, not-a-model, hub-unreachable and others.
+        ModelError: model-missing, base-is-run, pickle-refused, not-a-model, hub-unreachable and others.
     """
     name = choice.name_or_path
     own = {part: _part_path(part, given) for part, given in choice.parts.items()}
@@ -478,6 +479,7 @@ def resolve(choice: ModelChoice, layout: Layout, memory: HashMemory | None = Non
         is_whole = configs is not None and (configs / main / "config.json").is_file()
         return Source(name, layout, configs if configs and is_whole else layout.configs, configs, path, own, memory)
     elif os.path.isdir(path):
+        refuse_run(path)
         folder = path
     elif hub.looks_like_id(name):
         folder = hub.download_model(name, choice.revision, tuple(layout.parts), tuple(layout.tokenizers))

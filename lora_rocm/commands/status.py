@@ -13,6 +13,7 @@ from lora_rocm.rundir.events import current_steps, read_events
 from lora_rocm.rundir.incidents import last_word, trouble_of
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.results import faults_of_finished, result_files
+from lora_rocm.rundir.whole_files import fault_of_lora, newest_checkpoint, remedy
 from lora_rocm.supervisor.lock import is_running
 
 RATE_STEPS = 50
@@ -24,7 +25,8 @@ def status(run_dir: RunDir) -> dict[str, Any]:
     state: running, finished, stopped (on request), failed (with an error, or ended because it hung), died (without an
     error), or prepared. rate_per_s and eta_s are None unless the run is running. restarts: how often the worker was
     restarted. changes: names of the mitigations applied after failures (``rules.mitigations``), one per application.
-    readers: path of a LoRA file -> which programs read it, if some do not. remarks: files that are gone or damaged.
+    readers: path of a LoRA file -> which programs read it, if some do not. files and last_checkpoint: none that is
+    damaged. remarks: files that are gone or damaged.
     """
     # read the events
     events = read_events(run_dir.events())
@@ -42,10 +44,14 @@ def status(run_dir: RunDir) -> dict[str, Any]:
     total = last["data"]["max_train_steps"] if "data" in last else None
     recent = [step["step_s"] for step in steps[-RATE_STEPS:]]
     step_s = sum(recent) / len(recent) if recent and state == "running" else 0.0
-    checkpoints = run_dir.list_checkpoints()
+    files = result_files(run_dir)
+    faults = {path: fault for path in files if path != run_dir.report and (fault := fault_of_lora(path))}
+    checkpoint, passed_over = newest_checkpoint(run_dir)
     latest_s = max((float(event["time"]) for event in (*events[-1:], *trouble[-1:])), default=None)
     remarks = faults_of_finished(run_dir) if state == "finished" else []
-    if latest_s is None and (checkpoints or _has_bytes(run_dir)):
+    remarks += [f"{path}: {fault} {remedy(run_dir, path)}" for path, fault in faults.items()]
+    remarks += [f"{folder} is damaged and passed over. {fault}" for folder, fault in passed_over.items()]
+    if latest_s is None and (checkpoint or passed_over or _has_bytes(run_dir)):
         remarks.append("its events are gone or damaged: steps, loss and rate are not known")
     readers = {
         str(run_dir.path / event["path"]): readers_line(event.get("can_read", ()), event["cannot_read"])
@@ -65,9 +71,9 @@ def status(run_dir: RunDir) -> dict[str, Any]:
         "incidents": sum(event["type"] == "incident" for event in events),
         "restarts": sum(event["type"] == "restart" for event in trouble),
         "changes": [event["id"] for event in trouble if event["type"] == "change"],
-        "last_checkpoint": str(checkpoints[-1][1]) if checkpoints else None,
+        "last_checkpoint": str(checkpoint[1]) if checkpoint else None,
         "error": {key: error[key] for key in ("code", "what", "where", "fix")} if error and state == "failed" else None,
-        "files": [str(path) for path in result_files(run_dir)],
+        "files": [str(path) for path in files if path not in faults],
         "readers": {path: text for path, text in readers.items() if text},
         "remarks": remarks,
     }

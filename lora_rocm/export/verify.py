@@ -80,13 +80,11 @@ def verify(form: Form, path: Path, family: ModelFamily, model: LoadedModel, adap
                 weight = _weight(adapter.modules[name][2])
                 comparison.weights(name, entry, loaded[name].effect(weight), weight)
     known = readers_of_file(header, [family.name])
+    if "comfyui" in readers:
+        deviation = _compare_in_comfy(comparison, form, adapter, live, of_weights)
+        known = known.differing(deviation) if known and deviation and form != COMFYUI else known
     cannot_read = known.cannot_read if known else ("other programs (not known)",)
-    can_read = known.can_read if known else ()
-    if "comfyui" not in readers:
-        return comparison.result(cannot_read, can_read)
-    deviation = _compare_in_comfy(comparison, form, adapter, live, of_weights)
-    note = f"ComfyUI and Forge as trained ({deviation:.1%} of the change differs)"
-    return comparison.result((*cannot_read, note) if deviation and form != COMFYUI else cannot_read, can_read)
+    return comparison.result(cannot_read, known.can_read if known else ())
 
 
 def _load_back(form: Form, path: Path, family: ModelFamily, adapter: Adapter) -> dict[str, Entry]:

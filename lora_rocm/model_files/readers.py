@@ -19,6 +19,8 @@ NORMS = " and trained norms"
 VLLM_RANKS = (16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's --max-lora-rank, the default first (vllm/config/lora.py)."""
 READ = ("reads it", "read it")
+EXACTLY = "reads it exactly"
+"""Begins what a program does that reads the file, with a remark after it."""
 PROGRAMS = {
     "diffusers": "diffusers",
     "comfyui": "ComfyUI",
@@ -31,6 +33,11 @@ PROGRAMS = {
     "peft": "PEFT",
 }
 """Field -> program."""
+
+
+def is_read(text: str) -> bool:
+    """Whether a program reads a file exactly, by what ``Readers`` says of it."""
+    return text in READ or text.startswith(EXACTLY)
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,13 @@ class Readers:
         told = f"only if it is started with --max-lora-rank {fits}" if fits else f"reads ranks up to {VLLM_RANKS[-1]}"
         return replace(self, vllm=told)
 
+    def differing(self, share: float) -> Readers:
+        """The same where ComfyUI's rule for a DoRA, which is Forge's too, changes this share of the change."""
+        more = f"; {share:.1%} of the change differs"
+        return replace(
+            self, **{field: getattr(self, field) + more for field in ("comfyui", "forge") if field in self.told}
+        )
+
     @property
     def told(self) -> dict[str, str]:
         """Field of a program -> what it does with the file; without programs that such files are not meant for."""
@@ -89,12 +103,13 @@ class Readers:
     @property
     def cannot_read(self) -> tuple[str, ...]:
         """The programs that do not read the file, or not exactly, in words."""
-        return tuple(f"{PROGRAMS[field]} ({text})" for field, text in self.told.items() if text not in READ)
+        return tuple(f"{PROGRAMS[field]} ({text})" for field, text in self.told.items() if not is_read(text))
 
     @property
     def can_read(self) -> tuple[str, ...]:
-        """The programs that read the file."""
-        return tuple(PROGRAMS[field] for field, text in self.told.items() if text in READ)
+        """The programs that read the file, with a remark where there is one."""
+        read = {PROGRAMS[field]: text for field, text in self.told.items() if is_read(text)}
+        return tuple(program if text in READ else f"{program} ({text})" for program, text in read.items())
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,8 @@ RUN_MARKS = frozenset(("recipe.yaml", "events.jsonl"))
 PROBE = ".probe.tmp"
 STATE_FILE = "state.json"
 """In each checkpoint folder: position, facts about the run, checksums."""
+FILE_OF = {part: f"{part}.safetensors" for part in ("adapter", "ema", "optimizer")}
+"""The file of each part in a checkpoint folder; it has no others."""
 
 EMBEDDINGS = r"(lora(-sd-scripts|-comfyui|-step\d{8})?|pytorch_lora_weights|peft)-embeddings"
 FOLDERS = rf"checkpoints|samples|tensorboard|peft|{EMBEDDINGS}"

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lora_rocm.errors import AdapterError
 from lora_rocm.foundation.bounded_read import check_plain, read_plain
 from lora_rocm.foundation.files import write_json
 from lora_rocm.model_files.peft_folder import PEFT_WEIGHTS, peft_folders
@@ -188,19 +187,3 @@ def _is_whole(export: Path) -> bool:
     """Whether a LoRA file is there, or a PEFT folder with the weights of each of its components."""
     folders = peft_folders(export)
     return all((folder / PEFT_WEIGHTS).is_file() for folder in folders.values()) if folders else export.is_file()
-
-
-def newest_lora(run_dir: RunDir) -> Path:
-    """The finished LoRA file, or that of the newest checkpoint of a run that is not finished.
-
-    Raises:
-        AdapterError: there is none yet.
-    """
-    found = [run_dir.checkpoint_lora(updates) for updates, _ in run_dir.list_checkpoints()]
-    found = [*found, run_dir.lora] if run_dir.result.exists() else [run_dir.lora, *found]
-    for path in reversed(found):
-        if path.exists():
-            return path
-    raise AdapterError(
-        "no-lora-yet", "This run has not written a LoRA file yet.", where=str(run_dir.path), fix="Train on first."
-    )

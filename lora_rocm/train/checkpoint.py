@@ -29,12 +29,10 @@ from lora_rocm.foundation.bounded_read import check_plain, read_plain
 from lora_rocm.foundation.files import fsync_folder, is_folder, make_folder, remove, rename, write_through
 from lora_rocm.foundation.units import count_text
 from lora_rocm.model_files.header import read_header
-from lora_rocm.rundir.layout import CHECKPOINT_NAME, STATE_FILE, RunDir
+from lora_rocm.rundir.layout import CHECKPOINT_NAME, FILE_OF, STATE_FILE, RunDir
+from lora_rocm.rundir.whole_files import MAX_STATE_BYTES
 from lora_rocm.train.loop import Position
 
-FILE_OF = {part: f"{part}.safetensors" for part in ("adapter", "ema", "optimizer")}
-"""The file of each part; a checkpoint has no others."""
-MAX_STATE_BYTES = 1 << 30  # it holds the captions' tags: 40,000 per folder, each of any length
 MAX_PART_BYTES = 1 << 36  # the moments of rank 1024 on all attention and MLPs of SDXL take 20 GiB
 PIECE_BYTES = 1 << 20  # read at once while checksumming
 

@@ -35,7 +35,8 @@ from lora_rocm.recipe.schema import TEXT_KEY, TOKENS_KEY, Recipe
 from lora_rocm.rundir.event_types import DrawnEvent, ErrorEvent, ExportEvent, NoticeEvent
 from lora_rocm.rundir.events import emit
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.rundir.results import newest_lora, updates_of
+from lora_rocm.rundir.results import updates_of
+from lora_rocm.rundir.whole_files import newest_lora
 from lora_rocm.train.chat import chat
 from lora_rocm.train.checkpoint import Checkpoint, latest_valid, read_checkpoint
 from lora_rocm.train.compare import compare

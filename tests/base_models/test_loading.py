@@ -21,6 +21,7 @@ from lora_rocm.families.objectives.loss import losses
 from lora_rocm.families.sdxl.detect import EXPECTED
 from lora_rocm.families.sdxl.family import LAYOUT, Sdxl
 from lora_rocm.latent_cache.quarantine import plain_door
+from lora_rocm.rundir.layout import RunDir
 from tests.tiny_models import (
     caption_encoder,
     tiny_pipeline,
@@ -329,6 +330,16 @@ def test_a_folder_around_a_checkpoint_is_pointed_into(single: tuple[Path, Path])
     error = refused(single[0].parent)
     assert error.code == "not-a-model"
     assert single[0].name in error.fix
+
+
+def test_a_run_directory_is_no_base(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run").create()
+    run_dir.lora.touch()
+    assert refused(run_dir.path).code == "not-a-model", "the control: a folder with a file of that name alone"
+    run_dir.events().touch()
+    error = refused(run_dir.path)
+    assert error.code == "base-is-run" and "run directory" in error.what
+    assert str(run_dir.recipe) in error.fix and f"lora.init_from: {run_dir.lora}" in error.fix
 
 
 def test_a_component_is_made_once_and_each_that_is_loaded_is_a_copy_of_its_own(

@@ -1,6 +1,7 @@
 """Where a run stands."""
 
 import json
+import shutil
 import time
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from tests.supervisor.fake_run import (
     event,
     failure_fields,
     restart_fields,
+    safetensors_bytes,
     save_recipe,
     start_fields,
     step_fields,
@@ -113,6 +115,32 @@ def test_what_is_gone_or_damaged_is_said(tmp_path: Path, run_dir: RunDir) -> Non
     assert "lora.safetensors: not there any more. train --resume" in status_text(status(finished))
     finished.result.write_bytes(b"{")
     assert "result.json cannot be read" in status_text(status(finished))
+
+
+@pytest.mark.parametrize("num_bytes", [0, 7, 1000, 2999, 3001])
+def test_a_damaged_lora_is_no_file_and_its_remedy_is_said(tmp_path: Path, num_bytes: int) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    write_whole_run(run_dir)
+    assert str(run_dir.lora) in status(run_dir)["files"] and status(run_dir)["remarks"] == [], "the control"
+    run_dir.lora.write_bytes(safetensors_bytes(3000).ljust(num_bytes)[:num_bytes])
+    found = status(run_dir)
+    assert str(run_dir.lora) not in found["files"]
+    (said,) = found["remarks"]
+    assert said in status_text(found) and said.startswith(f"{run_dir.lora}: ")
+    assert "damaged" in said and f"lora-rocm export {run_dir.path} --format kohya" in said
+
+
+@pytest.mark.parametrize("name", ["adapter.safetensors", "state.json"])
+def test_a_damaged_checkpoint_is_passed_over_by_name(tmp_path: Path, name: str) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    write_whole_run(run_dir)
+    older = run_dir.checkpoint(40).rename(run_dir.checkpoint(20))
+    newer = Path(shutil.copytree(older, run_dir.checkpoint(40)))
+    assert status(run_dir)["last_checkpoint"] == str(newer), "the control"
+    (newer / name).write_bytes((newer / name).read_bytes()[:20])
+    found = status(run_dir)
+    assert found["last_checkpoint"] == str(older)
+    assert f"{newer} is damaged and passed over. {name}: This" in status_text(found)
 
 
 def supervise(run_dir: RunDir, *events: tuple[str, dict[str, object]]) -> None:

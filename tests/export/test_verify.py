@@ -20,7 +20,7 @@ from lora_rocm.adapters.lora_reader import read_lora
 from lora_rocm.errors import AdapterError, ExportError
 from lora_rocm.export import writers
 from lora_rocm.export.metadata import Facts
-from tests.lora_files import cannot_read_by_inspect
+from tests.lora_files import cannot_read_by_inspect, without_share
 from tests.tiny_models import MIDDLE_TARGETS, SHALLOW_RISING, trained, write_tiny_sdxl
 
 pytestmark = [
@@ -90,8 +90,7 @@ def test_honest_files_pass(folder: Path, tmp_path: Path, form: str, dtype: str, 
     assert found.max_difference >= 0.0
     assert (dtype == "fp32") or found.max_difference > 0.0  # it did compare with what is in the file
     assert bool(found.cannot_read) == (form != "kohya" or bool(lora.get("use_dora")))
-    share = {text for text in found.cannot_read if "%" in text}
-    assert all(said | share == set(found.cannot_read) for said in cannot_read_by_inspect(path))
+    assert all(said == without_share(found.cannot_read) for said in cannot_read_by_inspect(path))
 
 
 def test_an_untrained_adapter_passes(folder: Path, tmp_path: Path) -> None:
@@ -128,7 +127,18 @@ def test_who_cannot_read_a_dora_is_said(folder: Path, tmp_path: Path) -> None:
     found = writers.verify("kohya", path, family, model, adapter)
     said = " ".join(found.cannot_read)
     assert found.can_read == ("LyCORIS",) and "LyCORIS" not in said
-    assert all(name in said for name in ("diffusers", "A1111", "ComfyUI", "Forge", "%"))
+    assert all(name in said for name in ("diffusers", "A1111", "ComfyUI", "Forge"))
+    named = [text.partition(" (")[0] for text in found.cannot_read]
+    assert len(named) == len(set(named)) and " and " not in str(named), "each program is named once"
+    assert ["%" in text for text in found.cannot_read] == [name in ("ComfyUI", "Forge") for name in named]
+
+
+def test_comfyui_reads_a_dora_in_its_own_form(folder: Path, tmp_path: Path) -> None:
+    family, model, adapter, path = written(folder, tmp_path, "comfyui", use_dora=True)
+    found = writers.verify("comfyui", path, family, model, adapter)
+    comfy, forge = found.can_read
+    assert comfy.startswith("ComfyUI (reads it exactly, until") and forge == "Forge"
+    assert not re.search("ComfyUI|Forge|%", " ".join(name.partition(" (")[0] for name in found.cannot_read))
 
 
 def by_comfyui(weight: Tensor, parts: dict[str, Tensor], norm_of_base: bool) -> Tensor:

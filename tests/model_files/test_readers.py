@@ -103,6 +103,19 @@ def test_a_dora_by_comfyui_s_rule_is_told_by_its_metadata() -> None:
     assert found is not None and usual is not None
     assert (found.forge, usual.lycoris) == ("reads it", "reads it") and "base weight" in usual.forge
     assert "kohya format" in found.lycoris
+    assert [text.partition(" (")[0] for text in found.can_read] == ["ComfyUI", "Forge"] and "15458" in found.can_read[0]
+    assert usual.can_read == ("LyCORIS",)
+
+
+def test_the_share_that_differs_stands_with_the_programs_where_it_does() -> None:
+    usual = readers_of([f"{KEY}.{ending}" for ending in KINDS["DoRA"]], ["sdxl"])
+    assert usual is not None and "%" not in str(usual.told)
+    told = usual.differing(0.0734).told
+    assert {name for name, text in told.items() if text.endswith("; 7.3% of the change differs")} == {
+        "comfyui",
+        "forge",
+    }
+    assert list(told) == list(usual.told)
 
 
 def test_up_and_down_are_not_what_diffusers_expects_beside_a_prefix() -> None:

@@ -107,17 +107,6 @@ def test_a_peft_folder_without_weights_is_no_result(tmp_path: Path) -> None:
     assert "peft" in results.wrong_exports(run_dir, ["peft"])
 
 
-def test_the_newest_lora_is_the_result_only_of_a_finished_run(tmp_path: Path) -> None:
-    run_dir = finished(tmp_path / "run")
-    run_dir.checkpoint(9).mkdir(parents=True)
-    run_dir.checkpoint_lora(9).touch()
-    assert results.newest_lora(run_dir) == run_dir.lora
-    run_dir.result.unlink()  # it goes on
-    assert results.newest_lora(run_dir) == run_dir.checkpoint_lora(9)
-    run_dir.checkpoint_lora(9).unlink()
-    assert results.newest_lora(run_dir) == run_dir.lora, "of what it was before"
-
-
 def test_an_export_after_the_end_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
     run_dir = finished(tmp_path / "run")
     run_dir.lora.write_bytes(b"in another number format")

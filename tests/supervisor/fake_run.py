@@ -96,6 +96,11 @@ def restart_fields(**changes: Any) -> dict[str, Any]:
     return {**fields, **changes}
 
 
+def safetensors_bytes(num_bytes: int) -> bytes:
+    """A whole safetensors file of this size, without tensors."""
+    return (num_bytes - 8).to_bytes(8, "little") + b"{}".ljust(num_bytes - 8)
+
+
 def write_whole_run(run_dir: RunDir) -> None:
     """Everything that a run can leave: previews, incidents, exports, result."""
     from PIL import Image
@@ -134,8 +139,10 @@ def write_whole_run(run_dir: RunDir) -> None:
             Image.new("RGB", (128, 128), (updates * 5, number * 80, 120)).save(path)
     Image.new("RGB", (640, 900), "teal").save(run_dir.before_after)
     run_dir.checkpoint(40).mkdir(parents=True)
-    (run_dir.path / lora).write_bytes(b"x" * 2000)
-    run_dir.lora.write_bytes(b"x" * 3000)
+    (run_dir.checkpoint(40) / "adapter.safetensors").write_bytes(safetensors_bytes(1000))
+    write_json(run_dir.checkpoint(40) / "state.json", {"sha256": {"adapter.safetensors": ""}})
+    (run_dir.path / lora).write_bytes(safetensors_bytes(2000))
+    run_dir.lora.write_bytes(safetensors_bytes(3000))
     told = {"format": "kohya", "path": "lora.safetensors", "max_difference": 1.5e-6, "cannot_read": ["reader <x>"]}
     writer.write(event("export", **told))
     writer.write(event("concept", score=0.97, control=0.51, detail={"before": 0.61, "after": 0.32}))

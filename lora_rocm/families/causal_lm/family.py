@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lora_rocm.base_models import hub
 from lora_rocm.base_models.loading import BUILTIN_PREFIX, WEIGHTS_MEMORY, Source, builtin_folder
 from lora_rocm.base_models.random_weights import PREFIX, RandomSource
+from lora_rocm.base_models.run_folder import refuse_run
 from lora_rocm.cache_files.hash_memory import HashMemory
 from lora_rocm.dataset.caption_length import TokenLimit
 from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, Pad, TensorSpec
@@ -105,6 +106,7 @@ class CausalLM:
             return builtin_folder(name)
         path = Path(os.path.expanduser(name))
         if os.path.isdir(path):
+            refuse_run(path)
             return path
         if os.path.exists(path) or not hub.looks_like_id(name):
             raise ModelError(

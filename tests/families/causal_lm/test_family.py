@@ -15,6 +15,7 @@ from lora_rocm.errors import ModelError
 from lora_rocm.families.causal_lm.family import CausalLM
 from lora_rocm.families.causal_lm.objective import IGNORED, Head, token_distance
 from lora_rocm.families.objectives.loss import LOSS_MASK, losses
+from lora_rocm.rundir.layout import RunDir
 from tests.families.causal_lm.adapted import CLOSE, CPU, TOKENS, Adapted, batch, off, recipe_of, reference
 from tests.tiny_llm import MODELS, write_tiny_gpt_oss, write_tiny_llm
 
@@ -174,3 +175,13 @@ def test_samples_in_one_row_see_no_other_beside_the_sinks_of_gpt_oss(tmp_path: P
     assert off(found_N, wanted_N) < CLOSE and off(found_N[-1:], wanted_N[-1:]) < CLOSE
     seeing_N = passed(adapted, {**row, "positions": torch.arange(sum(lengths))[None]}, total)
     assert off(seeing_N, wanted_N) > 0.01, "the control: as one sample each sees those before"
+
+
+def test_a_run_directory_is_no_base(tmp_path: Path) -> None:
+    folder = write_tiny_llm(tmp_path, "llama")
+    RunDir(folder).events().touch()
+    assert CausalLM(recipe_of(folder)).source, "the control: it is a model, whatever else lies there"
+    (folder / "config.json").unlink()
+    with pytest.raises(ModelError, match="run directory") as caught:
+        _ = CausalLM(recipe_of(folder)).source
+    assert caught.value.code == "base-is-run" and "lora.init_from" in caught.value.fix

@@ -1,0 +1,106 @@
+"""Which files of a run are whole, by their headers and lengths alone, and how to write a damaged one again.
+
+That catches a file cut short or of another kind. A changed byte in its numbers is found by the digests (``results``),
+and by the checksums when a checkpoint is read.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from lora_rocm.errors import AdapterError, UserError
+from lora_rocm.foundation.bounded_read import check_plain, read_plain
+from lora_rocm.model_files.header import read_header
+from lora_rocm.model_files.peft_folder import PEFT_WEIGHTS, peft_folders
+from lora_rocm.rundir.layout import FILE_OF, STATE_FILE, RunDir
+from lora_rocm.rundir.results import FILES_OF, updates_of
+
+MAX_STATE_BYTES = 1 << 30  # it holds the captions' tags: 40,000 per folder, each of any length
+
+
+def fault_of_lora(path: Path) -> str:
+    """What is wrong with an adapter file or PEFT folder, as a sentence; empty if it is whole or gone."""
+    folders = peft_folders(path)
+    try:
+        for file in [folder / PEFT_WEIGHTS for folder in folders.values()] or [path]:
+            if path.exists():
+                read_header(file)
+    except UserError as error:
+        return error.what
+    return ""
+
+
+def fault_of_checkpoint(folder: Path) -> str:
+    """What is wrong with a checkpoint folder, as a sentence; empty if it is whole."""
+    state_file = folder / STATE_FILE
+    try:
+        state = json.loads(read_plain(state_file, check_plain(state_file, MAX_STATE_BYTES)))
+        names = sorted(state["sha256"])
+        if not set(names) <= set(FILE_OF.values()):
+            raise ValueError("a checkpoint has no such file")
+        for name in names:
+            read_header(folder / name)
+    except UserError as error:
+        return f"{Path(error.where).name}: {error.what}"
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return f"{STATE_FILE}: This file is missing or damaged."
+    return ""
+
+
+def newest_checkpoint(run_dir: RunDir) -> tuple[tuple[int, Path] | None, dict[Path, str]]:
+    """(updates, folder) of the newest whole checkpoint, and the newer folders that are damaged: folder -> fault."""
+    faults: dict[Path, str] = {}
+    for updates, folder in reversed(run_dir.list_checkpoints()):
+        fault = fault_of_checkpoint(folder)
+        if not fault:
+            return (updates, folder), faults
+        if folder.exists():  # the run may just have deleted it
+            faults[folder] = fault
+    return None, faults
+
+
+def remedy(run_dir: RunDir, lora: Path) -> str:
+    """How to write a damaged adapter file or PEFT folder of a run again."""
+    newest, _ = newest_checkpoint(run_dir)
+    if newest is None:
+        return "No whole checkpoint is left to write it again from: put it back from a copy, or train again."
+    updates, _ = newest
+    form = next((form for form in FILES_OF if run_dir.export_of(form) == lora), None)
+    if form is not None and updates_of(run_dir) in (0, updates):
+        return f"lora-rocm export {run_dir.path} --format {form} writes it again."
+    if lora == run_dir.checkpoint_lora(updates):
+        again = f"lora-rocm export {run_dir.path} --format kohya --output {lora}"
+        return f"{again} writes it again; of a language model, delete it."
+    place = f"{run_dir.path} --format {form or 'kohya'} --output {'FOLDER' if form == 'peft' else 'FILE'}"
+    return (
+        f"Its own checkpoint is gone or damaged. lora-rocm export {place} writes the LoRA of step {updates} elsewhere."
+    )
+
+
+def require_whole(run_dir: RunDir, lora: Path) -> Path:
+    """Return an adapter file or PEFT folder of a run.
+
+    Raises:
+        AdapterError: weights-damaged.
+    """
+    fault = fault_of_lora(lora)
+    if fault:
+        raise AdapterError("weights-damaged", fault, where=str(lora), fix=remedy(run_dir, lora))
+    return lora
+
+
+def newest_lora(run_dir: RunDir) -> Path:
+    """The finished LoRA file, or that of the newest checkpoint of a run that is not finished.
+
+    Raises:
+        AdapterError: there is none yet, or it is damaged.
+    """
+    found = [run_dir.checkpoint_lora(updates) for updates, _ in run_dir.list_checkpoints()]
+    found = [*found, run_dir.lora] if run_dir.result.exists() else [run_dir.lora, *found]
+    for path in reversed(found):
+        if path.exists():
+            return require_whole(run_dir, path)
+    raise AdapterError(
+        "no-lora-yet", "This run has not written a LoRA file yet.", where=str(run_dir.path), fix="Train on first."
+    )

@@ -1,0 +1,74 @@
+"""Damaged files of a run are found by header and length, and the remedy that is said works."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lora_rocm.errors import AdapterError
+from lora_rocm.foundation.files import write_json
+from lora_rocm.rundir import whole_files
+from lora_rocm.rundir.layout import RunDir
+from tests.supervisor.fake_run import safetensors_bytes, write_whole_run
+
+WHOLE = safetensors_bytes(100)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    made = RunDir(tmp_path / "run")
+    write_whole_run(made)
+    return made
+
+
+def test_the_newest_lora_is_the_result_only_of_a_finished_run(run_dir: RunDir) -> None:
+    assert whole_files.newest_lora(run_dir) == run_dir.lora
+    run_dir.result.unlink()  # it goes on
+    assert whole_files.newest_lora(run_dir) == run_dir.checkpoint_lora(40)
+    run_dir.checkpoint_lora(40).unlink()
+    assert whole_files.newest_lora(run_dir) == run_dir.lora, "of what it was before"
+    run_dir.lora.unlink()
+    with pytest.raises(AdapterError, match="not written a LoRA file yet"):
+        whole_files.newest_lora(run_dir)
+
+
+def fix_of(run_dir: RunDir, path: Path) -> str:
+    path.write_bytes(WHOLE[:50])
+    with pytest.raises(AdapterError, match="damaged") as caught:
+        whole_files.newest_lora(run_dir)
+    assert caught.value.where == str(path)
+    return caught.value.fix
+
+
+def test_a_damaged_result_is_exported_again(run_dir: RunDir) -> None:
+    assert fix_of(run_dir, run_dir.lora) == f"lora-rocm export {run_dir.path} --format kohya writes it again."
+    write_json(run_dir.result, {"updates": 41})
+    assert "--output FILE writes the LoRA of step 40 elsewhere" in fix_of(run_dir, run_dir.lora), "export would refuse"
+    (run_dir.checkpoint(40) / "state.json").unlink()
+    assert "No whole checkpoint is left" in fix_of(run_dir, run_dir.lora)
+
+
+def test_a_damaged_lora_of_a_checkpoint_is_exported_to_its_place(run_dir: RunDir) -> None:
+    run_dir.result.unlink()
+    lora = run_dir.checkpoint_lora(40)
+    assert f"--format kohya --output {lora} writes it again" in fix_of(run_dir, lora)
+
+
+def test_a_peft_folder_is_damaged_with_any_of_its_files(run_dir: RunDir) -> None:
+    for component in ("unet", "text_encoder"):
+        (run_dir.peft_dir / component).mkdir(parents=True)
+        (run_dir.peft_dir / component / "adapter_config.json").write_text("{}", encoding="utf-8")
+        (run_dir.peft_dir / component / "adapter_model.safetensors").write_bytes(WHOLE)
+    assert whole_files.require_whole(run_dir, run_dir.peft_dir) == run_dir.peft_dir
+    (run_dir.peft_dir / "text_encoder" / "adapter_model.safetensors").write_bytes(WHOLE[:-1])
+    with pytest.raises(AdapterError, match="damaged") as caught:
+        whole_files.require_whole(run_dir, run_dir.peft_dir)
+    assert f"{run_dir.path} --format peft" in caught.value.fix
+
+
+@pytest.mark.parametrize("state", [b"", b"[]", b'{"sha256": {"/dev/zero": ""}}', b'{"sha256": 3}', b"[" * 100_000])
+def test_a_strange_state_is_a_damaged_checkpoint(run_dir: RunDir, state: bytes) -> None:
+    assert whole_files.fault_of_checkpoint(run_dir.checkpoint(40)) == ""
+    (run_dir.checkpoint(40) / "state.json").write_bytes(state)
+    assert whole_files.fault_of_checkpoint(run_dir.checkpoint(40)).startswith("state.json")
