@@ -367,6 +367,11 @@ def _scan_folder(found: _Findings) -> None:
         given = replace(given, captions=tuple(more))
         name, repeats = repeat_folder.name or folder.name, options.repeats * repeat_folder.repeats
         found.add(Sample(key, found.first, name, path, caption, *header.size, repeats, options, given), header)
+    if found.uncaptioned and options.caption_fallback == "filename":
+        if any(folder.repeat_folder(relative).name for _, relative in folder.images):
+            found.notices.append(
+                "kohya's scripts give images without a caption the name of their folder: data.caption_fallback: folder."
+            )
 
 
 def _plan_class_images(found: _Findings) -> None:

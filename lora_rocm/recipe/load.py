@@ -198,6 +198,11 @@ def questions(recipe: Recipe, layers: Layered) -> list[str]:
             f"{layers.where(('data', 'validation_split'))}: these samples are not trained on, and their loss is taken "
             f"by `lora-rocm compare` alone. For their loss during the run set {every}."
         )
+    if isinstance(sides := recipe.data.resolution, tuple) and len(sides) == 2:
+        found.append(
+            f"{layers.where(('data', 'resolution'))}: each image is seen at {sides[0]} and at {sides[1]}. If that is a "
+            f"width and a height, write one number, {round((sides[0] * sides[1]) ** 0.5)}: buckets have many shapes."
+        )
     if steps and recipe.train.validation_every_n_steps > steps:
         found.append(
             f"{layers.where(('train', 'validation_every_n_steps'))}: the run has {count_text(steps, 'step')}, so no "

@@ -55,7 +55,7 @@ LINES: dict[str, Callable[[Event], str]] = {
     "checkpoint": lambda e: f"Saved {e['path']} and {e['lora']}",
     "preview": lambda e: f"{count_text(len(e['images']), 'preview')} after step {e['updates']}",
     "concept": lambda e: (
-        f"Concept score {number_text(e['score'])}, "
+        f"Concept score {number_text(e['score'])} (0.5: as before training, 1: every preview nearer to the data), "
         + ("no control" if e["control"] is None else f"control {number_text(e['control'])}")
     ),
     "notice": lambda e: f"Note: {e['text']}",

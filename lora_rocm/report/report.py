@@ -15,6 +15,7 @@ from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.files import write_atomic
 from lora_rocm.foundation.units import count_text, number_text, rate_text, size_text, time_text
+from lora_rocm.model_files.readers import PROGRAMS, readers_line
 from lora_rocm.recipe.load import MAX_RECIPE_BYTES, load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.report.html import (
@@ -164,12 +165,17 @@ def _usage(facts: Facts) -> str:
     ]
     if not rows:
         return ""
-    hints = ""
-    if facts.run_dir.lora.exists():
+    hints, lora = "", facts.run_dir.lora
+    if lora.exists():
+        exported = next((event for event in reversed(facts.all("export")) if event["path"] == lora.name), None)
+        can_read, cannot_read = (exported.get("can_read", ()), exported["cannot_read"]) if exported else ((), ())
         hints = paragraph(
-            "lora.safetensors goes to models/loras (ComfyUI) or models/Lora (Forge, A1111); rename it as you like. "
-            "In diffusers:"
-        ) + preformatted(f'pipeline.load_lora_weights("{facts.run_dir.lora.as_posix()}")')
+            f"{lora.name} goes to models/loras (ComfyUI) or models/Lora (Forge, A1111); rename it as you like."
+        )
+        if about := readers_line(can_read, cannot_read):
+            hints += paragraph(f"{about}.")
+        if not any(program.startswith(PROGRAMS["diffusers"]) for program in cannot_read):
+            hints += paragraph("In diffusers:") + preformatted(f'pipeline.load_lora_weights("{lora.as_posix()}")')
     trigger = facts.recipe.data.trigger_word if facts.recipe else None
     if trigger:
         hints += paragraph(f"Put the trigger word into the prompt: {trigger}")

@@ -80,6 +80,11 @@ def test_an_image_may_have_the_caption_of_its_folder(tmp_path: Path, make: Simpl
     make.image(tmp_path / "red cats" / "d.png", seed=3, caption="d")
     found = captions(scan(make.data(path=str(tmp_path), caption_fallback="folder")))
     assert list(found.values()) == ["zwx_woman", "zwx_woman", "red cats", "d"]
+    hints = [
+        "caption_fallback: folder" in " ".join(scan(make.data(path=str(tmp_path / name))).notices)
+        for name in ("", "red cats")
+    ]
+    assert hints == [True, False], "only where kohya would read the name"
     alone = captions(scan(make.data(path=str(tmp_path / "10_zwx_woman"), caption_fallback="folder", recursive=False)))
     assert list(alone.values()) == ["zwx_woman"]
 

@@ -209,6 +209,13 @@ def test_a_held_out_loss_after_the_end_is_questioned() -> None:
     assert load_recipe("own.yaml", [*changes, "train.max_train_steps=11"]).notices == ()
 
 
+@pytest.mark.parametrize(("given", "said"), [("[832, 1216]", "write one number, 1006"), ("[512, 768, 1024]", "")])
+def test_two_resolutions_may_be_meant_as_a_width_and_a_height(given: str, said: str) -> None:
+    Path("own.yaml").write_text(MINIMAL, encoding="utf-8")
+    notices = load_recipe("own.yaml", [f"data.resolution={given}"]).notices
+    assert said in "".join(notices) and bool(notices) is bool(said)
+
+
 def test_missing_keys_have_a_place() -> None:
     Path("bad.yaml").write_text("model:\n  vae: x\ntrain: {epochs: 1}\n", encoding="utf-8")
     with pytest.raises(RecipeError) as caught:

@@ -111,7 +111,7 @@ def test_suggestions(name: str, siblings: list[str], section: str, expected: str
         ("train", "max_train_minutes", "max_train_steps?", "not minutes"),
         ("output", "type", "output.dtype", "Keys of output"),
         ("lora", "dim_from_weights", "Did you mean", "lora.rank: auto"),
-        ("lora", "unit", "Did you mean", "LoKr (lora.type"),
+        ("lora", "unit", "Did you mean", "lora.type: lokr"),
         ("model", "weight_dtype", "lora.weight_dtype", "follows train.mixed_precision"),
         ("optim", "lr_scheduler_type", "Did you mean", "its options as keys of optim"),
         ("", "text_encoder", "Did you mean", "lora.train_text_encoder: true"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -100,6 +101,19 @@ def test_a_whole_run(run_dir: RunDir) -> None:
                   "never trained on: 1 of image", "pics/&lt;c&gt;.png"):  # fmt: skip
         assert words in html, words
     assert "<b>zibu" not in html and "alert(1)</script>" not in html.replace("&lt;/script&gt;", "")
+
+
+@pytest.mark.parametrize(("cannot_read", "in_diffusers"), [([], True), (["diffusers (reads nothing of it)"], False)])
+def test_a_program_that_cannot_read_the_file_is_not_recommended(
+    run_dir: RunDir, cannot_read: list[str], in_diffusers: bool
+) -> None:
+    write_whole_run(run_dir)
+    event = {"type": "export", "format": "kohya", "path": "lora.safetensors", "max_difference": 0.0, "can_read": ["A"]}
+    with run_dir.events().open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"time": 9e9, "session": 1, **event, "cannot_read": cannot_read}) + "\n")
+    html, _ = checked(write_report(run_dir))
+    assert ("load_lora_weights" in html) is in_diffusers
+    assert ("not, or not exactly, by diffusers" in html) is not in_diffusers
 
 
 def test_what_an_optimizer_tells_of_itself_is_drawn(run_dir: RunDir) -> None:
