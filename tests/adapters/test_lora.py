@@ -24,6 +24,7 @@ from lora_rocm.adapters.lora import trained_scale
 from lora_rocm.errors import AdapterError
 from lora_rocm.export.metadata import Facts
 from lora_rocm.families.base import family_for
+from lora_rocm.kernels.adapter_dropout import DropoutDraws
 from tests.adapters.lycoris import locon
 from tests.lora_files import write_as_forecast
 from tests.tiny_models import MIDDLE_TARGETS, SHALLOW_RISING, tiny_recipe, trained, unet_output, write_tiny_sdxl
@@ -211,7 +212,10 @@ def test_what_the_recipe_drops_is_dropped_in_training_alone(folder: Path, key: s
         torch.testing.assert_close(found_BSR, 2 * whole_BSR * kept_B1R, rtol=1e-3, atol=1e-3)
         assert 0.3 < float(kept_B1R.float().mean()) < 0.7
     else:
-        passes = [(layer(x_BSI) - layer.base_layer(x_BSI)).detach() for _ in range(20)]
+        draws, passes = DropoutDraws(layer.modules()), list[Tensor]()
+        for seed in range(20):
+            draws.draw(seed)
+            passes.append(added())
         dropped = [not each.any() for each in passes]
         assert 0 < sum(dropped) < 20
         for each in (each for each, gone in zip(passes, dropped, strict=True) if not gone):
