@@ -3,8 +3,8 @@
 An epoch is a list of effective batches (all rows of one update), each from one bucket: samples of one shape and one
 batch size, for a source may have a smaller one. Ranks and micro-batches only slice them, so a recipe gives the same
 updates however they are split. Smaller batches and a bucket's last one are padded with rows of weight 0, so shapes
-never change. The first batch of training has the most expensive shape: running out of memory shows
-at once, and the allocator's first blocks are large enough for all later batches.
+never change. The first batch of training has the most expensive shape: running out of memory shows at once, and the
+allocator's first blocks are large enough for all later batches.
 
 If texts of different lengths need a mask in one micro-batch, the samples of a bucket are ordered so that as many
 micro-batches as possible have texts of one length. Only then does the order depend on ``batch_size`` too, and not only
@@ -49,7 +49,7 @@ class Item:
     geometry: scaling and crop of the image; None if the family reads no image.
     crops: those of each view; empty if all views have the same.
     content: cache keys that identify the data independently of how it was encoded.
-    batch_size: samples in a micro-batch of its source, if fewer than in others; 0: as in others.
+    batch_size: maximum samples of its source in a micro-batch; 0: as many as the run has.
     lengths: a number for each caption, the empty one last, that grows with the caption's length. Captions with
         different numbers need a mask in one batch. Empty if captions never need one.
     """

@@ -291,8 +291,8 @@ class Items(Lazy[Item]):
         sizes, shape_N = np.unique(targets_N2[:, 0] << 32 | targets_N2[:, 1], return_inverse=True)
         shapes = [_shape(*divmod(size, 1 << 32)) for size in sizes.tolist()]
         repeats_N = np.ones(len(self), np.int64) if self.held_out else numbers_of(self.batch["repeats"])
-        sizes = [0 if self.held_out else source.max_batch_size or 0 for source in self.sources]
-        batch_N = np.array(sizes, np.int64)[numbers_of(self.batch["source"])]
+        batch_sizes = [0 if self.held_out else source.max_batch_size or 0 for source in self.sources]
+        batch_N = np.array(batch_sizes, np.int64)[numbers_of(self.batch["source"])]
         return Outline(_Names(self.batch["key"]), shapes, shape_N, repeats_N, share_N, batch_N, self._texts())
 
     def _texts(self) -> TextLengths | None:

@@ -329,9 +329,8 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _compiled_code_draws_nothing(self) -> Recipe:
-        drawn = [
-            name for name in self.lora.drops if name != "dropout"
-        ]  # before a pass; compiled code cannot wait for it
+        # What these two drop is drawn before a pass, when compiled code is traced already.
+        drawn = [name for name in self.lora.drops if name != "dropout"]
         if drawn and self.runtime.compile in ("regional", "full"):
             what, fix = f"lora.{drawn[0]} does not go with compiled blocks", "Remove it, or runtime.compile."
             raise PydanticCustomError("rule", "{what}", {"what": what, "at": ("lora", drawn[0]), "fix": fix})
