@@ -329,7 +329,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _compiled_code_draws_nothing(self) -> Recipe:
-        # A layer makes the tensor for a new number of rows within a pass, with a generator: no compiled code can do that.
+        # A layer makes the tensor for a new number of rows within a pass, which compiled code cannot do.
         drawn = [name for name in self.lora.drops if name != "dropout"]
         if drawn and self.runtime.compile in ("regional", "full"):
             what, fix = f"lora.{drawn[0]} does not go with compiled blocks", "Remove it, or runtime.compile."
