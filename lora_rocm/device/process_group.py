@@ -11,7 +11,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -225,6 +225,7 @@ class World:
             if found[0].get(name) != other.get(name)
         ]
         if differences:
+            self._wait_for_readers(what)
             more = f"; and {len(differences) - NAMED} more" if len(differences) > NAMED else ""
             raise UserError(
                 "ranks-differ",
@@ -242,10 +243,11 @@ class World:
             updates: number of updates of this rank.
 
         Raises:
-            TransferError: "ranks-parted".
+            TransferError: "ranks-parted", on every rank.
         """
         found = self.exchange("weights", f"{updates} {weights}")
         if len(set(found)) > 1:
+            self._wait_for_readers("weights")
             parted = [rank for rank, said in enumerate(found) if said != found[0]]
             raise TransferError(
                 "ranks-parted",
@@ -255,6 +257,11 @@ class World:
                 fix="Run the same command with --resume latest, which goes on from the last checkpoint. If it comes "
                 "again, suspect a GPU, the board or the driver; lora-rocm doctor tests what it can.",
             )
+
+    def _wait_for_readers(self, what: str) -> None:
+        """Wait until every rank has read the last exchange: the store may end with the first rank that ends."""
+        with suppress(RestartError):  # one that has read and ended already
+            self.exchange(f"{what} read", limit_s=LEAVING_S)
 
     def close(self) -> None:
         """Leave the group together; rank 0 leaves last, because the store ends with it."""

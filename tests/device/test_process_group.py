@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -127,6 +128,35 @@ def test_differences_are_named_on_every_rank() -> None:
         assert isinstance(error, UserError) and error.code == "ranks-differ" and "the recipe" in error.what
         assert error.where == "lora.rank: rank 0 has 16, rank 1 has 8; only: rank 0 has nothing, rank 1 has here"
     assert in_threads(2, lambda world: world.require_same("x", {"a": "1"})) == [None, None]
+
+
+@pytest.mark.parametrize("differ", ["facts", "weights"])
+def test_a_rank_that_ends_first_leaves_the_difference_to_the_others(differ: str) -> None:
+    """Rank 0 ends while rank 1 is about to look again; the store ends with rank 0."""
+    asked, ended = threading.Event(), threading.Event()
+
+    def look_late(activity: str) -> None:
+        asked.set()
+        if ended.wait(0.3):
+            raise RuntimeError("Connection closed by peer")
+
+    def work(world: World) -> None:
+        if world.is_first:
+            asked.wait()
+        else:
+            world.beat = look_late
+        try:
+            if differ == "facts":
+                world.require_same("x", {"a": str(world.me.rank)})
+            else:
+                world.require_in_step(str(world.me.rank), 4)
+        finally:
+            ended.set()
+
+    errors = in_threads(2, work)
+    assert [getattr(error, "code", None) for error in errors] == [
+        "ranks-differ" if differ == "facts" else "ranks-parted"
+    ] * 2, errors
 
 
 def test_ranks_with_other_weights_write_nothing() -> None:

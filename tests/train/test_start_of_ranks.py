@@ -75,8 +75,9 @@ class Pair:
             self._ended.set()
 
     def _beat(self, activity: str) -> None:
-        if self._ended.is_set():
+        if getattr(self._here, "heard", False):  # looked once more since, so nothing that was written is missed
             raise RuntimeError("Connection closed by peer")
+        self._here.heard = self._ended.is_set()
 
 
 @pytest.fixture
@@ -166,7 +167,6 @@ def test_other_images_are_refused(material: Path, start: Pair, monkeypatch: pyte
 def test_real_processes_are_refused_too_and_do_not_stand_still(
     second: int, codes: list[int], material: Path, tmp_path: Path
 ) -> None:
-    """Rank 1 may find rank 0 gone, which has opened what they talk through; ``torchrun`` opens that itself."""
     children = []
     for rank, env in enumerate(environments({**os.environ, "PYTHONPATH": str(ROOT)}, 2)):
         own = tmp_path / f"of rank {rank}.yaml"
@@ -176,7 +176,6 @@ def test_real_processes_are_refused_too_and_do_not_stand_still(
         command = [sys.executable, "-m", "lora_rocm", *words, "--set", "runtime.device=cpu"]
         children.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
     said = [child.communicate(timeout=200)[0].decode("utf-8", "replace") for child in children]
-    assert children[0].returncode == codes[0], said
-    assert children[1].returncode == codes[1] or (codes[1] and "gone" in said[1]), said
+    assert [child.returncode for child in children] == codes, said
     if codes[0]:
-        assert "train.max_train_steps: rank 0 has 2, rank 1 has 3" in said[0]
+        assert all("train.max_train_steps: rank 0 has 2, rank 1 has 3" in each for each in said), said
