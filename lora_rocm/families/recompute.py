@@ -6,9 +6,10 @@ because reading that state is forbidden during graph capture.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 from torch import Tensor, nn
@@ -56,26 +57,32 @@ class Recomputing:
     def chain(self, length: int, blocks: Sequence[nn.Module], x: Tensor, *args: Any) -> Tensor:
         """Run blocks in sequence: each one's first argument is the previous output; the others are the same for all.
 
-        ``length`` is that of ``segments``.
+        They are recomputed in segments of ``length`` blocks.
         """
-        for several in self.segments(length, blocks):
+        for several in self.segments(repeat(length), blocks):
             if len(several) > 1:
                 x = self.whole(partial(_in_turn, several), x, *args)
             else:
                 x = self(several[0], x, *args)
         return x
 
-    def segments(self, length: int, blocks: Sequence[nn.Module]) -> Iterator[Sequence[nn.Module]]:
-        """Divide neighbours into segments of ``length`` blocks; a block that is left over or not chosen is alone.
+    def segments(self, lengths: Iterable[int], blocks: Sequence[nn.Module]) -> Iterator[Sequence[nn.Module]]:
+        """Divide neighbours into segments of so many blocks; a block that is left over or not chosen is alone.
 
-        A longer segment keeps fewer inputs, but the backward pass holds all activations of one at once.
+        A longer segment keeps fewer inputs, but the backward pass holds all activations of one at once. So the first
+        blocks go into the longest: when the backward pass comes to them, few inputs are left.
         """
-        for first in range(0, len(blocks), length):
+        first = 0
+        for length in lengths:
             several = blocks[first : first + length]
-            if self._together and len(several) == length and all(map(self._wants, several)):
+            if len(several) < length:
+                break
+            first += length
+            if self._together and all(map(self._wants, several)):
                 yield several
             else:
                 yield from ([block] for block in several)
+        yield from ([block] for block in blocks[first:])
 
     def whole(self, run: Run, *args: Any, **kwargs: Any) -> Any:
         """The output of a function that is recomputed as a whole."""

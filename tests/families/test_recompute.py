@@ -105,6 +105,19 @@ def test_neighbours_keep_one_input_together(count: int, inputs: int, dropout: fl
     assert (kept - output, kept_less - output) == (count * x, inputs * x)
 
 
+@pytest.mark.parametrize("lengths", [(), (2,), (3, 2), (3, 3, 2), (3, 3, 3), (9,)])
+def test_the_first_blocks_go_into_segments_of_these_lengths(lengths: tuple[int, ...]) -> None:
+    """Nothing is left out, and a segment for which there are too few blocks is none."""
+    run, blocks = (
+        Recomputing(LoadedModel({"net": Row()}, torch.float32, CPU), together=True),
+        list(Chained(8, 0).blocks),
+    )
+    found = list(run.segments(lengths, blocks))
+    assert [block for several in found for block in several] == blocks
+    whole = [length for number, length in enumerate(lengths) if sum(lengths[: number + 1]) <= 8]
+    assert [len(several) for several in found] == whole + [1] * (8 - sum(whole))
+
+
 def test_neighbours_of_which_one_is_not_chosen_stay_apart() -> None:
     net = Chained(3, 0.0)
     model = LoadedModel({"net": net}, torch.float32, CPU)

@@ -70,7 +70,7 @@ class Anima(TransformerFamily):
     pipeline = AnimaLoraLoaderMixin
     file_prefixes = {"transformer": "diffusion_model."}
     fuse_blocks = staticmethod(fuse)
-    block_lists = ("transformer_blocks",)
+    block_lists = {"transformer_blocks": (2,) * 6}
     packed_layers = f"^{BLOCK}"
     targets = {
         "attention": f"{BLOCK}{ATTENTION}",

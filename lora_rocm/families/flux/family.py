@@ -5,10 +5,9 @@ Dimensions: B batch, C channels, H W latent height and width, I image tokens, S 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from diffusers import FluxTransformer2DModel
@@ -24,10 +23,8 @@ from lora_rocm.families import clip
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors
 from lora_rocm.families.flux import names
 from lora_rocm.families.flux.encoders import POOLED, STATES, TextEncoder, TextPart, clip_part, t5_part
-from lora_rocm.families.flux.segments import Segments
 from lora_rocm.families.flux.spec import FluxSection
 from lora_rocm.families.objectives.base import CONTROL_LATENTS, Prediction
-from lora_rocm.families.recompute import Recomputing
 from lora_rocm.families.transformer.detect import called_otherwise
 from lora_rocm.families.transformer.family import TransformerFamily
 from lora_rocm.families.transformer.packing import packed, places, unpacked
@@ -69,7 +66,8 @@ class Flux(TransformerFamily):
     reader_options = {"network_alphas": None}
     file_prefixes = {"transformer": "transformer."}
     fuse_blocks = staticmethod(fuse)
-    block_lists = ("transformer_blocks", "single_transformer_blocks")
+    block_lists = {"transformer_blocks": (2,) * 9, "single_transformer_blocks": (3,) * 5 + (2,) * 9}
+    num_streams = 2
     packed_layers = f"^{BLOCK}"
     language_model = "text_encoder_2"
     language_layers = r"(^|\.)block\.\d+\."
@@ -87,11 +85,6 @@ class Flux(TransformerFamily):
         self._is_schnell = recipe.model.variant == "schnell"
         self._tokens = MAX_TOKENS_SCHNELL if self._is_schnell else MAX_TOKENS
         self.layout = LAYOUT_SCHNELL if self._is_schnell else LAYOUT
-
-    def recompute_activations(self, model: LoadedModel, run: Callable[..., Any] | None = None) -> None:
-        run = run or Recomputing(model, together=True)
-        lists = [list(model.components[self.component].get_submodule(name).children()) for name in self.block_lists]
-        super().recompute_activations(model, Segments(run, lists) if isinstance(run, Recomputing) else run)
 
     def encoders(self) -> Sequence[Encoder]:
         return [VaeEncoder(self.source), self._text_encoder(clip_part()), self._text_encoder(t5_part(self._tokens))]

@@ -25,6 +25,7 @@ from lora_rocm.families.spec import TransformerSection
 from lora_rocm.families.transformer import detect
 from lora_rocm.families.transformer.language_model import DTYPE
 from lora_rocm.families.transformer.sampling import sample_images
+from lora_rocm.families.transformer.segments import Segments
 from lora_rocm.kernels.backend import Form, form_for
 from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.weight_format import WeightFormat
@@ -40,7 +41,9 @@ class TransformerFamily(LatentFamily):
     Attributes:
         pipeline: diffusers' class that loads LoRA files.
         reader_options: further arguments of its ``load_lora_into_transformer``.
-        block_lists: paths of the lists of blocks in the transformer, in forward order.
+        block_lists: paths of the lists of blocks in the transformer, in forward order -> how many blocks each of its
+            first segments has when all are recomputed (found by counting); see ``Recomputing.segments``.
+        num_streams: see ``Segments``.
         targets: preset -> regular expression of module names, as ``ModelFamily.lora_targets``.
         patch: side of the square of latents that is one token.
         fuse_blocks: replaces the blocks by fused ones (see ``families.transformer_blocks``).
@@ -54,7 +57,8 @@ class TransformerFamily(LatentFamily):
     file_prefixes: Mapping[str, str]
     pipeline: type[Any]
     reader_options: Mapping[str, Any] = MappingProxyType({})
-    block_lists: tuple[str, ...]
+    block_lists: Mapping[str, Sequence[int]]
+    num_streams: int = 1
     targets: Mapping[str, str]
     patch: int = 2
     fuse_blocks: Callable[[nn.Module, Form], None]
@@ -125,7 +129,11 @@ class TransformerFamily(LatentFamily):
 
     def recompute_activations(self, model: LoadedModel, run: Callable[..., Any] | None = None) -> None:
         transformer: Any = model.components[self.component]
-        transformer.enable_gradient_checkpointing(run or Recomputing(model))
+        run = run or Recomputing(model, together=True)
+        if isinstance(run, Recomputing):
+            loops = [(list(transformer.get_submodule(name).children()), its) for name, its in self.block_lists.items()]
+            run = Segments(run, loops, self.num_streams)
+        transformer.enable_gradient_checkpointing(run)
 
     def fuse(self, model: LoadedModel, triton: bool = True) -> None:
         self.fuse_blocks(model.components[self.component], form_for(model.device, triton))

@@ -58,7 +58,7 @@ class ZImage(TransformerFamily):
     pipeline = ZImagePipeline
     file_prefixes = {"transformer": "diffusion_model."}
     fuse_blocks = staticmethod(fuse)
-    block_lists = ("noise_refiner", "context_refiner", "layers")
+    block_lists = {"noise_refiner": (), "context_refiner": (), "layers": (2,) * 7}
     packed_layers = r"^(layers|noise_refiner|context_refiner)\.\d+\.(attention|feed_forward)\."
     targets = {
         "attention": rf"layers\.\d+\.{ATTENTION}",
