@@ -173,7 +173,7 @@ def alone(entry: Entry, parts: Sequence[tuple[int, Entry]], whole: bool, name: s
 class LycorisLayer(nn.Module):
     """The forward pass of a layer. This class stands before PEFT's layer among the bases of a kind's layers.
 
-    input_dropout: on the adapter's input.
+    input_dropout: on what the change is made from.
     dropouts: on the change of the output.
     """
 
@@ -191,12 +191,21 @@ class LycorisLayer(nn.Module):
         drops = outputs, AdapterDropout(rates["module_dropout"])
         self.dropouts = nn.Sequential(*(drop for drop in drops if drop.p))
 
+    def source(self, x: Tensor, output: Tensor, base: Any) -> Tensor:
+        """Return what the change is made from: the input, in the dtype of the trained tensors if inputs are cast."""
+        layer: Any = self
+        dtype = next(
+            getattr(layer, name)[PEFT_NAME].dtype for name in layer.adapter_layer_names if getattr(layer, name)
+        )
+        cast: Tensor = layer._cast_input_dtype(x, dtype)
+        return cast
+
     @abstractmethod
     def change(self, x: Tensor, output: Tensor, base: Any) -> Tensor:
         """Return the change of the output at scale 1.
 
         Args:
-            x: the input, in the dtype of the trained tensors if inputs are cast, after dropout.
+            x: that of ``source``, after dropout.
             output: the base layer's output.
             base: the base layer.
         """
@@ -206,11 +215,8 @@ class LycorisLayer(nn.Module):
         output: Tensor = layer.base_layer(x, *args, **kwargs)
         if layer.disable_adapters:
             return output
-        dtype = next(
-            getattr(layer, name)[PEFT_NAME].dtype for name in layer.adapter_layer_names if getattr(layer, name)
-        )
-        x = self.input_dropout(layer._cast_input_dtype(x, dtype))
-        change = self.dropouts(self.change(x, output, layer.get_base_layer()))
+        base = layer.get_base_layer()
+        change = self.dropouts(self.change(self.input_dropout(self.source(x, output, base)), output, base))
         adapted: Tensor = output + (change * layer.scaling[PEFT_NAME]).to(output.dtype)
         return adapted
 
@@ -242,7 +248,7 @@ class OutputEntry(Entry):
 class OutputLayer(LycorisLayer, BaseTunerLayer):
     """A layer of a kind that changes the base layer's output and that PEFT lacks. Its tensors start at zero.
 
-    A change of ``D W`` of a weight ``W`` is one of ``D`` times the output without the bias.
+    A change of ``D W`` of a weight ``W`` is one of ``D`` times the output without the bias, which dropout is on.
     """
 
     other_param_names = ("r", "alpha", "scaling")
@@ -267,11 +273,13 @@ class OutputLayer(LycorisLayer, BaseTunerLayer):
     def changed(self, y: Tensor) -> Tensor:
         """Return the change of the base layer's output without its bias, [..., O]."""
 
+    def source(self, x: Tensor, output: Tensor, base: Any) -> Tensor:
+        """Return the base layer's output without its bias, [..., O]."""
+        y = output.movedim(-3 if isinstance(base, nn.Conv2d) else -1, -1)
+        return y if base.bias is None else y - base.bias.to(y.dtype)
+
     def change(self, x: Tensor, output: Tensor, base: Any) -> Tensor:
-        channels = -3 if isinstance(base, nn.Conv2d) else -1
-        y = output.movedim(channels, -1)
-        y = y if base.bias is None else y - base.bias.to(y.dtype)
-        return self.changed(self.input_dropout(y)).movedim(-1, channels)
+        return self.changed(x).movedim(-1, -3 if isinstance(base, nn.Conv2d) else -1)
 
 
 class LycorisAdapter(Adapter):
