@@ -179,9 +179,7 @@ def walk(
     reported, because traces of the training data may end up in a LoRA file that is given away.
 
     Args:
-        root: the folder.
         caption_extension: extension of caption files, or several. The longest with which a name ends is its own.
-        recursive: also walk through sub-folders.
         include: patterns as those of ``exclude``; if there are any, an image has to match one of them.
         exclude: see ``Patterns``.
         tables: what is read of metadata files next to the images, and of a JSON file of kohya's.

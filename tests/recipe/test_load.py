@@ -383,7 +383,7 @@ def test_an_error_at_an_old_place_names_that_place(more: str, where: str, words:
         ("model.family=llama", "no such model family Families that can be trained: .*sdxl"),
         ("model.family=[sdxl]", "expected one of sdxl, sd15, sd2, z-image, flux, anima, causal-lm; got"),
         ("lora.type=lokrr", "expected one of lora.*; got 'lokrr'"),
-        ("optim.optimizer=prodigyy", "expected one of adamw, .*; got 'prodigyy'.*of prodigy 1.0"),
+        ("optim.optimizer=prodigyy", "expected one of adamw, .*; got 'prodigyy'.*Did you mean prodigy\?"),
     ],
 )
 def test_a_kind_that_does_not_exist(override: str, words: str) -> None:
