@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import re
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from lora_rocm.report import progress_bar
-from lora_rocm.report.progress_bar import BarView, LineView, ProgressDisplay, make_progress
+from lora_rocm.report.progress_bar import MIN_BAR, BarView, LineView, ProgressDisplay, make_progress
 from lora_rocm.rundir.event_types import RUN_EVENTS
 from tests.supervisor.fake_run import (
     change_fields,
@@ -113,6 +115,22 @@ def test_bars_on_a_terminal() -> None:
     text = drawn(lambda stream: BarView(Console(file=stream, force_terminal=True, width=160, _environ={})))
     assert "Training" in text and "3/40" in text and "checks 15, failed 0" in text
     assert "[bold]as it is[/bold]" in text
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 160])
+def test_a_narrow_bar_leaves_whole_details_out(width: int) -> None:
+    stream = io.StringIO()
+    display = ProgressDisplay(BarView(Console(file=stream, force_terminal=True, width=width, _environ={})))
+    display.on_event({"type": "step", **step_fields(3, measures={"accuracy": 0.5}, transfer_checks=123456)})
+    display.view.end()
+    line = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue()).split("\r")[-1].strip()
+    whole = "loss 0.3305  accuracy 0.5  5.00 it/s  0:07 left  1.0 GiB  checks 123456, failed 0"
+    shown = line.partition(" 3/40 ")[2]
+    assert line.startswith("Training ") and len(line) <= width
+    assert shown and f"{whole}  ".startswith(f"{shown}  "), "each is whole"
+    assert (shown == whole) is (width == 160)
+    left_out = whole.removeprefix(shown).strip().split("  ")[0]
+    assert shown == whole or len(f"Training 3/40 {shown}  {left_out}") + MIN_BAR + 1 > width, "no more would fit"
 
 
 def test_the_stream_decides(monkeypatch: Any) -> None:
