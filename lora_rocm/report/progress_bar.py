@@ -8,6 +8,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from rich.console import Console
@@ -20,6 +22,7 @@ from lora_rocm.model_files.readers import readers_line
 from lora_rocm.report.incident_texts import TEXTS
 from lora_rocm.report.smoothing import Smoothed
 from lora_rocm.report.vram_spill import Spilling
+from lora_rocm.rundir.events import latest_steps
 
 LINE_EVERY_S = 10.0
 PHASES = {
@@ -80,9 +83,15 @@ class View(Protocol):
 
 
 class ProgressDisplay:
-    """Turns events into lines and bars on a ``View``. ``spill_bytes``: see ``vram_spill.spill_bytes``."""
+    """Turns events into lines and bars on a ``View``.
 
-    def __init__(self, view: View, spill_bytes: int | None = None) -> None:
+    spill_bytes: see ``vram_spill.spill_bytes``. past: the last steps of the run that a resume goes on from.
+    """
+
+    def __init__(
+        self, view: View, spill_bytes: int | None = None, past: Callable[[], Sequence[Event]] = lambda: ()
+    ) -> None:
+        self.past = past
         self.view, self.spilling = view, Spilling(spill_bytes)
         self.loss = Smoothed()
         self.measures = defaultdict[str, Smoothed](Smoothed)
@@ -109,6 +118,11 @@ class ProgressDisplay:
         self.say(f"Training on {event['device']}, {event['precision']}, torch {event['torch']}")
         if resumed is not None:
             self.say(f"Going on from step {resumed}")
+            self.loss = Smoothed()
+            self.measures.clear()
+            for step in self.past():
+                if step["updates"] <= resumed:  # the file may already have later ones, which are still to be shown
+                    self._add(step)
 
     def _on_phase(self, event: Event) -> None:
         text = PHASES.get(event["phase"])
@@ -143,14 +157,19 @@ class ProgressDisplay:
             more = "; further ones are in the report" if self.repairs == MAX_REPAIRS_SAID else ""
             self.say(f"Damaged in the cache, encoded again: {event['item']} ({event['reason']}){more}")
 
+    def _add(self, step: Event) -> None:
+        if step["loss"] is not None:
+            self.loss.add(step["loss"])
+        for name, value in step["measures"].items():
+            self.measures[name].add(value)
+
     def _on_step(self, event: Event) -> None:
-        loss = self.loss.add(event["loss"]) if event["loss"] is not None else self.loss.value
-        named = ((name, self.measures[name].add(value)) for name, value in event["measures"].items())
-        measures = [f"{name} {number_text(value)}" for name, value in named]
+        self._add(event)
+        measures = [f"{name} {number_text(self.measures[name].value)}" for name in event["measures"]]
         step_s = self.step_s.add(event["step_s"]) or 0.0
         left_s = step_s * (event["max_train_steps"] - event["updates"])
         details = [
-            f"loss {number_text(loss)}",
+            f"loss {number_text(self.loss.value)}",
             *measures,
             rate_text(1 / step_s if step_s else 0),
             f"{time_text(left_s)} left",
@@ -238,14 +257,16 @@ class LineView:
 
 
 @contextmanager
-def make_progress(stream: TextIO | None = None, spill_bytes: int | None = None) -> Iterator[ProgressDisplay]:
+def make_progress(
+    stream: TextIO | None = None, spill_bytes: int | None = None, events: Path | None = None
+) -> Iterator[ProgressDisplay]:
     """A display on a terminal or a plain stream (default: standard output). The bar is removed at the end.
 
-    ``spill_bytes``: see ``vram_spill.spill_bytes``.
+    spill_bytes: see ``vram_spill.spill_bytes``. events: the file of the run's events.
     """
     stream = stream or sys.stdout
     view: View = BarView(Console(file=stream)) if stream.isatty() else LineView(stream)
     try:
-        yield ProgressDisplay(view, spill_bytes)
+        yield ProgressDisplay(view, spill_bytes, partial(latest_steps, events) if events else lambda: ())
     finally:
         view.end()

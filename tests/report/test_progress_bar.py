@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -184,6 +186,32 @@ def test_measures_of_steps_are_shown_smoothed() -> None:
     for n, accuracy in ((1, 0.0), (2, 1.0)):
         display.on_event({"type": "step", **step_fields(n, measures={"accuracy": accuracy})})
     assert 0.5 < float(stream.getvalue().splitlines()[-1].partition("accuracy ")[2].split()[0]) < 0.52
+
+
+def test_a_resume_goes_on_with_the_loss_of_the_run(tmp_path: Path) -> None:
+    """As if it had never stopped; the steps that are made again count once."""
+    losses = {1: 0.9, 2: 0.7, 3: 0.5}
+    steps = {
+        n: {"type": "step", **step_fields(n, loss=loss, measures={"accuracy": loss})} for n, loss in losses.items()
+    }
+    path = tmp_path / "events.jsonl"
+    starts = [{"type": "start", **start_fields(resumed_from=resumed)} for resumed in (None, 2)]
+    written = [starts[0], steps[1], steps[2], {**steps[3], "loss": 5.0}, starts[1], steps[3]]
+    path.write_text("".join(f"{json.dumps({**each, 'time': 0.0, 'session': 1})}\n" for each in written), "utf-8")
+
+    def shown(events: Path | None, *heard: dict[str, Any]) -> str:
+        with make_progress(stream := io.StringIO(), events=events) as display:
+            for event in heard:
+                display.on_event({"time": 0.0, "session": 1, **event})
+        (line,) = [line for line in stream.getvalue().splitlines() if line.startswith("Training 3/")]
+        return line.partition("loss ")[2].partition("it/s")[0]
+
+    display = ProgressDisplay(LineView(io.StringIO()))
+    for n in (1, 2, 3):
+        display.on_event({"time": 0.0, "session": 1, **steps[n]})
+    expected = f"{display.loss.value:.4g}"
+    assert shown(path, starts[1], steps[3]).startswith(f"{expected}  accuracy {expected}  ")
+    assert not shown(None, starts[1], steps[3]).startswith(expected), "the control: the losses before it count"
 
 
 def test_memory_that_spills_is_said_once() -> None:
