@@ -120,7 +120,7 @@ class LohaLinear(LycorisLayer, Linear):
     def change(self, x: Tensor, output: Tensor, base: Any) -> Tensor:
         change_OI, again = made(_change, list(LohaAdapter.trained(self, PEFT_NAME).values()))
         with made_again((change_OI, again)):
-            return F.linear(x, change_OI)
+            return F.linear(self.input_dropout(x), change_OI)
 
 
 class LohaConv2d(LycorisLayer, Conv2d):
@@ -129,7 +129,9 @@ class LohaConv2d(LycorisLayer, Conv2d):
     def change(self, x: Tensor, output: Tensor, base: Any) -> Tensor:
         change, again = made(_change, list(LohaAdapter.trained(self, PEFT_NAME).values()))
         with made_again((change, again)):
-            return F.conv2d(x, change.view(base.weight.shape), None, base.stride, base.padding, base.dilation)
+            return F.conv2d(
+                self.input_dropout(x), change.view(base.weight.shape), None, base.stride, base.padding, base.dilation
+            )
 
 
 class _Model(LoHaModel):

@@ -173,7 +173,7 @@ def alone(entry: Entry, parts: Sequence[tuple[int, Entry]], whole: bool, name: s
 class LycorisLayer(nn.Module):
     """The forward pass of a layer. This class stands before PEFT's layer among the bases of a kind's layers.
 
-    input_dropout: on what the change is made from.
+    input_dropout: on what the change is made from; ``change`` applies it.
     dropouts: on the change of the output.
     """
 
@@ -191,21 +191,12 @@ class LycorisLayer(nn.Module):
         drops = outputs, AdapterDropout(rates["module_dropout"])
         self.dropouts = nn.Sequential(*(drop for drop in drops if drop.p))
 
-    def source(self, x: Tensor, output: Tensor, base: Any) -> Tensor:
-        """Return what the change is made from: the input, in the dtype of the trained tensors if inputs are cast."""
-        layer: Any = self
-        dtype = next(
-            getattr(layer, name)[PEFT_NAME].dtype for name in layer.adapter_layer_names if getattr(layer, name)
-        )
-        cast: Tensor = layer._cast_input_dtype(x, dtype)
-        return cast
-
     @abstractmethod
     def change(self, x: Tensor, output: Tensor, base: Any) -> Tensor:
         """Return the change of the output at scale 1.
 
         Args:
-            x: that of ``source``, after dropout.
+            x: the input, in the dtype of the trained tensors if inputs are cast.
             output: the base layer's output.
             base: the base layer.
         """
@@ -215,8 +206,11 @@ class LycorisLayer(nn.Module):
         output: Tensor = layer.base_layer(x, *args, **kwargs)
         if layer.disable_adapters:
             return output
-        base = layer.get_base_layer()
-        change = self.dropouts(self.change(self.input_dropout(self.source(x, output, base)), output, base))
+        dtype = next(
+            getattr(layer, name)[PEFT_NAME].dtype for name in layer.adapter_layer_names if getattr(layer, name)
+        )
+        x = layer._cast_input_dtype(x, dtype)
+        change = self.dropouts(self.change(x, output, layer.get_base_layer()))
         adapted: Tensor = output + (change * layer.scaling[PEFT_NAME]).to(output.dtype)
         return adapted
 
@@ -273,13 +267,11 @@ class OutputLayer(LycorisLayer, BaseTunerLayer):
     def changed(self, y: Tensor) -> Tensor:
         """Return the change of the base layer's output without its bias, [..., O]."""
 
-    def source(self, x: Tensor, output: Tensor, base: Any) -> Tensor:
-        """Return the base layer's output without its bias, [..., O]."""
-        y = output.movedim(-3 if isinstance(base, nn.Conv2d) else -1, -1)
-        return y if base.bias is None else y - base.bias.to(y.dtype)
-
     def change(self, x: Tensor, output: Tensor, base: Any) -> Tensor:
-        return self.changed(x).movedim(-1, -3 if isinstance(base, nn.Conv2d) else -1)
+        channels = -3 if isinstance(base, nn.Conv2d) else -1
+        y = output.movedim(channels, -1)
+        y = y if base.bias is None else y - base.bias.to(y.dtype)
+        return self.changed(self.input_dropout(y)).movedim(-1, channels)
 
 
 class LycorisAdapter(Adapter):

@@ -269,7 +269,6 @@ def _heading(loaded: LoadedRecipe) -> Iterator[str]:
 
 def _data_lines(loaded: LoadedRecipe, usable: list[Any]) -> Iterator[str]:
     """Yield the lines about images; append the usable samples (``dataset.sample_table.Sample``) to ``usable``."""
-    from lora_rocm.dataset.left_out import counted
     from lora_rocm.dataset.regularisation import evened, unused_notice
     from lora_rocm.dataset.scan import geometries, nothing_left
     from lora_rocm.dataset.text_scan import find_samples
@@ -293,7 +292,8 @@ def _data_lines(loaded: LoadedRecipe, usable: list[Any]) -> Iterator[str]:
     yield "  judged by headers and ends of files: no pixels were decoded, and a run sets aside what fails there"
     num_captions = ((sample.location, sum(text.count("\n") + 1 for text in sample.captions)) for sample in samples)
     if several := {place: number for place, number in num_captions if number > 1}:  # at each resolution the same
-        yield f"  {counted(list(several), f'{kind} has', f'{noun} have')} several captions, {sum(several.values())} in all"
+        have = f"1 {kind} has" if len(several) == 1 else f"{len(several)} {noun} have"
+        yield f"  {have} several captions, {sum(several.values())} in all"
     per_source = Counter(sample.source for sample in samples)
     for index, source in enumerate(recipe.data.resolved_sources()):
         resolution = f"resolution {source.resolution}, " if recipe.spec.reads("data.resolution") else ""

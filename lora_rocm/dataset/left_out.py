@@ -157,7 +157,8 @@ class LeftOut:
             lie = counted(self.unpaired, "image lies", "images lie")
             said.append(
                 f"{lie} in a folder with a name for masks or control images, and no other image has the same name: "
-                f"trained on as usual ({some(self.unpaired)}). To leave them out, name the folder in {self.key('exclude')}."
+                f"trained on as usual ({some(self.unpaired)}). To leave them out, name the folder in "
+                f"{self.key('exclude')}."
             )
         if self.unknown:
             are = counted(self.unknown, "file is", "files are")

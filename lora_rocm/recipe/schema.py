@@ -201,7 +201,12 @@ class DataSection(SourceOptions):
             values = {name: getattr(self, name) for name in known} | own
             values |= {name: getattr(source, name) for name in DataSource.model_fields if name not in names}
             sides = sides_of(values.pop("resolution"))
-            values |= {"own": frozenset(own), "index": index, "prior_loss_weight": self.prior_loss_weight, "is_one_of": len(sides)}
+            values |= {
+                "own": frozenset(own),
+                "index": index,
+                "prior_loss_weight": self.prior_loss_weight,
+                "is_one_of": len(sides),
+            }
             resolved += [ResolvedSource(**values, resolution=side) for side in sides]
         return tuple(resolved)
 

@@ -11,7 +11,7 @@ import json
 import stat
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -158,7 +158,7 @@ def latest_steps(path: Path) -> list[dict[str, Any]]:
     return current_steps(EventReader(path, max(0, size - TAIL_BYTES), types=("start", "step")).poll())
 
 
-def current_steps(events: Iterator[dict[str, Any]] | list[dict[str, Any]]) -> list[dict[str, Any]]:
+def current_steps(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """``step`` events in order of updates. If an update was made twice (after a resume), the newest event counts."""
     newest: dict[int, dict[str, Any]] = {}
     for event in events:

@@ -193,7 +193,9 @@ def test_only_what_is_included_is_used(tmp_path: Path, make: SimpleNamespace) ->
 
 
 @pytest.mark.parametrize("pattern", [{"exclude": ["*"]}, {"include": ["none"]}])
-def test_the_key_is_named_where_it_is_given(tmp_path: Path, make: SimpleNamespace, pattern: dict[str, list[str]]) -> None:
+def test_the_key_is_named_where_it_is_given(
+    tmp_path: Path, make: SimpleNamespace, pattern: dict[str, list[str]]
+) -> None:
     (name,) = pattern
     for folder in ("a", "b"):
         make.image(tmp_path / folder / "a.png", caption="x")

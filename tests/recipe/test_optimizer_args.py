@@ -125,7 +125,7 @@ def test_the_tables_name_what_is_there() -> None:
     ("{optimizer: prodgy, %s}", (), "optim.optimizer: expected one of", "Did you mean prodigy?"),
     ("{optimiser: prodigy, %s}", (), "optim.optimiser: there is no such key", "Did you mean optim.optimizer?"),
     ("{optimizer_type: Prodigy, %s}", (), "optim.optimizer_type: there is", "Did you mean optim.optimizer? (Other"),
-    ("{%s}", ("train.optimizer_type=prodigy",), "train.optimizer_type: there is", "Did you mean optim.optimizer? (Other"),
+    ("{%s}", ("train.optimizer_type=Prodigy",), "train.optimizer_type: there", "mean optim.optimizer? (Other trainers"),
 ])  # fmt: skip
 def test_an_unknown_optimizer_is_the_only_problem(
     tmp_path: Path, optim: str, overrides: tuple[str, ...], what: str, fix: str
