@@ -173,13 +173,13 @@ def walk(
 ) -> Folder:
     """Find the images and captions in a folder and its sub-folders.
 
-    Names that begin with a dot and run directories are skipped: previews drawn by a run are not training data, and each
-    start would find more of them. Other skipped files are counted and reported: see ``left_out``.
-    Links are followed. Each folder is visited once, so a loop of links ends. Links that lead out of ``root`` are
-    reported, because traces of the training data may end up in a LoRA file that is given away.
+    Names that begin with a dot and run directories are skipped: a run's previews are no training data. Other skipped
+    files are reported (``left_out``), and so are links that lead out of ``root``: the LoRA file may be given away.
 
     Args:
+        root: the folder.
         caption_extension: extension of caption files, or several. The longest with which a name ends is its own.
+        recursive: also walk through sub-folders.
         include: patterns as those of ``exclude``; if there are any, an image has to match one of them.
         exclude: see ``Patterns``.
         tables: what is read of metadata files next to the images, and of a JSON file of kohya's.
