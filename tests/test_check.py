@@ -81,6 +81,19 @@ def test_what_would_happen(weigh: Weigh, tmp_path: Path, capsys: pytest.CaptureF
     assert f"run directory: {tmp_path / 'runs'}" in text
 
 
+def test_several_captions_of_an_image_are_counted(weigh: Weigh, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = next(Path("pics").iterdir())
+    check("my.yaml")
+    assert "several captions" not in capsys.readouterr().out
+    (folder / "cat 1.tags.txt").write_text("e", encoding="utf-8")
+    (folder / "cat 2.txt").write_text("f\ng\n\nh", encoding="utf-8")
+    of_files = ["data.caption_extension=[.txt, .tags.txt]", "data.resolution=[128, 256]"]
+    check("my.yaml", of_files)
+    assert "  1 image has several captions, 2 in all\n" in capsys.readouterr().out, "lines are one caption"
+    check("my.yaml", [*of_files, "data.enable_wildcard=true"])
+    assert "  2 images have several captions, 5 in all\n" in capsys.readouterr().out
+
+
 def test_the_plan_is_that_of_training(weigh: Weigh) -> None:
     recipe = load_recipe("my.yaml", ["data.repeats=3"]).recipe
     samples = scan(recipe.data).samples

@@ -118,6 +118,7 @@ class LohaLinear(LycorisLayer, Linear):
         Linear.create_adapter_parameters(self, adapter_name, r, dense_shape(layer.get_base_layer()))
 
     def change(self, x: Tensor, output: Tensor, base: Any) -> Tensor:
+        x = self.input_dropout(x)
         change_OI, again = made(_change, list(LohaAdapter.trained(self, PEFT_NAME).values()))
         with made_again((change_OI, again)):
             return F.linear(x, change_OI)
@@ -127,6 +128,7 @@ class LohaConv2d(LycorisLayer, Conv2d):
     """The same for a convolution."""
 
     def change(self, x: Tensor, output: Tensor, base: Any) -> Tensor:
+        x = self.input_dropout(x)
         change, again = made(_change, list(LohaAdapter.trained(self, PEFT_NAME).values()))
         with made_again((change, again)):
             return F.conv2d(x, change.view(base.weight.shape), None, base.stride, base.padding, base.dilation)

@@ -136,7 +136,7 @@ class LokrLinear(LycorisLayer, Linear):
 
     def change(self, x: Tensor, output: Tensor, base: Any) -> Tensor:
         w1_LM, w2_KN = _weights(self)
-        x_MN = x.unflatten(-1, (w1_LM.shape[1], w2_KN.shape[1]))
+        x_MN = self.input_dropout(x).unflatten(-1, (w1_LM.shape[1], w2_KN.shape[1]))
         mixed = F.linear(x_MN.transpose(-1, -2), w1_LM).transpose(-1, -2)  # [..., l, n]
         return F.linear(mixed, w2_KN).flatten(-2)
 
@@ -149,7 +149,7 @@ class LokrConv2d(LycorisLayer, Conv2d):
         outer, inner = w1_LM.shape
         w2_KNHW = w2.reshape(len(w2), -1, *base.kernel_size)
         batch, channels, height, width = x.shape
-        mixed = w1_LM @ x.reshape(batch, inner, -1)  # [B, l, n * H * W]
+        mixed = w1_LM @ self.input_dropout(x).reshape(batch, inner, -1)  # [B, l, n * H * W]
         mixed = mixed.reshape(batch * outer, channels // inner, height, width)
         return F.conv2d(mixed, w2_KNHW, None, base.stride, base.padding, base.dilation).reshape(output.shape)
 

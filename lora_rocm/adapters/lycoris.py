@@ -173,7 +173,7 @@ def alone(entry: Entry, parts: Sequence[tuple[int, Entry]], whole: bool, name: s
 class LycorisLayer(nn.Module):
     """The forward pass of a layer. This class stands before PEFT's layer among the bases of a kind's layers.
 
-    input_dropout: on the adapter's input.
+    input_dropout: on what the change is made from; ``change`` applies it.
     dropouts: on the change of the output.
     """
 
@@ -196,7 +196,7 @@ class LycorisLayer(nn.Module):
         """Return the change of the output at scale 1.
 
         Args:
-            x: the input, in the dtype of the trained tensors if inputs are cast, after dropout.
+            x: the input, in the dtype of the trained tensors if inputs are cast.
             output: the base layer's output.
             base: the base layer.
         """
@@ -209,7 +209,7 @@ class LycorisLayer(nn.Module):
         dtype = next(
             getattr(layer, name)[PEFT_NAME].dtype for name in layer.adapter_layer_names if getattr(layer, name)
         )
-        x = self.input_dropout(layer._cast_input_dtype(x, dtype))
+        x = layer._cast_input_dtype(x, dtype)
         change = self.dropouts(self.change(x, output, layer.get_base_layer()))
         adapted: Tensor = output + (change * layer.scaling[PEFT_NAME]).to(output.dtype)
         return adapted
@@ -242,7 +242,7 @@ class OutputEntry(Entry):
 class OutputLayer(LycorisLayer, BaseTunerLayer):
     """A layer of a kind that changes the base layer's output and that PEFT lacks. Its tensors start at zero.
 
-    A change of ``D W`` of a weight ``W`` is one of ``D`` times the output without the bias.
+    A change of ``D W`` of a weight ``W`` is one of ``D`` times the output without the bias, which dropout is on.
     """
 
     other_param_names = ("r", "alpha", "scaling")

@@ -27,7 +27,7 @@ from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.yaml_tree import is_clean
 from lora_rocm.rules.this_machine import plan_here
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.rundir.whole_files import newest_lora, require_whole
+from lora_rocm.rundir.whole_files import newest_lora, require_whole, require_whole_named
 from lora_rocm.supervisor.process import Asked, Event, heavy_command, stop_signals
 from lora_rocm.supervisor.resume import holds_run
 from lora_rocm.supervisor.subprocesses import Tool, started
@@ -111,7 +111,7 @@ def _adapter_of(source: Path, registry: Registry) -> tuple[Path, Path]:
         raise UserError("no-chat", what, where=str(recipe), fix=f"Use lora-rocm sample {source} --prompt ...")
     run_dir = RunDir(source)
     if not holds_run(run_dir):
-        return source, recipe
+        return require_whole_named(source), recipe
     if run_dir.peft_dir.is_dir():
         return require_whole(run_dir, run_dir.peft_dir), recipe
     return newest_lora(run_dir), recipe

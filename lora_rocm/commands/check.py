@@ -290,6 +290,10 @@ def _data_lines(loaded: LoadedRecipe, usable: list[Any]) -> Iterator[str]:
     noun = NOUNS[kind]
     yield f"{noun}: {num_found} usable, {len(aside)} set aside"
     yield "  judged by headers and ends of files: no pixels were decoded, and a run sets aside what fails there"
+    num_captions = ((sample.location, sum(text.count("\n") + 1 for text in sample.captions)) for sample in samples)
+    if several := {place: number for place, number in num_captions if number > 1}:  # at each resolution the same
+        have = f"1 {kind} has" if len(several) == 1 else f"{len(several)} {noun} have"
+        yield f"  {have} several captions, {sum(several.values())} in all"
     per_source = Counter(sample.source for sample in samples)
     for index, source in enumerate(recipe.data.resolved_sources()):
         resolution = f"resolution {source.resolution}, " if recipe.spec.reads("data.resolution") else ""

@@ -206,7 +206,8 @@ def _lines(
     yield ""
     # the chosen plan
     if chosen is not None:
-        yield f"runtime.memory: {recipe.runtime.memory} would choose: {plan_text(chosen)}"
+        why = ", as train.gradient_checkpointing: true asks" if train.gradient_checkpointing else ""
+        yield f"runtime.memory: {recipe.runtime.memory} would choose: {plan_text(chosen)}{why}"
         if rates.known and train.max_train_steps:
             steps = train.max_train_steps
             yield f"{count_text(steps, 'step')}: about {time_text(chosen.step_s * steps)}"

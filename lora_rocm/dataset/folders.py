@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from itertools import permutations
@@ -169,13 +169,12 @@ def walk(
     tables: Tables = TEXT_COLUMN,
     skip: Sequence[str] = (),
     beside: Collection[str] = (),
+    key: Callable[[str], str] = "data.{}".format,
 ) -> Folder:
     """Find the images and captions in a folder and its sub-folders.
 
-    Names that begin with a dot and run directories are skipped: previews drawn by a run are not training data, and each
-    start would find more of them. Other skipped files are counted and reported: see ``left_out``.
-    Links are followed. Each folder is visited once, so a loop of links ends. Links that lead out of ``root`` are
-    reported, because traces of the training data may end up in a LoRA file that is given away.
+    Names that begin with a dot and run directories are skipped: a run's previews are no training data. Other skipped
+    files are reported (``left_out``), and so are links that lead out of ``root``: the LoRA file may be given away.
 
     Args:
         root: the folder.
@@ -186,12 +185,13 @@ def walk(
         tables: what is read of metadata files next to the images, and of a JSON file of kohya's.
         skip: folders of other files than images, such as masks, skipped if they lie inside ``root``.
         beside: keys of the masks and control images among the images that are used (``Companion.key``).
+        key: see ``LeftOut``.
 
     Raises:
         DataError: there is no image at all, ``metadata_file`` cannot be read, or captions have the ending of images.
     """
     folder, wanted = Folder(root, captions=_no_captions(caption_extension)), readable_extensions()
-    left_out, inclusion, exclusion = LeftOut(beside), Patterns(include), Patterns(exclude)
+    left_out, inclusion, exclusion = LeftOut(beside, key), Patterns(include), Patterns(exclude)
     longest_first = sorted(folder.captions, key=len, reverse=True)
     other_captions = {suffix: set[str]() for suffix in CAPTION_SUFFIXES if suffix not in folder.captions}
     metadata_files, taken = list[tuple[Path, str]](), set[str]()
@@ -232,14 +232,19 @@ def _add_image(folder: Folder, left_out: LeftOut, taken: set[str], real: str, st
 
 
 def walk_texts(
-    root: Path, *, recursive: bool = True, include: Sequence[str] = (), exclude: Sequence[str] = ()
+    root: Path,
+    *,
+    recursive: bool = True,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    key: Callable[[str], str] = "data.{}".format,
 ) -> Folder:
     """Find the texts (``.txt`` files) in a folder and its sub-folders; skips names and follows links like ``walk``.
 
     Raises:
         DataError: there is no text at all.
     """
-    folder, left_out, inclusion, exclusion = Folder(root), LeftOut(), Patterns(include), Patterns(exclude)
+    folder, left_out, inclusion, exclusion = Folder(root), LeftOut(key=key), Patterns(include), Patterns(exclude)
     found, others, tables = dict[str, str](), few(), list[str]()
     for path, real in _files(folder, left_out, exclusion, recursive):
         if path.suffix.lower() != TEXT_SUFFIX:

@@ -6,7 +6,7 @@ import fnmatch
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from lora_rocm.dataset.columns import Few
@@ -41,7 +41,7 @@ def few() -> Few:
 
 
 class Patterns:
-    """The patterns of ``data.exclude`` or ``data.include``, each matched against a name and against a relative path."""
+    """The patterns of ``exclude`` or ``include``, each matched against a name and against a relative path."""
 
     def __init__(self, patterns: Iterable[str]) -> None:
         self._patterns = [(pattern, re.compile(fnmatch.translate(_plain(pattern)))) for pattern in patterns]
@@ -72,9 +72,11 @@ class LeftOut:
     stems: paths of left-out images, without extension; a caption file with one of these stems belongs to that image.
     suffixes: number of files per extension that are not readable images.
     used: keys of the companions that are used (``Companion.key``).
+    key: turns exclude and include into the keys that give them (``ResolvedSource.key``).
     """
 
     used: Collection[str] = ()
+    key: Callable[[str], str] = "data.{}".format
 
     formats: defaultdict[UnreadFormat, Few] = field(default_factory=lambda: defaultdict(few))
     suffixes: Counter[str] = field(default_factory=Counter)
@@ -99,12 +101,12 @@ class LeftOut:
             self.unknown.append(legible(relative))
 
     def exclude(self, relative: str, stem: str, is_folder: bool) -> None:
-        """Count a file or folder that matches ``data.exclude``."""
+        """Count a file or folder that matches ``exclude``."""
         self.excluded.append(legible(relative) + "/" * is_folder)
         self.stems.add(stem)
 
     def not_included(self, relative: str, stem: str) -> None:
-        """Count an image or text that matches no pattern of ``data.include``."""
+        """Count an image or text that matches no pattern of ``include``."""
         self.others.append(legible(relative))
         self.stems.add(stem)
 
@@ -140,8 +142,8 @@ class LeftOut:
 
     def remedy(self, otherwise: str) -> str:
         """How to get images or texts from a folder of which nothing is left. ``otherwise``: if no pattern is why."""
-        keys = [key for key, names in (("exclude", self.excluded), ("include", self.others)) if names]
-        return f"Correct the patterns of data.{' and data.'.join(keys)}." if keys else otherwise
+        keys = [self.key(name) for name, names in (("exclude", self.excluded), ("include", self.others)) if names]
+        return f"Correct the patterns of {' and '.join(keys)}." if keys else otherwise
 
     def notices(self, exclusion: Patterns, inclusion: Patterns) -> list[str]:
         """Notices about the files that are left out, and about patterns that matched nothing."""
@@ -155,7 +157,8 @@ class LeftOut:
             lie = counted(self.unpaired, "image lies", "images lie")
             said.append(
                 f"{lie} in a folder with a name for masks or control images, and no other image has the same name: "
-                f"trained on as usual ({some(self.unpaired)}). To leave them out, name the folder in data.exclude."
+                f"trained on as usual ({some(self.unpaired)}). To leave them out, name the folder in "
+                f"{self.key('exclude')}."
             )
         if self.unknown:
             are = counted(self.unknown, "file is", "files are")
@@ -164,13 +167,13 @@ class LeftOut:
                 "extension of its format (.png, .jpg, ...)."
             )
         if self.excluded:
-            said.append(f"Left out by data.exclude: {some(self.excluded)}.")
+            said.append(f"Left out by {self.key('exclude')}: {some(self.excluded)}.")
         if self.others:
             are = counted(self.others, "file is left out, for it matches", "files are left out, for they match")
-            said.append(f"{are} none of data.include: {some(self.others)}.")
-        for key, patterns in (("exclude", exclusion), ("include", inclusion)):
-            if patterns.unused:
-                said.append(f"data.{key}: nothing here is called {some([legible(name) for name in patterns.unused])}.")
+            said.append(f"{are} none of {self.key('include')}: {some(self.others)}.")
+        for name, patterns in (("exclude", exclusion), ("include", inclusion)):
+            if unused := [legible(each) for each in patterns.unused]:
+                said.append(f"{self.key(name)}: nothing here is called {some(unused)}.")
         if self.caption_folders:
             have = counted(self.caption_folders, "folder is named like a caption", "folders are named like captions")
             said.append(f"{have}, and no caption is read there: {some(self.caption_folders)}.")

@@ -327,6 +327,7 @@ def _scan_folder(found: _Findings) -> None:
         tables=Tables(options.caption_column, options.loss_weight_column, options.crop_column, options.metadata_file),
         skip=[each.folder for each in found.companions if each.folder is not None],
         beside=[key for key in ("mask_path", "control_path") if getattr(options, key) == BESIDE],
+        key=options.key,
     )
     found.notices += folder.notices
     found.notices += _say_own_number(root.name, found.options.caption_fallback)

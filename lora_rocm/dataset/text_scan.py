@@ -214,6 +214,7 @@ def _of_folder(
         recursive=options.recursive,
         include=options.include,
         exclude=options.exclude,
+        key=options.key,
     )
     notes.notices += folder.notices
     notes.lasting &= folder.lasting

@@ -20,6 +20,8 @@ SHAPES: Mapping[str, Shape] = {
     "rex": lambda progress, optim: (1.0 - progress) / (1.0 - progress / 2.0),
 }
 """By ``optim.lr_scheduler``."""
+TRIED = 1000
+"""Updates whose rates are compared."""
 
 
 def learning_rate_factor(optim: OptimSection, updates: int, max_train_steps: int) -> float:
@@ -32,6 +34,17 @@ def learning_rate_factor(optim: OptimSection, updates: int, max_train_steps: int
         progress = (updates - warmup) / optim.lr_cosine_steps  # a whole wave has twice as many
     lowest = optim.lr_min_ratio
     return lowest + (1.0 - lowest) * SHAPES[optim.lr_scheduler](progress, optim)
+
+
+def length_text(optim: OptimSection, updates: int, before: int, after: int) -> str:
+    """A notice that the updates from ``updates`` on have other rates in a run of another length; "" if they do not.
+
+    before, after: length of the run in updates.
+    """
+    rest = range(updates, after, -(-max(1, after - updates) // TRIED))
+    if all(learning_rate_factor(optim, n, before) == learning_rate_factor(optim, n, after) for n in rest):
+        return ""
+    return f"The learning-rate schedule ({optim.lr_scheduler}) now ends at step {after} instead of {before}."
 
 
 def _cosine(progress: float) -> float:

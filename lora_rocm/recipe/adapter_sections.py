@@ -116,7 +116,9 @@ class AdapterSection(Section):
     alpha: float | None = Field(
         None, gt=0, le=100_000.0, description="Scale is alpha / rank; unset means alpha = rank."
     )
-    dropout: Share = Field(0.0, description="Dropout on the adapter's input.")
+    dropout: Share = Field(
+        0.0, description="Dropout on the adapter's input; of OFT and IA3 on the output that they change."
+    )
     targets: Pattern | Annotated[tuple[Pattern, ...], Field(min_length=1, max_length=MAX_ITEMS)] = Field(
         "attention-mlp",
         description="A preset or regular expressions of module names. Presets: attention, attention-mlp, and "

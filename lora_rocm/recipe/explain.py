@@ -11,8 +11,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from lora_rocm.errors import Problem
-from lora_rocm.recipe.kinds import FAMILY, Kinds
-from lora_rocm.recipe.peer_names import value_advice
+from lora_rocm.recipe.kinds import FAMILY, OPTIMIZER, Kinds
+from lora_rocm.recipe.peer_names import USUAL_RATES, value_advice
 from lora_rocm.recipe.sections import LIST_TAG, Section
 from lora_rocm.recipe.source_sections import DataSource
 from lora_rocm.recipe.suggest import section_class, suggest
@@ -58,8 +58,7 @@ def explain(error: ValidationError, data: Any, where: Callable[[Key], str], kind
         error: of ``kinds.recipe``.
         data: the validated data.
         where: turns a key into "file.yaml:12 lora.rank".
-        kinds: the kinds of ``data``. Unknown keys in a section of an unknown kind are not reported, because its valid
-            keys are unknown.
+        kinds: the kinds of ``data``. In a section of an unknown kind only keys that all its kinds have are reported.
     """
     expected: dict[Key, dict[str, None]] = {}
     problems: dict[Key, Problem] = {}
@@ -71,7 +70,7 @@ def explain(error: ValidationError, data: Any, where: Callable[[Key], str], kind
         key = _real_key(detail, data)
         if detail["type"] == "too_short" and any(other[: len(key)] == key for other in problems):
             continue  # the items that are refused are not counted
-        if detail["type"] == "extra_forbidden" and key[0] in {section for section, _ in kinds.unknown}:
+        if not kinds.judges(key):
             continue
         phrase = None if detail["type"] in NOT_ALLOWED else EXPECTED.get(detail["type"].partition("_")[0])
         if phrase is not None:
@@ -149,7 +148,8 @@ def _sentence_and_fix(detail: ErrorDetails, key: Key, kinds: Kinds) -> tuple[str
         return kinds.registry.refusal(value)
     if kind == "literal_error":
         choices = kinds.choices(key) or _choices(detail)
-        fix = value_advice(dotted(key), value) or _near_choice(value, choices) or _about(key, kinds.recipe)
+        fix = value_advice(dotted(key), value) or _near_choice(value, choices)
+        fix = fix or (USUAL_RATES if key == OPTIMIZER else _about(key, kinds.recipe))
         return f"expected one of {', '.join(choices)}; got {shown(value)}", fix
     if kind == "too_long":
         return f"has more than {context['max_length']} items", _about(key, kinds.recipe)

@@ -10,8 +10,11 @@ from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.families.spec import FamilySpec
 from lora_rocm.recipe.adapter_sections import ADAPTERS, AdapterSection
 from lora_rocm.recipe.optim_sections import OPTIMIZERS, OptimSection
+from lora_rocm.recipe.peer_names import peer_names
 from lora_rocm.recipe.schema import Recipe, recipe_class
 from lora_rocm.recipe.sections import Section
+from lora_rocm.recipe.suggest import MAX_KEY_LETTERS, alike
+from lora_rocm.recipe.yaml_tree import dotted
 
 FAMILY, ADAPTER, OPTIMIZER = ("model", "family"), ("lora", "type"), ("optim", "optimizer")
 NAMED_BY = (FAMILY, ADAPTER, OPTIMIZER)
@@ -27,7 +30,8 @@ class Kinds:
         family: of the base model.
         adapter: class of the adapter's section.
         optimizer: class of the optimizer's section.
-        unknown: keys with the name of a kind that does not exist; the default is used for them.
+        unknown: keys with the name of a kind that does not exist, or that are there by another name; the default is
+            used for them.
     """
 
     registry: Registry
@@ -53,6 +57,18 @@ class Kinds:
         if section == OPTIMIZER[0]:
             return next(name for name, found in OPTIMIZERS.items() if found is self.optimizer)
         return self.family.name
+
+    def judges(self, key: tuple[str | int, ...]) -> bool:
+        """Whether a value can be judged: its section is of a known kind, or all kinds of the section have its key.
+
+        A key that is there in place of the one that names the kind is judged too.
+        """
+        if len(key) < 2 or key[0] not in {section for section, _ in self.unknown}:
+            return True
+        section, name = str(key[0]), str(key[1])
+        if any(_is_given_as(section, name, named) for named in self.unknown):
+            return True
+        return all(name in each.section(section).model_fields for each in every_kind(section, self.registry))
 
     def owners(self, section: str, key: str) -> str:
         """The other kinds whose section has a key, as "optim.optimizer: adamw"; empty if there is none."""
@@ -97,7 +113,13 @@ def kinds_of(data: Any, registry: Registry = PRODUCT) -> Kinds:
     names = {key: _named(data, key) for key in tables}
     known = {key: name if isinstance(name, str) and name in tables[key] else None for key, name in names.items()}
     family, adapter, optimizer = (table[known[key] or next(iter(table))] for key, table in tables.items())
-    unknown = frozenset(key for key in tables if known[key] is None and names[key] is not None)
+    sections = data.items() if isinstance(data, dict) else ()
+    given = [(name, str(each)) for name, section in sections if isinstance(section, dict) for each in section]
+    unknown = frozenset(
+        key
+        for key in tables
+        if known[key] is None and (names[key] is not None or any(_is_given_as(*each, key) for each in given))
+    )
     return Kinds(registry, family, adapter, optimizer, unknown)
 
 
@@ -108,6 +130,13 @@ def recipe_from(data: Any, registry: Registry = PRODUCT) -> Recipe:
         pydantic.ValidationError: the data is no recipe.
     """
     return kinds_of(data, registry).recipe.model_validate(data)
+
+
+def _is_given_as(section: str, name: str, key: tuple[str, str]) -> bool:
+    """Whether a name in a section stands for a key: as another trainer has it, or misspelled."""
+    plain = name.lower().replace("-", "_")
+    near = section == key[0] and len(plain) <= MAX_KEY_LETTERS and alike(plain, key[1])
+    return near or peer_names().same_value.get(plain) == dotted(key)
 
 
 def _named(data: Any, key: tuple[str, str]) -> Any:

@@ -27,7 +27,7 @@ from lora_rocm.recipe.foreign import recognised
 from lora_rocm.recipe.kinds import FAMILY, kinds_of
 from lora_rocm.recipe.layers import Layered, Place, value_at
 from lora_rocm.recipe.optimizer_args import resolve_arguments
-from lora_rocm.recipe.schema import MOVED, Recipe
+from lora_rocm.recipe.schema import MOVED, DataSection, Recipe
 from lora_rocm.recipe.sections import PathRule, path_rule
 from lora_rocm.recipe.start_rank import resolve_rank
 from lora_rocm.recipe.yaml_tree import (
@@ -198,7 +198,7 @@ def questions(recipe: Recipe, layers: Layered) -> list[str]:
             f"{layers.where(('data', 'validation_split'))}: these samples are not trained on, and their loss is taken "
             f"by `lora-rocm compare` alone. For their loss during the run set {every}."
         )
-    if isinstance(sides := recipe.data.resolution, tuple) and len(sides) == 2:
+    if (sides := _sides_of_a_size(recipe.data)) is not None:
         found.append(
             f"{layers.where(('data', 'resolution'))}: each image is seen at {sides[0]} and at {sides[1]}. If that is a "
             f"width and a height, write one number, {round((sides[0] * sides[1]) ** 0.5)}: buckets have many shapes."
@@ -211,6 +211,19 @@ def questions(recipe: Recipe, layers: Layered) -> list[str]:
     for key, others in _without_another(recipe, layers):
         found.append(f"{layers.where(key)}: this does nothing without {' or '.join(map(dotted, others))}.")
     return found
+
+
+def _sides_of_a_size(data: DataSection) -> tuple[int, ...] | None:
+    """The two resolutions of ``data`` if a source has them and they may be meant as a width and a height.
+
+    Who means two resolutions gives the smaller one first, and multiples of 256.
+    """
+    sides = data.resolution
+    if not isinstance(sides, tuple) or len(sides) != 2:
+        return None
+    meant = sides[0] < sides[1] and not any(side % USUAL_STEP for side in sides)
+    read = not data.sources or any(source.resolution is None for source in data.sources)
+    return sides if read and not meant else None
 
 
 def unread_alone(recipe: Recipe, layers: Layered) -> list[Problem]:
@@ -238,6 +251,7 @@ def _without_another(recipe: Recipe, layers: Layered) -> Iterator[tuple[Key, tup
             yield key, others
 
 
+USUAL_STEP = 256  # of resolutions: 512, 768, 1024
 INIT_FROM: Key = ("lora", "init_from")
 MANY_CAPTIONS = ("shuffle_caption", "caption_tag_dropout_rate", "enable_wildcard", "sources")
 VALIDATION = ("validation_every_n_steps", "validation_every_n_epochs")

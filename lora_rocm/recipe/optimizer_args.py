@@ -15,6 +15,7 @@ from pathlib import Path
 from lora_rocm.errors import Problem
 from lora_rocm.foundation.tables import read_table
 from lora_rocm.recipe.explain import shown
+from lora_rocm.recipe.kinds import OPTIMIZER, kinds_of
 from lora_rocm.recipe.layers import Layered, Place
 from lora_rocm.recipe.optim_sections import ARGUMENTS_KEY, OPTIMIZERS, OptimSection
 from lora_rocm.recipe.peer_names import advice
@@ -91,9 +92,10 @@ def resolve_arguments(layers: Layered) -> list[Problem]:
     optim = layers.data.get("optim")
     if not isinstance(optim, dict) or ARGUMENTS_KEY not in optim:
         return []
-    named = optim.get("optimizer", next(iter(OPTIMIZERS)))
-    if not isinstance(named, str) or named not in OPTIMIZERS:
+    kinds = kinds_of(layers.data)
+    if OPTIMIZER in kinds.unknown:
         return []
+    named = kinds.name_of("optim")
     problems: list[Problem] = []
     for entry in _entries(optim.pop(ARGUMENTS_KEY), layers, problems):
         key = _key(entry, named)

@@ -10,6 +10,7 @@ from pathlib import Path
 from lora_rocm.foundation.tables import read_table
 from lora_rocm.recipe.adapter_sections import ADAPTERS
 
+USUAL_RATES = "Of adamw a usual learning rate is 1.0e-4, of prodigy 1.0."
 PER_EPOCH = "multiply by the steps an epoch, which lora-rocm check prints"
 
 
@@ -88,8 +89,7 @@ def _objective_advice(key: str, plain: str) -> str:
 
 def _optimizer_advice(plain: str) -> str:
     name = plain.rpartition(".")[2].replace("_", "").replace("-", "")
-    usual = "Of adamw a usual learning rate is 1.0e-4, of prodigy 1.0." if plain.isprintable() else ""
-    return peer_names().optimizers.get(name, usual)
+    return peer_names().optimizers.get(name, "")
 
 
 def _warmup_advice(value: object) -> str:

@@ -201,7 +201,12 @@ class DataSection(SourceOptions):
             values = {name: getattr(self, name) for name in known} | own
             values |= {name: getattr(source, name) for name in DataSource.model_fields if name not in names}
             sides = sides_of(values.pop("resolution"))
-            values |= {"index": index, "prior_loss_weight": self.prior_loss_weight, "is_one_of": len(sides)}
+            values |= {
+                "own": frozenset(own),
+                "index": index,
+                "prior_loss_weight": self.prior_loss_weight,
+                "is_one_of": len(sides),
+            }
             resolved += [ResolvedSource(**values, resolution=side) for side in sides]
         return tuple(resolved)
 
@@ -221,9 +226,11 @@ def sides_of(resolution: int | tuple[int, ...]) -> tuple[int, ...]:
 class ResolvedSource(SourceOptions):
     """A source at one of its resolutions, with the defaults of ``data`` filled in (not written by users).
 
-    index: number of the source in the recipe. is_one_of: number of resolutions of this source.
+    index: number of the source in the recipe. is_one_of: number of resolutions of this source. own: the options that
+    its entry of ``data.sources`` gives.
     """
 
+    own: frozenset[str]
     resolution: Resolution
     index: int
     is_one_of: int
@@ -244,6 +251,10 @@ class ResolvedSource(SourceOptions):
     def name(self) -> str:
         """What users know it by."""
         return self.path or self.dataset or f"class images of {self.class_prompt!r}, which the base draws"
+
+    def key(self, option: str) -> str:
+        """The key of the recipe that gives an option, in its entry or in ``data``."""
+        return f"data.sources[{self.index}].{option}" if option in self.own else f"data.{option}"
 
     @property
     def weight(self) -> float:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from rich.console import Console
@@ -19,6 +22,7 @@ from lora_rocm.model_files.readers import readers_line
 from lora_rocm.report.incident_texts import TEXTS
 from lora_rocm.report.smoothing import Smoothed
 from lora_rocm.report.vram_spill import Spilling
+from lora_rocm.rundir.events import latest_steps
 
 LINE_EVERY_S = 10.0
 PHASES = {
@@ -39,6 +43,8 @@ CACHE_WORK = {
     "class images": "Drawing class images",
 }
 MAX_REPAIRS_SAID = 5
+MIN_BAR = 10
+"""Columns of a bar at least."""
 
 Event = dict[str, Any]
 
@@ -69,17 +75,23 @@ class View(Protocol):
     def say(self, text: str) -> None:
         """Print a permanent line."""
 
-    def show(self, what: str, done: int, total: int, details: str) -> None:
-        """Show the progress of an activity."""
+    def show(self, what: str, done: int, total: int, details: Sequence[str]) -> None:
+        """Show the progress of an activity. details: the most important first; empty ones are left out."""
 
     def end(self) -> None:
         """Stop drawing bars."""
 
 
 class ProgressDisplay:
-    """Turns events into lines and bars on a ``View``. ``spill_bytes``: see ``vram_spill.spill_bytes``."""
+    """Turns events into lines and bars on a ``View``.
 
-    def __init__(self, view: View, spill_bytes: int | None = None) -> None:
+    spill_bytes: see ``vram_spill.spill_bytes``. past: the last steps of the run that a resume goes on from.
+    """
+
+    def __init__(
+        self, view: View, spill_bytes: int | None = None, past: Callable[[], Sequence[Event]] = lambda: ()
+    ) -> None:
+        self.past = past
         self.view, self.spilling = view, Spilling(spill_bytes)
         self.loss = Smoothed()
         self.measures = defaultdict[str, Smoothed](Smoothed)
@@ -106,6 +118,11 @@ class ProgressDisplay:
         self.say(f"Training on {event['device']}, {event['precision']}, torch {event['torch']}")
         if resumed is not None:
             self.say(f"Going on from step {resumed}")
+            self.loss = Smoothed()
+            self.measures.clear()
+            for step in self.past():
+                if step["updates"] <= resumed:  # the file may already have later ones, which are still to be shown
+                    self._add(step)
 
     def _on_phase(self, event: Event) -> None:
         text = PHASES.get(event["phase"])
@@ -129,10 +146,10 @@ class ProgressDisplay:
     def _on_cache(self, event: Event) -> None:
         rate = f"{event['per_second']:.1f}/s" if event["per_second"] else ""
         what = CACHE_WORK.get(event["what"], f"Caching {event['what']}")
-        self.view.show(what, event["done"], event["total"], rate)
+        self.view.show(what, event["done"], event["total"], [rate])
 
     def _on_compile(self, event: Event) -> None:
-        self.view.show("Compiling", event["done"], event["total"], event["size"])
+        self.view.show("Compiling", event["done"], event["total"], [event["size"]])
 
     def _on_repaired(self, event: Event) -> None:
         self.repairs += 1
@@ -140,17 +157,25 @@ class ProgressDisplay:
             more = "; further ones are in the report" if self.repairs == MAX_REPAIRS_SAID else ""
             self.say(f"Damaged in the cache, encoded again: {event['item']} ({event['reason']}){more}")
 
+    def _add(self, step: Event) -> None:
+        if step["loss"] is not None:
+            self.loss.add(step["loss"])
+        for name, value in step["measures"].items():
+            self.measures[name].add(value)
+
     def _on_step(self, event: Event) -> None:
-        loss = self.loss.add(event["loss"]) if event["loss"] is not None else self.loss.value
-        named = ((name, self.measures[name].add(value)) for name, value in event["measures"].items())
-        measures = "".join(f"  {name} {number_text(value)}" for name, value in named)
+        self._add(event)
+        measures = [f"{name} {number_text(self.measures[name].value)}" for name in event["measures"]]
         step_s = self.step_s.add(event["step_s"]) or 0.0
         left_s = step_s * (event["max_train_steps"] - event["updates"])
-        details = (
-            f"loss {number_text(loss)}{measures}  {rate_text(1 / step_s if step_s else 0)}  {time_text(left_s)} left  "
-            f"{size_text(event['memory_bytes'])}  "
-            f"checks {event['transfer_checks']}, failed {event['transfer_failures']}"
-        )
+        details = [
+            f"loss {number_text(self.loss.value)}",
+            *measures,
+            rate_text(1 / step_s if step_s else 0),
+            f"{time_text(left_s)} left",
+            size_text(event["memory_bytes"]),
+            f"checks {event['transfer_checks']}, failed {event['transfer_failures']}",
+        ]
         self.view.show("Training", event["updates"], event["max_train_steps"], details)
 
     def _on_export(self, event: Event) -> None:
@@ -166,14 +191,25 @@ class ProgressDisplay:
         self.view.end()
 
 
+def joined(details: Sequence[str], room: float = math.inf) -> str:
+    """The first details, as many as fit into this number of columns."""
+    shown = ""
+    for detail in filter(None, details):
+        longer = f"{shown}  {detail}" if shown else detail
+        if len(longer) > room:
+            break
+        shown = longer
+    return shown
+
+
 class BarView:
-    """A bar on a terminal; lines scroll above it."""
+    """A bar on a terminal; lines scroll above it. Details for which it is too narrow are left out, the last first."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
         self.progress = Progress(
             TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=10)),
+            BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=MIN_BAR)),
             TextColumn("{task.completed:.0f}/{task.total:.0f}"),
             TextColumn("{task.fields[details]}", markup=False),
             console=console,
@@ -185,13 +221,15 @@ class BarView:
     def say(self, text: str) -> None:
         self.console.print(Text(text), soft_wrap=True)
 
-    def show(self, what: str, done: int, total: int, details: str) -> None:
+    def show(self, what: str, done: int, total: int, details: Sequence[str]) -> None:
+        room = self.console.width - MIN_BAR - len(f"{what} {done}/{total}  ")
+        text = joined(details, room)
         if what not in self._tasks:
             for task in self._tasks.values():
                 self.progress.update(task, visible=False)
-            self._tasks[what] = self.progress.add_task(what, total=total, details=details)
+            self._tasks[what] = self.progress.add_task(what, total=total, details=text)
             self.progress.start()
-        self.progress.update(self._tasks[what], completed=done, total=total, details=details, visible=True)
+        self.progress.update(self._tasks[what], completed=done, total=total, details=text, visible=True)
 
     def end(self) -> None:
         self.progress.stop()
@@ -208,25 +246,27 @@ class LineView:
         self.stream.write(text + "\n")
         self.stream.flush()
 
-    def show(self, what: str, done: int, total: int, details: str) -> None:
+    def show(self, what: str, done: int, total: int, details: Sequence[str]) -> None:
         now = time.monotonic()
         if done >= total or now - self._last.get(what, -self.every_s) >= self.every_s:
             self._last[what] = now
-            self.say(f"{what} {done}/{total}  {details}".rstrip())
+            self.say(f"{what} {done}/{total}  {joined(details)}".rstrip())
 
     def end(self) -> None:
         self._last.clear()
 
 
 @contextmanager
-def make_progress(stream: TextIO | None = None, spill_bytes: int | None = None) -> Iterator[ProgressDisplay]:
+def make_progress(
+    stream: TextIO | None = None, spill_bytes: int | None = None, events: Path | None = None
+) -> Iterator[ProgressDisplay]:
     """A display on a terminal or a plain stream (default: standard output). The bar is removed at the end.
 
-    ``spill_bytes``: see ``vram_spill.spill_bytes``.
+    spill_bytes: see ``vram_spill.spill_bytes``. events: the file of the run's events.
     """
     stream = stream or sys.stdout
     view: View = BarView(Console(file=stream)) if stream.isatty() else LineView(stream)
     try:
-        yield ProgressDisplay(view, spill_bytes)
+        yield ProgressDisplay(view, spill_bytes, partial(latest_steps, events) if events else lambda: ())
     finally:
         view.end()

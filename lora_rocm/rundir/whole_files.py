@@ -74,7 +74,8 @@ def remedy(run_dir: RunDir, lora: Path) -> str:
         return f"{again} writes it again; of a language model, delete it."
     place = f"{run_dir.path} --format {form or 'kohya'} --output {'FOLDER' if form == 'peft' else 'FILE'}"
     return (
-        f"Its own checkpoint is gone or damaged. lora-rocm export {place} writes the LoRA of step {updates} elsewhere."
+        "It cannot be written again, for only the newest whole checkpoint is exported. "
+        f"lora-rocm export {place} writes the LoRA of step {updates} elsewhere."
     )
 
 
@@ -87,6 +88,20 @@ def require_whole(run_dir: RunDir, lora: Path) -> Path:
     fault = fault_of_lora(lora)
     if fault:
         raise AdapterError("weights-damaged", fault, where=str(lora), fix=remedy(run_dir, lora))
+    return lora
+
+
+def require_whole_named(lora: Path) -> Path:
+    """Return an adapter file or PEFT folder that the user names; a damaged one that no run wrote is left to its reader.
+
+    Raises:
+        AdapterError: weights-damaged.
+    """
+    for run_dir in map(RunDir, lora.parents[:3]):
+        written = [*map(run_dir.export_of, FILES_OF), *(path for _, path in run_dir.checkpoint_loras())]
+        of_run = next((path for path in written if path in (lora, *lora.parents)), None)
+        if of_run is not None and run_dir.holds_run() and (fault := fault_of_lora(lora)):
+            raise AdapterError("weights-damaged", fault, where=str(lora), fix=remedy(run_dir, of_run))
     return lora
 
 

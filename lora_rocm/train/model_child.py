@@ -36,7 +36,7 @@ from lora_rocm.rundir.event_types import DrawnEvent, ErrorEvent, ExportEvent, No
 from lora_rocm.rundir.events import emit
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.results import updates_of
-from lora_rocm.rundir.whole_files import newest_lora
+from lora_rocm.rundir.whole_files import newest_lora, require_whole_named
 from lora_rocm.train.chat import chat
 from lora_rocm.train.checkpoint import Checkpoint, latest_valid, read_checkpoint
 from lora_rocm.train.compare import compare
@@ -51,7 +51,8 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
     """Draw images with a LoRA file, on its run's base model or on another."""
     source = Path(job["source"])
     # The LoRA file, its recipe and whether it trains text encoders
-    lora = source if source.is_file() or peft_folders(source) else newest_lora(RunDir(source))
+    named = source.is_file() or peft_folders(source)
+    lora = require_whole_named(source) if named else newest_lora(RunDir(source))
     recipe = recipe_for(job, lora, registry)
     require_inputs_read(job, recipe)
     width, height = sides_of(job, recipe)

@@ -25,9 +25,11 @@ from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.loader.batches import BatchPlan, Prepared, open_workers, prepare
 from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.optim.factory import make_optimizer
+from lora_rocm.optim.schedule import length_text
 from lora_rocm.recipe.comparison import fingerprint
 from lora_rocm.recipe.process_sections import RuntimeSection
 from lora_rocm.rundir.event_types import DataEvent, StepEvent
+from lora_rocm.rundir.events import latest_steps
 from lora_rocm.supervisor.resume import accept
 from lora_rocm.train import compilation
 from lora_rocm.train.base_seal import Seals, broken, seals_of
@@ -105,11 +107,19 @@ def train(start: StartContext) -> tuple[bool, int]:
         data.workers.close()
         artifacts.checkpoint(position)  # a kill may have come before older ones were rotated away
     else:
+        _say_other_length(start, position.updates, data.max_train_steps)
         finished = _fit(start, data, position, artifacts)
     if finished:
         with session.phase("export"):
             start.world.first("export", lambda: artifacts.finish(position))
     return finished, position.updates
+
+
+def _say_other_length(start: StartContext, updates: int, max_train_steps: int) -> None:
+    """Say if the run was begun with another length, on which its schedule depends."""
+    made = [step for step in latest_steps(start.session.run_dir.events()) if step["updates"] <= updates]
+    if made and (text := length_text(start.recipe.optim, updates, made[-1]["max_train_steps"], max_train_steps)):
+        start.context.notice(text)
 
 
 def _fit(start: StartContext, data: Data, position: Position, artifacts: Artifacts) -> bool:

@@ -88,7 +88,11 @@ def test_dropout_is_on_what_is_stretched_and_in_training_alone(folder: Path) -> 
     base, stretch, x = layer.get_base_layer(), layer.ia3_stretch[PEFT_NAME].detach(), torch.randn(2, 32)
     whole = (base(x) - base.bias) * stretch
     torch.testing.assert_close(layer.eval()(x), base(x) + whole, rtol=1e-4, atol=1e-5)
+    torch.manual_seed(5)
+    dropped = torch.nn.functional.dropout(base(x) - base.bias, 0.5)
+    torch.manual_seed(5)
     found = layer.train()(x) - base(x)
+    torch.testing.assert_close(found, dropped * stretch, rtol=1e-3, atol=1e-5, msg="drawn once")
     kept = found.abs() > whole.abs()
     torch.testing.assert_close(found, 2 * whole * kept, rtol=1e-3, atol=1e-5)
     assert 0 < kept.sum() < kept.numel()

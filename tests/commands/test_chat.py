@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import queue
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -30,8 +31,10 @@ from lora_rocm.families.causal_lm.generation import chosen, pieces_of
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.rundir.event_types import Event
+from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train.chat import Side, chat
 from tests.command_line import command_line
+from tests.supervisor.fake_run import write_whole_run
 from tests.tiny_llm import tiny_tokenizer
 from tests.tiny_models import tiny_recipe
 
@@ -158,6 +161,14 @@ def test_a_run_of_images_and_what_is_no_run_are_refused(tmp_path: Path, run: Pat
 
 def sampling(**options: Any) -> Sampling:
     return Sampling(**{"temperature": 1.0, "top_p": 1.0, "max_tokens": 5, "seed": 0, **options})
+
+
+def test_a_damaged_folder_of_a_run_is_said_with_its_remedy(tmp_path: Path, run: Path) -> None:
+    write_whole_run(RunDir(made := tmp_path / "made"))
+    shutil.copytree(run, made, dirs_exist_ok=True)
+    (made / "peft" / "model" / "adapter_model.safetensors").write_bytes(b"cut")
+    ended = command_line("chat", made / "peft" / "model", "--prompt", "x")
+    assert ended.exit_code != 0 and f"lora-rocm export {made} --format peft writes it again" in ended.stderr
 
 
 def test_tokens_are_drawn_by_their_share_among_the_likeliest() -> None:

@@ -192,6 +192,23 @@ def test_only_what_is_included_is_used(tmp_path: Path, make: SimpleNamespace) ->
     assert caught.value.fix == "Correct the patterns of data.exclude."
 
 
+@pytest.mark.parametrize("pattern", [{"exclude": ["*"]}, {"include": ["none"]}])
+def test_the_key_is_named_where_it_is_given(
+    tmp_path: Path, make: SimpleNamespace, pattern: dict[str, list[str]]
+) -> None:
+    (name,) = pattern
+    for folder in ("a", "b"):
+        make.image(tmp_path / folder / "a.png", caption="x")
+    a, b = ({"path": str(tmp_path / folder)} for folder in ("a", "b"))
+    with pytest.raises(DataError) as caught:
+        scan(make.data(sources=[a, b | pattern]))
+    assert caught.value.fix == f"Correct the patterns of data.sources[1].{name}."
+    assert f"data.sources[1].{name}" in caught.value.what
+    with pytest.raises(DataError) as caught:
+        scan(make.data(sources=[a, b], **pattern))
+    assert caught.value.fix == f"Correct the patterns of data.{name}.", "the default of all sources"
+
+
 def test_a_folder_with_the_name_of_a_caption_is_said(tmp_path: Path, make: SimpleNamespace) -> None:
     make.image(tmp_path / "a.png")
     (tmp_path / "a.txt").mkdir()

@@ -10,7 +10,7 @@ import torch
 from diffusers.optimization import get_scheduler
 from pydantic import ValidationError
 
-from lora_rocm.optim.schedule import learning_rate_factor
+from lora_rocm.optim.schedule import learning_rate_factor, length_text
 from lora_rocm.recipe.optim_sections import AdamwSection
 
 STEPS, WARMUP = 23, 4
@@ -97,3 +97,19 @@ def test_it_ends_at_the_least_and_stays_there(name: str) -> None:
 def test_a_key_that_is_not_read_is_refused(keys: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         AdamwSection.model_validate(keys)
+
+
+@pytest.mark.parametrize(("keys", "updates", "said"), [
+    ({"lr_scheduler": "cosine"}, 4, True),
+    ({"lr_scheduler": "linear", "lr_min_ratio": 0.5}, 9, True),
+    ({"lr_scheduler": "constant", "lr_warmup_steps": 6}, 4, False),
+    ({"lr_scheduler": "constant", "lr_warmup_ratio": 0.5}, 4, True),
+    ({"lr_scheduler": "constant", "lr_warmup_ratio": 0.5}, 10, False),  # the warm-up is over by both lengths
+    ({"lr_scheduler": "cosine", "lr_cosine_steps": 7}, 4, False),
+])  # fmt: skip
+def test_another_length_is_said_where_the_rates_depend_on_it(keys: dict[str, Any], updates: int, said: bool) -> None:
+    section = AdamwSection.model_validate(keys)
+    for before, after in ((10, 20), (20, 11)):
+        text = f"The learning-rate schedule ({section.lr_scheduler}) now ends at step {after} instead of {before}."
+        assert length_text(section, updates, before, after) == (text if said else "")
+    assert length_text(section, updates, 20, 20) == ""

@@ -9,6 +9,7 @@ import pytest
 
 from lora_rocm.errors import RecipeError
 from lora_rocm.recipe.comparison import resume_differences
+from lora_rocm.recipe.kinds import NAMED_BY, OPTIMIZER, every_kind, kinds_of
 from lora_rocm.recipe.load import dump_recipe, load_recipe
 from lora_rocm.recipe.optim_sections import OPTIMIZERS, OptimSection
 from lora_rocm.recipe.optimizer_args import names
@@ -118,3 +119,27 @@ def test_the_tables_name_what_is_there() -> None:
     assert all(row.optimizers or row.name == "decouple" for row in names().fixed)
     for fixed in names().fixed:
         assert all(fixed.name not in OPTIMIZERS[each].model_fields for each in fixed.optimizers), fixed
+
+
+@pytest.mark.parametrize(("optim", "overrides", "what", "fix"), [
+    ("{optimizer: prodgy, %s}", (), "optim.optimizer: expected one of", "Did you mean prodigy?"),
+    ("{optimiser: prodigy, %s}", (), "optim.optimiser: there is no such key", "Did you mean optim.optimizer?"),
+    ("{optimizer_type: Prodigy, %s}", (), "optim.optimizer_type: there is", "Did you mean optim.optimizer? (Other"),
+    ("{%s}", ("train.optimizer_type=Prodigy",), "train.optimizer_type: there", "mean optim.optimizer? (Other trainers"),
+])  # fmt: skip
+def test_an_unknown_optimizer_is_the_only_problem(
+    tmp_path: Path, optim: str, overrides: tuple[str, ...], what: str, fix: str
+) -> None:
+    """The keys and arguments of the one that is meant are not judged by the default, whose ``betas`` are two."""
+    of_another = "betas: [0.9, 0.99, 0.999], d_coef: 2, optimizer_args: [use_bias_correction=True]"
+    said = refused(tmp_path, optim % of_another, *overrides)
+    assert "has 1 problem." in said and what in said and fix in said
+    assert "optim.learning_rate" in refused(tmp_path, optim % "learning_rate: -1", *overrides), "all optimizers have it"
+    assert "has 3 problems." in refused(tmp_path, f"{{optimizer: adamw, {of_another}}}"), "the control"
+
+
+def test_no_key_of_a_recipe_is_taken_for_that_of_its_kind() -> None:
+    for section, name in NAMED_BY:
+        every = {key for each in every_kind(section) for key in each.section(section).model_fields} - {name}
+        assert kinds_of({section: dict.fromkeys(every)}).unknown == frozenset()
+    assert kinds_of({"optim": {"optimiser": "lion"}}).unknown == {OPTIMIZER}, "the control"

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import io
+import json
+import re
+from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from lora_rocm.report import progress_bar
-from lora_rocm.report.progress_bar import BarView, LineView, ProgressDisplay, make_progress
+from lora_rocm.report.progress_bar import MIN_BAR, BarView, LineView, ProgressDisplay, make_progress
 from lora_rocm.rundir.event_types import RUN_EVENTS
 from tests.supervisor.fake_run import (
     change_fields,
@@ -115,6 +119,22 @@ def test_bars_on_a_terminal() -> None:
     assert "[bold]as it is[/bold]" in text
 
 
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 160])
+def test_a_narrow_bar_leaves_whole_details_out(width: int) -> None:
+    stream = io.StringIO()
+    display = ProgressDisplay(BarView(Console(file=stream, force_terminal=True, width=width, _environ={})))
+    display.on_event({"type": "step", **step_fields(3, measures={"accuracy": 0.5}, transfer_checks=123456)})
+    display.view.end()
+    line = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue()).split("\r")[-1].strip()
+    whole = "loss 0.3305  accuracy 0.5  5.00 it/s  0:07 left  1.0 GiB  checks 123456, failed 0"
+    shown = line.partition(" 3/40 ")[2]
+    assert line.startswith("Training ") and len(line) <= width
+    assert shown and f"{whole}  ".startswith(f"{shown}  "), "each is whole"
+    assert (shown == whole) is (width == 160)
+    left_out = whole.removeprefix(shown).strip().split("  ")[0]
+    assert shown == whole or len(f"Training 3/40 {shown}  {left_out}") + MIN_BAR + 1 > width, "no more would fit"
+
+
 def test_the_stream_decides(monkeypatch: Any) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
@@ -166,6 +186,32 @@ def test_measures_of_steps_are_shown_smoothed() -> None:
     for n, accuracy in ((1, 0.0), (2, 1.0)):
         display.on_event({"type": "step", **step_fields(n, measures={"accuracy": accuracy})})
     assert 0.5 < float(stream.getvalue().splitlines()[-1].partition("accuracy ")[2].split()[0]) < 0.52
+
+
+def test_a_resume_goes_on_with_the_loss_of_the_run(tmp_path: Path) -> None:
+    """As if it had never stopped; the steps that are made again count once."""
+    losses = {1: 0.9, 2: 0.7, 3: 0.5}
+    steps = {
+        n: {"type": "step", **step_fields(n, loss=loss, measures={"accuracy": loss})} for n, loss in losses.items()
+    }
+    path = tmp_path / "events.jsonl"
+    starts = [{"type": "start", **start_fields(resumed_from=resumed)} for resumed in (None, 2)]
+    written = [starts[0], steps[1], steps[2], {**steps[3], "loss": 5.0}, starts[1], steps[3]]
+    path.write_text("".join(f"{json.dumps({**each, 'time': 0.0, 'session': 1})}\n" for each in written), "utf-8")
+
+    def shown(events: Path | None, *heard: dict[str, Any]) -> str:
+        with make_progress(stream := io.StringIO(), events=events) as display:
+            for event in heard:
+                display.on_event({"time": 0.0, "session": 1, **event})
+        (line,) = [line for line in stream.getvalue().splitlines() if line.startswith("Training 3/")]
+        return line.partition("loss ")[2].partition("it/s")[0]
+
+    display = ProgressDisplay(LineView(io.StringIO()))
+    for n in (1, 2, 3):
+        display.on_event({"time": 0.0, "session": 1, **steps[n]})
+    expected = f"{display.loss.value:.4g}"
+    assert shown(path, starts[1], steps[3]).startswith(f"{expected}  accuracy {expected}  ")
+    assert not shown(None, starts[1], steps[3]).startswith(expected), "the control: the losses before it count"
 
 
 def test_memory_that_spills_is_said_once() -> None:

@@ -226,6 +226,20 @@ def test_of_a_step_seen_twice_the_newest_attempt_counts() -> None:
     assert current_steps([*events, start(None)]) == []
 
 
+def test_the_latest_steps_are_read_from_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "events.jsonl"
+    assert events.latest_steps(path) == []
+    writer = EventWriter(path)
+    for number in range(1, 20):
+        writer.write(event("step", **step_fields(number)))
+    writer.write(event("start", **start_fields(resumed_from=17)))
+    writer.close()
+    assert [step["updates"] for step in events.latest_steps(path)] == [*range(1, 18)]
+    monkeypatch.setattr(events, "TAIL_BYTES", path.stat().st_size // 2)  # which begins amid a line
+    found = [step["updates"] for step in events.latest_steps(path)]
+    assert found == [*range(found[0], 18)] and 1 < found[0] < 17
+
+
 def test_what_a_library_prints_between_events_is_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     noise = [b"[" * 100_000, b"\xff\xfe", b"null", b"5", b"{}", b'{"type": 5}', b'{"type": "step"}']

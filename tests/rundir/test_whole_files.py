@@ -67,6 +67,26 @@ def test_a_peft_folder_is_damaged_with_any_of_its_files(run_dir: RunDir) -> None
     assert f"{run_dir.path} --format peft" in caught.value.fix
 
 
+def test_a_named_file_of_a_run_is_exported_again(run_dir: RunDir, tmp_path: Path) -> None:
+    folder = run_dir.peft_dir / "unet"
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text("{}", encoding="utf-8")
+    weights, lora = folder / "adapter_model.safetensors", run_dir.checkpoint_lora(40)
+    forms = {run_dir.lora: "kohya", folder: "peft", weights: "peft", lora: f"kohya --output {lora}"}
+    for path in (weights, run_dir.lora, lora, run_dir.path / "other.safetensors", tmp_path / "alone.safetensors"):
+        path.write_bytes(WHOLE)
+    assert [whole_files.require_whole_named(path) for path in forms] == list(forms)
+    for path, form in forms.items():
+        (weights if path == folder else path).write_bytes(WHOLE[:50])
+        with pytest.raises(AdapterError, match="damaged") as caught:
+            whole_files.require_whole_named(path)
+        again = f"lora-rocm export {run_dir.path} --format {form} writes it again"
+        assert caught.value.fix.startswith(again) and caught.value.where == str(path)
+    for path in (run_dir.path / "other.safetensors", tmp_path / "alone.safetensors"):  # of no run
+        path.write_bytes(WHOLE[:50])
+        assert whole_files.require_whole_named(path) == path
+
+
 @pytest.mark.parametrize("state", [b"", b"[]", b'{"sha256": {"/dev/zero": ""}}', b'{"sha256": 3}', b"[" * 100_000])
 def test_a_strange_state_is_a_damaged_checkpoint(run_dir: RunDir, state: bytes) -> None:
     assert whole_files.fault_of_checkpoint(run_dir.checkpoint(40)) == ""

@@ -18,6 +18,7 @@ from lora_rocm.train.checkpoint import save_checkpoint
 from lora_rocm.train.loop import Position
 from lora_rocm.train.model_child import export_run, recipe_for, require_inputs_read, require_mask_read, sides_of
 from tests.families.toy_families import TOYS
+from tests.supervisor.fake_run import write_whole_run
 
 LORA = Path("lora.safetensors")
 
@@ -104,6 +105,14 @@ def test_in_a_run_its_family_counts(tmp_path: Path) -> None:
     assert recipe_for(job(base="other", family="toy-video"), lora, TOYS).model.name_or_path == "other"
     with pytest.raises(AdapterError, match="trained on Toy video"):
         recipe_for(job(base="other", family="sdxl"), lora, TOYS)
+
+
+def test_a_damaged_file_of_a_run_is_said_with_the_remedy_of_its_run(tmp_path: Path) -> None:
+    write_whole_run(run_dir := RunDir(tmp_path / "run"))
+    run_dir.lora.write_bytes(b"cut")
+    with pytest.raises(AdapterError, match="damaged") as caught:
+        model_child.sample(job(source=str(run_dir.lora)))
+    assert "lora-rocm export" in caught.value.fix and "Download" not in caught.value.fix
 
 
 def test_a_sampler_that_the_family_does_not_take_is_refused() -> None:

@@ -259,15 +259,21 @@ def test_a_damaged_newest_checkpoint_costs_steps_but_not_the_result(
 
 
 def test_more_steps_may_be_asked_for_on_resume(material: Path, tmp_path: Path) -> None:
-    def recipe(steps: int) -> Recipe:
+    def recipe(steps: int, schedule: str = "constant") -> Recipe:
         train = {"max_train_steps": steps, "gradient_accumulation_steps": 1}
-        return make_recipe(material, optim={"lr_scheduler": "constant"}, train=train)
+        return make_recipe(material, optim={"lr_scheduler": schedule}, train=train)
+
+    def said() -> list[str]:
+        return [event["text"] for event in read_events(RunDir(tmp_path / "short").events(), "notice")]
 
     short, long = recipe(1), recipe(3)
     assert start(long, tmp_path / "long")
     assert start(short, tmp_path / "short")
     assert start(long, tmp_path / "short")
     assert bytes_of(tmp_path / "short") == bytes_of(tmp_path / "long")
+    assert not any("schedule" in text for text in said()), "a constant rate has no end"
+    assert start(recipe(4, "cosine"), tmp_path / "short", accept_changes=True)
+    assert said()[-1] == "The learning-rate schedule (cosine) now ends at step 4 instead of 3."
 
 
 def test_the_state_of_another_optimizer_is_refused_also_with_accept_changes(
