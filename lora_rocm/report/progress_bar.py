@@ -7,7 +7,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -17,6 +17,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 from rich.text import Text
 
+from lora_rocm.errors import StorageError
 from lora_rocm.foundation.units import count_text, number_text, rate_text, size_text, time_text
 from lora_rocm.model_files.readers import readers_line
 from lora_rocm.report.incident_texts import TEXTS
@@ -120,9 +121,10 @@ class ProgressDisplay:
             self.say(f"Going on from step {resumed}")
             self.loss = Smoothed()
             self.measures.clear()
-            for step in self.past():
-                if step["updates"] <= resumed:  # the file may already have later ones, which are still to be shown
-                    self._add(step)
+            with suppress(StorageError):  # a file that cannot be read stops no run: the smoothed loss begins anew
+                for step in self.past():
+                    if step["updates"] <= resumed:  # the file may already have later ones, which are still to be shown
+                        self._add(step)
 
     def _on_phase(self, event: Event) -> None:
         text = PHASES.get(event["phase"])

@@ -212,6 +212,7 @@ def test_a_resume_goes_on_with_the_loss_of_the_run(tmp_path: Path) -> None:
     expected = f"{display.loss.value:.4g}"
     assert shown(path, starts[1], steps[3]).startswith(f"{expected}  accuracy {expected}  ")
     assert not shown(None, starts[1], steps[3]).startswith(expected), "the control: the losses before it count"
+    assert shown(tmp_path, starts[1], steps[3]) == shown(None, starts[1], steps[3]), "no file of events stops no run"
 
 
 def test_memory_that_spills_is_said_once() -> None:
