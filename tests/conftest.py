@@ -55,10 +55,13 @@ def few_objects_to_collect() -> None:
 @pytest.fixture(autouse=True)
 def restore_environment(program_folder: Path) -> Iterator[None]:
     """No test leaves a variable, or what its runs have learnt about this machine, behind for the next one."""
-    before = dict(os.environ)
+    before = os.environ.copy()
     yield
     for path in program_folder.glob("changes-*.json"):
         path.unlink()
-    if dict(os.environ) != before:
-        os.environ.clear()
-        os.environ.update(before)
+    after = os.environ.copy()
+    for name in after.keys() - before.keys():
+        del os.environ[name]
+    for name, value in before.items():
+        if after.get(name) != value and name != "PYTEST_CURRENT_TEST":  # pytest's own: another in each phase
+            os.environ[name] = value
