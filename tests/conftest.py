@@ -6,6 +6,8 @@ import atexit
 import gc
 import os
 from collections.abc import Iterator
+from copy import deepcopy
+from functools import lru_cache
 from pathlib import Path
 
 # Before any test module imports torch or a hub client: they read these once.
@@ -44,6 +46,17 @@ def program_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("home")
     os.environ["LORA_ROCM_HOME"] = str(folder)
     return folder
+
+
+@pytest.fixture(autouse=True, scope="session")
+def recipes_parsed_once() -> Iterator[None]:
+    """A recipe's text gives the same tree each time, and takes a tenth of a tiny run; a run reads its recipe twice."""
+    from lora_rocm.recipe import load
+
+    parse = lru_cache(maxsize=64)(load.parse_yaml)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load, "parse_yaml", lambda text: deepcopy(parse(text)))
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")
