@@ -45,7 +45,7 @@ RECIPES = {
     "100 MB": "a: " + "x" * (100 << 20),
     "laughs": "a: &a [x,x,x,x,x,x,x,x,x]\n"
     + "".join(f"{chr(98 + n)}: &{chr(98 + n)} [{','.join([f'*{chr(97 + n)}'] * 9)}]\n" for n in range(9)),
-    "keys twice, by aliases": "m: &m {" + "a: ," * 4000 + "}\nl: [" + "*m," * 4000 + "]\n",
+    "keys twice, by aliases": "m: &m {" + "a: ," * 5000 + "}\nl: [" + "*m," * 10_000 + "]\n",
     "cycle": "a: &a {b: *a}",
     "brackets": "a: " + "[" * 3000 + "]" * 3000,
     "keys": RECIPE + "optim:\n" + "".join(f"  key{n}: 1\n" for n in range(4000)),
