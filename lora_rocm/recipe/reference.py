@@ -23,6 +23,7 @@ from lora_rocm.recipe.peer_names import advice, peer_names
 from lora_rocm.recipe.schema import MOVED, TEXT_KEY, TOKENS_KEY
 from lora_rocm.recipe.yaml_tree import dotted
 
+Schema = dict[str, Any]
 TYPE_NAMES = {
     "string": "text",
     "integer": "whole number",
@@ -93,7 +94,7 @@ def _schema_of(kinds: Kinds) -> tuple[dict[str, Any], dict[str, Any]]:
     return schema, schema.pop("$defs")
 
 
-def _schema_of_section(kinds: Kinds, section: str) -> tuple[str, dict[str, Any]]:
+def _schema_of_section(kinds: Kinds, section: str) -> tuple[str, Schema]:
     """(name, schema) of a section as the recipe's schema has them; the schema may be changed.
 
     The schema of the whole recipe takes a tenth of a second, and there is one for each kind.
@@ -242,7 +243,7 @@ def _names_table() -> str:
     ])  # fmt: skip
 
 
-def _ref(value: dict[str, Any]) -> str:
+def _ref(value: Schema) -> str:
     """Name of the section that a property references."""
     return _name(value["$ref"])
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,7 @@ def test_chunks_that_unpack_to_gigabytes(tmp_path: Path, kind: bytes) -> None:
     ids=["jpeg of EXIF", "png of chunks", "ppm of comment"],
 )
 def test_headers_without_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: attacks.Any, hostile: int, sound: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[int], bytes], hostile: int, sound: int
 ) -> None:
     path = tmp_path / "x.png"
     path.write_bytes(make(hostile))
