@@ -28,7 +28,7 @@ HOLES: dict[str, tuple[int, int, str]] = {
     "doctor": (5, 1, JSON),
     "errors": (2, 0, JSON),
     "export": (7, 0, LIBRARY),
-    "families": (187, 2, LIBRARY),
+    "families": (186, 2, LIBRARY),
     "foundation": (5, 0, JSON),
     "hardware": (23, 0, JSON),
     "hardware.probe": (14, 1, SYSTEM),

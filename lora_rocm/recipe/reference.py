@@ -13,14 +13,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.tables import read_table
 from lora_rocm.recipe.family_rules import SIDES
 from lora_rocm.recipe.kinds import FAMILY, NAMED_BY, Kinds, every_kind, kinds_of
 from lora_rocm.recipe.peer_names import advice, peer_names
-from lora_rocm.recipe.schema import MOVED, TEXT_KEY, TOKENS_KEY, Recipe
+from lora_rocm.recipe.schema import MOVED, TEXT_KEY, TOKENS_KEY
 from lora_rocm.recipe.yaml_tree import dotted
 
+Schema = dict[str, Any]
 TYPE_NAMES = {
     "string": "text",
     "integer": "whole number",
@@ -91,19 +94,30 @@ def _schema_of(kinds: Kinds) -> tuple[dict[str, Any], dict[str, Any]]:
     return schema, schema.pop("$defs")
 
 
+def _schema_of_section(kinds: Kinds, section: str) -> tuple[str, Schema]:
+    """(name, schema) of a section as the recipe's schema has them; the schema may be changed.
+
+    The schema of the whole recipe takes a tenth of a second, and there is one for each kind.
+    """
+    model = kinds.recipe.model_fields[section].annotation
+    assert isinstance(model, type) and issubclass(model, BaseModel)
+    schema = json.loads(_generated(model))
+    schema.pop("$defs", None)
+    return model.__name__, schema
+
+
 @cache
-def _generated(recipe: type[Recipe]) -> str:
-    return json.dumps(recipe.model_json_schema())
+def _generated(model: type[BaseModel]) -> str:
+    return json.dumps(model.model_json_schema())
 
 
 def _sections_of_kinds(section: str, registry: Registry, sections: dict[str, Any]) -> list[dict[str, Any]]:
     """References to the section of each kind, the default first. Adds their schemas to ``sections``."""
     refs = []
     for kinds in every_kind(section, registry):
-        schema, own = _schema_of(kinds)
-        ref = schema["properties"][section]["$ref"]
-        sections.setdefault(_name(ref), {key: v for key, v in own[_name(ref)].items() if key != "required"})
-        refs.append({"$ref": ref})
+        name, schema = _schema_of_section(kinds, section)
+        sections.setdefault(name, {key: value for key, value in schema.items() if key != "required"})
+        refs.append({"$ref": f"#/$defs/{name}"})
     return refs
 
 
@@ -112,9 +126,8 @@ def _rules_of_families(registry: Registry, sections: dict[str, Any]) -> dict[str
     rules = {}
     for kinds in every_kind(FAMILY[0], registry):
         spec = kinds.family
-        schema, own = _schema_of(kinds)
-        ref = schema["properties"]["objective"]["$ref"]
-        sections.setdefault(_name(ref), own[_name(ref)])
+        objective, schema = _schema_of_section(kinds, "objective")
+        sections.setdefault(objective, schema)
         keys: dict[str, dict[str, Any]] = {}
         for section, key in SIDES:
             keys.setdefault(str(section), {})[str(key)] = {"multipleOf": spec.shapes.multiple_px}
@@ -126,7 +139,7 @@ def _rules_of_families(registry: Registry, sections: dict[str, Any]) -> dict[str
         if not spec.embedding_keys:
             keys.setdefault("lora", {})[TOKENS_KEY] = {"maxItems": 0}
         shared = {section: {"properties": known} for section, known in keys.items()}
-        rules[spec.name] = {"properties": {"objective": {"$ref": ref}, **shared}}
+        rules[spec.name] = {"properties": {"objective": {"$ref": f"#/$defs/{objective}"}, **shared}}
     return rules
 
 
@@ -177,8 +190,7 @@ def _tables_of_kinds(name: str, discriminator: str, kinds: Sequence[Kinds], regi
     """A table of the keys that all kinds of a section share, then one per kind with its own keys and defaults."""
     found = {}
     for kind in kinds:
-        schema, sections = _schema_of(kind)
-        found[kind.name_of(name)] = sections[_ref(schema["properties"][name])]
+        found[kind.name_of(name)] = _schema_of_section(kind, name)[1]
     first = next(iter(found.values()))
     all_have = {
         key: value
@@ -231,7 +243,7 @@ def _names_table() -> str:
     ])  # fmt: skip
 
 
-def _ref(value: dict[str, Any]) -> str:
+def _ref(value: Schema) -> str:
     """Name of the section that a property references."""
     return _name(value["$ref"])
 

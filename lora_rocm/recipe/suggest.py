@@ -9,7 +9,8 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
+from itertools import islice
 from typing import Any, get_args
 
 from pydantic import BaseModel
@@ -87,9 +88,9 @@ def suggest(name: str, siblings: list[str], section: str, value: str, recipe: ty
     if len(plain) > MAX_KEY_LETTERS:  # comparing long strings is slow
         return ""
     elsewhere = [key for key in _portable_keys(recipe) if key.rpartition(".")[2] == plain]
-    near = [here + key for key in siblings if alike(plain, key)][:2]
-    far = [key for key in _portable_keys(recipe) if "_" in key and alike(plain, key.rpartition(".")[2])][:2]
-    proposed = elsewhere or near or far
+    near = (here + key for key in siblings if alike(plain, key))
+    far = (key for key in _portable_keys(recipe) if "_" in key and alike(plain, key.rpartition(".")[2]))
+    proposed = elsewhere or list(islice(near, 2)) or list(islice(far, 2))
     if proposed:
         return f"Did you mean {' or '.join(proposed)}?"
     other_unit = [here + key for key in siblings if _same_but_for_unit(plain, key)]
@@ -109,6 +110,7 @@ def _words(name: str) -> list[str]:
     return [word[:-1] if len(word) > 3 and word.endswith("s") else word for word in name.split("_") if word]
 
 
+@lru_cache(maxsize=1000)
 def unit_of(key: str) -> frozenset[str]:
     """The units that the words of a key's last part name."""
     units = peer_names().units

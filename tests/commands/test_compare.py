@@ -19,6 +19,7 @@ SETS = (
     "data.validation_split=0.4",
     "train.validation_every_n_steps=2",
     "output.save_every_n_steps=2",
+    "sample.steps=6",
     "optim.learning_rate=0.01",
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import pickle
@@ -47,6 +48,7 @@ def png_full_of_zeros(side: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", data) + chunk(b"IEND", b"")
 
 
+@functools.cache
 def zeros(mebibytes: int) -> bytes:
     """So many MiB of zeros, compressed."""
     packer = zlib.compressobj(9)

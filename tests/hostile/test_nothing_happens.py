@@ -46,7 +46,7 @@ def make_texts(sound: Path, hostile: Path) -> None:
         "apply": f"a: !!python/object/apply:builtins.exec [{code}]",
         "new": f"a: !!python/object/new:os.system [{code}]",
         "module": "a: !!python/module:antigravity x",
-        "twice": "m: &m {" + "a: ," * 5000 + "}\nl: [" + "*m," * 20_000 + "]",
+        "twice": "m: &m {" + "a: ," * 4000 + "}\nl: [" + "*m," * 4000 + "]",
         "laughs": "a: &a [x,x,x,x,x,x,x,x]\n"
         + "".join(f"{b}: &{b} [{f'*{a},' * 9}]\n" for a, b in zip("abcdefg", "bcdefgh", strict=True)),
         "merge": "a: &a {b: 1}\nc:\n  <<: *a\n",
@@ -60,7 +60,7 @@ def make_images(sound: Path, hostile: Path) -> None:
         "giant.png": attacks.png_of(65_535, 65_535),
         "text.png": attacks.png_of(8, 8, attacks.chunk(b"zTXt", b"k\0\0" + attacks.zeros(200))),
         "profile.png": attacks.png_of(8, 8, attacks.chunk(b"iCCP", b"k\0\0" + attacks.zeros(200))),
-        "chunks.png": attacks.png_of_chunks(300_000),
+        "chunks.png": attacks.png_of_chunks(150_000),
         "giant.jpg": attacks.jpeg_of(65_535, 65_535),
         "exif.jpg": attacks.jpeg_with_exif(600),
         "giant.gif": attacks.gif_of(65_535, 65_535),
