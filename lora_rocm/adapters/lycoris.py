@@ -173,7 +173,7 @@ def alone(entry: Entry, parts: Sequence[tuple[int, Entry]], whole: bool, name: s
 class LycorisLayer(nn.Module):
     """The forward pass of a layer. This class stands before PEFT's layer among the bases of a kind's layers.
 
-    input_dropout: on what the change is made from; ``change`` applies it.
+    input_dropout: ``change`` applies it to the tensor that it computes from.
     dropouts: on the change of the output.
     """
 
@@ -242,7 +242,8 @@ class OutputEntry(Entry):
 class OutputLayer(LycorisLayer, BaseTunerLayer):
     """A layer of a kind that changes the base layer's output and that PEFT lacks. Its tensors start at zero.
 
-    A change of ``D W`` of a weight ``W`` is one of ``D`` times the output without the bias, which dropout is on.
+    A change of ``D W`` of a weight ``W`` is one of ``D`` times the output without the bias. Input dropout is applied to
+    that output.
     """
 
     other_param_names = ("r", "alpha", "scaling")

@@ -290,8 +290,9 @@ def _data_lines(loaded: LoadedRecipe, usable: list[Any]) -> Iterator[str]:
     noun = NOUNS[kind]
     yield f"{noun}: {num_found} usable, {len(aside)} set aside"
     yield "  judged by headers and ends of files: no pixels were decoded, and a run sets aside what fails there"
-    num_captions = ((sample.location, sum(text.count("\n") + 1 for text in sample.captions)) for sample in samples)
-    if several := {place: number for place, number in num_captions if number > 1}:  # at each resolution the same
+    # a sample of each resolution has the same captions
+    num_captions = {sample.location: sum(text.count("\n") + 1 for text in sample.captions) for sample in samples}
+    if several := {place: number for place, number in num_captions.items() if number > 1}:
         have = f"1 {kind} has" if len(several) == 1 else f"{len(several)} {noun} have"
         yield f"  {have} several captions, {sum(several.values())} in all"
     per_source = Counter(sample.source for sample in samples)

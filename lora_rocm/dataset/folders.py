@@ -173,8 +173,8 @@ def walk(
 ) -> Folder:
     """Find the images and captions in a folder and its sub-folders.
 
-    Names that begin with a dot and run directories are skipped: a run's previews are no training data. Other skipped
-    files are reported (``left_out``), and so are links that lead out of ``root``: the LoRA file may be given away.
+    Names that begin with a dot and run directories are skipped: a run's previews are no training data. Links are
+    followed, each folder once. Links out of ``root`` are reported, as the LoRA may be given away; skipped files too.
 
     Args:
         root: the folder.

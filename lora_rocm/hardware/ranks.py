@@ -123,7 +123,7 @@ def _require(wanted: int, there_are: int, what_there_is: str) -> None:
             fix=f"Use --gpus {there_are}."
             if there_are > 1
             else "Leave --gpus out. lora-rocm doctor says what it sees."
-            + ("" if there_are else " Two processes on the CPU: --set runtime.device=cpu."),
+            + ("" if there_are else " Several processes can train on the CPU: --set runtime.device=cpu."),
         )
 
 

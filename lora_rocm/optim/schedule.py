@@ -20,8 +20,8 @@ SHAPES: Mapping[str, Shape] = {
     "rex": lambda progress, optim: (1.0 - progress) / (1.0 - progress / 2.0),
 }
 """By ``optim.lr_scheduler``."""
-TRIED = 1000
-"""Updates whose rates are compared."""
+MAX_COMPARED = 1000
+"""Maximum number of updates whose rates are compared."""
 
 
 def learning_rate_factor(optim: OptimSection, updates: int, max_train_steps: int) -> float:
@@ -37,11 +37,11 @@ def learning_rate_factor(optim: OptimSection, updates: int, max_train_steps: int
 
 
 def length_text(optim: OptimSection, updates: int, before: int, after: int) -> str:
-    """A notice that the updates from ``updates`` on have other rates in a run of another length; "" if they do not.
+    """A notice if a new length of the run changes the rates from ``updates`` on; otherwise "".
 
     before, after: length of the run in updates.
     """
-    rest = range(updates, after, -(-max(1, after - updates) // TRIED))
+    rest = range(updates, after, -(-max(1, after - updates) // MAX_COMPARED))
     if all(learning_rate_factor(optim, n, before) == learning_rate_factor(optim, n, after) for n in rest):
         return ""
     return f"The learning-rate schedule ({optim.lr_scheduler}) now ends at step {after} instead of {before}."

@@ -30,8 +30,8 @@ class Kinds:
         family: of the base model.
         adapter: class of the adapter's section.
         optimizer: class of the optimizer's section.
-        unknown: keys with the name of a kind that does not exist, or that are there by another name; the default is
-            used for them.
+        unknown: keys whose value names no kind, or that the recipe gives by another name (``optimizer_type``); their
+            default is used.
     """
 
     registry: Registry
@@ -59,9 +59,9 @@ class Kinds:
         return self.family.name
 
     def judges(self, key: tuple[str | int, ...]) -> bool:
-        """Whether a value can be judged: its section is of a known kind, or all kinds of the section have its key.
+        """Whether an error in a value is one for sure: its section is of a known kind, or all kinds have its key.
 
-        A key that is there in place of the one that names the kind is judged too.
+        The name by which the recipe gives the kind is judged too.
         """
         if len(key) < 2 or key[0] not in {section for section, _ in self.unknown}:
             return True
@@ -113,14 +113,14 @@ def kinds_of(data: Any, registry: Registry = PRODUCT) -> Kinds:
     names = {key: _named(data, key) for key in tables}
     known = {key: name if isinstance(name, str) and name in tables[key] else None for key, name in names.items()}
     family, adapter, optimizer = (table[known[key] or next(iter(table))] for key, table in tables.items())
-    sections = data.items() if isinstance(data, dict) else ()
-    given = [(name, str(each)) for name, section in sections if isinstance(section, dict) for each in section]
+    kinds = Kinds(registry, family, adapter, optimizer)
+    others = _names_of_no_key(data, kinds.recipe)
     unknown = frozenset(
         key
         for key in tables
-        if known[key] is None and (names[key] is not None or any(_is_given_as(*each, key) for each in given))
+        if known[key] is None and (names[key] is not None or any(_is_given_as(*each, key) for each in others))
     )
-    return Kinds(registry, family, adapter, optimizer, unknown)
+    return replace(kinds, unknown=unknown)
 
 
 def recipe_from(data: Any, registry: Registry = PRODUCT) -> Recipe:
@@ -130,6 +130,17 @@ def recipe_from(data: Any, registry: Registry = PRODUCT) -> Recipe:
         pydantic.ValidationError: the data is no recipe.
     """
     return kinds_of(data, registry).recipe.model_validate(data)
+
+
+def _names_of_no_key(data: object, recipe: type[Recipe]) -> list[tuple[str, str]]:
+    """(section, name) of all names in the data that are no keys of these kinds: none in a valid recipe."""
+    found = []
+    for name, section in data.items() if isinstance(data, dict) else ():
+        field = recipe.model_fields.get(name) if isinstance(name, str) else None
+        keys = getattr(field.annotation, "model_fields", {}) if field is not None else {}
+        if isinstance(section, dict):
+            found += [(name, str(each)) for each in section if each not in keys]
+    return found
 
 
 def _is_given_as(section: str, name: str, key: tuple[str, str]) -> bool:

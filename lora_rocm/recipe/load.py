@@ -214,9 +214,9 @@ def questions(recipe: Recipe, layers: Layered) -> list[str]:
 
 
 def _sides_of_a_size(data: DataSection) -> tuple[int, ...] | None:
-    """The two resolutions of ``data`` if a source has them and they may be meant as a width and a height.
+    """The two resolutions of ``data`` if a source uses them and the user may mean a width and a height.
 
-    Who means two resolutions gives the smaller one first, and multiples of 256.
+    Two multiples of 256, the smaller one first, are taken for resolutions.
     """
     sides = data.resolution
     if not isinstance(sides, tuple) or len(sides) != 2:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lora_rocm.errors import RecipeError
-from lora_rocm.recipe import load
+from lora_rocm.recipe import kinds, load
 from lora_rocm.recipe.load import (
     dump_recipe,
     load_recipe,
@@ -534,3 +534,18 @@ def test_workers_on_windows_are_asked_for_twice(
     monkeypatch.setattr(sys, "platform", system)
     loaded = load_recipe("demo.yaml", ["runtime.workers=2", f"runtime.workers_on_windows={twice}"])
     assert any("counts as 0 on Windows" in notice for notice in loaded.notices) == said
+
+
+def test_names_of_other_trainers_are_read_only_where_a_name_is_no_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their table takes as long to read as a recipe."""
+    asked: list[None] = []
+    read = kinds.peer_names
+    monkeypatch.setattr(kinds, "peer_names", lambda: (asked.append(None), read())[1])
+    path = next(iter(shipped_recipes().values()))
+    load_recipe(path)
+    assert not asked
+    with pytest.raises(RecipeError, match="optimizer_type"):
+        load_recipe(path, ["train.optimizer_type=prodgy"])
+    assert asked
