@@ -74,8 +74,9 @@ def test_what_would_happen(weigh: Weigh, tmp_path: Path, capsys: pytest.CaptureF
     assert "images: 5 usable, 2 set aside" in lines
     assert "broken.png" in text and "half.jpg" in text and "no pixels were decoded" in text
     assert "  128x128: 3" in lines
-    assert "effective batch: 4 (2 x 2), steps an epoch: 3" in lines
-    assert "steps: 9, epochs: 3.00" in lines
+    assert "effective batch: 4 (2 x 2), steps per epoch: 2 of 2.5 samples on average" in lines
+    assert "steps: 6, epochs: 3.00" in lines
+    assert "made 3 updates per epoch of this recipe instead of 2" in text and "train.epochs: 5" in text
     assert f"caches in {tmp_path / 'cache'}: at most 10 images and 6 captions to encode" in lines
     assert "  unet: 3.0 GiB" in lines and any(line.startswith("  together: 3.0 GiB") for line in lines)
     assert f"run directory: {tmp_path / 'runs'}" in text
@@ -107,13 +108,13 @@ def test_the_plan_is_that_of_training(weigh: Weigh) -> None:
 def test_a_source_with_smaller_batches_has_more_steps(weigh: Weigh, capsys: pytest.CaptureFixture[str]) -> None:
     sources = "data.sources=[{path: pics, max_batch_size: 1}, {path: pics}]"
     check("my.yaml", ["data.path=null", sources])
-    assert "steps an epoch: 7" in capsys.readouterr().out  # of 3, 1 and 1 images: 2 + 1 + 1 of two, 3 of four
+    assert "steps per epoch: 5" in capsys.readouterr().out  # 3, 1 and 1 images: 5 micro-batches of one, 4 of two
 
 
 def test_held_out_images_are_said(weigh: Weigh, capsys: pytest.CaptureFixture[str]) -> None:
     check("my.yaml", ["data.validation_split=0.2"])
     text = capsys.readouterr().out
-    assert "about 20% of the images" in text and "steps an epoch: at most 3" in text
+    assert "about 20% of the images" in text and "steps per epoch: at most 2" in text
 
 
 def test_weights_are_remembered_until_a_file_changes(weigh: Weigh, tmp_path: Path) -> None:

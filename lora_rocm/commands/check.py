@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import sys
 import tempfile
@@ -101,6 +102,8 @@ class DataPlan:
     """Size of the training data.
 
     buckets: samples per epoch by shape. how_sure: empty, or "about" or "at most" of the numbers.
+    num_samples: samples per epoch.
+    one_bucket_steps: updates per epoch if all micro-batches of an update came from one bucket, as in earlier versions.
     held_out: number of samples for the validation loss; None: not known.
     """
 
@@ -111,6 +114,8 @@ class DataPlan:
     num_captions: int
     how_sure: str = ""
     held_out: int | None = None
+    num_samples: int = 0
+    one_bucket_steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -324,10 +329,7 @@ def _aside_lines(problems: Sequence[Problem], count: int) -> Iterator[str]:
 
 
 def plan_data(recipe: Recipe, samples: Sequence[Any], shapes: Mapping[str, Shape]) -> DataPlan:
-    """Return steps, buckets and cache entries of samples (``dataset.sample_table.Sample``); ``shapes`` is by key.
-
-    A bucket's tail is filled up, so each bucket has a whole number of effective batches per epoch.
-    """
+    """Return steps, buckets and cache entries of samples (``dataset.sample_table.Sample``); ``shapes`` is by key."""
     from lora_rocm.dataset.captions import variants
     from lora_rocm.dataset.views import views_of
 
@@ -345,10 +347,40 @@ def plan_data(recipe: Recipe, samples: Sequence[Any], shapes: Mapping[str, Shape
 
 
 def _plan(recipe: Recipe, counts: Mapping[int, Iterable[int]], num_captions: int) -> DataPlan:
-    """The plan of buckets with so many samples an epoch, by batch size; what they are is left open."""
-    accumulated = recipe.train.gradient_accumulation_steps
-    steps_per_epoch = sum(-(-count // (size * accumulated)) for size, each in counts.items() for count in each)
-    return DataPlan({}, steps_per_epoch, recipe.train.num_steps(steps_per_epoch), 0, num_captions)
+    """The plan of buckets with these numbers of samples per epoch, by batch size; their shapes are left open."""
+    from lora_rocm.dataset.batch_sampler import num_batches, num_updates
+
+    accumulation, of_size = (
+        recipe.train.gradient_accumulation_steps,
+        {size: list(each) for size, each in counts.items()},
+    )
+    micro_batches = sum(num_batches(each, size) for size, each in of_size.items())
+    steps_per_epoch = num_updates(micro_batches, accumulation)
+    return DataPlan(
+        {},
+        steps_per_epoch,
+        recipe.train.num_steps(steps_per_epoch),
+        0,
+        num_captions,
+        num_samples=sum(map(sum, of_size.values())),
+        one_bucket_steps=sum(num_batches(each, size * accumulation) for size, each in of_size.items()),
+    )
+
+
+def _larger_updates(recipe: Recipe, plan: DataPlan) -> str:
+    """How the number of updates differs from that of earlier versions, and what to do about it."""
+    limit, train = plan.how_sure, recipe.train
+    text = (
+        "an update takes micro-batches of any bucket. Versions before 2026-11-27 filled up updates of one bucket, and "
+        f"made {limit}{plan.one_bucket_steps} updates per epoch of this recipe instead of {plan.steps_per_epoch}. "
+    )
+    if train.max_train_steps:
+        return text + "The same steps now train on more samples, in the same time: fewer may be enough."
+    epochs = math.ceil((train.epochs or 1) * plan.one_bucket_steps / plan.steps_per_epoch)
+    return text + (
+        f"The epochs are the same, the updates are fewer and larger. If that trains too little, raise "
+        f"optim.learning_rate, or set train.epochs: {epochs} for as many updates as before."
+    )
 
 
 def _plan_lines(recipe: Recipe, plan: DataPlan, noun: str) -> Iterator[str]:
@@ -369,11 +401,15 @@ def _plan_lines(recipe: Recipe, plan: DataPlan, noun: str) -> Iterator[str]:
         yield f"held out for the validation loss: {held} {noun}"
     effective = train.batch_size * train.gradient_accumulation_steps
     epochs = train.epochs or plan.max_train_steps / plan.steps_per_epoch
+    mean = plan.num_samples / plan.steps_per_epoch
     yield (
         f"effective batch: {effective} ({train.batch_size} x {train.gradient_accumulation_steps}), "
-        f"steps an epoch: {limit}{plan.steps_per_epoch}"
+        f"steps per epoch: {limit}{plan.steps_per_epoch}"
+        + ("" if limit or mean > 0.95 * effective else f" of {mean:.1f} samples on average")
     )
     yield f"steps: {'' if train.max_train_steps else limit}{plan.max_train_steps}, epochs: {epochs:.2f}"
+    if plan.one_bucket_steps > plan.steps_per_epoch:
+        yield f"  note: {_larger_updates(recipe, plan)}"
     captions = count_text(plan.num_captions, "text" if texts else "caption")
     entries = captions if texts else f"{count_text(plan.num_images, 'image')} and {captions}"
     yield f"caches in {recipe.cache.dir}: at most {entries} to encode"

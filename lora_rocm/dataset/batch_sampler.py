@@ -1,20 +1,24 @@
 """Assigns samples to updates, as a pure function of (seed, epoch). No torch.
 
-An epoch is a list of effective batches (all rows of one update), each from one bucket: samples of one shape and one
-batch size, for a source may have a smaller one. Ranks and micro-batches only slice them, so a recipe gives the same
-updates however they are split. Smaller batches and a bucket's last one are padded with rows of weight 0, so shapes
-never change. The first batch of training has the most expensive shape: running out of memory shows at once, and the
-allocator's first blocks are large enough for all later batches.
+A micro-batch is from one bucket: samples of one shape and one batch size, as a source may have a smaller one. An epoch
+is a shuffled list of the micro-batches of all buckets. An update takes the next ``accumulation`` x ranks of them,
+whatever their buckets; the last update of an epoch takes the rest. So the same samples make an update on one GPU that
+accumulates 8 micro-batches and on four that accumulate 2. Other trainers do the same: kohya-ss/sd-scripts buckets
+micro-batches in ``train_util.BucketManager``, and accelerate accumulates over whatever comes next.
+
+Smaller micro-batches and a bucket's last one are padded with rows of weight 0, so shapes never change. The first
+micro-batch of training has the most expensive shape: running out of memory shows at once, and the allocator's first
+blocks are large enough for all later batches.
 
 If texts of different lengths need a mask in one micro-batch, the samples of a bucket are ordered so that as many
-micro-batches as possible have texts of one length. Only then does the order depend on ``batch_size`` too, and not only
-on the effective batch.
+micro-batches as possible have texts of one length.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, chain, pairwise, product
 from typing import Protocol, runtime_checkable
 
@@ -74,7 +78,7 @@ class Item:
 class Row:
     """One sample of one update.
 
-    position: index in the effective batch. weight: share of the loss. view: index of the view of its image.
+    position: index in the update, which decides the noise. weight: share of the loss. view: index of the image's view.
     """
 
     item: Item
@@ -158,6 +162,16 @@ def _texts_of(items: Sequence[Item]) -> TextLengths | None:
     return TextLengths(count_N, length_L, np.fromiter((item.dropout_rate for item in items), np.float64, len(items)))
 
 
+def num_batches(counts: Iterable[int], size: int) -> int:
+    """Batches of up to ``size`` samples that buckets are cut into; ``counts``: samples of each bucket."""
+    return sum(-(-count // size) for count in counts)
+
+
+def num_updates(num_micro_batches: int, per_update: int) -> int:
+    """Updates per epoch, of ``per_update`` micro-batches each; the last one takes the rest."""
+    return -(-num_micro_batches // per_update)
+
+
 @dataclass(frozen=True)
 class _Epoch:
     """The order of one epoch: its P sample numbers, grouped by bucket, and its S batch numbers in training order."""
@@ -170,7 +184,8 @@ class BatchPlan:
     """The order of training.
 
     The P samples of an epoch are numbered item by item, one number per repeat. Only two permutations are kept per
-    epoch: the sample numbers, grouped by bucket, and the S batches. Batch boundaries are the same in every epoch.
+    epoch: the sample numbers, grouped by bucket, and the S batches that the buckets are cut into. Batch boundaries are
+    the same in every epoch. A batch is one micro-batch; in the order of earlier runs it is a whole update.
 
     Args:
         items: items with unique keys, in an order that is the same at every start. Not copied: there may be many.
@@ -180,6 +195,8 @@ class BatchPlan:
         world: number of ranks.
         rank: this rank.
         by_length: let micro-batches have captions of one length, if others need a mask.
+        one_bucket_updates: the order of runs whose checkpoints do not name an order: all micro-batches of an update are
+            from one bucket, which is filled up. With one micro-batch per update both orders are the same.
     """
 
     def __init__(
@@ -191,9 +208,12 @@ class BatchPlan:
         world: int = 1,
         rank: int = 0,
         by_length: bool = True,
+        one_bucket_updates: bool = False,
     ) -> None:
         self.items, self.batch_size, self.accumulation = items, batch_size, accumulation
         self.seed, self.world, self.rank, self.by_length = seed, world, rank, by_length
+        self.one_bucket_updates = one_bucket_updates
+        self._micros_per_batch = accumulation * world if one_bucket_updates else 1
         # Number the samples item by item, one per repeat.
         outline = outline_of(items)
         self._keys, self._repeats_N, self._share_N = outline.keys, outline.repeats_N, outline.share_N
@@ -208,44 +228,105 @@ class BatchPlan:
         self._bucket_P = np.repeat(bucket_N, self._repeats_N)
         ends = list(accumulate(np.bincount(self._bucket_P, minlength=len(shapes) * len(sizes)).tolist(), initial=0))
         self._buckets: list[tuple[Shape, range]] = [  # each with its batch starts
-            (shape, range(start, end, size * accumulation * world))
+            (shape, range(start, end, size * self._micros_per_batch))
             for (shape, size), (start, end) in zip(product(shapes, sizes.tolist()), pairwise(ends), strict=True)
             if start < end
         ]
         bounds = chain(*(starts for _, starts in self._buckets), ends[-1:])
         self._bounds_S1 = np.fromiter(bounds, np.int64)  # batch n: from bounds[n] to bounds[n + 1]
         self._epochs: dict[int, _Epoch] = {}
+        self._latest: tuple[tuple[int, int], tuple[list[list[tuple[int, int]]], int]] | None = None
 
     @property
     def effective_batch(self) -> int:
-        """Rows per update, summed over all ranks."""
+        """Rows per update, summed over all ranks; the last update of an epoch may have fewer."""
         return self.batch_size * self.accumulation * self.world
 
     @property
     def steps_per_epoch(self) -> int:
-        return len(self._bounds_S1) - 1
+        """Updates per epoch."""
+        return num_updates(self._num_micros, self.accumulation * self.world)
+
+    @property
+    def _num_micros(self) -> int:
+        """Micro-batches per epoch, summed over all ranks."""
+        return (len(self._bounds_S1) - 1) * self._micros_per_batch
 
     def rows(self, iteration: int) -> list[Row]:
-        """All rows of one effective batch, over all ranks.
+        """All rows of one update, over all ranks.
 
-        The weight of each sample is ``loss_weight`` times its share of the batch: ``Item.share`` divided by the sum of
-        those of all its samples.
+        The weight of each sample is ``loss_weight`` times its share of the update: ``Item.share`` divided by the sum of
+        ``Item.share`` over the update's samples.
         """
-        return self._rows(iteration, range(self.effective_batch))
+        epoch, step = divmod(iteration, self.steps_per_epoch)
+        return self._rows(epoch, step, range(self._micros_of(step)))
 
     def micro(self, iteration: int, index: int) -> list[Row]:
-        """This rank's rows of one micro-batch."""
-        start = (index * self.world + self.rank) * self.batch_size
-        return self._rows(iteration, range(start, start + self.batch_size))
+        """This rank's rows of one micro-batch; ``index`` is below ``num_micros``.
 
-    def _rows(self, iteration: int, positions: range) -> list[Row]:
+        A rank that has no micro-batch of an update repeats another rank's with weight 0.
+        """
         epoch, step = divmod(iteration, self.steps_per_epoch)
-        samples = self._samples(epoch, step)
-        count, whole = len(samples), int(self._share_N[[index for index, _ in samples]].sum())
-        return [
-            self._row(epoch, *samples[position % count], position, 1.0 / whole if position < count else 0.0)
-            for position in positions
-        ]
+        own = self._own_micros(epoch, step)
+        if own:
+            return self._rows(epoch, step, own[index : index + 1])
+        return [replace(row, weight=0.0) for row in self._rows(epoch, step, range(1))]
+
+    def num_micros(self, iteration: int) -> int:
+        """Micro-batches of this rank in one update: at least 1, at most ``accumulation``."""
+        return max(1, len(range(self.rank, self._micros_of(iteration % self.steps_per_epoch), self.world)))
+
+    def first_micro(self, iteration: int) -> int:
+        """Number of this rank's micro-batches before an update. Inverse of ``place_of``."""
+        epoch, step = divmod(iteration, self.steps_per_epoch)
+        return epoch * self._micros_per_epoch + step * self.accumulation
+
+    def place_of(self, number: int) -> tuple[int, int]:
+        """(iteration, index) of one of this rank's micro-batches, which are numbered from the start of training."""
+        epoch, rest = divmod(number, self._micros_per_epoch)
+        step, index = divmod(rest, self.accumulation)  # only the last update of an epoch is shorter
+        return epoch * self.steps_per_epoch + step, index
+
+    @property
+    def _micros_per_epoch(self) -> int:
+        """Micro-batches of this rank per epoch."""
+        return (self.steps_per_epoch - 1) * self.accumulation + self.num_micros(self.steps_per_epoch - 1)
+
+    def _micros_of(self, step: int) -> int:
+        """Micro-batches of an update of an epoch, summed over all ranks."""
+        whole = self.accumulation * self.world
+        return min(whole, self._num_micros - step * whole)
+
+    def _own_micros(self, epoch: int, step: int) -> Sequence[int]:
+        """Indices in the update of this rank's micro-batches.
+
+        Several ranks get them in turn, the most expensive first: all have about as much to compute.
+        """
+        micros = range(self._micros_of(step))
+        if self.world == 1 or self.one_bucket_updates:
+            return micros[self.rank :: self.world]
+        first = step * self.accumulation * self.world
+        starts_M = self._bounds_S1[self._epoch(epoch).batches_S[first : first + len(micros)]]
+        buckets_M = np.searchsorted(self._bucket_starts, starts_M, side="right") - 1
+        costs = [self._buckets[bucket][0].order for bucket in buckets_M.tolist()]
+        return sorted(micros, key=costs.__getitem__, reverse=True)[self.rank :: self.world]
+
+    @cached_property
+    def _bucket_starts(self) -> NDArray[np.int64]:
+        return np.fromiter((starts.start for _, starts in self._buckets), np.int64)
+
+    def _rows(self, epoch: int, step: int, micros: Iterable[int]) -> list[Row]:
+        """The rows of some of an update's micro-batches."""
+        batches, whole = self._samples(epoch, step)
+        rows = list[Row]()
+        for micro in micros:
+            number, at = divmod(micro, self._micros_per_batch)
+            samples, first = batches[number], at * self.batch_size
+            for place in range(first, first + self.batch_size):
+                per_share = 1.0 / whole if place < len(samples) else 0.0
+                position = micro * self.batch_size + place - first
+                rows.append(self._row(epoch, *samples[place % len(samples)], position, per_share))
+        return rows
 
     def _row(self, epoch: int, index: int, repeat: int, position: int, per_share: float) -> Row:
         item = self.items[index]
@@ -259,13 +340,23 @@ class BatchPlan:
             dropout=fraction("dropout", *what) < item.dropout_rate,
         )
 
-    def _samples(self, epoch: int, step: int) -> list[tuple[int, int]]:
-        """(item index, repeat) of each sample of one effective batch, without padding rows."""
-        order = self._epoch(epoch)
-        batch = order.batches_S[step]
-        samples = order.samples_P[self._bounds_S1[batch] : self._bounds_S1[batch + 1]]
-        items = np.searchsorted(self._firsts_N, samples, side="right") - 1
-        return list(zip(items.tolist(), (samples - self._firsts_N[items]).tolist(), strict=True))
+    def _samples(self, epoch: int, step: int) -> tuple[list[list[tuple[int, int]]], int]:
+        """(item index, repeat) of each sample of an update, without padding rows: a list per batch; sum of the shares.
+
+        Kept for the latest update, since it is needed for each of its micro-batches.
+        """
+        latest = self._latest
+        if latest is not None and latest[0] == (epoch, step):
+            return latest[1]
+        order, per_update = self._epoch(epoch), self.accumulation * self.world // self._micros_per_batch
+        batches, whole = list[list[tuple[int, int]]](), 0
+        for batch in order.batches_S[step * per_update : (step + 1) * per_update].tolist():
+            samples = order.samples_P[self._bounds_S1[batch] : self._bounds_S1[batch + 1]]
+            items = np.searchsorted(self._firsts_N, samples, side="right") - 1
+            batches.append(list(zip(items.tolist(), (samples - self._firsts_N[items]).tolist(), strict=True)))
+            whole += int(self._share_N[items].sum())
+        self._latest = (epoch, step), (batches, whole)  # one assignment: a loader thread may do the same
+        return batches, whole
 
     def _epoch(self, epoch: int) -> _Epoch:
         """The order of an epoch, computed once and kept for the latest NUM_EPOCHS_KEPT epochs."""
@@ -309,13 +400,13 @@ class BatchPlan:
         return np.fromiter(drawn, np.uint64, len(self._bucket_P))
 
     def _batch_draws(self, epoch: int) -> NDArray[np.uint64]:
-        number = drawer("batch", self.seed, epoch)
+        number, usual = drawer("batch", self.seed, epoch), self.batch_size * self._micros_per_batch
         drawn = (
-            number(*shape.sizes, start - starts.start, *(() if starts.step == self.effective_batch else (starts.step,)))
+            number(*shape.sizes, start - starts.start, *(() if starts.step == usual else (starts.step,)))
             for shape, starts in self._buckets
             for start in starts
         )
-        return np.fromiter(drawn, np.uint64, self.steps_per_epoch)
+        return np.fromiter(drawn, np.uint64, len(self._bounds_S1) - 1)
 
     def _largest(self) -> range:
         """Batch starts of the bucket that needs the most memory; all batches have the same number of rows."""

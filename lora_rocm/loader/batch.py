@@ -17,10 +17,11 @@ class Batch:
         (float32 [B]).
     fingerprints: int64 [B] for each tensor; those of cached tensors were computed when they were encoded.
     sample_keys: the sample of each row.
-    positions: the index of each row in the effective batch.
+    positions: the index of each row in the update.
     shape: the shape of all rows.
     shares: ``Item.share`` of each row.
-    iteration, micro: number of the effective batch, and of the micro-batch within it.
+    iteration, micro: number of the update, and of the micro-batch among those of this rank in it.
+    is_last: no micro-batch of this rank follows in the update.
     """
 
     tensors: dict[str, Tensor]
@@ -30,6 +31,7 @@ class Batch:
     shape: Shape
     iteration: int
     micro: int
+    is_last: bool
     shares: tuple[int, ...]
 
 

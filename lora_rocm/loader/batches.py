@@ -65,8 +65,8 @@ def loader(
         DataError: a cache entry is bad and there is no ``repair``, or tensors of one batch differ in size.
         StorageError: an entry is bad again after it was repaired.
     """
-    end = None if num_iterations is None else (start_iteration + num_iterations) * plan.accumulation
-    orders, repaired = Orders(plan, start_iteration * plan.accumulation, end), set[tuple[str, str]]()
+    end = None if num_iterations is None else plan.first_micro(start_iteration + num_iterations)
+    orders, repaired = Orders(plan, plan.first_micro(start_iteration), end), set[tuple[str, str]]()
     while orders.first != end:
         for read in workers.reads(orders):
             if isinstance(read, Unequal):
@@ -132,6 +132,7 @@ def _finished(read: Read, plan: BatchPlan, family: ModelFamily, pin_memory: bool
         shape=rows[0].item.shape,
         iteration=order.iteration,
         micro=order.micro,
+        is_last=order.micro + 1 == plan.num_micros(order.iteration),
         shares=tuple(row.item.share for row in rows),
     )
 

@@ -119,7 +119,7 @@ class Orders:
     def __iter__(self) -> Iterator[Order]:
         number = self.first
         while number != self.end:
-            iteration, micro = divmod(number, self.plan.accumulation)
+            iteration, micro = self.plan.place_of(number)
             rows = self.plan.micro(iteration, micro)
             keys = {entry: tuple(row.key(entry) for row in rows) for entry in rows[0].item.keys}
             yield Order(iteration, micro, keys)

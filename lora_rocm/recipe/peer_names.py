@@ -11,7 +11,7 @@ from lora_rocm.foundation.tables import read_table
 from lora_rocm.recipe.adapter_sections import ADAPTERS
 
 USUAL_RATES = "Of adamw a usual learning rate is 1.0e-4, of prodigy 1.0."
-PER_EPOCH = "multiply by the steps an epoch, which lora-rocm check prints"
+PER_EPOCH = "multiply by the steps per epoch, which lora-rocm check prints"
 
 
 @dataclass(frozen=True)

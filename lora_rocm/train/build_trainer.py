@@ -59,7 +59,6 @@ def new_trainer(start: StartContext, data: Data, position: Position, artifacts: 
         optimizer=artifacts.optimizer,
         transfer=artifacts.transfer,
         open_batches=lambda first: open_batches(data.plan, first, None),
-        accumulation=train.gradient_accumulation_steps,
         seed=train.seed,
         dropout=DropoutDraws(module for root in model.components.values() for module in root.modules()),
         position=position,

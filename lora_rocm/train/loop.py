@@ -46,7 +46,7 @@ def seed_for(*parts: int | float | str) -> int:
 class Position:
     """The position of a run. All of it is saved; nothing else decides what comes next."""
 
-    iteration: int = 0  # effective batches consumed: decides data and noise
+    iteration: int = 0  # updates' batches consumed: decides data and noise
     updates: int = 0  # updates made: decides the schedule and the end
     attempt: int = 0  # raised by each roll-back, to draw other noise
     nonfinite_in_a_row: int = 0
@@ -162,7 +162,6 @@ class Trainer:
     optimizer: GatedOptimizer
     transfer: DeviceTransfer
     open_batches: Callable[[int], Iterator[Batch]]  # micro-batches from an iteration on
-    accumulation: int
     seed: int
     dropout: DropoutDraws
     position: Position
@@ -219,16 +218,18 @@ class Trainer:
         return True
 
     def _work(self, batches: Iterator[Batch]) -> Work | None:
-        """Queue all micro-batches of the next effective batch. None: out of memory, to be tried again with less.
+        """Queue all micro-batches of the next update. None: out of memory, to be tried again with less.
 
         With several ranks the others wait for this rank's part, so out of memory gives a ``Work`` that is ``lost``.
         """
         work = Work()
         try:
-            for _ in range(self.accumulation):
+            is_last = False
+            while not is_last:
                 self.context.beat("loader")
                 started = time.perf_counter()
                 batch = next(batches)
+                is_last = batch.is_last
                 work.loading_s += time.perf_counter() - started
                 for part in split(batch, self.relief.parts):
                     self.context.beat("step")

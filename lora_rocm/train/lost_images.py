@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lora_rocm.dataset.batch_sampler import num_batches, num_updates
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.latent_cache.manifest import Facts
 from lora_rocm.recipe.schema import Recipe
@@ -28,14 +29,17 @@ def data_of_checkpoint(checkpoint: Checkpoint | None, recipe: Recipe, num_ranks:
     if checkpoint is None or any(source.max_batch_size for source in recipe.data.sources):  # its facts name no sources
         return None
     train = recipe.train
-    effective = train.batch_size * train.gradient_accumulation_steps * num_ranks
+    per_update = train.gradient_accumulation_steps * num_ranks
     try:  # the checkpoint may come from somebody else
         said, identity = checkpoint.facts["metadata"], checkpoint.facts["data"]
         counts = {Shape.parse(name): int(count) for name, count in said["buckets"].items()}
         facts = Facts(dict(said["tag_frequency"]), counts, dict(said["dataset_dirs"]))
     except (LookupError, TypeError, ValueError, AttributeError):
         return None
-    steps_per_epoch = sum(-(-count // effective) for count in counts.values())
+    if checkpoint.facts.get("one_bucket_updates", True):  # see ``BatchPlan``
+        steps_per_epoch = num_batches(counts.values(), train.batch_size * per_update)
+    else:
+        steps_per_epoch = num_updates(num_batches(counts.values(), train.batch_size), per_update)
     max_train_steps = train.num_steps(steps_per_epoch)
     if not isinstance(identity, str) or steps_per_epoch <= 0 or checkpoint.position.updates < max_train_steps:
         return None

@@ -250,7 +250,8 @@ def _without_items(
 ) -> Data:
     """Return the data of a start that only writes the result: there are no items to train on."""
     train = start.recipe.train
-    plan = BatchPlan((), train.batch_size, train.gradient_accumulation_steps, train.seed)
+    accumulation, order = train.gradient_accumulation_steps, order_of(start.checkpoint)
+    plan = BatchPlan((), train.batch_size, accumulation, train.seed, **order)
     workers = open_workers(cache, prepared.entries, _runtime(start), start.context)
     return Data(prepared, plan, kept.max_train_steps, workers, kept)
 
@@ -259,8 +260,14 @@ def data_of(start: StartContext, family: ModelFamily, cache: LatentCache, prepar
     """Make the batch plan and the loader workers, and emit the ``data`` event."""
     train = start.recipe.train
     ranks = (start.world.size, start.world.me.rank)
-    by_length = start.checkpoint is None or start.checkpoint.facts.get("by_length", False)  # an older one has it not
-    plan = BatchPlan(prepared.items, train.batch_size, train.gradient_accumulation_steps, train.seed, *ranks, by_length)
+    plan = BatchPlan(
+        prepared.items,
+        train.batch_size,
+        train.gradient_accumulation_steps,
+        train.seed,
+        *ranks,
+        **order_of(start.checkpoint),
+    )
     steps = train.num_steps(plan.steps_per_epoch)
     start.context.emit(
         DataEvent(
@@ -275,6 +282,20 @@ def data_of(start: StartContext, family: ModelFamily, cache: LatentCache, prepar
 
     workers = open_workers(cache, prepared.entries, _runtime(start), start.context)
     return Data(prepared, plan, steps, workers)
+
+
+def order_of(checkpoint: Checkpoint | None) -> dict[str, bool]:
+    """The arguments of ``BatchPlan`` that decide the kind of order. A run keeps the kind that it began with.
+
+    Checkpoints of earlier versions lack these facts.
+    """
+    if checkpoint is None:
+        return {"by_length": True, "one_bucket_updates": False}
+    facts = checkpoint.facts
+    return {
+        "by_length": facts.get("by_length", False),
+        "one_bucket_updates": facts.get("one_bucket_updates", True),
+    }
 
 
 def _runtime(start: StartContext) -> RuntimeSection:

@@ -43,47 +43,130 @@ def test_every_image_is_seen_as_often_as_asked(found: list[Item], batch: int, ac
     assert seen == {one.key: one.repeats for one in found}
 
 
-@given(items, st.integers(1, 5), st.integers(1, 3))
-def test_a_batch_has_one_bucket_and_its_weights_are_a_mean(found: list[Item], batch: int, acc: int) -> None:
-    for rows in epoch_of(BatchPlan(found, batch, acc, 0)):
-        assert len(rows) == batch * acc and [row.position for row in rows] == list(range(batch * acc))
-        assert len({row.item.shape for row in rows}) == 1
-        weights = {row.weight for row in rows if row.weight > 0}
-        assert len(weights) == 1 and abs(sum(row.weight for row in rows) - 1.0) < 1e-12
+def micros_of(plan: BatchPlan, iteration: int) -> list[list[Row]]:
+    rows = plan.rows(iteration)
+    return [rows[at : at + plan.batch_size] for at in range(0, len(rows), plan.batch_size)]
 
 
-@given(items, splits, splits, st.integers(0, 3))
-def test_the_split_does_not_change_the_order(
-    found: list[Item], one: tuple[int, int, int], other: tuple[int, int, int], seed: int
+@given(items, st.integers(1, 5), splits, st.integers(0, 2))
+def test_a_micro_batch_has_one_bucket_and_an_update_takes_any(
+    found: list[Item], batch: int, split: tuple[int, int, int], epoch: int
 ) -> None:
-    plans = [BatchPlan(found, batch, acc, seed, world) for batch, acc, world in (one, other)]
+    _, acc, world = split
+    plan = BatchPlan(found, batch, acc, 0, world)
+    first = epoch * plan.steps_per_epoch
+    updates = [micros_of(plan, iteration) for iteration in range(first, first + plan.steps_per_epoch)]
+    sizes = Counter(one.shape for one in found for _ in range(one.repeats))
+    num_micros = sum(-(-count // batch) for count in sizes.values())
+    assert plan.steps_per_epoch == -(-num_micros // (acc * world))
+    assert [len(micros) for micros in updates[:-1]] == [acc * world] * (len(updates) - 1), "only the last is shorter"
+    assert len(updates[-1]) == num_micros - acc * world * (len(updates) - 1), "it never reaches into the next epoch"
+    for micros in updates:
+        rows = [row for micro in micros for row in micro]
+        assert [row.position for row in rows] == list(range(len(rows)))
+        assert all(len({row.item.shape for row in micro}) == 1 and micro[0].weight > 0 for micro in micros)
+        assert len({row.weight for row in rows if row.weight}) == 1 and abs(sum(row.weight for row in rows) - 1) < 1e-12
+    part_filled = [micro for micros in updates for micro in micros if micro[-1].weight == 0.0]
+    assert len(part_filled) == len({micro[0].item.shape for micro in part_filled}), "one for each bucket at most"
+
+
+@given(items, st.integers(1, 5), splits, st.integers(0, 3))
+def test_accumulation_and_ranks_do_not_change_the_updates(
+    found: list[Item], batch: int, split: tuple[int, int, int], seed: int
+) -> None:
+    _, acc, world = split
+    plans = [BatchPlan(found, batch, acc * world, seed), BatchPlan(found, batch, acc, seed, world)]
     assert epoch_of(plans[0]) == epoch_of(plans[1])
 
 
-@given(items, splits)
-def test_ranks_and_micro_batches_partition_the_batch(found: list[Item], split: tuple[int, int, int]) -> None:
+@given(items, st.integers(1, 5), st.integers(1, 2), st.integers(0, 3))
+def test_micro_batches_are_those_of_training_without_accumulation(
+    found: list[Item], batch: int, epoch: int, seed: int
+) -> None:
+    """So one micro-batch per update has the order that it always had, in the order of earlier runs, too."""
+
+    def keys(acc: int, earlier: bool = False) -> list[tuple[str, bool]]:
+        updates = epoch_of(BatchPlan(found, batch, acc, seed, one_bucket_updates=earlier), epoch)
+        return [(row.item.key, row.weight > 0) for rows in updates for row in rows]
+
+    assert keys(1) == keys(3) == keys(1, earlier=True)
+
+
+@given(items, splits, st.booleans())
+def test_ranks_and_micro_batches_partition_the_update(
+    found: list[Item], split: tuple[int, int, int], earlier: bool
+) -> None:
     batch, acc, world = split
-    ranks = [BatchPlan(found, batch, acc, 0, world, rank) for rank in range(world)]
-    slices = [plan.micro(1, index) for plan in ranks for index in range(acc)]
-    assert all(len(rows) == batch for rows in slices)
-    together = sorted((row for rows in slices for row in rows), key=lambda row: row.position)
-    assert together == ranks[0].rows(1)
+    ranks = [BatchPlan(found, batch, acc, 0, world, rank, one_bucket_updates=earlier) for rank in range(world)]
+    for iteration in range(2 * ranks[0].steps_per_epoch):
+        slices = [plan.micro(iteration, index) for plan in ranks for index in range(plan.num_micros(iteration))]
+        assert all(len(rows) == batch for rows in slices)
+        given = [rows for rows in slices if any(row.weight for row in rows)]
+        without = [rows for rows in slices if not any(row.weight for row in rows)]
+        together = sorted((row for rows in given for row in rows), key=lambda row: row.position)
+        assert earlier or together == ranks[0].rows(iteration)
+        assert earlier or len(without) == max(0, world - len(given)), "a rank without a micro-batch adds weight 0"
+        assert abs(sum(row.weight for rows in slices for row in rows) - 1) < 1e-12
+
+
+@given(items, splits)
+def test_the_micro_batches_of_a_rank_are_numbered_through(found: list[Item], split: tuple[int, int, int]) -> None:
+    batch, acc, world = split
+    for rank in range(world):
+        plan = BatchPlan(found, batch, acc, 0, world, rank)
+        places = [(i, index) for i in range(3 * plan.steps_per_epoch) for index in range(plan.num_micros(i))]
+        assert [plan.place_of(number) for number in range(len(places))] == places
+        assert all(places[plan.first_micro(i)] == (i, 0) for i in range(3 * plan.steps_per_epoch))
+
+
+def test_ranks_have_about_as_much_to_compute() -> None:
+    """Dealt as drawn, one rank would often have several large micro-batches while another has none."""
+    shapes = [Shape.of(tokens=64 * 2 ** (n % 6)) for n in range(240)]
+    ranks = [BatchPlan([Item(str(n), s, {}) for n, s in enumerate(shapes)], 1, 8, 0, 4, rank) for rank in range(4)]
+
+    def cost(plan: BatchPlan, iteration: int) -> int:
+        return sum(plan.micro(iteration, index)[0].item.shape.cost for index in range(plan.num_micros(iteration)))
+
+    for iteration in range(ranks[0].steps_per_epoch - 1):
+        costs = [cost(plan, iteration) for plan in ranks]
+        assert max(costs) < 1.35 * sum(costs) / 4, costs
+    drawn = [micro[0].item.shape.cost for micro in micros_of(ranks[0], 0)]
+    assert max(sum(drawn[rank::4]) for rank in range(4)) > 1.35 * sum(drawn) / 4, "the control"
 
 
 @given(items, st.integers(2, 5), st.integers(1, 3))
-def test_a_source_with_smaller_batches_has_batches_of_its_own(found: list[Item], batch: int, acc: int) -> None:
+def test_a_source_with_smaller_batches_has_micro_batches_of_its_own(found: list[Item], batch: int, acc: int) -> None:
     found += [replace(one, key=f"own {one.key}", batch_size=batch - 1) for one in found]
     plan, seen = BatchPlan(found, batch, acc, 0), Counter[str]()
-    for rows in epoch_of(plan):
-        counted = [row.item for row in rows if row.weight > 0]
-        seen.update(one.key for one in counted)
-        (size,) = {one.batch_size or batch for one in counted}
-        assert (
-            len(rows) == batch * acc and len(counted) <= size * acc and abs(sum(row.weight for row in rows) - 1) < 1e-9
-        )
+    for iteration in range(plan.steps_per_epoch):
+        for rows in micros_of(plan, iteration):
+            counted = [row.item for row in rows if row.weight > 0]
+            seen.update(one.key for one in counted)
+            (size,) = {one.batch_size or batch for one in counted}
+            assert len(rows) == batch and len(counted) <= size
+        assert abs(sum(row.weight for row in plan.rows(iteration)) - 1) < 1e-9
     assert seen == {one.key: one.repeats for one in found}
     most = Counter((one.shape, one.batch_size) for one in found for _ in range(one.repeats))
-    assert plan.steps_per_epoch == sum(-(-count // ((size or batch) * acc)) for (_, size), count in most.items())
+    assert plan.steps_per_epoch == -(-sum(-(-count // (size or batch)) for (_, size), count in most.items()) // acc)
+
+
+MIXED = (
+    # (samples of each bucket, batch size, accumulation) -> updates of kohya-ss/sd-scripts, which buckets micro-batches
+    # (train_util.BucketManager) and takes ceil(micro-batches / accumulation) of them for an epoch (train_network.py)
+    ((9, 7, 6, 5, 4, 3, 2, 2, 1, 1), 1, 8, 5),
+    ((4, 3, 1), 1, 8, 1),
+    ((5, 3, 1), 2, 2, 3),
+)
+
+
+@pytest.mark.parametrize(("counts", "batch", "acc", "wanted"), MIXED)
+def test_an_epoch_of_mixed_buckets_has_as_many_updates_as_elsewhere(
+    counts: tuple[int, ...], batch: int, acc: int, wanted: int
+) -> None:
+    shapes = [Shape.of(h=64, w=64 + 64 * n) for n, count in enumerate(counts) for _ in range(count)]
+    found = [Item(str(n), shape, {}) for n, shape in enumerate(shapes)]
+    assert BatchPlan(found, batch, acc, 0).steps_per_epoch == wanted
+    assert BatchPlan(found, batch, acc, 0, one_bucket_updates=True).steps_per_epoch > wanted, "the control"
 
 
 def test_batches_as_large_as_all_others_are_mixed_with_them() -> None:
@@ -163,14 +246,18 @@ def test_the_order_is_the_plain_one(
     drawn: list[tuple[str, tuple[int, int], int]], batch: int, acc: int, seed: int, epoch: int
 ) -> None:
     found = [Item(key, image_shape(size), {}, repeats=n) for key, size, n in drawn]
-    plan = BatchPlan(found, batch, acc, seed)
-    order = [plan._samples(epoch, step) for step in range(plan.steps_per_epoch)]
-    assert order == plain_order(found, batch * acc, seed, epoch)
+    assert order_of(BatchPlan(found, batch, acc, seed), epoch) == plain_order(found, batch, seed, epoch)
+    earlier = BatchPlan(found, batch, acc, seed, one_bucket_updates=True)
+    assert order_of(earlier, epoch) == plain_order(found, batch * acc, seed, epoch)
+
+
+def order_of(plan: BatchPlan, epoch: int) -> list[list[Place]]:
+    return [batch for step in range(plan.steps_per_epoch) for batch in plan._samples(epoch, step)[0]]
 
 
 def test_the_order_is_the_same_on_every_machine() -> None:
     plan = BatchPlan([item(index, wide=index % 3 == 0, repeats=1 + index % 2) for index in range(6)], 2, 1, 7)
-    assert [plan._samples(1, step) for step in range(plan.steps_per_epoch)] == GOLDEN
+    assert order_of(plan, 1) == GOLDEN
 
 
 def test_without_items_there_are_no_steps() -> None:
@@ -222,7 +309,7 @@ def test_a_weight_is_a_factor_of_the_share_of_its_sample() -> None:
     """As in kohya-ss/sd-scripts train_network.py, where a batch is the mean of weight times loss of its samples."""
     plain = [item(0), item(1)]
     weighted = [plain[0], replace(plain[1], loss_weight=0.25)]
-    one, other = (BatchPlan(each, 2, 2, 0).rows(0) for each in (plain, weighted))
+    one, other = (BatchPlan(each, 4, 1, 0).rows(0) for each in (plain, weighted))
     weights = {row.item.key: row.weight for row in other[:2]}
     assert weights == {"0.png": 0.5, "1.png": 0.125} and [row.weight for row in other[2:]] == [0.0, 0.0]
     assert [row.item.key for row in one] == [row.item.key for row in other], "the order stays"
@@ -279,7 +366,8 @@ def test_samples_of_other_shares_have_them_in_the_loss() -> None:
     whole = BatchPlan(items, 3, 1, 0).rows(0)
     assert {row.item.key: row.weight for row in whole} == pytest.approx({"0": 1 / 8, "1": 2 / 8, "2": 5 / 8})
     cut = BatchPlan(items, 1, 3, 0)
-    assert [row.weight for micro in range(3) for row in cut.micro(0, micro)] == [row.weight for row in whole]
+    rows = [row for micro in range(3) for row in cut.micro(0, micro)]
+    assert {row.item.key: row.weight for row in rows} == {row.item.key: row.weight for row in whole}
     same = [Item(f"{n}", Shape.of(tokens=4), {}) for n in range(3)]
     assert {row.weight for row in BatchPlan(same, 3, 1, 0).rows(0)} == {1 / 3}
 

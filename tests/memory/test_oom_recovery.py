@@ -312,6 +312,7 @@ def random_batch(count: int, weights: list[float]) -> Batch:
         shape=Shape.of(tokens=WIDTH),
         iteration=0,
         micro=0,
+        is_last=True,
         shares=(1,) * count,
     )
 

@@ -77,6 +77,7 @@ def batches(
                     shape=Shape.of(tokens=WIDTH),
                     iteration=iteration,
                     micro=micro,
+                    is_last=micro + 1 == accumulation,
                     shares=(1,) * size,
                 )
             iteration += 1
@@ -123,7 +124,6 @@ class Rig:
             optimizer=self.optimizer,
             transfer=DeviceTransfer(CPU, pin=False, copy=copy),
             open_batches=batches(accumulation, poison, value),
-            accumulation=accumulation,
             seed=7,
             dropout=DropoutDraws([]),
             position=Position(),

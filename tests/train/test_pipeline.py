@@ -32,7 +32,7 @@ from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import context as start_facts
 from lora_rocm.train import pipeline
-from lora_rocm.train.checkpoint import discard_newer, latest_valid
+from lora_rocm.train.checkpoint import discard_newer, latest_valid, save_checkpoint
 from lora_rocm.train.loop import Position, Trainer
 from lora_rocm.train.session import Session
 from tests.tiny_models import RUN_TARGETS, SHALLOW, write_tiny_sdxl
@@ -220,6 +220,27 @@ def test_any_number_of_stops_gives_the_same_bytes(material: Path, straight: Path
         assert not start(recipe, tmp_path / "stopped", stop_at=stop)
     assert start(recipe, tmp_path / "stopped")
     assert bytes_of(tmp_path / "stopped") == bytes_of(straight)
+
+
+def test_a_run_begun_in_the_earlier_order_keeps_it(
+    material: Path, straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints of earlier versions do not name an order: their updates are of one bucket each."""
+    recipe, order = make_recipe(material), {"by_length": True, "one_bucket_updates": True}
+    with monkeypatch.context() as earlier:
+        earlier.setattr(pipeline, "order_of", lambda checkpoint: order)
+        assert start(recipe, tmp_path / "whole")
+        assert not start(recipe, tmp_path / "stopped", stop_at=2)
+    run_dir = RunDir(tmp_path / "stopped")
+    found, _ = latest_valid(run_dir)
+    assert found is not None
+    parts = {part: dict(found.tensors(part)) for part in ("adapter", "ema", "optimizer")}
+    facts = {key: value for key, value in found.facts.items() if key != "one_bucket_updates"}
+    shutil.rmtree(found.path)
+    save_checkpoint(run_dir, found.position, parts, facts)
+    assert start(recipe, run_dir.path)
+    assert weights_of(run_dir.lora) == weights_of(RunDir(tmp_path / "whole").lora), "one process, one computation"
+    assert losses_of(tmp_path / "whole")[1:] != losses_of(straight)[1:], "the control: a new run has another order"
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,15 @@ STEPS = 6
 CLOSE = {"rtol": 1e-5, "atol": 1e-7}
 
 
-def sliced(open_batches: Callable[[int], Iterator[Batch]], size: int, rank: int) -> Callable[[int], Iterator[Batch]]:
-    """The micro-batches of one rank, as ``BatchPlan`` deals them."""
-    return lambda first: (batch for batch in open_batches(first) if batch.micro % size == rank)
+def sliced(
+    open_batches: Callable[[int], Iterator[Batch]], size: int, rank: int, accumulation: int = 1
+) -> Callable[[int], Iterator[Batch]]:
+    """The micro-batches of one rank, ``accumulation`` per update."""
+    return lambda first: (
+        replace(batch, is_last=batch.micro // size + 1 == accumulation)
+        for batch in open_batches(first)
+        if batch.micro % size == rank
+    )
 
 
 class Ranks:
@@ -40,8 +46,8 @@ class Ranks:
         ]
         for rank, rig in enumerate(self.rigs):
             value = how.get("value", float("nan"))
-            rig.trainer.accumulation = accumulation
-            rig.trainer.open_batches = sliced(batches(size * accumulation, how.get("poison"), value), size, rank)
+            whole = batches(size * accumulation, how.get("poison"), value)
+            rig.trainer.open_batches = sliced(whole, size, rank, accumulation)
 
     def fit(self, steps: int = STEPS, spoil: Spoil = lambda rank, number, flat_N: None) -> list[Any]:
         def work(world: World) -> bool:
