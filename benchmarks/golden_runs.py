@@ -126,9 +126,7 @@ def resumed_runs(family: str, trees: Mapping[str, Path], images: Path, folder: P
     return compared(f"{family}, begun by the old commit and resumed", seen)
 
 
-def trained(
-    family: str, tree: Path, images: Path, run: Path, cache: Path, keys: Mapping[str, str], *more: str
-) -> Seen:
+def trained(family: str, tree: Path, images: Path, run: Path, cache: Path, keys: Mapping[str, str], *more: str) -> Seen:
     """Train with the code of a tree, and read what the run computed."""
     run.parent.mkdir(exist_ok=True)
     order = run.parent / "order.jsonl"

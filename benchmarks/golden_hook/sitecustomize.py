@@ -22,9 +22,7 @@ MODULE, VARIABLE = "lora_rocm.loader.batch", "GOLDEN_ORDER"
 class Recorder(MetaPathFinder, Loader):
     """Loads the module as usual, then records the batches that it makes."""
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != MODULE:
             return None
         spec = PathFinder.find_spec(name, path)

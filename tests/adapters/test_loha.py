@@ -124,7 +124,7 @@ def test_a_fresh_adapter_changes_nothing_and_draws_nothing_in_a_pass(folder: Pat
         plain, before = unet_output(model.components["unet"]), torch.get_rng_state()
         adapter = inject(family, model, recipe.lora, 3)
         model.components["unet"].train()
-        assert torch.equal(unet_output(model.components["unet"]), plain)
+        torch.testing.assert_close(unet_output(model.components["unet"]), plain)
         assert torch.equal(before, torch.get_rng_state())
         states.append(adapter.state())
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
@@ -208,7 +208,7 @@ def test_a_run_starts_from_a_file(folder: Path, files: dict[str, Path]) -> None:
 def test_rows_of_a_weight_are_cut_exactly() -> None:
     w1, w2 = ((torch.randn(6, 2), torch.randn(2, 4)) for _ in range(2))
     entry = LohaEntry(w1, w2, 0.5, (6, 4))
-    assert torch.equal(entry.rows(2, 3).update(), entry.update()[2:5])
+    torch.testing.assert_close(entry.rows(2, 3).update(), entry.update()[2:5])
     assert entry.joined([(0, entry)], 6) is entry
     with pytest.raises(ValueError, match="LoHa of several"):
         entry.joined([(0, entry), (6, entry)], 12)

@@ -106,7 +106,7 @@ def test_a_fresh_adapter_changes_nothing_and_can_be_trained(folder: Path) -> Non
     model = family.load(torch.float32, CPU)
     plain = unet_output(model.components["unet"])
     adapter = inject(family, model, recipe.lora, 3)
-    assert torch.equal(unet_output(model.components["unet"]), plain)
+    torch.testing.assert_close(unet_output(model.components["unet"]), plain)
     layer = adapter.modules["unet.mid_block.attentions.0.proj_in"][2]
     gradient = torch.autograd.grad(layer(torch.randn(2, 32)).square().sum(), layer.oft_blocks[PEFT_NAME])[0]
     assert torch.isfinite(gradient).all() and gradient.any()

@@ -36,14 +36,14 @@ def test_a_norm_is_that_of_lycoris(norm: Any, shape: tuple[int, ...]) -> None:
     rng = torch.Generator().manual_seed(0)
     ours, theirs = TrainedNorm(norm), NormModule("x", norm, 1)
     x = torch.randn(shape, generator=rng)
-    assert torch.equal(ours(x), norm(x))
+    torch.testing.assert_close(ours(x), norm(x))
     for role, tensor in ours.trained().items():
         tensor.data.normal_(generator=rng)
         getattr(theirs, role).data.copy_(tensor)
     torch.testing.assert_close(ours(x), theirs(x))
     assert not torch.allclose(ours(x), norm(x), atol=0.1)
     ours.strength = 0.0
-    assert torch.equal(ours(x), norm(x))
+    torch.testing.assert_close(ours(x), norm(x))
 
 
 @pytest.mark.slow

@@ -135,7 +135,7 @@ def test_a_quantised_base_keeps_its_bytes_and_a_change_has_a_seal_of_its_own(
     made, plain = Made(base, KINDS[0], file, quantization="int8"), Made(base, KINDS[0], quantization="int8")
     torch.testing.assert_close(made.losses(), dense, rtol=0.05, atol=0)
     with made.training_adapter.absent():
-        assert torch.equal(made.losses(), plain.losses())
+        torch.testing.assert_close(made.losses(), plain.losses(), rtol=1e-6, atol=0)
     seals, without = seals_of(made.transfer.base), seals_of(plain.transfer.base)
     assert without.items() <= seals.items() and seals.keys() - without.keys() == {f"{NAME} float32"}
     other = {name: tensor + 1e-3 * name.endswith("to_v.lora_A.weight") for name, tensor in load_file(file).items()}

@@ -107,7 +107,7 @@ def test_colours_change_a_little() -> None:
         assert (seen != grid).any()
         if kind == "gamma":
             assert abs(amount - 1) <= MOST_GAMMA
-            assert np.array_equal(seen, np.round(255 * (grid / 255) ** amount))
+            assert np.abs(seen - 255 * (grid / 255) ** amount).max() < 0.501
         else:
             assert 0 < abs(amount) <= MOST_HUE_STEPS
             assert np.abs(seen.max(axis=2) - grid.max(axis=2)).max() <= 1, "a turned hue keeps the brightness"

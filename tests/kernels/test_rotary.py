@@ -65,7 +65,7 @@ def test_angles_of_different_strides_are_refused() -> None:
 def test_the_rotation_that_turns_nothing_leaves_the_norm() -> None:
     x, weight = torch.randn(2, TOKENS, 3, DIM), torch.randn(DIM)
     wanted = torch.nn.functional.rms_norm(x, (DIM,), weight, 1e-6)
-    assert torch.equal(norm_rotary([(x, weight)], 1e-6, Rotation.none(x), "eager"), wanted)
+    torch.testing.assert_close(norm_rotary([(x, weight)], 1e-6, Rotation.none(x), "eager"), wanted)
 
 
 def test_heads_without_a_norm_are_turned_as_by_transformers_and_not_kept() -> None:

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -97,7 +98,8 @@ def test_the_base_draws_them_once(material: Path, tmp_path: Path, monkeypatch: p
     assert found["000000.png"] == first["000000.png"]
     folder = Path(made.data.sources[1].path or "")
     with Image.open(folder / "000002.png") as image:
-        assert image.tobytes() == by_the_base(recipe, 2).tobytes(), "no trace of the adapter"
+        apart = np.abs(np.asarray(image).astype(int) - np.asarray(by_the_base(recipe, 2)))
+    assert apart.max() <= 1, "no trace of the adapter"
     # What is trained on
     samples = [sample for sample in scan(made.data).samples if sample.options.is_reg]
     assert [sample.caption for sample in samples] == [PROMPT] * 3, "the trigger word is of the others"

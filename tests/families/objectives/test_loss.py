@@ -24,14 +24,14 @@ def test_the_mean_of_images_videos_and_tokens(shape: tuple[int, ...]) -> None:
     expected_B = torch.nn.functional.mse_loss(prediction, target, reduction="none").mean(
         dim=tuple(range(1, len(shape)))
     )
-    assert torch.equal(reduced(Prediction(prediction, target, weight_B)), expected_B * weight_B)
+    torch.testing.assert_close(reduced(Prediction(prediction, target, weight_B)), expected_B * weight_B)
 
 
 def test_predictions_in_half_precision_are_compared_in_float32() -> None:
     prediction = random(2, 4, 8, 8).bfloat16()
     loss_B = reduced(Prediction(prediction, torch.zeros(2, 4, 8, 8), ONES_B))
     assert loss_B.dtype == torch.float32
-    assert torch.equal(loss_B, prediction.float().square().mean(dim=(1, 2, 3)))
+    torch.testing.assert_close(loss_B, prediction.float().square().mean(dim=(1, 2, 3)))
 
 
 def test_a_mask_leaves_the_mean_of_its_area() -> None:
@@ -105,6 +105,6 @@ def test_what_the_batch_holds_decides_whether_the_area_counts() -> None:
     sample, mask = Prediction(random(2, 4, 8, 8), torch.zeros(2, 4, 8, 8), ONES_B), random(2, 1, 8, 8).abs()
     family, model = SimpleNamespace(predict=lambda *args: sample), object()
     found: dict[str, Any] = {name: losses(family, model, {name: mask}, {}) for name in (LOSS_MASK, LOSS_WEIGHTS)}  # type: ignore[arg-type]
-    assert torch.equal(found[LOSS_MASK], reduced(sample, mask))
-    assert torch.equal(found[LOSS_WEIGHTS], reduced(sample, weights=mask))
+    torch.testing.assert_close(found[LOSS_MASK], reduced(sample, mask))
+    torch.testing.assert_close(found[LOSS_WEIGHTS], reduced(sample, weights=mask))
     assert not torch.allclose(found[LOSS_MASK], found[LOSS_WEIGHTS])

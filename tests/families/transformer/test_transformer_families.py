@@ -157,7 +157,7 @@ def test_a_packed_text_encoder_encodes_as_its_rounded_weights_do(case: Case, nam
     save_file(tensors, file)
     packed, dense = encoded(text_encoder_quantization=name), encoded()
     reference = encoded(**{component: str(folder)})
-    assert torch.equal(packed[1], reference[1])
+    torch.testing.assert_close(packed[1], reference[1], rtol=1e-4, atol=1e-5)
     assert 0.05 < (packed[1] - dense[1]).norm() / dense[1].norm() / format_errors()[name].weights < 4
     assert packed[0] != dense[0], "the cache has both"
     family = case.family(model={"text_encoder_quantization": name})
