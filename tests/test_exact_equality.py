@@ -13,8 +13,9 @@ ALLOWED = TESTS / "exact_equality.toml"
 FUNCTIONS = {"equal", "array_equal", "assert_equal", "assert_array_equal"}
 MODULES = {"torch", "np", "numpy", "testing"}
 HOW = (
-    "Compare computed values with torch.testing.assert_close, or numpy's allclose, and a tolerance that the computation "
-    "explains. If nothing is computed, or the same computation is repeated, add the function to tests/exact_equality.toml."
+    "Compare computed values with torch.testing.assert_close, or numpy's allclose, and a tolerance that the "
+    "computation explains. If nothing is computed, or the same computation is repeated, add the function to "
+    "tests/exact_equality.toml."
 )
 
 
