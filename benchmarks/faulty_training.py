@@ -170,7 +170,6 @@ class Run:
             optimizer=self.optimizer,
             transfer=self.transfer,
             open_batches=self._batches,
-            accumulation=1,
             seed=seed,
             dropout=DropoutDraws([]),
             position=Position(),
@@ -196,6 +195,7 @@ class Run:
                 shape=Shape.of(tokens=1),
                 iteration=iteration,
                 micro=0,
+                is_last=True,
             )
             iteration += 1
 

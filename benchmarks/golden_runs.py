@@ -138,7 +138,12 @@ def trained(family: str, tree: Path, images: Path, run: Path, cache: Path, keys:
     command += [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HOOK), str(tree)]), "GOLDEN_ORDER": str(order)}
     done = subprocess.run(
-        [*command, "--run-dir", str(run), *more], cwd=run.parent, env=environ, capture_output=True, text=True
+        [*command, "--run-dir", str(run), *more],
+        cwd=run.parent,
+        env=environ,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
     )
     if done.returncode:
         raise SystemExit(f"{family} with {tree}: exit {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")

@@ -116,7 +116,7 @@ def ours(folder: Path, start: Path, options: Any) -> tuple[dict[str, torch.Tenso
     command = [sys.executable, "-m", "lora_rocm", "train", str(recipe), "--run-dir", str(folder / "run")]
     command += [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text("utf-8").splitlines()]
+    events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text(encoding="utf-8").splitlines()]
     losses = [event["loss"] for event in events if event.get("type") == "step"]
     return load_file(next((folder / "run" / "peft").rglob("adapter_model.safetensors"))), losses
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from lora_rocm.commands.compare import spread
 from lora_rocm.rundir.events import read_events
@@ -34,11 +38,17 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Program
         yield Program(patch)
 
 
+def pixels(encoded: str) -> np.ndarray:
+    """The pixels of an image in the page, int [H, W, 3]."""
+    with Image.open(io.BytesIO(base64.b64decode(encoded))) as image:
+        return np.asarray(image.convert("RGB")).astype(int)
+
+
 def test_a_run_is_compared_and_its_losses_are_those_of_training(program: Program, tmp_path: Path) -> None:
     """The losses agree with those that training has computed, but for the rounding of the files to fp16."""
     assert program.train("run", *SETS).code == 0
     run_dir = RunDir(tmp_path / "run")
-    said = program("compare", "run", "--prompt", "a cat", "--strength", "0", "--strength", "1")
+    said = program("compare", "run", "--prompt", "a cat", "--strength", "0", "--strength", "30")
     assert said.code == 0, said.text
     assert "step 4 (3 of 3)" in said.out
     assert "The held-out loss is lowest after step" in said.out and str(run_dir.comparison) in said.out
@@ -46,9 +56,10 @@ def test_a_run_is_compared_and_its_losses_are_those_of_training(program: Program
     shown = [float(value) for value in re.findall(r"<td>step \d+</td><td>([\d.]+)</td>", html)]
     trained = [event["loss"] for event in read_events(run_dir.events()) if event["type"] == "validation"]
     assert shown == pytest.approx(trained, rel=2e-3) and len(shown) == 2
-    # Without LoRA one image, of each step one at strength 0, which is that without, and one at strength 1
-    drawn = re.findall(r'<img src="([^"]+)"', html)
-    assert len(drawn) == 6 and drawn[1] == drawn[2] == drawn[0] and len({drawn[0], *drawn[4:]}) == 3
+    # Without LoRA one image, of each step one at strength 0, which is the one without, and one at strength 30
+    plain, *drawn = map(pixels, re.findall(r'<img src="data:image/png;base64,([^"]+)"', html))
+    apart = [int(np.abs(each - plain).max()) for each in drawn]
+    assert len(apart) == 5 and max(apart[:2]) <= 1 < 10 < min(apart[3:]) and (drawn[3] != drawn[4]).any(), apart
     # Without prompts only the losses are compared; the number of files is limited
     assert program("compare", "run", "--most", "1").code == 0
     html = run_dir.comparison.read_text(encoding="utf-8")
