@@ -25,6 +25,7 @@ from lora_rocm.rundir import results
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.process import OnEvent
 from lora_rocm.supervisor.resume import holds_run, open_recipe
+from lora_rocm.supervisor.run_recipe import SPARE_CACHE
 from lora_rocm.supervisor.subprocesses import run_tool
 
 FOLDER_FORMS = ("peft", MERGED)
@@ -300,9 +301,9 @@ def run_model_tool(tool: str, job: dict[str, Any], listen: OnEvent = lambda even
         LoraRocmError: any error of the child process.
     """
     env = plan_here().applied_to(os.environ)
-    with tempfile.TemporaryDirectory(prefix="lora-rocm-") as folder:
+    with tempfile.TemporaryDirectory(prefix="lora-rocm-", ignore_cleanup_errors=True) as folder:
         path = Path(folder) / "job.json"
-        write_json(path, job)
+        write_json(path, {**job, SPARE_CACHE: str(Path(folder) / "cache")})
         told: list[str] = []
 
         def on_event(event: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ from lora_rocm.recipe.load import LoadedRecipe, dump_recipe, load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.layout import CHECKPOINT_NAME, RunDir
 from lora_rocm.rundir.results import MAX_RESULT_BYTES
+from lora_rocm.supervisor.run_recipe import recipe_of_run
 
 LATEST = "latest"
 MAX_RUNS = 1000
@@ -285,4 +286,4 @@ def open_recipe(path: Path, registry: Registry) -> tuple[RunDir, Recipe]:
             where=str(run_dir.recipe),
             fix="Copy the recipe that it was made with to this place.",
         )
-    return run_dir, load_recipe(run_dir.recipe, registry=registry).recipe
+    return run_dir, recipe_of_run(run_dir.recipe, registry)
