@@ -12,7 +12,7 @@ from typing import Any
 from lora_rocm.dataset.preview_images import faults
 from lora_rocm.errors import AdapterError, MachineError, UserError
 from lora_rocm.families.registry import PRODUCT, Registry
-from lora_rocm.foundation.files import require_place, write_json
+from lora_rocm.foundation.files import followed, require_place, write_json
 from lora_rocm.foundation.units import number_text
 from lora_rocm.model_files.peft_folder import peft_folders
 from lora_rocm.model_files.readers import readers_line
@@ -23,6 +23,7 @@ from lora_rocm.recipe.yaml_tree import is_clean
 from lora_rocm.rules.this_machine import plan_here
 from lora_rocm.rundir import results
 from lora_rocm.rundir.layout import RunDir
+from lora_rocm.rundir.remains import discard_abandoned
 from lora_rocm.supervisor.process import OnEvent
 from lora_rocm.supervisor.resume import holds_run, open_recipe
 from lora_rocm.supervisor.run_recipe import SPARE_CACHE
@@ -269,6 +270,9 @@ def _export(
         "updates": updates,
         "converter": converter,
     }
+    # What killed exports left may be as large as the base, and the space may be needed
+    run_dir.discard_unfinished_exports()
+    discard_abandoned(followed(output) if output else run_dir.export_of(form))
     code = run_model_tool("export", job)
     if output is None and form in results.FILES_OF:
         results.record_export(run_dir, form)

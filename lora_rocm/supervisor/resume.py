@@ -139,6 +139,7 @@ def settle(chosen: Chosen, loaded: LoadedRecipe, accept_changes: bool) -> bool:
             fix="Go on with it by --resume latest, or give another --run-dir.",
         )
     run_dir.discard_unfinished(of_parent=True)
+    run_dir.discard_unfinished_exports()
     withdraw(run_dir)
     started = run_dir.result.exists() or bool(run_dir.list_checkpoints())
     if started and run_dir.recipe.exists():  # before the first checkpoint a change can spoil nothing
