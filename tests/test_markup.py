@@ -14,7 +14,7 @@ TAG = re.compile(r"(?<!\?P)(?<!\?)<[/!]?([a-zA-Z][\w-]*|\{\w*\})(\s[^<>]*|\{[^<>
 """A tag, also with places for values in it. Not: named groups of regular expressions."""
 NO_MARKUP = {
     "report.svg_plot": "the one function that writes elements, and escapes what is in them",
-    "doctor.redact": "words in place of private ones: <home>, <user>",
+    "foundation.redact": "words in place of private ones: <home>, <user>",
     "cli": "<recipe>-<time>: the name that a run will have",
     "commands.check": "<recipe>-<time>, likewise",
     "base_models.tokenizers": "</w>: the end of a word in CLIP's vocabulary",
@@ -24,7 +24,8 @@ NO_MARKUP = {
 """Modules with texts that look like tags, and what these are."""
 RAW = re.compile(r"\|\s*safe\b|\bautoescape\b|\{%-?\s*raw\b|\bMarkup\b")
 NETWORK = re.compile(
-    r"<(script|link|iframe|object|embed|base|form)\b|\b(src|href)\s*=\s*\"(?!data:)|\bon\w+\s*=|url\(|@import"
+    r"<(script|link|iframe|object|embed|base|form)\b|"
+    r"\b(src|href)\s*=\s*\"(?!\{\{ it\.source \}\}\")|\bon\w+\s*=|url\(|@import"
 )
 
 

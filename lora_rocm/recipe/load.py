@@ -538,6 +538,24 @@ def with_default_outputs(section: AnySection) -> AnySection:
     return section.model_copy(update=changed)
 
 
+def settings_without_paths(section: BaseModel) -> dict[str, Any]:
+    """The values of a recipe or section as JSON has them, without paths of this machine; hub ids are none."""
+    found: dict[str, Any] = {}
+    for name, info in type(section).model_fields.items():
+        value, is_path = getattr(section, name), path_rule(info) is not None
+        items = value if isinstance(value, tuple) else (value,)
+        kept = [
+            settings_without_paths(item) if isinstance(item, BaseModel) else item
+            for item in items
+            if not (is_path and isinstance(item, str) and os.path.isabs(item))
+        ]
+        if isinstance(value, tuple):
+            found[name] = kept
+        elif kept:
+            found[name] = kept[0]
+    return found
+
+
 def _paths(section: BaseModel, prefix: Key = ()) -> Iterator[tuple[Key, str, PathRule]]:
     """(key, path, rule) of every path in a recipe or section."""
     for name, info in type(section).model_fields.items():

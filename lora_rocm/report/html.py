@@ -6,17 +6,20 @@ All markup is in the template, which escapes every text. Only plots come as mark
 from __future__ import annotations
 
 import base64
+import os
+import platform
 import struct
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from markupsafe import Markup
 
 from lora_rocm.foundation.bounded_read import check_plain, read_plain
+from lora_rocm.foundation.redact import private_of
 from lora_rocm.report.svg_plot import Series, line_plot
 
 TEMPLATE = "page.html.j2"
@@ -25,6 +28,7 @@ MAX_IMAGE_BYTES, MAX_PIXELS = 1 << 27, 1 << 26
 LOSSLESS_SIDE_PX = 256
 MAX_PREVIEW_BYTES = 1 << 16
 MAX_ROWS = 200
+DATA = "data:image/"
 
 Tone = Literal["", "soft", "good", "bad", "big"]
 """The CSS class of a paragraph."""
@@ -81,6 +85,10 @@ class Picture:
     data: str
     label: str
 
+    @property
+    def source(self) -> str:
+        return f"{DATA}{self.format};base64,{self.data}"
+
 
 @dataclass(frozen=True)
 class Unread:
@@ -128,16 +136,24 @@ def page(title: str, heading: str, intro: Sequence[Block], sections: Iterable[Se
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # here, because few commands write a page
 
+    private = private_of(os.environ, platform.node(), ())
+
+    def shown(value: Any) -> Any:
+        """A value of the page: pages are sent to others, so home folders are taken out of every text."""
+        is_text = isinstance(value, str) and not isinstance(value, Markup) and not value.startswith(DATA)
+        return private.without_homes(value) if is_text else value
+
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
+        finalize=shown,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    shown = [section for section in sections if section is not None]
-    return environment.get_template(TEMPLATE).render(title=title, heading=heading, intro=intro, sections=shown)
+    kept = [section for section in sections if section is not None]
+    return environment.get_template(TEMPLATE).render(title=title, heading=heading, intro=intro, sections=kept)
 
 
 def section(title: str, *parts: Block | None) -> Section | None:

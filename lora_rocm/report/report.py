@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import platform
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from lora_rocm.errors import RecipeError, StorageError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.files import write_atomic
+from lora_rocm.foundation.redact import private_of, texts_in
 from lora_rocm.foundation.units import count_text, number_text, rate_text, size_text, time_text
 from lora_rocm.model_files.readers import PROGRAMS, readers_line
 from lora_rocm.recipe.load import MAX_RECIPE_BYTES, load_recipe
@@ -181,8 +184,8 @@ def _usage(facts: Facts) -> Section | None:
         if about := readers_line(can_read, cannot_read):
             hints.append(Paragraph(f"{about}."))
         if not any(program.startswith(PROGRAMS["diffusers"]) for program in cannot_read):
-            line = f"pipeline.load_lora_weights({json.dumps(lora.as_posix(), ensure_ascii=False)})"
-            hints += [Paragraph("In diffusers:"), Preformatted(line)]
+            line = f'pipeline.load_lora_weights("{lora.name}")'
+            hints += [Paragraph("In diffusers, where the file is:"), Preformatted(line)]
     trigger = facts.recipe.data.trigger_word if facts.recipe else None
     if trigger:
         hints.append(Paragraph(f"Put the trigger word into the prompt: {trigger}"))
@@ -433,7 +436,8 @@ def _recipe(facts: Facts) -> Section | None:
 
 
 def _environment(facts: Facts) -> Section | None:
-    start, found = facts.last("start"), dict(facts.environment)
+    private = private_of(os.environ, platform.node(), texts_in(facts.environment))
+    start, found = facts.last("start"), private.value(dict(facts.environment))
     rows: list[tuple[str, object]] = []
     if start:
         rows += [(key, start[key]) for key in ("device", "precision", "threads", "torch")]
