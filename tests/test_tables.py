@@ -14,8 +14,9 @@ import lora_rocm
 from lora_rocm.adapters import lora_entry, lora_parts
 from lora_rocm.dataset.file_kinds import FileKinds
 from lora_rocm.device import torch_errors
-from lora_rocm.doctor import cures, finding, known_bad, redact, selftest_checks, software_checks
+from lora_rocm.doctor import cures, finding, known_bad, selftest_checks, software_checks
 from lora_rocm.errors import MachineError
+from lora_rocm.foundation import redact
 from lora_rocm.foundation.tables import Functions, read_rows, read_table
 from lora_rocm.hardware.archs import ArchTable
 from lora_rocm.hardware.pci import PciTable
@@ -49,7 +50,7 @@ TABLES: dict[str, tuple[Callable[..., object], type, Functions]] = {
     "doctor/cures.toml": (read_rows, cures.Family, {}),
     "doctor/findings.toml": (read_rows, finding.Finding, {}),
     "doctor/known_bad.toml": (read_table, known_bad.BadTable, known_bad.FUNCTIONS),
-    "doctor/redact.toml": (read_rows, redact.Pattern, {}),
+    "foundation/redact.toml": (read_rows, redact.Pattern, {}),
     "doctor/selftest_checks.toml": (read_rows, selftest_checks.Group, {}),
     "doctor/software_checks.toml": (read_table, software_checks.SoftwareTable, software_checks.FUNCTIONS),
     "hardware/archs.toml": (read_table, ArchTable, {}),

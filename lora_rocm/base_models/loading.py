@@ -50,7 +50,6 @@ from lora_rocm.model_files.storage_formats import QUANTISED_KEYS
 
 BUILTIN_PREFIX = "builtin:"
 PICKLE_SUFFIXES = (".ckpt", ".bin", ".pt", ".pth")
-WEIGHTS_MEMORY = "weights.jsonl"
 # Exceptions of the model libraries for configs or weights that are damaged or of another kind.
 UNFIT_ERRORS = (
     ArithmeticError,

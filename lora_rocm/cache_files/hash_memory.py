@@ -59,14 +59,17 @@ class State(Protocol):
     def changed_ns(self) -> int: ...
 
 
+IMAGES_MEMORY, WEIGHTS_MEMORY = "hashes.jsonl", "weights.jsonl"
+
+
 class HashMemory:
-    """SHA-256 of files by (absolute path, size, times of change), stored in the append-only file ``hashes.jsonl``.
+    """SHA-256 of files by (absolute path, size, times of change), stored in an append-only file.
 
     The file is read on first use. Each line carries a digest of itself: a line damaged or torn by a crash is skipped,
     and its file is hashed again. After ``begin``, ``recall`` may be called from any thread.
     """
 
-    def __init__(self, root: Path, name: str = "hashes.jsonl") -> None:
+    def __init__(self, root: Path, name: str = IMAGES_MEMORY) -> None:
         self.path = root / name
         self._known: dict[bytes, bytes] | None = None
 

@@ -21,8 +21,9 @@ import psutil
 
 from lora_rocm.cache_files import entry_file
 from lora_rocm.cache_files.entry_file import CacheEntryBad, check_bytes, check_place, read_entry, read_header
+from lora_rocm.cache_files.hash_memory import IMAGES_MEMORY, WEIGHTS_MEMORY
 from lora_rocm.dataset.entry_spec import ENTRY_NAME as ENTRY_KIND
-from lora_rocm.errors import MachineError, UserError, storage_error
+from lora_rocm.errors import MachineError, StorageError, UserError, storage_error
 from lora_rocm.foundation.files import is_folder, is_link
 from lora_rocm.foundation.terminal_text import printable
 from lora_rocm.foundation.units import count_text, size_text
@@ -55,6 +56,19 @@ class File:
     found: os.stat_result
     state: str
     why: str = ""
+
+
+def holds_cache(folder: Path) -> bool:
+    """Whether an existing folder is a cache of this program, without links through which entries would be written."""
+    try:
+        if not is_folder(folder):
+            return False
+        places = sorted(folder.iterdir())
+        below = [path for place in places if is_folder(place) for path in place.iterdir()]
+        marks = [place for place in places if place.name in (IMAGES_MEMORY, WEIGHTS_MEMORY) or _has_entry(place)]
+        return bool(marks) and not any(map(is_link, (*places, *below)))
+    except (OSError, StorageError):  # of another user
+        return False
 
 
 def stats(folder: Path) -> str:

@@ -23,13 +23,13 @@ from lora_rocm.errors import UserError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.files import write_json
 from lora_rocm.foundation.terminal_text import legible
-from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.yaml_tree import is_clean
 from lora_rocm.rules.this_machine import plan_here
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.whole_files import newest_lora, require_whole, require_whole_named
 from lora_rocm.supervisor.process import Asked, Event, heavy_command, stop_signals
 from lora_rocm.supervisor.resume import holds_run
+from lora_rocm.supervisor.run_recipe import SPARE_CACHE, recipe_of_run
 from lora_rocm.supervisor.subprocesses import Tool, started
 
 SIDES = {"both": ("base", "adapter"), "base": ("base",), "adapter": ("adapter",)}
@@ -75,8 +75,8 @@ def chat(source: Path, prompt: str | None, options: Options, registry: Registry 
     require_text("--prompt", prompt or "")
     require_text("--system", options.system)
     adapter, recipe = _adapter_of(source.absolute(), registry)
-    job = {"adapter": str(adapter), "recipe": str(recipe)}
-    with tempfile.TemporaryDirectory(prefix="lora-rocm-") as folder:
+    with tempfile.TemporaryDirectory(prefix="lora-rocm-", ignore_cleanup_errors=True) as folder:
+        job = {"adapter": str(adapter), "recipe": str(recipe), SPARE_CACHE: str(Path(folder) / "cache")}
         write_json(Path(folder) / "job.json", job)
         command = heavy_command(TOOLS_MODULE, "chat", str(Path(folder) / "job.json"))
         with started(command, plan_here().applied_to(os.environ)) as child:
@@ -105,7 +105,7 @@ def _adapter_of(source: Path, registry: Registry) -> tuple[Path, Path]:
             where=str(source),
             fix="Give a run directory (runs/...), or put recipe.yaml of the run beside the PEFT folder.",
         )
-    spec = load_recipe(recipe, registry=registry).recipe.spec
+    spec = recipe_of_run(recipe, registry).spec
     if not spec.trains_on_texts:
         what = f"This run trained {spec.title}, which makes {spec.preview}s and does not talk."
         raise UserError("no-chat", what, where=str(recipe), fix=f"Use lora-rocm sample {source} --prompt ...")

@@ -12,7 +12,7 @@ from typing import Any
 from lora_rocm.dataset.preview_images import faults
 from lora_rocm.errors import AdapterError, MachineError, UserError
 from lora_rocm.families.registry import PRODUCT, Registry
-from lora_rocm.foundation.files import require_place, write_json
+from lora_rocm.foundation.files import followed, require_place, write_json
 from lora_rocm.foundation.units import number_text
 from lora_rocm.model_files.peft_folder import peft_folders
 from lora_rocm.model_files.readers import readers_line
@@ -23,8 +23,10 @@ from lora_rocm.recipe.yaml_tree import is_clean
 from lora_rocm.rules.this_machine import plan_here
 from lora_rocm.rundir import results
 from lora_rocm.rundir.layout import RunDir
+from lora_rocm.rundir.remains import discard_abandoned
 from lora_rocm.supervisor.process import OnEvent
 from lora_rocm.supervisor.resume import holds_run, open_recipe
+from lora_rocm.supervisor.run_recipe import SPARE_CACHE
 from lora_rocm.supervisor.subprocesses import run_tool
 
 FOLDER_FORMS = ("peft", MERGED)
@@ -268,6 +270,9 @@ def _export(
         "updates": updates,
         "converter": converter,
     }
+    # What killed exports left may be as large as the base, and the space may be needed
+    run_dir.discard_unfinished_exports()
+    discard_abandoned(followed(output) if output else run_dir.export_of(form))
     code = run_model_tool("export", job)
     if output is None and form in results.FILES_OF:
         results.record_export(run_dir, form)
@@ -300,9 +305,9 @@ def run_model_tool(tool: str, job: dict[str, Any], listen: OnEvent = lambda even
         LoraRocmError: any error of the child process.
     """
     env = plan_here().applied_to(os.environ)
-    with tempfile.TemporaryDirectory(prefix="lora-rocm-") as folder:
+    with tempfile.TemporaryDirectory(prefix="lora-rocm-", ignore_cleanup_errors=True) as folder:
         path = Path(folder) / "job.json"
-        write_json(path, job)
+        write_json(path, {**job, SPARE_CACHE: str(Path(folder) / "cache")})
         told: list[str] = []
 
         def on_event(event: dict[str, Any]) -> None:

@@ -81,7 +81,7 @@ class Controls:
                 where=shown(self._files.doubles[0][1]),
                 fix="Take one of each pair away.",
             )
-        return self._files.lonely()
+        return self._files.notices()
 
     def _missing(self, keys: Sequence[str]) -> DataError:
         return DataError(

@@ -316,7 +316,7 @@ def _files(
                     left_out.caption_folders.append(f"{shown(relative)}/")
                 below += [(path, target, f"{relative}/")] if target not in skipped else []
             else:
-                if not _lies_in(target, real_root):
+                if not lies_in(target, real_root):
                     outside.append(f"{shown(relative)} -> {shown(target)}")
                 yield path, relative
         pending += reversed(below)
@@ -370,7 +370,8 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _lies_in(path: str, folder: str) -> bool:
+def lies_in(path: str, folder: str) -> bool:
+    """Whether a real path is below a real folder."""
     return path.startswith(folder.rstrip(os.sep) + os.sep)
 
 

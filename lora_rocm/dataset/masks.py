@@ -96,7 +96,7 @@ class Masks:
             have = counted(self._without, "image has none and is", "images have none and are")
             said.append(f"{have} trained on whole: {some(self._without)}.")
         if self._files is not None:
-            said += self._files.lonely()
+            said += self._files.notices()
             if doubles := [shown(second.name) for _, second in self._files.doubles]:
                 have = counted(
                     doubles, "mask has the name of another one and is", "masks have the names of others and are"

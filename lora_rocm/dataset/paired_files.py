@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from lora_rocm.dataset.file_kinds import COMPANION_END, companion_match
-from lora_rocm.dataset.folders import shown, source_folder
+from lora_rocm.dataset.folders import lies_in, real_path, shown, source_folder
 from lora_rocm.dataset.image_io import readable_extensions
 from lora_rocm.dataset.left_out import counted, some
 from lora_rocm.dataset.sample_table import Sample
@@ -41,6 +41,7 @@ class PairedFiles:
         self._beside = root == BESIDE
         self.root = self._images if self._beside else Path(root)
         self._used, self.doubles = set[Path](), list[tuple[Path, Path]]()
+        self._outside, self._not_entered = list[str](), list[str]()
         if not self._beside and os.path.realpath(self._images) == os.path.realpath(self.root):
             raise DataError(
                 f"{key.removesuffix('_path')}-folder-same",
@@ -53,22 +54,38 @@ class PairedFiles:
     def _files(self) -> dict[str, Path]:
         """Relative path without extension -> file; the first by name if several match."""
         wanted, found = readable_extensions(), dict[str, Path]()
-        visited = set[str]()
+        visited, real_root = set[str](), os.path.realpath(self.root)
         for parent, folders, names in os.walk(self.root, onerror=self._refuse, followlinks=True):
             if (real := os.path.realpath(parent)) in visited:  # links may lead in a circle
                 folders.clear()
                 continue
             visited.add(real)
+            folders[:] = [name for name in sorted(folders) if self._may_enter(Path(parent, name), real_root)]
             for path in (Path(parent, name) for name in sorted(names) if not name.startswith(".")):
                 if path.suffix.lower() not in wanted:
                     continue
                 name = self._owner(path)
                 if name is None:
                     continue
+                target = real_path(path) if path.is_symlink() else os.path.join(real, path.name)
+                if target is not None and not lies_in(target, real_root):
+                    self._outside.append(f"{shown(path.relative_to(self.root).as_posix())} -> {shown(target)}")
                 first = found.setdefault(name, path)
                 if first != path:
                     self.doubles.append((first, path))
         return {COMPANION_END.sub("", name): path for name, path in found.items()} | found
+
+    def _may_enter(self, folder: Path, real_root: str) -> bool:
+        """Whether files of images may be in a folder. Outside of the root there may be any number of other files.
+
+        So a folder there is entered only if the images have one at the same place.
+        """
+        target, relative = real_path(folder), folder.relative_to(self.root)
+        inside = target is None or target == real_root or lies_in(target, real_root)
+        if inside or (self._images / relative).is_dir():
+            return True
+        self._not_entered.append(f"{shown(relative.as_posix())} -> {shown(str(target))}")
+        return False
 
     def _owner(self, path: Path) -> str | None:
         """Relative path without extension of the image that a file belongs to; None if its name says nothing of one."""
@@ -88,11 +105,22 @@ class PairedFiles:
             self._used.add(file)
         return file
 
-    def lonely(self) -> list[str]:
-        """A sentence about the files that belong to no image for which ``of`` was called; empty if there are none."""
+    def notices(self) -> list[str]:
+        """Sentences about files that belong to no image for which ``of`` was called, and about links out of the folder.
+
+        Links among the images are named where these are found.
+        """
         names = sorted(shown(path.name) for path in {*self._files.values()} - self._used)
         have = counted(names, f"{self._noun} has", f"{self._noun}s have")
-        return [f"{have} no image of the same name: {some(names)}."] if names else []
+        said = [f"{have} no image of the same name: {some(names)}."] if names else []
+        if self._outside and not self._beside:
+            files = counted(self._outside, f"{self._noun} is", f"{self._noun}s are")
+            said.append(f"{files} reached through links that lead out of the folder: {some(self._outside)}.")
+        if self._not_entered:
+            folders = counted(self._not_entered, "linked folder was", "linked folders were")
+            why = "because the images have no folder at the same place"
+            said.append(f"{folders} not searched for {self._noun}s, {why}: {some(self._not_entered)}.")
+        return said
 
     def _refuse(self, error: OSError) -> NoReturn:
         raise DataError(

@@ -12,11 +12,11 @@ from lora_rocm import __version__
 from lora_rocm.commands.env import described
 from lora_rocm.doctor.checks import findings
 from lora_rocm.doctor.finding import Finding
-from lora_rocm.doctor.redact import private_of, texts_in
 from lora_rocm.doctor.text import finding_lines, machine_text, report_text
 from lora_rocm.errors import StorageError, storage_error
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.files import followed, write_atomic
+from lora_rocm.foundation.redact import private_of, texts_in
 from lora_rocm.foundation.terminal_text import printable
 from lora_rocm.rules.environment import environment_json, plan
 from lora_rocm.rules.rule import Situation

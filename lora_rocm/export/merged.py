@@ -58,10 +58,13 @@ def write_merged(folder: Path, files: OwnFiles, adapter: Adapter, root: Path | N
         root: the run directory if the folder belongs to one (``foundation.files.make_folder``).
 
     Raises:
-        AdapterError: "export-form": an adapted weight stands in the base's files in another form.
+        AdapterError: "export-form": an adapted weight stands in the base's files in another form. "export-link": a
+            file beside the weights is a link that leads out of the base.
         ExportError: "weights-not-finite", or "export-differs": the folder reads back differently.
         StorageError: disk full, no permission, or something is in ``folder``.
     """
+    for path in files.beside:
+        _require_own(path)
     merge = _Merge(files, _by_file_name(files, adapter))
     what, fix = "the merged weights", "Free some space, or name a folder on another disk (--output)."
     require(folder, sum(map(merge.num_bytes, merge.headers)), what, fix)
@@ -75,6 +78,27 @@ def write_merged(folder: Path, files: OwnFiles, adapter: Adapter, root: Path | N
         for path in others:
             write_through(made / path.name, path.read_bytes())
         return merge.compare(made)
+
+
+def _require_own(path: Path) -> None:
+    """Refuse to copy a file that lies elsewhere: a base may come from somebody else, and the new folder be published.
+
+    The hub's cache has links from ``snapshots/REVISION`` to ``blobs``.
+
+    Raises:
+        AdapterError: export-link.
+    """
+    folder, target = path.parent.resolve(), path.resolve()
+    blobs = folder.parent.parent / "blobs"
+    if target.is_relative_to(folder) or (folder.parent.name == "snapshots" and target.parent == blobs):
+        return
+    raise AdapterError(
+        "export-link",
+        "A file of the base is a link that leads out of the base's folder, so it may not belong to the model; the "
+        "merged model would hold a copy of it.",
+        where=f"{path} -> {target}",
+        fix="If it belongs to the model, put the file itself in the link's place; else remove the link.",
+    )
 
 
 def _by_file_name(files: OwnFiles, adapter: Adapter) -> dict[str, Entry]:

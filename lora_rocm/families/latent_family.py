@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from lora_rocm.base_models.loading import WEIGHTS_MEMORY, Layout, Source, resolve
+from lora_rocm.base_models.loading import Layout, Source, resolve
 from lora_rocm.base_models.random_weights import PREFIX, random_source
 from lora_rocm.base_models.safetensors_file import legacy_model_hash
-from lora_rocm.cache_files.hash_memory import HashMemory
+from lora_rocm.cache_files.hash_memory import WEIGHTS_MEMORY, HashMemory
 from lora_rocm.dataset.entry_spec import TensorSpec
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors

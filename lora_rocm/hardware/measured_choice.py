@@ -10,9 +10,10 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lora_rocm.foundation.files import write_atomic, write_json
+from lora_rocm.hardware.settings import Attention
 
 Kind = Literal["attention", "products"]
 FORMAT = 1
@@ -52,9 +53,22 @@ def choice_from_json(value: Mapping[str, Any]) -> Choice:
     Raises:
         KeyError, TypeError, ValueError: the value is no result of it.
     """
-    if value["format"] != FORMAT or not isinstance(value["chosen"], str):
+    if value["format"] != FORMAT:
         raise ValueError(f"format {value['format']}")
-    return Choice(value["kind"], dict(value["key"]), value["chosen"], tuple(map(dict, value["rows"])))
+    kind, chosen, rows = value["kind"], value["chosen"], tuple(map(dict, value["rows"]))
+    if kind == "attention":
+        fits = chosen in ("sdpa", *get_args(Attention)) and all(map(_is_trial, rows))
+    else:
+        fits = kind == "products" and isinstance(chosen, str) and chosen.isascii() and "\0" not in chosen
+    if not fits:
+        raise ValueError(f"no choice of {kind}")
+    return Choice(kind, dict(value["key"]), chosen, rows)
+
+
+def _is_trial(row: Mapping[str, Any]) -> bool:
+    """Whether a row says how long a way of attention took, or what is wrong with it."""
+    took = isinstance(row["seconds"], int | float) if row.get("problem") is None else isinstance(row["problem"], str)
+    return took and isinstance(row["way"], str)
 
 
 def store(folder: Path, choice: Choice) -> None:

@@ -524,6 +524,38 @@ def _with_absolute_paths(section: AnySection) -> AnySection:
     return section.model_copy(update=changed)
 
 
+def with_default_outputs(section: AnySection) -> AnySection:
+    """The section with the default of every folder that is written to, relative to the current folder."""
+    changed: dict[str, Any] = {}
+    for name, info in type(section).model_fields.items():
+        value, rule = getattr(section, name), path_rule(info)
+        if isinstance(value, BaseModel):
+            changed[name] = with_default_outputs(value)
+        elif isinstance(value, tuple):
+            changed[name] = tuple(with_default_outputs(v) if isinstance(v, BaseModel) else v for v in value)
+        elif rule is not None and rule.is_output:
+            changed[name] = _made_absolute(info.default, rule)
+    return section.model_copy(update=changed)
+
+
+def settings_without_paths(section: BaseModel) -> dict[str, Any]:
+    """The values of a recipe or section as JSON has them, without paths of this machine; hub ids are none."""
+    found: dict[str, Any] = {}
+    for name, info in type(section).model_fields.items():
+        value, is_path = getattr(section, name), path_rule(info) is not None
+        items = value if isinstance(value, tuple) else (value,)
+        kept = [
+            settings_without_paths(item) if isinstance(item, BaseModel) else item
+            for item in items
+            if not (is_path and isinstance(item, str) and os.path.isabs(item))
+        ]
+        if isinstance(value, tuple):
+            found[name] = kept
+        elif kept:
+            found[name] = kept[0]
+    return found
+
+
 def _paths(section: BaseModel, prefix: Key = ()) -> Iterator[tuple[Key, str, PathRule]]:
     """(key, path, rule) of every path in a recipe or section."""
     for name, info in type(section).model_fields.items():

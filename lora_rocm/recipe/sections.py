@@ -115,6 +115,11 @@ class PathRule:
     must_be: Literal["folder", "file", ""] = ""
     words: tuple[str, ...] = ()
 
+    @property
+    def is_output(self) -> bool:
+        """Whether the program makes the folder and writes to it; anything else that a recipe names is only read."""
+        return self.absolute == "always"
+
 
 InputFolder = Annotated[PathText, PathRule("unless builtin", "folder")]
 BESIDE = "beside"

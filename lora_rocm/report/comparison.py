@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_rocm.foundation.units import count_text, number_text
-from lora_rocm.report.html import header, image_table, page, paragraph, preview_tag, section, table
-from lora_rocm.report.svg_plot import Series, line_plot
+from lora_rocm.report.html import Paragraph, PictureTable, Section, page, plot, preview, section, table
+from lora_rocm.report.svg_plot import Series
 
 PREVIEW_SIDE_PX = 256
 CLEAR_ERRORS = 2.0  # standard errors beyond which a difference counts
@@ -65,29 +65,30 @@ def comparison_page(
     points = [(one.updates, one.loss) for one in compared]
     samples = count_text(max((len(one.losses) for one in compared), default=0), "sample")
     head = ("", "held-out loss", f"standard error over {samples}")
-    losses = [table(head, rows), line_plot([Series("loss", points, "dots")], "step")]
+    losses = [table(head, rows), plot([Series("loss", points, "dots")], "step")]
     said, none = verdict(compared), UNKNOWN_LOSSES if holds_out else NO_LOSSES
     files = count_text(len(compared) - 1, "LoRA file")
     return page(
         f"{title}: lora-rocm compare",
+        title,
+        [Paragraph(f"{files} of one run, from the same seeds", "soft"), *map(Paragraph, remarks)],
         [
-            header(title, paragraph(f"{files} of one run, from the same seeds", "soft"), *map(paragraph, remarks)),
-            section("Held-out loss", paragraph(said or none), *(losses if said else ())),
+            section("Held-out loss", Paragraph(said or none), *(losses if said else ())),
             *(_images(compared, prompts, number, strength) for number, strength in enumerate(strengths)),
         ],
     )
 
 
-def _images(compared: Sequence[Compared], prompts: Sequence[str], number: int, strength: float) -> str:
+def _images(compared: Sequence[Compared], prompts: Sequence[str], number: int, strength: float) -> Section | None:
     if not prompts:
-        return ""
+        return None
     rows = []
     for one in compared:
         first = number * len(prompts) if one.updates else 0
         drawn = zip(one.images[first : first + len(prompts)], prompts, strict=True)
-        cells = [preview_tag(path, PREVIEW_SIDE_PX, f"{one.label}: {prompt}") for path, prompt in drawn]
+        cells = [preview(path, PREVIEW_SIDE_PX, f"{one.label}: {prompt}") for path, prompt in drawn]
         rows.append((one.label, cells))
-    return section(f"Strength {strength:g}", image_table(prompts, rows))
+    return section(f"Strength {strength:g}", PictureTable(prompts, rows))
 
 
 def verdict(compared: Sequence[Compared]) -> str:

@@ -1,71 +1,180 @@
-"""HTML building blocks of the report. All external text is escaped here."""
+"""The pages of this program: their content as data, and their rendering by the template ``page.html.j2``.
+
+All markup is in the template, which escapes every text. Only plots come as markup (``report.svg_plot``).
+"""
 
 from __future__ import annotations
 
 import base64
+import os
+import platform
 import struct
 import warnings
 from collections.abc import Iterable, Sequence
-from html import escape
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from markupsafe import Markup
 
 from lora_rocm.foundation.bounded_read import check_plain, read_plain
+from lora_rocm.foundation.redact import private_of
+from lora_rocm.report.svg_plot import Series, line_plot
 
+TEMPLATE = "page.html.j2"
 MAX_SIDE_PX = 512
 MAX_IMAGE_BYTES, MAX_PIXELS = 1 << 27, 1 << 26
 LOSSLESS_SIDE_PX = 256
 MAX_PREVIEW_BYTES = 1 << 16
 MAX_ROWS = 200
+DATA = "data:image/"
+
+Tone = Literal["", "soft", "good", "bad", "big"]
+"""The CSS class of a paragraph."""
 
 
-def page(title: str, sections: Iterable[str]) -> str:
-    """A whole, self-contained HTML document."""
-    style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>\n{style}</style></head><body><main>\n"
-        + "\n".join(part for part in sections if part)
-        + "\n</main></body></html>\n"
+@dataclass(frozen=True)
+class Paragraph:
+    """A paragraph of text."""
+
+    block: ClassVar = "paragraph"
+    text: str
+    tone: Tone = ""
+
+
+@dataclass(frozen=True)
+class Heading:
+    """A heading inside a section."""
+
+    block: ClassVar = "heading"
+    text: str
+
+
+@dataclass(frozen=True)
+class Preformatted:
+    """Text whose line breaks are kept."""
+
+    block: ClassVar = "preformatted"
+    text: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells are text. Beyond ``MAX_ROWS`` the page only says how many more rows there are."""
+
+    block: ClassVar = "table"
+    head: Sequence[str]
+    rows: Sequence[Sequence[object]]
+
+    @property
+    def shown(self) -> Sequence[Sequence[object]]:
+        return self.rows[:MAX_ROWS]
+
+    @property
+    def num_more(self) -> int:
+        return max(0, len(self.rows) - MAX_ROWS)
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image inside the page. data: the file in base64."""
+
+    block: ClassVar = "picture"
+    format: Literal["png", "jpeg"]
+    data: str
+    label: str
+
+    @property
+    def source(self) -> str:
+        return f"{DATA}{self.format};base64,{self.data}"
+
+
+@dataclass(frozen=True)
+class Unread:
+    """A dash in place of an image or a text that cannot be read."""
+
+    block: ClassVar = "unread"
+
+
+@dataclass(frozen=True)
+class PictureTable:
+    """A table of images or short texts. rows: (label, cells)."""
+
+    block: ClassVar = "pictures"
+    head: Sequence[str]
+    rows: Sequence[tuple[str, Sequence[Picture | Preformatted | Unread]]]
+
+
+@dataclass(frozen=True)
+class Plot:
+    """Lines on common axes."""
+
+    block: ClassVar = "plot"
+    svg: Markup
+
+
+Block = Paragraph | Heading | Preformatted | Table | Picture | Unread | PictureTable | Plot
+
+
+@dataclass(frozen=True)
+class Section:
+    """A titled box."""
+
+    title: str
+    blocks: Sequence[Block]
+
+
+def page(title: str, heading: str, intro: Sequence[Block], sections: Iterable[Section | None]) -> str:
+    """A whole, self-contained HTML document.
+
+    Args:
+        title: of the window.
+        heading: the largest one on the page.
+        intro: what comes below it.
+        sections: None are left out.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # here, because few commands write a page
+
+    private = private_of(os.environ, platform.node(), ())
+
+    def shown(value: Any) -> Any:
+        """A value of the page: pages are sent to others, so home folders are taken out of every text."""
+        is_text = isinstance(value, str) and not isinstance(value, Markup) and not value.startswith(DATA)
+        return private.without_homes(value) if is_text else value
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        finalize=shown,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
+    kept = [section for section in sections if section is not None]
+    return environment.get_template(TEMPLATE).render(title=title, heading=heading, intro=intro, sections=kept)
 
 
-def section(title: str, *parts: str) -> str:
-    """A titled box; an empty string if all parts are empty."""
-    content = "".join(parts)
-    return f"<section><h2>{escape(title)}</h2>{content}</section>" if content else ""
+def section(title: str, *parts: Block | None) -> Section | None:
+    """A titled box; None if all parts are None."""
+    blocks = [part for part in parts if part is not None]
+    return Section(title, blocks) if blocks else None
 
 
-def header(title: str, *parts: str) -> str:
-    """The head of the page."""
-    return f"<header><h1>{escape(title)}</h1>{''.join(parts)}</header>"
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> Table | None:
+    """A table; None where there are no rows."""
+    return Table(head, rows) if rows else None
 
 
-def paragraph(text: object, kind: str = "") -> str:
-    """A paragraph. ``kind``: soft, good, bad or big."""
-    attribute = f' class="{kind}"' if kind else ""
-    return f"<p{attribute}>{escape(str(text))}</p>"
+def plot(series: Sequence[Series], x_label: str) -> Plot | None:
+    """A plot; None without finite points."""
+    drawn = line_plot(series, x_label)
+    return Plot(drawn) if drawn else None
 
 
-def preformatted(text: str) -> str:
-    """Preformatted text."""
-    return f"<pre>{escape(text)}</pre>"
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Cells are text; empty text where there are no rows. Beyond ``MAX_ROWS`` it only says how many more there are."""
-    if not rows:
-        return ""
-    first = "<tr>" + "".join(f"<th>{escape(name)}</th>" for name in head) + "</tr>" if head else ""
-    shown = rows[:MAX_ROWS]
-    body = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in shown)
-    more = paragraph(f"... and {len(rows) - MAX_ROWS} more") if len(rows) > MAX_ROWS else ""
-    return f"<table>{first}{body}</table>{more}"
-
-
-def image_tag(path: Path, label: str, max_side_px: int = MAX_SIDE_PX) -> str:
-    """An ``<img>`` with the image data inline, reduced to ``max_side_px``; a dash if it cannot be read.
+def picture(path: Path, label: str, max_side_px: int = MAX_SIDE_PX) -> Picture | Unread:
+    """An image file, reduced to ``max_side_px``.
 
     Only PNG is read, the format of previews. A file in somebody's run directory has the format that its content says,
     and for some formats Pillow would start other programs.
@@ -79,31 +188,19 @@ def image_tag(path: Path, label: str, max_side_px: int = MAX_SIDE_PX) -> str:
                 raise OSError("no preview is so large")
             image = file.convert("RGB")
     except (OSError, ValueError, SyntaxError, LookupError, TypeError, struct.error, Image.DecompressionBombError):
-        return '<span class="soft">-</span>'
+        return Unread()
     image.thumbnail((max_side_px, max_side_px))
     lossless = max(image.size) <= LOSSLESS_SIDE_PX
     buffer = BytesIO()
     image.save(buffer, **({"format": "PNG"} if lossless else {"format": "JPEG", "quality": 90}))
-    data = base64.b64encode(buffer.getvalue()).decode("ascii")
-    kind = "png" if lossless else "jpeg"
-    return f'<img src="data:image/{kind};base64,{data}" alt="{escape(label)}" title="{escape(label)}">'
+    return Picture("png" if lossless else "jpeg", base64.b64encode(buffer.getvalue()).decode("ascii"), label)
 
 
-def preview_tag(path: Path, max_side_px: int, label: str = "") -> str:
-    """An image, or the text of a .txt file; a dash if it cannot be read. ``label``: of an image; empty: its name."""
+def preview(path: Path, max_side_px: int, label: str = "") -> Picture | Preformatted | Unread:
+    """An image, or the text of a .txt file. ``label``: of an image; empty: its name."""
     if path.suffix != ".txt":
-        return image_tag(path, label or path.name, max_side_px)
+        return picture(path, label or path.name, max_side_px)
     try:
-        return preformatted(read_plain(path, MAX_PREVIEW_BYTES).decode("utf-8", "replace"))
+        return Preformatted(read_plain(path, MAX_PREVIEW_BYTES).decode("utf-8", "replace"))
     except OSError:
-        return "-"
-
-
-def image_table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
-    """A table of images. ``rows``: (label, results of ``image_tag``)."""
-    first = "<tr><th></th>" + "".join(f"<th>{escape(name)}</th>" for name in head) + "</tr>"
-    body = "".join(
-        f"<tr><td>{escape(label)}</td>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
-        for label, cells in rows
-    )
-    return f'<div class="wide"><table>{first}{body}</table></div>'
+        return Unread()

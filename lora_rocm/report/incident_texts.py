@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 
-from lora_rocm.report.html import paragraph, preformatted, section, table
+from lora_rocm.report.html import Block, Heading, Paragraph, Preformatted, Section, section, table
 from lora_rocm.rundir.incidents import Event
 
 MAX_LOGS, MAX_LOG_LINES = 10, 40
@@ -69,10 +69,10 @@ def promise(events: Iterable[Event]) -> str:
     return UNCHANGED if not effects else EXACT if effects == {"exact"} else ROUNDING
 
 
-def trouble_section(events: list[Event]) -> str:
-    """The section of the report; empty if nothing went wrong."""
+def trouble_section(events: list[Event]) -> Section | None:
+    """The section of the report; None if nothing went wrong."""
     if not events:
-        return ""
+        return None
     restarts = [event for event in events if event["type"] == "restart"]
     times = {0: "never", 1: "once"}.get(len(restarts), f"{len(restarts)} times")
     rows = [
@@ -83,17 +83,17 @@ def trouble_section(events: list[Event]) -> str:
     logs = [part for event in failures[-MAX_LOGS:] for part in _logs(event)]
     return section(
         "Restarts and changes",
-        paragraph(f"The training process was started again {times}."),
-        paragraph(promise(events)),
+        Paragraph(f"The training process was started again {times}."),
+        Paragraph(promise(events)),
         table(("when", "", "what"), rows),
         *logs,
     )
 
 
-def _logs(failure: Event) -> Iterator[str]:
+def _logs(failure: Event) -> Iterator[Block]:
     """The last lines of the worker's log and the kernel log before a failure."""
     said = failure["what"].splitlines()[1:]
     for whose, lines in (("Worker's log", said), ("Kernel log", failure["kernel_log"])):
         if lines:
-            yield f"<h3>{whose}, failure after step {int(failure['updates'])}</h3>"
-            yield preformatted("\n".join(map(str, lines[-MAX_LOG_LINES:])))
+            yield Heading(f"{whose}, failure after step {failure['updates']}")
+            yield Preformatted("\n".join(map(str, lines[-MAX_LOG_LINES:])))

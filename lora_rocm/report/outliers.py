@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from lora_rocm.foundation.units import number_text
-from lora_rocm.report.html import paragraph, section, table
+from lora_rocm.report.html import Paragraph, Section, section, table
 
 WINDOW_STEPS, LEAST_STEPS = 50, 20
 """The usual value is the median of the last WINDOW_STEPS steps; before LEAST_STEPS steps there is none."""
@@ -74,13 +74,13 @@ def spikes(steps: Iterable[dict[str, Any]]) -> list[Spike]:
     return found
 
 
-def spikes_section(steps: Sequence[dict[str, Any]]) -> str:
-    """The section of the report; empty if there are too few steps."""
+def spikes_section(steps: Sequence[dict[str, Any]]) -> Section | None:
+    """The section of the report; None if there are too few steps."""
     if len(steps) <= LEAST_STEPS:
-        return ""
+        return None
     title, found = "Steps that stand out", spikes(steps)
     if not found:
-        return section(title, paragraph("None: no step's loss or gradient is far above those before it.", "good"))
+        return section(title, Paragraph("None: no step's loss or gradient is far above those before it.", "good"))
     note = (
         f"Usual: the median of the last {WINDOW_STEPS} steps. One such step now and then does no harm; many speak of "
         "bad images or captions, or of too high a learning rate."
@@ -94,4 +94,4 @@ def spikes_section(steps: Sequence[dict[str, Any]]) -> str:
         for spike in found
     ]
     head = ("step", "loss", "usual", "gradient norm", "usual", "iteration")
-    return section(title, paragraph(note, "soft"), table(head, rows))
+    return section(title, Paragraph(note, "soft"), table(head, rows))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import platform
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,25 +16,29 @@ from lora_rocm.errors import RecipeError, StorageError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.files import write_atomic
+from lora_rocm.foundation.redact import private_of, texts_in
 from lora_rocm.foundation.units import count_text, number_text, rate_text, size_text, time_text
 from lora_rocm.model_files.readers import PROGRAMS, readers_line
 from lora_rocm.recipe.load import MAX_RECIPE_BYTES, load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.report.html import (
-    header,
-    image_table,
-    image_tag,
+    Block,
+    Heading,
+    Paragraph,
+    PictureTable,
+    Preformatted,
+    Section,
     page,
-    paragraph,
-    preformatted,
-    preview_tag,
+    picture,
+    plot,
+    preview,
     section,
     table,
 )
 from lora_rocm.report.incident_texts import failure_text, trouble_section
 from lora_rocm.report.outliers import spikes_section
 from lora_rocm.report.smoothing import Smoothed
-from lora_rocm.report.svg_plot import Point, Series, line_plot
+from lora_rocm.report.svg_plot import Point, Series
 from lora_rocm.report.vram_spill import spilled
 from lora_rocm.rundir.events import current_steps, read_events
 from lora_rocm.rundir.incidents import last_word, trouble_of
@@ -105,8 +111,10 @@ def write_report(run_dir: RunDir, registry: Registry = PRODUCT) -> Path:
     title = recipe.output.name if recipe else run_dir.path.name
     html = page(
         f"{title}: lora-rocm report",
+        title,
+        _headline(facts),
         [
-            _headline(facts, title),
+            _usage(facts),
             _concept(facts),
             _before_after(facts),
             _curves(facts),
@@ -135,51 +143,53 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _headline(facts: Facts, title: str) -> str:
+def _headline(facts: Facts) -> list[Block]:
     data, now = facts.last("data"), facts.since_start()
     said = next((event for event in reversed(now) if event["type"] in ("error", "end")), None)
     hung = last_word(facts.events, facts.trouble)
     updates = facts.steps[-1]["updates"] if facts.steps else 0
     total = data["max_train_steps"] if data else "?"
-    if facts.result:
-        state = paragraph(f"Finished: {count_text(facts.result.get('updates') or updates, 'step')}.", "good")
-    elif said and said["type"] == "error":
-        state = paragraph(f"Ended at step {updates} of {total}: {said['what']}", "bad") + paragraph(said["fix"], "soft")
-    elif hung:
-        state = paragraph(f"Ended at step {updates} of {total}: {failure_text(hung)}", "bad")
-    else:
-        state = paragraph(f"Not finished: step {updates} of {total}. Go on with --resume latest.", "bad")
-    about = ""
+    said_of_recipe = list[Block]()
     if facts.recipe:
         model, lora = facts.recipe.model, facts.recipe.lora
         about = f"{lora.title} of {lora.size}, for {model.name_or_path}"
         about += f", from {count_text(data['samples'], 'sample')}" if data else ""
-    return header(title, paragraph(about, "soft") if about else "", state) + _usage(facts)
+        said_of_recipe.append(Paragraph(about, "soft"))
+    if facts.result:
+        finished = count_text(facts.result.get("updates") or updates, "step")
+        return [*said_of_recipe, Paragraph(f"Finished: {finished}.", "good")]
+    if said and said["type"] == "error":
+        ended = f"Ended at step {updates} of {total}: {said['what']}"
+        return [*said_of_recipe, Paragraph(ended, "bad"), Paragraph(said["fix"], "soft")]
+    if hung:
+        return [*said_of_recipe, Paragraph(f"Ended at step {updates} of {total}: {failure_text(hung)}", "bad")]
+    unfinished = f"Not finished: step {updates} of {total}. Go on with --resume latest."
+    return [*said_of_recipe, Paragraph(unfinished, "bad")]
 
 
-def _usage(facts: Facts) -> str:
+def _usage(facts: Facts) -> Section | None:
     rows = [
         (path.relative_to(facts.run_dir.path).as_posix(), _file_size(path))
         for path in result_files(facts.run_dir)
         if path != facts.run_dir.report
     ]
     if not rows:
-        return ""
-    hints, lora = "", facts.run_dir.lora
+        return None
+    hints, lora = list[Block](), facts.run_dir.lora
     if lora.exists():
         exported = next((event for event in reversed(facts.all("export")) if event["path"] == lora.name), None)
         can_read, cannot_read = (exported.get("can_read", ()), exported["cannot_read"]) if exported else ((), ())
-        hints = paragraph(
-            f"{lora.name} goes to models/loras (ComfyUI) or models/Lora (Forge, A1111); rename it as you like."
-        )
+        place = f"{lora.name} goes to models/loras (ComfyUI) or models/Lora (Forge, A1111); rename it as you like."
+        hints.append(Paragraph(place))
         if about := readers_line(can_read, cannot_read):
-            hints += paragraph(f"{about}.")
+            hints.append(Paragraph(f"{about}."))
         if not any(program.startswith(PROGRAMS["diffusers"]) for program in cannot_read):
-            hints += paragraph("In diffusers:") + preformatted(f'pipeline.load_lora_weights("{lora.as_posix()}")')
+            line = f'pipeline.load_lora_weights("{lora.name}")'
+            hints += [Paragraph("In diffusers, where the file is:"), Preformatted(line)]
     trigger = facts.recipe.data.trigger_word if facts.recipe else None
     if trigger:
-        hints += paragraph(f"Put the trigger word into the prompt: {trigger}")
-    return section("Files and how to use them", table(("file", "size"), rows), hints)
+        hints.append(Paragraph(f"Put the trigger word into the prompt: {trigger}"))
+    return section("Files and how to use them", table(("file", "size"), rows), *hints)
 
 
 def _file_size(path: Path) -> str:
@@ -187,10 +197,10 @@ def _file_size(path: Path) -> str:
     return size_text(sum(file.stat().st_size for file in files))
 
 
-def _concept(facts: Facts) -> str:
+def _concept(facts: Facts) -> Section | None:
     found = facts.last("concept")
     if found is None:
-        return ""
+        return None
     control = f"control {found['control']:.2f}" if found["control"] is not None else "no control prompts were given"
     meaning = (
         "The chance that a preview made after training is nearer to the training data than one made before: "
@@ -201,23 +211,27 @@ def _concept(facts: Facts) -> str:
     rows = [(name, f"{value:.3f}" if isinstance(value, float) else value) for name, value in details]
     return section(
         "Has it learned the concept?",
-        paragraph(f"{found['score']:.2f}", "big"),
-        paragraph(control, "soft"),
-        paragraph(meaning),
+        Paragraph(f"{found['score']:.2f}", "big"),
+        Paragraph(control, "soft"),
+        Paragraph(meaning),
         table(("mean distance to the nearest training sample", ""), rows),
     )
 
 
-def _before_after(facts: Facts) -> str:
+def _before_after(facts: Facts) -> Section | None:
     path = facts.run_dir.before_after
-    return section("Before and after", image_tag(path, "before and after", GRID_SIDE_PX)) if path.exists() else ""
+    return section("Before and after", picture(path, "before and after", GRID_SIDE_PX)) if path.exists() else None
 
 
-def _curves(facts: Facts) -> str:
+def _curves(facts: Facts) -> Section | None:
     loss: list[Point] = [(step["updates"], step["loss"]) for step in facts.steps if step["loss"] is not None]
     rate: list[Point] = [(step["updates"], step["learning_rate"]) for step in facts.steps]
-    held_out: list[Point] = [(event["updates"], event["loss"]) for event in facts.all("validation")]
-    watched: list[Point] = [(event["updates"], event["loss"]) for event in facts.all("watched")]
+    held_out: list[Point] = [
+        (event["updates"], event["loss"]) for event in facts.all("validation") if event["loss"] is not None
+    ]
+    watched: list[Point] = [
+        (event["updates"], event["loss"]) for event in facts.all("watched") if event["loss"] is not None
+    ]
     texts = facts.recipe is not None and facts.recipe.spec.trains_on_texts
     pairs = facts.recipe is not None and facts.recipe.objective.compares_pairs
     plots = [
@@ -229,7 +243,10 @@ def _curves(facts: Facts) -> str:
         ("Learning rate", [Series("learning rate", rate)]),
         *((name.replace("_", " "), [Series(name, points)]) for name, points in _of_steps(facts, "optimizer").items()),
     ]
-    parts = [f"<h3>{title}</h3>{drawn}" for title, series in plots if (drawn := line_plot(series, "step"))]
+    parts = list[Block]()
+    for title, series in plots:
+        if drawn := plot(series, "step"):
+            parts += [Heading(title), drawn]
     return section("Curves", *parts)
 
 
@@ -268,11 +285,11 @@ def _measures(facts: Facts) -> dict[str, list[Point]]:
     return {name: sorted(values.items()) for name, values in found.items()}
 
 
-def _previews(facts: Facts) -> str:
+def _previews(facts: Facts) -> Section | None:
     rounds = [(updates, sorted(folder.glob("[0-9]*.*"))) for updates, folder in facts.run_dir.list_samples()]
     rounds = [(updates, files) for updates, files in rounds if files]
     if not rounds:
-        return ""
+        return None
     if len(rounds) > MAX_ROUNDS:
         stride = (len(rounds) - 1) / (MAX_ROUNDS - 1)
         rounds = [rounds[round(number * stride)] for number in range(MAX_ROUNDS)]
@@ -282,22 +299,22 @@ def _previews(facts: Facts) -> str:
     rows = [
         (
             f"step {updates}" if updates else "before",
-            [preview_tag(file, PREVIEW_SIDE_PX) for file in files[:columns]],
+            [preview(file, PREVIEW_SIDE_PX) for file in files[:columns]],
         )
         for updates, files in rounds
     ]
-    return section("Previews over time", image_table(head, rows))
+    return section("Previews over time", PictureTable(head, rows))
 
 
-def _guard(facts: Facts) -> str:
+def _guard(facts: Facts) -> Section | None:
     incidents = facts.all("incident")
     if not facts.steps and not incidents:
-        return ""
+        return None
     checks, failures = _guard_counts(facts.events)
     sentence = f"{failures} failed and were sent again" if failures else "none failed"
-    counts = paragraph(f"{checks} transfers were checked, {sentence}.", "bad" if failures else "good")
+    counts = Paragraph(f"{checks} transfers were checked, {sentence}.", "bad" if failures else "good")
     kinds = Counter(incident["kind"] for incident in incidents)
-    summary = paragraph(", ".join(f"{count} x {kind}" for kind, count in kinds.items())) if kinds else ""
+    summary = Paragraph(", ".join(f"{count} x {kind}" for kind, count in kinds.items())) if kinds else None
     rows = [
         (
             event["iteration"],
@@ -312,30 +329,30 @@ def _guard(facts: Facts) -> str:
     return section("Guard", counts, _canaries(facts), summary, table(head, rows))
 
 
-def _canaries(facts: Facts) -> str:
+def _canaries(facts: Facts) -> Paragraph | None:
     """The number of reference checks, and their failures."""
     found = facts.all("canary")
     wrong = [f"after step {event['updates']}: {event['detail']}" for event in found if not event["passed"]]
     if not found:
-        return ""
+        return None
     times = "once" if len(found) == 1 else f"{len(found)} times"
     sentence = f"Kernels with known answers and frozen weights were looked at {times}"
     if wrong:
-        return paragraph(f"{sentence}, {len(wrong)} of them with a failure: {'; '.join(wrong[:MAX_WRONG])}", "bad")
-    return paragraph(f"{sentence}: always right.", "good")
+        return Paragraph(f"{sentence}, {len(wrong)} of them with a failure: {'; '.join(wrong[:MAX_WRONG])}", "bad")
+    return Paragraph(f"{sentence}: always right.", "good")
 
 
-def _repaired(facts: Facts) -> str:
+def _repaired(facts: Facts) -> Section | None:
     repaired = facts.all("repaired")
     if not repaired:
-        return ""
+        return None
     kinds = Counter(event["kind"] for event in repaired)
     counted = ", ".join(f"{count} of {kind}" for kind, count in sorted(kinds.items()))
     what = f"Cache entries that were damaged and encoded again, never trained on: {counted}."
     advice = "Many of them, or more in every run, speak of a failing disk: lora-rocm cache verify reads every entry."
     rows = [(event["kind"], event["item"], event["reason"]) for event in repaired]
     head = ("entry", "image or caption", "what was wrong")
-    return section("Cache", paragraph(what, "bad"), paragraph(advice, "soft"), table(head, rows))
+    return section("Cache", Paragraph(what, "bad"), Paragraph(advice, "soft"), table(head, rows))
 
 
 def _guard_counts(events: list[Event]) -> tuple[int, int]:
@@ -347,7 +364,7 @@ def _guard_counts(events: list[Event]) -> tuple[int, int]:
     )
 
 
-def _exports(facts: Facts) -> str:
+def _exports(facts: Facts) -> Section | None:
     newest = {event["path"]: event for event in facts.all("export")}
     rows = [
         (
@@ -358,34 +375,39 @@ def _exports(facts: Facts) -> str:
         )
         for event in newest.values()
     ]
-    note = paragraph(
+    note = Paragraph(
         "Each file was loaded back by another reader; the difference is the largest one between its effect on the "
         "model and that of the trained adapter.",
         "soft",
     )
     head = ("file", "format", "largest difference", "who cannot read it")
-    return section("Exports, loaded back", table(head, rows), note) if rows else ""
+    return section("Exports, loaded back", table(head, rows), note) if rows else None
 
 
-def _data(facts: Facts) -> str:
+def _data(facts: Facts) -> Section | None:
     data = facts.last("data")
     if data is None:
-        return ""
+        return None
     aside = [(problem["where"], problem["what"], problem.get("fix", "")) for problem in data["set_aside"]]
     buckets = sorted(data["buckets"].items(), key=lambda pair: -pair[1])
     return section(
         "Data",
-        paragraph(
+        Paragraph(
             f"{count_text(data['samples'], 'sample')}, {count_text(data['steps_per_epoch'], 'step')} an epoch, "
             f"{len(aside)} set aside."
         ),
-        *(paragraph(notice) for notice in data["notices"]),
-        "<h3>Set aside</h3>" + table(("sample", "why", "what to do"), aside) if aside else "",
-        "<h3>Buckets</h3>" + table(("size", "samples"), buckets),
+        *(Paragraph(notice) for notice in data["notices"]),
+        *_titled("Set aside", table(("sample", "why", "what to do"), aside)),
+        *_titled("Buckets", table(("size", "samples"), buckets)),
     )
 
 
-def _timings(facts: Facts) -> str:
+def _titled(title: str, block: Block | None) -> list[Block]:
+    """A block under a heading; empty without the block."""
+    return [Heading(title), block] if block else []
+
+
+def _timings(facts: Facts) -> Section | None:
     seconds: dict[str, float] = defaultdict(float)
     for event in facts.all("phase"):
         if event["state"] == "end":
@@ -398,22 +420,24 @@ def _timings(facts: Facts) -> str:
             rows.append((f"share of a step: {name}", f"{sum(step[key] for step in facts.steps) / total_s:.2%}"))
         rows.append(("memory, highest", size_text(max(step["memory_bytes"] for step in facts.steps))))
     starts = len(facts.all("start"))
-    note = paragraph("Phase step includes the checkpoints and previews made on the way.", "soft") if rows else ""
+    note = Paragraph("Phase step includes the checkpoints and previews made on the way.", "soft") if rows else None
     device = facts.recipe.runtime.device if facts.recipe else "auto"
-    slow = "".join(paragraph(text, "bad") for text in spilled(facts.environment, device, facts.events))
-    return section("Timings", table((), rows), slow, note, paragraph(f"Started {starts} times.") if starts > 1 else "")
+    slow = [Paragraph(text, "bad") for text in spilled(facts.environment, device, facts.events)]
+    often = Paragraph(f"Started {starts} times.") if starts > 1 else None
+    return section("Timings", table((), rows), *slow, note, often)
 
 
-def _recipe(facts: Facts) -> str:
+def _recipe(facts: Facts) -> Section | None:
     try:
         text = read_plain(facts.run_dir.recipe, MAX_RECIPE_BYTES).decode("utf-8", "replace")
     except OSError:
-        return ""
-    return section("Recipe", preformatted(text))
+        return None
+    return section("Recipe", Preformatted(text))
 
 
-def _environment(facts: Facts) -> str:
-    start, found = facts.last("start"), dict(facts.environment)
+def _environment(facts: Facts) -> Section | None:
+    private = private_of(os.environ, platform.node(), texts_in(facts.environment))
+    start, found = facts.last("start"), private.value(dict(facts.environment))
     rows: list[tuple[str, object]] = []
     if start:
         rows += [(key, start[key]) for key in ("device", "precision", "threads", "torch")]
@@ -426,7 +450,5 @@ def _environment(facts: Facts) -> str:
     return section(
         "Environment",
         table((), rows),
-        "<h3>Variables set for the training process</h3>" + table(("variable", "value", "why"), planned)
-        if planned
-        else "",
+        *_titled("Variables set for the training process", table(("variable", "value", "why"), planned)),
     )

@@ -1,11 +1,12 @@
-"""Line plots as SVG text without scripts; colours come from the page (light and dark)."""
+"""Line plots as SVG without scripts; colours come from the page (light and dark)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
+
+from markupsafe import Markup
 
 WIDTH_PX, HEIGHT_PX = 760, 260
 LEFT_PX, RIGHT_PX, TOP_PX, BOTTOM_PX = 64, 12, 12, 44
@@ -23,12 +24,12 @@ class Series:
     kind: str = "plain"
 
 
-def line_plot(series: Sequence[Series], x_label: str) -> str:
-    """An ``<svg>`` of several lines on common axes; an empty string without finite points."""
+def line_plot(series: Sequence[Series], x_label: str) -> Markup:
+    """An ``<svg>`` of several lines on common axes; empty without finite points."""
     kept = [Series(one.name, thinned(_finite(one.points)), one.kind) for one in series]
     points = [point for one in kept for point in one.points]
     if not points:
-        return ""
+        return Markup()
     x_low, x_high = _span([x for x, _ in points])
     y_low, y_high = _span([y for _, y in points])
 
@@ -38,23 +39,34 @@ def line_plot(series: Sequence[Series], x_label: str) -> str:
     def y_px(y: float) -> float:
         return HEIGHT_PX - BOTTOM_PX - (y - y_low) / (y_high - y_low) * (HEIGHT_PX - TOP_PX - BOTTOM_PX)
 
-    parts = [f'<svg viewBox="0 0 {WIDTH_PX} {HEIGHT_PX}" role="img" aria-label="{escape(series[0].name)}">']
+    parts = list[Markup]()
     for y in ticks(y_low, y_high):
         at = y_px(y)
-        parts.append(f'<line class="grid" x1="{LEFT_PX}" x2="{WIDTH_PX - RIGHT_PX}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        parts.append(f'<text x="{LEFT_PX - 6}" y="{at + 4:.1f}" text-anchor="end">{y:.4g}</text>')
-    x_text = f'y="{HEIGHT_PX - BOTTOM_PX + 18}" text-anchor="middle"'
-    parts += [f'<text x="{x_px(x):.1f}" {x_text}>{x:.6g}</text>' for x in ticks(x_low, x_high)]
-    parts.append(f'<text x="{WIDTH_PX / 2}" y="{HEIGHT_PX - 4}" text-anchor="middle">{escape(x_label)}</text>')
+        line = {"x1": LEFT_PX, "x2": WIDTH_PX - RIGHT_PX, "y1": f"{at:.1f}", "y2": f"{at:.1f}"}
+        parts.append(_element("line", {"class": "grid", **line}))
+        parts.append(_element("text", {"x": LEFT_PX - 6, "y": f"{at + 4:.1f}", "text-anchor": "end"}, [f"{y:.4g}"]))
+    below = {"y": HEIGHT_PX - BOTTOM_PX + 18, "text-anchor": "middle"}
+    parts += [_element("text", {"x": f"{x_px(x):.1f}", **below}, [f"{x:.6g}"]) for x in ticks(x_low, x_high)]
+    lowest = {"x": WIDTH_PX / 2, "y": HEIGHT_PX - 4, "text-anchor": "middle"}
+    parts.append(_element("text", lowest, [x_label]))
     for one in kept:
         if one.kind == "dots" or len(one.points) == 1:
-            parts += [
-                f'<circle class="{one.kind}" cx="{x_px(x):.1f}" cy="{y_px(y):.1f}" r="3"/>' for x, y in one.points
-            ]
+            places = [{"cx": f"{x_px(x):.1f}", "cy": f"{y_px(y):.1f}"} for x, y in one.points]
+            parts += [_element("circle", {"class": one.kind, **place, "r": 3}) for place in places]
         if len(one.points) > 1:
             path = " ".join(f"{x_px(x):.1f},{y_px(y):.1f}" for x, y in one.points)
-            parts.append(f'<polyline class="{one.kind}" points="{path}"/>')
-    return "".join([*parts, "</svg>"])
+            parts.append(_element("polyline", {"class": one.kind, "points": path}))
+    box = {"viewBox": f"0 0 {WIDTH_PX} {HEIGHT_PX}", "role": "img", "aria-label": series[0].name}
+    return _element("svg", box, parts)
+
+
+def _element(name: str, attributes: Mapping[str, object], content: Iterable[str] = ()) -> Markup:
+    """The only place that writes markup: ``Markup.format`` and ``Markup.join`` escape all but other elements."""
+    written = Markup().join(Markup(' {}="{}"').format(key, value) for key, value in attributes.items())
+    inside = Markup().join(content)
+    if not inside:
+        return Markup("<{}{}/>").format(name, written)
+    return Markup("<{0}{1}>{2}</{0}>").format(name, written, inside)
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:

@@ -86,7 +86,9 @@ def _times(situation: Situation) -> str:
 def described(rows: Sequence[Mapping[str, Any]]) -> str:
     """What a trial of attention found, as text."""
     texts = [
-        f"{row['way']} {row['seconds'] * 1e3:.3g} ms" if row["problem"] is None else f"{row['way']}: {row['problem']}"
+        f"{row['way']} {row['seconds'] * 1e3:.3g} ms"
+        if row.get("problem") is None
+        else f"{row['way']}: {row['problem']}"
         for row in rows
     ]
     return "; ".join(texts)

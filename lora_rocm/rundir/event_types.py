@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from lora_rocm.foundation.terminal_text import legible
 
 MAX_WHOLE, MAX_NUMBER = 2**63, 1e100  # their products and sums stay finite
+MAX_TIME_S = 32503680000  # the year 3000: Windows knows no later local time
 
 
 def _text(value: object) -> str:
@@ -57,6 +58,7 @@ def _problem(value: dict[str, str]) -> dict[str, str]:
 
 Whole = Annotated[int, Field(gt=-MAX_WHOLE, lt=MAX_WHOLE)]
 Number = Annotated[float, Field(gt=-MAX_NUMBER, lt=MAX_NUMBER)]
+Time = Annotated[float, Field(ge=0, lt=MAX_TIME_S)]
 NumberOrNull = Annotated[Number | None, BeforeValidator(_finite)]
 Text = Annotated[str, PlainValidator(_text)]
 Written = Annotated[str, PlainValidator(_written)]
@@ -76,7 +78,7 @@ class Event(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, defer_build=True)
 
     type: ClassVar[str]
-    time: Number = 0.0
+    time: Time = 0.0
     session: Whole = 0
 
     @classmethod

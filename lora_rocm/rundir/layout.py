@@ -6,7 +6,6 @@ file has one writer.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import re
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from lora_rocm.errors import ResumeError, storage_error
 from lora_rocm.foundation.files import is_folder, open_in_place, refuse_link, remove, write_atomic
+from lora_rocm.rundir.remains import OF_PEFT, TEMPORARY, discard, discard_abandoned, is_abandoned
 
 CHECKPOINT_NAME = re.compile(r"step-(\d{8})$")
 LORA_NAME = re.compile(r"lora-step(\d{8})\.safetensors")
@@ -52,10 +52,9 @@ OF_CHECKPOINTS = re.compile(r"step-\d{8}|lora-step\d{8}\.safetensors")
 OF_SAMPLES = re.compile(r"before-after\.png")
 OF_PREVIEWS = re.compile(r"\d+\.(png|txt)|requests\.json")
 OF_ASKED = re.compile(r"seed\d+(-\d+)?\.png")
-OF_PEFT = re.compile(r"adapter_model\.safetensors|adapter_config\.json")
 OF_EMBEDDINGS = re.compile(r"[^/\\:]+\.safetensors")
-TEMPORARY = re.compile(r"\.(?P<name>.+?)\.\d+(\.[0-9a-f]{8})?\.tmp")
-"""Temporary names of files (``foundation.files.write_atomic``) and of checkpoint folders (``train.checkpoint``)."""
+ON_REQUEST = ("merged", "gguf")
+"""Formats that only ``lora-rocm export`` writes, which may run beside a worker."""
 BEGUN = re.compile(
     rf"{IN_PLACE}|recipe\.asked\.yaml|environment\.json|recipe\.rank\d+\.yaml|\.recipe\..+\.tmp|\.environment\..+\.tmp|\.probe\.tmp"
 )
@@ -336,15 +335,23 @@ class RunDir:
         Each removes only its own, and only while it holds its lock, because the other may be writing right now. Other
         ranks may be writing their recipes, and remove them themselves (``discard_unfinished_recipe``).
         """
+        on_request = [self.export_of(form).name for form in ON_REQUEST]
         for path, parents in self._unfinished():
-            if parents == of_parent:
-                _discard(path)
+            found = TEMPORARY.fullmatch(path.name)
+            is_written = found is not None and found["name"] in on_request and not is_abandoned(path.name)
+            if parents == of_parent and not is_written:
+                discard(path)
+
+    def discard_unfinished_exports(self) -> None:
+        """Remove what killed exports left, which no worker of a finished run would find."""
+        for form in ON_REQUEST:
+            discard_abandoned(self.export_of(form))
 
     def discard_unfinished_recipe(self, rank: int) -> None:
         """Remove the temporary recipe files of this rank, left when it was killed."""
         for path in self.path.glob(f".{self.recipe_of(rank).name}.*.tmp"):
             if TEMPORARY.fullmatch(path.name):
-                _discard(path)
+                discard(path)
 
     def _unfinished(self) -> Iterator[tuple[Path, bool]]:
         """(path, whether it is the parent's) of each temporary file of a killed writer.
@@ -380,8 +387,3 @@ class RunDir:
 def _is_ours(name: str) -> bool:
     """Whether the name is one of a run, or one that an operating system puts into any folder."""
     return bool(OF_RUN.fullmatch(name)) or name.lower() in OF_SYSTEM
-
-
-def _discard(path: Path) -> None:
-    with contextlib.suppress(OSError):  # harmless; the next start tries again
-        remove(path)

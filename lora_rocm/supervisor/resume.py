@@ -23,6 +23,7 @@ from lora_rocm.recipe.load import LoadedRecipe, dump_recipe, load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.layout import CHECKPOINT_NAME, RunDir
 from lora_rocm.rundir.results import MAX_RESULT_BYTES
+from lora_rocm.supervisor.run_recipe import recipe_of_run
 
 LATEST = "latest"
 MAX_RUNS = 1000
@@ -138,6 +139,7 @@ def settle(chosen: Chosen, loaded: LoadedRecipe, accept_changes: bool) -> bool:
             fix="Go on with it by --resume latest, or give another --run-dir.",
         )
     run_dir.discard_unfinished(of_parent=True)
+    run_dir.discard_unfinished_exports()
     withdraw(run_dir)
     started = run_dir.result.exists() or bool(run_dir.list_checkpoints())
     if started and run_dir.recipe.exists():  # before the first checkpoint a change can spoil nothing
@@ -285,4 +287,4 @@ def open_recipe(path: Path, registry: Registry) -> tuple[RunDir, Recipe]:
             where=str(run_dir.recipe),
             fix="Copy the recipe that it was made with to this place.",
         )
-    return run_dir, load_recipe(run_dir.recipe, registry=registry).recipe
+    return run_dir, recipe_of_run(run_dir.recipe, registry)

@@ -145,12 +145,13 @@ def _in_force_before(run: RunDir, keys: Mapping[Kind, Mapping[str, Any]]) -> boo
 
 
 def _difference(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    earlier = {part: values if isinstance(values := then.get(part), dict) else {} for part in now}
     changed = [
-        f"{name}: {then.get(part, {}).get(name)} then, {values.get(name)} now"
+        f"{name}: {earlier[part].get(name)} then, {values.get(name)} now"
         for part, values in now.items()
         if isinstance(values, dict)
-        for name in sorted({*values, *then.get(part, {})})
-        if then.get(part, {}).get(name) != values.get(name)
+        for name in sorted({*values, *earlier[part]})
+        if earlier[part].get(name) != values.get(name)
     ]
     return "; ".join(changed[:3])
 

@@ -23,9 +23,9 @@ from lora_rocm.device.precision import compute_dtype
 from lora_rocm.errors import UserError
 from lora_rocm.families.base import Answering, Sampling, family_for
 from lora_rocm.families.registry import PRODUCT, Registry
-from lora_rocm.recipe.load import load_recipe
 from lora_rocm.rundir.event_types import AnsweredEvent, Emit, NoticeEvent, ReadyEvent, WrittenEvent
 from lora_rocm.rundir.events import emit as to_output
+from lora_rocm.supervisor.run_recipe import SPARE_CACHE, recipe_of_run
 from lora_rocm.train.standalone import Job, open_transfer, send_model, start_device
 
 BASE, ADAPTER = "base", "adapter"
@@ -127,7 +127,7 @@ def chat(
         LoraRocmError: the model or the adapter cannot be loaded.
     """
     requests = requests or InputRequests()
-    recipe = load_recipe(Path(job["recipe"]), registry=registry).recipe
+    recipe = recipe_of_run(Path(job["recipe"]), registry, Path(job[SPARE_CACHE]))
     family = family_for(recipe)
     if not isinstance(family, Answering):
         what, fix = f"{recipe.spec.title} cannot be talked to.", "Use lora-rocm sample."

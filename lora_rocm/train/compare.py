@@ -30,12 +30,12 @@ from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.loader.batch import Batch
 from lora_rocm.loader.batches import BatchPlan, Facts, Prepared, loader, open_workers, prepare
 from lora_rocm.recipe.adapter_sections import NewToken
-from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.event_types import ComparedEvent
 from lora_rocm.rundir.events import emit
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.run_context import RunContext
+from lora_rocm.supervisor.run_recipe import SPARE_CACHE, recipe_of_run
 from lora_rocm.train.held_out import HeldOut, HeldOutLoss
 from lora_rocm.train.preview import ENDINGS, content_of, requests_of
 from lora_rocm.train.standalone import Job, open_transfer, send_model, start_device
@@ -50,7 +50,7 @@ def compare(job: Job, registry: Registry = PRODUCT) -> None:
     ``job["prompts"]`` replaces the recipe's prompts if it is not empty. Images are written to ``job["output"]``.
     """
     # The recipe, the held-out samples and the prompts in the cache
-    recipe = load_recipe(RunDir(Path(job["source"])).recipe, registry=registry).recipe
+    recipe = recipe_of_run(RunDir(Path(job["source"])).recipe, registry, Path(job[SPARE_CACHE]))
     if job["prompts"]:
         recipe = recipe.model_copy(update={"sample": recipe.sample.only(job["prompts"])})
     device, settings = start_device(recipe)

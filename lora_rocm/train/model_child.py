@@ -30,13 +30,13 @@ from lora_rocm.families.spec import FamilySpec
 from lora_rocm.foundation.files import followed, write_atomic
 from lora_rocm.model_files.peft_folder import peft_folders
 from lora_rocm.recipe.kinds import recipe_from
-from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import TEXT_KEY, TOKENS_KEY, Recipe
 from lora_rocm.rundir.event_types import DrawnEvent, ErrorEvent, ExportEvent, NoticeEvent
 from lora_rocm.rundir.events import emit
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.results import updates_of
 from lora_rocm.rundir.whole_files import newest_lora, require_whole_named
+from lora_rocm.supervisor.run_recipe import SPARE_CACHE, recipe_of_run
 from lora_rocm.train.chat import chat
 from lora_rocm.train.checkpoint import Checkpoint, latest_valid, read_checkpoint
 from lora_rocm.train.compare import compare
@@ -117,7 +117,7 @@ def export_run(job: Job, registry: Registry = PRODUCT) -> None:
     """
     run_dir = RunDir(Path(job["source"]))
     # The recipe and the checkpoint
-    recipe = load_recipe(run_dir.recipe, registry=registry).recipe
+    recipe = recipe_of_run(run_dir.recipe, registry, Path(job[SPARE_CACHE]))
     if job["dtype"]:
         recipe = recipe.model_copy(update={"output": recipe.output.model_copy(update={"dtype": job["dtype"]})})
     checkpoint = _checkpoint_of(run_dir, job["updates"])
@@ -267,7 +267,7 @@ def recipe_for(job: Job, lora: Path, registry: Registry) -> Recipe:
         )
     if found is None:
         return _recipe_of_base(job, lora, registry)
-    recipe = load_recipe(found, registry=registry).recipe
+    recipe = recipe_of_run(found, registry, Path(job[SPARE_CACHE]))
     if job["family"] not in (None, recipe.spec.name):
         raise AdapterError(
             "family-of-run",

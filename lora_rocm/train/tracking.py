@@ -22,7 +22,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from lora_rocm.errors import MachineError
 from lora_rocm.families.registry import PRODUCT, Registry
-from lora_rocm.recipe.load import load_recipe
+from lora_rocm.recipe.load import load_recipe, settings_without_paths
 from lora_rocm.rundir.event_types import ErrorEvent
 from lora_rocm.rundir.events import EventReader, emit
 from lora_rocm.rundir.layout import RunDir
@@ -98,9 +98,13 @@ def numbers_of(event: Event) -> Mapping[str, float]:
 
 
 def _settings(run_dir: RunDir, registry: Registry) -> dict[str, bool | int | float | str]:
-    """The recipe as "section.key" -> value; values that are no number and no text as text."""
-    sections = load_recipe(run_dir.recipe, registry=registry).recipe.model_dump(mode="json", exclude_none=True)
+    """The recipe as "section.key" -> value; values that are no number and no text as text.
+
+    A tracker may be a service in the network, so paths of this machine are left out.
+    """
+    sections = settings_without_paths(load_recipe(run_dir.recipe, registry=registry).recipe)
     pairs = [(f"{name}.{key}", value) for name, section in sections.items() for key, value in section.items()]
+    pairs = [(key, value) for key, value in pairs if value is not None]
     return {key: value if isinstance(value, bool | int | float | str) else str(value) for key, value in pairs}
 
 

@@ -14,6 +14,7 @@ from PIL import Image
 from lora_rocm.commands import sample_export
 from lora_rocm.errors import AdapterError, MachineError, UserError
 from lora_rocm.rundir.layout import RunDir
+from lora_rocm.supervisor.run_recipe import SPARE_CACHE
 from tests.command_line import command_line
 from tests.supervisor.fake_run import heard, write_whole_run
 
@@ -32,7 +33,9 @@ def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]
 
     def run_tool(module: str, arguments: Sequence[str], env: dict[str, str], on_event: Any) -> int:
         assert module == "lora_rocm.train.model_child" and env["PYTHONUTF8"] == "1"
-        found.append({"tool": arguments[0], **json.loads(Path(arguments[1]).read_bytes())})
+        job = json.loads(Path(arguments[1]).read_bytes())
+        assert Path(job.pop(SPARE_CACHE)).parent == Path(arguments[1]).parent
+        found.append({"tool": arguments[0], **job})
         for event in EVENTS:
             on_event(heard(event))
         return 0

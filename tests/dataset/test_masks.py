@@ -62,6 +62,40 @@ def test_masks_in_linked_folders_are_found_and_circles_end(images: Path, make: S
     assert "Images with a mask: 1 of 3" in notices(found) and "2 images have none" in notices(found)
 
 
+@pytest.mark.parametrize("key", ["mask_path", "control_path"])
+def test_links_out_of_the_folder_are_named_and_followed_only_where_images_are(
+    key: str, images: Path, make: SimpleNamespace, tmp_path: Path
+) -> None:
+    """As among the images. A link to a folder that the images do not have may lead to any number of other files."""
+    folder, elsewhere = tmp_path / "masks", tmp_path / "elsewhere"
+    for name in ("b", "own/d"):
+        mask(folder / f"{name}.png")
+    mask(elsewhere / "private.png")
+    mask(elsewhere / "sub" / "c.png")
+    mask(elsewhere / "sub" / "deep" / "zz.png")
+    try:
+        (folder / "a.png").symlink_to(elsewhere / "private.png")
+        (folder / "inside.png").symlink_to(folder / "b.png")
+        (folder / "sub").symlink_to(elsewhere / "sub", target_is_directory=True)
+        (folder / "all").symlink_to(elsewhere, target_is_directory=True)
+    except OSError:
+        pytest.skip("no links may be made here")
+    said = notices(scan(make.data(path=str(images), **{key: str(folder)})))
+    noun, real = "mask" if key == "mask_path" else "control image", elsewhere.resolve()
+    named = f"a.png -> {real / 'private.png'}, sub/c.png -> {real / 'sub' / 'c.png'}"
+    assert f"2 {noun}s are reached through links that lead out of the folder: {named}." in said
+    assert f"no folder at the same place: all -> {real}, sub/deep -> {real / 'sub' / 'deep'}." in said
+    assert f"2 {noun}s have no image of the same name: d.png, inside.png." in said
+    assert "private.png" not in said.replace(named, "") and "zz.png" not in said
+
+
+def test_without_links_none_are_named(images: Path, make: SimpleNamespace, tmp_path: Path) -> None:
+    mask(tmp_path / "masks" / "a.png")
+    mask(tmp_path / "masks" / "other" / "z.png")
+    said = notices(scanned(make, images, tmp_path / "masks"))
+    assert "through links" not in said and "not searched" not in said
+
+
 def test_two_masks_of_one_image_are_reported(images: Path, make: SimpleNamespace, tmp_path: Path) -> None:
     first = mask(tmp_path / "masks" / "a.bmp")
     mask(tmp_path / "masks" / "a.png", value=9)

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_rocm.doctor import report_file
-from lora_rocm.doctor.redact import Private, private_of, texts_in
 from lora_rocm.doctor.report_file import without_private
 from lora_rocm.errors import StorageError
+from lora_rocm.foundation.redact import Private, private_of, texts_in
 from lora_rocm.hardware.facts import HostFacts, Library, Unread, facts_from_json
 from lora_rocm.hardware.selftest_result import Result, Verdict
 from lora_rocm.rules.mitigation_records import Kept, Workload

@@ -169,3 +169,49 @@ def test_memory_holds_one_weight_at_a_time(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(room, "read_tensors", counted)
     merged(adapted, tmp_path / "out")
     assert 0 < most <= 2
+
+
+@pytest.mark.parametrize("name", ["LICENSE", "vocab.txt", "config.json", "tokenizer.json", "of a folder"])
+def test_a_link_that_leads_out_of_the_base_is_not_copied(name: str, tmp_path: Path) -> None:
+    base, private = write_tiny_llm(tmp_path / "base"), tmp_path / "private"
+    adapted = Adapted(recipe_of(base))
+    try:
+        if name == "of a folder":
+            (tmp_path / "elsewhere").mkdir()
+            (tmp_path / "elsewhere" / "LICENSE").write_bytes(b"secret")
+            (base / "LICENSE").symlink_to(tmp_path / "elsewhere" / ".." / "elsewhere" / "LICENSE")
+        else:
+            private.write_bytes((base / name).read_bytes() if (base / name).exists() else b"secret")
+            (base / name).unlink(missing_ok=True)
+            (base / name).symlink_to(private)
+    except OSError:
+        pytest.skip("no links may be made here")
+    with pytest.raises(AdapterError) as caught:
+        merged(adapted, tmp_path / "out")
+    assert caught.value.code == "export-link" and str(base) in caught.value.where
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["inside the folder", "cache of the hub", "linked folder"])
+def test_links_inside_a_base_are_followed(kind: str, tmp_path: Path) -> None:
+    base = write_tiny_llm(tmp_path / "base")
+    (base / "LICENSE").write_bytes(b"free")
+    try:
+        if kind == "inside the folder":
+            (base / "LICENSE").rename(base / "COPYING")
+            (base / "LICENSE").symlink_to("COPYING")
+        elif kind == "linked folder":
+            (tmp_path / "link").symlink_to(base, target_is_directory=True)
+            base = tmp_path / "link"
+        else:
+            snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "0f", tmp_path / "models--a--b" / "blobs"
+            snapshot.mkdir(parents=True)
+            blobs.mkdir()
+            for number, path in enumerate(sorted(base.iterdir())):
+                path.rename(blobs / f"{number:064}")
+                (snapshot / path.name).symlink_to(Path("..", "..", "blobs", f"{number:064}"))
+            base = snapshot
+    except OSError:
+        pytest.skip("no links may be made here")
+    merged(Adapted(recipe_of(base)), tmp_path / "out")
+    assert (tmp_path / "out" / "LICENSE").read_bytes() == b"free" and not (tmp_path / "out" / "LICENSE").is_symlink()

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from lora_rocm.base_models import loading
 from lora_rocm.base_models.loading import WeightsVersion
 from lora_rocm.cache_files import hash_memory
-from lora_rocm.cache_files.hash_memory import HashMemory
+from lora_rocm.cache_files.hash_memory import WEIGHTS_MEMORY, HashMemory
 from lora_rocm.errors import StorageError
 from lora_rocm.families.sdxl.family import Sdxl
 from lora_rocm.model_files.header import read_header
@@ -81,7 +81,7 @@ def test_an_encoder_is_read_once_until_its_file_changes(folder: Path, monkeypatc
     lambda memory: memory.write_bytes(memory.read_bytes()[:-7]),
 ])  # fmt: skip
 def test_a_damaged_memory_costs_a_read_and_no_more(folder: Path, damage: Callable[[Path], Any]) -> None:
-    first, memory = fingerprints(folder), folder.parent / "cache" / loading.WEIGHTS_MEMORY
+    first, memory = fingerprints(folder), folder.parent / "cache" / WEIGHTS_MEMORY
     damage(memory)
     assert fingerprints(folder) == first == fingerprints(folder)
 
@@ -98,7 +98,7 @@ def test_two_writers_of_the_memory(folder: Path, monkeypatch: pytest.MonkeyPatch
 
 def lying_memory(folder: Path, name: str) -> str:
     """Another digest is remembered for the files of a component as they are now: as if their times had not changed."""
-    memory = HashMemory(folder.parent / "cache", loading.WEIGHTS_MEMORY)
+    memory = HashMemory(folder.parent / "cache", WEIGHTS_MEMORY)
     header = read_header(next((folder / name).glob("*.safetensors")))
     memory.remember(WeightsVersion("", (header.version,)), "0" * 64)
     return "0" * 64

@@ -1,34 +1,85 @@
-"""HTML building blocks."""
+"""Blocks of pages, and their rendering."""
 
+from __future__ import annotations
+
+from html.parser import HTMLParser
 from pathlib import Path
 
 from PIL import Image
 
-from lora_rocm.report.html import header, image_table, image_tag, page, paragraph, preformatted, section, table
+from lora_rocm.report.html import (
+    MAX_ROWS,
+    Block,
+    Heading,
+    Paragraph,
+    Picture,
+    PictureTable,
+    Preformatted,
+    Table,
+    Unread,
+    page,
+    picture,
+    plot,
+    preview,
+    section,
+    table,
+)
+from lora_rocm.report.svg_plot import Series
+
+EVIL = "</title></style></pre>\"'> onload='x()' <script>alert(1)</script><img src=x onerror=y()>{{ 7*7 }}{% raw %}&amp;"
 
 
-def test_everything_is_escaped() -> None:
-    evil = "<script>&\"'"
-    parts = [header(evil), paragraph(evil), preformatted(evil), section(evil, "x"), table([evil], [[evil]])]
-    parts += [image_table([evil], [(evil, ["ok"])]), page(evil, [])]
-    assert all("<script>" not in part for part in parts)
+class Structure(HTMLParser):
+    """The elements of a page with the names of their attributes, and its text."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, ...]] = []
+        self.text = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, *(name for name, _ in attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def drawn(word: str) -> Structure:
+    """A page with every kind of block, and one word in each of their texts."""
+    curve = plot([Series(word, [(0, 1.0), (1, 2.0)], word), Series(word, [(0, 1.0)], "dots")], word)
+    cells = (Preformatted(word), Picture("png", "", word), Unread())
+    blocks: list[Block | None] = [Paragraph(word, "bad"), Heading(word), Preformatted(word), curve]
+    blocks += [table([word], [[word]]), PictureTable([word], [(word, cells)])]
+    return Structure(page(word, word, [Paragraph(word)], [section(word, *blocks), section(word), None]))
+
+
+def test_no_text_becomes_markup() -> None:
+    hostile, harmless = drawn(EVIL), drawn("word")
+    assert hostile.elements == harmless.elements and hostile.text == harmless.text.replace("word", EVIL)
+    assert {"table", "svg", "img", "pre", "h3"} <= {element[0] for element in hostile.elements}
+
+
+def test_a_long_table_is_cut_short() -> None:
+    html = page("t", "h", [], [section("s", Table([], [[number] for number in range(MAX_ROWS + 3)]))])
+    assert html.count("<tr>") == MAX_ROWS and "... and 3 more" in html
 
 
 def test_empty_parts_vanish() -> None:
-    assert section("title") == "" and section("title", "", "") == "" and table(["a"], []) == ""
+    assert section("title") is None and section("title", None) is None and table(["a"], []) is None
+    assert plot([Series("a", [(0, float("nan"))])], "step") is None
 
 
 def test_images_are_reduced_and_embedded(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     noise = Image.effect_noise((1200, 600), 90)
     noise.save(path)
-    large = image_tag(path, 'label "x"')
-    assert large.startswith('<img src="data:image/jpeg;base64,') and "&quot;x&quot;" in large
-    assert len(large) < 400_000
-    assert image_tag(path, "small", 128).startswith('<img src="data:image/png;base64,')
+    large, small = picture(path, "x"), picture(path, "small", 128)
+    assert isinstance(large, Picture) and large.format == "jpeg" and len(large.data) < 400_000
+    assert isinstance(small, Picture) and small.format == "png"
 
 
 def test_an_image_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"no image")
-    for name in ("a.png", "missing.png"):
-        assert "<img" not in image_tag(tmp_path / name, "x")
+    for name in ("a.png", "missing.png", "missing.txt"):
+        assert preview(tmp_path / name, 64) == Unread()

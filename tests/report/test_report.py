@@ -158,6 +158,30 @@ def test_without_any_one_part(run_dir: RunDir, missing: str) -> None:
     checked(write_report(run_dir))
 
 
+@pytest.mark.parametrize("home", ["/home/alice", "C:\\Users\\alice", "own"])
+def test_a_report_has_no_home_folder(
+    run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str
+) -> None:
+    if home == "own":
+        home = str(tmp_path / "homes" / "alice")
+        monkeypatch.setenv("HOME" if os.name != "nt" else "USERPROFILE", home)
+    write_whole_run(run_dir)
+    place = "\\".join((home, "pictures")) if home.startswith("C:") else f"{home}/pictures"
+    recipe = run_dir.recipe.read_text(encoding="utf-8")
+    run_dir.recipe.write_text(recipe + f"# {place}\n", encoding="utf-8")
+    variables = {"MIOPEN_USER_DB_PATH": place, "LD_LIBRARY_PATH": f"/opt/rocm/lib:{place}:/data/alice/lib"}
+    rows = [{"variable": name, "value": value, "why": place} for name, value in variables.items()]
+    write_json(run_dir.environment, {"variables": rows, "machine": {"variables": variables, "app_dir": place}})
+    writer = EventWriter(run_dir.events())
+    where = [{"where": place, "what": place, "fix": place}]
+    writer.write(event("data", **data_fields(set_aside=where, notices=[f"In {place} is nothing."])))
+    writer.write(event("error", code="c", what=f"No {place}.", where=place, fix=place, exit_code=3))
+    writer.close()
+    html, _ = checked(write_report(run_dir))
+    assert "alice" not in html and html.count("&lt;home&gt;") > 8 and "MIOPEN_USER_DB_PATH" in html
+    assert "/opt/rocm/lib" in html and "a zibu" in html
+
+
 def test_damaged_parts(run_dir: RunDir) -> None:
     write_whole_run(run_dir)
     for path in (run_dir.recipe, run_dir.environment, run_dir.result, run_dir.samples_at(20) / "01.png"):

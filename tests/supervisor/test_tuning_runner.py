@@ -234,6 +234,44 @@ def test_a_damaged_record_is_refused(start: Start) -> None:
         start()
 
 
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        ("products", "chosen", "Ä"),
+        ("products", "chosen", "a\0b"),
+        ("products", "chosen", 1),
+        ("attention", "chosen", "ümlaut"),
+        ("attention", "chosen", "../../x"),
+        ("attention", "chosen", ["sdpa"]),
+        ("attention", "kind", "other"),
+        ("attention", "rows", [{"way": "math", "seconds": "long", "problem": None}]),
+        ("attention", "rows", [{"way": "math"}]),
+        ("attention", "rows", [3]),
+        ("attention", "key", 1),
+    ],
+)
+def test_an_edited_record_is_damaged(start: Start, kind: str, field: str, value: object) -> None:
+    tuned_products(start)
+    start()
+    start.checkpoint()
+    record = json.loads(start.run.tuned.read_text(encoding="utf-8"))
+    record[kind][field] = value
+    start.run.tuned.write_text(json.dumps(record), encoding="utf-8")
+    with pytest.raises(ResumeError, match="damaged"):
+        start()
+    assert setting(start(accept_changes=True)) == "sdpa-flash"
+
+
+def test_a_record_of_another_key_is_refused_whatever_it_holds(start: Start) -> None:
+    start()
+    start.checkpoint()
+    record = json.loads(start.run.tuned.read_text(encoding="utf-8"))
+    record["attention"]["key"] = {"stack": "x", "versions": ["y"], "shapes": None}
+    start.run.tuned.write_text(json.dumps(record), encoding="utf-8")
+    with pytest.raises(ResumeError, match="measured on another GPU"):
+        start()
+
+
 def test_a_record_that_is_gone_is_refused_where_the_last_start_used_it(start: Start) -> None:
     made = start()
     start.checkpoint()

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from lora_rocm.errors import AdapterError
 from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.rundir.layout import RunDir
+from lora_rocm.supervisor.run_recipe import SPARE_CACHE
 from lora_rocm.train import conversions, model_child
 from lora_rocm.train.checkpoint import save_checkpoint
 from lora_rocm.train.loop import Position
@@ -41,7 +42,7 @@ class Run:
 
     def export(self, form: str, **options: Any) -> None:
         job = {"source": str(self.dir.path), "format": form, "output": None, "dtype": None, "updates": None}
-        model_child.export_run({**job, "converter": "", **options})
+        model_child.export_run({**job, "converter": "", SPARE_CACHE: str(self.dir.path.with_name("spare")), **options})
 
 
 def test_a_merged_model_is_exported_from_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

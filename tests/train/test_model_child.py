@@ -13,6 +13,7 @@ from lora_rocm.foundation.files import write_json
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.rundir.layout import RunDir
+from lora_rocm.supervisor.run_recipe import SPARE_CACHE
 from lora_rocm.train import model_child
 from lora_rocm.train.checkpoint import save_checkpoint
 from lora_rocm.train.loop import Position
@@ -34,7 +35,7 @@ def recipe(family: str, **model: str) -> Any:
 
 def job(**options: Any) -> dict[str, Any]:
     none = dict.fromkeys(("base", "config", "family", "width", "height", "sampler"))
-    return {**none, "control_image": "", "mask": "", "negative_prompt": "", **options}
+    return {**none, "control_image": "", "mask": "", "negative_prompt": "", SPARE_CACHE: "spare", **options}
 
 
 def test_sizes_are_as_asked_or_as_in_training() -> None:
@@ -136,6 +137,7 @@ def test_an_earlier_step_is_not_exported_among_the_results(tmp_path: Path, monke
     run_dir.recipe.write_text(dump_recipe(recipe(TOYS.names[0])), encoding="utf-8")
     save_checkpoint(run_dir, Position(updates=3), {"adapter": {}}, {"metadata": {}})
     asked = {"source": str(run_dir.path), "format": "kohya", "output": None, "dtype": None, "updates": None}
+    asked[SPARE_CACHE] = str(tmp_path / "spare")
     with pytest.raises(Loads):
         export_run(asked, TOYS)
     for ended, output, error in ((3, None, Loads), (4, None, UserError), (4, str(tmp_path / "x.safetensors"), Loads)):

@@ -74,6 +74,24 @@ def test_it_gets_the_recipe_and_the_numbers(run_dir: RunDir) -> None:
     assert held_out == (1, {"validation/loss": 0.25})
 
 
+def test_it_gets_no_path_of_this_machine(run_dir: RunDir, tmp_path: Path) -> None:
+    """Wherever the recipe has one; a base of the hub, a built-in one and a prompt are no paths of this machine."""
+    place, vae = tmp_path / "alice", tmp_path / "alice" / "vae.safetensors"
+    place.mkdir()
+    vae.write_bytes(b"")
+    sources = f"sources: [{{path: {place}, mask_path: {place}}}, {{dataset: {place}}}, {{dataset: someone/pictures}}]"
+    run_dir.recipe.write_text(
+        f"model: {{name_or_path: someone/base, vae: {vae}}}\ndata: {{{sources}}}\nlora: {{init_from: {vae}}}\n"
+        f"train: {{max_train_steps: 1}}\ncache: {{dir: {place}}}\noutput: {{dir: {place}}}\n"
+        "sample: {prompts: [a cat, /imagine a dog]}\n",
+        encoding="utf-8",
+    )
+    tracking.track(run_dir, "fake", "dogs", 0, lambda: True)
+    settings = Fake.said[1]
+    assert "alice" not in str(settings) and "someone/pictures" in settings["data.sources"]
+    assert settings["model.name_or_path"] == "someone/base" and "/imagine a dog" in settings["sample.prompts"]
+
+
 def test_a_resumed_run_sends_only_what_is_new(run_dir: RunDir) -> None:
     tracking.track(run_dir, "fake", "dogs", run_dir.events().stat().st_size, lambda: True)
     assert Fake.said[2:] == ["finished"]

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from lora_rocm.base_models import hub
-from lora_rocm.base_models.loading import BUILTIN_PREFIX, WEIGHTS_MEMORY, Source, builtin_folder
+from lora_rocm.base_models.loading import BUILTIN_PREFIX, Source, builtin_folder
 from lora_rocm.base_models.random_weights import PREFIX, RandomSource
 from lora_rocm.base_models.run_folder import refuse_run
-from lora_rocm.cache_files.hash_memory import HashMemory
+from lora_rocm.cache_files.hash_memory import WEIGHTS_MEMORY, HashMemory
 from lora_rocm.dataset.caption_length import TokenLimit
 from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, Pad, TensorSpec
 from lora_rocm.dataset.records import Pair, UnusableText, read

@@ -39,6 +39,8 @@ OTHER_PATHS = (
     r"[^\s/:;,\"'<>|()]+/[^\s:;,\"'<>|()]+"
 )
 """In sentences: paths outside the system's own folders, such as those of recipes and images."""
+PATH_LISTS = ("path", "hip_path", "app_dir", "variables")
+"""Names of facts whose values may be lists of paths."""
 SHARED_FOLDERS = {"public", "default", "all users", "shared", "linuxbrew"}
 COMMON_NAMES = set(
     "root user admin administrator system default home localhost desktop laptop test dev build runner docker wsl "
@@ -79,17 +81,21 @@ class Private:
 
     def text(self, text: str) -> str:
         """The text without private data."""
-        cleaned = _plain(text)
-        for home in sorted(self.homes, key=len, reverse=True):
-            cleaned = re.sub(_loose_path(home), HOME, cleaned, flags=re.IGNORECASE)
-        for pattern in USER_PATHS:
-            cleaned = re.sub(pattern, _to_home, cleaned, flags=re.IGNORECASE)
+        cleaned = self.without_homes(_plain(text))
         cleaned = re.sub(SHARE, lambda found: f"{found[1]}{HOST}\\", cleaned, flags=re.IGNORECASE)
         cleaned = re.sub(OTHER_PATHS, "<path>", cleaned, flags=re.IGNORECASE)
         for row in _patterns():
             cleaned = re.sub(row.find, row.put, cleaned, flags=re.IGNORECASE)
         cleaned = _without_names(cleaned, self.users, USER)
         return _without_names(cleaned, self.hosts, HOST)
+
+    def without_homes(self, text: str) -> str:
+        """The text with the home folders in it replaced; everything else stays."""
+        for home in sorted(self.homes, key=len, reverse=True):
+            text = re.sub(_loose_path(home), HOME, text, flags=re.IGNORECASE)
+        for pattern in USER_PATHS:
+            text = re.sub(pattern, _to_home, text, flags=re.IGNORECASE)
+        return text
 
     def path_list(self, text: str) -> str:
         """A value that may be a list of paths; paths outside the system's own folders are removed."""
@@ -109,9 +115,9 @@ class Private:
 
     def _value(self, value: Any, name: str) -> Any:
         if isinstance(value, str):
-            return self.path_list(value) if name in ("path", "hip_path", "app_dir", "variables") else self.text(value)
+            return self.path_list(value) if name in PATH_LISTS else self.text(value)
         if isinstance(value, Mapping):
-            return {key: self._value(item, name) for key, item in value.items()}
+            return {key: self._value(item, key if key in PATH_LISTS else name) for key, item in value.items()}
         if isinstance(value, tuple | list):
             return type(value)(self._value(item, name) for item in value)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):

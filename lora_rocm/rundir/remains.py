@@ -1,0 +1,55 @@
+"""What killed writers leave behind: temporary files and folders, recognised by their names."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from lora_rocm.foundation.files import is_folder, remove
+
+TEMPORARY = re.compile(r"\.(?P<name>.+?)\.(?P<pid>\d{1,9})(\.[0-9a-f]{8})?\.tmp")
+"""Temporary names of files and folders (``foundation.files``, ``export.gguf``, ``train.checkpoint``)."""
+OF_PEFT = re.compile(r"adapter_model\.safetensors|adapter_config\.json")
+
+
+def is_abandoned(name: str) -> bool:
+    """Whether a name is a temporary one of a process that has ended."""
+    found = TEMPORARY.fullmatch(name)
+    return found is not None and not psutil.pid_exists(int(found["pid"]))
+
+
+def discard_abandoned(target: Path) -> None:
+    """Remove what killed writers of a file or folder left beside it, and inside it if it is a PEFT folder.
+
+    A writer that still runs keeps its own. Nothing with another name is touched, and no link in the target is entered.
+    """
+    for path in _remains(target):
+        if is_abandoned(path.name):
+            discard(path)
+
+
+def discard(path: Path) -> None:
+    """Remove remains. If that fails nothing is lost: the next start tries again."""
+    with contextlib.suppress(OSError):
+        remove(path)
+
+
+def _remains(target: Path) -> Iterator[Path]:
+    yield from _temporary_in(target.parent, re.compile(re.escape(target.name)))
+    for folder in filter(is_folder, _inside(target) if is_folder(target) else ()):
+        yield from _temporary_in(folder, OF_PEFT)
+
+
+def _temporary_in(folder: Path, names: re.Pattern[str]) -> list[Path]:
+    matches = [(TEMPORARY.fullmatch(path.name), path) for path in _inside(folder)]
+    return [path for match, path in matches if match and names.fullmatch(match["name"])]
+
+
+def _inside(folder: Path) -> list[Path]:
+    with contextlib.suppress(OSError):  # it does not exist, or this user may not read it
+        return sorted(folder.iterdir())
+    return []

@@ -1,0 +1,39 @@
+"""The recipe of a run, for commands that do not train it.
+
+A run may come from somebody else, so where a command on it writes is never decided by its recipe.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lora_rocm.cache_files.maintenance import holds_cache
+from lora_rocm.families.registry import Registry
+from lora_rocm.recipe.load import load_recipe, with_default_outputs
+from lora_rocm.recipe.schema import Recipe
+
+SPARE_CACHE = "spare_cache"
+"""In the job of a heavy child: a folder of its parent, which removes it afterwards."""
+
+
+def recipe_of_run(file: Path, registry: Registry, spare_cache: Path | None = None) -> Recipe:
+    """Read ``recipe.yaml`` of a run.
+
+    The folders that it names for output are replaced by the defaults of the current folder.
+
+    Args:
+        file: the recipe.
+        registry: the model families.
+        spare_cache: the cache folder, unless the recipe's or the current folder's is a cache already. None: for a
+            process that opens no cache.
+
+    Raises:
+        RecipeError: the recipe is damaged.
+    """
+    asked = load_recipe(file, registry=registry).recipe
+    recipe = with_default_outputs(asked)
+    if spare_cache is None:
+        return recipe
+    existing = (Path(asked.cache.dir), Path(recipe.cache.dir))
+    folder = next(filter(holds_cache, existing), spare_cache)
+    return recipe.model_copy(update={"cache": recipe.cache.model_copy(update={"dir": str(folder)})})

@@ -1,0 +1,151 @@
+"""Pages are escaped by construction: markup is written by templates, and in Python only by the elements of plots."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.test_architecture import PACKAGE, ROOT, Module, package_modules
+
+TAG = re.compile(r"(?<!\?P)(?<!\?)<[/!]?([a-zA-Z][\w-]*|\{\w*\})(\s[^<>]*|\{[^<>]*\})?/?>|<[a-zA-Z][\w-]*\s+[\w-]+=")
+"""A tag, also with places for values in it. Not: named groups of regular expressions."""
+NO_MARKUP = {
+    "report.svg_plot": "the one function that writes elements, and escapes what is in them",
+    "foundation.redact": "words in place of private ones: <home>, <user>",
+    "cli": "<recipe>-<time>: the name that a run will have",
+    "commands.check": "<recipe>-<time>, likewise",
+    "base_models.tokenizers": "</w>: the end of a word in CLIP's vocabulary",
+    "recipe.adapter_sections": "<zibu>: an example of a new token",
+    "families.clip": "<zibu>, likewise",
+}
+"""Modules with texts that look like tags, and what these are."""
+RAW = re.compile(r"\|\s*safe\b|\bautoescape\b|\{%-?\s*raw\b|\bMarkup\b")
+NETWORK = re.compile(
+    r"<(script|link|iframe|object|embed|base|form)\b|"
+    r"\b(src|href)\s*=\s*\"(?!\{\{ it\.source \}\}\")|\bon\w+\s*=|url\(|@import"
+)
+
+
+def tag_faults(module: Module) -> Iterator[str]:
+    """Texts with tags in them."""
+    said = {id(node.value) for node in module.nodes if isinstance(node, ast.Expr)}
+    inside = {id(part) for node in module.nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in module.nodes:
+        if id(node) in said or id(node) in inside:
+            continue
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            text = node.value
+        elif isinstance(node, ast.JoinedStr):
+            text = "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
+        else:
+            continue
+        if TAG.search(text):
+            yield f"{module.name}:{node.lineno} writes markup: {text:.60}"
+
+
+def unescaped_faults(module: Module) -> Iterator[str]:
+    """What keeps a template from escaping a text: ``Markup``, an environment that does not escape."""
+    for node in module.nodes:
+        named = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+        called = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
+        if named == "Markup" and module.name not in (f"{PACKAGE}.report.svg_plot", f"{PACKAGE}.report.html"):
+            yield f"{module.name}:{node.lineno} takes a text for markup"
+        if called == "Markup" and module.name != f"{PACKAGE}.report.svg_plot":
+            yield f"{module.name}:{node.lineno} takes a text for markup"
+        if isinstance(node, ast.Attribute) and node.attr == "__html__":
+            yield f"{module.name}:{node.lineno} takes a text for markup"
+        if isinstance(node, ast.FunctionDef) and node.name == "__html__":
+            yield f"{module.name}:{node.lineno} takes a text for markup"
+        if called in ("Environment", "Template", "SandboxedEnvironment") and isinstance(node, ast.Call):
+            escapes = [word.value for word in node.keywords if word.arg == "autoescape"]
+            if [ast.unparse(value) for value in escapes] != ["True"] and "jinja" in module.source:
+                yield f"{module.name}:{node.lineno} makes templates that do not escape"
+
+
+def template_faults(text: str) -> list[str]:
+    """What a template may not have: unescaped texts, values outside of quotes in a tag, scripts, the network."""
+    found = [match.group() for match in (*RAW.finditer(text), *NETWORK.finditer(text))]
+    quoted = re.sub(r'="[^"]*"', "", re.sub(r"\{%.*?%\}|\{#.*?#\}", "", text, flags=re.DOTALL))
+    return found + [tag for tag in re.findall(r"<[a-zA-Z][^<>]*>", quoted) if "{{" in tag]
+
+
+def test_no_python_writes_markup() -> None:
+    tags = {module.name.removeprefix(f"{PACKAGE}."): [*tag_faults(module)] for module in package_modules()}
+    assert {name: faults for name, faults in tags.items() if faults and name not in NO_MARKUP} == {}
+    assert [name for name in NO_MARKUP if not tags[name]] == [], "there is nothing left to allow"
+    assert [fault for module in package_modules() for fault in unescaped_faults(module)] == []
+
+
+def test_templates_escape_each_text_and_need_no_network() -> None:
+    templates = sorted((ROOT / PACKAGE).rglob("*.j2"))
+    pages = [*templates, *(ROOT / PACKAGE).rglob("*.css")]
+    assert templates and {str(path): template_faults(path.read_text(encoding="utf-8")) for path in pages} == {
+        str(path): [] for path in pages
+    }
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "x = '<b>' + name + '</b>'",
+        "x = f'<h3>{title}</h3>'",
+        "x = f'<img src=\"{path}\">'",
+        "x = f'<p{attribute}>{text}'",
+        "x = '<{0}>{1}</{0}>'.format(a, b)",
+        "x = '<td class=' + kind",
+        "x = f'<{name}>'",
+        "x = '</pre>'",
+    ],
+)
+def test_markup_is_noticed(source: str) -> None:
+    assert list(tag_faults(Module(f"{PACKAGE}.commands.status", source)))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "x = '<|im_end|>'",
+        "x = re.compile(r'(?P<name>a)')",
+        "x = 'at most < 3'",
+        "x = f'{a} < {b}, {c} > {d}'",
+        "x = '<f'",
+        "'''Writes <b>.'''",
+    ],
+)
+def test_other_texts_are_no_markup(source: str) -> None:
+    assert not list(tag_faults(Module(f"{PACKAGE}.commands.status", source)))
+
+
+@pytest.mark.parametrize(
+    ("source", "is_fault"),
+    [
+        ("x = Markup(name)", True),
+        ("x = markupsafe.Markup(name)", True),
+        ("def __html__(self): return self.text", True),
+        ("import jinja2\nx = jinja2.Environment(loader=a)", True),
+        ("import jinja2\nx = jinja2.Environment(autoescape=wanted)", True),
+        ("import jinja2\nx = jinja2.Environment(autoescape=True)", False),
+        ("x = escape(name)", False),
+    ],
+)
+def test_a_text_that_is_taken_for_markup_is_noticed(source: str, is_fault: bool) -> None:
+    assert bool(list(unescaped_faults(Module(f"{PACKAGE}.report.report", source)))) is is_fault
+
+
+@pytest.mark.parametrize(
+    ("text", "is_fault"),
+    [
+        ("<p>{{ text | safe }}</p>", True),
+        ("{% autoescape false %}{{ text }}{% endautoescape %}", True),
+        ("<p class={{ tone }}>", True),
+        ('<p onclick="{{ x }}">', True),
+        ('<img src="{{ path }}">', True),
+        ("<script>a</script>", True),
+        ('<p class="{{ tone }}">{{ text }}</p>', False),
+    ],
+)
+def test_a_template_that_does_not_escape_is_noticed(text: str, is_fault: bool) -> None:
+    assert bool(template_faults(text)) is is_fault
