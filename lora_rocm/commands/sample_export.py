@@ -269,7 +269,7 @@ def _export(
         "converter": converter,
     }
     code = run_model_tool("export", job)
-    if output is None and form in results.FILES_OF:
+    if output is None and form in results.LORA_FORMS:
         results.record_export(run_dir, form)
     return code
 

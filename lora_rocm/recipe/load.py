@@ -20,6 +20,7 @@ from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from lora_rocm.errors import LoraRocmError, Problem, RecipeError
 from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.foundation.names import name_key, usable_stem
 from lora_rocm.foundation.units import count_text
 from lora_rocm.recipe.explain import boolean_problems, explain, shown
 from lora_rocm.recipe.family_rules import family_problems, without_unread
@@ -40,6 +41,7 @@ from lora_rocm.recipe.yaml_tree import (
     is_clean,
     parse_yaml,
 )
+from lora_rocm.rundir.layout import output_name_fault
 
 MAX_RECIPE_BYTES = 1 << 18  # parsing this much YAML takes a few seconds
 AnySection = TypeVar("AnySection", bound=BaseModel)
@@ -70,13 +72,14 @@ class LoadedRecipe:
     def require_files(self, begun: bool = False) -> None:
         """Check that the folders and files that the recipe names exist, and that those it will make can be made.
 
-        ``begun``: without the folders of images, which a run whose training is complete can do without, and without the
-        file of lora.init_from, whose effect is in the checkpoints.
+        ``begun``: without the folders of images, which a run whose training is complete can do without, without the
+        file of lora.init_from, whose effect is in the checkpoints, and without output.name, as such a run keeps the
+        names of its files.
 
         Raises:
             RecipeError: with one problem per path.
         """
-        problems = []
+        problems = [] if begun else self.name_problems()
         for key, value, rule in _paths(self.recipe):
             if rule.absolute == "always":
                 problems += self._cannot_be_made(key, value)
@@ -94,6 +97,16 @@ class LoadedRecipe:
                 problems.append(Problem(self.layers.where(key), what, TABLE_FIX if is_table else _path_fix(value)))
         if problems:
             raise RecipeError(problems)
+
+    def name_problems(self) -> list[Problem]:
+        """A problem if no file can have the name ``output.name`` on every system."""
+        name = name_key(self.recipe.output.name)
+        if not (fault := output_name_fault(name)):
+            return []
+        better = usable_stem(name)
+        better = f"lora-{better}" if output_name_fault(better) else better
+        fix = f"Take another, such as {better}. output.description takes any text."
+        return [Problem(self.layers.where(("output", "name")), f"{shown(name)} {fault}", fix)]
 
     def placed(self, error: LoraRocmError) -> Problem:
         """The problem of an error whose ``where`` begins with a key of the recipe, with the key's file and line."""
