@@ -170,7 +170,7 @@ def _usage(facts: Facts) -> str:
         exported = next((event for event in reversed(facts.all("export")) if event["path"] == lora.name), None)
         can_read, cannot_read = (exported.get("can_read", ()), exported["cannot_read"]) if exported else ((), ())
         hints = paragraph(
-            f"{lora.name} goes to models/loras (ComfyUI) or models/Lora (Forge, A1111); rename it as you like."
+            f"{lora.name} goes to models/loras (ComfyUI) or models/Lora (Forge, A1111)."
         )
         if about := readers_line(can_read, cannot_read):
             hints += paragraph(f"{about}.")
