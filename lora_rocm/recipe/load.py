@@ -394,7 +394,11 @@ def _read_layer(path: Path, problems: list[Problem]) -> tuple[dict[str, Any], di
     if not isinstance(tree.value, dict):
         fix = "A recipe is sections with keys, such as `lora:` and below it `  rank: 16`."
         raise RecipeError([*problems, Problem(f"{path}:1", "the file holds no sections", fix)])
-    return tree.value, {key: Place(str(path), line) for key, line in tree.lines.items()}
+    return tree.value, _places(tree, str(path))
+
+
+def _places(tree: YamlTree, origin: str) -> dict[Key, Place]:
+    return {key: Place(origin, line, text=tree.texts.get(key, "")) for key, line in tree.lines.items()}
 
 
 def _lay_base(
@@ -452,7 +456,8 @@ def _lay_override(layers: Layered, override: str, set_names: dict[Key, str]) -> 
     place = Place("--set")
     sections = {key[:n]: place for n in range(1, len(key)) if key[:n] not in layers.places}
     problems: list[Problem] = []
-    places = {**sections, key: place, **{(*key, *rest): place for rest in tree.lines}}
+    of_set = {(*key, *rest): replace(place, text=tree.texts.get(rest, "")) for rest in ((), *tree.lines)}
+    places = {**sections, **of_set}
     data, places = _moved(data, places, problems)
     for new in set(MOVED.values()) & places.keys():
         given = places[new].name or dotted(new)
@@ -507,7 +512,7 @@ def _validate(layers: Layered, registry: Registry) -> tuple[Recipe | None, list[
         return kinds.recipe.model_validate(layers.data), problems
     except ValidationError as error:
         known = {problem.where for problem in problems}
-        found = explain(error, layers.data, layers.where, kinds)
+        found = explain(error, layers.data, layers.where, kinds, layers.written)
         return None, problems + [problem for problem in found if problem.where not in known]
 
 
