@@ -13,6 +13,7 @@ from lora_rocm.dataset.image_io import readable_extensions
 from lora_rocm.dataset.left_out import counted, some
 from lora_rocm.dataset.sample_table import Sample
 from lora_rocm.errors import DataError
+from lora_rocm.foundation.names import Names
 from lora_rocm.recipe.schema import ResolvedSource
 from lora_rocm.recipe.sections import BESIDE
 
@@ -50,9 +51,9 @@ class PairedFiles:
             )
 
     @cached_property
-    def _files(self) -> dict[str, Path]:
+    def _files(self) -> Names[Path]:
         """Relative path without extension -> file; the first by name if several match."""
-        wanted, found = readable_extensions(), dict[str, Path]()
+        wanted, found = readable_extensions(), Names[Path]()
         visited = set[str]()
         for parent, folders, names in os.walk(self.root, onerror=self._refuse, followlinks=True):
             if (real := os.path.realpath(parent)) in visited:  # links may lead in a circle
@@ -65,10 +66,12 @@ class PairedFiles:
                 name = self._owner(path)
                 if name is None:
                     continue
-                first = found.setdefault(name, path)
-                if first != path:
-                    self.doubles.append((first, path))
-        return {COMPANION_END.sub("", name): path for name, path in found.items()} | found
+                first = found.find(name)
+                if first is not None and first[0] == name:
+                    self.doubles.append((first[1], path))
+                else:
+                    found[name] = path
+        return Names([*((COMPANION_END.sub("", name), path) for name, path in found.items()), *found.items()])
 
     def _owner(self, path: Path) -> str | None:
         """Relative path without extension of the image that a file belongs to; None if its name says nothing of one."""
@@ -83,14 +86,15 @@ class PairedFiles:
     def of(self, sample: Sample) -> Path | None:
         """The file of an image of this source; None if there is none."""
         assert isinstance(sample.location, Path), "a recipe that pairs rows of a dataset with files is refused"
-        file = self._files.get(str(sample.location.relative_to(self._images).with_suffix("")))
-        if file is not None:
-            self._used.add(file)
-        return file
+        found = self._files.find(str(sample.location.relative_to(self._images).with_suffix("")))
+        if found is None:
+            return None
+        self._used.add(found[1])
+        return found[1]
 
     def lonely(self) -> list[str]:
         """A sentence about the files that belong to no image for which ``of`` was called; empty if there are none."""
-        names = sorted(shown(path.name) for path in {*self._files.values()} - self._used)
+        names = sorted(shown(path.name) for path in {path for _, path in self._files.items()} - self._used)
         have = counted(names, f"{self._noun} has", f"{self._noun}s have")
         return [f"{have} no image of the same name: {some(names)}."] if names else []
 

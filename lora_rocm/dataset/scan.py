@@ -341,9 +341,9 @@ def _scan_folder(found: _Findings) -> None:
         # Read the header and the captions; set the image aside if either fails.
         try:
             header = read_header(path)
-            files, texts = folder.caption_files(path), list[str]()
+            files, texts = folder.captions.of(path), list[str]()
             for file in files:
-                if len(folder.captions) > 1:
+                if len(folder.captions.endings) > 1:
                     its = f"Its caption file {shown(file.name)}"
                 texts += read_captions(file)
             text = options.class_prompt or (tuple(texts) if files else folder.listed_caption(position))

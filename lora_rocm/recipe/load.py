@@ -20,7 +20,7 @@ from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from lora_rocm.errors import LoraRocmError, Problem, RecipeError
 from lora_rocm.families.registry import PRODUCT, Registry
-from lora_rocm.foundation.names import name_key, usable_stem
+from lora_rocm.foundation.names import name_key, spelled, usable_stem
 from lora_rocm.foundation.units import count_text
 from lora_rocm.recipe.explain import boolean_problems, explain, shown
 from lora_rocm.recipe.family_rules import family_problems, without_unread
@@ -518,9 +518,9 @@ def _validate(layers: Layered, registry: Registry) -> tuple[Recipe | None, list[
 
 def _made_absolute(value: str, rule: PathRule) -> str:
     """The absolute form of a path; hub ids and built-in names are unchanged."""
-    path = os.path.abspath(os.path.expanduser(value))
     if value in rule.words:
         return value
+    path = str(spelled(Path(os.path.abspath(os.path.expanduser(value)))))
     if rule.absolute == "always":
         return path
     return value if value.startswith(BUILTIN) or (rule.absolute == "if there" and not os.path.exists(path)) else path
