@@ -45,11 +45,23 @@ class UnusableCaption(Exception):
 
 @dataclass(frozen=True)
 class RepeatFolder:
-    """Repeats and caption given by the first sub-folder on an image's path; the defaults if it is not ``10_name``."""
+    """Repeats and caption given by the first ``10_name`` folder on an image's path; the defaults if there is none.
 
-    name: str = ""
+    place: its path relative to the source's folder.
+    """
+
+    place: str = ""
     repeats: int = 1
     caption: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.place.rpartition("/")[2]
+
+    @property
+    def is_regularisation(self) -> bool:
+        """Whether it is in a project's folder of regularisation images, as kohya's GUI lays it out: reg/1_woman."""
+        return self.place.lower().startswith("reg/") or "/reg/" in self.place.lower()
 
 
 @dataclass(frozen=True)
@@ -110,12 +122,15 @@ class Folder:
         return Given() if self.metadata is None else self.metadata.given(position)
 
     def repeat_folder(self, relative: str) -> RepeatFolder:
-        """Repeats and caption of an image by kohya's convention: images in ``10_name`` are repeated 10 times."""
-        first, slash, _ = relative.partition("/")
-        match = REPEAT_FOLDER.fullmatch(first) if slash else None
-        if match is None:
-            return RepeatFolder()
-        return RepeatFolder(first, int(match[1]), _words(match[2]))
+        """Repeats and caption of an image by kohya's convention: images in ``10_name`` are repeated 10 times.
+
+        The folder may be at any depth: in a project of kohya's GUI it is img/10_name.
+        """
+        folders = relative.split("/")[:-1]
+        for depth, name in enumerate(folders, start=1):
+            if (match := REPEAT_FOLDER.fullmatch(name)) is not None:
+                return RepeatFolder("/".join(folders[:depth]), int(match[1]), _words(match[2]))
+        return RepeatFolder()
 
 
 def table_path(dataset: str) -> Path:
@@ -367,12 +382,15 @@ def _lies_in(path: str, folder: str) -> bool:
 
 def _leave_out_unwanted(folder: Folder) -> None:
     """Add a notice for each ``10_name`` folder, and drop the images of folders with 0 repeats."""
-    repeats = {
-        found.name: found.repeats for relative, _ in folder.relatives if (found := folder.repeat_folder(relative)).name
-    }
-    for name, count in repeats.items():
-        said = f"each image is seen {count} times an epoch" if count else "left out"
-        folder.notices.append(f"Folder {name}: {said} (kohya's number_name folders).")
+    found = dict.fromkeys(folder.repeat_folder(relative) for relative, _ in folder.relatives)
+    for repeats in filter(lambda each: each.place, found):
+        said = f"each image is seen {repeats.repeats} times an epoch" if repeats.repeats else "left out"
+        folder.notices.append(f"Folder {repeats.place}: {said} (kohya's number_name folders).")
+        if repeats.is_regularisation and repeats.repeats:
+            folder.notices.append(
+                f"The images of {repeats.place} are trained on like the others. If they are kohya's regularisation "
+                "images, make their folder an entry of data.sources with is_reg: true, and the others another."
+            )
     folder.relatives = [item for item in folder.relatives if folder.repeat_folder(item[0]).repeats]
 
 

@@ -136,10 +136,11 @@ def test_repeat_folders(tmp_path: Path, make: SimpleNamespace) -> None:
     repeats = found.repeat_folder("10_zibu_cat/a.png")
     assert (repeats.repeats, repeats.caption) == (10, "zibu cat")
     assert found.repeat_folder("20240131_sea/e.png").repeats == 1
-    assert found.repeat_folder("3_x.png").repeats == found.repeat_folder("plain/5_deep/d.png").repeats == 1
+    assert found.repeat_folder("3_x.png").repeats == 1 and found.repeat_folder("plain/5_deep/d.png").repeats == 5
     assert found.notices == [
         "Folder 0_off: left out (kohya's number_name folders).",
         "Folder 10_zibu_cat: each image is seen 10 times an epoch (kohya's number_name folders).",
+        "Folder plain/5_deep: each image is seen 5 times an epoch (kohya's number_name folders).",
     ]
 
 
