@@ -31,6 +31,7 @@ from lora_rocm.recipe.optimizer_args import resolve_arguments
 from lora_rocm.recipe.schema import MOVED, DataSection, Recipe
 from lora_rocm.recipe.sections import PathRule, path_rule
 from lora_rocm.recipe.start_rank import resolve_rank
+from lora_rocm.recipe.trigger import trigger_notices, with_prompts_filled_in
 from lora_rocm.recipe.yaml_tree import (
     ESCAPE_FIX,
     MAX_OPEN_BRACKETS,
@@ -160,6 +161,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Regis
     problems += resolve_arguments(layers)
     spoiled = {problem.where for problem in problems}
     recipe, more = _validate(layers, registry)
+    recipe = recipe and with_prompts_filled_in(recipe)
     problems += [problem for problem in more if problem.where not in spoiled]  # one problem per place
     if recipe is not None and layers.where(("lora", "train_norms")) not in {problem.where for problem in problems}:
         problems += unwritable(recipe, layers)
@@ -223,7 +225,7 @@ def questions(recipe: Recipe, layers: Layered) -> list[str]:
         )
     for key, others in _without_another(recipe, layers):
         found.append(f"{layers.where(key)}: this does nothing without {' or '.join(map(dotted, others))}.")
-    return found
+    return [*found, *trigger_notices(recipe, layers.where)]
 
 
 def _sides_of_a_size(data: DataSection) -> tuple[int, ...] | None:
