@@ -52,6 +52,8 @@ def check(
     loaded = load_recipe(recipe_path, overrides, registry)
     _say(loaded.notices)
     if schema_only:
+        if problems := loaded.name_problems():
+            raise RecipeError(problems)
         _say([f"{loaded.path}: keys and values are valid; images and base model were not looked at"])
         return
     loaded.require_files()

@@ -12,6 +12,7 @@ from lora_rocm.commands.sample_export import require_image_prompt, require_text,
 from lora_rocm.errors import UserError, storage_error
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.files import write_atomic
+from lora_rocm.recipe.trigger import filled_in
 from lora_rocm.report.comparison import Compared, comparison_page, verdict
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.process import Event
@@ -37,6 +38,7 @@ def compare(
     run_dir, recipe = open_recipe(source, registry)
     for prompt in prompts:
         (require_text if recipe.spec.trains_on_texts else require_image_prompt)("--prompt", prompt)
+    prompts = [filled_in("--prompt", prompt, recipe) for prompt in prompts]
     sample = recipe.sample.only(prompts) if prompts else recipe.sample
     if not sample.prompts and not recipe.data.validation_split:
         what = "The recipe of this run has neither prompts nor held-out samples, so there is nothing to compare by."

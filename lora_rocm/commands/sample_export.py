@@ -274,7 +274,7 @@ def _export(
     run_dir.discard_unfinished_exports()
     discard_abandoned(followed(output) if output else run_dir.export_of(form))
     code = run_model_tool("export", job)
-    if output is None and form in results.FILES_OF:
+    if output is None and form in results.LORA_FORMS:
         results.record_export(run_dir, form)
     return code
 

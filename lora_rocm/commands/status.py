@@ -25,7 +25,7 @@ def status(run_dir: RunDir) -> dict[str, Any]:
     state: running, finished, stopped (on request), failed (with an error, or ended because it hung), died (without an
     error), or prepared. rate_per_s and eta_s are None unless the run is running. restarts: how often the worker was
     restarted. changes: names of the mitigations applied after failures (``rules.mitigations``), one per application.
-    readers: path of a LoRA file -> which programs read it, if some do not. files and last_checkpoint: none that is
+    readers: path of a LoRA file -> which programs read it, where that is known. files and last_checkpoint: none that is
     damaged. remarks: files that are gone or damaged.
     """
     # read the events

@@ -18,6 +18,7 @@ from lora_rocm.dataset.preview_images import require_preview_images
 from lora_rocm.errors import LoraRocmError, MachineError, StoppedError, StorageError, UserError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.files import write_json
+from lora_rocm.foundation.names import name_key
 from lora_rocm.foundation.packages import require_packages
 from lora_rocm.foundation.terminal_text import printable
 from lora_rocm.hardware.ranks import rank_of
@@ -80,8 +81,10 @@ def train(
     with lock.locked(run):
         lock.end_leftover(run, _say, worker=worker)
         if not settle(chosen, loaded, accept_changes):
+            _say_names_kept(run, loaded)
             _leave_complete(run, loaded)
             return 0
+        _say_names_kept(run, loaded)
         again = resume_command(recipe_path, overrides, run)
         again += f" --gpus {gpus}" if gpus else ""
         again += " --accept-changes" if accept_changes else ""
@@ -96,6 +99,14 @@ def train(
             children=children,
             worker=worker,
         )
+
+
+def _say_names_kept(run: RunDir, loaded: LoadedRecipe) -> None:
+    """Say so if the files of a resumed run are not named by ``output.name``."""
+    asked = loaded.recipe.output.name
+    if name_key(asked) != run.name:
+        where = loaded.layers.where(("output", "name"))
+        _say(f"{where}: the files of this run keep their name, {run.lora.name}. The title in them is {printable(asked)}.")
 
 
 def _leave_complete(run: RunDir, loaded: LoadedRecipe) -> None:

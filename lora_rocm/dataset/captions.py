@@ -12,6 +12,7 @@ from itertools import zip_longest
 from lora_rocm.foundation.seeds import drawer
 from lora_rocm.foundation.terminal_text import one_line
 from lora_rocm.recipe.source_sections import SourceOptions
+from lora_rocm.recipe.trigger import has_words, with_trigger
 
 TRIES_PER_VARIANT = 32
 WILDCARD = re.compile(r"(\{\{|\}\})|\{([^{}]+)\}")
@@ -29,7 +30,7 @@ def as_read(text: str, options: SourceOptions) -> str:
 def prepare(caption: str, options: SourceOptions, draw: Draw = lambda *purpose: 0) -> str:
     """Choose a line and words if the options read wildcards, and add prefix, suffix and trigger word.
 
-    The trigger word is a separate tag in front, unless the caption contains it as a whole word. Matching ignores case,
+    The trigger word takes the place of ``PLACEHOLDER``. It is a separate tag in front, unless the caption contains it as a whole word. Matching ignores case,
     because CLIP's tokenizers lower-case all text.
 
     Args:
@@ -43,7 +44,7 @@ def prepare(caption: str, options: SourceOptions, draw: Draw = lambda *purpose: 
     else:
         caption = _framed(caption, options)
     trigger = (options.trigger_word or "").strip()
-    if not trigger or _contains(caption, trigger):
+    if not trigger or has_words(caption, trigger):
         return caption
     return f"{trigger}, {caption}" if caption else trigger
 
@@ -88,7 +89,8 @@ def _variants(caption: str, options: SourceOptions, num_variants: int, seed: int
 
 
 def _framed(caption: str, options: SourceOptions) -> str:
-    return " ".join(filter(None, (options.caption_prefix, caption, options.caption_suffix)))
+    text = " ".join(filter(None, (options.caption_prefix, caption, options.caption_suffix)))
+    return with_trigger(text, options.trigger_word)
 
 
 def _chosen(draw: Draw, match: re.Match[str]) -> str:
@@ -131,8 +133,4 @@ def tags_of(caption: str) -> list[str]:
 
 
 def _is_trigger(tag: str, options: SourceOptions) -> bool:
-    return any(_contains(tag, part) for part in tags_of(options.trigger_word or ""))
-
-
-def _contains(text: str, words: str) -> bool:
-    return re.search(rf"(?<!\w){re.escape(words)}(?!\w)", text, re.IGNORECASE) is not None
+    return any(has_words(tag, part) for part in tags_of(options.trigger_word or ""))

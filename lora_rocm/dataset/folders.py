@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import resources
-from itertools import permutations
 from pathlib import Path
 
+from lora_rocm.dataset.caption_files import CaptionFiles
 from lora_rocm.dataset.file_kinds import CAPTION_SUFFIXES
 from lora_rocm.dataset.given import Given
 from lora_rocm.dataset.image_io import readable_extensions
@@ -26,8 +26,8 @@ from lora_rocm.dataset.metadata_files import (
 )
 from lora_rocm.errors import DataError
 from lora_rocm.foundation.bounded_read import read_plain
+from lora_rocm.foundation.names import Names
 from lora_rocm.foundation.terminal_text import legible, one_line
-from lora_rocm.recipe.sections import caption_endings
 from lora_rocm.rundir.layout import RUN_MARKS
 
 TEXT_SUFFIX = ".txt"
@@ -45,11 +45,23 @@ class UnusableCaption(Exception):
 
 @dataclass(frozen=True)
 class RepeatFolder:
-    """Repeats and caption given by the first sub-folder on an image's path; the defaults if it is not ``10_name``."""
+    """Repeats and caption given by the first ``10_name`` folder on an image's path; the defaults if there is none.
 
-    name: str = ""
+    place: its path relative to the source's folder.
+    """
+
+    place: str = ""
     repeats: int = 1
     caption: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.place.rpartition("/")[2]
+
+    @property
+    def is_regularisation(self) -> bool:
+        """Whether it is in a project's folder of regularisation images, as kohya's GUI lays it out: reg/1_woman."""
+        return self.place.lower().startswith("reg/") or "/reg/" in self.place.lower()
 
 
 @dataclass(frozen=True)
@@ -77,14 +89,13 @@ class Folder:
     """The result of a walk.
 
     relatives: sorted pairs of the printable and the real path of each file, relative to ``root``.
-    captions: for each ending of caption files, in the order of the recipe, those that are there: the ending as it is
-        spelled, by the absolute path without it.
+    captions: the caption files; of texts there are none.
     lasting: nothing was left out because of a read error that may be temporary.
     """
 
     root: Path
     relatives: list[tuple[str, str]] = field(default_factory=list)
-    captions: dict[str, dict[str, str]] = field(default_factory=dict)
+    captions: CaptionFiles = field(default_factory=partial(CaptionFiles, ()))
     metadata: Metadata | None = None
     notices: list[str] = field(default_factory=list)
     lasting: bool = True
@@ -110,22 +121,16 @@ class Folder:
         """
         return Given() if self.metadata is None else self.metadata.given(position)
 
-    def add_caption(self, ending: str, path: str) -> None:
-        """Note a caption file with one of the endings."""
-        self.captions[ending][path[: -len(ending)]] = sys.intern(path[-len(ending) :])
-
-    def caption_files(self, image: Path) -> list[Path]:
-        """The caption files next to an image."""
-        stem = os.path.splitext(image)[0]
-        return [Path(stem + found[stem]) for found in self.captions.values() if stem in found]
-
     def repeat_folder(self, relative: str) -> RepeatFolder:
-        """Repeats and caption of an image by kohya's convention: images in ``10_name`` are repeated 10 times."""
-        first, slash, _ = relative.partition("/")
-        match = REPEAT_FOLDER.fullmatch(first) if slash else None
-        if match is None:
-            return RepeatFolder()
-        return RepeatFolder(first, int(match[1]), _words(match[2]))
+        """Repeats and caption of an image by kohya's convention: images in ``10_name`` are repeated 10 times.
+
+        The folder may be at any depth: in a project of kohya's GUI it is img/10_name.
+        """
+        folders = relative.split("/")[:-1]
+        for depth, name in enumerate(folders, start=1):
+            if (match := REPEAT_FOLDER.fullmatch(name)) is not None:
+                return RepeatFolder("/".join(folders[:depth]), int(match[1]), _words(match[2]))
+        return RepeatFolder()
 
 
 def table_path(dataset: str) -> Path:
@@ -190,10 +195,10 @@ def walk(
     Raises:
         DataError: there is no image at all, ``metadata_file`` cannot be read, or captions have the ending of images.
     """
-    folder, wanted = Folder(root, captions=_no_captions(caption_extension)), readable_extensions()
+    folder, wanted = Folder(root, captions=CaptionFiles(caption_extension)), readable_extensions()
     left_out, inclusion, exclusion = LeftOut(beside, key), Patterns(include), Patterns(exclude)
-    longest_first = sorted(folder.captions, key=len, reverse=True)
-    other_captions = {suffix: set[str]() for suffix in CAPTION_SUFFIXES if suffix not in folder.captions}
+    others = [suffix for suffix in CAPTION_SUFFIXES if suffix not in folder.captions.endings]
+    other_captions = {suffix: Names[None]() for suffix in others}
     metadata_files, taken = list[tuple[Path, str]](), set[str]()
     for path, real in _files(folder, left_out, exclusion, recursive, skip):
         stem, suffix, name = os.path.splitext(path)[0], path.suffix.lower(), path.name.lower()
@@ -203,15 +208,16 @@ def walk(
             _add_image(folder, left_out, taken, real, stem)
         elif path.name in METADATA_NAMES:
             metadata_files.append((path, real))
-        elif ending := next(filter(name.endswith, longest_first), ""):
-            folder.add_caption(ending, str(path))
+        elif ending := folder.captions.ending_of(name):
+            folder.captions.add(ending, str(path))
         else:
             left_out.no_image(real, stem, suffix)
-            other_captions.get(suffix, set()).add(stem)
+            if suffix in other_captions:
+                other_captions[suffix][stem] = None
     folder.relatives = sorted(folder.relatives + left_out.settle_pairs(str(root), folder.relatives))
     folder.notices += left_out.notices(exclusion, inclusion)
     num_found = len(folder.relatives)
-    _settle_captions(folder, left_out.stems)
+    folder.notices += folder.captions.settle((path for path, _ in folder.images), left_out.stems)
     _leave_out_unwanted(folder)
     if not folder.relatives:
         raise _no_images(folder, left_out, num_found)
@@ -272,7 +278,7 @@ def walk_texts(
 
 
 def _no_images(folder: Folder, left_out: LeftOut, num_found: int) -> DataError:
-    left_out.suffixes.update({ending: len(found) for ending, found in folder.captions.items()})
+    left_out.suffixes.update(folder.captions.num_of_each())
     seen = ", ".join(f"{count} {suffix}" for suffix, count in left_out.suffixes.most_common(6) if count) or "no files"
     found = f"found {seen}" if num_found == 0 else f"all {num_found} are left out"
     return DataError(
@@ -377,72 +383,33 @@ def lies_in(path: str, folder: str) -> bool:
 
 def _leave_out_unwanted(folder: Folder) -> None:
     """Add a notice for each ``10_name`` folder, and drop the images of folders with 0 repeats."""
-    repeats = {
-        found.name: found.repeats for relative, _ in folder.relatives if (found := folder.repeat_folder(relative)).name
-    }
-    for name, count in repeats.items():
-        said = f"each image is seen {count} times an epoch" if count else "left out"
-        folder.notices.append(f"Folder {name}: {said} (kohya's number_name folders).")
+    found = dict.fromkeys(folder.repeat_folder(relative) for relative, _ in folder.relatives)
+    for repeats in filter(lambda each: each.place, found):
+        said = f"each image is seen {repeats.repeats} times an epoch" if repeats.repeats else "left out"
+        folder.notices.append(f"Folder {repeats.place}: {said} (kohya's number_name folders).")
+        if repeats.is_regularisation and repeats.repeats:
+            folder.notices.append(
+                f"The images of {repeats.place} are trained on like the others. If they are kohya's regularisation "
+                "images, make their folder an entry of data.sources with is_reg: true, and the others another."
+            )
     folder.relatives = [item for item in folder.relatives if folder.repeat_folder(item[0]).repeats]
 
 
-def _no_captions(caption_extension: str | Sequence[str]) -> dict[str, dict[str, str]]:
-    """``Folder.captions`` before the walk.
-
-    Raises:
-        DataError: images have such an ending.
-    """
-    endings = caption_endings(caption_extension)
-    if wrong := [ending for ending in endings if "." + ending.rpartition(".")[2] in readable_extensions()]:
-        raise DataError(
-            "caption-extension-of-images",
-            f"{wrong[0]} is an ending of images, and so of no caption file.",
-            where="data.caption_extension, or that of an entry of data.sources",
-            fix=f"Remove {wrong[0]} there, or name the ending of text files, such as .txt.",
-        )
-    return {ending: {} for ending in endings}
-
-
-def _settle_captions(folder: Folder, left_out_stems: set[str]) -> None:
-    """Give a caption file with the very name of an image to that, and add a notice for those that have no image.
-
-    Of the endings .txt and _2.txt, a_2.txt has the longer one, but beside a_2.png it is no caption of a.png. Caption
-    files of left-out images are theirs.
-    """
-    captions = folder.captions
-    if not any(captions.values()):
-        return
-    images = {os.path.splitext(path)[0] for path, _ in folder.images} | left_out_stems
-    for short, long in permutations(captions, 2):
-        for stem, ending in list(captions[long].items()) if long.endswith(short) else ():
-            if (stem + ending)[: -len(short)] in images:
-                folder.add_caption(short, stem + ending)
-                del captions[long][stem]
-    lonely = sorted(
-        shown(Path(stem + ending).name)
-        for found in captions.values()
-        for stem, ending in found.items()
-        if stem not in images
-    )
-    if lonely:
-        files = "1 caption file has" if len(lonely) == 1 else f"{len(lonely)} caption files have"
-        folder.notices.append(f"{files} no image of the same name: {some(lonely)}.")
-
-
-def _say_other_captions(folder: Folder, others: Mapping[str, Container[str]]) -> None:
+def _say_other_captions(folder: Folder, others: Mapping[str, Names[None]]) -> None:
     """Add a notice if images lack a caption file but have a file next to them with another caption extension."""
-    if not any(others.values()):
+    if not any(map(len, others.values())):
         return
     found = {suffix: few() for suffix in others}
     for path, relative in folder.images:
         stem = os.path.splitext(path)[0]
         for suffix, stems in others.items():
-            if stem in stems and not folder.caption_files(path):
+            if (stem in stems or str(path) in stems) and not folder.captions.of(path):
                 found[suffix].append(relative)
     for suffix, names in found.items():
         if names:
             have = counted(names, "image has", "images have")
-            value = suffix if len(folder.captions) == 1 else f"[{', '.join((*folder.captions, suffix))}]"
+            endings = folder.captions.endings
+            value = suffix if len(endings) == 1 else f"[{', '.join((*endings, suffix))}]"
             folder.notices.append(
                 f"{have} a {suffix} file beside, which is not read ({some(names)}). If these are the captions, set "
                 f"data.caption_extension: {value}."
@@ -451,7 +418,7 @@ def _say_other_captions(folder: Folder, others: Mapping[str, Container[str]]) ->
 
 def _read_metadata(folder: Folder, tables: Tables, files: Sequence[tuple[Path, str]]) -> None:
     """Read metadata files, and add notices for rows and files that could not be used."""
-    positions = {real: position for position, (_, real) in enumerate(folder.relatives)}
+    positions = Names((real, position) for position, (_, real) in enumerate(folder.relatives))
     found = Metadata(
         tables.caption_column or "",
         positions,
@@ -469,12 +436,12 @@ def _read_metadata(folder: Folder, tables: Tables, files: Sequence[tuple[Path, s
         except OSError as error:
             folder.notices.append(f"{shown(relative)} cannot be read: {error.strerror}.")
             folder.lasting &= isinstance(error, PermissionError)
-    found.positions = {}  # frees memory: there may be a million
+    found.positions = Names()  # frees memory: there may be a million
     folder.metadata = found
     both = few()
-    if any(folder.captions.values()):
+    if folder.captions:
         for position, (path, relative) in enumerate(folder.images):
-            if found.caption(position) is not None and folder.caption_files(path):
+            if found.caption(position) is not None and folder.captions.of(path):
                 both.append(relative)
     folder.notices += found.notices()
     if both:

@@ -19,6 +19,7 @@ from lora_rocm.dataset.file_kinds import (
     unread_format,
 )
 from lora_rocm.dataset.image_plugins import plugin_faults
+from lora_rocm.foundation.names import name_key
 from lora_rocm.foundation.terminal_text import legible
 
 NUM_NAMED = 3
@@ -49,7 +50,7 @@ class Patterns:
 
     def fit(self, relative: str) -> bool:
         """Whether one of them fits a path relative to the source's folder."""
-        plain = relative.lower()
+        plain = name_key(relative.lower())
         name = plain.rpartition("/")[2]
         found = [pattern for pattern, regex in self._patterns if regex.match(plain) or regex.match(name)]
         self._used.update(found)
@@ -62,14 +63,14 @@ class Patterns:
 
 
 def _plain(pattern: str) -> str:
-    return pattern.lower().replace("\\", "/").removeprefix("./").rstrip("/")
+    return name_key(pattern.lower()).replace("\\", "/").removeprefix("./").rstrip("/")
 
 
 @dataclass
 class LeftOut:
     """Files that are not trained on.
 
-    stems: paths of left-out images, without extension; a caption file with one of these stems belongs to that image.
+    stems: paths of left-out images, as they are and without extension: their caption files are theirs.
     suffixes: number of files per extension that are not readable images.
     used: keys of the companions that are used (``Companion.key``).
     key: turns exclude and include into the keys that give them (``ResolvedSource.key``).
@@ -96,19 +97,22 @@ class LeftOut:
         self.suffixes[legible(suffix) or "no extension"] += 1
         if (found := unread_format(suffix)) is not None:
             self.formats[found].append(legible(relative))
-            self.stems.add(stem)
+            self._own(stem, relative)
         elif not is_harmless(name, suffix):
             self.unknown.append(legible(relative))
 
     def exclude(self, relative: str, stem: str, is_folder: bool) -> None:
         """Count a file or folder that matches ``exclude``."""
         self.excluded.append(legible(relative) + "/" * is_folder)
-        self.stems.add(stem)
+        self._own(stem, relative)
 
     def not_included(self, relative: str, stem: str) -> None:
         """Count an image or text that matches no pattern of ``include``."""
         self.others.append(legible(relative))
-        self.stems.add(stem)
+        self._own(stem, relative)
+
+    def _own(self, stem: str, relative: str) -> None:
+        self.stems |= {stem, stem + os.path.splitext(relative)[1]}
 
     def is_companion(self, relative: str, real: str, stem: str) -> bool:
         """Whether an image is, by its name, a mask or control image; ambiguous ones are decided by ``settle_pairs``."""
@@ -119,7 +123,7 @@ class LeftOut:
             self._paired.append((match.companion, relative, real))
         else:
             self.companions[match.companion].append(relative)
-            self.stems.add(stem)
+            self._own(stem, real)
         return True
 
     def settle_pairs(self, root: str, images: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -134,7 +138,7 @@ class LeftOut:
         for companion, relative, real in self._paired:
             if not names.isdisjoint((_name(real), COMPANION_END.sub("", _name(real)))):
                 self.companions[companion].append(relative)
-                self.stems.add(os.path.splitext(os.path.join(root, *real.split("/")))[0])
+                self._own(os.path.splitext(os.path.join(root, *real.split("/")))[0], real)
             else:
                 self.unpaired.append(relative)
                 alone.append((relative, real))
@@ -184,7 +188,7 @@ class LeftOut:
 
 
 def _name(real: str) -> str:
-    return real.rpartition("/")[2].rpartition(".")[0].lower()
+    return name_key(real.rpartition("/")[2].rpartition(".")[0].lower())
 
 
 def _say_format(found: UnreadFormat, names: Few) -> str:

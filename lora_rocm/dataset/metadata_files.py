@@ -20,6 +20,7 @@ from lora_rocm.dataset.given import Given, UnusableValue, loss_weight, rectangle
 from lora_rocm.dataset.left_out import counted, few, some
 from lora_rocm.errors import DataError
 from lora_rocm.foundation.bounded_read import check_plain, read_plain
+from lora_rocm.foundation.names import Names, name_key
 from lora_rocm.foundation.terminal_text import legible, one_line
 
 READ_NAMES = ("metadata.jsonl", "metadata.csv")
@@ -60,7 +61,7 @@ class Metadata:
     """
 
     column: str
-    positions: Mapping[str, int]
+    positions: Names[int]
     bad: Few = field(default_factory=few)
     unknown: Few = field(default_factory=few)
     repeated: Few = field(default_factory=few)
@@ -123,14 +124,16 @@ class Metadata:
             what = f"The file of captions cannot be read: {one_line(str(error))[:200]}."
             fix = "Give a JSON file of image names, each with caption or tags, or remove data.metadata_file."
             raise DataError("metadata-unreadable", what, where=f"data.metadata_file: {path}", fix=fix) from error
-        stems = {posixpath.splitext(real)[0]: real for real in self.positions}
-        above = root.as_posix().rstrip("/") + "/"
+        stems = Names((posixpath.splitext(real)[0], real) for real, _ in self.positions.items())
+        above = name_key(root.as_posix().rstrip("/") + "/")
         for name, row in rows.items():
             values = row if isinstance(row, dict) else {"caption": row}
-            place = name.replace("\\", "/").removeprefix(above)
+            place = name.replace("\\", "/")
+            place = place[len(above) :] if place.startswith(above) else name_key(place).removeprefix(above)
+            named = stems.find(place)
             try:
                 caption = _with_tags(values)
-                self._take({**values, FILE_COLUMN: stems.get(place, place), self.column: caption}, "")
+                self._take({**values, FILE_COLUMN: place if named is None else named[1], self.column: caption}, "")
             except BadRow as error:
                 self.bad.append(f"{legible(path.name)}, {legible(name)[:100]}: {error}")
 
@@ -158,10 +161,11 @@ class Metadata:
         name = row.get(FILE_COLUMN)
         if not isinstance(name, str) or not name:
             raise BadRow(f"no {FILE_COLUMN}")
-        position = self.positions.get(_place(name, folder))
-        if position is None:
+        found = self.positions.find(_place(name, folder))
+        if found is None:
             self.unknown.append(legible(name))
             return
+        position = found[1]
         self._take_given(row, position)
         if not self.column and row.get("") is None:
             return

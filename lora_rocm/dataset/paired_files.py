@@ -13,6 +13,7 @@ from lora_rocm.dataset.image_io import readable_extensions
 from lora_rocm.dataset.left_out import counted, some
 from lora_rocm.dataset.sample_table import Sample
 from lora_rocm.errors import DataError
+from lora_rocm.foundation.names import Names
 from lora_rocm.recipe.schema import ResolvedSource
 from lora_rocm.recipe.sections import BESIDE
 
@@ -51,9 +52,9 @@ class PairedFiles:
             )
 
     @cached_property
-    def _files(self) -> dict[str, Path]:
+    def _files(self) -> Names[Path]:
         """Relative path without extension -> file; the first by name if several match."""
-        wanted, found = readable_extensions(), dict[str, Path]()
+        wanted, found = readable_extensions(), Names[Path]()
         visited, real_root = set[str](), os.path.realpath(self.root)
         for parent, folders, names in os.walk(self.root, onerror=self._refuse, followlinks=True):
             if (real := os.path.realpath(parent)) in visited:  # links may lead in a circle
@@ -70,10 +71,12 @@ class PairedFiles:
                 target = real_path(path) if path.is_symlink() else os.path.join(real, path.name)
                 if target is not None and not lies_in(target, real_root):
                     self._outside.append(f"{shown(path.relative_to(self.root).as_posix())} -> {shown(target)}")
-                first = found.setdefault(name, path)
-                if first != path:
-                    self.doubles.append((first, path))
-        return {COMPANION_END.sub("", name): path for name, path in found.items()} | found
+                first = found.find(name)
+                if first is not None and first[0] == name:
+                    self.doubles.append((first[1], path))
+                else:
+                    found[name] = path
+        return Names([*((COMPANION_END.sub("", name), path) for name, path in found.items()), *found.items()])
 
     def _may_enter(self, folder: Path, real_root: str) -> bool:
         """Whether files of images may be in a folder. Outside of the root there may be any number of other files.
@@ -100,17 +103,18 @@ class PairedFiles:
     def of(self, sample: Sample) -> Path | None:
         """The file of an image of this source; None if there is none."""
         assert isinstance(sample.location, Path), "a recipe that pairs rows of a dataset with files is refused"
-        file = self._files.get(str(sample.location.relative_to(self._images).with_suffix("")))
-        if file is not None:
-            self._used.add(file)
-        return file
+        found = self._files.find(str(sample.location.relative_to(self._images).with_suffix("")))
+        if found is None:
+            return None
+        self._used.add(found[1])
+        return found[1]
 
     def notices(self) -> list[str]:
         """Sentences about files that belong to no image for which ``of`` was called, and about links out of the folder.
 
         Links among the images are named where these are found.
         """
-        names = sorted(shown(path.name) for path in {*self._files.values()} - self._used)
+        names = sorted(shown(path.name) for path in {path for _, path in self._files.items()} - self._used)
         have = counted(names, f"{self._noun} has", f"{self._noun}s have")
         said = [f"{have} no image of the same name: {some(names)}."] if names else []
         if self._outside and not self._beside:

@@ -42,6 +42,7 @@ from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.units import count_text
 from lora_rocm.recipe.schema import DataSection, ResolvedSource
 from lora_rocm.recipe.sections import BESIDE
+from lora_rocm.recipe.trigger import PLACEHOLDER
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -89,6 +90,7 @@ class _Findings:
     used_instead: Few = field(default_factory=few)
     empty_captions: Few = field(default_factory=few)
     open_wildcards: Few = field(default_factory=few)
+    placeholders: Few = field(default_factory=few)
     several_frames: Few = field(default_factory=few)
     deep_grey: list[int] = field(default_factory=list)
     num_weighted: int = 0
@@ -108,6 +110,9 @@ class _Findings:
         captions = tuple(filter(None, (as_read(text, self.options) for text in listed)))
         if not captions:
             self.empty_captions.append(key)
+        framed = (*captions, self.options.caption_prefix, self.options.caption_suffix)
+        if not (self.options.trigger_word or "").strip() and any(PLACEHOLDER in text for text in framed):
+            self.placeholders.append(key)
         for wildcard in filter(None, (open_wildcard(text, self.options) for text in captions)):
             self.open_wildcards.append(f"{key}: {wildcard[:LOST_SHOWN]}")
         return captions or ("",)
@@ -341,9 +346,9 @@ def _scan_folder(found: _Findings) -> None:
         # Read the header and the captions; set the image aside if either fails.
         try:
             header = read_header(path)
-            files, texts = folder.caption_files(path), list[str]()
+            files, texts = folder.captions.of(path), list[str]()
             for file in files:
-                if len(folder.captions) > 1:
+                if len(folder.captions.endings) > 1:
                     its = f"Its caption file {shown(file.name)}"
                 texts += read_captions(file)
             text = options.class_prompt or (tuple(texts) if files else folder.listed_caption(position))
@@ -472,6 +477,11 @@ def _say_captions(found: _Findings) -> None:
             f"{_images(missing)} no caption, and there is no trigger word to use instead.",
             where=where,
             fix="Set data.trigger_word, or another data.caption_fallback.",
+        )
+    if found.placeholders:
+        found.notices.append(
+            f"{_images(found.placeholders)} a caption with {PLACEHOLDER}, which stands for the trigger word, and there "
+            f"is none: the letters are trained on ({some(found.placeholders)}). Set data.trigger_word."
         )
     if found.open_wildcards:
         raise DataError(

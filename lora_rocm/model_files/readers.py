@@ -150,9 +150,9 @@ def readers_of(names: Collection[str], families: Collection[str], metadata: Coll
 
 
 def readers_line(can_read: Collection[str], cannot_read: Collection[str]) -> str:
-    """Return one line about who reads a file, from the texts of ``Readers``; empty if no program is known to fail."""
+    """Return one line about who reads a file, from the texts of ``Readers``; empty if nothing is known."""
     if not cannot_read:
-        return ""
+        return f"Read by {', '.join(can_read)}" if can_read else ""
     read = f"Read by {', '.join(can_read)}; not" if can_read else "Not"
     return f"{read}, or not exactly, by {', '.join(cannot_read)}"
 

@@ -51,13 +51,20 @@ def shown(value: Any, limit: int = 60) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def explain(error: ValidationError, data: Any, where: Callable[[Key], str], kinds: Kinds) -> list[Problem]:
+def explain(
+    error: ValidationError,
+    data: Any,
+    where: Callable[[Key], str],
+    kinds: Kinds,
+    written: Callable[[Key], str] = lambda key: "",
+) -> list[Problem]:
     """One problem per place, at most MAX_PROBLEMS.
 
     Args:
         error: of ``kinds.recipe``.
         data: the validated data.
         where: turns a key into "file.yaml:12 lora.rank".
+        written: what is written for a key whose value is a number, true, false or null (``YamlTree.texts``).
         kinds: the kinds of ``data``. In a section of an unknown kind only keys that all its kinds have are reported.
     """
     expected: dict[Key, dict[str, None]] = {}
@@ -82,8 +89,9 @@ def explain(error: ValidationError, data: Any, where: Callable[[Key], str], kind
                     where(key), f"is far too large or too small: {shown(value)}", _about(key, kinds.recipe)
                 )
                 continue
-            sentence = f"expected {' or '.join(phrases)}, got {shown(value)}"
-            fix = value_advice(dotted(key), value) or _quote_advice(phrases, value) or _about(key, kinds.recipe)
+            text = written(key) if "text" in phrases else ""
+            sentence = f"expected {' or '.join(phrases)}, got {text or shown(value)}"
+            fix = value_advice(dotted(key), value) or _quote_advice(phrases, value, text) or _about(key, kinds.recipe)
             problems[key] = Problem(where(key), sentence, fix)
         elif detail["type"] == "rule":
             problems.setdefault((*key, "rule"), _of_rule(detail, key, data, where))
@@ -178,9 +186,10 @@ def _near_choice(value: Any, choices: Collection[str]) -> str:
     return f"Did you mean {near[0]}?"
 
 
-def _quote_advice(expected: Collection[str], value: Any) -> str:
-    if "text" in expected and isinstance(value, int | float) and not isinstance(value, bool):
-        return f'To mean the text, put it in quotes: "{value}".'
+def _quote_advice(expected: Collection[str], value: Any, written: str) -> str:
+    """How to mean the text that a number, true, false or null is written with; quotes keep its zeros and its case."""
+    if "text" in expected and not isinstance(value, str | list | dict) and (written or value is not None):
+        return f'To mean the text, put it in quotes: "{written or value}".'
     return ""
 
 

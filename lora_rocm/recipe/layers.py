@@ -18,11 +18,15 @@ EITHER_OR: dict[Key, Key] = {
 
 @dataclass(frozen=True)
 class Place:
-    """The origin of a value: a file and line, or ``--set``. name: the old name of a key that has moved."""
+    """The origin of a value: a file and line, or ``--set``.
+
+    name: the old name of a key that has moved. text: what is written there for a number, true, false or null.
+    """
 
     origin: str
     line: int | None = None
     name: str = ""
+    text: str = ""
 
     def __str__(self) -> str:
         return self.origin if self.line is None else f"{self.origin}:{self.line}"
@@ -42,6 +46,10 @@ class Layered:
         known = self.places.get(near)
         name = dotted((known.name, *key[len(near) :])) if known and known.name else dotted(key)
         return f"{known or self.origin} {name}".rstrip()
+
+    def written(self, key: Key) -> str:
+        """What is written for a number, true, false or null; empty for other values."""
+        return self.places[key].text if key in self.places else ""
 
     def merge(self, data: dict[str, Any], places: dict[Key, Place]) -> None:
         """Merge ``data`` on top: sections are merged, all other values (lists too) are replaced."""

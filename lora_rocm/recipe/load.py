@@ -20,6 +20,7 @@ from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from lora_rocm.errors import LoraRocmError, Problem, RecipeError
 from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.foundation.names import name_key, spelled, usable_stem
 from lora_rocm.foundation.units import count_text
 from lora_rocm.recipe.explain import boolean_problems, explain, shown
 from lora_rocm.recipe.family_rules import family_problems, without_unread
@@ -30,6 +31,7 @@ from lora_rocm.recipe.optimizer_args import resolve_arguments
 from lora_rocm.recipe.schema import MOVED, DataSection, Recipe
 from lora_rocm.recipe.sections import PathRule, path_rule
 from lora_rocm.recipe.start_rank import resolve_rank
+from lora_rocm.recipe.trigger import trigger_notices, with_prompts_filled_in
 from lora_rocm.recipe.yaml_tree import (
     ESCAPE_FIX,
     MAX_OPEN_BRACKETS,
@@ -40,6 +42,7 @@ from lora_rocm.recipe.yaml_tree import (
     is_clean,
     parse_yaml,
 )
+from lora_rocm.rundir.layout import output_name_fault
 
 MAX_RECIPE_BYTES = 1 << 18  # parsing this much YAML takes a few seconds
 AnySection = TypeVar("AnySection", bound=BaseModel)
@@ -70,13 +73,14 @@ class LoadedRecipe:
     def require_files(self, begun: bool = False) -> None:
         """Check that the folders and files that the recipe names exist, and that those it will make can be made.
 
-        ``begun``: without the folders of images, which a run whose training is complete can do without, and without the
-        file of lora.init_from, whose effect is in the checkpoints.
+        ``begun``: without the folders of images, which a run whose training is complete can do without, without the
+        file of lora.init_from, whose effect is in the checkpoints, and without output.name, as such a run keeps the
+        names of its files.
 
         Raises:
             RecipeError: with one problem per path.
         """
-        problems = []
+        problems = [] if begun else self.name_problems()
         for key, value, rule in _paths(self.recipe):
             if rule.absolute == "always":
                 problems += self._cannot_be_made(key, value)
@@ -94,6 +98,16 @@ class LoadedRecipe:
                 problems.append(Problem(self.layers.where(key), what, TABLE_FIX if is_table else _path_fix(value)))
         if problems:
             raise RecipeError(problems)
+
+    def name_problems(self) -> list[Problem]:
+        """A problem if no file can have the name ``output.name`` on every system."""
+        name = name_key(self.recipe.output.name)
+        if not (fault := output_name_fault(name)):
+            return []
+        better = usable_stem(name)
+        better = f"lora-{better}" if output_name_fault(better) else better
+        fix = f"Take another, such as {better}. output.description takes any text."
+        return [Problem(self.layers.where(("output", "name")), f"{shown(name)} {fault}", fix)]
 
     def placed(self, error: LoraRocmError) -> Problem:
         """The problem of an error whose ``where`` begins with a key of the recipe, with the key's file and line."""
@@ -147,6 +161,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Regis
     problems += resolve_arguments(layers)
     spoiled = {problem.where for problem in problems}
     recipe, more = _validate(layers, registry)
+    recipe = recipe and with_prompts_filled_in(recipe)
     problems += [problem for problem in more if problem.where not in spoiled]  # one problem per place
     if recipe is not None and layers.where(("lora", "train_norms")) not in {problem.where for problem in problems}:
         problems += unwritable(recipe, layers)
@@ -210,7 +225,7 @@ def questions(recipe: Recipe, layers: Layered) -> list[str]:
         )
     for key, others in _without_another(recipe, layers):
         found.append(f"{layers.where(key)}: this does nothing without {' or '.join(map(dotted, others))}.")
-    return found
+    return [*found, *trigger_notices(recipe, layers.where)]
 
 
 def _sides_of_a_size(data: DataSection) -> tuple[int, ...] | None:
@@ -381,7 +396,11 @@ def _read_layer(path: Path, problems: list[Problem]) -> tuple[dict[str, Any], di
     if not isinstance(tree.value, dict):
         fix = "A recipe is sections with keys, such as `lora:` and below it `  rank: 16`."
         raise RecipeError([*problems, Problem(f"{path}:1", "the file holds no sections", fix)])
-    return tree.value, {key: Place(str(path), line) for key, line in tree.lines.items()}
+    return tree.value, _places(tree, str(path))
+
+
+def _places(tree: YamlTree, origin: str) -> dict[Key, Place]:
+    return {key: Place(origin, line, text=tree.texts.get(key, "")) for key, line in tree.lines.items()}
 
 
 def _lay_base(
@@ -439,7 +458,8 @@ def _lay_override(layers: Layered, override: str, set_names: dict[Key, str]) -> 
     place = Place("--set")
     sections = {key[:n]: place for n in range(1, len(key)) if key[:n] not in layers.places}
     problems: list[Problem] = []
-    places = {**sections, key: place, **{(*key, *rest): place for rest in tree.lines}}
+    of_set = {(*key, *rest): replace(place, text=tree.texts.get(rest, "")) for rest in ((), *tree.lines)}
+    places = {**sections, **of_set}
     data, places = _moved(data, places, problems)
     for new in set(MOVED.values()) & places.keys():
         given = places[new].name or dotted(new)
@@ -494,15 +514,15 @@ def _validate(layers: Layered, registry: Registry) -> tuple[Recipe | None, list[
         return kinds.recipe.model_validate(layers.data), problems
     except ValidationError as error:
         known = {problem.where for problem in problems}
-        found = explain(error, layers.data, layers.where, kinds)
+        found = explain(error, layers.data, layers.where, kinds, layers.written)
         return None, problems + [problem for problem in found if problem.where not in known]
 
 
 def _made_absolute(value: str, rule: PathRule) -> str:
     """The absolute form of a path; hub ids and built-in names are unchanged."""
-    path = os.path.abspath(os.path.expanduser(value))
     if value in rule.words:
         return value
+    path = str(spelled(Path(os.path.abspath(os.path.expanduser(value)))))
     if rule.absolute == "always":
         return path
     return value if value.startswith(BUILTIN) or (rule.absolute == "if there" and not os.path.exists(path)) else path

@@ -16,6 +16,7 @@ from lora_rocm.recipe.sections import (
     not_both,
     on_resume,
 )
+from lora_rocm.rundir.layout import DEFAULT_NAME
 
 SAVE_STEPS = 500  # updates between two checkpoints where the recipe says nothing
 Tracker = Literal["wandb", "trackio", "mlflow", "tensorboard"]
@@ -42,7 +43,11 @@ Trackers = Annotated[
 class OutputSection(Section):
     """Output files and folders."""
 
-    name: str = on_resume("lora", "Title in the metadata of the file.")
+    name: str = on_resume(
+        DEFAULT_NAME,
+        "Name of the LoRA file without its ending, and title in its metadata. A run that is resumed keeps the names of "
+        "its files.",
+    )
     dir: OutputFolder = on_resume("runs", "Folder of the run directories, relative to where the command runs.")
     save_every_n_steps: int | None = on_resume(
         None,

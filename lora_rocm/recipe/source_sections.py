@@ -51,7 +51,11 @@ class SourceOptions(Section):
         description="Caption of an image without a caption file: its file name, the name of its folder (of 10_zwx "
         "woman it is zwx woman, as in kohya's scripts), the trigger word, an empty text, or an error.",
     )
-    trigger_word: str | None = Field(None, description="Word put in front of every caption that does not contain it.")
+    trigger_word: str | None = Field(
+        None,
+        description="Word that takes the place of [trigger] in captions and prompts. It is put in front of every caption "
+        "that does not contain it.",
+    )
     caption_prefix: str = Field("", description="Text put in front of every caption.")
     caption_suffix: str = Field("", description="Text put behind every caption.")
     enable_wildcard: bool = Field(

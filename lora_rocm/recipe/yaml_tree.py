@@ -66,11 +66,13 @@ class YamlTree:
 
     value: plain Python values.
     lines: line (from 1) of every key and list item.
+    texts: what the file has for each value that is a number, true, false or null: 007 of 7, yes of true.
     problems: (key, line, what, fix).
     """
 
     value: Any = None
     lines: dict[Key, int] = field(default_factory=dict)
+    texts: dict[Key, str] = field(default_factory=dict)
     problems: list[tuple[Key, int, str, str]] = field(default_factory=list)
 
     def place_problems(self, origin: str) -> list[Problem]:
@@ -184,7 +186,10 @@ class _Reader:
             self.problem(node, key, f"{text!a:.60} has characters that no text can have here")
             return None
         try:
-            return _scalar(tag, text)
+            value = _scalar(tag, text)
+            if not isinstance(value, str):
+                self.tree.texts[key] = text
+            return value
         except (ValueError, KeyError):
             if tag == STANDARD_TAG + "float":
                 named = "inf" in text.lower() or "nan" in text.lower()

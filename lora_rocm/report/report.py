@@ -179,8 +179,7 @@ def _usage(facts: Facts) -> Section | None:
     if lora.exists():
         exported = next((event for event in reversed(facts.all("export")) if event["path"] == lora.name), None)
         can_read, cannot_read = (exported.get("can_read", ()), exported["cannot_read"]) if exported else ((), ())
-        place = f"{lora.name} goes to models/loras (ComfyUI) or models/Lora (Forge, A1111); rename it as you like."
-        hints.append(Paragraph(place))
+        hints.append(Paragraph(f"{lora.name} goes to models/loras (ComfyUI) or models/Lora (Forge, A1111)."))
         if about := readers_line(can_read, cannot_read):
             hints.append(Paragraph(f"{about}."))
         if not any(program.startswith(PROGRAMS["diffusers"]) for program in cannot_read):

@@ -7,6 +7,7 @@ file has one writer.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -14,11 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_rocm.errors import ResumeError, storage_error
-from lora_rocm.foundation.files import is_folder, open_in_place, refuse_link, remove, write_atomic
+from lora_rocm.foundation.bounded_read import read_plain
+from lora_rocm.foundation.files import is_folder, open_in_place, refuse_link, remove, write_atomic, write_json
+from lora_rocm.foundation.names import stem_fault
 from lora_rocm.rundir.remains import OF_PEFT, TEMPORARY, discard, discard_abandoned, is_abandoned
 
+DEFAULT_NAME = "lora"
+"""``output.name`` where the recipe says nothing, and the name of the files of runs that say nothing of it."""
+OTHER_STEMS = ("peft", "pytorch_lora_weights")
+"""Names that files and folders of a run have whatever ``output.name`` is."""
+MAX_NAMES_BYTES = 4096
 CHECKPOINT_NAME = re.compile(r"step-(\d{8})$")
-LORA_NAME = re.compile(r"lora-step(\d{8})\.safetensors")
 WORKER_LOCK_NAME = re.compile(r"\.worker(?:\.rank(\d+))?\.lock")
 PROBE_BYTES = 65536
 SUPERVISOR = "supervisor"
@@ -31,24 +38,18 @@ STATE_FILE = "state.json"
 FILE_OF = {part: f"{part}.safetensors" for part in ("adapter", "ema", "optimizer")}
 """The file of each part in a checkpoint folder; it has no others."""
 
-EMBEDDINGS = r"(lora(-sd-scripts|-comfyui|-step\d{8})?|pytorch_lora_weights|peft)-embeddings"
-FOLDERS = rf"checkpoints|samples|tensorboard|peft|{EMBEDDINGS}"
 IN_PLACE = (
     r"\.parent\.lock|\.worker(\.rank\d+)?\.lock|stop|worker(\.rank\d+)?\.log|events(\.rank\d+|\.supervisor)?\.jsonl|"
     r"heartbeat\.rank\d+\.json|tracker\.\w+\.log|stacks\.rank\d+\.txt"
 )
 """Files that are written in place."""
 OF_PARENT = re.compile(
-    r"recipe(\.asked)?\.yaml|environment\.json|tuned\.json|products\.csv|report\.html|compare\.html|stacks-\d+\.txt|\.probe\.tmp"
+    r"recipe(\.asked)?\.yaml|names\.json|environment\.json|tuned\.json|products\.csv|report\.html|compare\.html|stacks-\d+\.txt|\.probe\.tmp"
 )
 """Files that the light parent of rank 0 writes atomically.
 
 The others are written by its worker, except for the recipes of other ranks.
 """
-OF_WORKER = re.compile(
-    r"result\.json|lora(-sd-scripts|-comfyui)?\.safetensors|pytorch_lora_weights\.safetensors|lora\.gguf|merged"
-)
-OF_CHECKPOINTS = re.compile(r"step-\d{8}|lora-step\d{8}\.safetensors")
 OF_SAMPLES = re.compile(r"before-after\.png")
 OF_PREVIEWS = re.compile(r"\d+\.(png|txt)|requests\.json")
 OF_ASKED = re.compile(r"seed\d+(-\d+)?\.png")
@@ -56,12 +57,49 @@ OF_EMBEDDINGS = re.compile(r"[^/\\:]+\.safetensors")
 ON_REQUEST = ("merged", "gguf")
 """Formats that only ``lora-rocm export`` writes, which may run beside a worker."""
 BEGUN = re.compile(
-    rf"{IN_PLACE}|recipe\.asked\.yaml|environment\.json|recipe\.rank\d+\.yaml|\.recipe\..+\.tmp|\.environment\..+\.tmp|\.probe\.tmp"
+    rf"{IN_PLACE}|recipe\.asked\.yaml|(names|environment)\.json|recipe\.rank\d+\.yaml|"
+    r"\.(recipe|names|environment)\..+\.tmp|\.probe\.tmp"
 )
 """Files that a run may have before its recipe. No other program's files have these names."""
-OF_RUN = re.compile(rf"{BEGUN.pattern}|{OF_PARENT.pattern}|{OF_WORKER.pattern}|{FOLDERS}")
 OF_SYSTEM = frozenset(("lost+found", ".ds_store", "desktop.ini", "thumbs.db"))
 """Files that an operating system puts into any folder, in lower case."""
+
+
+def output_name_fault(name: str) -> str:
+    """Why the files of a run cannot be named so, as a phrase; empty if they can."""
+    if name.lower() in OTHER_STEMS:
+        return "is the name of another file of a run"
+    return stem_fault(name)
+
+
+@dataclass(frozen=True)
+class NamePatterns:
+    """Names in a run directory, some of which ``output.name`` decides, as regular expressions."""
+
+    name: str
+
+    @property
+    def embeddings(self) -> str:
+        own = rf"{re.escape(self.name)}(-sd-scripts|-comfyui|-step\d{{8}})?"
+        return rf"({own}|pytorch_lora_weights|peft)-embeddings"
+
+    @property
+    def folders(self) -> str:
+        return rf"checkpoints|samples|tensorboard|peft|{self.embeddings}"
+
+    @property
+    def of_worker(self) -> str:
+        own = rf"{re.escape(self.name)}((-sd-scripts|-comfyui)?\.safetensors|\.gguf)"
+        return rf"result\.json|{own}|pytorch_lora_weights\.safetensors|merged"
+
+    @property
+    def checkpoint_lora(self) -> str:
+        """Its only group is the number of updates."""
+        return rf"{re.escape(self.name)}-step(\d{{8}})\.safetensors"
+
+    @property
+    def of_run(self) -> str:
+        return rf"{BEGUN.pattern}|{OF_PARENT.pattern}|{self.of_worker}|{self.folders}"
 
 
 def embeddings_of(lora: Path) -> Path:
@@ -74,6 +112,42 @@ class RunDir:
     """Names inside one run directory. It creates nothing by itself except in ``create``."""
 
     path: Path
+
+    @property
+    def names(self) -> Path:
+        """Says the name of the run's files; absent if that is ``DEFAULT_NAME``, as in runs of earlier versions."""
+        return self.path / "names.json"
+
+    @property
+    def name(self) -> str:
+        """The name of the run's files: what ``output.name`` was when the run began.
+
+        The directory may come from somebody else, so a name that ``check`` would refuse counts as none.
+        """
+        try:
+            value = json.loads(read_plain(self.names, MAX_NAMES_BYTES))
+            name = value["name"] if isinstance(value, dict) else None
+        except (OSError, ValueError, LookupError, RecursionError):
+            return DEFAULT_NAME
+        return name if isinstance(name, str) and not output_name_fault(name) else DEFAULT_NAME
+
+    def set_name(self, name: str) -> None:
+        """Name the files of a run that has not written any.
+
+        Raises:
+            StorageError: the name cannot be written.
+        """
+        if name != DEFAULT_NAME:
+            write_json(self.names, {"name": name}, self.path)
+            return
+        try:
+            self.names.unlink(missing_ok=True)
+        except OSError as error:
+            raise storage_error(error, self.names) from error
+
+    @property
+    def patterns(self) -> NamePatterns:
+        return NamePatterns(self.name)
 
     @property
     def recipe(self) -> Path:
@@ -159,7 +233,7 @@ class RunDir:
 
     @property
     def lora(self) -> Path:
-        return self.path / "lora.safetensors"
+        return self.path / f"{self.name}.safetensors"
 
     @property
     def diffusers_lora(self) -> Path:
@@ -172,8 +246,23 @@ class RunDir:
     def export_of(self, form: str) -> Path:
         """Path of the LoRA in each format: a file, or for peft a folder with a folder per component."""
         files = {"kohya": self.lora, "diffusers": self.diffusers_lora, "peft": self.peft_dir}
-        files |= {"merged": self.path / "merged", "gguf": self.path / "lora.gguf"}
-        return files.get(form, self.path / f"lora-{form}.safetensors")
+        files |= {"merged": self.path / "merged", "gguf": self.path / f"{self.name}.gguf"}
+        return files.get(form, self.path / f"{self.name}-{form}.safetensors")
+
+    def is_of(self, path: str, form: str) -> bool:
+        """Whether a path in the run directory, with slashes, is one of a LoRA format, or of its embedding files."""
+        if form == "peft":
+            found = re.fullmatch(r"peft/[A-Za-z0-9_]+/(adapter_model\.safetensors|adapter_config\.json)", path)
+        else:
+            found = re.fullmatch(re.escape(self.export_of(form).name), path)
+        return found is not None or self.is_embedding(path)
+
+    def is_checkpoint_lora(self, path: str) -> bool:
+        """Whether a path in the run directory, with slashes, is a LoRA file of a checkpoint, or an embedding file."""
+        return bool(re.fullmatch(f"checkpoints/{self.patterns.checkpoint_lora}", path)) or self.is_embedding(path)
+
+    def is_embedding(self, path: str) -> bool:
+        return re.fullmatch(f"{self.patterns.embeddings}/{OF_EMBEDDINGS.pattern}", path) is not None
 
     @property
     def result(self) -> Path:
@@ -213,7 +302,7 @@ class RunDir:
         return self.checkpoints / f"step-{updates:08d}"
 
     def checkpoint_lora(self, updates: int) -> Path:
-        return self.checkpoints / f"lora-step{updates:08d}.safetensors"
+        return self.checkpoints / f"{self.name}-step{updates:08d}.safetensors"
 
     def discard_lora(self, updates: int) -> None:
         """Remove the LoRA file of a checkpoint, and its embedding files.
@@ -229,7 +318,8 @@ class RunDir:
         """(updates, file) of every LoRA file beside the checkpoints, oldest first."""
         if not self.checkpoints.is_dir():
             return []
-        found = [(LORA_NAME.fullmatch(path.name), path) for path in self.checkpoints.iterdir()]
+        pattern = re.compile(self.patterns.checkpoint_lora)
+        found = [(pattern.fullmatch(path.name), path) for path in self.checkpoints.iterdir()]
         return sorted((int(match.group(1)), path) for match, path in found if match)
 
     def samples_at(self, updates: int) -> Path:
@@ -265,8 +355,9 @@ class RunDir:
             return True
         if not self.recipe.exists():
             return False
-        names = os.listdir(self.path)
-        return any(map(BEGUN.fullmatch, names)) or not [name for name in names if not _is_ours(name)]
+        names, ours = os.listdir(self.path), re.compile(self.patterns.of_run)
+        others = [name for name in names if not (ours.fullmatch(name) or name.lower() in OF_SYSTEM)]
+        return any(map(BEGUN.fullmatch, names)) or not others
 
     def require_own(self) -> None:
         """Refuse a folder that belongs to something else, and links in place of files that a run writes in place.
@@ -293,8 +384,9 @@ class RunDir:
                 where=str(self.path),
                 fix=f"Give a folder that is new or empty, for example --run-dir {self.path / 'new-run'}.",
             )
+        refused = re.compile(rf"{IN_PLACE}|{self.patterns.folders}")
         for name in names:
-            if re.fullmatch(rf"{IN_PLACE}|{FOLDERS}", name):
+            if refused.fullmatch(name):
                 refuse_link(self.path / name)
 
     def require(self) -> None:
@@ -369,9 +461,10 @@ class RunDir:
 
     def _places(self) -> Iterator[tuple[Path, re.Pattern[str]]]:
         """The folders in which the worker writes files atomically, and the names of these files."""
-        yield self.path, OF_WORKER
+        patterns = self.patterns
+        yield self.path, re.compile(patterns.of_worker)
         if is_folder(self.checkpoints):
-            yield self.checkpoints, OF_CHECKPOINTS
+            yield self.checkpoints, re.compile(rf"step-\d{{8}}|{patterns.checkpoint_lora}")
         if is_folder(self.samples):
             yield self.samples, OF_SAMPLES
             yield from ((folder, OF_PREVIEWS) for _, folder in self.list_samples() if is_folder(folder))
@@ -381,9 +474,4 @@ class RunDir:
             yield from ((folder, OF_PEFT) for folder in sorted(self.peft_dir.iterdir()) if is_folder(folder))
         for parent in (self.path, self.checkpoints):
             folders = (path for path in sorted(parent.glob("*-embeddings")) if is_folder(path))
-            yield from ((folder, OF_EMBEDDINGS) for folder in folders if re.fullmatch(EMBEDDINGS, folder.name))
-
-
-def _is_ours(name: str) -> bool:
-    """Whether the name is one of a run, or one that an operating system puts into any folder."""
-    return bool(OF_RUN.fullmatch(name)) or name.lower() in OF_SYSTEM
+            yield from ((folder, OF_EMBEDDINGS) for folder in folders if re.fullmatch(patterns.embeddings, folder.name))

@@ -7,29 +7,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lora_rocm.foundation.bounded_read import check_plain, read_plain
 from lora_rocm.foundation.files import write_json
 from lora_rocm.model_files.peft_folder import PEFT_WEIGHTS, peft_folders
-from lora_rocm.rundir.layout import EMBEDDINGS, OF_EMBEDDINGS, RunDir, embeddings_of
+from lora_rocm.rundir.layout import RunDir, embeddings_of
 
 MAX_RESULT_BYTES = 1 << 24
 MAX_FILE_BYTES = 1 << 36
-FILES_OF = {
-    "kohya": re.compile(r"lora\.safetensors"),
-    "sd-scripts": re.compile(r"lora-sd-scripts\.safetensors"),
-    "comfyui": re.compile(r"lora-comfyui\.safetensors"),
-    "diffusers": re.compile(r"pytorch_lora_weights\.safetensors"),
-    "peft": re.compile(r"peft/[A-Za-z0-9_]+/(adapter_model\.safetensors|adapter_config\.json)"),
-}
-"""The paths of each format in the run directory."""
-EMBEDDING_FILE = re.compile(rf"{EMBEDDINGS}/{OF_EMBEDDINGS.pattern}")
-CHECKPOINT_LORA = re.compile(r"checkpoints/lora-step\d{8}\.safetensors")
+LORA_FORMS = ("kohya", "sd-scripts", "comfyui", "diffusers", "peft")
+"""The formats whose files have digests in ``result.json``."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +66,7 @@ def wrong_exports(run_dir: RunDir, forms: Iterable[str]) -> dict[str, str]:
 
     Runs from before there were digests have none; for these only a missing file is detected.
     """
-    exports, wrong = _exports(read_result(run_dir)), {}
+    exports, wrong = _exports(run_dir, read_result(run_dir)), {}
     for form in forms:
         found = [fault for digest in exports.get(form, ()) if (fault := _fault(run_dir, digest))]
         if not found and not _is_whole(run_dir.export_of(form)):
@@ -86,7 +78,7 @@ def wrong_exports(run_dir: RunDir, forms: Iterable[str]) -> dict[str, str]:
 
 def wrong_checkpoint_loras(run_dir: RunDir) -> list[str]:
     """What is wrong with the LoRA files beside the checkpoints, as text. Missing ones were deleted by the user."""
-    digests = _digests(read_result(run_dir).get("checkpoint_loras"), CHECKPOINT_LORA)
+    digests = _digests(read_result(run_dir).get("checkpoint_loras"), run_dir.is_checkpoint_lora)
     return [fault for digest in digests if (run_dir.path / digest.path).exists() and (fault := _fault(run_dir, digest))]
 
 
@@ -109,7 +101,7 @@ def record_export(run_dir: RunDir, form: str) -> None:
     files = sorted(path for path in place.rglob("*") if path.is_file()) if place.is_dir() else [place]
     files += sorted(embeddings_of(place).glob("*.safetensors"))
     names = [path.relative_to(run_dir.path).as_posix() for path in files]
-    digests = [FileDigest.of_file(run_dir, name) for name in names if _is_of(name, FILES_OF[form])]
+    digests = [FileDigest.of_file(run_dir, name) for name in names if run_dir.is_of(name, form)]
     old = result.get("exports")
     others = [entry for entry in old if isinstance(entry, dict)] if isinstance(old, list) else []
     entry = next((entry for entry in others if entry.get("format") == form), {"format": form, "path": names[0]})
@@ -118,31 +110,26 @@ def record_export(run_dir: RunDir, form: str) -> None:
     write_json(run_dir.result, result, run_dir.path)
 
 
-def _exports(result: dict[str, Any]) -> dict[str, list[FileDigest]]:
+def _exports(run_dir: RunDir, result: dict[str, Any]) -> dict[str, list[FileDigest]]:
     exports = result.get("exports")
     found: dict[str, list[FileDigest]] = {}
     for entry in exports if isinstance(exports, list) else ():
         form = entry.get("format") if isinstance(entry, dict) else None
-        if isinstance(form, str) and form in FILES_OF:
-            found[form] = _digests(entry.get("files"), FILES_OF[form])
+        if isinstance(form, str) and form in LORA_FORMS:
+            found[form] = _digests(entry.get("files"), partial(run_dir.is_of, form=form))
     return found
 
 
-def _digests(values: Any, paths: re.Pattern[str]) -> list[FileDigest]:
+def _digests(values: Any, is_own: Callable[[str], bool]) -> list[FileDigest]:
     found = []
     for value in values if isinstance(values, list) else ():
         try:
             digest = FileDigest(value["path"], value["bytes"], value["sha256"])
         except (LookupError, TypeError):
             continue
-        if isinstance(digest.path, str) and _is_of(digest.path, paths):
+        if isinstance(digest.path, str) and is_own(digest.path):
             found.append(digest)
     return found
-
-
-def _is_of(path: str, paths: re.Pattern[str]) -> bool:
-    """Whether a path of a run is one of these, or that of an embedding file."""
-    return bool(paths.fullmatch(path) or EMBEDDING_FILE.fullmatch(path))
 
 
 def _fault(run_dir: RunDir, wanted: FileDigest) -> str:
@@ -159,14 +146,14 @@ def faults_of_finished(run_dir: RunDir) -> list[str]:
     if not result:
         return [f"{run_dir.result.name} cannot be read, so what the run has written is not known."]
     faults = []
-    for form, digests in _exports(result).items():
+    for form, digests in _exports(run_dir, result).items():
         gone = [digest.path for digest in digests if not (run_dir.path / digest.path).exists()]
         if gone:
             fix = f"train --resume writes it again if output.formats names {form}; else lora-rocm export does."
             faults.append(f"{', '.join(gone)}: not there any more. {fix}")
     for path in final_files(run_dir):
-        form = next(form for form in FILES_OF if run_dir.export_of(form) == path)
-        if form not in _exports(result):
+        form = next(form for form in LORA_FORMS if run_dir.export_of(form) == path)
+        if form not in _exports(run_dir, result):
             what = f"{path.name}: exported before the run ended, so it is not the run's result."
             faults.append(f"{what} lora-rocm export --format {form} makes it of the result.")
     return faults
@@ -180,7 +167,7 @@ def result_files(run_dir: RunDir) -> list[Path]:
 
 def final_files(run_dir: RunDir) -> list[Path]:
     """The finished LoRA files, and the PEFT folder, that are there."""
-    return [path for form in FILES_OF if _is_whole(path := run_dir.export_of(form))]
+    return [path for form in LORA_FORMS if _is_whole(path := run_dir.export_of(form))]
 
 
 def _is_whole(export: Path) -> bool:

@@ -14,7 +14,7 @@ from lora_rocm.foundation.bounded_read import check_plain, read_plain
 from lora_rocm.model_files.header import read_header
 from lora_rocm.model_files.peft_folder import PEFT_WEIGHTS, peft_folders
 from lora_rocm.rundir.layout import FILE_OF, STATE_FILE, RunDir
-from lora_rocm.rundir.results import FILES_OF, updates_of
+from lora_rocm.rundir.results import LORA_FORMS, updates_of
 
 MAX_STATE_BYTES = 1 << 30  # it holds the captions' tags: 40,000 per folder, each of any length
 
@@ -66,7 +66,7 @@ def remedy(run_dir: RunDir, lora: Path) -> str:
     if newest is None:
         return "No whole checkpoint is left to write it again from: put it back from a copy, or train again."
     updates, _ = newest
-    form = next((form for form in FILES_OF if run_dir.export_of(form) == lora), None)
+    form = next((form for form in LORA_FORMS if run_dir.export_of(form) == lora), None)
     if form is not None and updates_of(run_dir) in (0, updates):
         return f"lora-rocm export {run_dir.path} --format {form} writes it again."
     if lora == run_dir.checkpoint_lora(updates):
@@ -98,7 +98,7 @@ def require_whole_named(lora: Path) -> Path:
         AdapterError: weights-damaged.
     """
     for run_dir in map(RunDir, lora.parents[:3]):
-        written = [*map(run_dir.export_of, FILES_OF), *(path for _, path in run_dir.checkpoint_loras())]
+        written = [*map(run_dir.export_of, LORA_FORMS), *(path for _, path in run_dir.checkpoint_loras())]
         of_run = next((path for path in written if path in (lora, *lora.parents)), None)
         if of_run is not None and run_dir.holds_run() and (fault := fault_of_lora(lora)):
             raise AdapterError("weights-damaged", fault, where=str(lora), fix=remedy(run_dir, of_run))

@@ -18,6 +18,7 @@ from lora_rocm.errors import RecipeError, ResumeError, UserError, storage_error
 from lora_rocm.families.registry import Registry
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.files import fsync_folder, rename, write_atomic
+from lora_rocm.foundation.names import name_key
 from lora_rocm.recipe.comparison import resume_differences
 from lora_rocm.recipe.load import LoadedRecipe, dump_recipe, load_recipe
 from lora_rocm.recipe.schema import Recipe
@@ -150,6 +151,8 @@ def settle(chosen: Chosen, loaded: LoadedRecipe, accept_changes: bool) -> bool:
         write_atomic(run_dir.recipe_asked, dump_recipe(recipe).encode("utf-8"), run_dir.path)
         return True
     run_dir.result.unlink(missing_ok=True)
+    if not started:
+        run_dir.set_name(name_key(recipe.output.name))  # before the recipe: without it, the files have the usual name
     write_atomic(run_dir.recipe, dump_recipe(recipe).encode("utf-8"), run_dir.path)
     return True
 

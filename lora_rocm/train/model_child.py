@@ -31,6 +31,7 @@ from lora_rocm.foundation.files import followed, write_atomic
 from lora_rocm.model_files.peft_folder import peft_folders
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import TEXT_KEY, TOKENS_KEY, Recipe
+from lora_rocm.recipe.trigger import filled_in
 from lora_rocm.rundir.event_types import DrawnEvent, ErrorEvent, ExportEvent, NoticeEvent
 from lora_rocm.rundir.events import emit
 from lora_rocm.rundir.layout import RunDir
@@ -44,6 +45,7 @@ from lora_rocm.train.conversions import convert
 from lora_rocm.train.preview import ENDINGS, content_of
 from lora_rocm.train.standalone import Job, open_transfer, send_model, start_device
 
+TEXTS = ("prompt", "negative_prompt")
 WRITTEN_TOGETHER = 8  # images drawn and saved at a time, so that a stop loses few of them
 
 
@@ -55,6 +57,7 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
     lora = require_whole_named(source) if named else newest_lora(RunDir(source))
     recipe = recipe_for(job, lora, registry)
     require_inputs_read(job, recipe)
+    asked, negative = (filled_in(f"--{name.replace('_', '-')}", job[name], recipe) for name in TEXTS)
     width, height = sides_of(job, recipe)
     text_too = not components_of(family_for(recipe), lora).isdisjoint(recipe.spec.text_components)
     tokens = new_tokens.tokens_beside(lora, recipe.lora.new_tokens) if recipe.spec.embedding_keys else ()
@@ -67,7 +70,7 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
     require_mask_read(job, family)
     device, settings = start_device(recipe)
     # Encode the prompts, one encoder in memory at a time
-    encoded: dict[str, Tensors] = {prompt: {} for prompt in (job["prompt"], job["negative_prompt"])}
+    encoded: dict[str, Tensors] = {prompt: {} for prompt in (asked, negative)}
     for encoder in family.encoders():
         if encoder.entry.inputs == (CAPTION,):
             encode = encoder.load(open_transfer(device, settings))
@@ -85,8 +88,8 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
     # Draw and save
     requests = [
         PreviewRequest(
-            job["prompt"],
-            job["negative_prompt"],
+            asked,
+            negative,
             width,
             height,
             job["steps"],

@@ -35,7 +35,7 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.mitigations import change_event
 from lora_rocm.rundir.event_types import CheckpointEvent, ConceptEvent, ExportEvent, PreviewEvent
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.rundir.results import EMBEDDING_FILE, FileDigest
+from lora_rocm.rundir.results import FileDigest
 from lora_rocm.train import concept_score, preview
 from lora_rocm.train.base_seal import Seals
 from lora_rocm.train.checkpoint import read_checkpoint, rotate_checkpoints, rotate_loras, save_checkpoint
@@ -245,7 +245,7 @@ class Artifacts:
             "max_difference": found.max_difference,
             "cannot_read": list(found.cannot_read),
             "can_read": list(found.can_read),
-            "embeddings": [digest.path for digest in written if EMBEDDING_FILE.fullmatch(digest.path)],
+            "embeddings": [digest.path for digest in written if self.run_dir.is_embedding(digest.path)],
         }
         changed = [digest.path for digest in written if FileDigest.of_file(self.run_dir, digest.path) != digest]
         if changed:

@@ -24,7 +24,7 @@ def test_captions_are_those_beside_the_image(tmp_path: Path, make: SimpleNamespa
     first = make.image(tmp_path / "a.b.png", caption="one")
     second = make.image(tmp_path / "sub" / "a.b.png")
     found = walk(tmp_path, "txt")
-    assert found.caption_files(first) == [tmp_path / "a.b.txt"] and found.caption_files(second) == []
+    assert found.captions.of(first) == [tmp_path / "a.b.txt"] and found.captions.of(second) == []
 
 
 def test_a_caption_without_an_image_is_said(tmp_path: Path, make: SimpleNamespace) -> None:
@@ -39,16 +39,16 @@ def test_an_image_has_each_caption_file_of_a_list(tmp_path: Path, make: SimpleNa
     for name in ("a.txt", "a.TAGS.txt", "a_1.txt", "a.caption", "b.v2.tags.Txt", "c.tags"):
         (tmp_path / name).touch()
     found = walk(tmp_path, (".txt", ".tags.txt", "_1.TXT", "caption"))
-    assert [file.name for file in found.caption_files(every)] == ["a.txt", "a.TAGS.txt", "a_1.txt", "a.caption"]
-    assert [file.name for file in found.caption_files(some_of_them)] == ["b.v2.tags.Txt"]
-    assert found.caption_files(none) == []
+    assert [file.name for file in found.captions.of(every)] == ["a.txt", "a.TAGS.txt", "a_1.txt", "a.caption"]
+    assert [file.name for file in found.captions.of(some_of_them)] == ["b.v2.tags.Txt"]
+    assert found.captions.of(none) == []
     assert found.notices == [
         "1 image has a .tags file beside, which is not read (c.png). If these are the captions, set "
         "data.caption_extension: [.txt, .tags.txt, _1.txt, .caption, .tags]."
     ]
     other_order = walk(tmp_path, ("_1.txt", ".txt"))
-    assert [file.name for file in other_order.caption_files(every)] == ["a_1.txt", "a.txt"]
-    assert [file.name for file in walk(tmp_path, ".tags.txt").caption_files(every)] == ["a.TAGS.txt"]
+    assert [file.name for file in other_order.captions.of(every)] == ["a_1.txt", "a.txt"]
+    assert [file.name for file in walk(tmp_path, ".tags.txt").captions.of(every)] == ["a.TAGS.txt"]
     (notice, *_) = walk(tmp_path, ".txt").notices
     assert notice == "3 caption files have no image of the same name: a.TAGS.txt, a_1.txt, b.v2.tags.Txt."
 
@@ -68,12 +68,12 @@ def test_a_caption_file_is_that_of_the_image_with_its_very_name(tmp_path: Path, 
     plain, numbered = make.image(tmp_path / "a.png", caption="x"), make.image(tmp_path / "a_2.png", caption="y")
     endings = (".txt", "_2.txt")
     found = walk(tmp_path, endings)
-    assert found.caption_files(plain) == [tmp_path / "a.txt"]
-    assert found.caption_files(numbered) == [tmp_path / "a_2.txt"] and found.notices == []
-    assert walk(tmp_path, endings, exclude=("a_2.png",)).caption_files(plain) == [tmp_path / "a.txt"]
+    assert found.captions.of(plain) == [tmp_path / "a.txt"]
+    assert found.captions.of(numbered) == [tmp_path / "a_2.txt"] and found.notices == []
+    assert walk(tmp_path, endings, exclude=("a_2.png",)).captions.of(plain) == [tmp_path / "a.txt"]
     numbered.unlink()
     found = walk(tmp_path, endings)
-    assert found.caption_files(plain) == [tmp_path / "a.txt", tmp_path / "a_2.txt"] and found.notices == []
+    assert found.captions.of(plain) == [tmp_path / "a.txt", tmp_path / "a_2.txt"] and found.notices == []
 
 
 def test_captions_have_no_ending_of_images(tmp_path: Path, make: SimpleNamespace) -> None:
@@ -136,10 +136,11 @@ def test_repeat_folders(tmp_path: Path, make: SimpleNamespace) -> None:
     repeats = found.repeat_folder("10_zibu_cat/a.png")
     assert (repeats.repeats, repeats.caption) == (10, "zibu cat")
     assert found.repeat_folder("20240131_sea/e.png").repeats == 1
-    assert found.repeat_folder("3_x.png").repeats == found.repeat_folder("plain/5_deep/d.png").repeats == 1
+    assert found.repeat_folder("3_x.png").repeats == 1 and found.repeat_folder("plain/5_deep/d.png").repeats == 5
     assert found.notices == [
         "Folder 0_off: left out (kohya's number_name folders).",
         "Folder 10_zibu_cat: each image is seen 10 times an epoch (kohya's number_name folders).",
+        "Folder plain/5_deep: each image is seen 5 times an epoch (kohya's number_name folders).",
     ]
 
 

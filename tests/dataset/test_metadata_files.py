@@ -15,6 +15,7 @@ from lora_rocm.dataset.folders import walk
 from lora_rocm.dataset.metadata_files import Metadata, names_files
 from lora_rocm.dataset.scan import Scan, scan
 from lora_rocm.errors import DataError
+from lora_rocm.foundation.names import Names
 
 
 def captions(found: Scan) -> dict[str, str]:
@@ -127,7 +128,7 @@ def test_parquet_is_for_datasets(tmp_path: Path, make: SimpleNamespace) -> None:
 
 @pytest.mark.parametrize("name", metadata_files.READ_NAMES)
 def test_damage_of_any_kind_is_a_notice(tmp_path: Path, name: str) -> None:
-    rng, found = random.Random(name), Metadata("text", {"0.png": 0, "1.png": 1})
+    rng, found = random.Random(name), Metadata("text", Names({"0.png": 0, "1.png": 1}.items()))
     lines = [{"file_name": f"{number % 3}.png", "text": f"ü {number}"} for number in range(8)]
     whole = rows(tmp_path / "whole.jsonl", *lines).read_bytes()
     if name.endswith(".csv"):
@@ -145,7 +146,7 @@ def test_damage_of_any_kind_is_a_notice(tmp_path: Path, name: str) -> None:
 
 def test_of_many_rows_only_those_of_images_are_kept(tmp_path: Path) -> None:
     rows(tmp_path / "metadata.jsonl", *({"file_name": f"{number}.png", "text": "x"} for number in range(5000)))
-    found = Metadata("text", {"7.png": 0})
+    found = Metadata("text", Names([("7.png", 0)]))
     found.read(tmp_path / "metadata.jsonl", "metadata.jsonl")
     assert found.caption(0) == "x" and len(found.unknown) == 4999
     (notice,) = found.notices()
@@ -165,7 +166,7 @@ def test_kohya_s_file_gives_captions_and_tags(tmp_path: Path) -> None:
     }
     file = tmp_path / "meta_lat.json"
     file.write_text(json.dumps(rows), encoding="utf-8")
-    found = Metadata("text", images)
+    found = Metadata("text", Names(images.items()))
     found.read_json(file, tmp_path)
     assert [found.caption(position) for position in range(5)] == ["a cat, red, big", "green", "a dog", None, None]
     assert list(found.unknown) == ["f"]
@@ -193,5 +194,5 @@ def test_a_file_that_is_not_kohya_s_is_named(tmp_path: Path, content: bytes) -> 
     file = tmp_path / "meta.json"
     file.write_bytes(content)
     with pytest.raises(DataError) as caught:
-        Metadata("text", {"a.png": 0}).read_json(file, tmp_path)
+        Metadata("text", Names([("a.png", 0)])).read_json(file, tmp_path)
     assert caught.value.code == "metadata-unreadable" and str(file) in str(caught.value.where)

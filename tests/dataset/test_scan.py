@@ -509,3 +509,25 @@ def test_the_remedy_of_missing_captions_names_each_ending(tmp_path: Path, make: 
     assert "Write a .txt or .tags.txt file for each" in caught.value.fix
     (tmp_path / "a.tags.txt").write_text("x", encoding="utf-8")
     assert captions(scan(make.data(path=str(tmp_path), caption_extension=endings, caption_fallback="error")))
+
+
+def test_a_kohya_project_counts_the_same_from_above(tmp_path: Path, make: SimpleNamespace) -> None:
+    """Whether the project's folder is given, or the one in it with the number_name folders."""
+    for number in range(3):
+        make.image(tmp_path / "proj" / "img" / "10_zwx woman" / f"IMG_{number}.png", seed=number)
+    make.image(tmp_path / "proj" / "img" / "20_zwx" / "5_close" / "a.png", seed=4)
+    make.image(tmp_path / "proj" / "plain" / "b.png", seed=5)
+    above = scan(make.data(path=str(tmp_path / "proj")))
+    below = scan(make.data(path=str(tmp_path / "proj" / "img")))
+    repeats = {sample.key: sample.repeats for sample in above.samples}
+    assert repeats == {**{f"img/{each.key}": each.repeats for each in below.samples}, "plain/b.png": 1}
+    assert sorted(repeats.values()) == [1, 10, 10, 10, 20], "the first folder with a number counts"
+    assert {sample.caption for sample in above.samples} >= {"zwx woman"}
+    assert any(notice.startswith("Folder img/10_zwx woman: each image is seen 10 times") for notice in above.notices)
+
+
+def test_a_kohya_project_s_regularisation_images_are_named(tmp_path: Path, make: SimpleNamespace) -> None:
+    make.image(tmp_path / "img" / "10_zwx" / "a.png")
+    assert not [notice for notice in scan(make.data(path=str(tmp_path))).notices if "is_reg" in notice], "the control"
+    make.image(tmp_path / "reg" / "1_woman" / "b.png", seed=1)
+    assert any("reg/1_woman" in notice and "is_reg" in notice for notice in scan(make.data(path=str(tmp_path))).notices)

@@ -10,12 +10,14 @@ import pytest
 
 from lora_rocm.errors import RecipeError
 from lora_rocm.recipe import kinds, load
+from lora_rocm.recipe.explain import _leaf_types
 from lora_rocm.recipe.load import (
     dump_recipe,
     load_recipe,
     shipped_recipes,
 )
 from lora_rocm.recipe.optim_sections import OPTIMIZERS
+from lora_rocm.recipe.suggest import all_keys, section_class
 
 MINIMAL = "model:\n  name_or_path: builtin:tiny-sdxl\ndata:\n  path: pics\ntrain:\n  max_train_steps: 10\n"
 
@@ -549,3 +551,40 @@ def test_names_of_other_trainers_are_read_only_where_a_name_is_no_key(
     with pytest.raises(RecipeError, match="optimizer_type"):
         load_recipe(path, ["train.optimizer_type=prodgy"])
     assert asked
+
+
+def text_keys() -> list[str]:
+    """Every ``section.key`` that takes one text and nothing else."""
+    recipe, found = kinds.kinds_of({}).recipe, []
+    for key in all_keys(recipe):
+        section, _, name = key.partition(".")
+        owner = section_class(recipe.model_fields[section].annotation)
+        annotation = owner.model_fields[name].annotation if owner and name else None
+        is_text = set(_leaf_types(annotation)) in ({str}, {str, type(None)})
+        found += [key] if is_text and "tuple" not in str(annotation) else []
+    return found
+
+
+@pytest.mark.parametrize("written", ["007", "1_000", "0x1F", "1e3", "00.50", "true", "FALSE", "12345678901234567890"])
+@pytest.mark.parametrize("in_file", [True, False])
+def test_a_text_that_reads_as_a_number_is_quoted_as_it_is_written(written: str, in_file: bool) -> None:
+    keys = text_keys()
+    assert {"output.name", "data.trigger_word", "model.name_or_path", "cache.dir"} <= set(keys)
+    sets = [f"{key}={written}" for key in keys]
+    if in_file:
+        sections: dict[str, str] = {}
+        for section, name in (key.split(".") for key in keys):
+            sections[section] = sections.get(section, f"{section}:\n") + f"  {name}: {written}\n"
+        sections["train"] = sections.get("train", "train:\n") + "  max_train_steps: 1\n"
+        Path("texts.yaml").write_text("".join(sections.values()), encoding="utf-8")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("texts.yaml", []) if in_file else load_recipe("recipe.yaml", sets)
+    fixes = {problem.where.rpartition(" ")[2]: problem.fix for problem in caught.value.problems}
+    assert {key for key, fix in fixes.items() if f'in quotes: "{written}"' in fix} == set(keys)
+
+
+def test_what_is_no_text_is_not_quoted() -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("recipe.yaml", ["output.name=[7]", "lora.rank=no", "output.author={a: 7}"])
+    assert not [problem for problem in caught.value.problems if "in quotes" in problem.fix]
+    load_recipe("recipe.yaml", ['output.name="007"', "output.author=null", "output.license=Yes"])

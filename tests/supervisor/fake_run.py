@@ -17,15 +17,17 @@ model: {name_or_path: "builtin:tiny-sdxl"}
 data: {path: "builtin:demo", trigger_word: zibu}
 train: {max_train_steps: 40}
 sample: {prompts: [a zibu, "a <b>zibu</b> & co"], control_prompts: [a circle]}
-output: {name: "größe <script>alert(1)</script>"}
+output: {author: größe}
 """
+TITLE = 'name: "größe <script>alert(1)</script>"'
+"""A title that no file can have; a run of an earlier version may."""
 
 
 def save_recipe(run_dir: RunDir, *overrides: str) -> None:
     from lora_rocm.recipe.load import dump_recipe, load_recipe  # half of the time that a stand-in worker starts in
 
     path = run_dir.path / "source.yaml"
-    path.write_text(RECIPE, encoding="utf-8")
+    path.write_text(RECIPE.replace("author: größe", TITLE), encoding="utf-8")
     run_dir.recipe.write_text(dump_recipe(load_recipe(path, overrides).recipe), encoding="utf-8")
     path.unlink()
 
