@@ -45,6 +45,10 @@ class DdpmSettings:
         assert isinstance(section, DdpmSection) and isinstance(model, CheckpointSection), "as the family's spec says"
         return cls(model.prediction_type, section)
 
+    def decides(self, marks: Collection[str]) -> bool:
+        """Whether the recipe or a mark of a one-file checkpoint says what the base predicts; ``marks`` as below."""
+        return self.prediction_type != "auto" or "v_pred" in marks
+
     def decided(self, published: Mapping[str, Any], marks: Collection[str] = ()) -> dict[str, Any]:
         """The base's scheduler config with ``prediction_type`` and ``rescale_betas_zero_snr`` resolved.
 
@@ -56,7 +60,8 @@ class DdpmSettings:
         prediction = self.prediction_type
         if prediction == "auto":
             prediction = "v_prediction" if "v_pred" in marks else published.get("prediction_type", "epsilon")
-        zero_snr = self.section.zero_terminal_snr or "ztsnr" in marks or bool(published.get("rescale_betas_zero_snr"))
+        chosen = self.section.zero_terminal_snr or "ztsnr" in marks
+        zero_snr = chosen or published.get("rescale_betas_zero_snr") or False
         return {**published, "prediction_type": prediction, "rescale_betas_zero_snr": zero_snr}
 
 
