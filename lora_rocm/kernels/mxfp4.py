@@ -19,6 +19,8 @@ BYTES = GROUP // 2
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 WORDS = {2: torch.int32, 4: torch.int64}
 """Bytes of a number -> integers as wide as two of these."""
+LARGEST_SCALE = 127 + 13
+"""Values of a larger scale exceed 65,504, the largest number of float16. Scale 255 means NaN."""
 SUBNORMAL = 0x00400000
 """The bits of 2**-127 as float32, which scale 0 means."""
 
