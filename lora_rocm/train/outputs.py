@@ -65,6 +65,7 @@ class Artifacts:
     guard: Guard
     prepared: Prepared
     data_facts: Mapping[str, str | bool]
+    base_identities: Mapping[str, str]
     base_seals: Seals
     steps_per_epoch: int
     room: Room
@@ -119,7 +120,7 @@ class Artifacts:
         facts = {
             "recipe": fingerprint(self.recipe),
             **self.data_facts,
-            "base": self.family.base_facts()["identity"],
+            **self.base_identities,
             "base_seals": self.base_seals,
             "threads": torch.get_num_threads(),
             "ranks": self.world.size,
