@@ -79,11 +79,7 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
     dtype = compute_dtype(recipe.train.mixed_precision, device, settings, recipe.spec.takes_fp16)
     model = family.load(dtype, torch.device("cpu"))
     if (run_dir := run_of(lora)) is not None:
-        newest, _ = latest_valid(run_dir)
-        of_run = load_recipe(run_dir.recipe, registry=registry).recipe.model_copy(update={"model": recipe.model})
-        same_parts = of_run.lora.tokenises == recipe.lora.tokenises
-        with_parts_of_run = family if same_parts else family_for(of_run)
-        require_trained_base(newest, recipe.model.name_or_path, with_parts_of_run, say, refuse=job["base"] is None)
+        _require_base_of_run(job, run_dir, recipe, family, registry)
     new_tokens.put(family, model, tokens)
     new_tokens.start(family, model, tokens)
     attach_file(family, model, lora, job["strength"], say)
@@ -114,6 +110,19 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
             write_atomic(path, content_of(preview), root)
             paths.append(str(path))
         emit(DrawnEvent(images=paths))
+
+
+def _require_base_of_run(job: Job, run_dir: RunDir, recipe: Recipe, family: ModelFamily, registry: Registry) -> None:
+    """Refuse a base that is not the one that the run of a LoRA was trained on; a notice if ``--base`` names it.
+
+    Raises:
+        AdapterError: export-other-base.
+    """
+    newest, _ = latest_valid(run_dir)
+    of_run = load_recipe(run_dir.recipe, registry=registry).recipe.model_copy(update={"model": recipe.model})
+    same_parts = of_run.lora.tokenises == recipe.lora.tokenises  # it decides which components are trained
+    with_parts_of_run = family if same_parts else family_for(of_run)
+    require_trained_base(newest, recipe.model.name_or_path, with_parts_of_run, say, refuse=job["base"] is None)
 
 
 def export_run(job: Job, registry: Registry = PRODUCT) -> None:

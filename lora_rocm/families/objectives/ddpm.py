@@ -16,6 +16,7 @@ import torch
 from diffusers import DDPMScheduler
 from torch import Tensor
 
+from lora_rocm.device.constants import constant
 from lora_rocm.errors import ModelError
 from lora_rocm.families.objectives.base import Draws, generators, over
 from lora_rocm.families.objectives.denoising import DenoisingObjective, Levels, in_range, logit_normal
@@ -160,6 +161,9 @@ class NoiseSchedule:
 
     alphas_cumprod_T: Tensor
     prediction_type: str
+
+    def __post_init__(self) -> None:
+        constant(self.alphas_cumprod_T, "noise schedule")
 
     def __len__(self) -> int:
         return int(self.alphas_cumprod_T.shape[0])
