@@ -79,6 +79,10 @@ def fitted(state: State, module: nn.Module) -> State:
     if wrong:
         shapes = f"{tuple(state[wrong[0]].shape)}, not {tuple(expected[wrong[0]].shape)}"
         raise UnfitError(f"{_count(wrong, 'of another shape')} ({shapes})")
+    # Codes that the component keeps as whole numbers: read as other numbers they are another weight.
+    wrong = [name for name, t in expected.items() if not t.is_floating_point() and state[name].dtype != t.dtype]
+    if wrong:
+        raise UnfitError(f"{_count(wrong, 'of another number format')} ({state[wrong[0]].dtype})")
     return {name: state[name] for name in expected}
 
 

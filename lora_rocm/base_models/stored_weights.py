@@ -10,26 +10,50 @@ the precision of the run. bitsandbytes in 4 bits: two codes a byte in ``X.weight
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lora_rocm.base_models.safetensors_file import read_tensors
+from lora_rocm.errors import ModelError
 from lora_rocm.foundation.safetensors_header import TensorEntry
+from lora_rocm.foundation.terminal_text import printable
 from lora_rocm.model_files.header import Header, damaged
 from lora_rocm.model_files.storage_formats import quantised_error
 
 SCALES = (".scale_weight", ".weight_scale")
-UNUSED = (".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8")
+SCALES_OF_INPUTS = (".scale_input", ".input_scale")
+DESCRIPTION, MARKER = ".comfy_quant", "scaled_fp8"
+UNUSED = (*SCALES_OF_INPUTS, DESCRIPTION, MARKER)
 FOUR_BITS = ".weight.quant_state.bitsandbytes__"
 OF_FOUR_BITS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
-COMFY_FORMATS = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise")
-SCALED_DTYPES = {"F8_E4M3": "scaled fp8", "F8_E5M2": "scaled fp8", "I8": "scaled int8", "U8": "scaled fp8"}
+NESTED_KEYS = ("nested_blocksize", "nested_offset", "nested_dtype")
+FOUR_BIT_TYPES = ("nf4", "fp4")
+BLOCK_SIZES = tuple(1 << power for power in range(5, 13))  # of bitsandbytes: 32 to 4096
+FP8, FLOATS = ("F8_E4M3", "F8_E5M2"), ("F64", "F32", "F16", "BF16")
+COMFY_FORMATS = {"float8_e4m3fn": ("F8_E4M3", "U8"), "float8_e5m2": ("F8_E5M2",), "int8_tensorwise": ("I8",)}
+"""Format of ComfyUI -> number formats of its codes."""
+SCALED_DTYPES = (*FP8, "I8")
+"""Number formats of codes that nothing describes."""
+EMBEDDINGS = ("embed", "shared", "wte")
+"""In the names of tables of tokens, which are stored in fp8 without a scale where the layers have one."""
+LARGEST = {
+    "scale": 1024.0,
+    "absmax": 65504.0,
+    "nested_absmax": 65504.0,
+    "quant_map": 2.0,
+    "nested_quant_map": 2.0,
+}
+"""Part -> the largest magnitude of its numbers. A float16 weight is at most 65,504, a number of a map at most 1."""
+MAX_SMALL_PART = 1 << 20
 MAX_DESCRIPTION = 1 << 16
 
 
@@ -83,15 +107,42 @@ Stored = ScaledWeight | FourBitWeight
 
 @dataclass(frozen=True)
 class Storage:
-    """How one weight is stored. parts: role -> name of a tensor in the file. state: of 4 bits."""
+    """How one weight is stored. path: of the file. parts: role -> name of a tensor in it. state: of 4 bits."""
 
+    path: Path
     form: str
     shape: tuple[int, ...]
     parts: Mapping[str, str]
     state: Mapping[str, Any] = field(default_factory=dict)
 
+    def require_numbers(self, role: str, tensor: Tensor) -> None:
+        """Refuse numbers of a part that no weight has.
+
+        Raises:
+            ModelError: weights-not-finite, weights-implausible.
+        """
+        if role not in LARGEST or not tensor.is_floating_point() or not tensor.numel():
+            return
+        largest = float(tensor.float().abs().amax())  # NaN, if there is one
+        if largest <= LARGEST[role]:
+            return
+        is_finite = math.isfinite(largest)
+        raise ModelError(
+            "weights-implausible" if is_finite else "weights-not-finite",
+            f"{printable(self.parts[role]):.200} holds numbers that "
+            + (f"no weight has: up to {largest:.3g}." if is_finite else "are not finite."),
+            where=str(self.path),
+            fix="Download the model again, or use another edition.",
+        )
+
     def weight(self, tensors: Mapping[str, Tensor]) -> Stored:
-        """The weight, of its tensors by their roles."""
+        """The weight, of its tensors by their roles.
+
+        Raises:
+            ModelError: as ``require_numbers``.
+        """
+        for role, tensor in tensors.items():
+            self.require_numbers(role, tensor)
         if self.state:
             pairs, rest = tensors["weight"], {role: tensor for role, tensor in tensors.items() if role != "weight"}
             return FourBitWeight(self.shape, pairs, state=self.state, **rest)
@@ -124,21 +175,9 @@ class ComponentTensors:
         """Name of a weight -> how it is stored; weights that are whole are not in it.
 
         Raises:
-            ModelError: weights-quantised, weights-damaged.
+            ModelError: as ``_all_stored``.
         """
-        found = {}
-        for header in self.headers:
-            names = [name for name in header.tensors if name.startswith(self.prefix)]
-            small = [name for name in names if FOUR_BITS in name or name.endswith(".comfy_quant")]
-            described = _described(header, small)
-            for name in names:
-                if FOUR_BITS in name:
-                    weight = name.partition(FOUR_BITS)[0] + ".weight"
-                    found[weight] = _four_bits(header, weight, described[name])
-                elif name.endswith(SCALES):
-                    base = name.rpartition(".")[0]
-                    found[f"{base}.weight"] = _scaled(header, base, name, described.get(f"{base}.comfy_quant"))
-        return found
+        return _all_stored(self.headers, self.prefix)
 
     @cached_property
     def _all(self) -> dict[str, TensorEntry]:
@@ -155,6 +194,8 @@ def _described(header: Header, names: Sequence[str]) -> dict[str, dict[str, Any]
     for name in names:
         if header.tensors[name].end - header.tensors[name].begin > MAX_DESCRIPTION:
             raise damaged(header.path, f"the description {name:.200} is too long")
+        if header.tensors[name].dtype != "U8":
+            raise damaged(header.path, f"the description {name:.200} is {header.tensors[name].dtype}, not bytes")
     found = {}
     for name, tensor in read_tensors(header, frozenset(names).__contains__).items():
         try:
@@ -166,33 +207,129 @@ def _described(header: Header, names: Sequence[str]) -> dict[str, dict[str, Any]
     return found
 
 
+def _all_stored(headers: Sequence[Header], prefix: str) -> dict[str, Storage]:
+    """How each weight of a component is stored that is not whole, by its name: the one place where parts are judged.
+
+    Headers and small values decide here. Larger values are judged when they are read (``Storage.weight``).
+
+    Raises:
+        ModelError: weights-quantised, weights-damaged, weights-not-finite.
+    """
+    found: dict[str, Storage] = {}
+    for header in headers:
+        names = [name for name in header.tensors if name.startswith(prefix)]
+        small = [name for name in names if FOUR_BITS in name or name.endswith(DESCRIPTION)]
+        described = _described(header, small)
+        for name in names:
+            if FOUR_BITS in name:
+                weight = name.partition(FOUR_BITS)[0] + ".weight"
+                made = _four_bits(header, weight, described[name])
+            elif name.endswith(SCALES):
+                base = name.rpartition(".")[0]
+                made = _scaled(header, base, name, described.get(base + DESCRIPTION))
+            else:
+                continue
+            if made.parts["weight"] in found:
+                raise damaged(header.path, f"{name:.200} describes a weight that another tensor describes, too")
+            found[made.parts["weight"]] = made
+    _require_one_dtype(headers, prefix, found)
+    for header in headers:
+        _require_scales(header, prefix, found)
+        _require_numbers(header, prefix, found)
+    return found
+
+
+def _require_scales(header: Header, prefix: str, stored: Mapping[str, Storage]) -> None:
+    """Refuse fp8 without the scale that other tensors tell of: read alone it is another weight."""
+    of_codes = [each.parts["weight"] for each in stored.values() if each.form == "scaled fp8"]
+    for name, entry in header.tensors.items():
+        if not name.startswith(prefix):
+            continue
+        base = name.rpartition(".")[0]
+        codes = header.tensors.get(f"{base}.weight")
+        told = name.endswith((DESCRIPTION, *SCALES_OF_INPUTS)) and f"{base}.weight" not in stored
+        told = told and codes is not None and codes.dtype in (*SCALED_DTYPES, "U8")
+        plain = name not in stored and name.endswith(".weight") and len(entry.shape) == 2 and entry.dtype in FP8
+        if told or (plain and of_codes and not any(word in name for word in EMBEDDINGS)):
+            raise damaged(header.path, f"the scale of {base:.200}.weight is missing")
+
+
+def _require_one_dtype(headers: Sequence[Header], prefix: str, stored: Mapping[str, Storage]) -> None:
+    """Refuse codes in several formats if nothing but their number format tells what they mean."""
+    entries = {name: (header, entry) for header in headers for name, entry in header.tensors.items()}
+    undescribed = {name for name in stored if name.removesuffix(".weight") + DESCRIPTION not in entries}
+    undescribed -= {name for name, each in stored.items() if each.state}
+    found = {name: entries[name][1].dtype for name in undescribed}
+    markers = {n: e.dtype for n, (_, e) in entries.items() if n.startswith(prefix) and n.endswith(MARKER)}
+    found |= {name: dtype for name, dtype in markers.items() if dtype in FP8}
+    usual = Counter(found.values()).most_common(1)
+    odd = sorted(name for name, dtype in found.items() if dtype != usual[0][0])
+    if odd:
+        what = f"{odd[0]:.200} is {found[odd[0]]}, where others are {usual[0][0]}"
+        raise damaged(entries[odd[0]][0].path, what)
+
+
+def _require_numbers(header: Header, prefix: str, stored: Mapping[str, Storage]) -> None:
+    """Judge the values of small parts, which takes no time."""
+    parts = {name: (each, role) for each in stored.values() for role, name in each.parts.items()}
+    small = {
+        name
+        for name, (_, role) in parts.items()
+        if role in LARGEST and (entry := header.tensors.get(name)) and entry.end - entry.begin <= MAX_SMALL_PART
+    }
+    for name, tensor in read_tensors(header, small.__contains__).items():
+        each, role = parts[name]
+        each.require_numbers(role, tensor)
+
+
 def _scaled(header: Header, base: str, scale: str, described: Mapping[str, Any] | None) -> Storage:
-    weight, entry = f"{base}.weight", header.tensors.get(f"{base}.weight")
-    if entry is None or prod(header.tensors[scale].shape) not in (1, *entry.shape[:1]):
-        raise quantised_error("scales of blocks", header.path, scale)
-    form = str((described or {}).get("format", COMFY_FORMATS[0]))
+    weight, entry, of_scale = f"{base}.weight", header.tensors.get(f"{base}.weight"), header.tensors[scale]
+    if entry is None:
+        raise damaged(header.path, f"{scale:.200} is the scale of a weight that is missing")
+    rows = entry.shape[:1]
+    if of_scale.shape not in ((), (1,), (1, 1), rows, (*rows, 1)):
+        raise quantised_error("scales of blocks or columns", header.path, scale)
+    if of_scale.dtype not in FLOATS:
+        raise damaged(header.path, f"{scale:.200} is {of_scale.dtype}, which is no format of scales")
+    form = (described or {}).get("format")
     parameters = (described or {}).get("params")
     turned = "convrot" in {**(described or {}), **(parameters if isinstance(parameters, dict) else {})}
-    is_bytes = entry.dtype == "U8" and form != COMFY_FORMATS[0]
-    if form not in COMFY_FORMATS or turned or entry.dtype not in SCALED_DTYPES or is_bytes or len(entry.shape) != 2:
-        raise quantised_error(f"ComfyUI's {form}{' with rotation' if turned else ''}", header.path, weight)
-    return Storage(SCALED_DTYPES[entry.dtype], entry.shape, {"weight": weight, "scale": scale})
+    fitting = entry.dtype in SCALED_DTYPES if described is None else entry.dtype in COMFY_FORMATS.get(str(form), ())
+    if turned or not fitting or len(entry.shape) != 2:
+        named = printable(str(form or entry.dtype))[:40]
+        raise quantised_error(f"ComfyUI's {named}{' with rotation' if turned else ''}", header.path, weight)
+    kind = "scaled int8" if entry.dtype == "I8" else "scaled fp8"
+    return Storage(header.path, kind, entry.shape, {"weight": weight, "scale": scale})
 
 
 def _four_bits(header: Header, weight: str, state: dict[str, Any]) -> Storage:
     parts = {"weight": weight} | {role: f"{weight}.{role}" for role in OF_FOUR_BITS}
     parts = {role: name for role, name in parts.items() if name in header.tensors}
-    is_nested, shape, needed = "nested_absmax" in parts, state.get("shape"), {"absmax", "quant_map"}
-    sizes = [state.get("blocksize")]
+    is_nested = "nested_absmax" in parts or "nested_quant_map" in parts or any(key in state for key in NESTED_KEYS)
+    shape, block, nested_block = state.get("shape"), state.get("blocksize"), state.get("nested_blocksize")
+    if not isinstance(shape, list) or not shape or not all(type(size) is int and size > 0 for size in shape):
+        raise damaged(header.path, f"what it says of {weight:.200} is incomplete: shape")
+    for key, size in [("blocksize", block), *([("nested_blocksize", nested_block)] if is_nested else [])]:
+        if type(size) is not int or size not in BLOCK_SIZES:
+            raise damaged(header.path, f"what it says of {weight:.200} is incomplete: {key}")
+    if state.get("quant_type") not in FOUR_BIT_TYPES:
+        raise quantised_error(f"bitsandbytes' {printable(str(state.get('quant_type')))[:40]}", header.path, weight)
+    # the shape of each part, from the shape of the weight
+    assert isinstance(block, int)
+    blocks = -(-prod(shape) // block)
+    wanted = {"absmax": ("U8" if is_nested else "F32", blocks), "quant_map": ("F32", 16)}
     if is_nested:
-        needed |= {"nested_quant_map"}
-        sizes += [state.get("nested_blocksize"), 1 if "nested_offset" in state else None]
-    if not isinstance(shape, list) or not all(isinstance(size, int) and size > 0 for size in (*shape, *sizes)):
-        raise damaged(header.path, f"what it says of {weight:.200} is incomplete")
-    count = {role: prod(header.tensors[name].shape) for role, name in parts.items()}
-    blocks = -(-prod(shape) // int(state["blocksize"]))
-    wanted = {"weight": -(-prod(shape) // 2), "absmax": blocks, "quant_map": 16}
-    if not needed <= count.keys() or any(count.get(role) != number for role, number in wanted.items()):
-        raise damaged(header.path, f"the parts of {weight:.200} do not fit its shape {shape}")
-    kind = str(state.get("quant_type", "4 bits"))[:10]
-    return Storage(f"bitsandbytes' {kind}", tuple(shape), parts, state)
+        assert isinstance(nested_block, int)
+        wanted |= {"nested_absmax": ("F32", -(-blocks // nested_block)), "nested_quant_map": ("F32", 256)}
+        offset = state.get("nested_offset")
+        is_number = isinstance(offset, int | float) and not isinstance(offset, bool)
+        if not is_number or offset is None or not abs(offset) <= LARGEST["nested_absmax"]:  # NaN is not
+            raise damaged(header.path, f"what it says of {weight:.200} is incomplete: nested_offset")
+    found = {role: header.tensors[name] for role, name in parts.items()}
+    for role, (dtype, count) in wanted.items():
+        if role not in found or found[role].dtype != dtype or found[role].shape != (count,):
+            raise damaged(header.path, f"{weight:.200}.{role} does not fit the shape {shape}")
+    codes = found.get("weight")
+    if codes is None or codes.dtype != "U8" or prod(codes.shape) != -(-prod(shape) // 2):
+        raise damaged(header.path, f"the codes of {weight:.200} do not fit the shape {shape}")
+    return Storage(header.path, f"bitsandbytes' {state['quant_type']}", tuple(shape), parts, state)

@@ -3,7 +3,7 @@
 Consumer AMD cards are known for kernels that silently give wrong answers (ROCm#6461, ROCm#6595, rocm-libraries#9962).
 Correct kernels can also fail later, after a driver recovers from a fault or when memory wears out. The canary repeats
 the checks of the self-test in the run's shapes, dtype and attention backend, and compares the frozen weights on the
-device with the weights that were sent.
+device with the weights that were sent, and constants (``device.constants``) with what they were made as.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from lora_rocm.checks.graph_check import Capture, captured_sums
 from lora_rocm.checks.selftest_attention import attention
 from lora_rocm.checks.selftest_base import DTYPES, Check, WrongAnswerError, first_wrong, judge, poison, whole_numbers
 from lora_rocm.checks.selftest_maths import convolution, products
+from lora_rocm.device.constants import changed_constants
 from lora_rocm.device.torch_errors import machine_error
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import CanaryError, RestartCode
@@ -29,7 +30,7 @@ SCALES = (1.0, -0.5, 2.0, -1.0, 0.5, -2.0)
 if it scales with the square.
 """
 SUM_LIMIT = 64  # sums of these whole numbers then stay exact in float32, in any order
-GRAPH = "captured graph"
+GRAPH, CONSTANTS = "captured graph", "constants"
 NAMED = 3  # how many changed weights an error names
 STEPS_ARE_LOST = (
     "Steps made since this was last found right cannot be trusted, and nothing was written from them; the last "
@@ -78,6 +79,9 @@ class Canary:
                 if self.capture is None or machine_error(error) is not None:
                     raise
                 return self.graph_failure(error)
+        if constants := changed_constants():
+            told = ", ".join(constants[:NAMED])
+            return self._failed("canary-weights", "Constants are not what they were made as", CONSTANTS, told)
         if not changed:
             return None
         told = f"{len(changed)} of {len(self.transfer.frozen)} tensors: {', '.join(changed[:NAMED])}"
@@ -103,7 +107,7 @@ class Canary:
     def checks(self) -> list[str]:
         """The names of all checks."""
         graph = [GRAPH] if self.capture else []
-        return [*(check.name for check in self._kernels(1.0)), *graph, self.weights]
+        return [*(check.name for check in self._kernels(1.0)), *graph, CONSTANTS, self.weights]
 
     def _failed(self, code: RestartCode, what: str, name: str, detail: object) -> CanaryError:
         return CanaryError(

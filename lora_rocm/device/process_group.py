@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from lora_rocm.device.constants import constant
 from lora_rocm.device.torch_errors import device_fault, out_of_memory
 from lora_rocm.errors import MachineError, RestartError, TransferError, UserError
 from lora_rocm.hardware.ranks import Rank
@@ -159,7 +160,7 @@ class World:
 
     def _nothing(self, like: Tensor) -> Tensor:
         if self._zero is None:  # made once, so that a single process pays nothing per step
-            self._zero = torch.zeros((), device=like.device)
+            self._zero = constant(torch.zeros((), device=like.device), "zero of a single process")
         return self._zero
 
     def exchange(self, what: str, text: str = "", limit_s: float | None = TIMEOUT_S) -> list[str]:

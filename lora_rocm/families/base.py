@@ -88,6 +88,16 @@ class ComparesWithStart(Protocol):
         ...
 
 
+@runtime_checkable
+class EncodesWithComponents(Protocol):
+    """A family whose base has components beside the trained ones, which encode and decode."""
+
+    @property
+    def encoders_identity(self) -> str:
+        """Covers every byte of these components. Before they are loaded, it has to read their files."""
+        ...
+
+
 class TextReader(Protocol):
     """Reads texts that are samples, as records (``dataset.records``)."""
 

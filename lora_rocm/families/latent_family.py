@@ -170,6 +170,12 @@ class LatentFamily(ABC):
         }
 
     @cached_property
+    def encoders_identity(self) -> str:
+        """As ``EncodesWithComponents.encoders_identity``."""
+        parts = [self.source.fingerprint(name) for name in self.all_components if name not in self._trained]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    @cached_property
     def _identity(self) -> str:
         """Identity of the trained components and of the noise schedule. The encoders' are in the cache keys."""
         parts = [*(self.source.fingerprint(name) for name in self._trained), self.source.settings("scheduler")]

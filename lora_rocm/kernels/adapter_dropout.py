@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from lora_rocm.device.constants import constant
+
 
 class AdapterDropout(nn.Module):
     """Multiplies ``size`` numbers of a layer, or all of it if ``size`` is 1, by what ``DropoutDraws`` drew for them.
@@ -85,6 +87,8 @@ class _Factors:
             torch.cat([torch.full((count,), value, device=device) for count, value in zip(counts, values, strict=True)])
             for values in ([layer.p for layer in layers], kept)
         )
+        constant(self._p_N, "rates of dropout")
+        constant(self._kept_N, "factors of dropout")
         self._flat_N = torch.ones_like(self._p_N)
         self._generator = None if device.type == "meta" else torch.Generator(device)
         self._rows = rows

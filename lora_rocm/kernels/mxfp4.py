@@ -14,11 +14,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from lora_rocm.device.constants import constant
+
 GROUP = 32
 BYTES = GROUP // 2
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 WORDS = {2: torch.int32, 4: torch.int64}
 """Bytes of a number -> integers as wide as two of these."""
+LARGEST_SCALE = 127 + 13
+"""Values of a larger scale exceed 65,504, the largest number of float16. Scale 255 means NaN."""
 SUBNORMAL = 0x00400000
 """The bits of 2**-127 as float32, which scale 0 means."""
 
@@ -45,7 +49,7 @@ def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
     """The two values of each byte as one integer [256]: single numbers are looked up faster than rows of two."""
     values = torch.tensor([*MAGNITUDES, *(-value for value in MAGNITUDES)], dtype=dtype)
     pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=1)
-    return pairs.view(WORDS[dtype.itemsize]).flatten().to(device)
+    return constant(pairs.view(WORDS[dtype.itemsize]).flatten().to(device), "table of MXFP4")
 
 
 def product(x: Tensor, dense: Callable[[torch.dtype], Tensor], bias_O: Tensor) -> Tensor:

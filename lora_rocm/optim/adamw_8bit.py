@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lora_rocm.device.constants import constant
 from lora_rocm.optim.update_rule import (
     TABLE_MULTIPLE,
     Group,
@@ -59,8 +60,9 @@ class Moment:
     def __init__(self, codes_P: Tensor, scales: Tensor, signed: bool) -> None:
         self._codes_P, self._scales_B1 = codes_P, scales[: len(codes_P) // BLOCK, None]
         book = code_book(signed)
-        self._values_C = book.to(codes_P.device)
-        self._edges_C = ((book[1:] + book[:-1]) / 2).to(codes_P.device)
+        edges = (book[1:] + book[:-1]) / 2
+        self._values_C = constant(book.to(codes_P.device), "code book of adamw_8bit")
+        self._edges_C = constant(edges.to(codes_P.device), "edges of the code book of adamw_8bit")
         self._codes_P.fill_(int(book.abs().argmin()))  # the place of 0
 
     def read(self) -> Tensor:

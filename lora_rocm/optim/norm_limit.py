@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from lora_rocm.device.constants import constant
+
 Factors = Mapping[str, Tensor]
 Norms = Callable[[Sequence[Factors]], Tensor]
 """The Frobenius norms, float32 [n], of the products of modules of one shape."""
@@ -45,7 +47,7 @@ class NormLimit:
         for stack in stacks.values():
             like = next(iter(stack[0][0].values()))
             scales_n = torch.tensor([scale for _, scale in stack], dtype=torch.float32, device=like.device)
-            self._stacks.append(([factors for factors, _ in stack], scales_n))
+            self._stacks.append(([factors for factors, _ in stack], constant(scales_n, "scales of the norm limit")))
 
     @torch.no_grad()
     def apply(self, held: Tensor) -> None:

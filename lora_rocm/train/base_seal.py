@@ -7,10 +7,13 @@ that are trained with. A file's size, times and remembered digest can be unchang
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from lora_rocm.adapters.training_adapter import NAME
 from lora_rocm.device.transfer import Sent
+from lora_rocm.errors import AdapterError
+from lora_rocm.families.base import EncodesWithComponents, ModelFamily
+from lora_rocm.train.checkpoint import Checkpoint
 
 Seals = dict[str, str]
 """Component and dtype ("unet bfloat16") -> a digest over the fingerprints of its tensors.
@@ -30,6 +33,63 @@ def seals_of(sent: Mapping[str, Sent]) -> Seals:
         key = f"{component} {tensor.dtype}".replace("torch.", "")
         lines.setdefault(key, []).append(f"{name.replace('.base_layer.', '.')} {tensor.fingerprint}")
     return {key: hashlib.sha256("\n".join(sorted(found)).encode("utf-8")).hexdigest() for key, found in lines.items()}
+
+
+def identities(family: ModelFamily, encoders: bool = True) -> dict[str, str]:
+    """Facts of a checkpoint about its base: of the trained components ("base"), and of the others if there are any.
+
+    ``encoders``: the others count. Where they are not loaded, their files are read for it.
+    """
+    found = {"base": family.base_facts()["identity"]}
+    if encoders and isinstance(family, EncodesWithComponents):
+        found["encoders"] = family.encoders_identity
+    return found
+
+
+def require_trained_base(
+    checkpoint: Checkpoint | None,
+    name: str,
+    family: ModelFamily,
+    say: Callable[[str], None],
+    *,
+    refuse: bool = True,
+    encoders: bool = True,
+) -> None:
+    """Compare a base with the one that a run was trained on, by a checkpoint of the run.
+
+    Called when the base is loaded, it costs nothing for the trained components: their digests are known then.
+
+    Args:
+        checkpoint: of the run; None: it has none.
+        name: of the base, as the recipe has it.
+        family: with the base, and the trained components of the run.
+        say: receives notices.
+        refuse: another base is refused; else it is a notice.
+        encoders: the components that are not trained count.
+
+    Raises:
+        AdapterError: export-other-base.
+    """
+    if checkpoint is None:
+        say("No checkpoint of the run is here that says which base it was trained on: the base was not compared.")
+        return
+    facts, now = checkpoint.facts, identities(family, encoders)
+    differing = [key for key in now if key in facts and facts[key] != now[key]]  # earlier checkpoints have no encoders
+    if not differing:
+        return
+    if "base_seals" not in facts:
+        say("The run is of an earlier version, which named bases in another way: the base was not compared.")
+        return
+    what = "The files of the base" if "base" in differing else "The files of the base's text encoders or VAE"
+    if not refuse:
+        say(f"{what} are not those that this adapter was trained on.")
+        return
+    raise AdapterError(
+        "export-other-base",
+        f"{what} are not those that this adapter was trained on.",
+        where=f"model.name_or_path: {name}",
+        fix="Put the base back as it was, or set model.revision to the edition that was trained on.",
+    )
 
 
 def broken(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

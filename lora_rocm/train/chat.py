@@ -25,7 +25,10 @@ from lora_rocm.families.base import Answering, Sampling, family_for
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.rundir.event_types import AnsweredEvent, Emit, NoticeEvent, ReadyEvent, WrittenEvent
 from lora_rocm.rundir.events import emit as to_output
+from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.run_recipe import SPARE_CACHE, recipe_of_run
+from lora_rocm.train.base_seal import require_trained_base
+from lora_rocm.train.checkpoint import latest_valid
 from lora_rocm.train.standalone import Job, open_transfer, send_model, start_device
 
 BASE, ADAPTER = "base", "adapter"
@@ -139,6 +142,8 @@ def chat(
     def say(text: str) -> None:
         emit(NoticeEvent(text=text))
 
+    newest, _ = latest_valid(RunDir(Path(job["recipe"]).parent))
+    require_trained_base(newest, recipe.model.name_or_path, family, say)
     adapter = attach_file(family, model, Path(job["adapter"]), 1.0, say)
     assert adapter is not None, "its strength is not 0"
     send_model(model, open_transfer(device, settings))

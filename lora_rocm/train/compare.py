@@ -36,6 +36,8 @@ from lora_rocm.rundir.events import emit
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.run_context import RunContext
 from lora_rocm.supervisor.run_recipe import SPARE_CACHE, recipe_of_run
+from lora_rocm.train.base_seal import require_trained_base
+from lora_rocm.train.checkpoint import latest_valid
 from lora_rocm.train.held_out import HeldOut, HeldOutLoss
 from lora_rocm.train.preview import ENDINGS, content_of, requests_of
 from lora_rocm.train.standalone import Job, open_transfer, send_model, start_device
@@ -62,6 +64,8 @@ def compare(job: Job, registry: Registry = PRODUCT) -> None:
     prepared = _prepared(recipe, family, Encoding(cache, device, context=CONTEXT, open_door=open_door, more=more))
     # The model, and the weights of each file, read on the CPU
     model = family.load(dtype, torch.device("cpu"))
+    newest, _ = latest_valid(RunDir(Path(job["source"])))
+    require_trained_base(newest, recipe.model.name_or_path, family, CONTEXT.notice)
     adapter = inject(family, model, recipe.lora.as_written(), recipe.train.seed, CONTEXT.notice, resumed=True)
     training_adapter = put_training_adapter(family, model, recipe.model.training_adapter, CONTEXT.notice)
     tokens = recipe.lora.new_tokens

@@ -9,7 +9,6 @@ import torch
 
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.factory import inject
-from lora_rocm.errors import AdapterError
 from lora_rocm.export import writers
 from lora_rocm.export.gguf import require_convertible, write_gguf
 from lora_rocm.export.merged import write_merged
@@ -20,6 +19,7 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.event_types import ExportEvent, NoticeEvent
 from lora_rocm.rundir.events import emit
 from lora_rocm.rundir.layout import RunDir
+from lora_rocm.train.base_seal import require_trained_base
 from lora_rocm.train.checkpoint import Checkpoint
 from lora_rocm.train.standalone import Job
 
@@ -38,13 +38,7 @@ def convert(job: Job, run_dir: RunDir, recipe: Recipe, checkpoint: Checkpoint) -
     family, form = family_for(recipe), job["format"]
     assert isinstance(family, WritesWholeModels), "as its spec says"
     files = family.own_files()
-    if checkpoint.facts["base"] != family.base_facts()["identity"]:
-        raise AdapterError(
-            "export-other-base",
-            "The files of the base are not those that this adapter was trained on.",
-            where=f"model.name_or_path: {recipe.model.name_or_path}",
-            fix="Put the base back as it was, or set model.revision to the edition that was trained on.",
-        )
+    require_trained_base(checkpoint, recipe.model.name_or_path, family, lambda text: emit(NoticeEvent(text=text)))
     # The adapter alone, on a base without weights
     model = LoadedModel({files.component: family.skeleton(files.component)}, torch.float32, torch.device("cpu"))
     adapter = inject(family, model, recipe.lora, recipe.train.seed, resumed=True)

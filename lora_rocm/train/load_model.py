@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -24,6 +26,18 @@ from lora_rocm.kernels.weight_format import use_form
 from lora_rocm.memory.controller import Memory, decide
 from lora_rocm.train import compilation
 from lora_rocm.train.context import StartContext, pins
+
+LARGEST = 1e9
+"""A weight of a larger magnitude makes numbers that are not finite; those of published models are below 1e5."""
+
+
+@runtime_checkable
+class HoldsCodes(Protocol):
+    """A module that computes with codes, whose numbers no other check sees."""
+
+    def implausible(self) -> Sequence[str]:
+        """Names of its tensors whose codes stand for numbers that no weight has."""
+        ...
 
 
 def choose_memory(start: StartContext, family: ModelFamily, shapes: Collection[Shape]) -> Memory:
@@ -68,7 +82,7 @@ def load_model(
 
 
 def _require_finite(component: nn.Module, name: str, start: StartContext) -> None:
-    """Check that no weight of a loaded component is NaN or infinite; it takes one read of the weights.
+    """Check that no weight of a loaded component is NaN, infinite or huge; it takes one read of the weights.
 
     Raises:
         ModelError: one is, in the file or in the precision of the run.
@@ -76,6 +90,23 @@ def _require_finite(component: nn.Module, name: str, start: StartContext) -> Non
     tensors = (*component.named_parameters(), *component.named_buffers())  # scales of packed layers are buffers
     weights = {path: tensor for path, tensor in tensors if tensor.is_floating_point()}
     finite_N = torch.stack([weight.isfinite().all().to(start.device) for weight in weights.values()])
+    found = {path: weight for path, weight in component.named_parameters() if path in weights and weight.numel()}
+    ends = [end for weight in found.values() for end in weight.aminmax()]
+    largest_P = torch.stack([end.to(start.device, torch.float32) for end in ends]).abs().view(-1, 2).amax(1)
+    huge = [path for path, largest in zip(found, largest_P.tolist(), strict=True) if LARGEST < largest < math.inf]
+    huge += [
+        f"{path}.{codes}"
+        for path, module in component.named_modules()
+        if isinstance(module, HoldsCodes)
+        for codes in module.implausible()
+    ]
+    if finite_N.all() and huge:
+        raise ModelError(
+            "weights-implausible",
+            f"The weight {name}.{huge[0]} holds numbers larger than any of a model that works.",
+            where=f"model.name_or_path: {start.recipe.model.name_or_path}",
+            fix="Download the model again, or use another edition.",
+        )
     if not finite_N.all():
         path = next(path for path, is_finite in zip(weights, finite_N.tolist(), strict=True) if not is_finite)
         dtype = str(start.dtype).removeprefix("torch.")

@@ -38,6 +38,7 @@ from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.results import updates_of
 from lora_rocm.rundir.whole_files import newest_lora, require_whole_named
 from lora_rocm.supervisor.run_recipe import SPARE_CACHE, recipe_of_run
+from lora_rocm.train.base_seal import require_trained_base
 from lora_rocm.train.chat import chat
 from lora_rocm.train.checkpoint import Checkpoint, latest_valid, read_checkpoint
 from lora_rocm.train.compare import compare
@@ -80,9 +81,11 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
     # Load the model with the LoRA
     dtype = compute_dtype(recipe.train.mixed_precision, device, settings, recipe.spec.takes_fp16)
     model = family.load(dtype, torch.device("cpu"))
+    if (run_dir := run_of(lora)) is not None:
+        _require_base_of_run(job, run_dir, recipe, family, registry)
     new_tokens.put(family, model, tokens)
     new_tokens.start(family, model, tokens)
-    attach_file(family, model, lora, job["strength"], lambda text: emit(NoticeEvent(text=text)))
+    attach_file(family, model, lora, job["strength"], say)
     send_model(model, open_transfer(device, settings))
     family.fuse(model, triton=False)  # in float16 some families are only right as they are trained
     # Draw and save
@@ -112,6 +115,19 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
         emit(DrawnEvent(images=paths))
 
 
+def _require_base_of_run(job: Job, run_dir: RunDir, recipe: Recipe, family: ModelFamily, registry: Registry) -> None:
+    """Refuse a base that is not the one that the run of a LoRA was trained on; a notice if ``--base`` names it.
+
+    Raises:
+        AdapterError: export-other-base.
+    """
+    newest, _ = latest_valid(run_dir)
+    of_run = load_recipe(run_dir.recipe, registry=registry).recipe.model_copy(update={"model": recipe.model})
+    same_parts = of_run.lora.tokenises == recipe.lora.tokenises  # it decides which components are trained
+    with_parts_of_run = family if same_parts else family_for(of_run)
+    require_trained_base(newest, recipe.model.name_or_path, with_parts_of_run, say, refuse=job["base"] is None)
+
+
 def export_run(job: Job, registry: Registry = PRODUCT) -> None:
     """Write the LoRA of a run's checkpoint (by default the newest) in another format, load it back and compare.
 
@@ -133,6 +149,8 @@ def export_run(job: Job, registry: Registry = PRODUCT) -> None:
     device, settings = start_device(recipe)
     dtype = compute_dtype(recipe.train.mixed_precision, device, settings, recipe.spec.takes_fp16)
     model = family.load(dtype, torch.device("cpu"))
+    # a LoRA file holds nothing of the base
+    require_trained_base(checkpoint, recipe.model.name_or_path, family, say, refuse=False, encoders=False)
     # The model with the checkpoint's LoRA
     adapter = inject(family, model, recipe.lora, recipe.train.seed, resumed=True)
     trained = checkpoint.tensors("adapter")
@@ -253,14 +271,25 @@ def sides_of(job: Job, recipe: Recipe) -> tuple[int, int]:
     return job["width"] or width, job["height"] or height
 
 
+def say(text: str) -> None:
+    """Emit a notice."""
+    emit(NoticeEvent(text=text))
+
+
+def run_of(lora: Path) -> RunDir | None:
+    """The run directory that a LoRA file lies in; None: it lies in none."""
+    folders = (folder for folder in (lora.parent, lora.parent.parent) if RunDir(folder).recipe.exists())
+    return next(map(RunDir, folders), None)
+
+
 def recipe_for(job: Job, lora: Path, registry: Registry) -> Recipe:
     """The recipe of the run that contains the file; ``--base`` replaces its base model.
 
     Raises:
         UserError: neither the run nor ``--base`` names the base model, or its family is not known.
     """
-    recipes = [folder / "recipe.yaml" for folder in (lora.parent, lora.parent.parent)]
-    found = next((path for path in recipes if path.exists()), None)
+    run_dir = run_of(lora)
+    found = None if run_dir is None else run_dir.recipe
     if found is None and job["base"] is None:
         raise AdapterError(
             "base-unknown",

@@ -64,7 +64,7 @@ class Artifacts:
     transfer: DeviceTransfer
     guard: Guard
     prepared: Prepared
-    data_facts: Mapping[str, str | bool]
+    run_facts: Mapping[str, str | bool]
     base_seals: Seals
     steps_per_epoch: int
     room: Room
@@ -118,8 +118,7 @@ class Artifacts:
         # Write the state
         facts = {
             "recipe": fingerprint(self.recipe),
-            **self.data_facts,
-            "base": self.family.base_facts()["identity"],
+            **self.run_facts,
             "base_seals": self.base_seals,
             "threads": torch.get_num_threads(),
             "ranks": self.world.size,

@@ -32,7 +32,7 @@ from lora_rocm.rundir.event_types import DataEvent, StepEvent
 from lora_rocm.rundir.events import latest_steps
 from lora_rocm.supervisor.resume import accept
 from lora_rocm.train import compilation
-from lora_rocm.train.base_seal import Seals, broken, seals_of
+from lora_rocm.train.base_seal import Seals, broken, identities, seals_of
 from lora_rocm.train.build_trainer import first_pass, new_trainer
 from lora_rocm.train.checkpoint import Checkpoint, discard_newer, latest_valid, read_checkpoint, restore_threads
 from lora_rocm.train.class_images import with_class_images
@@ -199,7 +199,7 @@ def load(start: StartContext, family: ModelFamily, data: Data) -> tuple[Artifact
         transfer=transfer,
         guard=guard,
         prepared=data.prepared,
-        data_facts=data.facts(),
+        run_facts={**data.facts(), **identities(family)},
         base_seals=seals,
         steps_per_epoch=data.steps_per_epoch,
         room=room,

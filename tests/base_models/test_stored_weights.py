@@ -235,8 +235,8 @@ def too_few(tensors: State) -> None:
     (of_nvidia, "weights-quantised", "nvfp4"),
     (in_blocks, "weights-quantised", "blocks"),
     (no_json, "weights-damaged", "no JSON"),
-    (without_map, "weights-damaged", "do not fit"),
-    (too_few, "weights-damaged", "do not fit"),
+    (without_map, "weights-damaged", "quant_map does not fit"),
+    (too_few, "weights-damaged", "absmax does not fit"),
 ])  # fmt: skip
 def test_what_is_not_read_or_does_not_fit_is_refused_by_the_header(
     checkpoint: tuple[Path, Path], tmp_path: Path, edit: Edit, code: str, words: str

@@ -34,7 +34,7 @@ class Run:
         self.recipe = recipe_of(self.base, **sections)
         self.adapted = Adapted(self.recipe)
         self.dir.recipe.write_text(dump_recipe(self.recipe), encoding="utf-8")
-        facts = {"base": self.adapted.family.base_facts()["identity"], "metadata": FACTS}
+        facts = {"base": self.adapted.family.base_facts()["identity"], "base_seals": {}, "metadata": FACTS}
         save_checkpoint(self.dir, Position(updates=3), {"adapter": self.adapted.adapter.state()}, facts)
         self.events: list[Any] = []
         for module in (conversions, model_child):

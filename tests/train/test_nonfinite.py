@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lora_rocm.device.transfer import Clock, DeviceTransfer
-from lora_rocm.errors import NonFiniteError
-from lora_rocm.families.base import Tensors
+from lora_rocm.errors import ModelError, NonFiniteError
+from lora_rocm.families.base import Tensors, family_for
 from lora_rocm.hardware.settings import Settings
+from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.mitigations import seen_of_code
 from lora_rocm.rundir.event_types import Event, StepEvent
@@ -26,8 +27,10 @@ from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import context as start_facts
 from lora_rocm.train import pipeline
 from lora_rocm.train.checkpoint import latest_valid, read_checkpoint
+from lora_rocm.train.load_model import HoldsCodes
 from lora_rocm.train.loop import Trainer
 from lora_rocm.train.session import Session
+from tests.tiny_llm import write_tiny_gpt_oss
 from tests.train import test_pipeline
 from tests.train.test_guard import after_step
 from tests.train.test_pipeline import CPU, bytes_of, dumped, make_recipe
@@ -244,3 +247,33 @@ def test_a_roll_back_draws_other_noise_for_the_same_data_however_often_it_is_int
 
     monkeypatch.setattr(pipeline, "_restore", forgetful)  # negative control
     assert start(recipe, tmp_path / "forgetful") and bytes_of(tmp_path / "forgetful") != bytes_of(straight)
+
+
+@pytest.mark.parametrize("value", [3e38, -1e12, float("inf"), float("nan")])
+def test_a_base_with_a_number_that_no_weight_has_is_refused_when_it_is_loaded(
+    material: Path, tmp_path: Path, value: float
+) -> None:
+    """Else the loss is not finite at each of six starts."""
+    model = Path(shutil.copytree(material / "model", tmp_path / "model"))
+    path = model / "unet" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(path)
+    name = next(name for name in sorted(tensors) if name.endswith("to_v.weight"))
+    tensors[name][0, 0] = value
+    save_file(tensors, path)
+    recipe = make_recipe(material, model={"name_or_path": str(model)})
+    with pytest.raises(ModelError) as caught:
+        test_pipeline.start(recipe, tmp_path / "run")
+    wanted = "weights-implausible" if abs(value) < float("inf") else "weights-not-finite"
+    assert caught.value.code == wanted and name in caught.value.what and caught.value.exit_code == 2
+
+
+def test_codes_of_mxfp4_that_stand_for_no_weight_are_named(tmp_path: Path) -> None:
+    folder = write_tiny_gpt_oss(tmp_path)
+    model = {"family": "causal-lm", "name_or_path": str(folder)}
+    sections = {"model": model, "data": {"path": str(tmp_path)}, "train": {"max_train_steps": 1}}
+    recipe = recipe_from(sections)
+    loaded = family_for(recipe).load(torch.float32, CPU).components["model"]
+    experts = [module for module in loaded.modules() if isinstance(module, HoldsCodes)]
+    assert experts and not any(module.implausible() for module in experts)
+    experts[0].get_parameter("down_proj_scales").data[0, 0, 0] = 255
+    assert experts[0].implausible() == ["down_proj_scales"]

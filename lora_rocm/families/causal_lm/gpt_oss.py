@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GptOssForCausalLM
 
-from lora_rocm.kernels.mxfp4 import BYTES, GROUP, product, unpacked
+from lora_rocm.kernels.mxfp4 import BYTES, GROUP, LARGEST_SCALE, product, unpacked
 
 
 class PackedExperts(nn.Module):
@@ -38,6 +38,11 @@ class PackedExperts(nn.Module):
 
     def _put(self, name: str, tensor: Tensor) -> None:
         self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+
+    def implausible(self) -> list[str]:
+        """As ``HoldsCodes.implausible``."""
+        scales = [f"{name}_scales" for name in ("gate_up_proj", "down_proj")]
+        return [name for name in scales if int(self.get_parameter(name).max()) > LARGEST_SCALE]
 
     def dense(self, name: str, expert: int, dtype: torch.dtype) -> Tensor:
         """The weight [O, I] of one expert; ``name`` is gate_up_proj or down_proj."""

@@ -101,7 +101,11 @@ def check_scheduler(source: Source, config: Mapping[str, Any]) -> None:
     try:
         if not 1 < config.get("num_train_timesteps", 1000) <= MAX_TIMESTEPS:
             raise ValueError(f"num_train_timesteps is {config['num_train_timesteps']}")
-        levels_T = ddpm.noise_schedule(config, prediction, bool(config["rescale_betas_zero_snr"])).alphas_cumprod_T
+        if not isinstance(config["rescale_betas_zero_snr"], bool):
+            raise ValueError("rescale_betas_zero_snr is neither true nor false")
+        levels_T = ddpm.noise_schedule(config, prediction, config["rescale_betas_zero_snr"]).alphas_cumprod_T
+        if len(levels_T) != config.get("num_train_timesteps", 1000):
+            raise ValueError(f"trained_betas has {len(levels_T)} numbers, and there are other timesteps")
         if not (torch.isfinite(levels_T).all() and levels_T.min() >= 0 and levels_T.max() <= 1):
             raise ValueError("the noise that it describes is none")
         if config.get("timestep_spacing", SPACINGS[0]) not in SPACINGS:  # used by previews
@@ -189,6 +193,8 @@ def _check_unet(source: Source, expected: Expected, config: Mapping[str, Any]) -
     if isinstance(width, int) and width != expected.width and (other := _unet_of(width)):
         raise _wrong(source, expected, other)
     _check_channels(source, expected, config.get("in_channels"))
+    if (given := config.get("out_channels")) not in (None, 4):
+        raise _wrong(source, expected, f"a UNet that gives {given} channels, where {expected.title} gives 4")
 
 
 def _check_channels(source: Source, expected: Expected, channels: object) -> None:

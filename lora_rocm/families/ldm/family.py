@@ -22,6 +22,7 @@ from lora_rocm.families.ldm import detect, fused_unet, inpainting, kohya_keys
 from lora_rocm.families.ldm.blocks import blocks_of
 from lora_rocm.families.ldm.fusion_options import fusion_for
 from lora_rocm.families.ldm.sampling import sample_images
+from lora_rocm.families.objectives import schedulers
 from lora_rocm.families.objectives.base import SEEN_LATENTS, Prediction
 from lora_rocm.families.objectives.ddpm import DdpmObjective, DdpmSettings, check_weighting
 from lora_rocm.families.recompute import Recomputing
@@ -70,6 +71,8 @@ class LdmFamily(LatentFamily):
     def check(self, source: Source) -> tuple[str, ...]:
         notices, config = detect.check(source, self.expected), self._scheduler_config(source)
         inpainting.require_masks_read(source.config("unet")["in_channels"], self.recipe.sample)
+        chosen = self._settings.decides(self.marks(source))
+        notices += schedulers.ddpm_notices(source, self.published_scheduler(source), chosen)
         detect.check_scheduler(source, config)
         check_weighting(self._settings.section, config)
         return notices
@@ -99,7 +102,8 @@ class LdmFamily(LatentFamily):
         return self._scheduler_config(self.source)
 
     def _scheduler_config(self, source: Source) -> dict[str, Any]:
-        return self._settings.decided(self.published_scheduler(source), self.marks(source))
+        published = schedulers.completed(source, self.published_scheduler(source))
+        return self._settings.decided(published, self.marks(source))
 
     @property
     def _settings(self) -> DdpmSettings:

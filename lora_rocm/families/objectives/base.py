@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lora_rocm.device.constants import constant
+
 
 @dataclass(frozen=True)
 class Draws:
@@ -71,6 +73,10 @@ class LatentSpace:
     scale_C: Tensor
     mean: str = MEAN
     std: str = STD
+
+    def __post_init__(self) -> None:
+        constant(self.shift_C, "shift of the latents")
+        constant(self.scale_C, "scale of the latents")
 
     def draws(self, rngs: Sequence[torch.Generator], shape: Sequence[int]) -> dict[str, Tensor]:
         """The draws that ``sample`` needs, for latents of ``shape`` (without B): float32, one row per generator."""

@@ -16,6 +16,7 @@ import torch
 from diffusers import DDPMScheduler
 from torch import Tensor
 
+from lora_rocm.device.constants import constant
 from lora_rocm.errors import ModelError
 from lora_rocm.families.objectives.base import Draws, generators, over
 from lora_rocm.families.objectives.denoising import DenoisingObjective, Levels, in_range, logit_normal
@@ -45,6 +46,10 @@ class DdpmSettings:
         assert isinstance(section, DdpmSection) and isinstance(model, CheckpointSection), "as the family's spec says"
         return cls(model.prediction_type, section)
 
+    def decides(self, marks: Collection[str]) -> bool:
+        """Whether the recipe or a mark of a one-file checkpoint says what the base predicts; ``marks`` as below."""
+        return self.prediction_type != "auto" or "v_pred" in marks
+
     def decided(self, published: Mapping[str, Any], marks: Collection[str] = ()) -> dict[str, Any]:
         """The base's scheduler config with ``prediction_type`` and ``rescale_betas_zero_snr`` resolved.
 
@@ -56,7 +61,8 @@ class DdpmSettings:
         prediction = self.prediction_type
         if prediction == "auto":
             prediction = "v_prediction" if "v_pred" in marks else published.get("prediction_type", "epsilon")
-        zero_snr = self.section.zero_terminal_snr or "ztsnr" in marks or bool(published.get("rescale_betas_zero_snr"))
+        chosen = self.section.zero_terminal_snr or "ztsnr" in marks
+        zero_snr = chosen or published.get("rescale_betas_zero_snr") or False
         return {**published, "prediction_type": prediction, "rescale_betas_zero_snr": zero_snr}
 
 
@@ -155,6 +161,9 @@ class NoiseSchedule:
 
     alphas_cumprod_T: Tensor
     prediction_type: str
+
+    def __post_init__(self) -> None:
+        constant(self.alphas_cumprod_T, "noise schedule")
 
     def __len__(self) -> int:
         return int(self.alphas_cumprod_T.shape[0])

@@ -73,9 +73,9 @@ def shifted(sigma: Tensor, shift: float) -> Tensor:
 
 def published_shift(config: Mapping[str, Any], tokens: int) -> float:
     """The shift with which an image of this many tokens is sampled by a scheduler config."""
-    return (
-        shift_of_resolution(config, tokens) if config.get("use_dynamic_shifting") else float(config.get("shift", 1.0))
-    )
+    if config.get("use_dynamic_shifting"):
+        return shift_of_resolution(config, tokens)
+    return 1.0 if config.get("shift") is None else float(config["shift"])
 
 
 def shift_of_resolution(config: Mapping[str, Any], tokens: int) -> float:

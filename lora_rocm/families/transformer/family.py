@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lora_rocm.base_models.loading import Source
 from lora_rocm.families.base import LoadedModel, PreviewRequest, Tensors
 from lora_rocm.families.latent_family import LatentFamily
+from lora_rocm.families.objectives import schedulers
 from lora_rocm.families.objectives.base import Prediction
 from lora_rocm.families.objectives.flow import FlowObjective
 from lora_rocm.families.recompute import Recomputing
@@ -96,7 +97,7 @@ class TransformerFamily(LatentFamily):
         return self.file_prefixes[component] + module
 
     def check(self, source: Source) -> tuple[str, ...]:
-        return detect.check(source, self.recipe.spec)
+        return (*detect.check(source, self.recipe.spec), *schedulers.check_flow(source))
 
     @cached_property
     def scheduler_config(self) -> Mapping[str, Any]:
