@@ -132,9 +132,7 @@ def export_run(job: Job, registry: Registry = PRODUCT) -> None:
     model = family.load(dtype, torch.device("cpu"))
     # The model with the checkpoint's LoRA
     adapter = inject(family, model, recipe.lora, recipe.train.seed, resumed=True)
-    trained = checkpoint.tensors("adapter")
-    adapter.load_constants(trained)
-    adapter.load(checkpoint.tensors("ema") or trained)
+    checkpoint.load_shown(adapter, recipe.optim)
     # Write, load back and compare
     path = followed(Path(job["output"])) if job["output"] else run_dir.export_of(job["format"])
     facts = Facts(**checkpoint.facts["metadata"])
