@@ -13,13 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lora_rocm.errors import ResumeError
 from lora_rocm.foundation.units import count_text
 from lora_rocm.kernels.backend import form_for
 from lora_rocm.optim.norm_limit import NormLimit
 from lora_rocm.optim.schedule import learning_rate_factor
 from lora_rocm.optim.state_guard import StateGuard
-from lora_rocm.optim.update_rule import Group, Scalars, TrainedWeights, UpdateRule
+from lora_rocm.optim.update_rule import (
+    Group,
+    Scalars,
+    TrainedWeights,
+    UpdateRule,
+    other_state,
+    shown_weights,
+    state_name,
+)
 from lora_rocm.recipe.optim_sections import OptimSection
 
 INITIAL_LOSS_SCALE = 2.0**16
@@ -167,9 +174,8 @@ class GatedOptimizer:
         self.loss_scale.copy_(torch.where(blocked > 0, self.loss_scale, scale))
 
     def shown(self) -> Mapping[str, Tensor]:
-        """Name -> weight that users get: the average (EMA), or that of the rule; empty if it is the trained weight."""
-        averaged_N = self.rule.averaged()
-        return self.ema if averaged_N is None else self.weights.views(averaged_N)
+        """Name -> weight that users get; ``parameters`` itself if no average is kept."""
+        return shown_weights(type(self.rule), self.section, self.parameters, self.ema, self.state)
 
     def drop_gradients(self) -> None:
         self.weights.drop_gradients()
@@ -178,7 +184,7 @@ class GatedOptimizer:
         """Loss scale, scalars and tables of the rule, and its buffers by parameter name: the live tensors."""
         tensors = {**self._scalars.views, **self.rule.tables}
         for name in self.parameters:
-            tensors |= {f"{name}.{buffer}": views[name] for buffer, views in self._buffers.items()}
+            tensors |= {state_name(name, buffer): views[name] for buffer, views in self._buffers.items()}
         return tensors
 
     def load(self, tensors: Mapping[str, Tensor], ema: Mapping[str, Tensor] | None = None) -> None:
@@ -192,13 +198,7 @@ class GatedOptimizer:
         state = self.state()
         both = state.keys() & tensors.keys()
         if wrong := (state.keys() ^ tensors.keys()) | {x for x in both if state[x].shape != tensors[x].shape}:
-            raise ResumeError(
-                "resume-optimizer-changed",
-                f"The checkpoint does not hold the state that optim.optimizer: {self.section.optimizer} keeps.",
-                where=f"{count_text(len(wrong), 'tensor')}, such as {min(wrong)}",
-                fix="Set optim.optimizer to what the run was started with. If it is that, an earlier version of this "
-                "program kept other state: go on with that version, or start a new run.",
-            )
+            raise other_state(self.section, f"{count_text(len(wrong), 'tensor')}, such as {min(wrong)}")
         with torch.no_grad():
             for name, tensor in state.items():
                 tensor.copy_(tensors[name])

@@ -40,9 +40,9 @@ class ProdigyScheduleFree(AveragingRule[ProdigyScheduleFreeSection]):
     def logged(self) -> Mapping[str, Tensor]:
         return {"prodigy_d": self.d, "effective_learning_rate": self._effective_rate}
 
-    @property
-    def _share(self) -> float:
-        return self._section.betas[0]
+    @classmethod
+    def share(cls, section: ProdigyScheduleFreeSection) -> float:
+        return section.betas[0]
 
     @torch.no_grad()
     def step(self, factor: float, held: Tensor, divisor: Tensor) -> None:

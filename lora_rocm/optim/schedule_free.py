@@ -7,13 +7,25 @@ So x follows from y and z, and only z is kept.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from lora_rocm.optim.update_rule import Group, S, Scalars, TrainedWeights, UpdateRule, one_minus_power, write
+from lora_rocm.optim.update_rule import (
+    Group,
+    S,
+    Scalars,
+    TrainedWeights,
+    UpdateRule,
+    one_minus_power,
+    state_name,
+    write,
+)
 from lora_rocm.recipe.optim_sections import ScheduleFreeSection
+
+END = "z"
+"""The buffer of the ends of the steps."""
 
 
 class AveragingRule(UpdateRule[S]):
@@ -26,12 +38,12 @@ class AveragingRule(UpdateRule[S]):
         super().__init__(weights, groups, section, scalars)
         self._end_N, self._second_N = (weights.masters.to(torch.float32, copy=True) for _ in range(2))
         self._second_N.zero_()
-        self.buffers = {"z": self._end_N, "exp_avg_sq": self._second_N}
+        self.buffers = {END: self._end_N, "exp_avg_sq": self._second_N}
         self._steps, self._total = scalars.add("step"), scalars.add("weight_sum")
 
-    @property
+    @classmethod
     @abstractmethod
-    def _share(self) -> float:
+    def share(cls, section: S) -> float:
         """b: the share of the average in the trained weights."""
 
     def _follow(self, update_N: Tensor, rate: Tensor | float, weight: Tensor, hold: Tensor) -> None:
@@ -42,23 +54,28 @@ class AveragingRule(UpdateRule[S]):
         for group in self._groups:
             update_N[group.place].mul_(rate * group.learning_rate)
         # y follows x, which moves towards z, and z itself
-        mixed_N = torch.lerp(masters_N.float(), self._end_N, newest).add_(update_N * (self._share * (1 - newest) - 1))
+        mixed_N = torch.lerp(masters_N.float(), self._end_N, newest).add_(
+            update_N * (self.share(self._section) * (1 - newest) - 1)
+        )
         write(masters_N, mixed_N, hold)
         write(self._end_N, torch.sub(self._end_N, update_N, out=update_N), hold)
         write(self._steps, self._steps + 1, hold)
         write(self._total, total, hold)
 
+    @classmethod
     @torch.no_grad()
-    def averaged(self) -> Tensor:
-        return torch.lerp(self._weights.masters.float(), self._end_N, 1 - 1 / self._share)
+    def averaged(cls, section: S, name: str, weight: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        """Return x = y + (1 - 1/b) (z - y). Not by ``lerp``, which rounds more or less often on other devices."""
+        start = weight.float()
+        return (state[state_name(name, END)] - start).mul_(1 - 1 / cls.share(section)).add_(start)
 
 
 class ScheduleFree(AveragingRule[ScheduleFreeSection]):
     """AdamW without a schedule, as the authors' package ``schedulefree`` computes it."""
 
-    @property
-    def _share(self) -> float:
-        return self._section.betas[0]
+    @classmethod
+    def share(cls, section: ScheduleFreeSection) -> float:
+        return section.betas[0]
 
     @torch.no_grad()
     def step(self, factor: float, held: Tensor, divisor: Tensor) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from lora_rocm.errors import ResumeError
 from lora_rocm.recipe.optim_sections import OptimSection
 
 S = TypeVar("S", bound=OptimSection)
@@ -127,9 +128,14 @@ class UpdateRule(ABC, Generic[S]):
         """Name -> 0-d tensor on the device: values of the last ``step`` for the log. The names never change."""
         return {}
 
-    def averaged(self) -> Tensor | None:
-        """[N] float32, made anew: the weights that users get, if they are not the masters."""
-        return None
+    @classmethod
+    def averaged(cls, section: S, name: str, weight: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        """What users get of a weight: of a rule whose section ``averages``, its average in float32.
+
+        ``state`` is by ``state_name``. Use operations that round each number by itself, so that every device and every
+        layout gives the same bits.
+        """
+        return weight
 
     def _over_groups(self, values: Sequence[Tensor]) -> Tensor:
         """The sum of a number of each group, times the group's multiple of the learning rate."""
@@ -149,6 +155,56 @@ class UpdateRule(ABC, Generic[S]):
         for group in self._groups:
             update_N[group.place].mul_(rate * -group.learning_rate)
         write(masters_N, update_N.add_(masters_N), hold)
+
+
+def state_name(weight: str, buffer: str) -> str:
+    """The name of a weight's part of a buffer in checkpoints."""
+    return f"{weight}.{buffer}"
+
+
+def shown_weights(
+    rule: type[UpdateRule[S]],
+    section: S,
+    trained: Mapping[str, Tensor],
+    ema: Mapping[str, Tensor],
+    state: Callable[[], Mapping[str, Tensor]],
+) -> Mapping[str, Tensor]:
+    """Name -> the weight that users get, in the dtype of the trained one; ``trained`` itself if no average is kept.
+
+    The only place that decides it: for previews, held-out losses and files of a run, and for all made of a checkpoint.
+
+    Args:
+        rule: the update rule.
+        section: its section of the recipe.
+        trained: name -> weight that an update changes.
+        ema: name -> average of ``train.ema_decay``; empty without.
+        state: the state of the rule by ``state_name``; called only if the rule averages.
+
+    Raises:
+        ResumeError: "resume-optimizer-changed", the rule averages and the state is not its own.
+    """
+    if section.averages:
+        held = state()
+        try:
+            shown = {name: rule.averaged(section, name, weight, held) for name, weight in trained.items()}
+        except KeyError as error:
+            raise other_state(section, str(error)) from error
+    elif ema:
+        shown = dict(ema)
+    else:
+        return trained
+    return {name: tensor.to(trained[name].dtype) if name in trained else tensor for name, tensor in shown.items()}
+
+
+def other_state(section: OptimSection, where: str) -> ResumeError:
+    """The error for a checkpoint whose optimizer state is that of another update rule."""
+    return ResumeError(
+        "resume-optimizer-changed",
+        f"The checkpoint does not hold the state that optim.optimizer: {section.optimizer} keeps.",
+        where=where,
+        fix="Set optim.optimizer to what the run was started with. If it is that, an earlier version of this "
+        "program kept other state: go on with that version, or start a new run.",
+    )
 
 
 TABLE_MULTIPLE = 64

@@ -24,11 +24,15 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from lora_rocm.adapters.base import Adapter
 from lora_rocm.errors import LoraRocmError, ResumeError, StorageError, storage_error
 from lora_rocm.foundation.bounded_read import check_plain, read_plain
 from lora_rocm.foundation.files import fsync_folder, is_folder, make_folder, remove, rename, write_through
 from lora_rocm.foundation.units import count_text
 from lora_rocm.model_files.header import read_header
+from lora_rocm.optim.factory import rule_of
+from lora_rocm.optim.update_rule import shown_weights
+from lora_rocm.recipe.optim_sections import OptimSection
 from lora_rocm.rundir.layout import CHECKPOINT_NAME, FILE_OF, STATE_FILE, RunDir
 from lora_rocm.rundir.whole_files import MAX_STATE_BYTES
 from lora_rocm.train.loop import Position
@@ -68,8 +72,26 @@ class Checkpoint:
                 "with --accept-changes.",
             )
 
-    def tensors(self, part: str) -> dict[str, Tensor]:
-        """Tensors of a part ("adapter", "ema", "optimizer"); empty if the run has none.
+    def load_shown(self, adapter: Adapter, section: OptimSection) -> None:
+        """Load into an adapter what users get of this checkpoint: the bits that its run would write.
+
+        Args:
+            adapter: on the CPU, with layers that are sent to no device yet.
+            section: the optimizer of the run.
+
+        Raises:
+            StorageError: see ``part_to_resume``.
+            AdapterError, ResumeError: adapter or optimizer are not those of the checkpoint.
+        """
+        held, ema = self.part_to_resume("adapter"), self.part_to_resume("ema")
+        adapter.load_constants(held)
+        trained = {name: tensor for name, tensor in held.items() if name not in adapter.constants}
+        adapter.load(shown_weights(rule_of(section), section, trained, ema, lambda: self.part_to_resume("optimizer")))
+
+    def part_to_resume(self, part: str) -> dict[str, Tensor]:
+        """Tensors of a part ("adapter", "ema", "optimizer"), for training on; empty if the run has none.
+
+        None of them is what users get: that is ``load_shown``.
 
         Raises:
             StorageError: the file cannot be read, or has changed since the checkpoint was validated.

@@ -42,9 +42,7 @@ def convert(job: Job, run_dir: RunDir, recipe: Recipe, checkpoint: Checkpoint) -
     # The adapter alone, on a base without weights
     model = LoadedModel({files.component: family.skeleton(files.component)}, torch.float32, torch.device("cpu"))
     adapter = inject(family, model, recipe.lora, recipe.train.seed, resumed=True)
-    trained = checkpoint.tensors("adapter")
-    adapter.load_constants(trained)
-    adapter.load(checkpoint.tensors("ema") or trained)
+    checkpoint.load_shown(adapter, recipe.optim)
     # Write and check
     path = followed(Path(job["output"])) if job["output"] else run_dir.export_of(form)
     difference = None

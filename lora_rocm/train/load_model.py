@@ -60,7 +60,7 @@ def load_model(
     resumed = start.checkpoint is not None
     adapter = inject(family, model, recipe.lora, recipe.train.seed, start.context.notice, resumed=resumed)
     if start.checkpoint is not None:
-        adapter.load_constants(start.checkpoint.tensors("adapter"))
+        adapter.load_constants(start.checkpoint.part_to_resume("adapter"))
     if SD_SCRIPTS in recipe.formats:  # refused now and not at the end: some adapters cannot be fused
         with adapter.shapes_only():
             kohya_tensors(family, adapter, start.dtype, SD_SCRIPTS)

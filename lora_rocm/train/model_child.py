@@ -122,7 +122,7 @@ def _require_base_of_run(job: Job, run_dir: RunDir, recipe: Recipe, family: Mode
         AdapterError: export-other-base.
     """
     newest, _ = latest_valid(run_dir)
-    of_run = load_recipe(run_dir.recipe, registry=registry).recipe.model_copy(update={"model": recipe.model})
+    of_run = recipe_of_run(run_dir.recipe, registry, Path(job[SPARE_CACHE])).model_copy(update={"model": recipe.model})
     same_parts = of_run.lora.tokenises == recipe.lora.tokenises  # it decides which components are trained
     with_parts_of_run = family if same_parts else family_for(of_run)
     require_trained_base(newest, recipe.model.name_or_path, with_parts_of_run, say, refuse=job["base"] is None)
@@ -153,9 +153,7 @@ def export_run(job: Job, registry: Registry = PRODUCT) -> None:
     require_trained_base(checkpoint, recipe.model.name_or_path, family, say, refuse=False, encoders=False)
     # The model with the checkpoint's LoRA
     adapter = inject(family, model, recipe.lora, recipe.train.seed, resumed=True)
-    trained = checkpoint.tensors("adapter")
-    adapter.load_constants(trained)
-    adapter.load(checkpoint.tensors("ema") or trained)
+    checkpoint.load_shown(adapter, recipe.optim)
     # Write, load back and compare
     path = followed(Path(job["output"])) if job["output"] else run_dir.export_of(job["format"])
     facts = Facts(**checkpoint.facts["metadata"])

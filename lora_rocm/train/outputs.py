@@ -192,7 +192,7 @@ class Artifacts:
     def shown_weights(self) -> AbstractContextManager[None]:
         """A context that uses the weights that users get: the average, if there is one."""
         shown = self.optimizer.shown()
-        return self.adapter.using(shown) if shown else nullcontext()
+        return nullcontext() if shown is self.optimizer.parameters else self.adapter.using(shown)
 
     def _draw(self, updates: int) -> None:
         """Draw one round of previews; if memory runs out, in tiles from then on.

@@ -341,7 +341,8 @@ def _restore(checkpoint: Checkpoint, transfer: DeviceTransfer, adapter: Adapter,
 
     def sent(part: str) -> dict[str, Tensor]:
         return {
-            name: transfer.send_checked(tensor, f"{part} {name}") for name, tensor in checkpoint.tensors(part).items()
+            name: transfer.send_checked(tensor, f"{part} {name}")
+            for name, tensor in checkpoint.part_to_resume(part).items()
         }
 
     adapter.load(sent("adapter"))

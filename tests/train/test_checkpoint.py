@@ -39,8 +39,8 @@ def test_round_trip(tmp_path: Path) -> None:
     checkpoint, damaged = module.latest_valid(run_dir)
     assert checkpoint is not None and damaged == [] and checkpoint.path == path == run_dir.checkpoint(5)
     assert checkpoint.position == Position(iteration=6, updates=5) and checkpoint.facts == FACTS
-    assert torch.equal(checkpoint.tensors("adapter")["unet.a"], PARTS["adapter"]["unet.a"])
-    assert checkpoint.tensors("ema") == {}
+    assert torch.equal(checkpoint.part_to_resume("adapter")["unet.a"], PARTS["adapter"]["unet.a"])
+    assert checkpoint.part_to_resume("ema") == {}
     assert sorted(file.name for file in run_dir.checkpoints.iterdir()) == ["step-00000005"]
 
 
@@ -88,7 +88,7 @@ def everything(checkpoint: module.Checkpoint | None) -> Any:
     if checkpoint is None:
         return None
     parts = {
-        part: {name: tensor.tolist() for name, tensor in checkpoint.tensors(part).items()}
+        part: {name: tensor.tolist() for name, tensor in checkpoint.part_to_resume(part).items()}
         for part in ("adapter", "ema", "optimizer")
     }
     return checkpoint.position, checkpoint.facts, parts
@@ -216,7 +216,7 @@ def test_a_checkpoint_is_looked_at_piece_by_piece(tmp_path: Path) -> None:
     assert peak_bytes(lambda: module.read_checkpoint(path)) < len(large) // 4
     found = module.read_checkpoint(path)
     assert found is not None
-    assert peak_bytes(lambda: found.tensors("adapter")) >= len(large)  # control: the measure sees such reads
+    assert peak_bytes(lambda: found.part_to_resume("adapter")) >= len(large)  # control: the measure sees such reads
 
 
 def peak_bytes(call: Callable[[], object]) -> int:
@@ -244,10 +244,10 @@ def test_a_part_that_changes_after_the_checks_is_not_used(tmp_path: Path) -> Non
     file = checkpoint.path / "adapter.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\xff")
     with pytest.raises(StorageError, match="changed while it was being read"):
-        checkpoint.tensors("adapter")
+        checkpoint.part_to_resume("adapter")
     file.unlink()
     with pytest.raises(StorageError, match="not there any more"):
-        checkpoint.tensors("adapter")
+        checkpoint.part_to_resume("adapter")
 
 
 def test_an_intact_checkpoint_is_not_passed_over(tmp_path: Path) -> None:
