@@ -15,12 +15,18 @@ from transformers import (
     Gemma3ForCausalLM,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Phi3Config,
@@ -30,6 +36,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -71,6 +79,15 @@ VISION: dict[str, Any] = {
     "image_size": 28,
     "patch_size": 14,
 }
+GEMMA4: dict[str, Any] = {
+    **GEMMA,
+    "vocab_size_per_layer_input": 272,
+    "hidden_size_per_layer_input": 0,
+    "global_head_dim": 16,
+    "final_logit_softcapping": 30.0,
+}
+GEMMA4_VISION = {**VISION, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16}
+MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (LlamaForCausalLM, LlamaConfig, {**SIZE, "rope_parameters": LLAMA3}),
     "smollm": (LlamaForCausalLM, LlamaConfig, {**SIZE, "tie_word_embeddings": True}),
@@ -86,6 +103,49 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         {"text_config": GEMMA, "vision_config": VISION, "mm_tokens_per_image": 4},
     ),
     "olmo2": (Olmo2ForCausalLM, Olmo2Config, SIZE),
+    "mixtral": (MixtralForCausalLM, MixtralConfig, {**SIZE, **MOE}),
+    "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, {**SIZE, **MOE, "num_experts": 4, "moe_intermediate_size": 24}),
+    "gemma4": (
+        Gemma4ForConditionalGeneration,
+        Gemma4Config,
+        {"text_config": {**GEMMA4, "use_bidirectional_attention": "vision"}, "vision_config": GEMMA4_VISION},
+    ),
+    "gemma4_per_layer": (
+        Gemma4ForConditionalGeneration,
+        Gemma4Config,
+        {
+            "text_config": {
+                **GEMMA4,
+                "num_hidden_layers": 4,
+                "layer_types": [*TYPES, *TYPES],
+                "hidden_size_per_layer_input": 8,
+                "num_kv_shared_layers": 2,
+            },
+            "vision_config": GEMMA4_VISION,
+        },
+    ),
+    "gemma4_experts": (
+        Gemma4ForConditionalGeneration,
+        Gemma4Config,
+        {
+            "text_config": {
+                **GEMMA4,
+                "enable_moe_block": True,
+                "num_experts": 4,
+                "top_k_experts": 2,
+                "moe_intermediate_size": 24,
+            },
+            "vision_config": GEMMA4_VISION,
+        },
+    ),
+    "mistral3": (
+        Mistral3ForConditionalGeneration,
+        Mistral3Config,
+        {
+            "text_config": {**SIZE, "model_type": "mistral", "sliding_window": None},
+            "vision_config": {**VISION, "model_type": "pixtral", "head_dim": 8},
+        },
+    ),
 }
 """Name -> class, class of its config, and its values."""
 

@@ -6,6 +6,7 @@ shapes but no data.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
@@ -122,7 +123,7 @@ def look(
 ) -> Found:
     """Predict the result of loading these tensors from their headers alone.
 
-    ``ignored``: parts of the names of tensors that nothing reads and nobody misses, beside ``UNREAD_ENDS``.
+    ``ignored``: patterns in the names of tensors that nothing reads and nobody misses, beside ``UNREAD_ENDS``.
 
     Raises:
         UnfitError: as in ``converted`` and ``fitted``.
@@ -134,7 +135,8 @@ def look(
         made_of[name] for name, tensor in module.state_dict(keep_vars=True).items() if not tensor.is_floating_point()
     ]
     missed = (name for name in sorted(entries) if name not in read and not name.endswith(UNREAD_ENDS))
-    unread = tuple(name for name in missed if not any(part in name for part in ignored))
+    patterns = [re.compile(pattern) for pattern in ignored]
+    unread = tuple(name for name in missed if not any(pattern.search(name) for pattern in patterns))
     return Found(unread, made_of, frozenset[str]().union(*own))
 
 

@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import cached_property, lru_cache
@@ -98,6 +99,8 @@ class Part:
     other_prefixes: further prefixes, if a single file may lack components, and in a file of its own.
     from_folder: converter of its tensors in a folder.
     ignored: parts of the names of tensors that files hold of it, and nothing reads.
+    unread: patterns of such names that only the component, without weights, tells.
+    finish: changes the component after its class made it, without weights.
     """
 
     cls: type[Any]
@@ -106,6 +109,8 @@ class Part:
     other_prefixes: tuple[str, ...] = ()
     from_folder: Converter = conversion.own_names
     ignored: tuple[str, ...] = ()
+    unread: Callable[[nn.Module], Sequence[str]] = lambda module: ()
+    finish: Callable[[nn.Module], None] | None = None
 
     def prefix_in(self, names: Collection[str]) -> str | None:
         """Return which of the prefixes tensors of a file have; None: no name starts with one."""
@@ -140,6 +145,8 @@ def _new_hollow(part: Part, config: str) -> nn.Module:
         made: nn.Module = (
             cls.from_config(json.loads(config)) if known else cls(cls.config_class.from_dict(json.loads(config)))
         )
+    if part.finish is not None:
+        part.finish(made)
     return made
 
 
@@ -326,9 +333,11 @@ class Source:
         Raises:
             ModelError: weights-unfit: tensors are missing or have other shapes.
         """
-        tensors, ignored = self.tensors(name), self.layout.parts[name].ignored
+        tensors, part = self.tensors(name), self.layout.parts[name]
         with self._explained(name):
-            return conversion.look(tensors.entries, self._hollow(name, shared=True), self._converter(name), ignored)
+            module = self._hollow(name, shared=True)
+            ignored = [*map(re.escape, part.ignored), *part.unread(module)]
+            return conversion.look(tensors.entries, module, self._converter(name), ignored)
 
     def stored_names(self, name: str) -> dict[str, str]:
         """Return the name of each of a component's tensors that its files hold unchanged -> its name there.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from lora_rocm.errors import ModelError
 from lora_rocm.foundation.bounded_read import read_plain
@@ -13,6 +13,8 @@ from lora_rocm.foundation.bounded_read import read_plain
 MAX_CONFIG_BYTES = 1 << 24
 MAX_CONFIG_NUMBER = 1 << 24  # the largest number in a supported model is a vocabulary of 262,208
 MAX_LAYERS = 2000  # limit for a config; SDXL's UNet has 180 by this count
+T = TypeVar("T")
+NAMES: Mapping[type, str] = {str: "a text", dict: "an object", list: "a list", bool: "true or false", type(None): "null"}
 DOWNLOAD_AGAIN = "Download the model again; configs and weights must come from the same model."
 
 
@@ -39,6 +41,32 @@ def read_config(path: Path) -> dict[str, Any]:
         what = "A config file of the model holds no object."
         raise ModelError("config-unreadable", what, where=str(path), fix=DOWNLOAD_AGAIN)
     return config
+
+
+@overload
+def given(config: Mapping[str, Any], key: str, kind: type[dict[Any, Any]], path: Path, or_null: bool = ...) -> dict[str, Any] | None: ...  # fmt: skip  # noqa: E501
+@overload
+def given(config: Mapping[str, Any], key: str, kind: type[T], path: Path, or_null: bool = ...) -> T | None: ...
+def given(config: Mapping[str, Any], key: str, kind: type[Any], path: Path, or_null: bool = False) -> Any:
+    """Return the value of a key of a foreign config, which has the type ``kind``; None if the key is not there.
+
+    or_null: null means the same as no key.
+
+    Raises:
+        ModelError: config-unreadable: it is of another type.
+    """
+    value = config.get(key)
+    if key not in config or (or_null and value is None):
+        return None
+    if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
+        return value
+    what = f"{key} is {NAMES.get(type(value), 'a number')}, not {NAMES.get(kind, 'a number')}"
+    raise ModelError(
+        "config-unreadable",
+        f"A config file of the model is damaged: {what}.",
+        where=f"{path}: {key}",
+        fix=DOWNLOAD_AGAIN,
+    )
 
 
 def require_bounded(config: Mapping[str, Any], path: Path) -> None:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    PreTrainedConfig,
+)
 
 from lora_rocm.base_models import conversion
-from lora_rocm.base_models.conversion import State
 from lora_rocm.base_models.loading import Layout, Part
 from lora_rocm.errors import ModelError
 from lora_rocm.families.causal_lm.attention import APART, NAME, samples_apart
 from lora_rocm.families.causal_lm.objective import Head
+from lora_rocm.families.causal_lm.published_weights import published
 from lora_rocm.foundation.terminal_text import printable
-from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN, read_config
+from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN, given, read_config
 
 COMPONENT = "model"
 COMPARED = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma3_text", "phi3", "smollm3", "gpt_oss"})
@@ -26,9 +32,9 @@ UNREAD_KEYS = ("attn_logit_softcapping", "attention_chunk_size", "use_bidirectio
 """Keys of a config that ask for an attention which ``attention.causal`` is not."""
 WINDOWS = {"full_attention", "sliding_attention"}
 DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "embedding_dropout")
-OF_IMAGES = ("vision_tower.", "multi_modal_projector.")
-OLD_NAMES = {"language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head."}
-GEMMA3, GPT_OSS = "gemma3", "gpt_oss"
+OF_IMAGES_ONLY = {("use_bidirectional_attention", "vision")}
+"""Values of these keys that matter for the tokens of images alone."""
+GPT_OSS = "gpt_oss"
 PROBE_TOKENS = 8
 CLOSE = 0.05  # of the logits' spread: what bfloat16 explains, and a wrong mask or scale does not
 
@@ -70,7 +76,8 @@ def layout_of(folder: Path) -> Layout:
     """
     path = folder / "config.json"
     found = read_config(path)
-    kind = printable(str(found.get("model_type")))[:80]
+    kind = given(found, "model_type", str, path) or ""
+    shown = printable(kind)[:80] or "that its config does not name"
     if found.get("auto_map"):
         raise ModelError(
             "custom-code",
@@ -78,38 +85,71 @@ def layout_of(folder: Path) -> Layout:
             where=f"{path}: auto_map",
             fix="Use a model whose architecture is part of transformers.",
         )
-    if found.get("model_type") not in CONFIG_MAPPING:
-        raise _unknown(path, f"It is of the type {kind}, which this version of transformers does not know")
-    cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(CONFIG_MAPPING[found["model_type"]], None)
+    if kind not in CONFIG_MAPPING:
+        raise _unknown(path, f"It is of the type {shown}, which this version of transformers does not know")
+    text = given(found, "text_config", dict, path)
+    cls = _class_of(kind, None if text is None else given(text, "model_type", str, path))
     if cls is None or found.get("is_encoder_decoder"):
-        raise _unknown(path, f"A model of the type {kind} does not write the next token of a text")
-    text = found.get("text_config", found)
-    odd = [key for key in UNREAD_KEYS if text.get(key)]
-    odd += sorted(set(text.get("layer_types") or ()) - WINDOWS)
-    odd += ["vision_config"] * ("vision_config" in found and kind != GEMMA3)
+        raise _unknown(path, f"A model of the type {shown} does not write the next token of a text")
+    in_text = found if text is None else text
+    odd = [key for key in UNREAD_KEYS if in_text.get(key) and (key, in_text[key]) not in OF_IMAGES_ONLY]
+    kinds = given(in_text, "layer_types", list, path, or_null=True) or []
+    odd += sorted({str(name) for name in kinds} - WINDOWS)
+    odd += ["vision_config"] * ("vision_config" in found and text is None)
     if odd or not cls._supports_attention_backend:
-        raise _unknown(path, f"Models of the type {kind} compute in a way that is not trained here ({', '.join(odd)})")
+        named = f" ({printable(', '.join(odd))[:200]})" if odd else ""
+        raise _unknown(path, f"Models of the type {shown} compute in a way that is not trained here{named}")
     if kind == GPT_OSS:
-        if found.get("quantization_config", {}).get("quant_method") != "mxfp4":
+        stored = given(found, "quantization_config", dict, path, or_null=True) or {}
+        if stored.get("quant_method") != "mxfp4":
             raise _unknown(path, "Of gpt-oss only the editions with experts in MXFP4 are trained, which this is not")
         from lora_rocm.families.causal_lm.gpt_oss import PackedGptOss as cls  # noqa: N813
-    if kind == GEMMA3:
-        from lora_rocm.families.causal_lm.gemma3 import Gemma3Text as cls  # noqa: N813
-    part = Part(cls, "", conversion.own_names, from_folder=_names, ignored=OF_IMAGES)
+    finish = None if text is None else only_text
+    part = Part(cls, "", conversion.own_names, from_folder=published, finish=finish, unread=_unread)
     return Layout({COMPONENT: part}, {"tokenizer": ""}, folder, changed={COMPONENT: _without_dropout})
 
 
+def _class_of(kind: str, text_kind: str | None) -> Any:
+    """The class of transformers that loads a type of model, or None if it does not write the next token of a text.
+
+    text_kind: type of the text model, if that is a part of the model: a decoder that is trained alone, too.
+    """
+    config = CONFIG_MAPPING[kind]
+    cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(config, None)
+    if text_kind is None:
+        return cls
+    whole: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(config, None)
+    if text_kind not in CONFIG_MAPPING or whole is None or cls not in (None, whole):
+        return cls  # the one that AutoModelForCausalLM takes has other names than the published one
+    text: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(CONFIG_MAPPING[text_kind], None)
+    return whole if text is not None and text._supports_attention_backend else None
+
+
+def only_text(model: nn.Module) -> None:
+    """Take everything out of a model but its decoder and its head. Names of modules stay those of the whole model."""
+    kept = {*decoder(model).modules(), *_head(model).modules()}
+    for owner in [each for each in model.modules() if each not in kept]:
+        for name, child in owner.named_children():
+            if not any(each in kept for each in child.modules()):
+                setattr(owner, name, None)
+
+
+def _head(model: nn.Module) -> nn.Module:
+    whole: Any = model
+    head: nn.Module = whole.get_output_embeddings()
+    return head
+
+
+def _unread(module: nn.Module) -> list[str]:
+    """Patterns of the names of tensors that the model does not read: what transformers names, and what was taken out."""
+    model: Any = module
+    gone = {name for each in module.modules() for name, child in each._modules.items() if child is None}
+    return [*(model._keys_to_ignore_on_load_unexpected or ()), *(rf"(^|\.){re.escape(name)}\." for name in sorted(gone))]
+
+
 def _unknown(path: Path, what: str) -> ModelError:
-    fix = "Use a decoder such as Llama, Qwen, Gemma 3, Mistral, Phi, SmolLM or gpt-oss, or a newer transformers."
+    fix = "Use a decoder such as Llama, Qwen, Gemma, Mistral, Phi, SmolLM or gpt-oss, or a newer transformers."
     return ModelError("architecture-unknown", f"{what}.", where=str(path), fix=fix)
-
-
-def _names(state: State, module: nn.Module) -> State:
-    """The text model's tensors of a model that reads images too, which older versions named otherwise."""
-    own = {name: tensor for name, tensor in state.items() if not any(part in name for part in OF_IMAGES)}
-    for old, new in OLD_NAMES.items():
-        own = {new + name.removeprefix(old) if name.startswith(old) else name: own[name] for name in own}
-    return conversion.own_names(own, module)
 
 
 def _without_dropout(config: Mapping[str, Any], tensors: object) -> dict[str, Any]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import peft
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from lora_rocm.adapters.factory import inject
 from lora_rocm.export.metadata import Facts
@@ -68,7 +69,9 @@ def batch() -> dict[str, Tensor]:
 
 
 def reference(folder: Path, adapter: Path) -> Any:
-    base = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    kind = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
+    loader = AutoModelForImageTextToText if kind == "mistral3" else AutoModelForCausalLM
+    base = loader.from_pretrained(folder, attn_implementation="eager")
     return peft.PeftModel.from_pretrained(base, str(adapter), is_trainable=True).eval()
 
 
