@@ -226,7 +226,7 @@ def _meant(
     found = {Place(main, plain(key)): original.whole(key) or key for key in original.parts}
     found |= {Place(main, plain(key)): key for key in whole_qkv.parts}
     for key, parts in original.parts.items():  # OneTrainer's OMI names count the parts of a fused weight
-        if len(parts) > 1:
+        if len({part.module for part in parts}) > 1:
             found |= {Place(main, plain(f"{key}.{place}")): part.module for place, part in enumerate(parts)}
     for key in table.parts:
         if (place := split(family.name, key)) is not None:
