@@ -11,7 +11,6 @@ from typing import Literal
 import pytest
 
 import lora_rocm
-from lora_rocm.adapters import lora_entry, lora_parts
 from lora_rocm.dataset.file_kinds import FileKinds
 from lora_rocm.device import torch_errors
 from lora_rocm.doctor import cures, finding, known_bad, selftest_checks, software_checks
@@ -21,6 +20,8 @@ from lora_rocm.foundation.tables import Functions, read_rows, read_table
 from lora_rocm.hardware.archs import ArchTable
 from lora_rocm.hardware.pci import PciTable
 from lora_rocm.hardware.wheels import WheelTable
+from lora_rocm.model_files.adapter_parts import OtherTable
+from lora_rocm.model_files.adapter_spellings import SpellingTable
 from lora_rocm.model_files.adapters import AdapterTable
 from lora_rocm.model_files.models import ModelTable
 from lora_rocm.model_files.readers import ReaderTable
@@ -43,8 +44,6 @@ from lora_rocm.rules.rule import Harm, Rule
 
 PACKAGE = Path(lora_rocm.__file__).parent
 TABLES: dict[str, tuple[Callable[..., object], type, Functions]] = {
-    "adapters/lora_entry.toml": (read_table, lora_entry.LoraNames, {}),
-    "adapters/lora_parts.toml": (read_table, lora_parts.OtherTable, {}),
     "dataset/file_kinds.toml": (read_table, FileKinds, {}),
     "device/torch_errors.toml": (read_table, torch_errors.Messages, {}),
     "doctor/cures.toml": (read_rows, cures.Family, {}),
@@ -56,6 +55,8 @@ TABLES: dict[str, tuple[Callable[..., object], type, Functions]] = {
     "hardware/archs.toml": (read_table, ArchTable, {}),
     "hardware/pci.toml": (read_table, PciTable, {}),
     "hardware/wheels.toml": (read_table, WheelTable, {}),
+    "model_files/adapter_parts.toml": (read_table, OtherTable, {}),
+    "model_files/adapter_spellings.toml": (read_table, SpellingTable, {}),
     "model_files/adapters.toml": (read_table, AdapterTable, {}),
     "model_files/models.toml": (read_table, ModelTable, {}),
     "model_files/readers.toml": (read_table, ReaderTable, {}),

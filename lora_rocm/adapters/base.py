@@ -186,12 +186,12 @@ class Adapter(ABC):
         Module names omit ``text_model``; PEFT's suffix matching accepts that with every version of transformers.
         """
         layers = {n.removeprefix(component + "."): layer for n, (c, _, layer) in self.modules.items() if c == component}
-        field = self.files.config_alpha
+        field = self.files.parts.config_alpha
         ranks = {name: self.rank_in_files(layer) for name, layer in layers.items()}
         alphas = {name: plain_number(self.alpha_in_files(layer)) for name, layer in layers.items()}
         rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
         return {
-            "peft_type": self.files.peft_type,
+            "peft_type": self.files.parts.peft_type,
             "r": rank,
             field: alpha,
             "rank_pattern": {name: value for name, value in ranks.items() if value != rank},
@@ -207,7 +207,7 @@ class Adapter(ABC):
 
     def alpha_in_files(self, layer: Any) -> float:
         """Return the alpha with which PEFT gives a layer's entry its scale."""
-        return float(getattr(layer, self.files.config_alpha)[PEFT_NAME])
+        return float(getattr(layer, self.files.parts.config_alpha)[PEFT_NAME])
 
     @torch.no_grad()
     def load_constants(self, tensors: Mapping[str, Tensor]) -> None:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from lora_rocm.errors import AdapterError
+from lora_rocm.model_files.adapter_parts import KindParts
+from lora_rocm.model_files.adapter_parts import Say as Say
 
-Say = Callable[[str], None]
 Form = str
 """Form of a module's tensors in a file: one of ``output.formats``, or folded.
 
@@ -143,34 +144,20 @@ class FileKind:
     """File format of one kind of adapter.
 
     Attributes:
-        name: display name ("LoRA").
-        peft_type: the type in PEFT's configs.
-        roles: ending of a tensor's name -> role of the tensor.
-        factors: roles that are written in the file's dtype.
-        lacking: roles of a module -> its missing parts, in words.
+        parts: its tensors by name, and what its PEFT config may say.
         entry: (module name, module, shape of its weight, file) -> entry; raises ValueError or AdapterError if the
             module is invalid.
-        check_config: raises AdapterError for a PEFT config that asks for more than this kind.
-        config_alpha: field of the alpha in a PEFT config.
-        config_decides_rank: whether PEFT divides the alpha by the config's rank, whatever the tensors' shapes are.
         text_endings: PEFT's ending of a tensor's name -> the ending that transformers expects in a text encoder.
     """
 
-    name: str
-    peft_type: str
-    roles: Mapping[str, str]
-    factors: frozenset[str]
-    lacking: Callable[[Collection[str]], Sequence[str]]
+    parts: KindParts
     entry: Callable[[str, FileModule, tuple[int, ...], Path], Entry]
-    check_config: Callable[[Mapping[str, Any], Path], None]
-    config_alpha: str = "lora_alpha"
-    config_decides_rank: bool = False
     text_endings: Mapping[str, str] = field(default_factory=dict)
 
-    def role_of(self, tensor: str) -> tuple[str, str] | None:
-        """Return (module, role) of a tensor's name; None if it is not part of this kind."""
-        ending = next((ending for ending in self.roles if tensor.endswith("." + ending)), None)
-        return None if ending is None else (tensor.removesuffix("." + ending), self.roles[ending])
+    @property
+    def name(self) -> str:
+        """Its display name ("LoRA")."""
+        return self.parts.name
 
 
 def file_error(code: str, what: str, path: Path, fix: str = "") -> AdapterError:

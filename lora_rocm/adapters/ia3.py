@@ -6,7 +6,7 @@ zero.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from lora_rocm.adapters.entry import (
 )
 from lora_rocm.adapters.lycoris import LycorisAdapter, OutputAdapter, OutputEntry, OutputLayer
 from lora_rocm.kernels.weight_format import dense_shape
+from lora_rocm.model_files.adapter_parts import kind_named
 from lora_rocm.recipe.adapter_sections import AdapterSection
 
 STRETCH = "ia3_stretch"
@@ -77,14 +78,6 @@ class Ia3Entry(OutputEntry):
         return Ia3Entry(stretch, 1.0, (rows, *self.shape[1:]))
 
 
-def _lacking(roles: Collection[str]) -> list[str]:
-    return [role for role in ("weight", "on_input") if role not in roles]
-
-
-def _check_config(config: Mapping[str, Any], path: Path) -> None:
-    raise file_error("lora-kind", "PEFT's IA3 stretches the biases too.", path, "Use LyCORIS' IA3.")
-
-
 def _entry(name: str, module: FileModule, shape: tuple[int, ...], path: Path) -> Ia3Entry:
     """Return one module's entry.
 
@@ -100,15 +93,7 @@ def _entry(name: str, module: FileModule, shape: tuple[int, ...], path: Path) ->
     return Ia3Entry(stretch, 1.0, shape)
 
 
-IA3 = FileKind(
-    "IA3",
-    "IA3",
-    {"weight": "weight", "on_input": "on_input"},
-    frozenset({"on_input"}),  # decides which kind a file is; every checkpoint of a model has names in "weight"
-    _lacking,
-    _entry,
-    _check_config,
-)
+IA3 = FileKind(kind_named("IA3"), _entry)
 
 
 class Ia3Layer(OutputLayer):

@@ -11,6 +11,7 @@ from lora_rocm.adapters.loha import LohaAdapter
 from lora_rocm.adapters.lokr import LokrAdapter
 from lora_rocm.adapters.lora import LoraAdapter
 from lora_rocm.adapters.oft import OftAdapter
+from lora_rocm.model_files.adapter_parts import KindParts
 from lora_rocm.recipe.adapter_sections import AdapterSection
 
 KINDS: Mapping[str, type[Adapter]] = {
@@ -20,9 +21,7 @@ KINDS: Mapping[str, type[Adapter]] = {
     "oft": OftAdapter,
     "ia3": Ia3Adapter,
 }
-"""``lora.type`` -> kind. For a file with tensors of several kinds the first kind here is used; the other tensors are
-then refused.
-"""
+"""``lora.type`` -> kind."""
 
 
 def kind_for(lora: AdapterSection) -> type[Adapter]:
@@ -35,6 +34,6 @@ def kind_of_file(files: FileKind) -> type[Adapter]:
     return next(kind for kind in KINDS.values() if kind.files is files)
 
 
-def file_kinds() -> tuple[FileKind, ...]:
-    """Return the file kind of every adapter kind, in the order of ``KINDS``."""
-    return tuple(kind.files for kind in KINDS.values())
+def file_kind(parts: KindParts) -> FileKind:
+    """Return the file kind with these parts."""
+    return next(kind.files for kind in KINDS.values() if kind.files.parts is parts)

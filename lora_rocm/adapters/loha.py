@@ -100,7 +100,7 @@ def _entry(name: str, module: FileModule, shape: tuple[int, ...], path: Path) ->
     return LohaEntry(w1, w2, scale, shape)
 
 
-LOHA = factor_file("LoHa", NAMES, _entry)
+LOHA = factor_file("LoHa", _entry)
 
 
 def _change(tensors: Sequence[Tensor]) -> Tensor:

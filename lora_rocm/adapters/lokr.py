@@ -122,7 +122,7 @@ def _entry(name: str, module: FileModule, shape: tuple[int, ...], path: Path) ->
     return replace(entry, scale=scale)
 
 
-LOKR = factor_file("LoKr", NAMES, _entry)
+LOKR = factor_file("LoKr", _entry)
 
 
 def _weights(layer: Any) -> tuple[Tensor, Tensor]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,26 +24,7 @@ from lora_rocm.adapters.entry import (
     product_of,
     rounded,
 )
-from lora_rocm.foundation.tables import read_table
-
-PLAIN = "Use a plain LoRA or LoCon."
-
-
-@dataclass(frozen=True)
-class LoraNames:
-    """The file.
-
-    roles: ending of a tensor's name -> role.
-    base_changing: values of PEFT's ``init_lora_weights`` that subtract a part from the base weights.
-    other_methods: fields of a PEFT config that, if set, make the adapter more than a plain LoRA.
-    """
-
-    roles: Mapping[str, str]
-    base_changing: tuple[str, ...]
-    other_methods: tuple[str, ...]
-
-
-NAMES = read_table(Path(__file__).with_name("lora_entry.toml"), LoraNames)
+from lora_rocm.model_files.adapter_parts import kind_named
 
 
 @dataclass
@@ -240,27 +220,6 @@ def with_one_alpha(entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
     }
 
 
-def _lacking(roles: Collection[str]) -> list[str]:
-    return [role for role in ("down", "up") if role not in roles]
-
-
-def _check_config(config: Mapping[str, Any], path: Path) -> None:
-    start = config.get("init_lora_weights")
-    if isinstance(start, str) and start.lower().startswith(NAMES.base_changing):
-        raise file_error(
-            "lora-kind",
-            f"This LoRA was made with init_lora_weights: {start:.40}, which changes the base model as well.",
-            path,
-            "Save it with path_initial_model_for_weight_conversion (see PEFT's save_pretrained): then it is plain.",
-        )
-    others = [name for name in NAMES.other_methods if config.get(name)]
-    if config.get("bias") not in (None, "none"):
-        others.append("bias")
-    if others:
-        what = f"This adapter is more than a LoRA: its config sets {', '.join(others)}."
-        raise file_error("lora-kind", what, path, PLAIN)
-
-
 def _entry(name: str, module: FileModule, shape: tuple[int, ...], path: Path) -> LoraEntry:
     """Return one module's entry; without an alpha the scale is 1, as every reader assumes.
 
@@ -269,14 +228,10 @@ def _entry(name: str, module: FileModule, shape: tuple[int, ...], path: Path) ->
         AdapterError: the tensors do not fit this layer.
     """
     down, up = module.parts["down"].float(), module.parts["up"].float()
-    if down.ndim < 2 or up.ndim < 2 or down.shape[0] == 0:
-        raise ValueError(f"{module.key} has factors of the shapes {tuple(up.shape)} and {tuple(down.shape)}")
     rank = down.shape[0]
     scale = 1.0 if module.alpha is None else module.alpha / (math.sqrt(rank) if module.use_rslora else rank)
     if not math.isfinite(scale):
         raise ValueError(f"{module.key} has the alpha {module.alpha}")
-    if up.shape[1] != rank:
-        raise ValueError(f"{module.key} has factors of the ranks {up.shape[1]} and {rank}")
     if up.numel() != shape[0] * rank or down.numel() != rank * math.prod(shape[1:]):
         raise other_shape(name, (up.shape[0], math.prod(down.shape[1:])), shape, path)
     down, up = down.reshape(rank, *shape[1:]), up.reshape(shape[0], rank, *[1] * (len(shape) - 2))
@@ -291,12 +246,12 @@ def _magnitudes(module: FileModule, shape: tuple[int, ...], path: Path) -> tuple
     Raises:
         AdapterError: lora-magnitudes.
     """
-    for role in ("magnitude", "dora_scale"):
+    for role in ("magnitude", "toolkit_magnitude", "dora_scale"):
         if role not in module.parts:
             continue
         found = module.parts[role].float()
         count, first = found.numel(), found.shape[0] if found.ndim else 0
-        if count == shape[0] and (role == "magnitude" or first == shape[0]):
+        if count == shape[0] and (role != "dora_scale" or first == shape[0]):
             return found.flatten(), None
         if role == "dora_scale" and first == 1 and found.ndim > 1 and count == found.shape[1] == shape[1]:
             return None, found.flatten()
@@ -310,13 +265,4 @@ def _magnitudes(module: FileModule, shape: tuple[int, ...], path: Path) -> tuple
     return None, None
 
 
-LORA = FileKind(
-    "LoRA",
-    "LORA",
-    NAMES.roles,
-    frozenset({"down", "up"}),
-    _lacking,
-    _entry,
-    _check_config,
-    text_endings={"lora_magnitude_vector": "lora_magnitude_vector.weight"},
-)
+LORA = FileKind(kind_named("LoRA"), _entry, text_endings={"lora_magnitude_vector": "lora_magnitude_vector.weight"})

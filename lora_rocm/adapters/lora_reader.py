@@ -8,25 +8,16 @@ of a file are accepted; a file with others is refused.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers.utils.state_dict_utils import (
-    convert_state_dict_to_diffusers,
-    convert_state_dict_to_peft,
-    convert_unet_state_dict_to_peft,
-)
 from torch import Tensor, nn
 
 from lora_rocm.adapters.entry import Entry, FileKind, FileModule, Say, file_error
-from lora_rocm.adapters.kinds import file_kinds
-from lora_rocm.adapters.lora_parts import check_config, grouped
-from lora_rocm.adapters.module_names import KeyTable, adaptable, canonical, main_component
-from lora_rocm.adapters.trained_norms import ENDINGS
+from lora_rocm.adapters.kinds import file_kind
+from lora_rocm.adapters.module_names import KeyTable, RowsOf, adaptable, canonical, main_component
 from lora_rocm.base_models.safetensors_file import read_tensors
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
@@ -34,20 +25,18 @@ from lora_rocm.families.registry import PRODUCT
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.units import count_text
 from lora_rocm.kernels.weight_format import dense_shape
+from lora_rocm.model_files.adapter_contents import DIFFUSERS_METADATA as DIFFUSERS_METADATA
+from lora_rocm.model_files.adapter_contents import DORA_NORM as DORA_NORM
+from lora_rocm.model_files.adapter_contents import Contents, contents_of
+from lora_rocm.model_files.adapter_spellings import PEFT_PREFIX as PEFT_PREFIX
+from lora_rocm.model_files.adapter_spellings import Place, plain, split
 from lora_rocm.model_files.adapters import Origin, origin_of
 from lora_rocm.model_files.header import Header, read_header
 from lora_rocm.model_files.models import Shapes
 from lora_rocm.model_files.peft_folder import PEFT_CONFIG, PEFT_WEIGHTS, peft_folders
 
-PEFT_PREFIX = "base_model.model."
-DIFFUSERS_METADATA = "lora_adapter_metadata"
-DORA_NORM = "dora_norm"
-"""Metadata of our files in the comfyui form: "base" if DoRA's magnitudes are for the norm of the base weight."""
 PICKLES = (".ckpt", ".bin", ".pt", ".pth")
-MAIN_PREFIXES = ("lora_unet_", "lycoris_", "diffusion_model.", PEFT_PREFIX)  # before names of the main component
-OLD_DIFFUSERS = re.compile(r"_lora\.(up|down)\.")
 MAX_CONFIG_BYTES = 1 << 22
-PATTERN, MAX_WILDCARDS = re.compile(r"\^?(?:[\w-]|\\?\.|\.\*)*\$?"), 2
 
 
 def components_of(family: ModelFamily, path: Path) -> set[str]:
@@ -74,11 +63,8 @@ def components_of(family: ModelFamily, path: Path) -> set[str]:
 
 def _component_of(name: str, family: ModelFamily) -> str:
     """Return the component of a tensor name; if no component is known, the first part of the name."""
-    prefixes = dict.fromkeys(MAIN_PREFIXES, main_component(family))
-    prefixes |= {f"lora_{component}_": component for component in family.file_prefixes}
-    prefixes |= {prefix: component for component, prefix in family.file_prefixes.items()}
-    longest = max((prefix for prefix in prefixes if name.startswith(prefix)), key=len, default="")
-    return prefixes.get(longest, name.split(".")[0])
+    found = split(family.name, name)
+    return found.component if found is not None else name.split(".")[0]
 
 
 def read_lora(
@@ -126,30 +112,14 @@ def read_adapter(
 
     ``norms`` gets the trained norms of a file with kohya's names; None: such a file is refused.
     """
-    paths = [(name, module, base) for name, c in components.items() for module, base in adaptable(c)]
-    shapes = {canonical(name, module): dense_shape(base) for name, module, base in paths}
     try:
         folders = peft_folders(path)
         if folders:
-            kind, modules = _from_peft(folders, shapes, main_component(family), say)
-            return kind, _fitted(modules, shapes, kind, family, path)
-        header = read_header(_one_file(path), AdapterError)
-        if DORA_NORM in header.metadata:
-            raise file_error(
-                "lora-magnitudes",
-                "This DoRA is in the comfyui form: its magnitudes are for ComfyUI's rule alone.",
-                path,
-                "Give the same run's file in the kohya or diffusers form.",
-            )
-        tensors = read_tensors(header, error=AdapterError)
-        kind = _kind_of(tensors)
-        plain = tuple(f"{component}." for component in family.file_prefixes)
-        if not any(name.startswith(plain) for name in tensors):
-            if norms is not None:
-                norms |= {name: tensors.pop(name) for name in sorted(tensors) if name.endswith(ENDINGS)}
-            return kind, _from_kohya(grouped(tensors, path, kind, say), family, components, shapes, kind, path)
-        modules = _from_diffusers(tensors, header, set(family.text_components), kind, say)
-        return kind, _fitted(modules, shapes, kind, family, path)
+            read = [_read_folder(family, folder, component, say) for component, folder in folders.items()]
+        else:
+            header = read_header(_one_file(path), AdapterError)
+            read = [_read_file(family, header, path, norms, say)]
+        return _entries(family, components, read, path)
     except (
         OSError,
         ValueError,
@@ -164,160 +134,110 @@ def read_adapter(
         ) from error
 
 
-def _kind_of(names: Iterable[str]) -> FileKind:
-    """Return the first kind whose factors the file has; if there is none, the first kind, whose checks report it."""
-    names, kinds = list(names), file_kinds()
-    for kind in kinds:
-        roles = (known[1] for name in names if (known := kind.role_of(name)) is not None)
-        if not kind.factors.isdisjoint(roles):
-            return kind
-    return kinds[0]
+def _read_file(
+    family: ModelFamily, header: Header, path: Path, norms: dict[str, Tensor] | None, say: Say
+) -> tuple[str, Contents[Tensor]]:
+    found = contents_of(
+        family.name,
+        read_tensors(header, error=AdapterError),
+        path,
+        metadata=header.metadata,
+        with_norms=norms is not None,
+        say=say,
+    )
+    if norms is not None:
+        norms |= found.norms
+    return "", found
 
 
-def _from_kohya(
-    groups: Mapping[str, dict[str, Tensor]],
+def _read_folder(family: ModelFamily, folder: Path, component: str, say: Say) -> tuple[str, Contents[Tensor]]:
+    """Read one PEFT folder; returns the component that its name says, too, if it is among several."""
+    config = None
+    if (folder / PEFT_CONFIG).is_file():
+        config = json.loads(read_plain(folder / PEFT_CONFIG, MAX_CONFIG_BYTES).decode("utf-8"))
+    tensors = read_tensors(read_header(folder / PEFT_WEIGHTS, AdapterError), error=AdapterError)
+    return component, contents_of(family.name, tensors, folder, peft=config, with_norms=False, say=say)
+
+
+def _entries(
     family: ModelFamily,
     components: Mapping[str, nn.Module],
-    shapes: Mapping[str, tuple[int, ...]],
-    kind: FileKind,
+    read: Sequence[tuple[str, Contents[Tensor]]],
     path: Path,
-) -> dict[str, Entry]:
-    """Read modules by the family's names, by the original release's and by diffusers', behind any known prefix."""
+) -> tuple[FileKind, dict[str, Entry]]:
+    """Return the kind and the entries by module, in the shapes that the model's layers need."""
+    kind, *others = {found.kind.name: file_kind(found.kind) for _, found in read}.values()
+    if others:
+        raise ValueError(f"it holds a {kind.name} and a {others[0].name}")
     table, original = KeyTable(family, components), KeyTable(family, components, family.original_rows)
-    prefixes = (*MAIN_PREFIXES, "")
-    spellings = [(key, key, prefixes) for key in original.parts]
-    for component, root in components.items():
-        own = (f"lora_{component}_", *(prefixes if component == main_component(family) else ()))
-        spellings += [(module, canonical(component, module), own) for module, _ in adaptable(root)]
-    keys = {
-        prefix + (name.replace(".", "_") if prefix.endswith("_") else name): meant
-        for name, meant, starts in spellings
-        for prefix in starts
+    whole_qkv = KeyTable(family, components, _qkv_rows(family))
+    shapes = {
+        canonical(name, module): dense_shape(base) for name, c in components.items() for module, base in adaptable(c)
     }
-    keys |= {key: table.whole(key) or key for key in table.parts}
-    modules = _modules(groups, {}, lambda key: keys.get(key, key), kind)
-    entries = _fitted(modules, {**shapes, **table.shapes, **original.shapes}, kind, family, path)
-    return original.of_modules(table.of_modules(entries))
-
-
-def _modules(
-    groups: Mapping[str, dict[str, Tensor]], config: Mapping[str, Any], name_of: Callable[[str], str], kind: FileKind
-) -> dict[str, FileModule]:
-    """Return module name -> its data in the file. Alphas come from the file, else from a PEFT config (empty: none).
-
-    Raises:
-        ValueError: the file names a module twice, under two names.
-    """
-    modules: dict[str, FileModule] = {}
-    for key, parts in groups.items():
-        if "alpha" in parts and parts["alpha"].numel() != 1:
-            raise ValueError(f"{key} has an alpha of the shape {list(parts['alpha'].shape)}")
-        if "alpha" in parts:
-            found = FileModule(key, parts, parts["alpha"].float().item())
-        else:
-            alpha = _number(config, "alpha_pattern", kind.config_alpha, key)
-            rank = _number(config, "rank_pattern", "r", key) if kind.config_decides_rank else None
-            found = FileModule(key, parts, alpha, bool(config.get("use_rslora")), rank)
-        if modules.setdefault(name_of(key), found) is not found:
-            raise ValueError(f"{key} and {modules[name_of(key)].key} are the same module")
-    return modules
-
-
-def _number(config: Mapping[str, Any], patterns: str, default: str, module: str) -> float | None:
-    """Return a module's number from a PEFT config: by the first pattern that matches it, else the default."""
-    own = config.get(patterns) or {}
-    value = next((own[key] for key in own if _means(key, module)), config.get(default))
-    return None if value is None else float(value)
-
-
-def _from_diffusers(
-    tensors: Mapping[str, Tensor], header: Header, text_components: set[str], kind: FileKind, say: Say
-) -> dict[str, FileModule]:
-    """Read the diffusers form, new (``lora_A``) or old (``lora.down``, ``to_q_lora``), with diffusers' name maps."""
-    configs = json.loads(header.metadata.get(DIFFUSERS_METADATA, "{}"))
-    renamed: dict[str, Tensor] = {}
-    for component in {name.split(".")[0] for name in tensors}:
-        part = {
-            name.removeprefix(component + "."): t for name, t in tensors.items() if name.startswith(component + ".")
-        }
-        if not any("lora_A" in name for name in part):
-            if component not in text_components:
-                part = convert_unet_state_dict_to_peft(part)
-            elif any(OLD_DIFFUSERS.search(name) for name in part):
-                part = convert_state_dict_to_peft(convert_state_dict_to_diffusers(part))
-        renamed |= {f"{component}.{name}": tensor for name, tensor in part.items()}
-    whole = {name: tensor for name, tensor in tensors.items() if "." not in name}  # names without a component
-    if len(renamed) + len(whole) != len(tensors):
-        raise ValueError("two names in it mean the same tensor")
-    modules: dict[str, FileModule] = {}
-    groups = grouped(renamed | whole, header.path, kind, say)
-    for component in sorted({key.split(".")[0] for key in groups}):
-        config = {k.removeprefix(component + "."): v for k, v in configs.items() if k.startswith(component + ".")}
-        check_config(config, header.path, kind)
-        own = {k.removeprefix(component + "."): v for k, v in groups.items() if k.startswith(component + ".")}
-        modules |= _modules(own, config, partial(canonical, component), kind)
-    return modules
-
-
-def _from_peft(
-    folders: Mapping[str, Path], shapes: Mapping[str, tuple[int, ...]], main: str, say: Say
-) -> tuple[FileKind, dict[str, FileModule]]:
-    """Read PEFT directories; a single adapter belongs to the component that has its modules."""
-    modules: dict[str, FileModule] = {}
-    owners = sorted({name.split(".")[0] for name in shapes})
-    read = {}
-    for component, folder in folders.items():
-        config = json.loads(read_plain(folder / PEFT_CONFIG, MAX_CONFIG_BYTES).decode("utf-8"))
-        read[component] = config, read_tensors(read_header(folder / PEFT_WEIGHTS, AdapterError), error=AdapterError)
-    kind = _kind_of([name for _, tensors in read.values() for name in tensors])
-    for component, (config, tensors) in read.items():
-        check_config(config, folders[component], kind)
-        named = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in tensors.items()}
-        groups = grouped(named, folders[component], kind, say)
-        owner = component or next((o for o in owners if {canonical(o, n) for n in groups} <= shapes.keys()), main)
-        modules |= _modules(groups, config, partial(canonical, owner), kind)
-    return kind, modules
-
-
-def _means(pattern: str, module: str) -> bool:
-    """Return whether a key of ``alpha_pattern`` matches a module, like PEFT's ``get_pattern_key``.
-
-    Only the patterns that PEFT's writers produce are accepted.
-
-    Raises:
-        ValueError: another regular expression; one from an untrusted file could backtrack without end.
-    """
-    if not PATTERN.fullmatch(pattern) or pattern.count(".*") > MAX_WILDCARDS:
-        raise ValueError(f"the alpha_pattern {pattern[:80]!r} is no name of a module")
-    return re.match(rf"(.*\.)?({pattern})$", module) is not None
-
-
-def _fitted(
-    modules: dict[str, FileModule],
-    shapes: Mapping[str, tuple[int, ...]],
-    kind: FileKind,
-    family: ModelFamily,
-    path: Path,
-) -> dict[str, Entry]:
-    """Return entries in the shapes that the model's layers need.
-
-    Raises:
-        ValueError: a module's tensors cannot be of this kind.
-        AdapterError: lora-empty, lora-of-another-model, lora-magnitudes, lora-not-finite.
-    """
-    if not modules:
+    meant = _meant(family, components, table, original, whole_qkv)
+    modules, unknown = dict[str, FileModule](), list[str]()
+    for component, found in read:
+        unknown += found.unknown
+        owners = [component] if component else sorted(components)
+        owner = next((o for o in owners if all(Place(o, each.place.name) in meant for each in found.modules)), "")
+        for each in found.modules:
+            # a PEFT folder of one adapter may be of any component; of its name among several, it is of that one
+            name = meant.get(Place(owner, each.place.name) if owner and _any_component(each.key) else each.place)
+            if name is None or (component and not name.startswith(f"{component}.") and name in shapes):
+                unknown.append(each.key)
+                continue
+            alpha = each.parts["alpha"].float().item() if "alpha" in each.parts else each.alpha
+            rank = each.rank if kind.parts.config_decides_rank else None
+            module = FileModule(each.key, each.parts, alpha, each.rslora, rank)
+            if modules.setdefault(name, module) is not module:
+                raise ValueError(f"{each.key} and {modules[name].key} are the same module")
+    count = len(modules) + len(unknown)
+    if not count and not any(found.norms for _, found in read):
         raise file_error("lora-empty", "This file holds no LoRA.", path, "Give a LoRA file; base models go in model.")
-    unknown = sorted(name for name in modules if name not in shapes)
     if unknown:
-        known = [name for name in modules if name in shapes]
-        raise _of_another_model(family, unknown, path, len(modules), known=known)
-    return {name: _entry(name, module, shapes[name], kind, path) for name, module in modules.items()}
+        raise _of_another_model(family, sorted(unknown), path, count, known=[m.key for m in modules.values()])
+    fitting = {**shapes, **table.shapes, **original.shapes, **whole_qkv.shapes}
+    entries = {name: _entry(name, module, fitting[name], kind, path) for name, module in modules.items()}
+    return kind, whole_qkv.of_modules(original.of_modules(table.of_modules(entries)))
+
+
+def _any_component(key: str) -> bool:
+    """Whether a module's name leaves its component open."""
+    return key.startswith(PEFT_PREFIX)
+
+
+def _qkv_rows(family: ModelFamily) -> RowsOf:
+    """As ``ModelFamily.original_rows``, of query, key and value alone where the original fuses more (XLabs' FLUX)."""
+
+    def rows_of(component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
+        named = family.original_rows(component, module, rows)
+        if len(named) != 1 or not module.endswith((".to_q", ".to_k", ".to_v")) or not named[0][0].endswith("linear1"):
+            return ()
+        return [(f"{named[0][0]}.qkv", *named[0][1:])]
+
+    return rows_of
+
+
+def _meant(
+    family: ModelFamily, components: Mapping[str, nn.Module], table: KeyTable, original: KeyTable, whole_qkv: KeyTable
+) -> dict[Place, str]:
+    """Return every spelling of the model's modules -> the module, or the key of a table that holds several."""
+    main = main_component(family)
+    found = {Place(main, plain(key)): original.whole(key) or key for key in original.parts}
+    found |= {Place(main, plain(key)): key for key in whole_qkv.parts}
+    for key, parts in original.parts.items():  # OneTrainer's OMI names count the parts of a fused weight
+        if len({part.module for part in parts}) > 1:
+            found |= {Place(main, plain(f"{key}.{place}")): part.module for place, part in enumerate(parts)}
+    for key in table.parts:
+        if (place := split(family.name, key)) is not None:
+            found[place] = table.whole(key) or key
+    for component, root in components.items():
+        found |= {Place(component, plain(module)): canonical(component, module) for module, _ in adaptable(root)}
+    return found
 
 
 def _entry(name: str, module: FileModule, shape: tuple[int, ...], kind: FileKind, path: Path) -> Entry:
     numbers = [tensor for role, tensor in module.parts.items() if role != "alpha" and tensor.ndim]
-    if not all(tensor.is_floating_point() for tensor in numbers):
-        raise ValueError(f"{module.key} is stored as whole numbers")
     entry = kind.entry(name, module, shape, path)
     if not all(torch.isfinite(tensor.float()).all() for tensor in numbers):
         raise file_error("lora-not-finite", f"{name} holds values that are no numbers.", path, "Use another file.")

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,12 +19,13 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from lora_rocm.adapters.base import PEFT_NAME, Adapter
-from lora_rocm.adapters.entry import Entry, FileKind, FileModule, file_error
+from lora_rocm.adapters.entry import Entry, FileKind, FileModule
 from lora_rocm.adapters.module_names import adaptable, canonical
 from lora_rocm.adapters.targets import either
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.kernels.adapter_dropout import AdapterDropout
 from lora_rocm.kernels.weight_format import dense_shape
+from lora_rocm.model_files.adapter_parts import kind_named
 from lora_rocm.optim.norm_limit import NormLimit
 from lora_rocm.recipe.adapter_sections import AdapterSection
 
@@ -81,18 +81,6 @@ class FactorNames:
             for part, tensor in zip(("",) if len(factor) == 1 else ("_a", "_b"), factor, strict=True)
         }
 
-    def lacking(self, roles: Collection[str]) -> list[str]:
-        """As ``FileKind.lacking``."""
-        lacking = []
-        for factor in self.factors:
-            halves = [f"{factor}_{half}" for half in "ab"]
-            present = [half for half in halves if half in roles]
-            if present or not self.whole:
-                lacking += [half for half in halves if half not in roles]
-            elif factor not in roles:
-                lacking.append(factor)
-        return lacking
-
     def of_file(self, module: FileModule) -> tuple[Factor, Factor]:
         """Return both factors of a module of a file, in float32.
 
@@ -138,29 +126,9 @@ class FactorEntry(Entry):
         return alone(self, parts, self.shape[0] == rows, self.title)
 
 
-def factor_file(
-    name: str, names: FactorNames, entry: Callable[[str, FileModule, tuple[int, ...], Path], Entry]
-) -> FileKind:
+def factor_file(name: str, entry: Callable[[str, FileModule, tuple[int, ...], Path], Entry]) -> FileKind:
     """Return the file format of a kind with two factors. PEFT divides its alpha by the rank of the config."""
-    return FileKind(
-        name,
-        name.upper(),
-        {part: part for part in names.parts} | {"alpha": "alpha"},
-        frozenset(names.parts),
-        names.lacking,
-        entry,
-        partial(check_config, name),
-        config_alpha="alpha",
-        config_decides_rank=True,
-    )
-
-
-def check_config(name: str, config: Mapping[str, Any], path: Path) -> None:
-    """As ``FileKind.check_config``, for the kind ``name``."""
-    others = [field for field in ("modules_to_save", "use_effective_conv2d") if config.get(field)]
-    if others:
-        what = f"This adapter is more than a {name}: its config sets {', '.join(others)}."
-        raise file_error("lora-kind", what, path, f"Use a plain {name}.")
+    return FileKind(kind_named(name), entry)
 
 
 def alone(entry: Entry, parts: Sequence[tuple[int, Entry]], whole: bool, name: str) -> Entry:

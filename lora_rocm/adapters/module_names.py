@@ -52,6 +52,8 @@ def sd_scripts_rows(family: ModelFamily) -> RowsOf:
     """As ``ModelFamily.export_rows``, with the names of kohya's scripts: the original release's, if these differ."""
 
     def rows_of(component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
+        if family.file_form == "kohya":
+            return family.export_rows(component, module, rows)
         original = family.original_rows(component, module, rows)
         named = [(f"lora_unet_{name.replace('.', '_')}", first, count) for name, first, count in original]
         return named or family.export_rows(component, module, rows)

@@ -11,7 +11,7 @@ Dimensions: a weight [K * N, I, ...] has K blocks [N, N].
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from lora_rocm.adapters.entry import (
 from lora_rocm.adapters.lycoris import LycorisAdapter, OutputAdapter, OutputEntry, OutputLayer, alone
 from lora_rocm.errors import AdapterError
 from lora_rocm.kernels.weight_format import dense_shape
+from lora_rocm.model_files.adapter_parts import kind_named
 from lora_rocm.recipe.adapter_sections import AdapterSection, OftSection
 
 BLOCKS = "oft_blocks"
@@ -106,14 +107,6 @@ class OftEntry(OutputEntry):
         return alone(self, parts, self.shape[0] == rows, "OFT")
 
 
-def _lacking(roles: Collection[str]) -> list[str]:
-    return [] if BLOCKS in roles else [BLOCKS]
-
-
-def _check_config(config: Mapping[str, Any], path: Path) -> None:
-    raise file_error("lora-kind", "PEFT's OFT rotates the inputs; this is no diag-oft.", path, "Use LyCORIS' diag-oft.")
-
-
 def _entry(name: str, module: FileModule, shape: tuple[int, ...], path: Path) -> OftEntry:
     """Return one module's entry.
 
@@ -133,7 +126,7 @@ def _entry(name: str, module: FileModule, shape: tuple[int, ...], path: Path) ->
     return OftEntry(blocks, 1.0, shape)
 
 
-OFT = FileKind("OFT", "OFT", {BLOCKS: BLOCKS, "alpha": "alpha"}, frozenset({BLOCKS}), _lacking, _entry, _check_config)
+OFT = FileKind(kind_named("OFT"), _entry)
 
 
 class OftLayer(OutputLayer):

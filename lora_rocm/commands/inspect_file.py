@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from lora_rocm.dataset.folders import BUILTIN_FOLDERS, BUILTIN_TABLES
-from lora_rocm.errors import ModelError
+from lora_rocm.errors import AdapterError, ModelError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.families.spec import FamilySpec
 from lora_rocm.foundation.terminal_text import one_line
 from lora_rocm.foundation.units import count_text, number_text, size_text
+from lora_rocm.model_files.adapter_contents import contents_of
 from lora_rocm.model_files.adapter_sizes import alphas_of, ranks_of
+from lora_rocm.model_files.adapter_spellings import any_rewritten, standard_names
 from lora_rocm.model_files.adapters import families_of, foreign_name, kind_of, origin_of
 from lora_rocm.model_files.component_folder import COMPONENT_CONFIG, weight_files
 from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN, read_config
@@ -33,7 +35,7 @@ from lora_rocm.model_files.models import (
     models_in,
     pipeline_of,
 )
-from lora_rocm.model_files.peft_folder import PEFT_CONFIG, PEFT_WEIGHTS
+from lora_rocm.model_files.peft_folder import PEFT_CONFIG, PEFT_WEIGHTS, peft_folders
 from lora_rocm.model_files.readers import PROGRAMS, readers_of_file, spelling_of
 from lora_rocm.model_files.storage_formats import (
     SCALED,
@@ -128,23 +130,49 @@ def _file(header: Header, registry: Registry) -> Found:
         "quantised": None if form is None else form[0],
         "metadata": _metadata(header.metadata),
     }
-    kind = kind_of(header.tensors)
+    kind = kind_of(_standard(header).tensors)
     if not kind:
         model = {**_model(header, registry), **found}
         if unread := scaled(header.tensors, SCALED):
             model |= {"trainable": [], "keys": {}, "unusable": quantised_error(unread[0], header.path, unread[1]).what}
         return model
-    adapter = _adapter(header, kind, registry)
+    return {**_adapter(header, kind, registry), **found}
+
+
+def _standard(header: Header) -> Header:
+    """Return the header with the names by which adapters are known; as it is, if two of its names mean the same."""
+    try:
+        return replace(header, tensors=standard_names(header.tensors, header.path))
+    except AdapterError:
+        return header
+
+
+def _peft_config(header: Header) -> Found | None:
+    """Return the config of a PEFT folder; None if the file is in none."""
     config = header.path.with_name(PEFT_CONFIG)
-    if header.path.name == PEFT_WEIGHTS and config.is_file():
-        alpha = read_config(config).get("lora_alpha")
-        adapter["adapter"]["alpha"] = {"min": alpha, "max": alpha, "missing": 0}
-    return {**adapter, **found}
+    return read_config(config) if header.path.name == PEFT_WEIGHTS and config.is_file() else None
+
+
+def _refusal(header: Header, config: Found | None, spec: FamilySpec) -> AdapterError | None:
+    """Return why no run of a family starts from an adapter file, by the function that reads it; None if one can."""
+    path = header.path
+    try:
+        found = contents_of(
+            spec.name, header.tensors, path, metadata=header.metadata, peft=config, with_norms=spec.trains_norms
+        )
+    except AdapterError as error:
+        return error
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
+        return AdapterError("lora-unreadable", f"it cannot be understood: {error}", where=str(path))
+    if not found.unknown:
+        return None
+    what = f"{spec.title} has no module {one_line(found.unknown[0])[:MAX_SHOWN]}"
+    return AdapterError("lora-of-another-model", what, where=str(path))
 
 
 def _folder(path: Path, registry: Registry) -> Found:
     """Return what a folder is, by its configs: a model, a checkpoint of a run, or a PEFT adapter."""
-    if (path / PEFT_CONFIG).is_file():
+    if (path / PEFT_CONFIG).is_file() or (path / PEFT_WEIGHTS).is_file():
         return inspect(path / PEFT_WEIGHTS, registry)
     if (path / STATE).is_file() and (path / "adapter.safetensors").is_file():
         return {"title": "a training state of lora-rocm", "families": [], "trainable": []}
@@ -153,8 +181,8 @@ def _folder(path: Path, registry: Registry) -> Found:
         title = f"a run directory of lora-rocm ({', '.join(loras) or 'no LoRA file yet'}), for lora-rocm status"
         return {"title": title, "families": [], "trainable": []}
     place = index_of(path)
-    if place is None and (parts := sorted(file.parent for file in path.glob(f"*/{PEFT_CONFIG}"))):
-        return _peft_folder(parts, registry)
+    if place is None and (parts := peft_folders(path)):
+        return _peft_folder(sorted(parts.values()), registry)
     if place is not None:
         return _diffusers_folder(path, read_config(place), registry)
     if (path / COMPONENT_CONFIG).is_file():
@@ -176,21 +204,37 @@ def _peft_folder(parts: Sequence[Path], registry: Registry) -> Found:
     found = {part.name: inspect(part, registry) for part in parts}
     if len(found) == 1:
         return found[parts[0].name]
-    families = [set(part["families"]) for part in found.values() if part["families"]]
-    trainable = [set(part["trainable"]) for part in found.values() if part["families"]]
+    known = [set(part["families"]) for part in found.values() if part["families"]]
+    families = sorted(set.intersection(*known)) if known else []
+    refused = {
+        name: _refused(read_header(part / PEFT_WEIGHTS), families, registry)
+        for name, part in zip(found, parts, strict=True)
+    }
+    trainable = [family for family in families if family in registry and not any(family in r for r in refused.values())]
+    why = next((error.what for errors in refused.values() for error in errors.values()), "")
     adapters = {name: part["adapter"] for name, part in found.items() if "adapter" in part}
-    known = [adapters[name]["readers"] for name in adapters if found[name]["families"]]
+    readers = [adapters[name]["readers"] for name in adapters if found[name]["families"]]
     for name in adapters:
-        if not found[name]["families"] and known:
-            adapters[name]["readers"] = known[0]
+        if not found[name]["families"] and readers:
+            adapters[name]["readers"] = None if refused[name] else readers[0]
             found[name]["title"] = f"a {adapters[name]['kind']} for the {name} of the same model"
     return {
         "title": f"PEFT adapters of {len(found)} components",
-        "families": sorted(set.intersection(*families)) if families else [],
-        "trainable": sorted(set.intersection(*trainable)) if trainable else [],
+        "families": families,
+        "trainable": trainable,
+        **({"unusable": why} if why and not trainable else {}),
         "components": {name: part["title"] for name, part in found.items()},
         "adapters": adapters,
     }
+
+
+def _refused(header: Header, families: Sequence[str], registry: Registry) -> dict[str, AdapterError]:
+    """Return family -> why no run of it starts from the file, of those that are trained here."""
+    config, errors = _peft_config(header), dict[str, AdapterError]()
+    for name in families:
+        if name in registry and (error := _refusal(header, config, registry[name])) is not None:
+            errors[name] = error
+    return errors
 
 
 def _component_folder(path: Path, registry: Registry) -> Found:
@@ -336,30 +380,37 @@ def _model(header: Header, registry: Registry) -> Found:
 
 
 def _adapter(header: Header, kind: str, registry: Registry) -> Found:
-    origin = origin_of(header.tensors, header.shapes)
-    families = families_of(header.shapes, header.metadata)
+    standard = _standard(header)
+    origin = origin_of(standard.tensors, standard.shapes)
+    families = families_of(standard.shapes, header.metadata)
     titles = [registry[name].title for name in families if name in registry]
     of = titles[0] if len(families) == len(titles) == 1 else origin.title if origin is not None else ""
-    plain = kind.removesuffix(" and trained norms")
     trained = [name for name in families if name in registry]
-    others = {} if plain in STARTERS or not trained else {"unusable": f"no run starts from a {plain}"}
-    spelling, ranks = spelling_of(header.tensors), ranks_of(header)
-    readers = readers_of_file(header, families)
-    if trained and (foreign := foreign_name(header.tensors, families)) is not None:
+    refused = _refused(header, families, registry)
+    usable = [name for name in trained if name not in refused]
+    others = {"unusable": refused[trained[0]].what} if trained and not usable else {}
+    if trained and kind.removesuffix(" and trained norms") not in STARTERS:
+        others = {"unusable": f"no run starts from a {kind.removesuffix(' and trained norms')}"}
+    spelling, ranks = spelling_of(header.tensors), ranks_of(standard)
+    strength_lost = any(error.code == "lora-strength" for error in refused.values())
+    readers = None if strength_lost or any_rewritten(header.tensors) else readers_of_file(header, families)
+    if trained and (foreign := foreign_name(standard.tensors, families)) is not None:
         name, other = foreign
         others = {"unusable": f"no run starts from a mixture: it names {one_line(name)[:MAX_SHOWN]}, of {other.title}"}
         of, families, readers = f"{of} and {other.title}", (), None
+    config = _peft_config(header)
+    alpha = _alphas(standard) if config is None else {"min": config.get("lora_alpha"), "max": config.get("lora_alpha")}
     return {
         "title": f"{'an' if kind[0] in 'IO' else 'a'} {kind} for {of or UNKNOWN}",
         "families": list(families),
-        "trainable": [] if others else trained,
+        "trainable": [] if others else usable,
         **others,
         "adapter": {
             "kind": kind,
             "spelling": spelling,
-            "modules": _modules(header),
+            "modules": _modules(standard),
             "ranks": {str(rank): count for rank, count in ranks.most_common()},
-            "alpha": _alphas(header),
+            "alpha": {"missing": 0, **alpha},
             "readers": None if readers is None else readers.told,
         },
     }

@@ -239,8 +239,8 @@ def _header(form: Form, path: Path) -> Header:
 def _written_dtype(header: Header, files: FileKind) -> torch.dtype:
     """The dtype of the factors in the file."""
     with _reported(header.path):
-        known = ((files.role_of(name), entry) for name, entry in header.tensors.items())
-        return next(DTYPES[entry.dtype] for found, entry in known if found and found[1] in files.factors)
+        known = ((files.parts.role_of(name), entry) for name, entry in header.tensors.items())
+        return next(DTYPES[entry.dtype] for found, entry in known if found and found[1] in files.parts.factors)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections import Counter
@@ -27,7 +28,7 @@ def alphas_of(header: Header) -> list[float]:
     found = []
     with header.path.open("rb") as file:
         for name, entry in header.tensors.items():
-            if name.endswith(".alpha") and entry.end - entry.begin <= 8:
+            if name.endswith(".alpha") and entry.end - entry.begin <= 8 and math.prod(entry.shape) == 1:
                 file.seek(entry.begin)
                 content = file.read(entry.end - entry.begin)
                 if entry.dtype == "BF16":

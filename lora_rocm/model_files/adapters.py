@@ -21,7 +21,7 @@ SAMPLED = 4000
 """Maximum number of names inspected per file. No LoRA has more names that are not repetitions."""
 FACTOR = re.compile(r"[._](?:lora[._](down|up|A|B)\.(?:default\.)?weight|(?:hada_w1|lokr_w[12])(?:_([ab]))?)$")
 """The end of the name of a factor of a LoRA, of a LoHa's first product, or of a LoKr's Kronecker product."""
-OF_MANY = re.compile(r"^(lora_te|text_encoder)|visual|vision")
+OF_MANY = re.compile(r"^(lora_te|text_encoder|clip_[lg]\.)|visual|vision")
 """Names of components that families share, or that lie beside a language model."""
 ROWS, COLUMNS = ("up", "B", "a"), ("down", "A", "b")
 """Factors that have only the rows of a product, its outputs, and those that have only its columns."""

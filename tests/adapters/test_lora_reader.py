@@ -268,7 +268,7 @@ def test_a_config_that_asks_for_more_than_a_lora(
     live: tuple[Any, Any, Any], tmp_path: Path, config: dict[str, Any], form: str
 ) -> None:
     tensors = {f"{NAME.removeprefix('unet.')}.lora_{side}.weight": torch.ones(shape) for side, shape in SIDES.items()}
-    plain = {"peft_type": "LORA", "lora_alpha": 2, "init_lora_weights": "gaussian", "bias": "none"}
+    plain = {"peft_type": "LORA", "lora_alpha": 2, "r": 2, "init_lora_weights": "gaussian", "bias": "none"}
 
     def write(config: dict[str, Any]) -> None:
         if form == "peft":
@@ -307,6 +307,7 @@ def test_embeddings_that_are_bundled_are_named(live: tuple[Any, Any, Any], tmp_p
     said: list[str] = []
     tensors = {f"lora_unet_middle_block_1_proj_in.lora_{side}.weight": torch.ones(shape) for side, shape in zip(
         ("down", "up"), SIDES.values(), strict=True)}  # fmt: skip
+    tensors["lora_unet_middle_block_1_proj_in.alpha"] = torch.tensor(1.0)
     save_file(tensors | {"bundle_emb.zibu.clip_l": torch.zeros(1)}, tmp_path / "x.safetensors")
     assert len(read_lora(live[0], live[1].components, tmp_path / "x.safetensors", said.append)) == 1
     assert len(said) == 1 and "bundle_emb.zibu.clip_l" in said[0]

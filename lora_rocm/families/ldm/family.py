@@ -68,6 +68,11 @@ class LdmFamily(LatentFamily):
         text = dict.fromkeys(self.text_components, kohya_keys.TEXT)
         return {preset: {"unet": pattern, **text} for preset, pattern in kohya_keys.UNET_TARGETS.items()}
 
+    def original_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
+        if component != self.component:
+            return ()
+        return ((kohya_keys.sgm_name(module, self.source.config(component)), 0, rows),)
+
     def check(self, source: Source) -> tuple[str, ...]:
         notices, config = detect.check(source, self.expected), self._scheduler_config(source)
         inpainting.require_masks_read(source.config("unet")["in_channels"], self.recipe.sample)

@@ -362,7 +362,7 @@ SPELLINGS = {
     "kohya": ("lora_unet_", True, "kohya"),
     "musubi-tuner": ("lora_unet_", False, "kohya"),
     "ComfyUI": ("diffusion_model.", True, "alpha"),
-    "PEFT": ("base_model.model.", True, "folded"),
+    "PEFT": ("base_model.model.", True, "alpha"),
     "OneTrainer": ("", True, "alpha"),
     "OneTrainer, its DIFFUSERS": ("transformer.", False, "folded"),
     "OneTrainer, in the past": ("lora_transformer_", False, "kohya"),

@@ -1,4 +1,4 @@
-"""Sorts a LoRA file's tensors by the endings of their names: accepted, noticed or refused (``lora_parts.toml``).
+"""Sorts an adapter file's tensors by the endings of their names: accepted, noticed or refused (``adapter_parts.toml``).
 
 Every tensor is accounted for: it is accepted, it is named in a notice because it changes no weight of the model, or the
 file is refused. Skipping a part silently would produce images that differ from those of the file's author.
@@ -11,18 +11,52 @@ Names of parts: kohya-ss/sd-scripts ``networks``, LyCORIS ``lycoris/modules`` (`
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from torch import Tensor
-
-from lora_rocm.adapters.entry import FileKind, Say
 from lora_rocm.errors import AdapterError
 from lora_rocm.foundation.tables import read_table
 from lora_rocm.foundation.units import count_text
+
+Say = Callable[[str], None]
+Stored = TypeVar("Stored")
+"""A tensor, or what a header says of one."""
+
+
+@dataclass(frozen=True)
+class KindParts:
+    """A kind of adapter in files (see the head of the table).
+
+    name: display name ("LoRA"). peft_type: the type in PEFT's configs. roles: ending of a tensor's name -> role.
+    """
+
+    name: str
+    peft_type: str
+    factors: tuple[str, ...]
+    needed: tuple[tuple[tuple[str, ...], ...], ...]
+    roles: Mapping[str, str]
+    alpha_of: tuple[str, ...] = ()
+    config_alpha: str = "lora_alpha"
+    config_decides_rank: bool = False
+    base_changing: tuple[str, ...] = ()
+    config_fields: tuple[str, ...] = ()
+    not_peft: tuple[str, ...] = ()
+
+    def role_of(self, tensor: str) -> tuple[str, str] | None:
+        """Return (module, role) of a tensor's name; None if it is not part of this kind."""
+        ending = next((ending for ending in self.roles if tensor.endswith("." + ending)), None)
+        return None if ending is None else (tensor.removesuffix("." + ending), self.roles[ending])
+
+    def lacking(self, roles: Collection[str]) -> list[str]:
+        """Return the missing parts of a module with these roles."""
+        missing: list[str] = []
+        for ways in self.needed:
+            begun = [way for way in ways if any(role in roles for role in way)]
+            missing += [role for role in (begun or ways)[-1 if begun else 0] if role not in roles]
+        return missing
 
 
 @dataclass(frozen=True)
@@ -41,6 +75,7 @@ class Other:
 class OtherTable:
     """The file. ``noticed``: tensors that change no weight of the model."""
 
+    kinds: tuple[KindParts, ...]
     refused: tuple[Other, ...]
     noticed: tuple[Other, ...]
 
@@ -48,16 +83,30 @@ class OtherTable:
 @cache
 def others() -> OtherTable:
     """The table. See ``read_table`` for errors."""
-    return read_table(Path(__file__).with_name("lora_parts.toml"), OtherTable)
+    return read_table(Path(__file__).with_name("adapter_parts.toml"), OtherTable)
 
 
-def grouped(tensors: Mapping[str, Tensor], path: Path, kind: FileKind, say: Say) -> dict[str, dict[str, Tensor]]:
+def kind_named(name: str) -> KindParts:
+    """Return the kind of this display name."""
+    return next(kind for kind in others().kinds if kind.name == name)
+
+
+def kind_with(names: Iterable[str]) -> KindParts:
+    """Return the first kind whose factors a file has; if there is none, the first kind, whose checks report it."""
+    names = list(names)
+    for kind in others().kinds:
+        if any((known := kind.role_of(name)) is not None and known[1] in kind.factors for name in names):
+            return kind
+    return others().kinds[0]
+
+
+def grouped(tensors: Mapping[str, Stored], path: Path, kind: KindParts, say: Say) -> dict[str, dict[str, Stored]]:
     """Group all tensors of a file as module (the file's own name) -> role -> tensor; ``say`` receives notices.
 
     Raises:
         AdapterError: lora-kind, lora-empty, lora-parts, lora-incomplete.
     """
-    modules: dict[str, dict[str, Tensor]] = {}
+    modules: dict[str, dict[str, Stored]] = {}
     rest = []
     for name, tensor in tensors.items():
         known = kind.role_of(name)
@@ -75,7 +124,7 @@ def grouped(tensors: Mapping[str, Tensor], path: Path, kind: FileKind, say: Say)
     return whole
 
 
-def _refuse_others(names: Iterable[str], has_any: bool, path: Path, adapter: FileKind, say: Say) -> None:
+def _refuse_others(names: Iterable[str], has_any: bool, path: Path, adapter: KindParts, say: Say) -> None:
     found: dict[Other | None, list[str]] = {}
     for name in names:
         kinds = (kind for kind in (*others().noticed, *others().refused) if re.search(kind.pattern, name))
@@ -98,7 +147,7 @@ def _refuse_others(names: Iterable[str], has_any: bool, path: Path, adapter: Fil
         raise _error("lora-parts", f"{what} Without that the effect would be another.", path)
 
 
-def _refuse_halves(halves: Mapping[str, Mapping[str, Tensor]], path: Path, kind: FileKind, say: Say) -> None:
+def _refuse_halves(halves: Mapping[str, Mapping[str, Stored]], path: Path, kind: KindParts, say: Say) -> None:
     """Refuse modules that lack a factor. An alpha alone has no effect in any program, so it only gets a notice."""
     broken = {module: parts for module, parts in halves.items() if parts.keys() != {"alpha"}}
     if broken:
@@ -115,7 +164,7 @@ def _refuse_halves(halves: Mapping[str, Mapping[str, Tensor]], path: Path, kind:
         say(f"Left out of {path.name}: alphas of modules that have no weights in it ({_some(halves)}).")
 
 
-def check_config(config: Mapping[str, Any], path: Path, kind: FileKind) -> None:
+def check_config(config: Mapping[str, Any], path: Path, kind: KindParts) -> None:
     """Refuse a PEFT config that asks for anything but a plain adapter of this kind.
 
     Raises:
@@ -124,7 +173,20 @@ def check_config(config: Mapping[str, Any], path: Path, kind: FileKind) -> None:
     peft_type = config.get("peft_type")
     if peft_type is not None and str(peft_type).rpartition(".")[2] != kind.peft_type:
         raise _error("lora-kind", f"This is a PEFT adapter of the type {peft_type!s:.40}, not a {kind.name}.", path)
-    kind.check_config(config, path)
+    if kind.not_peft and config:
+        raise _error("lora-kind", kind.not_peft[0], path, kind.not_peft[1])
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and kind.base_changing and start.lower().startswith(kind.base_changing):
+        raise _error(
+            "lora-kind",
+            f"This LoRA was made with init_lora_weights: {start:.40}, which changes the base model as well.",
+            path,
+            "Save it with path_initial_model_for_weight_conversion (see PEFT's save_pretrained): then it is plain.",
+        )
+    more = [name for name in kind.config_fields if config.get(name) and (name, config[name]) != ("bias", "none")]
+    if more:
+        what = f"This adapter is more than a {kind.name}: its config sets {', '.join(more)}."
+        raise _error("lora-kind", what, path, f"Use a plain {kind.name}.")
 
 
 def _some(names: Iterable[str]) -> str:

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_rocm.adapters.lora_entry import LORA
-from lora_rocm.adapters.lora_parts import grouped, others
 from lora_rocm.errors import AdapterError
+from lora_rocm.model_files.adapter_parts import grouped, kind_named, others
 
+LORA = kind_named("LoRA")
 DORA = "a weight decomposition (DoRA)"
 FILE = Path("some lora.safetensors")
 KEY = "lora_unet_middle_block_1_proj_in"

@@ -1,0 +1,155 @@
+"""Names in adapter files: of tensors, whatever a program put into them, and of modules, in every spelling that is read.
+
+Whoever reads a file and whoever only says what could read it (``inspect``) ask the same functions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from lora_rocm.errors import AdapterError
+from lora_rocm.foundation.tables import read_table
+from lora_rocm.model_files.adapter_parts import Stored
+
+PEFT_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """A regular expression that is searched in a tensor's name, and what stands in its place."""
+
+    pattern: str
+    by: str
+
+
+@dataclass(frozen=True)
+class Component:
+    """A component of some families as adapter files name it.
+
+    prefixes: before names of its modules; own_prefixes: "lora_NAME_" and "NAME.", too. modules, norms: regular
+    expressions of whole names behind the prefix, with dots as _.
+    """
+
+    name: str
+    families: tuple[str, ...]
+    prefixes: tuple[str, ...]
+    modules: tuple[str, ...]
+    norms: tuple[str, ...] = ()
+    own_prefixes: bool = True
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        """All prefixes."""
+        return (*self.prefixes, *((f"lora_{self.name}_", f"{self.name}.") if self.own_prefixes else ()))
+
+
+@dataclass(frozen=True)
+class SpellingTable:
+    """The file."""
+
+    rewritten: tuple[Rewritten, ...]
+    components: tuple[Component, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """The module that a file's name means. name: behind the prefix, as in ``plain``."""
+
+    component: str
+    name: str
+
+
+@cache
+def _table() -> SpellingTable:
+    return read_table(Path(__file__).with_name("adapter_spellings.toml"), SpellingTable)
+
+
+@cache
+def _rewritten() -> tuple[tuple[re.Pattern[str], str], ...]:
+    return tuple((re.compile(row.pattern), row.by) for row in _table().rewritten)
+
+
+@cache
+def _known(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(f"(?:{pattern})" for pattern in patterns) or r"(?!)")
+
+
+def plain(name: str) -> str:
+    """Return a module's name with dots as _, and without the level of CLIP that only some versions have."""
+    return name.replace(".", "_").removeprefix("text_model_")
+
+
+def standard_names(tensors: Mapping[str, Stored], path: Path) -> dict[str, Stored]:
+    """Return the tensors of a file by names without what wrappers, adapters' names and old programs put into them.
+
+    Raises:
+        AdapterError: "lora-parts": two names mean the same tensor, or there are several adapters in the file.
+    """
+    found: dict[str, Stored] = {}
+    adapters: set[str] = set()
+    for name, tensor in tensors.items():
+        standard = name
+        for pattern, by in _rewritten():
+            match = pattern.search(standard)
+            if match is not None:
+                adapters |= {match["adapter"]} if "adapter" in pattern.groupindex else set()
+                standard = pattern.sub(by, standard)
+        if standard in found:
+            raise AdapterError(
+                "lora-parts",
+                f"Two tensors of this file are the same part: {name:.200} is the second.",
+                where=str(path),
+                fix="Use a file of one adapter.",
+            )
+        found[standard] = tensor
+    if len(adapters) > 1:
+        named = ", ".join(sorted(adapters)[:4])
+        raise AdapterError(
+            "lora-parts", f"This file holds several adapters: {named:.200}.", where=str(path), fix="Save one of them."
+        )
+    return found
+
+
+def components(family: str) -> tuple[Component, ...]:
+    """Return the components of a family that adapter files name."""
+    return tuple(row for row in _table().components if family in row.families)
+
+
+def split(family: str, key: str) -> Place | None:
+    """Return component and name of a module by what stands before it; None if nothing known does."""
+    fits = ((start, row) for row in components(family) for start in row.starts if start and key.startswith(start))
+    best = max(fits, key=lambda fit: len(fit[0]), default=None)
+    return None if best is None else Place(best[1].name, plain(key.removeprefix(best[0])))
+
+
+def place_of(family: str, key: str, norm: bool = False) -> Place | None:
+    """Return the module that a key of a file means in a family; None if no model of the family has such a module.
+
+    How many blocks there are is the base's matter. A name in PEFT's form may be of any component.
+    """
+    found = split(family, key)
+    main = next((row for row in components(family) if "" in row.prefixes), None)
+    if main is None:
+        return None
+    if found is None:
+        found = Place(main.name, plain(key))
+    for row in components(family):
+        own = row.name == found.component or key.startswith(PEFT_PREFIX)
+        if own and _known(row.norms if norm else row.modules).fullmatch(found.name):
+            return Place(row.name, found.name)
+    return None
+
+
+def adapter_families() -> frozenset[str]:
+    """Return the families whose adapters are read."""
+    return frozenset(family for row in _table().components for family in row.families)
+
+
+def any_rewritten(names: Iterable[str]) -> bool:
+    """Whether a name has the mark of a wrapper or an adapter's name, which other programs do not take off."""
+    wrappers = [pattern for pattern, _ in _rewritten()[:4]]
+    return any(pattern.search(name) for name in names for pattern in wrappers)
