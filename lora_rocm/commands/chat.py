@@ -21,7 +21,7 @@ from lora_rocm.commands.sample_export import TOOLS_MODULE, require_text
 from lora_rocm.errors import UserError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.files import temporary_folder, write_json
-from lora_rocm.foundation.terminal_text import legible
+from lora_rocm.foundation.terminal_text import legible, quoted
 from lora_rocm.recipe.yaml_tree import is_clean
 from lora_rocm.rules.this_machine import plan_here
 from lora_rocm.rundir.layout import RunDir
@@ -107,7 +107,9 @@ def _adapter_of(source: Path, registry: Registry) -> tuple[Path, Path]:
     spec = recipe_of_run(recipe, registry).spec
     if not spec.trains_on_texts:
         what = f"This run trained {spec.title}, which makes {spec.preview}s and does not talk."
-        raise UserError("no-chat", what, where=str(recipe), fix=f"Use lora-rocm sample {source} --prompt ...")
+        raise UserError(
+            "no-chat", what, where=str(recipe), fix=f"Use {quoted(['lora-rocm', 'sample', str(source)])} --prompt ..."
+        )
     run_dir = RunDir(source)
     if not holds_run(run_dir):
         return require_whole_named(source), recipe
