@@ -15,7 +15,7 @@ from lora_rocm.commands import check as module
 from lora_rocm.commands.check import check, plan_data
 from lora_rocm.dataset.batch_sampler import BatchPlan, Item
 from lora_rocm.dataset.scan import geometries, scan
-from lora_rocm.errors import DataError, ModelError, RecipeError
+from lora_rocm.errors import DataError, ModelError, RecipeError, storage_error
 from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.recipe.load import load_recipe
 from tests.fake_encoders import letter_limit
@@ -182,10 +182,10 @@ def test_error_of_the_model_alone(weigh: Weigh) -> None:
 
 
 def test_a_cache_that_cannot_be_written_stops_nothing(weigh: Weigh, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(handle: int) -> None:
-        raise OSError(28, "No space left on device")
+    def full(path: Path, value: object) -> None:
+        raise storage_error(OSError(28, "No space left on device"), path)
 
-    monkeypatch.setattr("lora_rocm.rundir.layout.os.fsync", full)
+    monkeypatch.setattr("lora_rocm.foundation.files.write_json", full)
     check("my.yaml")
     check("my.yaml")
     assert weigh.calls == 2

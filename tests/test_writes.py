@@ -27,8 +27,6 @@ TEMPORARY = "in a folder of its own among the system's temporary files"
 MARK = "the time of an entry of the cache, for ``cache prune``"
 LOCK = "``refuse_link`` comes before it; opened without following links, and nothing is written"
 ALLOWED = {
-    ("commands.check", "_weigh", "write_text"): TEMPORARY,
-    ("commands.check", "look_at_first", "write_text"): TEMPORARY,
     ("cli", "main", "open"): "the system's null device",
     ("latent_cache.cache", "_mark_used", "utime"): MARK,
     ("latent_cache.manifest", "recall", "utime"): MARK,
@@ -156,3 +154,15 @@ def test_fires_on_a_planted_fault(source: str) -> None:
 )
 def test_stays_silent_on_good_code(source: str) -> None:
     assert faults(Module(f"{PACKAGE}.commands.status", source)) == []
+
+
+def test_folders_of_temporary_files_are_made_by_the_one_module() -> None:
+    """``temporary_folder`` says where there was no room."""
+    made = {"TemporaryDirectory", "mkdtemp"}
+    found = [
+        f"{module.name}:{node.lineno}"
+        for module in package_modules()
+        for _, node in _with_function(module.source)
+        if module.name != HOME and isinstance(node, ast.Call) and _name(node.func) in made
+    ]
+    assert found == []

@@ -8,16 +8,15 @@ then the bytes are read back and compared one by one.
 from __future__ import annotations
 
 import random
-import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from lora_rocm.checks.selftest_base import Check, NotHereError, WrongAnswerError, poison, synchronize
 from lora_rocm.device.transfer import whole_fingerprint
+from lora_rocm.foundation.files import temporary_folder
 
 KIB, MIB = 2**10, 2**20
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int64": torch.int64}
@@ -77,8 +76,8 @@ def _copies(device: torch.device, method: str, size_bytes: int, send: Send, read
         if method != "mapped":
             _there_and_back(window.view(dtype), fingerprint, device, method, what, send, read)
             continue
-        with tempfile.TemporaryDirectory(prefix="lora-rocm-", ignore_cleanup_errors=True) as folder:
-            path = Path(folder) / "bytes"
+        with temporary_folder() as folder:
+            path = folder / "bytes"
             path.write_bytes(window.numpy().tobytes())
             mapped = torch.from_file(str(path), size=size_bytes // dtype.itemsize, dtype=dtype)
             _there_and_back(mapped, fingerprint, device, method, what, send, read)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from typing import Any
 
 from lora_rocm import __version__
 from lora_rocm.commands import bench_tables
-from lora_rocm.foundation.files import followed, require_place, write_json
+from lora_rocm.foundation.files import followed, require_place, temporary_folder, write_json
 from lora_rocm.foundation.units import count_text, size_text
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe
 from lora_rocm.report.progress_bar import make_progress
@@ -117,9 +116,9 @@ def step(recipe_path: str, overrides: Sequence[str], steps: int, random_weights:
         LoraRocmError: any error of training, or the file cannot be written.
     """
     require_place(json_path, "--json")
-    with tempfile.TemporaryDirectory(prefix="lora-rocm-", ignore_cleanup_errors=True) as folder:
-        loaded = _short_run(recipe_path, overrides, steps, Path(folder) / "cache" if random_weights else None)
-        chosen = resume.choose(loaded, Path(folder) / "run", None)
+    with temporary_folder() as folder:
+        loaded = _short_run(recipe_path, overrides, steps, folder / "cache" if random_weights else None)
+        chosen = resume.choose(loaded, folder / "run", None)
         run = chosen.run_dir.create()
         resume.settle(chosen, loaded, accept_changes=False)
         env = plan_here(loaded.recipe).applied_to(os.environ)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -21,8 +20,8 @@ from rich.text import Text
 from lora_rocm.commands.sample_export import TOOLS_MODULE, require_text
 from lora_rocm.errors import UserError
 from lora_rocm.families.registry import PRODUCT, Registry
-from lora_rocm.foundation.files import write_json
-from lora_rocm.foundation.terminal_text import legible
+from lora_rocm.foundation.files import temporary_folder, write_json
+from lora_rocm.foundation.terminal_text import legible, quoted
 from lora_rocm.recipe.yaml_tree import is_clean
 from lora_rocm.rules.this_machine import plan_here
 from lora_rocm.rundir.layout import RunDir
@@ -75,10 +74,10 @@ def chat(source: Path, prompt: str | None, options: Options, registry: Registry 
     require_text("--prompt", prompt or "")
     require_text("--system", options.system)
     adapter, recipe = _adapter_of(source.absolute(), registry)
-    with tempfile.TemporaryDirectory(prefix="lora-rocm-", ignore_cleanup_errors=True) as folder:
-        job = {"adapter": str(adapter), "recipe": str(recipe), SPARE_CACHE: str(Path(folder) / "cache")}
-        write_json(Path(folder) / "job.json", job)
-        command = heavy_command(TOOLS_MODULE, "chat", str(Path(folder) / "job.json"))
+    with temporary_folder() as folder:
+        job = {"adapter": str(adapter), "recipe": str(recipe), SPARE_CACHE: str(folder / "cache")}
+        write_json(folder / "job.json", job)
+        command = heavy_command(TOOLS_MODULE, "chat", str(folder / "job.json"))
         with started(command, plan_here().applied_to(os.environ)) as child:
             talk = _Talk(child, options, Console(file=sys.stdout))
             talk.load(quiet=prompt is not None)
@@ -108,7 +107,9 @@ def _adapter_of(source: Path, registry: Registry) -> tuple[Path, Path]:
     spec = recipe_of_run(recipe, registry).spec
     if not spec.trains_on_texts:
         what = f"This run trained {spec.title}, which makes {spec.preview}s and does not talk."
-        raise UserError("no-chat", what, where=str(recipe), fix=f"Use lora-rocm sample {source} --prompt ...")
+        raise UserError(
+            "no-chat", what, where=str(recipe), fix=f"Use {quoted(['lora-rocm', 'sample', str(source)])} --prompt ..."
+        )
     run_dir = RunDir(source)
     if not holds_run(run_dir):
         return require_whole_named(source), recipe

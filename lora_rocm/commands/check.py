@@ -21,6 +21,7 @@ from lora_rocm.dataset.preview_images import require_preview_images
 from lora_rocm.errors import DataError, LoraRocmError, Problem, RecipeError, StorageError, storage_error
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.bounded_read import FileVersion
+from lora_rocm.foundation.files import temporary_folder, write_atomic
 from lora_rocm.foundation.terminal_text import legible
 from lora_rocm.foundation.units import count_text, size_text
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe, paths_of
@@ -188,9 +189,9 @@ class _Texts:
         from lora_rocm.rules.this_machine import plan_here
         from lora_rocm.supervisor.subprocesses import run_for_json
 
-        with tempfile.TemporaryDirectory(prefix="lora-rocm-") as folder:
-            file = Path(folder) / "job.json"
-            file.write_text(json.dumps({"recipe": self.recipe.model_dump(mode="json")}), encoding="utf-8")
+        with temporary_folder() as folder:
+            file = folder / "job.json"
+            write_atomic(file, json.dumps({"recipe": self.recipe.model_dump(mode="json")}).encode("ascii"))
             self._said = run_for_json(TEXTS_MODULE, [str(file)], plan_here(self.recipe).applied_to(os.environ))
 
     @property
@@ -440,9 +441,9 @@ class _Weighing:
 
         env = self._plan.applied_to(os.environ)
         try:
-            with tempfile.TemporaryDirectory(prefix="lora-rocm-") as folder:
-                file = Path(folder) / "recipe.json"
-                file.write_text(self._recipe.model_dump_json(), encoding="utf-8")
+            with temporary_folder() as folder:
+                file = folder / "recipe.json"
+                write_atomic(file, self._recipe.model_dump_json().encode("utf-8"))
                 said = run_for_json(WEIGH_MODULE, [str(file)], env)
             limits = [TokenLimit(**limit) for limit in said["tokenizers"]]
             self._found = BaseFacts(said["num_bytes"], said["notices"], said["files"], limits)

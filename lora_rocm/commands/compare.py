@@ -11,7 +11,7 @@ from pathlib import Path
 from lora_rocm.commands.sample_export import require_image_prompt, require_text, run_model_tool
 from lora_rocm.errors import UserError, storage_error
 from lora_rocm.families.registry import PRODUCT, Registry
-from lora_rocm.foundation.files import write_atomic
+from lora_rocm.foundation.files import temporary_folder, write_atomic
 from lora_rocm.recipe.trigger import filled_in
 from lora_rocm.report.comparison import Compared, comparison_page, verdict
 from lora_rocm.rundir.layout import RunDir
@@ -61,12 +61,12 @@ def compare(
             found.append(Compared(event["updates"], losses, [Path(path) for path in event["images"]]))
             sys.stdout.write(f"{found[-1].label} ({len(found)} of {event['total']})\n")
 
-    with tempfile.TemporaryDirectory(prefix="lora-rocm-") as folder:
+    with temporary_folder() as folder:
         job = {
             "source": str(run_dir.path),
             "prompts": [*prompts],
             "strengths": shown,
-            "output": folder,
+            "output": str(folder),
             "files": [(updates, str(path)) for updates, path in files],
         }
         run_model_tool("compare", job, on_event)

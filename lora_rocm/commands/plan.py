@@ -6,17 +6,15 @@ import json
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from lora_rocm.dataset.same_sizes import alike_squares
 from lora_rocm.errors import UserError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.families.spec import Fp16
-from lora_rocm.foundation.files import write_json
+from lora_rocm.foundation.files import temporary_folder, write_json
 from lora_rocm.foundation.terminal_text import legible
 from lora_rocm.foundation.units import count_text, size_text, time_text
 from lora_rocm.hardware.archs import arch_of
@@ -123,8 +121,8 @@ def card_bytes(text: str) -> int:
 
 def _counted(recipe: Recipe, situation: Situation, for_card: bool) -> dict[str, Any]:
     env = {**environment_plan(situation).applied_to(os.environ), "HF_HUB_OFFLINE": "1"}
-    with tempfile.TemporaryDirectory(prefix="lora-rocm-") as folder:
-        job = Path(folder) / "job.json"
+    with temporary_folder() as folder:
+        job = folder / "job.json"
         asked = {"for_card": for_card, "for_gpu": for_card or situation.gpu is not None}
         write_json(job, {"recipe": recipe.model_dump(mode="json"), **asked})
         return run_for_json(MODULE, [str(job)], env)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from lora_rocm.dataset.preview_images import faults
 from lora_rocm.errors import AdapterError, MachineError, UserError
 from lora_rocm.families.registry import PRODUCT, Registry
-from lora_rocm.foundation.files import followed, require_place, write_json
+from lora_rocm.foundation.files import followed, require_place, temporary_folder, write_json
 from lora_rocm.foundation.units import number_text
 from lora_rocm.model_files.peft_folder import peft_folders
 from lora_rocm.model_files.readers import readers_line
@@ -305,9 +304,9 @@ def run_model_tool(tool: str, job: dict[str, Any], listen: OnEvent = lambda even
         LoraRocmError: any error of the child process.
     """
     env = plan_here().applied_to(os.environ)
-    with tempfile.TemporaryDirectory(prefix="lora-rocm-", ignore_cleanup_errors=True) as folder:
-        path = Path(folder) / "job.json"
-        write_json(path, {**job, SPARE_CACHE: str(Path(folder) / "cache")})
+    with temporary_folder() as folder:
+        path = folder / "job.json"
+        write_json(path, {**job, SPARE_CACHE: str(folder / "cache")})
         told: list[str] = []
 
         def on_event(event: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ import os
 import secrets
 import shutil
 import stat
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ RENAME_ATTEMPTS, RENAME_PAUSE_S = 20, 0.1
 WRITE_ATTEMPTS = 3
 """Attempts to write a file whose bytes read back differently."""
 PIECE_BYTES = 1 << 20
+PROBE_BYTES = 1 << 16
 NAME_SURROGATE = 0x20000000
 """The bit of a Windows reparse tag that marks a name surrogate: a symbolic link or a junction."""
 
@@ -182,6 +184,39 @@ def new_folder(folder: Path, root: Path | None = None) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             remove(temporary)
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A new folder among the system's temporary files, removed with its content at the end of the context.
+
+    Raises:
+        StorageError: it cannot be made; the error names the place.
+    """
+    place = os.environ.get("TMPDIR") or os.environ.get("TEMP") or "the folder of temporary files"
+    try:
+        place = tempfile.gettempdir()
+        made = tempfile.TemporaryDirectory(prefix="lora-rocm-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise storage_error(error, place) from error
+    with made as folder:
+        yield Path(folder)
+
+
+def require_room(folder: Path) -> None:
+    """Write and remove a small file.
+
+    Raises:
+        StorageError: this fails; the error names the folder.
+    """
+    probe = folder / f".probe.{os.getpid()}.{secrets.token_hex(4)}.tmp"
+    try:
+        write_through(probe, bytes(PROBE_BYTES))
+    except OSError as error:
+        raise storage_error(error, folder) from error
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink(missing_ok=True)
 
 
 def write_through(path: Path, content: bytes) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
+import subprocess
+import sys
 import unicodedata
+from collections.abc import Sequence
 
 STEERING = frozenset(("Cc", "Cs", "Zl", "Zp"))  # control characters, lone surrogates, line and paragraph separators
 TURNING = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")  # reorder nearby text
@@ -26,6 +30,11 @@ def legible(text: str, keep: str = "") -> str:
         letter.encode("unicode_escape").decode("ascii") if _steers(letter) and letter not in keep else letter
         for letter in text
     )
+
+
+def quoted(words: Sequence[str]) -> str:
+    """A command line for the shell of this system: names in it, such as those of folders, stay single words."""
+    return subprocess.list2cmdline(words) if sys.platform == "win32" else shlex.join(words)
 
 
 def one_line(text: str) -> str:

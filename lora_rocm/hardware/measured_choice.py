@@ -65,7 +65,7 @@ def choice_from_json(value: Mapping[str, Any]) -> Choice:
     return Choice(kind, dict(value["key"]), chosen, rows)
 
 
-def _is_trial(row: Mapping[str, Any]) -> bool:
+def _is_trial(row: Mapping[str, object]) -> bool:
     """Whether a row says how long a way of attention took, or what is wrong with it."""
     took = isinstance(row["seconds"], int | float) if row.get("problem") is None else isinstance(row["problem"], str)
     return took and isinstance(row["way"], str)

@@ -546,7 +546,7 @@ def _with_absolute_paths(section: AnySection) -> AnySection:
 
 def with_default_outputs(section: AnySection) -> AnySection:
     """The section with the default of every folder that is written to, relative to the current folder."""
-    changed: dict[str, Any] = {}
+    changed: dict[str, object] = {}
     for name, info in type(section).model_fields.items():
         value, rule = getattr(section, name), path_rule(info)
         if isinstance(value, BaseModel):
@@ -558,9 +558,9 @@ def with_default_outputs(section: AnySection) -> AnySection:
     return section.model_copy(update=changed)
 
 
-def settings_without_paths(section: BaseModel) -> dict[str, Any]:
+def settings_without_paths(section: BaseModel) -> dict[str, object]:
     """The values of a recipe or section as JSON has them, without paths of this machine; hub ids are none."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for name, info in type(section).model_fields.items():
         value, is_path = getattr(section, name), path_rule(info) is not None
         items = value if isinstance(value, tuple) else (value,)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from markupsafe import Markup
 
@@ -138,10 +138,11 @@ def page(title: str, heading: str, intro: Sequence[Block], sections: Iterable[Se
 
     private = private_of(os.environ, platform.node(), ())
 
-    def shown(value: Any) -> Any:
+    def shown(value: object) -> object:
         """A value of the page: pages are sent to others, so home folders are taken out of every text."""
-        is_text = isinstance(value, str) and not isinstance(value, Markup) and not value.startswith(DATA)
-        return private.without_homes(value) if is_text else value
+        if not isinstance(value, str) or isinstance(value, Markup) or value.startswith(DATA):
+            return value
+        return private.without_homes(value)
 
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),

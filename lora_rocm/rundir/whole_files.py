@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lora_rocm.errors import AdapterError, UserError
 from lora_rocm.foundation.bounded_read import check_plain, read_plain
+from lora_rocm.foundation.terminal_text import quoted
 from lora_rocm.model_files.header import read_header
 from lora_rocm.model_files.peft_folder import PEFT_WEIGHTS, peft_folders
 from lora_rocm.rundir.layout import FILE_OF, STATE_FILE, RunDir
@@ -66,16 +67,17 @@ def remedy(run_dir: RunDir, lora: Path) -> str:
     if newest is None:
         return "No whole checkpoint is left to write it again from: put it back from a copy, or train again."
     updates, _ = newest
+    export = ["lora-rocm", "export", str(run_dir.path)]
     form = next((form for form in LORA_FORMS if run_dir.export_of(form) == lora), None)
     if form is not None and updates_of(run_dir) in (0, updates):
-        return f"lora-rocm export {run_dir.path} --format {form} writes it again."
+        return f"{quoted([*export, '--format', form])} writes it again."
     if lora == run_dir.checkpoint_lora(updates):
-        again = f"lora-rocm export {run_dir.path} --format kohya --output {lora}"
+        again = quoted([*export, "--format", "kohya", "--output", str(lora)])
         return f"{again} writes it again; of a language model, delete it."
-    place = f"{run_dir.path} --format {form or 'kohya'} --output {'FOLDER' if form == 'peft' else 'FILE'}"
+    elsewhere = [*export, "--format", form or "kohya", "--output", "FOLDER" if form == "peft" else "FILE"]
     return (
         "It cannot be written again, for only the newest whole checkpoint is exported. "
-        f"lora-rocm export {place} writes the LoRA of step {updates} elsewhere."
+        f"{quoted(elsewhere)} writes the LoRA of step {updates} elsewhere."
     )
 
 

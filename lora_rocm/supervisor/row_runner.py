@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import tempfile
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from lora_rocm.errors import WorkerDiedError
-from lora_rocm.foundation.files import write_json
+from lora_rocm.foundation.files import temporary_folder, write_json
 from lora_rocm.supervisor.process import Event, OnEvent
 from lora_rocm.supervisor.subprocesses import run_tool
 
@@ -56,8 +54,8 @@ def run_rows(
     def is_late() -> bool:
         return time.monotonic() > deadline
 
-    with tempfile.TemporaryDirectory(prefix="lora-rocm-", ignore_cleanup_errors=True) as folder:
-        path = Path(folder) / "job.json"
+    with temporary_folder() as folder:
+        path = folder / "job.json"
         while True:
             write_json(path, {**job, "start": rows})
             deadline = time.monotonic() + start_limit_s

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_rocm.errors import WorkerDiedError
+from lora_rocm.foundation.files import require_room, temporary_folder
 from lora_rocm.foundation.safe_path import python_environment
 from lora_rocm.rundir.events import EventReader
 from lora_rocm.rundir.exit_status import died, tail_bytes
@@ -47,6 +47,7 @@ def run_tool(
     Raises:
         KeyboardInterrupt: one of these came.
         LoraRocmError: the error event that it wrote.
+        StorageError: there is no room for its events.
         WorkerDiedError: it failed without one, or was late (``follow_tool``) and killed.
     """
     code, log = follow_tool(heavy_command(module, *arguments), env, on_event, is_late)
@@ -85,6 +86,8 @@ def follow_tool(
             late = not ended and is_late()
             time.sleep(0 if ended else POLL_S)
         code, log = tool.child.returncode, tail_bytes(tool.log, 0)
+        if code and problem is None and not late:
+            require_room(tool.log.parent)  # a child that could not write its events says nothing
     # Report
     if problem is not None:
         raise error_from_event(problem)
@@ -127,6 +130,7 @@ class Tool:
                 yield event
                 count -= event["type"] == last
             if ended and count > 0:
+                require_room(self.log.parent)
                 raise died("The process", self.child.returncode, tail_bytes(self.log, 0))
             time.sleep(0 if count <= 0 else POLL_S)
 
@@ -134,8 +138,8 @@ class Tool:
 @contextlib.contextmanager
 def started(command: Sequence[str], env: Mapping[str, str]) -> Iterator[Tool]:
     """A heavy child with its output in files. It is killed at the end of the context if it still runs."""
-    with tempfile.TemporaryDirectory(prefix="lora-rocm-", ignore_cleanup_errors=True) as folder:
-        log, output = Path(folder) / "tool.log", Path(folder) / "events.jsonl"
+    with temporary_folder() as folder:
+        log, output = folder / "tool.log", folder / "events.jsonl"
         with log.open("wb") as errors, output.open("wb") as events:
             child = subprocess.Popen(
                 command,
@@ -182,6 +186,8 @@ def run_for_json(module: str, arguments: Sequence[str], env: Mapping[str, str]) 
     said = done.stderr.decode("utf-8", "replace").strip()
     if done.returncode in BRANCHES and said and "Traceback (most recent call" not in said:
         raise BRANCHES[done.returncode]("child-failed", said)
+    with temporary_folder() as folder:
+        require_room(folder)
     raise died(f"The process {module}", done.returncode, done.stderr)
 
 

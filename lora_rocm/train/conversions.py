@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ from lora_rocm.export.gguf import require_convertible, write_gguf
 from lora_rocm.export.merged import write_merged
 from lora_rocm.export.metadata import Facts
 from lora_rocm.families.base import LoadedModel, ModelFamily, OwnFiles, WritesWholeModels, family_for
-from lora_rocm.foundation.files import followed
+from lora_rocm.foundation.files import followed, temporary_folder
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.event_types import ExportEvent, NoticeEvent
 from lora_rocm.rundir.events import emit
@@ -75,9 +74,8 @@ def _to_gguf(
     checkpoint: Checkpoint,
 ) -> None:
     require_convertible(adapter)
-    with tempfile.TemporaryDirectory(prefix="lora-rocm-") as folder:
-        peft = Path(folder)
-        writers.write("peft", peft, family, adapter, recipe, Facts(**checkpoint.facts["metadata"]))
-        writers.verify("peft", peft, family, model, adapter)
+    with temporary_folder() as folder:
+        writers.write("peft", folder, family, adapter, recipe, Facts(**checkpoint.facts["metadata"]))
+        writers.verify("peft", folder, family, model, adapter)
         base = files.beside[0].parent
-        write_gguf(path, peft / files.component, base, script, recipe.output.dtype, len(adapter.modules))
+        write_gguf(path, folder / files.component, base, script, recipe.output.dtype, len(adapter.modules))

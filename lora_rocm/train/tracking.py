@@ -103,7 +103,12 @@ def _settings(run_dir: RunDir, registry: Registry) -> dict[str, bool | int | flo
     A tracker may be a service in the network, so paths of this machine are left out.
     """
     sections = settings_without_paths(load_recipe(run_dir.recipe, registry=registry).recipe)
-    pairs = [(f"{name}.{key}", value) for name, section in sections.items() for key, value in section.items()]
+    pairs = [
+        (f"{name}.{key}", value)
+        for name, section in sections.items()
+        if isinstance(section, dict)
+        for key, value in section.items()
+    ]
     pairs = [(key, value) for key, value in pairs if value is not None]
     return {key: value if isinstance(value, bool | int | float | str) else str(value) for key, value in pairs}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -92,3 +94,11 @@ def test_a_strange_state_is_a_damaged_checkpoint(run_dir: RunDir, state: bytes) 
     assert whole_files.fault_of_checkpoint(run_dir.checkpoint(40)) == ""
     (run_dir.checkpoint(40) / "state.json").write_bytes(state)
     assert whole_files.fault_of_checkpoint(run_dir.checkpoint(40)).startswith("state.json")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="other rules of quoting")
+def test_a_suggested_command_keeps_a_name_with_shell_characters_in_one_word(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "a run; touch $HOME")
+    write_whole_run(run_dir)
+    words = shlex.split(whole_files.remedy(run_dir, run_dir.lora))
+    assert words[:3] == ["lora-rocm", "export", str(run_dir.path)]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +16,12 @@ from typing import Any
 import psutil
 import pytest
 
-from lora_rocm.errors import MachineError, UserError, WorkerDiedError
+from lora_rocm.errors import MachineError, StorageError, UserError, WorkerDiedError
+from lora_rocm.foundation import files
+from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.subprocesses import run_for_json, run_tool
+from tests.command_line import command_line
+from tests.supervisor.fake_run import write_whole_run
 
 
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, imports: str = "import sys") -> str:
@@ -111,3 +119,61 @@ def test_run_for_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "print('wrong model', file=sys.stderr)\nreturn 2"
     with pytest.raises(UserError, match="wrong model"):
         run_for_json(module(tmp_path, monkeypatch, text), [], os.environ)
+
+
+@both
+def test_a_child_that_found_no_room_for_its_events_names_the_folder(
+    run_it: Callable[[str], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends with a code alone: the file that its words go to is on the full disk."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    name = module(tmp_path, monkeypatch, "return 1", "")
+    with pytest.raises(WorkerDiedError):  # the control
+        run_it(name)
+
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(files, "write_through", full)
+    with pytest.raises(StorageError) as caught:
+        run_it(name)
+    assert caught.value.code == "disk-full" and caught.value.where.startswith(str(tmp_path / "temporary"))
+    assert not any((tmp_path / "temporary").iterdir())
+
+
+def test_a_child_on_a_disk_that_is_really_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
+    if sys.platform != "linux" or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a file system")
+    try:
+        monkeypatch.setattr(tempfile, "tempdir", str(disk))
+        body = "print('x' * 200_000, flush=True)"
+        with pytest.raises(StorageError) as caught:
+            as_tool(module(tmp_path, monkeypatch, body))
+        assert caught.value.code == "disk-full" and str(disk) in caught.value.where
+        (disk / "full").write_bytes(bytes(64 << 10))
+        run = RunDir(tmp_path / "run")
+        write_whole_run(run)
+        for command in (("export", run.path, "--format", "comfyui"), ("sample", run.path, "--prompt", "a")):
+            ended = command_line(*command)
+            assert ended.exit_code == 3 and "The disk is full" in ended.stderr and str(disk) in ended.stderr
+    finally:
+        monkeypatch.undo()
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("fault", ["no room", "no folder"])
+def test_temporary_folders_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "there"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "there") if fault == "no room" else None)
+
+    def fail(*arguments: object, **options: object) -> str:
+        raise OSError(errno.ENOSPC if fault == "no room" else errno.ENOENT, "it failed")
+
+    monkeypatch.setattr(tempfile, "mkdtemp" if fault == "no room" else "_get_default_tempdir", fail)
+    with pytest.raises(StorageError) as caught, files.temporary_folder():
+        pass
+    assert caught.value.where == str(tmp_path / "there")
