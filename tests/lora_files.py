@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.module_names import adaptable
-from lora_rocm.commands.inspect_file import inspect
 from lora_rocm.export import writers
 from lora_rocm.export.metadata import Facts
 from lora_rocm.families.base import ModelFamily
 from lora_rocm.model_files.readers import PROGRAMS, is_read
 from lora_rocm.recipe.schema import Recipe
+from tests.judging import inspect
 
 
 def write_random_lora(path: Path, component: str, root: nn.Module, pattern: str, rank: int = 3) -> Path:

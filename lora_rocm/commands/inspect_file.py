@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from lora_rocm.dataset.folders import BUILTIN_FOLDERS, BUILTIN_TABLES
 from lora_rocm.errors import AdapterError, ModelError
@@ -49,10 +51,13 @@ from lora_rocm.rundir.results import final_files
 
 Found = dict[str, Any]
 """What ``inspect`` finds, or a part of it, ready for JSON."""
+JUDGE_MODULE = "lora_rocm.train.usable_base"
 STATE = "state.json"
 AIDS = ("tokenizer", "scheduler")
 """Components of a diffusers folder without weights."""
 LANGUAGE_MODEL = "language model"
+CAUSAL, CAUSAL_CLASSES = "causal-lm", ("ForCausalLM", "ForConditionalGeneration")
+"""Family of language models, and how their classes in transformers end."""
 PICKLES = (".ckpt", ".bin", ".pt", ".pth")
 WEIGHTS, RECIPES = (".safetensors", ".sft"), (".yaml", ".yml")
 BUILTIN = "builtin:"
@@ -83,14 +88,58 @@ STARTERS = ("LoRA", "LoRA and DoRA", "LoKr", "LoHa", "OFT", "IA3")
 """Kinds of adapter that ``lora.init_from`` reads."""
 
 
-def inspect(path: Path, registry: Registry = PRODUCT) -> Found:
+class Judge(Protocol):
+    """Says whether a path can be ``model.name_or_path`` of families, as ``lora-rocm check`` would."""
+
+    def __call__(self, path: Path, families: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
+        """Family -> the fields of ``train.usable_base.Judged``."""
+
+
+def judge_in_child(path: Path, families: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
+    """Ask a child process, because it takes the libraries of the models.
+
+    Raises:
+        MachineError: the child cannot run.
+    """
+    from lora_rocm.supervisor.subprocesses import run_for_json
+
+    with tempfile.TemporaryDirectory(prefix="lora-rocm-") as folder:
+        job = Path(folder) / "job.json"
+        job.write_text(json.dumps({"path": str(path), "families": [*families]}), encoding="utf-8")
+        return run_for_json(JUDGE_MODULE, [str(job)], os.environ)
+
+
+def inspect(path: Path, registry: Registry = PRODUCT, judge: Judge = judge_in_child) -> Found:
     """Return what a file or folder is, ready for JSON.
 
-    title: what it is. families: possible values of ``model.family``. trainable: those that can be trained here.
-    unusable: why none of the families can be; left out if one can, or if none is known.
+    title: what it is. families: possible values of ``model.family``. trainable: those that can be trained here, for a
+    base as ``judge`` says. needed: keys of ``model`` that a base needs, too. unusable: why none of the families can be;
+    left out if one can, or if none is known.
 
     Raises:
         ModelError: it is missing, damaged, or no model; pickle-refused, gguf-refused.
+        MachineError: the child that judges a base cannot run.
+    """
+    found = _looked_at(path, registry)
+    candidates = found.pop("candidates", [])
+    if not candidates:
+        return found
+    verdicts = judge(path, candidates)
+    usable = [name for name in candidates if not verdicts[name]["refusal"]]
+    why = found.pop("unusable", "")
+    found["trainable"] = usable
+    if usable:
+        found["families"] = [*dict.fromkeys((*found["families"], *usable))]
+        found["needed"] = [*verdicts[usable[0]]["needed"]]
+    else:
+        found["unusable"] = why or verdicts[candidates[0]]["refusal"]
+    return found
+
+
+def _looked_at(path: Path, registry: Registry) -> Found:
+    """Return what a file or folder is by names and headers.
+
+    candidates: values of ``model.family`` for which it may be a base; left out if it is none.
     """
     if path.parts[:1] and path.parts[0].startswith(BUILTIN):
         return {"path": str(path), **_shipped(str(path), registry)}
@@ -134,7 +183,7 @@ def _file(header: Header, registry: Registry) -> Found:
     if not kind:
         model = {**_model(header, registry), **found}
         if unread := scaled(header.tensors, SCALED):
-            model |= {"trainable": [], "keys": {}, "unusable": quantised_error(unread[0], header.path, unread[1]).what}
+            model |= {"keys": {}, "unusable": quantised_error(unread[0], header.path, unread[1]).what}
         return model
     return {**_adapter(header, kind, registry), **found}
 
@@ -173,7 +222,7 @@ def _refusal(header: Header, config: Found | None, spec: FamilySpec) -> AdapterE
 def _folder(path: Path, registry: Registry) -> Found:
     """Return what a folder is, by its configs: a model, a checkpoint of a run, or a PEFT adapter."""
     if (path / PEFT_CONFIG).is_file() or (path / PEFT_WEIGHTS).is_file():
-        return inspect(path / PEFT_WEIGHTS, registry)
+        return _looked_at(path / PEFT_WEIGHTS, registry)
     if (path / STATE).is_file() and (path / "adapter.safetensors").is_file():
         return {"title": "a training state of lora-rocm", "families": [], "trainable": []}
     if RunDir(path).holds_run():
@@ -201,7 +250,7 @@ def _peft_folder(parts: Sequence[Path], registry: Registry) -> Found:
 
     A component that many models have, such as a text encoder, is of the model of the others.
     """
-    found = {part.name: inspect(part, registry) for part in parts}
+    found = {part.name: _looked_at(part, registry) for part in parts}
     if len(found) == 1:
         return found[parts[0].name]
     known = [set(part["families"]) for part in found.values() if part["families"]]
@@ -244,10 +293,12 @@ def _component_folder(path: Path, registry: Registry) -> Found:
         ModelError: weights-missing.
     """
     found, above = _component(path, registry), index_of(path.parent)
+    if not found["families"] and any(word in found["title"] for word in CAUSAL_CLASSES) and CAUSAL in registry:
+        return {**found, "candidates": [CAUSAL]}  # its names say nothing, and its config may
     if not found["families"] or "unusable" in found:
         return found
     if found["part"] == LANGUAGE_MODEL:
-        return {**found, "trainable": [name for name in found["families"] if name in registry]}
+        return {**found, "candidates": [name for name in found["families"] if name in registry]}
     whole = f": {path.parent}" if above is not None else ""
     return {**found, "unusable": f"this is one component: model.name_or_path takes the whole diffusers folder{whole}"}
 
@@ -273,7 +324,8 @@ def _component(path: Path, registry: Registry) -> Found:
     whole = replace(headers[0], tensors=tensors)
     model = model_of(whole.shapes)
     found = {**_file(whole, registry), "part": "" if model is None else model.part, "trainable": []}
-    found.pop("unusable", None)
+    for key in ("unusable", "candidates"):
+        found.pop(key, None)
     known = UNKNOWN if found["title"] == UNKNOWN_FILE else found["title"]
     found["title"] = f"{known} ({title})" if title else known
     if title and model is not None and not is_of_class(model, title):
@@ -311,7 +363,8 @@ def _diffusers_folder(path: Path, index: Found, registry: Registry) -> Found:
     return {
         "title": f"{known.title if known is not None else UNKNOWN} ({name})",
         "families": alike,
-        "trainable": [] if why else [family for family in trained if family in alike],
+        "trainable": [],
+        "candidates": [family for family in trained if family in alike],
         **({"unusable": why} if why else {}),
         "components": classes,
         "parts": parts,
@@ -372,8 +425,9 @@ def _model(header: Header, registry: Registry) -> Found:
     return {
         "title": UNKNOWN_FILE if model is None else model.title,
         "families": families,
-        "trainable": trained if usable else [],
+        "trainable": [],
         **({"unusable": alone} if trained and not usable else {}),
+        **({"candidates": trained} if trained and usable else {}),
         "keys": {family: f"model.{key}" for family, key in (model.keys if model is not None else {}).items()},
         "components": {each.prefix or each.part: each.title for each in parts} if len(found) > 1 else {},
     }
@@ -467,7 +521,8 @@ def inspect_text(found: Found) -> str:
     starts = "adapter" in found or "adapters" in found
     use = "can start a run (lora.init_from) with" if starts else "can be trained on with"
     if found["trainable"]:
-        lines.append(f"  {use} model.family: {' or '.join(found['trainable'])}")
+        more = f", and with {', '.join(found['needed'])} set" if found.get("needed") else ""
+        lines.append(f"  {use} model.family: {' or '.join(found['trainable'])}{more}")
     elif found["families"] or "unusable" in found:
         lines.append(f"  {found.get('unusable', NOT_TRAINED)}")
     for key in sorted(set(found.get("keys", {}).values())):

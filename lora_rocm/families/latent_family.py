@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -27,6 +28,7 @@ from lora_rocm.families.objectives.base import CONTROL_LATENTS, HIDDEN_MASK, MEA
 from lora_rocm.families.vae import pixels_per_latent
 from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.weight_format import DENSE, WeightFormat
+from lora_rocm.model_files.header import Header, read_header
 
 if TYPE_CHECKING:
     from lora_rocm.recipe.schema import Recipe
@@ -47,6 +49,8 @@ class LatentFamily(ABC):
     packed_layers: str
     text_components: tuple[str, ...] = ()
     texts = None
+    partly = False
+    """A single file is examined though it lacks components that a run needs."""
 
     @property
     def inpaints(self) -> bool:
@@ -65,6 +69,13 @@ class LatentFamily(ABC):
 
         Raises:
             ModelError: it is of another family, or cannot be trained on.
+        """
+
+    def check_file(self, header: Header) -> None:  # noqa: B027 (a family whose files are whole needs none)
+        """Refuse a file of ``model.name_or_path`` of another family, before its other components are looked for.
+
+        Raises:
+            ModelError: wrong-family.
         """
 
     @abstractmethod
@@ -115,7 +126,11 @@ class LatentFamily(ABC):
         model = self.recipe.model
         if model.name_or_path.startswith(PREFIX):
             return random_source(model.name_or_path, self.layout), ()
-        source = resolve(model, self.layout, HashMemory(Path(self.recipe.cache.dir), WEIGHTS_MEMORY))
+        file = Path(os.path.expanduser(model.name_or_path))
+        if file.suffix.lower() == ".safetensors" and os.path.isfile(file):
+            self.check_file(read_header(file))
+        memory = HashMemory(Path(self.recipe.cache.dir), WEIGHTS_MEMORY)
+        source = resolve(model, self.layout, memory, self.partly)
         return source, self.check(source)
 
     @property

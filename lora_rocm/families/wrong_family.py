@@ -1,19 +1,62 @@
-"""The error for a base that belongs to another family than the recipe's."""
+"""What a file or folder is that may be a base, and the error for one of another family than the recipe's."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from lora_rocm.base_models.loading import Source
 from lora_rocm.errors import ModelError
 from lora_rocm.families.registry import PRODUCT
+from lora_rocm.foundation.terminal_text import printable
+from lora_rocm.model_files.adapters import kind_of
+from lora_rocm.model_files.component_folder import COMPONENT_CONFIG, weight_files
+from lora_rocm.model_files.config_file import read_config
+from lora_rocm.model_files.header import Header, read_header
+from lora_rocm.model_files.models import index_of, model_of, pipeline_of
 
 
-def wrong_family(source: Source, what: str, wanted: str, families: Sequence[str], fix: str) -> ModelError:
+@dataclass(frozen=True)
+class Recognised:
+    """title: what it is, with its article. families: values of ``model.family``; empty: of none, or not known."""
+
+    title: str
+    families: tuple[str, ...] = ()
+
+
+def recognised_file(header: Header) -> Recognised:
+    """Return what a file of weights is."""
+    model, adapter = model_of(header.shapes), kind_of(header.tensors)
+    if adapter:
+        return Recognised(f"a {adapter} file")
+    return Recognised("no model that is known here") if model is None else Recognised(model.title, (model.family,))
+
+
+def recognised_folder(folder: Path) -> Recognised | None:
+    """Return what a folder of diffusers or transformers is; None: it is neither.
+
+    Raises:
+        ModelError: an index or a header cannot be read.
+    """
+    index = index_of(folder)
+    if index is not None:
+        kind = str(read_config(index).get("_class_name", ""))
+        pipeline = pipeline_of(kind)
+        if pipeline is None:
+            return Recognised(f"a model for {printable(kind)[:80] or 'nothing known'}")
+        return Recognised(pipeline.title, pipeline.families)
+    if not (folder / COMPONENT_CONFIG).is_file():
+        return None
+    shapes = {name: shape for file in weight_files(folder) for name, shape in read_header(file).shapes.items()}
+    model = model_of(shapes)
+    return None if model is None else Recognised(model.title, (model.family,))
+
+
+def wrong_family(name: str, what: str, wanted: str, families: Sequence[str], fix: str) -> ModelError:
     """The error "wrong-family".
 
     Args:
-        source: the base.
+        name: of the base, as the recipe has it.
         what: what it is, with its article.
         wanted: title of the recipe's family.
         families: values of ``model.family`` that it may belong to.
@@ -23,6 +66,6 @@ def wrong_family(source: Source, what: str, wanted: str, families: Sequence[str]
     return ModelError(
         "wrong-family",
         f"This is {what}, and {wanted} is wanted.",
-        where=f"model.name_or_path: {source.name}",
+        where=f"model.name_or_path: {name}",
         fix=f"To train on it, set {names}. Else: {fix[0].lower()}{fix[1:]}" if names else fix,
     )

@@ -22,13 +22,14 @@ from lora_rocm.adapters.factory import inject_hollow, start_entries
 from lora_rocm.adapters.lora_reader import files_of
 from lora_rocm.adapters.training_adapter import put_training_adapter
 from lora_rocm.device.precision import choose_device, compute_dtype
-from lora_rocm.errors import LoraRocmError, ModelError
+from lora_rocm.errors import LoraRocmError
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.hardware.settings import settings_from
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
+from lora_rocm.train.usable_base import require_usable
 
 
 @dataclass(frozen=True)
@@ -63,20 +64,15 @@ def weigh(recipe: Recipe) -> Weighed:
     trained = [name for preset in family.lora_targets.values() for name in preset if recipe.trains(name)]
     dtypes = {**family.encoder_dtypes, **dict.fromkeys(trained, dtype)}
     # Sizes, from module skeletons without weights
-    files = family.examine()
-    skeletons = {name: family.skeleton(name) for name in family.all_components}
+    base = require_usable(family)
+    skeletons = base.skeletons
     num_bytes = {
         name: family.weight_format(name).num_bytes(skeleton, dtypes.get(name, torch.float32))
         for name, skeleton in skeletons.items()
     }
     notices = list(family.notices)
-    files = [*files, *_examine_adapter(family, recipe, skeletons, dtype, notices.append)]
-    try:
-        limits = [asdict(limit) for limit in family.token_limits()]
-    except ModelError as error:
-        if error.code != "tokenizer-missing":  # a run downloads the tokenizers that a single file lacks
-            raise
-        limits = []
+    files = [*base.files, *_examine_adapter(family, recipe, skeletons, dtype, notices.append)]
+    limits = [asdict(limit) for limit in base.token_limits]
     return Weighed(num_bytes, notices, [list(astuple(FileVersion.of(file))) for file in files], limits)
 
 

@@ -59,7 +59,7 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
     recipe = recipe_for(job, lora, registry)
     require_inputs_read(job, recipe)
     asked, negative = (filled_in(f"--{name.replace('_', '-')}", job[name], recipe) for name in TEXTS)
-    width, height = sides_of(job, recipe)
+    sides = sides_of(job, recipe)
     text_too = not components_of(family_for(recipe), lora).isdisjoint(recipe.spec.text_components)
     tokens = new_tokens.tokens_beside(lora, recipe.lora.new_tokens) if recipe.spec.embedding_keys else ()
     if tokens:
@@ -81,8 +81,7 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
     # Load the model with the LoRA
     dtype = compute_dtype(recipe.train.mixed_precision, device, settings, recipe.spec.takes_fp16)
     model = family.load(dtype, torch.device("cpu"))
-    if (run_dir := run_of(lora)) is not None:
-        _require_base_of_run(job, run_dir, recipe, family, registry)
+    _require_base_of_run(job, lora, recipe, family, registry)
     new_tokens.put(family, model, tokens)
     new_tokens.start(family, model, tokens)
     attach_file(family, model, lora, job["strength"], say)
@@ -93,8 +92,7 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
         PreviewRequest(
             asked,
             negative,
-            width,
-            height,
+            *sides,
             job["steps"],
             job["guidance_scale"] or recipe.spec.guidance,
             job["seed"] + number,
@@ -115,12 +113,15 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
         emit(DrawnEvent(images=paths))
 
 
-def _require_base_of_run(job: Job, run_dir: RunDir, recipe: Recipe, family: ModelFamily, registry: Registry) -> None:
+def _require_base_of_run(job: Job, lora: Path, recipe: Recipe, family: ModelFamily, registry: Registry) -> None:
     """Refuse a base that is not the one that the run of a LoRA was trained on; a notice if ``--base`` names it.
 
     Raises:
         AdapterError: export-other-base.
     """
+    run_dir = run_of(lora)
+    if run_dir is None:
+        return
     newest, _ = latest_valid(run_dir)
     of_run = recipe_of_run(run_dir.recipe, registry, Path(job[SPARE_CACHE])).model_copy(update={"model": recipe.model})
     same_parts = of_run.lora.tokenises == recipe.lora.tokenises  # it decides which components are trained

@@ -10,11 +10,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lora_rocm.commands.inspect_file import inspect, inspect_text
+from lora_rocm.commands.inspect_file import inspect_text
 from lora_rocm.errors import ModelError
 from lora_rocm.model_files.models import model_of
 from lora_rocm.model_files.readers import readers_of
 from tests.command_line import command_line
+from tests.judging import inspect
 
 ATTENTION = "down_blocks_1_attentions_0_transformer_blocks_{}_attn2_to_k"
 TAGS = {
@@ -114,7 +115,8 @@ def test_a_flux_model_with_more_inputs_is_named_and_not_said_to_be_trained(tmp_p
     save_file({**tensors, "guidance_in.in_layer.weight": torch.zeros(1)}, tmp_path / "x.safetensors")
     found = inspect(tmp_path / "x.safetensors")
     title = {384: "a FLUX.1 Fill model", 128: "a FLUX.1 Depth or Canny model", 64: "a FLUX.1 dev or Kontext model"}
-    assert (found["title"], found["trainable"]) == (title[width], ["flux"] if width == 64 else [])
+    assert (found["title"], found["families"]) == (title[width], ["flux"] if width == 64 else [])
+    assert found["trainable"] == [], "the rest of it is missing"
 
 
 def test_a_gguf_file_is_refused_as_by_a_run(tmp_path: Path) -> None:
@@ -223,7 +225,7 @@ def test_a_whole_diffusers_folder_says_what_each_component_is(tmp_path: Path) ->
     (tmp_path / "model_index.json").write_text(json.dumps(index), encoding="utf-8")
     folder = component(tmp_path / "transformer", {"_class_name": "FluxTransformer2DModel"}, DIT)
     found = inspect(tmp_path)
-    assert found["trainable"] == ["flux"] and found["parts"]["transformer"]["dtypes"] == {"BF16": 12}
+    assert found["families"] == ["flux"] and found["parts"]["transformer"]["dtypes"] == {"BF16": 12}
     assert "FluxTransformer2DModel, a FLUX.1 schnell model, 2 tensors, 12 B, BF16" in inspect_text(found)
     without = json.dumps({**index, "vae": ["diffusers", "AutoencoderKL"]})
     (tmp_path / "model_index.json").write_text(without, encoding="utf-8")
@@ -302,7 +304,7 @@ def test_folders_of_peft_adapters_and_of_transformers(tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": parts}), encoding="utf-8")
     found = inspect(merged)
     assert (found["title"], found["tensors"]) == ("a language model (Phi3ForCausalLM)", 2)
-    assert found["trainable"] == ["causal-lm"] and "model.family: causal-lm" in inspect_text(found)
+    assert (found["families"], found["trainable"]) == (["causal-lm"], []), "its config says nothing of its size"
     text = inspect_text(inspect(merged / parts["1"]))
     assert "can be trained" not in text
     (merged / parts["1"]).write_bytes((merged / parts["2"]).read_bytes())

@@ -51,11 +51,15 @@ from lora_rocm.families.objectives.loss import LOSS_MASK
 from lora_rocm.families.recompute import Recomputing, evaluating
 from lora_rocm.families.tokenizers import digest, unreadable
 from lora_rocm.families.transformer.language_model import load_tokenizer
+from lora_rocm.families.wrong_family import recognised_file, recognised_folder, wrong_family
 from lora_rocm.kernels.backend import form_for
 from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.weight_format import WeightFormat
+from lora_rocm.model_files.header import read_header
+from lora_rocm.model_files.models import index_of
 from lora_rocm.recipe.schema import Recipe
 
+FIX = "Use a language model as transformers saves it: a folder or a hub id."
 ENCODING_VERSION = 1  # increase it if the same tokenizer would give other tensors
 IDS, LABELS, POSITIONS, START = "input_ids", "labels", "positions", "start_log_probs"
 WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
@@ -104,10 +108,16 @@ class CausalLM:
     def _folder(self, name: str) -> Path:
         if name.startswith(BUILTIN_PREFIX):
             return builtin_folder(name)
-        path = Path(os.path.expanduser(name))
+        path, spec = Path(os.path.expanduser(name)), self.recipe.spec
         if os.path.isdir(path):
             refuse_run(path)
+            if index_of(path) is not None and (other := recognised_folder(path)) is not None:
+                raise wrong_family(name, other.title, spec.title, other.families, FIX)
             return path
+        if path.suffix.lower() == ".safetensors" and os.path.isfile(path):
+            file = recognised_file(read_header(path))
+            if spec.name not in file.families:
+                raise wrong_family(name, file.title, spec.title, file.families, FIX)
         if os.path.exists(path) or not hub.looks_like_id(name):
             raise ModelError(
                 "model-missing",
@@ -130,8 +140,7 @@ class CausalLM:
     def notices(self) -> Sequence[str]:
         if isinstance(self.source, RandomSource):
             return ()
-        fix = "Use a language model as transformers saves it: a folder or a hub id."
-        return tuple(filter(None, (check_component(self.source, COMPONENT, fix),)))
+        return tuple(filter(None, (check_component(self.source, COMPONENT, FIX),)))
 
     @cached_property
     def texts(self) -> ChatTokenizer:

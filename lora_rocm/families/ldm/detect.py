@@ -14,7 +14,7 @@ from lora_rocm.families.component_check import MAX_NAMED, check_component
 from lora_rocm.families.ldm import inpainting
 from lora_rocm.families.ldm.original_names import beside
 from lora_rocm.families.objectives import ddpm
-from lora_rocm.families.wrong_family import wrong_family
+from lora_rocm.families.wrong_family import recognised_folder, wrong_family
 from lora_rocm.foundation.terminal_text import printable
 from lora_rocm.model_files.adapters import kind_of
 from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN, read_config
@@ -123,6 +123,9 @@ def check_scheduler(source: Source, config: Mapping[str, Any]) -> None:
 def _check_folder(source: Source, expected: Expected) -> None:
     index_path = source.folder / "model_index.json"
     if not index_path.is_file():
+        found = recognised_folder(source.folder)
+        if found is not None and expected.family not in found.families:
+            raise _wrong(source, expected, found.title, found.families)
         raise _not_a_model(source)
     index = read_config(index_path)
     kind = str(index.get("_class_name", ""))
@@ -178,11 +181,6 @@ def _has(header: Header, prefix: str) -> bool:
     return any(name.startswith(prefix) for name in header.tensors)
 
 
-def _unet_of(width: int) -> str:
-    found = model_of({TEXT_KEYS: (width, width)})
-    return found.title if found is not None else ""
-
-
 def _check_unet(source: Source, expected: Expected, config: Mapping[str, Any]) -> None:
     addition, width = config.get("addition_embed_type"), config.get("cross_attention_dim")
     if expected.has_sizes and addition != "text_time":
@@ -190,8 +188,10 @@ def _check_unet(source: Source, expected: Expected, config: Mapping[str, Any]) -
         raise _wrong(source, expected, what)
     if not expected.has_sizes and addition is not None:
         raise _wrong(source, expected, "an SDXL model, or another whose UNet is conditioned on more than text")
-    if isinstance(width, int) and width != expected.width and (other := _unet_of(width)):
-        raise _wrong(source, expected, other)
+    if isinstance(width, int) and width != expected.width:
+        other = model_of({TEXT_KEYS: (width, width)})
+        if other is not None:
+            raise _wrong(source, expected, other.title, [other.family])
     _check_channels(source, expected, config.get("in_channels"))
     if (given := config.get("out_channels")) not in (None, 4):
         raise _wrong(source, expected, f"a UNet that gives {given} channels, where {expected.title} gives 4")
@@ -240,7 +240,7 @@ def _not_a_model(source: Source) -> ModelError:
 
 
 def _wrong(source: Source, expected: Expected, what: str, families: Sequence[str] = ()) -> ModelError:
-    return wrong_family(source, what, expected.title, families, expected.fix)
+    return wrong_family(source.name, what, expected.title, families, expected.fix)
 
 
 def _incomplete(source: Source, what: str) -> ModelError:

@@ -11,11 +11,10 @@ from lora_rocm.base_models.loading import Source
 from lora_rocm.errors import ModelError
 from lora_rocm.families.component_check import check_component
 from lora_rocm.families.spec import FamilySpec
-from lora_rocm.families.wrong_family import wrong_family
-from lora_rocm.foundation.terminal_text import printable
-from lora_rocm.model_files.adapters import kind_of
+from lora_rocm.families.wrong_family import recognised_file, recognised_folder, wrong_family
 from lora_rocm.model_files.config_file import read_config
-from lora_rocm.model_files.models import index_of, model_of, pipeline_of
+from lora_rocm.model_files.header import Header
+from lora_rocm.model_files.models import index_of
 
 VAE_KEYS = ("latent_channels", "scaling_factor", "shift_factor", "z_dim", "latents_mean", "latents_std")
 TEXT_KEYS = ("hidden_size", "d_model", "num_hidden_layers", "num_layers")
@@ -28,27 +27,35 @@ def check(source: Source, spec: FamilySpec) -> tuple[str, ...]:
     Raises:
         ModelError: wrong-family, not-a-model, incomplete-model, or as ``check_component``.
     """
-    fix = f"Use a base model of {spec.title}: a diffusers folder, a hub id, or a .safetensors file of its transformer."
     header = source.single_header
     if header is None:
-        index = index_of(source.folder)
-        if index is None:
-            what = "This folder is no diffusers model."
-            raise ModelError("not-a-model", what, where=f"model.name_or_path: {source.name}", fix=fix)
-        kind = str(read_config(index).get("_class_name", ""))
-        pipeline = pipeline_of(kind)
-        families = pipeline.families if pipeline is not None else ()
-        known = pipeline.title if pipeline is not None else f"a model for {printable(kind)[:80] or 'nothing known'}"
+        found = recognised_folder(source.folder)
+        if found is not None and spec.name not in found.families:
+            raise wrong_family(source.name, found.title, spec.title, found.families, _fix(spec))
+        if index_of(source.folder) is None:
+            what, where = "This folder is no diffusers model.", f"model.name_or_path: {source.name}"
+            raise ModelError("not-a-model", what, where=where, fix=_fix(spec))
     else:
-        model, adapter = model_of(header.shapes), kind_of(header.tensors)
-        families = (model.family,) if model is not None and not adapter else ()
-        known = f"a {adapter} file" if adapter else model.title if model is not None else "no model that is known here"
-    if spec.name not in families:
-        raise wrong_family(source, known, spec.title, families, fix)
+        check_file(header, source.name, spec)
     for name in source.layout.parts:
         if name in source.own:
             _check_own(source, name, spec)
-    return tuple(filter(None, (check_component(source, name, fix) for name in source.layout.parts)))
+    return tuple(filter(None, (check_component(source, name, _fix(spec)) for name in source.layout.parts)))
+
+
+def check_file(header: Header, name: str, spec: FamilySpec) -> None:
+    """Refuse a file of another family, before its missing components are asked for.
+
+    Raises:
+        ModelError: wrong-family.
+    """
+    found = recognised_file(header)
+    if spec.name not in found.families:
+        raise wrong_family(name, found.title, spec.title, found.families, _fix(spec))
+
+
+def _fix(spec: FamilySpec) -> str:
+    return f"Use a base model of {spec.title}: a diffusers folder, a hub id, or a .safetensors file of its transformer."
 
 
 def names_of(name: str, title: str) -> list[str]:

@@ -30,6 +30,7 @@ from lora_rocm.families.transformer.segments import Segments
 from lora_rocm.kernels.backend import Form, form_for
 from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.weight_format import WeightFormat
+from lora_rocm.model_files.header import Header
 from lora_rocm.recipe.sections import FlowSection
 
 if TYPE_CHECKING:
@@ -95,6 +96,9 @@ class TransformerFamily(LatentFamily):
     def export_key(self, component: str, module: str) -> str:
         """The component's prefix and the module's name in diffusers."""
         return self.file_prefixes[component] + module
+
+    def check_file(self, header: Header) -> None:
+        detect.check_file(header, self.recipe.model.name_or_path, self.recipe.spec)
 
     def check(self, source: Source) -> tuple[str, ...]:
         return (*detect.check(source, self.recipe.spec), *schedulers.check_flow(source))

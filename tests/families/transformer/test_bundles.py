@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lora_rocm.commands.inspect_file import inspect
 from lora_rocm.errors import ModelError
 from lora_rocm.families.flux import family as flux
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from tests.fake_encoders import image
 from tests.families.transformer.cases import CPU, Anima, Case, Flux, ZImage, with_configs
+from tests.judging import inspect
 from tests.train.test_pipeline import start
 
 CLIP, T5 = "text_encoders.clip_l.", "text_encoders.t5xxl."
@@ -126,7 +126,7 @@ def test_what_a_bundle_lacks_is_asked_for_by_its_key(case: Case, tmp_path: Path)
         assert family.notices == () and Path(paths[missing]) in family.examine()
     bundle(case, files, path)
     found = inspect(path)
-    assert found["trainable"] == [case.name] and set(prefixes(case).values()) <= set(found["components"])
+    assert found["families"] == [case.name] and set(prefixes(case).values()) <= set(found["components"])
 
 
 @of()

@@ -1,0 +1,114 @@
+"""Whether a file or folder is a base that can be trained on: one judgement for ``check``, ``inspect`` and ``train``.
+
+It is ``ModelFamily.examine`` with what a run makes of the base before it loads weights. ``python -m
+lora_rocm.train.usable_base JOB.json`` judges a path for ``lora-rocm inspect`` and prints one JSON object: family ->
+the fields of ``Judged``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import get_args
+
+from torch import nn
+
+from lora_rocm.dataset.caption_length import TokenLimit
+from lora_rocm.errors import LoraRocmError, ModelError, UserError
+from lora_rocm.families.base import ModelFamily, family_for
+from lora_rocm.families.latent_family import LatentFamily
+from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.families.spec import FamilySpec
+from lora_rocm.recipe.kinds import recipe_from
+
+
+@dataclass(frozen=True)
+class Base:
+    """A base that can be trained on.
+
+    files: all that it consists of. skeletons: its components without weights. token_limits: of its text encoders.
+    """
+
+    files: Sequence[Path]
+    skeletons: dict[str, nn.Module]
+    token_limits: Sequence[TokenLimit]
+
+
+def require_usable(family: ModelFamily) -> Base:
+    """Examine the base of a recipe, from configs, headers and tokenizers alone.
+
+    Raises:
+        ModelError: it is missing, damaged, of another family, or cannot be trained on.
+    """
+    files = family.examine()
+    skeletons, limits = {name: family.skeleton(name) for name in family.all_components}, family.token_limits()
+    _ = family.texts  # the tokenizer of a language model
+    return Base(files, skeletons, limits)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Whether a path can be ``model.name_or_path`` of a family.
+
+    refusal: why not; empty if it can. needed: keys of ``model`` that have to be set, too.
+    """
+
+    refusal: str
+    needed: tuple[str, ...] = ()
+
+
+def judged(path: Path, spec: FamilySpec, registry: Registry = PRODUCT) -> Judged:
+    """Judge a path for a family, in any of its variants."""
+    found = [_of_variant(path, spec, variant, registry) for variant in _variants(spec)]
+    return next((each for each in found if not each.refusal), found[0])
+
+
+def _variants(spec: FamilySpec) -> Iterable[str | None]:
+    field = spec.model_section.model_fields.get("variant")
+    return get_args(field.annotation) if field is not None else (None,)
+
+
+def _of_variant(path: Path, spec: FamilySpec, variant: str | None, registry: Registry) -> Judged:
+    model = {"family": spec.name, "name_or_path": str(path), **({} if variant is None else {"variant": variant})}
+    recipe = recipe_from({"model": model, "data": {"path": "."}, "train": {"max_train_steps": 1}}, registry)
+    family = family_for(recipe)
+    try:
+        require_usable(family)
+    except UserError as error:
+        if error.code == "incomplete-model" and isinstance(family, LatentFamily) and path.is_file():
+            return _of_part(family_for(recipe))
+        return Judged(f"{error.what} ({error.where})")
+    return Judged("")
+
+
+def _of_part(family: ModelFamily) -> Judged:
+    """Judge what a file holds; the components that it lacks are asked for."""
+    assert isinstance(family, LatentFamily)
+    whole = tuple(family.layout.parts)
+    family.partly = True
+    try:
+        source = family.source
+    except ModelError as error:
+        return Judged(f"{error.what} ({error.where})")
+    return Judged("", tuple(f"model.{name}" for name in whole if name not in source.layout.parts))
+
+
+def main(registry: Registry = PRODUCT) -> int:
+    """Judge the path of the job that the first argument names."""
+    try:
+        job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+        found: dict[str, object] = {
+            name: asdict(judged(Path(job["path"]), registry[name], registry)) for name in job["families"]
+        }
+        code = 0
+    except LoraRocmError as error:
+        found, code = {"type": "error", **error.to_event()}, error.exit_code
+    sys.stdout.write(json.dumps(found) + "\n")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
