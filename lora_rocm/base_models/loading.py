@@ -379,7 +379,7 @@ class Source:
         try:
             text = json.dumps(config)
             return _hollow_shared(part, text) if shared else _hollow_copy(part, text)
-        except UNFIT_ERRORS as error:
+        except (*UNFIT_ERRORS, ImportError) as error:  # some classes need a library that is not installed
             if out_of_memory(error):
                 raise
             raise ModelError(

@@ -37,6 +37,8 @@ from lora_rocm.rundir.results import FileDigest
 __all__ = ["DTYPES", "LoadedModel", "Verification", "verify", "write"]
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+CAUSAL_LM = "CAUSAL_LM"
+"""PEFT's name for models that write the next token of a text. The components of image models have no such name."""
 Content = TensorFile | bytes
 
 
@@ -167,6 +169,7 @@ def _peft(
     name = recipe.model.name_or_path
     is_id = looks_like_id(name) and not Path(name).expanduser().exists()
     base = name if is_id else facts.base_name or name
+    task = {"task_type": CAUSAL_LM} if recipe.spec.trains_on_texts else {}  # PEFT's AutoPeftModelForCausalLM wants it
     for component in adapter.components:
         level, config = _text_level(adapter, component), adapter.peft_config(component)
         entries = {n: entry for n, entry in adapter.entries().items() if adapter.modules[n][0] == component}
@@ -178,7 +181,7 @@ def _peft(
             for ending, tensor in entry.tensors("peft", DTYPES[recipe.output.dtype]).items()
         }
         yield path / component / PEFT_WEIGHTS, TensorFile(tensors, {"format": "pt"})
-        yield path / component / PEFT_CONFIG, json_bytes({**config, "base_model_name_or_path": base})
+        yield path / component / PEFT_CONFIG, json_bytes({**config, **task, "base_model_name_or_path": base})
 
 
 def _without_patterns(config: dict[str, Any], entries: dict[str, Entry]) -> tuple[dict[str, Any], dict[str, Entry]]:

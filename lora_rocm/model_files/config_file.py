@@ -14,7 +14,13 @@ MAX_CONFIG_BYTES = 1 << 24
 MAX_CONFIG_NUMBER = 1 << 24  # the largest number in a supported model is a vocabulary of 262,208
 MAX_LAYERS = 2000  # limit for a config; SDXL's UNet has 180 by this count
 T = TypeVar("T")
-NAMES: Mapping[type, str] = {str: "a text", dict: "an object", list: "a list", bool: "true or false", type(None): "null"}
+NAMES: Mapping[type, str] = {
+    str: "a text",
+    dict: "an object",
+    list: "a list",
+    bool: "true or false",
+    type(None): "null",
+}
 DOWNLOAD_AGAIN = "Download the model again; configs and weights must come from the same model."
 
 

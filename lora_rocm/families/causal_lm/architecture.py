@@ -119,8 +119,10 @@ def _class_of(kind: str, text_kind: str | None) -> Any:
     if text_kind is None:
         return cls
     whole: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(config, None)
-    if text_kind not in CONFIG_MAPPING or whole is None or cls not in (None, whole):
-        return cls  # the one that AutoModelForCausalLM takes has other names than the published one
+    if text_kind not in CONFIG_MAPPING or not getattr(whole, "__name__", "").endswith("ForConditionalGeneration"):
+        return cls
+    if cls not in (None, whole) or whole.config_class is not config:
+        return cls  # AutoModelForCausalLM takes the text model, whose names are not the published ones
     text: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(CONFIG_MAPPING[text_kind], None)
     return whole if text is not None and text._supports_attention_backend else None
 
@@ -144,7 +146,10 @@ def _unread(module: nn.Module) -> list[str]:
     """Patterns of the names of tensors that the model does not read: what transformers names, and what was taken out."""
     model: Any = module
     gone = {name for each in module.modules() for name, child in each._modules.items() if child is None}
-    return [*(model._keys_to_ignore_on_load_unexpected or ()), *(rf"(^|\.){re.escape(name)}\." for name in sorted(gone))]
+    return [
+        *(model._keys_to_ignore_on_load_unexpected or ()),
+        *(rf"(^|\.){re.escape(name)}\." for name in sorted(gone)),
+    ]
 
 
 def _unknown(path: Path, what: str) -> ModelError:
