@@ -8,7 +8,7 @@ STAMP := .venv/.installed
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/'
 
-$(STAMP): pyproject.toml constraints.txt scripts/install.py scripts/venv_state.py lora_rocm/hardware/wheels.py lora_rocm/hardware/wheels.toml
+$(STAMP): pyproject.toml constraints.txt $(wildcard locks/*.txt) scripts/install.py scripts/venv_state.py lora_rocm/hardware/wheels.py lora_rocm/hardware/wheels.toml
 	@"$(PYTHON)" scripts/install.py --dev
 
 install: ## make .venv and install everything into it (ARGS=--repair, --upgrade, --dry-run)

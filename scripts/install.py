@@ -1,10 +1,11 @@
-"""Make ``.venv`` ready: the torch for this machine's GPU, then this package. Standard library only, any system.
+"""Make ``.venv`` ready: packages, the torch for this machine's GPU, this package. Standard library only, any system.
 
     python scripts/install.py [--dev] [--repair | --upgrade]
     python scripts/install.py --dry-run [--facts FILE]
 
 A torch that is in ``.venv`` and can use this machine's GPU is kept. Run again, it does nothing until the project, the
-GPU or the variables change. Which torch and why: ``lora_rocm/hardware/wheels.toml``.
+GPU or the variables change. Which torch and why: ``lora_rocm/hardware/wheels.toml``. Every other package has to have a
+hash of ``locks/``, from whichever index it comes.
 
 Environment (both win over the table, and are remembered until ``--repair``):
     LORA_ROCM_TORCH: pip requirement of torch, such as ``torch==2.13.0``.
@@ -25,6 +26,7 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 OLDEST_PYTHON = (3, 11)
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,8 +42,9 @@ from lora_rocm.hardware.archs import has_kernels  # noqa: E402
 from lora_rocm.hardware.facts import HostFacts, load_facts  # noqa: E402
 from lora_rocm.hardware.probe.detection import probe  # noqa: E402
 from lora_rocm.hardware.wheels import ANY_TORCH, INDEX_VARIABLE, VARIABLES, WheelChoice, choose, makeshift, mismatch  # noqa: E402
-from scripts.venv_state import CONSTRAINT, LOOK_TIMEOUT_S, Found, Venv, again, ask, say, venv_command  # noqa: E402
+from scripts.venv_state import LOOK_TIMEOUT_S, Found, Venv, again, ask, say, venv_command  # noqa: E402
 
+Step = Literal["install", "upgrade", "keep"]
 UNINSTALL = ["-m", "pip", "uninstall", "-q", "-y", "torch", "triton", "triton-rocm", "pytorch-triton-rocm"]
 # pip compiles every file of every package, which takes a third of the installation. Importing the program once, or the
 # tests, compiles what they use.
@@ -50,19 +53,35 @@ COMPILE_TESTS = ["-m", "pytest", "--collect-only", "-p", "no:terminal", "-o", "a
 QUICK = ["--retries", "0", "--timeout", "10"]
 
 
+LOCKS = {part: f"locks/{part}.txt" for part in ("pip", "run", "dev", "triton")}
+"""Made by ``scripts/lock_packages.py``: pip itself, what the program needs, what else tests and checks need."""
+INSTALL = ["-m", "pip", "install", "--no-compile"]
+
+
+def lock_command(part: str) -> list[str]:
+    """What installs the packages of a lock. Nothing that is not in it can come along, also not to build a package."""
+    built = ["--no-build-isolation"] if part == "dev" else ["--only-binary", ":all:"]
+    return [*INSTALL, "-q", "--no-deps", "--require-hashes", *built, "-r", LOCKS[part]]
+
+
+def lock_commands(dev: bool) -> list[list[str]]:
+    """What installs all packages but torch, in order: pip first, for an old one takes twice the time for the rest."""
+    return [lock_command(part) for part in ("pip", "run", *(["dev"] if dev else []))]
+
+
 def torch_command(choice: WheelChoice, upgrade: bool = False) -> list[str]:
-    """What installs torch: the only step that knows its index."""
+    """What installs torch: the only step that knows its index. It keeps the packages that are there already."""
     index = ["--index-url", choice.url] if choice.url else []
-    return ["-m", "pip", "install", "--no-compile", *(["--upgrade"] if upgrade else []), choice.requirement, *index]
+    return [*INSTALL, "-c", "constraints.txt", *(["--upgrade"] if upgrade else []), choice.requirement, *index]
 
 
-def package_command(dev: bool, cpu: bool) -> list[str]:
-    """What installs this package, editable, with everything it needs, and torch kept as it is.
+def project_commands(dev: bool, cpu: bool) -> list[list[str]]:
+    """What installs this package, editable, by the builder that is there already.
 
     A torch for a GPU brings its own Triton; another one must not take its place.
     """
-    what = "." if not dev else ".[dev,triton]" if cpu else ".[dev]"
-    return ["-m", "pip", "install", "--no-compile", "-q", "-c", "constraints.txt", "-c", CONSTRAINT, "-e", what]
+    triton = [lock_command("triton")] if dev and cpu else []
+    return [*triton, [*INSTALL, "-q", "--no-deps", "--no-build-isolation", "-e", "."]]
 
 
 def useless(venv: Venv, found: Found) -> str | None:
@@ -96,21 +115,30 @@ def unfit(found: Found, choice: WheelChoice) -> str | None:
     """Why the torch in the venv cannot be used, as the end of a sentence."""
     if found.broken:
         return f"it cannot be imported: {found.broken}"
+    if found.release and numbers(found.release) < numbers(ANY_TORCH):
+        return f"it is too old: {ANY_TORCH} is needed"
     return mismatch(found.torch, choice) if found.torch is not None else None
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """The numbers in a version or requirement."""
+    return tuple(int(number) for number in re.findall(r"\d+", version))
 
 
 def older(release: str, requirement: str) -> bool:
     """Whether the installed torch is older than what the table names; always where it names no version."""
     wanted = requirement.partition("==")[2]
-    numbers = [tuple(int(number) for number in re.findall(r"\d+", text)) for text in (release, wanted)]
-    return not wanted or numbers[0] < numbers[1]
+    return not wanted or numbers(release) < numbers(wanted)
 
 
-def ready_torch(venv: Venv, found: Found, choice: WheelChoice, repair: bool, upgrade: bool) -> None:
-    """Install torch where there is none; replace one only where that was asked for."""
+def torch_step(venv: Venv, found: Found, choice: WheelChoice, repair: bool, upgrade: bool) -> Step:
+    """What is to be done to torch: none is replaced unless that was asked for, and then it is uninstalled here.
+
+    Raises:
+        MachineError: "torch-unfit".
+    """
     if found.release is None:
-        install_torch(venv, choice)
-        return
+        return "install"
     why = unfit(found, choice)
     if why is not None and not repair:
         raise torch_unfit(found, why)
@@ -122,9 +150,8 @@ def ready_torch(venv: Venv, found: Found, choice: WheelChoice, repair: bool, upg
         say(f"replacing torch {found.release}: {why}")
         if not venv.run(*UNINSTALL, hush=True):  # half installed: pip does not know its files
             venv.make(clear=True)
-        install_torch(venv, choice)
-    elif upgrade and older(found.release, choice.requirement):
-        install_torch(venv, choice, upgrade=True)
+        return "install"
+    return "upgrade" if upgrade and older(found.release, choice.requirement) else "keep"
 
 
 def torch_unfit(found: Found, why: str) -> MachineError:
@@ -165,24 +192,25 @@ def verified(venv: Venv, choice: WheelChoice) -> Found:
     return found
 
 
-def install_package(venv: Venv, found: Found, dev: bool) -> None:
-    """Install this package beside torch, which the constraint keeps as it is."""
-    say("installing lora-rocm and its packages")
-    venv.constraint.write_text(f"torch=={found.release}\n", encoding="utf-8")
-    cpu = found.torch is not None and not (found.torch.hip or found.torch.cuda)
-    if not venv.run(*package_command(dev, cpu)):
-        what = f"The packages could not be installed beside torch {found.release} (pip says why above)."
-        fix = (
-            f"Common: no network, a full disk, or a torch that is too old (needed: {ANY_TORCH}; {again('--upgrade')})."
-        )
-        raise MachineError("packages-failed", what, where=str(venv.folder), fix=fix)
+def run_all(venv: Venv, commands: list[list[str]]) -> None:
+    """Run commands of pip in the venv.
+
+    Raises:
+        MachineError: "packages-failed".
+    """
+    for command in commands:
+        if not venv.run(*command):
+            what, fix = "The packages could not be installed (pip says why above).", "Common: no network, a full disk."
+            fix += " If hashes do not match, the index or mirror that pip asks serves another file: try another one."
+            raise MachineError("packages-failed", what, where=" ".join(command), fix=fix)
 
 
 def fingerprint(choice: WheelChoice | None = None) -> str:
     """Of the project's files, or of a choice."""
     if choice is not None:
         return json.dumps([choice.requirement, choice.url, choice.gfx, choice.by_user])
-    inputs = [ROOT / "pyproject.toml", ROOT / "constraints.txt", Path(__file__)]
+    names = ("pyproject.toml", "constraints.txt", *LOCKS.values())
+    inputs = [*(ROOT / name for name in names), Path(__file__)]
     return hashlib.sha256(b"".join(path.read_bytes() for path in inputs) + os.fsencode(ROOT)).hexdigest()
 
 
@@ -217,8 +245,14 @@ def install(options: argparse.Namespace, facts: HostFacts) -> None:
     if same and not force:
         verified(venv, choice)  # another GPU, or other variables: the packages stay
     else:
-        ready_torch(venv, ready_venv(venv, options.repair), choice, options.repair, options.upgrade)
-        install_package(venv, verified(venv, choice), options.dev)
+        step = torch_step(venv, ready_venv(venv, options.repair), choice, options.repair, options.upgrade)
+        say("installing packages")
+        run_all(venv, lock_commands(options.dev))  # before torch, whose index has some of them too
+        if step != "keep":
+            install_torch(venv, choice, upgrade=step == "upgrade")
+        found = verified(venv, choice)
+        cpu = found.torch is not None and not (found.torch.hip or found.torch.cuda)
+        run_all(venv, project_commands(options.dev, cpu))
         venv.run(*(COMPILE_TESTS if options.dev else COMPILE), hush=True)
         _, output, _ = ask([str(venv.python), "-m", "pip", "check", "--disable-pip-version-check"], LOOK_TIMEOUT_S)
         say(f"pip check: {(output.strip().splitlines() or ['no answer'])[0]}")
@@ -254,12 +288,12 @@ def describe(facts: HostFacts, choice: WheelChoice, dev: bool) -> str:
     if facts.torch is not None:
         lines.append(f"here already: torch {facts.torch.version}, which {_kept(facts, choice)}")
     lines += ["", "In the folder of the repository:", f"  {machine} {quoted(venv_command(), windows)}"]
+    lines += [f"  {inside} {quoted(command, windows)}" for command in lock_commands(dev)]
     lines.append(f"  {inside} {quoted(first, windows)}")
     if choice.else_default:
         plain = torch_command(replace(choice, url=None))
         lines.append(f"  where that does not answer: {inside} {quoted(plain, windows)}")
-    lines.append(f"  the version of torch is written to {CONSTRAINT}, so that nothing replaces it")
-    lines.append(f"  {inside} {quoted(package_command(dev, choice.kind == 'cpu'), windows)}")
+    lines += [f"  {inside} {quoted(command, windows)}" for command in project_commands(dev, choice.kind == "cpu")]
     compiled = quoted(COMPILE_TESTS if dev else COMPILE, windows)
     lines += [f"  {inside} {compiled}", f"  {inside} -m pip check"]
     return "\n".join(map(printable, lines))

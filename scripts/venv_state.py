@@ -18,7 +18,6 @@ from lora_rocm.foundation.safe_path import python_environment
 from lora_rocm.hardware.facts import Torch
 
 ROOT = Path(__file__).resolve().parent.parent
-CONSTRAINT = ".venv/torch-constraint.txt"
 LOOK_TIMEOUT_S = 300.0  # the first import of a torch of 10 GB, with a virus scanner watching
 LOOK = """
 import importlib.metadata, json, sys
@@ -63,8 +62,7 @@ def again(option: str, windows: bool = os.name == "nt") -> str:
 
 def venv_command(clear: bool = False) -> list[str]:
     """What makes the venv, for the Python of the machine."""
-    # --upgrade-deps: the pip that an old Python brings takes twice the time to choose and unpack packages.
-    return ["-m", "venv", "--upgrade-deps", *(["--clear"] if clear else []), ".venv"]
+    return ["-m", "venv", *(["--clear"] if clear else []), ".venv"]
 
 
 def call(command: list[str], hush: bool = False) -> bool:
@@ -100,7 +98,6 @@ class Venv:
     def __init__(self, root: Path) -> None:
         self.folder = root / ".venv"
         self.python = self.folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-        self.constraint = root / CONSTRAINT
         self.stamp = self.folder / ".installed"
 
     def run(self, *arguments: str, hush: bool = False) -> bool:
@@ -139,7 +136,7 @@ class Venv:
         say(f"making {self.folder}")
         if not call([sys.executable, *venv_command(clear)]):
             what = "The virtual environment could not be made (see above)."
-            fix = "Common: no network (pip is renewed first), a full or read-only disk. Then run this again."
+            fix = "Common: a full or read-only disk. Then run this again."
             raise MachineError("venv-failed", what, where=str(self.folder), fix=fix)
 
 

@@ -20,6 +20,7 @@ from lora_rocm.foundation.names import name_key
 from lora_rocm.foundation.packages import require_packages
 from lora_rocm.foundation.terminal_text import printable, quoted
 from lora_rocm.hardware.ranks import rank_of
+from lora_rocm.hardware.wheels import NEWEST_TORCH, is_newer_than_run
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe, shipped_recipes
 from lora_rocm.report.progress_bar import make_progress
 from lora_rocm.report.report import write_report
@@ -256,6 +257,9 @@ def machine_notices(situation: Situation, env_plan: EnvPlan) -> list[str]:
             f"Warning: this PyTorch ({torch.version}) is one for the CPU and cannot use the {gpus[0].name}. "
             "Training on the CPU. (lora-rocm doctor says how to get the right one)"
         )
+    if torch is not None and is_newer_than_run(torch):
+        newest = ".".join(map(str, NEWEST_TORCH))
+        said.append(f"torch {torch.version} is newer than {newest}, the newest that lora-rocm was run with.")
     return said
 
 

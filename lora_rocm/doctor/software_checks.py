@@ -170,6 +170,13 @@ def _old(situation: Situation, plan: EnvPlan) -> Finding | None:
     return finding("torch-old", situation, cure=install_torch(situation), oldest=oldest)
 
 
+def _new(situation: Situation, plan: EnvPlan) -> Finding | None:
+    torch = situation.facts.torch
+    if torch is None or not wheels.is_newer_than_run(torch):
+        return None
+    return finding("torch-new", situation, newest=".".join(map(str, wheels.NEWEST_TORCH)))
+
+
 def _old_rocm(situation: Situation, plan: EnvPlan) -> Finding | None:
     torch, gpu = situation.facts.torch, situation.gpu
     if torch is None or torch.hip is None or gpu is None or release(torch.version) < OLDEST_TORCH:
@@ -241,6 +248,7 @@ SOFTWARE_CHECKS: dict[str, Check] = {
     "torch-none": _none,
     "torch-wrong-build": _wrong_build,
     "torch-old": _old,
+    "torch-new": _new,
     "torch-no-kernels": _no_kernels,
     "rocm-old": _old_rocm,
     "torchvision": _vision,

@@ -21,6 +21,8 @@ from lora_rocm.hardware.gpu_select import Selection, select
 Kind = Literal["rocm", "cuda", "cpu"]
 
 ANY_TORCH = "torch>=2.11"  # as pyproject.toml
+NEWEST_TORCH = (2, 13)
+"""The newest torch that this program was run with. A newer one may be installed, and the user is told."""
 PYTHONS = ((3, 11), (3, 14))
 """Oldest and newest Python for which every index below has wheels (TheRock RELEASES.md; torch 2.13)."""
 TORCH_VARIABLE, INDEX_VARIABLE = VARIABLES = "LORA_ROCM_TORCH", "LORA_ROCM_TORCH_INDEX"
@@ -335,3 +337,9 @@ def makeshift(torch: Torch, choice: WheelChoice) -> str | None:
     return (
         f"it has no kernels for {choice.gfx} and needs HSA_OVERRIDE_GFX_VERSION={choice.override}, which lora-rocm sets"
     )
+
+
+def is_newer_than_run(torch: Torch) -> bool:
+    """Whether this program was never run with so new a torch; its patches do not count."""
+    numbers = re.match(r"(\d+)\.(\d+)", torch.version)
+    return numbers is not None and (int(numbers[1]), int(numbers[2])) > NEWEST_TORCH

@@ -41,6 +41,10 @@ class Shaped(Protocol):
 Values = TypeVar("Values", bound=Shaped)
 
 
+OF_KOHYA = "ss_network_module"
+"""A field of kohya's metadata that every single file of this program has."""
+
+
 @dataclass(frozen=True)
 class StoredModule(Generic[Values]):
     """One module of a file.
@@ -119,7 +123,7 @@ def contents_of(
     for each in found:
         _check_factors(each)
     unknown += [name for name in norms if place_of(family, name.rpartition(".")[0], norm=True) is None]
-    _check_strength(found, kind, path, say)
+    _check_strength(found, kind, path, metadata or {}, say)
     return Contents(kind, found, unknown, norms)
 
 
@@ -193,8 +197,13 @@ def _check_factors(module: StoredModule[Values]) -> None:
             raise ValueError(f"{module.key:.200} has factors of the ranks {up[1]} and {down[0]}")
 
 
-def _check_strength(modules: Sequence[StoredModule[Values]], kind: KindParts, path: Path, say: Say) -> None:
+def _check_strength(
+    modules: Sequence[StoredModule[Values]], kind: KindParts, path: Path, metadata: Mapping[str, str], say: Say
+) -> None:
     """Refuse a file in which the strength of some modules is not known.
+
+    A single file of this program with the names of PEFT has its strength in its factors. Its metadata tell it from a
+    file of PEFT, which has none of kohya's fields.
 
     Raises:
         AdapterError: lora-strength.
@@ -203,6 +212,8 @@ def _check_strength(modules: Sequence[StoredModule[Values]], kind: KindParts, pa
     lost = [each for each in scaled if "alpha" not in each.parts and each.alpha is None]
     named = f"{count_text(len(lost), 'module')} such as {lost[0].key:.200}" if lost else ""
     if any(each.key.startswith(PEFT_PREFIX) for each in lost):
+        if OF_KOHYA in metadata:
+            return
         config = path / PEFT_CONFIG if path.is_dir() else path.with_name(PEFT_CONFIG)
         raise _lost(
             f"This file has the names of PEFT ({lost[0].key:.200}), whose strength is in {config}. It is missing.",

@@ -115,6 +115,7 @@ INJECTIONS: dict[str, Injection] = {
     "torch-none": lambda: case(replace(LINUX, torch=None)),
     "torch-wrong-build": lambda: on(LINUX, torch={"version": "2.13.0+cu130", "hip": None, "cuda": "13.0"}),
     "torch-old": lambda: on(LINUX, torch={"version": "2.9.1+rocm6.4", "hip": "6.4.43482"}),
+    "torch-new": lambda: on(LINUX, torch={"version": "2.15.1+rocm7.2"}),
     "torch-no-kernels": lambda: on(LINUX, torch={"arch_list": ("gfx1030", "gfx1201")}),
     "rocm-old": lambda: on(LINUX, torch={"version": "2.11.0+rocm6.4", "hip": "6.4.43482"}),
     "torchvision": library("torchvision", "0.27.0+rocm7.2"),

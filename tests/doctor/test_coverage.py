@@ -88,6 +88,7 @@ LIBRARIES = (
     ("torch.compile on Windows", "rule:no-compile variable-compile-on"),
     ("Triton compiles nothing for the GPU", "triton-gpu"),
     ("torch: none, the wrong one, too old", "torch-none installer-variable torch-wrong-build torch-old rocm-old"),
+    ("a torch that nothing was run with", "torch-new"),
 )
 CONVOLUTIONS = (
     ("the default search times the driver out", "rule:miopen-find variable-miopen-search"),

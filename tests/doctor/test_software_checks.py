@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+from lora_rocm.commands.train import machine_notices
 from lora_rocm.doctor.checks import findings
 from lora_rocm.doctor.software_checks import software_table
+from lora_rocm.hardware import wheels
 from lora_rocm.hardware.probe.sources import Look, Sources
 from lora_rocm.hardware.probe.torch_files import installed
+from lora_rocm.rules.rule import release
 from tests.doctor.injections import APU, LINUX, on
 
 
@@ -34,6 +38,24 @@ def test_the_probe_looks_for_every_library_that_the_doctor_speaks_of(package: st
 def test_the_oldest_torch_and_the_oldest_rocm(version: str, hip: str, wanted: set[str]) -> None:
     found = {finding.id for finding in findings(*on(LINUX, torch={"version": version, "hip": hip}))}
     assert found & {"torch-old", "rocm-old"} == wanted
+
+
+@pytest.mark.parametrize(
+    ("version", "new"),
+    [("2.13.0+rocm7.2", False), ("2.13.9", False), ("2.14.0a0+git1f2e3d4", True), ("3.0.0", True), ("odd", False)],
+)
+def test_a_torch_that_nothing_was_run_with_is_said_at_the_start_and_by_the_doctor(version: str, new: bool) -> None:
+    situation, env_plan = on(LINUX, torch={"version": version})
+    said = [text for text in machine_notices(situation, env_plan) if version in text]
+    found = [each for each in findings(situation, env_plan) if each.id == "torch-new"]
+    assert (len(said), [each.level for each in found]) == ((1, ["note"]) if new else (0, []))
+
+
+def test_the_newest_torch_that_was_run_is_the_newest_that_is_installed() -> None:
+    """Of the table's exact versions; and of the torch that these tests run with, which may be an older one."""
+    named = [index.torch.partition("==")[2] for index in wheels.wheel_table().index]
+    assert max(release(version)[:2] for version in named if version) == wheels.NEWEST_TORCH
+    assert release(metadata.version("torch"))[:2] <= wheels.NEWEST_TORCH
 
 
 def test_strix_halo_wants_rocm_7_2() -> None:
