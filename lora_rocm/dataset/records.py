@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
+from datetime import date, time
 from os.path import commonprefix
 from typing import Any
 
@@ -89,7 +90,22 @@ def written(record: Record) -> str:
     """A record as one string. A plain text is itself, unless it begins with ``MARK``."""
     if isinstance(record, str):
         return record if not record.startswith(MARK) else MARK + json.dumps(record)
-    return MARK + json.dumps(record, default=vars, ensure_ascii=False, sort_keys=True)
+    return MARK + json.dumps(record, default=_as_json, ensure_ascii=False, sort_keys=True)
+
+
+def _as_json(value: Any) -> object:
+    """What stands in a record for a value that JSON does not know: of a date, a decimal number or bytes their text."""
+    if is_dataclass(value):
+        return vars(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value).decode("utf-8", "backslashreplace")
+    if isinstance(value, date | time):
+        return value.isoformat()
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=repr)
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def read(text: str) -> Record:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ from lora_rocm.dataset.hf_datasets import DatasetRow
 from lora_rocm.dataset.left_out import NUM_NAMED
 from lora_rocm.dataset.progress import QUIET_S, Progress, Report, ignore
 from lora_rocm.dataset.records import UnusableText, encodable, record_of, written
+from lora_rocm.dataset.row_edge import SharedCause, row_edge
 from lora_rocm.dataset.row_reference import reference
 from lora_rocm.dataset.sample_table import Sample, Samples
 from lora_rocm.dataset.scan import Scan, scan
@@ -22,12 +24,13 @@ from lora_rocm.foundation.units import count_text
 from lora_rocm.recipe.schema import DataSection, Recipe, ResolvedSource
 
 MAX_TEXT_BYTES = 1 << 24
-Parts = Callable[[str], Sequence[str]]
-"""The samples that a text is cut into. Raises UnusableText."""
+Parts = Callable[[str], Sequence[str | None]]
+"""The samples that a text is cut into; None: one that is left out, and counted by who cuts. Raises UnusableText."""
 
 
 NUM_KEPT = 20
 """How many of the texts that cannot be used ``Aside`` keeps."""
+ROW_FIX = "Repair it, or take it away."
 
 
 def _whole(text: str) -> Sequence[str]:
@@ -59,19 +62,39 @@ class Notes:
 
 @dataclass
 class Aside:
-    """The first texts that cannot be used, and how many there are."""
+    """The first texts that cannot be used, and how many there are.
 
+    Attributes:
+        most: how many are kept.
+        shared: errors that name the chat template or the tokenizer as the cause, the first by code.
+        num_shared: how many texts have each of these.
+    """
+
+    most: int = NUM_KEPT
     first: list[Problem] = field(default_factory=list)
+    last: Problem | None = None
     count: int = 0
+    shared: dict[str, DataError] = field(default_factory=dict)
+    num_shared: Counter[str] = field(default_factory=Counter)
 
     def add(self, problem: Problem) -> None:
-        self.count += 1
-        if self.count <= NUM_KEPT:
+        self.count, self.last = self.count + 1, problem
+        if self.count <= self.most:
             self.first.append(problem)
+
+    def refuse(self, where: str, error: UnusableText) -> None:
+        """Add a text that was refused."""
+        self.add(Problem(where, error.what, error.fix))
+        if isinstance(error, SharedCause):
+            self.shared.setdefault(error.of_all.code, error.of_all)
+            self.num_shared[error.of_all.code] += 1
 
     @property
     def all_of_them(self) -> DataError:
-        """The error if there are no others."""
+        """The error if there are no others: of what most of them share, or of the texts."""
+        for code, number in self.num_shared.most_common(1):
+            if 2 * number > self.count:
+                return self.shared[code]
         fixes = Counter(problem.fix for problem in self.first)
         return DataError(
             "no-usable-texts",
@@ -118,14 +141,15 @@ def scan_texts(data: DataSection, report: Report = ignore, parts: Parts = _whole
     Raises:
         DataError: a source cannot be read or has no texts, or no text is usable.
     """
-    samples, set_aside, notes = Samples(data.resolved_sources()), list[Problem](), Notes()
+    samples, aside, notes = Samples(data.resolved_sources()), Aside(most=sys.maxsize), Notes()
     for found in texts_of(data, notes, report, pairs=pairs):
-        problem = found if isinstance(found, Problem) else add_parts(samples, found, parts, pairs)
-        if problem is not None:
-            set_aside.append(problem)
+        if isinstance(found, Problem):
+            aside.add(found)
+        else:
+            add_parts(samples, found, parts, aside, pairs)
     if not samples:
-        raise Aside(set_aside[:NUM_KEPT], len(set_aside)).all_of_them
-    return Scan(samples, tuple(set_aside), tuple(notes.notices), notes.lasting)
+        raise aside.all_of_them
+    return Scan(samples, tuple(aside.first), tuple(notes.notices), notes.lasting)
 
 
 def count_texts(recipe: Recipe) -> TextCount:
@@ -165,19 +189,23 @@ def texts_of(
             yield from _of_folder(index, options, prefix, notes, report)
 
 
-def add_parts(samples: Samples, found: FoundText, parts: Parts, pairs: bool = False) -> Problem | None:
-    """Add the samples of a text, which are told apart by numbers if there are several; or say why it has none."""
+def add_parts(samples: Samples, found: FoundText, parts: Parts, aside: Aside, pairs: bool = False) -> bool:
+    """Add the samples of a text, told apart by numbers if it is cut into several; or set it aside and return False."""
     sample, text = found.sample, found.sample.caption
     try:
-        cut = parts(text)
+        with row_edge("The text cannot be used", ROW_FIX):
+            cut = parts(text)
     except UnusableText as error:
-        return Problem(found.where, error.what, error.fix)
+        aside.refuse(found.where, error)
+        return False
     for number, part in enumerate(cut):
+        if part is None:
+            continue
         key = sample.key if len(cut) == 1 else f"{sample.key}#{number}"
         at = None if part == text else number
         stored = part if found.position is None else reference(part, found.position, at, pairs)
         samples.append(replace(sample, key=key, caption=stored))
-    return None
+    return True
 
 
 def _of_table(index: int, options: ResolvedSource, prefix: str, pairs: bool) -> Iterator[FoundText | Problem]:
@@ -187,7 +215,8 @@ def _of_table(index: int, options: ResolvedSource, prefix: str, pairs: bool) -> 
         try:
             if isinstance(row, UnusableText):
                 raise row
-            text = encodable(written(record_of(row, pairs)))
+            with row_edge("The row cannot be read", ROW_FIX):
+                text = encodable(written(record_of(row, pairs)))
         except UnusableText as error:
             yield Problem(_row(options.dataset, where), error.what, error.fix)
             continue

@@ -106,8 +106,8 @@ class TextReader(Protocol):
         """Messages about all texts that ``parts`` has seen."""
         ...
 
-    def parts(self, text: str) -> Sequence[str]:
-        """The samples that a text is cut into.
+    def parts(self, text: str) -> Sequence[str | None]:
+        """The samples that a text is cut into; None: one that is left out, and counted in the notices.
 
         Raises:
             UnusableText: it cannot be trained on.

@@ -12,6 +12,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from lora_rocm.dataset.records import UnusableText
+from lora_rocm.dataset.row_edge import row_edge
 from lora_rocm.dataset.sample_table import Samples
 from lora_rocm.dataset.text_scan import NUM_KEPT, Aside, Notes, add_parts, texts_of
 from lora_rocm.errors import LoraRocmError, Problem
@@ -62,20 +64,28 @@ def seen(recipe: Recipe, reader: TextReader, most: int = LOOKED_AT) -> Seen:
         if found.looked_at == most:
             break
         found.looked_at += 1
-        if (problem := add_parts(samples, text, reader.parts, pairs)) is not None:
-            aside.add(problem)
+        if not add_parts(samples, text, reader.parts, aside, pairs):
             found.refused[text.sample.source] = found.refused.get(text.sample.source, 0) + 1
-            if len(found.problems) < NUM_KEPT:
-                found.problems.append(problem)
+            if len(found.problems) < NUM_KEPT and aside.last is not None:
+                found.problems.append(aside.last)
     else:  # these are all texts
         if not samples:
             raise aside.all_of_them
     found.notices = list(reader.notices)
-    found.shown = [reader.shown(sample.caption) for sample in islice(samples, SHOWN)]
+    found.shown = [_shown(reader, sample.caption) for sample in islice(samples, SHOWN)]
     if samples:
         lengths, found.held_out = lengths_of_texts(recipe, reader, samples)
         found.lengths = dict(sorted(lengths.items()))
     return found
+
+
+def _shown(reader: TextReader, text: str) -> str:
+    """A sample as the model reads it, or why it cannot be shown."""
+    try:
+        with row_edge("This sample cannot be shown", ""):
+            return reader.shown(text)
+    except UnusableText as error:
+        return error.what
 
 
 def main(registry: Registry = PRODUCT) -> int:

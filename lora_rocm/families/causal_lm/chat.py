@@ -6,13 +6,15 @@ template. Everything else has the tokens that transformers' ``apply_chat_templat
 
 from __future__ import annotations
 
-import re
+import json
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from typing import Any
 
-from jinja2 import TemplateError
 from tokenizers import Tokenizer
 
 from lora_rocm.dataset.records import (
@@ -26,12 +28,20 @@ from lora_rocm.dataset.records import (
     read,
     written,
 )
+from lora_rocm.dataset.row_edge import SharedCause, row_edge
 from lora_rocm.errors import DataError
+from lora_rocm.families.causal_lm.chat_template import ChatTemplate
+from lora_rocm.families.causal_lm.conversation import NUM_WHOLE, Chat, Layout, nearby
+from lora_rocm.families.causal_lm.special_tokens import Span, SpecialTokens
+from lora_rocm.families.causal_lm.template_limits import OverLimit
 
-BREAKS = "\ue0f1\ue0f2\ue0f3\ue0f4"
-"""Letters of private use, one of which keeps the text of a message from being read as a special token."""
 BEGIN, END = "⟦", "⟧"
-Span = tuple[int, int]
+MAX_TRIED = 32
+"""Answers one after another that do not fit before the rest of a conversation is taken not to fit either."""
+MAX_OVER_LIMIT = 8
+"""Rows for which the chat template takes too long before the template is blamed, if they are most of the rows."""
+MAX_USUAL_GROWTH, MAX_NORMALISED_LETTERS = 100, 1 << 22
+"""Letters that a tokenizer's normalizer may make of one; if it may make more, the most that it may make of a text."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +52,13 @@ class Tokens:
         ids: S token ids.
         trained: for each, whether the model should learn to write it.
         whole: the number of tokens before the sample was cut to the longest length.
+        brings_ends: a plain text has the tokens that begin and end a text itself.
     """
 
     ids: tuple[int, ...]
     trained: tuple[bool, ...]
     whole: int
+    brings_ends: bool = False
 
 
 class ChatTokenizer:
@@ -62,7 +74,9 @@ class ChatTokenizer:
 
     def __init__(self, tokenizer: Any, max_length: int, train_on: str, name: str, pairs: bool = False) -> None:
         self.tokenizer, self.max_length, self.train_on, self._name = tokenizer, max_length, train_on, name
-        self._pairs, self._num_cut, self._num_joined = pairs, 0, 0
+        self._template, self._pairs = ChatTemplate(tokenizer, name), pairs
+        self._num_rows = self._num_over_limit = 0
+        self._num_cut = self._num_joined = self._num_behind = self._num_whole = 0
 
     @property
     def notices(self) -> Sequence[str]:
@@ -70,6 +84,15 @@ class ChatTokenizer:
         if self._num_cut:
             are = "1 text is" if self._num_cut == 1 else f"{self._num_cut} texts are"
             found.append(f"{are} longer than data.max_length ({self.max_length} tokens): the end is not trained on.")
+        if self._num_behind:
+            are = "1 answer begins" if self._num_behind == 1 else f"{self._num_behind} answers begin"
+            found.append(
+                f"{are} behind data.max_length ({self.max_length} tokens) of the conversation before and cannot be "
+                "trained on. The earlier answers of these conversations are."
+            )
+        if self._num_whole:
+            have = "1 text begins or ends" if self._num_whole == 1 else f"{self._num_whole} texts begin or end"
+            found.append(f"{have} with the tokenizer's own token for that: it is not added a second time.")
         if self._num_joined:
             have = "1 row has" if self._num_joined == 1 else f"{self._num_joined} rows have"
             columns = "prompt, chosen and rejected" if self._pairs else "messages, or prompt and completion,"
@@ -79,9 +102,16 @@ class ChatTokenizer:
             )
         return tuple(found)
 
-    def parts(self, text: str) -> Sequence[str]:
+    def parts(self, text: str) -> Sequence[str | None]:
         """As ``TextReader.parts``: a conversation whose turns are written otherwise once more follow is cut at each."""
-        record = read(text)
+        self._num_rows += 1
+        try:
+            return self._parts(read(text))
+        except UnusableText as error:
+            self._count_over_limit(error)
+            raise
+
+    def _parts(self, record: Record) -> Sequence[str | None]:
         of_it = (record.chosen, record.rejected) if isinstance(record, Pair) else (record,)
         for each in of_it:
             self._require_calls(each)
@@ -89,14 +119,43 @@ class ChatTokenizer:
         self._num_joined += isinstance(of_it[0], Completion) and self.tokenizer.chat_template is not None
         return cut
 
-    def _cut(self, record: Record) -> Sequence[str]:
-        if isinstance(record, Conversation) and not self._last_only(record) and not self._keeps_its_beginnings(record):
-            records = [part(record, number) for number in range(len(record.turns))]
+    def _count_over_limit(self, error: UnusableText) -> None:
+        """End the search if the chat template takes too long for most rows, which would take hours to say of each."""
+        if not isinstance(error, SharedCause) or not isinstance(error.__cause__, OverLimit):
+            return
+        self._num_over_limit += 1
+        if self._num_over_limit >= MAX_OVER_LIMIT and 2 * self._num_over_limit > self._num_rows:
+            raise error.of_all from error
+
+    def _cut(self, record: Record) -> Sequence[str | None]:
+        if isinstance(record, Conversation) and not self._last_only(record):
+            chat = self._chat(record)
+            layout = chat.layout()
+            if layout is None:
+                return self._cut_at_turns(record)
+            self._count(record, self._checked(self._of_layout(chat, layout)))
         else:
-            records = [record]
-        for each in records:
-            self._checked(each)
-        return [written(each) for each in records]
+            self._count(record, self._checked(self.tokens(record)))
+        return [written(record)]
+
+    def _cut_at_turns(self, record: Conversation) -> Sequence[str | None]:
+        """A sample for each answer; None: it begins behind the longest length."""
+        found, not_fitting = list[str | None](), 0
+        whole = 0
+        for number in range(len(record.turns)):
+            one = part(record, number)
+            tokens = self.tokens(one) if not_fitting < MAX_TRIED else None
+            if tokens is None or not any(tokens.trained):
+                whole, not_fitting = whole or (0 if tokens is None else tokens.whole), not_fitting + 1
+                found.append(None)
+            else:
+                self._count(one, tokens)
+                not_fitting = 0
+                found.append(written(one))
+        if not any(found):
+            raise self._behind(whole)
+        self._num_behind += found.count(None)
+        return found
 
     def _last_only(self, record: Conversation) -> bool:
         return record.last_only or self.train_on == "last-turn"
@@ -111,14 +170,18 @@ class ChatTokenizer:
         """Raise UnusableText if the chat template leaves out a call of a tool."""
         if not isinstance(record, Conversation):
             return
+        turns = record.turns
         for at, message in enumerate(record.messages):
             if not message.get("tool_calls"):
                 continue
-            until = record.up_to(at)
             silent = {key: value for key, value in message.items() if key != "tool_calls"}
-            text = self._rendered(until)
+            number = bisect_left(turns, at)
+            before = record.messages[:at]
+            if NUM_WHOLE <= number < len(turns):
+                before = tuple(nearby(record.messages, turns[number - 2], at))
+            text = self._template.text([*before, message], record.tools)
             try:
-                is_written = text != self._rendered(replace(until, messages=(*until.messages[:-1], silent)))
+                is_written = text != self._template.text([*before, silent], record.tools)
             except UnusableText:  # the template wants the call
                 is_written = True
             if not is_written:
@@ -128,28 +191,36 @@ class ChatTokenizer:
                     "Give a tokenizer whose chat template knows tools (model.tokenizer), or take the row away.",
                 )
 
-    def _checked(self, record: Record) -> Tokens:
-        """The tokens of a sample that has some to train on; counts those that are cut."""
-        found = self.tokens(record)
+    def _checked(self, found: Tokens) -> Tokens:
+        """The tokens of a sample that has some to train on."""
         if not any(found.trained):
-            raise UnusableText(
-                f"Its answer begins behind the {self.max_length} tokens that are trained on.",
-                f"Raise data.max_length (it has {found.whole}), or shorten the prompt.",
-            )
-        self._num_cut += found.whole > self.max_length
+            raise self._behind(found.whole)
         return found
+
+    def _count(self, record: Record, found: Tokens) -> None:
+        """Count what notices say of a sample that is trained on."""
+        self._num_cut += found.whole > self.max_length
+        self._num_whole += found.brings_ends
+
+    def _behind(self, whole: int) -> UnusableText:
+        return UnusableText(
+            f"Its answer begins behind the {self.max_length} tokens that are trained on.",
+            f"Raise data.max_length (it has {whole}), or shorten the prompt.",
+        )
 
     def _pair(self, record: Record) -> Sequence[str]:
         if not isinstance(record, Pair):
             raise UnusableText(
                 "It is no pair of answers.", "objective.loss: dpo takes tables with the columns chosen and rejected."
             )
-        chosen, rejected = self._checked(record.chosen), self._checked(record.rejected)
+        chosen, rejected = (self._checked(self.tokens(answer)) for answer in (record.chosen, record.rejected))
         if chosen.ids == rejected.ids:
             raise UnusableText(
                 f"Both answers are the same {len(chosen.ids)} tokens as far as they are trained on.",
                 "Raise data.max_length, or take the row away.",
             )
+        for each in (chosen, rejected):
+            self._count(record, each)
         return [written(record)]
 
     def shown(self, text: str) -> str:
@@ -177,118 +248,108 @@ class ChatTokenizer:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
     def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The tokens of a conversation that the model should go on with, or of a plain text without a template."""
-        if self.tokenizer.chat_template is None:
-            ids: list[int] = self.tokenizer("".join(message["content"] for message in messages)).input_ids
-            return ids
-        marked = self._marked(Conversation(tuple(messages)))
-        return self._encoded(self._rendered(marked, prompt=True), marked)[0]
+        """The tokens of a conversation that the model should go on with, or of a plain text without a template.
+
+        Raises:
+            UnusableText: the template or the tokenizer fails.
+        """
+        if not self._template.is_there:
+            with self._tokenizing():
+                text = "".join(message["content"] for message in messages)
+                return list(self._with_ends(text, eos=False)[0])
+        chat = self._chat(Conversation(tuple(messages)))
+        text = chat.prompt()
+        return self._encoded(text, chat.letter)[0]
 
     def tokens(self, record: Record) -> Tokens:
         """The tokens of a record.
 
         Raises:
-            DataError: chat-template-missing, chat-template-unfit.
-            UnusableText: the template refuses the messages.
+            UnusableText: the template refuses the messages, or the tokenizer the text.
         """
         assert not isinstance(record, Pair), "a pair is two texts"
         if isinstance(record, Conversation):
-            marked = self._marked(replace(record, last_only=self._last_only(record)))
-            text, spans = self._spans(marked)
-            ids, ends = self._encoded(text, marked)
-        else:
-            text = record if isinstance(record, str) else record.prompt + record.completion
-            encoded = self._backend.encode(text, add_special_tokens=True)
-            ids, ends = list(encoded.ids), [end for _, end in encoded.offsets]
-            start = len(record.prompt) if isinstance(record, Completion) else 0
-            spans = [(start, len(text))]
-            if self.tokenizer.eos_token_id is not None and ids[-1:] != [self.tokenizer.eos_token_id]:
-                ids, ends = [*ids, self.tokenizer.eos_token_id], [*ends, len(text)]
-        trained = [self.train_on == "all" or any(start < end <= stop for start, stop in spans) for end in ends]
-        if ids and not isinstance(record, Conversation):
-            trained[-1] = True
-        most = self.max_length
-        return Tokens(tuple(ids[:most]), tuple([False, *trained[1:]][:most]), len(ids))
+            chat = self._chat(replace(record, last_only=self._last_only(record)))
+            layout = chat.layout()
+            assert layout is not None, "a conversation whose beginnings change is cut at each turn"
+            return self._of_layout(chat, layout)
+        text = record if isinstance(record, str) else record.prompt + record.completion
+        start = len(record.prompt) if isinstance(record, Completion) else 0
+        with self._tokenizing():
+            ids, ends, brings_ends = self._with_ends(text)
+            found = self._marked_off(ids, ends, [(start, len(text))], is_text=True)
+        return replace(found, brings_ends=brings_ends)
 
-    def _spans(self, marked: Conversation) -> tuple[str, list[Span]]:
-        """A conversation as text, and where it holds what is trained on."""
-        last = marked.turns[-1]
-        text = self._rendered(marked if not marked.last_only else marked.up_to(last))
-        spans = []
-        for turn in marked.turns:
-            begin, end = self._turn(marked, turn)
-            if not text.startswith(end):
-                raise AssertionError("a conversation whose beginnings change is cut at each turn")
-            spans.append((len(begin), self._end_of_turn(end, len(begin))))
-        return text, spans
+    def _with_ends(self, text: str, eos: bool = True) -> tuple[list[int], list[int], bool]:
+        """The tokens of a plain text with those that the tokenizer puts around a text, and where each ends.
 
-    def _keeps_its_beginnings(self, record: Conversation) -> bool:
-        """Whether each turn is written alike in the whole conversation and in its beginning up to that turn."""
-        marked = self._marked(record)
-        text = self._rendered(marked)
-        return all(text.startswith(self._turn(marked, turn)[1]) for turn in marked.turns)
-
-    def _turn(self, marked: Conversation, turn: int) -> tuple[str, str]:
-        """The conversation before an answer, as the model is asked for it, and with that answer.
-
-        Raises:
-            DataError: chat-template-unfit: the one does not begin with the other.
+        The third value: whether the text brings one of these itself, which is not added again.
         """
-        before = replace(marked, messages=marked.messages[:turn])
-        begin, end = self._rendered(before, prompt=True), self._rendered(marked.up_to(turn))
-        if not end.startswith(begin):
-            raise DataError(
-                "chat-template-unfit",
-                "The chat template asks for an answer by a text that the answer itself does not begin with, so what "
-                "the model should write cannot be told apart.",
-                where=f"chat template of {self._name}: {begin[-80:]!r}",
-                fix="Give a tokenizer with another chat template (model.tokenizer), or rows of prompt and completion.",
-            )
-        return begin, end
+        self._require_bounded(text)
+        encoded = self._backend.encode(text, add_special_tokens=True)
+        ids, ends, added = list(encoded.ids), [end for _, end in encoded.offsets], encoded.special_tokens_mask
+        brings = False
+        bos, eos_id = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        if bos is not None and ids[:2] == [bos, bos] and list(added[:2]) == [1, 0]:
+            ids, ends, added, brings = ids[1:], ends[1:], added[1:], True
+        if eos_id is None:
+            return ids, ends, brings
+        is_ended = self._is_ended(text)
+        if len(ids) > 1 and ids[-1] == eos_id and added[-1]:
+            if is_ended:
+                ids, ends, brings = ids[:-1], ends[:-1], True
+        elif eos and ids[-1:] != [eos_id]:
+            if is_ended:
+                brings = True
+            else:
+                ids, ends = [*ids, eos_id], [*ends, len(text)]
+        elif eos:
+            brings = True
+        return ids, ends, brings
 
-    def _end_of_turn(self, text: str, begin: int) -> int:
-        """The end of what is trained on: behind the token that ends the turn, without the line end that may follow."""
-        stripped = text.rstrip()
-        ends = any(stripped.endswith(token) for token in self._special) and len(stripped) > begin
-        return len(stripped) if ends else len(text)
-
-    def _rendered(self, marked: Conversation, prompt: bool = False) -> str:
-        if self.tokenizer.chat_template is None:
-            raise DataError(
-                "chat-template-missing",
-                "The tokenizer has no chat template, and conversations need one.",
-                where=f"model.name_or_path: {self._name}",
-                fix="Use the instruction-tuned edition, name its tokenizer (model.tokenizer), or give rows of prompt "
-                "and completion.",
-            )
-        try:
-            rendered: str = self.tokenizer.apply_chat_template(
-                list(marked.messages), tools=list(marked.tools) or None, tokenize=False, add_generation_prompt=prompt
-            )
-        except (TemplateError, TypeError, LookupError) as error:
-            what = f"The chat template refuses its messages: {' '.join(str(error).split())[:200]}."
-            raise UnusableText(what, "Change the order or the keys of its messages.") from error
-        return rendered
+    def _is_ended(self, text: str) -> bool:
+        """Whether a text ends, before white space, with the token that ends texts, or one that ends a turn."""
+        last = self._special.at_end(text.rstrip()) or self._special.at_end(text)
+        return last is not None and self.tokenizer.convert_tokens_to_ids(last) in self._ends
 
     @cached_property
-    def _special(self) -> tuple[str, ...]:
-        """Texts of the special tokens, longest first."""
-        found = (str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special)
-        return tuple(sorted(found, key=len, reverse=True))
+    def _ends(self) -> set[int]:
+        return {self.tokenizer.eos_token_id, *self.end_ids}
 
-    @property
+    def _chat(self, record: Conversation) -> Chat:
+        return Chat(record, self._template, self._special)
+
+    def _of_layout(self, chat: Chat, layout: Layout) -> Tokens:
+        ids, ends = self._encoded(layout.text, chat.letter)
+        return self._marked_off(ids, ends, layout.spans, is_text=False)
+
+    def _marked_off(self, ids: Sequence[int], ends: Sequence[int], spans: Sequence[Span], is_text: bool) -> Tokens:
+        """Tokens with those that are trained on, cut to the longest length. ``spans``: one behind the other."""
+        starts = [start for start, _ in spans]
+        trained = []
+        for end in ends[: self.max_length]:
+            number = bisect_left(starts, end) - 1  # of the last span that begins before
+            trained.append(self.train_on == "all" or (number >= 0 and end <= spans[number][1]))
+        if is_text and len(trained) == len(ids):
+            trained[-1:] = [True][: len(ids)]
+        return Tokens(tuple(ids[: self.max_length]), tuple([False, *trained[1:]][: len(trained)]), len(ids))
+
+    @cached_property
+    def _special(self) -> SpecialTokens:
+        return SpecialTokens(str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special)
+
+    @cached_property
     def end_ids(self) -> set[int]:
-        """Special tokens that end an answer in the chat template."""
-        if self.tokenizer.chat_template is None:
-            return set()
+        """Special tokens that end an answer in the chat template; none if it does not write a lone question."""
         asked: list[Mapping[str, Any]] = [{"role": "user", "content": "a"}, {"role": ANSWERS, "content": "b"}]
-        text, spans = self._spans(Conversation(tuple(asked), last_only=True))
-        last = next((token for token in self._special if text[: spans[-1][1]].endswith(token)), None)
+        if not self._template.is_there:
+            return set()
+        try:
+            layout = self._chat(Conversation(tuple(asked), last_only=True)).layout()
+        except UnusableText:
+            return set()
+        last = None if layout is None else self._special.at_end(layout.text[: layout.spans[-1][1]])
         return set() if last is None else {int(self.tokenizer.convert_tokens_to_ids(last))}
-
-    @cached_property
-    def _marks(self) -> re.Pattern[str]:
-        return re.compile("|".join(map(re.escape, self._special)) or r"(?!)")
 
     @cached_property
     def _plain(self) -> Tokenizer:
@@ -305,42 +366,76 @@ class ChatTokenizer:
         tokenizer.no_padding()
         return tokenizer
 
-    def _marked(self, record: Conversation) -> Conversation:
-        """A conversation with a letter of ``BREAKS`` inside each special token that its messages spell out."""
-        messages = []
-        for message in record.messages:
-            content = message["content"]
-            if message["role"] != ANSWERS and isinstance(content, str) and self._marks.search(content):
-                letter = next((each for each in BREAKS if each not in content), None)
-                if letter is None:
-                    raise UnusableText("It holds letters of private use.", f"Remove {BREAKS!a} from it.")
-                content = self._marks.sub(lambda found: found[0][0] + letter + found[0][1:], content)  # noqa: B023
-                message = {**message, "content": content}
-            messages.append(message)
-        return replace(record, messages=tuple(messages))
+    def _tokenizing(self) -> AbstractContextManager[None]:
+        fix = "Repair the text, or give another tokenizer (model.tokenizer)."
+        return row_edge("The tokenizer cannot encode it", fix, self._tokenizer_fails)
 
-    def _encoded(self, text: str, marked: Conversation) -> tuple[list[int], list[int]]:
-        """The tokens of a rendered conversation, and where each ends in its text."""
+    def _tokenizer_fails(self, reason: str) -> DataError:
+        return DataError(
+            "tokenizer-fails",
+            f"No text can be encoded with this tokenizer. Of the first: {reason}",
+            where=f"tokenizer of {self._name}",
+            fix="Download the tokenizer's files again, or give another one (model.tokenizer).",
+        )
+
+    def _require_bounded(self, text: str) -> None:
+        """Refuse a text that the tokenizer's rules of replacement may make too long for the memory."""
+        if self._growth > MAX_USUAL_GROWTH and len(text) * self._growth > MAX_NORMALISED_LETTERS:
+            raise ValueError(f"its normalizer may write {self._growth:.3g} letters for one")
+
+    @cached_property
+    def _growth(self) -> float:
+        """The most letters that the tokenizer's normalizer and decoder make of one."""
+        parts = (self._backend.normalizer, self._backend.decoder)
+        return max(1.0, *(growth_of(json.loads(each.__getstate__())) for each in parts if each is not None))
+
+    def _encoded(self, text: str, letter: str) -> tuple[list[int], list[int]]:
+        """The tokens of a rendered conversation, and where each ends in its text.
+
+        ``letter``: that breaks special tokens which are text; "": there are none.
+        """
         ids, ends, at = list[int](), list[int](), 0
-        broken = {letter for letter in BREAKS if letter in text}
-        pieces = re.split(f"({self._marks.pattern})", text) if broken else [text]
-        for piece, plain in _joined(pieces, broken):
-            tokenizer = self._plain if plain else self._backend
-            kept = [n for n, letter in enumerate(piece) if not plain or letter not in broken]
-            encoded = tokenizer.encode("".join(piece[n] for n in kept), add_special_tokens=False)
-            ids += encoded.ids
-            ends += [at + (kept[end - 1] + 1 if end else 0) for _, end in encoded.offsets]
-            at += len(piece)
+        with self._tokenizing():
+            self._require_bounded(text)
+            for piece, plain in self._pieces(text, letter) if letter else [(text, False)]:
+                tokenizer = self._plain if plain else self._backend
+                kept = [n for n, each in enumerate(piece) if each != letter] if plain else range(len(piece))
+                bare = piece.replace(letter, "") if plain else piece
+                encoded = tokenizer.encode(bare, add_special_tokens=False)
+                ids += encoded.ids
+                ends += [at + (kept[end - 1] + 1 if end else 0) for _, end in encoded.offsets]
+                at += len(piece)
         return ids, ends
 
+    def _pieces(self, text: str, letter: str) -> list[tuple[str, bool]]:
+        """Pieces between which no special token was broken as one, each with whether one was inside it."""
+        cuts, at = list[str](), 0
+        for start, end in self._special.spans(text, letter):
+            cuts += [text[at:start], text[start:end]]
+            at = end
+        found: list[tuple[str, bool]] = []
+        for piece in (*cuts, text[at:]):
+            plain = letter in piece
+            if found and not plain and not found[-1][1]:
+                found[-1] = (found[-1][0] + piece, False)
+            elif piece:
+                found.append((piece, plain))
+        return found
 
-def _joined(pieces: Sequence[str], broken: set[str]) -> list[tuple[str, bool]]:
-    """Pieces between which no special token was broken as one, each with whether one was inside it."""
-    found: list[tuple[str, bool]] = []
-    for piece in pieces:
-        plain = not broken.isdisjoint(piece)
-        if found and not plain and not found[-1][1]:
-            found[-1] = (found[-1][0] + piece, False)
-        elif piece:
-            found.append((piece, plain))
-    return found
+
+GROWTH = {"NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18, "Precompiled": 18, "Lowercase": 3, "BertNormalizer": 12}
+"""Type of a rule -> the most letters that it makes of one. A precompiled table is taken for a form of Unicode's."""
+
+
+def growth_of(rule: Any) -> float:
+    """The most letters that a rule of ``tokenizer.json`` for normalising or decoding makes of one."""
+    if not isinstance(rule, dict):
+        return 1.0
+    inside = next((rule[key] for key in ("normalizers", "decoders") if key in rule), None)
+    if inside is not None:
+        return prod(map(growth_of, inside))
+    if rule.get("type") == "Replace":
+        pattern, content = rule.get("pattern") or {}, rule.get("content") or ""
+        wanted = len(pattern.get("String") or "") if isinstance(pattern, dict) else 0
+        return max(1.0, len(content) / wanted if wanted else len(content) + 1.0)  # a regex may match nothing
+    return GROWTH.get(str(rule.get("type")), 1)

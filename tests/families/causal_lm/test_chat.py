@@ -9,7 +9,8 @@ import pytest
 
 from lora_rocm.dataset.records import Completion, Conversation, Pair, Record, UnusableText, read, written
 from lora_rocm.errors import DataError
-from lora_rocm.families.causal_lm.chat import BREAKS, ChatTokenizer
+from lora_rocm.families.causal_lm.chat import ChatTokenizer
+from lora_rocm.families.causal_lm.special_tokens import BREAKS
 from tests.tiny_llm import CHAT, SPECIAL, STRIPPING, THINK, tiny_tokenizer
 
 END, START = SPECIAL

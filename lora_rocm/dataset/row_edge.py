@@ -1,0 +1,65 @@
+"""The edge of a row: whatever one row raises sets that row aside, and never ends a check or a run.
+
+Reading, rendering, encoding and cutting a row call code that others wrote (the row's own values, a chat template, a
+tokenizer), which may raise anything. All of it runs inside ``row_edge``, and what leaves is ``UnusableText``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from lora_rocm.dataset.records import UnusableText
+from lora_rocm.errors import DataError, LoraRocmError
+
+MAX_REASON_LETTERS = 200
+Shared = Callable[[str], DataError]
+"""Makes the error for all rows from a reason."""
+
+
+class SharedCause(UnusableText):
+    """A row that cannot be used because of something that all rows share: the chat template or the tokenizer.
+
+    Attributes:
+        of_all: the error that names it, if most rows fail alike and none can be used.
+    """
+
+    def __init__(self, what: str, fix: str, of_all: DataError) -> None:
+        super().__init__(what, fix)
+        self.of_all = of_all
+
+
+def is_of_a_row(error: BaseException) -> bool:
+    """Whether an exception may be blamed on a row: any ``Exception``, and a panic of the tokenizers library, which is
+    none. Errors of this program, Ctrl-C and the like go on.
+    """
+    if type(error).__name__ == "PanicException":
+        return True
+    return isinstance(error, Exception) and not isinstance(error, LoraRocmError)
+
+
+@contextmanager
+def row_edge(what: str, fix: str, shared: Shared | None = None) -> Iterator[None]:
+    """Turn what one row raises into ``UnusableText``.
+
+    Args:
+        what: what failed ("The row cannot be read").
+        fix: what the user can do about it.
+        shared: if something that all rows share may be the cause, the error that names it.
+    """
+    try:
+        yield
+    except UnusableText:
+        raise
+    except BaseException as error:
+        if not is_of_a_row(error):
+            raise
+        reason = f"{what}: {reason_of(error)}."
+        raise UnusableText(reason, fix) if shared is None else SharedCause(reason, fix, shared(reason)) from error
+
+
+def reason_of(error: BaseException) -> str:
+    """An exception as one short line."""
+    said = " ".join(str(error).split()).rstrip(".")
+    kind = "" if type(error) is Exception else type(error).__name__
+    return ": ".join(filter(None, (kind, said)))[:MAX_REASON_LETTERS]

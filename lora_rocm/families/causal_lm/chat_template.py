@@ -1,0 +1,110 @@
+"""The chat template of a tokenizer: messages as text, as transformers' ``apply_chat_template`` writes it, in limits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from jinja2 import Template
+from transformers.utils.chat_template_utils import _alias_reasoning_fields
+
+from lora_rocm.dataset.row_edge import SharedCause, row_edge
+from lora_rocm.errors import DataError
+from lora_rocm.families.causal_lm.special_tokens import leaves
+from lora_rocm.families.causal_lm.template_limits import BoundedSandbox, Meter, metered, sandbox
+
+Message = Mapping[str, Any]
+FIX = "Change its messages, or give a tokenizer with another chat template (model.tokenizer)."
+
+
+class ChatTemplate:
+    """Writes conversations.
+
+    Args:
+        tokenizer: of transformers.
+        name: of the model, for messages.
+    """
+
+    def __init__(self, tokenizer: Any, name: str) -> None:
+        self._tokenizer, self._name = tokenizer, name
+        self._compiled: dict[str, Template | Exception] = {}
+
+    @property
+    def is_there(self) -> bool:
+        return self._tokenizer.chat_template is not None
+
+    def text(self, messages: Sequence[Message], tools: Sequence[Any], prompt: bool = False) -> str:
+        """Messages as text; with ``prompt``, up to where the model answers.
+
+        Raises:
+            UnusableText: there is no template, or it fails.
+        """
+        if not self.is_there:
+            raise SharedCause(
+                "It is a conversation, and the tokenizer has no chat template.",
+                "Use the instruction-tuned edition, or give rows of prompt and completion.",
+                self._missing,
+            )
+        with row_edge("The chat template refuses its messages", FIX, self.fails):
+            if tools and not all(isinstance(tool, dict) for tool in tools):
+                raise TypeError("a tool is not a mapping")
+            chat = _alias_reasoning_fields(
+                [{key: value for key, value in each.items() if value is not None} for each in messages]
+            )
+            given = {"messages": chat, "tools": list(tools) or None, "documents": None, "add_generation_prompt": prompt}
+            num_letters = sum(map(len, leaves([chat, given["tools"]])))
+            with metered(Meter(num_letters, len(chat))):
+                return self._template(given["tools"]).render(**self._tokens, **given)
+
+    def _template(self, tools: Any) -> Template:
+        source = self._tokenizer.get_chat_template(None, tools)
+        if source not in self._compiled:
+            try:
+                self._compiled[source] = self._sandbox.from_string(source)
+            except Exception as error:  # it is the same for each row
+                self._compiled[source] = error
+        found = self._compiled[source]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    @cached_property
+    def _sandbox(self) -> BoundedSandbox:
+        return sandbox()
+
+    @cached_property
+    def _tokens(self) -> Mapping[str, Any]:
+        """The special tokens by name, which templates know."""
+        return dict(self._tokenizer.special_tokens_map)
+
+    @property
+    def _missing(self) -> DataError:
+        return DataError(
+            "chat-template-missing",
+            "The tokenizer has no chat template, and conversations need one.",
+            where=f"model.name_or_path: {self._name}",
+            fix="Use the instruction-tuned edition, name its tokenizer (model.tokenizer), or give rows of prompt "
+            "and completion.",
+        )
+
+    def fails(self, reason: str) -> DataError:
+        """The error if a reason holds for all rows."""
+        return DataError(
+            "chat-template-fails",
+            f"No conversation can be used with this chat template. Of the first: {reason}",
+            where=f"chat template of {self._name}",
+            fix="Give a tokenizer with another chat template (model.tokenizer), or change the messages of all rows.",
+        )
+
+    def unfit(self, begin: str) -> SharedCause:
+        """The error of a row whose answer does not begin with the text by which the template asks for it."""
+        error = DataError(
+            "chat-template-unfit",
+            "The chat template asks for an answer by a text that the answer itself does not begin with, so what "
+            "the model should write cannot be told apart.",
+            where=f"chat template of {self._name}: {begin[-80:]!r}",
+            fix="Give a tokenizer with another chat template (model.tokenizer), or rows of prompt and completion.",
+        )
+        what = f"An answer does not begin with the text by which the chat template asks for it ({begin[-80:]!a})."
+        return SharedCause(what, FIX, error)

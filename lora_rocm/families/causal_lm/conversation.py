@@ -1,0 +1,202 @@
+"""One conversation as its chat template writes it, and where the answers are in that text.
+
+The place of an answer follows from renderings: of the messages before it, as the model is asked for it, and with it.
+That takes time with the square of the number of messages. In a long conversation the later places are therefore taken
+from renderings of a few messages around each answer. They count only if put together they give the whole text, letter
+by letter; the last answer, and ever fewer before, are compared with renderings of everything before them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lora_rocm.dataset.records import ANSWERS, ASKS, Conversation, UnusableText
+from lora_rocm.families.causal_lm.chat_template import FIX, ChatTemplate
+from lora_rocm.families.causal_lm.special_tokens import BREAKS, Span, SpecialTokens, changed_inside, leaves
+
+OWN_WORDS = ("content", "reasoning_content", "thinking", "reasoning")
+"""Fields of an answer in which special tokens are tokens, because the model should write them."""
+NUM_WHOLE = 16
+"""Answers of a conversation whose places come from renderings of everything before them."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A conversation as text, and the places of what is trained on."""
+
+    text: str
+    spans: Sequence[Span]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where an answer begins in the text, where its turn ends, and the end of what is trained on."""
+
+    begin: int
+    end: int
+    trained_end: int
+
+
+class Chat:
+    """A conversation that is being laid out.
+
+    Attributes:
+        letter: of ``BREAKS``, which is in each special token that the data spell out; "" if they spell none.
+
+    Raises:
+        UnusableText: it spells out special tokens and has all letters of private use.
+    """
+
+    def __init__(self, record: Conversation, template: ChatTemplate, special: SpecialTokens) -> None:
+        self.record, self._template, self._special = record, template, special
+        self.letter, self._marked = "", record
+        self._turns, self._whole = record.turns, ""
+        if any(map(special.is_in, leaves([*map(_of_data, record.messages), *record.tools]))):
+            self._mark(ends=False)
+
+    def _mark(self, ends: bool) -> None:
+        """Break the special tokens that data spell out; with ``ends``, also what ends in the middle of one."""
+        self.letter = letter = _unused_letter(leaves([*self.record.messages, *self.record.tools]))
+
+        def of_data(text: str) -> str:
+            return of_answer(self._special.broken(text, letter))
+
+        def of_answer(text: str) -> str:
+            return text + letter if ends and self._special.is_begun(text) else text
+
+        def changed(message: Mapping[str, Any]) -> Mapping[str, Any]:
+            data = _of_data(message)
+            found = {}
+            for key, each in message.items():
+                if key == "role":  # one that templates know
+                    found[key] = each
+                elif key in data:
+                    found[of_data(key)] = changed_inside(each, of_data)
+                else:
+                    found[key] = of_answer(each)
+            return found
+
+        tools = changed_inside(self.record.tools, of_data)
+        self._marked = replace(self.record, messages=tuple(map(changed, self.record.messages)), tools=tuple(tools))
+
+    def prompt(self) -> str:
+        """The text with which the model is asked to go on."""
+        return self._whole_text(len(self.record.messages), prompt=True)
+
+    def layout(self) -> Layout | None:
+        """The text with the places of its answers; None: the template writes answers otherwise once more follow.
+
+        Raises:
+            UnusableText: the template fails, or its answers cannot be told apart.
+        """
+        until = self._turns[-1] + 1 if self.record.last_only else len(self._marked.messages)
+        self._whole = text = self._whole_text(until)
+        found = list[_Place]()
+        for number, turn in enumerate(self._turns):
+            is_exact = number < NUM_WHOLE or number == len(self._turns) - 1 or not number & (number - 1)
+            place = None if is_exact else self._place_nearby(number, found[-1].end)
+            if place is None:
+                begin, end = self._turn(turn, until)
+                if not text.startswith(end):
+                    return None
+                place = self._place(begin, end, 0)
+                if found and found[-1].end > place.begin:
+                    return None
+            found.append(place)
+        return Layout(text, [(place.begin, place.trained_end) for place in found])
+
+    def _turn(self, turn: int, until: int) -> tuple[str, str]:
+        """The text before an answer, as the model is asked for it, and with that answer."""
+        messages = self._marked.messages
+        end = self._whole if turn + 1 == until else self._text(messages[: turn + 1])
+        nobody_asked = all(message["role"] != ASKS for message in messages[:turn])
+        try:
+            begin = self._text(messages[:turn], prompt=True)
+        except UnusableText:
+            if not nobody_asked:
+                raise
+            return self._behind_request(end), end
+        if not end.startswith(begin):
+            if not nobody_asked:
+                raise self._template.unfit(begin)
+            begin = self._behind_request(end)
+        return begin, end
+
+    def _behind_request(self, end: str) -> str:
+        """A text up to its answer, to which nobody has asked: behind the words by which the template asks for one."""
+        asked = [{"role": ASKS, "content": "a"}]
+        without, request = self._text(asked), self._text(asked, prompt=True)
+        words = request.removeprefix(without)
+        if not words or words == request or end.count(words) != 1:
+            raise self._template.unfit(words)
+        return end[: end.index(words) + len(words)]
+
+    def _place(self, begin: str, end: str, at: int) -> _Place:
+        """The place of an answer. ``at``: of the beginning of both texts in the whole."""
+        stripped = end.rstrip()
+        ends = self._special.at_end(stripped) is not None and len(stripped) > len(begin)
+        return _Place(at + len(begin), at + len(end), at + len(stripped if ends else end))
+
+    def _place_nearby(self, number: int, last_end: int) -> _Place | None:
+        """The place of an answer from a few messages around it; None: it does not follow from these."""
+        turn, last = self._turns[number], self._turns[number - 1]
+        try:
+            before, begin, end = (
+                self._text(nearby(self._marked.messages, self._turns[number - 2], until), prompt)
+                for until, prompt in ((last + 1, False), (turn, True), (turn + 1, False))
+            )
+        except UnusableText:
+            return None
+        fits = begin.startswith(before) and end.startswith(begin)
+        if not fits or not self._whole.startswith(end[len(before) :], last_end):
+            return None
+        return self._place(begin, end, last_end - len(before))
+
+    def _text(self, messages: Sequence[Mapping[str, Any]], prompt: bool = False) -> str:
+        found = self._template.text(messages, self._marked.tools, prompt)
+        escape = f"\\u{ord(self.letter):04x}" if self.letter else ""  # of JSON
+        return found.replace(escape, self.letter) if escape else found
+
+    def _whole_text(self, until: int, prompt: bool = False) -> str:
+        """The text of the first messages.
+
+        Raises:
+            UnusableText: also if the template does something else with a special token that was broken.
+        """
+        found = self._text(self._marked.messages[:until], prompt)
+        if any(map(self._special.is_begun, leaves([*self.record.messages[:until], *self.record.tools]))):
+            before, letter = self._marked, self.letter
+            self._mark(ends=True)
+            other = self._text(self._marked.messages[:until], prompt)
+            if self._special.count(other, self.letter) < self._special.count(found, letter):
+                found = other  # two texts of the data together were one
+            else:
+                self._marked, self.letter = before, letter
+        if self.letter:
+            plain = self._template.text(self.record.messages[:until], self.record.tools, prompt)
+            if found.replace(self.letter, "") != plain:
+                raise UnusableText("It spells out special tokens where the chat template changes them.", FIX)
+        return found
+
+
+def nearby(messages: Sequence[Mapping[str, Any]], start: int, until: int) -> list[Mapping[str, Any]]:
+    """Messages up to one, without most of those before ``start``, an answer: only up to the first of a user is kept."""
+    first = next((at for at, message in enumerate(messages[:start]) if message["role"] == ASKS), -1)
+    return [*messages[: first + 1], *messages[start:until]]
+
+
+def _of_data(message: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a message is data, in which special tokens are text."""
+    own = OWN_WORDS if message["role"] == ANSWERS else ()
+    return {key: each for key, each in message.items() if key != "role" and (key not in own or not isinstance(each, str))}
+
+
+def _unused_letter(texts: Iterable[str]) -> str:
+    left = set(BREAKS)
+    for text in texts:
+        left -= {letter for letter in left if letter in text}
+    if not left:
+        raise UnusableText("It holds letters of private use.", f"Remove {BREAKS!a} from it.")
+    return min(left)

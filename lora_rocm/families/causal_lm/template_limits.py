@@ -1,0 +1,389 @@
+"""The sandbox that chat templates run in, with limits of time and memory. They come with models, from anybody.
+
+It is the sandbox of transformers, and renders the same text. In addition every operation that makes a value or repeats
+something pays for its size before it runs: loops, calls, filters, operators, lists, slices, output. A rendering may
+spend an amount that depends on the row alone, so a row is judged alike in ``check`` and in a run, on every machine and
+system. A time limit is looked at on the way, for what takes longer than its size tells.
+
+Not bounded: a single comparison or search of two values that are within the limits.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
+from functools import partial, wraps
+from types import BuiltinMethodType, GeneratorType, MethodType
+from typing import Any
+
+from jinja2 import nodes
+from jinja2.runtime import Context, Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
+from transformers.utils.chat_template_utils import _compile_jinja_template
+
+UNITS, UNITS_PER_LETTER, UNITS_PER_CALL = 10_000_000, 50, 20
+"""What a rendering may spend: a unit is a letter, a number, or one round of a loop. What a call costs beside sizes."""
+MAX_RENDER_S = 20.0
+CHECK_TIME_EVERY = 64
+
+
+class OverLimit(Exception):
+    """A rendering has spent what it may."""
+
+
+class Meter:
+    """What one rendering may still spend.
+
+    Args:
+        num_letters: of the row.
+        num_messages: of the row. Templates that put a conversation together letter by letter need this factor.
+    """
+
+    def __init__(self, num_letters: int, num_messages: int) -> None:
+        self._left = UNITS + num_letters * (UNITS_PER_LETTER + num_messages)
+        self._until_s = time.monotonic() + MAX_RENDER_S
+        self._num_spent = 0
+        self._weights: dict[int, tuple[object, int]] = {}  # with the object, so that no other gets its id
+
+    def spend(self, units: int) -> None:
+        """Pay for an operation before it runs, or for its result.
+
+        Raises:
+            OverLimit: it costs more than is left, or the time is up.
+        """
+        self._left -= units
+        if self._left < 0:
+            raise OverLimit("it takes too much time or memory for this row")
+        self._num_spent += 1
+        if not self._num_spent % CHECK_TIME_EVERY and time.monotonic() > self._until_s:
+            raise OverLimit(f"it takes more than {MAX_RENDER_S:.0f} s for this row")
+
+    def weight(self, value: Any) -> int:
+        """The size of a value in units, as it would be written out: what a list holds twice counts twice."""
+        kind = type(value)
+        if kind is str:
+            return len(value) + 1
+        if kind in (list, tuple, dict):
+            known = self._weights.get(id(value))
+            if known is None:
+                parts = (*value.keys(), *value.values()) if kind is dict else value
+                self.spend(len(parts))
+                known = self._weights[id(value)] = value, 1 + sum(map(self._inner, parts))
+            return known[1]
+        if isinstance(value, int):
+            return 1 + (value.bit_length() >> 3)
+        if isinstance(value, str | bytes):
+            return len(value) + 1
+        if isinstance(value, Namespace):  # it may change, so its weight is not remembered
+            return 1 + sum(map(self._inner, getattr(value, "_Namespace__attrs").values()))  # noqa: B009
+        if isinstance(value, ItemsView):
+            return 1 + sum(self._inner(each) for pair in value for each in pair)
+        if isinstance(value, KeysView | ValuesView):
+            return 1 + sum(map(self._inner, value))
+        if isinstance(value, range):
+            return 1 + len(value)
+        return 1
+
+    def _inner(self, value: Any) -> int:
+        """The weight of a value inside another."""
+        if isinstance(value, Namespace):
+            raise OverLimit("it puts a namespace into a value")
+        return self.weight(value)
+
+
+_running = threading.local()
+
+
+def _meter() -> Meter:
+    found: Meter = _running.meter
+    return found
+
+
+class metered:  # noqa: N801
+    """A context in which templates are compiled and rendered, and pay to a meter."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+
+    def __enter__(self) -> None:
+        _running.meter = self._meter
+
+    def __exit__(self, *error: object) -> None:
+        del _running.meter
+
+
+def sandbox() -> BoundedSandbox:
+    """The sandbox, with the filters, globals and tags of transformers."""
+    theirs: Any = _compile_jinja_template("").environment
+    extensions = [type(each) for each in theirs.extensions.values()]
+    found = BoundedSandbox(
+        trim_blocks=theirs.trim_blocks,
+        lstrip_blocks=theirs.lstrip_blocks,
+        extensions=extensions,
+        optimized=False,  # nothing of a template runs while it is compiled
+        finalize=_written_out,
+    )
+    found.globals.update(theirs.globals)
+    found.globals["lipsum"] = _paying(theirs.globals["lipsum"], lambda n=5, html=True, min=20, max=100: n * max * 10)
+    found.filters.update({name: _paying(each, GROWTH.get(name)) for name, each in theirs.filters.items()})
+    found.filters.update({"tojson": _paying(_as_json(theirs.filters["tojson"]), None), **OWN_FILTERS})
+    return found
+
+
+class BoundedSandbox(ImmutableSandboxedEnvironment):
+    """A sandbox whose templates pay for what they do."""
+
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree: nodes.Template = _Paying().visit(super()._parse(source, name, filename))
+        tree.set_environment(self)
+        return tree
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        meter = _meter()
+        weights = _own_size(meter, left), _own_size(meter, right)
+        if operator == "**":
+            size = weights[0] * abs(right) if isinstance(right, int) and isinstance(left, int) else 0
+        elif operator == "*":
+            numbers = isinstance(left, int | float) and isinstance(right, int | float)
+            times = left if isinstance(left, int) else right
+            size = sum(weights) if numbers or not isinstance(times, int) else max(weights) * max(times, 1)
+        elif operator == "%" and isinstance(left, str | bytes):
+            size = sum(weights) + _widths(str(left), right)
+        else:
+            size = sum(weights)
+        meter.spend(1 + size)
+        return super().call_binop(context, operator, left, right)
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: B902, N805
+        meter = _meter()
+        owner = getattr(__obj, "__self__", None) if isinstance(__obj, BuiltinMethodType | MethodType) else None
+        if isinstance(owner, str | bytes | int):
+            args = tuple(list(_rounds(each)) if isinstance(each, GeneratorType) else each for each in args)
+            meter.spend(meter.weight(owner) + sum(map(meter.weight, (*args, *kwargs.values()))))
+            meter.spend(_growth_of_method(meter, owner, __obj.__name__, args, kwargs))
+        meter.spend(UNITS_PER_CALL)
+        found = super().call(__context, __obj, *args, **kwargs)
+        meter.spend(meter.weight(found))
+        return found
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+        text: str = value.__self__
+        return _paying(wrapped, lambda *args, **kwargs: len(text) + _widths(text, (*args, *kwargs.values())))
+
+
+def _own_size(meter: Meter, value: Any) -> int:
+    """The size of a value without that of what it refers to."""
+    return 1 + len(value) if isinstance(value, list | tuple | dict) else meter.weight(value)
+
+
+def _growth_of_method(meter: Meter, owner: str | bytes | int, name: str, args: Any, kwargs: Any) -> int:
+    """The most that a method of a text or number adds to its weight and to that of its arguments."""
+    given = (*args, *kwargs.values())
+    letters = meter.weight(owner)
+    if name == "replace" and len(args) > 1:
+        return _replaced(owner, *args[:2])
+    if name in ("join", "translate"):
+        return letters * sum(map(meter.weight, given))
+    if name in ("center", "ljust", "rjust", "zfill", "expandtabs", "to_bytes"):
+        return sum(each for each in given if isinstance(each, int)) * (letters if name == "expandtabs" else 1)
+    return 0
+
+
+def _replaced(text: Any, old: Any, new: Any, *_: Any, **__: Any) -> int:
+    """The most letters of a text with replacements."""
+    return (len(str(text)) // max(len(str(old)), 1) + 1) * len(str(new))
+
+
+def _widths(pattern: str, given: Any) -> int:
+    """The most letters that widths in a format add: those that are written in it, and those that are given."""
+    numbers = [int(digits[:12]) for digits in re.findall(r"\d+", pattern)]
+    values = [each for value in (given if isinstance(given, tuple) else (given,)) for each in _inside(value)]
+    open_ended = "*" in pattern or re.search(r"\{[^{}]*\{", pattern)
+    return sum(numbers) + (sum(abs(each) for each in values if isinstance(each, int)) if open_ended else 0)
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else (value,)
+
+
+def _sum_of_lists(value: Any, attribute: Any = None, start: Any = 0) -> int:
+    return 0 if isinstance(start, int | float) else _meter().weight(value) * (_meter().weight(value) >> 1)
+
+
+GROWTH: Mapping[str, Callable[..., int]] = {
+    "center": lambda value, width=80: width,
+    "indent": lambda s, width=4, first=False, blank=False: (width if isinstance(width, int) else len(width))
+    * (str(s).count("\n") + 1),
+    "replace": _replaced,
+    "join": lambda value, d="", attribute=None: len(str(d)) * _meter().weight(value),
+    "format": lambda value, *args, **kwargs: _widths(str(value), (*args, *kwargs.values())),
+    "batch": lambda value, linecount, fill_with=None: 0 if fill_with is None else linecount,
+    "slice": lambda value, slices, fill_with=None: slices,
+    "wordwrap": lambda s, width=79, break_long_words=True, wrapstring=None, break_on_hyphens=True: len(str(s))
+    * len(wrapstring or ""),
+    "sum": _sum_of_lists,
+    "urlize": lambda value, *args, **kwargs: len(str(value)) * sum(map(_meter().weight, (*args, *kwargs.values()))),
+}
+"""The most that a filter adds to the weight of what it is given. Filters that are not here do not repeat anything."""
+
+
+REFERRING = frozenset(
+    f"{prefix}{name}"
+    for prefix in ("", "do_", "sync_do_")
+    for name in ("len", "default", "first", "last", "list", "reverse", "random", "items", "attr", "slice", "batch")
+    + ("map", "select", "reject", "selectattr", "rejectattr")
+)
+"""Functions of filters that give what they are given, or refer to it, and do not look into it."""
+
+
+def _paying(made: Callable[..., Any], growth: Callable[..., int] | None) -> Callable[..., Any]:
+    """A filter or function that pays for its arguments, for what it may add, and for its result."""
+    first = 1 if hasattr(made, "jinja_pass_arg") else 0  # of jinja itself
+
+    @wraps(made)
+    def paying(*args: Any, **kwargs: Any) -> Any:
+        meter, given = _meter(), args[first:]
+        if growth is not None and given and isinstance(given[0], GeneratorType):
+            given = (list(_rounds(given[0])), *given[1:])
+            args = (*args[:first], *given)
+        size = partial(_own_size, meter) if made.__name__ in REFERRING else meter.weight
+        meter.spend(UNITS_PER_CALL + sum(map(size, (*given, *kwargs.values()))))
+        if growth is not None:
+            meter.spend(growth(*given, **kwargs))
+        found = made(*args, **kwargs)
+        meter.spend(size(found))
+        return found
+
+    return paying
+
+
+def _as_json(tojson: Callable[..., str]) -> Callable[..., str]:
+    """The filter tojson, which pays for its indents while it writes them."""
+
+    @wraps(tojson)
+    def paying(x: Any, ensure_ascii: Any = False, indent: Any = None, separators: Any = None, sort_keys: Any = False) -> str:  # fmt: skip  # noqa: E501
+        meter = _meter()
+        if indent is None:
+            meter.spend(meter.weight(x) * (1 if separators is None else meter.weight(separators)))
+            return tojson(x, ensure_ascii, indent, separators, sort_keys)
+        if isinstance(indent, int):
+            meter.spend(max(indent, 0))
+        encoder = json.JSONEncoder(
+            ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        )
+        pieces = []
+        for piece in encoder.iterencode(x):
+            meter.spend(len(piece))
+            pieces.append(piece)
+        return "".join(pieces)
+
+    return paying
+
+
+def _written_out(value: Any) -> Any:
+    """Pay for a value that is written into the text."""
+    meter = _meter()
+    meter.spend(meter.weight(value))
+    return value
+
+
+def _rounds(values: Iterable[Any], letters: int = 0) -> Iterator[Any]:
+    """Values one by one, each of which pays for a round of a loop. ``letters``: that the template writes in each."""
+    meter = _meter()
+    for value in values:
+        meter.spend(1 + letters)
+        yield value
+
+
+def _made(value: Any) -> Any:
+    """Pay for a list or slice."""
+    return _written_out(value)
+
+
+def _joined(values: Iterable[Any]) -> str:
+    """The operator ``~``."""
+    meter = _meter()
+    meter.spend(1 + sum(map(meter.weight, values)))
+    return "".join(map(str, values))
+
+
+def _entered(letters: int) -> str:
+    """Pay for the text that a macro writes."""
+    _meter().spend(letters)
+    return ""
+
+
+OWN_FILTERS: Mapping[str, Callable[..., Any]] = {
+    "pays for rounds": _rounds,
+    "pays for a value": _made,
+    "pays for a text": _joined,
+    "pays for a macro": _entered,
+}
+"""Names that no template can write."""
+
+
+class _Paying(NodeTransformer):
+    """Puts filters that pay around what a template does without a call."""
+
+    def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802
+        self.generic_visit(node)
+        letters = _letters_in(node.body)
+        node.iter = _filter(node.iter, "pays for rounds", nodes.Const(letters))
+        if node.recursive:  # its other rounds come by calls
+            node.body.insert(0, _paid(letters, node))
+        return node
+
+    def visit_Macro(self, node: nodes.Macro) -> nodes.Macro:  # noqa: N802
+        self.generic_visit(node)
+        node.body.insert(0, _paid(_letters_in(node.body), node))
+        return node
+
+    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.CallBlock:  # noqa: N802
+        self.generic_visit(node)
+        node.body.insert(0, _paid(_letters_in(node.body), node))
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:  # noqa: N802
+        self.generic_visit(node)
+        return _filter(nodes.List(node.nodes, lineno=node.lineno), "pays for a text")
+
+    def visit_List(self, node: nodes.List) -> nodes.Expr:  # noqa: N802
+        self.generic_visit(node)
+        constant = all(isinstance(each, nodes.Const) for each in node.items)
+        return node if constant else _filter(node, "pays for a value")
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Expr:  # noqa: N802
+        self.generic_visit(node)
+        constant = node.ctx != "load" or all(isinstance(each, nodes.Const) for each in node.items)
+        return node if constant else _filter(node, "pays for a value")
+
+    def visit_Dict(self, node: nodes.Dict) -> nodes.Expr:  # noqa: N802
+        self.generic_visit(node)
+        return _filter(node, "pays for a value")
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Expr:  # noqa: N802
+        self.generic_visit(node)
+        return _filter(node, "pays for a value") if isinstance(node.arg, nodes.Slice) else node
+
+
+def _filter(node: Any, name: str, *args: nodes.Expr) -> nodes.Filter:
+    return nodes.Filter(node, name, list(args), [], None, None, lineno=node.lineno)
+
+
+def _paid(letters: int, node: nodes.Node) -> nodes.Output:
+    return nodes.Output([_filter(nodes.Const(letters, lineno=node.lineno), "pays for a macro")], lineno=node.lineno)
+
+
+def _letters_in(body: Iterable[nodes.Node]) -> int:
+    """The letters that a template itself writes in a part of it."""
+    return sum(len(data.data) for node in body for data in node.find_all(nodes.TemplateData))
