@@ -22,7 +22,7 @@ from lora_rocm.adapters import new_tokens, trained_norms
 from lora_rocm.adapters.entry import Entry, FileKind, Form
 from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.adapters.lora_start import START
-from lora_rocm.adapters.module_names import SD_SCRIPTS, KeyTable, canonical, sd_scripts_rows
+from lora_rocm.adapters.module_names import SD_SCRIPTS, KeyTable, canonical
 from lora_rocm.adapters.targets import overrides_of
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
@@ -220,7 +220,7 @@ class Adapter(ABC):
 
     def key_table(self, form: Form) -> KeyTable:
         """Return the keys of a file that is written in the form "kohya" or "sd-scripts"; each table is made once."""
-        rows_of = sd_scripts_rows(self.family) if form == SD_SCRIPTS else None
+        rows_of = self.family.scripts_rows if form == SD_SCRIPTS else None
         if (rows_of is None) not in self._key_tables:
             self._key_tables[rows_of is None] = KeyTable(self.family, self.components_in_model, rows_of)
         return self._key_tables[rows_of is None]

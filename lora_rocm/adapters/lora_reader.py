@@ -241,6 +241,10 @@ def _entry(name: str, module: FileModule, shape: tuple[int, ...], kind: FileKind
     entry = kind.entry(name, module, shape, path)
     if not all(torch.isfinite(tensor.float()).all() for tensor in numbers):
         raise file_error("lora-not-finite", f"{name} holds values that are no numbers.", path, "Use another file.")
+    largest = max((float(tensor.float().abs().max()) for tensor in numbers if tensor.numel()), default=0.0)
+    if abs(entry.scale) * max(largest, 1.0) > torch.finfo(torch.float32).max:
+        what = f"The strength of {name} is {entry.scale:.3g}, which no weight can be multiplied by."
+        raise file_error("lora-not-finite", what, path, "Use another file: its alpha is damaged.")
     return entry
 
 

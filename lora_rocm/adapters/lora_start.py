@@ -19,7 +19,9 @@ from lora_rocm.adapters.lora_entry import LoraEntry
 
 START = "peft_start"
 """PEFT's name of the frozen pair in a layer: the start's A, and its B with the other sign."""
-ITERATIONS = 4  # of PiSSA's fast decomposition (arXiv 2404.02948, 4.5)
+EXACT_SIDE = 1024
+"""Up to this smaller side of a weight PiSSA's singular vectors are exact: a decomposition takes seconds."""
+ITERATIONS, LEAST_SPARE = 4, 16  # of PiSSA's fast decomposition of larger ones (arXiv 2404.02948, 4.5)
 Pair = tuple[Tensor, Tensor]
 
 
@@ -82,9 +84,16 @@ def factors(how: str, weight: Tensor, rank: int, scale: float, rng: torch.Genera
     if how == "olora":
         q, _ = torch.linalg.qr(weight[:, :kept])  # the first columns of W's Q need no others
         return q.T @ weight, q
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int(torch.randint(2**62, (), generator=rng)))
-        u, s, v = torch.svd_lowrank(weight, kept, niter=ITERATIONS)
+    if min(outputs, inputs) <= EXACT_SIDE:
+        u, s, v_t = torch.linalg.svd(weight, full_matrices=False)
+        u, s, v = u[:, :kept], s[:kept], v_t[:kept].T
+    else:
+        # without spare vectors the last of the wanted ones are poor where singular values are close to each other
+        tried = min(kept + max(kept, LEAST_SPARE), outputs, inputs)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int(torch.randint(2**62, (), generator=rng)))
+            u, s, v = torch.svd_lowrank(weight, tried, niter=ITERATIONS)
+        u, s, v = u[:, :kept], s[:kept], v[:, :kept]
     root = (s / scale).sqrt()
     return root[:, None] * v.T, u * root
 

@@ -48,19 +48,6 @@ def main_component(family: ModelFamily) -> str:
     return next(name for name in family.file_prefixes if name not in family.text_components)
 
 
-def sd_scripts_rows(family: ModelFamily) -> RowsOf:
-    """As ``ModelFamily.export_rows``, with the names of kohya's scripts: the original release's, if these differ."""
-
-    def rows_of(component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
-        if family.file_form == "kohya":
-            return family.export_rows(component, module, rows)
-        original = family.original_rows(component, module, rows)
-        named = [(f"lora_unet_{name.replace('.', '_')}", first, count) for name, first, count in original]
-        return named or family.export_rows(component, module, rows)
-
-    return rows_of
-
-
 @dataclass(frozen=True)
 class Part:
     """Rows from ``first`` on of a module's weight, and the position ``at`` of the same rows in a key's weight."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.families.base import ModelFamily
+from lora_rocm.families.objectives.flow import FlowObjective
 from lora_rocm.recipe.schema import Recipe
 
 SPEC_VERSION = "1.0.1"
@@ -82,6 +83,7 @@ def ss_fields(recipe: Recipe, family: ModelFamily, facts: Facts, network: Mappin
         "ss_mixed_precision": train.mixed_precision,
         "ss_resolution": f"({side}, {side})" if (side := _side(recipe)) else None,
         **recipe.objective.metadata(),
+        **(objective.kohya_fields() if isinstance(objective := family.objective, FlowObjective) else {}),
         "ss_network_dropout": recipe.lora.dropout or None,
         "ss_caption_dropout_rate": recipe.data.caption_dropout_rate,
         "ss_shuffle_caption": recipe.data.shuffle_caption,

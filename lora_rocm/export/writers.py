@@ -127,10 +127,11 @@ def kohya_tensors(family: ModelFamily, adapter: Adapter, dtype: torch.dtype, for
             fix="Set lora.targets to all layers of these weights, or leave the form out of output.formats.",
         ) from error
     how = "kohya" if form == SD_SCRIPTS else family.file_form
+    one_alpha = form == "kohya" or (form == SD_SCRIPTS and family.file_form == "kohya")  # then these are one file
     norms = {name: tensor.to(dtype) for name, tensor in adapter.norm_tensors().items()}
     return norms | {
         f"{key}.{ending}": tensor
-        for key, entry in (with_one_alpha(entries) if form == "kohya" else entries).items()
+        for key, entry in (with_one_alpha(entries) if one_alpha else entries).items()
         for ending, tensor in entry.tensors(how, dtype).items()
     }
 

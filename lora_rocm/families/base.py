@@ -367,6 +367,10 @@ class ModelFamily(Protocol):
         """
         ...
 
+    def scripts_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
+        """As ``export_rows``, in files for kohya's scripts (sd-scripts, musubi-tuner)."""
+        ...
+
 
 @runtime_checkable
 class Answering(Protocol):

@@ -91,6 +91,12 @@ class LatentFamily(ABC):
     def original_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
         return ()
 
+    def scripts_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
+        """As ``ModelFamily.scripts_rows``: the original release's names, if these differ from ``export_key``."""
+        original = self.original_rows(component, module, rows)
+        named = [(f"lora_unet_{name.replace('.', '_')}", first, count) for name, first, count in original]
+        return named or self.export_rows(component, module, rows)
+
     @property
     def prediction_type(self) -> str:
         """The ``prediction_type`` of the metadata; empty: left out."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -16,6 +17,7 @@ from lora_rocm.foundation.terminal_text import printable
 
 MAX_HEADER_BYTES = 1 << 24  # the specification allows 100 MB; the header of SDXL in one file has 0.3
 MAX_DIMENSIONS = 8
+MAX_NAME_LETTERS = 1000  # the longest names of published files have 130
 FOREIGN = {
     b"PK\x03\x04": "a zip archive, which torch.save writes",
     b"GGUF": "a GGUF file, which is not read here",
@@ -70,6 +72,7 @@ def parse_header(file: BinaryIO, num_bytes: int) -> tuple[dict[str, TensorEntry]
     try:
         fields = json.loads(file.read(length), object_pairs_hook=_without_doubles)
         metadata = fields.pop("__metadata__", {})
+        _require_short(fields)
         tensors = {name: _entry(value, 8 + length) for name, value in fields.items()}
         if not all(isinstance(text, str) for text in metadata.values()):
             raise TypeError("metadata are texts")
@@ -88,6 +91,13 @@ def parse_header(file: BinaryIO, num_bytes: int) -> tuple[dict[str, TensorEntry]
     if at != num_bytes:
         raise DamagedHeader(f"it has {num_bytes:,} bytes, which is not what its header says")
     return tensors, metadata
+
+
+def _require_short(names: Iterable[str]) -> None:
+    """Refuse names that no tensor has: searching such a name takes minutes."""
+    longest = max(map(len, names), default=0)
+    if longest > MAX_NAME_LETTERS:
+        raise DamagedHeader(f"the name of a tensor has {longest:,} letters")
 
 
 def _entry(value: dict[str, Any], data_start: int) -> TensorEntry:

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from lora_rocm.foundation.tables import read_table
-from lora_rocm.model_files.adapter_sizes import ranks_of
+from lora_rocm.model_files.adapter_sizes import alphas_of, ranks_of
 from lora_rocm.model_files.adapters import kind_of
 from lora_rocm.model_files.header import Header
 
@@ -54,8 +54,8 @@ class Readers:
 
     families: values of ``model.family``. kinds: of adapter, as ``kind_of`` names them, without trained norms; none:
     all. spelling: of the file; empty: none that has a name. pattern: found in the names of tensors, with dots as ``_``.
-    alpha: the file has alphas. metadata: a field of the file's metadata; empty: no matter which it has. The others are
-    what each program does; empty: the file is not meant for it.
+    alpha: the file has alphas. unlike_alphas: they are several numbers. metadata: a field of its metadata, or any
+    if it is empty. The others are what each program does; empty: the file is not meant for it.
     """
 
     families: tuple[str, ...]
@@ -63,6 +63,7 @@ class Readers:
     spelling: str = ""
     pattern: str = ""
     alpha: bool = False
+    unlike_alphas: bool = False
     metadata: str = ""
     diffusers: str = UNKNOWN
     comfyui: str = UNKNOWN
@@ -130,13 +131,16 @@ def spelling_of(names: Collection[str]) -> str:
     return next((row.name for row in _table().spellings if any(re.match(row.pattern, name) for name in names)), "")
 
 
-def readers_of(names: Collection[str], families: Collection[str], metadata: Collection[str] = ()) -> Readers | None:
+def readers_of(
+    names: Collection[str], families: Collection[str], metadata: Collection[str] = (), *, unlike_alphas: bool = False
+) -> Readers | None:
     """Return what programs do with an adapter file; None: not known.
 
     Args:
         names: of its tensors.
         families: the families it may be of.
         metadata: the fields of its metadata.
+        unlike_alphas: whether its alphas are several numbers.
     """
     spelling, text, kind = spelling_of(names), "\n".join(name.replace(".", "_") for name in names), kind_of(names)
     has_alpha = any(name.endswith(".alpha") for name in names)
@@ -144,6 +148,7 @@ def readers_of(names: Collection[str], families: Collection[str], metadata: Coll
         of_family = bool(families) and set(families) <= set(row.families)
         of_kind = not row.kinds or kind.removesuffix(NORMS) in row.kinds
         fits = of_family and of_kind and row.spelling in (spelling, ANY) and row.alpha <= has_alpha
+        fits = fits and row.unlike_alphas <= unlike_alphas
         if fits and row.metadata in ("", *metadata) and re.search(row.pattern, text):
             return row.with_norms if kind.endswith(NORMS) else row
     return None
@@ -159,5 +164,6 @@ def readers_line(can_read: Collection[str], cannot_read: Collection[str]) -> str
 
 def readers_of_file(header: Header, families: Collection[str]) -> Readers | None:
     """Return ``readers_of`` for the adapter file with this header, whose ranks count too."""
-    row = readers_of(header.tensors, families, header.metadata)
+    unlike = len({round(alpha, 4) for alpha in alphas_of(header)}) > 1
+    row = readers_of(header.tensors, families, header.metadata, unlike_alphas=unlike)
     return row and row.of_rank(max(ranks_of(header), default=0))

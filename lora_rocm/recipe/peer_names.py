@@ -23,6 +23,23 @@ class Advice:
 
 
 @dataclass(frozen=True)
+class TheirSampling:
+    """A distribution of the noise level in another program -> ours. number: their key that gives the shift, if set."""
+
+    program: str
+    name: str
+    timestep_sampling: str
+    shift: str
+    number: str = ""
+
+    @property
+    def ours(self) -> str:
+        """What to write for it."""
+        given = f" (or its {self.number})" if self.number else ""
+        return f"{self.timestep_sampling} with shift: {self.shift}{given}"
+
+
+@dataclass(frozen=True)
 class PeerNames:
     """The tables of the file.
 
@@ -30,6 +47,7 @@ class PeerNames:
     units: word of a key -> the unit of its value.
     number_formats: ours -> theirs.
     schedulers, optimizers: theirs -> what to write.
+    samplings: distributions of the noise level.
     """
 
     same_value: Mapping[str, str]
@@ -37,6 +55,7 @@ class PeerNames:
     number_formats: Mapping[str, tuple[str, ...]]
     schedulers: Mapping[str, str]
     optimizers: Mapping[str, str]
+    samplings: tuple[TheirSampling, ...]
     advice: tuple[Advice, ...]
 
 
@@ -49,7 +68,9 @@ def peer_names() -> PeerNames:
 @cache
 def advice() -> Mapping[str, str]:
     """Name -> its advice."""
-    return {name: row.text for row in peer_names().advice for name in row.names}
+    samplings = "; ".join(f"{row.program}'s {row.name} is {row.ours}" for row in peer_names().samplings)
+    texts = {row: row.text.replace("{samplings}", samplings) for row in peer_names().advice}
+    return {name: text for row, text in texts.items() for name in row.names}
 
 
 def value_advice(key: str, value: object) -> str:
@@ -84,7 +105,11 @@ def _objective_advice(key: str, plain: str) -> str:
         return {"mse": "Write l2.", "mae": "Write l1."}.get(plain, "")
     if key != "objective.timestep_sampling":
         return ""
-    return "Write logit-normal; a shift is objective.shift." if plain != "linear" else "Write uniform."
+    name = plain.replace("-", "_")
+    known = [row for row in peer_names().samplings if row.name == name]
+    if not known:
+        return "Write logit-normal or uniform; a shift is objective.shift."
+    return f"Write {'; '.join(f'for {row.program} {row.ours}' for row in known)}."
 
 
 def _optimizer_advice(plain: str) -> str:

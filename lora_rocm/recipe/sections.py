@@ -427,10 +427,3 @@ class FlowSection(DenoisingSection):
         description="Above 1: more noise. A number, resolution (grows with the image's tokens), or auto, which takes "
         "what the base's scheduler config says. Previews always use that.",
     )
-
-    def metadata(self) -> Mapping[str, object]:
-        return {
-            **super().metadata(),
-            "ss_timestep_sampling": "uniform" if self.timestep_sampling == "uniform" else "sigmoid",
-            "ss_discrete_flow_shift": self.shift if isinstance(self.shift, float) else None,
-        }

@@ -7,23 +7,26 @@ from collections.abc import Collection, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.factory import inject
 from lora_rocm.adapters.module_names import SD_SCRIPTS
+from lora_rocm.adapters.training_adapter import NAME as TRAINING_ADAPTER
 from lora_rocm.adapters.training_adapter import TrainingAdapter, put_training_adapter
 from lora_rocm.checks import kernel_check
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.device.allocator import empty_pools
 from lora_rocm.device.attention import training_context
 from lora_rocm.device.transfer import DeviceTransfer
-from lora_rocm.errors import ModelError
+from lora_rocm.errors import AdapterError, ModelError
 from lora_rocm.export.writers import kohya_tensors
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.kernels.backend import form_for
 from lora_rocm.kernels.weight_format import use_form
 from lora_rocm.memory.controller import Memory, decide
+from lora_rocm.recipe.schema import Recipe
 from lora_rocm.train import compilation
 from lora_rocm.train.context import StartContext, pins
 
@@ -110,9 +113,27 @@ def _require_finite(component: nn.Module, name: str, start: StartContext) -> Non
     if not finite_N.all():
         path = next(path for path, is_finite in zip(weights, finite_N.tolist(), strict=True) if not is_finite)
         dtype = str(start.dtype).removeprefix("torch.")
+        if (file := _file_of(component, path, start.recipe)) is not None:
+            raise AdapterError(
+                "lora-not-finite",
+                f"The LoRA's weight {name}.{path} holds numbers that are not finite in {dtype}.",
+                where=file,
+                fix="Use another file; bf16 holds larger numbers than fp16.",
+            )
         raise ModelError(
             "weights-not-finite",
             f"The weight {name}.{path} holds numbers that are not finite in {dtype}.",
             where=f"model.name_or_path: {start.recipe.model.name_or_path}",
             fix="Download the model again, or use another edition; bf16 holds larger numbers than fp16.",
         )
+
+
+def _file_of(component: nn.Module, path: str, recipe: Recipe) -> str | None:
+    """Return the key and the file that a weight beside the base was filled from; None: it is of the base itself."""
+    names = path.split(".")
+    owners = (component.get_submodule(".".join(names[:count])) for count in range(1, len(names)))
+    if "base_layer" in names or not any(isinstance(owner, BaseTunerLayer) for owner in owners):
+        return None
+    if TRAINING_ADAPTER in names:
+        return f"model.training_adapter: {recipe.model.training_adapter}"
+    return f"lora.init_from: {recipe.lora.init_from}" if recipe.lora.init_from is not None else None

@@ -12,6 +12,7 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
+from lora_rocm.adapters import lora_start
 from lora_rocm.adapters.base import PEFT_NAME, Adapter
 from lora_rocm.adapters.factory import attach_file, inject
 from lora_rocm.adapters.lora import LoraAdapter
@@ -176,3 +177,21 @@ def test_layers_narrower_than_the_rank_keep_trainable_ranks() -> None:
         assert down.shape == (3, 8) and up.shape == (3, 3)
         product = up @ down * (2.0 if how == "pissa" else 1.0)
         torch.testing.assert_close(product, weight, rtol=1e-4, atol=1e-5)
+
+
+def test_pissa_starts_from_the_largest_singular_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a weight without structure, whose singular values are close to each other. Large ones have spare vectors."""
+    weight, rank = torch.randn(96, 128, generator=torch.Generator().manual_seed(0)), 8
+    u, s, v_t = torch.linalg.svd(weight, full_matrices=False)
+    wanted = (u[:, :rank] * s[:rank]) @ v_t[:rank]
+
+    def off() -> float:
+        down, up = factors("pissa", weight, rank, 2.0, torch.Generator().manual_seed(0))
+        return float((2.0 * up @ down - wanted).norm() / wanted.norm())
+
+    assert off() < 1e-4
+    monkeypatch.setattr(lora_start, "EXACT_SIDE", 64)
+    torch.manual_seed(0)
+    u, s, v = torch.svd_lowrank(weight, rank, niter=lora_start.ITERATIONS)
+    without = float(((u * s) @ v.T - wanted).norm() / wanted.norm())
+    assert off() < 0.8 * without, "the control: no spare vectors"

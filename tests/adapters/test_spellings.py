@@ -402,3 +402,10 @@ def test_a_dora_of_ai_toolkit(tmp_path: Path) -> None:
     key = "lora_unet_transformer_blocks_0_attn_to_q"
     save_file(pair(key, (32, 32), ENDS["kohya's"]) | {f"{key}.magnitude": magnitudes}, path)
     assert not agree("flux", path) and able("flux", path)[1].startswith("lora-strength")
+
+
+def test_a_strength_beyond_all_numbers_names_the_file(tmp_path: Path) -> None:
+    folder = write_peft(tmp_path / "peft", {**GOOD, "lora_alpha": 1e308})
+    with pytest.raises(AdapterError) as caught:
+        read_lora(*hollow("causal-lm"), folder)
+    assert caught.value.code == "lora-not-finite" and str(folder) in caught.value.where

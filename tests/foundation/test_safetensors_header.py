@@ -49,6 +49,7 @@ LIES = {
     "a list": (file_of([]), "not readable"),
     "too deep": (file_of(b"[" * 100_000), "not readable"),
     "a name twice": (file_of(b'{"a": 1, "a": 1}'), "not readable"),
+    "a name without end": (file_of({"a" * 8_000_000: tensor(0, 0, [0])}), "8,000,000 letters"),
     "half a letter": (file_of({"\ud800": tensor(0, 0, [0])}), "not readable"),
     "metadata of numbers": (file_of({"__metadata__": {"a": 1}}), "not readable"),
     "a size that is no number": (file_of({"a": tensor(0, 4, [True])}, bytes(4)), "not readable"),

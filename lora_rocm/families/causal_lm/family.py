@@ -314,6 +314,9 @@ class CausalLM:
     def original_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
         return ()
 
+    def scripts_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
+        return self.export_rows(component, module, rows)
+
     def load_in_diffusers(self, path: Path, components: Sequence[str]) -> dict[str, nn.Module]:
         return {}  # the spec has no format that diffusers reads
 

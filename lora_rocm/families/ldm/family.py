@@ -73,6 +73,10 @@ class LdmFamily(LatentFamily):
             return ()
         return ((kohya_keys.sgm_name(module, self.source.config(component)), 0, rows),)
 
+    def scripts_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
+        """As ``ModelFamily.scripts_rows``: a kohya file has kohya's names."""
+        return self.export_rows(component, module, rows)
+
     def check(self, source: Source) -> tuple[str, ...]:
         notices, config = detect.check(source, self.expected), self._scheduler_config(source)
         inpainting.require_masks_read(source.config("unet")["in_channels"], self.recipe.sample)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lora_rocm.families.objectives.base import Draws, generators, over
 from lora_rocm.families.objectives.denoising import DenoisingObjective, Levels, in_range, logit_normal
-from lora_rocm.recipe.sections import FlowSection
+from lora_rocm.recipe.sections import NUM_TIMESTEPS, FlowSection
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,26 @@ class FlowObjective(DenoisingObjective[FlowSection]):
         if wanted == "auto":
             return published_shift(config, tokens)
         return shift_of_resolution(config, tokens) if isinstance(wanted, str) else wanted
+
+    def kohya_fields(self) -> dict[str, object]:
+        """Return the distribution of sigma as ``ss_`` fields of kohya's flux_train_network.py.
+
+        sigmoid, shift and flux_shift are logit-normal; sigma is uniform, with a shift. What kohya's scripts cannot draw
+        has no ss_timestep_sampling.
+        """
+        settings, config = self.settings, self.scheduler_config
+        grows = settings.shift == "resolution" or (settings.shift == "auto" and config.get("use_dynamic_shifting"))
+        fixed = settings.shift if isinstance(settings.shift, float) else float(config.get("shift", 1.0))
+        plain = settings.logit_mean == 0 and (settings.min_timestep, settings.max_timestep) == (0, NUM_TIMESTEPS)
+        if settings.timestep_sampling == "uniform":
+            name = None if grows else "uniform" if fixed == 1.0 else "sigma"
+        else:
+            name = "flux_shift" if grows else "sigmoid" if fixed == 1.0 else "shift"
+        return {
+            "ss_timestep_sampling": name if plain else None,
+            "ss_discrete_flow_shift": None if grows else fixed,
+            "ss_sigmoid_scale": settings.logit_std if settings.logit_std != 1.0 else None,
+        }
 
 
 def shifted(sigma: Tensor, shift: float) -> Tensor:

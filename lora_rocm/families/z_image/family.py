@@ -81,6 +81,10 @@ class ZImage(TransformerFamily):
     def original_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
         return names.original_rows(module, rows)
 
+    def scripts_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
+        """As ``ModelFamily.scripts_rows``: musubi-tuner names the modules as diffusers does, and fuses none."""
+        return ((f"lora_unet_{module.replace('.', '_')}", 0, rows),)
+
     def check(self, source: Source) -> tuple[str, ...]:
         """As ``TransformerFamily.check``; name and scheduler of the base are compared with the recipe's variant."""
         notices = super().check(source)
