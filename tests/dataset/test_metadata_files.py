@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from lora_rocm.foundation.names import Names
 from lora_rocm.dataset import metadata_files
 from lora_rocm.dataset.folders import walk
 from lora_rocm.dataset.metadata_files import Metadata, names_files
 from lora_rocm.dataset.scan import Scan, scan
 from lora_rocm.errors import DataError
+from lora_rocm.foundation.names import Names
 
 
 def captions(found: Scan) -> dict[str, str]:
