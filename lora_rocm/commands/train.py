@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +18,7 @@ from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.files import write_json
 from lora_rocm.foundation.names import name_key
 from lora_rocm.foundation.packages import require_packages
-from lora_rocm.foundation.terminal_text import printable
+from lora_rocm.foundation.terminal_text import printable, quoted
 from lora_rocm.hardware.ranks import rank_of
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe, shipped_recipes
 from lora_rocm.report.progress_bar import make_progress
@@ -286,11 +284,6 @@ def resume_command(recipe_path: str, overrides: Sequence[str], run: RunDir) -> s
         words += ["--set", override]
     words += ["--run-dir", str(run.path), "--resume", "latest"]
     return quoted(words)
-
-
-def quoted(words: Sequence[str]) -> str:
-    """Return a command line for the shell of this system."""
-    return subprocess.list2cmdline(words) if sys.platform == "win32" else shlex.join(words)
 
 
 def _say(text: str) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
+import subprocess
+import sys
 import unicodedata
+from collections.abc import Sequence
 
 STEERING = frozenset(("Cc", "Cs", "Zl", "Zp"))  # control characters, lone surrogates, line and paragraph separators
 TURNING = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")  # reorder nearby text
@@ -31,6 +35,11 @@ def legible(text: str, keep: str = "") -> str:
 def one_line(text: str) -> str:
     """The text on one line; each run of white space or control characters becomes a single space."""
     return " ".join("".join(" " if _steers(letter) else letter for letter in text).split())
+
+
+def quoted(words: Sequence[str]) -> str:
+    """A command line for the shell of this system."""
+    return subprocess.list2cmdline(words) if sys.platform == "win32" else shlex.join(words)
 
 
 def _steers(letter: str) -> bool:

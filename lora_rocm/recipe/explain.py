@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 
 from lora_rocm.errors import Problem
 from lora_rocm.recipe.kinds import FAMILY, OPTIMIZER, Kinds
-from lora_rocm.recipe.peer_names import USUAL_RATES, value_advice
+from lora_rocm.recipe.peer_names import NO_SUCH_OPTIMIZER, value_advice
 from lora_rocm.recipe.sections import LIST_TAG, Section
 from lora_rocm.recipe.source_sections import DataSource
 from lora_rocm.recipe.suggest import osa_distance, section_class, suggest
@@ -158,7 +158,7 @@ def _sentence_and_fix(detail: ErrorDetails, key: Key, kinds: Kinds) -> tuple[str
     if kind == "literal_error":
         choices = kinds.choices(key) or _choices(detail)
         fix = value_advice(dotted(key), value) or _near_choice(value, choices)
-        fix = fix or (USUAL_RATES if key == OPTIMIZER else _about(key, kinds.recipe))
+        fix = fix or (NO_SUCH_OPTIMIZER if key == OPTIMIZER else _about(key, kinds.recipe))
         return f"expected one of {', '.join(choices)}; got {shown(value)}", fix
     if kind == "too_long":
         return f"has more than {context['max_length']} items", _about(key, kinds.recipe)
