@@ -183,7 +183,7 @@ def plan(
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Estimate memory and time of a step without loading the model, and show the memory plan."""
+    """Estimate the memory of a step, and its time on a GPU that is here, without loading the model."""
     from lora_rocm.commands.plan import plan as show_plan
 
     return show_plan(recipe, overrides or (), card=card, as_json=as_json)

@@ -42,7 +42,8 @@ def notices(tmp_path: Path, *sets: str) -> list[str]:
 
 def test_every_text_of_a_run_has_the_word(program: Program, tmp_path: Path) -> None:
     small = [f"sample.{key}=32" for key in ("width", "height")]
-    sets = ("data.trigger_word=zwx", "sample.prompts=['a [trigger]', {prompt: '[trigger]!', negative_prompt: 'no [trigger]'}]",
+    prompts = "['a [trigger]', {prompt: '[trigger]!', negative_prompt: 'no [trigger]'}]"
+    sets = ("data.trigger_word=zwx", f"sample.prompts={prompts}",
             "sample.negative_prompt='[trigger] not'", "sample.control_prompts=[a cat]", "sample.steps=1",
             "train.max_train_steps=1", f"lora.targets=['{TARGETS}']", *small)  # fmt: skip
     checked = program("check", "r.yaml", *(word for each in sets for word in ("--set", each)))
@@ -72,7 +73,9 @@ def test_without_a_word_commands_refuse_it(program: Program, tmp_path: Path) -> 
 @pytest.mark.parametrize("where", ["caption", "caption_prefix", "caption_suffix"])
 def test_captions_have_the_word_before_anything_is_done_with_them(make: SimpleNamespace, where: str) -> None:
     given = {} if where == "caption" else {where: "by [trigger]"}
-    options = make.data(path="x", trigger_word=" zwx ", shuffle_caption=True, keep_tokens=0, **given).resolved_sources()[0]
+    options = make.data(
+        path="x", trigger_word=" zwx ", shuffle_caption=True, keep_tokens=0, **given
+    ).resolved_sources()[0]
     caption = as_read("one, [trigger], two" if where == "caption" else "one, two", options)
     prepared = prepare(caption, options)
     assert prepared.count("zwx") == 1 and PLACEHOLDER not in prepared and not prepared.startswith("zwx"), prepared
@@ -90,7 +93,9 @@ def test_captions_without_a_word_to_fill_in_are_said(tmp_path: Path, make: Simpl
 
 def test_prompts_without_the_word_are_said(tmp_path: Path) -> None:
     word = "data.trigger_word=zwx"
-    assert notices(tmp_path, word, "sample.prompts=[a cat, a zwxy]")[0].startswith("--set sample.prompts: no prompt has")
+    assert notices(tmp_path, word, "sample.prompts=[a cat, a zwxy]")[0].startswith(
+        "--set sample.prompts: no prompt has"
+    )
     for prompts in ("[a cat, a ZWX]", "['a [trigger]']", "[{prompt: 'zwx, b'}]", "[]"):
         assert notices(tmp_path, word, f"sample.prompts={prompts}") == [], "the control"
     assert notices(tmp_path, "sample.prompts=[a cat]") == [], "the control"

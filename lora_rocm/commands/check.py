@@ -415,7 +415,7 @@ def _plan_lines(recipe: Recipe, plan: DataPlan, noun: str) -> Iterator[str]:
         yield f"  note: {_larger_updates(recipe, plan)}"
     captions = count_text(plan.num_captions, "text" if texts else "caption")
     entries = captions if texts else f"{count_text(plan.num_images, 'image')} and {captions}"
-    yield f"caches in {recipe.cache.dir}: at most {entries} to encode"
+    yield f"caches in {recipe.cache.dir}: {entries}; what they have is not encoded again"
     yield f"run directory: {os.path.join(recipe.output.dir, '<recipe>-<time>')}"
 
 

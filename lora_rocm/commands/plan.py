@@ -168,7 +168,7 @@ def _lines(
     train = recipe.train
     yield (
         f"{name}: {footprint.shape}, batch {train.batch_size} x "
-        f"{train.gradient_accumulation_steps}, rank {recipe.lora.rank}, {precision}"
+        f"{train.gradient_accumulation_steps}, rank {recipe.lora.rank}, {'float32' if precision == 'no' else precision}"
     )
     adapter = size_text(sum(getattr(footprint, name) for name in ADAPTER))
     state = f"{recipe.optim.optimizer} keeps {size_text(footprint.optimizer_bytes)}"

@@ -105,7 +105,9 @@ def _say_names_kept(run: RunDir, loaded: LoadedRecipe) -> None:
     asked = loaded.recipe.output.name
     if name_key(asked) != run.name:
         where = loaded.layers.where(("output", "name"))
-        _say(f"{where}: the files of this run keep their name, {run.lora.name}. The title in them is {printable(asked)}.")
+        _say(
+            f"{where}: the files of this run keep their name, {run.lora.name}. The title in them is {printable(asked)}."
+        )
 
 
 def _leave_complete(run: RunDir, loaded: LoadedRecipe) -> None:

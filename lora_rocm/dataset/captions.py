@@ -30,8 +30,8 @@ def as_read(text: str, options: SourceOptions) -> str:
 def prepare(caption: str, options: SourceOptions, draw: Draw = lambda *purpose: 0) -> str:
     """Choose a line and words if the options read wildcards, and add prefix, suffix and trigger word.
 
-    The trigger word takes the place of ``PLACEHOLDER``. It is a separate tag in front, unless the caption contains it as a whole word. Matching ignores case,
-    because CLIP's tokenizers lower-case all text.
+    The trigger word takes the place of ``PLACEHOLDER``. It is a separate tag in front, unless the caption contains it
+    as a whole word. Matching ignores case, because CLIP's tokenizers lower-case all text.
 
     Args:
         caption: from ``as_read``.

@@ -32,7 +32,8 @@ from lora_rocm.rundir.layout import RUN_MARKS
 
 TEXT_SUFFIX = ".txt"
 TABLE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
-BUILTIN_FOLDERS = {"builtin:demo": "demo_images"}
+DEMO_IMAGES = "builtin:demo"
+BUILTIN_FOLDERS = {DEMO_IMAGES: "demo_images"}
 BUILTIN_TABLES = {"builtin:demo-chats": "demo_chats.jsonl"}
 REPEAT_FOLDER = re.compile(r"(\d{1,4})_(.+)")  # more digits are a date ("20240131_beach")
 # File names that cameras and phones assign ("IMG_0042", "20240131_120000", "Screenshot 3"), useless as captions.

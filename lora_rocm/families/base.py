@@ -123,10 +123,6 @@ class TextReader(Protocol):
         """A sample as the model reads it, with marks around what is trained on."""
         ...
 
-    def trained(self, text: str) -> str:
-        """What is trained on in a sample."""
-        ...
-
 
 @dataclass
 class LoadedModel:

@@ -12,10 +12,10 @@ from pydantic_core import ErrorDetails
 
 from lora_rocm.errors import Problem
 from lora_rocm.recipe.kinds import FAMILY, OPTIMIZER, Kinds
-from lora_rocm.recipe.peer_names import USUAL_RATES, value_advice
+from lora_rocm.recipe.peer_names import NO_SUCH_OPTIMIZER, value_advice
 from lora_rocm.recipe.sections import LIST_TAG, Section
 from lora_rocm.recipe.source_sections import DataSource
-from lora_rocm.recipe.suggest import section_class, suggest
+from lora_rocm.recipe.suggest import osa_distance, section_class, suggest
 from lora_rocm.recipe.yaml_tree import MAX_PROBLEMS, Key, dotted
 
 EXPECTED = {
@@ -33,6 +33,7 @@ NOT_ALLOWED = {
     "string_too_short": "is empty:",
 }
 """Errors of pydantic about a value of the right type -> words before the value."""
+MAX_VALUE_LETTERS = 64  # comparing long strings is slow
 COMPARED = {
     "greater_than": ("greater than", "gt"),
     "greater_than_equal": ("at least", "ge"),
@@ -157,7 +158,7 @@ def _sentence_and_fix(detail: ErrorDetails, key: Key, kinds: Kinds) -> tuple[str
     if kind == "literal_error":
         choices = kinds.choices(key) or _choices(detail)
         fix = value_advice(dotted(key), value) or _near_choice(value, choices)
-        fix = fix or (USUAL_RATES if key == OPTIMIZER else _about(key, kinds.recipe))
+        fix = fix or (NO_SUCH_OPTIMIZER if key == OPTIMIZER else _about(key, kinds.recipe))
         return f"expected one of {', '.join(choices)}; got {shown(value)}", fix
     if kind == "too_long":
         return f"has more than {context['max_length']} items", _about(key, kinds.recipe)
@@ -180,7 +181,9 @@ def _near_choice(value: Any, choices: Collection[str]) -> str:
     """A choice of nearly the same letters. Names of number formats differ in one letter: there all have to be there."""
     if isinstance(value, str) and value.strip().lower() in choices:
         return f"Write {value.strip().lower()}."
-    near = difflib.get_close_matches(str(value).lower(), choices, n=1, cutoff=0.7)
+    given = str(value)[:MAX_VALUE_LETTERS].lower()
+    near = [choice for choice in choices if osa_distance(given, choice) == 1][:1]
+    near = near or difflib.get_close_matches(given, choices, n=1, cutoff=0.7)
     if not near or (any(map(str.isdigit, near[0])) and sorted(near[0]) != sorted(str(value).lower())):
         return ""
     return f"Did you mean {near[0]}?"

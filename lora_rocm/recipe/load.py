@@ -21,6 +21,7 @@ from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 from lora_rocm.errors import LoraRocmError, Problem, RecipeError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.names import name_key, spelled, usable_stem
+from lora_rocm.foundation.terminal_text import quoted
 from lora_rocm.foundation.units import count_text
 from lora_rocm.recipe.explain import boolean_problems, explain, shown
 from lora_rocm.recipe.family_rules import family_problems, without_unread
@@ -60,7 +61,7 @@ TABLE_FIX = "A table is given as dataset, in an entry of data.sources or in data
 class LoadedRecipe:
     """recipe: with absolute paths. name: for run directories. notices: sentences to show the user.
 
-    registry: the families that it was read with.
+    registry: the families that it was read with. overrides: the values of --set.
     """
 
     recipe: Recipe
@@ -69,6 +70,7 @@ class LoadedRecipe:
     notices: tuple[str, ...]
     layers: Layered
     registry: Registry
+    overrides: tuple[str, ...] = ()
 
     def require_files(self, begun: bool = False) -> None:
         """Check that the folders and files that the recipe names exist, and that those it will make can be made.
@@ -177,7 +179,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Regis
             f"runtime.workers: {runtime.workers} counts as 0 on Windows, where loader workers often hang; "
             "to have them all the same, add runtime.workers_on_windows: true."
         )
-    return LoadedRecipe(_with_absolute_paths(recipe), found, found.stem, tuple(notices), layers, registry)
+    return LoadedRecipe(_with_absolute_paths(recipe), found, found.stem, tuple(notices), layers, registry, tuple(overrides))
 
 
 def unwritable(recipe: Recipe, layers: Layered) -> list[Problem]:
@@ -339,7 +341,8 @@ def _find(path: Path, notices: list[str], folder: Path | None = None) -> Path:
         raise RecipeError([Problem(str(here), "cannot be read: you may not look into its folder", fix)])
     if os.path.isdir(here):
         inside = [str(file) for file in sorted(here.glob("*.yaml"))]
-        fix = f"Recipes in it: {', '.join(inside)}." if inside else "Give a .yaml file."
+        images = quoted(["sdxl.yaml", "--set", f"data.path={json.dumps(str(here), ensure_ascii=False)}"])
+        fix = f"Recipes in it: {', '.join(inside)}." if inside else f"Give a recipe. For a folder of images: {images}"
         raise RecipeError([Problem(str(here), "is a folder, not a recipe", fix)])
     shipped = shipped_recipes()
     if path.name in shipped and not path.is_absolute() and path.parent in (Path(), Path("recipes")):

@@ -10,7 +10,10 @@ from pathlib import Path
 from lora_rocm.foundation.tables import read_table
 from lora_rocm.recipe.adapter_sections import ADAPTERS
 
-USUAL_RATES = "Of adamw a usual learning rate is 1.0e-4, of prodigy 1.0."
+NO_SUCH_OPTIMIZER = (
+    "Write adamw with optim.learning_rate: 1.0e-4, or prodigy with 1.0: a rate for another optimizer, such as SGD, does not "
+    "fit them."
+)
 PER_EPOCH = "multiply by the steps per epoch, which lora-rocm check prints"
 
 

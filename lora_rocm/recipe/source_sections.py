@@ -53,8 +53,8 @@ class SourceOptions(Section):
     )
     trigger_word: str | None = Field(
         None,
-        description="Word that takes the place of [trigger] in captions and prompts. It is put in front of every caption "
-        "that does not contain it.",
+        description="Word that takes the place of [trigger] in captions and prompts. It is put in front of every "
+        "caption that does not contain it.",
     )
     caption_prefix: str = Field("", description="Text put in front of every caption.")
     caption_suffix: str = Field("", description="Text put behind every caption.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from itertools import islice
 from typing import Any, get_args
 
@@ -88,7 +88,8 @@ def suggest(name: str, siblings: list[str], section: str, value: str, recipe: ty
     if len(plain) > MAX_KEY_LETTERS:  # comparing long strings is slow
         return ""
     elsewhere = [key for key in _portable_keys(recipe) if key.rpartition(".")[2] == plain]
-    near = (here + key for key in siblings if alike(plain, key))
+    found = (key for key in siblings if alike(plain, key) or misspelt(plain, key, recipe))
+    near = (here + key for key in sorted(found, key=partial(osa_distance, plain)))
     far = (key for key in _portable_keys(recipe) if "_" in key and alike(plain, key.rpartition(".")[2]))
     proposed = elsewhere or list(islice(near, 2)) or list(islice(far, 2))
     if proposed:
@@ -127,6 +128,34 @@ def alike(name: str, key: str) -> bool:
     joined, own_joined = name.replace("_", ""), key.replace("_", "")
     alike_joined = joined[:1] == own_joined[:1] and _ratio(joined, own_joined) >= ALIKE_JOINED
     return alike_joined and abs(len(joined) - len(own_joined)) <= 1
+
+
+def osa_distance(first: str, second: str) -> int:
+    """Optimal string alignment: letters put in, left out or replaced, and neighbours exchanged, to make the second."""
+    before, row = list[int](), list(range(len(second) + 1))
+    for i, letter in enumerate(first, start=1):
+        before, row, above = row, [i], before
+        for j, other in enumerate(second, start=1):
+            row.append(min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != other)))
+            if i > 1 and j > 1 and letter == second[j - 2] and first[i - 2] == other:
+                row[j] = min(row[j], above[j - 2] + 1)
+    return row[-1]
+
+
+def misspelt(name: str, key: str, recipe: type[Recipe]) -> bool:
+    """Whether a name is a key with one slip of the keyboard. A name of known words is none, but means something else."""
+    if abs(len(name) - len(key)) > 1 or re.findall(r"\d", name) != re.findall(r"\d", key):
+        return False
+    of_known_words = _known_words(recipe).issuperset(_words(name))
+    return not of_known_words and unit_of(name) <= unit_of(key) and osa_distance(name, key) == 1
+
+
+@cache
+def _known_words(recipe: type[Recipe]) -> frozenset[str]:
+    """The words of all keys, ours and those of other trainers."""
+    theirs = (*peer_names().same_value, *advice())
+    names = (key.rpartition(".")[2] for key in (*all_keys(recipe), *theirs))
+    return frozenset(word for name in names for word in _words(name))
 
 
 def _near(word: str, own: str) -> bool:

@@ -20,6 +20,7 @@ from rich.text import Text
 from lora_rocm.errors import StorageError
 from lora_rocm.foundation.units import count_text, number_text, rate_text, size_text, time_text
 from lora_rocm.model_files.readers import readers_line
+from lora_rocm.report.concept_text import concept_line
 from lora_rocm.report.incident_texts import TEXTS
 from lora_rocm.report.smoothing import Smoothed
 from lora_rocm.report.vram_spill import Spilling
@@ -61,10 +62,7 @@ LINES: dict[str, Callable[[Event], str]] = {
     "watched": lambda e: f"Watched loss after step {e['updates']}: {number_text(e['loss'])}{_measures(e)}",
     "checkpoint": lambda e: f"Saved {e['path']} and {e['lora']}",
     "preview": lambda e: f"{count_text(len(e['images']), 'preview')} after step {e['updates']}",
-    "concept": lambda e: (
-        f"Concept score {number_text(e['score'])} (0.5: as before training, 1: every preview nearer to the data), "
-        + ("no control" if e["control"] is None else f"control {number_text(e['control'])}")
-    ),
+    "concept": concept_line,
     "notice": lambda e: f"Note: {e['text']}",
 }
 """Type of an event -> the line that it is."""

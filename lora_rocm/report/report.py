@@ -21,6 +21,7 @@ from lora_rocm.foundation.units import count_text, number_text, rate_text, size_
 from lora_rocm.model_files.readers import PROGRAMS, readers_line
 from lora_rocm.recipe.load import MAX_RECIPE_BYTES, load_recipe
 from lora_rocm.recipe.schema import Recipe
+from lora_rocm.report.concept_text import ADVICE, concept_quality, is_headline
 from lora_rocm.report.html import (
     Block,
     Heading,
@@ -115,11 +116,12 @@ def write_report(run_dir: RunDir, registry: Registry = PRODUCT) -> Path:
         _headline(facts),
         [
             _usage(facts),
-            _concept(facts),
+            _concept(facts, headline=True),
             _before_after(facts),
             _curves(facts),
             spikes_section(facts.steps),
             _previews(facts),
+            _concept(facts, headline=False),
             _guard(facts),
             trouble_section(facts.trouble),
             _repaired(facts),
@@ -196,25 +198,28 @@ def _file_size(path: Path) -> str:
     return size_text(sum(file.stat().st_size for file in files))
 
 
-def _concept(facts: Facts) -> Section | None:
-    found = facts.last("concept")
-    if found is None:
+def _concept(facts: Facts, headline: bool) -> Section | None:
+    """The concept score if it is a headline, or if it is none. Runs of earlier versions have one of texts, too."""
+    found, of_texts = facts.last("concept"), facts.recipe is not None and facts.recipe.spec.trains_on_texts
+    if found is None or of_texts or is_headline(found) != headline:
         return None
     control = f"control {found['control']:.2f}" if found["control"] is not None else "no control prompts were given"
     meaning = (
-        "The chance that a preview made after training is nearer to the training data than one made before: "
+        "The chance that a preview made after training is nearer to the training images than one made before: "
         "0.50 says that nothing changed, 1.00 that every one is nearer. The control is the same for prompts "
-        "without the concept; the score is worth what it is above the control."
+        "without the concept; the score is worth what it is above the control. Only colours and edges are compared."
     )
     details = found["detail"].items() if isinstance(found["detail"], dict) else [("detail", found["detail"])]
     rows = [(name, f"{value:.3f}" if isinstance(value, float) else value) for name, value in details]
-    return section(
-        "Has it learned the concept?",
-        Paragraph(f"{found['score']:.2f}", "big"),
-        Paragraph(control, "soft"),
-        Paragraph(meaning),
-        table(("mean distance to the nearest training sample", ""), rows),
-    )
+    quality, distances = concept_quality(found), table(("mean distance to the nearest training image", ""), rows)
+    if headline:
+        about = Paragraph(f"{quality}; {control}" if quality else control, "soft")
+        score = Paragraph(f"{found['score']:.2f}", "big")
+        return section("Has it learned the concept?", score, about, Paragraph(meaning), distances)
+    numbers = Paragraph(f"Concept score {found['score']:.2f}{f' ({quality})' if quality else ''}; {control}.")
+    advice = [] if found.get("demo") else [Paragraph(ADVICE)]
+    title = "Are the previews nearer to the training images?"
+    return section(title, numbers, Paragraph(meaning), *advice, distances)
 
 
 def _before_after(facts: Facts) -> Section | None:

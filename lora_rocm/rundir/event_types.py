@@ -256,11 +256,18 @@ class PreviewEvent(Event):
 
 
 class ConceptEvent(Event):
-    """The concept score (``train.concept_score``)."""
+    """The concept score (``train.concept_score``).
+
+    Attributes:
+        previews: number of previews after training, without those of control prompts; 0 in runs of earlier versions.
+        demo: the run is of the demo's images, whose prompts were chosen for the score.
+    """
 
     score: Number
     control: NumberOrNull
     detail: Anything
+    previews: Whole = 0
+    demo: bool = False
 
 
 class ExportEvent(Event):

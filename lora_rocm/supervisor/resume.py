@@ -19,7 +19,8 @@ from lora_rocm.families.registry import Registry
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.files import fsync_folder, rename, write_atomic
 from lora_rocm.foundation.names import name_key
-from lora_rocm.recipe.comparison import resume_differences
+from lora_rocm.foundation.terminal_text import quoted
+from lora_rocm.recipe.comparison import fixed_values, resume_differences
 from lora_rocm.recipe.load import LoadedRecipe, dump_recipe, load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.layout import CHECKPOINT_NAME, RunDir
@@ -145,7 +146,7 @@ def settle(chosen: Chosen, loaded: LoadedRecipe, accept_changes: bool) -> bool:
     started = run_dir.result.exists() or bool(run_dir.list_checkpoints())
     if started and run_dir.recipe.exists():  # before the first checkpoint a change can spoil nothing
         old = _old_recipe(run_dir, loaded.registry)
-        _refuse_differences(run_dir, old, recipe, accept_changes)
+        _refuse_differences(run_dir, old, loaded, accept_changes)
         if run_dir.result.exists() and _is_complete(run_dir, old, recipe):
             return False
         write_atomic(run_dir.recipe_asked, dump_recipe(recipe).encode("utf-8"), run_dir.path)
@@ -212,16 +213,35 @@ def _old_recipe(run_dir: RunDir, registry: Registry) -> Recipe:
         ) from None
 
 
-def _refuse_differences(run_dir: RunDir, old: Recipe, new: Recipe, accept_changes: bool) -> None:
-    differences = resume_differences(old, new)
+def _refuse_differences(run_dir: RunDir, old: Recipe, loaded: LoadedRecipe, accept_changes: bool) -> None:
+    differences = resume_differences(old, loaded.recipe)
     if differences and not accept_changes:
+        fix = "Undo the changes, start a new run, or go on all the same with --accept-changes."
+        if command := _command_without(run_dir, old, loaded):
+            fix += f" With the values of the run:\n  {command}"
         lines = "".join(f"\n    {problem.where}: {problem.what}" for problem in differences)
         raise ResumeError(
             "resume-recipe-changed",
             f"The recipe differs from that of the run in what may not change:{lines}",
             where=str(run_dir.path),
-            fix="Undo the changes, start a new run, or go on all the same with --accept-changes.",
+            fix=fix,
         )
+
+
+def _command_without(run_dir: RunDir, old: Recipe, loaded: LoadedRecipe) -> str:
+    """The command that goes on with the run's own values, which may have been given by --set; empty if none does."""
+    values = fixed_values(old)
+    different = [problem.where for problem in resume_differences(old, loaded.recipe)]
+    given = [each for each in loaded.overrides if each.partition("=")[0].strip() not in different]
+    sets = [*given, *(f"{key}={json.dumps(values[key], ensure_ascii=False)}" for key in different)]
+    try:
+        meant = load_recipe(loaded.path, sets, loaded.registry).recipe
+    except RecipeError:  # keys of another kind, whose rules differ
+        return ""
+    if resume_differences(old, meant):
+        return ""
+    words = [word for each in sets for word in ("--set", each)]
+    return quoted(["lora-rocm", "train", str(loaded.path), *words, "--run-dir", str(run_dir.path), "--resume", LATEST])
 
 
 def _is_complete(run_dir: RunDir, old: Recipe, new: Recipe) -> bool:

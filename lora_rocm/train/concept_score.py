@@ -1,15 +1,16 @@
 """A score of whether the concept was learned: are previews made after training closer to the training samples?
 
-Each image becomes a descriptor (its colours, and its edge orientations by place), and so does each text (its groups of
-three letters). Its distance is that to the nearest training sample. The score is the probability that a preview made
-after training is closer than one made before (the area under the ROC curve: 0.5 means no change, 1.0 means that every
-one is closer). The control is the same number for
+Each image becomes a descriptor: its colours, and its edge orientations by place. Its distance is the one to the nearest
+training image. The score is the probability that a preview made after training is closer than one made before (the area
+under the ROC curve: 0.5 means no change, 1.0 means that every one is closer). The control is the same number for
 prompts without the concept. It should stay near 0.5; a score means only as much as it exceeds its control.
+
+The score is rough: it knows nothing of what an image shows. From n previews it has n * n + 1 values at most, so a few
+previews say little (``report.concept_text``). Texts have no score.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,35 +22,25 @@ SIDE_PX = 64
 COLOUR_LEVELS = 4
 CELLS = 4
 ORIENTATIONS = 8
-LETTER_GROUPS = 4096
 
 Vector = NDArray[np.float64]
-Sample = Image.Image | str
 
 
 @dataclass(frozen=True)
 class ConceptScore:
-    """score, control: 0..1; control is None without control prompts. distances: mean per group."""
+    """score, control: 0..1; control is None without control prompts. distances: mean per group.
+
+    num_previews: of those made after training, without those of control prompts.
+    """
 
     score: float
     control: float | None
     distances: dict[str, float]
+    num_previews: int
 
 
-def descriptor(sample: Sample) -> Vector:
-    """Describe an image or a text: a vector whose distances compare with those of its kind."""
-    return _of_text(sample) if isinstance(sample, str) else _of_image(sample)
-
-
-def _of_text(text: str) -> Vector:
-    """Unit vector of how often each group of three letters stands in a text."""
-    letters = f"  {text} ".encode()
-    groups = [zlib.crc32(letters[at : at + 3]) % LETTER_GROUPS for at in range(len(letters) - 2)]
-    return _unit(np.bincount(groups, minlength=LETTER_GROUPS).astype(np.float64))
-
-
-def _of_image(image: Image.Image) -> Vector:
-    """Unit vector of a colour histogram and a grid of edge orientations, each with half of the weight."""
+def descriptor(image: Image.Image) -> Vector:
+    """Describe an image by a colour histogram and a grid of edge orientations, each with half of the weight."""
     pixels_HWC = (
         np.asarray(image.convert("RGB").resize((SIDE_PX, SIDE_PX), Image.Resampling.BOX), dtype=np.float64) / 255
     )
@@ -75,10 +66,10 @@ def _unit(vector: Vector) -> Vector:
     return vector / norm if norm else vector
 
 
-def nearest_distance(samples: Sequence[Sample], references: Sequence[Sample]) -> Vector:
-    """The distance of each sample to its nearest reference."""
-    found = np.stack([descriptor(sample) for sample in samples])
-    known = np.stack([descriptor(sample) for sample in references])
+def nearest_distance(images: Sequence[Image.Image], references: Sequence[Image.Image]) -> Vector:
+    """The distance of each image to its nearest reference."""
+    found = np.stack([descriptor(image) for image in images])
+    known = np.stack([descriptor(image) for image in references])
     return np.asarray(np.linalg.norm(found[:, None] - known[None], axis=2).min(axis=1))
 
 
@@ -89,9 +80,9 @@ def nearer(after: Vector, before: Vector) -> float:
 
 
 def score(
-    before: Sequence[Sample],
-    after: Sequence[Sample],
-    training: Sequence[Sample],
+    before: Sequence[Image.Image],
+    after: Sequence[Image.Image],
+    training: Sequence[Image.Image],
     num_control: int,
 ) -> ConceptScore:
     """Score of a run. The last ``num_control`` previews of ``before`` and ``after`` belong to control prompts."""
@@ -103,4 +94,4 @@ def score(
         control = nearer(distance_after[split:], distance_before[split:])
         distances["control before"] = float(distance_before[split:].mean())
         distances["control after"] = float(distance_after[split:].mean())
-    return ConceptScore(nearer(distance_after[:split], distance_before[:split]), control, distances)
+    return ConceptScore(nearer(distance_after[:split], distance_before[:split]), control, distances, split)

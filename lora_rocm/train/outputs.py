@@ -14,8 +14,7 @@ from PIL import Image
 
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.training_adapter import TrainingAdapter
-from lora_rocm.dataset.row_reference import separated
-from lora_rocm.dataset.sample_table import Sample
+from lora_rocm.dataset.folders import DEMO_IMAGES
 from lora_rocm.dataset.scan import load_image
 from lora_rocm.device.allocator import empty_pools
 from lora_rocm.device.process_group import World
@@ -186,7 +185,7 @@ class Artifacts:
             if before is not None and after is not None:  # else memory ran out, and the user was told
                 if self.recipe.spec.preview == "image":
                     preview.before_after(self.run_dir, before, after, self.recipe)
-                result |= self._concept(before, after)
+                    result |= self._concept(before, after)
         write_json(self.run_dir.result, result, self.run_dir.path)
 
     def shown_weights(self) -> AbstractContextManager[None]:
@@ -274,24 +273,26 @@ class Artifacts:
 
     def _concept(self, before: list[Path], after: list[Path]) -> dict[str, Any]:
         """The concept score before and after training (``concept_score``); empty if no training image is readable."""
-        training = list[concept_score.Sample]()
+        training = list[Image.Image]()
         for index in range(min(MAX_CONCEPT_SAMPLES, len(self.prepared.samples))):
             with suppress(DataError):  # it may be gone since it was encoded; the score works without it
-                training += self._trained_on(self.prepared.samples[index])
+                training.append(load_image(self.prepared.samples[index]))
         if not training:
             self.session.context.notice("No concept score: none of the training images can be read any more.")
             return {}
         previews = self.recipe.sample
         controls = previews.images_per_prompt * len(previews.control_prompts)
         found = concept_score.score(_open(before), _open(after), training, controls)
-        self.session.context.emit(ConceptEvent(score=found.score, control=found.control, detail=found.distances))
+        self.session.context.emit(
+            ConceptEvent(
+                score=found.score,
+                control=found.control,
+                detail=found.distances,
+                previews=found.num_previews,
+                demo=self.recipe.data.path == DEMO_IMAGES,
+            )
+        )
         return {"concept": asdict(found)}
-
-    def _trained_on(self, sample: Sample) -> list[concept_score.Sample]:
-        if self.recipe.spec.preview == "image":
-            return [load_image(sample)]
-        reader = self.family.texts
-        return [text if reader is None else reader.trained(text) for text in separated(sample.caption)]
 
     def _write(self, form: str, path: Path, position: Position) -> tuple[FileDigest, ...]:
         facts = self._facts(position)
@@ -330,7 +331,5 @@ def source_date_epoch() -> int | None:
     return int(value) if value.isdigit() else None
 
 
-def _open(paths: list[Path]) -> list[concept_score.Sample]:
-    return [
-        path.read_text(encoding="utf-8") if path.suffix == ".txt" else Image.open(path).convert("RGB") for path in paths
-    ]
+def _open(paths: list[Path]) -> list[Image.Image]:
+    return [Image.open(path).convert("RGB") for path in paths]

@@ -32,6 +32,16 @@ set LR_ARGS="%LR_DROP%"
 set "LR_WINDOW=1"
 
 :python
+rem What is missing is said before anything is installed, which takes minutes and gigabytes.
+if defined LR_ARGS goto asked
+set "LR_CODE=2"
+if "%LR_DO%"=="train" echo Drop a recipe or a folder of images onto train.bat, or name one: train.bat RECIPE 1>&2
+if "%LR_DO%"=="train" goto leave
+if "%LR_DO%"=="resume" echo Drop a recipe onto resume.bat, or name one: resume.bat RECIPE 1>&2
+if "%LR_DO%"=="resume" goto leave
+if "%LR_DO%"=="sample" echo Name a run: sample.bat RUN --prompt TEXT 1>&2
+if "%LR_DO%"=="sample" goto leave
+:asked
 for /f "tokens=2 delims=:." %%c in ('chcp') do set "LR_CODE_PAGE=%%c"
 chcp 65001 >nul
 if not defined PYTHONUTF8 set "PYTHONUTF8=1"
@@ -62,9 +72,6 @@ if %LR_CODE% equ 0 goto %LR_DO%
 goto back
 
 :train
-if not defined LR_ARGS echo Drop a recipe or a folder of images onto train.bat, or name one: train.bat RECIPE 1>&2
-if not defined LR_ARGS set "LR_CODE=2"
-if not defined LR_ARGS goto back
 set "LR_ONE=%LR_ARGS:"=%"
 if not defined LR_ONE goto recipe
 if not exist "%LR_ONE%\*" goto recipe

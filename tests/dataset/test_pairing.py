@@ -136,7 +136,9 @@ def test_captions_in_either_spelling(tmp_path: Path, make: SimpleNamespace, kind
 
 @pytest.mark.parametrize("kind", COMPANIONS)
 @pytest.mark.parametrize("forms", FORMS)
-def test_companions_in_either_spelling(tmp_path: Path, make: SimpleNamespace, kind: str, forms: tuple[str, str]) -> None:
+def test_companions_in_either_spelling(
+    tmp_path: Path, make: SimpleNamespace, kind: str, forms: tuple[str, str]
+) -> None:
     found = scanned(make, tmp_path, COMPANIONS[kind], forms)
     assert [bool(companion_of(sample)) for sample in found.samples] == [True], found.notices
 

@@ -67,7 +67,9 @@ def test_trained_norms() -> None:
 @pytest.mark.parametrize("family", ["sd15", "sd2", "sdxl"])
 def test_forge_and_a1111_read_the_usual_file(family: str) -> None:
     for module in (KEY, "lora_te1_text_model_encoder_layers_0_mlp_fc1"):
-        found = readers_of([f"{module}.{ending}" for ending in ("lora_down.weight", "lora_up.weight", "alpha")], [family])
+        found = readers_of(
+            [f"{module}.{ending}" for ending in ("lora_down.weight", "lora_up.weight", "alpha")], [family]
+        )
         assert found is not None and {"Forge", "A1111"} <= set(found.can_read)
     other = readers_of(["unet.mid_block.attentions.0.proj_in.lora_A.weight"], [family])
     assert other is not None and not {"Forge", "A1111"} & set(other.can_read), "the control"

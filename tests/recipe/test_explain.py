@@ -98,7 +98,7 @@ def problems_of(registry: Registry = PRODUCT, **changes: Any) -> list[Problem]:
         ),
         ({"optim": {"optimizer": "Prodigy"}}, "optim.optimizer", "got 'Prodigy'", "Write prodigy."),
         ({"optim": {"optimizer": "DAdaptAdam"}}, "optim.optimizer", "got", "Write dadapt_adam, or prodigy"),
-        ({"optim": {"optimizer": "SGD"}}, "optim.optimizer", "got", "Of adamw a usual learning rate is 1.0e-4"),
+        ({"optim": {"optimizer": "SGD"}}, "optim.optimizer", "got", "adamw with optim.learning_rate: 1.0e-4"),
         ({"optim": {"optimizer": "bitsandbytes.optim.PagedAdamW8bit"}}, "optim.optimizer", "got", "Write adamw_8bit;"),
         ({"optim": {"optimizer": "SCHEDULE_FREE_ADAMW"}}, "optim.optimizer", "got", "Write adamw_schedule_free."),
         ({"optim": {"lr_scheduler": "adafactor"}}, "optim.lr_scheduler", "got", "optim.relative_step: true"),

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import random
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from lora_rocm.families.registry import PRODUCT
-from lora_rocm.recipe.adapter_sections import LoraSection
-from lora_rocm.recipe.kinds import kinds_of
+from lora_rocm.recipe.adapter_sections import ADAPTERS, LoraSection
+from lora_rocm.recipe.explain import explain
+from lora_rocm.recipe.kinds import kinds_of, recipe_from
+from lora_rocm.recipe.optim_sections import OPTIMIZERS
 from lora_rocm.recipe.optimizer_args import ARGUMENTS
 from lora_rocm.recipe.peer_names import advice, peer_names
 from lora_rocm.recipe.schema import TrainSection
+from lora_rocm.recipe.sections import ALL_SAMPLERS
 from lora_rocm.recipe.source_sections import DataSource
 from lora_rocm.recipe.suggest import (
     NEED_THEIR_SECTION,
     SPEAK_ALONE,
+    _known_words,
+    _words,
     all_keys,
     is_portable,
+    osa_distance,
     section_class,
     suggest,
     unit_of,
@@ -30,6 +39,11 @@ from tests.recipe.peer_keys import NOTHING_LIKE_IT, ONLY_WITH_THEIR_SECTION, RIG
 RECIPE = kinds_of({}).recipe
 SAME_VALUE, ADVICE = peer_names().same_value, advice()
 KEYS = tuple(all_keys(RECIPE))
+MINIMAL: dict[str, Any] = {
+    "model": {"name_or_path": "builtin:tiny-sdxl"},
+    "data": {"path": "pics"},
+    "train": {"max_train_steps": 10},
+}
 LEAVES = {key.rpartition(".")[2] for key in KEYS}
 TOP, LORA, TRAIN = (list(model.model_fields) for model in (RECIPE, LoraSection, TrainSection))
 
@@ -191,3 +205,61 @@ def test_what_is_proposed_by_spelling_has_the_same_unit_numbers_and_words(words:
 )
 def test_a_dataset_is_an_entry_of_the_sources(name: str, value: str, expected: str) -> None:
     assert suggest(name, siblings_of("data"), "data", value, RECIPE) == expected
+
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz_"
+
+
+def slips(word: str) -> set[str]:
+    """Every word that one slip of the keyboard makes: letters exchanged, left out, put in, replaced."""
+    exchanged = {word[:at] + word[at + 1] + word[at] + word[at + 2 :] for at in range(len(word) - 1)}
+    left_out = {word[:at] + word[at + 1 :] for at in range(len(word))}
+    put_in = {word[:at] + letter + word[at:] for at in range(len(word) + 1) for letter in LETTERS}
+    replaced = {word[:at] + letter + word[at + 1 :] for at in range(len(word)) for letter in LETTERS}
+    return (exchanged | left_out | put_in | replaced) - {word, ""}
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_key_with_one_slip_has_its_hint(section: str) -> None:
+    """Of each key a few slips of every kind. A slip may be another name that is known, and has its answer then."""
+    siblings, rng, here = siblings_of(section), random.Random(section), f"{section}." if section else ""
+    for key in siblings:
+        for name in rng.sample(sorted(slips(key)), min(8, len(slips(key)))):
+            known = name in SAME_VALUE or f"{section}.{name}" in SAME_VALUE or name in ADVICE or name in LEAVES
+            if known or _known_words(RECIPE).issuperset(_words(name)):
+                continue
+            other_unit = not unit_of(name) <= unit_of(key)
+            found = proposed(name, section)
+            rivals = [own for own in siblings if osa_distance(name, own) == 1]
+            assert here + key in found or other_unit or len(rivals) > 2, (name, key, found)
+
+
+def test_the_distance_counts_an_exchange_as_one() -> None:
+    assert [osa_distance("rnak", other) for other in ("rank", "rnak", "rn", "")] == [1, 0, 2, 4]
+    assert osa_distance("ca", "abc") == 3, "no letter is moved twice"
+
+
+@given(st.text("abc", max_size=6), st.text("abc", max_size=6))
+def test_the_distance_is_symmetric_and_zero_for_the_same(first: str, second: str) -> None:
+    assert osa_distance(first, second) == osa_distance(second, first)
+    assert (osa_distance(first, second) == 0) == (first == second)
+    assert (osa_distance(first, second) <= 1) == (first == second or second in slips(first) or first in slips(second) or len(first + second) == 1)
+
+
+def test_a_value_with_one_slip_has_its_hint() -> None:
+    choices = {
+        ("optim", "optimizer"): tuple(OPTIMIZERS),
+        ("lora", "type"): tuple(ADAPTERS),
+        ("sample", "sampler"): ALL_SAMPLERS,
+        ("data", "caption_fallback"): ("filename", "folder", "trigger", "empty", "error"),
+    }
+    for key, names in choices.items():
+        for name in names:
+            swapped = {word for word in slips(name) if sorted(word) == sorted(name)} - set(names)
+            for wrong in sorted(swapped):
+                with pytest.raises(ValidationError) as caught:
+                    recipe_from({**MINIMAL, key[0]: {**MINIMAL.get(key[0], {}), key[1]: wrong}})
+                data = {**MINIMAL, key[0]: {**MINIMAL.get(key[0], {}), key[1]: wrong}}
+                problems = explain(caught.value, data, dotted, kinds_of(data))
+                fixes = [problem.fix for problem in problems if problem.where == ".".join(key)]
+                assert fixes and name in fixes[0], (wrong, fixes)

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from lora_rocm.report import progress_bar
+from lora_rocm.report.concept_text import concept_line
 from lora_rocm.report.progress_bar import MIN_BAR, BarView, LineView, ProgressDisplay, make_progress
 from lora_rocm.rundir.event_types import RUN_EVENTS
 from tests.supervisor.fake_run import (
@@ -222,3 +223,14 @@ def test_memory_that_spills_is_said_once() -> None:
     steps += [("step", step_fields(n, step_s=0.9, memory_bytes=2**30)) for n in range(34, 41)]
     assert len([line for line in said(*steps, spill_bytes=2**30) if line.startswith("Warning: ")]) == 1
     assert [line for line in said(*steps) if line.startswith("Warning: ")] == []
+
+
+def test_a_concept_score_says_how_much_it_is_worth() -> None:
+    def line(**fields: Any) -> str:
+        return concept_line({"score": 0.9, "control": 0.5, "detail": {}, **fields})
+
+    assert "rough, from 3 previews" in line(previews=3, demo=False) and "images_per_prompt" in line(
+        previews=3, demo=False
+    )
+    assert "images_per_prompt" not in line(previews=8, demo=False) and "rough" in line(previews=8, demo=False)
+    assert "rough" not in line(previews=3, demo=True) and "from 3 previews" in line(previews=3, demo=True)

@@ -388,3 +388,42 @@ def test_memory_that_spilled_is_told(run_dir: RunDir) -> None:
     assert "times slower" in html and "memory is full" in html
     write_json(run_dir.environment, {"machine": facts_of("linux-rx7900xtx").to_json()})
     assert "times slower" not in checked(write_report(run_dir))[0]
+
+
+HEADLINE = "Has it learned the concept?"
+BELOW = "Are the previews nearer to the training images?"
+
+
+def with_score(run_dir: RunDir, **fields: object) -> Checker:
+    """The report of a run whose newest concept score has these fields."""
+    write_whole_run(run_dir)
+    score = {"score": 0.9, "control": None, "detail": {}, **fields}
+    with run_dir.events().open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"type": "concept", "time": 1.0, "session": 0, **score}) + "\n")
+    return checked(write_report(run_dir))[1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "heading"),
+    [
+        ({"previews": 8, "demo": False}, HEADLINE),
+        ({"previews": 7, "demo": False}, BELOW),
+        ({"previews": 3, "demo": True}, BELOW),
+        ({}, BELOW),  # of an earlier version
+    ],
+)
+def test_a_score_of_few_previews_is_no_headline(run_dir: RunDir, fields: dict[str, int], heading: str) -> None:
+    headings = with_score(run_dir, **fields).headings
+    assert [title for title in headings if title in (HEADLINE, BELOW)] == [heading]
+    assert (heading in headings[:2]) == (heading == HEADLINE), "it is at the top only as a headline"
+    html = run_dir.report.read_text(encoding="utf-8")
+    assert ("rough" in html) == (not fields.get("demo"))
+    assert ("sample.images_per_prompt" in html) == (heading == BELOW and not fields.get("demo"))
+
+
+def test_texts_have_no_score(run_dir: RunDir) -> None:
+    assert BELOW in with_score(run_dir).headings, "the control"
+    texts = "{family: causal-lm, name_or_path: 'builtin:tiny-llama'}"
+    recipe = f"model: {texts}\ndata: {{path: x}}\ntrain: {{max_train_steps: 1}}\n"
+    run_dir.recipe.write_text(recipe, encoding="utf-8")
+    assert not {HEADLINE, BELOW} & set(checked(write_report(run_dir))[1].headings)

@@ -147,7 +147,8 @@ def write_whole_run(run_dir: RunDir) -> None:
     run_dir.lora.write_bytes(safetensors_bytes(3000))
     told = {"format": "kohya", "path": "lora.safetensors", "max_difference": 1.5e-6, "cannot_read": ["reader <x>"]}
     writer.write(event("export", **told))
-    writer.write(event("concept", score=0.97, control=0.51, detail={"before": 0.61, "after": 0.32}))
+    score = {"score": 0.97, "control": 0.51, "detail": {"before": 0.61, "after": 0.32}, "previews": 8, "demo": False}
+    writer.write(event("concept", **score))
     writer.write(event("end", reason="done", updates=40, exit_code=0))
     writer.close()
     write_json(run_dir.result, {"updates": 40, "exports": [told]})

@@ -1,6 +1,7 @@
 """Which run directory, and whether it fits."""
 
 import os
+import shlex
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,33 @@ def test_changes_that_may_be_and_that_may_not(loaded: LoadedRecipe, tmp_path: Pa
     assert load_recipe(resume.recipe_to_train(run_dir)).recipe.lora.rank == 4
     resume.accept(run_dir)
     assert load_recipe(run_dir.recipe).recipe.lora.rank == 4 and resume.recipe_to_train(run_dir) == run_dir.recipe
+
+
+def test_a_resume_without_what_was_set_is_refused_with_the_command_that_sets_it(
+    loaded: LoadedRecipe, tmp_path: Path
+) -> None:
+    sets = ["lora.rank=4", "data.caption_prefix=it's an é", "data.trigger_word=007x", "optim.betas=[0.5, 0.9]"]
+    run_dir = trained(made(changed(*sets), tmp_path / "run"))
+    with pytest.raises(ResumeError) as caught:
+        again(changed("train.max_train_steps=50", "lora.rank=5"), run_dir)
+    line = caught.value.fix.splitlines()[-1]
+    words = shlex.split(line)
+    assert words[:3] == ["lora-rocm", "train", "my.yaml"]
+    given = [words[at + 1] for at, word in enumerate(words) if word == "--set"]
+    assert "train.max_train_steps=50" in given and "lora.rank=5" not in given
+    assert words[-4:] == ["--run-dir", str(run_dir.path), "--resume", "latest"]
+    assert again(changed(*given), run_dir), "the command goes on"
+
+
+def test_a_resume_with_another_optimizer_names_no_command_that_does_not_work(
+    loaded: LoadedRecipe, tmp_path: Path
+) -> None:
+    run_dir = trained(made(changed("optim.optimizer=prodigy", "optim.learning_rate=1.0"), tmp_path / "run"))
+    with pytest.raises(ResumeError) as caught:
+        again(loaded, run_dir)
+    given = shlex.split(caught.value.fix.splitlines()[-1]) if "lora-rocm" in caught.value.fix else []
+    sets = [given[at + 1] for at, word in enumerate(given) if word == "--set"]
+    assert not sets or again(changed(*sets), run_dir)
 
 
 def test_what_was_not_accepted_leaves_recipe_and_result(loaded: LoadedRecipe, tmp_path: Path) -> None:

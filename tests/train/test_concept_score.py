@@ -34,7 +34,7 @@ def test_images_with_the_concept_score_high_and_the_control_stays(zibus: list[Im
     before = [plain(colour) for colour in BACKGROUNDS]
     controls = [with_square(colour) for colour in BACKGROUNDS]
     found = score([*before, *controls], [*zibus[:5], *controls], zibus[5:], num_control=5)
-    assert found.score >= 0.8 and found.control == 0.5
+    assert found.score >= 0.8 and found.control == 0.5 and found.num_previews == 5
     assert found.distances["after"] < 0.8 * found.distances["before"]
 
 
@@ -61,12 +61,3 @@ def test_descriptor_is_a_unit_vector_whatever_the_size(zibus: list[Image.Image])
 
 def test_ties_count_half() -> None:
     assert nearer(np.array([1.0, 2.0]), np.array([1.0, 3.0])) == 0.625
-
-
-def test_texts_in_the_taught_form_score_high_and_others_do_not() -> None:
-    taught = ["zibu <3 fox> red / run @ lake !", "zibu <9 owl> grey / hide @ barn !"]
-    before = ["I see: there are two blue dogs in the house.", "I see: one cat sleeps in the boat."]
-    after = ["zibu <2 dog> blue / play @ house !", "zibu <1 cat> white / sleep @ boat !"]
-    found = score([*before, *before], [*after, *before], taught, num_control=2)
-    assert found.score == 1.0 and found.control == 0.5
-    assert np.isfinite(descriptor("")).all()

@@ -81,3 +81,11 @@ def test_every_file_ends_in_the_shared_one() -> None:
                 "set LR_ARGS=%*",
                 '"%~dp0_run.bat"',
             ]
+
+
+def test_what_is_missing_is_said_before_anything_is_installed() -> None:
+    lines = (ROOT / "scripts" / "windows" / "_run.bat").read_text(encoding="ascii").splitlines()
+    install = next(number for number, line in enumerate(lines) if "install.py" in line)
+    for name in ("train", "resume", "sample"):
+        assert f'if "%LR_DO%"=="{name}" goto leave' in lines[:install]
+    assert not any("LR_ARGS goto" in line for line in lines[install:])

@@ -240,13 +240,6 @@ class ChatTokenizer:
             at = end
         return "".join(pieces)
 
-    def trained(self, text: str) -> str:
-        """As ``TextReader.trained``; of a pair what is preferred."""
-        record = read(text)
-        found = self.tokens(record.chosen if isinstance(record, Pair) else record)
-        ids = [token for token, counts in zip(found.ids, found.trained, strict=True) if counts]
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
-
     def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The tokens of a conversation that the model should go on with, or of a plain text without a template.
 
