@@ -18,7 +18,7 @@ import os
 import pickle
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, field
 from functools import cached_property, lru_cache
 from importlib import resources
 from pathlib import Path
@@ -454,14 +454,13 @@ class WeightsVersion:
         return max(max(file.changed_ns, file.inode_changed_ns) for file in self.files)
 
 
-def resolve(choice: ModelChoice, layout: Layout, memory: HashMemory | None = None, partly: bool = False) -> Source:
+def resolve(choice: ModelChoice, layout: Layout, memory: HashMemory | None = None) -> Source:
     """Find the recipe's base model. The network is used only for a hub id that is not cached.
 
     Args:
         choice: the recipe's ``model`` section.
         layout: the layout of the family.
         memory: cache of weight digests.
-        partly: a single file may lack components; the layout of the source is then of those that are there.
 
     Raises:
         ModelError: model-missing, base-is-run, pickle-refused, not-a-model, hub-unreachable and others.
@@ -482,9 +481,6 @@ def resolve(choice: ModelChoice, layout: Layout, memory: HashMemory | None = Non
     elif os.path.isfile(path):
         _refuse_other_files(path, "model.name_or_path")
         if layout.alone:
-            if partly:
-                there = {part: layout.parts[part] for part in _inside(path, layout)}
-                layout = replace(layout, parts=there)
             return Source(name, layout, layout.configs, None, path, _beside(path, layout, own), memory)
         configs = None if choice.configs is None else _existing_folder(choice.configs, "model.config")
         main = next(iter(layout.parts))
@@ -511,7 +507,8 @@ def _beside(path: Path, layout: Layout, own: Mapping[str, Path]) -> dict[str, Pa
     Raises:
         ModelError: incomplete-model, or the file's header cannot be read.
     """
-    inside = _inside(path, layout)
+    names = read_header(path).tensors
+    inside = [name for name, part in layout.parts.items() if name in layout.alone or part.prefix_in(names) is not None]
     found = {**dict.fromkeys(inside, path), **own}
     missing = [part for part in layout.parts if part not in found]
     if missing:
@@ -522,11 +519,6 @@ def _beside(path: Path, layout: Layout, own: Mapping[str, Path]) -> dict[str, Pa
             fix=f"Set {' and '.join(f'model.{part}' for part in missing)} too, or give a diffusers folder.",
         )
     return found
-
-
-def _inside(path: Path, layout: Layout) -> list[str]:
-    names = read_header(path).tensors
-    return [name for name, part in layout.parts.items() if name in layout.alone or part.prefix_in(names) is not None]
 
 
 def builtin_folder(name: str) -> Path:

@@ -10,6 +10,7 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -132,11 +133,15 @@ class LatentFamily(ABC):
         model = self.recipe.model
         if model.name_or_path.startswith(PREFIX):
             return random_source(model.name_or_path, self.layout), ()
-        file = Path(os.path.expanduser(model.name_or_path))
+        file, layout = Path(os.path.expanduser(model.name_or_path)), self.layout
         if file.suffix.lower() == ".safetensors" and os.path.isfile(file):
-            self.check_file(read_header(file))
-        memory = HashMemory(Path(self.recipe.cache.dir), WEIGHTS_MEMORY)
-        source = resolve(model, self.layout, memory, self.partly)
+            header = read_header(file)
+            self.check_file(header)
+            if self.partly and layout.alone:
+                names = layout.parts
+                there = [n for n in names if n in layout.alone or names[n].prefix_in(header.tensors) is not None]
+                layout = replace(layout, parts={name: names[name] for name in there})
+        source = resolve(model, layout, HashMemory(Path(self.recipe.cache.dir), WEIGHTS_MEMORY))
         return source, self.check(source)
 
     @property

@@ -11,7 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from lora_rocm.base_models.loading import Source
+from lora_rocm.commands.inspect_file import inspect_text
 from lora_rocm.errors import ModelError
+from lora_rocm.export.safetensors_writer import header_of
 from lora_rocm.families.flux import family as flux
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
@@ -187,3 +190,17 @@ def test_a_bundle_trains_as_its_files_do(case: Case, tmp_path: Path, monkeypatch
     found, same = trained("bundle", {"name_or_path": bundle(case, files, tmp_path / "bundle.safetensors")})
     assert found == losses and len(set(losses)) == 2 and lora.keys() == same.keys()
     assert all(torch.equal(tensor, same[name]) for name, tensor in lora.items())
+
+
+def test_a_file_that_lacks_components_is_promised_with_the_keys_that_it_needs(tmp_path: Path) -> None:
+    """Of the size of its published config, which takes no disk: its header alone is read."""
+    published = ZImage.layout
+    skeleton = Source("published", published, published.configs, None).skeleton("transformer")
+    tensors = {name: tensor.to("meta", torch.bfloat16) for name, tensor in skeleton.state_dict().items()}
+    path = tmp_path / "x.safetensors"
+    with path.open("wb") as file:
+        file.write(header_of(tensors, {}))
+        file.truncate(file.tell() + sum(2 * tensor.numel() for tensor in tensors.values()))
+    found = inspect(path)
+    assert found["trainable"] == ["z-image"] and found["needed"] == ["model.vae", "model.text_encoder"]
+    assert "and with model.vae, model.text_encoder set" in inspect_text(found)
