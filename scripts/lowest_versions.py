@@ -2,8 +2,8 @@
 
     python scripts/lowest_versions.py [--keep FOLDER] [--family NAME ...]
 
-Makes an environment in a temporary folder: the torch for the CPU of ``lora_rocm/hardware/wheels.toml``, then the package
-with the lowest version of each of its own dependencies, as uv finds them. It takes minutes, and 2 GB of disk.
+Makes an environment in a temporary folder: the torch for the CPU of ``lora_rocm/hardware/wheels.toml``, then the
+package with the lowest version of each of its own dependencies, as uv finds them. It takes minutes, and 2 GB of disk.
 
 Exit codes: 0 every demo ran, and each package was as old as its bound; 1 not so; others as of ``scripts/install.py``.
 """

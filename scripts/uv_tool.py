@@ -1,4 +1,4 @@
-"""The package resolver uv, in a folder of its own: for scripts of this project that need other versions than the venv's."""
+"""The package resolver uv in a folder of its own, for scripts that need other versions than those of ``.venv``."""
 
 from __future__ import annotations
 
