@@ -32,6 +32,21 @@ def of_diffusers(name: str, **keys: Any) -> list[float]:
     return found
 
 
+@pytest.mark.parametrize(("theirs", "ours"), [
+    ("constant_with_warmup", "constant"), ("linear", "linear"), ("cosine", "cosine"), ("polynomial", "polynomial")
+])  # fmt: skip
+def test_the_warm_up_of_other_programs_as_the_docs_say(theirs: str, ours: str) -> None:
+    """Their first update has the rate 0; with a step of warm-up and of the run less, the others follow exactly."""
+    there = of_diffusers(theirs)[:STEPS]
+    assert there[0] == 0.0
+    if ours == "polynomial":  # its floor is 1e-7
+        there = [max(0.0, (rate - 1e-7) / (1 - 1e-7)) if place > WARMUP else rate for place, rate in enumerate(there)]
+    here = factors(STEPS - 1, lr_scheduler=ours, lr_warmup_steps=WARMUP - 1)[: STEPS - 1]
+    assert here == pytest.approx(there[1:], abs=1e-6)
+    plain = factors(STEPS, lr_scheduler=ours, lr_warmup_steps=WARMUP)[:STEPS]
+    assert plain != pytest.approx(there, abs=1e-3), "the control"
+
+
 def test_the_warm_up() -> None:
     assert factors(10, lr_warmup_steps=4)[:5] == [0.2, 0.4, 0.6, 0.8, 1.0]
     assert factors(10, lr_warmup_ratio=0.31)[:5] == [0.2, 0.4, 0.6, 0.8, 1.0]  # 4 of 10: rounded up
