@@ -27,6 +27,7 @@ from lora_rocm.dataset.records import (
     written,
 )
 from lora_rocm.errors import DataError
+from lora_rocm.families.causal_lm.message_keys import MessageKeys, with_arguments
 
 BREAKS = "\ue0f1\ue0f2\ue0f3\ue0f4"
 """Letters of private use, one of which keeps the text of a message from being read as a special token."""
@@ -63,6 +64,7 @@ class ChatTokenizer:
     def __init__(self, tokenizer: Any, max_length: int, train_on: str, name: str, pairs: bool = False) -> None:
         self.tokenizer, self.max_length, self.train_on, self._name = tokenizer, max_length, train_on, name
         self._pairs, self._num_cut, self._num_joined = pairs, 0, 0
+        self._keys = MessageKeys(lambda record: self._rendered(self._with_arguments(record)))
 
     @property
     def notices(self) -> Sequence[str]:
@@ -77,7 +79,7 @@ class ChatTokenizer:
                 f"{have} prompt and answer as plain texts: the tokenizer's chat template is not used for them. To "
                 f"train on answers in a chat, give {columns} as lists of messages."
             )
-        return tuple(found)
+        return (*found, *self._keys.notices)
 
     def parts(self, text: str) -> Sequence[str]:
         """As ``TextReader.parts``: a conversation whose turns are written otherwise once more follow is cut at each."""
@@ -86,6 +88,9 @@ class ChatTokenizer:
         for each in of_it:
             self._require_calls(each)
         cut = self._pair(record) if self._pairs else self._cut(record)
+        if self._keys.of(record):
+            samples = of_it if self._pairs else map(read, cut)
+            self._keys.account([each for each in samples if isinstance(each, Conversation)])
         self._num_joined += isinstance(of_it[0], Completion) and self.tokenizer.chat_template is not None
         return cut
 
@@ -111,6 +116,7 @@ class ChatTokenizer:
         """Raise UnusableText if the chat template leaves out a call of a tool."""
         if not isinstance(record, Conversation):
             return
+        record = self._with_arguments(record)
         for at, message in enumerate(record.messages):
             if not message.get("tool_calls"):
                 continue
@@ -192,9 +198,11 @@ class ChatTokenizer:
             UnusableText: the template refuses the messages.
         """
         assert not isinstance(record, Pair), "a pair is two texts"
+        untrained = list[Span]()
         if isinstance(record, Conversation):
             marked = self._marked(replace(record, last_only=self._last_only(record)))
             text, spans = self._spans(marked)
+            untrained = self._masked_spans(text, marked) if self.train_on == "all" else []
             ids, ends = self._encoded(text, marked)
         else:
             text = record if isinstance(record, str) else record.prompt + record.completion
@@ -204,7 +212,8 @@ class ChatTokenizer:
             spans = [(start, len(text))]
             if self.tokenizer.eos_token_id is not None and ids[-1:] != [self.tokenizer.eos_token_id]:
                 ids, ends = [*ids, self.tokenizer.eos_token_id], [*ends, len(text)]
-        trained = [self.train_on == "all" or any(start < end <= stop for start, stop in spans) for end in ends]
+        spans = [(-1, len(text))] if self.train_on == "all" else spans
+        trained = [_is_within(end, spans) and not _is_within(end, untrained) for end in ends]
         if ids and not isinstance(record, Conversation):
             trained[-1] = True
         most = self.max_length
@@ -212,6 +221,8 @@ class ChatTokenizer:
 
     def _spans(self, marked: Conversation) -> tuple[str, list[Span]]:
         """A conversation as text, and where it holds what is trained on."""
+        if not marked.turns:
+            raise UnusableText("Its last answer is excluded by a key such as weight.", "Take the row away.")
         last = marked.turns[-1]
         text = self._rendered(marked if not marked.last_only else marked.up_to(last))
         spans = []
@@ -221,6 +232,26 @@ class ChatTokenizer:
                 raise AssertionError("a conversation whose beginnings change is cut at each turn")
             spans.append((len(begin), self._end_of_turn(end, len(begin))))
         return text, spans
+
+    def _masked_spans(self, text: str, marked: Conversation) -> list[Span]:
+        """Where a conversation holds the messages that its row excludes, with their headers.
+
+        Raises:
+            UnusableText: the template rewrites them later, so that their place is not known.
+        """
+        found = []
+        for at in (at for at in marked.masked if at < len(marked.messages)):
+            begin = self._rendered(replace(marked, messages=marked.messages[:at])) if at else ""
+            end = self._rendered(replace(marked, messages=marked.messages[: at + 1]))
+            if text.startswith(end) and end.startswith(begin):
+                found.append((len(begin) if at else -1, len(end)))
+            elif len(begin) < len(text):
+                raise UnusableText(
+                    f"A key such as weight excludes message {at + 1}, and the chat template rewrites it later, so its "
+                    "place is not known.",
+                    "Set objective.train_on: answers, or take the row away.",
+                )
+        return found
 
     def _keeps_its_beginnings(self, record: Conversation) -> bool:
         """Whether each turn is written alike in the whole conversation and in its beginning up to that turn."""
@@ -305,9 +336,15 @@ class ChatTokenizer:
         tokenizer.no_padding()
         return tokenizer
 
+    def _with_arguments(self, record: Conversation) -> Conversation:
+        return with_arguments(record, self._rendered)
+
     def _marked(self, record: Conversation) -> Conversation:
-        """A conversation with a letter of ``BREAKS`` inside each special token that its messages spell out."""
-        messages = []
+        """A conversation with a letter of ``BREAKS`` inside each special token that its messages spell out.
+
+        Its calls have their arguments as the template takes them.
+        """
+        record, messages = self._with_arguments(record), []
         for message in record.messages:
             content = message["content"]
             if message["role"] != ANSWERS and isinstance(content, str) and self._marks.search(content):
@@ -332,6 +369,11 @@ class ChatTokenizer:
             ends += [at + (kept[end - 1] + 1 if end else 0) for _, end in encoded.offsets]
             at += len(piece)
         return ids, ends
+
+
+def _is_within(end: int, spans: Sequence[Span]) -> bool:
+    """Whether a token that ends there belongs to one of some spans."""
+    return any(start < end <= stop for start, stop in spans)
 
 
 def _joined(pieces: Sequence[str], broken: set[str]) -> list[tuple[str, bool]]:
