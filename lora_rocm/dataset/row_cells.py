@@ -6,7 +6,7 @@ Every reader of a row gets ``RowCells``, so a column that no reader asks for is 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +63,19 @@ class RowCells(Mapping[str, Any]):
         return [str(column) for column, cell in self._cells.items() if column not in self._read and says(cell)]
 
 
+def listed(names: Sequence[str]) -> str:
+    """Names of columns as a part of a sentence."""
+    return _joined([_short(name) for name in names[:MAX_NAMED]], max(len(names) - MAX_NAMED, 0), "")
+
+
+def _joined(names: Sequence[str], num_more: int, more: str) -> str:
+    return ", ".join([*names, *([f"and {num_more}{more} others"] if num_more or more else [])])
+
+
+def _short(name: str) -> str:
+    return legible(name)[:MAX_LETTERS] or "one without a name"
+
+
 @dataclass
 class NameCount:
     """How many rows have a name (of a column, or of a key) that nothing reads."""
@@ -79,14 +92,9 @@ class NameCount:
 
     def listed(self, noun: str = "row") -> str:
         """The names, each with its count, as a part of a sentence; "" if there are none."""
-        names = [
-            f"{legible(name)[:MAX_LETTERS] or 'one without a name'} ({count_text(count, noun)})"
-            for name, count in self.of_name.most_common(MAX_NAMED)
-        ]
-        more = len(self.of_name) - len(names)
-        if more or self.num_more:
-            names.append(f"and {more}{' or more' if self.num_more else ''} others")
-        return ", ".join(names)
+        found = self.of_name.most_common()
+        names = [f"{_short(name)} ({count_text(count, noun)})" for name, count in found[:MAX_NAMED]]
+        return _joined(names, len(found) - len(names), " or more" if self.num_more else "")
 
 
 @dataclass
