@@ -218,7 +218,7 @@ class _Texts:
             named += self._watched.aside.first
             num_aside += self._watched.aside.count
         yield from _aside_lines(named, num_aside)
-        for notice in counted.notices:
+        for notice in (*counted.notices, *(self._watched.notices if self._watched is not None else ())):
             yield f"  note: {notice}"
 
     def lines(self) -> Iterator[str]:
@@ -311,12 +311,14 @@ def _data_lines(loaded: LoadedRecipe, usable: list[Any]) -> Iterator[str]:
         yield f"  {source.name}: {count_text(per_source[index], kind)}, {resolution}{how}"
         if price := price_of(source):
             yield f"    {price}"
+    of_watched: Sequence[str] = ()
     if (watching := recipe.watching) is not None:
         watched = find_samples(watching)
         aside += watched.set_aside
+        of_watched = watched.notices
         yield f"  {recipe.data.watched_name}: {count_text(len(watched.samples), kind)}, watched and never trained on"
     yield from _aside_lines(aside, len(aside))
-    for notice in (*found.notices, *cropped, *unused_notice(num_found, len(samples))):
+    for notice in (*found.notices, *of_watched, *cropped, *unused_notice(num_found, len(samples))):
         yield f"  note: {notice}"
     shapes = {key: geometry.shape for key, geometry in fitted.items()}
     how_sure = "at most " if recipe.data.validation_split else ""

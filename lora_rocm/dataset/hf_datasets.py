@@ -16,6 +16,7 @@ from lora_rocm.dataset.folders import real_path, shown
 from lora_rocm.dataset.given import Given, UnusableValue
 from lora_rocm.dataset.metadata_files import MAX_CAPTION_BYTES, METADATA_NAMES, Captions, given_of, names_files
 from lora_rocm.dataset.parquet_guard import unpacked_bytes
+from lora_rocm.dataset.row_cells import listed
 from lora_rocm.errors import DataError
 from lora_rocm.recipe.schema import ResolvedSource
 
@@ -38,6 +39,7 @@ DATASET_ERRORS = (
 MAX_UNPACKED_BYTES, MAX_UNPACKING = 1 << 30, 50
 """A Parquet file that unpacks to more than both limits (in bytes, and as a multiple of its own size) cannot hold
 images, which hardly compress. The library would write all of it to its cache. (Forged footers are not detected.)"""
+ADDED = ("__key__", "__url__")  # columns of a webdataset
 SAVED_MARKS = ("state.json", "dataset_dict.json")  # files that save_to_disk writes
 
 
@@ -118,6 +120,18 @@ def givens_of(source: ResolvedSource) -> Iterator[Given | UnreadableCell]:
             yield given_of(cells.get("loss_weight_column"), cells.get("crop_column"))
         except (UnusableValue, UnreadableCell) as error:
             yield UnreadableCell(str(error))
+
+
+def notices(source: ResolvedSource) -> list[str]:
+    """A notice about the columns of a dataset of images that nothing reads, except those that the library itself adds.
+
+    Raises:
+        DataError: see ``num_rows``.
+    """
+    assert source.dataset is not None
+    read = (source.image_column, source.caption_column, source.loss_weight_column, source.crop_column)
+    left = [name for name in _open(source.dataset, source.split).column_names if name not in (*read, *ADDED)]
+    return [f"Columns of {shown(source.dataset)} that nothing reads: {listed(left)}."] if left else []
 
 
 def _caption(cell: Any, column: str | None, row: DatasetRow) -> Captions | None:

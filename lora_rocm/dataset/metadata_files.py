@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 from lora_rocm.dataset.columns import Few
 from lora_rocm.dataset.given import Given, UnusableValue, loss_weight, rectangle
 from lora_rocm.dataset.left_out import counted, few, some
+from lora_rocm.dataset.row_cells import NameCount, says
 from lora_rocm.errors import DataError
 from lora_rocm.foundation.bounded_read import check_plain, read_plain
 from lora_rocm.foundation.names import Names, name_key
@@ -58,6 +59,7 @@ class Metadata:
     positions: position of each image, by its path on disk relative to the source's folder, with slashes.
     bad: rows that cannot be used. unknown: files named that are not among the images.
     repeated: images named again. other_columns: columns of the first row without the caption column.
+    unread: columns with a value that nothing reads, in rows with the caption column or without captions.
     """
 
     column: str
@@ -66,6 +68,7 @@ class Metadata:
     unknown: Few = field(default_factory=few)
     repeated: Few = field(default_factory=few)
     other_columns: list[str] = field(default_factory=list)
+    unread: NameCount = field(default_factory=NameCount)
     num_without_column: int = 0
     weight_column: str | None = None
     crop_column: str | None = None
@@ -127,12 +130,14 @@ class Metadata:
         stems = Names((posixpath.splitext(real)[0], real) for real, _ in self.positions.items())
         above = name_key(root.as_posix().rstrip("/") + "/")
         for name, row in rows.items():
-            values = row if isinstance(row, dict) else {"caption": row}
+            values = dict(row) if isinstance(row, dict) else {"caption": row}
             place = name.replace("\\", "/")
             place = place[len(above) :] if place.startswith(above) else name_key(place).removeprefix(above)
             named = stems.find(place)
             try:
                 caption = _with_tags(values)
+                for read in ("captions" if values.get("captions") else "caption", "tags"):
+                    values.pop(read, None)
                 self._take({**values, FILE_COLUMN: place if named is None else named[1], self.column: caption}, "")
             except BadRow as error:
                 self.bad.append(f"{legible(path.name)}, {legible(name)[:100]}: {error}")
@@ -155,6 +160,8 @@ class Metadata:
                 f"Rows of metadata without the column {legible(self.column)}: {self.num_without_column} (columns: "
                 f"{others}). Name another in caption_column of the source in data.sources."
             )
+        if names := self.unread.listed():
+            said.append(f"Columns of metadata that nothing reads: {names}.")
         return said
 
     def _take(self, row: Mapping[str, Any], folder: str) -> None:
@@ -167,6 +174,7 @@ class Metadata:
             return
         position = found[1]
         self._take_given(row, position)
+        self._count_unread(row)
         if not self.column and row.get("") is None:
             return
         if self.column not in row:
@@ -188,6 +196,13 @@ class Metadata:
             self.repeated.append(legible(name))
             return
         self._captions[position] = captions
+
+    def _count_unread(self, row: Mapping[str, Any]) -> None:
+        if self.column and self.column not in row:  # such rows are said with their columns
+            return
+        read = (FILE_COLUMN, self.column, self.weight_column, self.crop_column)
+        for key in (key for key, value in row.items() if key not in read and says(value)):
+            self.unread.add(key)
 
     def _take_given(self, row: Mapping[str, object], position: int) -> None:
         weight, crop = (row.get(name) if name else None for name in (self.weight_column, self.crop_column))

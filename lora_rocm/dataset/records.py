@@ -13,6 +13,8 @@ from datetime import date, time
 from os.path import commonprefix
 from typing import Any
 
+from lora_rocm.dataset.row_cells import RowCells, says
+
 MARK = "\x1e"
 """First character of a record that is no plain text (RFC 7464 begins its records with it)."""
 ROLES = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "assistant", "model": "assistant"}
@@ -20,6 +22,27 @@ ROLES = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "a
 ANSWERS, ASKS = "assistant", "user"
 KNOWN_ROLES = ("system", "developer", ASKS, ANSWERS, "tool", "function", "ipython")
 """Roles that chat templates know."""
+CALLS = ("function_call", "tool_call")
+"""Roles whose content is the JSON of calls by the assistant: LLaMA-Factory's, ms-swift's."""
+RESULTS = ("observation", "tool_response", "function_response")
+"""Roles whose content is what a tool returned."""
+TRAINED = "trained"
+"""Key of a message that is not trained on, with the value False. Other messages do not have it."""
+MASKS = (
+    "weight",
+    "train",
+    "training",
+    "trainable",
+    "train_on_turn",
+    "loss",
+    "loss_weight",
+    "loss_mask",
+    "loss_scale",
+    "calculate_loss",
+    TRAINED,
+)
+"""Keys that say whether a message is trained on. OpenAI, Mistral: weight; axolotl: train, training; ms-swift: loss."""
+FLAGS = {"0": False, "0.0": False, "false": False, "1": True, "1.0": True, "true": True}
 Cells = Mapping[str, Any]
 """The cells of a row by column, or the fields of a record."""
 
@@ -49,7 +72,8 @@ class Conversation:
     """Messages of a chat.
 
     Attributes:
-        messages: each with the keys "role" and "content", and what else the chat template reads ("tool_calls").
+        messages: each with the keys "role" and "content", and what else the chat template reads ("tool_calls");
+            ``TRAINED`` is False in those that are not trained on.
         tools: descriptions of functions for the chat template.
         last_only: only the last message is trained on.
     """
@@ -60,9 +84,15 @@ class Conversation:
 
     @property
     def turns(self) -> tuple[int, ...]:
-        """Places of the messages that are trained on."""
-        found = tuple(at for at, message in enumerate(self.messages) if message["role"] == ANSWERS)
-        return found[-1:] if self.last_only else found
+        """Places of the messages that are trained on. With ``last_only``, none if the last answer is masked."""
+        answers = [at for at, message in enumerate(self.messages) if message["role"] == ANSWERS]
+        asked = answers[-1:] if self.last_only else answers
+        return tuple(at for at in asked if self.messages[at].get(TRAINED, True))
+
+    @property
+    def masked(self) -> tuple[int, ...]:
+        """Places of the messages that the row says not to train on."""
+        return tuple(at for at, message in enumerate(self.messages) if not message.get(TRAINED, True))
 
     def up_to(self, turn: int) -> Conversation:
         """The messages up to one that is trained on, which is the only one."""
@@ -152,61 +182,116 @@ def record_of(row: Cells, pairs: bool = False) -> Record:
     Raises:
         UnusableText: the columns are not known, or the row has nothing to learn from.
     """
+    cells = row if isinstance(row, RowCells) else RowCells(row)
+    _refuse_masked_row(cells)
     if pairs:
-        return pair_of(row)
-    for columns, reader in READERS:
-        if columns <= row.keys():
-            return reader(row)
-    if PAIRED <= row.keys():
+        return pair_of(cells)
+    forms = [form for form in READERS if form[0] <= cells.keys()]
+    for columns, reader in sorted(forms, key=lambda form: not form[0] <= cells.filled):  # Arrow fills up with nulls
+        if reader is not _of_text:
+            _refuse_columns(cells)
+            _refuse_labels(cells, counts=columns == COMPLETION)
+        return reader(cells)
+    if PAIRED <= cells.keys():
         raise UnusableText(
             "It is a pair of answers (columns chosen and rejected), and a text is wanted.",
             "To train on pairs, set objective.loss: dpo. data.watched has texts, also beside pairs.",
         )
     named = "; ".join(", ".join(sorted(columns)) for columns, _ in READERS)
     raise UnusableText(
-        f"Its columns are {', '.join(map(str, row)) or 'none'}, and no form of text has these.",
+        f"Its columns are {', '.join(map(str, cells)) or 'none'}, and no form of text has these.",
         f"Name them as one of these does: {named}.",
     )
 
 
-def _of_messages(row: Cells) -> Conversation:
-    return _conversation(_mappings(_value_of(row, "messages"), "The column messages"), _tools(row))
+NO_PICTURES = "Language models here see only text: take the row or the column away."
+REFUSED: Mapping[str, tuple[str, str]] = {
+    "history": ("earlier turns", "Give all turns as a list of messages in the column messages, or take it away."),
+    "reasoning_content": ("thoughts", "Give it as a key of the assistant's message, or take the column away."),
+    "chat_template_kwargs": ("settings of the chat template", "Take the column away: rows cannot set them."),
+    "kto_tag": ("the mark of KTO, an objective that is not here", "Keep good answers only, without this column."),
+    **{name: ("pictures", NO_PICTURES) for name in ("image", "images")},
+    **{name: ("recordings", NO_PICTURES) for name in ("audio", "audios", "video", "videos")},
+}
+"""Columns that change what a conversation means, and that no reader takes -> what they hold, and the remedy."""
 
 
-def _of_sharegpt(row: Cells) -> Conversation:
-    messages = [
-        {"role": ROLES.get(str(turn["from"]).lower(), turn["from"]), "content": turn.get("value")}
-        if "from" in turn
-        else turn
-        for turn in _mappings(_value_of(row, "conversations"), "The column conversations")
-    ]
-    system = row.get("system")
-    return _conversation([*([{"role": "system", "content": system}] if system else []), *messages], _tools(row))
+def _refuse_columns(row: RowCells) -> None:
+    """Raise UnusableText if a row fills a column of ``REFUSED``."""
+    for column, (holds, fix) in REFUSED.items():
+        if says(row.unread(column)):
+            raise UnusableText(f"Its column {column} holds {holds}, which would be lost.", fix)
 
 
-def _of_completion(row: Cells) -> Record:
-    prompt, completion = row["prompt"], row["completion"]
+def _refuse_labels(row: RowCells, counts: bool) -> None:
+    """Raise UnusableText if the column label says whether an answer is good: only KTO learns from bad answers.
+
+    ``counts``: 0 and 1 are such labels, too; elsewhere they may be numbers of classes.
+    """
+    label = row.unread("label")
+    flags = ("true", "false", "0", "1", "0.0", "1.0") if counts else ("true", "false")
+    if str(label).strip().lower() in flags:
+        raise UnusableText(
+            f"Its label is {label!a:.20}: a row of KTO, an objective that is not here. A bad answer would be learned.",
+            "Keep the rows with good answers, without the column label; or give chosen and rejected answers to one "
+            "prompt (objective.loss: dpo).",
+        )
+
+
+def _refuse_masked_row(row: RowCells) -> None:
+    """Raise UnusableText if a row says that it is not to be trained on; one that says it is to be trained on is read.
+
+    Other values, such as a weight in kilograms, are left to the account of unread columns.
+    """
+    for column in ("weight", "train", "training", "loss"):
+        value = row.unread(column)
+        if value is False or (column == "weight" and not isinstance(value, bool) and _flag(value) is False):
+            raise UnusableText(
+                f"Its column {column} is {value!a:.20}: it is not to be trained on.", "Take the row away."
+            )
+        if value is True or (column == "weight" and _flag(value)):
+            row[column]
+
+
+def _flag(value: object) -> bool | None:
+    """Whether a value says yes or no; None: it says something else."""
+    return FLAGS.get(str(value).strip().lower()) if isinstance(value, bool | int | float | str) else None
+
+
+def _of_messages(row: RowCells) -> Conversation:
+    return _conversation(row, _messages(row, _value_of(row, "messages"), "The column messages"))
+
+
+def _of_sharegpt(row: RowCells) -> Conversation:
+    return _conversation(row, _messages(row, _value_of(row, "conversations"), "The column conversations"))
+
+
+def _of_completion(row: RowCells) -> Record:
+    prompt, completion = (_messages_or_text(row[column]) for column in ("prompt", "completion"))
     if isinstance(prompt, str) and isinstance(completion, str):
         _require(completion, "The completion")
-        return Completion(prompt, completion)
+        if not _has_system(row):
+            return Completion(prompt, completion)
+        prompt, completion = [{"role": ASKS, "content": prompt}], [{"role": ANSWERS, "content": completion}]
     ends, begin = _listed(completion, "The completion"), _mappings(prompt, "The prompt")
-    return replace(_conversation([*begin, *ends], _tools(row)), last_only=True)
+    return _conversation(row, [_message(row, message) for message in (*begin, *ends)], last_only=True)
 
 
-def _of_instruction(row: Cells) -> Conversation:
+def _of_instruction(row: RowCells) -> Conversation:
     asked = "\n\n".join(_require(part, "The instruction") for part in (row["instruction"], row.get("input")) if part)
-    system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
-    return _conversation([*system, {"role": "user", "content": asked}, {"role": ANSWERS, "content": row["output"]}])
+    turns = ({"role": ASKS, "content": asked}, {"role": ANSWERS, "content": row["output"]})
+    return _conversation(row, [_message(row, turn) for turn in turns])
 
 
-def _of_text(row: Cells) -> str:
+def _of_text(row: RowCells) -> str:
     return _require(row["text"], "The text")
 
 
-READERS: tuple[tuple[frozenset[str], Callable[[Cells], Record]], ...] = (
+COMPLETION = frozenset({"prompt", "completion"})
+READERS: tuple[tuple[frozenset[str], Callable[[RowCells], Record]], ...] = (
     (frozenset({"messages"}), _of_messages),
     (frozenset({"conversations"}), _of_sharegpt),
-    (frozenset({"prompt", "completion"}), _of_completion),
+    (COMPLETION, _of_completion),
     (frozenset({"instruction", "output"}), _of_instruction),
     (frozenset({"text"}), _of_text),
 )
@@ -214,7 +299,7 @@ READERS: tuple[tuple[frozenset[str], Callable[[Cells], Record]], ...] = (
 PAIRED = frozenset({"chosen", "rejected"})
 
 
-def pair_of(row: Cells) -> Pair:
+def pair_of(cells: Cells) -> Pair:
     """The two answers of a row, as TRL reads them: the prompt is a column of its own, or the beginning of both.
 
     Answers are texts or lists of messages, and so is the prompt. A prompt that is a text before answers that begin with
@@ -223,13 +308,18 @@ def pair_of(row: Cells) -> Pair:
     Raises:
         UnusableText: a column is missing, an answer is empty, the answers are the same, or their prompts differ.
     """
+    row = cells if isinstance(cells, RowCells) else RowCells(cells)
+    _refuse_columns(row)
     missing = " and ".join(sorted(PAIRED - row.keys()))
     if missing:
         what = f"It has no column {missing}; its columns are {', '.join(map(str, row)) or 'none'}."
         raise UnusableText(what, "objective.loss: dpo takes rows of chosen and rejected, and prompt if they lack it.")
-    prompt, answers = row.get("prompt"), (row["chosen"], row["rejected"])
-    texts = all(isinstance(answer, str) for answer in answers) and (prompt is None or isinstance(prompt, str))
-    pair = _pair_of_texts(prompt, *answers) if texts else _pair_of_messages(prompt, answers, _tools(row))
+    prompt, *answers = (_messages_or_text(row.get(column)) for column in ("prompt", "chosen", "rejected"))
+    texts = [each for each in (prompt, *answers) if isinstance(each, str)]
+    if len(texts) == 2 + (prompt is not None) and not _has_system(row):
+        pair = _pair_of_texts(texts[0] if prompt is not None else None, *texts[-2:])
+    else:
+        pair = _pair_of_messages(row, prompt, answers)
     if pair.chosen == pair.rejected:
         raise UnusableText("The chosen and the rejected answer are the same.", "Take the row away.")
     return pair
@@ -249,13 +339,13 @@ def _pair_of_texts(prompt: str | None, chosen: str, rejected: str) -> Pair:
     return Pair(*found)
 
 
-def _pair_of_messages(prompt: object, answers: Sequence[object], tools: tuple[Any, ...]) -> Pair:
+def _pair_of_messages(row: RowCells, prompt: object, answers: Sequence[object]) -> Pair:
     begin = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    before = [_message(message) for message in _mappings(begin or [], "The prompt")]
+    before = _messages(row, begin or [], "The prompt")
     sides = list[list[dict[str, Any]]]()
     for name, answer in zip(("chosen", "rejected"), answers, strict=True):
         given = [{"role": ANSWERS, "content": answer}] if isinstance(answer, str) else answer
-        sides.append([_message(message) for message in _listed(given, f"The {name} answer")])
+        sides.append([_message(row, message) for message in _listed(given, f"The {name} answer")])
         last = sides[-1][-1] if sides[-1] else {"content": ""}
         if not last.get("tool_calls"):
             _require(last["content"], f"The {name} answer")
@@ -268,7 +358,7 @@ def _pair_of_messages(prompt: object, answers: Sequence[object], tools: tuple[An
     if any(len(side) != shared + 1 or side[-1]["role"] != ANSWERS for side in sides):
         what = "The prompts of chosen and rejected differ, or more than one message of the assistant differs."
         raise UnusableText(what, "Give answers of one message after the same messages.")
-    chosen, rejected = (replace(_conversation([*before, *side], tools), last_only=True) for side in sides)
+    chosen, rejected = (_conversation(row, [*before, *side], last_only=True) for side in sides)
     return Pair(chosen, rejected)
 
 
@@ -277,8 +367,9 @@ MESSAGES_FIX = "Messages are mappings with role and content. Beside a list of th
 PROMPT_FIX = "Let both begin with the same prompt, or give it in the column prompt."
 
 
-def _conversation(messages: Sequence[Cells], tools: tuple[Any, ...] = ()) -> Conversation:
-    found = Conversation(tuple(map(_message, messages)), tools)
+def _conversation(row: RowCells, messages: Sequence[Mapping[str, Any]], last_only: bool = False) -> Conversation:
+    """The conversation of messages from ``_message``, with what the row says beside them: ``system`` and ``tools``."""
+    found = Conversation((*_system(row, messages), *messages), _tools(row), last_only)
     for number, message in enumerate(found.messages, 1):
         role = message["role"]
         if role not in KNOWN_ROLES:
@@ -288,45 +379,187 @@ def _conversation(messages: Sequence[Cells], tools: tuple[Any, ...] = ()) -> Con
             _require(message["content"], f"Message {number} ({role})")
     if not found.turns:
         fix = f"Give a message with the role {ANSWERS}, or take the row away."
+        if any(message["role"] == ANSWERS for message in found.messages):
+            what = "Keys such as weight exclude every answer that would be trained on, so there is nothing to learn."
+            raise UnusableText(what, "Take the row away.")
         raise UnusableText(f"No message has the role {ANSWERS}, so there is nothing to learn.", fix)
     return found
 
 
-def _tools(row: Cells) -> tuple[Any, ...]:
-    """Descriptions of functions."""
-    found = _value_of(row, "tools") or []
+def _has_system(row: RowCells) -> bool:
+    return any(row.unread(column) for column in SYSTEM)
+
+
+SYSTEM = ("system", "system_prompt")
+"""Columns with the system's message."""
+
+
+def _system(row: RowCells, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The system's message of the columns ``SYSTEM``; none if there is none, or the messages begin with one."""
+    found = {column: row[column] for column in SYSTEM if column in row and row.unread(column)}
+    first = messages[0] if messages else {"role": ""}
+    if first["role"] in ("system", "developer"):
+        for column, value in found.items():
+            if value != first["content"]:
+                row.remarks.add(f"The column {column} is not used where the messages begin with another system message")
+        return []
+    if len(found) == 2 and found["system"] != found["system_prompt"]:
+        row.remarks.add("The column system is used, and system_prompt, which says something else, is not")
+    return [_message(row, {"role": "system", "content": value}) for value in [*found.values()][:1]]
+
+
+def _tools(row: RowCells) -> tuple[Any, ...]:
+    """Descriptions of functions: the column tools, or functions, which OpenAI's older format has instead."""
+    return _functions(row, "tools") or tuple(
+        {"type": "function", "function": function} for function in _functions(row, "functions")
+    )
+
+
+def _functions(row: RowCells, column: str) -> tuple[Any, ...]:
+    found = _value_of(row, column)
+    if found in (None, "", {}):
+        return ()
     if not isinstance(found, list | tuple):
-        raise UnusableText("The column tools is no list.", "Give a list of functions, or its JSON.")
-    return tuple(found)
+        raise UnusableText(f"The column {column} is no list.", "Give a list of functions, or its JSON.")
+    return tuple(map(_tool, found))
 
 
-def _value_of(row: Cells, column: str) -> object:
+def _tool(given: Any) -> Any:
+    """A description of a function, whose parts may be JSON texts."""
+    tool = _object(given)
+    if not isinstance(tool, Mapping):
+        return tool
+    held = {key: _object(tool[key]) for key in ("function", "parameters") if isinstance(tool.get(key), str)}
+    if isinstance(inner := held.get("function", tool.get("function")), Mapping):
+        if isinstance(inner.get("parameters"), str):
+            held["function"] = {**inner, "parameters": _object(inner["parameters"])}
+    return {**tool, **held}
+
+
+def _object(value: Any) -> Any:
+    """The mapping that a JSON text holds; any other value is itself."""
+    if not isinstance(value, str) or not value.lstrip().startswith("{"):
+        return value
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    return found if isinstance(found, dict) else value
+
+
+def _messages_or_text(cell: object) -> object:
+    """A cell of prompts or answers. A table of texts, such as CSV, holds a list of messages as JSON."""
+    if not isinstance(cell, str) or not cell.lstrip().startswith("["):
+        return cell
+    try:
+        found = json.loads(cell)
+    except (ValueError, RecursionError):
+        return cell
+    of_messages = all(isinstance(each, dict) and {"role", "from"} & each.keys() for each in found)
+    return found if found and of_messages else cell
+
+
+def _value_of(row: RowCells, column: str) -> object:
     """The value of a cell that is no text; tables of texts, such as CSV, hold it as JSON. None: it is empty."""
     cell = row.get(column)
     if not isinstance(cell, str) or not cell.strip():
         return None if isinstance(cell, str) else cell
+    of = "messages (mappings with role and content)" if column in ("messages", "conversations") else "functions"
+    return _parsed(cell, f"The column {column}", f"Give a list of {of}, or its JSON.")
+
+
+def _parsed(text: str, what: str, fix: str) -> Any:
     try:
-        return json.loads(cell)
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
-        of = "functions" if column == "tools" else "messages (mappings with role and content)"
-        what = f"The column {column} is a text that is no JSON: {error}."
-        raise UnusableText(what, f"Give a list of {of}, or its JSON.") from error
+        raise UnusableText(f"{what} is a text that is no JSON: {error}.", fix) from error
 
 
-def _message(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A message without empty fields, which tables add, and with its parts of text joined."""
+def _messages(row: RowCells, values: object, what: str) -> list[dict[str, Any]]:
+    return [_message(row, message) for message in _mappings(values, what)]
+
+
+def _message(row: RowCells, given: Mapping[str, Any]) -> dict[str, Any]:
+    """A message without empty fields, which tables add, in the spelling of chat templates.
+
+    Keys that are not known here are kept: whether the chat template reads them is known where it is rendered.
+    """
     message = {str(key): value for key, value in given.items() if value is not None}
+    # names of ShareGPT, and of roles elsewhere
+    if "role" not in message and "from" in message:
+        sender = message.pop("from")
+        message["role"] = ROLES.get(sender.lower(), sender) if isinstance(sender, str) else sender
+        message.setdefault("content", message.pop("value", ""))
     if not isinstance(message.get("role"), str):
         raise UnusableText("A message has no role.", "Each message needs role and content.")
+    # the text
     content = message.get("content", "")
     if isinstance(content, list):
         if any(not isinstance(part, Mapping) or part.get("type") != "text" for part in content):
             raise UnusableText("A message holds more than text.", "Take the row away, or leave only its text.")
+        more = {str(key) for part in content for key in part if key not in ("type", "text") and says(part[key])}
+        row.remarks.update(f"The key {key:.60} of a part of a message's content is not read" for key in sorted(more))
         parts = ["" if part.get("text") is None else part["text"] for part in content]
         content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
     if not isinstance(content, str):
         raise UnusableText("A message holds something else than text.", "Give its content as text.")
-    return {**message, "content": content}
+    message["content"] = content
+    # calls of tools
+    if message["role"] in CALLS:
+        made = _parsed(content, f"The content of the role {message['role']}", "Give calls as JSON: name and arguments.")
+        message |= {"role": ANSWERS, "content": "", "tool_calls": _wrapped(made)}
+    elif message["role"] in RESULTS:
+        message["role"] = "tool"
+    if "function_call" in message and not message.get("tool_calls"):  # OpenAI's older format
+        message["tool_calls"] = _wrapped(message.pop("function_call"))
+    if "tool_calls" in message:
+        message["tool_calls"] = _calls(message["tool_calls"])
+    return _masked(row, message)
+
+
+def _wrapped(made: Any) -> list[Any]:
+    """Calls that are not in the format of tool_calls: a name and arguments each."""
+    return [call if "function" in call else {"type": "function", "function": call} for call in _calls(made)]
+
+
+def _calls(given: Any) -> list[Any]:
+    """Calls of tools as a list of mappings; the whole, each, and the function of each may be a JSON text."""
+    fix = "Give a list of calls, each with function: name and arguments."
+    if isinstance(given, str):
+        given = _parsed(given, "tool_calls of a message", fix) if given.strip() else []
+    calls = [given] if isinstance(given, Mapping) else [] if given is None else given
+    calls = [_object(call) for call in calls] if isinstance(calls, list | tuple) else [calls]
+    if not all(isinstance(call, Mapping) for call in calls):
+        raise UnusableText("tool_calls of a message is no list of calls.", fix)
+    return [{**call, "function": _object(call["function"])} if "function" in call else call for call in calls]
+
+
+def _masked(row: RowCells, message: dict[str, Any]) -> dict[str, Any]:
+    """The message without keys of ``MASKS``, and with ``TRAINED`` if they exclude it.
+
+    Raises:
+        UnusableText: such a key has another value than yes or no.
+    """
+    for key in ("mask", "masked", "train_detail", "training_detail"):
+        if (
+            key in message
+            and says(message[key])
+            and (isinstance(message[key], list) or _flag(message[key]) is not None)
+        ):
+            what = f"A message has the key {key}, which trainers understand differently, or as parts of a message."
+            raise UnusableText(what, "Give weight: 0 to a message that is not trained on, and leave this key out.")
+    said = {key: _flag(message[key]) for key in MASKS if key in message}
+    for key, flag in said.items():
+        if flag is None:
+            what = f"A message has {key} {message[key]!a:.40}; known are 0 (not trained on) and 1."
+            raise UnusableText(what, "Give 0, 1, true or false, or leave the key out.")
+        if flag and message["role"] != ANSWERS:
+            row.remarks.add(
+                f"The key {key} asks to train on a message of the role {message['role']:.30}; only messages of the "
+                "assistant are trained on"
+            )
+    kept = {key: value for key, value in message.items() if key not in said}
+    return kept if all(said.values()) else {**kept, TRAINED: False}
 
 
 def _listed(values: object, what: str) -> list[Cells]:
@@ -336,7 +569,7 @@ def _listed(values: object, what: str) -> list[Cells]:
 
 def _mappings(values: object, what: str) -> list[Cells]:
     if isinstance(values, Iterable) and not isinstance(values, str | Mapping):
-        found = list(values)
+        found = [_object(value) for value in values]
         if all(isinstance(value, Mapping) for value in found):
             return found
     if values is None:

@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lora_rocm.dataset import hf_datasets
 from lora_rocm.dataset.buckets import Geometry, choose_bucket
 from lora_rocm.dataset.caption_length import LOST_SHOWN
 from lora_rocm.dataset.captions import as_read, open_wildcard
@@ -433,6 +434,7 @@ def _scan_dataset(found: _Findings) -> None:
         given = replace(given, captions=tuple(more))
         sample = Sample(key, found.first, name, location, caption, *header.size, options.repeats, options, given)
         found.add(sample, header)
+    found.notices += hf_datasets.notices(options)
     if outside and os.path.exists(os.path.expanduser(options.dataset or "")):
         lie = "1 image lies" if len(outside) == 1 else f"{len(outside)} images lie"
         found.notices.append(f"{lie} outside the dataset's folder: {some(outside)}.")

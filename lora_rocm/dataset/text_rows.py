@@ -44,7 +44,7 @@ def rows_of(source: ResolvedSource) -> Iterator[Row]:
         )
     if reader is None or not os.path.isfile(path):
         for number, row in enumerate(opened(source.dataset, source.split)):
-            yield f"{source.split}:{number}", row, number
+            yield f"{source.split}:{number}", without_nulls(row), number
         return
     try:
         with path.open("rb") as file:
@@ -69,14 +69,28 @@ def row_at(source: ResolvedSource, position: int) -> Cells:
     assert source.dataset is not None
     path = table_path(source.dataset)
     if path.suffix.lower() not in READERS or os.path.isdir(path):
-        cells: Cells = opened(source.dataset, source.split)[position]
-        return cells
+        return without_nulls(opened(source.dataset, source.split)[position])
     if path.suffix.lower() == CSV:
         return csv_rows.row_at(path, position)
     with path.open("rb") as file:
         file.seek(position)
         found: Cells = json.loads(file.readline(MAX_ROW_BYTES + 1).decode("utf-8-sig"))
     return found
+
+
+def without_nulls(row: Mapping[str, Any]) -> Cells:
+    """A row of an Arrow table without the null keys of the mappings in its cells.
+
+    Arrow stores mappings of one column with the keys of all of them, and null where a mapping does not have a key. A
+    null that the user wrote looks the same. Null columns and null elements of lists stay.
+    """
+    return {column: _without_nulls(cell) for column, cell in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def unit_of_position(source: ResolvedSource) -> str:

@@ -13,6 +13,7 @@ from lora_rocm.dataset.hf_datasets import DatasetRow
 from lora_rocm.dataset.left_out import NUM_NAMED
 from lora_rocm.dataset.progress import QUIET_S, Progress, Report, ignore
 from lora_rocm.dataset.records import UnusableText, encodable, record_of, written
+from lora_rocm.dataset.row_cells import RowAccount, RowCells
 from lora_rocm.dataset.row_edge import SharedCause, row_edge
 from lora_rocm.dataset.row_reference import reference
 from lora_rocm.dataset.sample_table import Sample, Samples
@@ -184,7 +185,7 @@ def texts_of(
     for index, options in enumerate(sources):  # texts have no resolution, so each is one of the recipe's
         prefix = f"sources[{index}]/" if len(sources) > 1 else ""
         if options.path is None:
-            yield from _of_table(index, options, prefix, pairs)
+            yield from _of_table(index, options, prefix, notes, pairs)
         else:
             yield from _of_folder(index, options, prefix, notes, report)
 
@@ -208,24 +209,29 @@ def add_parts(samples: Samples, found: FoundText, parts: Parts, aside: Aside, pa
     return True
 
 
-def _of_table(index: int, options: ResolvedSource, prefix: str, pairs: bool) -> Iterator[FoundText | Problem]:
+def _of_table(
+    index: int, options: ResolvedSource, prefix: str, notes: Notes, pairs: bool
+) -> Iterator[FoundText | Problem]:
     assert options.dataset is not None, "a source has a path or a dataset"
-    name, number = Path(options.dataset).name, -1
+    name, number, account = Path(options.dataset).name, -1, RowAccount()
     for number, (where, row, at) in enumerate(rows_of(options)):
         try:
             if isinstance(row, UnusableText):
                 raise row
             with row_edge("The row cannot be read", ROW_FIX):
-                text = encodable(written(record_of(row, pairs)))
+                cells = RowCells(row)
+                text = encodable(written(record_of(cells, pairs)))
         except UnusableText as error:
             yield Problem(_row(options.dataset, where), error.what, error.fix)
             continue
+        account.add(cells)
         place = DatasetRow(options.dataset, options.split, "", number)
         sample = Sample(prefix + where, index, name, place, text, 0, 0, options.repeats, options)
         yield FoundText(sample, _row(options.dataset, where), at)
     if number < 0:
         what, fix = "This table has no rows.", "Give a table with a row for each text, or remove it."
         raise DataError("dataset-empty", what, where=shown(options.dataset), fix=fix)
+    notes.notices += account.notices(shown(options.dataset))
 
 
 def _row(dataset: str, where: str) -> str:

@@ -235,8 +235,8 @@ def _in_rows(
     for sample in islice(stored, num_training, None):
         rows.append(sample)
     texts, into = count_text(num_training, "text"), count_text(count, "row")
-    said = f"Packed {texts} into {into} of at most {recipe.data.max_length} tokens."
-    return Usable.unfilled(rows, bytearray(NO_CUT * len(rows)), ()), count, [said]
+    said = [f"Packed {texts} into {into} of at most {recipe.data.max_length} tokens."] if count else []
+    return Usable.unfilled(rows, bytearray(NO_CUT * len(rows)), ()), count, said
 
 
 def _count_tokens(caches: Caches, texts: _Texts) -> None:
@@ -405,7 +405,9 @@ def _say_cut(limits: Sequence[TokenLimit], texts: _Texts) -> tuple[str, ...]:
 
 
 def _say_held_out(training: int, held: int, share: float) -> tuple[str, ...]:
-    return (f"Validation loss: {count_text(held, 'sample')} of {training + held} held out.",) if share else ()
+    if share in (0.0, 1.0):  # 1: samples that are only watched
+        return ()
+    return (f"Validation loss: {count_text(held, 'sample')} of {training + held} held out.",)
 
 
 def _prompts(recipe: Recipe) -> tuple[str, ...]:

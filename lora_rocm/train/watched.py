@@ -33,6 +33,8 @@ def prepare_watched(recipe: Recipe, encoding: Encoding) -> Watched | None:
     prepared = prepare(watching, family, replace(encoding, more=()))
     samples = count_text(len(prepared.held_out), "sample")
     context.notice(f"The loss of data.watched is watched: {samples}, not trained on.")
+    for notice in prepared.notices:
+        context.notice(f"data.watched: {notice}")
     for problem in prepared.set_aside:
         context.notice(f"data.watched, set aside: {problem.where}: {problem.what} {problem.fix}".rstrip())
     runtime = recipe.runtime.model_copy(update={"workers": 0})

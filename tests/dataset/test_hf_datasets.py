@@ -244,6 +244,15 @@ def test_a_place_that_may_not_be_read_is_outside(
         image_in(row)
 
 
+def test_columns_that_nothing_reads_are_named(tmp_path: Path, content: bytes) -> None:
+    file = write(tmp_path / "x.parquet", image=[content], text=["a"], w=[2.0], artist=["b"], __key__=["c"])
+    (said,) = rows.notices(source(file, loss_weight_column="w"))
+    assert str(file) in said and said.endswith(": artist.")
+    notices = scan(DataSection(sources=(DataSource(dataset=str(file)),))).notices
+    assert [notice for notice in notices if notice.endswith(": w, artist.")]
+    assert not rows.notices(source(write(tmp_path / "y.parquet", image=[content], text=["a"]))), "the control"
+
+
 def test_columns_of_captions_weights_and_crops(tmp_path: Path, content: bytes) -> None:
     captions, weights = [["a", None, "b"], [], None, ["c"]], [0.5, None, 2.0, -1.0]
     crops = [[0, 0, 4, 4], None, [1, 2, 3], None]

@@ -44,6 +44,7 @@ def test_a_folder_with_metadata(tmp_path: Path, make: SimpleNamespace) -> None:
         "sub/1 ü.png": "one",
     }
     assert found.notices == (
+        "Columns of metadata that nothing reads: more (1 row).",
         "1 image has a caption file and a row of metadata: the caption file counts (3.png).",
         '1 image has no caption; used instead: 4.png "4".',
     )
@@ -169,11 +170,24 @@ def test_kohya_s_file_gives_captions_and_tags(tmp_path: Path) -> None:
     found = Metadata("text", Names(images.items()))
     found.read_json(file, tmp_path)
     assert [found.caption(position) for position in range(5)] == ["a cat, red, big", "green", "a dog", None, None]
-    assert list(found.unknown) == ["f"]
+    assert list(found.unknown) == ["f"] and "train_resolution (1 row)" in found.notices()[-1]
     assert list(found.bad) == [
         "meta_lat.json, e: its caption is no text",
         "meta_lat.json, ../a: file_name leads out of the folder: ../a",
     ]
+
+
+def test_columns_and_keys_that_nothing_reads_are_named(tmp_path: Path, make: SimpleNamespace) -> None:
+    make.image(tmp_path / "a.png")
+    rows(tmp_path / "metadata.jsonl", {"file_name": "a.png", "text": "a", "w": 2.0, "note": "b", "empty": None})
+    (said,) = scan(make.data(path=str(tmp_path))).notices
+    assert "note (1 row)" in said and "w (1 row)" in said and "empty" not in said
+    read = scan(make.data(sources=[{"path": str(tmp_path), "loss_weight_column": "w"}]))
+    assert "note" in read.notices[0] and "w (" not in read.notices[0], "the control: this column is read"
+    file, both = tmp_path / "meta.json", Metadata("text", {"a.png": 0})
+    file.write_text(json.dumps({"a": {"caption": "a", "captions": ["b"], "tags": "c"}}), encoding="utf-8")
+    both.read_json(file, tmp_path)
+    assert both.caption(0) == ("b, c",) and "caption (1 row)" in both.notices()[0] and "tags" not in both.notices()[0]
 
 
 def test_a_recipe_names_kohya_s_file(tmp_path: Path, make: SimpleNamespace) -> None:

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lora_rocm.dataset.records import MARK, Completion, Conversation, Pair, UnusableText, read, record_of, written
+from lora_rocm.dataset.row_cells import MAX_NAMED, RowAccount, RowCells
 from lora_rocm.dataset.text_rows import rows_of
 from lora_rocm.dataset.text_scan import scan_texts
 from lora_rocm.errors import DataError
@@ -82,7 +84,9 @@ def test_a_plain_text_stays_itself_even_if_it_looks_like_a_record() -> None:
         ({"messages": [{**ASK, "content": [{"type": "text"}]}, ANSWER]}, r"Message 1 \(user\) is empty"),
         ({"messages": [{"role": "user"}, ANSWER]}, r"Message 1 \(user\) is empty"),
         ({"messages": [{**ASK, "role": "usr"}, ANSWER]}, "Message 1 has the role 'usr'"),
-        ({"conversations": [{"from": "observation", "value": "a"}, {"from": "gpt", "value": "b"}]}, "Message 1 has"),
+        ({"messages": [ASK, {**ANSWER, "tool_calls": 3}]}, "tool_calls of a message is no list"),
+        ({"messages": [ASK, {**ANSWER, "tool_calls": "w"}]}, "tool_calls of a message is a text that is no JSON"),
+        ({"messages": [ASK, ANSWER], "functions": 3}, "The column functions is no list"),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "a pair of answers"),
         ({"conversations": [{"from": ["human"], "value": "a"}]}, "has no role"),
         ({"instruction": ["a"], "output": "b"}, "The instruction is no text"),
@@ -91,6 +95,78 @@ def test_a_plain_text_stays_itself_even_if_it_looks_like_a_record() -> None:
 def test_what_cannot_be_learned_from_is_named(row: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnusableText, match=reason):
         record_of(row)
+
+
+KEPT_BACK: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": "a", "completion": "b", "label": False}, "label"),
+    ({"prompt": [ASK], "completion": [ANSWER], "label": True}, "label"),
+    ({"prompt": "a", "completion": "b", "label": "False"}, "label"),
+    ({"prompt": "a", "completion": "b", "label": 1}, "label"),
+    ({"messages": [ASK, ANSWER], "label": True}, "label"),
+    ({"conversations": [ASK, ANSWER], "kto_tag": False}, "kto_tag"),
+    ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "history"),
+    ({"instruction": "a", "output": "b", "history": '[["c", "d"]]'}, "history"),
+    ({"instruction": "a", "output": "b", "reasoning_content": "c"}, "reasoning_content"),
+    ({"messages": [ASK, ANSWER], "chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs"),
+    ({"conversations": [ASK, ANSWER], "image": "a.jpg"}, "image"),
+    ({"messages": [ASK, ANSWER], "weight": 0}, "weight"),
+    ({"text": "a", "train": False}, "train"),
+]
+
+
+@pytest.mark.parametrize(("row", "column"), KEPT_BACK)
+def test_a_column_that_changes_what_a_row_means_and_is_not_read_is_refused(row: dict[str, Any], column: str) -> None:
+    with pytest.raises(UnusableText) as caught:
+        record_of(row)
+    assert column in caught.value.what
+    for empty in (None, "", []):
+        record_of({**row, column: empty})
+    assert record_of({"text": "a", "history": "b", "image": "c", "label": False}) == "a", "a text is whole without them"
+    assert record_of({"messages": [ASK, ANSWER], "label": 3}) == CHAT
+
+
+BE_SHORT = {"role": "system", "content": "Be short."}
+
+
+@pytest.mark.parametrize("column", ["system", "system_prompt"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [ASK, ANSWER]},
+        {"messages": json.dumps([ASK, ANSWER])},
+        {"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]},
+        {"prompt": [ASK], "completion": [ANSWER]},
+        {"prompt": "2+2?", "completion": "4"},
+        {"prompt": json.dumps([ASK]), "completion": json.dumps([ANSWER])},
+        {"instruction": "2+2?", "output": "4"},
+    ],
+)
+def test_the_systems_message_may_be_a_column_of_every_conversation(row: dict[str, Any], column: str) -> None:
+    found = record_of({**row, column: "Be short."})
+    assert isinstance(found, Conversation) and found.messages == (BE_SHORT, ASK, ANSWER)
+    assert record_of({**row, column: ""}) == record_of(row)
+
+
+def test_the_systems_message_may_be_a_column_of_pairs() -> None:
+    for row in ({"prompt": "2+2?", "chosen": "yes", "rejected": "no"}, {"chosen": [ASK, YES], "rejected": [ASK, NO]}):
+        pair = record_of({**row, "system": "Be short."}, pairs=True)
+        assert isinstance(pair, Pair) and isinstance(pair.chosen, Conversation)
+        assert pair.chosen.messages == (BE_SHORT, ASK, YES)
+
+
+def test_two_systems_messages_are_said() -> None:
+    def said(**columns: Any) -> tuple[Any, list[str]]:
+        row, account = RowCells(columns), RowAccount()
+        found = record_of(row)
+        account.add(row)
+        return found, account.notices("t.jsonl")
+
+    first = Conversation((BE_SHORT, ASK, ANSWER))
+    found, notices = said(messages=[BE_SHORT, ASK, ANSWER], system="Be long.")
+    assert found == first and "column system " in notices[0] and len(notices) == 1
+    assert said(messages=[BE_SHORT, ASK, ANSWER], system="Be short.") == (first, []), "the control: it says the same"
+    found, notices = said(messages=[ASK, ANSWER], system="Be short.", system_prompt="Be long.")
+    assert found == first and "system_prompt" in notices[0]
 
 
 YES, NO = ({"role": "assistant", "content": text} for text in ("yes", "no"))
@@ -275,3 +351,33 @@ def test_a_lone_surrogate_is_set_aside_with_its_place(tmp_path: Path) -> None:
     found = scan_texts(DataSection(sources=(DataSource(dataset=str(table)),)))
     assert len(found.samples) == 1 and [problem.where for problem in found.set_aside] == [f"{table}:1"]
     assert "a lone surrogate (\\ud83d)" in found.set_aside[0].what
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
+def test_columns_that_nothing_reads_are_named_with_their_rows(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"t{suffix}"
+    rows = [{"instruction": "a", "output": "b", "input": "", "source": "x", "note": note} for note in ("n", "", "")]
+    if suffix == ".parquet":
+        Dataset.from_list(rows).to_parquet(str(path))
+    elif suffix == ".csv":
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        lines = map(json.dumps, rows)
+        path.write_text(f"[{','.join(lines)}]" if suffix == ".json" else "\n".join(lines), encoding="utf-8")
+    (notice,) = scan_texts(DataSection(sources=(DataSource(dataset=str(path)),))).notices
+    assert "source (3 rows)" in notice and "note (1 row)" in notice and str(path) in notice
+    assert not any(read in notice for read in ("instruction", "output", "input"))
+
+
+def test_the_account_of_columns_is_bounded() -> None:
+    account = RowAccount()
+    for number in range(5000):
+        row = RowCells({"text": "a", f"c{number}\n\ud800": 1})
+        record_of(row)
+        account.add(row)
+    (notice,) = account.notices("t.jsonl")
+    assert len(account.columns.of_name) == 1000 and notice.count("(1 row)") == MAX_NAMED and "\n" not in notice
+    notice.encode("utf-8")

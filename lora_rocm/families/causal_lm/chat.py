@@ -32,6 +32,7 @@ from lora_rocm.dataset.row_edge import SharedCause, row_edge
 from lora_rocm.errors import DataError
 from lora_rocm.families.causal_lm.chat_template import ChatTemplate
 from lora_rocm.families.causal_lm.conversation import NUM_WHOLE, Chat, Layout, nearby
+from lora_rocm.families.causal_lm.message_keys import MessageKeys, with_arguments
 from lora_rocm.families.causal_lm.special_tokens import Span, SpecialTokens
 from lora_rocm.families.causal_lm.template_limits import OverLimit
 
@@ -77,6 +78,7 @@ class ChatTokenizer:
         self._template, self._pairs = ChatTemplate(tokenizer, name), pairs
         self._num_rows = self._num_over_limit = 0
         self._num_cut = self._num_joined = self._num_behind = self._num_whole = 0
+        self._keys = MessageKeys(lambda record: self._rendered(self._with_arguments(record)))
 
     @property
     def notices(self) -> Sequence[str]:
@@ -100,7 +102,7 @@ class ChatTokenizer:
                 f"{have} prompt and answer as plain texts: the tokenizer's chat template is not used for them. To "
                 f"train on answers in a chat, give {columns} as lists of messages."
             )
-        return tuple(found)
+        return (*found, *self._keys.notices)
 
     def parts(self, text: str) -> Sequence[str | None]:
         """As ``TextReader.parts``: a conversation whose turns are written otherwise once more follow is cut at each."""
@@ -116,6 +118,9 @@ class ChatTokenizer:
         for each in of_it:
             self._require_calls(each)
         cut = self._pair(record) if self._pairs else self._cut(record)
+        if self._keys.of(record):
+            samples = of_it if self._pairs else [read(each) for each in cut if each is not None]
+            self._keys.account([each for each in samples if isinstance(each, Conversation)])
         self._num_joined += isinstance(of_it[0], Completion) and self.tokenizer.chat_template is not None
         return cut
 
@@ -170,6 +175,7 @@ class ChatTokenizer:
         """Raise UnusableText if the chat template leaves out a call of a tool."""
         if not isinstance(record, Conversation):
             return
+        record = self._with_arguments(record)
         turns = record.turns
         for at, message in enumerate(record.messages):
             if not message.get("tool_calls"):
@@ -310,19 +316,37 @@ class ChatTokenizer:
         return {self.tokenizer.eos_token_id, *self.end_ids}
 
     def _chat(self, record: Conversation) -> Chat:
-        return Chat(record, self._template, self._special)
+        return Chat(self._with_arguments(record), self._template, self._special)
+
+    def _with_arguments(self, record: Conversation) -> Conversation:
+        return with_arguments(record, self._rendered)
+
+    def _rendered(self, record: Conversation) -> str:
+        return self._template.text(record.messages, record.tools)
 
     def _of_layout(self, chat: Chat, layout: Layout) -> Tokens:
+        excluded = chat.excluded(layout.text) if self.train_on == "all" else []
         ids, ends = self._encoded(layout.text, chat.letter)
-        return self._marked_off(ids, ends, layout.spans, is_text=False)
+        return self._marked_off(ids, ends, layout.spans, is_text=False, excluded=excluded)
 
-    def _marked_off(self, ids: Sequence[int], ends: Sequence[int], spans: Sequence[Span], is_text: bool) -> Tokens:
-        """Tokens with those that are trained on, cut to the longest length. ``spans``: one behind the other."""
+    def _marked_off(
+        self,
+        ids: Sequence[int],
+        ends: Sequence[int],
+        spans: Sequence[Span],
+        is_text: bool,
+        excluded: Sequence[Span] = (),
+    ) -> Tokens:
+        """Tokens with those that are trained on, cut to the longest length.
+
+        spans: what is trained on, one behind the other. excluded: never trained on.
+        """
         starts = [start for start, _ in spans]
         trained = []
         for end in ends[: self.max_length]:
             number = bisect_left(starts, end) - 1  # of the last span that begins before
-            trained.append(self.train_on == "all" or (number >= 0 and end <= spans[number][1]))
+            is_trained = self.train_on == "all" or (number >= 0 and end <= spans[number][1])
+            trained.append(is_trained and not any(start < end <= stop for start, stop in excluded))
         if is_text and len(trained) == len(ids):
             trained[-1:] = [True][: len(ids)]
         return Tokens(tuple(ids[: self.max_length]), tuple([False, *trained[1:]][: len(trained)]), len(ids))

@@ -91,6 +91,8 @@ class Chat:
         Raises:
             UnusableText: the template fails, or its answers cannot be told apart.
         """
+        if not self._turns:
+            raise UnusableText("Its last answer is excluded by a key such as weight.", "Take the row away.")
         until = self._turns[-1] + 1 if self.record.last_only else len(self._marked.messages)
         self._whole = text = self._whole_text(until)
         found = list[_Place]()
@@ -106,6 +108,26 @@ class Chat:
                     return None
             found.append(place)
         return Layout(text, [(place.begin, place.trained_end) for place in found])
+
+    def excluded(self, text: str) -> list[Span]:
+        """Where the text of ``layout`` holds the messages that the row excludes from training, with their headers.
+
+        Raises:
+            UnusableText: the template rewrites one later, so its place is not known.
+        """
+        found, messages = list[Span](), self._marked.messages
+        for at in (at for at in self.record.masked if at < len(messages)):
+            begin = self._text(messages[:at]) if at else ""
+            end = self._text(messages[: at + 1])
+            if text.startswith(end) and end.startswith(begin):
+                found.append((len(begin) if at else -1, len(end)))
+            elif len(begin) < len(text):
+                raise UnusableText(
+                    f"A key such as weight excludes message {at + 1}, and the chat template rewrites it later, so its "
+                    "place is not known.",
+                    "Set objective.train_on: answers, or take the row away.",
+                )
+        return found
 
     def _turn(self, turn: int, until: int) -> tuple[str, str]:
         """The text before an answer, as the model is asked for it, and with that answer."""

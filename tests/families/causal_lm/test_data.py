@@ -19,6 +19,7 @@ from lora_rocm.dataset.batch_sampler import BatchPlan
 from lora_rocm.dataset.records import read
 from lora_rocm.dataset.row_reference import separated
 from lora_rocm.dataset.text_scan import count_texts, find_samples
+from lora_rocm.errors import DataError
 from lora_rocm.families.base import family_for
 from lora_rocm.families.causal_lm.chat import ChatTokenizer
 from lora_rocm.families.causal_lm.objective import IGNORED
@@ -193,3 +194,38 @@ def test_what_is_trained_on_decides_the_entries(tmp_path: Path) -> None:
         prints |= {encoder.fingerprint for encoder in family_for(asked).encoders()}
         found[train_on] = sum(item.share for item in prepared(asked).items)
     assert len(prints) == 3 and 0 < found["last-turn"] < found["answers"] < found["all"]
+
+
+def test_check_and_a_run_name_what_a_table_says_and_nothing_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watched = tmp_path / "w.jsonl"
+    recipe = recipe_of(tmp_path, watched={"dataset": str(watched)})
+    recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"validation_every_n_steps": 1})})
+    watched.write_text('{"text": "a", "topic": "b"}\n', encoding="utf-8")
+    turns = [{"role": "user", "content": "a", "name": "Ann"}, {"role": "assistant", "content": "b"}]
+    rows = [{"messages": turns, "source": "x"}, {"messages": turns, "history": [["c", "d"]]}]
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    checked(recipe, tmp_path, monkeypatch)
+    said = capsys.readouterr().out
+    assert (
+        "c.jsonl that nothing reads: source (1 row)." in said and "w.jsonl that nothing reads: topic (1 row)." in said
+    )
+    assert "name (1 row)" in said and f"  set aside: {tmp_path / 'c.jsonl'}:2: Its column history" in said
+    found = prepared(recipe)
+    assert (
+        len(found.notices) == 2 and "source (1 row)" in found.notices[0] and "name (1 row)" in " ".join(found.notices)
+    )
+    write_chats(tmp_path / "c.jsonl", CHAT_OF_ONE)
+    watched.write_text('{"text": "a"}\n', encoding="utf-8")
+    checked(recipe, tmp_path, monkeypatch)
+    assert "nothing" not in capsys.readouterr().out and not prepared(recipe).notices, "the control"
+
+
+def test_a_table_for_learning_from_bad_answers_is_no_table_of_texts(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path)
+    rows = [{"prompt": "a", "completion": "b", "label": number % 2 == 0} for number in range(4)]
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    with pytest.raises(DataError) as caught:
+        count_texts(recipe)
+    assert caught.value.code == "no-usable-texts" and "label" in (caught.value.where or "")

@@ -1,0 +1,118 @@
+"""The cells of a row of a table of texts, and the account of what no reader took from them.
+
+Every reader of a row gets ``RowCells``, so a column that no reader asks for is known without a list of columns.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lora_rocm.foundation.terminal_text import legible
+from lora_rocm.foundation.units import count_text
+
+MAX_COUNTED, MAX_NAMED, MAX_LETTERS = 1000, 50, 60
+"""Columns that are counted apart, columns that a notice names, and letters of a column's name in it."""
+EMPTY_JSON = ("", "[]", "{}", "null")
+
+
+def says(value: object) -> bool:
+    """Whether a cell or a value of a message says something: an empty text, list or mapping does not."""
+    if isinstance(value, str):
+        return value.strip() not in EMPTY_JSON
+    return value is not None and not (isinstance(value, list | tuple | Mapping) and not value)
+
+
+class RowCells(Mapping[str, Any]):
+    """The cells of a row by column. Notes which of them are read.
+
+    Attributes:
+        remarks: sentences about the row, without the full stop; ``RowAccount`` counts rows with the same sentence.
+    """
+
+    def __init__(self, cells: Mapping[str, Any]) -> None:
+        self._cells, self._read, self.remarks = cells, set[str](), set[str]()
+
+    def __getitem__(self, column: str) -> Any:
+        self._read.add(column)
+        return self._cells[column]
+
+    def __contains__(self, column: object) -> bool:
+        return column in self._cells
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._cells)
+
+    def __len__(self) -> int:
+        return len(self._cells)
+
+    def unread(self, column: str) -> Any:
+        """A cell, or None, without noting that it was read."""
+        return self._cells.get(column)
+
+    @property
+    def filled(self) -> frozenset[str]:
+        """Columns with a cell that is not null."""
+        return frozenset(column for column, cell in self._cells.items() if cell is not None)
+
+    @property
+    def left(self) -> list[str]:
+        """Columns that say something and were not read."""
+        return [str(column) for column, cell in self._cells.items() if column not in self._read and says(cell)]
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names of columns as a part of a sentence."""
+    return _joined([_short(name) for name in names[:MAX_NAMED]], max(len(names) - MAX_NAMED, 0), "")
+
+
+def _joined(names: Sequence[str], num_more: int, more: str) -> str:
+    return ", ".join([*names, *([f"and {num_more}{more} others"] if num_more or more else [])])
+
+
+def _short(name: str) -> str:
+    return legible(name)[:MAX_LETTERS] or "one without a name"
+
+
+@dataclass
+class NameCount:
+    """How many rows have a name (of a column, or of a key) that nothing reads."""
+
+    of_name: Counter[str] = field(default_factory=Counter)
+    num_more: int = 0
+
+    def add(self, name: str) -> None:
+        """Count a row. Names beyond ``MAX_COUNTED`` are counted together."""
+        if name in self.of_name or len(self.of_name) < MAX_COUNTED:
+            self.of_name[name] += 1
+        else:
+            self.num_more += 1
+
+    def listed(self, noun: str = "row") -> str:
+        """The names, each with its count, as a part of a sentence; "" if there are none."""
+        found = self.of_name.most_common()
+        names = [f"{_short(name)} ({count_text(count, noun)})" for name, count in found[:MAX_NAMED]]
+        return _joined(names, len(found) - len(names), " or more" if self.num_more else "")
+
+
+@dataclass
+class RowAccount:
+    """What the rows of one source say that no reader took."""
+
+    columns: NameCount = field(default_factory=NameCount)
+    remarks: Counter[str] = field(default_factory=Counter)
+
+    def add(self, row: RowCells) -> None:
+        """Add a row that was read."""
+        for column in row.left:
+            self.columns.add(column)
+        self.remarks.update(row.remarks)
+
+    def notices(self, source: str) -> list[str]:
+        """Notices about a source, which is given as people know it."""
+        found = [f"{remark} ({count_text(count, 'row')} of {source})." for remark, count in self.remarks.most_common()]
+        if names := self.columns.listed():
+            found.append(f"Columns of {source} that nothing reads: {names}.")
+        return found

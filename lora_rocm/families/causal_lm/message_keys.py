@@ -1,0 +1,174 @@
+"""What the messages of a conversation hold beside role and content: whether the chat template writes it, and how.
+
+A chat template reads the keys that it knows: rendering a conversation with and without a key shows whether it does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from lora_rocm.dataset.records import TRAINED, Conversation, Pair, Record, UnusableText
+from lora_rocm.dataset.row_cells import NameCount, says
+from lora_rocm.foundation.units import count_text
+
+OWN = ("role", "content", "tool_calls", TRAINED)  # ChatTokenizer itself refuses calls that are not written
+THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thoughts", "thought")
+"""Keys of an answer with the thoughts before it, in the formats of several models."""
+PROBE = {"lora_rocm": "a"}
+Render = Callable[[Conversation], str]
+
+
+class MessageKeys:
+    """Counts the keys of messages, and the descriptions of tools, that the chat template does not write.
+
+    Args:
+        render: writes a conversation by the chat template; raises UnusableText if the template refuses it.
+    """
+
+    def __init__(self, render: Render) -> None:
+        self._render, self._silent, self._num_silent_tools = render, NameCount(), 0
+
+    @property
+    def notices(self) -> list[str]:
+        found = list[str]()
+        if names := self._silent.listed():
+            found.append(f"Keys of messages that change nothing in what the chat template writes: {names}.")
+        if self._num_silent_tools:
+            rows = count_text(self._num_silent_tools, "row")
+            found.append(
+                f"The chat template does not write the descriptions of functions (tools, functions) of {rows}."
+            )
+        return found
+
+    @staticmethod
+    def of(record: Record) -> bool:
+        """Whether a record has tools, or keys of messages, to account for."""
+        sides = (record.chosen, record.rejected) if isinstance(record, Pair) else (record,)
+        chats = [side for side in sides if isinstance(side, Conversation)]
+        return any(chat.tools or any(key not in OWN for each in chat.messages for key in each) for chat in chats)
+
+    def account(self, samples: Sequence[Conversation]) -> None:
+        """Count the keys of a row, which is cut into these samples.
+
+        Raises:
+            UnusableText: the template does not write the thoughts of an answer that is trained on.
+        """
+        held = dict[tuple[str, str], None]()
+        for sample in samples:
+            for message in sample.messages:
+                held |= {
+                    (message["role"], key): None for key, value in message.items() if key not in OWN and says(value)
+                }
+            for turn in sample.turns:
+                self._require_thoughts(sample, turn)
+        silent = [
+            key
+            for role, key in held
+            if not any(
+                self._writes(each, key, [at for at, one in enumerate(each.messages) if one["role"] == role])
+                for each in samples
+            )
+        ]
+        for key in dict.fromkeys(silent):
+            self._silent.add(key)
+        described = [sample for sample in samples if sample.tools]
+        if described and not any(self._differs(each, replace(each, tools=())) for each in described):
+            self._num_silent_tools += 1
+
+    def _require_thoughts(self, sample: Conversation, turn: int) -> None:
+        for key in THOUGHTS:
+            if says(sample.messages[turn].get(key)) and not self._writes(sample, key, [turn]):
+                raise UnusableText(
+                    f"Message {turn + 1} has {key}, and the chat template does not write it: the model would learn to "
+                    "answer without these thoughts.",
+                    "Give a tokenizer whose chat template knows the key (model.tokenizer), or take it out of the row.",
+                )
+
+    def _writes(self, sample: Conversation, key: str, places: Iterable[int]) -> bool:
+        """Whether a sample is written otherwise without a key in the messages at some places."""
+        messages = list(sample.messages)
+        for at in places:
+            messages[at] = {name: value for name, value in messages[at].items() if name != key}
+        return self._differs(sample, replace(sample, messages=tuple(messages)))
+
+    def _differs(self, sample: Conversation, without: Conversation) -> bool:
+        text = self._render(sample)
+        try:
+            return text != self._render(without)
+        except UnusableText:  # the template wants what is left out
+            return True
+
+
+def with_arguments(sample: Conversation, render: Render) -> Conversation:
+    """A conversation whose calls have their arguments as the chat template takes them: as mappings, or as JSON texts.
+
+    OpenAI's format has JSON texts. Most templates write mappings as JSON, and would write a text with quotes around it.
+    A template that writes a text as it is gets the text.
+    """
+    found = [_arguments(call) for message in sample.messages for call in _calls(message)]
+    has_texts, has_mappings = any(_decoded(each) is not None for each in found), any(map(_is_mapping, found))
+    if not has_texts and not has_mappings:
+        return sample
+    probe = json.dumps(PROBE)
+    takes_texts = probe in (_tried(_replaced(sample, lambda _: probe), render) or "")
+    if has_texts and not takes_texts:
+        decoded = _replaced(sample, lambda given: given if _is_mapping(given) else _decoded(given))
+        return sample if _tried(decoded, render) is None else decoded
+    if has_mappings and takes_texts:
+        written = _tried(_replaced(sample, lambda _: PROBE), render)
+        if written is None or str(PROBE) in written:  # refused, or written as Python writes it
+            return _replaced(
+                sample, lambda given: json.dumps(given, ensure_ascii=False) if _is_mapping(given) else given
+            )
+    return sample
+
+
+def _replaced(sample: Conversation, change: Callable[[Any], Any]) -> Conversation:
+    """A conversation with other arguments in the calls that have a mapping, or its JSON."""
+
+    def call_of(call: Any) -> Any:
+        given = _arguments(call)
+        if not _is_mapping(given) and _decoded(given) is None:
+            return call
+        inner = call.get("function")
+        changed = {"arguments": change(given)}
+        return {**call, "function": {**inner, **changed}} if isinstance(inner, Mapping) else {**call, **changed}
+
+    messages = (
+        {**message, "tool_calls": [call_of(call) for call in calls]} if (calls := _calls(message)) else message
+        for message in sample.messages
+    )
+    return replace(sample, messages=tuple(messages))
+
+
+def _calls(message: Mapping[str, Any]) -> Sequence[Any]:
+    calls = message.get("tool_calls")
+    return calls if isinstance(calls, list) else ()
+
+
+def _arguments(call: Any) -> Any:
+    inner = call.get("function", call) if isinstance(call, Mapping) else None
+    return inner.get("arguments") if isinstance(inner, Mapping) else None
+
+
+def _is_mapping(given: object) -> bool:
+    return isinstance(given, Mapping)
+
+
+def _decoded(given: object) -> dict[str, Any] | None:
+    """The mapping that a JSON text holds, with keys in the order of records; None: it is no such text."""
+    try:
+        found = json.loads(given) if isinstance(given, str) else None
+    except (ValueError, RecursionError):
+        return None
+    return json.loads(json.dumps(found, sort_keys=True)) if isinstance(found, dict) else None
+
+
+def _tried(sample: Conversation, render: Render) -> str | None:
+    try:
+        return render(sample)
+    except UnusableText:
+        return None
