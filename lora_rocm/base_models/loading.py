@@ -1,12 +1,10 @@
 """Finds and reads base weights: a folder, a one-file checkpoint, the hub, or the package.
 
-Only safetensors weights are read. Configs and headers are read first, so a model of another family, or one that lacks
-tensors, is refused before its gigabytes are read. Files are read normally, never mapped: a mapped file cannot be
-replaced on Windows, and host-to-device copies from mapped memory stall on some ROCm kernels.
+Only safetensors weights are read. Configs and headers come first, so a model of another family, or one that lacks
+tensors, is refused before its gigabytes are read. Files are never mapped (see ``train.checkpoint.tensors``).
 
-A component's identity covers every byte of its weights. For a component that is loaded, it is computed while loading.
-If all cache entries of an encoder may exist already, its files are read for the identity alone; the digest is cached by
-the versions of the files.
+A component's identity covers every byte of its weights, and is computed while loading. If all cache entries of an
+encoder may exist, its files are read for the identity alone; the digest is cached by the versions of the files.
 """
 
 from __future__ import annotations
@@ -569,12 +567,9 @@ def _refuse_other_files(path: Path, key: str) -> None:
 
 def _refuse_pickle(path: Path) -> None:
     if path.suffix.lower() in PICKLE_SUFFIXES:
-        raise ModelError(
-            "pickle-refused",
-            "This is a pickle file: loading one can run any program hidden in it, so only .safetensors is read.",
-            where=str(path),
-            fix="Use the .safetensors edition of the model, which nearly every publisher offers.",
-        )
+        what = "This is a pickle file: loading one can run any program hidden in it, so only .safetensors is read."
+        fix = "Use the .safetensors edition of the model, which nearly every publisher offers."
+        raise ModelError("pickle-refused", what, where=str(path), fix=fix)
 
 
 def _headers(folder: Path) -> list[Header]:
@@ -595,7 +590,7 @@ def _unfit(source: Source, name: str, error: object) -> ModelError:
     reason = str(error)
     if not isinstance(error, UnfitError):
         first_line = next(iter(reason.strip().splitlines()), type(error).__name__)
-        reason = " ".join(first_line.partition(". ")[0].split()).rstrip(".")  # the rest is advice to programmers
+        reason = " ".join(first_line.partition(". ")[0].split()).rstrip(".")  # the rest is for programmers
     where, what, fix = source.place(name), f"The weights of {name} do not fit its config: {reason}.", DOWNLOAD_AGAIN
     if where.startswith(f"model.{name}:"):
         found = model_of({key: each.shape for key, each in source.tensors(name).entries.items()})

@@ -30,8 +30,9 @@ class SharedCause(UnusableText):
 
 
 def is_of_a_row(error: BaseException) -> bool:
-    """Whether an exception may be blamed on a row: any ``Exception``, and a panic of the tokenizers library, which is
-    none. Errors of this program, Ctrl-C and the like go on.
+    """Whether an exception may be blamed on a row. Errors of this program, Ctrl-C and the like may not.
+
+    A panic of the tokenizers library may, though it is no ``Exception``.
     """
     if type(error).__name__ == "PanicException":
         return True

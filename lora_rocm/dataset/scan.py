@@ -152,13 +152,11 @@ def scan(data: DataSection, report: Report = ignore, *, copies: bool = True) -> 
     """Find every image of every source, in a fixed order.
 
     Args:
-        data: the data section of the recipe.
         report: receives the progress if there are very many images.
         copies: also look for files with the same content.
 
     Raises:
-        DataError: a folder or dataset is missing or empty, a caption is missing although the recipe requires one, or no
-            image is usable.
+        DataError: a folder or dataset is missing or empty, a required caption is missing, or no image is usable.
     """
     # Scan each source.
     sources = data.resolved_sources()
@@ -459,8 +457,7 @@ def _say_captions(found: _Findings) -> None:
     """Add notices about missing and empty captions.
 
     Raises:
-        DataError: a wildcard is not closed, or a caption is missing and the recipe requires one, or falls back to a
-            trigger word that is not set.
+        DataError: a wildcard is not closed, or a caption or trigger word that the recipe requires is missing.
     """
     options, missing = found.options, found.uncaptioned
     extension = options.caption_extension
@@ -569,10 +566,7 @@ def say_copies(
 ) -> list[str]:
     """One notice about different files with the same bytes. The same file in two sources is intended (two resolutions).
 
-    Args:
-        sample_of: returns the sample at an index.
-        groups: positions in ``indices`` of samples with the same content.
-        indices: indices of samples.
+    ``groups``: positions in ``indices``, which are indices of samples, of those with the same content.
     """
     copies = Few(NUM_NAMED)
     for group in groups:

@@ -46,8 +46,7 @@ def ss_fields(recipe: Recipe, family: ModelFamily, facts: Facts, network: Mappin
     """The ``ss_`` metadata.
 
     Args:
-        recipe: of the run.
-        family: knows the base model.
+        recipe, family: of the run; the family knows the base model.
         facts: about the run.
         network: ss_network_module, ss_network_dim, ss_network_alpha and ss_network_args of the adapter.
     """

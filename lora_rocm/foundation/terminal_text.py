@@ -42,10 +42,5 @@ def one_line(text: str) -> str:
     return " ".join("".join(" " if _steers(letter) else letter for letter in text).split())
 
 
-def quoted(words: Sequence[str]) -> str:
-    """A command line for the shell of this system."""
-    return subprocess.list2cmdline(words) if sys.platform == "win32" else shlex.join(words)
-
-
 def _steers(letter: str) -> bool:
     return unicodedata.category(letter) in STEERING or letter in TURNING

@@ -179,7 +179,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Regis
             f"runtime.workers: {runtime.workers} counts as 0 on Windows, where loader workers often hang; "
             "to have them all the same, add runtime.workers_on_windows: true."
         )
-    return LoadedRecipe(_with_absolute_paths(recipe), found, found.stem, tuple(notices), layers, registry, tuple(overrides))
+    absolute = _with_absolute_paths(recipe)
+    return LoadedRecipe(absolute, found, found.stem, tuple(notices), layers, registry, tuple(overrides))
 
 
 def unwritable(recipe: Recipe, layers: Layered) -> list[Problem]:

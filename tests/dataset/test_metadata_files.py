@@ -184,7 +184,7 @@ def test_columns_and_keys_that_nothing_reads_are_named(tmp_path: Path, make: Sim
     assert "note (1 row)" in said and "w (1 row)" in said and "empty" not in said
     read = scan(make.data(sources=[{"path": str(tmp_path), "loss_weight_column": "w"}]))
     assert "note" in read.notices[0] and "w (" not in read.notices[0], "the control: this column is read"
-    file, both = tmp_path / "meta.json", Metadata("text", {"a.png": 0})
+    file, both = tmp_path / "meta.json", Metadata("text", Names([("a.png", 0)]))
     file.write_text(json.dumps({"a": {"caption": "a", "captions": ["b"], "tags": "c"}}), encoding="utf-8")
     both.read_json(file, tmp_path)
     assert both.caption(0) == ("b, c",) and "caption (1 row)" in both.notices()[0] and "tags" not in both.notices()[0]

@@ -143,7 +143,7 @@ def _head(model: nn.Module) -> nn.Module:
 
 
 def _unread(module: nn.Module) -> list[str]:
-    """Patterns of the names of tensors that the model does not read: what transformers names, and what was taken out."""
+    """Patterns of the names of tensors that the model does not read: those of transformers, and those taken out."""
     model: Any = module
     gone = {name for each in module.modules() for name, child in each._modules.items() if child is None}
     return [
