@@ -77,7 +77,7 @@ def tiny_anima(seed: int = 0) -> Any:
                         parameter.add_(0.5 * torch.randn_like(parameter))
     pipeline.update_components(
         tokenizer=tiny_tokenizer(),
-        t5_tokenizer=tiny_t5_tokenizer(),
+        t5_tokenizer=tiny_t5_tokenizer(80),  # the table of the conditioner has 128 rows
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
         **parts,
     )

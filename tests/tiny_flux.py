@@ -41,10 +41,10 @@ def tiny_transformer(**changes: Any) -> Any:
     return transformer
 
 
-def tiny_t5_tokenizer() -> Any:
+def tiny_t5_tokenizer(extra_ids: int = 100) -> Any:
     """A letter is a token."""
     pieces = [(piece, 0.0) for piece in ("<pad>", "</s>", "<unk>")] + [(letter, -3.0) for letter in LETTERS]
-    return T5Tokenizer(vocab=pieces)
+    return T5Tokenizer(vocab=pieces, extra_ids=extra_ids)
 
 
 def tiny_flux(seed: int = 0, schnell: bool = False) -> Any:

@@ -117,19 +117,30 @@ class Part:
 
 
 @dataclass(frozen=True)
+class TokenizerOf:
+    """A tokenizer of a model.
+
+    packaged: its name in ``base_models.tokenizers``, for a one-file checkpoint; "" if there is none.
+    component: the component whose table of embeddings has a row for each of its ids.
+    """
+
+    packaged: str
+    component: str
+
+
+@dataclass(frozen=True)
 class Layout:
     """The components of a family's models, that which is always trained first.
 
     configs: packaged folder with the family's published configs, for one-file checkpoints.
-    tokenizers: folder of a tokenizer in a model -> the packaged tokenizer (``base_models.tokenizers``) of a one-file
-        checkpoint.
+    tokenizers: folder of a tokenizer in a model -> what it belongs to.
     alone: the components that every single file holds, some without the others; empty if each file holds them all.
     changed: component -> function that returns the keys of its config that are others here. It gets the config, and the
         shapes of the tensors by name if it is the packaged one of a file.
     """
 
     parts: Mapping[str, Part]
-    tokenizers: Mapping[str, str]
+    tokenizers: Mapping[str, TokenizerOf]
     configs: Path
     alone: tuple[str, ...] = ()
     changed: Mapping[str, Changes] = field(default_factory=dict)
@@ -413,6 +424,19 @@ class Source:
                 owner.register_parameter(key, nn.Parameter(hollow, requires_grad=False))
         return module
 
+    def table_rows(self, tokenizer: str) -> int:
+        """Return the number of rows of the table of embeddings that takes a tokenizer's ids.
+
+        It is that of the config, and loading and ``look`` refuse files whose table has another one.
+
+        Raises:
+            ModelError: config-missing, config-unreadable, config-absurd, config-unfit.
+        """
+        module: Any = self._hollow(self.layout.tokenizers[tokenizer].component, shared=True)
+        found = module.get_input_embeddings() if hasattr(module, "get_input_embeddings") else None
+        table = found or next(each for each in module.modules() if isinstance(each, nn.Embedding))
+        return len(table.weight)
+
     def tokenizer_path(self, name: str) -> Path:
         """Return the folder of a tokenizer: the model's own, else the packaged one.
 
@@ -424,7 +448,7 @@ class Source:
             require_tokenizer(self.own[name], self.place(name))
             return self.own[name]
         if self.tokenizer_folder is None:
-            return packaged(self.layout.tokenizers[name])
+            return packaged(self.layout.tokenizers[name].packaged)
         if (self.tokenizer_folder / name).is_dir():
             return self.tokenizer_folder / name
         raise ModelError(

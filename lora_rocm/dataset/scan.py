@@ -151,9 +151,7 @@ class _Findings:
 def scan(data: DataSection, report: Report = ignore, *, copies: bool = True) -> Scan:
     """Find every image of every source, in a fixed order.
 
-    Args:
-        report: receives the progress if there are very many images.
-        copies: also look for files with the same content.
+    ``report`` receives the progress if there are very many images. ``copies``: also look for files of the same content.
 
     Raises:
         DataError: a folder or dataset is missing or empty, a required caption is missing, or no image is usable.

@@ -45,10 +45,7 @@ class Facts:
 def ss_fields(recipe: Recipe, family: ModelFamily, facts: Facts, network: Mapping[str, str]) -> dict[str, str]:
     """The ``ss_`` metadata.
 
-    Args:
-        recipe, family: of the run; the family knows the base model.
-        facts: about the run.
-        network: ss_network_module, ss_network_dim, ss_network_alpha and ss_network_args of the adapter.
+    ``network``: ss_network_module, ss_network_dim, ss_network_alpha and ss_network_args of the adapter.
     """
     optim, train, names = recipe.optim, recipe.train, recipe.spec.metadata
     reg_dirs = {name: folder for name, folder in facts.dataset_dirs.items() if "num_reg" in folder}

@@ -18,7 +18,7 @@ from lora_rocm.base_models.loading import Source
 from lora_rocm.dataset.caption_length import TokenLimit
 from lora_rocm.dataset.entry_spec import Pad
 from lora_rocm.errors import UserError
-from lora_rocm.families.tokenizers import Explained, digest, tokenizer_identity, unreadable
+from lora_rocm.families.tokenizers import Explained, digest, require_rows, tokenizer_identity, unreadable
 from lora_rocm.recipe.adapter_sections import NewToken, normalised
 
 CLIP_TOKENS = 77  # sequence length of every CLIP text encoder (arXiv 2103.00020)
@@ -27,6 +27,20 @@ PAD = Pad("S", repeats=True)
 """Captions of fewer chunks are repeated in a batch, which changes no result of an attention that reads all of them."""
 MAX_TOKENS = 1000  # transformers reports 1e30 if the config has no limit; CLIP's is 77
 FIRST_MARK = 0x100000  # private use: no caption has it
+
+
+def tokenizer_of(source: Source, name: str, new_tokens: Sequence[NewToken] = ()) -> CLIPTokenizer:
+    """Load a CLIP tokenizer of a base, whose ids its text encoder knows, and add new tokens to it.
+
+    Raises:
+        ModelError: tokenizer-missing, tokenizer-unreadable, tokenizer-unfit.
+        UserError: token-known.
+    """
+    tokenizer = load_tokenizer(source.tokenizer_path(name))
+    require_rows(tokenizer, source, name)
+    if new_tokens:
+        _add(tokenizer, new_tokens)
+    return tokenizer
 
 
 def load_tokenizer(folder: Path, new_tokens: Sequence[NewToken] = ()) -> CLIPTokenizer:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from lora_rocm.base_models.loading import Source
 from lora_rocm.errors import ModelError
+from lora_rocm.foundation.terminal_text import printable
 
 READING_ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError)
 
@@ -40,6 +43,70 @@ def unreadable(folder: Path, reason: str) -> ModelError:
         where=str(folder),
         fix="Download the tokenizer's files again.",
     )
+
+
+def require_rows(tokenizer: Any, source: Source, name: str, spare_unwritten: bool = False) -> None:
+    """Refuse a tokenizer with an id that the model's table of embeddings has no row for.
+
+    Computing with such an id ends the process on a GPU.
+
+    Args:
+        tokenizer: it counts with all that it can give: its vocabulary, added tokens, and what it writes around a text.
+        source: the base.
+        name: of the tokenizer in the base.
+        spare_unwritten: a special token may lack a row if neither chat template nor model writes it, because published
+            models have such placeholders (Gemma 3 1B). The caller refuses the texts that spell it out.
+
+    Raises:
+        ModelError: tokenizer-unfit.
+    """
+    rows = source.table_rows(name)
+    beyond = ids_beyond(tokenizer, rows)
+    if spare_unwritten:
+        spared = _unwritten(tokenizer)
+        beyond = {token: number for token, number in beyond.items() if token not in spared}
+    if not beyond:
+        return
+    token, largest = max(beyond.items(), key=lambda item: item[1])
+    more = f", and {len(beyond) - 1} more like it" if len(beyond) > 1 else ""
+    raise ModelError(
+        "tokenizer-unfit",
+        f"The tokenizer has the token {printable(repr(token))[:80]} with the id {largest}{more}, and the table of "
+        f"embeddings of the {source.layout.tokenizers[name].component} has {rows} rows: the ids 0 to {rows - 1}.",
+        where=str(source.tokenizer_path(name)),
+        fix="Give the tokenizer that belongs to this model, or the edition of the model whose table was made larger.",
+    )
+
+
+def ids_beyond(tokenizer: Any, rows: int) -> dict[str, int]:
+    """Return the tokens, with their ids, that a table of so many rows has no row for."""
+    given: dict[str, int] = dict(tokenizer.get_vocab())
+    given |= {str(added): int(number) for number, added in tokenizer.added_tokens_decoder.items()}
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None and backend.post_processor is not None:
+        given |= {f"token {number} of the post-processor": number for number in _written_around(backend.post_processor)}
+    return {token: number for token, number in given.items() if number >= rows}
+
+
+def _written_around(post_processor: Any) -> Iterator[int]:
+    """Yield the ids that a post-processor writes around a text, as its JSON has them."""
+    parts: list[Any] = [json.loads(post_processor.__getstate__())]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, Mapping):
+            parts += [value for key, value in part.items() if key not in ("cls", "sep")]
+            parts += [{"ids": [pair[1]]} for key in ("cls", "sep") if (pair := part.get(key))]
+            yield from (number for number in part.get("ids") or () if isinstance(number, int))
+        parts += part if isinstance(part, list) else []
+
+
+def _unwritten(tokenizer: Any) -> set[str]:
+    """Return the special tokens that only a text can have: no template names them, and none has a written role."""
+    templates = tokenizer.chat_template
+    named = "".join(templates.values()) if isinstance(templates, dict) else str(templates or "")
+    roles = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token, tokenizer.cls_token, tokenizer.sep_token}
+    special = {str(added) for added in tokenizer.added_tokens_decoder.values() if added.special}
+    return {token for token in special - roles if token not in named}
 
 
 def tokenizer_identity(source: Source, names: Sequence[str]) -> str:

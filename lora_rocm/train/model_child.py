@@ -63,7 +63,9 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
     text_too = not components_of(family_for(recipe), lora).isdisjoint(recipe.spec.text_components)
     tokens = new_tokens.tokens_beside(lora, recipe.lora.new_tokens) if recipe.spec.embedding_keys else ()
     if tokens:
-        say(f"Prompts may have the new tokens {', '.join(t.token for t in tokens)}, whose embeddings are beside the LoRA.")
+        say(
+            f"Prompts may have the new tokens {', '.join(t.token for t in tokens)}, whose embeddings are beside the LoRA."
+        )
     adapter = recipe.lora.model_copy(update={TEXT_KEY: text_too, TOKENS_KEY: tokens})
     recipe = recipe.model_copy(update={"lora": adapter, "sample": recipe.sample.only(())})
     family = family_for(recipe)

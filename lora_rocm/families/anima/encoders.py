@@ -20,7 +20,7 @@ from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, TensorSpec
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.families.base import Encode, Inputs, Tensors
 from lora_rocm.families.tokenizers import digest, tokenizer_identity
-from lora_rocm.families.transformer.language_model import DTYPE, load_tokenizer
+from lora_rocm.families.transformer.language_model import DTYPE, tokenizer_of
 from lora_rocm.families.vae import CPU
 from lora_rocm.kernels.weight_format import DENSE, WeightFormat
 
@@ -82,7 +82,7 @@ def load_tokenizers(source: Source) -> list[Any]:
     Raises:
         ModelError: one is missing or cannot be read.
     """
-    return [load_tokenizer(source.tokenizer_path(name)) for name in TOKENIZERS]
+    return [tokenizer_of(source, name) for name in TOKENIZERS]
 
 
 def _ids(tokenizer: Any, caption: str) -> Tensor:

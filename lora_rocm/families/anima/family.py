@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import Qwen3Model
 
 from lora_rocm.base_models import conversion
-from lora_rocm.base_models.loading import Layout, Part, Source
+from lora_rocm.base_models.loading import Layout, Part, Source, TokenizerOf
 from lora_rocm.dataset.caption_length import TokenLimit
 from lora_rocm.families.anima import names
 from lora_rocm.families.anima.encoders import MAX_TOKENS, STATES, TextEncoder, load_tokenizers
@@ -55,7 +55,10 @@ LAYOUT = Layout(
         "vae": Part(ImageVae, "first_stage_model.", vae_of_original, other_prefixes=("vae.",)),
         "text_encoder": Part(Qwen3Model, "text_encoders.qwen3_06b.transformer.", conversion.own_names),
     },
-    tokenizers={"tokenizer": "qwen3", "t5_tokenizer": "t5"},
+    tokenizers={
+        "tokenizer": TokenizerOf("qwen3", "text_encoder"),
+        "t5_tokenizer": TokenizerOf("t5", "text_conditioner"),
+    },
     configs=Path(__file__).parent / "config",
     alone=("transformer", "text_conditioner"),
     changed={"transformer": names.config_changes},

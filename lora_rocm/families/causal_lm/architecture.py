@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from lora_rocm.base_models import conversion
-from lora_rocm.base_models.loading import Layout, Part
+from lora_rocm.base_models.loading import Layout, Part, TokenizerOf
 from lora_rocm.errors import ModelError
 from lora_rocm.families.causal_lm.attention import APART, NAME, samples_apart
 from lora_rocm.families.causal_lm.objective import Head
@@ -25,7 +25,7 @@ from lora_rocm.families.causal_lm.published_weights import published
 from lora_rocm.foundation.terminal_text import printable
 from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN, given, read_config
 
-COMPONENT = "model"
+COMPONENT, TOKENIZER = "model", "tokenizer"
 COMPARED = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma3_text", "phi3", "smollm3", "gpt_oss"})
 """Types of model whose logits tests compare with those of transformers. Any other is compared when it is loaded."""
 UNREAD_KEYS = ("attn_logit_softcapping", "attention_chunk_size", "use_bidirectional_attention")
@@ -105,8 +105,9 @@ def layout_of(folder: Path) -> Layout:
             raise _unknown(path, "Of gpt-oss only the editions with experts in MXFP4 are trained, which this is not")
         from lora_rocm.families.causal_lm.gpt_oss import PackedGptOss as cls  # noqa: N813
     finish = None if text is None else only_text
+    tokenizers = {TOKENIZER: TokenizerOf("", COMPONENT)}
     part = Part(cls, "", conversion.own_names, from_folder=published, finish=finish, unread=_unread)
-    return Layout({COMPONENT: part}, {"tokenizer": ""}, folder, changed={COMPONENT: _without_dropout})
+    return Layout({COMPONENT: part}, tokenizers, folder, changed={COMPONENT: _without_dropout})
 
 
 def _class_of(kind: str, text_kind: str | None) -> Any:
@@ -143,7 +144,7 @@ def _head(model: nn.Module) -> nn.Module:
 
 
 def _unread(module: nn.Module) -> list[str]:
-    """Patterns of the names of tensors that the model does not read: those of transformers, and those taken out."""
+    """Patterns of names of tensors that the model does not read: what transformers names, and what was taken out."""
     model: Any = module
     gone = {name for each in module.modules() for name, child in each._modules.items() if child is None}
     return [

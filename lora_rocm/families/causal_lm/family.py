@@ -23,7 +23,7 @@ from lora_rocm.base_models.run_folder import refuse_run
 from lora_rocm.cache_files.hash_memory import WEIGHTS_MEMORY, HashMemory
 from lora_rocm.dataset.caption_length import TokenLimit
 from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, Pad, TensorSpec
-from lora_rocm.dataset.records import Pair, UnusableText, read
+from lora_rocm.dataset.records import Pair, Record, UnusableText, read
 from lora_rocm.dataset.row_reference import separated
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.device.transfer import DeviceTransfer
@@ -31,6 +31,7 @@ from lora_rocm.errors import ModelError
 from lora_rocm.families.base import Encode, Encoder, Inputs, LoadedModel, OwnFiles, PreviewRequest, Sampling, Tensors
 from lora_rocm.families.causal_lm.architecture import (
     COMPONENT,
+    TOKENIZER,
     Blocks,
     decoder,
     head_of,
@@ -50,8 +51,9 @@ from lora_rocm.families.objectives.base import Prediction
 from lora_rocm.families.objectives.loss import LOSS_MASK
 from lora_rocm.families.recompute import Recomputing, evaluating
 from lora_rocm.families.tokenizers import digest, unreadable
-from lora_rocm.families.transformer.language_model import load_tokenizer
+from lora_rocm.families.transformer.language_model import tokenizer_of
 from lora_rocm.families.wrong_family import recognised_file, recognised_folder, wrong_family
+from lora_rocm.foundation.terminal_text import printable
 from lora_rocm.kernels.backend import form_for
 from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.weight_format import WeightFormat
@@ -63,8 +65,15 @@ FIX = "Use a language model as transformers saves it: a folder or a hub id."
 ENCODING_VERSION = 1  # increase it if the same tokenizer would give other tensors
 IDS, LABELS, POSITIONS, START = "input_ids", "labels", "positions", "start_log_probs"
 WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
-TOKENIZER = ("tokenizer*", "chat_template*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt")
-OF_TOKENIZER = (*TOKENIZER, "*.model")
+OF_TOKENIZER = (
+    "tokenizer*",
+    "chat_template*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+)
 BESIDE = ("config.json", "generation_config.json", "*processor_config.json", "LICENSE*", *OF_TOKENIZER)
 ATTENTION, MLP = r"self_attn\.\w+", r"mlp\.\w+"
 BLOCK = r"(.*\.)?layers\.\d+\."
@@ -99,7 +108,7 @@ class CausalLM:
         model = self.recipe.model
         name = model.name_or_path
         folder = self._folder(name.removeprefix(PREFIX))
-        layout, own = layout_of(folder), {COMPONENT: folder, "tokenizer": Path(model.parts.get("tokenizer", folder))}
+        layout, own = layout_of(folder), {COMPONENT: folder, TOKENIZER: Path(model.parts.get(TOKENIZER, folder))}
         if name.startswith(PREFIX):
             return RandomSource(name, layout, folder, folder, None, own)
         memory = HashMemory(Path(self.recipe.cache.dir), WEIGHTS_MEMORY)
@@ -144,12 +153,14 @@ class CausalLM:
 
     @cached_property
     def texts(self) -> ChatTokenizer:
-        folder, asked = self.source.tokenizer_path("tokenizer"), self._asked
-        tokenizer = load_tokenizer(folder)
+        asked, tokenizer = self._asked, tokenizer_of(self.source, TOKENIZER, spare_unwritten=True)
         if not hasattr(tokenizer, "backend_tokenizer"):
-            raise unreadable(folder, f"{type(tokenizer).__name__} has no tokenizer.json, which tells where tokens end")
+            why = f"{type(tokenizer).__name__} has no tokenizer.json, which tells where tokens end"
+            raise unreadable(self.source.tokenizer_path(TOKENIZER), why)
         most, name = self.recipe.data.max_length, self.source.name
-        return ChatTokenizer(tokenizer, most, asked.train_on, name, asked.compares_pairs)
+        reader = BoundedTokenizer(tokenizer, most, asked.train_on, name, asked.compares_pairs)
+        reader.num_rows = self.source.table_rows(TOKENIZER)
+        return reader
 
     @property
     def _asked(self) -> LanguageSection:
@@ -192,7 +203,7 @@ class CausalLM:
         config = source.config_path(COMPONENT)
         found = {path for pattern in BESIDE for path in config.parent.glob(pattern)}
         found -= {path for pattern in OF_TOKENIZER for path in config.parent.glob(pattern)}
-        found |= {path for pattern in OF_TOKENIZER for path in source.tokenizer_path("tokenizer").glob(pattern)}
+        found |= {path for pattern in OF_TOKENIZER for path in source.tokenizer_path(TOKENIZER).glob(pattern)}
         return OwnFiles(source, COMPONENT, [config, *sorted(path for path in found - {config} if path.is_file())])
 
     def sample_meta(
@@ -321,6 +332,32 @@ class CausalLM:
         return {}  # the spec has no format that diffusers reads
 
 
+class BoundedTokenizer(ChatTokenizer):
+    """Refuses texts with a token that the model's table of embeddings has no row for.
+
+    num_rows: of the table.
+    """
+
+    num_rows: int
+
+    def tokens(self, record: Record) -> Tokens:
+        found = super().tokens(record)
+        self._require_rows(found.ids)
+        return found
+
+    def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        found = super().prompt_ids(messages)
+        self._require_rows(found)
+        return found
+
+    def _require_rows(self, ids: Sequence[int]) -> None:
+        largest = max(ids, default=0)
+        if largest >= self.num_rows:
+            token = printable(repr(self.tokenizer.convert_ids_to_tokens(largest)))[:80]
+            what = f"It has the token {token} with the id {largest}, and the model's table has {self.num_rows} rows."
+            raise UnusableText(what, "Take this token out of the text.")
+
+
 class TokensEncoder:
     """Makes tokens of a sample: ids, the next token of each place, and the places that count in the loss."""
 
@@ -341,7 +378,7 @@ class TokensEncoder:
 
     @cached_property
     def fingerprint(self) -> str:
-        folder = self._family.source.tokenizer_path("tokenizer")
+        folder = self._family.source.tokenizer_path(TOKENIZER)
         files = sorted({path for pattern in OF_TOKENIZER for path in folder.glob(pattern) if path.is_file()})
         reader = self._family.texts
         parts = [f"{path.name} {digest([path.read_bytes().hex()])}" for path in files]

@@ -94,7 +94,7 @@ class TextEncoder:
         Raises:
             ModelError: it is missing or cannot be read.
         """
-        tokenizer = language_model.load_tokenizer(self._source.tokenizer_path(self._part.tokenizer))
+        tokenizer = language_model.tokenizer_of(self._source, self._part.tokenizer)
         tokenizer.model_max_length = self._part.tokens
         return tokenizer
 

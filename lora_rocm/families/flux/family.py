@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import CLIPTextModel, T5EncoderModel
 
 from lora_rocm.base_models import conversion
-from lora_rocm.base_models.loading import Layout, Part, Source
+from lora_rocm.base_models.loading import Layout, Part, Source, TokenizerOf
 from lora_rocm.dataset.caption_length import TokenLimit
 from lora_rocm.errors import ModelError
 from lora_rocm.families import clip
@@ -51,7 +51,10 @@ PARTS = {
 }
 LAYOUT = Layout(
     parts=PARTS,
-    tokenizers={"tokenizer": "clip_l", "tokenizer_2": "t5"},
+    tokenizers={
+        "tokenizer": TokenizerOf("clip_l", "text_encoder"),
+        "tokenizer_2": TokenizerOf("t5", "text_encoder_2"),
+    },
     configs=Path(__file__).parent / "config_dev",
     alone=("transformer",),
 )
@@ -93,8 +96,9 @@ class Flux(TransformerFamily):
         return TextEncoder(self.source, part, self.weight_format(part.component))
 
     def token_limits(self) -> Sequence[TokenLimit]:
-        """That of T5: what CLIP's pooled embedding lacks of a long caption is in T5's states."""
-        return [clip.token_limit(self._text_encoder(t5_part(self._tokens)).tokenizer(), self._tokens)]
+        """That of T5: what CLIP's pooled embedding lacks of a long caption is in T5's states. Both are read."""
+        _, t5 = [self._text_encoder(part).tokenizer() for part in (clip_part(), t5_part(self._tokens))]
+        return [clip.token_limit(t5, self._tokens)]
 
     def text_example(self, rows: int) -> Tensors:
         config = self.source.config("transformer")

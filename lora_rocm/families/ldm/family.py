@@ -128,8 +128,8 @@ class LdmFamily(LatentFamily):
 
     def token_limits(self) -> Sequence[TokenLimit]:
         """The tokenizer and the token limit of each text encoder."""
-        paths = [self.source.tokenizer_path(name) for name in self.layout.tokenizers]
-        tokenizers = [clip.load_tokenizer(path, self.recipe.lora.new_tokens) for path in paths]
+        new = self.recipe.lora.new_tokens
+        tokenizers = [clip.tokenizer_of(self.source, name, new) for name in self.layout.tokenizers]
         return [clip.token_limit(tokenizer, self.max_tokens + 2) for tokenizer in tokenizers]
 
     def blocks(self, model: LoadedModel) -> list[nn.Module]:

@@ -35,7 +35,7 @@ class TextEncoder:
         return None
 
     def load(self, door: DeviceTransfer) -> Encode:
-        tokenizer = clip.load_tokenizer(self._source.tokenizer_path("tokenizer"))
+        tokenizer = clip.tokenizer_of(self._source, "tokenizer")
         encoder = self._source.load("text_encoder", torch.float32, CPU)
         door.send_parameters(encoder, "text_encoder")
 
@@ -66,7 +66,7 @@ class TokenEncoder:
         return None
 
     def load(self, door: DeviceTransfer) -> Encode:
-        tokenizer = clip.load_tokenizer(self._source.tokenizer_path("tokenizer"), self._new_tokens)
+        tokenizer = clip.tokenizer_of(self._source, "tokenizer", self._new_tokens)
 
         def encode(inputs: Inputs) -> Tensors:
             caption = inputs[CAPTION]

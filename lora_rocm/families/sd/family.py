@@ -14,7 +14,7 @@ from diffusers import StableDiffusionPipeline, UNet2DConditionModel
 from torch import Tensor, nn
 from transformers import CLIPTextModel
 
-from lora_rocm.base_models.loading import Layout, Part, Source
+from lora_rocm.base_models.loading import Layout, Part, Source, TokenizerOf
 from lora_rocm.families import clip
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors
 from lora_rocm.families.ldm import inpainting, original_names
@@ -30,7 +30,7 @@ LAYOUT_SD15 = Layout(
         "vae": VAE,
         "text_encoder": Part(CLIPTextModel, "cond_stage_model.", original_names.of_clip),
     },
-    tokenizers={"tokenizer": "clip_l"},
+    tokenizers={"tokenizer": TokenizerOf("clip_l", "text_encoder")},
     configs=Path(__file__).parent / "config_sd15",
     changed={"unet": inpainting.config_changes},
 )
@@ -45,7 +45,7 @@ LAYOUT_SD2 = Layout(
             ignored=("model.text_projection", "model.transformer.resblocks.23."),  # the last layer is not used
         ),
     },
-    tokenizers={"tokenizer": "clip_g"},
+    tokenizers={"tokenizer": TokenizerOf("clip_g", "text_encoder")},
     configs=Path(__file__).parent / "config_sd2",
     changed={"unet": inpainting.config_changes},
 )

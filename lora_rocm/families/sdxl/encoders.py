@@ -41,7 +41,7 @@ class TextEncoder:
         return None
 
     def load(self, door: DeviceTransfer) -> Encode:
-        tokenizer = clip.load_tokenizer(self._source.tokenizer_path(self._tokenizer))
+        tokenizer = clip.tokenizer_of(self._source, self._tokenizer)
         encoder = self._source.load(self._component, torch.float32, CPU)
         door.send_parameters(encoder, self._component)
 
@@ -77,8 +77,7 @@ class TokenEncoder:
 
     def load(self, door: DeviceTransfer) -> Encode:
         names = self._source.layout.tokenizers
-        paths = [self._source.tokenizer_path(name) for name in names]
-        tokenizers = [clip.load_tokenizer(path, self._new_tokens) for path in paths]
+        tokenizers = [clip.tokenizer_of(self._source, name, self._new_tokens) for name in names]
 
         def encode(inputs: Inputs) -> Tensors:
             caption = inputs[CAPTION]

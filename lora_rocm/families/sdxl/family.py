@@ -14,7 +14,7 @@ from diffusers import StableDiffusionXLPipeline, UNet2DConditionModel
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
-from lora_rocm.base_models.loading import Layout, Part
+from lora_rocm.base_models.loading import Layout, Part, TokenizerOf
 from lora_rocm.families import clip
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors
 from lora_rocm.families.ldm import inpainting, kohya_keys, original_names
@@ -34,7 +34,10 @@ LAYOUT = Layout(
             original_names.of_open_clip("conditioner.embedders.1.model."),
         ),
     },
-    tokenizers={"tokenizer": "clip_l", "tokenizer_2": "clip_g"},
+    tokenizers={
+        "tokenizer": TokenizerOf("clip_l", "text_encoder"),
+        "tokenizer_2": TokenizerOf("clip_g", "text_encoder_2"),
+    },
     configs=Path(__file__).parent / "config",
     changed={"unet": inpainting.config_changes},
 )

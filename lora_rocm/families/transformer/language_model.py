@@ -16,7 +16,7 @@ from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, Pad, TensorSpec
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import ModelError
 from lora_rocm.families.base import Encode, Inputs, Tensors
-from lora_rocm.families.tokenizers import Explained, digest, tokenizer_identity
+from lora_rocm.families.tokenizers import Explained, digest, require_rows, tokenizer_identity
 from lora_rocm.families.vae import CPU
 from lora_rocm.kernels.weight_format import WeightFormat
 from lora_rocm.model_files.config_file import read_config
@@ -69,7 +69,7 @@ class LanguageModelEncoder:
         return None
 
     def load(self, door: DeviceTransfer) -> Encode:
-        tokenizer = load_tokenizer(self._source.tokenizer_path("tokenizer"))
+        tokenizer = tokenizer_of(self._source, "tokenizer")
         encoder: Any = self._source.load("text_encoder", DTYPE, CPU, self._weights)
         encoder.layers, encoder.norm = encoder.layers[: len(encoder.layers) - self._skipped], nn.Identity()
         door.send_parameters(encoder, "text_encoder")
@@ -101,6 +101,17 @@ def zeros(rows: int, tokens: int, width: int) -> Tensors:
     if rows == 1:
         del masks[OWN]
     return {STATES: torch.zeros(rows, tokens, width, dtype=torch.bfloat16), **masks}
+
+
+def tokenizer_of(source: Source, name: str, spare_unwritten: bool = False) -> Any:
+    """Load a tokenizer of a base, whose ids the model knows. ``spare_unwritten``: as of ``require_rows``.
+
+    Raises:
+        ModelError: tokenizer-missing, tokenizer-unreadable, tokenizer-unfit, custom-code.
+    """
+    tokenizer = load_tokenizer(source.tokenizer_path(name))
+    require_rows(tokenizer, source, name, spare_unwritten)
+    return tokenizer
 
 
 def load_tokenizer(folder: Path) -> Any:

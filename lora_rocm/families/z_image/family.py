@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import Qwen3Model
 
 from lora_rocm.base_models import conversion
-from lora_rocm.base_models.loading import Layout, Part, Source
+from lora_rocm.base_models.loading import Layout, Part, Source, TokenizerOf
 from lora_rocm.dataset.caption_length import TokenLimit
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors
 from lora_rocm.families.transformer import language_model
@@ -44,7 +44,7 @@ LAYOUT = Layout(
         "vae": VAE,
         "text_encoder": Part(Qwen3Model, "text_encoders.qwen3_4b.transformer.", conversion.own_names),
     },
-    tokenizers={"tokenizer": "qwen3"},
+    tokenizers={"tokenizer": TokenizerOf("qwen3", "text_encoder")},
     configs=Path(__file__).parent / "config",
     alone=("transformer",),
 )
@@ -72,7 +72,7 @@ class ZImage(TransformerFamily):
         return [VaeEncoder(self.source), text]
 
     def token_limits(self) -> Sequence[TokenLimit]:
-        tokenizer = language_model.load_tokenizer(self.source.tokenizer_path("tokenizer"))
+        tokenizer = language_model.tokenizer_of(self.source, "tokenizer")
         return [language_model.token_limit(tokenizer, TEMPLATE, MAX_TOKENS)]
 
     def text_example(self, rows: int) -> Tensors:
