@@ -16,7 +16,7 @@ ARROW = "tables of pyarrow and rows of datasets, which have no annotations"
 SYSTEM = "functions of the operating system through ctypes and winreg, which other systems lack"
 TORCH = "arguments of autograd functions, hooks and dispatch modes, which torch types as Any"
 HOLES: dict[str, tuple[int, int, str]] = {
-    "adapters": (80, 1, LIBRARY),
+    "adapters": (72, 1, LIBRARY),
     "base_models": (20, 3, LIBRARY),
     "bench": (7, 0, JSON),
     "cache_files": (5, 0, JSON),
@@ -36,7 +36,7 @@ HOLES: dict[str, tuple[int, int, str]] = {
     "latent_cache": (18, 0, ARROW),
     "loader": (6, 2, TORCH),
     "memory": (37, 0, TORCH),
-    "model_files": (4, 0, JSON),
+    "model_files": (11, 0, JSON),
     "optim": (5, 1, TORCH),
     "planning": (2, 0, JSON),
     "recipe": (69, 4, JSON),
