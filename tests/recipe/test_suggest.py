@@ -243,7 +243,9 @@ def test_the_distance_counts_an_exchange_as_one() -> None:
 def test_the_distance_is_symmetric_and_zero_for_the_same(first: str, second: str) -> None:
     assert osa_distance(first, second) == osa_distance(second, first)
     assert (osa_distance(first, second) == 0) == (first == second)
-    assert (osa_distance(first, second) <= 1) == (first == second or second in slips(first) or first in slips(second) or len(first + second) == 1)
+    assert (osa_distance(first, second) <= 1) == (
+        first == second or second in slips(first) or first in slips(second) or len(first + second) == 1
+    )
 
 
 def test_a_value_with_one_slip_has_its_hint() -> None:

@@ -182,7 +182,9 @@ def test_a_dropped_folder_whose_name_has_dashes_in_it(stage: Stage, name: str) -
     assert "Press any key" in outcome.said
 
 
-@pytest.mark.parametrize(("name", "words"), [("train", "Drop a recipe"), ("resume", "Drop a recipe"), ("sample", "RUN")])
+@pytest.mark.parametrize(
+    ("name", "words"), [("train", "Drop a recipe"), ("resume", "Drop a recipe"), ("sample", "RUN")]
+)
 def test_without_an_argument_it_says_what_to_give_and_installs_nothing(stage: Stage, name: str, words: str) -> None:
     outcome = stage.double_click(f"{name}.bat")
     assert outcome.code == 2 and words in outcome.said and "Press any key" in outcome.said
