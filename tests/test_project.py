@@ -135,3 +135,63 @@ def test_names_are_legal_on_windows() -> None:
         for part in path.relative_to(ROOT).parts:
             assert not re.search(r'[<>:"|?*\\]|[. ]$', part), path
             assert part.split(".")[0].upper() not in {"CON", "PRN", "AUX", "NUL", "COM1", "LPT1"}, path
+
+
+DOCUMENTS = (ROOT / "CONTRIBUTING.md", ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+CITED = re.compile(r"`(?:python |\.venv/bin/python )?([\w./<>*-]+(?:\.(?:py|toml|yaml|md|bat)|/))`")
+NAME_IN_FILE = re.compile(r"`(\w+)` (?:of |in |\()`([\w./-]+\.(?:py|toml))`")
+NOT_OURS = {
+    "convert_lora_to_gguf.py", "convert_z_image_lora_to_comfy.py", "network_norm.py", "torch.py", "docs/building.md",
+    "configs/", "checkpoints/step-00000500/", "merged/", "peft/", "runs/<recipe>-<time>/", "samples/", "tensorboard/",
+    "my.yaml", "recipe.yaml",
+}  # fmt: skip
+"""Files of other projects, of a run, and of the user."""
+
+
+def cited_paths(text: str) -> set[str]:
+    return set(CITED.findall(text)) - NOT_OURS
+
+
+def is_there(cited: str, files: list[str]) -> bool:
+    """Whether a file or folder has this path, or ends in it; <name> and * stand for any."""
+    pattern = re.sub(r"<\w+>|\\\*|\*", "[^/]+", re.escape(cited.rstrip("/")).replace(r"\<", "<").replace(r"\>", ">"))
+    ends = re.compile(rf"(?:.*/)?{pattern}" + ("/.*" if cited.endswith("/") else ""))
+    return any(ends.fullmatch(file) for file in files)
+
+
+def files_here() -> list[str]:
+    return [path.relative_to(ROOT).as_posix() for path in tracked_files()]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_file_that_a_document_names_is_there(document: Path) -> None:
+    files = files_here()
+    assert [
+        cited for cited in sorted(cited_paths(document.read_text(encoding="utf-8"))) if not is_there(cited, files)
+    ] == []
+
+
+def test_a_file_that_is_not_there_is_noticed() -> None:
+    files = ["lora_rocm/optim/base.py", "lora_rocm/families/sdxl/spec.py"]
+    for cited in ("optim/base.py", "families/<name>/spec.py", "families/*/spec.py", "optim/", "base.py"):
+        assert cited_paths(f"see `{cited}`.") == {cited} and is_there(cited, files), cited
+    for cited in ("optim/bases.py", "tim/base.py", "<name>/families/spec.py", "opt/"):
+        assert not is_there(cited, files), cited
+
+
+def test_every_name_that_a_document_places_in_a_file_is_in_it() -> None:
+    paths, checked = tracked_files(), 0
+    for document in DOCUMENTS:
+        for name, cited in NAME_IN_FILE.findall(document.read_text(encoding="utf-8").replace("\n", " ")):
+            found = [path for path in paths if path.as_posix().endswith(f"/{cited}")]
+            assert any(re.search(rf"\b{name}\b", path.read_text(encoding="utf-8")) for path in found), (name, cited)
+            checked += 1
+    assert checked >= 5
+
+
+def test_every_variable_that_is_read_is_in_a_document() -> None:
+    product = [*(ROOT / "lora_rocm").rglob("*.py"), *(ROOT / "scripts").rglob("*.py"), *BAT_FILES]
+    read = {name for path in product for name in re.findall(r"LORA_ROCM_[A-Z_]+", path.read_text(encoding="utf-8"))}
+    documents = "".join(path.read_text(encoding="utf-8") for path in DOCUMENTS)
+    internal = {"LORA_ROCM_SETTINGS", "LORA_ROCM_STACK"}  # set by the parent for its children
+    assert sorted(name for name in read - internal if name not in documents) == []

@@ -198,7 +198,7 @@ def walk(
     """
     folder, wanted = Folder(root, captions=CaptionFiles(caption_extension)), readable_extensions()
     left_out, inclusion, exclusion = LeftOut(beside, key), Patterns(include), Patterns(exclude)
-    other_captions = {each: Names[None]() for each in CAPTION_SUFFIXES if each not in folder.captions.endings}
+    other_captions = {suffix: Names[None]() for suffix in CAPTION_SUFFIXES if suffix not in folder.captions.endings}
     metadata_files, taken = list[tuple[Path, str]](), set[str]()
     for path, real in _files(folder, left_out, exclusion, recursive, skip):
         stem, suffix, name = os.path.splitext(path)[0], path.suffix.lower(), path.name.lower()

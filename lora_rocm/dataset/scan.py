@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from lora_rocm.dataset import hf_datasets
 from lora_rocm.dataset.buckets import Geometry, choose_bucket
 from lora_rocm.dataset.caption_length import LOST_SHOWN
-from lora_rocm.dataset.captions import as_read, open_wildcard
+from lora_rocm.dataset.captions import as_read, open_wildcard, prepare
 from lora_rocm.dataset.columns import Few
 from lora_rocm.dataset.companion_inputs import COMPANION_INPUTS, CompanionInput
 from lora_rocm.dataset.folders import (
@@ -111,8 +111,7 @@ class _Findings:
         captions = tuple(filter(None, (as_read(text, self.options) for text in listed)))
         if not captions:
             self.empty_captions.append(key)
-        framed = (*captions, self.options.caption_prefix, self.options.caption_suffix)
-        if not (self.options.trigger_word or "").strip() and any(PLACEHOLDER in text for text in framed):
+        if any(PLACEHOLDER in prepare(text, self.options) for text in captions):
             self.placeholders.append(key)
         for wildcard in filter(None, (open_wildcard(text, self.options) for text in captions)):
             self.open_wildcards.append(f"{key}: {wildcard[:LOST_SHOWN]}")
@@ -476,10 +475,8 @@ def _say_captions(found: _Findings) -> None:
             fix="Set data.trigger_word, or another data.caption_fallback.",
         )
     if found.placeholders:
-        found.notices.append(
-            f"{_images(found.placeholders)} a caption with {PLACEHOLDER}, which stands for the trigger word, and there "
-            f"is none: the letters are trained on ({some(found.placeholders)}). Set data.trigger_word."
-        )
+        what = f"{_images(found.placeholders)} a caption with {PLACEHOLDER} and no trigger word for it"
+        found.notices.append(f"{what}: {some(found.placeholders)}. Set data.trigger_word.")
     if found.open_wildcards:
         raise DataError(
             "wildcard-open",

@@ -179,8 +179,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Regis
             f"runtime.workers: {runtime.workers} counts as 0 on Windows, where loader workers often hang; "
             "to have them all the same, add runtime.workers_on_windows: true."
         )
-    absolute = _with_absolute_paths(recipe)
-    return LoadedRecipe(absolute, found, found.stem, tuple(notices), layers, registry, tuple(overrides))
+    return LoadedRecipe(
+        _with_absolute_paths(recipe), found, found.stem, tuple(notices), layers, registry, tuple(overrides)
+    )
 
 
 def unwritable(recipe: Recipe, layers: Layered) -> list[Problem]:
@@ -342,8 +343,9 @@ def _find(path: Path, notices: list[str], folder: Path | None = None) -> Path:
         raise RecipeError([Problem(str(here), "cannot be read: you may not look into its folder", fix)])
     if os.path.isdir(here):
         inside = [str(file) for file in sorted(here.glob("*.yaml"))]
-        images = quoted(["sdxl.yaml", "--set", f"data.path={json.dumps(str(here), ensure_ascii=False)}"])
-        fix = f"Recipes in it: {', '.join(inside)}." if inside else f"Give a recipe. For a folder of images: {images}"
+        images = quoted(["--set", f"data.path={json.dumps(str(here), ensure_ascii=False)}"])
+        known = f"Recipes that ship with the program: {', '.join(sorted(shipped_recipes()))}."
+        fix = f"Recipes in it: {', '.join(inside)}." if inside else f"{known} To train on its images: RECIPE {images}"
         raise RecipeError([Problem(str(here), "is a folder, not a recipe", fix)])
     shipped = shipped_recipes()
     if path.name in shipped and not path.is_absolute() and path.parent in (Path(), Path("recipes")):

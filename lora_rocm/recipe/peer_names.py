@@ -11,8 +11,8 @@ from lora_rocm.foundation.tables import read_table
 from lora_rocm.recipe.adapter_sections import ADAPTERS
 
 NO_SUCH_OPTIMIZER = (
-    "Write adamw with optim.learning_rate: 1.0e-4, or prodigy with 1.0: a rate for another optimizer, such as SGD, does "
-    "not fit them."
+    "Write adamw with optim.learning_rate: 1.0e-4, or prodigy with 1.0: a rate for another optimizer, such as SGD, "
+    "does not fit them."
 )
 PER_EPOCH = "multiply by the steps per epoch, which lora-rocm check prints"
 

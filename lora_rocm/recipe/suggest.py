@@ -143,7 +143,7 @@ def osa_distance(first: str, second: str) -> int:
 
 
 def misspelt(name: str, key: str, recipe: type[Recipe]) -> bool:
-    """Whether a name is a key with one slip of the keyboard. A name of known words is no slip."""
+    """Whether a name is a key with one slip of the keyboard. A name of known words means something else."""
     if abs(len(name) - len(key)) > 1 or re.findall(r"\d", name) != re.findall(r"\d", key):
         return False
     of_known_words = _known_words(recipe).issuperset(_words(name))

@@ -63,16 +63,14 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
     text_too = not components_of(family_for(recipe), lora).isdisjoint(recipe.spec.text_components)
     tokens = new_tokens.tokens_beside(lora, recipe.lora.new_tokens) if recipe.spec.embedding_keys else ()
     if tokens:
-        say(
-            f"Prompts may have the new tokens {', '.join(t.token for t in tokens)}, whose embeddings are beside the LoRA."
-        )
+        names = ", ".join(token.token for token in tokens)
+        say(f"Prompts may have the new tokens {names}, whose embeddings are beside the LoRA.")
     adapter = recipe.lora.model_copy(update={TEXT_KEY: text_too, TOKENS_KEY: tokens})
-    recipe = recipe.model_copy(update={"lora": adapter, "sample": recipe.sample.only(())})
-    family = family_for(recipe)
+    family = family_for(recipe.model_copy(update={"lora": adapter, "sample": recipe.sample.only(())}))
     require_mask_read(job, family)
     device, settings = start_device(recipe)
     # Encode the prompts, one encoder in memory at a time
-    encoded = dict[str, Tensors]((prompt, {}) for prompt in (asked, negative))
+    encoded: dict[str, Tensors] = {asked: {}, negative: {}}
     for encoder in family.encoders():
         if encoder.entry.inputs == (CAPTION,):
             encode = encoder.load(open_transfer(device, settings))

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -588,3 +589,12 @@ def test_what_is_no_text_is_not_quoted() -> None:
         load_recipe("recipe.yaml", ["output.name=[7]", "lora.rank=no", "output.author={a: 7}"])
     assert not [problem for problem in caught.value.problems if "in quotes" in problem.fix]
     load_recipe("recipe.yaml", ['output.name="007"', "output.author=null", "output.license=Yes"])
+
+
+def test_a_folder_of_images_in_place_of_a_recipe_gets_the_command(tmp_path: Path) -> None:
+    (tmp_path / "my pics").mkdir()
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(tmp_path / "my pics")
+    words = shlex.split(caught.value.problems[0].fix.partition("images: ")[2])
+    assert words[:2] == ["RECIPE", "--set"] and "sdxl.yaml" in caught.value.problems[0].fix
+    assert load_recipe("sdxl.yaml", words[2:]).recipe.data.path == str(tmp_path / "my pics")

@@ -1,7 +1,7 @@
 """The protocol of an objective: it draws noise and timesteps for a step, and defines the target.
 
 An objective knows no model. The family says which cached tensors hold the latents and how they are normalised, and
-calls the model in ``predict``. The loss is reduced in ``reduction``, the same for all families.
+calls the model in ``predict``. The loss is reduced in ``loss``, the same for all families.
 """
 
 from __future__ import annotations
