@@ -20,7 +20,7 @@ from types import BuiltinMethodType, GeneratorType, MethodType
 from typing import Any
 
 from jinja2 import nodes
-from jinja2.runtime import Context, Macro
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
