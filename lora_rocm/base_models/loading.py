@@ -36,19 +36,18 @@ from lora_rocm.base_models.run_folder import refuse_run
 from lora_rocm.base_models.safetensors_file import digest, read_hashed
 from lora_rocm.base_models.stored_weights import ComponentTensors
 from lora_rocm.base_models.tokenizers import packaged, require_tokenizer
+from lora_rocm.base_models.weight_files import existing_folder, headers_in, refuse_other_files
 from lora_rocm.cache_files.hash_memory import HashMemory
 from lora_rocm.device.torch_errors import out_of_memory
 from lora_rocm.errors import ModelError, StorageError
 from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.kernels.weight_format import DENSE, WeightFormat
-from lora_rocm.model_files.component_folder import weight_files
 from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN, read_config, require_bounded
-from lora_rocm.model_files.header import Header, read_header, refuse_gguf
+from lora_rocm.model_files.header import Header, read_header
 from lora_rocm.model_files.models import INDEXES, model_of
 from lora_rocm.model_files.storage_formats import QUANTISED_KEYS
 
 BUILTIN_PREFIX = "builtin:"
-PICKLE_SUFFIXES = (".ckpt", ".bin", ".pt", ".pth")
 # Exceptions of the model libraries for configs or weights that are damaged or of another kind.
 UNFIT_ERRORS = (
     ArithmeticError,
@@ -242,12 +241,12 @@ class Source:
         part, own = self.layout.parts[name], self.own.get(name)
         if own is not None:
             if not own.is_file():
-                return _headers(own), ""
+                return headers_in(own), ""
             header = read_header(own)
             return [header], part.prefix_in(header.tensors) or ""
         if self.single_header is not None:
             return [self.single_header], part.prefix
-        return _headers(self.folder / name), ""
+        return headers_in(self.folder / name), ""
 
     def _converter(self, name: str) -> Converter:
         """Return the converter from the tensor names in a component's files to its own."""
@@ -501,10 +500,10 @@ def resolve(choice: ModelChoice, layout: Layout, memory: HashMemory | None = Non
     if name.startswith(BUILTIN_PREFIX):
         folder = builtin_folder(name)
     elif os.path.isfile(path):
-        _refuse_other_files(path, "model.name_or_path")
+        refuse_other_files(path, "model.name_or_path")
         if layout.alone:
             return Source(name, layout, layout.configs, None, path, _beside(path, layout, own), memory)
-        configs = None if choice.configs is None else _existing_folder(choice.configs, "model.config")
+        configs = None if choice.configs is None else existing_folder(choice.configs, "model.config")
         main = next(iter(layout.parts))
         is_whole = configs is not None and (configs / main / "config.json").is_file()
         return Source(name, layout, configs if configs and is_whole else layout.configs, configs, path, own, memory)
@@ -566,48 +565,10 @@ def _part_path(part: str, given: str) -> Path:
     """Return the file of a component, or its folder, which may be given by that of the whole model."""
     path = Path(os.path.expanduser(given))
     if os.path.isfile(path):
-        _refuse_other_files(path, f"model.{part}")
+        refuse_other_files(path, f"model.{part}")
         return path
-    folder = _existing_folder(given, f"model.{part}")
+    folder = existing_folder(given, f"model.{part}")
     return folder / part if (folder / part).is_dir() else folder
-
-
-def _existing_folder(name: str, key: str) -> Path:
-    path = Path(os.path.expanduser(name))
-    if not os.path.isdir(path):
-        what = "This is a file, not a folder." if os.path.exists(path) else "There is no such folder."
-        raise ModelError("model-missing", what, where=f"{key}: {name}", fix="Correct the path, or leave the key out.")
-    return path
-
-
-def _refuse_other_files(path: Path, key: str) -> None:
-    """Refuse a weights file that is not a safetensors file."""
-    _refuse_pickle(path)
-    refuse_gguf(path, f"{key}: {path}")
-    if path.suffix.lower() != ".safetensors":
-        fix = "Give a .safetensors file."
-        raise ModelError("not-a-model", "This is not a .safetensors file.", where=f"{key}: {path}", fix=fix)
-
-
-def _refuse_pickle(path: Path) -> None:
-    if path.suffix.lower() in PICKLE_SUFFIXES:
-        what = "This is a pickle file: loading one can run any program hidden in it, so only .safetensors is read."
-        fix = "Use the .safetensors edition of the model, which nearly every publisher offers."
-        raise ModelError("pickle-refused", what, where=str(path), fix=fix)
-
-
-def _headers(folder: Path) -> list[Header]:
-    """Return headers of a component's weight files in a folder."""
-    if files := weight_files(folder):
-        return [read_header(file) for file in files]
-    for path in sorted(folder.glob("*")):
-        _refuse_pickle(path)
-    raise ModelError(
-        "weights-missing",
-        "There are no safetensors weights here.",
-        where=str(folder),
-        fix="Download the model again, with its .safetensors files.",
-    )
 
 
 def _unfit(source: Source, name: str, error: object) -> ModelError:

@@ -24,7 +24,8 @@ from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.foundation.files import temporary_folder, write_atomic
 from lora_rocm.foundation.terminal_text import legible
 from lora_rocm.foundation.units import count_text, size_text
-from lora_rocm.recipe.load import LoadedRecipe, load_recipe, paths_of
+from lora_rocm.recipe.load import LoadedRecipe, load_recipe
+from lora_rocm.recipe.paths import paths_of
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.supervisor.trackers import require_trackers
 

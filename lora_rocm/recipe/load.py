@@ -12,15 +12,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from lora_rocm.errors import LoraRocmError, Problem, RecipeError
 from lora_rocm.families.registry import PRODUCT, Registry
-from lora_rocm.foundation.names import name_key, spelled, usable_stem
+from lora_rocm.foundation.names import name_key, usable_stem
 from lora_rocm.foundation.terminal_text import quoted
 from lora_rocm.foundation.units import count_text
 from lora_rocm.recipe.explain import boolean_problems, explain, shown
@@ -29,8 +29,8 @@ from lora_rocm.recipe.foreign import recognised
 from lora_rocm.recipe.kinds import FAMILY, kinds_of
 from lora_rocm.recipe.layers import Layered, Place, value_at
 from lora_rocm.recipe.optimizer_args import resolve_arguments
+from lora_rocm.recipe.paths import BUILTIN, every_path, with_absolute_paths
 from lora_rocm.recipe.schema import MOVED, DataSection, Recipe
-from lora_rocm.recipe.sections import PathRule, path_rule
 from lora_rocm.recipe.start_rank import resolve_rank
 from lora_rocm.recipe.trigger import trigger_notices, with_prompts_filled_in
 from lora_rocm.recipe.yaml_tree import (
@@ -46,8 +46,6 @@ from lora_rocm.recipe.yaml_tree import (
 from lora_rocm.rundir.layout import output_name_fault
 
 MAX_RECIPE_BYTES = 1 << 18  # parsing this much YAML takes a few seconds
-AnySection = TypeVar("AnySection", bound=BaseModel)
-BUILTIN = "builtin:"
 NEXT_LINE = "\x85"  # a line end in YAML 1.1 (section 5.4)
 PATH_LETTERS = 400  # long, because the wrong part of a path is usually its end
 PATH_FIX = "Correct the path. Relative paths start where the command runs."
@@ -83,7 +81,7 @@ class LoadedRecipe:
             RecipeError: with one problem per path.
         """
         problems = [] if begun else self.name_problems()
-        for key, value, rule in _paths(self.recipe):
+        for key, value, rule in every_path(self.recipe):
             if rule.absolute == "always":
                 problems += self._cannot_be_made(key, value)
             if (
@@ -180,7 +178,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Regis
             "to have them all the same, add runtime.workers_on_windows: true."
         )
     return LoadedRecipe(
-        _with_absolute_paths(recipe), found, found.stem, tuple(notices), layers, registry, tuple(overrides)
+        with_absolute_paths(recipe), found, found.stem, tuple(notices), layers, registry, tuple(overrides)
     )
 
 
@@ -522,82 +520,3 @@ def _validate(layers: Layered, registry: Registry) -> tuple[Recipe | None, list[
         known = {problem.where for problem in problems}
         found = explain(error, layers.data, layers.where, kinds, layers.written)
         return None, problems + [problem for problem in found if problem.where not in known]
-
-
-def _made_absolute(value: str, rule: PathRule) -> str:
-    """The absolute form of a path; hub ids and built-in names are unchanged."""
-    if value in rule.words:
-        return value
-    path = str(spelled(Path(os.path.abspath(os.path.expanduser(value)))))
-    if rule.absolute == "always":
-        return path
-    return value if value.startswith(BUILTIN) or (rule.absolute == "if there" and not os.path.exists(path)) else path
-
-
-def _with_absolute_paths(section: AnySection) -> AnySection:
-    """The section with absolute paths, because the worker and a later resume run in other folders."""
-    changed: dict[str, Any] = {}
-    for name, info in type(section).model_fields.items():
-        value, rule = getattr(section, name), path_rule(info)
-        if isinstance(value, BaseModel):
-            changed[name] = _with_absolute_paths(value)
-        elif isinstance(value, tuple) and rule is not None:
-            changed[name] = tuple(_made_absolute(path, rule) for path in value)
-        elif isinstance(value, tuple):
-            changed[name] = tuple(_with_absolute_paths(v) if isinstance(v, BaseModel) else v for v in value)
-        elif rule is not None and value is not None:
-            changed[name] = _made_absolute(value, rule)
-    return section.model_copy(update=changed)
-
-
-def with_default_outputs(section: AnySection) -> AnySection:
-    """The section with the default of every folder that is written to, relative to the current folder."""
-    changed: dict[str, object] = {}
-    for name, info in type(section).model_fields.items():
-        value, rule = getattr(section, name), path_rule(info)
-        if isinstance(value, BaseModel):
-            changed[name] = with_default_outputs(value)
-        elif isinstance(value, tuple):
-            changed[name] = tuple(with_default_outputs(v) if isinstance(v, BaseModel) else v for v in value)
-        elif rule is not None and rule.is_output:
-            changed[name] = _made_absolute(info.default, rule)
-    return section.model_copy(update=changed)
-
-
-def settings_without_paths(section: BaseModel) -> dict[str, object]:
-    """The values of a recipe or section as JSON has them, without paths of this machine; hub ids are none."""
-    found: dict[str, object] = {}
-    for name, info in type(section).model_fields.items():
-        value, is_path = getattr(section, name), path_rule(info) is not None
-        items = value if isinstance(value, tuple) else (value,)
-        kept = [
-            settings_without_paths(item) if isinstance(item, BaseModel) else item
-            for item in items
-            if not (is_path and isinstance(item, str) and os.path.isabs(item))
-        ]
-        if isinstance(value, tuple):
-            found[name] = kept
-        elif kept:
-            found[name] = kept[0]
-    return found
-
-
-def _paths(section: BaseModel, prefix: Key = ()) -> Iterator[tuple[Key, str, PathRule]]:
-    """(key, path, rule) of every path in a recipe or section."""
-    for name, info in type(section).model_fields.items():
-        value, rule = getattr(section, name), path_rule(info)
-        if isinstance(value, BaseModel):
-            yield from _paths(value, (*prefix, name))
-        elif isinstance(value, tuple):
-            for index, item in enumerate(value):
-                if isinstance(item, BaseModel):
-                    yield from _paths(item, (*prefix, name, index))
-                elif rule is not None:
-                    yield (*prefix, name, index), item, rule
-        elif rule is not None and value is not None:
-            yield (*prefix, name), value, rule
-
-
-def paths_of(section: BaseModel) -> list[str]:
-    """The paths and hub ids in a section, without built-in names."""
-    return [value for _, value, rule in _paths(section) if not value.startswith(BUILTIN) and value not in rule.words]

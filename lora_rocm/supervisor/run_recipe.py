@@ -9,7 +9,8 @@ from pathlib import Path
 
 from lora_rocm.cache_files.maintenance import holds_cache
 from lora_rocm.families.registry import Registry
-from lora_rocm.recipe.load import load_recipe, with_default_outputs
+from lora_rocm.recipe.load import load_recipe
+from lora_rocm.recipe.paths import with_default_outputs
 from lora_rocm.recipe.schema import Recipe
 
 SPARE_CACHE = "spare_cache"

@@ -22,7 +22,8 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from lora_rocm.errors import MachineError
 from lora_rocm.families.registry import PRODUCT, Registry
-from lora_rocm.recipe.load import load_recipe, settings_without_paths
+from lora_rocm.recipe.load import load_recipe
+from lora_rocm.recipe.paths import settings_without_paths
 from lora_rocm.rundir.event_types import ErrorEvent
 from lora_rocm.rundir.events import EventReader, emit
 from lora_rocm.rundir.layout import RunDir

@@ -17,7 +17,8 @@ from ruamel.yaml import YAML
 from lora_rocm.cache_files.maintenance import holds_cache
 from lora_rocm.commands import chat as chat_command
 from lora_rocm.families.registry import PRODUCT
-from lora_rocm.recipe.load import load_recipe, with_default_outputs
+from lora_rocm.recipe.load import load_recipe
+from lora_rocm.recipe.paths import with_default_outputs
 from lora_rocm.recipe.sections import path_rule
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.run_recipe import recipe_of_run

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from lora_rocm.base_models.loading import PICKLE_SUFFIXES, UNFIT_ERRORS, Source
+from lora_rocm.base_models.loading import UNFIT_ERRORS, Source
+from lora_rocm.base_models.weight_files import PICKLE_SUFFIXES
 from lora_rocm.errors import ModelError
 from lora_rocm.families.component_check import MAX_NAMED, check_component
 from lora_rocm.families.ldm import inpainting

@@ -1,0 +1,60 @@
+"""Files and folders of weights that a recipe names: only safetensors files are read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from lora_rocm.errors import ModelError
+from lora_rocm.model_files.component_folder import weight_files
+from lora_rocm.model_files.header import Header, read_header, refuse_gguf
+
+PICKLE_SUFFIXES = (".ckpt", ".bin", ".pt", ".pth")
+
+
+def existing_folder(name: str, key: str) -> Path:
+    """Return a folder that a key of the recipe names.
+
+    Raises:
+        ModelError: model-missing.
+    """
+    path = Path(os.path.expanduser(name))
+    if not os.path.isdir(path):
+        what = "This is a file, not a folder." if os.path.exists(path) else "There is no such folder."
+        raise ModelError("model-missing", what, where=f"{key}: {name}", fix="Correct the path, or leave the key out.")
+    return path
+
+
+def refuse_other_files(path: Path, key: str) -> None:
+    """Refuse a weights file that is not a safetensors file."""
+    refuse_pickle(path)
+    refuse_gguf(path, f"{key}: {path}")
+    if path.suffix.lower() != ".safetensors":
+        fix = "Give a .safetensors file."
+        raise ModelError("not-a-model", "This is not a .safetensors file.", where=f"{key}: {path}", fix=fix)
+
+
+def refuse_pickle(path: Path) -> None:
+    """Refuse a pickle file.
+
+    Raises:
+        ModelError: pickle-refused.
+    """
+    if path.suffix.lower() in PICKLE_SUFFIXES:
+        what = "This is a pickle file: loading one can run any program hidden in it, so only .safetensors is read."
+        fix = "Use the .safetensors edition of the model, which nearly every publisher offers."
+        raise ModelError("pickle-refused", what, where=str(path), fix=fix)
+
+
+def headers_in(folder: Path) -> list[Header]:
+    """Return headers of a component's weight files in a folder."""
+    if files := weight_files(folder):
+        return [read_header(file) for file in files]
+    for path in sorted(folder.glob("*")):
+        refuse_pickle(path)
+    raise ModelError(
+        "weights-missing",
+        "There are no safetensors weights here.",
+        where=str(folder),
+        fix="Download the model again, with its .safetensors files.",
+    )

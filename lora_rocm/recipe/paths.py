@@ -1,0 +1,98 @@
+"""Paths in a recipe: made absolute, replaced by defaults, left out, or listed (``sections.path_rule`` marks them)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
+from lora_rocm.foundation.names import spelled
+from lora_rocm.recipe.sections import PathRule, path_rule
+from lora_rocm.recipe.yaml_tree import Key
+
+AnySection = TypeVar("AnySection", bound=BaseModel)
+BUILTIN = "builtin:"
+
+
+def made_absolute(value: str, rule: PathRule) -> str:
+    """The absolute form of a path; hub ids and built-in names are unchanged."""
+    if value in rule.words:
+        return value
+    path = str(spelled(Path(os.path.abspath(os.path.expanduser(value)))))
+    if rule.absolute == "always":
+        return path
+    return value if value.startswith(BUILTIN) or (rule.absolute == "if there" and not os.path.exists(path)) else path
+
+
+def with_absolute_paths(section: AnySection) -> AnySection:
+    """The section with absolute paths, because the worker and a later resume run in other folders."""
+    changed: dict[str, Any] = {}
+    for name, info in type(section).model_fields.items():
+        value, rule = getattr(section, name), path_rule(info)
+        if isinstance(value, BaseModel):
+            changed[name] = with_absolute_paths(value)
+        elif isinstance(value, tuple) and rule is not None:
+            changed[name] = tuple(made_absolute(path, rule) for path in value)
+        elif isinstance(value, tuple):
+            changed[name] = tuple(with_absolute_paths(v) if isinstance(v, BaseModel) else v for v in value)
+        elif rule is not None and value is not None:
+            changed[name] = made_absolute(value, rule)
+    return section.model_copy(update=changed)
+
+
+def with_default_outputs(section: AnySection) -> AnySection:
+    """The section with the default of every folder that is written to, relative to the current folder."""
+    changed: dict[str, object] = {}
+    for name, info in type(section).model_fields.items():
+        value, rule = getattr(section, name), path_rule(info)
+        if isinstance(value, BaseModel):
+            changed[name] = with_default_outputs(value)
+        elif isinstance(value, tuple):
+            changed[name] = tuple(with_default_outputs(v) if isinstance(v, BaseModel) else v for v in value)
+        elif rule is not None and rule.is_output:
+            changed[name] = made_absolute(info.default, rule)
+    return section.model_copy(update=changed)
+
+
+def settings_without_paths(section: BaseModel) -> dict[str, object]:
+    """The values of a recipe or section as JSON has them, without paths of this machine; hub ids are none."""
+    found: dict[str, object] = {}
+    for name, info in type(section).model_fields.items():
+        value, is_path = getattr(section, name), path_rule(info) is not None
+        items = value if isinstance(value, tuple) else (value,)
+        kept = [
+            settings_without_paths(item) if isinstance(item, BaseModel) else item
+            for item in items
+            if not (is_path and isinstance(item, str) and os.path.isabs(item))
+        ]
+        if isinstance(value, tuple):
+            found[name] = kept
+        elif kept:
+            found[name] = kept[0]
+    return found
+
+
+def every_path(section: BaseModel, prefix: Key = ()) -> Iterator[tuple[Key, str, PathRule]]:
+    """(key, path, rule) of every path in a recipe or section."""
+    for name, info in type(section).model_fields.items():
+        value, rule = getattr(section, name), path_rule(info)
+        if isinstance(value, BaseModel):
+            yield from every_path(value, (*prefix, name))
+        elif isinstance(value, tuple):
+            for index, item in enumerate(value):
+                if isinstance(item, BaseModel):
+                    yield from every_path(item, (*prefix, name, index))
+                elif rule is not None:
+                    yield (*prefix, name, index), item, rule
+        elif rule is not None and value is not None:
+            yield (*prefix, name), value, rule
+
+
+def paths_of(section: BaseModel) -> list[str]:
+    """The paths and hub ids in a section, without built-in names."""
+    return [
+        value for _, value, rule in every_path(section) if not value.startswith(BUILTIN) and value not in rule.words
+    ]
