@@ -67,6 +67,14 @@ def weigh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Weigh:
     return stand_in
 
 
+@pytest.mark.parametrize("error", [ValueError("odd"), KeyError("x"), UnicodeEncodeError("utf-8", "\udce9", 0, 1, "no")])
+def test_an_unforeseen_error_of_the_thread_that_weighs_is_the_error_of_check(weigh: Weigh, error: Exception) -> None:
+    weigh.error = error
+    with pytest.raises(type(error)) as caught:
+        check("my.yaml")
+    assert caught.value is error
+
+
 def test_what_would_happen(weigh: Weigh, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     check("my.yaml")
     lines = capsys.readouterr().out.splitlines()

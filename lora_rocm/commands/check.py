@@ -433,7 +433,7 @@ class _Weighing:
         self._plan = plan_here(recipe)
         self._key = _weights_key(recipe, self._plan.settings.precision)
         self._found = _recalled(self._cache, _remembered(self._memory).get(self._key))
-        self._error: LoraRocmError | None = None
+        self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._weigh, daemon=True)
         if self._found is None:
             self._thread.start()
@@ -454,6 +454,8 @@ class _Weighing:
             self._error = error
         except OSError as error:  # no room for the file, no memory for the process
             self._error = storage_error(error, error.filename or tempfile.gettempdir())
+        except BaseException as error:  # of any class: result() raises it in the thread that asks
+            self._error = error
 
     def result(self) -> BaseFacts:
         """Wait for the child process and return the facts."""

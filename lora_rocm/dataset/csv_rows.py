@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -66,7 +67,8 @@ class _Cells:
             line, names = self.line, self.next()
         if not names:
             return ()
-        twice = next((name for at, name in enumerate(names) if name and name in names[:at]), None)
+        count = Counter(names)
+        twice = next((name for name in names if name and count[name] > 1), None)
         between = next((title for mark, title in SEPARATORS.items() if len(names) == 1 and mark in names[0]), "")
         if not _is_text(names):
             what, fix = NOT_UTF8.what, NOT_UTF8.fix

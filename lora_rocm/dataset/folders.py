@@ -24,6 +24,7 @@ from lora_rocm.dataset.metadata_files import (
     Metadata,
     captions_in,
 )
+from lora_rocm.dataset.row_cells import NameCount, says
 from lora_rocm.errors import DataError
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.names import Names
@@ -462,10 +463,11 @@ def read_caption(path: Path) -> str:
     return content.decode("utf-8-sig")
 
 
-def read_captions(path: Path) -> tuple[str, ...]:
+def read_captions(path: Path, unread: NameCount) -> tuple[str, ...]:
     """The captions of a caption file: its text, or of a ``.json`` file what its JSON says.
 
-    That is a text, a list of texts, or an object with one of these under "captions" or "caption".
+    That is a text, a list of texts, or an object with one of these under "captions" or "caption". Its other keys are
+    added to ``unread``.
 
     Raises:
         OSError, UnicodeDecodeError: see ``read_caption``.
@@ -479,7 +481,10 @@ def read_captions(path: Path) -> tuple[str, ...]:
     except (ValueError, RecursionError):
         raise UnusableCaption("is no JSON.") from None
     if isinstance(value, dict):
-        value = next((value[name] for name in ("captions", "caption") if name in value), None)
+        read = next((name for name in ("captions", "caption") if name in value), None)
+        for key in (key for key, each in value.items() if read not in (None, key) and says(each)):
+            unread.add(key)
+        value = None if read is None else value[read]
     if (found := captions_in(value)) is None:
         raise UnusableCaption('holds no text, no list of texts, and no object with "captions".')
     return (found,) if isinstance(found, str) else found

@@ -160,8 +160,7 @@ class Metadata:
                 f"Rows of metadata without the column {legible(self.column)}: {self.num_without_column} (columns: "
                 f"{others}). Name another in caption_column of the source in data.sources."
             )
-        if names := self.unread.listed():
-            said.append(f"Columns of metadata that nothing reads: {names}.")
+        said += self.unread.notices("Columns of metadata that nothing reads")
         return said
 
     def _take(self, row: Mapping[str, Any], folder: str) -> None:

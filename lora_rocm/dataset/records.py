@@ -13,7 +13,7 @@ from datetime import date, time
 from os.path import commonprefix
 from typing import Any
 
-from lora_rocm.dataset.row_cells import RowCells, says
+from lora_rocm.dataset.row_cells import RowCells, listed, says
 
 MARK = "\x1e"
 """First character of a record that is no plain text (RFC 7464 begins its records with it)."""
@@ -199,7 +199,7 @@ def record_of(row: Cells, pairs: bool = False) -> Record:
         )
     named = "; ".join(", ".join(sorted(columns)) for columns, _ in READERS)
     raise UnusableText(
-        f"Its columns are {', '.join(map(str, cells)) or 'none'}, and no form of text has these.",
+        f"Its columns are {listed(list(cells)) or 'none'}, and no form of text has these.",
         f"Name them as one of these does: {named}.",
     )
 
@@ -312,7 +312,7 @@ def pair_of(cells: Cells) -> Pair:
     _refuse_columns(row)
     missing = " and ".join(sorted(PAIRED - row.keys()))
     if missing:
-        what = f"It has no column {missing}; its columns are {', '.join(map(str, row)) or 'none'}."
+        what = f"It has no column {missing}; its columns are {listed(list(row)) or 'none'}."
         raise UnusableText(what, "objective.loss: dpo takes rows of chosen and rejected, and prompt if they lack it.")
     prompt, *answers = (_messages_or_text(row.get(column)) for column in ("prompt", "chosen", "rejected"))
     texts = [each for each in (prompt, *answers) if isinstance(each, str)]
@@ -419,9 +419,10 @@ def _functions(row: RowCells, column: str) -> tuple[Any, ...]:
     found = _value_of(row, column)
     if found in (None, "", {}):
         return ()
-    if not isinstance(found, list | tuple):
-        raise UnusableText(f"The column {column} is no list.", "Give a list of functions, or its JSON.")
-    return tuple(map(_tool, found))
+    tools = [_tool(each) for each in found] if isinstance(found, list | tuple) else [None]
+    if not all(isinstance(tool, Mapping) for tool in tools):
+        raise UnusableText(f"The column {column} is no list of functions.", "Give a list of functions, or its JSON.")
+    return tuple(tools)
 
 
 def _tool(given: Any) -> Any:

@@ -90,11 +90,12 @@ class NameCount:
         else:
             self.num_more += 1
 
-    def listed(self, noun: str = "row") -> str:
-        """The names, each with its count, as a part of a sentence; "" if there are none."""
+    def notices(self, what: str, noun: str = "row") -> list[str]:
+        """A notice with the names, each with its count; none if there are no names. ``what`` begins the sentence."""
         found = self.of_name.most_common()
         names = [f"{_short(name)} ({count_text(count, noun)})" for name, count in found[:MAX_NAMED]]
-        return _joined(names, len(found) - len(names), " or more" if self.num_more else "")
+        listing = _joined(names, len(found) - len(names), " or more" if self.num_more else "")
+        return [f"{what}: {listing}."] if found else []
 
 
 @dataclass
@@ -113,6 +114,4 @@ class RowAccount:
     def notices(self, source: str) -> list[str]:
         """Notices about a source, which is given as people know it."""
         found = [f"{remark} ({count_text(count, 'row')} of {source})." for remark, count in self.remarks.most_common()]
-        if names := self.columns.listed():
-            found.append(f"Columns of {source} that nothing reads: {names}.")
-        return found
+        return found + self.columns.notices(f"Columns of {source} that nothing reads")

@@ -35,6 +35,7 @@ from lora_rocm.dataset.image_io import MAX_IMAGE_BYTES, Header, UnreadableImage,
 from lora_rocm.dataset.left_out import NUM_NAMED, counted, few, some
 from lora_rocm.dataset.progress import QUIET_S, Progress, Report, ignore
 from lora_rocm.dataset.regularisation import class_image
+from lora_rocm.dataset.row_cells import NameCount
 from lora_rocm.dataset.same_sizes import SameSizes
 from lora_rocm.dataset.sample_table import Sample, Samples
 from lora_rocm.dataset.views import randomly_cropped, within
@@ -334,6 +335,7 @@ def _scan_folder(found: _Findings) -> None:
     found.notices += _say_own_number(root.name, found.options.caption_fallback)
     found.lasting &= folder.lasting and options.metadata_file is None  # a manifest's listing covers images only
     progress = Progress("sizes", len(folder.relatives), found.report, quiet_s=QUIET_S)
+    unread = NameCount()
     most = None if options.class_prompt is None else options.num_class_images  # an earlier run may have drawn more
     for position, (path, relative) in enumerate(islice(folder.images, most)):
         progress.step()
@@ -346,7 +348,7 @@ def _scan_folder(found: _Findings) -> None:
             for file in files:
                 if len(folder.captions.endings) > 1:
                     its = f"Its caption file {shown(file.name)}"
-                texts += read_captions(file)
+                texts += read_captions(file, unread)
             text = options.class_prompt or (tuple(texts) if files else folder.listed_caption(position))
             given = folder.given(position)
         except UnreadableImage as error:
@@ -369,6 +371,7 @@ def _scan_folder(found: _Findings) -> None:
         given = replace(given, captions=tuple(more))
         name, repeats = repeat_folder.name or folder.name, options.repeats * repeat_folder.repeats
         found.add(Sample(key, found.first, name, path, caption, *header.size, repeats, options, given), header)
+    found.notices += unread.notices("Keys of caption files that nothing reads", "file")
     if found.uncaptioned and options.caption_fallback == "filename":
         if any(folder.repeat_folder(relative).name for _, relative in folder.images):
             found.notices.append(

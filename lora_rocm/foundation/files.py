@@ -155,8 +155,11 @@ def write_json(path: Path, value: Any, root: Path | None = None) -> None:
 
 
 def json_bytes(value: Any) -> bytes:
-    """Sorted, indented JSON in UTF-8: equal values give equal bytes."""
-    return (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode("utf-8")
+    """Sorted, indented JSON in UTF-8: equal values give equal bytes.
+
+    A lone surrogate, as in a path that is no UTF-8, becomes its escape of JSON, which reads back as the same path.
+    """
+    return (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
 
 @contextlib.contextmanager

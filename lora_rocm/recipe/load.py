@@ -20,8 +20,9 @@ from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from lora_rocm.errors import LoraRocmError, Problem, RecipeError
 from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.foundation.file_names import NOT_TEXT, fix_of_name
 from lora_rocm.foundation.names import name_key, usable_stem
-from lora_rocm.foundation.terminal_text import quoted
+from lora_rocm.foundation.terminal_text import legible, quoted
 from lora_rocm.foundation.units import count_text
 from lora_rocm.recipe.explain import boolean_problems, explain, shown
 from lora_rocm.recipe.family_rules import family_problems, without_unread
@@ -29,7 +30,7 @@ from lora_rocm.recipe.foreign import recognised
 from lora_rocm.recipe.kinds import FAMILY, kinds_of
 from lora_rocm.recipe.layers import Layered, Place, value_at
 from lora_rocm.recipe.optimizer_args import resolve_arguments
-from lora_rocm.recipe.paths import BUILTIN, every_path, with_absolute_paths
+from lora_rocm.recipe.paths import BUILTIN, every_path, paths_of, with_absolute_paths
 from lora_rocm.recipe.schema import MOVED, DataSection, Recipe
 from lora_rocm.recipe.start_rank import resolve_rank
 from lora_rocm.recipe.trigger import trigger_notices, with_prompts_filled_in
@@ -177,9 +178,22 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Regis
             f"runtime.workers: {runtime.workers} counts as 0 on Windows, where loader workers often hang; "
             "to have them all the same, add runtime.workers_on_windows: true."
         )
-    return LoadedRecipe(
-        with_absolute_paths(recipe), found, found.stem, tuple(notices), layers, registry, tuple(overrides)
-    )
+    absolute = with_absolute_paths(recipe)
+    _require_text_names(absolute, found)
+    return LoadedRecipe(absolute, found, found.stem, tuple(notices), layers, registry, tuple(overrides))
+
+
+def _require_text_names(recipe: Recipe, found: Path) -> None:
+    """Check the recipe's file name, of which run directories are named, and the absolute paths.
+
+    Raises:
+        RecipeError: one of them is not text. Paths in a recipe are; the folder in which the command runs may not be.
+    """
+    for place in (Path(found.name), *map(Path, paths_of(recipe))):
+        if (fix := fix_of_name(place)) is not None:
+            here = Path.cwd()
+            where = here if place.is_relative_to(here) and fix_of_name(here) else place
+            raise RecipeError([Problem(legible(str(where)), NOT_TEXT, fix)])
 
 
 def unwritable(recipe: Recipe, layers: Layered) -> list[Problem]:
@@ -416,7 +430,9 @@ def _lay_base(
         wrong = Problem(where, f"expected the path of another recipe, got {shown(base)}", "Give a .yaml file.")
         raise RecipeError([*problems, wrong])
     try:
-        found = _find(Path(base), notices, path.parent)
+        beside = (path.parent, path.resolve().parent)  # of a link first, then of the file that it leads to
+        folder = next((each for each in beside if os.path.isfile(each / base)), path.parent)
+        found = _find(Path(base), notices, folder)
         if found.resolve() == path.resolve():
             fix = "Give another recipe, or remove it."
             raise RecipeError([*problems, Problem(where, "a recipe cannot be its own base", fix)])

@@ -51,7 +51,7 @@ class EventWriter:
         """
         dated = {**event.to_json(), "time": round(time.time(), 3), "session": self.session}
         try:
-            self._file.write(json.dumps(dated, ensure_ascii=False).encode("utf-8") + b"\n")
+            self._file.write(json.dumps(dated, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")
             self._file.flush()
         except OSError as error:
             raise storage_error(error, self.path) from error

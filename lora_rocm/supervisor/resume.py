@@ -17,9 +17,10 @@ from pathlib import Path
 from lora_rocm.errors import RecipeError, ResumeError, UserError, storage_error
 from lora_rocm.families.registry import Registry
 from lora_rocm.foundation.bounded_read import read_plain
+from lora_rocm.foundation.file_names import NOT_TEXT, fix_of_name
 from lora_rocm.foundation.files import fsync_folder, rename, write_atomic
 from lora_rocm.foundation.names import name_key
-from lora_rocm.foundation.terminal_text import quoted
+from lora_rocm.foundation.terminal_text import legible, quoted
 from lora_rocm.recipe.comparison import fixed_values, resume_differences
 from lora_rocm.recipe.load import LoadedRecipe, dump_recipe, load_recipe
 from lora_rocm.recipe.schema import Recipe
@@ -58,6 +59,7 @@ def choose(loaded: LoadedRecipe, run_dir: Path | None, resume: str | None) -> Ch
         ResumeError: --resume names nothing that can be resumed, the two options disagree, or the directory holds
             something else.
         StorageError: a link is in place of a file or folder that the run writes.
+        ResumeError: also, the directory's name is not text.
     """
     if resume is None:
         return _own(Chosen(RunDir(run_dir.absolute() if run_dir else _new_directory(loaded)), resume=False))
@@ -86,7 +88,9 @@ def choose(loaded: LoadedRecipe, run_dir: Path | None, resume: str | None) -> Ch
 
 
 def _own(chosen: Chosen) -> Chosen:
-    """Check the directory with ``RunDir.require_own``."""
+    """Check the directory's name, and the directory with ``RunDir.require_own``."""
+    if (fix := fix_of_name(chosen.run_dir.path)) is not None:
+        raise ResumeError("run-dir-name", NOT_TEXT, where=legible(str(chosen.run_dir.path)), fix=fix)
     chosen.run_dir.require_own()
     return chosen
 

@@ -469,6 +469,17 @@ def test_an_image_may_have_several_captions(tmp_path: Path, make: SimpleNamespac
     assert [sample.captions for sample in listed.samples] == [("p", "q"), ("r",)]
 
 
+def test_keys_of_caption_files_that_nothing_reads_are_named(tmp_path: Path, make: SimpleNamespace) -> None:
+    for name, value in {
+        "0": {"captions": ["a"], "caption": "b", "note": ""},
+        "1": {"caption": "c", "model": "m"},
+    }.items():
+        make.image(tmp_path / f"{name}.png", seed=int(name))
+        (tmp_path / f"{name}.json").write_text(json.dumps(value), encoding="utf-8")
+    (notice,) = scan(make.data(path=str(tmp_path), caption_extension=".json")).notices
+    assert notice.endswith(": caption (1 file), model (1 file).")
+
+
 def test_each_caption_file_of_a_list_is_a_caption(tmp_path: Path, make: SimpleNamespace) -> None:
     for index in range(3):
         make.image(tmp_path / f"{index}.png", seed=index, caption=f"text  {index}")

@@ -4,12 +4,13 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from lora_rocm.errors import RecipeError
+from lora_rocm.errors import RecipeError, ResumeError
 from lora_rocm.recipe import kinds, load
 from lora_rocm.recipe.explain import _leaf_types
 from lora_rocm.recipe.load import (
@@ -19,6 +20,7 @@ from lora_rocm.recipe.load import (
 )
 from lora_rocm.recipe.optim_sections import OPTIMIZERS
 from lora_rocm.recipe.suggest import all_keys, section_class
+from lora_rocm.supervisor.resume import choose
 
 MINIMAL = "model:\n  name_or_path: builtin:tiny-sdxl\ndata:\n  path: pics\ntrain:\n  max_train_steps: 10\n"
 
@@ -298,6 +300,67 @@ def test_base_is_merged_section_by_section(in_folder: Path) -> None:
     recipe = load_recipe("sub/child.yaml").recipe
     assert (recipe.lora.rank, recipe.train.seed, recipe.train.max_train_steps) == (4, 7, 10)
     assert recipe.data.path == str(in_folder / "pics")
+
+
+def test_the_base_of_a_linked_recipe_is_beside_the_link_or_beside_the_file(in_folder: Path) -> None:
+    Path("own").mkdir()
+    Path("own/child.yaml").write_text("base: parent.yaml\nlora: {rank: 4}\n", encoding="utf-8")
+    Path("own/parent.yaml").write_text(MINIMAL.replace("10", "11"), encoding="utf-8")
+    try:
+        Path("today.yaml").symlink_to(Path("own", "child.yaml"))
+    except OSError:
+        pytest.skip("no links may be made here")
+    assert load_recipe("today.yaml").recipe.train.max_train_steps == 11
+    Path("parent.yaml").write_text(MINIMAL.replace("10", "12"), encoding="utf-8")
+    assert load_recipe("today.yaml").recipe.train.max_train_steps == 12, "the nearer one"
+
+
+def folder_of_bytes(parent: Path) -> Path:
+    """A folder with a name that is no UTF-8."""
+    folder = os.path.join(os.fsencode(parent), b"caf\xe9")
+    try:
+        os.mkdir(folder)
+    except OSError:
+        pytest.skip("names are text here")
+    return Path(os.fsdecode(folder))
+
+
+def test_a_name_that_is_no_text_is_refused_before_anything_is_made(
+    in_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_of_bytes(in_folder)
+    for path in (folder / "recipe.yaml", folder.with_suffix(".yaml")):
+        path.write_text(MINIMAL, encoding="utf-8")
+    assert load_recipe(folder / "recipe.yaml").name == "recipe", "nothing of this path is kept"
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(folder.with_suffix(".yaml"))
+    assert wheres(caught) == [r"caf\udce9.yaml"]
+    monkeypatch.chdir(folder)
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("recipe.yaml")
+    assert [where.endswith(r"caf\udce9") for where in wheres(caught)] == [True]
+    assert str(caught.value).encode("utf-8") and "Rename" in caught.value.problems[0].fix
+    with pytest.raises(ResumeError) as refused:
+        choose(load_recipe(in_folder / "recipe.yaml", absolute_paths(in_folder)), Path("run"), None)
+    assert refused.value.code == "run-dir-name"
+    assert sorted(os.listdir(folder)) == ["recipe.yaml"]
+
+
+def absolute_paths(folder: Path) -> list[str]:
+    return [f"{key}={folder / key}" for key in ("data.path", "cache.dir", "output.dir")]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names are always text there")
+def test_a_locale_that_hides_letters_is_named(in_folder: Path) -> None:
+    folder = in_folder / "käse"
+    folder.mkdir()
+    (folder / "recipe.yaml").write_text(MINIMAL, encoding="utf-8")
+    command = "from lora_rocm.recipe.load import load_recipe; load_recipe('recipe.yaml')"
+    source = Path(load.__file__).parents[2]
+    env = {**os.environ, "PYTHONPATH": str(source), "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "utf-8"}
+    ended = subprocess.run([sys.executable, "-c", command], cwd=folder, env=env, capture_output=True, check=False)
+    if b"\xc3\xa4" in os.fsencode("ä"):
+        assert ended.returncode and b"PYTHONUTF8=1" in ended.stderr
 
 
 def test_lists_of_a_base_are_replaced() -> None:

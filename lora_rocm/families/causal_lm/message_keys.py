@@ -33,9 +33,7 @@ class MessageKeys:
 
     @property
     def notices(self) -> list[str]:
-        found = list[str]()
-        if names := self._silent.listed():
-            found.append(f"Keys of messages that change nothing in what the chat template writes: {names}.")
+        found = self._silent.notices("Keys of messages that change nothing in what the chat template writes")
         if self._num_silent_tools:
             rows = count_text(self._num_silent_tools, "row")
             found.append(
