@@ -1,4 +1,4 @@
-"""The locks: they agree with constraints.txt and pyproject.toml, and pip takes no file that has not one of their hashes."""
+"""The locks: they agree with constraints.txt and pyproject.toml, and pip takes nothing without one of their hashes."""
 
 from __future__ import annotations
 
