@@ -334,8 +334,7 @@ def _scan_folder(found: _Findings) -> None:
     found.notices += folder.notices
     found.notices += _say_own_number(root.name, found.options.caption_fallback)
     found.lasting &= folder.lasting and options.metadata_file is None  # a manifest's listing covers images only
-    progress = Progress("sizes", len(folder.relatives), found.report, quiet_s=QUIET_S)
-    unread = NameCount()
+    progress, unread = Progress("sizes", len(folder.relatives), found.report, quiet_s=QUIET_S), NameCount()
     most = None if options.class_prompt is None else options.num_class_images  # an earlier run may have drawn more
     for position, (path, relative) in enumerate(islice(folder.images, most)):
         progress.step()
