@@ -68,6 +68,7 @@ PROCESS_EDGES = {
     (f"{PACKAGE}.foundation.exit_codes", "exit_code_of"),
     (f"{PACKAGE}.supervisor.child_main", "main"),
     (f"{PACKAGE}.loader.worker_pool", "_serve"),
+    (f"{PACKAGE}.commands.check", "_weigh"),  # of a thread: what it meets is raised by the thread that asks
     ("benchmarks/reliable_fuzz.py", "child"),
     ("benchmarks/step_variants.py", "main"),
 }

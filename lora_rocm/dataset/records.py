@@ -474,7 +474,8 @@ def _message(row: RowCells, given: Mapping[str, Any]) -> dict[str, Any]:
     if "role" not in message and "from" in message:
         sender = message.pop("from")
         message["role"] = ROLES.get(sender.lower(), sender) if isinstance(sender, str) else sender
-        message.setdefault("content", message.pop("value", ""))
+    if "content" not in message and "value" in message:
+        message["content"] = message.pop("value")
     if not isinstance(message.get("role"), str):
         raise UnusableText("A message has no role.", "Each message needs role and content.")
     # the text
