@@ -490,21 +490,11 @@ def _message(row: RowCells, given: Mapping[str, Any]) -> dict[str, Any]:
     if "role" not in message and "from" in message:
         sender = message.pop("from")
         message["role"] = ROLES.get(sender.lower(), sender) if isinstance(sender, str) else sender
-        message.setdefault("content", message.pop("value", ""))
+    if "content" not in message and "value" in message:
+        message["content"] = message.pop("value")
     if not isinstance(message.get("role"), str):
         raise UnusableText("A message has no role.", "Each message needs role and content.")
-    # the text
-    content = message.get("content", "")
-    if isinstance(content, list):
-        if any(not isinstance(part, Mapping) or part.get("type") != "text" for part in content):
-            raise UnusableText("A message holds more than text.", "Take the row away, or leave only its text.")
-        more = {str(key) for part in content for key in part if key not in ("type", "text") and says(part[key])}
-        row.remarks.update(f"The key {key:.60} of a part of a message's content is not read" for key in sorted(more))
-        parts = ["" if part.get("text") is None else part["text"] for part in content]
-        content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
-    if not isinstance(content, str):
-        raise UnusableText("A message holds something else than text.", "Give its content as text.")
-    message["content"] = content
+    message["content"] = content = _text(row, message.get("content", ""))
     # calls of tools
     if message["role"] in CALLS:
         made = _parsed(content, f"The content of the role {message['role']}", "Give calls as JSON: name and arguments.")
@@ -516,6 +506,20 @@ def _message(row: RowCells, given: Mapping[str, Any]) -> dict[str, Any]:
     if "tool_calls" in message:
         message["tool_calls"] = _calls(message["tool_calls"])
     return _masked(row, message)
+
+
+def _text(row: RowCells, content: object) -> str:
+    """The text of a message, whose parts of text are joined."""
+    if isinstance(content, list):
+        if any(not isinstance(part, Mapping) or part.get("type") != "text" for part in content):
+            raise UnusableText("A message holds more than text.", "Take the row away, or leave only its text.")
+        more = {str(key) for part in content for key in part if key not in ("type", "text") and says(part[key])}
+        row.remarks.update(f"The key {key:.60} of a part of a message's content is not read" for key in sorted(more))
+        parts = ["" if part.get("text") is None else part["text"] for part in content]
+        content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
+    if not isinstance(content, str):
+        raise UnusableText("A message holds something else than text.", "Give its content as text.")
+    return content
 
 
 def _wrapped(made: Any) -> list[Any]:

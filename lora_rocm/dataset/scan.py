@@ -331,8 +331,7 @@ def _scan_folder(found: _Findings) -> None:
         beside=[key for key in ("mask_path", "control_path") if getattr(options, key) == BESIDE],
         key=options.key,
     )
-    found.notices += folder.notices
-    found.notices += _say_own_number(root.name, found.options.caption_fallback)
+    found.notices += (*folder.notices, *_say_own_number(root.name, options.caption_fallback))
     found.lasting &= folder.lasting and options.metadata_file is None  # a manifest's listing covers images only
     progress, unread = Progress("sizes", len(folder.relatives), found.report, quiet_s=QUIET_S), NameCount()
     most = None if options.class_prompt is None else options.num_class_images  # an earlier run may have drawn more

@@ -26,6 +26,7 @@ SAME: list[tuple[dict[str, Any], object]] = [
     ({"messages": [{**ASK, "name": None}, ANSWER], "id": 7}, CHAT),
     ({"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]}, CHAT),
     ({"conversations": [ASK, ANSWER]}, CHAT),
+    ({"conversations": [ASK, {"role": "assistant", "value": "4"}]}, CHAT),
     ({"instruction": "2+2?", "input": "", "output": "4"}, CHAT),
     ({"prompt": [ASK], "completion": [ANSWER]}, Conversation((ASK, ANSWER), last_only=True)),
     ({"prompt": "2+2=", "completion": "4"}, Completion("2+2=", "4")),
