@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_rocm.dataset.folders import BUILTIN_FOLDERS, BUILTIN_TABLES
-from lora_rocm.errors import ModelError
+from lora_rocm.errors import AdapterError, LoraRocmError, ModelError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.families.spec import FamilySpec
 from lora_rocm.foundation.terminal_text import one_line
@@ -51,6 +53,7 @@ STATE = "state.json"
 AIDS = ("tokenizer", "scheduler")
 """Components of a diffusers folder without weights."""
 LANGUAGE_MODEL = "language model"
+WEIGH_MODULE = "lora_rocm.train.check_child"
 PICKLES = (".ckpt", ".bin", ".pt", ".pth")
 WEIGHTS, RECIPES = (".safetensors", ".sft"), (".yaml", ".yml")
 BUILTIN = "builtin:"
@@ -203,9 +206,37 @@ def _component_folder(path: Path, registry: Registry) -> Found:
     if not found["families"] or "unusable" in found:
         return found
     if found["part"] == LANGUAGE_MODEL:
-        return {**found, "trainable": [name for name in found["families"] if name in registry]}
+        trained = [name for name in found["families"] if name in registry]
+        return {**found, "trainable": trained, **(_as_check_says(path, trained[0], registry) if trained else {})}
     whole = f": {path.parent}" if above is not None else ""
     return {**found, "unusable": f"this is one component: model.name_or_path takes the whole diffusers folder{whole}"}
+
+
+def _as_check_says(path: Path, family: str, registry: Registry) -> Found:
+    """Return what ``lora-rocm check`` says of a folder as ``model.name_or_path``: the same child decides.
+
+    Architecture, tensors and tokenizer belong together only if the libraries that load them say so.
+    """
+    from lora_rocm.recipe.kinds import recipe_from
+    from lora_rocm.supervisor.subprocesses import run_for_json
+
+    model = {"family": family, "name_or_path": str(path.absolute())}
+    rest = {"data": {"path": str(path.absolute())}, "train": {"max_train_steps": 1}, "runtime": {"device": "cpu"}}
+    recipe = recipe_from({"model": model, **rest}, registry)
+    try:
+        with tempfile.TemporaryDirectory(prefix="lora-rocm-") as folder:
+            file = Path(folder) / "recipe.json"
+            file.write_text(recipe.model_dump_json(), encoding="utf-8")
+            run_for_json(WEIGH_MODULE, [str(file)], os.environ)
+    except (ModelError, AdapterError) as error:
+        return {"trainable": [], "keys": {}, "unusable": f"cannot be trained on: {error.what}"}
+    except LoraRocmError as error:  # such as no torch on this machine
+        return {
+            "trainable": [],
+            "keys": {},
+            "unusable": f"it could not be checked whether it can be trained on: {error.what}",
+        }
+    return {}
 
 
 def _component(path: Path, registry: Registry) -> Found:
