@@ -15,7 +15,7 @@ import json
 import os
 import pickle
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import cached_property, lru_cache
 from importlib import resources
@@ -28,6 +28,7 @@ from diffusers import ConfigMixin
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from lora_rocm.base_models import conversion, hub
 from lora_rocm.base_models.assembly import Assembly
@@ -62,6 +63,8 @@ UNFIT_ERRORS = (
     StrictDataclassError,
 )
 NAMES_CODE = "_implementation"  # ending of config keys that choose an implementation, possibly code on the hub
+FACTORIES = frozenset((torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn))
+LARGE = 1 << 27  # elements: half a gigabyte of float32
 VOLATILE_CONFIG_KEYS = (
     "_name_or_path",
     "_diffusers_version",
@@ -145,10 +148,28 @@ class Layout:
     changed: Mapping[str, Changes] = field(default_factory=dict)
 
 
+class _LargeOnMeta(TorchFunctionMode):
+    """New tensors of more than ``LARGE`` elements have no data from the start.
+
+    ``init_empty_weights`` lets a parameter be made before it takes its data away, so one with an absurd size, or of all
+    experts of a large model, would ask for all of its memory. Buffers, which stay, are far smaller.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in FACTORIES and kwargs.get("device") is None and kwargs.get("out") is None:
+            hollow = func(*args, **{**kwargs, "device": "meta"})
+            if hollow.numel() > LARGE:
+                return hollow
+        return func(*args, **kwargs)
+
+
 def _new_hollow(part: Part, config: str) -> nn.Module:
     """Build a component from its config (JSON), with weights on the meta device."""
     cls = part.cls
-    with init_empty_weights():
+    with _LargeOnMeta(), init_empty_weights():
         known = issubclass(cls, ConfigMixin)
         made: nn.Module = (
             cls.from_config(json.loads(config)) if known else cls(cls.config_class.from_dict(json.loads(config)))

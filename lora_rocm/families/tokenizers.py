@@ -8,11 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
+
 from lora_rocm.base_models.loading import Source
 from lora_rocm.errors import ModelError
 from lora_rocm.foundation.terminal_text import printable
 
-READING_ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError)
+READING_ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError, StrictDataclassError)
+"""The last one is for a config.json beside the tokenizer, which transformers reads, too."""
 
 
 class Explained:

@@ -12,6 +12,7 @@ from lora_rocm.foundation.bounded_read import read_plain
 
 MAX_CONFIG_BYTES = 1 << 24
 MAX_CONFIG_NUMBER = 1 << 24  # the largest number in a supported model is a vocabulary of 262,208
+MAX_EXPERTS = 1 << 17  # limit of layers times experts; Kimi K2 has 23,424
 MAX_LAYERS = 2000  # limit for a config; SDXL's UNet has 180 by this count
 T = TypeVar("T")
 NAMES: Mapping[type, str] = {
@@ -21,6 +22,8 @@ NAMES: Mapping[type, str] = {
     bool: "true or false",
     type(None): "null",
 }
+LAYER_KEYS = ("num_hidden_layers", "num_layers", "num_single_layers", "n_layers", "n_layer")
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok")
 DOWNLOAD_AGAIN = "Download the model again; configs and weights must come from the same model."
 
 
@@ -85,12 +88,19 @@ def require_bounded(config: Mapping[str, Any], path: Path) -> None:
         largest = max((abs(number) for number in _numbers(value)), default=0)
         if largest > MAX_CONFIG_NUMBER:
             raise _absurd(path, f"{key} is {largest:.6g}")
+    text = config.get("text_config")
+    text = text if isinstance(text, dict) else {}
     blocks = max(len(_listed(config.get(key))) for key in ("down_block_types", "up_block_types", "block_out_channels"))
     most = [_most(config.get(key)) for key in ("layers_per_block", "transformer_layers_per_block")]
-    alike = sum(_most(config.get(key)) for key in ("num_hidden_layers", "num_layers", "num_single_layers", "n_layers"))
+    alike = sum(_most(each.get(key)) for each in (config, text) for key in LAYER_KEYS)
     layers = 2 * blocks * (most[0] + 1) * max(1, most[1]) + alike
     if layers > MAX_LAYERS:
         raise _absurd(path, f"it describes {layers:,.0f} layers")
+    for each in (config, *(value for value in config.values() if isinstance(value, dict))):
+        layers = max(1.0, *(_most(each.get(key)) for key in LAYER_KEYS))
+        experts = layers * max(_most(each.get(key)) for key in EXPERT_KEYS)
+        if experts > MAX_EXPERTS:
+            raise _absurd(path, f"it describes {experts:,.0f} experts")
 
 
 def _numbers(value: object) -> Iterator[float]:

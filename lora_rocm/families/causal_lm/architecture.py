@@ -32,7 +32,7 @@ UNREAD_KEYS = ("attn_logit_softcapping", "attention_chunk_size", "use_bidirectio
 """Keys of a config that ask for an attention which ``attention.causal`` is not."""
 WINDOWS = {"full_attention", "sliding_attention"}
 DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "embedding_dropout")
-OF_IMAGES_ONLY = {("use_bidirectional_attention", "vision")}
+OF_IMAGES_ONLY = (("use_bidirectional_attention", "vision"),)
 """Values of these keys that matter for the tokens of images alone."""
 GPT_OSS = "gpt_oss"
 PROBE_TOKENS = 8
@@ -162,7 +162,9 @@ def _without_dropout(config: Mapping[str, Any], tensors: object) -> dict[str, An
     """The keys of a config that are others in training: no dropout and no cache of keys and values."""
     changed = {key: 0.0 for key in DROPOUTS if key in config}
     if "text_config" in config:
-        return {**changed, "text_config": {**config["text_config"], **_without_dropout(config["text_config"], ())}}
+        text = config["text_config"]
+        dropouts = {key: 0.0 for key in DROPOUTS if key in text}
+        return {**changed, "text_config": {**text, **dropouts, "use_cache": False}}
     return {**changed, "use_cache": False}
 
 

@@ -186,6 +186,7 @@ class CausalLM:
 
     def examine(self) -> Sequence[Path]:
         assert self.notices is not None, "the base was checked"
+        assert self.texts is not None, "its tokenizer can be read, and belongs to it"
         return self.source.files()
 
     def token_limits(self) -> Sequence[TokenLimit]:

@@ -1,0 +1,83 @@
+"""``lora-rocm inspect`` of a language model's folder promises what ``check`` of a recipe with it says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_rocm.commands.inspect_file import inspect, inspect_text
+from lora_rocm.errors import LoraRocmError, WorkerDiedError
+from lora_rocm.train.check_child import weigh
+from tests.families.causal_lm.adapted import recipe_of
+from tests.families.causal_lm.test_published import changed_tensors
+from tests.families.test_tokenizer_rows import BEYOND, edited, piece
+from tests.program import run_for_json
+from tests.tiny_llm import MODELS, write_tiny_llm
+
+
+def with_config(folder: Path, **values: Any) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **values}), encoding="utf-8")
+    return folder
+
+
+def without(folder: Path, pattern: str) -> Path:
+    for path in folder.glob(pattern):
+        path.unlink()
+    return folder
+
+
+CHANGES: dict[str, Callable[[Path], Path]] = {
+    "custom code": lambda folder: with_config(folder, auto_map={"AutoModelForCausalLM": "own.Model"}),
+    "unknown": lambda folder: with_config(folder, model_type="nobody_knows"),
+    "no decoder": lambda folder: with_config(folder, model_type="t5"),
+    "soft cap": lambda folder: with_config(folder, attn_logit_softcapping=50.0),
+    "type": lambda folder: with_config(folder, model_type=["llama"]),
+    "size": lambda folder: with_config(folder, hidden_size=1 << 24),
+    "missing": lambda folder: changed_tensors(folder, lambda found: (found.pop("model.norm.weight"), None)[1]),
+    "tokenizer": lambda folder: edited(folder, piece(BEYOND)),
+    "no tokenizer": lambda folder: without(folder, "tokenizer*"),
+}
+
+
+@pytest.fixture(autouse=True)
+def children_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lora_rocm.supervisor.subprocesses.run_for_json", run_for_json)
+
+
+def checked(folder: Path) -> str:
+    """What check says against a folder; "" if nothing."""
+    try:
+        weigh(recipe_of(folder, lora={"targets": "attention-mlp"}, runtime={"device": "cpu"}))
+    except LoraRocmError as error:
+        return error.what
+    return ""
+
+
+@pytest.mark.parametrize("name", [*MODELS])
+def test_every_published_layout_is_promised(name: str, tmp_path: Path) -> None:
+    folder = write_tiny_llm(tmp_path, name)
+    found = inspect(folder)
+    assert not checked(folder) and found["trainable"] == ["causal-lm"] and "unusable" not in found
+    assert "can be trained on with model.family: causal-lm" in inspect_text(found)
+
+
+@pytest.mark.parametrize("change", [*CHANGES])
+def test_what_check_refuses_is_not_promised(change: str, tmp_path: Path) -> None:
+    folder = CHANGES[change](write_tiny_llm(tmp_path))
+    found, said = inspect(folder), checked(folder)
+    assert said and found["trainable"] == [] and said in found["unusable"]
+    assert "can be trained" not in inspect_text(found)
+
+
+def test_a_child_that_fails_is_no_promise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*arguments: object) -> dict[str, Any]:
+        raise WorkerDiedError("died", "The process ended.", fix="x")
+
+    monkeypatch.setattr("lora_rocm.supervisor.subprocesses.run_for_json", failing)
+    found = inspect(write_tiny_llm(tmp_path))
+    assert found["trainable"] == [] and "could not be checked" in found["unusable"]
