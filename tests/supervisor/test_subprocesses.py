@@ -111,3 +111,9 @@ def test_run_for_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "print('wrong model', file=sys.stderr)\nreturn 2"
     with pytest.raises(UserError, match="wrong model"):
         run_for_json(module(tmp_path, monkeypatch, text), [], os.environ)
+
+
+def test_a_child_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = module(tmp_path, monkeypatch, "import time\ntime.sleep(60)")
+    with pytest.raises(WorkerDiedError, match="still at work"):
+        run_for_json(name, [], os.environ, limit_s=0.5)

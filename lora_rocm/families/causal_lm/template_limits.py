@@ -147,6 +147,9 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         meter = _meter()
+        if operator == "+":
+            meter.spend(_own_size(meter, left) + _own_size(meter, right))
+            return left + right
         weights = _own_size(meter, left), _own_size(meter, right)
         if operator == "**":
             size = weights[0] * abs(right) if isinstance(right, int) and isinstance(left, int) else 0
@@ -183,6 +186,8 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
 
 def _own_size(meter: Meter, value: Any) -> int:
     """The size of a value without that of what it refers to."""
+    if type(value) is str:
+        return len(value) + 1
     return 1 + len(value) if isinstance(value, list | tuple | dict) else meter.weight(value)
 
 
