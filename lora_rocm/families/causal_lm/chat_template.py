@@ -60,7 +60,9 @@ class ChatTemplate:
             if num_letters is None:
                 num_letters = sum(map(len, leaves([messages, tools])))
             with metered(Meter(num_letters, len(chat))):
-                return self._template(given["tools"]).render(**self._tokens, **given)
+                found = self._template(given["tools"]).render(**self._tokens, **given)
+            found.encode("utf-8")  # raises if the template writes half a character
+        return found
 
     def _template(self, tools: Any) -> Template:
         source = self._tokenizer.get_chat_template(None, tools)

@@ -26,7 +26,7 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-UNITS, UNITS_PER_LETTER, UNITS_PER_CALL = 10_000_000, 50, 20
+UNITS, UNITS_PER_LETTER, UNITS_PER_CALL = 2_000_000, 50, 20
 """What a rendering may spend: a unit is a letter, a number, or one round of a loop. What a call costs beside sizes."""
 MAX_RENDER_S = 20.0
 CHECK_TIME_EVERY = 64
