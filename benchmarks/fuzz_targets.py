@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import fuzz_inputs, fuzz_runs
+from benchmarks import fuzz_inputs, fuzz_rows, fuzz_runs
 from benchmarks.fuzz_inputs import STEERING, Refused
 from lora_rocm.errors import LoraRocmError
 
@@ -50,6 +50,7 @@ TARGETS = (
     Target("report", "fuzz.json", fuzz_runs.result, fuzz_runs.read_report),
     Target("facts", "fuzz.json", fuzz_runs.facts, fuzz_runs.read_facts),
     Target("own-json", "fuzz.json", fuzz_runs.own_json, fuzz_runs.read_own_json),
+    Target("chat-rows", "seed.txt", fuzz_rows.case, fuzz_rows.read_rows),
     Target("model-config", "fuzz.txt", fuzz_runs.config, fuzz_runs.read_config),
 )
 

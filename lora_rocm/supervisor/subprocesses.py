@@ -32,6 +32,9 @@ from lora_rocm.supervisor.process import (
     stop_signals,
 )
 
+JSON_LIMIT_S = 3600.0
+"""The longest that a child may take which is asked for one object. It takes seconds, or minutes with huge data."""
+
 
 def run_tool(
     module: str,
@@ -165,19 +168,30 @@ def _end(tool: subprocess.Popen[bytes]) -> None:
         tool.stdin.close()
 
 
-def run_for_json(module: str, arguments: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
+def run_for_json(
+    module: str, arguments: Sequence[str], env: Mapping[str, str], limit_s: float = JSON_LIMIT_S
+) -> dict[str, Any]:
     """Run a heavy child that writes one JSON object to standard output; return that object.
 
     Raises:
         LoraRocmError: the child's error (an error event, or text on standard error with one of our exit codes).
-        WorkerDiedError: it failed without either.
+        WorkerDiedError: it failed without either, or took longer than the limit and was ended.
     """
-    done = subprocess.run(
-        heavy_command(module, *arguments),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        env=python_environment(env),
-    )
+    try:
+        done = subprocess.run(
+            heavy_command(module, *arguments),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            env=python_environment(env),
+            timeout=limit_s,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise WorkerDiedError(
+            "worker-died",
+            f"The process {module} was still at work after {limit_s / 60:.0f} minutes, and was ended.",
+            fix="Look at the model's files and at the data for something that takes so long. Files of the network "
+            "may answer slowly.",
+        ) from error
     found = _last_object(done.stdout)
     if found is not None and found.get("type") == "error":
         raise error_from_event(found)

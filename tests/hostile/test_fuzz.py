@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import reliable_fuzz
+from benchmarks import fuzz_rows, reliable_fuzz
 from benchmarks.fuzz_targets import TARGETS, Target, read
 from lora_rocm.errors import UserError
 
-NUM_CASES = {"model-config": 15}  # of a target, 60 of the others: each reads four configs and builds what they say
+NUM_CASES = {
+    "model-config": 15,
+    "chat-rows": 200 // fuzz_rows.ROWS,
+}  # of a target, 60 of the others: each reads four configs and builds what they say
 SEED = 7
 
 
@@ -27,6 +30,14 @@ def test_damaged_files_are_read_or_refused(target: Target, tmp_path: Path) -> No
     }
     assert outcomes <= {"read", "refused"}
     assert time.process_time() - began < 60  # two seconds at most where nothing else runs
+
+
+@pytest.mark.slow
+def test_each_row_of_2000_is_trained_on_or_set_aside(tmp_path: Path) -> None:
+    """The full number of rows; the quick share is that of ``test_damaged_files_are_read_or_refused``."""
+    (target,) = (each for each in TARGETS if each.name == "chat-rows")
+    for number in range(2000 // fuzz_rows.ROWS):
+        read(target, reliable_fuzz.content_of(target, SEED + 1, number), tmp_path)
 
 
 def test_a_case_is_a_function_of_its_numbers(tmp_path: Path) -> None:

@@ -177,3 +177,9 @@ def test_temporary_folders_that_cannot_be_made(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(StorageError) as caught, files.temporary_folder():
         pass
     assert caught.value.where == str(tmp_path / "there")
+
+
+def test_a_child_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = module(tmp_path, monkeypatch, "import time\ntime.sleep(60)")
+    with pytest.raises(WorkerDiedError, match="still at work"):
+        run_for_json(name, [], os.environ, limit_s=0.5)

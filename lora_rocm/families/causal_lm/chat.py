@@ -6,6 +6,7 @@ template. Everything else has the tokens that transformers' ``apply_chat_templat
 
 from __future__ import annotations
 
+import hashlib
 import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -41,6 +42,8 @@ MAX_TRIED = 32
 """Answers one after another that do not fit before the rest of a conversation is taken not to fit either."""
 MAX_OVER_LIMIT = 8
 """Rows for which the chat template takes too long before the template is blamed, if they are most of the rows."""
+MAX_LENGTHS = 50_000
+"""Samples whose lengths are remembered, so that they are not encoded once more for it."""
 MAX_USUAL_GROWTH, MAX_NORMALISED_LETTERS = 100, 1 << 22
 """Letters that a tokenizer's normalizer may make of one; if it may make more, the most that it may make of a text."""
 
@@ -77,6 +80,7 @@ class ChatTokenizer:
         self.tokenizer, self.max_length, self.train_on, self._name = tokenizer, max_length, train_on, name
         self._template, self._pairs = ChatTemplate(tokenizer, name), pairs
         self._num_rows = self._num_over_limit = 0
+        self._lengths: dict[bytes, int] = {}
         self._num_cut = self._num_joined = self._num_behind = self._num_whole = 0
         self._keys = MessageKeys(lambda record: self._rendered(self._with_arguments(record)))
 
@@ -138,15 +142,14 @@ class ChatTokenizer:
             layout = chat.layout()
             if layout is None:
                 return self._cut_at_turns(record)
-            self._count(record, self._checked(self._of_layout(chat, layout)))
+            tokens = self._of_layout(chat, layout)
         else:
-            self._count(record, self._checked(self.tokens(record)))
-        return [written(record)]
+            tokens = self.tokens(record)
+        return [self._used(record, tokens)]
 
     def _cut_at_turns(self, record: Conversation) -> Sequence[str | None]:
         """A sample for each answer; None: it begins behind the longest length."""
-        found, not_fitting = list[str | None](), 0
-        whole = 0
+        found, not_fitting, whole = list[str | None](), 0, 0
         for number in range(len(record.turns)):
             one = part(record, number)
             tokens = self.tokens(one) if not_fitting < MAX_TRIED else None
@@ -154,9 +157,8 @@ class ChatTokenizer:
                 whole, not_fitting = whole or (0 if tokens is None else tokens.whole), not_fitting + 1
                 found.append(None)
             else:
-                self._count(one, tokens)
                 not_fitting = 0
-                found.append(written(one))
+                found.append(self._used(one, tokens))
         if not any(found):
             raise self._behind(whole)
         self._num_behind += found.count(None)
@@ -167,6 +169,9 @@ class ChatTokenizer:
 
     def num_tokens(self, text: str) -> int:
         """As ``TextReader.num_tokens``. Of a pair the longer answer counts, to which the other is filled up."""
+        known = self._lengths.get(_digest(text))
+        if known is not None:
+            return known
         record = read(text)
         answers = (record.chosen, record.rejected) if isinstance(record, Pair) else (record,)
         return max(len(self.tokens(answer).ids) for answer in answers)
@@ -197,16 +202,22 @@ class ChatTokenizer:
                     "Give a tokenizer whose chat template knows tools (model.tokenizer), or take the row away.",
                 )
 
-    def _checked(self, found: Tokens) -> Tokens:
-        """The tokens of a sample that has some to train on."""
-        if not any(found.trained):
-            raise self._behind(found.whole)
-        return found
+    def _used(self, record: Record, *found: Tokens) -> str:
+        """A sample as one string, whose tokens are counted and remembered.
 
-    def _count(self, record: Record, found: Tokens) -> None:
-        """Count what notices say of a sample that is trained on."""
-        self._num_cut += found.whole > self.max_length
-        self._num_whole += found.brings_ends
+        Raises:
+            UnusableText: one of them has none to train on.
+        """
+        for tokens in found:
+            if not any(tokens.trained):
+                raise self._behind(tokens.whole)
+        for tokens in found:
+            self._num_cut += tokens.whole > self.max_length
+            self._num_whole += tokens.brings_ends
+        text = written(record)
+        if len(self._lengths) < MAX_LENGTHS:
+            self._lengths[_digest(text)] = max(len(tokens.ids) for tokens in found)
+        return text
 
     def _behind(self, whole: int) -> UnusableText:
         return UnusableText(
@@ -219,15 +230,13 @@ class ChatTokenizer:
             raise UnusableText(
                 "It is no pair of answers.", "objective.loss: dpo takes tables with the columns chosen and rejected."
             )
-        chosen, rejected = (self._checked(self.tokens(answer)) for answer in (record.chosen, record.rejected))
-        if chosen.ids == rejected.ids:
+        chosen, rejected = (self.tokens(answer) for answer in (record.chosen, record.rejected))
+        if chosen.ids == rejected.ids and any(chosen.trained):
             raise UnusableText(
                 f"Both answers are the same {len(chosen.ids)} tokens as far as they are trained on.",
                 "Raise data.max_length, or take the row away.",
             )
-        for each in (chosen, rejected):
-            self._count(record, each)
-        return [written(record)]
+        return [self._used(record, chosen, rejected)]
 
     def shown(self, text: str) -> str:
         """As ``TextReader.shown``. Of a pair the chosen answer comes first."""
@@ -438,6 +447,10 @@ class ChatTokenizer:
             elif piece:
                 found.append((piece, plain))
         return found
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 GROWTH = {"NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18, "Precompiled": 18, "Lowercase": 3, "BertNormalizer": 12}

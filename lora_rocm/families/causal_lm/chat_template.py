@@ -34,8 +34,12 @@ class ChatTemplate:
     def is_there(self) -> bool:
         return self._tokenizer.chat_template is not None
 
-    def text(self, messages: Sequence[Message], tools: Sequence[Any], prompt: bool = False) -> str:
+    def text(
+        self, messages: Sequence[Message], tools: Sequence[Any], prompt: bool = False, num_letters: int | None = None
+    ) -> str:
         """Messages as text; with ``prompt``, up to where the model answers.
+
+        ``num_letters``: of the row, on which the limits depend; None: of the messages and tools.
 
         Raises:
             UnusableText: there is no template, or it fails.
@@ -53,9 +57,12 @@ class ChatTemplate:
                 [{key: value for key, value in each.items() if value is not None} for each in messages]
             )
             given = {"messages": chat, "tools": list(tools) or None, "documents": None, "add_generation_prompt": prompt}
-            num_letters = sum(map(len, leaves([chat, given["tools"]])))
+            if num_letters is None:
+                num_letters = sum(map(len, leaves([messages, tools])))
             with metered(Meter(num_letters, len(chat))):
-                return self._template(given["tools"]).render(**self._tokens, **given)
+                found = self._template(given["tools"]).render(**self._tokens, **given)
+            found.encode("utf-8")  # raises if the template writes half a character
+        return found
 
     def _template(self, tools: Any) -> Template:
         source = self._tokenizer.get_chat_template(None, tools)

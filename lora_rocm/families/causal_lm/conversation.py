@@ -53,7 +53,11 @@ class Chat:
         self.record, self._template, self._special = record, template, special
         self.letter, self._marked = "", record
         self._turns, self._whole = record.turns, ""
-        if any(map(special.is_in, leaves([*map(_of_data, record.messages), *record.tools]))):
+        texts = list(leaves([*record.messages, *record.tools]))
+        self._num_letters, self._has_begun = sum(map(len, texts)), any(map(special.is_begun, texts))
+        if any(map(special.is_in, texts)) and any(
+            map(special.is_in, leaves([*map(_of_data, record.messages), *record.tools]))
+        ):
             self._mark(ends=False)
 
     def _mark(self, ends: bool) -> None:
@@ -177,7 +181,7 @@ class Chat:
         return self._place(begin, end, last_end - len(before))
 
     def _text(self, messages: Sequence[Mapping[str, Any]], prompt: bool = False) -> str:
-        found = self._template.text(messages, self._marked.tools, prompt)
+        found = self._template.text(messages, self._marked.tools, prompt, self._num_letters)
         escape = f"\\u{ord(self.letter):04x}" if self.letter else ""  # of JSON
         return found.replace(escape, self.letter) if escape else found
 
@@ -188,7 +192,7 @@ class Chat:
             UnusableText: also if the template does something else with a special token that was broken.
         """
         found = self._text(self._marked.messages[:until], prompt)
-        if any(map(self._special.is_begun, leaves([*self.record.messages[:until], *self.record.tools]))):
+        if self._has_begun:
             before, letter = self._marked, self.letter
             self._mark(ends=True)
             other = self._text(self._marked.messages[:until], prompt)
@@ -197,7 +201,8 @@ class Chat:
             else:
                 self._marked, self.letter = before, letter
         if self.letter:
-            plain = self._template.text(self.record.messages[:until], self.record.tools, prompt)
+            messages = self.record.messages[:until]
+            plain = self._template.text(messages, self.record.tools, prompt, self._num_letters)
             if found.replace(self.letter, "") != plain:
                 raise UnusableText("It spells out special tokens where the chat template changes them.", FIX)
         return found

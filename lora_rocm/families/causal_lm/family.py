@@ -27,7 +27,7 @@ from lora_rocm.dataset.records import Pair, Record, UnusableText, read
 from lora_rocm.dataset.row_reference import separated
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.device.transfer import DeviceTransfer
-from lora_rocm.errors import ModelError
+from lora_rocm.errors import DataError, ModelError
 from lora_rocm.families.base import Encode, Encoder, Inputs, LoadedModel, OwnFiles, PreviewRequest, Sampling, Tensors
 from lora_rocm.families.causal_lm.architecture import (
     COMPONENT,
@@ -291,7 +291,11 @@ class CausalLM:
             return [self._answer(model, request.prompt, request.steps) for request in requests]
 
     def _answer(self, model: LoadedModel, prompt: str, most: int) -> str:
-        ids = self.texts.prompt_ids([{"role": "user", "content": prompt}])
+        try:
+            ids = self.texts.prompt_ids([{"role": "user", "content": prompt}])
+        except UnusableText as error:
+            where, fix = f"sample.prompts: {prompt[:80]}", f"{error.fix} Or leave out sample.prompts."
+            raise DataError("prompt-unusable", error.what, where=where, fix=fix) from error
         tokens = next_tokens(model.components[COMPONENT], ids, Sampling(0.0, 1.0, most, 0), self._ends)
         return str(self.texts.tokenizer.decode([*tokens], skip_special_tokens=True))
 

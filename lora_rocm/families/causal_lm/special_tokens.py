@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -64,7 +64,7 @@ class SpecialTokens:
         """Whether a text ends in the middle of a special token, which what follows may complete."""
         end = text[1 - max(self._all_lengths, default=1) :] if self._all_lengths[:1] > (1,) else ""
         for place in self._places(end):
-            at = bisect_left(self._sorted, end[place:])
+            at = bisect_right(self._sorted, end[place:])
             if at < len(self._sorted) and self._sorted[at].startswith(end[place:]):
                 return True
         return False

@@ -26,7 +26,7 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-UNITS, UNITS_PER_LETTER, UNITS_PER_CALL = 10_000_000, 50, 20
+UNITS, UNITS_PER_LETTER, UNITS_PER_CALL = 2_000_000, 50, 20
 """What a rendering may spend: a unit is a letter, a number, or one round of a loop. What a call costs beside sizes."""
 MAX_RENDER_S = 20.0
 CHECK_TIME_EVERY = 64
@@ -147,6 +147,9 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         meter = _meter()
+        if operator == "+":
+            meter.spend(_own_size(meter, left) + _own_size(meter, right))
+            return left + right
         weights = _own_size(meter, left), _own_size(meter, right)
         if operator == "**":
             size = weights[0] * abs(right) if isinstance(right, int) and isinstance(left, int) else 0
@@ -183,6 +186,8 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
 
 def _own_size(meter: Meter, value: Any) -> int:
     """The size of a value without that of what it refers to."""
+    if type(value) is str:
+        return len(value) + 1
     return 1 + len(value) if isinstance(value, list | tuple | dict) else meter.weight(value)
 
 

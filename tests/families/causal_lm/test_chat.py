@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lora_rocm.dataset.records import Completion, Conversation, Pair, Record, UnusableText, read, written
-from lora_rocm.errors import DataError
+from lora_rocm.dataset.row_edge import SharedCause
 from lora_rocm.families.causal_lm.chat import ChatTokenizer
 from lora_rocm.families.causal_lm.special_tokens import BREAKS
 from tests.tiny_llm import CHAT, SPECIAL, STRIPPING, THINK, tiny_tokenizer
@@ -78,15 +78,16 @@ def test_a_template_that_rewrites_earlier_answers_makes_a_sample_of_each() -> No
 
 def test_a_template_whose_question_is_no_beginning_of_the_answer_is_refused() -> None:
     odd = CHAT.replace("<|start|>assistant\n{% endif", "<|start|>assistant\n<think>{% endif")
-    with pytest.raises(DataError, match="begin with") as caught:
+    with pytest.raises(SharedCause, match="begin with") as caught:
         reader(odd).parts(written(TWO))
-    assert caught.value.code == "chat-template-unfit"
+    assert caught.value.of_all.code == "chat-template-unfit"
 
 
 def test_without_a_template_only_texts_and_completions_can_be_trained_on() -> None:
     found = reader(None)
-    with pytest.raises(DataError, match="no chat template"):
+    with pytest.raises(SharedCause, match="no chat template") as caught:
         found.parts(written(TWO))
+    assert caught.value.of_all.code == "chat-template-missing"
     assert trained(found, Completion("2+2=", "4")) == [f"4{END}"]
     assert trained(found, "abc") == [f"bc{END}"], "nothing comes before the first token"
 
