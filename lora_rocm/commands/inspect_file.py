@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_rocm.dataset.folders import BUILTIN_FOLDERS, BUILTIN_TABLES
-from lora_rocm.errors import AdapterError, LoraRocmError, ModelError
+from lora_rocm.errors import LoraRocmError, ModelError, UserError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.families.spec import FamilySpec
 from lora_rocm.foundation.terminal_text import one_line
@@ -228,7 +228,7 @@ def _as_check_says(path: Path, family: str, registry: Registry) -> Found:
             file = Path(folder) / "recipe.json"
             file.write_text(recipe.model_dump_json(), encoding="utf-8")
             run_for_json(WEIGH_MODULE, [str(file)], os.environ)
-    except (ModelError, AdapterError) as error:
+    except UserError as error:
         return {"trainable": [], "keys": {}, "unusable": f"cannot be trained on: {error.what}"}
     except LoraRocmError as error:  # such as no torch on this machine
         return {
