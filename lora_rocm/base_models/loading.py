@@ -13,26 +13,23 @@ import contextlib
 import hashlib
 import json
 import os
-import pickle
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from accelerate import init_empty_weights
-from diffusers import ConfigMixin
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from lora_rocm.base_models import conversion, hub
 from lora_rocm.base_models.assembly import Assembly
 from lora_rocm.base_models.conversion import Converter, Found, UnfitError, is_source, sources_of
+from lora_rocm.base_models.hollow import Finish, hollow_copy, hollow_shared
 from lora_rocm.base_models.run_folder import refuse_run
 from lora_rocm.base_models.safetensors_file import digest, read_hashed
 from lora_rocm.base_models.stored_weights import ComponentTensors
@@ -63,8 +60,6 @@ UNFIT_ERRORS = (
     StrictDataclassError,
 )
 NAMES_CODE = "_implementation"  # ending of config keys that choose an implementation, possibly code on the hub
-FACTORIES = frozenset((torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn))
-LARGE = 1 << 27  # elements: half a gigabyte of float32
 VOLATILE_CONFIG_KEYS = (
     "_name_or_path",
     "_diffusers_version",
@@ -110,7 +105,7 @@ class Part:
     from_folder: Converter = conversion.own_names
     ignored: tuple[str, ...] = ()
     unread: Callable[[nn.Module], Sequence[str]] = lambda module: ()
-    finish: Callable[[nn.Module], None] | None = None
+    finish: Finish = None
 
     def prefix_in(self, names: Collection[str]) -> str | None:
         """Return which of the prefixes tensors of a file have; None: no name starts with one."""
@@ -146,52 +141,6 @@ class Layout:
     configs: Path
     alone: tuple[str, ...] = ()
     changed: Mapping[str, Changes] = field(default_factory=dict)
-
-
-class _LargeOnMeta(TorchFunctionMode):
-    """New tensors of more than ``LARGE`` elements have no data from the start.
-
-    ``init_empty_weights`` lets a parameter be made before it takes its data away, so one with an absurd size, or of all
-    experts of a large model, would ask for all of its memory. Buffers, which stay, are far smaller.
-    """
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in FACTORIES and kwargs.get("device") is None and kwargs.get("out") is None:
-            hollow = func(*args, **{**kwargs, "device": "meta"})
-            if hollow.numel() > LARGE:
-                return hollow
-        return func(*args, **kwargs)
-
-
-def _new_hollow(part: Part, config: str) -> nn.Module:
-    """Build a component from its config (JSON), with weights on the meta device."""
-    cls = part.cls
-    with _LargeOnMeta(), init_empty_weights():
-        known = issubclass(cls, ConfigMixin)
-        made: nn.Module = (
-            cls.from_config(json.loads(config)) if known else cls(cls.config_class.from_dict(json.loads(config)))
-        )
-    if part.finish is not None:
-        part.finish(made)
-    return made
-
-
-_hollow_shared = lru_cache(maxsize=16)(_new_hollow)  # to look at: a process may look at the same component many times
-
-
-@lru_cache(maxsize=16)
-def _hollow_bytes(part: Part, config: str) -> bytes:
-    """Return a hollow component as bytes: a copy is read from them in a seventh of the time that building takes."""
-    return pickle.dumps(_hollow_shared(part, config))
-
-
-def _hollow_copy(part: Part, config: str) -> nn.Module:
-    """Return a hollow component of one's own."""
-    copy: nn.Module = pickle.loads(_hollow_bytes(part, config))
-    return copy
 
 
 @dataclass(frozen=True)
@@ -407,7 +356,8 @@ class Source:
         config = {key: value for key, value in found.items() if not key.endswith(left_out)}
         try:
             text = json.dumps(config)
-            return _hollow_shared(part, text) if shared else _hollow_copy(part, text)
+            key: tuple[Any, Finish, str] = (part.cls, part.finish, text)
+            return hollow_shared(*key) if shared else hollow_copy(*key)
         except (*UNFIT_ERRORS, ImportError) as error:  # some classes need a library that is not installed
             if out_of_memory(error):
                 raise

@@ -13,6 +13,7 @@ import torch
 from diffusers import StableDiffusionXLPipeline
 from safetensors.torch import load_file, save_file
 
+from lora_rocm.base_models import hollow as room
 from lora_rocm.base_models import loading
 from lora_rocm.base_models.loading import Source
 from lora_rocm.errors import ModelError
@@ -345,10 +346,10 @@ def test_a_run_directory_is_no_base(tmp_path: Path) -> None:
 def test_a_component_is_made_once_and_each_that_is_loaded_is_a_copy_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, made = family(write_tiny_sdxl(tmp_path / "model")).source, list[loading.Part]()
-    make = loading._new_hollow
-    monkeypatch.setattr(loading, "_hollow_shared", lambda part, config: made.append(part) or make(part, config))
-    loading._hollow_bytes.cache_clear()
+    source, made = family(write_tiny_sdxl(tmp_path / "model")).source, list[object]()
+    make = room.new_hollow
+    monkeypatch.setattr(room, "hollow_shared", lambda *key: made.append(key) or make(*key))
+    room._hollow_bytes.cache_clear()
     first, second = (source.load("unet", torch.float32, torch.device("cpu")) for _ in range(2))
     assert len(made) == 1 and second is not first
     assert not {id(each) for each in first.parameters()} & {id(each) for each in second.parameters()}

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lora_rocm.base_models.loading import _hollow_copy
+from lora_rocm.base_models.hollow import hollow_copy
 from lora_rocm.errors import LoraRocmError
 from tests.hostile.attacks import MARK
 
@@ -74,7 +74,7 @@ class Watch:
 def _copies_a_module() -> bool:
     """Whether the pickle that is read was made a moment ago by the one function that copies a module this way."""
     frames = (frame.f_code for frame, _ in traceback.walk_stack(sys._getframe()))
-    return any(code is _hollow_copy.__code__ for code in frames)
+    return any(code is hollow_copy.__code__ for code in frames)
 
 
 def readers(folder: Path) -> dict[str, Callable[[Path], Any]]:

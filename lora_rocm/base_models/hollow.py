@@ -1,0 +1,68 @@
+"""Components without data: built from their configs alone, with weights on the meta device."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from diffusers import ConfigMixin
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+Finish = Callable[[nn.Module], None] | None
+"""What changes a component after its class built it."""
+FACTORIES = frozenset((torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn))
+LARGE = 1 << 27  # elements: half a gigabyte of float32
+
+
+class LargeOnMeta(TorchFunctionMode):
+    """New tensors of more than ``LARGE`` elements have no data from the start.
+
+    ``init_empty_weights`` lets a parameter be made before it takes its data away, so one with an absurd size, or of all
+    experts of a large model, would ask for all of its memory. Buffers, which stay, are far smaller.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in FACTORIES and kwargs.get("device") is None and kwargs.get("out") is None:
+            hollow = func(*args, **{**kwargs, "device": "meta"})
+            if hollow.numel() > LARGE:
+                return hollow
+        return func(*args, **kwargs)
+
+
+def new_hollow(cls: Any, finish: Finish, config: str) -> nn.Module:
+    """Build a component from its config (JSON)."""
+    with LargeOnMeta(), init_empty_weights():
+        known = issubclass(cls, ConfigMixin)
+        made: nn.Module = (
+            cls.from_config(json.loads(config)) if known else cls(cls.config_class.from_dict(json.loads(config)))
+        )
+    if finish is not None:
+        finish(made)
+    return made
+
+
+@lru_cache(maxsize=16)
+def hollow_shared(cls: Any, finish: Finish, config: str) -> nn.Module:
+    """Return a component to look at: a process may look at the same one many times, and changes none."""
+    return new_hollow(cls, finish, config)
+
+
+@lru_cache(maxsize=16)
+def _hollow_bytes(cls: Any, finish: Finish, config: str) -> bytes:
+    """Return a component as bytes: a copy is read from them in a seventh of the time that building takes."""
+    return pickle.dumps(hollow_shared(cls, finish, config))
+
+
+def hollow_copy(cls: Any, finish: Finish, config: str) -> nn.Module:
+    """Return a component of one's own."""
+    copy: nn.Module = pickle.loads(_hollow_bytes(cls, finish, config))
+    return copy
