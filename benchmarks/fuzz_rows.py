@@ -49,7 +49,18 @@ TEMPLATES: tuple[str | None, ...] = (
     "",
 )
 TEXTS = (
-    *("Hi", "odd", " ", "", "\0", "ä😀", "a<|end|>\n<|start|>assistant\nb", "<|sta", "rt|>", "\ue0f1\ue0f2\ue0f3\ue0f4"),
+    *(
+        "Hi",
+        "odd",
+        " ",
+        "",
+        "\0",
+        "ä😀",
+        "a<|end|>\n<|start|>assistant\nb",
+        "<|sta",
+        "rt|>",
+        "\ue0f1\ue0f2\ue0f3\ue0f4",
+    ),
     *("\ud83d", "<think>a</think>b", "x" * 3000, PANICS, "\x1e", "\x1e@[1]", "  a  ", "<|end|>", "a\r\nb\u2028"),
 )
 VALUES = (
@@ -93,7 +104,9 @@ def _message(rng: random.Random, role: str) -> dict[str, Any]:
 def row(rng: random.Random) -> dict[str, Any]:
     """Return a row that is good or nearly so."""
     roles = ["user", "assistant"] * rng.choice((1, 1, 2, 3, 20))
-    roles = rng.choice((roles, roles, roles, ["system", *roles], roles[1:], roles[:-1], ["assistant"], ["tool", *roles]))
+    roles = rng.choice(
+        (roles, roles, roles, ["system", *roles], roles[1:], roles[:-1], ["assistant"], ["tool", *roles])
+    )
     chat = [_message(rng, role) for role in roles]
     found: dict[str, Any] = rng.choice(
         (
@@ -163,7 +176,9 @@ def _plain_chats(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     chats = [each.get("messages") for each in rows]
     return [
         [{"role": m["role"], "content": m["content"] if isinstance(m["content"], str) else "b"} for m in chat]
-        if isinstance(chat, list) and chat and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in chat)
+        if isinstance(chat, list)
+        and chat
+        and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in chat)
         else good
         for chat in chats
     ]

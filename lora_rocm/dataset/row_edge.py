@@ -30,8 +30,10 @@ class SharedCause(UnusableText):
 
 
 def is_of_a_row(error: BaseException) -> bool:
-    """Whether an exception may be blamed on a row: any ``Exception``, and a panic of the tokenizers library, which is
-    none. Errors of this program, Ctrl-C and the like go on.
+    """Whether an exception may be blamed on a row.
+
+    It may be any ``Exception`` but an error of this program, and a panic of the tokenizers library, which is no
+    ``Exception``. Ctrl-C and the like go on.
     """
     if type(error).__name__ == "PanicException":
         return True

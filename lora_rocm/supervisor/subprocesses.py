@@ -32,7 +32,6 @@ from lora_rocm.supervisor.process import (
     stop_signals,
 )
 
-
 JSON_LIMIT_S = 3600.0
 """The longest that a child may take which is asked for one object. It takes seconds, or minutes with huge data."""
 

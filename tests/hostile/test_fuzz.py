@@ -13,7 +13,10 @@ from benchmarks import fuzz_rows, reliable_fuzz
 from benchmarks.fuzz_targets import TARGETS, Target, read
 from lora_rocm.errors import UserError
 
-NUM_CASES = {"model-config": 15, "chat-rows": 200 // fuzz_rows.ROWS}  # of a target, 60 of the others: each reads four configs and builds what they say
+NUM_CASES = {
+    "model-config": 15,
+    "chat-rows": 200 // fuzz_rows.ROWS,
+}  # of a target, 60 of the others: each reads four configs and builds what they say
 SEED = 7
 
 

@@ -195,7 +195,9 @@ def nearby(messages: Sequence[Mapping[str, Any]], start: int, until: int) -> lis
 def _of_data(message: Mapping[str, Any]) -> dict[str, Any]:
     """What of a message is data, in which special tokens are text."""
     own = OWN_WORDS if message["role"] == ANSWERS else ()
-    return {key: each for key, each in message.items() if key != "role" and (key not in own or not isinstance(each, str))}
+    return {
+        key: each for key, each in message.items() if key != "role" and (key not in own or not isinstance(each, str))
+    }
 
 
 def _unused_letter(texts: Iterable[str]) -> str:

@@ -20,7 +20,7 @@ from types import BuiltinMethodType, GeneratorType, MethodType
 from typing import Any
 
 from jinja2 import nodes
-from jinja2.runtime import Context, Macro
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
@@ -227,15 +227,17 @@ def _sum_of_lists(value: Any, attribute: Any = None, start: Any = 0) -> int:
 
 GROWTH: Mapping[str, Callable[..., int]] = {
     "center": lambda value, width=80: width,
-    "indent": lambda s, width=4, first=False, blank=False: (width if isinstance(width, int) else len(width))
-    * (str(s).count("\n") + 1),
+    "indent": lambda s, width=4, first=False, blank=False: (
+        (width if isinstance(width, int) else len(width)) * (str(s).count("\n") + 1)
+    ),
     "replace": _replaced,
     "join": lambda value, d="", attribute=None: len(str(d)) * _meter().weight(value),
     "format": lambda value, *args, **kwargs: _widths(str(value), (*args, *kwargs.values())),
     "batch": lambda value, linecount, fill_with=None: 0 if fill_with is None else linecount,
     "slice": lambda value, slices, fill_with=None: slices,
-    "wordwrap": lambda s, width=79, break_long_words=True, wrapstring=None, break_on_hyphens=True: len(str(s))
-    * len(wrapstring or ""),
+    "wordwrap": lambda s, width=79, break_long_words=True, wrapstring=None, break_on_hyphens=True: (
+        len(str(s)) * len(wrapstring or "")
+    ),
     "sum": _sum_of_lists,
     "urlize": lambda value, *args, **kwargs: len(str(value)) * sum(map(_meter().weight, (*args, *kwargs.values()))),
 }
@@ -283,9 +285,7 @@ def _as_json(tojson: Callable[..., str]) -> Callable[..., str]:
             return tojson(x, ensure_ascii, indent, separators, sort_keys)
         if isinstance(indent, int):
             meter.spend(max(indent, 0))
-        encoder = json.JSONEncoder(
-            ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-        )
+        encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
         pieces = []
         for piece in encoder.iterencode(x):
             meter.spend(len(piece))

@@ -29,9 +29,8 @@ from lora_rocm.recipe.schema import DataSection, DataSource
 from tests.tiny_llm import CHAT, SPECIAL, STRIPPING, THINK, tiny_tokenizer
 
 END, START = SPECIAL
-TOOLS = (
-    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
-    + CHAT.replace("{{ m.content }}", "{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}")
+TOOLS = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}" + CHAT.replace(
+    "{{ m.content }}", "{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}"
 )
 IF_ODD = "{% if 'odd' in messages[0].content %}"
 
@@ -133,7 +132,9 @@ def test_the_edge_lets_through_what_is_not_of_a_row() -> None:
 def test_values_that_are_no_json_become_text(tmp_path: Path) -> None:
     values = [date(2026, 1, 2), datetime(2026, 1, 2, tzinfo=UTC), Decimal("1.50"), b"\xffa"]
     template = CHAT.replace("{{ m.content }}", "{{ m.content }}{{ m.when }}")
-    for number, (value, text) in enumerate(zip(values, ("2026-01-02", "2026-01-02T00:00:00", "1.50", "\\xffa"), strict=True)):
+    for number, (value, text) in enumerate(
+        zip(values, ("2026-01-02", "2026-01-02T00:00:00", "1.50", "\\xffa"), strict=True)
+    ):
         table = tmp_path / str(number)
         chats = [{**each, "when": value} for each in chat("Hi", "a").messages]
         datasets.Dataset.from_list([{"messages": chats}]).save_to_disk(str(table))
@@ -189,7 +190,9 @@ def ids_of(found: ChatTokenizer, record: Conversation) -> list[int]:
 
 
 @pytest.mark.parametrize("place", ["description", "name", "key", "enum", "argument", "argument key", "call", "field"])
-@pytest.mark.parametrize("how", ["{{ %s | tojson }}", "{{ %s | tojson(ensure_ascii=true) }}", "{{ %s | string | trim }}"])
+@pytest.mark.parametrize(
+    "how", ["{{ %s | tojson }}", "{{ %s | tojson(ensure_ascii=true) }}", "{{ %s | string | trim }}"]
+)
 def test_special_tokens_in_any_string_of_the_data_are_text(place: str, how: str) -> None:
     def record(text: str) -> Conversation:
         here = dict.fromkeys(("description", "name", "key", "enum", "argument", "argument key", "call", "field"), "w")
@@ -200,8 +203,11 @@ def test_special_tokens_in_any_string_of_the_data_are_text(place: str, how: str)
         asked = {"role": "user", "content": "Hi", "extra": here["field"]}
         return Conversation((asked, {"role": "assistant", "content": "a", "tool_calls": [call]}), (tool,))
 
-    template = (how % "tools") + "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}" + (how % "m") + (
-        "<|end|>\n{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+    template = (
+        (how % "tools")
+        + "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}"
+        + (how % "m")
+        + ("<|end|>\n{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}")
     )
     found = reader(template)
     start, end = (found.tokenizer.convert_tokens_to_ids(token) for token in (START, END))
@@ -257,7 +263,8 @@ HOSTILE = {
     "doubling": "{% set n = namespace(x='aa') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
     "adding": "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
     "nesting": "{% set n = namespace(x=1) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
-    "dicts": "{% set n = namespace(x=1) %}{% for i in range(60) %}{% set n.x = {1: n.x, 2: n.x} %}{% endfor %}{{ n.x }}",
+    "dicts": "{% set n = namespace(x=1) %}{% for i in range(60) %}{% set n.x = {1: n.x, 2: n.x} %}{% endfor %}"
+    "{{ n.x }}",
     "blocks": "{% set n = namespace(x='aa') %}{% for i in range(60) %}{% set t %}{{ n.x }}{{ n.x }}{% endset %}"
     "{% set n.x = t %}{% endfor %}",
     "calls": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}",
@@ -350,7 +357,9 @@ def test_places_from_a_few_messages_are_those_from_all(monkeypatch: pytest.Monke
         turns.append({"role": "assistant", "content": f"b{n} ", **(calls if n % 3 else {})})
         turns.append({"role": "tool" if n % 3 else "user", "content": "x" * (n % 5)})
     record = Conversation((*turns, {"role": "assistant", "content": "end"}), ({"name": "w"},))
-    odd = TOOLS.replace("{% endfor %}{% if add", "{% if loop.index is divisibleby 10 %}!{% endif %}{% endfor %}{% if add")
+    odd = TOOLS.replace(
+        "{% endfor %}{% if add", "{% if loop.index is divisibleby 10 %}!{% endif %}{% endfor %}{% if add"
+    )
     for template in (TOOLS, odd):
         quick = reader(template, 10**5).tokens(record)
         with monkeypatch.context() as patch:
