@@ -62,6 +62,7 @@ ROOMS: dict[str, str] = {
 }
 """A room imports from itself and from rooms above it, so there is no circle of rooms."""
 PROCESS_EDGES = {
+    (f"{PACKAGE}.dataset.row_edge", "row_edge"),  # the one edge of a row
     (f"{PACKAGE}.train.worker", "main"),
     (f"{PACKAGE}.train.model_child", "main"),
     (f"{PACKAGE}.train.tracking", "main"),

@@ -9,6 +9,7 @@ from typing import Any
 from jinja2 import Template
 from transformers.utils.chat_template_utils import _alias_reasoning_fields
 
+from lora_rocm.dataset.records import UnusableText
 from lora_rocm.dataset.row_edge import SharedCause, row_edge
 from lora_rocm.errors import DataError
 from lora_rocm.families.causal_lm.special_tokens import leaves
@@ -28,7 +29,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any, name: str) -> None:
         self._tokenizer, self._name = tokenizer, name
-        self._compiled: dict[str, Template | Exception] = {}
+        self._compiled: dict[str, Template | UnusableText] = {}
 
     @property
     def is_there(self) -> bool:
@@ -68,11 +69,12 @@ class ChatTemplate:
         source = self._tokenizer.get_chat_template(None, tools)
         if source not in self._compiled:
             try:
-                self._compiled[source] = self._sandbox.from_string(source)
-            except Exception as error:  # it is the same for each row
+                with row_edge("The chat template cannot be compiled", FIX, self.fails):
+                    self._compiled[source] = self._sandbox.from_string(source)
+            except UnusableText as error:  # it is the same for each row
                 self._compiled[source] = error
         found = self._compiled[source]
-        if isinstance(found, Exception):
+        if isinstance(found, UnusableText):
             raise found
         return found
 

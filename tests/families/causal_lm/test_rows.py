@@ -20,6 +20,7 @@ from lora_rocm.dataset.row_edge import SharedCause, row_edge
 from lora_rocm.dataset.row_reference import resolved
 from lora_rocm.dataset.text_scan import Scan, scan_texts
 from lora_rocm.errors import DataError, StorageError
+from lora_rocm.families.causal_lm.message_keys import with_arguments
 from lora_rocm.families.causal_lm.chat import ChatTokenizer, growth_of
 from lora_rocm.families.causal_lm.chat_template import ChatTemplate
 from lora_rocm.families.causal_lm.conversation import NUM_WHOLE
@@ -213,9 +214,11 @@ def test_special_tokens_in_any_string_of_the_data_are_text(place: str, how: str)
     start, end = (found.tokenizer.convert_tokens_to_ids(token) for token in (START, END))
     ids, plain = ids_of(found, record(SPELLED)), ids_of(found, record("w"))
     assert ids.count(start) == plain.count(start) == 2 and ids.count(end) == plain.count(end) == 2
-    given: Any = found.tokenizer.apply_chat_template(
-        list(record(SPELLED).messages), tools=list(record(SPELLED).tools), tokenize=False
-    )
+
+    def rendered(chat: Conversation) -> Any:
+        return found.tokenizer.apply_chat_template(list(chat.messages), tools=list(chat.tools), tokenize=False)
+
+    given = rendered(with_arguments(record(SPELLED), rendered))
     assert found.tokenizer.decode(ids) == given, "nothing else is changed"
 
 
@@ -263,8 +266,13 @@ HOSTILE = {
     "doubling": "{% set n = namespace(x='aa') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
     "adding": "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
     "nesting": "{% set n = namespace(x=1) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
+<<<<<<< HEAD
     "dicts": "{% set n = namespace(x=1) %}{% for i in range(60) %}{% set n.x = {1: n.x, 2: n.x} %}"
     "{% endfor %}{{ n.x }}",
+=======
+    "dicts": "{% set n = namespace(x=1) %}{% for i in range(60) %}{% set n.x = {1: n.x, 2: n.x} %}{% endfor %}"
+    "{{ n.x }}",
+>>>>>>> h1
     "blocks": "{% set n = namespace(x='aa') %}{% for i in range(60) %}{% set t %}{{ n.x }}{{ n.x }}{% endset %}"
     "{% set n.x = t %}{% endfor %}",
     "calls": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}",
