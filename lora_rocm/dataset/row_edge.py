@@ -30,16 +30,9 @@ class SharedCause(UnusableText):
 
 
 def is_of_a_row(error: BaseException) -> bool:
-<<<<<<< HEAD
     """Whether an exception may be blamed on a row. Errors of this program, Ctrl-C and the like may not.
 
     A panic of the tokenizers library may, though it is no ``Exception``.
-=======
-    """Whether an exception may be blamed on a row.
-
-    It may be any ``Exception`` but an error of this program, and a panic of the tokenizers library, which is no
-    ``Exception``. Ctrl-C and the like go on.
->>>>>>> h1
     """
     if type(error).__name__ == "PanicException":
         return True

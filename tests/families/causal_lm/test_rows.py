@@ -20,10 +20,10 @@ from lora_rocm.dataset.row_edge import SharedCause, row_edge
 from lora_rocm.dataset.row_reference import resolved
 from lora_rocm.dataset.text_scan import Scan, scan_texts
 from lora_rocm.errors import DataError, StorageError
-from lora_rocm.families.causal_lm.message_keys import with_arguments
 from lora_rocm.families.causal_lm.chat import ChatTokenizer, growth_of
 from lora_rocm.families.causal_lm.chat_template import ChatTemplate
 from lora_rocm.families.causal_lm.conversation import NUM_WHOLE
+from lora_rocm.families.causal_lm.message_keys import with_arguments
 from lora_rocm.families.causal_lm.special_tokens import SpecialTokens
 from lora_rocm.families.transformer.language_model import load_tokenizer
 from lora_rocm.recipe.schema import DataSection, DataSource
@@ -266,13 +266,8 @@ HOSTILE = {
     "doubling": "{% set n = namespace(x='aa') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
     "adding": "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
     "nesting": "{% set n = namespace(x=1) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
-<<<<<<< HEAD
     "dicts": "{% set n = namespace(x=1) %}{% for i in range(60) %}{% set n.x = {1: n.x, 2: n.x} %}"
     "{% endfor %}{{ n.x }}",
-=======
-    "dicts": "{% set n = namespace(x=1) %}{% for i in range(60) %}{% set n.x = {1: n.x, 2: n.x} %}{% endfor %}"
-    "{{ n.x }}",
->>>>>>> h1
     "blocks": "{% set n = namespace(x='aa') %}{% for i in range(60) %}{% set t %}{{ n.x }}{{ n.x }}{% endset %}"
     "{% set n.x = t %}{% endfor %}",
     "calls": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}",
