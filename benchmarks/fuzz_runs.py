@@ -85,7 +85,7 @@ def read_checkpoint(path: Path) -> None:
         raise Refused("damaged")
     assert set(found.checksums) <= set(checkpoint.FILE_OF.values()), "a file was read that is none of the checkpoint"
     for part in ("adapter", "optimizer"):
-        found.tensors(part)
+        found.part_to_resume(part)
 
 
 @cache

@@ -15,6 +15,7 @@ from lora_rocm.dataset.file_kinds import FileKinds
 from lora_rocm.device import torch_errors
 from lora_rocm.doctor import cures, finding, known_bad, selftest_checks, software_checks
 from lora_rocm.errors import MachineError
+from lora_rocm.families.objectives.schedulers import SchedulerTable
 from lora_rocm.foundation import redact
 from lora_rocm.foundation.tables import Functions, read_rows, read_table
 from lora_rocm.hardware.archs import ArchTable
@@ -52,6 +53,7 @@ TABLES: dict[str, tuple[Callable[..., object], type, Functions]] = {
     "foundation/redact.toml": (read_rows, redact.Pattern, {}),
     "doctor/selftest_checks.toml": (read_rows, selftest_checks.Group, {}),
     "doctor/software_checks.toml": (read_table, software_checks.SoftwareTable, software_checks.FUNCTIONS),
+    "families/objectives/schedulers.toml": (read_table, SchedulerTable, {}),
     "hardware/archs.toml": (read_table, ArchTable, {}),
     "hardware/pci.toml": (read_table, PciTable, {}),
     "hardware/wheels.toml": (read_table, WheelTable, {}),

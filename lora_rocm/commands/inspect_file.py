@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ from lora_rocm.dataset.folders import BUILTIN_FOLDERS, BUILTIN_TABLES
 from lora_rocm.errors import AdapterError, ModelError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.families.spec import FamilySpec
+from lora_rocm.foundation.files import temporary_folder, write_atomic
 from lora_rocm.foundation.terminal_text import one_line
 from lora_rocm.foundation.units import count_text, number_text, size_text
 from lora_rocm.model_files.adapter_contents import contents_of
@@ -103,9 +103,9 @@ def judge_in_child(path: Path, families: Sequence[str]) -> Mapping[str, Mapping[
     """
     from lora_rocm.supervisor.subprocesses import run_for_json
 
-    with tempfile.TemporaryDirectory(prefix="lora-rocm-") as folder:
-        job = Path(folder) / "job.json"
-        job.write_text(json.dumps({"path": str(path), "families": [*families]}), encoding="utf-8")
+    with temporary_folder() as folder:
+        job = folder / "job.json"
+        write_atomic(job, json.dumps({"path": str(path), "families": [*families]}).encode("utf-8"))
         return run_for_json(JUDGE_MODULE, [str(job)], os.environ)
 
 

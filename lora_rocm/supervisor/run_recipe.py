@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lora_rocm.cache_files.maintenance import holds_cache
 from lora_rocm.families.registry import Registry
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.paths import with_default_outputs
@@ -31,6 +30,8 @@ def recipe_of_run(file: Path, registry: Registry, spare_cache: Path | None = Non
     Raises:
         RecipeError: the recipe is damaged.
     """
+    from lora_rocm.cache_files.maintenance import holds_cache  # takes numpy, which `status` does without
+
     asked = load_recipe(file, registry=registry).recipe
     recipe = with_default_outputs(asked)
     if spare_cache is None:

@@ -155,7 +155,7 @@ def test_a_checkpoint_of_an_earlier_version_is_gone_on_from_with_a_word(
     run_dir = RunDir(Path(shutil.copytree(begun, tmp_path / "run")))
     found, _ = latest_valid(run_dir)
     assert found is not None
-    parts = {part: dict(found.tensors(part)) for part in ("adapter", "ema", "optimizer")}
+    parts = {part: dict(found.part_to_resume(part)) for part in ("adapter", "ema", "optimizer")}
     old = {key: value for key, value in found.facts.items() if key not in ("base_seals", "by_length")}
     shutil.rmtree(found.path)
     save_checkpoint(run_dir, found.position, parts, {**old, "base": "of samples", "data": "of samples"})

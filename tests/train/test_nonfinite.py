@@ -124,7 +124,7 @@ def is_finite(run_dir: Path) -> bool:
     for _, path in RunDir(run_dir).list_checkpoints():
         checkpoint = read_checkpoint(path)
         assert checkpoint is not None
-        found += [checkpoint.tensors(part) for part in ("adapter", "ema", "optimizer")]
+        found += [checkpoint.part_to_resume(part) for part in ("adapter", "ema", "optimizer")]
     return all(tensor.isfinite().all() for tensors in found for tensor in tensors.values())
 
 

@@ -234,7 +234,7 @@ def test_a_run_begun_in_the_earlier_order_keeps_it(
     run_dir = RunDir(tmp_path / "stopped")
     found, _ = latest_valid(run_dir)
     assert found is not None
-    parts = {part: dict(found.tensors(part)) for part in ("adapter", "ema", "optimizer")}
+    parts = {part: dict(found.part_to_resume(part)) for part in ("adapter", "ema", "optimizer")}
     facts = {key: value for key, value in found.facts.items() if key != "one_bucket_updates"}
     shutil.rmtree(found.path)
     save_checkpoint(run_dir, found.position, parts, facts)

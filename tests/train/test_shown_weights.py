@@ -67,6 +67,7 @@ def recipe_of(material: Path, sections: dict[str, dict[str, Any]]) -> Recipe:
 
 def export(run_dir: RunDir, form: str, output: Path, updates: int | None = None, converter: str = "") -> Path:
     job = {"source": str(run_dir.path), "format": form, "output": str(output), "dtype": None, "updates": updates}
+    job["spare_cache"] = str(run_dir.path.parent / "spare")
     model_child.export_run({**job, "converter": converter})
     return output
 

@@ -43,6 +43,11 @@ class Trained:
     def notices(self) -> list[str]:
         return [event.text for event in self.events if event.type == "notice"]
 
+    @property
+    def spare(self) -> str:
+        """A folder for the cache, as the parent of a command gives one."""
+        return str(self.dir.path.parent / "spare")
+
     def sample(self, base: Path | None = None) -> None:
         job: dict[str, Any] = dict.fromkeys(("config", "family", "width", "height", "sampler", "guidance_scale"))
         job |= {"control_image": "", "mask": "", "negative_prompt": "", "prompt": "cat", "strength": 1.0, "steps": 1}
@@ -52,16 +57,16 @@ class Trained:
             "output": str(self.dir.path / "drawn"),
             "base": None if base is None else str(base),
         }
-        model_child.sample({**job, "source": str(self.dir.path)})
+        model_child.sample({**job, "source": str(self.dir.path), "spare_cache": self.spare})
 
     def compare(self) -> None:
         files = [(updates, str(path)) for updates, path in self.dir.checkpoint_loras()][-1:]
         job = {"source": str(self.dir.path), "prompts": ["cat"], "strengths": [1.0], "files": files}
-        compare_child.compare({**job, "output": str(self.dir.path)})
+        compare_child.compare({**job, "output": str(self.dir.path), "spare_cache": self.spare})
 
     def export(self, form: str) -> None:
         job = {"source": str(self.dir.path), "format": form, "dtype": None, "updates": None, "converter": ""}
-        model_child.export_run({**job, "output": str(self.dir.path.parent / f"{form}-out")})
+        model_child.export_run({**job, "output": str(self.dir.path.parent / f"{form}-out"), "spare_cache": self.spare})
 
     def chat(self) -> None:
         class Nobody:
@@ -70,7 +75,11 @@ class Trained:
             def next(self) -> None:
                 return None
 
-        job = {"adapter": str(self.dir.peft_dir / "model"), "recipe": str(self.dir.recipe)}
+        job = {
+            "adapter": str(self.dir.peft_dir / "model"),
+            "recipe": str(self.dir.recipe),
+            "spare_cache": self.spare,
+        }
         chat_child.chat(job, requests=Nobody(), emit=self.events.append)
 
 

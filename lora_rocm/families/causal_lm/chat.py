@@ -36,6 +36,7 @@ from lora_rocm.families.causal_lm.conversation import NUM_WHOLE, Chat, Layout, n
 from lora_rocm.families.causal_lm.message_keys import MessageKeys, with_arguments
 from lora_rocm.families.causal_lm.special_tokens import Span, SpecialTokens
 from lora_rocm.families.causal_lm.template_limits import OverLimit
+from lora_rocm.foundation.terminal_text import printable
 
 BEGIN, END = "⟦", "⟧"
 MAX_TRIED = 32
@@ -74,9 +75,19 @@ class ChatTokenizer:
         train_on: as ``objective.train_on``.
         name: of the model, for messages.
         pairs: each record has to be a pair of answers.
+        num_rows: of the model's table of embeddings; a text with a token beyond it is refused. None: not known.
     """
 
-    def __init__(self, tokenizer: Any, max_length: int, train_on: str, name: str, pairs: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        max_length: int,
+        train_on: str,
+        name: str,
+        pairs: bool = False,
+        num_rows: int | None = None,
+    ) -> None:
+        self._num_table_rows = num_rows
         self.tokenizer, self.max_length, self.train_on, self._name = tokenizer, max_length, train_on, name
         self._template, self._pairs = ChatTemplate(tokenizer, name), pairs
         self._num_rows = self._num_over_limit = 0
@@ -267,7 +278,7 @@ class ChatTokenizer:
                 return list(self._with_ends(text, eos=False)[0])
         chat = self._chat(Conversation(tuple(messages)))
         text = chat.prompt()
-        return self._encoded(text, chat.letter)[0]
+        return self._in_table(self._encoded(text, chat.letter)[0])
 
     def tokens(self, record: Record) -> Tokens:
         """The tokens of a record.
@@ -338,6 +349,17 @@ class ChatTokenizer:
         ids, ends = self._encoded(layout.text, chat.letter)
         return self._marked_off(ids, ends, layout.spans, is_text=False, excluded=excluded)
 
+    def _in_table(self, ids: Sequence[int]) -> list[int]:
+        """The ids, if the model's table of embeddings has a row for each."""
+        largest = max(ids, default=0)
+        if self._num_table_rows is not None and largest >= self._num_table_rows:
+            token = printable(repr(self.tokenizer.convert_ids_to_tokens(largest)))[:80]
+            rows = f"the model's table has {self._num_table_rows} rows"
+            raise UnusableText(
+                f"It has the token {token} with the id {largest}, and {rows}.", "Take it out of the text."
+            )
+        return [*ids]
+
     def _marked_off(
         self,
         ids: Sequence[int],
@@ -350,6 +372,7 @@ class ChatTokenizer:
 
         spans: what is trained on, one behind the other. excluded: never trained on.
         """
+        self._in_table(ids)
         starts = [start for start, _ in spans]
         trained = []
         for end in ends[: self.max_length]:

@@ -23,7 +23,7 @@ from lora_rocm.base_models.run_folder import refuse_run
 from lora_rocm.cache_files.hash_memory import WEIGHTS_MEMORY, HashMemory
 from lora_rocm.dataset.caption_length import TokenLimit
 from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, Pad, TensorSpec
-from lora_rocm.dataset.records import Pair, Record, UnusableText, read
+from lora_rocm.dataset.records import Pair, UnusableText, read
 from lora_rocm.dataset.row_reference import separated
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.device.transfer import DeviceTransfer
@@ -53,7 +53,6 @@ from lora_rocm.families.recompute import Recomputing, evaluating
 from lora_rocm.families.tokenizers import digest, unreadable
 from lora_rocm.families.transformer.language_model import tokenizer_of
 from lora_rocm.families.wrong_family import recognised_file, recognised_folder, wrong_family
-from lora_rocm.foundation.terminal_text import printable
 from lora_rocm.kernels.backend import form_for
 from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.weight_format import WeightFormat
@@ -158,9 +157,8 @@ class CausalLM:
             why = f"{type(tokenizer).__name__} has no tokenizer.json, which tells where tokens end"
             raise unreadable(self.source.tokenizer_path(TOKENIZER), why)
         most, name = self.recipe.data.max_length, self.source.name
-        reader = BoundedTokenizer(tokenizer, most, asked.train_on, name, asked.compares_pairs)
-        reader.num_rows = self.source.table_rows(TOKENIZER)
-        return reader
+        num_rows = self.source.table_rows(TOKENIZER)
+        return ChatTokenizer(tokenizer, most, asked.train_on, name, asked.compares_pairs, num_rows)
 
     @property
     def _asked(self) -> LanguageSection:
@@ -335,32 +333,6 @@ class CausalLM:
 
     def load_in_diffusers(self, path: Path, components: Sequence[str]) -> dict[str, nn.Module]:
         return {}  # the spec has no format that diffusers reads
-
-
-class BoundedTokenizer(ChatTokenizer):
-    """Refuses texts with a token that the model's table of embeddings has no row for.
-
-    num_rows: of the table.
-    """
-
-    num_rows: int
-
-    def tokens(self, record: Record) -> Tokens:
-        found = super().tokens(record)
-        self._require_rows(found.ids)
-        return found
-
-    def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        found = super().prompt_ids(messages)
-        self._require_rows(found)
-        return found
-
-    def _require_rows(self, ids: Sequence[int]) -> None:
-        largest = max(ids, default=0)
-        if largest >= self.num_rows:
-            token = printable(repr(self.tokenizer.convert_ids_to_tokens(largest)))[:80]
-            what = f"It has the token {token} with the id {largest}, and the model's table has {self.num_rows} rows."
-            raise UnusableText(what, "Take this token out of the text.")
 
 
 class TokensEncoder:
