@@ -39,6 +39,7 @@ ALLOWED = {
     ("foundation.exit_codes", "exit_code_of", "open"): "the system's null device",
     ("rundir.layout", "create", "mkdir"): "the run directory itself, which may be a link",
     ("rundir.layout", "probe", "unlink"): OF_A_LINK,
+    ("rundir.layout", "set_name", "unlink"): OF_A_LINK,
     ("supervisor.lock", "locked", "FileLock"): LOCK,
     ("supervisor.lock", "_is_held", "FileLock"): LOCK,
     ("supervisor.resume", "settle", "unlink"): OF_A_LINK,
