@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from lora_rocm.commands.inspect_file import inspect, inspect_text
+from lora_rocm.commands import inspect_file
+from lora_rocm.commands.inspect_file import inspect_text
 from lora_rocm.errors import LoraRocmError, WorkerDiedError
 from lora_rocm.train.check_child import weigh
 from tests.families.causal_lm.adapted import recipe_of
 from tests.families.causal_lm.test_published import changed_tensors
 from tests.families.test_tokenizer_rows import BEYOND, edited, piece
-from tests.program import run_for_json
+from tests.judging import inspect
 from tests.tiny_llm import MODELS, write_tiny_llm
 
 
@@ -42,11 +43,6 @@ CHANGES: dict[str, Callable[[Path], Path]] = {
     "tokenizer": lambda folder: edited(folder, piece(BEYOND)),
     "no tokenizer": lambda folder: without(folder, "tokenizer*"),
 }
-
-
-@pytest.fixture(autouse=True)
-def children_inside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lora_rocm.supervisor.subprocesses.run_for_json", run_for_json)
 
 
 def checked(folder: Path) -> str:
@@ -79,5 +75,5 @@ def test_a_child_that_fails_is_no_promise(tmp_path: Path, monkeypatch: pytest.Mo
         raise WorkerDiedError("died", "The process ended.", fix="x")
 
     monkeypatch.setattr("lora_rocm.supervisor.subprocesses.run_for_json", failing)
-    found = inspect(write_tiny_llm(tmp_path))
-    assert found["trainable"] == [] and "could not be checked" in found["unusable"]
+    with pytest.raises(WorkerDiedError):
+        inspect_file.inspect(write_tiny_llm(tmp_path))
