@@ -124,6 +124,22 @@ def with_arguments(sample: Conversation, render: Render) -> Conversation:
     return sample
 
 
+def require_arguments(sample: Conversation) -> None:
+    """Refuse a conversation with a call whose arguments are a text that holds no JSON object.
+
+    Raises:
+        UnusableText: a template would write such a text as it is, or quote it.
+    """
+    for at, message in enumerate(sample.messages):
+        for call in _calls(message):
+            given = _arguments(call)
+            if isinstance(given, str) and _decoded(given) is None:
+                raise UnusableText(
+                    f"Message {at + 1} calls a tool with arguments that are no JSON object: {given!r:.100}.",
+                    "Write the arguments as a JSON object ({} if there are none), or take the row away.",
+                )
+
+
 def _replaced(sample: Conversation, change: Callable[[Any], Any]) -> Conversation:
     """A conversation with other arguments in the calls that have a mapping, or its JSON."""
 

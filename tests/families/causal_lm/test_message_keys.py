@@ -183,6 +183,16 @@ def test_a_text_that_is_no_mapping_stays_a_text() -> None:
         assert json.dumps(text) in found.shown(written(record_of(tool_row(text))))
 
 
+@pytest.mark.parametrize(("arguments", "fits"), [("{not json", False), ("", False), ('"a"', False), ('{"a": 1}', True)])
+def test_arguments_that_are_no_json_object_set_the_row_aside(arguments: str, fits: bool) -> None:
+    text = written(record_of(RowCells(tool_row(arguments)), False))
+    if fits:
+        assert reader(STYLES["qwen-2.5"]).parts(text)
+        return
+    with pytest.raises(UnusableText, match="no JSON object"):
+        reader(STYLES["qwen-2.5"]).parts(text)
+
+
 def test_a_template_that_takes_texts_gets_them_letter_for_letter() -> None:
     tight = '{"city":"Oslo"}'
     for style in ("deepseek", "printing", "qwen-3"):
