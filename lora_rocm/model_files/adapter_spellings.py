@@ -144,11 +144,6 @@ def place_of(family: str, key: str, norm: bool = False) -> Place | None:
     return None
 
 
-def adapter_families() -> frozenset[str]:
-    """Return the families whose adapters are read."""
-    return frozenset(family for row in _table().components for family in row.families)
-
-
 def any_rewritten(names: Iterable[str]) -> bool:
     """Whether a name has the mark of a wrapper or an adapter's name, which other programs do not take off."""
     wrappers = [pattern for pattern, _ in _rewritten()[:4]]

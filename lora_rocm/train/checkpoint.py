@@ -55,6 +55,11 @@ class Checkpoint:
         """A short digest of all files, for comparisons."""
         return hashlib.sha256(json.dumps(self.checksums, sort_keys=True).encode("utf-8")).hexdigest()[:16]
 
+    @property
+    def one_bucket_updates(self) -> bool:
+        """The order of the run, see ``BatchPlan``. Checkpoints of earlier versions do not name it."""
+        return bool(self.facts.get("one_bucket_updates", True))
+
     def require_ranks(self, ranks: int) -> None:
         """Refuse another number of GPUs: the same batch size per GPU would make another effective batch.
 

@@ -46,7 +46,7 @@ def seed_for(*parts: int | float | str) -> int:
 class Position:
     """The position of a run. All of it is saved; nothing else decides what comes next."""
 
-    iteration: int = 0  # updates' batches consumed: decides data and noise
+    iteration: int = 0  # updates tried, made or skipped: decides data and noise
     updates: int = 0  # updates made: decides the schedule and the end
     attempt: int = 0  # raised by each roll-back, to draw other noise
     nonfinite_in_a_row: int = 0

@@ -36,7 +36,7 @@ def data_of_checkpoint(checkpoint: Checkpoint | None, recipe: Recipe, num_ranks:
         facts = Facts(dict(said["tag_frequency"]), counts, dict(said["dataset_dirs"]))
     except (LookupError, TypeError, ValueError, AttributeError):
         return None
-    if checkpoint.facts.get("one_bucket_updates", True):  # see ``BatchPlan``
+    if checkpoint.one_bucket_updates:
         steps_per_epoch = num_batches(counts.values(), train.batch_size * per_update)
     else:
         steps_per_epoch = num_updates(num_batches(counts.values(), train.batch_size), per_update)

@@ -291,10 +291,9 @@ def order_of(checkpoint: Checkpoint | None) -> dict[str, bool]:
     """
     if checkpoint is None:
         return {"by_length": True, "one_bucket_updates": False}
-    facts = checkpoint.facts
     return {
-        "by_length": facts.get("by_length", False),
-        "one_bucket_updates": facts.get("one_bucket_updates", True),
+        "by_length": checkpoint.facts.get("by_length", False),
+        "one_bucket_updates": checkpoint.one_bucket_updates,
     }
 
 
