@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from lora_rocm.recipe.rule import Rule
 from lora_rocm.recipe.sections import InputFolder, ModelSection, ObjectiveSection, PathOrHubId, Quantization
 
 
@@ -225,6 +226,7 @@ class FamilySpec:
         fp16: whether its activations fit fp16, see ``Fp16``.
         trains_norms: whether ``lora.train_norms`` is for it, whose norms other programs then read from the LoRA file.
         metadata: entries of its LoRA files' metadata.
+        rules: rules over several keys that are of this family alone.
     """
 
     name: str
@@ -246,6 +248,7 @@ class FamilySpec:
     metadata: FileMetadata = FileMetadata()
     formats: tuple[str, ...] = ("kohya", "sd-scripts", "comfyui", "diffusers", "peft")
     conversions: tuple[str, ...] = ()
+    rules: tuple[Rule, ...] = ()
 
     def __post_init__(self) -> None:
         norms = frozenset() if self.trains_norms else frozenset({"lora.train_norms"})

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_rocm.errors import ModelError
-from lora_rocm.families.registry import PRODUCT
+from lora_rocm.families.registry import Registry
 from lora_rocm.foundation.terminal_text import printable
 from lora_rocm.model_files.adapters import kind_of
 from lora_rocm.model_files.component_folder import COMPONENT_CONFIG, weight_files
@@ -52,7 +52,9 @@ def recognised_folder(folder: Path) -> Recognised | None:
     return None if model is None else Recognised(model.title, (model.family,))
 
 
-def wrong_family(name: str, what: str, wanted: str, families: Sequence[str], fix: str) -> ModelError:
+def wrong_family(
+    name: str, what: str, wanted: str, families: Sequence[str], fix: str, registry: Registry
+) -> ModelError:
     """The error "wrong-family".
 
     Args:
@@ -61,8 +63,9 @@ def wrong_family(name: str, what: str, wanted: str, families: Sequence[str], fix
         wanted: title of the recipe's family.
         families: values of ``model.family`` that it may belong to.
         fix: advice for a base of another kind.
+        registry: the available families, the only ones that are named.
     """
-    names = " or ".join(f"model.family: {name}" for name in families if name in PRODUCT)
+    names = " or ".join(f"model.family: {name}" for name in families if name in registry)
     return ModelError(
         "wrong-family",
         f"This is {what}, and {wanted} is wanted.",

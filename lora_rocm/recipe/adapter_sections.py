@@ -7,10 +7,10 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
-from lora_rocm.recipe.sections import MAX_ITEMS, MAX_RANK, InputFile, Section, not_both, one_of, refuse_unread
+from lora_rocm.recipe.sections import MAX_ITEMS, MAX_RANK, InputFile, Section
 
 MAX_OVERRIDES = 64
 Pattern = Annotated[str, Field(min_length=1)]  # an empty expression matches no module
@@ -41,22 +41,30 @@ class ModuleOverride(Section):
     alpha: Alpha | None = Field(None, description="Scale is alpha / rank; unset means lora.alpha, else the rank.")
     learning_rate: Rate | None = Field(None, description="Peak learning rate.")
 
-    @model_validator(mode="after")
-    def _changes_something(self) -> Self:
-        if self.rank is None and self.alpha is None and self.learning_rate is None:
-            fix = "Add rank, alpha or learning_rate, or remove the entry."
-            raise PydanticCustomError("rule", "{what}", {"what": "it sets nothing", "keys": ["match"], "fix": fix})
-        return self
-
 
 RESERVED_STEM = re.compile(r"(con|prn|aux|nul|(com|lpt)[0-9])?", re.IGNORECASE)
 """Names that a file cannot have on Windows, without their endings."""
 
 
+def file_stem(token: str) -> str:
+    """A token without what no file name can have: the name of its embedding's file without the ending."""
+    return re.sub(r'[<>:"/\\|?*.]', "", token)
+
+
+def _can_name_a_file(token: str) -> str:
+    if RESERVED_STEM.fullmatch(file_stem(token)):
+        what, fix = f"no file can be named after {token}", "Add letters: the embedding's file has the token's name."
+        raise PydanticCustomError("rule", "{what}", {"what": what, "fix": fix, "at": []})
+    return token
+
+
+Token = Annotated[str, Field(pattern=r"^[^\s\x00-\x1f\x7f]+$", max_length=64), AfterValidator(_can_name_a_file)]
+
+
 class NewToken(Section):
     """A token that the vocabulary lacks. Each text encoder gets vectors of its own for it, which are trained."""
 
-    token: Annotated[str, Field(pattern=r"^[^\s\x00-\x1f\x7f]+$", max_length=64)] = Field(
+    token: Token = Field(
         description="The word in captions and prompts, without blanks, such as <zibu>. Small and capital letters are "
         "the same."
     )
@@ -66,20 +74,10 @@ class NewToken(Section):
     )
     init_from: InputFile | None = Field(None, description="Start from this embedding file (.safetensors) instead.")
 
-    @model_validator(mode="after")
-    def _starts_somewhere(self) -> NewToken:
-        if (self.init is None) == (self.init_from is None):
-            raise one_of(self, "init", "init_from")
-        if RESERVED_STEM.fullmatch(self.file_stem):
-            what = f"no file can be named after {self.token}"
-            fix = "Add letters: the embedding's file has the token's name."
-            raise PydanticCustomError("rule", "{what}", {"what": what, "keys": ["token"], "fix": fix})
-        return self
-
     @property
     def file_stem(self) -> str:
-        """The token without what no file name can have: the file's name without its ending."""
-        return re.sub(r'[<>:"/\\|?*.]', "", self.token)
+        """The name of the embedding's file without its ending."""
+        return file_stem(self.token)
 
     @property
     def pattern(self) -> str:
@@ -151,16 +149,6 @@ class AdapterSection(Section):
         (), description="Other ranks, alphas and learning rates of some modules. The first entry that matches counts."
     )
 
-    @model_validator(mode="after")
-    def _tokens_differ(self) -> AdapterSection:
-        stems = [token.file_stem.lower() for token in self.new_tokens]
-        again = next((at for at, stem in enumerate(stems) if stem in stems[:at]), None)
-        if again is not None:
-            what = f"another token has the name {self.new_tokens[again].file_stem}, too"
-            where = {"at": ("new_tokens", again, "token"), "fix": "Give each token a file name of its own."}
-            raise PydanticCustomError("rule", "{what}", {"what": what, **where})
-        return self
-
     @property
     def tokenises(self) -> bool:
         """Whether the text encoders run in every step, so that captions are only tokenised."""
@@ -231,26 +219,8 @@ class AdapterSection(Section):
         return 1.0
 
     @property
-    def needs_dense(self) -> str:
-        """The key because of which the base has to be dense; empty if a quantised base is possible."""
-        return ""
-
-    @property
     def effective_alpha(self) -> float:
         return float(self.rank if self.alpha is None else self.alpha)
-
-
-def refuse_in_overrides(section: AdapterSection, names: Sequence[str], why: str) -> None:
-    """Refuse keys of ``overrides`` that have no effect.
-
-    Raises:
-        PydanticCustomError: at the first such key.
-    """
-    for number, override in enumerate(section.overrides):
-        for name in names:
-            if getattr(override, name) is not None:
-                where = {"at": ("overrides", number, name), "fix": "Remove it."}
-                raise PydanticCustomError("rule", "{what}", {"what": f"has no effect {why}", **where})
 
 
 class ProductSection(AdapterSection):
@@ -303,30 +273,6 @@ class LoraSection(ProductSection):
     @property
     def forms(self) -> tuple[str, ...]:
         return tuple(form for form in super().forms if form != GGUF or not self.use_dora)
-
-    @property
-    def needs_dense(self) -> str:
-        return "use_dora" if self.use_dora else ""
-
-    @model_validator(mode="after")
-    def _dora_keeps_its_ranks(self) -> Self:
-        if self.use_dora and (self.rank_dropout or self.module_dropout):
-            raise not_both("rank_dropout" if self.rank_dropout else "module_dropout", "use_dora")
-        return self
-
-    @model_validator(mode="after")
-    def _start_fits(self) -> Self:
-        if self.init != "default" and self.init_from is not None:
-            raise not_both("init", "init_from")
-        unfit = (*DROPOUTS, "use_dora", "scale_weight_norms") if self.takes_off_start else ()
-        if key := next((name for name in unfit if getattr(self, name)), ""):
-            what, fix = f"does not go with init: {self.init}", f"Remove {key}, or take another init, such as default."
-            raise PydanticCustomError("rule", "{what}", {"what": what, "at": (key,), "fix": fix})
-        ranks = (self.rank, self.conv_rank, *(override.rank for override in self.overrides))
-        if self.init == "orthogonal" and (odd := next((rank for rank in ranks if rank and rank % 2), 0)):
-            what, fix = f"init: orthogonal needs even ranks, and one is {odd}", f"Take {odd + 1}, or another init."
-            raise PydanticCustomError("rule", "{what}", {"what": what, "at": ("init",), "fix": fix})
-        return self
 
     @property
     def takes_off_start(self) -> bool:
@@ -426,12 +372,6 @@ class OftSection(AdapterSection):
         description="Largest norm of a layer's rotation, as a share of its number of outputs; 0: no limit.",
     )
 
-    @model_validator(mode="after")
-    def _without_scale(self) -> OftSection:
-        refuse_unread(self, ("alpha",), "on an OFT: a rotation has no scale", "Remove it.")
-        refuse_in_overrides(self, ("alpha",), "on an OFT: a rotation has no scale")
-        return self
-
     @property
     def title(self) -> str:
         return "OFT"
@@ -447,12 +387,6 @@ class Ia3Section(AdapterSection):
     formats = ("kohya",)
 
     type: Literal["ia3"] = Field("ia3", description="Kind of adapter.")
-
-    @model_validator(mode="after")
-    def _without_rank(self) -> Ia3Section:
-        refuse_unread(self, ("rank", "alpha"), "on an IA3: it has no rank and no scale", "Remove it.")
-        refuse_in_overrides(self, ("rank", "alpha"), "on an IA3: it has no rank and no scale")
-        return self
 
     @property
     def title(self) -> str:

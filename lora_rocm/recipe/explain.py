@@ -71,11 +71,11 @@ def explain(
     expected: dict[Key, dict[str, None]] = {}
     problems: dict[Key, Problem] = {}
     details = error.errors(include_url=False)
-    choices = {_real_key(each, data): _choices(each) for each in details if each["type"] == "literal_error"}
+    choices = {real_key(each, data): _choices(each) for each in details if each["type"] == "literal_error"}
     for detail in details:
         if len(problems) == MAX_PROBLEMS:
             break
-        key = _real_key(detail, data)
+        key = real_key(detail, data)
         if detail["type"] == "too_short" and any(other[: len(key)] == key for other in problems):
             continue  # the items that are refused are not counted
         if not kinds.judges(key):
@@ -95,7 +95,8 @@ def explain(
             fix = value_advice(dotted(key), value) or _quote_advice(phrases, value, text) or _about(key, kinds.recipe)
             problems[key] = Problem(where(key), sentence, fix)
         elif detail["type"] == "rule":
-            problems.setdefault((*key, "rule"), _of_rule(detail, key, data, where))
+            place, what, fix = _of_rule(detail, key)
+            problems.setdefault((*place, "rule", what), Problem(where(place), what, fix))
         elif key not in problems or detail["type"] in (
             "too_long",
             *COMPARED,
@@ -104,7 +105,7 @@ def explain(
     return list(problems.values())
 
 
-def _real_key(detail: ErrorDetails, data: Any) -> Key:
+def real_key(detail: ErrorDetails, data: Any) -> Key:
     """The location without pydantic's names of union members."""
     key: list[str | int] = []
     for index, part in enumerate(detail["loc"]):
@@ -133,12 +134,10 @@ def _value_at(data: Any, key: Key, otherwise: Any) -> Any:
     return data
 
 
-def _of_rule(detail: ErrorDetails, key: Key, data: Any, where: Callable[[Key], str]) -> Problem:
-    """The problem of a rule, placed ``at`` a key below the section, or at the last given one of its ``keys``."""
-    context = detail.get("ctx", {})
-    section = _value_at(data, key, {})
-    place = context.get("at") or [name for name in section if name in context["keys"]][-1:]
-    return Problem(where((*key, *place)), context["what"], context["fix"])
+def _of_rule(detail: ErrorDetails, key: Key) -> tuple[Key, str, str]:
+    """Place, problem and remedy of a broken rule, or of what a field itself refuses ``at`` a place below it."""
+    context = detail["ctx"]
+    return tuple(context.get("place") or (*key, *context["at"])), context["what"], context["fix"]
 
 
 def _sentence_and_fix(detail: ErrorDetails, key: Key, kinds: Kinds) -> tuple[str, str]:
@@ -246,12 +245,15 @@ def _description(key: Key, model: type[BaseModel]) -> str:
     return f"Add it: {text.strip().splitlines()[0]}" if text else ""
 
 
-def boolean_problems(data: Any, where: Callable[[Key], str], kinds: Kinds) -> Iterator[Problem]:
+def boolean_problems(data: Any, where: Callable[[Key], str], kinds: Kinds) -> dict[Key, Problem]:
     """Problems for true and false in place of a number; pydantic would read them as 1 and 0."""
-    yield from _booleans(data, kinds.recipe, (), where)
+    return {
+        key: Problem(where(key), f"expected a number, got {str(value).lower()}", _about((str(key[-1]),), model))
+        for key, value, model in _booleans(data, kinds.recipe, ())
+    }
 
 
-def _booleans(data: Any, model: type[BaseModel], key: Key, where: Callable[[Key], str]) -> Iterator[Problem]:
+def _booleans(data: Any, model: type[BaseModel], key: Key) -> Iterator[tuple[Key, Any, type[BaseModel]]]:
     if not isinstance(data, dict):
         return
     for name, value in data.items():
@@ -261,11 +263,11 @@ def _booleans(data: Any, model: type[BaseModel], key: Key, where: Callable[[Key]
         section = section_class(field.annotation)
         if section is DataSource and isinstance(value, list):
             for index, item in enumerate(value):
-                yield from _booleans(item, section, (*key, name, index), where)
+                yield from _booleans(item, section, (*key, name, index))
         elif section is not None:
-            yield from _booleans(value, section, (*key, name), where)
+            yield from _booleans(value, section, (*key, name))
         elif _wants_number(field) and any(isinstance(v, bool) for v in (value if isinstance(value, list) else [value])):
-            yield Problem(where((*key, name)), f"expected a number, got {str(value).lower()}", _about((name,), model))
+            yield (*key, name), value, model
 
 
 def _wants_number(field: FieldInfo) -> bool:

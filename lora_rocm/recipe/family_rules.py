@@ -1,51 +1,29 @@
-"""Rules of a family for shared keys: unread keys are refused, and sizes have to fit."""
+"""Rules of a family for shared keys: unread keys are refused, and sizes, precision and formats have to fit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
-from lora_rocm.errors import Problem
-from lora_rocm.families.spec import FamilySpec
-from lora_rocm.recipe.schema import TEXT_KEY, TOKENS_KEY
+from lora_rocm.recipe.adapter_sections import ADAPTERS, GGUF, MERGED, AdapterSection
+from lora_rocm.recipe.key_rules.data_rules import CONTROLS, any_holding
+from lora_rocm.recipe.key_rules.preview_rules import INPUTS, Prompts, section
+from lora_rocm.recipe.rule import Breach, Rule
 from lora_rocm.recipe.sections import MAX_BUCKET_STEP, MAX_SIDE_PX
-from lora_rocm.recipe.yaml_tree import Key
+from lora_rocm.recipe.yaml_tree import Key, dotted
 
+if TYPE_CHECKING:
+    from lora_rocm.families.spec import FamilySpec
+
+FAMILY = "model.family"
+TEXT_KEY, TOKENS_KEY = "train_text_encoder", "new_tokens"
+"""The keys of ``lora`` that a family without text encoders, or without embedding files, refuses."""
 SIDES: dict[Key, int] = {
     ("data", "bucket_step"): MAX_BUCKET_STEP,
     ("sample", "width"): MAX_SIDE_PX,
     ("sample", "height"): MAX_SIDE_PX,
 }
 """Keys of lengths in pixels that have to fit the family, with their upper limits."""
-PRECISION: Key = ("train", "mixed_precision")
-
-
-def family_problems(data: Any, where: Callable[[Key], str], spec: FamilySpec) -> Iterator[Problem]:
-    """Problems with keys that the family does not read and with sizes that it cannot use.
-
-    Args:
-        data: unvalidated data of a recipe file. Values of a wrong type are left to pydantic.
-        where: turns a key into "file.yaml:12 data.bucket_step".
-        spec: the recipe's family.
-    """
-    for key in given_unread(data, spec):
-        yield Problem(where(key), f"this key is not read by {spec.title}", "Remove it.")
-    step = spec.shapes.multiple_px
-    for key, most in SIDES.items():
-        value = _get(data, key)
-        if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most and value % step:
-            near = [str(side) for side in (value // step * step, -(-value // step) * step) if 0 < side <= most]
-            what = f"has to be a multiple of {step} for {spec.title}, got {value}"
-            yield Problem(where(key), what, f"Take {' or '.join(near)}." if near else "")
-    if _get(data, PRECISION) == "fp16" and not spec.takes_fp16:
-        what = f"products of {spec.title} have factors that are too large for fp16"
-        yield Problem(where(PRECISION), what, "Take auto, bf16 or no.")
-    if _get(data, ("lora", TEXT_KEY)) is True and not spec.text_components:
-        what = f"no text encoder of {spec.title} can be trained"
-        yield Problem(where(("lora", TEXT_KEY)), what, "Remove it, or set it to false.")
-    if _get(data, ("lora", TOKENS_KEY)) and not spec.embedding_keys:
-        what = f"no text encoder of {spec.title} can get new tokens"
-        yield Problem(where(("lora", TOKENS_KEY)), what, "Remove it.")
 
 
 def given_unread(data: Any, spec: FamilySpec) -> Iterator[Key]:
@@ -78,3 +56,120 @@ def _get(data: Any, key: Key) -> Any:
         else:
             data = data[part] if isinstance(data, list) and isinstance(part, int) else None
     return data
+
+
+def unwritten(spec: FamilySpec, lora: AdapterSection, form: str, forms: Sequence[str]) -> tuple[str, str]:
+    """(problem, remedy) for a form in which an adapter is not written. ``forms``: those in which it is."""
+    title = f"{lora.title} of {spec.title}{' with trained norms' if lora.train_norms else ''}"
+    title = f"{'an' if title[0] in 'AEIO' else 'a'} {title}"
+    why, take = "nothing would read it", ""
+    if form in lora.formats and form not in lora.forms and lora.train_norms:
+        why = "trained norms have no place in it"
+    elif form in (MERGED, GGUF) and form not in spec.conversions:
+        why = "it is a form of language models"
+    elif form == "comfyui" and "kohya" in forms:
+        why, take = "it differs from the form kohya only in the magnitudes of a DoRA", "Take kohya. "
+    return f"{title} is not written in the form {form}: {why}", f"{take}Forms of {title}: {', '.join(forms)}."
+
+
+def _unwritten_format(
+    formats: tuple[str, ...] | None, spec: FamilySpec, kind: str, train_norms: bool, use_dora: bool | None
+) -> list[Breach]:
+    lora = ADAPTERS[kind].model_construct(type=kind, train_norms=train_norms)
+    if use_dora is not None:
+        lora = lora.model_copy(update={"use_dora": use_dora})
+    known = [form for form in spec.formats if form in lora.forms]
+    wrong = [form for form in formats or spec.formats[:1] if form not in known]
+    return [dict(zip(("what", "fix"), unwritten(spec, lora, form, known), strict=True)) for form in wrong[:1]]
+
+
+def _unfit_side(px: int | None, spec: FamilySpec, most: int) -> list[Breach]:
+    step = spec.shapes.multiple_px
+    if not px or px % step == 0:
+        return []
+    near = [str(side) for side in (px // step * step, -(-px // step) * step) if 0 < side <= most]
+    return [{"step": step, "take": f"Take {' or '.join(near)}." if near else ""}]
+
+
+FAMILY_RULES: tuple[Rule, ...] = (
+    *(
+        Rule(
+            f"side-of-family:{dotted(key)}",
+            (dotted(key), FAMILY),
+            lambda px, spec, most=most: _unfit_side(px, spec, most),
+            "has to be a multiple of {step} for {1.title}, got {0}",
+            "{take}",
+            at=dotted(key),
+        )
+        for key, most in SIDES.items()
+    ),
+    Rule(
+        "precision-of-family",
+        ("train.mixed_precision", FAMILY),
+        lambda precision, spec: precision == "fp16" and not spec.takes_fp16,
+        "products of {1.title} have factors that are too large for fp16",
+        "Take auto, bf16 or no.",
+        at="train.mixed_precision",
+    ),
+    Rule(
+        "text-encoder-of-family",
+        (f"lora.{TEXT_KEY}", FAMILY),
+        lambda trained, spec: trained and not spec.text_components,
+        "no text encoder of {1.title} can be trained",
+        "Remove it, or set it to false.",
+        at=f"lora.{TEXT_KEY}",
+    ),
+    Rule(
+        "new-tokens-of-family",
+        (f"lora.{TOKENS_KEY}", FAMILY),
+        lambda tokens, spec: bool(tokens) and not spec.embedding_keys,
+        "no text encoder of {1.title} can get new tokens",
+        "Remove it.",
+        at=f"lora.{TOKENS_KEY}",
+    ),
+    Rule(
+        "formats-of-adapter",
+        ("output.formats", FAMILY, "lora.type", "lora.train_norms", "lora.use_dora?"),
+        _unwritten_format,
+        "{what}",
+        "{fix}",
+        at="output.formats",
+    ),
+)
+
+
+def rules_of_spec(spec: FamilySpec) -> tuple[Rule, ...]:
+    """The rules about the control images of a family, which reads them with ``ModelSection.control_keys`` alone."""
+    wanted, model = spec.model_section.control_keys, spec.model_section
+    keys = tuple(f"model.{key}" for key in wanted or ())
+    shown = ", ".join(f"model.{key}: {value}" for key, value in (wanted or {}).items())
+    what, fix = f"{spec.title} takes no control images", f"Remove it, or set {shown}." if shown else "Remove it."
+
+    def takes(given: Sequence[object]) -> bool:
+        return wanted is not None and list(given) == list(wanted.values())
+
+    def of_data(shared: str | None, number: int, own: Sequence[str | None], *others: Any) -> list[Breach]:
+        class_prompts, *given = others
+        if takes(given[1:]) or not any_holding(shared, number, own, class_prompts):
+            return []
+        places = [f"data.sources[{at}].control_path" for at, path in enumerate(own) if path]
+        return [{"at": place} for place in places or ["data.control_path"]]
+
+    def of_previews(
+        prompts: Prompts, control_prompts: Prompts, images: Sequence[str], masks: Sequence[str], *given: object
+    ) -> list[Breach]:
+        if takes(given[1:]):
+            return []
+        sample = section(prompts, control_prompts, control_images=tuple(images), masks=tuple(masks))
+        if images:
+            return [{"at": "sample.control_images"}]
+        return [
+            {"at": dotted(sample.key_of("control_image", key, number))}
+            for key, number, preview in sample.numbered()
+            if preview.control_image
+        ]
+
+    rules = [Rule(f"{spec.name}:controls", (*CONTROLS, FAMILY, *keys), of_data, what, fix)]
+    if not model.may_inpaint:
+        rules.append(Rule(f"{spec.name}:control-images", (*INPUTS, FAMILY, *keys), of_previews, what, fix))
+    return tuple(rules)

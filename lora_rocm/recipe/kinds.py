@@ -9,7 +9,7 @@ from typing import Any
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.families.spec import FamilySpec
 from lora_rocm.recipe.adapter_sections import ADAPTERS, AdapterSection
-from lora_rocm.recipe.optim_sections import OPTIMIZERS, OptimSection
+from lora_rocm.recipe.optim_sections import ARGUMENTS_KEY, OPTIMIZERS, OptimSection
 from lora_rocm.recipe.peer_names import peer_names
 from lora_rocm.recipe.schema import Recipe, recipe_class
 from lora_rocm.recipe.sections import Section
@@ -43,7 +43,7 @@ class Kinds:
     @property
     def recipe(self) -> type[Recipe]:
         """The recipe class of these kinds."""
-        return recipe_class(self.family, self.adapter, self.optimizer)
+        return recipe_class(self.registry, self.family, self.adapter, self.optimizer)
 
     def choices(self, key: tuple[str | int, ...]) -> tuple[str, ...]:
         """The valid values of a key that names a kind; empty for any other key."""
@@ -61,18 +61,28 @@ class Kinds:
     def judges(self, key: tuple[str | int, ...]) -> bool:
         """Whether an error in a value is one for sure: its section is of a known kind, or all kinds have its key.
 
-        The name by which the recipe gives the kind is judged too.
+        So is a key that no kind has, such as the name by which the recipe gives the kind.
         """
-        if len(key) < 2 or key[0] not in {section for section, _ in self.unknown}:
+        named_by = kind_key(str(key[0])) if len(key) > 1 else None
+        if named_by is None or named_by not in self.unknown:
             return True
         section, name = str(key[0]), str(key[1])
-        if any(_is_given_as(section, name, named) for named in self.unknown):
-            return True
-        return all(name in each.section(section).model_fields for each in every_kind(section, self.registry))
+        kinds = every_kind(named_by[0], self.registry)
+        if name == ARGUMENTS_KEY:
+            return False  # its arguments are those of the optimizer that is meant
+        have_it = [name in each.section(section).model_fields for each in kinds]
+        return all(have_it) or not any(have_it)
+
+    @property
+    def unjudged(self) -> frozenset[tuple[str, ...]]:
+        """What no rule reads: keys whose value names no kind, and those that not all of the possible kinds have."""
+        sections = [name for name in self.recipe.model_fields if kind_key(name) in self.unknown]
+        keys = {(name, each) for name in sections for each in self.section(name).model_fields}
+        return self.unknown | {key for key in keys if not self.judges(key)}
 
     def owners(self, section: str, key: str) -> str:
         """The other kinds whose section has a key, as "optim.optimizer: adamw"; empty if there is none."""
-        named_by = FAMILY if section == "objective" else next((k for k in NAMED_BY if k[0] == section), None)
+        named_by = kind_key(section)
         if named_by is None:
             return ""
         kinds = every_kind(named_by[0], self.registry)
@@ -84,6 +94,11 @@ class Kinds:
         found = self.recipe.model_fields[name].annotation
         assert isinstance(found, type) and issubclass(found, Section)
         return found
+
+
+def kind_key(section: str) -> tuple[str, str] | None:
+    """The key that names the kind of a section; None: the section has no kinds."""
+    return FAMILY if section == "objective" else next((key for key in NAMED_BY if key[0] == section), None)
 
 
 def every_kind(section: str, registry: Registry = PRODUCT) -> list[Kinds]:

@@ -8,7 +8,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
@@ -24,14 +24,17 @@ from lora_rocm.foundation.file_names import NOT_TEXT, fix_of_name
 from lora_rocm.foundation.names import name_key, usable_stem
 from lora_rocm.foundation.terminal_text import legible, quoted
 from lora_rocm.foundation.units import count_text
-from lora_rocm.recipe.explain import boolean_problems, explain, shown
-from lora_rocm.recipe.family_rules import family_problems, without_unread
+from lora_rocm.recipe.explain import boolean_problems, explain, real_key, shown
+from lora_rocm.recipe.family_rules import given_unread, without_unread
 from lora_rocm.recipe.foreign import recognised
+from lora_rocm.recipe.judge import broken_rules, readable, values_of
+from lora_rocm.recipe.key_rules.run_rules import ALONE
+from lora_rocm.recipe.key_rules.table import rules_for
 from lora_rocm.recipe.kinds import FAMILY, kinds_of
-from lora_rocm.recipe.layers import Layered, Place, value_at
+from lora_rocm.recipe.layers import Layered, Place
 from lora_rocm.recipe.optimizer_args import resolve_arguments
 from lora_rocm.recipe.paths import BUILTIN, every_path, paths_of, with_absolute_paths
-from lora_rocm.recipe.schema import MOVED, DataSection, Recipe
+from lora_rocm.recipe.schema import MOVED, RULES_ARE_JUDGED_APART, DataSection, Recipe
 from lora_rocm.recipe.start_rank import resolve_rank
 from lora_rocm.recipe.trigger import trigger_notices, with_prompts_filled_in
 from lora_rocm.recipe.yaml_tree import (
@@ -161,14 +164,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), registry: Regis
     problems += resolve_rank(layers.data, layers.where)
     problems += resolve_arguments(layers)
     spoiled = {problem.where for problem in problems}
-    recipe, more = _validate(layers, registry)
+    recipe, more = _validate(layers, registry, spoiled)
     recipe = recipe and with_prompts_filled_in(recipe)
-    problems += [problem for problem in more if problem.where not in spoiled]  # one problem per place
-    if recipe is not None and layers.where(("lora", "train_norms")) not in {problem.where for problem in problems}:
-        problems += unwritable(recipe, layers)
-    if recipe is not None:
-        told = {problem.where for problem in problems}
-        problems += [problem for problem in unread_alone(recipe, layers) if problem.where not in told]
+    problems += [problem for problem in more if problem.where not in spoiled]
     if problems or recipe is None:
         raise RecipeError(_in_order(problems, layers))
     notices += [*_notice_of_moved(layers), *questions(recipe, layers)]
@@ -194,15 +192,6 @@ def _require_text_names(recipe: Recipe, found: Path) -> None:
             here = Path.cwd()
             where = here if place.is_relative_to(here) and fix_of_name(here) else place
             raise RecipeError([Problem(legible(str(where)), NOT_TEXT, fix)])
-
-
-def unwritable(recipe: Recipe, layers: Layered) -> list[Problem]:
-    """A problem if ``output.formats`` has a format in which the adapter of this family cannot be written."""
-    known = [form for form in recipe.spec.formats if form in recipe.lora.forms]
-    wrong = [form for form in recipe.formats if form not in known]
-    if not wrong:
-        return []
-    return [Problem(layers.where(("output", "formats")), *recipe.unwritten(wrong[0], known))]
 
 
 def questions(recipe: Recipe, layers: Layered) -> list[str]:
@@ -239,8 +228,9 @@ def questions(recipe: Recipe, layers: Layered) -> list[str]:
             f"{layers.where(('train', 'validation_every_n_steps'))}: the run has {count_text(steps, 'step')}, so no "
             "held-out loss is taken during it."
         )
-    for key, others in _without_another(recipe, layers):
-        found.append(f"{layers.where(key)}: this does nothing without {' or '.join(map(dotted, others))}.")
+    switched_off = [replace(rule, unless_written=()) for rule in ALONE]
+    unread = broken_rules(switched_off, values_of(recipe, recipe.spec, layers.data))
+    found += [f"{layers.where(each.key)}: {each.what}." for each in unread]
     return [*found, *trigger_notices(recipe, layers.where)]
 
 
@@ -257,48 +247,9 @@ def _sides_of_a_size(data: DataSection) -> tuple[int, ...] | None:
     return sides if read and not meant else None
 
 
-def unread_alone(recipe: Recipe, layers: Layered) -> list[Problem]:
-    """A problem for each given key of ``NEED_ANOTHER`` if the recipe says nothing about the others.
-
-    Whoever gives one of them as off (false, 0 or []) has switched a feature off and keeps its settings.
-    """
-    problems = []
-    for key, others in _without_another(recipe, layers):
-        if not any(other in layers.places for other in others):
-            named = " or ".join(map(dotted, others))
-            section, name = map(str, others[0])
-            off = json.dumps(type(getattr(recipe, section)).model_fields[name].default)
-            fix = f"Set {named}, or remove this key. To keep it for later, write {dotted(others[0])}: {off}."
-            problems.append(Problem(layers.where(key), f"this does nothing without {named}", fix))
-    return problems
-
-
-def _without_another(recipe: Recipe, layers: Layered) -> Iterator[tuple[Key, tuple[Key, ...]]]:
-    """The keys of ``NEED_ANOTHER`` that are given, not at their default, while none of the others is set."""
-    values = recipe.model_dump()
-    for key, others in NEED_ANOTHER.items():
-        value, field = value_at(layers.data, key), type(getattr(recipe, str(key[0]))).model_fields.get(str(key[1]))
-        if value and field and value != field.default and not any(value_at(values, other) for other in others):
-            yield key, others
-
-
 USUAL_STEP = 256  # of resolutions: 512, 768, 1024
 INIT_FROM: Key = ("lora", "init_from")
-MANY_CAPTIONS = ("shuffle_caption", "caption_tag_dropout_rate", "enable_wildcard", "sources")
 VALIDATION = ("validation_every_n_steps", "validation_every_n_epochs")
-SAMPLE_KEYS = ("every_n_steps", "every_n_epochs", "control_prompts")  # the others are for `compare --prompt` too
-NEED_ANOTHER: dict[Key, tuple[Key, ...]] = {
-    ("optim", "text_encoder_learning_rate"): (("lora", "train_text_encoder"), ("lora", "new_tokens")),
-    ("optim", "embedding_learning_rate"): (("lora", "new_tokens"),),
-    **{("train", key): (("data", "validation_split"), ("data", "watched")) for key in VALIDATION},
-    ("data", "watched"): tuple(("train", each) for each in VALIDATION),
-    ("data", "keep_tokens"): tuple(("data", key) for key in MANY_CAPTIONS),
-    ("data", "caption_variants"): tuple(("data", key) for key in MANY_CAPTIONS),
-    **{("sample", key): (("sample", "prompts"),) for key in SAMPLE_KEYS},
-    **{("runtime", key): (("runtime", "workers"),) for key in ("worker_timeout_s", "persistent_workers")},
-    ("output", "log_project"): (("output", "log_with"),),
-}
-"""Keys that are read only if another one is set -> those others, of which one is enough."""
 
 
 def _in_order(problems: list[Problem], layers: Layered) -> list[Problem]:
@@ -524,15 +475,35 @@ def _notice_of_moved(layers: Layered) -> list[str]:
     return [f"{moves}. The old place is still read; write the new one."]
 
 
-def _validate(layers: Layered, registry: Registry) -> tuple[Recipe | None, list[Problem]]:
-    kinds = kinds_of(layers.data, registry)
-    problems = [
-        *boolean_problems(layers.data, layers.where, kinds),
-        *(() if FAMILY in kinds.unknown else family_problems(layers.data, layers.where, kinds.family)),
-    ]
+def _validate(layers: Layered, registry: Registry, spoiled: Collection[str]) -> tuple[Recipe | None, list[Problem]]:
+    """The recipe, if its values are valid, and all problems: of single values, of unknown keys, of broken rules.
+
+    Args:
+        layers: all layers.
+        registry: the available families.
+        spoiled: places that have a problem already, whose values no rule reads.
+    """
+    data, where = layers.data, layers.where
+    kinds = kinds_of(data, registry)
+    failed = {key for key in layers.places if spoiled and where(key) in spoiled}
+    # 1. values that pydantic takes and a recipe does not; unread keys
+    found = boolean_problems(data, where, kinds)
+    if FAMILY not in kinds.unknown:
+        what = f"this key is not read by {kinds.family.title}"
+        found |= {key: Problem(where(key), what, "Remove it.") for key in given_unread(data, kinds.family)}
+    problems, places = list(found.values()), {problem.where for problem in found.values()}
+    failed |= found.keys()
+    # 2. each value by itself
+    recipe: Recipe | None = None
     try:
-        return kinds.recipe.model_validate(layers.data), problems
+        recipe = kinds.recipe.model_validate(data, context=RULES_ARE_JUDGED_APART)
+        values = values_of(recipe, kinds.family, data, failed)
     except ValidationError as error:
-        known = {problem.where for problem in problems}
-        found = explain(error, layers.data, layers.where, kinds, layers.written)
-        return None, problems + [problem for problem in found if problem.where not in known]
+        told = explain(error, data, where, kinds, layers.written)
+        problems += [problem for problem in told if problem.where not in places]
+        failed |= {real_key(detail, data) for detail in error.errors(include_url=False)} | kinds.unjudged
+        values = readable(kinds.recipe, kinds.family, data, failed)
+    # 3. all rules over what could be read
+    for each in broken_rules(rules_for(kinds.family), values, of_file=True):
+        problems.append(Problem(where(each.key), each.what, each.fix))
+    return recipe, problems

@@ -6,11 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field
 from pydantic.config import JsonDict
-from pydantic_core import PydanticCustomError
 
-from lora_rocm.recipe.sections import MAX_STEPS, Decay, Section, not_both
+from lora_rocm.recipe.sections import MAX_STEPS, Decay, Section
 
 READ_BY_SCHEDULE: Mapping[str, tuple[str, ...]] = {
     "lr_scheduler_num_cycles": ("cosine_with_restarts",),
@@ -39,11 +38,6 @@ def _describe_arguments(schema: JsonDict) -> None:
 
 Small = Annotated[float, Field(gt=0.0, le=1.0)]
 Share = Annotated[float, Field(gt=0.0, lt=1.0)]
-
-
-def rule(what: str, key: str, fix: str) -> PydanticCustomError:
-    """The error of a key that does not fit the others of its section."""
-    return PydanticCustomError("rule", "{what}", {"what": what, "keys": [key], "fix": fix})
 
 
 class OptimSection(Section):
@@ -109,24 +103,6 @@ class OptimSection(Section):
     )
     max_grad_norm: float = Field(1.0, ge=0, le=1e9, description="Clip the total gradient norm; 0 disables it.")
 
-    @model_validator(mode="after")
-    def _schedule_reads_its_keys(self) -> OptimSection:
-        if self.lr_warmup_steps and self.lr_warmup_ratio:
-            raise not_both("lr_warmup_steps", "lr_warmup_ratio")
-        if self.embedding_until_step and self.embedding_until_ratio:
-            raise not_both("embedding_until_step", "embedding_until_ratio")
-        if key := self.embedding_until_key:
-            if self.averages:
-                raise rule(f"{self.optimizer} averages the weights, also after {key}", key, "Take another optimizer.")
-        if self.averages and self.lr_scheduler != "constant":
-            what = f"{self.optimizer} averages in place of a schedule, and lr_scheduler is {self.lr_scheduler}"
-            raise rule(what, "lr_scheduler", "Remove lr_scheduler; a warm-up is fine.")
-        for key, readers in READ_BY_SCHEDULE.items():
-            if getattr(self, key) != OptimSection.model_fields[key].default and self.lr_scheduler not in readers:
-                what = f"{key} is not read with lr_scheduler: {self.lr_scheduler}"
-                raise rule(what, key, f"Remove it, or set lr_scheduler to {' or '.join(readers)}.")
-        return self
-
     def warmup_steps(self, max_train_steps: int) -> int:
         """The number of updates of the warm-up in a run of ``max_train_steps``."""
         return self.lr_warmup_steps or math.ceil(self.lr_warmup_ratio * max_train_steps)
@@ -141,11 +117,6 @@ class OptimSection(Section):
         if not self.embedding_until_key:
             return None
         return self.embedding_until_step or math.ceil(self.embedding_until_ratio * max_train_steps)
-
-    @property
-    def reads_rates(self) -> bool:
-        """Whether learning rates have an effect."""
-        return True
 
     @property
     def text_rate(self) -> float:
@@ -265,24 +236,6 @@ class AdafactorSection(OptimSection):
         False, description="The rate is 1 / sqrt(step), at most 0.01, in place of learning_rate and lr_scheduler."
     )
     warmup_init: bool = Field(False, description="With relative_step: the rate starts at step * 1e-6.")
-
-    @model_validator(mode="after")
-    def _relative_step_has_its_rate(self) -> AdafactorSection:
-        if self.warmup_init and not self.relative_step:
-            raise rule("warmup_init does nothing without relative_step", "warmup_init", "Set relative_step: true.")
-        given = [
-            name
-            for name, field in OptimSection.model_fields.items()
-            if (name.startswith("lr_") or name.endswith("learning_rate")) and getattr(self, name) != field.default
-        ]
-        if self.relative_step and given:
-            what = f"{given[0]} is not read with relative_step, which has its own rate"
-            raise rule(what, given[0], f"Remove {given[0]}, or set relative_step: false.")
-        return self
-
-    @property
-    def reads_rates(self) -> bool:
-        return not self.relative_step
 
 
 class CameSection(OptimSection):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from lora_rocm.recipe.sections import (
     MAX_EPOCHS,
@@ -13,7 +13,6 @@ from lora_rocm.recipe.sections import (
     MAX_TIMEOUT_S,
     OutputFolder,
     Section,
-    not_both,
     on_resume,
 )
 from lora_rocm.rundir.layout import DEFAULT_NAME
@@ -82,12 +81,6 @@ class OutputSection(Section):
     author: str | None = on_resume(None, "Author in the metadata of the file.")
     description: str | None = on_resume(None, "Description in the metadata of the file.")
     license: str | None = on_resume(None, "License in the metadata of the file.")
-
-    @model_validator(mode="after")
-    def _one_unit(self) -> OutputSection:
-        if self.save_every_n_steps and self.save_every_n_epochs:
-            raise not_both("save_every_n_steps", "save_every_n_epochs")
-        return self
 
     def save_steps(self, steps_per_epoch: int) -> int:
         """The number of updates between two checkpoints; 0: only time counts."""

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import model_validator
-from pydantic_core import PydanticCustomError
-
 from lora_rocm.recipe.sections import MAX_STEPS, MAX_TIMEOUT_S, MAX_WORKERS, OutputFolder, Section, on_resume
 
 
@@ -77,13 +74,6 @@ class RuntimeSection(Section):
         le=10_000,
     )
     threads: int | None = on_resume(None, "CPU threads of torch; unset keeps torch's default.", gt=0, le=1024)
-
-    @model_validator(mode="after")
-    def _compiles_for_gpus(self) -> RuntimeSection:
-        if self.device == "cpu" and self.compile in ("regional", "full"):
-            what, fix = "torch.compile is for GPUs, and runtime.device is cpu", "Remove compile, or device: cpu."
-            raise PydanticCustomError("rule", "{what}", {"what": what, "at": ("compile",), "fix": fix})
-        return self
 
     def workers_on(self, system: str) -> int:
         """The effective number of workers on a system (named as in ``sys.platform``): 0 on Windows unless confirmed."""

@@ -17,10 +17,10 @@ from pydantic import BaseModel
 
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.tables import read_table
-from lora_rocm.recipe.family_rules import SIDES
+from lora_rocm.recipe.family_rules import SIDES, TEXT_KEY, TOKENS_KEY
 from lora_rocm.recipe.kinds import FAMILY, NAMED_BY, Kinds, every_kind, kinds_of
 from lora_rocm.recipe.peer_names import advice, peer_names
-from lora_rocm.recipe.schema import MOVED, TEXT_KEY, TOKENS_KEY
+from lora_rocm.recipe.schema import MOVED
 from lora_rocm.recipe.yaml_tree import dotted
 
 Schema = dict[str, Any]

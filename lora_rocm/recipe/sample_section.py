@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import Discriminator, Field, Tag, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, TypeAdapter, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
 from lora_rocm.recipe.sections import (
@@ -19,7 +19,6 @@ from lora_rocm.recipe.sections import (
     InputFile,
     Sampler,
     Section,
-    not_both,
     on_resume,
 )
 
@@ -155,12 +154,6 @@ class SampleSection(Section):
             if isinstance(prompt, str):
                 of_text(prompt, number)
         return prompts
-
-    @model_validator(mode="after")
-    def _one_unit(self) -> SampleSection:
-        if self.every_n_steps and self.every_n_epochs:
-            raise not_both("every_n_steps", "every_n_epochs")
-        return self
 
     def round_steps(self, steps_per_epoch: int) -> int:
         """The number of updates between two rounds of previews; 0: only before and after training."""

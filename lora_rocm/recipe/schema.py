@@ -7,16 +7,25 @@ catch typing errors before they exhaust the machine's memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
-from os.path import normpath
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, create_model, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    ValidationInfo,
+    create_model,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from lora_rocm.recipe.adapter_sections import AdapterSection
-from lora_rocm.recipe.optim_sections import OPTIMIZERS, OptimSection
+from lora_rocm.recipe.family_rules import unwritten
+from lora_rocm.recipe.judge import Broken, broken_rules, values_of
+from lora_rocm.recipe.key_rules.table import rules_for
+from lora_rocm.recipe.optim_sections import OptimSection
 from lora_rocm.recipe.output_section import OutputSection
 from lora_rocm.recipe.process_sections import CacheSection, RuntimeSection, TimeoutsSection
 from lora_rocm.recipe.sample_section import SampleSection
@@ -33,13 +42,9 @@ from lora_rocm.recipe.sections import (
     Resolution,
     Section,
     Weight,
-    not_both,
     on_resume,
-    one_of,
-    refuse_unread,
 )
 from lora_rocm.recipe.source_sections import (
-    OF_FOLDERS,
     OPTIONS_OF_CLASS_IMAGES,
     DataSource,
     NamedSource,
@@ -47,6 +52,7 @@ from lora_rocm.recipe.source_sections import (
 )
 
 if TYPE_CHECKING:
+    from lora_rocm.families.registry import Registry
     from lora_rocm.families.spec import FamilySpec
 
 
@@ -94,87 +100,6 @@ class DataSection(SourceOptions):
         "forgotten.",
     )
 
-    @model_validator(mode="after")
-    def _watched_alone(self) -> DataSection:
-        if self.watched is not None and self.has_controls:
-            what, fix = "cannot be watched beside control images", "Remove it."
-            raise PydanticCustomError("rule", "{what}", {"what": what, "at": ("watched",), "fix": fix})
-        trained = [_place(source) for source in self.sources] or [_place(self)]
-        if self.watched is not None and _place(self.watched) in trained:
-            what, fix = "is trained on, so its loss would not show what is forgotten", "Watch other samples."
-            raise PydanticCustomError("rule", "{what}", {"what": what, "at": ("watched",), "fix": fix})
-        return self
-
-    @model_validator(mode="after")
-    def _has_source(self) -> DataSection:
-        if (self.path is None) == (not self.sources):
-            raise one_of(self, "path", "sources")
-        return self
-
-    @model_validator(mode="after")
-    def _folders_are_there(self) -> DataSection:
-        if self.sources and all(source.path is None for source in self.sources):
-            refuse_unread(self, OF_FOLDERS, "without a folder among the sources", "Remove it.")
-        return self
-
-    @model_validator(mode="after")
-    def _files_can_be_paired(self) -> DataSection:
-        for source in self.resolved_sources():
-            name, keys = source.name, []
-            if source.mask_path and (source.dataset or source.alpha_mask):
-                keys = ["mask_path", "alpha_mask" if source.alpha_mask else "dataset"]
-            elif source.control_path and source.dataset:
-                keys = ["control_path", "dataset"]
-            elif source.metadata_file and source.dataset:
-                keys = ["metadata_file", "dataset"]
-            if keys:
-                what = f"{name} cannot have both {keys[0]} and {keys[1]}"
-                fix = f"Remove one of them. {keys[0]} is for folders: rows of a dataset have no file names."
-                raise PydanticCustomError("rule", "{what}", {"what": what, "keys": keys[:1], "fix": fix})
-            if self.has_controls and not source.control_path:
-                what = f"{name} has no control_path, and another source has one"
-                fix = "Add its control_path, or train on it in a run of its own."
-                raise PydanticCustomError("rule", "{what}", {"what": what, "keys": ["sources"], "fix": fix})
-        return self
-
-    @model_validator(mode="after")
-    def _controls_show_the_same(self) -> DataSection:
-        for source in self.resolved_sources():
-            for key in ("random_crop", "color_aug", "crop_column") if source.control_path else ():
-                if getattr(source, key):
-                    what = f"{source.path} cannot have both {key} and control_path"
-                    fix = f"Remove {key}: it would change the image, and not its control image with it."
-                    raise PydanticCustomError("rule", "{what}", {"what": what, "keys": [key, "sources"], "fix": fix})
-        return self
-
-    @model_validator(mode="after")
-    def _masks_are_there(self) -> DataSection:
-        masked = {source.index: bool(source.mask_path or source.alpha_mask) for source in self.resolved_sources()}
-        fix = "Remove it, or set mask_path or alpha_mask."
-        for index, source in enumerate(self.sources):
-            if source.unmasked_weight and not masked[index]:
-                context = {
-                    "what": "has no effect without masks",
-                    "at": ("sources", index, "unmasked_weight"),
-                    "fix": fix,
-                }
-                raise PydanticCustomError("rule", "{what}", context)
-        if not any(masked.values()):
-            refuse_unread(self, ("unmasked_weight", "normalize_masked_area_loss"), "without masks", fix)
-        return self
-
-    @model_validator(mode="after")
-    def _some_are_to_be_learned(self) -> DataSection:
-        are_reg = [source.is_reg for source in self.sources]
-        if are_reg and all(are_reg):
-            what = "all sources are regularisation images, so there is nothing to learn"
-            fix = "Add the images that are to be learned as a source, or remove is_reg."
-            raise PydanticCustomError("rule", "{what}", {"what": what, "at": ("sources", 0, "is_reg"), "fix": fix})
-        if not any(are_reg):
-            fix = "Remove it, or set is_reg: true in an entry of data.sources."
-            refuse_unread(self, ("prior_loss_weight",), "without regularisation images", fix)
-        return self
-
     @property
     def largest_resolution(self) -> int:
         """The largest resolution that ``data`` itself names, in pixels."""
@@ -209,13 +134,6 @@ class DataSection(SourceOptions):
             }
             resolved += [ResolvedSource(**values, resolution=side) for side in sides]
         return tuple(resolved)
-
-
-def _place(source: NamedSource | DataSection) -> tuple[str, ...]:
-    """Where the samples of a source are."""
-    if isinstance(source, DataSection) or source.dataset is None:
-        return (normpath(source.path),) if source.path else ()
-    return normpath(source.dataset), source.split
 
 
 def sides_of(resolution: int | tuple[int, ...]) -> tuple[int, ...]:
@@ -288,14 +206,6 @@ class TrainSection(Section):
         0, "Epochs between two held-out losses, in place of validation_every_n_steps.", ge=0, le=MAX_EPOCHS
     )
 
-    @model_validator(mode="after")
-    def _one_length(self) -> TrainSection:
-        if (self.max_train_steps is None) == (self.epochs is None):
-            raise one_of(self, "max_train_steps", "epochs")
-        if self.validation_every_n_steps and self.validation_every_n_epochs:
-            raise not_both("validation_every_n_steps", "validation_every_n_epochs")
-        return self
-
     def num_steps(self, steps_per_epoch: int) -> int:
         """The number of updates of the whole run."""
         return self.max_train_steps or steps_per_epoch * (self.epochs or 1)
@@ -305,10 +215,20 @@ class TrainSection(Section):
         return self.validation_every_n_steps or self.validation_every_n_epochs * steps_per_epoch
 
 
+RULES_ARE_JUDGED_APART: Mapping[str, object] = {"rules": "judged apart"}
+"""The context of a validation whose caller checks the rules itself, also where some values are wrong."""
+
+
+def _error(broken: Broken) -> InitErrorDetails:
+    context = {"what": broken.what, "fix": broken.fix, "place": broken.key}
+    return InitErrorDetails(type=PydanticCustomError("rule", "{what}", context), loc=broken.key, input=None)
+
+
 class Recipe(Section):
-    """A whole recipe. Instances have a class made by ``recipe_class``, whose ``spec`` is that of the family."""
+    """A whole recipe. Its class is made by ``recipe_class``. ``spec``: its family, one of those in ``registry``."""
 
     spec: ClassVar[FamilySpec]
+    registry: ClassVar[Registry]
 
     model: ModelSection
     data: DataSection
@@ -322,133 +242,16 @@ class Recipe(Section):
     cache: CacheSection = CacheSection()
     output: OutputSection = OutputSection()
 
-    @model_validator(mode="after")
-    def _base_fits_adapter(self) -> Recipe:
-        if self.model.quantization != "none" and (key := self.lora.needs_dense):
-            what = f"{self.lora.title} needs dense weights, and model.quantization is {self.model.quantization}"
-            fix = f"Train without lora.{key}, or set model.quantization: none."
-            raise PydanticCustomError("rule", "{what}", {"what": what, "keys": ["lora"], "fix": fix})
-        return self
-
-    @model_validator(mode="after")
-    def _activations_are_kept_or_recomputed(self) -> Recipe:
-        if self.train.gradient_checkpointing and (memory := self.runtime.memory) in ("keep", "selective"):
-            what = f"{memory} keeps activations, and train.gradient_checkpointing recomputes all of them"
-            context = {"what": what, "at": ("runtime", "memory"), "fix": "Remove one of them."}
-            raise PydanticCustomError("rule", "{what}", context)
-        return self
-
-    @model_validator(mode="after")
-    def _compiled_code_draws_nothing(self) -> Recipe:
-        # A layer makes the tensor for a new number of rows within a pass, which compiled code cannot do.
-        drawn = [name for name in self.lora.drops if name != "dropout"]
-        if drawn and self.runtime.compile in ("regional", "full"):
-            what, fix = f"lora.{drawn[0]} does not go with compiled blocks", "Remove it, or runtime.compile."
-            raise PydanticCustomError("rule", "{what}", {"what": what, "at": ("lora", drawn[0]), "fix": fix})
-        return self
-
-    @model_validator(mode="after")
-    def _base_takes_control_images(self) -> Recipe:
-        given = [number for number, source in enumerate(self.data.sources) if source.control_path]
-        at: tuple[str | int, ...] = ("data", *(("sources", given[0]) if given else ()), "control_path")
-        if not self.data.has_controls:
-            shared = ("sample", "control_images") if self.sample.control_images else ()
-            named = (
-                self.sample.key_of("control_image", *each[:2])
-                for each in self.sample.numbered()
-                if each[2].control_image
-            )
-            at = () if self.model.may_inpaint else shared or next(named, ())
-        if at and not self.model.takes_control:
-            what = f"{self.spec.title} takes no control images"
-            fix = f"Remove it, or set {self.model.for_control}." if self.model.for_control else "Remove it."
-            raise PydanticCustomError("rule", "{what}", {"what": what, "at": at, "fix": fix})
-        return self
-
-    @model_validator(mode="after")
-    def _masks_have_images(self) -> Recipe:
-        model = self.model
-        for key, number, preview in self.sample.numbered():
-            what, name = "", "mask" if preview.mask else "control_image"
-            if preview.mask and not model.may_inpaint:
-                what, fix = f"{self.spec.title} takes no masks in previews", "Remove it."
-            elif preview.mask and not preview.control_image:
-                what, fix = "this mask has no image", "Name the image too: control_image, or sample.control_images."
-            elif preview.control_image and not preview.mask and not model.takes_control:
-                what = f"only inpainting bases of {self.spec.title} take an image in previews, and it needs a mask"
-                fix = "Name its mask too (mask, or sample.masks), or remove it."
-            if what:
-                at = self.sample.key_of(name, key, number)
-                raise PydanticCustomError("rule", "{what}", {"what": what, "at": at, "fix": fix})
-        return self
-
-    @model_validator(mode="after")
-    def _no_source_has_larger_batches(self) -> Recipe:
-        for index, source in enumerate(self.data.sources):
-            if (source.max_batch_size or 0) > self.train.batch_size:
-                what = (
-                    f"this source has more samples in a batch than train.batch_size, which is {self.train.batch_size}"
-                )
-                at, fix = ("data", "sources", index, "max_batch_size"), "Raise train.batch_size, or lower this."
-                raise PydanticCustomError("rule", "{what}", {"what": what, "at": at, "fix": fix})
-        return self
-
-    @model_validator(mode="after")
-    def _pairs_are_not_packed(self) -> Recipe:
-        if self.data.packing and self.objective.compares_pairs:
-            what, fix = "pairs of answers are not put into rows with others", "Remove it."
-            raise PydanticCustomError("rule", "{what}", {"what": what, "at": ("data", "packing"), "fix": fix})
-        return self
-
-    @model_validator(mode="after")
-    def _optimizer_fits_weights(self) -> Recipe:
-        name, dtypes = self.optim.optimizer, self.optim.weight_dtypes
-        if self.optim.averages and self.train.ema_decay:
-            what = f"{name} keeps an average of its own, which is the result"
-            at, fix = ("train", "ema_decay"), "Remove train.ema_decay."
-        elif self.optim.averages and self.lora.max_update_norm:
-            what = f"{name} averages the weights, and the average would not be scaled down"
-            at, fix = ("lora", "scale_weight_norms"), "Remove it, or take another optimizer."
-        elif self.lora.sets_rates and not self.optim.reads_rates:
-            what = f"{name} with relative_step reads no learning rates"
-            at, fix = ("optim", "relative_step"), "Set it to false, or remove what sets learning rates from lora."
-        elif self.lora.weight_dtype not in dtypes:
-            what = f"{name} is not for lora.weight_dtype: {self.lora.weight_dtype}"
-            others = [each for each, section in OPTIMIZERS.items() if self.lora.weight_dtype in section.weight_dtypes]
-            fix = f"Set lora.weight_dtype: {dtypes[0]}, or take another optimizer: {', '.join(others)}."
-            at = ("optim", "optimizer")
-        else:
-            return self
-        raise PydanticCustomError("rule", "{what}", {"what": what, "at": at, "fix": fix})
-
-    @model_validator(mode="after")
-    def _new_tokens_are_there(self) -> Recipe:
-        if (key := self.optim.embedding_until_key) and not self.lora.new_tokens:
-            context = {"what": "has no effect without new tokens", "at": ("optim", key)}
-            raise PydanticCustomError("rule", "{what}", {**context, "fix": "Remove it, or set lora.new_tokens."})
-        return self
-
-    @model_validator(mode="after")
-    def _previews_suit_the_family(self) -> Recipe:
-        step = self.spec.shapes.multiple_px
-        for key, number, preview in self.sample.numbered():
-            what, fix, side = "", "", ""
-            if preview.sampler not in self.spec.samplers:
-                what = f"{self.spec.title} is not drawn with the sampler {preview.sampler}"
-                fix = f"Take {' or '.join(self.spec.samplers)}."
-            elif preview.negative_prompt != self.sample.negative_prompt and not self.spec.reads(NEGATIVE_PROMPT):
-                what, fix = f"{self.spec.title} reads no negative prompt", "Remove it."
-            elif wrong := [name for name in ("width", "height") if (getattr(preview, name) or 0) % step]:
-                side, px = wrong[0], getattr(preview, wrong[0])
-                what = f"the sides of images of {self.spec.title} are multiples of {step} pixels, and one is {px}"
-                fix = f"Take {px // step * step} or {px // step * step + step}."
-            if what:
-                at = ("sample", "sampler") if preview.sampler == self.sample.sampler and "sampler" in what else ()
-                at = ("sample", side) if side and getattr(preview, side) == getattr(self.sample, side) else at
-                raise PydanticCustomError(
-                    "rule", "{what}", {"what": what, "at": at or ("sample", key, number), "fix": fix}
-                )
-        return self
+    @model_validator(mode="wrap")
+    @classmethod
+    def _rules_hold(cls, data: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
+        recipe = handler(data)
+        if info.context is not RULES_ARE_JUDGED_APART:
+            values = values_of(recipe, cls.spec, data if isinstance(data, Mapping) else recipe.model_dump())
+            broken = broken_rules(rules_for(cls.spec), values)
+            if broken:
+                raise ValidationError.from_exception_data(cls.__name__, [_error(each) for each in broken])
+        return recipe
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -463,17 +266,7 @@ class Recipe(Section):
 
     def unwritten(self, form: str, forms: Sequence[str]) -> tuple[str, str]:
         """(problem, remedy) for a form in which the adapter is not written. ``forms``: those in which it is."""
-        lora = self.lora
-        title = f"{lora.title} of {self.spec.title}{' with trained norms' if lora.train_norms else ''}"
-        title = f"{'an' if title[0] in 'AEIO' else 'a'} {title}"
-        why, take = "nothing would read it", ""
-        if form in lora.formats and form not in lora.forms and lora.train_norms:
-            why = "trained norms have no place in it"
-        elif form in ("merged", "gguf") and form not in self.spec.conversions:
-            why = "it is a form of language models"
-        elif form == "comfyui" and "kohya" in forms:
-            why, take = "it differs from the form kohya only in the magnitudes of a DoRA", "Take kohya. "
-        return f"{title} is not written in the form {form}: {why}", f"{take}Forms of {title}: {', '.join(forms)}."
+        return unwritten(self.spec, self.lora, form, forms)
 
     @property
     def watching(self) -> Recipe | None:
@@ -499,15 +292,14 @@ class Recipe(Section):
         return self.sample.width or side, self.sample.height or side
 
 
-NEGATIVE_PROMPT = "sample.negative_prompt"
-TEXT_KEY, TOKENS_KEY = "train_text_encoder", "new_tokens"
-"""The keys of ``lora`` that a family without text encoders, or without embedding files, refuses."""
 MOVED = {("train", name): ("objective", name) for name in ("min_snr_gamma", "noise_offset", "zero_terminal_snr")}
 """Old place -> new place of keys that have moved; the old places are still read."""
 
 
 @cache
-def recipe_class(family: FamilySpec, adapter: type[AdapterSection], optimizer: type[OptimSection]) -> type[Recipe]:
+def recipe_class(
+    registry: Registry, family: FamilySpec, adapter: type[AdapterSection], optimizer: type[OptimSection]
+) -> type[Recipe]:
     """The recipe class of these kinds: ``Recipe`` with their sections. The same kinds give the same class."""
     made = create_model(
         "Recipe",
@@ -519,5 +311,5 @@ def recipe_class(family: FamilySpec, adapter: type[AdapterSection], optimizer: t
         optim=(optimizer, optimizer.model_validate({})),
         objective=(family.objective_section, family.objective_section()),
     )
-    made.spec = family
+    made.spec, made.registry = family, registry
     return made

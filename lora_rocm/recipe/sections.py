@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
-
-if TYPE_CHECKING:
-    pass
-
 
 T = TypeVar("T")
 MAX_STEPS = 100_000_000
@@ -50,7 +46,7 @@ def _kind_of_value(value: object) -> str:
 def _no_twins(values: tuple[T, ...]) -> tuple[T, ...]:
     twins = [value for number, value in enumerate(values) if value in values[:number]]
     if twins:
-        context = {"what": f"has {twins[0]} twice", "keys": [], "fix": "Remove one of them."}
+        context = {"what": f"has {twins[0]} twice", "at": [], "fix": "Remove one of them."}
         raise PydanticCustomError("rule", "{what}", context)
     return values
 
@@ -146,32 +142,6 @@ def _metadata_in(annotation: Any) -> Iterator[Any]:
 def on_resume(default: Any, description: str, **limits: Any) -> Any:
     """A field whose value may change when a run is resumed (more steps, sample, output, runtime)."""
     return Field(default, description=description, json_schema_extra={"resume": "may change"}, **limits)
-
-
-def one_of(section: BaseModel, first: str, second: str) -> PydanticCustomError:
-    """The error if not exactly one of two keys is given. Its context lists the given keys for ``explain``."""
-    given = [name for name in (first, second) if getattr(section, name)]
-    fix = f"Remove one of them: {first} or {second}." if given else f"Add {first} or {second}."
-    what = f"give exactly one of {first} and {second}"
-    return PydanticCustomError("rule", "{what}", {"what": what, "keys": given, "fix": fix})
-
-
-def not_both(first: str, second: str) -> PydanticCustomError:
-    """The error if two keys are given of which one replaces the other."""
-    what, fix = f"give only one of {first} and {second}", f"Remove one of them: {first} or {second}."
-    return PydanticCustomError("rule", "{what}", {"what": what, "keys": [first, second], "fix": fix})
-
-
-def refuse_unread(section: BaseModel, names: Sequence[str], why: str, fix: str) -> None:
-    """Refuse keys that have no effect beside the others. A key at its default is as good as not given.
-
-    Raises:
-        PydanticCustomError: at the first such key.
-    """
-    fields = type(section).model_fields
-    for name in names:
-        if getattr(section, name) != fields[name].default:
-            raise PydanticCustomError("rule", "{what}", {"what": f"has no effect {why}", "at": (name,), "fix": fix})
 
 
 class Section(BaseModel):
@@ -328,29 +298,6 @@ class DenoisingSection(ObjectiveSection):
         "0.1 usual.",
     )
 
-    @model_validator(mode="after")
-    def _all_keys_count(self) -> Self:
-        if self.min_timestep >= self.max_timestep:
-            what = f"no timestep is from min_timestep {self.min_timestep} to below max_timestep {self.max_timestep}"
-            keys = {"keys": ["min_timestep", "max_timestep"], "fix": "Lower min_timestep, or raise max_timestep."}
-            raise PydanticCustomError("rule", "{what}", {"what": what, **keys})
-        if self.timestep_sampling == "uniform":
-            how = "Remove it, or set timestep_sampling: logit-normal."
-            refuse_unread(self, ("logit_mean", "logit_std"), "with timestep_sampling: uniform", how)
-        if self.loss_type in ("l2", "l1"):
-            how = "Remove it, or set loss_type: huber or smooth_l1."
-            names = ("huber_schedule", "huber_c", "huber_scale")
-            refuse_unread(self, names, f"with loss_type: {self.loss_type}", how)
-        elif self.huber_schedule == "snr":
-            how = "Remove it, or set huber_schedule: constant or exponential."
-            refuse_unread(self, ("huber_scale",), "with huber_schedule: snr", how)
-        if not self.noise_offset:
-            refuse_unread(self, ("adaptive_noise_scale",), "without noise_offset", "Remove it, or set noise_offset.")
-        if not self.multires_noise_iterations:
-            how = "Remove it, or set multires_noise_iterations."
-            refuse_unread(self, ("multires_noise_discount",), "without multires_noise_iterations", how)
-        return self
-
     def metadata(self) -> Mapping[str, object]:
         huber = self.loss_type in ("huber", "smooth_l1")
         return {
@@ -395,12 +342,6 @@ class DdpmSection(DenoisingSection):
         description="Rescale the noise schedule to zero terminal SNR (arXiv 2305.08891). Min-SNR weights use the "
         "rescaled schedule, as in diffusers; kohya uses the original one, which changes gradients by 2 to 10 %.",
     )
-
-    @model_validator(mode="after")
-    def _one_min_snr(self) -> Self:
-        if self.min_snr_gamma and self.soft_min_snr_gamma:
-            raise not_both("min_snr_gamma", "soft_min_snr_gamma")
-        return self
 
     def metadata(self) -> Mapping[str, object]:
         return {

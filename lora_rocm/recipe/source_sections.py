@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
 from lora_rocm.recipe.sections import (
     MAX_ITEMS,
@@ -24,8 +23,6 @@ from lora_rocm.recipe.sections import (
     Section,
     Tags,
     Weight,
-    one_of,
-    refuse_unread,
 )
 
 CaptionFallback = Literal["filename", "folder", "trigger", "empty", "error"]
@@ -132,21 +129,6 @@ class NamedSource(Section):
         "image: it is cropped to its bucket in place of the whole; with path, of the same files and of metadata_file.",
     )
 
-    @model_validator(mode="after")
-    def _one_kind(self) -> Self:
-        self._refuse_the_other_kind()
-        return self
-
-    def _refuse_the_other_kind(self) -> None:
-        if (self.path is None) == (self.dataset is None):
-            raise one_of(self, "path", "dataset")
-        if self.path is not None:
-            why, fix = (
-                "on a folder, which has no splits and no columns of images",
-                "Remove it, or write dataset for path.",
-            )
-            refuse_unread(self, ("split", "image_column"), why, fix)
-
 
 OF_FOLDERS = ("caption_extension", "recursive", "include", "exclude")
 """The options of a source that mean something for the files of a folder alone."""
@@ -206,25 +188,3 @@ class DataSource(NamedSource):
     alpha_mask: bool | None = None
     unmasked_weight: Fraction | None = None
     control_path: FolderOrBeside | None = None
-
-    @model_validator(mode="after")
-    def _one_kind(self) -> Self:
-        if self.class_prompt is not None:
-            return self._only_class_images()
-        self._refuse_the_other_kind()
-        refuse_unread(self, ("num_class_images",), "without class_prompt", "Remove it, or set class_prompt.")
-        if self.dataset is not None:
-            refuse_unread(self, OF_FOLDERS, "on a dataset, whose rows are no files", "Remove it.")
-        return self
-
-    def _only_class_images(self) -> Self:
-        given = [
-            name for name in type(self).model_fields if getattr(self, name) != type(self).model_fields[name].default
-        ]
-        if wrong := [name for name in given if name not in OF_CLASS_IMAGES]:
-            what = "has no effect beside class_prompt, whose images the base draws and which is their caption"
-            raise PydanticCustomError("rule", "{what}", {"what": what, "at": (wrong[0],), "fix": "Remove it."})
-        if not self.is_reg:
-            what, fix = "images that the base draws are regularisation images", "Add is_reg: true."
-            raise PydanticCustomError("rule", "{what}", {"what": what, "at": ("class_prompt",), "fix": fix})
-        return self

@@ -29,8 +29,9 @@ from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.families.spec import FamilySpec
 from lora_rocm.foundation.files import followed, write_atomic
 from lora_rocm.model_files.peft_folder import peft_folders
+from lora_rocm.recipe.family_rules import TEXT_KEY, TOKENS_KEY
 from lora_rocm.recipe.kinds import recipe_from
-from lora_rocm.recipe.schema import TEXT_KEY, TOKENS_KEY, Recipe
+from lora_rocm.recipe.schema import Recipe
 from lora_rocm.recipe.trigger import filled_in
 from lora_rocm.rundir.event_types import DrawnEvent, ErrorEvent, ExportEvent, NoticeEvent
 from lora_rocm.rundir.events import emit

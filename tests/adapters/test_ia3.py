@@ -79,7 +79,7 @@ def test_a_fresh_adapter_changes_nothing_and_can_be_trained(folder: Path) -> Non
     assert torch.autograd.grad(layer(torch.randn(2, 32)).square().sum(), layer.ia3_stretch[PEFT_NAME])[0].all()
     assert list(adapter.smaller(recipe.lora)) == []
     with pytest.raises(ValueError, match="no rank"):
-        Ia3Section(**IA3, rank=4)
+        tiny_recipe(folder, lora={**IA3, "rank": 4})
 
 
 def test_dropout_is_on_what_is_stretched_and_in_training_alone(folder: Path) -> None:

@@ -183,7 +183,7 @@ def test_a_run_starts_from_a_file(folder: Path, file: Path) -> None:
 
 def test_an_alpha_is_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match="has no scale"):
-        OftSection(**oft(alpha=1.0))
+        tiny_recipe(folder, lora=oft(alpha=1.0))
 
 
 def test_rows_of_a_weight_are_cut_between_blocks() -> None:

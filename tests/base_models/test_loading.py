@@ -19,6 +19,7 @@ from lora_rocm.base_models.loading import Source
 from lora_rocm.errors import ModelError
 from lora_rocm.families.ldm import detect
 from lora_rocm.families.objectives.loss import losses
+from lora_rocm.families.registry import PRODUCT
 from lora_rocm.families.sdxl.detect import EXPECTED
 from lora_rocm.families.sdxl.family import LAYOUT, Sdxl
 from lora_rocm.latent_cache.quarantine import plain_door
@@ -257,7 +258,7 @@ def test_looking_knows_from_which_tensors_each_is_made(single: tuple[Path, Path]
 
 def test_full_size_is_looked_at_in_a_moment(hollow: Path) -> None:
     source = Source("x", LAYOUT, LAYOUT.configs, None, hollow)
-    assert detect.check(source, EXPECTED) == ()
+    assert detect.check(source, EXPECTED, PRODUCT) == ()
 
 
 def test_names_of_old_libraries(tmp_path: Path, pipeline: StableDiffusionXLPipeline) -> None:

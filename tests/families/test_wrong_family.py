@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from lora_rocm.base_models.loading import builtin_folder
 from lora_rocm.errors import ModelError
 from lora_rocm.families.base import family_for
-from lora_rocm.families.registry import PRODUCT
+from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.recipe.kinds import recipe_from
 from tests.tiny_anima import write_tiny_anima
 from tests.tiny_flux import write_tiny_flux
@@ -59,9 +59,9 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Pat
     return found
 
 
-def refusal(family: str, base: Path) -> ModelError:
+def refusal(family: str, base: Path, registry: Registry = PRODUCT) -> ModelError:
     model = {"family": family, "name_or_path": str(base)}
-    recipe = recipe_from({"model": model, "data": {"path": "."}, "train": {"max_train_steps": 1}})
+    recipe = recipe_from({"model": model, "data": {"path": "."}, "train": {"max_train_steps": 1}}, registry)
     with pytest.raises(ModelError) as caught:
         family_for(recipe).examine()
     return caught.value
@@ -75,3 +75,13 @@ def test_a_base_of_another_family_is_named(
     error = refusal(wanted, bases[given, kind])
     assert error.code == "wrong-family" and PRODUCT[wanted].title in error.what
     assert f"model.family: {given}" in error.fix, (error.what, error.fix)
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+@pytest.mark.parametrize("wanted", PRODUCT.names)
+def test_only_families_that_can_be_chosen_are_named(bases: dict[tuple[str, str], Path], wanted: str, kind: str) -> None:
+    alone = Registry([PRODUCT[wanted]])
+    for given in PRODUCT.names:
+        if given != wanted:
+            error = refusal(wanted, bases[given, kind], alone)
+            assert error.code == "wrong-family" and "model.family:" not in error.fix, (given, error.fix)

@@ -23,6 +23,7 @@ from lora_rocm.cache_files.entry_file import CacheEntryBad, check_bytes, read_en
 from lora_rocm.errors import AdapterError, LoraRocmError, ModelError
 from lora_rocm.families.base import family_for
 from lora_rocm.families.ldm import detect
+from lora_rocm.families.registry import PRODUCT
 from lora_rocm.families.sdxl.detect import EXPECTED
 from lora_rocm.families.sdxl.family import Sdxl
 from lora_rocm.families.sdxl.spec import SdxlSection
@@ -180,7 +181,7 @@ def test_an_index_of_a_pipeline_of_another_kind(tmp_path: Path, index: dict[str,
     (folder / "model_index.json").write_text(json.dumps({**found, **index}), encoding="utf-8")
     layout = family_for(load_recipe("demo.yaml").recipe).source.layout
     with contextlib.suppress(ModelError):
-        detect.check(resolve(SdxlSection(name_or_path=str(folder)), layout), EXPECTED)
+        detect.check(resolve(SdxlSection(name_or_path=str(folder)), layout), EXPECTED, PRODUCT)
     (folder / "model_index.json").write_text("[" * 100_000, encoding="utf-8")
     with pytest.raises(ModelError, match="not readable"):
-        detect.check(resolve(SdxlSection(name_or_path=str(folder)), layout), EXPECTED)
+        detect.check(resolve(SdxlSection(name_or_path=str(folder)), layout), EXPECTED, PRODUCT)

@@ -11,8 +11,10 @@ from diffusers.optimization import get_scheduler
 from pydantic import ValidationError
 
 from lora_rocm.optim.schedule import learning_rate_factor, length_text
+from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.optim_sections import AdamwSection
 
+MINIMAL = {"model": {"name_or_path": "x"}, "data": {"path": "pics"}, "train": {"max_train_steps": 10}}
 STEPS, WARMUP = 23, 4
 
 
@@ -111,7 +113,7 @@ def test_it_ends_at_the_least_and_stays_there(name: str) -> None:
 )
 def test_a_key_that_is_not_read_is_refused(keys: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
-        AdamwSection.model_validate(keys)
+        recipe_from({**MINIMAL, "optim": keys})
 
 
 @pytest.mark.parametrize(("keys", "updates", "said"), [

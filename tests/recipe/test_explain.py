@@ -177,7 +177,7 @@ def problems_of(registry: Registry = PRODUCT, **changes: Any) -> list[Problem]:
         ),
         ({"lora": {"new_tokens": [{"token": "a" * 65, "init": "x"}]}}, "lora.new_tokens[0].token", "is too long", ""),
         ({"sample": {"prompts": [{"a cat": "big"}]}}, "sample.prompts[0]", "a colon", 'in quotes: "a cat: big"'),
-        ({"sample": {"prompts": ["a"], "width": 100}}, "sample.width", "multiples of 8", "Take 96 or 104."),
+        ({"sample": {"prompts": ["a"], "width": 100}}, "sample.width", "a multiple of 8", "Take 96 or 104."),
         ({"runtime": {"device": "cpu", "compile": "full"}}, "runtime.compile", "is for GPUs", "Remove compile"),
         (
             {"lora": {"rank_dropout": 0.1}, "runtime": {"compile": "full"}},
@@ -254,7 +254,8 @@ def test_a_kind_in_capitals_is_recognised() -> None:
     ],
 )
 def test_true_is_no_number(changes: dict[str, Any], where: list[str]) -> None:
-    assert [problem.where for problem in boolean_problems(GOOD | changes, dotted, kinds_of(GOOD | changes))] == where
+    found = boolean_problems(GOOD | changes, dotted, kinds_of(GOOD | changes))
+    assert [problem.where for problem in found.values()] == where == [dotted(key) for key in found]
 
 
 def test_shown_is_short_and_printable() -> None:

@@ -196,7 +196,8 @@ def test_class_images(tmp_path: Path, entry: str, key: str, what: str) -> None:
 )
 def test_keys_of_folders_and_of_datasets(tmp_path: Path, data: str, key: str, what: str) -> None:
     path = tmp_path / "r.yaml"
-    problem = only_problem(path, MASKS + f"  {data}\n")
+    head = MASKS.replace("10}", "10, validation_every_n_steps: 5}") if "watched" in data else MASKS
+    problem = only_problem(path, head + f"  {data}\n")
     assert problem.where.endswith(f":4 data.{key}") and what in problem.what and problem.fix
     both = "{sources: [{path: a, recursive: false}, {dataset: a/b, split: test, image_column: photo}], include: [x]}"
     path.write_text(MASKS + f"  {both}\n", encoding="utf-8")
@@ -215,7 +216,8 @@ def test_keys_of_folders_and_of_datasets(tmp_path: Path, data: str, key: str, wh
 )
 def test_lists_of_caption_extensions(tmp_path: Path, data: str, key: str, what: str) -> None:
     path = tmp_path / "r.yaml"
-    problem = only_problem(path, MASKS + f"  {data}\n")
+    head = MASKS.replace("10}", "10, validation_every_n_steps: 5}") if "watched" in data else MASKS
+    problem = only_problem(path, head + f"  {data}\n")
     assert problem.where.endswith(f":4 data.{key}") and what in problem.what and problem.fix
     both = "{caption_extension: [.txt, .tags.txt], sources: [{path: a}, {path: b, caption_extension: .md}]}"
     path.write_text(MASKS + f"  {both}\n", encoding="utf-8")

@@ -120,12 +120,12 @@ class CausalLM:
         if os.path.isdir(path):
             refuse_run(path)
             if index_of(path) is not None and (other := recognised_folder(path)) is not None:
-                raise wrong_family(name, other.title, spec.title, other.families, FIX)
+                raise wrong_family(name, other.title, spec.title, other.families, FIX, self.recipe.registry)
             return path
         if path.suffix.lower() == ".safetensors" and os.path.isfile(path):
             file = recognised_file(read_header(path))
             if spec.name not in file.families:
-                raise wrong_family(name, file.title, spec.title, file.families, FIX)
+                raise wrong_family(name, file.title, spec.title, file.families, FIX, self.recipe.registry)
         if os.path.exists(path) or not hub.looks_like_id(name):
             raise ModelError(
                 "model-missing",

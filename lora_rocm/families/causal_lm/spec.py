@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from lora_rocm.families.spec import Axis, FamilySpec, FileMetadata, ShapeRules
-from lora_rocm.recipe.sections import InputFolder, ModelSection, ObjectiveSection, PathOrHubId, refuse_unread
+from lora_rocm.recipe.rule import Rule, no_effect
+from lora_rocm.recipe.sections import InputFolder, ModelSection, ObjectiveSection, PathOrHubId
 
 TOKENS_MULTIPLE = 64
 
@@ -48,15 +49,6 @@ class LanguageSection(ObjectiveSection):
         "ericmitchell.ai/cdpo.pdf).",
     )
 
-    @model_validator(mode="after")
-    def _all_keys_count(self) -> Self:
-        if self.loss == "dpo":
-            refuse_unread(self, ("train_on",), "with loss: dpo, which trains on answers", "Remove it.")
-        else:
-            how = "Remove it, or set loss: dpo."
-            refuse_unread(self, ("beta", "label_smoothing"), f"with loss: {self.loss}", how)
-        return self
-
     @property
     def compares_pairs(self) -> bool:
         return self.loss == "dpo"
@@ -65,6 +57,35 @@ class LanguageSection(ObjectiveSection):
     def watching(self) -> ObjectiveSection:
         return LanguageSection() if self.compares_pairs else self
 
+
+LOSS = "objective.loss"
+RULES: tuple[Rule, ...] = (
+    no_effect(
+        "objective.train_on",
+        (LOSS,),
+        lambda loss: loss == "dpo",
+        "with loss: dpo, which trains on answers",
+        "Remove it.",
+    ),
+    *(
+        no_effect(
+            f"objective.{name}",
+            (LOSS,),
+            lambda loss: loss != "dpo",
+            "with loss: {1}",
+            "Remove it, or set loss: dpo.",
+        )
+        for name in ("beta", "label_smoothing")
+    ),
+    Rule(
+        "pairs-are-not-packed",
+        ("data.packing", LOSS),
+        lambda packing, loss: packing and loss == "dpo",
+        "pairs of answers are not put into rows with others",
+        "Remove it.",
+        at="data.packing",
+    ),
+)
 
 SPEC = FamilySpec(
     name="causal-lm",
@@ -80,4 +101,5 @@ SPEC = FamilySpec(
     metadata=FileMetadata(rate="", text_rate=""),
     formats=("peft",),
     conversions=("merged", "gguf"),
+    rules=RULES,
 )

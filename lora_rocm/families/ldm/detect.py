@@ -15,6 +15,7 @@ from lora_rocm.families.component_check import MAX_NAMED, check_component
 from lora_rocm.families.ldm import inpainting
 from lora_rocm.families.ldm.original_names import beside
 from lora_rocm.families.objectives import ddpm
+from lora_rocm.families.registry import Registry
 from lora_rocm.families.wrong_family import recognised_folder, wrong_family
 from lora_rocm.foundation.terminal_text import printable
 from lora_rocm.model_files.adapters import kind_of
@@ -53,7 +54,7 @@ class Expected:
         return FIX.format(self.with_article)
 
 
-def check(source: Source, expected: Expected) -> tuple[str, ...]:
+def check(source: Source, expected: Expected, registry: Registry) -> tuple[str, ...]:
     """Refuse a model of another family or one that cannot be trained on; return notices about an accepted one.
 
     Raises:
@@ -61,12 +62,12 @@ def check(source: Source, expected: Expected) -> tuple[str, ...]:
             config-absurd, or an error of reading a config or header.
     """
     if source.single_header is not None:
-        _check_single(source, expected, source.single_header)
+        _check_single(source, expected, registry, source.single_header)
     else:
-        _check_folder(source, expected)
-    _check_unet(source, expected, source.config("unet"))
+        _check_folder(source, expected, registry)
+    _check_unet(source, expected, registry, source.config("unet"))
     if "vae" in source.own:
-        _check_vae(source, expected)
+        _check_vae(source, expected, registry)
     said = [check_component(source, name, expected.fix) for name in source.layout.parts]
     if source.single_header is not None:
         said.append(_named_beside(source, source.single_header))
@@ -121,12 +122,12 @@ def check_scheduler(source: Source, config: Mapping[str, Any]) -> None:
         ) from error
 
 
-def _check_folder(source: Source, expected: Expected) -> None:
+def _check_folder(source: Source, expected: Expected, registry: Registry) -> None:
     index_path = source.folder / "model_index.json"
     if not index_path.is_file():
         found = recognised_folder(source.folder)
         if found is not None and expected.family not in found.families:
-            raise _wrong(source, expected, found.title, found.families)
+            raise _wrong(source, expected, registry, found.title, found.families)
         raise _not_a_model(source)
     index = read_config(index_path)
     kind = str(index.get("_class_name", ""))
@@ -134,12 +135,12 @@ def _check_folder(source: Source, expected: Expected) -> None:
     is_own = known is not None and expected.family in known.families
     if "transformer" in index or (known is not None and not is_own):
         what = known.title if known and not is_own else f"a model for {printable(kind)[:80]}"
-        raise _wrong(source, expected, what, known.families if known and not is_own else ())
+        raise _wrong(source, expected, registry, what, known.families if known and not is_own else ())
     if not _is_listed(index, "text_encoder") and _is_listed(index, "text_encoder_2"):
-        raise _wrong(source, expected, REFINER)
+        raise _wrong(source, expected, registry, REFINER)
     missing = [name for name in source.layout.parts if not (source.folder / name).is_dir()]
     if missing and not is_own:
-        raise _wrong(source, expected, f"a model for {kind}" if kind else "no pipeline that is known here")
+        raise _wrong(source, expected, registry, f"a model for {kind}" if kind else "no pipeline that is known here")
     if missing:
         raise ModelError(
             "incomplete-model",
@@ -157,23 +158,23 @@ def _is_listed(index: Mapping[str, Any], name: str) -> bool:
     return isinstance(entry, list) and bool(entry) and entry[0] is not None
 
 
-def _check_single(source: Source, expected: Expected, header: Header) -> None:
+def _check_single(source: Source, expected: Expected, registry: Registry, header: Header) -> None:
     adapter, found = kind_of(header.tensors), models_in(header.shapes)
     if adapter:
-        raise _wrong(source, expected, f"a {adapter} file, not a base model")
+        raise _wrong(source, expected, registry, f"a {adapter} file, not a base model")
     other = next((each for each in found if each.part in PARTS and each.family != expected.family), None)
     if other is not None:
-        raise _wrong(source, expected, other.title, [other.family])
+        raise _wrong(source, expected, registry, other.title, [other.family])
     if not any(each.part == "whole" for each in found):
         if _has(header, UNET_PREFIX):
             raise _incomplete(source, "text encoders")
         if not found:
-            raise _wrong(source, expected, "no checkpoint that is known here")
-        raise _wrong(source, expected, NO_TEXT if found[0].part == "unet" else found[0].title)
+            raise _wrong(source, expected, registry, "no checkpoint that is known here")
+        raise _wrong(source, expected, registry, NO_TEXT if found[0].part == "unet" else found[0].title)
     channels = header.shape(f"{UNET_PREFIX}input_blocks.0.0.weight")
     if channels is None:
         raise _incomplete(source, "UNet")
-    _check_channels(source, expected, channels[1])
+    _check_channels(source, expected, registry, channels[1])
     if "vae" not in source.own and not _has(header, source.layout.parts["vae"].prefix):
         raise _incomplete(source, "VAE (or set model.vae)")
 
@@ -182,29 +183,33 @@ def _has(header: Header, prefix: str) -> bool:
     return any(name.startswith(prefix) for name in header.tensors)
 
 
-def _check_unet(source: Source, expected: Expected, config: Mapping[str, Any]) -> None:
+def _check_unet(source: Source, expected: Expected, registry: Registry, config: Mapping[str, Any]) -> None:
     addition, width = config.get("addition_embed_type"), config.get("cross_attention_dim")
     if expected.has_sizes and addition != "text_time":
         what = "a UNet without SDXL's text and time conditioning (Stable Diffusion 1.x or 2.x has none)"
-        raise _wrong(source, expected, what)
+        raise _wrong(source, expected, registry, what)
     if not expected.has_sizes and addition is not None:
-        raise _wrong(source, expected, "an SDXL model, or another whose UNet is conditioned on more than text")
+        raise _wrong(
+            source, expected, registry, "an SDXL model, or another whose UNet is conditioned on more than text"
+        )
     if isinstance(width, int) and width != expected.width:
         other = model_of({TEXT_KEYS: (width, width)})
         if other is not None:
-            raise _wrong(source, expected, other.title, [other.family])
-    _check_channels(source, expected, config.get("in_channels"))
+            raise _wrong(source, expected, registry, other.title, [other.family])
+    _check_channels(source, expected, registry, config.get("in_channels"))
     if (given := config.get("out_channels")) not in (None, 4):
-        raise _wrong(source, expected, f"a UNet that gives {given} channels, where {expected.title} gives 4")
+        raise _wrong(source, expected, registry, f"a UNet that gives {given} channels, where {expected.title} gives 4")
 
 
-def _check_channels(source: Source, expected: Expected, channels: object) -> None:
+def _check_channels(source: Source, expected: Expected, registry: Registry, channels: object) -> None:
     if channels not in (4, inpainting.CHANNELS):
         takes = f"takes 4, or {inpainting.CHANNELS} for inpainting"
-        raise _wrong(source, expected, f"a UNet that takes {channels} channels, where {expected.title} {takes}")
+        raise _wrong(
+            source, expected, registry, f"a UNet that takes {channels} channels, where {expected.title} {takes}"
+        )
 
 
-def _check_vae(source: Source, expected: Expected) -> None:
+def _check_vae(source: Source, expected: Expected, registry: Registry) -> None:
     (headers, _), config = source.weights("vae"), source.config("vae")
     latents = [
         shape[1] for h in headers for n in h.tensors if n.endswith("decoder.conv_in.weight") and (shape := h.shape(n))
@@ -240,8 +245,10 @@ def _not_a_model(source: Source) -> ModelError:
     )
 
 
-def _wrong(source: Source, expected: Expected, what: str, families: Sequence[str] = ()) -> ModelError:
-    return wrong_family(source.name, what, expected.title, families, expected.fix)
+def _wrong(
+    source: Source, expected: Expected, registry: Registry, what: str, families: Sequence[str] = ()
+) -> ModelError:
+    return wrong_family(source.name, what, expected.title, families, expected.fix, registry)
 
 
 def _incomplete(source: Source, what: str) -> ModelError:

@@ -78,7 +78,7 @@ class LdmFamily(LatentFamily):
         return self.export_rows(component, module, rows)
 
     def check(self, source: Source) -> tuple[str, ...]:
-        notices, config = detect.check(source, self.expected), self._scheduler_config(source)
+        notices, config = detect.check(source, self.expected, self.recipe.registry), self._scheduler_config(source)
         inpainting.require_masks_read(source.config("unet")["in_channels"], self.recipe.sample)
         chosen = self._settings.decides(self.marks(source))
         notices += schedulers.ddpm_notices(source, self.published_scheduler(source), chosen)

@@ -10,6 +10,7 @@ from pathlib import Path
 from lora_rocm.base_models.loading import Source
 from lora_rocm.errors import ModelError
 from lora_rocm.families.component_check import check_component
+from lora_rocm.families.registry import Registry
 from lora_rocm.families.spec import FamilySpec
 from lora_rocm.families.wrong_family import recognised_file, recognised_folder, wrong_family
 from lora_rocm.model_files.config_file import read_config
@@ -21,7 +22,7 @@ TEXT_KEYS = ("hidden_size", "d_model", "num_hidden_layers", "num_layers")
 """Keys of a text encoder's config that decide what the transformer gets. Not every writer saves all of them."""
 
 
-def check(source: Source, spec: FamilySpec) -> tuple[str, ...]:
+def check(source: Source, spec: FamilySpec, registry: Registry) -> tuple[str, ...]:
     """Refuse a model of another family or one that cannot be trained on; return notices about an accepted one.
 
     Raises:
@@ -31,19 +32,19 @@ def check(source: Source, spec: FamilySpec) -> tuple[str, ...]:
     if header is None:
         found = recognised_folder(source.folder)
         if found is not None and spec.name not in found.families:
-            raise wrong_family(source.name, found.title, spec.title, found.families, _fix(spec))
+            raise wrong_family(source.name, found.title, spec.title, found.families, _fix(spec), registry)
         if index_of(source.folder) is None:
             what, where = "This folder is no diffusers model.", f"model.name_or_path: {source.name}"
             raise ModelError("not-a-model", what, where=where, fix=_fix(spec))
     else:
-        check_file(header, source.name, spec)
+        check_file(header, source.name, spec, registry)
     for name in source.layout.parts:
         if name in source.own:
             _check_own(source, name, spec)
     return tuple(filter(None, (check_component(source, name, _fix(spec)) for name in source.layout.parts)))
 
 
-def check_file(header: Header, name: str, spec: FamilySpec) -> None:
+def check_file(header: Header, name: str, spec: FamilySpec, registry: Registry) -> None:
     """Refuse a file of another family, before its missing components are asked for.
 
     Raises:
@@ -51,7 +52,7 @@ def check_file(header: Header, name: str, spec: FamilySpec) -> None:
     """
     found = recognised_file(header)
     if spec.name not in found.families:
-        raise wrong_family(name, found.title, spec.title, found.families, _fix(spec))
+        raise wrong_family(name, found.title, spec.title, found.families, _fix(spec), registry)
 
 
 def _fix(spec: FamilySpec) -> str:

@@ -98,10 +98,10 @@ class TransformerFamily(LatentFamily):
         return self.file_prefixes[component] + module
 
     def check_file(self, header: Header) -> None:
-        detect.check_file(header, self.recipe.model.name_or_path, self.recipe.spec)
+        detect.check_file(header, self.recipe.model.name_or_path, self.recipe.spec, self.recipe.registry)
 
     def check(self, source: Source) -> tuple[str, ...]:
-        return (*detect.check(source, self.recipe.spec), *schedulers.check_flow(source))
+        return (*detect.check(source, self.recipe.spec, self.recipe.registry), *schedulers.check_flow(source))
 
     @cached_property
     def scheduler_config(self) -> Mapping[str, Any]:

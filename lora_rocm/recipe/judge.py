@@ -1,0 +1,284 @@
+"""Reads as many values of a recipe as are valid by themselves, and checks all rules over them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import islice
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from lora_rocm.recipe.rule import ALL, EACH, OPTIONAL, Breach, Rule
+from lora_rocm.recipe.sections import Section
+from lora_rocm.recipe.yaml_tree import MAX_PROBLEMS, Key
+
+if TYPE_CHECKING:
+    from lora_rocm.families.spec import FamilySpec
+
+FAMILY: Key = ("model", "family")
+
+
+@dataclass(frozen=True)
+class Values:
+    """The values of a recipe that could be read.
+
+    Attributes:
+        written: what is given, as unvalidated sections.
+        defaults: key without indices -> its default, of all keys of these kinds.
+        read: key -> value of every key that is valid by itself or has its default. As ``Rule.keys`` says, a list of
+            sections gives its length, a section that may be missing whether it is there, the family its spec.
+    """
+
+    written: Mapping[str, Any]
+    defaults: Mapping[Key, Any]
+    read: Mapping[Key, Any]
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A broken rule. key: the place of the problem."""
+
+    rule: Rule
+    key: Key
+    what: str
+    fix: str
+
+
+def values_of(recipe: Section, spec: FamilySpec, written: Mapping[str, Any], failed: Collection[Key] = ()) -> Values:
+    """The values of a valid recipe but for the keys ``failed``, and everything below these."""
+    reader = _Reader(frozenset(failed))
+    reader.section(type(recipe), vars(recipe), (), validated=True)
+    return reader.values(type(recipe), spec, written)
+
+
+def readable(cls: type[Section], spec: FamilySpec, written: Mapping[str, Any], failed: Collection[Key]) -> Values:
+    """The values of a recipe that is not valid: all but ``failed``, what is below these, and what is unknown.
+
+    Args:
+        cls: class of the recipe.
+        spec: its family.
+        written: unvalidated sections by name.
+        failed: the keys with an error.
+    """
+    reader = _Reader(frozenset(failed))
+    reader.section(cls, written, (), validated=False)
+    return reader.values(cls, spec, written)
+
+
+@dataclass
+class _Reader:
+    failed: frozenset[Key]
+    read: dict[Key, Any] = field(default_factory=dict)
+
+    def values(self, cls: type[Section], spec: FamilySpec, written: Mapping[str, Any]) -> Values:
+        if FAMILY in self.read:
+            self.read[FAMILY] = spec
+        return Values(written, _defaults(cls), self.read)
+
+    def section(self, cls: type[Section], given: Mapping[str, Any], key: Key, validated: bool) -> None:
+        """Read the keys of a section. ``validated``: the given values are of a section object."""
+        for name, info in cls.model_fields.items():
+            child = (*key, name)
+            is_raw = name in given and not validated
+            value = given[name] if name in given else info.get_default(call_default_factory=True)
+            if child in self.failed or value is PydanticUndefined:
+                continue
+            inner = _section_in(info)
+            if inner is None:
+                if not any(each[: len(child)] == child for each in self.failed):
+                    self._leaf(cls, child, value, is_raw)
+            elif not inner.many:
+                if inner.optional:
+                    self.read[child] = value is not None
+                self._below(inner.cls, value, child)
+            elif isinstance(value, list | tuple):
+                self.read[child] = len(value)
+                for number, item in enumerate(value):
+                    self._below(inner.cls, item, (*child, number))
+
+    def _below(self, cls: type[Section], value: object, key: Key) -> None:
+        if key in self.failed:
+            return
+        if isinstance(value, Section):
+            self.section(type(value), vars(value), key, validated=True)
+        elif isinstance(value, dict):
+            self.section(cls, value, key, validated=False)
+
+    def _leaf(self, cls: type[Section], key: Key, value: object, is_raw: bool) -> None:
+        if is_raw:
+            try:
+                value = _adapter(cls, str(key[-1])).validate_python(value)
+            except ValidationError:  # its problem is told by the validation of the whole recipe
+                return
+        self.read[key] = value
+
+
+@cache
+def _adapter(cls: type[Section], name: str) -> TypeAdapter[Any]:
+    info = cls.model_fields[name]
+    annotated: Any = Annotated[(info.annotation, *info.metadata, None)]  # None: at least one is needed
+    return TypeAdapter(annotated)
+
+
+@dataclass(frozen=True)
+class _Inner:
+    """The section class in a field: of one section, that may be missing (optional), or of a list (many)."""
+
+    cls: type[Section]
+    optional: bool = False
+    many: bool = False
+
+
+def _section_in(info: FieldInfo) -> _Inner | None:
+    annotation: Any = info.annotation
+    return _section_of(annotation)
+
+
+@cache
+def _section_of(annotation: Any) -> _Inner | None:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return _Inner(annotation)
+    parts = get_args(annotation)
+    if get_origin(annotation) in (Union, UnionType) and len(parts) == 2 and type(None) in parts:
+        found = _section_of(next(part for part in parts if part is not type(None)))
+        return found and _Inner(found.cls, optional=True)
+    if get_origin(annotation) is tuple and parts[1:] == (Ellipsis,):
+        found = _section_of(parts[0])
+        return found and _Inner(found.cls, many=True)
+    return None
+
+
+@cache
+def _defaults(cls: type[Section]) -> Mapping[Key, Any]:
+    def below(section: type[Section], key: Key) -> Iterator[tuple[Key, Any]]:
+        for name, info in section.model_fields.items():
+            yield (*key, name), _default(info)
+            if (inner := _section_in(info)) is not None:
+                yield from below(inner.cls, (*key, name))
+
+    return dict(below(cls, ()))
+
+
+def _default(info: FieldInfo) -> Any:
+    return info.get_default(call_default_factory=True)
+
+
+def broken_rules(rules: Iterable[Rule], values: Values, *, of_file: bool = False) -> list[Broken]:
+    """Check every rule whose values could be read; at most MAX_PROBLEMS breaches.
+
+    Args:
+        rules: the table.
+        values: of a recipe.
+        of_file: ``values.written`` is what a user has written, so that rules with ``unless_written`` are checked too.
+    """
+    found = (each for rule in rules for each in _breaches(rule, values, of_file))
+    return list(islice(dict.fromkeys(found), MAX_PROBLEMS))
+
+
+def _breaches(rule: Rule, values: Values, of_file: bool) -> Iterator[Broken]:
+    if rule.unless_written and (
+        not of_file or any(_is_written(_parts(key), values.written) for key in rule.unless_written)
+    ):
+        return
+    for index in _indices(rule, values):
+        given = _given(rule, index, values)
+        if given is None:
+            continue
+        if rule.only_if_set and given[0] == values.defaults[_plain(_parts(rule.keys[0]))]:
+            continue
+        found = rule.broken(*given)
+        breaches: Sequence[Breach] = [{}] * found if isinstance(found, bool) else found
+        for words in breaches:
+            at = str(words.get("at", rule.at))
+            place = _key(at, index) if at else _place([_key(key, index) for key in rule.keys], values.written)
+            yield Broken(rule, place, rule.what.format(*given, **words), rule.fix.format(*given, **words))
+
+
+def _indices(rule: Rule, values: Values) -> Sequence[int | None]:
+    """The entries of the list for which a rule is checked; [None]: it is checked once."""
+    lists = {key.partition(EACH)[0] for key in rule.keys if EACH in key}
+    if not lists:
+        return [None]
+    (name,) = lists
+    return range(values.read.get(_parts(name), 0))
+
+
+def _given(rule: Rule, index: int | None, values: Values) -> list[Any] | None:
+    """The values of a rule's keys; None: one of them could not be read, or is not there in these kinds."""
+    found = list[Any]()
+    for key in rule.keys:
+        name, is_optional = key.removesuffix(OPTIONAL), key.endswith(OPTIONAL)
+        before, is_all, after = name.partition(f"{ALL}.")
+        if is_all:
+            count = values.read.get(_parts(before))
+            if count is None:
+                return None
+            each = [(*_parts(before), number, *_parts(after)) for number in range(count)]
+            if not all(one in values.read for one in each):
+                return None
+            found.append(tuple(values.read[one] for one in each))
+        elif (one := _key(name, index)) in values.read:
+            found.append(values.read[one])
+        elif is_optional and _plain(one) not in values.defaults:
+            found.append(None)
+        else:
+            return None
+    return found
+
+
+@cache
+def _parts(key: str) -> Key:
+    """``data.sources[0].path`` -> ("data", "sources", 0, "path"); [each] and [all] stay as they are."""
+    parts: list[str | int] = []
+    for part in key.removesuffix(OPTIONAL).split("."):
+        name, bracket, rest = part.partition("[")
+        place = bracket + rest
+        parts += [name, *([place if place in (EACH, ALL) else int(rest.removesuffix("]"))] if bracket else [])]
+    return tuple(parts)
+
+
+def _key(key: str, index: int | None) -> Key:
+    return tuple(index if part == EACH and index is not None else part for part in _parts(key))
+
+
+def _plain(key: Key) -> Key:
+    return tuple(part for part in key if isinstance(part, str) and part not in (EACH, ALL))
+
+
+def _place(keys: Sequence[Key], written: Mapping[str, Any]) -> Key:
+    """The key that is written last; if none is, what holds all of them."""
+    given = [key for key in keys if _is_written(key, written)]
+    if given:
+        return max(given, key=lambda key: _order(key, written))
+    shared = 0
+    while all(len(key) > shared and key[: shared + 1] == keys[0][: shared + 1] for key in keys):
+        shared += 1
+    return keys[0][:shared]
+
+
+def _is_written(key: Key, written: Any) -> bool:
+    for part in key:
+        if isinstance(written, Section):
+            written = {name: getattr(written, name) for name in written.model_fields_set}
+        if isinstance(part, int):
+            if not isinstance(written, list | tuple) or part >= len(written):
+                return False
+        elif not isinstance(written, Mapping) or part not in written:
+            return False
+        written = written[part]
+    return True
+
+
+def _order(key: Key, written: Any) -> tuple[int, ...]:
+    """Where a written key is, for comparisons: its number in each of the sections that hold it."""
+    numbers = list[int]()
+    for part in key:
+        below: Any = vars(written) if isinstance(written, Section) else written
+        numbers.append(part if isinstance(part, int) else list(below).index(part))
+        written = below[part]
+    return tuple(numbers)

@@ -1,0 +1,112 @@
+"""Rules about the keys of ``lora``, alone and with how the base is kept and computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lora_rocm.recipe.adapter_sections import DROPOUTS, file_stem
+from lora_rocm.recipe.rule import Breach, Rule, exactly_one, no_effect, not_both
+
+TOKEN, OVERRIDE = "lora.new_tokens[each]", "lora.overrides[each]"
+FROM_BASE = ("pissa", "olora")
+"""The values of ``lora.init`` with which A and B start from the base's weight."""
+
+
+def _same_names(tokens: Sequence[str]) -> list[Breach]:
+    stems = [file_stem(token).lower() for token in tokens]
+    return [
+        {"at": f"lora.new_tokens[{number}].token", "name": file_stem(tokens[number])}
+        for number, stem in enumerate(stems)
+        if stem in stems[:number]
+    ]
+
+
+def _odd_ranks(init: str, rank: int, conv_rank: int | None, others: Sequence[int | None]) -> list[Breach]:
+    odd = next((each for each in (rank, conv_rank, *others) if each and each % 2), 0)
+    return [{"odd": odd, "even": odd + 1}] if init == "orthogonal" and odd else []
+
+
+def _unread_by(kind: str, names: Sequence[str], why: str) -> tuple[Rule, ...]:
+    """Keys that a kind of adapter does not read, in ``lora`` and in its overrides."""
+    return tuple(
+        replace(
+            no_effect(f"{place}.{name}", ("lora.type",), lambda found: found == kind, why, "Remove it."),
+            id=f"unread-by-{kind}:{place}.{name}",
+        )
+        for name in names
+        for place in ("lora", OVERRIDE)
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    *exactly_one(f"{TOKEN}.init", f"{TOKEN}.init_from"),
+    Rule(
+        "tokens-have-names-of-their-own",
+        ("lora.new_tokens[all].token",),
+        _same_names,
+        "another token has the name {name}, too",
+        "Give each token a file name of its own.",
+    ),
+    Rule(
+        "an-override-sets-something",
+        (f"{OVERRIDE}.rank", f"{OVERRIDE}.alpha", f"{OVERRIDE}.learning_rate"),
+        lambda *values: all(value is None for value in values),
+        "it sets nothing",
+        "Add rank, alpha or learning_rate, or remove the entry.",
+        at=f"{OVERRIDE}.match",
+    ),
+    *_unread_by("oft", ("alpha",), "on an OFT: a rotation has no scale"),
+    *_unread_by("ia3", ("rank", "alpha"), "on an IA3: it has no rank and no scale"),
+    not_both("lora.rank_dropout", "lora.use_dora"),
+    not_both("lora.module_dropout", "lora.use_dora"),
+    # The start
+    Rule(
+        "not-both:lora.init,init_from",
+        ("lora.init", "lora.init_from"),
+        lambda init, file: init != "default" and file is not None,
+        "give only one of init and init_from",
+        "Remove one of them: init or init_from.",
+    ),
+    *(
+        Rule(
+            f"start-from-the-base:{name}",
+            (f"lora.{name}", "lora.init"),
+            lambda value, init: bool(value) and init in FROM_BASE,
+            "does not go with init: {1}",
+            f"Remove {name}, or take another init, such as default.",
+            at=f"lora.{name}",
+        )
+        for name in (*DROPOUTS, "use_dora", "scale_weight_norms")
+    ),
+    Rule(
+        "orthogonal-ranks-are-even",
+        ("lora.init", "lora.rank", "lora.conv_rank", "lora.overrides[all].rank"),
+        _odd_ranks,
+        "init: orthogonal needs even ranks, and one is {odd}",
+        "Take {even}, or another init.",
+        at="lora.init",
+    ),
+    # The base
+    Rule(
+        "dora-needs-dense-weights",
+        ("model.quantization", "lora.use_dora"),
+        lambda quantization, use_dora: quantization != "none" and use_dora,
+        "DoRA needs dense weights, and model.quantization is {0}",
+        "Train without lora.use_dora, or set model.quantization: none.",
+        at="lora",
+    ),
+    # A layer makes the tensor for a new number of rows within a pass, which compiled code cannot do.
+    *(
+        Rule(
+            f"compiled-code-draws-nothing:{name}",
+            (f"lora.{name}", "runtime.compile"),
+            lambda share, compile: bool(share) and compile in ("regional", "full"),
+            f"lora.{name} does not go with compiled blocks",
+            "Remove it, or runtime.compile.",
+            at=f"lora.{name}",
+        )
+        for name in DROPOUTS
+        if name != "dropout"
+    ),
+)

@@ -1,0 +1,266 @@
+"""Rules about the keys of ``data``: where samples come from, and what is beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os.path import normpath
+
+from lora_rocm.recipe.rule import Breach, Rule, exactly_one, no_effect
+from lora_rocm.recipe.source_sections import OF_CLASS_IMAGES, OF_FOLDERS, DataSource
+
+SOURCE, SOURCES, WATCHED = "data.sources[each]", "data.sources[all]", "data.watched"
+Paths = Sequence[str | None]
+
+
+def holding(own: object, shared: object, class_prompt: str | None) -> bool:
+    """Whether a source has an option, by its own entry or by ``data``, from which class images take none."""
+    return bool(shared if own is None and class_prompt is None else own)
+
+
+def any_holding(shared: object, number: int, own: Sequence[object], class_prompts: Paths) -> bool:
+    """As ``holding``, of any of ``number`` sources; of no entries the options of ``data`` count."""
+    if not number:
+        return bool(shared)
+    return any(holding(each, shared, prompt) for each, prompt in zip(own, class_prompts, strict=True))
+
+
+CONTROLS = ("data.control_path", "data.sources", f"{SOURCES}.control_path", f"{SOURCES}.class_prompt")
+"""The keys that say whether samples have control images, in the order of the arguments of ``any_holding``."""
+MASKS = (
+    *("data.mask_path", "data.alpha_mask", "data.sources", f"{SOURCES}.mask_path", f"{SOURCES}.alpha_mask"),
+    f"{SOURCES}.class_prompt",
+)
+
+
+def _no_masks(mask: object, alpha: object, number: int, masks: Paths, alphas: Sequence[object], prompts: Paths) -> bool:
+    return not any_holding(mask, number, masks, prompts) and not any_holding(alpha, number, alphas, prompts)
+
+
+def _place(path: str | None, dataset: str | None, split: str = "") -> tuple[str, ...]:
+    """Where the samples of a source are."""
+    if dataset is None:
+        return (normpath(path),) if path else ()
+    return normpath(dataset), split
+
+
+def _is_trained(
+    path: str, dataset: str, split: str, shared: str | None, paths: Paths, datasets: Paths, splits: Sequence[str]
+) -> bool:
+    trained = [_place(*each) for each in zip(paths, datasets, splits, strict=True)] or [_place(shared, None)]
+    return _place(path, dataset, split) in [each for each in trained if each]
+
+
+def _named(path: str | None, dataset: str | None, class_prompt: str | None) -> str:
+    return path or dataset or f"class images of {class_prompt!r}, which the base draws"
+
+
+def _without_controls(
+    shared: str | None, number: int, own: Paths, class_prompts: Paths, paths: Paths, datasets: Paths
+) -> list[Breach]:
+    if not any_holding(shared, number, own, class_prompts):
+        return []
+    sources = zip(own, class_prompts, paths, datasets, strict=True)
+    return [
+        {"name": _named(path, dataset, prompt)}
+        for control, prompt, path, dataset in sources
+        if not holding(control, shared, prompt)
+    ]
+
+
+def _both_of_a_source(key: str, other: str, fix: str) -> tuple[Rule, ...]:
+    """A source, or the one folder of ``data``, cannot have two options, which ``data`` gives to all sources."""
+
+    def broken(
+        own: object, shared: object, others_own: object, others_shared: object, class_prompt: str | None, path: str
+    ) -> list[Breach]:
+        wrong = holding(own, shared, class_prompt) and holding(others_own, others_shared, class_prompt)
+        return [{"at": f"data.{key}" if own is None else f"{SOURCE}.{key}"}] if wrong else []
+
+    keys = (f"{SOURCE}.{key}", f"data.{key}", f"{SOURCE}.{other}", f"data.{other}", f"{SOURCE}.class_prompt")
+    what = f"cannot have both {key} and {other}"
+    return (
+        Rule(f"source-not-both:{key},{other}", (*keys, f"{SOURCE}.path"), broken, f"{{5}} {what}", fix),
+        Rule(
+            f"data-not-both:{key},{other}",
+            (f"data.{key}", f"data.{other}", "data.path"),
+            lambda one, another, path: bool(one and another and path),
+            f"{{2}} {what}",
+            fix,
+            at=f"data.{key}",
+        ),
+    )
+
+
+def _of_folders(key: str) -> Rule:
+    """A source of rows, which have no file names, cannot have files beside them."""
+
+    def broken(own: object, shared: object, dataset: str | None, class_prompt: str | None) -> list[Breach]:
+        wrong = dataset is not None and holding(own, shared, class_prompt)
+        return [{"at": f"data.{key}" if own is None else f"{SOURCE}.{key}"}] if wrong else []
+
+    return Rule(
+        f"source-not-both:{key},dataset",
+        (f"{SOURCE}.{key}", f"data.{key}", f"{SOURCE}.dataset", f"{SOURCE}.class_prompt"),
+        broken,
+        f"{{2}} cannot have both {key} and dataset",
+        f"Remove one of them. {key} is for folders: rows of a dataset have no file names.",
+    )
+
+
+def _changes_the_image(key: str) -> str:
+    return f"Remove {key}: it would change the image, and not its control image with it."
+
+
+FOLDER_ALONE, ROWS_ALONE = (
+    "on a folder, which has no splits and no columns of images",
+    "Remove it, or write dataset for path.",
+)
+
+RULES: tuple[Rule, ...] = (
+    *exactly_one("data.path", "data.sources"),
+    *exactly_one(f"{WATCHED}.path", f"{WATCHED}.dataset"),
+    *exactly_one(f"{SOURCE}.path", f"{SOURCE}.dataset", f"{SOURCE}.class_prompt"),
+    # Keys of folders, of datasets and of class images
+    *(
+        no_effect(
+            f"{place}.{name}",
+            (f"{place}.path", f"{place}.dataset"),
+            lambda path, dataset: path is not None and dataset is None,
+            FOLDER_ALONE,
+            ROWS_ALONE,
+        )
+        for place in (WATCHED, SOURCE)
+        for name in ("split", "image_column")
+    ),
+    *(
+        no_effect(
+            f"{SOURCE}.{name}",
+            (f"{SOURCE}.dataset", f"{SOURCE}.path"),
+            lambda dataset, path: dataset is not None and path is None,
+            "on a dataset, whose rows are no files",
+            "Remove it.",
+        )
+        for name in OF_FOLDERS
+    ),
+    *(
+        no_effect(
+            f"data.{name}",
+            (f"{SOURCES}.path",),
+            lambda paths: bool(paths) and all(path is None for path in paths),
+            "without a folder among the sources",
+            "Remove it.",
+        )
+        for name in OF_FOLDERS
+    ),
+    no_effect(
+        f"{SOURCE}.num_class_images",
+        (f"{SOURCE}.class_prompt",),
+        lambda prompt: prompt is None,
+        "without class_prompt",
+        "Remove it, or set class_prompt.",
+    ),
+    *(
+        no_effect(
+            f"{SOURCE}.{name}",
+            (f"{SOURCE}.class_prompt",),
+            lambda prompt: prompt is not None,
+            "beside class_prompt, whose images the base draws and which is their caption",
+            "Remove it.",
+        )
+        for name in DataSource.model_fields
+        if name not in OF_CLASS_IMAGES
+    ),
+    Rule(
+        "class-images-are-regularisation",
+        (f"{SOURCE}.class_prompt", f"{SOURCE}.is_reg"),
+        lambda prompt, is_reg: prompt is not None and not is_reg,
+        "images that the base draws are regularisation images",
+        "Add is_reg: true.",
+        at=f"{SOURCE}.class_prompt",
+    ),
+    # Regularisation images
+    Rule(
+        "something-is-learned",
+        (f"{SOURCES}.is_reg",),
+        lambda are_reg: bool(are_reg) and all(are_reg),
+        "all sources are regularisation images, so there is nothing to learn",
+        "Add the images that are to be learned as a source, or remove is_reg.",
+        at="data.sources[0].is_reg",
+    ),
+    no_effect(
+        "data.prior_loss_weight",
+        (f"{SOURCES}.is_reg",),
+        lambda are_reg: not any(are_reg),
+        "without regularisation images",
+        "Remove it, or set is_reg: true in an entry of data.sources.",
+    ),
+    # Masks and control images
+    *_both_of_a_source(
+        "mask_path",
+        "alpha_mask",
+        "Remove one of them. mask_path is for folders: rows of a dataset have no file names.",
+    ),
+    *(_of_folders(key) for key in ("mask_path", "control_path", "metadata_file")),
+    *(
+        rule
+        for key in ("random_crop", "color_aug")
+        for rule in _both_of_a_source(key, "control_path", _changes_the_image(key))
+    ),
+    Rule(
+        "source-not-both:crop_column,control_path",
+        (
+            *(f"{SOURCE}.crop_column", f"{SOURCE}.control_path", "data.control_path", f"{SOURCE}.class_prompt"),
+            f"{SOURCE}.path",
+        ),
+        lambda column, own, shared, prompt, path: bool(column) and holding(own, shared, prompt),
+        "{4} cannot have both crop_column and control_path",
+        _changes_the_image("crop_column"),
+        at=f"{SOURCE}.crop_column",
+    ),
+    Rule(
+        "all-sources-have-controls",
+        (*CONTROLS, f"{SOURCES}.path", f"{SOURCES}.dataset"),
+        _without_controls,
+        "{name} has no control_path, and another source has one",
+        "Add its control_path, or train on it in a run of its own.",
+        at="data.sources",
+    ),
+    Rule(
+        "source-unmasked-weight-needs-masks",
+        (
+            f"{SOURCE}.unmasked_weight",
+            *(f"{SOURCE}.mask_path", "data.mask_path", f"{SOURCE}.alpha_mask", "data.alpha_mask"),
+            f"{SOURCE}.class_prompt",
+        ),
+        lambda weight, mask, shared_mask, alpha, shared_alpha, prompt: (
+            bool(weight) and not holding(mask, shared_mask, prompt) and not holding(alpha, shared_alpha, prompt)
+        ),
+        "has no effect without masks",
+        "Remove it, or set mask_path or alpha_mask.",
+        at=f"{SOURCE}.unmasked_weight",
+    ),
+    *(
+        no_effect(f"data.{name}", MASKS, _no_masks, "without masks", "Remove it, or set mask_path or alpha_mask.")
+        for name in ("unmasked_weight", "normalize_masked_area_loss")
+    ),
+    # Samples that are watched
+    Rule(
+        "watched-without-controls",
+        (WATCHED, *CONTROLS),
+        lambda watched, *controls: watched and any_holding(*controls),
+        "cannot be watched beside control images",
+        "Remove it.",
+        at=WATCHED,
+    ),
+    Rule(
+        "watched-is-not-trained",
+        (
+            *(f"{WATCHED}.path", f"{WATCHED}.dataset", f"{WATCHED}.split"),
+            *("data.path", f"{SOURCES}.path", f"{SOURCES}.dataset", f"{SOURCES}.split"),
+        ),
+        _is_trained,
+        "is trained on, so its loss would not show what is forgotten",
+        "Watch other samples.",
+        at=WATCHED,
+    ),
+)

@@ -1,0 +1,131 @@
+"""Rules about the keys of ``optim``, alone and with the weights that are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lora_rocm.recipe.optim_sections import OPTIMIZERS, READ_BY_SCHEDULE, OptimSection
+from lora_rocm.recipe.rule import Breach, Rule, not_both
+
+OPTIMIZER = "optim.optimizer"
+UNTIL = ("embedding_until_step", "embedding_until_ratio")
+
+
+def _averages(optimizer: str) -> bool:
+    return OPTIMIZERS[optimizer].averages
+
+
+def _unfit_weights(optimizer: str, dtype: str) -> list[Breach]:
+    dtypes = OPTIMIZERS[optimizer].weight_dtypes
+    others = [name for name, section in OPTIMIZERS.items() if dtype in section.weight_dtypes]
+    return [] if dtype in dtypes else [{"usual": dtypes[0], "others": ", ".join(others)}]
+
+
+def _any(rates: Sequence[float | None]) -> bool:
+    return any(rates)
+
+
+RULES: tuple[Rule, ...] = (
+    not_both("optim.lr_warmup_steps", "optim.lr_warmup_ratio"),
+    not_both("optim.embedding_until_step", "optim.embedding_until_ratio"),
+    # The schedule
+    *(
+        Rule(
+            f"schedule-reads:{key}",
+            (f"optim.{key}", "optim.lr_scheduler"),
+            lambda _, scheduler, readers=readers: scheduler not in readers,
+            f"{key} is not read with lr_scheduler: {{1}}",
+            f"Remove it, or set lr_scheduler to {' or '.join(readers)}.",
+            at=f"optim.{key}",
+            only_if_set=True,
+        )
+        for key, readers in READ_BY_SCHEDULE.items()
+    ),
+    Rule(
+        "average-in-place-of-schedule",
+        (OPTIMIZER, "optim.lr_scheduler"),
+        lambda optimizer, scheduler: _averages(optimizer) and scheduler != "constant",
+        "{0} averages in place of a schedule, and lr_scheduler is {1}",
+        "Remove lr_scheduler; a warm-up is fine.",
+        at="optim.lr_scheduler",
+    ),
+    Rule(
+        "warmup-init-needs-relative-step",
+        ("optim.warmup_init", "optim.relative_step"),
+        lambda warmup_init, relative_step: warmup_init and not relative_step,
+        "warmup_init does nothing without relative_step",
+        "Set relative_step: true.",
+        at="optim.warmup_init",
+    ),
+    *(
+        Rule(
+            f"relative-step-has-its-rate:{name}",
+            (f"optim.{name}", "optim.relative_step"),
+            lambda _, relative_step: relative_step,
+            f"{name} is not read with relative_step, which has its own rate",
+            f"Remove {name}, or set relative_step: false.",
+            at=f"optim.{name}",
+            only_if_set=True,
+        )
+        for name in OptimSection.model_fields
+        if name.startswith("lr_") or name.endswith("learning_rate")
+    ),
+    # What is trained
+    Rule(
+        "average-is-the-result",
+        (OPTIMIZER, "train.ema_decay"),
+        lambda optimizer, decay: _averages(optimizer) and bool(decay),
+        "{0} keeps an average of its own, which is the result",
+        "Remove train.ema_decay.",
+        at="train.ema_decay",
+    ),
+    Rule(
+        "average-is-not-scaled",
+        (OPTIMIZER, "lora.scale_weight_norms"),
+        lambda optimizer, norm: _averages(optimizer) and norm is not None,
+        "{0} averages the weights, and the average would not be scaled down",
+        "Remove it, or take another optimizer.",
+        at="lora.scale_weight_norms",
+    ),
+    *(
+        Rule(
+            f"relative-step-reads-no-rates:{key}",
+            (OPTIMIZER, "optim.relative_step", f"lora.{key}"),
+            lambda _, relative_step, rates, sets=sets: relative_step and sets(rates),
+            "{0} with relative_step reads no learning rates",
+            "Set it to false, or remove what sets learning rates from lora.",
+            at="optim.relative_step",
+        )
+        for key, sets in (("loraplus_lr_ratio", lambda ratio: ratio != 1.0), ("overrides[all].learning_rate", _any))
+    ),
+    Rule(
+        "optimizer-fits-weights",
+        (OPTIMIZER, "lora.weight_dtype"),
+        _unfit_weights,
+        "{0} is not for lora.weight_dtype: {1}",
+        "Set lora.weight_dtype: {usual}, or take another optimizer: {others}.",
+        at=OPTIMIZER,
+    ),
+    *(
+        Rule(
+            f"average-after:{key}",
+            (OPTIMIZER, f"optim.{key}"),
+            lambda optimizer, until: _averages(optimizer) and bool(until),
+            f"{{0}} averages the weights, also after {key}",
+            "Take another optimizer.",
+            at=f"optim.{key}",
+        )
+        for key in UNTIL
+    ),
+    *(
+        Rule(
+            f"new-tokens-are-there:{key}",
+            (f"optim.{key}", "lora.new_tokens"),
+            lambda until, tokens: bool(until) and not tokens,
+            "has no effect without new tokens",
+            "Remove it, or set lora.new_tokens.",
+            at=f"optim.{key}",
+        )
+        for key in UNTIL
+    ),
+)

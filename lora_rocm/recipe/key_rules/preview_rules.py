@@ -1,0 +1,123 @@
+"""Rules about previews: what the family draws, and which images and masks it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lora_rocm.recipe.rule import Breach, Rule
+from lora_rocm.recipe.sample_section import PreviewPrompt, SampleSection
+from lora_rocm.recipe.yaml_tree import dotted
+
+if TYPE_CHECKING:
+    from lora_rocm.families.spec import FamilySpec
+
+Prompts = Sequence[str | PreviewPrompt]
+Preview = tuple[str, int, PreviewPrompt]
+PROMPTS = ("sample.prompts", "sample.control_prompts")
+INPUTS = (*PROMPTS, "sample.control_images", "sample.masks")
+NEGATIVE_PROMPT = "sample.negative_prompt"
+
+
+def section(prompts: Prompts, control_prompts: Prompts, **known: Any) -> SampleSection:
+    """The section with the keys that a rule reads, and all others at their defaults."""
+    return SampleSection.model_construct(prompts=tuple(prompts), control_prompts=tuple(control_prompts), **known)
+
+
+def _at(preview: Preview) -> str:
+    return dotted(("sample", *preview[:2]))
+
+
+def _samplers(spec: FamilySpec, prompts: Prompts, control_prompts: Prompts, sampler: str) -> list[Breach]:
+    words = {"family": spec.title, "usual": " or ".join(spec.samplers)}
+    return [
+        {**words, "at": "sample.sampler" if each[2].sampler == sampler else _at(each), "sampler": each[2].sampler}
+        for each in section(prompts, control_prompts, sampler=sampler).numbered()
+        if each[2].sampler not in spec.samplers
+    ]
+
+
+def _negative_prompts(spec: FamilySpec, prompts: Prompts, control_prompts: Prompts, shared: str) -> list[Breach]:
+    if spec.reads(NEGATIVE_PROMPT):
+        return []
+    previews = section(prompts, control_prompts, negative_prompt=shared).numbered()
+    return [{"at": _at(each)} for each in previews if each[2].negative_prompt != shared]
+
+
+def _sides(spec: FamilySpec, prompts: Prompts, control_prompts: Prompts) -> list[Breach]:
+    step, found = spec.shapes.multiple_px, list[Breach]()
+    for each in section(prompts, control_prompts).numbered():
+        wrong = [side for side in (each[2].width, each[2].height) if side and side % step]
+        near = [{"px": px, "step": step, "less": px // step * step, "more": px // step * step + step} for px in wrong]
+        found += [{"at": _at(each), **words} for words in near[:1]]
+    return found
+
+
+def _inputs(
+    name: str, wrong: Callable[[FamilySpec, PreviewPrompt], object]
+) -> Callable[[FamilySpec, Prompts, Prompts, Sequence[str], Sequence[str]], list[Breach]]:
+    """The breaches at the control images or masks (``name``) of previews of which ``wrong`` is true."""
+
+    def broken(
+        spec: FamilySpec, prompts: Prompts, control_prompts: Prompts, images: Sequence[str], masks: Sequence[str]
+    ) -> list[Breach]:
+        sample = section(prompts, control_prompts, control_images=tuple(images), masks=tuple(masks))
+        return [
+            {"at": dotted(sample.key_of(name, key, number))}
+            for key, number, preview in sample.numbered()
+            if wrong(spec, preview)
+        ]
+
+    return broken
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "sampler-of-family",
+        ("model.family", *PROMPTS, "sample.sampler"),
+        _samplers,
+        "{family} is not drawn with the sampler {sampler}",
+        "Take {usual}.",
+    ),
+    Rule(
+        "negative-prompt-of-family",
+        ("model.family", *PROMPTS, NEGATIVE_PROMPT),
+        _negative_prompts,
+        "{0.title} reads no negative prompt",
+        "Remove it.",
+    ),
+    Rule(
+        "sides-of-a-prompt",
+        ("model.family", *PROMPTS),
+        _sides,
+        "the sides of images of {0.title} are multiples of {step} pixels, and one is {px}",
+        "Take {less} or {more}.",
+    ),
+    Rule(
+        "masks-of-family",
+        ("model.family", *INPUTS),
+        _inputs("mask", lambda spec, preview: preview.mask and not spec.model_section.may_inpaint),
+        "{0.title} takes no masks in previews",
+        "Remove it.",
+    ),
+    Rule(
+        "a-mask-has-an-image",
+        ("model.family", *INPUTS),
+        _inputs(
+            "mask",
+            lambda spec, preview: spec.model_section.may_inpaint and preview.mask and not preview.control_image,
+        ),
+        "this mask has no image",
+        "Name the image too: control_image, or sample.control_images.",
+    ),
+    Rule(
+        "an-image-has-a-mask",
+        ("model.family", *INPUTS),
+        _inputs(
+            "control_image",
+            lambda spec, preview: spec.model_section.may_inpaint and preview.control_image and not preview.mask,
+        ),
+        "only inpainting bases of {0.title} take an image in previews, and it needs a mask",
+        "Name its mask too (mask, or sample.masks), or remove it.",
+    ),
+)

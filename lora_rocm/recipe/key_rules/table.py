@@ -1,0 +1,41 @@
+"""The table of all rules over several keys of a recipe, and which of them read a key."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.families.spec import FamilySpec
+from lora_rocm.recipe.family_rules import FAMILY_RULES, rules_of_spec
+from lora_rocm.recipe.key_rules import (
+    adapter_rules,
+    data_rules,
+    objective_rules,
+    optim_rules,
+    preview_rules,
+    run_rules,
+)
+from lora_rocm.recipe.rule import Rule
+
+RULES: tuple[Rule, ...] = (
+    *data_rules.RULES,
+    *objective_rules.RULES,
+    *optim_rules.RULES,
+    *adapter_rules.RULES,
+    *run_rules.RULES,
+    *preview_rules.RULES,
+    *FAMILY_RULES,
+)
+"""The rules of all recipes. One whose keys a recipe does not have, because of its kinds, does not apply to it."""
+
+
+@cache
+def rules_for(spec: FamilySpec) -> tuple[Rule, ...]:
+    """The rules for recipes of a family."""
+    return (*RULES, *rules_of_spec(spec), *spec.rules)
+
+
+def rules_of(key: str, registry: Registry = PRODUCT) -> tuple[Rule, ...]:
+    """The rules that read a key, such as "lora.rank", "data.sources[0].path" or a whole section, of all families."""
+    found = {rule.id: rule for spec in registry for rule in rules_for(spec) if rule.reads(key)}
+    return tuple(found.values())

@@ -1,0 +1,102 @@
+"""A rule over several keys of a recipe, as data. ``recipe/key_rules`` has the table; ``recipe/judge.py`` runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+Breach = Mapping[str, object]
+"""Words of one breach of a rule, for its texts. "at": the key of its place, in place of ``Rule.at``."""
+EACH, ALL, OPTIONAL = "[each]", "[all]", "?"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One fact about the values of several keys. It is checked if all these values could be read.
+
+    Attributes:
+        id: a short name that never changes.
+        keys: the dotted keys that it reads, and the only ones that it can read. ``data.sources[each].path``: the rule
+            is checked for each entry of the list; ``data.sources[all].path``: a tuple of the values of all entries.
+            A list of sections gives its number of entries, a section that may be missing whether it is there, and
+            ``model.family`` its ``FamilySpec``. A key ending in ``?`` is None in kinds of a section that lack it.
+        broken: takes the values of ``keys`` in their order. True: the rule is broken; a list: once for each item.
+        what: the problem, a format string for the values ({0}, {1}) and the words of the breach.
+        fix: the remedy, likewise.
+        at: the key of the problem's place. Empty: of the given keys the one that is written last, else what holds them.
+        only_if_set: the rule is about a first key with another value than its default.
+        unless_written: the rule is checked only for recipe files, and only if none of these keys is written there.
+    """
+
+    id: str
+    keys: tuple[str, ...]
+    broken: Callable[..., bool | Sequence[Breach]]
+    what: str
+    fix: str
+    at: str = ""
+    only_if_set: bool = False
+    unless_written: tuple[str, ...] = ()
+
+    def reads(self, key: str) -> bool:
+        """Whether the rule reads a key, such as "data.sources[0].path", ``data.sources[each].path`` or its section."""
+        asked = without_indices(key)
+        return any(asked == each or each.startswith(f"{asked}.") for each in map(without_indices, self.keys))
+
+
+def without_indices(key: str) -> str:
+    """A dotted key without the places of lists and the mark of an optional key: data.sources.path."""
+    parts = key.removesuffix(OPTIONAL).split(".")
+    return ".".join(part.partition("[")[0] for part in parts)
+
+
+def leaf(key: str) -> str:
+    """The last part of a dotted key."""
+    return key.rpartition(".")[2]
+
+
+def not_both(first: str, second: str) -> Rule:
+    """Two keys of one section of which one takes the place of the other."""
+    return Rule(
+        f"not-both:{first},{leaf(second)}",
+        (first, second),
+        lambda first, second: bool(first) and bool(second),
+        f"give only one of {leaf(first)} and {leaf(second)}",
+        f"Remove one of them: {leaf(first)} or {leaf(second)}.",
+    )
+
+
+def exactly_one(first: str, second: str, *unless: str) -> tuple[Rule, Rule]:
+    """One of two keys of a section is needed, and not both. It holds too if one of the keys ``unless`` is given."""
+    what, keys = f"give exactly one of {leaf(first)} and {leaf(second)}", (first, second, *unless)
+    return (
+        Rule(
+            f"neither:{first},{leaf(second)}",
+            keys,
+            lambda *values: not any(values),
+            what,
+            f"Add {leaf(first)} or {leaf(second)}.",
+        ),
+        Rule(
+            f"both:{first},{leaf(second)}",
+            keys,
+            lambda first, second, *others: bool(first) and bool(second) and not any(others),
+            what,
+            f"Remove one of them: {leaf(first)} or {leaf(second)}.",
+        ),
+    )
+
+
+def no_effect(key: str, others: Sequence[str], when: Callable[..., bool], why: str, fix: str) -> Rule:
+    """A key that has no effect where ``when`` of the values of ``others`` is true. At its default it is never wrong.
+
+    ``why`` and ``fix`` are format strings: {1} is the value of the first of ``others``.
+    """
+    return Rule(
+        f"no-effect:{key},{leaf(others[0])}",
+        (key, *others),
+        lambda _, *values: when(*values),
+        f"has no effect {why}",
+        fix,
+        at=key,
+        only_if_set=True,
+    )
