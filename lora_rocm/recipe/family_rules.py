@@ -169,7 +169,9 @@ def rules_of_spec(spec: FamilySpec) -> tuple[Rule, ...]:
             if preview.control_image
         ]
 
-    rules = [Rule(f"{spec.name}:controls", (*CONTROLS, FAMILY, *keys), of_data, what, fix)]
-    if not model.may_inpaint:
+    rules = []
+    if spec.reads("data.control_path"):
+        rules.append(Rule(f"{spec.name}:controls", (*CONTROLS, FAMILY, *keys), of_data, what, fix))
+    if spec.reads("sample.control_images") and not model.may_inpaint:
         rules.append(Rule(f"{spec.name}:control-images", (*INPUTS, FAMILY, *keys), of_previews, what, fix))
     return tuple(rules)

@@ -8,7 +8,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
@@ -27,10 +27,10 @@ from lora_rocm.foundation.units import count_text
 from lora_rocm.recipe.explain import boolean_problems, explain, real_key, shown
 from lora_rocm.recipe.family_rules import given_unread, without_unread
 from lora_rocm.recipe.foreign import recognised
-from lora_rocm.recipe.judge import broken_rules, readable, values_of
+from lora_rocm.recipe.judge import Broken, broken_rules, readable, values_of
 from lora_rocm.recipe.key_rules.run_rules import ALONE
 from lora_rocm.recipe.key_rules.table import rules_for
-from lora_rocm.recipe.kinds import FAMILY, kinds_of
+from lora_rocm.recipe.kinds import FAMILY, Kinds, kinds_of
 from lora_rocm.recipe.layers import Layered, Place
 from lora_rocm.recipe.optimizer_args import resolve_arguments
 from lora_rocm.recipe.paths import BUILTIN, every_path, paths_of, with_absolute_paths
@@ -475,35 +475,49 @@ def _notice_of_moved(layers: Layered) -> list[str]:
     return [f"{moves}. The old place is still read; write the new one."]
 
 
+@dataclass(frozen=True)
+class Judged:
+    """What is known of recipe data. recipe: None if a value is wrong, as ``error`` says. broken: all broken rules."""
+
+    recipe: Recipe | None
+    error: ValidationError | None
+    broken: Sequence[Broken]
+
+
+def judge(data: Mapping[str, Any], kinds: Kinds, failed: Collection[Key] = ()) -> Judged:
+    """Validate each value of recipe data by itself, and check all rules over the values that are valid.
+
+    Args:
+        data: unvalidated sections by name, as a user has written them.
+        kinds: of the data.
+        failed: keys that are wrong already. No rule reads them.
+    """
+    cls, spec, rules = kinds.recipe, kinds.family, rules_for(kinds.family)
+    try:
+        recipe = cls.model_validate(data, context=RULES_ARE_JUDGED_APART)
+    except ValidationError as error:
+        wrong = {real_key(detail, data) for detail in error.errors(include_url=False)} | kinds.unjudged
+        return Judged(None, error, broken_rules(rules, readable(cls, spec, data, wrong.union(failed)), of_file=True))
+    return Judged(recipe, None, broken_rules(rules, values_of(recipe, spec, data, failed), of_file=True))
+
+
 def _validate(layers: Layered, registry: Registry, spoiled: Collection[str]) -> tuple[Recipe | None, list[Problem]]:
     """The recipe, if its values are valid, and all problems: of single values, of unknown keys, of broken rules.
 
-    Args:
-        layers: all layers.
-        registry: the available families.
-        spoiled: places that have a problem already, whose values no rule reads.
+    ``spoiled``: the places that have a problem already.
     """
     data, where = layers.data, layers.where
     kinds = kinds_of(data, registry)
-    failed = {key for key in layers.places if spoiled and where(key) in spoiled}
-    # 1. values that pydantic takes and a recipe does not; unread keys
     found = boolean_problems(data, where, kinds)
     if FAMILY not in kinds.unknown:
         what = f"this key is not read by {kinds.family.title}"
         found |= {key: Problem(where(key), what, "Remove it.") for key in given_unread(data, kinds.family)}
-    problems, places = list(found.values()), {problem.where for problem in found.values()}
-    failed |= found.keys()
-    # 2. each value by itself
-    recipe: Recipe | None = None
-    try:
-        recipe = kinds.recipe.model_validate(data, context=RULES_ARE_JUDGED_APART)
-        values = values_of(recipe, kinds.family, data, failed)
-    except ValidationError as error:
-        told = explain(error, data, where, kinds, layers.written)
-        problems += [problem for problem in told if problem.where not in places]
-        failed |= {real_key(detail, data) for detail in error.errors(include_url=False)} | kinds.unjudged
-        values = readable(kinds.recipe, kinds.family, data, failed)
-    # 3. all rules over what could be read
-    for each in broken_rules(rules_for(kinds.family), values, of_file=True):
-        problems.append(Problem(where(each.key), each.what, each.fix))
-    return recipe, problems
+    known = {problem.where for problem in found.values()}
+    failed = {key for key in layers.places if spoiled and where(key) in spoiled}
+    judged = judge(data, kinds, failed | found.keys())
+    told = explain(judged.error, data, where, kinds, layers.written) if judged.error else []
+    return judged.recipe, [
+        *found.values(),
+        *(problem for problem in told if problem.where not in known),  # one problem for each wrong value
+        *(Problem(where(each.key), each.what, each.fix) for each in judged.broken),
+    ]
