@@ -20,6 +20,8 @@ MERGED, GGUF = "merged", "gguf"
 """Forms that ``lora-rocm export`` makes, and a run does not write by itself."""
 FORMS_WITH_NORMS = ("kohya", "comfyui")
 """The forms in which trained norms have a place."""
+FROM_BASE = ("pissa", "olora")
+"""The values of ``lora.init`` with which A and B start from the base's weight."""
 DROPOUTS = ("dropout", "rank_dropout", "module_dropout")
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 Rate = Annotated[float, Field(gt=0)]
@@ -194,11 +196,6 @@ class AdapterSection(Section):
         """A notice that ``init`` fills not all ranks of so many layers; empty: there are none."""
         return ""
 
-    @property
-    def sets_rates(self) -> bool:
-        """Whether some weights have a learning rate of their own."""
-        return any(override.learning_rate for override in self.overrides)
-
     def at(self, override: ModuleOverride | None, shape: Sequence[int]) -> Self:
         """The section with the rank and the alpha of a module.
 
@@ -277,7 +274,7 @@ class LoraSection(ProductSection):
     @property
     def takes_off_start(self) -> bool:
         """Whether A and B start from the base's weight, so that their first product is taken off the result."""
-        return self.init in ("pissa", "olora")
+        return self.init in FROM_BASE
 
     @property
     def reads_inputs(self) -> bool:
@@ -303,10 +300,6 @@ class LoraSection(ProductSection):
         whole = {"init": "default", "rank": 2 * self.rank, "alpha": 2 * self.effective_alpha}
         conv = {key: getattr(self, key) and 2 * getattr(self, key) for key in ("conv_rank", "conv_alpha")}
         return self.model_copy(update={**whole, **conv, "overrides": tuple(twice)})
-
-    @property
-    def sets_rates(self) -> bool:
-        return self.loraplus_lr_ratio != 1.0 or super().sets_rates
 
     @property
     def ranks(self) -> str:

@@ -139,7 +139,7 @@ FAMILY_RULES: tuple[Rule, ...] = (
 
 
 def rules_of_spec(spec: FamilySpec) -> tuple[Rule, ...]:
-    """The rules about the control images of a family, which reads them with ``ModelSection.control_keys`` alone."""
+    """The rules about images that a model of a family is given: with ``ModelSection.control_keys``, or with masks."""
     wanted, model = spec.model_section.control_keys, spec.model_section
     keys = tuple(f"model.{key}" for key in wanted or ())
     shown = ", ".join(f"model.{key}: {value}" for key, value in (wanted or {}).items())
@@ -169,9 +169,25 @@ def rules_of_spec(spec: FamilySpec) -> tuple[Rule, ...]:
             if preview.control_image
         ]
 
+    def without_masks(
+        prompts: Prompts, control_prompts: Prompts, images: Sequence[str], masks: Sequence[str], *given: object
+    ) -> list[Breach]:
+        if takes(given[1:]):
+            return []
+        sample = section(prompts, control_prompts, control_images=tuple(images), masks=tuple(masks))
+        return [
+            {"at": dotted(sample.key_of("control_image", key, number))}
+            for key, number, preview in sample.numbered()
+            if preview.control_image and not preview.mask
+        ]
+
     rules = []
     if spec.reads("data.control_path"):
         rules.append(Rule(f"{spec.name}:controls", (*CONTROLS, FAMILY, *keys), of_data, what, fix))
     if spec.reads("sample.control_images") and not model.may_inpaint:
         rules.append(Rule(f"{spec.name}:control-images", (*INPUTS, FAMILY, *keys), of_previews, what, fix))
+    elif spec.reads("sample.control_images"):
+        what = f"only inpainting bases of {spec.title} take an image in previews, and it needs a mask"
+        fix = "Name its mask too (mask, or sample.masks), or remove it."
+        rules.append(Rule(f"{spec.name}:an-image-has-a-mask", (*INPUTS, FAMILY, *keys), without_masks, what, fix))
     return tuple(rules)

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from lora_rocm.recipe.rule import ALL, EACH, OPTIONAL, Breach, Rule
+from lora_rocm.recipe.rule import ALL, EACH, OPTIONAL, Breach, Parts, Rule, names_of, parts_of
 from lora_rocm.recipe.sections import Section
 from lora_rocm.recipe.yaml_tree import MAX_PROBLEMS, Key
 
@@ -78,17 +78,16 @@ class _Reader:
     def values(self, cls: type[Section], spec: FamilySpec, written: Mapping[str, Any]) -> Values:
         if FAMILY in self.read:
             self.read[FAMILY] = spec
-        return Values(written, _defaults(cls), self.read)
+        return Values(written, keys_of(cls), self.read)
 
     def section(self, cls: type[Section], given: Mapping[str, Any], key: Key, validated: bool) -> None:
         """Read the keys of a section. ``validated``: the given values are of a section object."""
-        for name, info in cls.model_fields.items():
+        for name, (info, inner) in _fields(cls).items():
             child = (*key, name)
             is_raw = name in given and not validated
             value = given[name] if name in given else info.get_default(call_default_factory=True)
             if child in self.failed or value is PydanticUndefined:
                 continue
-            inner = _section_in(info)
             if inner is None:
                 if not any(each[: len(child)] == child for each in self.failed):
                     self._leaf(cls, child, value, is_raw)
@@ -134,9 +133,13 @@ class _Inner:
     many: bool = False
 
 
-def _section_in(info: FieldInfo) -> _Inner | None:
-    annotation: Any = info.annotation
-    return _section_of(annotation)
+@cache
+def _fields(cls: type[Section]) -> Mapping[str, tuple[FieldInfo, _Inner | None]]:
+    fields: dict[str, tuple[FieldInfo, _Inner | None]] = {}
+    for name, info in cls.model_fields.items():
+        annotation: Any = info.annotation
+        fields[name] = info, _section_of(annotation)
+    return fields
 
 
 @cache
@@ -154,18 +157,16 @@ def _section_of(annotation: Any) -> _Inner | None:
 
 
 @cache
-def _defaults(cls: type[Section]) -> Mapping[Key, Any]:
+def keys_of(cls: type[Section]) -> Mapping[Key, Any]:
+    """Every key below a section, without the places of lists -> its default."""
+
     def below(section: type[Section], key: Key) -> Iterator[tuple[Key, Any]]:
-        for name, info in section.model_fields.items():
-            yield (*key, name), _default(info)
-            if (inner := _section_in(info)) is not None:
+        for name, (info, inner) in _fields(section).items():
+            yield (*key, name), info.get_default(call_default_factory=True)
+            if inner is not None:
                 yield from below(inner.cls, (*key, name))
 
     return dict(below(cls, ()))
-
-
-def _default(info: FieldInfo) -> Any:
-    return info.get_default(call_default_factory=True)
 
 
 def broken_rules(rules: Iterable[Rule], values: Values, *, of_file: bool = False) -> list[Broken]:
@@ -182,72 +183,51 @@ def broken_rules(rules: Iterable[Rule], values: Values, *, of_file: bool = False
 
 def _breaches(rule: Rule, values: Values, of_file: bool) -> Iterator[Broken]:
     if rule.unless_written and (
-        not of_file or any(_is_written(_parts(key), values.written) for key in rule.unless_written)
+        not of_file or any(_is_written(parts_of(key), values.written) for key in rule.unless_written)
     ):
         return
-    for index in _indices(rule, values):
+    indices = [None] if rule.each is None else range(values.read.get(rule.each, 0))
+    for index in indices:
         given = _given(rule, index, values)
         if given is None:
             continue
-        if rule.only_if_set and given[0] == values.defaults[_plain(_parts(rule.keys[0]))]:
+        if rule.only_if_set and given[0] == values.defaults[rule.names[0]]:
             continue
         found = rule.broken(*given)
         breaches: Sequence[Breach] = [{}] * found if isinstance(found, bool) else found
         for words in breaches:
             at = str(words.get("at", rule.at))
-            place = _key(at, index) if at else _place([_key(key, index) for key in rule.keys], values.written)
+            place = _at(parts_of(at), index) if at else _place([_at(key, index) for key in rule.parts], values.written)
             yield Broken(rule, place, rule.what.format(*given, **words), rule.fix.format(*given, **words))
-
-
-def _indices(rule: Rule, values: Values) -> Sequence[int | None]:
-    """The entries of the list for which a rule is checked; [None]: it is checked once."""
-    lists = {key.partition(EACH)[0] for key in rule.keys if EACH in key}
-    if not lists:
-        return [None]
-    (name,) = lists
-    return range(values.read.get(_parts(name), 0))
 
 
 def _given(rule: Rule, index: int | None, values: Values) -> list[Any] | None:
     """The values of a rule's keys; None: one of them could not be read, or is not there in these kinds."""
     found = list[Any]()
-    for key in rule.keys:
-        name, is_optional = key.removesuffix(OPTIONAL), key.endswith(OPTIONAL)
-        before, is_all, after = name.partition(f"{ALL}.")
-        if is_all:
-            count = values.read.get(_parts(before))
+    for key, parts in zip(rule.keys, rule.parts, strict=True):
+        if ALL in parts:
+            place = parts.index(ALL)
+            count = values.read.get(parts[:place])
             if count is None:
                 return None
-            each = [(*_parts(before), number, *_parts(after)) for number in range(count)]
-            if not all(one in values.read for one in each):
+            entries = [(*parts[:place], number, *parts[place + 1 :]) for number in range(count)]
+            if not all(one in values.read for one in entries):
                 return None
-            found.append(tuple(values.read[one] for one in each))
-        elif (one := _key(name, index)) in values.read:
+            found.append(tuple(values.read[one] for one in entries))
+        elif (one := _at(parts, index)) in values.read:
             found.append(values.read[one])
-        elif is_optional and _plain(one) not in values.defaults:
+        elif key.endswith(OPTIONAL) and names_of(parts) not in values.defaults:
             found.append(None)
         else:
             return None
     return found
 
 
-@cache
-def _parts(key: str) -> Key:
-    """``data.sources[0].path`` -> ("data", "sources", 0, "path"); [each] and [all] stay as they are."""
-    parts: list[str | int] = []
-    for part in key.removesuffix(OPTIONAL).split("."):
-        name, bracket, rest = part.partition("[")
-        place = bracket + rest
-        parts += [name, *([place if place in (EACH, ALL) else int(rest.removesuffix("]"))] if bracket else [])]
-    return tuple(parts)
-
-
-def _key(key: str, index: int | None) -> Key:
-    return tuple(index if part == EACH and index is not None else part for part in _parts(key))
-
-
-def _plain(key: Key) -> Key:
-    return tuple(part for part in key if isinstance(part, str) and part not in (EACH, ALL))
+def _at(parts: Parts, index: int | None) -> Key:
+    """The key of the entry ``index`` of the list for whose entries a rule is checked."""
+    if index is None or EACH not in parts:
+        return parts
+    return tuple(index if part == EACH else part for part in parts)
 
 
 def _place(keys: Sequence[Key], written: Mapping[str, Any]) -> Key:

@@ -4,10 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 
 Breach = Mapping[str, object]
 """Words of one breach of a rule, for its texts. "at": the key of its place, in place of ``Rule.at``."""
 EACH, ALL, OPTIONAL = "[each]", "[all]", "?"
+Parts = tuple[str | int, ...]
+"""A key as ``yaml_tree.Key``, perhaps with EACH or ALL in the place of a number."""
+
+
+@cache
+def parts_of(key: str) -> Parts:
+    """``data.sources[0].path`` -> ("data", "sources", 0, "path"). ``[each]`` and ``[all]`` stay as they are."""
+    parts: list[str | int] = []
+    for part in key.removesuffix(OPTIONAL).split("."):
+        name, bracket, rest = part.partition("[")
+        place = bracket + rest
+        parts += [name, *([place if place in (EACH, ALL) else int(rest.removesuffix("]"))] if bracket else [])]
+    return tuple(parts)
+
+
+def names_of(parts: Parts) -> tuple[str, ...]:
+    """A key without the places of lists: ("data", "sources", "path")."""
+    return tuple(part for part in parts if isinstance(part, str) and part not in (EACH, ALL))
 
 
 @dataclass(frozen=True)
@@ -37,16 +56,27 @@ class Rule:
     only_if_set: bool = False
     unless_written: tuple[str, ...] = ()
 
+    @cached_property
+    def parts(self) -> tuple[Parts, ...]:
+        """The parts of each of ``keys``."""
+        return tuple(map(parts_of, self.keys))
+
+    @cached_property
+    def names(self) -> tuple[tuple[str, ...], ...]:
+        """``parts`` without the places of lists."""
+        return tuple(map(names_of, self.parts))
+
+    @cached_property
+    def each(self) -> Parts | None:
+        """The list for whose entries the rule is checked; None: it is checked once."""
+        lists = {parts[: parts.index(EACH)] for parts in self.parts if EACH in parts}
+        assert len(lists) < 2, self.id
+        return next(iter(lists), None)
+
     def reads(self, key: str) -> bool:
-        """Whether the rule reads a key, such as "data.sources[0].path", ``data.sources[each].path`` or its section."""
-        asked = without_indices(key)
-        return any(asked == each or each.startswith(f"{asked}.") for each in map(without_indices, self.keys))
-
-
-def without_indices(key: str) -> str:
-    """A dotted key without the places of lists and the mark of an optional key: data.sources.path."""
-    parts = key.removesuffix(OPTIONAL).split(".")
-    return ".".join(part.partition("[")[0] for part in parts)
+        """Whether the rule reads a key, such as "data.sources[0].path", or a key of a section, such as "data"."""
+        asked = names_of(parts_of(key))
+        return any(names[: len(asked)] == asked for names in self.names)
 
 
 def leaf(key: str) -> str:

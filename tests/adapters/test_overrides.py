@@ -228,4 +228,4 @@ def test_what_an_entry_cannot_set(folder: Path) -> None:
         with pytest.raises(ValidationError, match=words):
             tiny_recipe(folder, lora={"type": kind, "overrides": [{"match": ".*", **entry}]})
     recipe = tiny_recipe(folder, lora={"type": "ia3", "overrides": [{"match": ".*", "learning_rate": 1e-3}]})
-    assert recipe.lora.sets_rates
+    assert recipe.lora.overrides[0].learning_rate == 1e-3

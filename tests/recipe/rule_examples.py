@@ -185,7 +185,12 @@ EXAMPLES: dict[str, Example] = {
     "sides-of-a-prompt": {"sample.prompts": ["a cat --w 100"]},
     "masks-of-family": {"model.family": "flux", "sample.prompts": [{**DRAWN, "mask": "m.png"}]},
     "a-mask-has-an-image": {"sample.prompts": [{**DRAWN, "mask": "m.png"}]},
-    "an-image-has-a-mask": {"sample.prompts": [{**DRAWN, "control_image": "c.png"}]},
+    **{
+        f"{spec.name}:an-image-has-a-mask": {
+            "model.family": spec.name, "sample.prompts": [{**DRAWN, "control_image": "c.png"}]}
+        for spec in PRODUCT
+        if spec.model_section.may_inpaint
+    },
     "side-of-family:data.bucket_step": {"data.bucket_step": 12},
     "side-of-family:sample.width": {"sample.width": 100},
     "side-of-family:sample.height": {"sample.height": 100},

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lora_rocm.recipe.adapter_sections import DROPOUTS, file_stem
+from lora_rocm.recipe.adapter_sections import DROPOUTS, FROM_BASE, file_stem
 from lora_rocm.recipe.rule import Breach, Rule, exactly_one, no_effect, not_both
 
 TOKEN, OVERRIDE = "lora.new_tokens[each]", "lora.overrides[each]"
-FROM_BASE = ("pissa", "olora")
-"""The values of ``lora.init`` with which A and B start from the base's weight."""
 
 
 def _same_names(tokens: Sequence[str]) -> list[Breach]:

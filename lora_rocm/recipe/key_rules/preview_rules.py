@@ -110,14 +110,4 @@ RULES: tuple[Rule, ...] = (
         "this mask has no image",
         "Name the image too: control_image, or sample.control_images.",
     ),
-    Rule(
-        "an-image-has-a-mask",
-        ("model.family", *INPUTS),
-        _inputs(
-            "control_image",
-            lambda spec, preview: spec.model_section.may_inpaint and preview.control_image and not preview.mask,
-        ),
-        "only inpainting bases of {0.title} take an image in previews, and it needs a mask",
-        "Name its mask too (mask, or sample.masks), or remove it.",
-    ),
 )
