@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lora_rocm.recipe.adapter_sections import ADAPTERS, GGUF, MERGED, AdapterSection
-from lora_rocm.recipe.key_rules.data_rules import CONTROLS, any_holding
+from lora_rocm.recipe.key_rules.data_rules import CONTROLS, Paths, any_holding
 from lora_rocm.recipe.key_rules.preview_rules import INPUTS, Prompts, section
 from lora_rocm.recipe.rule import Breach, Rule
 from lora_rocm.recipe.sections import MAX_BUCKET_STEP, MAX_SIDE_PX
@@ -140,54 +140,55 @@ FAMILY_RULES: tuple[Rule, ...] = (
 
 def rules_of_spec(spec: FamilySpec) -> tuple[Rule, ...]:
     """The rules about images that a model of a family is given: with ``ModelSection.control_keys``, or with masks."""
-    wanted, model = spec.model_section.control_keys, spec.model_section
-    keys = tuple(f"model.{key}" for key in wanted or ())
-    shown = ", ".join(f"model.{key}: {value}" for key, value in (wanted or {}).items())
+    control_keys = spec.model_section.control_keys
+    keys = (FAMILY, *(f"model.{key}" for key in control_keys or ()))
+    shown = ", ".join(f"model.{key}: {value}" for key, value in (control_keys or {}).items())
     what, fix = f"{spec.title} takes no control images", f"Remove it, or set {shown}." if shown else "Remove it."
-
-    def takes(given: Sequence[object]) -> bool:
-        return wanted is not None and list(given) == list(wanted.values())
-
-    def of_data(shared: str | None, number: int, own: Sequence[str | None], *others: Any) -> list[Breach]:
-        class_prompts, *given = others
-        if takes(given[1:]) or not any_holding(shared, number, own, class_prompts):
-            return []
-        places = [f"data.sources[{at}].control_path" for at, path in enumerate(own) if path]
-        return [{"at": place} for place in places or ["data.control_path"]]
-
-    def of_previews(
-        prompts: Prompts, control_prompts: Prompts, images: Sequence[str], masks: Sequence[str], *given: object
-    ) -> list[Breach]:
-        if takes(given[1:]):
-            return []
-        sample = section(prompts, control_prompts, control_images=tuple(images), masks=tuple(masks))
-        if images:
-            return [{"at": "sample.control_images"}]
-        return [
-            {"at": dotted(sample.key_of("control_image", key, number))}
-            for key, number, preview in sample.numbered()
-            if preview.control_image
-        ]
-
-    def without_masks(
-        prompts: Prompts, control_prompts: Prompts, images: Sequence[str], masks: Sequence[str], *given: object
-    ) -> list[Breach]:
-        if takes(given[1:]):
-            return []
-        sample = section(prompts, control_prompts, control_images=tuple(images), masks=tuple(masks))
-        return [
-            {"at": dotted(sample.key_of("control_image", key, number))}
-            for key, number, preview in sample.numbered()
-            if preview.control_image and not preview.mask
-        ]
-
     rules = []
     if spec.reads("data.control_path"):
-        rules.append(Rule(f"{spec.name}:controls", (*CONTROLS, FAMILY, *keys), of_data, what, fix))
-    if spec.reads("sample.control_images") and not model.may_inpaint:
-        rules.append(Rule(f"{spec.name}:control-images", (*INPUTS, FAMILY, *keys), of_previews, what, fix))
-    elif spec.reads("sample.control_images"):
-        what = f"only inpainting bases of {spec.title} take an image in previews, and it needs a mask"
-        fix = "Name its mask too (mask, or sample.masks), or remove it."
-        rules.append(Rule(f"{spec.name}:an-image-has-a-mask", (*INPUTS, FAMILY, *keys), without_masks, what, fix))
+        rules.append(Rule(f"{spec.name}:controls", (*CONTROLS, *keys), _controls, what, fix))
+    if spec.reads("sample.control_images"):
+        name = f"{spec.name}:control-images"
+        if spec.model_section.may_inpaint:
+            name = f"{spec.name}:an-image-has-a-mask"
+            what = f"only inpainting bases of {spec.title} take an image in previews, and it needs a mask"
+            fix = "Name its mask too (mask, or sample.masks), or remove it."
+        rules.append(Rule(name, (*INPUTS, *keys), _preview_images, what, fix))
     return tuple(rules)
+
+
+def _takes_controls(spec: FamilySpec, given: Sequence[object]) -> bool:
+    """Whether a model takes control images. ``given``: the values of the family's ``control_keys``."""
+    wanted = spec.model_section.control_keys
+    return wanted is not None and list(given) == list(wanted.values())
+
+
+def _controls(
+    shared: str | None, number: int, own: Paths, class_prompts: Paths, spec: FamilySpec, *given: object
+) -> list[Breach]:
+    if _takes_controls(spec, given) or not any_holding(shared, number, own, class_prompts):
+        return []
+    places = [f"data.sources[{at}].control_path" for at, path in enumerate(own) if path]
+    return [{"at": place} for place in places or ["data.control_path"]]
+
+
+def _preview_images(
+    prompts: Prompts,
+    control_prompts: Prompts,
+    images: Sequence[str],
+    masks: Sequence[str],
+    spec: FamilySpec,
+    *given: object,
+) -> list[Breach]:
+    """The images of previews that neither a model with control images takes nor, with their mask, an inpainting one."""
+    may_inpaint = spec.model_section.may_inpaint
+    if _takes_controls(spec, given):
+        return []
+    if images and not may_inpaint:
+        return [{"at": "sample.control_images"}]
+    sample = section(prompts, control_prompts, control_images=tuple(images), masks=tuple(masks))
+    return [
+        {"at": dotted(sample.key_of("control_image", key, number))}
+        for key, number, preview in sample.numbered()
+        if preview.control_image and not (may_inpaint and preview.mask)
+    ]
