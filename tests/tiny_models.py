@@ -211,16 +211,19 @@ def written_once(folder: Path, how: str, write: Callable[[], object]) -> Path:
 
 def tiny_recipe(folder: Path | str, **sections: dict[str, Any]) -> Any:
     """A recipe for a tiny model: 64 pixels, two steps; keyword arguments replace or extend whole sections."""
+    from lora_rocm.families.registry import PRODUCT
     from lora_rocm.recipe.kinds import recipe_from
 
     base: dict[str, dict[str, Any]] = {
         "model": {"family": "sdxl", "name_or_path": str(folder)},
-        "data": {"path": str(Path(folder) / "images"), "resolution": 64, "bucket_step": 8},
+        "data": {"path": str(Path(folder) / "images"), "resolution": 64},
         "train": {"max_train_steps": 2, "mixed_precision": "no"},
         "cache": {"dir": str(Path(folder).parent / "cache")},
     }
     for name, section in sections.items():
         base[name] = base.get(name, {}) | section
+    side = PRODUCT[base["model"]["family"]].shapes.multiple_px
+    base["data"].setdefault("bucket_step", max(8, side))
     return recipe_from(base)
 
 

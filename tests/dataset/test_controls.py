@@ -194,4 +194,4 @@ def test_control_images_beside_the_images(images: Path, make: SimpleNamespace) -
 @pytest.mark.parametrize("keys", [{"random_crop": True}, {"random_crop": 3}, {"color_aug": 1}])
 def test_an_image_is_not_changed_without_its_control_image(keys: Any, images: Path, make: SimpleNamespace) -> None:
     with pytest.raises(ValueError, match=f"cannot have both {next(iter(keys))} and control_path"):
-        scanned(make, images, **keys)
+        make.recipe(make.data(path=str(images), control_path=str(images.parent / "controls"), **keys))
