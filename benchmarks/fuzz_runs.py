@@ -218,6 +218,7 @@ def read_config(path: Path) -> None:
     """Read a config as the check of a base model does."""
     from lora_rocm.base_models.loading import Source, builtin_folder
     from lora_rocm.families.ldm import detect
+    from lora_rocm.families.registry import PRODUCT
     from lora_rocm.families.sdxl.detect import EXPECTED
 
     family, _ = model()
@@ -230,7 +231,7 @@ def read_config(path: Path) -> None:
     target.write_bytes(content)
     try:
         source = Source("x", family.source.layout, folder, folder)
-        detect.check(source, EXPECTED)
+        detect.check(source, EXPECTED, PRODUCT)
         for part in ("vae", "text_encoder"):
             source.fingerprint(part)
     finally:
