@@ -98,16 +98,28 @@ def install_torch(situation: Situation) -> tuple[str, ...]:
         choice = wheels.choose(situation.facts, situation.environ)
     except LoraRocmError:
         return ()
-    index = f" --index-url {choice.url}" if choice.url else ""
     windows = situation.facts.system == "windows"
     install = installer(windows)
     if situation.facts.torch is not None:  # the installer replaces a present torch only if told to
         install += " --repair" if windows else " ARGS=--repair"
+    return (install, "Or, without a checkout of the sources:", *_by_pip(situation, choice))
+
+
+def torch_of_the_table(situation: Situation) -> tuple[str, ...]:
+    """Lines that install the torch of the table, whatever the installer's variables ask for."""
+    environ = {name: value for name, value in situation.environ.items() if name not in wheels.VARIABLES}
+    try:
+        return _by_pip(situation, wheels.choose(situation.facts, environ))
+    except LoraRocmError:
+        return ()
+
+
+def _by_pip(situation: Situation, choice: wheels.WheelChoice) -> tuple[str, ...]:
     # Not --force-reinstall: torch's index may lack torch's dependencies.
     remove = uninstall("torch") if situation.facts.torch is not None else ()
-    commands = (*remove, f'python -m pip install "{choice.requirement}"{index}')
+    index = f" --index-url {choice.url}" if choice.url else ""
     known = (f"{KNOWN}{warning.rstrip('.')}." for warning in choice.warnings)
-    return (install, "Or, without a checkout of the sources:", *commands, *known)
+    return (*remove, f'python -m pip install "{choice.requirement}"{index}', *known)
 
 
 def install_for_cpu(facts: HostFacts) -> tuple[str, ...]:

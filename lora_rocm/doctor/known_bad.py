@@ -24,6 +24,7 @@ class Bad:
 
     good: the version to get, or the line to type.
     eased_by: a planned variable that mitigates it.
+    not_on: distributions with their version ("ubuntu 26.04") on which the range is not bad.
     """
 
     id: str
@@ -40,6 +41,7 @@ class Bad:
     good: str = ""
     distributions: tuple[str, ...] = ()
     eased_by: str = ""
+    not_on: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -83,12 +85,7 @@ def _kernel_of_unread_drm(situation: Situation) -> str | None:
 
 
 def _rocm(situation: Situation) -> str | None:
-    """ROCm's version, from the wheel's version. HIP's third number is a build ("10.0.26301")."""
-    torch = situation.facts.torch
-    if torch is None or torch.hip is None:
-        return None
-    found = re.search(r"\+rocm(\d+(?:\.\d+)+)", torch.version)
-    return found.group(1) if found else ".".join(map(str, release(torch.hip)[:2]))
+    return situation.facts.torch.rocm_version if situation.facts.torch is not None else None
 
 
 FUNCTIONS = {
@@ -112,6 +109,7 @@ def _holds(row: Bad, situation: Situation) -> bool:
         version is not None
         and row.when.holds(situation)
         and (not row.distributions or (linux is not None and linux.distribution in row.distributions))
+        and (linux is None or f"{linux.distribution} {linux.distribution_version}" not in row.not_on)
         and row.low <= release(version) < row.below
     )
 

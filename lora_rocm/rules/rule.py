@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import date
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal
 
@@ -47,6 +48,8 @@ class Situation:
     """The stored mitigations of this machine for runs of any size; None for a recorded machine."""
     tuned: Tuned = Tuned()
     """The measured choices in force."""
+    today: date | None = None
+    """The day of this start; None for a recorded machine, which is of no day."""
 
     @property
     def gpu(self) -> Gpu | None:
@@ -72,6 +75,7 @@ class When:
     safe_profile: bool = False
     """Only in the profile "safe", or if the self-test did not clear "fast"."""
     hip_from: str | None = None
+    """Compared with HIP, whose numbers are ROCm's up to 7.14; ROCm 10.0 has HIP 7.15, and 10.1 has HIP 7.16."""
     hip_below: str | None = None
     aotriton_from: str | None = None
     aotriton_below: str | None = None

@@ -66,7 +66,7 @@ def _torch(look: Look, folder: Path, packages: dict[str, str], deep: bool) -> To
         return None
     torch = Torch(version, hip=_field(text, "hip"), cuda=_field(text, "cuda"))
     if torch.hip is not None:
-        torch = replace(torch, aotriton=_aotriton(folder))
+        torch = replace(torch, aotriton=_aotriton(folder), rocm=_field(text, "rocm"))
         metadata = _device_packages(look, folder, packages)
         if metadata is not None:
             return replace(torch, arch_list=metadata, arch_source="metadata")
