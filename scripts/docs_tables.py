@@ -62,7 +62,12 @@ def _wheel(arch: Arch, system: System) -> str:
 def indexes() -> str:
     """Where torch can come from."""
     rows = (
-        (f"`{i.id}`", i.what + " (only where asked for)" * i.only_asked, f"<{i.url}>" if i.url else "", " and ".join(SYSTEMS[system] for system in i.systems))
+        (
+            f"`{i.id}`",
+            i.what + " (only where asked for)" * i.only_asked,
+            f"<{i.url}>" if i.url else "",
+            " and ".join(SYSTEMS[system] for system in i.systems),
+        )
         for i in wheel_table().index
     )
     return _table(("name", "what", "address", "system"), rows)

@@ -232,7 +232,7 @@ def completed(venv: Venv, choice: WheelChoice) -> None:
     missing = lacking(venv.look(), choice)
     if missing is not None:
         what = f"The kernels for {choice.gfx or 'this GPU'} were not installed with torch: {missing}."
-        fix = f"Remove the torch in .venv and install again: {again('--repair')}. Or choose another index: {INDEX_VARIABLE}."
+        fix = f"Install torch anew: {again('--repair')}. Or choose another index: {INDEX_VARIABLE}."
         raise MachineError("kernels-missing", what, where=choice.url or "the default package index", fix=fix)
 
 
@@ -317,7 +317,8 @@ def _kept(facts: HostFacts, choice: WheelChoice) -> str:
     """What becomes of the torch that a machine has, as the end of a sentence."""
     assert facts.torch is not None
     repair = f"{again('--repair', facts.system == 'windows')} replaces it"
-    wrong, poor = mismatch(facts.torch, choice), makeshift(facts.torch, choice)
+    found = Found(release=facts.torch.version, torch=facts.torch, device_packages=facts.libraries)
+    wrong, poor = unfit(found, choice), makeshift(facts.torch, choice)
     if wrong is not None:
         return f"does not serve: {wrong}. {repair}"
     return "is kept" if poor is None else f"is kept, though {poor}. {repair}"

@@ -38,7 +38,8 @@ if any(extra.startswith("device-") for extra in wheel.metadata.get_all("Provides
     devices = [name[len("amd-torch-device-"):] for name in names if name.startswith("amd-torch-device-")]
 import torch
 flags = getattr(torch._C, "_cuda_getArchFlags", lambda: None)()
-say(version=torch.__version__, hip=torch.version.hip, cuda=torch.version.cuda, rocm=getattr(torch.version, "rocm", None),
+say(version=torch.__version__, hip=torch.version.hip, cuda=torch.version.cuda,
+    rocm=getattr(torch.version, "rocm", None),
     archs=devices if devices is not None else flags.split() if flags else None)
 """
 

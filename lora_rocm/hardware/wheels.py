@@ -336,7 +336,8 @@ def mismatch(torch: Torch, choice: WheelChoice) -> str | None:
 def lacking_packages(release: str, gfx: str, installed: Mapping[str, str]) -> tuple[str, ...]:
     """The packages with the kernels for an architecture that are not those of AMD's multi-arch torch, as texts.
 
-    release: version of torch ("2.14.0+rocm10.1.0"). installed: versions of packages by name ("rocm-sdk-device-gfx1201").
+    release: version of torch ("2.14.0+rocm10.1.0").
+    installed: versions of packages by name ("rocm-sdk-device-gfx1201").
     """
     rocm = release.partition("+rocm")[2]
     wanted = {f"amd-torch-device-{gfx}": release, f"rocm-sdk-device-{gfx}": rocm or installed.get("rocm", "")}
