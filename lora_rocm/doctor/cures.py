@@ -124,9 +124,21 @@ def _by_pip(situation: Situation, choice: wheels.WheelChoice) -> tuple[str, ...]
 
 def install_for_cpu(facts: HostFacts) -> tuple[str, ...]:
     """Lines that install a torch for the CPU into this environment."""
+    return (_install_from(facts, "cpu", "--repair"),)
+
+
+def newest_rocm(facts: HostFacts) -> tuple[str, ...]:
+    """Lines that test the GPU, and then install AMD's newest ROCm, which lora-rocm does not choose by itself."""
+    index = wheels.indexes()["amd-next"]
+    driver = ", which wants Adrenalin 26.8.1 or newer" if facts.system == "windows" else ""
+    why = f"If the self-test fails, take ROCm {index.rocm}{driver}:"
+    return ("lora-rocm doctor", why, _install_from(facts, index.id, "--upgrade"))
+
+
+def _install_from(facts: HostFacts, index: str, option: str) -> str:
     if facts.system == "windows":
-        return (f'cmd /c "set {wheels.INDEX_VARIABLE}=cpu&& scripts\\windows\\install.bat --repair"',)
-    return (f"{wheels.INDEX_VARIABLE}=cpu make install ARGS=--repair",)
+        return f'cmd /c "set {wheels.INDEX_VARIABLE}={index}&& scripts\\windows\\install.bat {option}"'
+    return f"{wheels.INDEX_VARIABLE}={index} make install ARGS={option}"
 
 
 def uninstall(package: str) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
-from lora_rocm.doctor.cures import install_torch, newer_firmware, newer_kernel
+from lora_rocm.doctor.cures import install_torch, newer_firmware, newer_kernel, newest_rocm
 from lora_rocm.doctor.finding import Check, Finding
 from lora_rocm.foundation.tables import by_name, read_table
 from lora_rocm.rules.environment import EnvPlan
@@ -93,6 +93,7 @@ FUNCTIONS = {
     "as_written": lambda situation, line: (line,),
     "install_torch": lambda situation, good: install_torch(situation),
     "newer_firmware": lambda situation, good: newer_firmware(situation.facts, good),
+    "newest_rocm": lambda situation, good: newest_rocm(situation.facts),
     "newer_kernel": lambda situation, good: newer_kernel(situation.facts, good),
 }
 

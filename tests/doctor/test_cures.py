@@ -23,6 +23,7 @@ from tests.golden import machines
 COMMANDS = (
     "sudo", "grep", "unset", "set", "make", "python", "lora-rocm", "export", "ls", "echo", "mokutil", "uname", "docker",
     "systemctl", "wsl.exe", "git", "LORA_ROCM_TORCH_INDEX=cpu",
+    "LORA_ROCM_TORCH_INDEX=amd-next",
 )  # fmt: skip
 WINDOWS_COMMANDS = (
     "reg", "cmd", "python", "winget", "explorer", "sysdm.cpl", "SystemPropertiesPerformance", "lora-rocm",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lora_rocm.doctor.checks import findings
+from lora_rocm.hardware.wheels import indexes
 from lora_rocm.rules.rule import release
 from tests.doctor.injections import APU, LINUX, WINDOWS, Case, facts_of, on
 
@@ -159,6 +160,22 @@ def test_rocm_for_windows(version: str, hip: str, told_of: set[str]) -> None:
 )
 def test_the_search_of_miopen_under_windows(machine: str, torch: dict[str, str | None], told_of: bool) -> None:
     assert ("rocm-conv-search" in told(on(facts_of(machine), torch=torch))) is told_of
+
+
+@pytest.mark.parametrize(
+    ("machine", "name", "command"),
+    [
+        ("linux-strix-halo-2604", "rocm-conv", "LORA_ROCM_TORCH_INDEX=amd-next make install ARGS=--upgrade"),
+        (
+            "windows-rx9070xt",
+            "rocm-batched-windows",
+            r'cmd /c "set LORA_ROCM_TORCH_INDEX=amd-next&& scripts\windows\install.bat --upgrade"',
+        ),
+    ],
+)
+def test_the_newest_rocm_is_named_as_a_cure(machine: str, name: str, command: str) -> None:
+    cure = next(finding.cure for finding in findings(*on(facts_of(machine))) if finding.id == name)
+    assert command in cure and any(f"ROCm {indexes()['amd-next'].rocm}" in line for line in cure)
 
 
 @pytest.mark.parametrize(
