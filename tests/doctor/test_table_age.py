@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from datetime import date, timedelta
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import lora_rocm
-from lora_rocm.doctor import table_age
+from lora_rocm.doctor import command, table_age
 from lora_rocm.doctor.checks import findings
 from lora_rocm.doctor.finding import Finding
 from lora_rocm.errors import MachineError
@@ -108,3 +109,16 @@ def test_a_machine_without_an_amd_gpu_and_a_recorded_one_are_spared() -> None:
 
 def test_this_machine_has_a_day() -> None:
     assert situation_here().today == date.today()
+
+
+def test_command_and_report_say_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    situation, _ = some_days_after_the_last_review(table_age.OLD_DAYS + 1)
+    monkeypatch.setattr(command, "situation_here", lambda facts: situation)
+    report = tmp_path / "report.md"
+    recorded = HOSTS / "linux-rx7900xtx.json"
+    assert command.doctor(recorded, as_json=True, report_file=report, quick=True) == 0
+    found = {each["id"]: each for each in json.loads(capsys.readouterr().out)["findings"]}
+    assert found["tables-old"]["level"] == "note"
+    assert found["tables-old"]["title"] in report.read_text(encoding="utf-8")
