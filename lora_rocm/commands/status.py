@@ -51,6 +51,9 @@ def status(run_dir: RunDir) -> dict[str, Any]:
     remarks = faults_of_finished(run_dir) if state == "finished" else []
     remarks += [f"{path}: {fault} {remedy(run_dir, path)}" for path, fault in faults.items()]
     remarks += [f"{folder} is damaged and passed over. {fault}" for folder, fault in passed_over.items()]
+    if run_dir.names_are_wrong:
+        what = f"{run_dir.names} is gone or damaged. The name {run_dir.name} was found in other files of the run;"
+        remarks.append(f"{what} train --resume writes {run_dir.names.name} again.")
     if latest_s is None and (checkpoint or passed_over or _has_bytes(run_dir)):
         remarks.append("its events are gone or damaged: steps, loss and rate are not known")
     readers = {

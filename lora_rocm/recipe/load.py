@@ -44,7 +44,7 @@ from lora_rocm.recipe.yaml_tree import (
     is_clean,
     parse_yaml,
 )
-from lora_rocm.rundir.layout import output_name_fault
+from lora_rocm.rundir.run_name import output_name_fault
 
 MAX_RECIPE_BYTES = 1 << 18  # parsing this much YAML takes a few seconds
 NEXT_LINE = "\x85"  # a line end in YAML 1.1 (section 5.4)

@@ -17,8 +17,8 @@ from lora_rocm.foundation.bounded_read import check_plain, read_plain
 from lora_rocm.foundation.files import write_json
 from lora_rocm.model_files.peft_folder import PEFT_WEIGHTS, peft_folders
 from lora_rocm.rundir.layout import RunDir, embeddings_of
+from lora_rocm.rundir.run_name import MAX_RESULT_BYTES
 
-MAX_RESULT_BYTES = 1 << 24
 MAX_FILE_BYTES = 1 << 36
 LORA_FORMS = ("kohya", "sd-scripts", "comfyui", "diffusers", "peft")
 """The formats whose files have digests in ``result.json``."""
