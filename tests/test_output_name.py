@@ -18,8 +18,8 @@ from lora_rocm.model_files.header import read_header
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.rundir.run_name import DEFAULT_NAME, output_name_fault
 from lora_rocm.rundir.results import read_result, result_files
+from lora_rocm.rundir.run_name import DEFAULT_NAME, output_name_fault
 from tests.crash.lab import TARGETS, UNET, VAE
 from tests.program import RECIPE, Program, images
 from tests.tiny_models import write_tiny_sdxl
@@ -143,10 +143,13 @@ def test_a_foreign_name_is_no_path(tmp_path: Path, content: str) -> None:
 
 
 HOSTILE = (
-    None, "", '{"na', "[]", "3", '{"name": 3}', '{"name": null}', '{"name": ["a"]}', '{"nam": "x"}', '{"name": ""}', '{"name": "a/b"}',
-    '{"name": "a\\\\b"}', '{"name": "/etc/x"}', '{"name": "C:x"}', '{"name": "../x"}', '{"name": ".."}', '{"name": "CON"}',
-    '{"name": "peft"}', '{"name": "\\ud800"}', '{"name": "other"}', " " * 10_000_000, "[" * 4000,
-)  # fmt: skip
+    *(None, "", '{"na', "[]", "3", '{"nam": "x"}', '{"name": 3}', '{"name": null}', '{"name": ["a"]}'),
+    *(
+        json.dumps({"name": name})
+        for name in ("", "a/b", "a\\b", "/etc/x", "C:x", "../x", "..", "CON", "peft", "other")
+    ),
+    *('{"name": "\\ud800"}', " " * 10_000_000, "[" * 4000),
+)
 """Contents of ``names.json``; None: the file is gone."""
 
 

@@ -304,3 +304,19 @@ def test_a_run_finished_before_there_were_digests(program: Program, run_dir: Run
     flip(run_dir.lora)
     said = train(program, run_dir)  # now there are digests
     assert said.out.count("made again") == 1 and run_dir.lora.read_bytes() == whole
+
+
+def test_files_of_an_earlier_end_are_no_results(program: Program, run_dir: RunDir) -> None:
+    """``export`` wrote one that the recipe does not name; then the run goes on for a step."""
+    assert program("export", run_dir.path, "--format", "sd-scripts").code == 0
+    stale = run_dir.export_of("sd-scripts")
+    assert str(stale) in train(program, run_dir).out, "the control: it is a result"
+    said = train(program, run_dir, *SETS, "train.max_train_steps=3")
+    words = "made at step 2, the run is at 3: lora-rocm export"
+    assert said.code == 0 and f"{stale}: {words}" in said.out and said.out.count(words) == 1
+    assert f"{stale}: {words}" in program("status", run_dir.path).out
+    assert program("report", run_dir.path).code == 0 and words in run_dir.report.read_text(encoding="utf-8")
+    assert program("export", run_dir.path, "--format", "sd-scripts").code == 0
+    assert words not in program("status", run_dir.path).out
+    said = train(program, run_dir, *SETS, "train.max_train_steps=3", "output.formats=[kohya, sd-scripts]")
+    assert words not in said.out and "made again" not in said.out

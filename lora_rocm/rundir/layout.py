@@ -76,7 +76,7 @@ class NamePatterns:
     @property
     def of_worker(self) -> str:
         own = rf"{re.escape(self.name)}((-sd-scripts|-comfyui)?\.safetensors|\.gguf)"
-        return rf"result\.json|{own}|pytorch_lora_weights\.safetensors|merged"
+        return rf"(result|exports)\.json|{own}|pytorch_lora_weights\.safetensors|merged"
 
     @property
     def checkpoint_lora(self) -> str:
@@ -261,6 +261,11 @@ class RunDir:
     def result(self) -> Path:
         """Written last: the run is complete; exports and measurements."""
         return self.path / "result.json"
+
+    @property
+    def exports(self) -> Path:
+        """Says which step exported files were made from (``made_from``)."""
+        return self.path / "exports.json"
 
     @property
     def report(self) -> Path:

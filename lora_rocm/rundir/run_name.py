@@ -30,7 +30,7 @@ CHECKPOINT_LORA = re.compile(r"(.+)-step(\d{8})\.safetensors")
 NAMED_FILES = {"kohya": ".safetensors", "sd-scripts": "-sd-scripts.safetensors", "comfyui": "-comfyui.safetensors"}
 """Format -> what follows the name in the name of its file."""
 OUTPUT_OF_RECIPE = re.compile(r"^output:\r?\n(?:[ \t].*\r?\n)*?  name: (.+?)\r?$", re.MULTILINE)
-"""``output.name`` as recipes are saved in runs, one key per line. A general reader of YAML would have no bound in time."""
+"""``output.name`` as recipes are saved in runs: one key per line. A reader of all YAML would have no bound in time."""
 
 
 def output_name_fault(name: str) -> str:
@@ -50,17 +50,23 @@ def saved_name(names: Path) -> str:
 
 
 def name_of(names: Path, checkpoints: Path, result: Path, recipe: Path) -> str:
-    """The name of a run's files, by the first of these that tells it: ``names.json``, the LoRA files beside the
-    checkpoints, ``result.json``, the recipe; else the default.
+    """The name of a run's files, by the first source that tells it; else the default.
 
-    ``names.json`` does not count if the LoRA files beside the checkpoints all have another name.
+    The sources: ``names.json``, the LoRA files beside the checkpoints, ``result.json``, the recipe. ``names.json`` does
+    not count if the LoRA files beside the checkpoints all have another name. The recipe does not count in a run of an
+    earlier version, whose finished file has the default name whatever its recipe says.
     """
     saved, written = saved_name(names), _names_beside(checkpoints)
     if saved and (not written or saved in written):
         return saved
     if written:
         return max(written, key=lambda name: (written[name], name))
-    return next(_names_in_result(result), "") or _name_in_recipe(recipe) or DEFAULT_NAME
+    if name := next(_names_in_result(result), ""):
+        return name
+    name = _name_in_recipe(recipe)
+    usual = recipe.with_name(f"{DEFAULT_NAME}.safetensors")
+    is_of_recipe = name and (recipe.with_name(f"{name}.safetensors").exists() or not usual.exists())
+    return name if is_of_recipe else DEFAULT_NAME
 
 
 def _names_beside(checkpoints: Path) -> Counter[str]:
