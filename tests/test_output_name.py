@@ -20,12 +20,10 @@ from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.results import read_result, result_files
 from lora_rocm.rundir.run_name import DEFAULT_NAME, output_name_fault
-from tests.crash.lab import TARGETS, UNET, VAE
-from tests.program import RECIPE, Program, images
-from tests.tiny_models import write_tiny_sdxl
+from tests.crash.lab import TARGETS
+from tests.program import RECIPE, SAMPLE, Program, write_inputs
 
 SETS = (f"lora.targets=['{TARGETS}']", "output.formats=[kohya, sd-scripts]")
-SAMPLE = ("--prompt", "x", "--steps", "1", "--width", "32", "--height", "32")
 NAMED = {"model": {"name_or_path": "x"}, "data": {"path": "."}, "train": {"max_train_steps": 1}}
 REFUSED = ("con", "NUL", "Com1.v2", "a/b", "a\\b", "a:b", 'a"b', "a<b", "a|b", "what?", "a*", "x.", "x ", " x", ".x")
 ALSO_REFUSED = ("", "..", "ü" * 100, "peft", "Pytorch_LoRA_weights", "a\tb")
@@ -35,9 +33,7 @@ ALSO_REFUSED = ("", "..", "ü" * 100, "peft", "Pytorch_LoRA_weights", "a\tb")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """``runs/named``: a finished run with ``output.name: zibu v1.2``, and ``runs/plain``, one without."""
     root = tmp_path_factory.mktemp("names")
-    write_tiny_sdxl(root / "model", unet=UNET, vae=VAE)
-    images(root / "pics", count=2)
-    (root / "r.yaml").write_text(RECIPE, encoding="utf-8")
+    write_inputs(root)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
         program = Program(patch)

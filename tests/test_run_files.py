@@ -18,9 +18,8 @@ from lora_rocm.export import writers as export
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.results import FileDigest, read_result
 from lora_rocm.train import checkpoint
-from tests.crash.lab import TARGETS, UNET, VAE
-from tests.program import RECIPE, Program, Said, images, snapshot
-from tests.tiny_models import write_tiny_sdxl
+from tests.crash.lab import TARGETS
+from tests.program import SAMPLE, Program, Said, snapshot, write_inputs
 
 SETS = (
     f"lora.targets=['{TARGETS}']",
@@ -37,7 +36,6 @@ FOLDERS = ("checkpoints", "samples", "tensorboard", "peft")
 IN_PLACE = {".parent.lock", ".worker.lock", "events.jsonl", "heartbeat.rank0.json", "worker.log"}
 """Of the files of such a run; see ``run.layout.IN_PLACE``. Every other file is written whole, or only read."""
 EXPORTS = ("lora.safetensors", "pytorch_lora_weights.safetensors", "peft/unet/adapter_model.safetensors")
-SAMPLE = ("--prompt", "x", "--steps", "1", "--width", "32", "--height", "32")
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
 
@@ -46,9 +44,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, images, a filled cache, and ``runs/ok``: a finished run of two steps, with images drawn."""
     root = tmp_path_factory.mktemp("Läufe")
-    write_tiny_sdxl(root / "model", unet=UNET, vae=VAE)
-    images(root / "pics", count=2)
-    (root / "r.yaml").write_text(RECIPE, encoding="utf-8")
+    write_inputs(root)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
         program = Program(patch)
