@@ -31,6 +31,7 @@ from lora_rocm.rules.rule import Situation
 from lora_rocm.rules.this_machine import situation_here
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import SUPERVISOR, RunDir
+from lora_rocm.rundir.made_from import stale_exports
 from lora_rocm.rundir.results import final_files
 from lora_rocm.supervisor import lock, multi_gpu, process, selftest_runner, supervisor, tuning_runner
 from lora_rocm.supervisor.restart_policy import attempt_of
@@ -221,8 +222,11 @@ def _tell_end(run: RunDir, loaded: LoadedRecipe, code: int, stopped: StoppedErro
 
 
 def _results(run: RunDir) -> str:
-    """Paths of the finished files, or of the run if there are none."""
-    return ", ".join(map(str, final_files(run) or [run.path]))
+    """Paths of the finished files, or of the run if there are none, and a line for each file of an earlier step."""
+    stale = stale_exports(run).values()
+    old = {each.path for each in stale}
+    paths = [path for path in final_files(run) if path not in old] or [run.path]
+    return "\n".join([", ".join(map(str, paths)), *(each.sentence for each in stale)])
 
 
 def _say_next(run: RunDir, loaded: LoadedRecipe) -> None:

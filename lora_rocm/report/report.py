@@ -44,6 +44,7 @@ from lora_rocm.report.vram_spill import spilled
 from lora_rocm.rundir.events import current_steps, read_events
 from lora_rocm.rundir.incidents import last_word, trouble_of
 from lora_rocm.rundir.layout import RunDir
+from lora_rocm.rundir.made_from import stale_exports
 from lora_rocm.rundir.results import result_files
 
 MAX_ROUNDS = 12
@@ -170,8 +171,9 @@ def _headline(facts: Facts) -> list[Block]:
 
 
 def _usage(facts: Facts) -> Section | None:
+    stale = {each.path: f"{each.reason}: {each.remedy}" for each in stale_exports(facts.run_dir).values()}
     rows = [
-        (path.relative_to(facts.run_dir.path).as_posix(), _file_size(path))
+        (path.relative_to(facts.run_dir.path).as_posix(), _file_size(path), stale.get(path, ""))
         for path in result_files(facts.run_dir)
         if path != facts.run_dir.report
     ]
@@ -190,7 +192,7 @@ def _usage(facts: Facts) -> Section | None:
     trigger = facts.recipe.data.trigger_word if facts.recipe else None
     if trigger:
         hints.append(Paragraph(f"Put the trigger word into the prompt: {trigger}"))
-    return section("Files and how to use them", table(("file", "size"), rows), *hints)
+    return section("Files and how to use them", table(("file", "size", ""), rows), *hints)
 
 
 def _file_size(path: Path) -> str:
@@ -370,9 +372,11 @@ def _guard_counts(events: list[Event]) -> tuple[int, int]:
 
 def _exports(facts: Facts) -> Section | None:
     newest = {event["path"]: event for event in facts.all("export")}
+    stale = {each.path: f" ({each.reason})" for each in stale_exports(facts.run_dir).values()}
     rows = [
         (
-            ", ".join([event["path"], *event.get("embeddings", ())]),
+            ", ".join([event["path"], *event.get("embeddings", ())])
+            + stale.get(facts.run_dir.path / event["path"], ""),
             event["format"],
             number_text(event["max_difference"]),
             ", ".join(event["cannot_read"]) or "none known",

@@ -277,6 +277,7 @@ class ExportEvent(Event):
         cannot_read: programs that do not read it, or not exactly, and why.
         can_read: programs that read it; earlier versions did not name them.
         embeddings: the files of new tokens beside it.
+        updates, checkpoint: what it was made from (``made_from.Made``); earlier versions did not say it.
     """
 
     format: Text
@@ -285,6 +286,8 @@ class ExportEvent(Event):
     cannot_read: list[Text]
     can_read: list[Text] = []
     embeddings: list[Text] = []
+    updates: Whole = 0
+    checkpoint: Text = ""
 
 
 class NoticeEvent(Event):
