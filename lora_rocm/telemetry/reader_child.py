@@ -21,7 +21,7 @@ import psutil
 
 from lora_rocm.hardware.gpu_select import select
 from lora_rocm.hardware.probe.detection import probe
-from lora_rocm.rundir.event_types import Emit, NoticeEvent
+from lora_rocm.rundir.event_types import Emit, NoticeEvent, TelemetryEvent
 from lora_rocm.rundir.events import emit
 from lora_rocm.telemetry.cards import EXPLAINED, Cards, Job, cards_of
 from lora_rocm.telemetry.linux_sysfs import SysfsReader
@@ -30,12 +30,12 @@ from lora_rocm.telemetry.nvml import NvmlReader, load_nvml
 from lora_rocm.telemetry.reader import Pids, Reader, faults
 from lora_rocm.telemetry.windows_pdh import PdhReader, load_pdh
 
-UNFOUND_READS = 24
-"""Readings after which a GPU that the run should use, but is not seen to use, is said to be unknown."""
+UNFOUND_READS = 120
+"""Readings after which it is said that the run is seen on no GPU. It uses none while it looks through its data."""
 
 
 def family(pids: Sequence[int]) -> set[int]:
-    """These processes and all that they have started: ``python.exe`` of a Windows environment only starts the Python."""
+    """These processes and all that they started: ``python.exe`` of a Windows environment only starts the real one."""
     found = set(pids)
     for pid in pids:
         try:
@@ -58,11 +58,17 @@ def reader_for(job: Job, pids: Pids) -> Reader:
     return NvmlReader(load_nvml(), job.count, pids)
 
 
-def read_on(reader: Reader, every_s: float, say: Emit, wait: Callable[[float], object] = time.sleep) -> None:
+def read_on(reader: Reader, say: Emit, wait: Callable[[], object]) -> None:
     """Read for ever. What cannot be read, or cannot any more, is said once."""
-    said, empty = set[tuple[str, str]](), 0
+    said, failed, empty = set[tuple[str, str]](), set[str](), 0
     while True:
-        found = reader.read()
+        found = list[TelemetryEvent]()
+        try:
+            found = reader.read()
+        except OSError as error:
+            if str(error) not in failed:
+                failed.add(str(error))
+                say(NoticeEvent(text=f"The GPU cannot be read: {error}. Training does not need it."))
         for event in found:
             say(event)
             new = {what: why for what, why in faults(event) if (event.gpu, what) not in said}
@@ -72,8 +78,8 @@ def read_on(reader: Reader, every_s: float, say: Emit, wait: Callable[[float], o
                 say(NoticeEvent(text=f"GPU {event.gpu}: not readable: {listed}. Training does not need it."))
         empty = 0 if found else empty + 1
         if empty == UNFOUND_READS:
-            say(NoticeEvent(text="Temperature, power and memory of the GPU are not read: the run is seen on none."))
-        wait(every_s)
+            say(NoticeEvent(text="Temperature, power and memory are not read: the run is seen on no GPU so far."))
+        wait()
 
 
 def main() -> int:
@@ -87,9 +93,14 @@ def main() -> int:
             pass
         os._exit(0)
 
+    def wait() -> None:
+        sys.stdout.write("\n")  # a sign of life, also where there was nothing to say
+        sys.stdout.flush()
+        time.sleep(job.every_s)
+
     threading.Thread(target=leave_with_parent, daemon=True).start()
     try:
-        read_on(reader_for(job, lambda: family(job.pids)), job.every_s, emit)
+        read_on(reader_for(job, lambda: family(job.pids)), emit, wait)
     except Exception as error:  # the edge of the process: a driver's library may answer anything
         traceback.print_exc()
         emit(NoticeEvent(text=f"Temperature, power and memory of the GPU are not read any more: {error}."))
