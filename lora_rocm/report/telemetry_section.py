@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from lora_rocm.foundation.units import count_text, size_text
 from lora_rocm.report.html import Block, Heading, Paragraph, Section, plot, section, table
 from lora_rocm.report.svg_plot import Point, Series
+from lora_rocm.telemetry.numbers import Event
 
-Event = dict[str, Any]
 MAX_ALARMS = 20
 SIZES = {
     "memory_bytes": "memory of the card, all programs",

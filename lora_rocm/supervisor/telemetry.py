@@ -13,14 +13,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from lora_rocm.errors import StorageError
 from lora_rocm.foundation.safe_path import python_command, python_environment
 from lora_rocm.rundir import event_types
 from lora_rocm.rundir.event_types import AlarmEvent, NoticeEvent, TelemetryEvent
 from lora_rocm.rundir.events import event_of
-from lora_rocm.supervisor.process import own_group
+from lora_rocm.supervisor.process import Event, own_group
 from lora_rocm.telemetry.alarms import Alarms
 from lora_rocm.telemetry.cards import EVERY_S, EXPLAINED, Cards, Job
 from lora_rocm.telemetry.thinning import Thinned
@@ -62,7 +61,7 @@ class _Reading:
                 rest = rest if len(rest) < MAX_LINE_BYTES else b""
                 self._lines.extend(lines)
 
-    def events(self, now_s: float) -> list[dict[str, Any]]:
+    def events(self, now_s: float) -> list[Event]:
         """The events that it has written since the last call."""
         found = []
         while self._lines:
@@ -135,7 +134,7 @@ class Telemetry:
         finally:
             self._stop()
 
-    def on_event(self, event: dict[str, Any]) -> None:
+    def on_event(self, event: Event) -> None:
         """An event of the worker."""
         if event["type"] == "step":
             self._updates, self._training = event["updates"], True
@@ -159,7 +158,7 @@ class Telemetry:
             self._said.add(LEFT_ALONE)
             self._say(LEFT_ALONE.format(limit=self._limit_s))
 
-    def _take(self, event: dict[str, Any], now_s: float) -> None:
+    def _take(self, event: Event, now_s: float) -> None:
         if event["type"] == "notice":
             self._say(event["text"])
         if event["type"] != "telemetry" or isinstance(self._cards, str):

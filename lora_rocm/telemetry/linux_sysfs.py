@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from lora_rocm.rundir.event_types import TelemetryEvent
 from lora_rocm.telemetry.reader import (
@@ -109,7 +108,7 @@ class SysfsReader:
             return reading(address, number, files.unread)
         if status is not None and status not in AWAKE:
             return reading(address, number, {}, asleep=True)
-        values: dict[str, Any] = {
+        values: dict[str, object] = {
             "memory_bytes": files.first(("mem_info_vram_used",), MEMORY),
             "memory_total_bytes": files.first(("mem_info_vram_total",), MEMORY),
             "main_bytes": files.first(("mem_info_gtt_used",), MAIN_MEMORY),
@@ -118,7 +117,7 @@ class SysfsReader:
         }
         return reading(address, number, files.unread, **values)
 
-    def _own(self, address: str, unread: dict[str, str]) -> dict[str, Any]:
+    def _own(self, address: str, unread: dict[str, str]) -> dict[str, object]:
         """Memory of the run's processes on this GPU. Each DRM client counts once, however many files share it."""
         clients: dict[str, dict[str, int]] = {}
         for pid in self._pids():
@@ -158,11 +157,11 @@ class SysfsReader:
                 yield text
 
 
-def _sensors(files: _Files) -> dict[str, Any]:
+def _sensors(files: _Files) -> dict[str, object]:
     """Temperatures with their limits, and power, of the GPU's hwmon folder."""
     temperatures: dict[str, float] = {}
     limits: dict[str, float] = {}
-    found: dict[str, Any] = {"temperatures_c": temperatures, "limits_c": limits}
+    found: dict[str, object] = {"temperatures_c": temperatures, "limits_c": limits}
     for chip in files.names("hwmon", TEMPERATURE):
         folder = f"hwmon/{chip}"
         for name in files.names(folder, TEMPERATURE):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from lora_rocm.foundation.units import size_text
 
+Event = dict[str, Any]
 PLAIN = {
     "power_w": "power_w",
     "power_cap_w": "power_cap_w",
@@ -18,14 +18,14 @@ PLAIN = {
 """Field of a telemetry event -> its name for trackers."""
 
 
-def numbers_of(event: Mapping[str, Any]) -> dict[str, float]:
+def numbers_of(event: Event) -> dict[str, float]:
     """What was read, with names such as "telemetry/gpu0/power_w"."""
     found = {name: event[field] for field, name in PLAIN.items()}
     found |= {f"temperature_{sensor}_c": value for sensor, value in event["temperatures_c"].items()}
     return {f"telemetry/gpu{event['number']}/{name}": value for name, value in found.items() if value is not None}
 
 
-def short_text(event: Mapping[str, Any]) -> str:
+def short_text(event: Event) -> str:
     """The hottest sensor and the power ("61 °C, 210 W"); empty if neither was read."""
     temperatures = event["temperatures_c"]
     parts = [f"{max(temperatures.values()):.0f} °C"] if temperatures else []
@@ -33,7 +33,7 @@ def short_text(event: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def long_text(event: Mapping[str, Any]) -> str:
+def long_text(event: Event) -> str:
     """All that was read of a GPU, in one line."""
     if event["asleep"]:
         return "asleep, not read"

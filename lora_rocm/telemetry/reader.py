@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 from lora_rocm.rundir.event_types import TelemetryEvent
 
@@ -26,9 +26,9 @@ def faults(event: TelemetryEvent) -> Iterator[tuple[str, str]]:
     yield from ((what, why) for what, why in event.unread.items() if why != ABSENT)
 
 
-def reading(gpu: str, number: int, unread: dict[str, str], **values: Any) -> TelemetryEvent:
+def reading(gpu: str, number: int, unread: dict[str, str], **values: object) -> TelemetryEvent:
     """One reading of one GPU; what is not given is unknown."""
-    empty: dict[str, Any] = {
+    empty: dict[str, object] = {
         "updates": 0,
         "samples": 1,
         "asleep": False,
