@@ -90,9 +90,11 @@ def cards_of(
     gpus = selection.gpus or (selection.gpu,)
     if facts.system == "windows":
         total = {gpu.vram_bytes for gpu in gpus}
-        enough = facts.memory_bytes is not None and all(
-            not gpu.integrated or (gpu.vram_bytes or 0) >= facts.memory_bytes // 2 for gpu in gpus
-        )  # an APU with little memory of its own works in shared memory: nothing spills (``memory_budget``)
+        # an APU with little memory of its own works in shared memory, so that nothing spills (``memory_budget``)
+        half_bytes = facts.memory_bytes // 2 if facts.memory_bytes is not None else None
+        enough = all(
+            gpu.integrated is False or (half_bytes is not None and (gpu.vram_bytes or 0) >= half_bytes) for gpu in gpus
+        )
         return Cards("pdh", (), count, total.pop() if len(total) == 1 else None, "shared" if enough else "")
     if facts.is_wsl:
         return "Temperature, power and memory of the GPU are not read under WSL: Linux has no files about it there."

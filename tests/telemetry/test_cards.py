@@ -65,3 +65,9 @@ def test_why_nothing_is_read_is_a_sentence() -> None:
 def test_a_job_goes_through_a_command_line() -> None:
     job = Job("sysfs", PAIR, 2, None, (1, 2), 0.5, "/x")
     assert Job.from_text(job.to_text()) == job
+
+
+def test_a_discrete_card_spills_whatever_main_memory_there_is() -> None:
+    facts = replace(facts_of("windows-rx9070xt"), memory_bytes=None)
+    found = cards_of(facts, Selection(facts.gpus[0]), {}, "auto")
+    assert isinstance(found, Cards) and found.spills == "shared"
