@@ -84,7 +84,7 @@ class Alarms:
         room_c, sensor = min(near)
         text = (
             f"The GPU {reading.gpu} is hot: its sensor {sensor} reads {reading.temperatures_c[sensor]:.0f} °C, and "
-            f"{reading.limits_c[sensor]:.0f} °C is critical. A card so hot lowers its clocks, and may switch itself "
+            f"{reading.limits_c[sensor]:.0f} °C is critical. A card so hot may lower its clocks, or switch itself "
             "off. Look at its fans and at the air in the case, or lower its power limit."
         )
         return room_c <= HOT_MARGIN_C, room_c >= COOL_MARGIN_C, text
