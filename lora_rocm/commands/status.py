@@ -11,11 +11,12 @@ from lora_rocm.model_files.readers import readers_line
 from lora_rocm.report.smoothing import Smoothed
 from lora_rocm.rundir.events import current_steps, read_events
 from lora_rocm.rundir.incidents import last_word, trouble_of
-from lora_rocm.rundir.layout import RunDir
+from lora_rocm.rundir.layout import SUPERVISOR, RunDir
 from lora_rocm.rundir.made_from import stale_exports
 from lora_rocm.rundir.results import faults_of_finished, result_files
 from lora_rocm.rundir.whole_files import fault_of_lora, newest_checkpoint, remedy
 from lora_rocm.supervisor.lock import is_running
+from lora_rocm.telemetry.numbers import long_text
 
 RATE_STEPS = 50
 
@@ -27,7 +28,8 @@ def status(run_dir: RunDir) -> dict[str, Any]:
     error), or prepared. rate_per_s and eta_s are None unless the run is running. restarts: how often the worker was
     restarted. changes: names of the mitigations applied after failures (``rules.mitigations``), one per application.
     readers: path of a LoRA file -> which programs read it, where that is known. files and last_checkpoint: none that is
-    damaged or of an earlier step. remarks: about those, and about files that are gone.
+    damaged or of an earlier step. remarks: about those, and about files that are gone. telemetry: the last readings of
+    each GPU. alarms: warnings from them, newest last.
     """
     # read the events
     events = read_events(run_dir.events())
@@ -74,6 +76,7 @@ def status(run_dir: RunDir) -> dict[str, Any]:
         "restarts": sum(event["type"] == "restart" for event in trouble),
         "changes": [event["id"] for event in trouble if event["type"] == "change"],
         "last_checkpoint": str(checkpoint[1]) if checkpoint else None,
+        **_watched(run_dir),
         "error": {key: error[key] for key in ("code", "what", "where", "fix")} if error and state == "failed" else None,
         "files": [str(path) for path in files if path not in faults],
         "readers": {path: text for path, text in readers.items() if text},
@@ -94,6 +97,7 @@ def status_text(found: dict[str, Any]) -> str:
         lines.append(f"  {rate_text(found['rate_per_s'])}{left}")
     if found["last_event_s_ago"] is not None:
         lines.append(f"  last word {time_text(found['last_event_s_ago'])} ago")
+    lines += _watched_lines(found)
     if found["incidents"]:
         lines.append(f"  {found['incidents']} incidents, see the report")
     if found["restarts"]:
@@ -120,6 +124,23 @@ def _smoothed_loss(steps: list[dict[str, Any]]) -> float | None:
         if step["loss"] is not None:
             loss.add(step["loss"])
     return loss.value
+
+
+def _watched(run_dir: RunDir) -> dict[str, Any]:
+    """Return the last readings of each GPU, and the warnings from telemetry."""
+    events = read_events(run_dir.events(SUPERVISOR), "telemetry", "alarm")
+    last = {event["gpu"]: event for event in events if event["type"] == "telemetry"}
+    return {
+        "telemetry": [{**event, "text": long_text(event)} for event in last.values()],
+        "alarms": [event["text"] for event in events if event["type"] == "alarm"],
+    }
+
+
+def _watched_lines(found: dict[str, Any]) -> list[str]:
+    """Return the readings of a run that is going on, and its last warning."""
+    readings = found["telemetry"] if found["state"] == "running" else []
+    lines = [f"  GPU {event['gpu']}: {event['text']}" for event in readings]
+    return lines + [f"  warning: {text}" for text in found["alarms"][-1:]]
 
 
 def _has_bytes(run_dir: RunDir) -> bool:

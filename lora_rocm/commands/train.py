@@ -22,6 +22,7 @@ from lora_rocm.foundation.terminal_text import printable, quoted
 from lora_rocm.hardware.ranks import rank_of
 from lora_rocm.hardware.wheels import NEWEST_TORCH, is_newer_than_run
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe, shipped_recipes
+from lora_rocm.recipe.schema import Recipe
 from lora_rocm.report.progress_bar import make_progress
 from lora_rocm.report.report import write_report
 from lora_rocm.report.vram_spill import spill_bytes
@@ -36,7 +37,9 @@ from lora_rocm.rundir.results import final_files
 from lora_rocm.supervisor import lock, multi_gpu, process, selftest_runner, supervisor, tuning_runner
 from lora_rocm.supervisor.restart_policy import attempt_of
 from lora_rocm.supervisor.resume import LATEST, Chosen, choose, holds_run, settle, withdraw
+from lora_rocm.supervisor.telemetry import Telemetry
 from lora_rocm.supervisor.trackers import Trackers, require_trackers
+from lora_rocm.telemetry.cards import cards_of
 
 
 def train(
@@ -155,7 +158,6 @@ def _train_in(
     for sentence in machine_notices(situation, env_plan):
         _say(sentence)
     _say(f"Run directory: {run.path}")
-
     # run the worker, supervised or not
     stopped: StoppedError | None = None
     command = _commands(run, accept_changes, worker)
@@ -178,6 +180,7 @@ def _train_in(
                     again=again,
                     keep=partial(mitigation_store.keep, say=progress.say),
                     size=children,
+                    telemetry=_telemetry(situation, loaded.recipe, children),
                 ).run()
             else:
                 attempt = attempt_of(read_events(run.events(SUPERVISOR)))
@@ -196,6 +199,14 @@ def _train_in(
     _tell_end(run, loaded, code, stopped, again)
     _report(run, loaded.registry)
     return code
+
+
+def _telemetry(situation: Situation, recipe: Recipe, count: int) -> Telemetry:
+    """Return what watches the GPUs of ``count`` workers."""
+    if not recipe.runtime.telemetry:
+        return Telemetry()
+    device = recipe.runtime.device
+    return Telemetry(cards_of(situation.facts, situation.selection, situation.environ, device, count))
 
 
 def _commands(run: RunDir, accept_changes: bool, worker: str | None) -> Callable[..., list[str]]:

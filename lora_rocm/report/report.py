@@ -40,10 +40,11 @@ from lora_rocm.report.incident_texts import failure_text, trouble_section
 from lora_rocm.report.outliers import spikes_section
 from lora_rocm.report.smoothing import Smoothed
 from lora_rocm.report.svg_plot import Point, Series
+from lora_rocm.report.telemetry_section import telemetry_section
 from lora_rocm.report.vram_spill import spilled
 from lora_rocm.rundir.events import current_steps, read_events
 from lora_rocm.rundir.incidents import last_word, trouble_of
-from lora_rocm.rundir.layout import RunDir
+from lora_rocm.rundir.layout import SUPERVISOR, RunDir
 from lora_rocm.rundir.made_from import stale_exports
 from lora_rocm.rundir.results import result_files
 
@@ -76,6 +77,8 @@ class Facts:
     environment: dict[str, Any]
     trouble: list[Event]
     """Failures, mitigations and restarts, from the events of worker and supervisor."""
+    telemetry: list[Event]
+    """Readings of the GPUs, and warnings from them."""
 
     def all(self, event_type: str) -> list[Event]:
         return [event for event in self.events if event["type"] == event_type]
@@ -109,7 +112,8 @@ def write_report(run_dir: RunDir, registry: Registry = PRODUCT) -> Path:
     except RecipeError:
         recipe = None
     result, environment = _read_json(run_dir.result), _read_json(run_dir.environment)
-    facts = Facts(run_dir, events, current_steps(events), recipe, result, environment, trouble)
+    telemetry = read_events(run_dir.events(SUPERVISOR), "telemetry", "alarm")
+    facts = Facts(run_dir, events, current_steps(events), recipe, result, environment, trouble, telemetry)
     title = recipe.output.name if recipe else run_dir.path.name
     html = page(
         f"{title}: lora-rocm report",
@@ -129,6 +133,7 @@ def write_report(run_dir: RunDir, registry: Registry = PRODUCT) -> Path:
             _exports(facts),
             _data(facts),
             _timings(facts),
+            telemetry_section(facts.telemetry),
             _recipe(facts),
             _environment(facts),
         ],
