@@ -23,10 +23,10 @@ ANSWERS, ASKS = "assistant", "user"
 KNOWN_ROLES = ("system", "developer", ASKS, ANSWERS, "tool", "function", "ipython")
 """Roles that chat templates know."""
 CALLS = ("function_call", "tool_call")
-PRINTED = ("tool_calls",)  # keys of a message whose values chat templates print as JSON
 """Roles whose content is the JSON of calls by the assistant: LLaMA-Factory's, ms-swift's."""
 RESULTS = ("observation", "tool_response", "function_response")
 """Roles whose content is what a tool returned."""
+PRINTED = ("tool_calls",)  # keys of a message whose values chat templates print as JSON
 TRAINED = "trained"
 """Key of a message that is not trained on, with the value False. Other messages do not have it."""
 MASKS = (
@@ -134,7 +134,10 @@ def _in_order(record: Completion | Conversation | Pair) -> dict[str, Any]:
     if isinstance(record, Completion):
         return {"completion": record.completion, "prompt": record.prompt}
     messages = [
-        {key: value if key in PRINTED or isinstance(value, str | bool) else _sorted(value) for key, value in sorted(message.items())}
+        {
+            key: value if key in PRINTED or isinstance(value, str | bool) else _sorted(value)
+            for key, value in sorted(message.items())
+        }
         for message in record.messages
     ]
     return {"last_only": record.last_only, "messages": messages, "tools": record.tools}
