@@ -31,7 +31,7 @@ from lora_rocm.rules.rule import Situation
 from lora_rocm.rules.this_machine import situation_here
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import SUPERVISOR, RunDir
-from lora_rocm.rundir.results import final_files
+from lora_rocm.rundir.results import final_files, named_paths
 from lora_rocm.supervisor import lock, multi_gpu, process, selftest_runner, supervisor, tuning_runner
 from lora_rocm.supervisor.restart_policy import attempt_of
 from lora_rocm.supervisor.resume import LATEST, Chosen, choose, holds_run, settle, withdraw
@@ -222,7 +222,7 @@ def _tell_end(run: RunDir, loaded: LoadedRecipe, code: int, stopped: StoppedErro
 
 def _results(run: RunDir) -> str:
     """Paths of the finished files, or of the run if there are none."""
-    return ", ".join(map(str, final_files(run) or [run.path]))
+    return ", ".join(map(str, named_paths(final_files(run)) or [run.path]))
 
 
 def _say_next(run: RunDir, loaded: LoadedRecipe) -> None:

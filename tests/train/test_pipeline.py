@@ -241,6 +241,12 @@ def test_a_run_begun_in_the_earlier_order_keeps_it(
     assert start(recipe, run_dir.path)
     assert weights_of(run_dir.lora) == weights_of(RunDir(tmp_path / "whole").lora), "one process, one computation"
     assert losses_of(tmp_path / "whole")[1:] != losses_of(straight)[1:], "the control: a new run has another order"
+    said = {
+        run: [notice for event in read_events(RunDir(run).events(), "data") for notice in event["notices"]]
+        for run in (straight, tmp_path / "whole")
+    }
+    larger = {run: [notice for notice in notices if "updates per epoch" in notice] for run, notices in said.items()}
+    assert len(larger[straight]) == 1 and not larger[tmp_path / "whole"], "as lora-rocm check says it"
 
 
 @pytest.mark.parametrize(
