@@ -109,6 +109,7 @@ class DataPlan:
     num_samples: samples per epoch.
     one_bucket_steps: updates per epoch if all micro-batches of an update came from one bucket, as in earlier versions.
     held_out: number of samples for the validation loss; None: not known.
+    cached: texts that are in the cache, and texts that were looked for there; None: not looked for.
     """
 
     buckets: dict[Shape, int]
@@ -120,6 +121,7 @@ class DataPlan:
     held_out: int | None = None
     num_samples: int = 0
     one_bucket_steps: int = 0
+    cached: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -256,7 +258,8 @@ def plan_texts(recipe: Recipe, of_source: Counter[int], said: Mapping[str, Any])
     buckets = {Shape.of(**{axis.name: int(length)}): round(n * scale) for length, n in said["lengths"].items()}
     how_sure, held_out = "about " if scale > 1 else "", round(said["held_out"] * scale)
     plan = _plan(recipe, {recipe.train.batch_size: buckets.values()}, num_captions)
-    return replace(plan, buckets=buckets, how_sure=how_sure, held_out=held_out)
+    cached = tuple(said["cached"]) if said.get("cached") else None
+    return replace(plan, buckets=buckets, how_sure=how_sure, held_out=held_out, cached=cached)
 
 
 def _unused_tokens(recipe: Recipe, samples: Iterable[Sample]) -> Iterator[str]:
@@ -413,7 +416,12 @@ def _plan_lines(recipe: Recipe, plan: DataPlan, noun: str) -> Iterator[str]:
         yield f"  note: {note}"
     captions = count_text(plan.num_captions, "text" if texts else "caption")
     entries = captions if texts else f"{count_text(plan.num_images, 'image')} and {captions}"
-    yield f"caches in {recipe.cache.dir}: {entries}; what they have is not encoded again"
+    if plan.cached is None:
+        yield f"caches in {recipe.cache.dir}: a run needs {entries} there, and encodes those that are missing"
+    else:
+        there, needed = plan.cached
+        looked_at = f"the first {count_text(needed, 'text')}" if limit else count_text(needed, "text")
+        yield f"caches in {recipe.cache.dir}: {there} of {looked_at} cached; a run encodes the others"
     yield f"run directory: {os.path.join(recipe.output.dir, '<recipe>-<time>')}"
 
 
