@@ -13,7 +13,14 @@ from datetime import date, time
 from os.path import commonprefix
 from typing import Any
 
-from lora_rocm.dataset.loss_keys import TRAINED, carry_out_in_message, refuse_in_part, refuse_in_row, spelled
+from lora_rocm.dataset.loss_keys import (
+    TRAINED,
+    carry_out_in_message,
+    meaning_of,
+    refuse_in_part,
+    refuse_in_row,
+    spelled,
+)
 from lora_rocm.dataset.row_cells import RowCells, listed, says
 from lora_rocm.dataset.row_cells import UnusableText as UnusableText
 
@@ -172,6 +179,9 @@ def record_of(row: Cells, pairs: bool = False) -> Record:
             "It is a pair of answers (columns chosen and rejected), and a text is wanted.",
             "To train on pairs, set objective.loss: dpo. data.watched has texts, also beside pairs.",
         )
+    for column, meaning in ((str(column), meaning_of(str(column))) for column in cells):
+        if meaning is not None and (meaning.kind == "pair" or spelled(column) == "inputids"):
+            raise meaning.refusal(column, cells.unread(column), "The row")
     named = "; ".join(", ".join(sorted(columns)) for columns, _ in READERS)
     raise UnusableText(
         f"Its columns are {listed(list(cells)) or 'none'}, and no form of text has these.",

@@ -33,7 +33,7 @@ PHASES = {
     "cache": "Reading the data, filling the caches",
     "class-images": "Class images are missing: loading the base to draw them",
     "compile": "Compiling the model for each size of samples (minutes)",
-    "preview": "Drawing previews",
+    "preview": "Making previews",
     "export": "Writing and checking the LoRA",
 }
 
