@@ -12,6 +12,7 @@ import pytest
 
 import lora_rocm
 from lora_rocm.dataset.file_kinds import FileKinds
+from lora_rocm.dataset.loss_keys import LossKey
 from lora_rocm.device import torch_errors
 from lora_rocm.doctor import cures, finding, known_bad, selftest_checks, software_checks
 from lora_rocm.errors import MachineError
@@ -46,6 +47,7 @@ from lora_rocm.rules.rule import Harm, Rule
 PACKAGE = Path(lora_rocm.__file__).parent
 TABLES: dict[str, tuple[Callable[..., object], type, Functions]] = {
     "dataset/file_kinds.toml": (read_table, FileKinds, {}),
+    "dataset/loss_keys.toml": (read_rows, LossKey, {}),
     "device/torch_errors.toml": (read_table, torch_errors.Messages, {}),
     "doctor/cures.toml": (read_rows, cures.Family, {}),
     "doctor/findings.toml": (read_rows, finding.Finding, {}),

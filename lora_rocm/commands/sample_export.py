@@ -339,7 +339,7 @@ def _show(event: dict[str, Any]) -> None:
         case "notice":
             text = event["text"]
         case "drawn":
-            text = "\n".join(f"Drew {image}" for image in event["images"])
+            text = "\n".join(f"{'Wrote' if image.endswith('.txt') else 'Drew'} {image}" for image in event["images"])
         case "export":
             text = f"Wrote {event['path']}"
             if event["max_difference"] is not None:

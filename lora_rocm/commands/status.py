@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from typing import Any
 
-from lora_rocm.foundation.units import number_text, rate_text, time_text
+from lora_rocm.foundation.units import number_text, rate_text, time_text, times_text
 from lora_rocm.model_files.readers import readers_line
 from lora_rocm.report.smoothing import Smoothed
 from lora_rocm.rundir.events import current_steps, read_events
@@ -101,8 +101,7 @@ def status_text(found: dict[str, Any]) -> str:
     if found["incidents"]:
         lines.append(f"  {found['incidents']} incidents, see the report")
     if found["restarts"]:
-        times = "once" if found["restarts"] == 1 else f"{found['restarts']} times"
-        lines.append(f"  started again {times}, see the report")
+        lines.append(f"  started again {times_text(found['restarts'])}, see the report")
     if found["changes"]:
         counts = Counter(found["changes"])
         names = [name if count == 1 else f"{count} x {name}" for name, count in counts.items()]

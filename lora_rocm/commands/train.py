@@ -33,7 +33,7 @@ from lora_rocm.rules.this_machine import situation_here
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import SUPERVISOR, RunDir
 from lora_rocm.rundir.made_from import stale_exports
-from lora_rocm.rundir.results import final_files
+from lora_rocm.rundir.results import final_files, named_paths
 from lora_rocm.supervisor import lock, multi_gpu, process, selftest_runner, supervisor, tuning_runner
 from lora_rocm.supervisor.restart_policy import attempt_of
 from lora_rocm.supervisor.resume import LATEST, Chosen, choose, holds_run, settle, withdraw
@@ -236,7 +236,7 @@ def _results(run: RunDir) -> str:
     """Paths of the finished files, or of the run if there are none, and a line for each file of an earlier step."""
     stale = stale_exports(run).values()
     old = {each.path for each in stale}
-    paths = [path for path in final_files(run) if path not in old] or [run.path]
+    paths = named_paths(path for path in final_files(run) if path not in old) or [run.path]
     return "\n".join([", ".join(map(str, paths)), *(each.sentence for each in stale)])
 
 

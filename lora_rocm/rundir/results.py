@@ -154,6 +154,11 @@ def final_files(run_dir: RunDir) -> list[Path]:
     return [path for form in FORMS if is_whole(path := run_dir.export_of(form))]
 
 
+def named_paths(exports: Iterable[Path]) -> list[Path]:
+    """Paths of finished files as their users name them: of a PEFT export the folder of each component."""
+    return [path for export in exports for path in (peft_folders(export).values() or (export,))]
+
+
 def is_whole(export: Path) -> bool:
     """Whether an exported file is there, or a folder with all of its parts.
 

@@ -15,6 +15,7 @@ from lora_rocm.adapters.flat_params import WEIGHT_DTYPES
 from lora_rocm.adapters.training_adapter import NAME as TRAINING_ADAPTER
 from lora_rocm.checks.canary import Canary
 from lora_rocm.checks.graph_check import capture_on_gpu
+from lora_rocm.dataset.update_note import larger_updates_note
 from lora_rocm.device.encoder_speed import first_time
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import DataError, ResumeError
@@ -270,11 +271,12 @@ def data_of(start: StartContext, family: ModelFamily, cache: LatentCache, prepar
         **order_of(start.checkpoint),
     )
     steps = train.num_steps(plan.steps_per_epoch)
+    larger = larger_updates_note(train, plan.steps_per_epoch, plan.one_bucket_steps)
     start.context.emit(
         DataEvent(
             samples=len(prepared.items),
             set_aside=[problem.to_json() for problem in prepared.set_aside],
-            notices=list(prepared.notices),
+            notices=[*prepared.notices, *([larger] if larger else [])],
             buckets={str(shape): count for shape, count in prepared.facts.bucket_counts.items()},
             steps_per_epoch=plan.steps_per_epoch,
             max_train_steps=steps,

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lora_rocm.dataset.records import TRAINED, Conversation, Pair, Record, UnusableText
+from lora_rocm.dataset.loss_keys import TRAINED
+from lora_rocm.dataset.records import Conversation, Pair, Record, UnusableText
 from lora_rocm.dataset.row_cells import NameCount, says
 from lora_rocm.foundation.units import count_text
 
