@@ -197,4 +197,4 @@ def test_templates_print_tools_and_calls_in_the_order_of_the_row() -> None:
     assert json.dumps(record.tools) == json.dumps([tool])
     assert json.dumps(record.messages[1]["tool_calls"]) == json.dumps([call])
     renamed = [{**{key: message[key] for key in reversed(message)}} for message in messages]
-    assert written(record_of({"tools": [tool], "messages": renamed})) == records.written(record)
+    assert written(record_of({"tools": [tool], "messages": renamed})) == written(record)
