@@ -29,7 +29,7 @@ from torch import nn
 from lora_rocm.base_models import conversion, hub
 from lora_rocm.base_models.assembly import Assembly
 from lora_rocm.base_models.conversion import Converter, Found, UnfitError, is_source, sources_of
-from lora_rocm.base_models.hollow import Finish, hollow_copy, hollow_shared
+from lora_rocm.base_models.hollow import Finish, defaults_of, hollow_copy, hollow_shared
 from lora_rocm.base_models.run_folder import refuse_run
 from lora_rocm.base_models.safetensors_file import digest, read_hashed
 from lora_rocm.base_models.stored_weights import ComponentTensors
@@ -40,7 +40,7 @@ from lora_rocm.device.torch_errors import out_of_memory
 from lora_rocm.errors import ModelError, StorageError
 from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.kernels.weight_format import DENSE, WeightFormat
-from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN, read_config, require_bounded
+from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN, Config, mistyped, read_config, require_bounded, suspects
 from lora_rocm.model_files.header import Header, read_header
 from lora_rocm.model_files.models import INDEXES, model_of
 from lora_rocm.model_files.storage_formats import QUANTISED_KEYS
@@ -83,7 +83,7 @@ class ModelChoice(Protocol):
     def revision(self) -> str | None: ...
 
 
-Changes = Callable[[Mapping[str, Any], Mapping[str, Sequence[int]]], dict[str, Any]]
+Changes = Callable[[Config, Mapping[str, Sequence[int]]], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -119,10 +119,12 @@ class TokenizerOf:
 
     packaged: its name in ``base_models.tokenizers``, for a one-file checkpoint; "" if there is none.
     component: the component whose table of embeddings has a row for each of its ids.
+    pools: what the component gives at the end of a text is used.
     """
 
     packaged: str
     component: str
+    pools: bool = False
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,7 @@ class Source:
     def single_header(self) -> Header | None:
         return None if self.single_file is None else read_header(self.single_file)
 
-    def config(self, name: str) -> dict[str, Any]:
+    def config(self, name: str) -> Config:
         """Return the config of a component ("scheduler" too); its file is read once.
 
         Raises:
@@ -176,9 +178,10 @@ class Source:
             found = read_config(self.config_path(name))
             if name in self.layout.changed:
                 tensors = self.tensors(name).entries if self._in_one_file(name) else {}
-                found |= self.layout.changed[name](found, {key: entry.shape for key, entry in tensors.items()})
+                shapes = {key: entry.shape for key, entry in tensors.items()}
+                found |= self.layout.changed[name](Config(found, self.config_path(name)), shapes)
             self._configs[name] = found
-        return dict(self._configs[name])
+        return Config(dict(self._configs[name]), self.config_path(name))
 
     def config_path(self, name: str) -> Path:
         """Return the path of a component's config file."""
@@ -237,7 +240,7 @@ class Source:
 
     def settings(self, name: str) -> str:
         """Return a component's config as text, without keys that do not affect computation."""
-        found = {key: value for key, value in self.config(name).items() if key not in VOLATILE_CONFIG_KEYS}
+        found = {key: value for key, value in self.config(name).values.items() if key not in VOLATILE_CONFIG_KEYS}
         return json.dumps(found, sort_keys=True)
 
     def fingerprint(self, name: str) -> str:
@@ -350,23 +353,21 @@ class Source:
         Raises:
             ModelError: config-missing, config-unreadable, config-absurd, config-unfit.
         """
-        part, path, found = self.layout.parts[name], self.config_path(name), self.config(name)
+        part, path, found = self.layout.parts[name], self.config_path(name), self.config(name).values
         require_bounded(found, path)
         left_out = (NAMES_CODE, *QUANTISED_KEYS)
         config = {key: value for key, value in found.items() if not key.endswith(left_out)}
-        try:
-            text = json.dumps(config)
-            key: tuple[Any, Finish, str] = (part.cls, part.finish, text)
+
+        def made(values: Mapping[str, Any]) -> nn.Module:
+            key: tuple[Any, Finish, str] = (part.cls, part.finish, json.dumps(values))
             return hollow_shared(*key) if shared else hollow_copy(*key)
+
+        try:
+            return made(config)
         except (*UNFIT_ERRORS, ImportError) as error:  # some classes need a library that is not installed
             if out_of_memory(error):
                 raise
-            raise ModelError(
-                "config-unfit",
-                f"No {name} can be made from its config: {' '.join(str(error).split())[:200] or type(error).__name__}",
-                where=str(path),
-                fix=DOWNLOAD_AGAIN,
-            ) from error
+            raise config_unfit(f"No {name} can be made from its config", part.cls, path, config, error, made) from error
 
     @contextlib.contextmanager
     def _explained(self, name: str) -> Iterator[None]:
@@ -511,6 +512,59 @@ def _beside(path: Path, layout: Layout, own: Mapping[str, Path]) -> dict[str, Pa
             fix=f"Set {' and '.join(f'model.{part}' for part in missing)} too, or give a diffusers folder.",
         )
     return found
+
+
+def config_unfit(
+    what: str,
+    cls: Any,
+    path: Path,
+    values: Mapping[str, Any],
+    error: BaseException,
+    use: Callable[[Mapping[str, Any]], object],
+) -> ModelError:
+    """Return the error for a config that a library cannot use. It names the key that is to blame, if that is found.
+
+    Args:
+        what: what cannot be done.
+        cls: of the component.
+        path: of the config.
+        values: of the config.
+        error: of the library.
+        use: uses changed values, and raises one of ``UNFIT_ERRORS`` if that cannot be done.
+    """
+    key = cause_of(values, defaults_of(cls), error, use)
+    cause = f" {key} is {json.dumps(values[key])[:60]}." if key else ""
+    said = " ".join(str(error).split())[:200].rstrip(".")
+    return ModelError(
+        "config-unfit",
+        f"{what}.{cause} The library says: {type(error).__name__}{f': {said}' if said else ''}.",
+        where=f"{path}: {key}" if key else str(path),
+        fix=f"{f'Correct {key} there. ' if key else ''}{DOWNLOAD_AGAIN}",
+    )
+
+
+def cause_of(
+    values: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    error: BaseException,
+    use: Callable[[Mapping[str, Any]], object],
+) -> str:
+    """Return the key without which ``use`` does not fail, the likeliest tried first; "" if there is none.
+
+    The only key of another type than its default is to blame also if the default fails, as in a model of another size.
+
+    Args:
+        values: with which it fails.
+        defaults: values of missing keys.
+        error: of the library.
+        use: as of ``config_unfit``.
+    """
+    odd = mistyped(values, defaults)
+    for key in odd if len(odd) == 1 else suspects(values, defaults, error):
+        with contextlib.suppress(*UNFIT_ERRORS, ImportError, ModelError):
+            use({name: value for name, value in values.items() if name != key})
+            return key
+    return odd[0] if len(odd) == 1 else ""
 
 
 def builtin_folder(name: str) -> Path:
