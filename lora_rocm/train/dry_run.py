@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lora_rocm.base_models.loading import UNFIT_ERRORS, Source, config_unfit
 from lora_rocm.base_models.random_weights import RandomSource
@@ -90,6 +91,18 @@ class HollowTransfer(DeviceTransfer):
         return dict(tensors)
 
 
+class SaysTrue(TorchDispatchMode):
+    """Answers "is it true?" of a tensor without numbers by yes: so transformers' masks take a text for one sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype is torch.bool:
+            return True
+        return func(*args, **(kwargs or {}))
+
+
 def require_computable(family: ModelFamily, recipe: Recipe) -> None:
     """Refuse a base whose configs have a value with which its encoders or the trained components cannot compute.
 
@@ -140,7 +153,7 @@ def require_computable(family: ModelFamily, recipe: Recipe) -> None:
         raise ModelError(before.code, before.what, where=before.where, fix=before.fix)
     numbers = () if recipe.spec.trains_on_texts else range(len(family.encoders()))  # texts are encoded by no component
     try:
-        with torch.no_grad(), Ledger(iter(())):  # a ledger computes the shapes of equal operations once
+        with torch.no_grad(), Ledger(iter(())), SaysTrue():  # a ledger computes the shapes of equal operations once
             for number in numbers:
                 _try(source, lambda changed, loaded, at=number: encoded(at, changed, loaded))  # type: ignore[misc]
             _try(source, passed)

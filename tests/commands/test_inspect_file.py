@@ -370,3 +370,27 @@ def test_what_is_no_model_is_called_what_it_is(tmp_path: Path) -> None:
         (tmp_path / "run" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "run" / name).touch()
     assert inspect(tmp_path / "run")["title"].startswith("a run directory of lora-rocm (lora.safetensors)")
+
+
+@pytest.mark.parametrize(
+    ("names", "code"),
+    [
+        (["unknown.weight"], 2),
+        (["encoder.conv_in.weight", "decoder.conv_in.weight"], 2),
+        ([f"lora_unet_{ATTENTION.format(0)}.lora_down.weight", f"lora_unet_{ATTENTION.format(0)}.lora_up.weight"], 0),
+    ],
+)
+def test_the_exit_code_says_whether_a_recipe_can_name_it(tmp_path: Path, names: list[str], code: int) -> None:
+    shapes = {"down.weight": (4, 2048), "up.weight": (640, 4)}
+    tensors = {
+        name: torch.zeros(next((s for end, s in shapes.items() if name.endswith(end)), (3, 3))) for name in names
+    }
+    save_file(tensors, tmp_path / "x.safetensors")
+    ended = command_line("inspect", tmp_path / "x.safetensors", "--json")
+    assert ended.exit_code == code and json.loads(ended.stdout)["usable"] is (code == 0)
+    assert command_line("inspect", tmp_path / "x.safetensors").exit_code == code
+
+
+def test_what_is_no_model_can_be_looked_at(tmp_path: Path) -> None:
+    assert command_line("inspect", "builtin:tiny-sdxl").exit_code == 0
+    assert inspect(Path("builtin:demo"))["usable"] is True

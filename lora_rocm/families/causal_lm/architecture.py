@@ -20,6 +20,7 @@ from lora_rocm.base_models import conversion
 from lora_rocm.base_models.loading import Layout, Part, Source, TokenizerOf
 from lora_rocm.errors import ModelError
 from lora_rocm.families.causal_lm.attention import APART, NAME, samples_apart
+from lora_rocm.families.causal_lm.experts import use_working_product
 from lora_rocm.families.causal_lm.objective import Head
 from lora_rocm.families.causal_lm.published_weights import published
 from lora_rocm.foundation.terminal_text import printable
@@ -192,6 +193,7 @@ def prepared(model: nn.Module) -> nn.Module:
     Raises:
         ModelError: its blocks are not found.
     """
+    use_working_product()
     whole: Any = model
     inside = decoder(model)
     whole.config._attn_implementation = inside.config._attn_implementation = NAME
