@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lora_rocm.base_models import loading
+from lora_rocm.base_models import config_faults
 from lora_rocm.errors import ModelError, UserError
 from lora_rocm.families.base import family_for
 from lora_rocm.families.registry import PRODUCT
@@ -214,7 +214,7 @@ def test_the_meta_device_does_not_decide_where_numbers_are_read(
         with monkeypatch.context() as patch:
             if error is not None:
                 patch.setattr(dry_run, "losses", fails(error))
-            patch.setattr(loading, "suspects", lambda values, defaults, error: [])
+            patch.setattr(config_faults, "suspects", lambda values, defaults, error: [])
             if isinstance(error, TypeError):
                 with pytest.raises(ModelError) as caught:
                     dry_run.require_computable(family, recipe)

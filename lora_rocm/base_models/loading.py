@@ -22,14 +22,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from torch import nn
 
 from lora_rocm.base_models import conversion, hub
 from lora_rocm.base_models.assembly import Assembly
+from lora_rocm.base_models.config_faults import UNFIT_ERRORS, config_unfit
 from lora_rocm.base_models.conversion import Converter, Found, UnfitError, is_source, sources_of
-from lora_rocm.base_models.hollow import Finish, defaults_of, hollow_copy, hollow_shared
+from lora_rocm.base_models.hollow import Finish, hollow_copy, hollow_shared
 from lora_rocm.base_models.run_folder import refuse_run
 from lora_rocm.base_models.safetensors_file import digest, read_hashed
 from lora_rocm.base_models.stored_weights import ComponentTensors
@@ -40,25 +39,12 @@ from lora_rocm.device.torch_errors import out_of_memory
 from lora_rocm.errors import ModelError, StorageError
 from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.kernels.weight_format import DENSE, WeightFormat
-from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN, Config, mistyped, read_config, require_bounded, suspects
+from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN, Config, read_config, require_bounded
 from lora_rocm.model_files.header import Header, read_header
 from lora_rocm.model_files.models import INDEXES, model_of
 from lora_rocm.model_files.storage_formats import QUANTISED_KEYS
 
 BUILTIN_PREFIX = "builtin:"
-# Exceptions of the model libraries for configs or weights that are damaged or of another kind.
-UNFIT_ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    SafetensorError,
-    StrictDataclassError,
-)
 NAMES_CODE = "_implementation"  # ending of config keys that choose an implementation, possibly code on the hub
 VOLATILE_CONFIG_KEYS = (
     "_name_or_path",
@@ -512,59 +498,6 @@ def _beside(path: Path, layout: Layout, own: Mapping[str, Path]) -> dict[str, Pa
             fix=f"Set {' and '.join(f'model.{part}' for part in missing)} too, or give a diffusers folder.",
         )
     return found
-
-
-def config_unfit(
-    what: str,
-    cls: Any,
-    path: Path,
-    values: Mapping[str, Any],
-    error: BaseException,
-    use: Callable[[Mapping[str, Any]], object],
-) -> ModelError:
-    """Return the error for a config that a library cannot use. It names the key that is to blame, if that is found.
-
-    Args:
-        what: what cannot be done.
-        cls: of the component.
-        path: of the config.
-        values: of the config.
-        error: of the library.
-        use: uses changed values, and raises one of ``UNFIT_ERRORS`` if that cannot be done.
-    """
-    key = cause_of(values, defaults_of(cls), error, use)
-    cause = f" {key} is {json.dumps(values[key])[:60]}." if key else ""
-    said = " ".join(str(error).split())[:200].rstrip(".")
-    return ModelError(
-        "config-unfit",
-        f"{what}.{cause} The library says: {type(error).__name__}{f': {said}' if said else ''}.",
-        where=f"{path}: {key}" if key else str(path),
-        fix=f"{f'Correct {key} there. ' if key else ''}{DOWNLOAD_AGAIN}",
-    )
-
-
-def cause_of(
-    values: Mapping[str, Any],
-    defaults: Mapping[str, Any],
-    error: BaseException,
-    use: Callable[[Mapping[str, Any]], object],
-) -> str:
-    """Return the key without which ``use`` does not fail, the likeliest tried first; "" if there is none.
-
-    The only key of another type than its default is to blame also if the default fails, as in a model of another size.
-
-    Args:
-        values: with which it fails.
-        defaults: values of missing keys.
-        error: of the library.
-        use: as of ``config_unfit``.
-    """
-    odd = mistyped(values, defaults)
-    for key in odd if len(odd) == 1 else suspects(values, defaults, error):
-        with contextlib.suppress(*UNFIT_ERRORS, ImportError, ModelError):
-            use({name: value for name, value in values.items() if name != key})
-            return key
-    return odd[0] if len(odd) == 1 else ""
 
 
 def builtin_folder(name: str) -> Path:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lora_rocm.base_models.loading import UNFIT_ERRORS, Source, config_unfit
+from lora_rocm.base_models.config_faults import UNFIT_ERRORS, config_unfit
+from lora_rocm.base_models.loading import Source
 from lora_rocm.base_models.random_weights import RandomSource
 from lora_rocm.dataset.entry_spec import CAPTION, IMAGE
 from lora_rocm.dataset.shape import Shape

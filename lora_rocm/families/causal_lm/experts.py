@@ -29,7 +29,7 @@ def takes_grouped(device: torch.device, dtype: torch.dtype) -> bool:
             ends_E = torch.tensor([SIDE, 2 * SIDE], device=device, dtype=torch.int32)
             found_SO = product(rows_SI, weight_EIO, offs=ends_E)
             found_SO.backward(torch.ones_like(found_SO))  # a gradient of a sum has no strides that it takes
-    except RuntimeError as error:  # NotImplementedError too
+    except RuntimeError as error:
         if device.type != "meta":
             LOG.warning(
                 "The experts are computed one after another: PyTorch's grouped product does not take %s on %s (%s)",

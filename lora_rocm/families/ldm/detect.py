@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from diffusers import DDPMScheduler
 
+from lora_rocm.base_models.config_faults import UNFIT_ERRORS, cause_of
 from lora_rocm.base_models.hollow import defaults_of
-from lora_rocm.base_models.loading import UNFIT_ERRORS, Source, cause_of
+from lora_rocm.base_models.loading import Source
 from lora_rocm.base_models.weight_files import PICKLE_SUFFIXES
 from lora_rocm.errors import ModelError
 from lora_rocm.families.component_check import MAX_NAMED, check_component
