@@ -116,12 +116,20 @@ def inspect(path: Path, registry: Registry = PRODUCT, judge: Judge = judge_in_ch
 
     title: what it is. families: possible values of ``model.family``. trainable: those that can be trained here, for a
     base as ``judge`` says. needed: keys of ``model`` that a base needs, too. unusable: why none of the families can be;
-    left out if one can, or if none is known.
+    left out if one can, or if none is known. problem: code, what, where and fix of the error by which ``check`` and
+    ``train`` refuse a base. notices: what they say about one that they take. usable: whether a recipe can name it.
 
     Raises:
         ModelError: it is missing, damaged, or no model; pickle-refused, gguf-refused.
         MachineError: the child that judges a base cannot run.
     """
+    found = _judged(path, registry, judge)
+    found["usable"] = bool(found["trainable"] or found.get("keys") or found.pop("no_model", False))
+    return found
+
+
+def _judged(path: Path, registry: Registry, judge: Judge) -> Found:
+    """As ``inspect``, without whether a recipe can name it."""
     found = _looked_at(path, registry)
     candidates = found.pop("candidates", [])
     if not candidates:
@@ -133,8 +141,10 @@ def inspect(path: Path, registry: Registry = PRODUCT, judge: Judge = judge_in_ch
     if usable:
         found["families"] = [*dict.fromkeys((*found["families"], *usable))]
         found["needed"] = [*verdicts[usable[0]]["needed"]]
+        found["notices"] = [*verdicts[usable[0]]["notices"]]
     else:
         found["unusable"] = why or verdicts[candidates[0]]["refusal"]
+        found["problem"] = dict(verdicts[candidates[0]]["problem"])
     return found
 
 
@@ -226,11 +236,11 @@ def _folder(path: Path, registry: Registry) -> Found:
     if (path / PEFT_CONFIG).is_file() or (path / PEFT_WEIGHTS).is_file():
         return _looked_at(path / PEFT_WEIGHTS, registry)
     if (path / STATE).is_file() and (path / "adapter.safetensors").is_file():
-        return {"title": "a training state of lora-rocm", "families": [], "trainable": []}
+        return {"title": "a training state of lora-rocm", "families": [], "trainable": [], "no_model": True}
     if RunDir(path).holds_run():
         loras = sorted(file.name for file in final_files(RunDir(path)))
         title = f"a run directory of lora-rocm ({', '.join(loras) or 'no LoRA file yet'}), for lora-rocm status"
-        return {"title": title, "families": [], "trainable": []}
+        return {"title": title, "families": [], "trainable": [], "no_model": True}
     place = index_of(path)
     if place is None and (parts := peft_folders(path)):
         return _peft_folder(sorted(parts.values()), registry)
@@ -420,7 +430,8 @@ def _shipped(name: str, registry: Registry) -> dict[str, object]:
         families = [spec.name for spec in registry if stem == f"tiny-{spec.name}"]
         return {"title": "a tiny model that ships with the program", "families": families, "trainable": families}
     if name in (*BUILTIN_FOLDERS, *BUILTIN_TABLES):
-        return {"title": "data that ships with the program, for data.path or dataset", "families": [], "trainable": []}
+        title = "data that ships with the program, for data.path or dataset"
+        return {"title": title, "families": [], "trainable": [], "no_model": True}
     known = ", ".join((*models, *BUILTIN_FOLDERS, *BUILTIN_TABLES))
     raise ModelError("not-a-model", "Nothing of this name ships with the program.", where=name, fix=f"Known: {known}.")
 
@@ -542,6 +553,7 @@ def _verdict_lines(found: Found) -> list[str]:
         lines.append(f"  {use} model.family: {' or '.join(found['trainable'])}{more}")
     elif found["families"] or "unusable" in found:
         lines.append(f"  {found.get('unusable', NOT_TRAINED)}")
+    lines += [f"  note: {notice}" for notice in found.get("notices", ())]
     for key in sorted(set(found.get("keys", {}).values())):
         names = [name for name, each in found["keys"].items() if each == key]
         lines.append(f"  can be used as {key} with model.family: {' or '.join(names)}")

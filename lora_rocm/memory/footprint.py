@@ -219,7 +219,7 @@ def hollow_model(family: ModelFamily, recipe: Recipe, dtype: torch.dtype, on_gpu
     adapter = inject_hollow(family, model, recipe.lora)
     adapter.cast_inputs(False)
     for name, component in model.components.items():
-        _to_meta(component).train()
+        to_meta(component).train()
         for tensor in [*component.parameters(), *component.buffers()]:
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(dtype)
@@ -230,7 +230,7 @@ def hollow_model(family: ModelFamily, recipe: Recipe, dtype: torch.dtype, on_gpu
     return model
 
 
-def _to_meta(component: nn.Module) -> nn.Module:
+def to_meta(component: nn.Module) -> nn.Module:
     """Move a component to the meta device. ``Module.to`` alone would make a tensor for each name of a tied weight."""
     moved: dict[Tensor, nn.Parameter] = {}
     for owner in component.modules():

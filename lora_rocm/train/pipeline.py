@@ -49,6 +49,7 @@ from lora_rocm.train.lost_images import DataOfCheckpoint, data_of_checkpoint
 from lora_rocm.train.outputs import Artifacts
 from lora_rocm.train.session import Session
 from lora_rocm.train.start_encoder import start_encoders
+from lora_rocm.train.usable_base import require_usable
 from lora_rocm.train.watched import prepare_watched
 
 RECIPE_DIFFERS = "The recipe differs from the checkpoint's in a key that may not change."
@@ -89,6 +90,8 @@ def train(start: StartContext) -> tuple[bool, int]:
     if checkpoint is not None and recipe.runtime.threads is None and restore_threads(checkpoint):
         start.context.notice(f"Using {torch.get_num_threads()} CPU threads, as the checkpoint did: sums depend on it.")
     family = family_for(recipe)
+    if checkpoint is None:  # a run that goes on has computed with its base before
+        require_usable(family, recipe)
     compilation.how_asked(recipe.runtime.compile, start.device)  # refuse before anything is encoded
     if checkpoint is not None and not start.accept_changes:
         checkpoint.require_ranks(start.world.size)

@@ -5,24 +5,24 @@ The job has the key "recipe". It prints one JSON object, ``Seen``, or an error e
 
 from __future__ import annotations
 
-import json
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from lora_rocm.dataset.records import UnusableText
 from lora_rocm.dataset.row_edge import row_edge
 from lora_rocm.dataset.sample_table import Samples
 from lora_rocm.dataset.text_scan import NUM_KEPT, Aside, Notes, add_parts, texts_of
-from lora_rocm.errors import LoraRocmError, Problem
+from lora_rocm.errors import Problem
 from lora_rocm.families.base import ModelFamily, TextReader, family_for
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.latent_cache.prepare import lengths_of_texts, texts_in_cache
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
+from lora_rocm.train.json_child import answer
 
 SHOWN, LOOKED_AT = 3, 10_000
 
@@ -96,17 +96,14 @@ def _shown(reader: TextReader, text: str) -> str:
 
 def main(registry: Registry = PRODUCT) -> int:
     """Look at the texts of the recipe in the file that the first argument names."""
-    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    try:
+
+    def found(job: Mapping[str, Any]) -> dict[str, Any]:
         recipe = recipe_from(job["recipe"], registry)
         family = family_for(recipe)
         reader = family.texts
-        found: dict[str, Any] = asdict(seen(recipe, reader, family=family) if reader else Seen())
-        code = 0
-    except LoraRocmError as error:
-        found, code = {"type": "error", **error.to_event()}, error.exit_code
-    sys.stdout.write(json.dumps(found) + "\n")
-    return code
+        return asdict(seen(recipe, reader, family=family) if reader else Seen())
+
+    return answer(found)
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def _explained(error: Exception, run_dir: RunDir, me: Rank) -> LoraRocmError:
         "internal",
         f"The training process met an error that it does not know: {type(error).__name__}: {error}",
         where=f"traceback in {run_dir.log_of(me.rank)}",
-        fix="Please report it with that log attached; --resume latest goes on from the last checkpoint.",
+        fix="Please report it with that log attached. Then run the same command with --resume latest.",
     )
     return told(error, run_dir.path, unknown)
 

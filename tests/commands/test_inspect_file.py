@@ -446,3 +446,27 @@ def test_one_damaged_component_refuses_the_folder(tmp_path: Path, broken: str | 
         (tmp_path / component / "adapter_config.json").write_text('{"lora_alpha": 4, "r": 4}', encoding="utf-8")
     text = inspect_text(inspect(tmp_path))
     assert bool(CLAIMS.search(text)) is (broken is None), text
+
+
+@pytest.mark.parametrize(
+    ("names", "code"),
+    [
+        (["unknown.weight"], 2),
+        (["encoder.conv_in.weight", "decoder.conv_in.weight"], 2),
+        ([f"lora_unet_{ATTENTION.format(0)}.lora_down.weight", f"lora_unet_{ATTENTION.format(0)}.lora_up.weight"], 0),
+    ],
+)
+def test_the_exit_code_says_whether_a_recipe_can_name_it(tmp_path: Path, names: list[str], code: int) -> None:
+    shapes = {"down.weight": (4, 2048), "up.weight": (640, 4)}
+    tensors = {
+        name: torch.zeros(next((s for end, s in shapes.items() if name.endswith(end)), (3, 3))) for name in names
+    }
+    save_file(tensors, tmp_path / "x.safetensors")
+    ended = command_line("inspect", tmp_path / "x.safetensors", "--json")
+    assert ended.exit_code == code and json.loads(ended.stdout)["usable"] is (code == 0)
+    assert command_line("inspect", tmp_path / "x.safetensors").exit_code == code
+
+
+def test_what_is_no_model_can_be_looked_at(tmp_path: Path) -> None:
+    assert command_line("inspect", "builtin:tiny-sdxl").exit_code == 0
+    assert inspect(Path("builtin:demo"))["usable"] is True

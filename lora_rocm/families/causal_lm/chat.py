@@ -96,6 +96,15 @@ class ChatTokenizer:
         self._keys = MessageKeys(lambda record: self._rendered(self._with_arguments(record)))
 
     @property
+    def takes_conversations(self) -> bool:
+        """Whether there is a chat template."""
+        return self._template.is_there
+
+    def require_template(self, where: str) -> None:
+        """As ``ChatTemplate.require_readable``."""
+        self._template.require_readable(where)
+
+    @property
     def notices(self) -> Sequence[str]:
         found = list[str]()
         if self._num_cut:

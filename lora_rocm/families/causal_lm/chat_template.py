@@ -11,7 +11,7 @@ from transformers.utils.chat_template_utils import _alias_reasoning_fields
 
 from lora_rocm.dataset.records import UnusableText
 from lora_rocm.dataset.row_edge import SharedCause, fails_for_all, row_edge
-from lora_rocm.errors import DataError
+from lora_rocm.errors import DataError, ModelError
 from lora_rocm.families.causal_lm.special_tokens import leaves
 from lora_rocm.families.causal_lm.template_limits import BoundedSandbox, Meter, metered, sandbox
 
@@ -34,6 +34,21 @@ class ChatTemplate:
     @property
     def is_there(self) -> bool:
         return self._tokenizer.chat_template is not None
+
+    def require_readable(self, where: str) -> None:
+        """Refuse a template that cannot be compiled. ``where``: its file.
+
+        Raises:
+            ModelError: chat-template-fails.
+        """
+        found = self._tokenizer.chat_template
+        for source in found.values() if isinstance(found, Mapping) else [] if found is None else [found]:
+            try:
+                with row_edge("The chat template cannot be compiled", FIX, self.fails):
+                    self._sandbox.from_string(source)
+            except UnusableText as error:
+                fix = "Download the tokenizer's files again, or give another tokenizer (model.tokenizer)."
+                raise ModelError("chat-template-fails", error.what, where=where, fix=fix) from error
 
     def text(
         self, messages: Sequence[Message], tools: Sequence[Any], prompt: bool = False, num_letters: int | None = None
