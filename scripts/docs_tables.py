@@ -99,7 +99,7 @@ def where(when: When) -> str:
         {True: "WSL", False: "not WSL", None: ""}[when.wsl],
         ", ".join(cards) + (" and unknown GPUs" if when.unknown_too else ""),
         _versions("torch", when.torch_from, when.torch_below),
-        _versions("ROCm", when.hip_from, when.hip_below),
+        _versions("ROCm", when.hip_from or when.rocm_from, when.hip_below or when.rocm_below),
         _versions("AOTriton", when.aotriton_from, when.aotriton_below),
         _versions("kernel", when.kernel_from, when.kernel_below),
         "torch has no kernels for the GPU" if when.lacks_kernels else "",

@@ -11,8 +11,9 @@ from pathlib import Path
 from lora_rocm.doctor.cures import install_torch, newer_firmware, newer_kernel
 from lora_rocm.doctor.finding import Check, Finding
 from lora_rocm.foundation.tables import by_name, read_table
+from lora_rocm.hardware.attention_images import attention_fits, attention_misfit
 from lora_rocm.rules.environment import EnvPlan
-from lora_rocm.rules.rule import Level, Situation, When, release
+from lora_rocm.rules.rule import Level, Situation, When, release, rocm_of
 
 Read = Callable[[Situation], str | None]
 Cure = Callable[[Situation, str], tuple[str, ...]]
@@ -83,16 +84,19 @@ def _kernel_of_unread_drm(situation: Situation) -> str | None:
 
 
 def _rocm(situation: Situation) -> str | None:
-    """ROCm's version, from the wheel's version. HIP's third number is a build ("10.0.26301")."""
-    torch = situation.facts.torch
-    if torch is None or torch.hip is None:
-        return None
-    found = re.search(r"\+rocm(\d+(?:\.\d+)+)", torch.version)
-    return found.group(1) if found else ".".join(map(str, release(torch.hip)[:2]))
+    return rocm_of(situation.facts)
+
+
+def _rocm_of_unproven_attention(situation: Situation) -> str | None:
+    """ROCm's version, unless the files of its attention library were read and fit, which is better evidence."""
+    facts, gfx = situation.facts, situation.gpu.gfx if situation.gpu is not None else None
+    proven = attention_fits(facts.torch, gfx) or attention_misfit(facts.torch, gfx) is not None
+    return None if proven else rocm_of(facts)
 
 
 FUNCTIONS = {
     **by_name(_adrenalin, _drm, _firmware_date, kernel, _kernel_of_unread_drm, _mes, _rocm),
+    **by_name(_rocm_of_unproven_attention),
     "as_written": lambda situation, line: (line,),
     "install_torch": lambda situation, good: install_torch(situation),
     "newer_firmware": lambda situation, good: newer_firmware(situation.facts, good),

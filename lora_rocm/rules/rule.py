@@ -73,6 +73,9 @@ class When:
     """Only in the profile "safe", or if the self-test did not clear "fast"."""
     hip_from: str | None = None
     hip_below: str | None = None
+    rocm_from: str | None = None
+    """As ``rocm_of`` says it, which is not HIP's version from ROCm 7.15 on."""
+    rocm_below: str | None = None
     aotriton_from: str | None = None
     aotriton_below: str | None = None
     kernel_from: str | None = None
@@ -114,6 +117,7 @@ class When:
         return (
             _between(self.torch_from, torch.version if torch else None, self.torch_below)
             and _between(self.hip_from, torch.hip if torch else None, self.hip_below)
+            and _between(self.rocm_from, rocm_of(facts), self.rocm_below)
             and _between(self.aotriton_from, aotriton_of(facts), self.aotriton_below)
             and _between(self.kernel_from, linux.kernel if linux else None, self.kernel_below)
         )
@@ -123,6 +127,15 @@ class When:
         if self.lacks_kernels and (gpu is None or has_kernels(arch_list, gpu.gfx) is not False):
             return False
         return self.wheel_has is None or has_kernels(arch_list, self.wheel_has) is True
+
+
+def rocm_of(facts: HostFacts) -> str | None:
+    """The ROCm of the installed torch, from the wheel's version, else HIP's: its third number is a build."""
+    torch = facts.torch
+    if torch is None or torch.hip is None:
+        return None
+    found = re.search(r"\+rocm(\d+(?:\.\d+)+)", torch.version)
+    return found.group(1) if found else ".".join(map(str, release(torch.hip)[:2]))
 
 
 AOTRITON_OF_TORCH = (("2.12", "0.12"), ("2.11", "0.11.2"), ("2.10", "0.11.1"), ("2.9", "0.11"), ("2.8", "0.10"))
