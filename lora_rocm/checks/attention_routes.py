@@ -21,10 +21,13 @@ from lora_rocm.hardware.settings import Settings
 from lora_rocm.rules.mitigations import change_event
 from lora_rocm.rundir.run_context import RunContext
 
+TRIED_ON = ("cuda",)
 SHAPES = {64: ((1, 2, 80, 77, False),), 128: ((1, 2, 80, 80, True),)}
 """Numbers in a head -> (samples, heads, queries, keys, causal): small, so that all routes take a few milliseconds."""
 SCALE = 2.0
 FUSED_WAYS = ("auto", "sdpa-flash", "sdpa-ck", "sdpa-efficient", "sdpa-cudnn")
+CUDNN_WAY = "sdpa-cudnn"
+"""Torch chooses cuDNN after plain attention, so never by itself; to load it takes seconds."""
 REMEMBERED = "Later runs on this machine do without it, too (lora-rocm forget)."
 
 
@@ -33,12 +36,17 @@ def checked_attention(
 ) -> Settings:
     """Try the routes that the settings allow, in each dtype; return the settings without the wrong ones.
 
+    Only accelerators are tried: the canary looks at torch's own choice everywhere.
+
     Raises:
         MachineError: no route is right, or torch's own choice among the right ones is wrong.
         CanaryError: after a wrong route the device does not work any more. The next start does without the route.
     """
+    if device.type not in TRIED_ON:
+        return settings
     names = [name for name, dtype in DTYPES.items() if dtype in dtypes]
-    enabled = [route for route in ROUTES if _is_enabled(route)]
+    never_taken = set() if settings.attention == CUDNN_WAY else {"cudnn"}
+    enabled = [route for route in ROUTES if _is_enabled(route) and route not in never_taken]
     wrong, right = dict[str, str](), list[str]()
     for route in enabled:
         fault = _fault(route, device, names)
@@ -100,10 +108,10 @@ def _fault(route: str, device: torch.device, dtypes: Sequence[str]) -> str | Non
 def _is_enabled(route: str) -> bool:
     cuda = torch.backends.cuda
     enabled: dict[str, bool] = {
-        "math": cuda.math_sdp_enabled(),  # type: ignore[no-untyped-call]
-        "efficient": cuda.mem_efficient_sdp_enabled(),  # type: ignore[no-untyped-call]
-        "flash": cuda.flash_sdp_enabled(),  # type: ignore[no-untyped-call]
-        "cudnn": cuda.cudnn_sdp_enabled(),  # type: ignore[no-untyped-call]
+        "math": cuda.math_sdp_enabled(),
+        "efficient": cuda.mem_efficient_sdp_enabled(),
+        "flash": cuda.flash_sdp_enabled(),
+        "cudnn": cuda.cudnn_sdp_enabled(),
     }
     return enabled[route]
 

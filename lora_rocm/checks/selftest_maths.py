@@ -18,7 +18,6 @@ from torch import Tensor
 from lora_rocm.checks.selftest_base import (
     DTYPES,
     Check,
-    NotHereError,
     WrongAnswerError,
     expect,
     judge,
@@ -43,7 +42,8 @@ CONV_TIMEOUT_S = 120.0  # MIOpen compiles kernels
 
 def gemm_checks(device: torch.device) -> Iterator[Check]:
     """Yield checks of the library, and of square, LoRA-shaped, tall, batched and chained products."""
-    yield Check("gemm.hipblaslt-off", _library)
+    if blas.hipblaslt_is_off(os.environ):
+        yield Check("gemm.hipblaslt-off", _library)
     large = device.type == "cuda"
     rows, width, square = (4096, 4096, 256) if large else (96, 160, 64)
     lora: list[Sizes] = []
@@ -77,9 +77,7 @@ def conv_checks(device: torch.device) -> Iterator[Check]:
 
 
 def _library() -> str:
-    """Read back that products do without hipBLASLt where it is switched off."""
-    if not blas.hipblaslt_is_off(os.environ):
-        raise NotHereError("hipBLASLt is not switched off here")
+    """Read back that products do without hipBLASLt, where it is switched off."""
     library = blas.preferred()
     if library != "cublas":
         raise WrongAnswerError(f"hipBLASLt is switched off, and torch prefers {library} all the same")

@@ -134,8 +134,8 @@ def _train(session: Session, recipe: Recipe, options: argparse.Namespace, me: Ra
     # Find the checkpoint and announce the start
     with session.phase("start"):
         dtype = compute_dtype(recipe.train.mixed_precision, device, settings, recipe.spec.takes_fp16)
-        if device.type == "cuda":  # before the first encoder computes with it
-            settings = checked_attention(settings, device, (dtype, torch.float32), session.context)
+        # Before the first encoder computes with it
+        settings = checked_attention(settings, device, (dtype, torch.float32), session.context)
         world = join(me, device, session.context.beat)
         checkpoint = pipeline.find_checkpoint(session, options.checkpoint)
     session.emit(

@@ -34,6 +34,8 @@ REVIEWED: dict[str, list[tuple[float, bool] | None]] = {
     "windows-gfx1153": [(8.1, True)],
     "windows-krackan": [(15.9, True)],
     "windows-rx7900xtx-raphael": [(31.6, True), (23.0, True)],
+    "windows-rx9060xt": [(15.2, True)],
+    "windows-rx9060xt-next": [(15.2, True)],
     "windows-rx9070xt": [(15.2, True)],
     "windows-strix-halo": [(63.0, True)],
     "wsl-rx7900xtx": [(23.0, True)],
