@@ -1,8 +1,8 @@
-"""Before a run computes anything: each route of torch's attention is called once, and its numbers are compared.
+"""Before a process computes with a model: each route of torch's attention is called once, and its numbers are compared.
 
 An attention library can give zeros without an error, or fail only when it is called (ROCm/aotriton#210, ComfyUI#15647).
-A wrong route is held out in this process, told, and remembered for this machine, so that torch takes another one. The
-self-test tries more shapes, but runs once for a machine's software and may be switched off.
+A wrong route is held out in this process and told, so that torch takes another one; a change is emitted, by which later
+runs on this machine do without it. The self-test tries more shapes, but once for a machine's software, if at all.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from lora_rocm.device.attention import ROUTES, enable, hold_out
 from lora_rocm.errors import CanaryError, MachineError
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.rules.mitigations import change_event
+from lora_rocm.rundir.event_types import ChangeEvent
 from lora_rocm.rundir.run_context import RunContext
 
 TRIED_ON = ("cuda",)
@@ -28,7 +29,6 @@ SCALE = 2.0
 FUSED_WAYS = ("auto", "sdpa-flash", "sdpa-ck", "sdpa-efficient", "sdpa-cudnn")
 CUDNN_WAY = "sdpa-cudnn"
 """Torch chooses cuDNN after plain attention, so never by itself; to load it takes seconds."""
-REMEMBERED = "Later runs on this machine do without it, too (lora-rocm forget)."
 
 
 def checked_attention(
@@ -56,19 +56,20 @@ def checked_attention(
             right.append(route)
             continue
         wrong[route] = fault
-        context.emit(change_event(f"attention-{route}-off", "attention"))
         if not device_works(device):
+            context.emit(_held_out(route))
             raise CanaryError(
                 "canary-kernel",
-                f"Attention by the route {route} is wrong, and the GPU does not work any more after it. {REMEMBERED}",
+                f"Attention by the route {route} is wrong, and the GPU does not work any more after it.",
                 where=fault,
-                fix="The run starts again without this route. lora-rocm doctor says what is known about this machine.",
+                fix="A new start does without this route. lora-rocm doctor says what is known about this machine.",
             )
-        context.notice(f"Attention by the route {route} is wrong here and is not used ({fault}). {REMEMBERED}")
     if enabled and not right:
         raise _none_right("No way in which torch computes attention is right on this device.", wrong)
-    if wrong:
-        settings = hold_out(settings, wrong)
+    for route, fault in wrong.items():
+        context.emit(_held_out(route))
+        context.notice(f"Attention by the route {route} is wrong here and is not used ({fault}).")
+    settings = hold_out(settings, wrong) if wrong else settings
     if right == ["math"] and settings.attention in FUSED_WAYS and _holds_out(settings):
         settings = replace(settings, attention="math")  # the plan of memory has to know that nothing is fused
         enable(settings)
@@ -78,6 +79,10 @@ def checked_attention(
             "Attention as torch chooses to compute it is wrong on this device.", {**wrong, DEFAULT: fault}
         )
     return settings
+
+
+def _held_out(route: str) -> ChangeEvent:
+    return change_event(f"attention-{route}-off", "attention")
 
 
 def _holds_out(settings: Settings) -> bool:
@@ -133,7 +138,7 @@ def _any_algorithm() -> Iterator[None]:
 def _none_right(what: str, faults: dict[str, str]) -> MachineError:
     return MachineError(
         "no-attention",
-        f"{what} Nothing was trained.",
+        f"{what} Nothing was computed.",
         where="; ".join(f"{route}: {fault}" for route, fault in faults.items()),
         fix="lora-rocm doctor says what is known about this machine, and how to install another torch.",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,9 @@ from lora_rocm.rules.environment import plan
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.run_context import RunContext
-from lora_rocm.train import pipeline, session, worker
+from lora_rocm.train import pipeline, session, standalone, worker
 from tests.hardware.situations import situation
+from tests.rules.test_environment import recipe
 from tests.supervisor.fake_run import RECIPE
 
 CPU = torch.device("cpu")
@@ -113,9 +115,11 @@ def test_a_wrong_route_is_told_held_out_and_remembered(
 
 def test_no_route_that_is_right_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     spoil(monkeypatch, ("flash", "math"), zeros)
+    events: list[Any] = []
     with pytest.raises(MachineError) as caught:
-        look()
+        checked_attention(Settings(), CPU, (torch.bfloat16,), RunContext(emit=events.append))
     assert caught.value.code == "no-attention" and "flash" in caught.value.where and "math" in caught.value.where
+    assert events == [], "what leaves nothing is not remembered"
 
 
 def test_a_wrong_choice_of_torch_among_right_routes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,6 +211,16 @@ def test_a_worker_without_a_right_route_does_not_begin(run_dir: RunDir, monkeypa
 def test_a_sound_worker_begins_as_planned(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     code, begun = start_worker(run_dir, monkeypatch)
     assert code == 0 and begun == [Settings()] and read_events(run_dir.events(), "change") == []
+
+
+def test_samples_and_chats_do_without_a_wrong_route_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoil(monkeypatch, ("flash",), zeros)
+    _, settings = standalone.start_device(recipe())
+    assert settings.flash_attention is False
+    (told,) = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert told["type"] == "notice" and "route flash" in told["text"]
 
 
 def test_a_cpu_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
