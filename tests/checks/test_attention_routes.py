@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from lora_rocm.device.attention import context_of
 from lora_rocm.device.backend_settings import apply
 from lora_rocm.errors import CanaryError, MachineError
 from lora_rocm.hardware.settings import Settings
+from lora_rocm.rules import mitigation_store
 from lora_rocm.rules.environment import plan
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
@@ -111,6 +113,13 @@ def test_a_wrong_route_is_told_held_out_and_remembered(
         assert taken() != route
     with context_of("math")():
         assert taken() != route
+
+
+def test_what_is_remembered_holds_for_runs_of_any_size(tmp_path: Path) -> None:
+    here = replace(situation("linux-rx7900xtx"), app_dir=str(tmp_path))
+    mitigation_store.keep(here, ["attention-flash-off"], "attention")
+    remembered = mitigation_store.recall(tmp_path, mitigation_store.key_of(here.facts, here.selection))
+    assert mitigation_store.in_force(remembered, ()) == ("attention-flash-off",)
 
 
 def test_no_route_that_is_right_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
