@@ -155,6 +155,19 @@ class Torch:
     """Version of the bundled attention library, AOTriton ("0.12.50")."""
     aotriton_images: dict[str, str] = field(default_factory=dict)
     """Folder of AOTriton's GPU images ("amd-gfx120x") -> the AOTriton that they were built for ("0.13")."""
+    rocm: str | None = None
+    """``torch.version.rocm`` ("10.1.0"), which torch has from 2.13 on; see ``rocm_version``."""
+
+    @property
+    def rocm_version(self) -> str | None:
+        """ROCm's version: as torch names it, else as in "+rocm7.2", else the first two numbers of HIP.
+
+        HIP has ROCm's numbers up to 7.14 only: ROCm 10.0 has HIP 7.15, and 10.1 has 7.16.
+        """
+        if self.hip is None:
+            return None
+        local, hip = re.search(r"\+rocm(\d+(?:\.\d+)+)", self.version), re.match(r"\d+(?:\.\d+)?", self.hip)
+        return self.rocm or (local[1] if local else None) or (hip.group() if hip else None)
 
     @property
     def is_pytorch_org_rocm(self) -> bool:

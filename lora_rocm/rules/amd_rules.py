@@ -71,7 +71,7 @@ def _miopen_folder(last: str) -> Callable[[Situation], str | None]:
         if gpu is None or torch is None or torch.hip is None:
             return None
         path: type[PurePath] = PureWindowsPath if situation.facts.system == "windows" else PurePosixPath
-        version = ".".join(str(part) for part in release(torch.hip)[:2])
+        version = ".".join(str(part) for part in release(torch.rocm_version or "")[:2])
         known = gpu.gfx or "unknown"
         return str(path(situation.app_dir) / "miopen" / f"{known}-rocm{version}" / last)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import date
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal
 
@@ -47,6 +48,8 @@ class Situation:
     """The stored mitigations of this machine for runs of any size; None for a recorded machine."""
     tuned: Tuned = Tuned()
     """The measured choices in force."""
+    today: date | None = None
+    """The day of this start; None for a recorded machine, which is of no day."""
 
     @property
     def gpu(self) -> Gpu | None:
@@ -72,9 +75,10 @@ class When:
     safe_profile: bool = False
     """Only in the profile "safe", or if the self-test did not clear "fast"."""
     hip_from: str | None = None
+    """Compared with HIP, whose numbers are ROCm's up to 7.14; ROCm 10.0 has HIP 7.15, and 10.1 has HIP 7.16."""
     hip_below: str | None = None
     rocm_from: str | None = None
-    """As ``rocm_of`` says it, which is not HIP's version from ROCm 7.15 on."""
+    """See ``Torch.rocm_version``: from ROCm 10 on HIP has other numbers."""
     rocm_below: str | None = None
     aotriton_from: str | None = None
     aotriton_below: str | None = None
@@ -117,7 +121,7 @@ class When:
         return (
             _between(self.torch_from, torch.version if torch else None, self.torch_below)
             and _between(self.hip_from, torch.hip if torch else None, self.hip_below)
-            and _between(self.rocm_from, rocm_of(facts), self.rocm_below)
+            and _between(self.rocm_from, torch.rocm_version if torch else None, self.rocm_below)
             and _between(self.aotriton_from, aotriton_of(facts), self.aotriton_below)
             and _between(self.kernel_from, linux.kernel if linux else None, self.kernel_below)
         )
@@ -127,15 +131,6 @@ class When:
         if self.lacks_kernels and (gpu is None or has_kernels(arch_list, gpu.gfx) is not False):
             return False
         return self.wheel_has is None or has_kernels(arch_list, self.wheel_has) is True
-
-
-def rocm_of(facts: HostFacts) -> str | None:
-    """The ROCm of the installed torch, from the wheel's version, else HIP's: its third number is a build."""
-    torch = facts.torch
-    if torch is None or torch.hip is None:
-        return None
-    found = re.search(r"\+rocm(\d+(?:\.\d+)+)", torch.version)
-    return found.group(1) if found else ".".join(map(str, release(torch.hip)[:2]))
 
 
 AOTRITON_OF_TORCH = (("2.12", "0.12"), ("2.11", "0.11.2"), ("2.10", "0.11.1"), ("2.9", "0.11"), ("2.8", "0.10"))

@@ -173,7 +173,7 @@ def test_other_machines_start_without_a_test(machine: str, monkeypatch: pytest.M
         ("windows-rx9060xt", [], True),
         ("windows-rx9060xt", ["runtime.attention=math"], False),
         ("windows-rx9060xt", ["runtime.device=cpu"], False),
-        ("windows-rx9060xt-next", [], False),
+        ("windows-rx9060xt-fits", [], False),
     ],
 )
 def test_a_torch_whose_attention_has_images_of_another_version_trains_nothing(

@@ -85,7 +85,7 @@ def put_torch(folder: Path, torch: Torch | None, libraries: dict[str, str]) -> P
         return folder
     put(folder, f"torch-{torch.version}.dist-info/METADATA", "Name: torch\n")
     put(folder, f"torch-{torch.version}.dist-info/RECORD", "torch/version.py,,\n")
-    fields = "".join(f"{name}: Optional[str] = {getattr(torch, name)!r}\n" for name in ("cuda", "hip"))
+    fields = "".join(f"{name}: Optional[str] = {getattr(torch, name)!r}\n" for name in ("cuda", "hip", "rocm"))
     put(folder, "torch/version.py", f"__version__ = {torch.version!r}\n{fields}")
     if torch.aotriton:
         put_aotriton(folder, torch.aotriton)

@@ -20,10 +20,10 @@ from lora_rocm.supervisor.multi_gpu import with_gpus
 from tests.golden import HOSTS, machines
 from tests.hardware.situations import facts_of, fast, situation, with_gpu, with_linux, with_torch
 
-RX9060 = "windows-rx9060xt-next"
+RX9060 = "windows-rx9060xt-fits"
 SWITCH = "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"
 WINDOWS_TORCH: dict[str, dict[str, Any]] = {
-    version: {"version": version, "hip": hip, "aotriton": aotriton, "aotriton_images": {}}
+    version: {"version": version, "hip": hip, "rocm": None, "aotriton": aotriton, "aotriton_images": {}}
     for version, hip, aotriton in (
         ("2.11.0+rocm7.13.0", "7.13.26100", None),
         ("2.11.0+rocm10.1.0a20260818", "7.16.26320", None),
@@ -95,7 +95,9 @@ ORACLE: dict[str, Callable[[Machine], bool]] = {
     "attention-0.12-windows": lambda m: (
         m.system == "windows" and m.hip > [0] and m.gfx in EXPERIMENTAL and numbers(m.torch["version"]) >= [2, 13]
     ),
-    "attention-0.12-windows-7.14.0": lambda m: False,
+    "attention-0.12-windows-7.14.0": lambda m: (
+        m.system == "windows" and m.gfx in EXPERIMENTAL and m.torch.get("version") == "2.12.0+rocm7.14.0"
+    ),
     "attention-misfit": lambda m: bool(m.torch.get("aotriton_images")) and m.torch["version"].startswith("2.12."),
     "torch-cublaslt": lambda m: m.rdna,
     "tunable-hipblaslt": lambda m: m.rdna,

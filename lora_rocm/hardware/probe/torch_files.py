@@ -74,7 +74,8 @@ def _torch(look: Look, folder: Path, packages: dict[str, str], deep: bool) -> To
         return None
     torch = Torch(version, hip=_field(text, "hip"), cuda=_field(text, "cuda"))
     if torch.hip is not None:
-        torch = replace(torch, aotriton=_aotriton(folder), aotriton_images=_aotriton_images(folder))
+        images = _aotriton_images(folder)
+        torch = replace(torch, aotriton=_aotriton(folder), aotriton_images=images, rocm=_field(text, "rocm"))
         metadata = _device_packages(look, folder, packages)
         if metadata is not None:
             return replace(torch, arch_list=metadata, arch_source="metadata")

@@ -43,6 +43,28 @@ def test_a_wheel_of_pytorch_org_names_its_kernels(tmp_path: Path) -> None:
     assert (torch.arch_source, torch.aotriton, torch.hip, torch.cuda) == ("files", "0.11.2", "7.2.53211", None)
 
 
+@pytest.mark.parametrize(
+    ("version", "line", "named"),
+    [
+        ("2.14.0+rocm10.1.0", "rocm: Optional[str] = '10.1.0'\n", "10.1.0"),
+        ("2.15.0a0+git1f2e3d4", "rocm = '10.1.0'\n", "10.1.0"),
+        ("2.14.0+rocm10.1.0", "rocm: Optional[str] = None\n", "10.1.0"),
+        ("2.12.0+rocm7.14.0a20260608", "", "7.14.0"),
+        ("2.12.0a0+git1f2e3d4", "", "7.16"),
+    ],
+)
+def test_rocm_is_what_torch_names_before_what_its_version_says(
+    version: str, line: str, named: str, tmp_path: Path
+) -> None:
+    put_torch(tmp_path, Torch(version, hip="7.16.26270"), {})
+    with (tmp_path / "torch" / "version.py").open("a", encoding="utf-8") as file:
+        file.write("\n" + line)
+    tools = Tools({"python": "archs: gfx1100\n"})
+    torch = torch_in(tmp_path, tools=tools)
+    assert torch is not None and torch.rocm_version == named
+    assert Torch("2.14.0", hip=None, rocm="10.1.0").rocm_version is None
+
+
 def test_amds_older_wheels_have_a_package_of_libraries(tmp_path: Path) -> None:
     put_torch(tmp_path, Torch("2.9.1+rocm7.10.0", hip="7.10.1"), {})
     put(tmp_path, "_rocm_sdk_libraries_gfx1151/bin/rocblas/library/TensileLibrary_lazy_gfx1151.dat", "")
