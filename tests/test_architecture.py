@@ -32,6 +32,7 @@ ROOMS: dict[str, str] = {
     "hardware.probe": STANDARD,
     "model_files": STANDARD,
     "rundir": LIGHT,
+    "telemetry": LIGHT,
     "sections": LIGHT,
     "specs": LIGHT,
     "recipe": LIGHT,
@@ -63,6 +64,7 @@ ROOMS: dict[str, str] = {
 """A room imports from itself and from rooms above it, so there is no circle of rooms."""
 PROCESS_EDGES = {
     (f"{PACKAGE}.dataset.row_edge", "row_edge"),  # the one edge of a row
+    (f"{PACKAGE}.telemetry.reader_child", "main"),
     (f"{PACKAGE}.train.worker", "main"),
     (f"{PACKAGE}.train.model_child", "main"),
     (f"{PACKAGE}.train.tracking", "main"),

@@ -22,7 +22,7 @@ HOLES: dict[str, tuple[int, int, str]] = {
     "cache_files": (5, 0, JSON),
     "checks": (3, 0, TORCH),
     "cli": (2, 0, JSON),
-    "commands": (30, 0, JSON),
+    "commands": (32, 0, JSON),
     "dataset": (75, 3, ARROW),
     "device": (10, 5, TORCH),
     "doctor": (2, 0, JSON),
@@ -45,6 +45,7 @@ HOLES: dict[str, tuple[int, int, str]] = {
     "rundir": (21, 0, JSON),
     "sections": (5, 0, JSON),
     "supervisor": (22, 0, JSON),
+    "telemetry": (7, 0, SYSTEM),
     "trials": (21, 2, TORCH),
     "train": (24, 0, JSON),
 }

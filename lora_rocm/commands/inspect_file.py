@@ -84,6 +84,8 @@ PART_ALONE = (
 )
 FOLDER_ALONE = "to train it, give its folder with config.json and tokenizer"
 NOT_TRAINED = "its family is known by name, and not trained here"
+LIMITS_HERE = ("lora-kind", "lora-magnitudes")
+"""Codes of refusals of files that are whole, and that other programs may read; any other file has a fault."""
 STARTERS = ("LoRA", "LoRA and DoRA", "LoKr", "LoHa", "OFT", "IA3")
 """Kinds of adapter that ``lora.init_from`` reads."""
 
@@ -267,6 +269,9 @@ def _peft_folder(parts: Sequence[Path], registry: Registry) -> Found:
         if not found[name]["families"] and readers:
             adapters[name]["readers"] = None if refused[name] else readers[0]
             found[name]["title"] = f"a {adapters[name]['kind']} for the {name} of the same model"
+    if why and not trainable and any(map(_has_fault, refused.values())):
+        for adapter in adapters.values():
+            adapter["readers"] = None
     return {
         "title": f"PEFT adapters of {len(found)} components",
         "families": families,
@@ -284,6 +289,11 @@ def _refused(header: Header, families: Sequence[str], registry: Registry) -> dic
         if name in registry and (error := _refusal(header, config, registry[name])) is not None:
             errors[name] = error
     return errors
+
+
+def _has_fault(refused: Mapping[str, AdapterError]) -> bool:
+    """Whether a file that no family takes is damaged or of another model, so that no program could use it."""
+    return any(error.code not in LIMITS_HERE for error in refused.values())
 
 
 def _component_folder(path: Path, registry: Registry) -> Found:
@@ -446,8 +456,8 @@ def _adapter(header: Header, kind: str, registry: Registry) -> Found:
     if trained and kind.removesuffix(" and trained norms") not in STARTERS:
         others = {"unusable": f"no run starts from a {kind.removesuffix(' and trained norms')}"}
     spelling, ranks = spelling_of(header.tensors), ranks_of(standard)
-    strength_lost = any(error.code == "lora-strength" for error in refused.values())
-    readers = None if strength_lost or any_rewritten(header.tensors) else readers_of_file(header, families)
+    is_faulty = "unusable" in others and _has_fault(refused)
+    readers = None if is_faulty or any_rewritten(header.tensors) else readers_of_file(header, families)
     if trained and (foreign := foreign_name(standard.tensors, families)) is not None:
         name, other = foreign
         others = {"unusable": f"no run starts from a mixture: it names {one_line(name)[:MAX_SHOWN]}, of {other.title}"}
@@ -502,7 +512,8 @@ def _metadata(metadata: dict[str, str]) -> Found:
 
 def inspect_text(found: Found) -> str:
     """Return ``inspect`` as text."""
-    lines = [f"{found['path']}: {found['title']}"]
+    lines = [f"{found['path']}: {found['title']}", *_verdict_lines(found)]
+    is_refused = "unusable" in found and not found["trainable"]
     if "dtypes" in found:
         dtypes = ", ".join(found["dtypes"])
         lines.append(f"  {count_text(found['tensors'], 'tensor')}, {size_text(found['bytes'])}, {dtypes or 'empty'}")
@@ -512,12 +523,18 @@ def inspect_text(found: Found) -> str:
         part = found.get("parts", {}).get(name)
         lines.append(f"  {name}: {title}{f', {_part_text(part)}' if part is not None else ''}")
     if "adapter" in found:
-        lines += _adapter_lines(found["adapter"])
+        lines += _adapter_lines(found["adapter"], is_refused=is_refused)
     for name, adapter in found.get("adapters", {}).items():
-        lines += [f"  {name}", *(f"  {line}" for line in _adapter_lines(adapter))]
+        lines += [f"  {name}", *(f"  {line}" for line in _adapter_lines(adapter, is_refused=is_refused))]
     for name, value in found.get("metadata", {}).items():
         text = ", ".join(value) if isinstance(value, list) else str(value)
         lines.append(f"  {name}: {one_line(text)[:MAX_SHOWN]}")
+    return "\n".join(lines)
+
+
+def _verdict_lines(found: Found) -> list[str]:
+    """Return what a file or folder can be used for, or why it cannot be."""
+    lines = list[str]()
     starts = "adapter" in found or "adapters" in found
     use = "can start a run (lora.init_from) with" if starts else "can be trained on with"
     if found["trainable"]:
@@ -528,7 +545,7 @@ def inspect_text(found: Found) -> str:
     for key in sorted(set(found.get("keys", {}).values())):
         names = [name for name, each in found["keys"].items() if each == key]
         lines.append(f"  can be used as {key} with model.family: {' or '.join(names)}")
-    return "\n".join(lines)
+    return lines
 
 
 def _part_text(part: Found) -> str:
@@ -541,13 +558,20 @@ def _part_text(part: Found) -> str:
     return f"{known}{size}{quantised}"
 
 
-def _adapter_lines(adapter: Found) -> list[str]:
+def _adapter_lines(adapter: Found, *, is_refused: bool) -> list[str]:
+    """Return what is in an adapter file as text. ``is_refused``: without what programs would do with a whole one."""
     lines = []
-    for component, modules in adapter["modules"].items():
+    shown = dict(list(adapter["modules"].items())[:MAX_NAMED])
+    for component, modules in shown.items():
         some = [f"{target} {count}" for target, count in list(modules.items())[:MAX_NAMED]]
         others = len(modules) - MAX_NAMED
         more = f" and {count_text(others, 'other kind')}" if others > 0 else ""
-        lines.append(f"  {component}: {count_text(sum(modules.values()), 'module')} ({', '.join(some)}{more})")
+        lines.append(
+            f"  {component[:MAX_SHOWN]}: {count_text(sum(modules.values()), 'module')} ({', '.join(some)}{more})"
+        )
+    if left := [modules for name, modules in adapter["modules"].items() if name not in shown]:
+        count = sum(sum(modules.values()) for modules in left)
+        lines.append(f"  and {count_text(len(left), 'other name')}: {count_text(count, 'module')}")
     if adapter["ranks"]:
         lines.append("  rank " + ", ".join(f"{rank} ({count})" for rank, count in adapter["ranks"].items()))
     alpha = adapter["alpha"]
@@ -556,8 +580,10 @@ def _adapter_lines(adapter: Found) -> list[str]:
         both = number_text(alpha["min"]) if same else f"{number_text(alpha['min'])} to {number_text(alpha['max'])}"
         missing = f", missing in {count_text(alpha['missing'], 'module')}" if alpha["missing"] else ""
         lines.append(f"  alpha {both}{missing}")
-    elif alpha["missing"]:
+    elif alpha["missing"] and not is_refused:
         lines.append("  no alpha: each program takes the rank, so the scale is 1")
+    if adapter["readers"] is None and is_refused:
+        return lines
     if adapter["readers"] is None:
         lines.append("  which programs read it is not known here; lora-rocm export says it of a run's files")
         return lines

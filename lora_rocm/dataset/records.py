@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import date, time
 from os.path import commonprefix
 from typing import Any
@@ -26,6 +26,7 @@ CALLS = ("function_call", "tool_call")
 """Roles whose content is the JSON of calls by the assistant: LLaMA-Factory's, ms-swift's."""
 RESULTS = ("observation", "tool_response", "function_response")
 """Roles whose content is what a tool returned."""
+PRINTED = ("tool_calls",)  # keys of a message whose values chat templates print as JSON
 TRAINED = "trained"
 """Key of a message that is not trained on, with the value False. Other messages do not have it."""
 MASKS = (
@@ -117,16 +118,37 @@ def part(record: Record, number: int) -> Record:
 
 
 def written(record: Record) -> str:
-    """A record as one string. A plain text is itself, unless it begins with ``MARK``."""
+    """A record as one string. A plain text is itself, unless it begins with ``MARK``.
+
+    The keys of ``tools`` and of calls stay in the order of the row, because chat templates print them in it
+    (``tool | tojson``). All other keys are sorted: they are read by name.
+    """
     if isinstance(record, str):
         return record if not record.startswith(MARK) else MARK + json.dumps(record)
-    return MARK + json.dumps(record, default=_as_json, ensure_ascii=False, sort_keys=True)
+    return MARK + json.dumps(_in_order(record), default=_as_json, ensure_ascii=False)
+
+
+def _in_order(record: Completion | Conversation | Pair) -> dict[str, Any]:
+    if isinstance(record, Pair):
+        return {"chosen": _in_order(record.chosen), "rejected": _in_order(record.rejected)}
+    if isinstance(record, Completion):
+        return {"completion": record.completion, "prompt": record.prompt}
+    messages = [
+        {
+            key: value if key in PRINTED or isinstance(value, str | bool) else _sorted(value)
+            for key, value in sorted(message.items())
+        }
+        for message in record.messages
+    ]
+    return {"last_only": record.last_only, "messages": messages, "tools": record.tools}
+
+
+def _sorted(value: Any) -> Any:
+    return json.loads(json.dumps(value, default=_as_json, ensure_ascii=False, sort_keys=True))
 
 
 def _as_json(value: Any) -> object:
     """What stands in a record for a value that JSON does not know: of a date, a decimal number or bytes their text."""
-    if is_dataclass(value):
-        return vars(value)
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, bytes | bytearray | memoryview):

@@ -25,6 +25,7 @@ from lora_rocm.report.incident_texts import TEXTS
 from lora_rocm.report.smoothing import Smoothed
 from lora_rocm.report.vram_spill import Spilling
 from lora_rocm.rundir.events import latest_steps
+from lora_rocm.telemetry.numbers import short_text
 
 LINE_EVERY_S = 10.0
 PHASES = {
@@ -63,6 +64,7 @@ LINES: dict[str, Callable[[Event], str]] = {
     "checkpoint": lambda e: f"Saved {e['path']} and {e['lora']}",
     "preview": lambda e: f"{count_text(len(e['images']), 'preview')} after step {e['updates']}",
     "concept": concept_line,
+    "alarm": lambda e: f"Warning: {e['text']}",
     "notice": lambda e: f"Note: {e['text']}",
 }
 """Type of an event -> the line that it is."""
@@ -96,6 +98,7 @@ class ProgressDisplay:
         self.measures = defaultdict[str, Smoothed](Smoothed)
         self.step_s = Smoothed(0.9)
         self.repairs = self.exports = 0
+        self.telemetry = ""
 
     def say(self, text: str) -> None:
         self.view.say(text)
@@ -175,8 +178,13 @@ class ProgressDisplay:
             f"{time_text(left_s)} left",
             size_text(event["memory_bytes"]),
             f"checks {event['transfer_checks']}, failed {event['transfer_failures']}",
+            self.telemetry,
         ]
         self.view.show("Training", event["updates"], event["max_train_steps"], details)
+
+    def _on_telemetry(self, event: Event) -> None:
+        if event["number"] == 0:
+            self.telemetry = short_text(event)
 
     def _on_export(self, event: Event) -> None:
         """Who reads a file is said of the first of ``output.formats`` alone; ``status`` says it of all."""

@@ -40,10 +40,12 @@ from lora_rocm.report.incident_texts import failure_text, trouble_section
 from lora_rocm.report.outliers import spikes_section
 from lora_rocm.report.smoothing import Smoothed
 from lora_rocm.report.svg_plot import Point, Series
+from lora_rocm.report.telemetry_section import telemetry_section
 from lora_rocm.report.vram_spill import spilled
 from lora_rocm.rundir.events import current_steps, read_events
 from lora_rocm.rundir.incidents import last_word, trouble_of
-from lora_rocm.rundir.layout import RunDir
+from lora_rocm.rundir.layout import SUPERVISOR, RunDir
+from lora_rocm.rundir.made_from import stale_exports
 from lora_rocm.rundir.results import result_files
 
 MAX_ROUNDS = 12
@@ -75,6 +77,8 @@ class Facts:
     environment: dict[str, Any]
     trouble: list[Event]
     """Failures, mitigations and restarts, from the events of worker and supervisor."""
+    telemetry: list[Event]
+    """Readings of the GPUs, and warnings from them."""
 
     def all(self, event_type: str) -> list[Event]:
         return [event for event in self.events if event["type"] == event_type]
@@ -108,7 +112,8 @@ def write_report(run_dir: RunDir, registry: Registry = PRODUCT) -> Path:
     except RecipeError:
         recipe = None
     result, environment = _read_json(run_dir.result), _read_json(run_dir.environment)
-    facts = Facts(run_dir, events, current_steps(events), recipe, result, environment, trouble)
+    telemetry = read_events(run_dir.events(SUPERVISOR), "telemetry", "alarm")
+    facts = Facts(run_dir, events, current_steps(events), recipe, result, environment, trouble, telemetry)
     title = recipe.output.name if recipe else run_dir.path.name
     html = page(
         f"{title}: lora-rocm report",
@@ -128,6 +133,7 @@ def write_report(run_dir: RunDir, registry: Registry = PRODUCT) -> Path:
             _exports(facts),
             _data(facts),
             _timings(facts),
+            telemetry_section(facts.telemetry),
             _recipe(facts),
             _environment(facts),
         ],
@@ -170,8 +176,9 @@ def _headline(facts: Facts) -> list[Block]:
 
 
 def _usage(facts: Facts) -> Section | None:
+    stale = {each.path: f"{each.reason}: {each.remedy}" for each in stale_exports(facts.run_dir).values()}
     rows = [
-        (path.relative_to(facts.run_dir.path).as_posix(), _file_size(path))
+        (path.relative_to(facts.run_dir.path).as_posix(), _file_size(path), stale.get(path, ""))
         for path in result_files(facts.run_dir)
         if path != facts.run_dir.report
     ]
@@ -190,7 +197,7 @@ def _usage(facts: Facts) -> Section | None:
     trigger = facts.recipe.data.trigger_word if facts.recipe else None
     if trigger:
         hints.append(Paragraph(f"Put the trigger word into the prompt: {trigger}"))
-    return section("Files and how to use them", table(("file", "size"), rows), *hints)
+    return section("Files and how to use them", table(("file", "size", ""), rows), *hints)
 
 
 def _file_size(path: Path) -> str:
@@ -370,9 +377,11 @@ def _guard_counts(events: list[Event]) -> tuple[int, int]:
 
 def _exports(facts: Facts) -> Section | None:
     newest = {event["path"]: event for event in facts.all("export")}
+    stale = {each.path: f" ({each.reason})" for each in stale_exports(facts.run_dir).values()}
     rows = [
         (
-            ", ".join([event["path"], *event.get("embeddings", ())]),
+            ", ".join([event["path"], *event.get("embeddings", ())])
+            + stale.get(facts.run_dir.path / event["path"], ""),
             event["format"],
             number_text(event["max_difference"]),
             ", ".join(event["cannot_read"]) or "none known",

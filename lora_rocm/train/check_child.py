@@ -90,6 +90,8 @@ def _examine_adapter(
     adapter = inject_hollow(family, model, recipe.lora)
     if text := recipe.lora.unstarted_text(adapter.unstarted(recipe.lora)):
         say(text)
+    if text := adapter.reader_notice():
+        say(text)
     new_tokens.start(family, model, recipe.lora.new_tokens)
     if recipe.lora.init_from is not None:
         start_entries(family, model, recipe.lora, adapter, say)

@@ -30,6 +30,7 @@ from lora_rocm.recipe.comparison import fingerprint
 from lora_rocm.recipe.process_sections import RuntimeSection
 from lora_rocm.rundir.event_types import DataEvent, StepEvent
 from lora_rocm.rundir.events import latest_steps
+from lora_rocm.rundir.layout import SUPERVISOR
 from lora_rocm.supervisor.resume import accept
 from lora_rocm.train import compilation
 from lora_rocm.train.base_seal import Seals, broken, identities, seals_of
@@ -81,7 +82,7 @@ def train(start: StartContext) -> tuple[bool, int]:
     """Run all phases; return (finished, updates made)."""
     session, recipe, checkpoint = start.session, start.recipe, start.checkpoint
     if start.world.is_first:
-        board = TensorBoard(session.run_dir.tensorboard, start.context)
+        board = TensorBoard(session.run_dir.tensorboard, start.context, session.run_dir.events(SUPERVISOR))
         session.readers.append(board)
         session.at_close.callback(board.close)
     if checkpoint is not None and recipe.runtime.threads is None and restore_threads(checkpoint):

@@ -19,6 +19,8 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.rule import Situation
 from lora_rocm.rules.this_machine import situation_here
 from lora_rocm.rundir.layout import RunDir
+from lora_rocm.supervisor.telemetry import Telemetry
+from lora_rocm.telemetry.cards import Cards
 from tests.golden import HOSTS, few_quick
 from tests.supervisor.fake_run import RECIPE
 
@@ -57,7 +59,8 @@ def seen_by_child(machine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
         return situation_here(recipe, facts, {**facts.variables, **exported})
 
     monkeypatch.setattr(train, "situation_here", situation)
-    assert train.train("recipe.yaml", ["runtime.self_test=no"], run_dir=tmp_path / "run") == 0
+    overrides = ["runtime.self_test=no", "runtime.telemetry=false"]  # a recorded machine's files are not here
+    assert train.train("recipe.yaml", overrides, run_dir=tmp_path / "run") == 0
     seen: dict[str, str] = json.loads((tmp_path / "run" / "seen.json").read_text(encoding="utf-8"))
     saved = json.loads((tmp_path / "run" / "environment.json").read_text(encoding="utf-8"))
     assert {row["variable"]: row["value"] for row in saved["variables"]}.items() <= seen.items()
@@ -201,3 +204,28 @@ def test_a_linux_machine_with_such_a_torch_is_refused_too(monkeypatch: pytest.Mo
         monkeypatch.setattr(train, "situation_here", lambda recipe, m=machine: situation_here(recipe, m, {}))
         with pytest.raises(MachineError) if refused else nullcontext():
             train.train("recipe.yaml", ["runtime.self_test=no"], run_dir=tmp_path / f"run-{images}")
+
+
+@pytest.mark.parametrize(
+    ("machine", "overrides", "cards"),
+    [
+        ("linux-rx7900xtx", [], Cards("sysfs", ("0000:03:00.0",), spills="moved")),
+        ("linux-rx7900xtx", ["runtime.telemetry=false"], ""),
+        ("linux-rx7900xtx", ["runtime.device=cpu"], ""),
+        ("cpu-only", [], ""),
+    ],
+)
+def test_the_gpu_of_the_run_is_watched_unless_the_recipe_forbids_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, machine: str, overrides: list[str], cards: Cards | str
+) -> None:
+    watched: list[Cards | str] = []
+
+    def telemetry(asked: Cards | str = "") -> Telemetry:
+        watched.append(asked)
+        return Telemetry()
+
+    monkeypatch.setattr(train, "Telemetry", telemetry)
+    facts = load_facts(HOSTS / f"{machine}.json")
+    monkeypatch.setattr(train, "situation_here", lambda recipe: situation_here(recipe, facts, {}))
+    assert train.train("recipe.yaml", ["runtime.self_test=no", *overrides], run_dir=tmp_path / "run") == 0
+    assert watched == [cards]

@@ -24,6 +24,7 @@ from tests.supervisor.fake_run import (
     start_fields,
     step_fields,
 )
+from tests.telemetry.trees import read_as
 
 EVENTS: list[tuple[str, dict[str, Any]]] = [
     ("start", start_fields(resumed_from=7)),
@@ -36,6 +37,8 @@ EVENTS: list[tuple[str, dict[str, Any]]] = [
     ("repaired", {"kind": "image", "item": "a.png", "reason": "cut short"}),
     ("data", data_fields()),
     ("step", step_fields(1, loss=0.5)),
+    ("telemetry", {name: value for name, value in read_as().to_json().items() if name != "type"}),
+    ("alarm", {"kind": "hot", "gpu": "0000:03:00.0", "updates": 1, "text": "The GPU is [b]hot[/b]."}),
     ("step", step_fields(2, loss=float("nan"), step_s=0.5)),
     ("step", step_fields(3, loss=None)),
     ("incident", {"kind": "transfer", "iteration": 3, "samples": [], "detail": "d[/red]", "action": "again"}),
@@ -103,6 +106,8 @@ def test_plain_lines() -> None:
     assert "Compiling the model" in text and "Compiling 2/5  1024x768\nCompiling 5/5\n" in text
     assert "set aside: pics/<bad>.png: broken" in text
     assert "Training 1/40  loss 0.5  5.00 it/s  0:08 left  1.0 GiB  checks 5, failed 0" in text
+    assert re.search(r"^Training 2/40 .* failed 0  80 °C, 200 W$", text, re.MULTILINE)
+    assert "Warning: The GPU is [b]hot[/b].\n" in text
     assert "Training 2/40  loss 0.5 " in text and "nan" not in text  # the average passes over what is not finite
     assert "[bold]as it is[/bold]" in text and "d[/red]" in text
     assert "\x1b" not in text

@@ -19,6 +19,7 @@ from lora_rocm.report import incident_texts, report
 from lora_rocm.report.report import write_report
 from lora_rocm.rundir.events import EventWriter
 from lora_rocm.rundir.layout import RunDir
+from lora_rocm.telemetry.reader import reading
 from tests.hardware.situations import facts_of
 from tests.supervisor.fake_run import (
     change_fields,
@@ -31,6 +32,7 @@ from tests.supervisor.fake_run import (
     step_fields,
     write_whole_run,
 )
+from tests.telemetry.trees import read_as
 
 VOID = {"meta", "img", "line", "circle", "polyline", "br"}
 
@@ -427,3 +429,22 @@ def test_texts_have_no_score(run_dir: RunDir) -> None:
     recipe = f"model: {texts}\ndata: {{path: x}}\ntrain: {{max_train_steps: 1}}\n"
     run_dir.recipe.write_text(recipe, encoding="utf-8")
     assert not {HEADLINE, BELOW} & set(checked(write_report(run_dir))[1].headings)
+
+
+def test_readings_of_gpus_and_warnings_from_them(run_dir: RunDir) -> None:
+    write_whole_run(run_dir)
+    html, checker = checked(write_report(run_dir))
+    assert "GPU" not in checker.headings
+    supervisor = EventWriter(run_dir.events("supervisor"), session=1)
+    for number in range(4):
+        time.sleep(0.002)
+        supervisor.write(read_as(power_w=100.0 + 50 * number, slowed_by=["<i>heat</i>"]))
+        supervisor.write(reading("<b>1", 1, {"power": "<u>forbidden</u>"}))
+    for number in range(30):
+        supervisor.write(event("alarm", kind="hot", gpu="g", updates=number, text="It is <i>hot</i>."))
+    supervisor.close()
+    html, checker = checked(write_report(run_dir))
+    assert "GPU" in checker.headings
+    assert "<td>100 W</td><td>175 W</td><td>250 W</td>" in html and "<td>80 °C</td>" in html
+    assert "&lt;b&gt;1, 4 readings" in html and "Not read: power (&lt;u&gt;forbidden" in html
+    assert html.count("It is &lt;i&gt;hot&lt;/i&gt;.") == 20 and "... and 10 more warnings" in html

@@ -180,3 +180,20 @@ def test_plain_prompts_and_answers_are_said_if_the_tokenizer_has_a_chat_template
     found = reader()
     found.parts(written(TWO))
     assert not found.notices, "the control: a conversation has it"
+
+
+def test_templates_print_tools_and_calls_in_the_order_of_the_row(tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {"z": 1, "a": 2}}}
+    call = {"type": "function", "function": {"name": "look", "arguments": {"z": 1, "a": [{"y": 1, "b": 2}]}}}
+    messages = [
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "Seen."},
+        {"role": "assistant", "content": "Done."},
+    ]
+    record = records.read(records.written(records.record_of({"messages": messages, "tools": [tool]})))
+    assert isinstance(record, records.Conversation)
+    assert json.dumps(record.tools) == json.dumps([tool])
+    assert json.dumps(record.messages[1]["tool_calls"]) == json.dumps([call])
+    renamed = [{**{key: message[key] for key in reversed(message)}} for message in messages]
+    assert records.written(records.record_of({"tools": [tool], "messages": renamed})) == records.written(record)
