@@ -105,6 +105,7 @@ def where(when: When) -> str:
         ", ".join(cards) + (" and unknown GPUs" if when.unknown_too else ""),
         _versions("torch", when.torch_from, when.torch_below),
         _versions("HIP", when.hip_from, when.hip_below),
+        _versions("ROCm", when.rocm_from, when.rocm_below),
         _versions("AOTriton", when.aotriton_from, when.aotriton_below),
         _versions("kernel", when.kernel_from, when.kernel_below),
         "torch has no kernels for the GPU" if when.lacks_kernels else "",

@@ -79,6 +79,7 @@ PROCESS_EDGES = {
 }
 BINARY_OPENERS = {"Image", "os", "webbrowser", "zipfile", "tarfile"}
 NOT_AT_START = ("tensorboard", "torch.utils.tensorboard", "datasets", "torch._dynamo", "torch._inductor", "pandas")
+OF_BLAS = ("_int_mm", "_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm", "scaled_mm", "preferred_blas_library")
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 60
 FAMILY_WORDS = re.compile(
     r"(?<![a-z])(sdxl|unet|vae|time_ids|pooled|clip(?!_grad|_threshold)|text_encoder|lora_te)(?![a-z]{2})",
@@ -363,6 +364,18 @@ def _words_of(node: ast.AST) -> Iterator[str]:
             yield word
 
 
+def product_faults(module: Module) -> Iterator[str]:
+    """Names that only ``device.blas`` may have, and questions that attention has to answer by being called."""
+    if module.name == f"{PACKAGE}.device.blas":
+        return
+    for node in module.nodes:
+        for word in _words_of(node):
+            if re.search(rf"(?<![a-z])({'|'.join(OF_BLAS)})(?![a-z_])", word):
+                yield f"{module.name}:{getattr(node, 'lineno', 0)} {word}: it goes to hipBLASLt, or decides about it"
+            if re.match(r"can_use_(flash|efficient|cudnn)_attention|SDPAParams", word):
+                yield f"{module.name}:{getattr(node, 'lineno', 0)} {word}: it says yes where a call fails"
+
+
 RULES: list[tuple[Callable[[Module], Iterator[str]], bool]] = [  # rule, does it hold for scripts too
     (arrow_faults, False),
     (family_faults, False),
@@ -374,6 +387,7 @@ RULES: list[tuple[Callable[[Module], Iterator[str]], bool]] = [  # rule, does it
     (unfinished_faults, True),
     (encoding_faults, True),
     (python_child_faults, False),
+    (product_faults, False),
 ]
 
 
@@ -382,6 +396,22 @@ def test_holds(rule: Callable[[Module], Iterator[str]], scripts_too: bool) -> No
     modules = package_modules() + (script_modules() if scripts_too else ())
     faults = sorted({fault for module in modules for fault in rule(module)})
     assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "count"),
+    [
+        ("kernels.eight_bit", "import torch\ny = torch._int_mm(a, b)", 1),
+        ("kernels.eight_bit", "y = torch.ops.aten._scaled_mm.default(a, b, s, t)", 1),
+        ("kernels.eight_bit", "y = getattr(torch, '_scaled_mm')(a, b)", 1),
+        ("train.loop", "torch.backends.cuda.preferred_blas_library('hipblaslt')", 1),
+        ("checks.x", "from torch.backends.cuda import SDPAParams, can_use_flash_attention", 2),
+        ("device.blas", "torch._int_mm(a, b)", 0),
+        ("kernels.eight_bit", "y = torch.mm(a, b)\nprint_int_mmm = 'goes to _int_mm by itself'", 0),
+    ],
+)
+def test_products_that_bring_hipblaslt_back_are_noticed(name: str, source: str, count: int) -> None:
+    assert len(list(product_faults(Module(f"{PACKAGE}.{name}", source)))) == count
 
 
 def test_shared_code_hardly_names_a_family() -> None:

@@ -27,6 +27,7 @@ from lora_rocm.report.progress_bar import make_progress
 from lora_rocm.report.report import write_report
 from lora_rocm.report.vram_spill import spill_bytes
 from lora_rocm.rules import mitigation_store
+from lora_rocm.rules.attention_refusal import require_fitting_attention
 from lora_rocm.rules.environment import EnvPlan, environment_json, plan
 from lora_rocm.rules.rule import Situation
 from lora_rocm.rules.this_machine import situation_here
@@ -75,6 +76,7 @@ def train(
         multi_gpu.require_place(me, gpus, run_dir, resume)
         here, everywhere, supervised = me.local_size, me.size, False
     situation = multi_gpu.with_gpus(situation_here(loaded.recipe), here, everywhere)
+    require_fitting_attention(situation)
     if not me.is_first:
         how = (me, loaded, chosen, situation, _say)
         return multi_gpu.train_rank(*how, accept_changes=accept_changes, worker=worker)
@@ -88,8 +90,7 @@ def train(
             _leave_complete(run, loaded)
             return 0
         _say_names_kept(run, loaded)
-        again = resume_command(recipe_path, overrides, run)
-        again += f" --gpus {gpus}" if gpus else ""
+        again = resume_command(recipe_path, overrides, run) + (f" --gpus {gpus}" if gpus else "")
         again += " --accept-changes" if accept_changes else ""
         return _train_in(
             run,

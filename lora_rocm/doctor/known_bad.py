@@ -11,6 +11,7 @@ from pathlib import Path
 from lora_rocm.doctor.cures import install_torch, newer_firmware, newer_kernel, newest_rocm
 from lora_rocm.doctor.finding import Check, Finding
 from lora_rocm.foundation.tables import by_name, read_table
+from lora_rocm.hardware.attention_images import attention_fits, attention_misfit
 from lora_rocm.rules.environment import EnvPlan
 from lora_rocm.rules.rule import Level, Situation, When, release
 
@@ -88,8 +89,16 @@ def _rocm(situation: Situation) -> str | None:
     return situation.facts.torch.rocm_version if situation.facts.torch is not None else None
 
 
+def _rocm_of_unproven_attention(situation: Situation) -> str | None:
+    """ROCm's version, unless the files of its attention library were read and fit, which is better evidence."""
+    facts, gfx = situation.facts, situation.gpu.gfx if situation.gpu is not None else None
+    proven = attention_fits(facts.torch, gfx) or attention_misfit(facts.torch, gfx) is not None
+    return None if proven else _rocm(situation)
+
+
 FUNCTIONS = {
     **by_name(_adrenalin, _drm, _firmware_date, kernel, _kernel_of_unread_drm, _mes, _rocm),
+    **by_name(_rocm_of_unproven_attention),
     "as_written": lambda situation, line: (line,),
     "install_torch": lambda situation, good: install_torch(situation),
     "newer_firmware": lambda situation, good: newer_firmware(situation.facts, good),

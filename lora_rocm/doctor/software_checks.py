@@ -13,6 +13,7 @@ from lora_rocm.errors import LoraRocmError, UserError
 from lora_rocm.foundation.tables import by_name, read_table
 from lora_rocm.hardware import wheels
 from lora_rocm.hardware.archs import arch_of, has_kernels, triton_of, triton_takes, triton_versions
+from lora_rocm.hardware.attention_images import attention_misfit
 from lora_rocm.hardware.facts import Torch
 from lora_rocm.rules.environment import EnvPlan
 from lora_rocm.rules.rule import Level, Situation, When, release
@@ -175,6 +176,15 @@ def _overridden(torch: Torch, plan: EnvPlan) -> bool:
     return False
 
 
+def _attention_images(situation: Situation, plan: EnvPlan) -> Finding | None:
+    """The misfit for which ``rules.attention_refusal`` refuses to start a run."""
+    torch, gpu = situation.facts.torch, situation.gpu
+    misfit = attention_misfit(torch, gpu.gfx) if gpu is not None else None
+    if misfit is None:
+        return None
+    return finding("attention-images", situation, cure=install_torch(situation), misfit=misfit)
+
+
 def _old(situation: Situation, plan: EnvPlan) -> Finding | None:
     torch = situation.facts.torch
     if torch is None or not () < release(torch.version) < OLDEST_TORCH:
@@ -264,6 +274,7 @@ SOFTWARE_CHECKS: dict[str, Check] = {
     "torch-old": _old,
     "torch-new": _new,
     "torch-no-kernels": _no_kernels,
+    "attention-images": _attention_images,
     "torch-device-packages": _device_packages,
     "rocm-old": _old_rocm,
     "torchvision": _vision,

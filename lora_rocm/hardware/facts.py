@@ -152,7 +152,9 @@ class Torch:
     """Architectures that it has kernels for; None if neither files nor metadata give them."""
     arch_source: Literal["files", "metadata", "asked"] | None = None
     aotriton: str | None = None
-    """Version of the bundled attention kernels. Only Linux's file names give it."""
+    """Version of the bundled attention library, AOTriton ("0.12.50")."""
+    aotriton_images: dict[str, str] = field(default_factory=dict)
+    """Folder of AOTriton's GPU images ("amd-gfx120x") -> the AOTriton that they were built for ("0.13")."""
     rocm: str | None = None
     """``torch.version.rocm`` ("10.1.0"), which torch has from 2.13 on; see ``rocm_version``."""
 

@@ -38,6 +38,11 @@ class Settings:
     """The way of attention in training (``device.attention``); auto: torch chooses. math: fused attention is disabled
     in the whole process.
     """
+    flash_attention: bool = True
+    """This and the next three: torch may compute attention by this route. False: it gave wrong numbers here."""
+    efficient_attention: bool = True
+    cudnn_attention: bool = True
+    plain_attention: bool = True
     products: str | None = None
     """File of a table of tuned matrix products (``device.tuned_products``)."""
     pin_memory: bool = True

@@ -77,6 +77,9 @@ class When:
     hip_from: str | None = None
     """Compared with HIP, whose numbers are ROCm's up to 7.14; ROCm 10.0 has HIP 7.15, and 10.1 has HIP 7.16."""
     hip_below: str | None = None
+    rocm_from: str | None = None
+    """See ``Torch.rocm_version``: from ROCm 10 on HIP has other numbers."""
+    rocm_below: str | None = None
     aotriton_from: str | None = None
     aotriton_below: str | None = None
     kernel_from: str | None = None
@@ -118,6 +121,7 @@ class When:
         return (
             _between(self.torch_from, torch.version if torch else None, self.torch_below)
             and _between(self.hip_from, torch.hip if torch else None, self.hip_below)
+            and _between(self.rocm_from, torch.rocm_version if torch else None, self.rocm_below)
             and _between(self.aotriton_from, aotriton_of(facts), self.aotriton_below)
             and _between(self.kernel_from, linux.kernel if linux else None, self.kernel_below)
         )

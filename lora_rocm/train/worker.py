@@ -120,6 +120,7 @@ def _train(session: Session, recipe: Recipe, options: argparse.Namespace, me: Ra
     apply(settings, device)
     waking = wake(device)
     # Heavy imports, only once the lock is held and errors can be recorded
+    from lora_rocm.checks.attention_routes import checked_attention
     from lora_rocm.families.base import family_for
     from lora_rocm.train import pipeline
     from lora_rocm.train.context import StartContext
@@ -133,6 +134,8 @@ def _train(session: Session, recipe: Recipe, options: argparse.Namespace, me: Ra
     # Find the checkpoint and announce the start
     with session.phase("start"):
         dtype = compute_dtype(recipe.train.mixed_precision, device, settings, recipe.spec.takes_fp16)
+        # Before the first encoder computes with it
+        settings = checked_attention(settings, device, (dtype, torch.float32), session.context)
         world = join(me, device, session.context.beat)
         checkpoint = pipeline.find_checkpoint(session, options.checkpoint)
     session.emit(

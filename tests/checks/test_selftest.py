@@ -60,7 +60,7 @@ def test_a_gpu_gets_what_was_promised() -> None:
             assert {f"gemm.square-{dtype}-{layout}", f"gemm.lora-{dtype}-{layout}"} <= names
         for library in ("miopen", "native"):
             assert {f"conv.{library}.3x3-{dtype}", f"conv.{library}.1x1-{dtype}"} <= names
-    for backend in ("flash", "efficient", "math", "cudnn"):
+    for backend in ("flash", "efficient", "math", "cudnn", "default"):
         assert {f"attention.{backend}.{dtype}-d{d}" for dtype in ("bf16", "fp16") for d in (64, 128, 256)} <= names
     assert {"gemm.tall-fp32-4", "gemm.twice-bf16", "gemm.batched-bf16", "training.lora-bf16", "memory.reuse"} <= names
 
@@ -245,7 +245,7 @@ def test_what_is_left_out(arguments: list[str], begun: list[str], capsys: pytest
 def test_the_child_ends_when_the_device_is_lost(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(selftest, "_works", lambda device: False)
+    monkeypatch.setattr(selftest, "device_works", lambda device: False)
     table = partial(map, lambda name: Check(name, raising(RuntimeError("fault")).run), ["a.one", "a.two"])
     assert main(["--device", "cpu"], lambda device: table()) == DEVICE_LOST
     assert [event["name"] for event in said(capsys) if event["type"] == "result"] == ["a.one"]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -165,6 +168,42 @@ def test_other_machines_start_without_a_test(machine: str, monkeypatch: pytest.M
     facts = load_facts(HOSTS / f"{machine}.json")
     monkeypatch.setattr(train, "situation_here", lambda recipe: situation_here(recipe, facts, {}))
     assert train.train("recipe.yaml", run_dir=tmp_path / "run") == 0
+
+
+@pytest.mark.parametrize(
+    ("machine", "overrides", "refused"),
+    [
+        ("windows-rx9060xt", [], True),
+        ("windows-rx9060xt", ["runtime.attention=math"], False),
+        ("windows-rx9060xt", ["runtime.device=cpu"], False),
+        ("windows-rx9060xt-fits", [], False),
+    ],
+)
+def test_a_torch_whose_attention_has_images_of_another_version_trains_nothing(
+    machine: str, overrides: list[str], refused: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    facts = load_facts(HOSTS / f"{machine}.json")
+    monkeypatch.setattr(train, "situation_here", lambda recipe: situation_here(recipe, facts, {}))
+    start = partial(train.train, "recipe.yaml", ["runtime.self_test=no", *overrides], run_dir=tmp_path / "run")
+    if not refused:
+        assert start() == 0
+        return
+    with pytest.raises(MachineError) as caught:
+        start()
+    error = caught.value
+    assert error.code == "attention-images-differ" and error.exit_code == 3 and not (tmp_path / "run").exists()
+    assert "0.12.50" in error.what and "0.13" in error.what and "install.bat --repair" in error.fix
+
+
+def test_a_linux_machine_with_such_a_torch_is_refused_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    facts = load_facts(HOSTS / "linux-rx7900xtx.json")
+    assert facts.torch is not None
+    for images, refused in (("0.13", True), ("0.12", False)):
+        torch = replace(facts.torch, aotriton="0.12.50", aotriton_images={"amd-gfx110x": images})
+        machine = replace(facts, torch=torch)
+        monkeypatch.setattr(train, "situation_here", lambda recipe, m=machine: situation_here(recipe, m, {}))
+        with pytest.raises(MachineError) if refused else nullcontext():
+            train.train("recipe.yaml", ["runtime.self_test=no"], run_dir=tmp_path / f"run-{images}")
 
 
 @pytest.mark.parametrize(

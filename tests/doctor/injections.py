@@ -179,6 +179,9 @@ INJECTIONS: dict[str, Injection] = {
     "kernel-gfx1201-faults": lambda: case(facts_of("linux-r9700")),
     "rocm-conv-windows": lambda: on(WINDOWS, torch={"version": "2.11.0+rocm7.2.1", "hip": "7.2.53211"}),
     "rocm-batched-windows": lambda: on(WINDOWS, torch={"version": "2.12.0+rocm7.14.0", "hip": "7.14.60850"}),
+    "attention-images": lambda: on(LINUX, torch={"aotriton": "0.12.50", "aotriton_images": {"amd-gfx110x": "0.13"}}),
+    "rocm-attention-windows": lambda: on(WINDOWS, torch={"version": "2.12.0+rocm7.14.1", "hip": "7.14.26250"}),
+    "price-of-safe": lambda: case(facts_of("linux-rx9070xt")),
     "log-no-firmware": log(
         "amdgpu 0000:03:00.0: Direct firmware load for amdgpu/gc_11_0_0_pfp.bin failed with error -2"
     ),
@@ -210,5 +213,12 @@ INJECTIONS: dict[str, Injection] = {
     **{f"variable-{harm.id}": warned(harm.id) for harm in harms()},
     **{f"replaced-{rule.id}": replaced(rule.id) for rule in rules() if rule.over_user},
 }
-EXPECTED_ON_HEALTHY = {"owner-ipc", "owner-gfx1151", "wheel-building", "wsl-wheel", "rocm-batched-windows"}
+EXPECTED_ON_HEALTHY = {
+    "owner-ipc",
+    "owner-gfx1151",
+    "wheel-building",
+    "wsl-wheel",
+    "rocm-batched-windows",
+    "price-of-safe",
+}
 """Notes that belong to a healthy machine."""

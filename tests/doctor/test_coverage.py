@@ -74,9 +74,14 @@ WINDOWS = (
     ("no RCCL", "no-rccl"),
     ("convolutions of wheels of ROCm 7.1 and 7.2", "rocm-conv-windows rule:verdict-miopen selftest-conv"),
     ("batched products of ROCm 7.14.0", "rocm-batched-windows selftest-gemm"),
+    ("attention of torch 2.12 with ROCm 7.14.1 and 10", "rocm-attention-windows attention-images selftest-attention"),
 )
 LIBRARIES = (
     ("fused attention is experimental on some", "rule:attention-0.10 rule:attention-0.12"),
+    ("images of another AOTriton", "attention-images rule:attention-misfit code:lora_rocm/rules/attention_refusal.py"),
+    ("a route of attention gives zeros", "code:lora_rocm/checks/attention_routes.py selftest-attention"),
+    ("the price of doing without hipBLASLt on RX 9000", "price-of-safe rule:torch-hipblaslt"),
+    ("hipBLASLt under its other names", "rule:torch-cublaslt rule:tunable-hipblaslt code:lora_rocm/device/blas.py"),
     ("NaN of AOTriton 0.11 on gfx1100", "variable-attention-nan selftest-attention"),
     ("the VAE takes plain attention", "code:lora_rocm/device/backend_settings.py"),
     ("flash-attn", "library-flash_attn"),

@@ -204,6 +204,26 @@ def test_page_faults_of_gfx1201(kernel: str, told_of: bool) -> None:
     assert "kernel-gfx1201-faults" not in told(on(LINUX, linux={"kernel": kernel}))
 
 
+@pytest.mark.parametrize(
+    ("version", "hip", "bad"),
+    [
+        ("2.12.0+rocm7.14.0", "7.14.26221", False),
+        ("2.12.0+rocm7.14.1", "7.14.26250", True),
+        ("2.12.0+rocm10.0.0", "7.15.26333", True),
+        ("2.11.0+rocm10.1.0a20260818", "7.16.26320", True),
+        ("2.13.0+rocm10.0.0", "7.15.26333", False),
+        ("2.14.0+rocm10.1.0", "7.16.26400", False),
+    ],
+)
+@pytest.mark.parametrize("gfx", ["gfx1101", "gfx1151", "gfx1201", "gfx1030"])
+def test_fused_attention_for_windows(version: str, hip: str, bad: bool, gfx: str) -> None:
+    torch = {"version": version, "hip": hip}
+    found = told(on(WINDOWS, gpu={"gfx": gfx}, torch=torch))
+    assert ("rocm-attention-windows" in found) is (bad and gfx != "gfx1030")
+    fitting = {**torch, "aotriton": "0.13.50", "aotriton_images": {f"amd-{gfx[:-1]}x": "0.13"}}
+    assert "rocm-attention-windows" not in told(on(WINDOWS, gpu={"gfx": gfx}, torch=fitting)), "the files are right"
+
+
 def test_the_kernel_is_no_matter_of_the_other_system() -> None:
     assert not told(on(WINDOWS)) & {"kernel-rdna3-sdma", "drm-old", "drm-unread", "rocm-conv"}
     assert not told(on(LINUX, torch={"version": "2.11.0+rocm7.2.1"})) & {"rocm-conv-windows"}

@@ -88,11 +88,31 @@ def put_torch(folder: Path, torch: Torch | None, libraries: dict[str, str]) -> P
     fields = "".join(f"{name}: Optional[str] = {getattr(torch, name)!r}\n" for name in ("cuda", "hip", "rocm"))
     put(folder, "torch/version.py", f"__version__ = {torch.version!r}\n{fields}")
     if torch.aotriton:
-        put(folder, f"torch/lib/libaotriton_v2.so.{torch.aotriton}", "")
+        put_aotriton(folder, torch.aotriton)
+    for images, version in torch.aotriton_images.items():
+        put(folder, f"torch/lib/aotriton.images/{images}/__signature__", signature(version))
     if torch.arch_source == "files":
         for gfx in torch.arch_list or ():
             put(folder, f"torch/lib/rocblas/library/TensileLibrary_lazy_{gfx}.dat", "")
     return folder
+
+
+def put_aotriton(folder: Path, version: str) -> None:
+    """The attention library: Linux's file name has its version; a version of three numbers is in the header as well."""
+    put(folder, f"torch/lib/libaotriton_v2.so.{version}", "")
+    if version.count(".") == 2:
+        numbers = zip(("MAJOR", "MINOR", "PATCH"), version.split("."), strict=True)
+        put(
+            folder,
+            "torch/include/aotriton/config.h",
+            "".join(f"#define AOTRITON_VERSION_{n} {v}u\n" for n, v in numbers),
+        )
+
+
+def signature(version: str) -> str:
+    """What AOTriton writes beside its images, without the hashes of its tuning databases."""
+    sha1 = {"AOTRITON_GIT_SHA1": "6e00ef3e335b45dfb49065259533b59c68995bfe", "DB_SHA256": {"primary": {}}}
+    return json.dumps({**sha1, "TRITON_VERSION": f"3.7.0+gitdb82b800.aotriton{version}"}, indent=2) + "\n"
 
 
 def linux_machine(root: Path, facts: HostFacts) -> tuple[Sources, Tools]:

@@ -41,6 +41,8 @@ REVIEWED: dict[str, list[tuple[float, bool] | None]] = {
     "windows-rx7600-mixed": [(7.5, True)],
     "windows-rx7800xt-next": [(15.2, True)],
     "windows-rx7900xtx-raphael": [(31.6, True), (23.0, True)],
+    "windows-rx9060xt": [(15.2, True)],
+    "windows-rx9060xt-fits": [(15.2, True)],
     "windows-rx9060xt-next": [(15.2, True)],
     "windows-rx9070xt": [(15.2, True)],
     "windows-strix-halo": [(63.0, True)],

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packaging.requirements import Requirement
 
 from lora_rocm.errors import MachineError, UserError
 from lora_rocm.hardware.archs import ARCHS
@@ -364,6 +365,19 @@ ENVIRON = st.dictionaries(
     st.sampled_from(["LORA_ROCM_TORCH", "LORA_ROCM_TORCH_INDEX", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"]),
     st.text(max_size=9) | st.sampled_from(["torch==2.13.0", "torch", "0", "1,0", "-1", *BY_ID, "https://a/b"]),
 )
+
+
+@pytest.mark.parametrize("index", [index for index in INDEXES if index.kind == "rocm"], ids=lambda index: index.id)
+def test_no_index_leads_to_a_torch_whose_attention_gives_zeros(index: Index) -> None:
+    """Torch 2.11 and 2.12 with ROCm 7.14.1, 10.0 and nightlies of 10.1 (TheRock#7992, ROCm/aotriton#210)."""
+    broken = ("2.12.0+rocm7.14.1", "2.12.0+rocm10.0.0", "2.12.0+rocm10.1.0a20260812", "2.11.0+rocm10.1.0a20260818")
+    requirement = Requirement(index.torch.format(gfx="gfx1201"))
+    assert not [version for version in broken if requirement.specifier.contains(version, prereleases=True)]
+
+
+def test_a_pin_to_a_broken_torch_would_be_noticed() -> None:
+    for text in ("torch==2.12.0+rocm7.14.1", "torch>=2.12", "torch==2.12.*"):
+        assert Requirement(text).specifier.contains("2.12.0+rocm7.14.1", prereleases=True)
 
 
 @given(st.sampled_from(RECORDED), CHANGES, ENVIRON)

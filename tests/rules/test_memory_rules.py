@@ -15,7 +15,7 @@ LIMITED = {  # machines whose selected GPU is held to a budget
     "linux-strix-halo-tuned", "linux-strix-point", "windows-gfx1153", "windows-krackan", "windows-rx7900xtx-raphael",
     "windows-rx9070xt", "windows-strix-halo", "wsl-rx7900xtx", "linux-gfx1250", "linux-r9700", "linux-r9700-quiet",
     "linux-strix-halo-2604", "linux-strix-halo-mes86", "windows-rx7600-mixed", "windows-rx7800xt-next",
-    "windows-rx9060xt-next",
+    "windows-rx9060xt", "windows-rx9060xt-fits", "windows-rx9060xt-next",
 }  # fmt: skip
 HEAP = {
     "linux-strix-halo", "linux-strix-halo-2604", "linux-strix-halo-mes86", "linux-strix-halo-tuned",
