@@ -49,7 +49,7 @@ def run_check(check: Check, device: torch.device) -> tuple[Result, bool]:
         return Result(check.name, status, round(time.perf_counter() - started, 3), detail)
 
     try:
-        check.run()
+        remark = check.run()
         synchronize(device)
     except WrongAnswerError as error:
         return result("failed", str(error)), True
@@ -63,7 +63,7 @@ def run_check(check: Check, device: torch.device) -> tuple[Result, bool]:
         alive = _works(device)
         said = f"{type(error).__name__}: {_first_line(error)}"
         return result("failed" if alive else "crashed", said), alive
-    return result("passed"), True
+    return result("passed", remark or ""), True
 
 
 def _works(device: torch.device) -> bool:

@@ -29,11 +29,11 @@ class NotHereError(Exception):
 
 @dataclass(frozen=True)
 class Check:
-    """One row of the table. ``run`` raises ``WrongAnswerError`` or ``NotHereError``."""
+    """One row of the table. ``run`` raises ``WrongAnswerError`` or ``NotHereError``, and may return a remark."""
 
     name: str
     """"group.detail"."""
-    run: Callable[[], None]
+    run: Callable[[], str | None]
     timeout_s: float = 60.0
     """The first check of a group, which may compile kernels, gets more (see ``supervisor.selftest_runner``)."""
 

@@ -8,7 +8,7 @@ from threading import Thread
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lora_rocm.device.allocator import limit
+from lora_rocm.device.allocator import LimitFollower
 from lora_rocm.device.tuned_products import use_table
 from lora_rocm.hardware.settings import Settings
 
@@ -25,7 +25,7 @@ def apply(settings: Settings, device: torch.device) -> None:
     cuda.enable_cudnn_sdp(fused)
     if settings.products is not None and device.type == "cuda":
         use_table(settings.products)
-    limit(device, settings.memory_limit_bytes)
+    LimitFollower(device, settings).renew()
 
 
 def wake(device: torch.device) -> Thread:

@@ -65,6 +65,25 @@ def read_card_memory(pci_address: str | None, devices: Path = PCI_DEVICES) -> Ca
     return None if vram is None else CardMemory(vram, _pool(folder, "gtt"))
 
 
+def free_for_tensors(
+    runtime_free_bytes: int, card: CardMemory | None, *, integrated: bool, main_memory_free_bytes: int | None
+) -> int:
+    """What is free on a GPU: the least of what runtime, driver and system say.
+
+    Args:
+        runtime_free_bytes: by HIP or CUDA.
+        card: the driver's counters; None: unknown.
+        integrated: the GPU has no memory of its own.
+        main_memory_free_bytes: what an integrated GPU may take of main memory at most; None: unknown.
+    """
+    pool = card.for_tensors(integrated) if card is not None else None
+    found = [runtime_free_bytes] + ([pool.free_bytes] if pool is not None else [])
+    takes_main_memory = integrated and (card is None or pool is not card.vram)
+    if takes_main_memory and main_memory_free_bytes is not None:
+        found.append(main_memory_free_bytes)
+    return max(0, min(found))
+
+
 def _pool(folder: Path, name: str) -> Pool | None:
     total, used = (_number(folder / f"mem_info_{name}_{which}") for which in ("total", "used"))
     return None if not total or used is None else Pool(total, used)
