@@ -120,9 +120,9 @@ def test_a_desktop_that_grows_shrinks_the_limit_and_gives_it_back(card: FakeCard
         assert card.limit == limit_now(GPU, SETTINGS) and card.limit // GIB == gib
     assert said == []
     for _ in range(2):
-        card.changed(others=15 * GIB)
+        card.changed(others=13 * GIB, tensors=10 * GIB)
         follower.renew()
-    assert len(said) == 1 and "9.0 GiB" in said[0], "told once"
+    assert len(said) == 1 and "9.3 GiB" in said[0] and "10.0 GiB" in said[0], "told once"
 
 
 def test_the_counters_are_read_now_and_then(card: FakeCard, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from lora_rocm.families.base import LoadedModel
 from lora_rocm.families.objectives.base import Prediction
 from lora_rocm.hardware.memory_budget import GIB
 from lora_rocm.memory import controller, oom_recovery
-from lora_rocm.planning.step_cost import Job, Rates, choose
+from lora_rocm.planning.step_cost import Job, Plan, Rates, choose
 from tests.commands.test_plan import net, recipe
 from tests.device.fake_card import GPU, KEPT_FREE, LIBRARIES, SETTINGS, TOTAL, FakeCard
 from tests.train.test_loop import NoisyLine, Rig, same
@@ -159,13 +159,13 @@ def test_hooks_begin_with_a_limit_of_now(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_the_plan_of_a_step_follows_what_others_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     card = FakeCard(tmp_path, libraries=LIBRARIES).install(monkeypatch)
-    job, modes = Job(batch_size=2), []
+    job, ways = Job(batch_size=2), []
     for others in (0, 8 * GIB, 14 * GIB):
         card.changed(others=others)
         chosen = choose(room_bytes(GPU, SETTINGS), net(), job, Rates())
         assert chosen is not None and chosen.needed_bytes <= TOTAL - others - KEPT_FREE - LIBRARIES
-        modes.append(chosen.mode)
-    assert modes[0] == "keep" and len(set(modes)) == 3
+        ways.append((chosen.mode, chosen.rows))
+    assert ways == [("keep", 2), ("keep", 1), ("selective", 1)]
 
 
 def test_the_first_pass_asks_for_its_budget_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,13 +176,16 @@ def test_the_first_pass_asks_for_its_budget_anew(tmp_path: Path, monkeypatch: py
     assert memory.plan is not None and memory.plan.mode == "keep"
     memory.room = lambda: room_bytes(GPU, SETTINGS)
     monkeypatch.setattr(memory, "_peak", lambda *how: memory.plan.peak_bytes)  # type: ignore[union-attr]
-    changed: list[str] = []
-    monkeypatch.setattr(
-        memory, "_change", lambda plan, *how: changed.append(plan.mode) or setattr(memory, "plan", plan)
-    )  # type: ignore[func-returns-value]
+    changed: list[Plan] = []
+
+    def change(wanted: Plan, *how: Any) -> None:
+        changed.append(wanted)
+        memory.plan = wanted
+
+    monkeypatch.setattr(memory, "_change", change)
     nothing: Any = None
     memory.probe(nothing, nothing, nothing, False, nothing)
     assert changed == []  # the control
     card.changed(others=9 * GIB)
     memory.probe(nothing, nothing, nothing, False, nothing)
-    assert changed and changed[-1] != "keep" and memory.budget_bytes == limit_now(GPU, SETTINGS)
+    assert changed and changed[-1].rows == 1 and memory.budget_bytes == limit_now(GPU, SETTINGS)
