@@ -188,8 +188,8 @@ def test_the_limit_for_mapped_memory_fits_the_machine() -> None:
 def test_the_limit_for_mapped_memory_is_raised_in_the_module_that_is_loaded(
     machine: str, module: str, other: str
 ) -> None:
-    for facts in (facts_of(machine), replace(facts_of(machine), memory_bytes=24 * GIB)):
-        vram = replace(facts.gpus[0], vram_bytes=96 * GIB) if facts.memory_bytes == 24 * GIB else facts.gpus[0]
+    for facts in (facts_of(machine), replace(facts_of(machine), memory_bytes=12 * GIB)):
+        vram = replace(facts.gpus[0], vram_bytes=96 * GIB) if facts.memory_bytes == 12 * GIB else facts.gpus[0]
         found = told(*case(replace(facts, gpus=(vram,))))
         (cure,) = {" ".join(found[name].cure) for name in ("gtt", "carve-out") if name in found}
         assert f"{module}.pages_limit=" in cure and f" {other}.pages_limit" not in cure
