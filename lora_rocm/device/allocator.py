@@ -89,7 +89,9 @@ def limit_now(device: torch.device, settings: Settings) -> int | None:
         return planned  # nothing tells what is free of the memory that it shares
     outside_torch = max(0, memory.computing_bytes - held)
     to_come = max(0, settings.library_bytes - outside_torch)
-    return max(0, min(planned, held + memory.free_bytes - settings.kept_free_bytes - to_come))
+    needs_counters = settings.kept_free_bytes > 0  # a card on Linux, of which HIP does not see all
+    unseen = desktop_bytes(memory.total_bytes) if needs_counters and not memory.is_counted else 0
+    return max(0, min(planned, held + memory.free_bytes - unseen - settings.kept_free_bytes - to_come))
 
 
 def room_bytes(device: torch.device, settings: Settings, *, steady: bool = False) -> int:

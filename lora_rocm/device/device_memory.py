@@ -1,7 +1,8 @@
 """What is free on the device: the one place that asks HIP or CUDA for it.
 
 HIP's answer alone leads into a full card (``hardware.card_memory``). Where the driver has counters of the card, the
-smaller of the two counts. NVIDIA's answer, and HIP's below WSL, are right, and no counters are found there.
+smaller of the two counts. NVIDIA's answer, and HIP's below WSL, are right, and no counters are found there. On Windows
+HIP's answer is too high; counters of that system have the same place here as those of Linux, as a ``CardMemory``.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ class DeviceMemory:
         free_bytes: for further allocations, whoever holds the rest.
         computing_bytes: what the runtime counts as held: by this process and other computing ones.
         is_integrated: the GPU has no memory of its own.
+        is_counted: the driver's counters were read.
     """
 
     total_bytes: int
     free_bytes: int
     computing_bytes: int
     is_integrated: bool
+    is_counted: bool
 
 
 def read_memory(device: torch.device) -> DeviceMemory:
@@ -47,7 +50,7 @@ def read_memory(device: torch.device) -> DeviceMemory:
         trusted -= desktop_bytes(total)  # too high there (librocdxg#57), and nothing else tells
     main_memory = psutil.virtual_memory().available if integrated and sys.platform == "linux" else None
     usable = free_for_tensors(trusted, card, integrated=integrated, main_memory_free_bytes=main_memory)
-    return DeviceMemory(total, usable, max(0, total - free), integrated)
+    return DeviceMemory(total, usable, max(0, total - free), integrated, card is not None)
 
 
 def card_bytes(device: torch.device) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -100,6 +101,16 @@ def test_no_limit_is_below_nothing(card: FakeCard) -> None:
     assert limit_now(GPU, SETTINGS) is not None
     assert limit_now(card.changed(others=TOTAL) and GPU, SETTINGS) == 0
     assert limit_now(GPU, Settings()) is None and limit_now(torch.device("cpu"), SETTINGS) is None
+
+
+def test_a_card_whose_counters_cannot_be_read_may_show_a_desktop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FakeCard(tmp_path, has_counters=False, libraries=LIBRARIES).install(monkeypatch)
+    planned = SETTINGS.memory_limit_bytes
+    assert planned is not None and limit_now(GPU, SETTINGS) == planned - desktop_bytes(TOTAL)
+    below_wsl = replace(SETTINGS, kept_free_bytes=0)
+    assert limit_now(GPU, below_wsl) == planned, "HIP's answer is right there"  # the control
 
 
 def test_a_deterministic_run_has_the_same_room_beside_an_ordinary_desktop(card: FakeCard) -> None:
