@@ -16,7 +16,7 @@ from lora_rocm.hardware.settings import Settings
 def apply(settings: Settings, device: torch.device, *, wakes_later: bool = False) -> None:
     """Enable or disable libraries as planned. All heavy processes use it, so a test covers what training uses.
 
-    ``wakes_later``: the caller calls ``wake``, which then asks the driver for what is free, because that takes a second.
+    ``wakes_later``: the caller calls ``wake``, which asks the driver for what is free, because that takes a second.
     """
     cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
     cudnn.enabled = settings.miopen

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from lora_rocm.dataset.shape import Shape
 from lora_rocm.device import allocator
 from lora_rocm.device.allocator import NO_LIMIT, LimitFollower, limit_now, room_bytes
 from lora_rocm.families.base import LoadedModel
@@ -17,6 +20,7 @@ from lora_rocm.families.objectives.base import Prediction
 from lora_rocm.hardware.memory_budget import GIB
 from lora_rocm.memory import controller, oom_recovery
 from lora_rocm.planning.step_cost import Job, Plan, Rates, choose
+from lora_rocm.train import load_model, standalone
 from tests.commands.test_plan import net, recipe
 from tests.device.fake_card import GPU, KEPT_FREE, LIBRARIES, SETTINGS, TOTAL, FakeCard
 from tests.train.test_loop import NoisyLine, Rig, same
@@ -155,6 +159,22 @@ def test_hooks_begin_with_a_limit_of_now(tmp_path: Path, monkeypatch: pytest.Mon
     rig.trainer.hooks = [Previews()]
     rig.fit(3)
     assert seen == [TOTAL - 3 * GIB - KEPT_FREE - LIBRARIES]
+
+
+def test_a_model_that_moves_begins_with_a_limit_of_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The base of a run, and that of a process that does not train: both were read for minutes before."""
+    card = FakeCard(tmp_path).install(monkeypatch)
+    monkeypatch.setattr(standalone, "DeviceTransfer", lambda *args, **how: None)
+    monkeypatch.setattr(load_model, "decide", lambda *how: SimpleNamespace(budget=card.limit))
+    moves: list[Callable[[], object]] = [
+        lambda: standalone.open_transfer(GPU, SETTINGS),
+        lambda: load_model.choose_memory(start, None, [Shape.of(tokens=8)]),  # type: ignore[arg-type]
+    ]
+    start: Any = SimpleNamespace(device=GPU, settings=SETTINGS, recipe=None, dtype=None, context=None)
+    for number, move in enumerate(moves, 1):
+        card.changed(others=number * GIB)
+        move()
+        assert card.limit == TOTAL - number * GIB - KEPT_FREE - LIBRARIES
 
 
 def test_the_plan_of_a_step_follows_what_others_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
