@@ -85,8 +85,8 @@ def limit_now(device: torch.device, settings: Settings) -> int | None:
     if device.type != "cuda" or planned is None:
         return None
     memory, held = read_memory(device), int(torch.cuda.memory_reserved(device))
-    if memory.is_integrated and sys.platform == "win32":
-        return planned  # nothing tells what is free of the memory that it shares
+    if memory.is_integrated and not memory.is_counted:
+        return planned  # nothing tells what is free of the memory that it shares; HIP may mean the carve-out alone
     outside_torch = max(0, memory.computing_bytes - held)
     to_come = max(0, settings.library_bytes - outside_torch)
     needs_counters = settings.kept_free_bytes > 0  # a card on Linux, of which HIP does not see all

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from lora_rocm.hardware.card_memory import PCI_DEVICES, free_for_tensors, read_card_memory
+from lora_rocm.hardware.card_memory import PCI_DEVICES, Pool, free_for_tensors, read_card_memory
 from lora_rocm.hardware.memory_budget import desktop_bytes
 from lora_rocm.hardware.pci import address_of
 
@@ -45,11 +45,13 @@ def read_memory(device: torch.device) -> DeviceMemory:
     properties = torch.cuda.get_device_properties(device)
     integrated = bool(getattr(properties, "is_integrated", False))
     card = read_card_memory(address_of(properties), DEVICES)
-    trusted = free
+    runtime = Pool(total, total - free)
     if card is None and torch.version.hip is not None and sys.platform == "win32" and not integrated:
-        trusted -= desktop_bytes(total)  # too high there (librocdxg#57), and nothing else tells
+        runtime = Pool(
+            total, total - free + desktop_bytes(total)
+        )  # too high there (librocdxg#57), and nothing else tells
     main_memory = psutil.virtual_memory().available if integrated and sys.platform == "linux" else None
-    usable = free_for_tensors(trusted, card, integrated=integrated, main_memory_free_bytes=main_memory)
+    usable = free_for_tensors(runtime, card, integrated=integrated, main_memory_free_bytes=main_memory)
     return DeviceMemory(total, usable, max(0, total - free), integrated, card is not None)
 
 

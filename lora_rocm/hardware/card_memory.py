@@ -13,6 +13,8 @@ from pathlib import Path
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 PCI_ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", re.IGNORECASE)
 MAX_BYTES = 2**63
+SAME_POOL = 0.9
+"""Two totals of an integrated GPU that differ by more are those of two pools."""
 
 
 @dataclass(frozen=True)
@@ -66,18 +68,21 @@ def read_card_memory(pci_address: str | None, devices: Path = PCI_DEVICES) -> Ca
 
 
 def free_for_tensors(
-    runtime_free_bytes: int, card: CardMemory | None, *, integrated: bool, main_memory_free_bytes: int | None
+    runtime: Pool, card: CardMemory | None, *, integrated: bool, main_memory_free_bytes: int | None
 ) -> int:
     """What is free on a GPU: the least of what runtime, driver and system say.
 
     Args:
-        runtime_free_bytes: by HIP or CUDA.
+        runtime: by HIP or CUDA. Of an integrated GPU it may be the small carve-out alone, and then it counts for
+            nothing beside the driver's larger pool.
         card: the driver's counters; None: unknown.
         integrated: the GPU has no memory of its own.
         main_memory_free_bytes: what an integrated GPU may take of main memory at most; None: unknown.
     """
     pool = card.for_tensors(integrated) if card is not None else None
-    found = [runtime_free_bytes] + ([pool.free_bytes] if pool is not None else [])
+    found = [pool.free_bytes] if pool is not None else []
+    if pool is None or not integrated or runtime.total_bytes >= SAME_POOL * pool.total_bytes:
+        found.append(runtime.free_bytes)
     takes_main_memory = integrated and (card is None or pool is not card.vram)
     if takes_main_memory and main_memory_free_bytes is not None:
         found.append(main_memory_free_bytes)

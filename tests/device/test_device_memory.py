@@ -76,7 +76,23 @@ def test_an_integrated_gpu_has_what_main_memory_has(tmp_path: Path, monkeypatch:
     assert free_bytes(GPU) == 9 * GIB
     SimulatedCard(tmp_path, total=96 * GIB, used=90 * GIB, gtt_total=16 * GIB)
     assert free_bytes(GPU) == 6 * GIB, "a large carve-out is no part of main memory"
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * GIB, 96 * GIB))
+    assert free_bytes(GPU) == 2 * GIB, "HIP means the same pool"
     assert card_bytes(GPU) is None and card.fractions == []
+
+
+@pytest.mark.parametrize(("counted", "limit_gib"), [(True, 40), (False, 50)])
+def test_hip_that_means_the_carve_out_alone_does_not_limit_an_integrated_gpu(
+    counted: bool, limit_gib: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """512 MiB, where the driver may map 60 GiB: a limit by it would stop every run."""
+    FakeCard(tmp_path, integrated=True, has_counters=False).install(monkeypatch)
+    if counted:
+        SimulatedCard(tmp_path, total=GIB // 2, used=GIB // 4, gtt_total=60 * GIB, gtt_used=20 * GIB)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB // 4, GIB // 2))
+    memory = SimpleNamespace(available=45 * GIB, total=64 * GIB)
+    monkeypatch.setattr(device_memory.psutil, "virtual_memory", lambda: memory)
+    assert limit_now(GPU, Settings(memory_limit_bytes=50 * GIB)) == limit_gib * GIB
 
 
 def test_the_limit_is_what_others_libraries_and_the_margin_leave(card: FakeCard) -> None:
