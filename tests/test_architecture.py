@@ -81,6 +81,12 @@ BINARY_OPENERS = {"Image", "os", "webbrowser", "zipfile", "tarfile"}
 NOT_AT_START = ("tensorboard", "torch.utils.tensorboard", "datasets", "torch._dynamo", "torch._inductor", "pandas")
 OF_BLAS = ("_int_mm", "_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm", "scaled_mm", "preferred_blas_library")
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 60
+MEMORY_HOMES = {
+    "(?i)mem_?get_?info|get_memory_info": (f"{PACKAGE}.device.device_memory",),
+    "memory_fraction$": (f"{PACKAGE}.device.allocator",),
+    "mem_info_": (f"{PACKAGE}.hardware.card_memory", f"{PACKAGE}.hardware.probe.gpu_probe"),
+}
+"""Names in code -> the modules that may use them: HIP's free memory and the driver's counters are wrong alone."""
 FAMILY_WORDS = re.compile(
     r"(?<![a-z])(sdxl|unet|vae|time_ids|pooled|clip(?!_grad|_threshold)|text_encoder|lora_te)(?![a-z]{2})",
     re.IGNORECASE,
@@ -376,6 +382,16 @@ def product_faults(module: Module) -> Iterator[str]:
                 yield f"{module.name}:{getattr(node, 'lineno', 0)} {word}: it says yes where a call fails"
 
 
+def memory_faults(module: Module) -> Iterator[str]:
+    """A question for free memory, or a limit of the allocator, outside the one module that has all sources for it."""
+    for node in module.nodes:
+        named = node.attr if isinstance(node, ast.Attribute) else node.value if isinstance(node, ast.Constant) else ""
+        named = node.id if isinstance(node, ast.Name) else named
+        for words, homes in MEMORY_HOMES.items():
+            if isinstance(named, str) and re.search(words, named) and " " not in named and module.name not in homes:
+                yield f"{module.name}:{getattr(node, 'lineno', 0)} asks by {named}; {homes[0]} is there for it"
+
+
 RULES: list[tuple[Callable[[Module], Iterator[str]], bool]] = [  # rule, does it hold for scripts too
     (arrow_faults, False),
     (family_faults, False),
@@ -388,6 +404,7 @@ RULES: list[tuple[Callable[[Module], Iterator[str]], bool]] = [  # rule, does it
     (encoding_faults, True),
     (python_child_faults, False),
     (product_faults, False),
+    (memory_faults, False),
 ]
 
 
@@ -481,6 +498,13 @@ def bad(rule: Callable[[Module], Iterator[str]], name: str, source: str) -> obje
         bad(python_child_faults, "supervisor.process", "command = [str(look.sources.python), script]"),
         bad(python_child_faults, "train.loop", "f('python3', *['-c', code])"),
         bad(python_child_faults, "train.loop", "os.execv(python, words)"),
+        bad(memory_faults, "train.loop", "free, total = torch.cuda.mem_get_info(device)"),
+        bad(memory_faults, "device.allocator", "from torch.cuda import mem_get_info as ask\nfree = mem_get_info()"),
+        bad(memory_faults, "memory.controller", "torch.accelerator.get_memory_info(0)"),
+        bad(memory_faults, "bench.compute", "getattr(torch.cuda, 'mem_get_info')(0)"),
+        bad(memory_faults, "train.guard", "torch.cuda.cudart().cudaMemGetInfo(0)"),
+        bad(memory_faults, "memory.offload", "torch.cuda.set_per_process_memory_fraction(0.5)"),
+        bad(memory_faults, "report.report", "(folder / 'mem_info_vram_used').read_bytes()"),
     ],
 )
 def test_fires_on_a_planted_fault(rule: Callable[[Module], Iterator[str]], planted: Module) -> None:
@@ -509,6 +533,9 @@ def test_fires_on_a_planted_fault(rule: Callable[[Module], Iterator[str]], plant
         ),
         (encoding_faults, "errors", "open('a', 'rb')\npath.open('ab')\nImage.open('a')\nopen('a', encoding='utf-8')"),
         (encoding_faults, "errors", "tempfile.TemporaryFile()\nsubprocess.run(['a'])"),
+        (memory_faults, "device.device_memory", "free, total = torch.cuda.mem_get_info(device)"),
+        (memory_faults, "device.allocator", "torch.cuda.set_per_process_memory_fraction(0.5)"),
+        (memory_faults, "train.loop", '"""What mem_get_info says is too much."""\ntorch.cuda.memory_allocated(0)'),
         (
             python_child_faults,
             "supervisor.process",

@@ -73,7 +73,7 @@ TABLES: dict[str, tuple[Callable[..., object], type, Functions]] = {
     "rules/general_rules.toml": (read_rows, Rule, general_rules.FUNCTIONS),
     "rules/harmful_values.toml": (read_rows, Harm, harmful_values.TESTS),
     "rules/kernel_log.toml": (read_rows, kernel_log.Pattern, {}),
-    "rules/memory_rules.toml": (read_rows, Rule, memory_rules.FUNCTIONS),
+    "rules/memory_rules.toml": (read_table, memory_rules.MemoryTable, memory_rules.FUNCTIONS),
     "rules/mitigations.toml": (read_table, mitigations.MitigationTable, mitigations.FUNCTIONS),
     "rules/selftest_rules.toml": (read_table, selftest_rules.SelftestTable, selftest_rules.FUNCTIONS),
     "rules/tuned_rules.toml": (read_rows, Rule, tuned_rules.FUNCTIONS),

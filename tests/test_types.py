@@ -18,7 +18,7 @@ TORCH = "arguments of autograd functions, hooks and dispatch modes, which torch 
 HOLES: dict[str, tuple[int, int, str]] = {
     "adapters": (72, 1, LIBRARY),
     "base_models": (30, 3, LIBRARY),
-    "bench": (7, 0, JSON),
+    "bench": (6, 0, JSON),
     "cache_files": (5, 0, JSON),
     "checks": (3, 0, TORCH),
     "cli": (2, 0, JSON),
@@ -30,7 +30,7 @@ HOLES: dict[str, tuple[int, int, str]] = {
     "export": (7, 0, LIBRARY),
     "families": (271, 1, LIBRARY),
     "foundation": (8, 1, JSON),
-    "hardware": (23, 0, JSON),
+    "hardware": (24, 0, JSON),
     "hardware.probe": (14, 1, SYSTEM),
     "kernels": (39, 0, TORCH),
     "latent_cache": (18, 0, ARROW),

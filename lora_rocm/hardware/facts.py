@@ -58,6 +58,8 @@ class Gpu:
     """Linux, AMD: number of the KFD topology node."""
     vram_bytes: int | None = None
     """Dedicated memory; the carve-out of an APU."""
+    vram_used_bytes: int | None = None
+    """Linux, AMD: what all programs together hold of it now."""
     gtt_bytes: int | None = None
     """Linux, AMD: system memory that the GPU may map."""
     driver: str | None = None
@@ -104,6 +106,8 @@ class Linux:
     """Interface version of the amdgpu driver, "3.64". Only the kernel log has it."""
     ttm_pages_limit: int | None = None
     """Limit of memory that all GPUs together may map, in pages of 4 KiB."""
+    ttm_module: Literal["ttm", "amdttm"] = "ttm"
+    """The module with that limit: the kernel's own, or amdttm of an amdgpu driver installed beside the kernel."""
     shm_bytes: int | None = None
     rocm_version: str | None = None
     """Version of a ROCm installed in /opt/rocm."""

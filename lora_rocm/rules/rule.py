@@ -85,6 +85,8 @@ class When:
     kernel_from: str | None = None
     kernel_below: str | None = None
     wsl: bool | None = None
+    integrated: bool | None = None
+    """The selected GPU has no memory of its own."""
     several_gpus: bool | None = None
     """The machine has several AMD GPUs, visible or not."""
     several_ranks: bool | None = None
@@ -103,6 +105,7 @@ class When:
             and self._holds_for_software(facts)
             and self._holds_for_wheel(facts, gpu)
             and _agrees(self.wsl, facts.is_wsl)
+            and _agrees(self.integrated, gpu is not None and gpu.integrated is True)
             and _agrees(self.several_gpus, len(facts.amd_gpus) > 1)
             and _agrees(self.several_ranks, situation.ranks > 1)
             and (not self.safe_profile or not is_fast(situation))

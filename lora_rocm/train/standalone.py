@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from lora_rocm.checks.attention_routes import checked_attention
+from lora_rocm.device.allocator import LimitFollower
 from lora_rocm.device.backend_settings import apply
 from lora_rocm.device.precision import choose_device, compute_dtype
 from lora_rocm.device.transfer import DeviceTransfer
@@ -37,7 +38,8 @@ def start_device(recipe: Recipe) -> tuple[torch.device, Settings]:
 
 
 def open_transfer(device: torch.device, settings: Settings) -> DeviceTransfer:
-    """A new transfer to the device."""
+    """A new transfer to the device, whose allocator is held to what is free now: reading a model takes long."""
+    LimitFollower(device, settings).renew()
     pin = device.type == "cuda" and settings.pin_memory
     return DeviceTransfer(device, pin=pin, heap_copy=settings.heap_copy)
 

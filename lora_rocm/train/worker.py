@@ -117,8 +117,8 @@ def _train(session: Session, recipe: Recipe, options: argparse.Namespace, me: Ra
         torch.set_num_threads(recipe.runtime.threads)
     if recipe.runtime.deterministic:
         torch.use_deterministic_algorithms(True)
-    apply(settings, device)
-    waking = wake(device)
+    apply(settings, device, wakes_later=True)
+    waking = wake(device, settings)
     # Heavy imports, only once the lock is held and errors can be recorded
     from lora_rocm.checks.attention_routes import checked_attention
     from lora_rocm.families.base import family_for

@@ -196,6 +196,10 @@ INJECTIONS: dict[str, Injection] = {
         facts_of("windows-strix-halo"), gpu={"vram_bytes": GIB // 2}, memory_bytes=127 * GIB, variables={}
     ),
     "gtt": lambda: on(APU, gpu={"gtt_bytes": 62 * GIB}, linux={"ttm_pages_limit": None}),
+    "memory-seen": lambda: case(
+        facts_of("linux-rx9060xt-pair"),
+        Verdict(STACK, (Result("memory.total", "passed", 0.0, "torch finds 8.0 GiB, and the driver 15.9 GiB"),)),
+    ),
     "memory-in-use": lambda: on(LINUX, memory_available_bytes=3 * GIB),
     "main-memory": lambda: on(LINUX, memory_bytes=8 * GIB, swap_bytes=0),
     "disk": lambda: on(LINUX, disk_free_bytes=GIB),

@@ -192,6 +192,8 @@ def put_memory(root: Path, folder: str, gpu: Gpu) -> None:
     for name, value in (("vram", gpu.vram_bytes), ("gtt", gpu.gtt_bytes)):
         if value is not None:
             put(root, f"{folder}/mem_info_{name}_total", f"{value}\n")
+    if gpu.vram_used_bytes is not None:
+        put(root, f"{folder}/mem_info_vram_used", f"{gpu.vram_used_bytes}\n")
 
 
 def put_pci(root: Path, gpu: Gpu) -> None:
@@ -226,7 +228,7 @@ def put_kernel(root: Path, facts: HostFacts, linux: Linux) -> None:
     if linux.amdgpu_version:
         put(root, "/sys/module/amdgpu/version", f"{linux.amdgpu_version}\n")
     if linux.ttm_pages_limit is not None:
-        put(root, "/sys/module/ttm/parameters/pages_limit", f"{linux.ttm_pages_limit}\n")
+        put(root, f"/sys/module/{linux.ttm_module}/parameters/pages_limit", f"{linux.ttm_pages_limit}\n")
 
 
 def put_system(root: Path, linux: Linux) -> None:
