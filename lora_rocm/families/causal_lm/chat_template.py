@@ -44,7 +44,7 @@ class ChatTemplate:
         found = self._tokenizer.chat_template
         for source in found.values() if isinstance(found, Mapping) else [] if found is None else [found]:
             try:
-                with row_edge("The chat template cannot be compiled", FIX, self.fails):
+                with row_edge("The chat template cannot be compiled", FIX, fails_for_all("chat template", self._name)):
                     self._sandbox.from_string(source)
             except UnusableText as error:
                 fix = "Download the tokenizer's files again, or give another tokenizer (model.tokenizer)."
