@@ -346,15 +346,20 @@ def status(run: RunPath, as_json: AsJson = False) -> None:
 def inspect(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A .safetensors file or a folder of a model.")],
     as_json: AsJson = False,
-) -> None:
-    """Show what a model file is: family, components, number format, adapter and its readers."""
+) -> int:
+    """Show what a model file is: family, components, number format, adapter and its readers.
+
+    The exit code is 0 if a recipe can name it (as base, component or start), and 2 if not; --json has it as "usable".
+    """
     import json
 
     from lora_rocm.commands import inspect_file
+    from lora_rocm.errors import UserError
     from lora_rocm.foundation.terminal_text import legible
 
     found = inspect_file.inspect(path)
     typer.echo(json.dumps(found, indent=1) if as_json else legible(inspect_file.inspect_text(found), keep="\n"))
+    return 0 if found["usable"] else UserError.exit_code
 
 
 @app.command(cls=Command)

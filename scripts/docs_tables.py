@@ -55,14 +55,19 @@ def _wheel(arch: Arch, system: System) -> str:
     if choice.kind != "rocm":
         return "CPU instead"
     index = next(index for index in wheel_table().index if index.url == choice.url)
-    builds = index.id == "amd" and (arch.amd_windows if system == "windows" else arch.amd_linux) == "building"
+    builds = index.id != "pytorch" and arch.wheels(system, index.rocm) == "building"
     return f"{index.id} {index.rocm}" + ("?" if builds else "")
 
 
 def indexes() -> str:
     """Where torch can come from."""
     rows = (
-        (f"`{i.id}`", i.what, f"<{i.url}>" if i.url else "", " and ".join(SYSTEMS[system] for system in i.systems))
+        (
+            f"`{i.id}`",
+            i.what + " (only where asked for)" * i.only_asked,
+            f"<{i.url}>" if i.url else "",
+            " and ".join(SYSTEMS[system] for system in i.systems),
+        )
         for i in wheel_table().index
     )
     return _table(("name", "what", "address", "system"), rows)
@@ -97,9 +102,11 @@ def where(when: When) -> str:
     parts = [
         " and ".join(SYSTEMS[system] for system in when.systems),
         {True: "WSL", False: "not WSL", None: ""}[when.wsl],
+        {True: "integrated GPUs", False: "cards with memory of their own", None: ""}[when.integrated],
         ", ".join(cards) + (" and unknown GPUs" if when.unknown_too else ""),
         _versions("torch", when.torch_from, when.torch_below),
-        _versions("ROCm", when.hip_from, when.hip_below),
+        _versions("HIP", when.hip_from, when.hip_below),
+        _versions("ROCm", when.rocm_from, when.rocm_below),
         _versions("AOTriton", when.aotriton_from, when.aotriton_below),
         _versions("kernel", when.kernel_from, when.kernel_below),
         "torch has no kernels for the GPU" if when.lacks_kernels else "",

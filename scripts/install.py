@@ -41,7 +41,16 @@ from lora_rocm.foundation.terminal_text import printable  # noqa: E402
 from lora_rocm.hardware.archs import has_kernels  # noqa: E402
 from lora_rocm.hardware.facts import HostFacts, load_facts  # noqa: E402
 from lora_rocm.hardware.probe.detection import probe  # noqa: E402
-from lora_rocm.hardware.wheels import ANY_TORCH, INDEX_VARIABLE, VARIABLES, WheelChoice, choose, makeshift, mismatch  # noqa: E402
+from lora_rocm.hardware.wheels import (  # noqa: E402
+    ANY_TORCH,
+    INDEX_VARIABLE,
+    VARIABLES,
+    WheelChoice,
+    choose,
+    lacking_packages,
+    makeshift,
+    mismatch,
+)
 from scripts.venv_state import LOOK_TIMEOUT_S, Found, Venv, again, ask, say, venv_command  # noqa: E402
 
 Step = Literal["install", "upgrade", "keep"]
@@ -117,7 +126,11 @@ def unfit(found: Found, choice: WheelChoice) -> str | None:
         return f"it cannot be imported: {found.broken}"
     if found.release and numbers(found.release) < numbers(ANY_TORCH):
         return f"it is too old: {ANY_TORCH} is needed"
-    return mismatch(found.torch, choice) if found.torch is not None else None
+    why = mismatch(found.torch, choice) if found.torch is not None else None
+    if why is None and found.release == choice.requirement.partition("==")[2]:  # of another torch nothing is known
+        missing = lacking(found, choice)
+        why = f"packages that belong to it are missing: {missing}" if missing is not None else None
+    return why
 
 
 def numbers(version: str) -> tuple[int, ...]:
@@ -183,13 +196,44 @@ def verified(venv: Venv, choice: WheelChoice) -> Found:
         raise torch_unfit(found, why)
     torch = found.torch
     assert torch is not None  # there is a release, and nothing is broken
-    kind = f"ROCm {torch.hip}" if torch.hip else f"CUDA {torch.cuda}" if torch.cuda else "CPU only"
+    kind = f"ROCm {torch.rocm_version}" if torch.hip else f"CUDA {torch.cuda}" if torch.cuda else "CPU only"
     kernels = f", kernels for {choice.gfx}" if has_kernels(torch.arch_list, choice.gfx) else ""
     say(f"torch {torch.version} ({kind}{kernels})")
     poor = makeshift(torch, choice)
     if poor is not None:
         say(f"note: {poor}; {again('--repair')} takes {choice.requirement}, which does not")
     return found
+
+
+def lacking(found: Found, choice: WheelChoice) -> str | None:
+    """The packages with the kernels for the GPU that are not those of the installed torch, as text; None if they are.
+
+    pip can call an installation complete without them: a torch whose metadata does not name the extra is enough.
+    """
+    extra = re.search(r"\[device-(gfx\w+)\]", choice.requirement)
+    if extra is None or found.release is None or found.device_packages is None:
+        return None
+    return ", ".join(lacking_packages(found.release, extra[1], found.device_packages)) or None
+
+
+def completed(venv: Venv, choice: WheelChoice) -> None:
+    """Install torch once more where the packages with its kernels are missing or of another version.
+
+    Raises:
+        MachineError: "kernels-missing": they still are.
+    """
+    missing = lacking(venv.look(), choice)
+    if missing is None:
+        return
+    say(f"installing torch again: pip reported no error, but this is missing: {missing}")
+    # Of torch alone, whose metadata names the packages then: the index lacks some of its other dependencies.
+    venv.run(*torch_command(choice), "--force-reinstall", "--no-deps")
+    install_torch(venv, choice)
+    missing = lacking(venv.look(), choice)
+    if missing is not None:
+        what = f"The kernels for {choice.gfx or 'this GPU'} were not installed with torch: {missing}."
+        fix = f"Install torch anew: {again('--repair')}. Or choose another index: {INDEX_VARIABLE}."
+        raise MachineError("kernels-missing", what, where=choice.url or "the default package index", fix=fix)
 
 
 def run_all(venv: Venv, commands: list[list[str]]) -> None:
@@ -250,6 +294,7 @@ def install(options: argparse.Namespace, facts: HostFacts) -> None:
         run_all(venv, lock_commands(options.dev))  # before torch, whose index has some of them too
         if step != "keep":
             install_torch(venv, choice, upgrade=step == "upgrade")
+            completed(venv, choice)
         found = verified(venv, choice)
         cpu = found.torch is not None and not (found.torch.hip or found.torch.cuda)
         run_all(venv, project_commands(options.dev, cpu))
@@ -272,7 +317,8 @@ def _kept(facts: HostFacts, choice: WheelChoice) -> str:
     """What becomes of the torch that a machine has, as the end of a sentence."""
     assert facts.torch is not None
     repair = f"{again('--repair', facts.system == 'windows')} replaces it"
-    wrong, poor = mismatch(facts.torch, choice), makeshift(facts.torch, choice)
+    found = Found(release=facts.torch.version, torch=facts.torch, device_packages=facts.libraries)
+    wrong, poor = unfit(found, choice), makeshift(facts.torch, choice)
     if wrong is not None:
         return f"does not serve: {wrong}. {repair}"
     return "is kept" if poor is None else f"is kept, though {poor}. {repair}"

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,25 +30,32 @@ try:
 except importlib.metadata.PackageNotFoundError:
     sys.exit()
 say(release=wheel.metadata["Version"] or "")  # as pip knows it; __version__ may have "+cu130" more
+names = {(one.metadata["Name"] or "").lower().replace("_", "-"): one for one in importlib.metadata.distributions()}
+say(device_packages={name: one.version for name, one in names.items()
+    if name.startswith(("amd-torch-device-", "rocm-sdk-device-"))})
 devices = None
 if any(extra.startswith("device-") for extra in wheel.metadata.get_all("Provides-Extra") or []):
-    names = [(wheel.metadata["Name"] or "").replace("_", "-") for wheel in importlib.metadata.distributions()]
     devices = [name[len("amd-torch-device-"):] for name in names if name.startswith("amd-torch-device-")]
 import torch
 flags = getattr(torch._C, "_cuda_getArchFlags", lambda: None)()
 say(version=torch.__version__, hip=torch.version.hip, cuda=torch.version.cuda,
+    rocm=getattr(torch.version, "rocm", None),
     archs=devices if devices is not None else flags.split() if flags else None)
 """
 
 
 @dataclass(frozen=True)
 class Found:
-    """What is in ``.venv``. ``python`` None: it does not run. ``broken``: why it or its torch cannot be used."""
+    """What is in ``.venv``. ``python`` None: it does not run. ``broken``: why it or its torch cannot be used.
+
+    device_packages: version of each package with a GPU's kernels, by its name; None where nobody looked.
+    """
 
     python: tuple[int, ...] | None = None
     release: str | None = None
     torch: Torch | None = None
     broken: str = ""
+    device_packages: Mapping[str, str] | None = None
 
 
 def say(text: str) -> None:
@@ -122,6 +130,9 @@ class Venv:
             release = str(seen["release"])
             half = "" if release and "version" in seen else "it is half installed"
             found = replace(found, release=release, broken=broken or half)
+        packages = seen.get("device_packages")
+        if isinstance(packages, dict):
+            found = replace(found, device_packages=packages)
         if "version" in seen:
             found = replace(found, torch=_torch(seen))
         return found
@@ -148,4 +159,5 @@ def _torch(seen: dict[str, object]) -> Torch:
         cuda=None if seen["cuda"] is None else str(seen["cuda"]),
         arch_list=tuple(str(arch).split(":")[0] for arch in archs) if isinstance(archs, list) else None,
         arch_source="asked",
+        rocm=None if seen.get("rocm") is None else str(seen["rocm"]),
     )

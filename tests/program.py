@@ -32,7 +32,7 @@ from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor import process
 from lora_rocm.train import check_child, model_child, session, worker
 from tests.command_line import command_line
-from tests.tiny_models import RUN_TARGETS
+from tests.tiny_models import RUN_TARGETS, SHALLOW, write_tiny_sdxl
 
 MAX_ERROR_LINES = 14
 RECIPE = f"""\
@@ -43,6 +43,15 @@ train: {{max_train_steps: 2, mixed_precision: "no"}}
 runtime: {{device: cpu}}
 output: {{save_every_n_steps: 1}}
 """
+SAMPLE = ("--prompt", "x", "--steps", "1", "--width", "32", "--height", "32")
+"""Options of ``lora-rocm sample`` for a quick image."""
+
+
+def write_inputs(root: Path) -> None:
+    """A model, two images, and ``r.yaml``, the recipe that names them."""
+    write_tiny_sdxl(root / "model", **SHALLOW)
+    images(root / "pics", count=2)
+    (root / "r.yaml").write_text(RECIPE, encoding="utf-8")
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ ROOMS: dict[str, str] = {
     "hardware.probe": STANDARD,
     "model_files": STANDARD,
     "rundir": LIGHT,
+    "telemetry": LIGHT,
     "sections": LIGHT,
     "specs": LIGHT,
     "recipe": LIGHT,
@@ -63,6 +64,7 @@ ROOMS: dict[str, str] = {
 """A room imports from itself and from rooms above it, so there is no circle of rooms."""
 PROCESS_EDGES = {
     (f"{PACKAGE}.dataset.row_edge", "row_edge"),  # the one edge of a row
+    (f"{PACKAGE}.telemetry.reader_child", "main"),
     (f"{PACKAGE}.train.worker", "main"),
     (f"{PACKAGE}.train.model_child", "main"),
     (f"{PACKAGE}.train.tracking", "main"),
@@ -77,7 +79,14 @@ PROCESS_EDGES = {
 }
 BINARY_OPENERS = {"Image", "os", "webbrowser", "zipfile", "tarfile"}
 NOT_AT_START = ("tensorboard", "torch.utils.tensorboard", "datasets", "torch._dynamo", "torch._inductor", "pandas")
+OF_BLAS = ("_int_mm", "_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm", "scaled_mm", "preferred_blas_library")
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 60
+MEMORY_HOMES = {
+    "(?i)mem_?get_?info|get_memory_info": (f"{PACKAGE}.device.device_memory",),
+    "memory_fraction$": (f"{PACKAGE}.device.allocator",),
+    "mem_info_": (f"{PACKAGE}.hardware.card_memory", f"{PACKAGE}.hardware.probe.gpu_probe"),
+}
+"""Names in code -> the modules that may use them: HIP's free memory and the driver's counters are wrong alone."""
 FAMILY_WORDS = re.compile(
     r"(?<![a-z])(sdxl|unet|vae|time_ids|pooled|clip(?!_grad|_threshold)|text_encoder|lora_te)(?![a-z]{2})",
     re.IGNORECASE,
@@ -361,6 +370,28 @@ def _words_of(node: ast.AST) -> Iterator[str]:
             yield word
 
 
+def product_faults(module: Module) -> Iterator[str]:
+    """Names that only ``device.blas`` may have, and questions that attention has to answer by being called."""
+    if module.name == f"{PACKAGE}.device.blas":
+        return
+    for node in module.nodes:
+        for word in _words_of(node):
+            if re.search(rf"(?<![a-z])({'|'.join(OF_BLAS)})(?![a-z_])", word):
+                yield f"{module.name}:{getattr(node, 'lineno', 0)} {word}: it goes to hipBLASLt, or decides about it"
+            if re.match(r"can_use_(flash|efficient|cudnn)_attention|SDPAParams", word):
+                yield f"{module.name}:{getattr(node, 'lineno', 0)} {word}: it says yes where a call fails"
+
+
+def memory_faults(module: Module) -> Iterator[str]:
+    """A question for free memory, or a limit of the allocator, outside the one module that has all sources for it."""
+    for node in module.nodes:
+        named = node.attr if isinstance(node, ast.Attribute) else node.value if isinstance(node, ast.Constant) else ""
+        named = node.id if isinstance(node, ast.Name) else named
+        for words, homes in MEMORY_HOMES.items():
+            if isinstance(named, str) and re.search(words, named) and " " not in named and module.name not in homes:
+                yield f"{module.name}:{getattr(node, 'lineno', 0)} asks by {named}; {homes[0]} is there for it"
+
+
 RULES: list[tuple[Callable[[Module], Iterator[str]], bool]] = [  # rule, does it hold for scripts too
     (arrow_faults, False),
     (family_faults, False),
@@ -372,6 +403,8 @@ RULES: list[tuple[Callable[[Module], Iterator[str]], bool]] = [  # rule, does it
     (unfinished_faults, True),
     (encoding_faults, True),
     (python_child_faults, False),
+    (product_faults, False),
+    (memory_faults, False),
 ]
 
 
@@ -380,6 +413,22 @@ def test_holds(rule: Callable[[Module], Iterator[str]], scripts_too: bool) -> No
     modules = package_modules() + (script_modules() if scripts_too else ())
     faults = sorted({fault for module in modules for fault in rule(module)})
     assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "count"),
+    [
+        ("kernels.eight_bit", "import torch\ny = torch._int_mm(a, b)", 1),
+        ("kernels.eight_bit", "y = torch.ops.aten._scaled_mm.default(a, b, s, t)", 1),
+        ("kernels.eight_bit", "y = getattr(torch, '_scaled_mm')(a, b)", 1),
+        ("train.loop", "torch.backends.cuda.preferred_blas_library('hipblaslt')", 1),
+        ("checks.x", "from torch.backends.cuda import SDPAParams, can_use_flash_attention", 2),
+        ("device.blas", "torch._int_mm(a, b)", 0),
+        ("kernels.eight_bit", "y = torch.mm(a, b)\nprint_int_mmm = 'goes to _int_mm by itself'", 0),
+    ],
+)
+def test_products_that_bring_hipblaslt_back_are_noticed(name: str, source: str, count: int) -> None:
+    assert len(list(product_faults(Module(f"{PACKAGE}.{name}", source)))) == count
 
 
 def test_shared_code_hardly_names_a_family() -> None:
@@ -449,6 +498,13 @@ def bad(rule: Callable[[Module], Iterator[str]], name: str, source: str) -> obje
         bad(python_child_faults, "supervisor.process", "command = [str(look.sources.python), script]"),
         bad(python_child_faults, "train.loop", "f('python3', *['-c', code])"),
         bad(python_child_faults, "train.loop", "os.execv(python, words)"),
+        bad(memory_faults, "train.loop", "free, total = torch.cuda.mem_get_info(device)"),
+        bad(memory_faults, "device.allocator", "from torch.cuda import mem_get_info as ask\nfree = mem_get_info()"),
+        bad(memory_faults, "memory.controller", "torch.accelerator.get_memory_info(0)"),
+        bad(memory_faults, "bench.compute", "getattr(torch.cuda, 'mem_get_info')(0)"),
+        bad(memory_faults, "train.guard", "torch.cuda.cudart().cudaMemGetInfo(0)"),
+        bad(memory_faults, "memory.offload", "torch.cuda.set_per_process_memory_fraction(0.5)"),
+        bad(memory_faults, "report.report", "(folder / 'mem_info_vram_used').read_bytes()"),
     ],
 )
 def test_fires_on_a_planted_fault(rule: Callable[[Module], Iterator[str]], planted: Module) -> None:
@@ -477,6 +533,9 @@ def test_fires_on_a_planted_fault(rule: Callable[[Module], Iterator[str]], plant
         ),
         (encoding_faults, "errors", "open('a', 'rb')\npath.open('ab')\nImage.open('a')\nopen('a', encoding='utf-8')"),
         (encoding_faults, "errors", "tempfile.TemporaryFile()\nsubprocess.run(['a'])"),
+        (memory_faults, "device.device_memory", "free, total = torch.cuda.mem_get_info(device)"),
+        (memory_faults, "device.allocator", "torch.cuda.set_per_process_memory_fraction(0.5)"),
+        (memory_faults, "train.loop", '"""What mem_get_info says is too much."""\ntorch.cuda.memory_allocated(0)'),
         (
             python_child_faults,
             "supervisor.process",

@@ -82,10 +82,14 @@ def test_what_would_happen(weigh: Weigh, tmp_path: Path, capsys: pytest.CaptureF
     assert "images: 5 usable, 2 set aside" in lines
     assert "broken.png" in text and "half.jpg" in text and "no pixels were decoded" in text
     assert "  128x128: 3" in lines
-    assert "effective batch: 4 (2 x 2), steps per epoch: 2 of 2.5 samples on average" in lines
+    (of_batch,) = (line for line in lines if line.startswith("effective batch: 4 (2 x 2), steps per epoch: 2 of 2.5 "))
+    assert "last batch of a bucket" in of_batch and "last update of an epoch" in of_batch
     assert "steps: 6, epochs: 3.00" in lines
     assert "made 3 updates per epoch of this recipe instead of 2" in text and "train.epochs: 5" in text
-    assert f"caches in {tmp_path / 'cache'}: 10 images and 6 captions; what they have is not encoded again" in lines
+    assert (
+        f"caches in {tmp_path / 'cache'}: a run needs 10 images and 6 captions there, and encodes "
+        "those that are missing"
+    ) in lines
     assert "  unet: 3.0 GiB" in lines and any(line.startswith("  together: 3.0 GiB") for line in lines)
     assert f"run directory: {tmp_path / 'runs'}" in text
 

@@ -69,8 +69,9 @@ def test_tables_are_tables(name: str) -> None:
          "RDNA and unknown GPUs; profile safe"),
         (When(gfx=("gfx1031",), torch_below="2.12", lacks_kernels=True, wheel_has="gfx1030"),
          "gfx1031; torch below 2.12; torch has no kernels for the GPU; torch has kernels for gfx1030"),
+        (When(systems=("linux",), integrated=True), "Linux; integrated GPUs"),
         (When(several_gpus=True, several_ranks=False, hip_from="7.0", aotriton_from="0.11"),
-         "ROCm from 7.0; AOTriton from 0.11; several AMD GPUs; one process"),
+         "HIP from 7.0; AOTriton from 0.11; several AMD GPUs; one process"),
     ],
 )  # fmt: skip
 def test_conditions_in_words(when: When, words: str) -> None:

@@ -189,6 +189,63 @@ def test_a_torch_without_the_devices_code_is_refused_after_its_installation(
     assert len(stand.torch_installs()) == 1 and not stand.venv.stamp.exists()
 
 
+NEXT = "2.14.0+rocm10.1.0"
+NEXT_PACKAGES = {"amd-torch-device-gfx1200": NEXT, "rocm-sdk-device-gfx1200": "10.1.0"}
+
+
+def next_torch(**packages: str) -> list[Any]:
+    """AMD's multi-arch torch, whose metadata names no extra, so that its own list of architectures counts."""
+    found = {"version": NEXT, "hip": "7.16.26270", "cuda": None, "rocm": "10.1.0", "archs": ["gfx1200"]}
+    return [RUNS, {"release": NEXT}, {"device_packages": packages}, found]
+
+
+@pytest.mark.parametrize(
+    "packages",
+    [
+        {},
+        {"amd-torch-device-gfx1200": NEXT},
+        {**NEXT_PACKAGES, "amd-torch-device-gfx1200": "2.13.0+rocm10.0.0"},
+        {**NEXT_PACKAGES, "rocm-sdk-device-gfx1200": "10.0.0"},
+        {"amd-torch-device-gfx1201": NEXT, "rocm-sdk-device-gfx1201": "10.1.0"},
+    ],
+)
+def test_torch_comes_again_where_its_kernels_did_not_come_along(
+    stand: Stand, packages: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_gpu(stand, "gfx1200")
+    monkeypatch.setenv("LORA_ROCM_TORCH_INDEX", "amd-next")
+    stand.states = [EMPTY, next_torch(**packages), next_torch(**NEXT_PACKAGES)]
+    assert stand.run() == 0
+    first, forced, last = stand.torch_installs()
+    assert first == last and forced == f"{first} --force-reinstall --no-deps"
+    assert "kernels for gfx1200" in capsys.readouterr().out
+    monkeypatch.delenv("LORA_ROCM_TORCH_INDEX")
+
+    with_gpu(stand, "gfx1200")
+    stand.venv.stamp.unlink()
+    monkeypatch.setenv("LORA_ROCM_TORCH_INDEX", "amd-next")
+    stand.states = [next_torch(**packages)]  # pip leaves it as it is, and it is there already
+    assert stand.run() == 3
+    assert "packages that belong to it are missing" in capsys.readouterr().err and stand.commands == []
+    assert stand.run("--repair") == 3
+    assert "were not installed with torch" in capsys.readouterr().err and not stand.venv.stamp.exists()
+
+
+def test_torch_comes_once_where_its_kernels_came_along(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpu(stand, "gfx1200")
+    monkeypatch.setenv("LORA_ROCM_TORCH_INDEX", "amd-next")
+    stand.states = [EMPTY, next_torch(**NEXT_PACKAGES)]
+    assert stand.run() == 0 and len(stand.torch_installs()) == 1
+    monkeypatch.delenv("LORA_ROCM_TORCH_INDEX")
+
+
+def test_of_a_torch_from_elsewhere_no_package_is_wanted(stand: Stand) -> None:
+    with_gpu(stand, "gfx1031")
+    own = {**ROCM, "version": "2.13.0a0+git1f2e3d4", "archs": ["gfx1031"]}
+    with_venv(stand, [RUNS, {"release": "2.13.0a0+git1f2e3d4"}, {"device_packages": {}}, own])
+    assert stand.run() == 0 and stand.torch_installs() == []
+
+
 def test_a_cpu_torch_from_the_index_of_rocm_is_refused(stand: Stand, capsys: pytest.CaptureFixture[str]) -> None:
     with_gpu(stand)
     stand.states = [EMPTY, CPU_TORCH]
@@ -307,14 +364,14 @@ def test_upgrade_takes_what_is_newer_and_never_goes_back(stand: Stand, release: 
 
 def test_upgrade_takes_what_the_user_asks_for(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
     with_gpu(stand)
-    next_one = [RUNS, {"release": "2.13.0+rocm10.0.0"}, ROCM]
+    next_one = [RUNS, {"release": NEXT}, ROCM]
     with_venv(stand, ROCM_TORCH)
     stand.run()
     monkeypatch.setenv("LORA_ROCM_TORCH_INDEX", "amd-next")
     assert stand.run() == 0 and stand.commands == []  # a torch that serves is not replaced unasked
     stand.states = [ROCM_TORCH, next_one]
     assert stand.run("--upgrade") == 0
-    assert "torch[device-gfx1100]==2.13.0+rocm10.0.0 --index-url" in stand.torch_installs()[0]
+    assert f"torch[device-gfx1100]=={NEXT} --index-url" in stand.torch_installs()[0]
     assert stand.run("--upgrade") == 0 and stand.torch_installs() == []
 
 
@@ -551,7 +608,10 @@ def test_of_a_multi_arch_wheel_the_device_packages_count(
 ) -> None:
     for gfx in devices:
         device_package(tmp_path, gfx)
-    torch = look(tmp_path, monkeypatch, FAKE, DEVICES).torch
+    found = look(tmp_path, monkeypatch, FAKE, DEVICES)
+    assert found.device_packages is not None
+    assert {n: v for n, v in found.device_packages.items()} == {f"amd-torch-device-{gfx}": "1" for gfx in devices}
+    torch = found.torch
     assert torch is not None and set(torch.arch_list or ()) == set(devices) and torch.arch_list is not None
 
 

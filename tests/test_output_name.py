@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,16 +12,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lora_rocm.foundation.files import write_json
 from lora_rocm.foundation.names import MAX_STEM_BYTES, name_key, stem_fault, usable_stem
 from lora_rocm.model_files.header import read_header
-from lora_rocm.rundir.layout import RunDir, output_name_fault
-from lora_rocm.rundir.results import read_result
-from tests.crash.lab import TARGETS, UNET, VAE
-from tests.program import RECIPE, Program, images
-from tests.tiny_models import write_tiny_sdxl
+from lora_rocm.recipe.kinds import recipe_from
+from lora_rocm.recipe.load import dump_recipe
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.rundir.results import read_result, result_files
+from lora_rocm.rundir.run_name import DEFAULT_NAME, output_name_fault
+from tests.crash.lab import TARGETS
+from tests.program import RECIPE, SAMPLE, Program, write_inputs
 
 SETS = (f"lora.targets=['{TARGETS}']", "output.formats=[kohya, sd-scripts]")
-SAMPLE = ("--prompt", "x", "--steps", "1", "--width", "32", "--height", "32")
+NAMED = {"model": {"name_or_path": "x"}, "data": {"path": "."}, "train": {"max_train_steps": 1}}
 REFUSED = ("con", "NUL", "Com1.v2", "a/b", "a\\b", "a:b", 'a"b', "a<b", "a|b", "what?", "a*", "x.", "x ", " x", ".x")
 ALSO_REFUSED = ("", "..", "ü" * 100, "peft", "Pytorch_LoRA_weights", "a\tb")
 
@@ -29,9 +33,7 @@ ALSO_REFUSED = ("", "..", "ü" * 100, "peft", "Pytorch_LoRA_weights", "a\tb")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """``runs/named``: a finished run with ``output.name: zibu v1.2``, and ``runs/plain``, one without."""
     root = tmp_path_factory.mktemp("names")
-    write_tiny_sdxl(root / "model", unet=UNET, vae=VAE)
-    images(root / "pics", count=2)
-    (root / "r.yaml").write_text(RECIPE, encoding="utf-8")
+    write_inputs(root)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
         program = Program(patch)
@@ -134,6 +136,98 @@ def test_a_foreign_name_is_no_path(tmp_path: Path, content: str) -> None:
     assert RunDir(tmp_path).lora == tmp_path / "lora.safetensors"
     (tmp_path / "names.json").write_text('{"name": "zibu"}', encoding="utf-8")
     assert RunDir(tmp_path).lora == tmp_path / "zibu.safetensors", "the control"
+
+
+HOSTILE = (
+    *(None, "", '{"na', "[]", "3", '{"nam": "x"}', '{"name": 3}', '{"name": null}', '{"name": ["a"]}'),
+    *(
+        json.dumps({"name": name})
+        for name in ("", "a/b", "a\\b", "/etc/x", "C:x", "../x", "..", "CON", "peft", "other")
+    ),
+    *('{"name": "\\ud800"}', " " * 10_000_000, "[" * 4000),
+)
+"""Contents of ``names.json``; None: the file is gone."""
+
+
+def harm(run: RunDir, content: str | None) -> None:
+    run.names.unlink() if content is None else run.names.write_text(content, encoding="utf-8")
+
+
+@pytest.mark.parametrize("content", HOSTILE, ids=lambda content: repr(content)[:20])
+def test_the_name_is_not_lost_with_its_file(folder: Path, copied: Path, content: str | None) -> None:
+    shutil.copytree(folder / "runs" / "named", copied)
+    run = RunDir(copied)
+    assert run.name == "zibu v1.2" and not run.names_are_wrong, "the control"
+    harm(run, content)
+    assert run.name == "zibu v1.2" and run.names_are_wrong
+    assert {run.lora, run.export_of("sd-scripts")} <= {*result_files(run)}
+    run.keep_name()
+    assert json.loads(run.names.read_text(encoding="utf-8")) == {"name": "zibu v1.2"} and not run.names_are_wrong
+
+
+@pytest.mark.parametrize("left", ["loras", "result", "recipe", "nothing"])
+def test_each_other_file_tells_the_name(folder: Path, copied: Path, left: str) -> None:
+    shutil.copytree(folder / "runs" / "named", copied)
+    run = RunDir(copied)
+    harm(run, '{"name"')
+    if left != "loras":
+        for _, path in run.checkpoint_loras():
+            path.unlink()
+    for name in ("result", "recipe"):
+        if name != left:
+            getattr(run, name).unlink()
+    assert run.name == ("lora" if left == "nothing" else "zibu v1.2")
+
+
+@pytest.mark.parametrize("place", ["loras", "result", "recipe"])
+def test_no_file_tells_a_name_that_is_a_path(tmp_path: Path, place: str) -> None:
+    run = RunDir(tmp_path)
+    for name, expected in (("../x", "lora"), ("CON", "lora"), ("zibu", "zibu")):
+        if place == "recipe":
+            run.recipe.write_text(f"output:\n  name: {name}\n", encoding="utf-8")
+        elif place == "result":
+            write_json(run.result, {"exports": [3, {"format": "kohya", "path": f"{name}.safetensors"}]})
+        elif "/" not in name:
+            run.checkpoints.mkdir(exist_ok=True)
+            (run.checkpoints / f"{name}-step00000001.safetensors").touch()
+        assert run.name == expected
+
+
+def test_every_command_does_without_the_file_of_the_name(program: Program, folder: Path, copied: Path) -> None:
+    shutil.copytree(folder / "runs" / "named", copied)
+    run = RunDir(copied)
+    harm(run, "{")
+    said = program("status", copied)
+    assert str(run.lora) in said.out and str(run.names) in said.out and run.lora.name == "zibu v1.2.safetensors"
+    assert run.lora.name in program("inspect", copied).out
+    assert program("sample", copied, *SAMPLE).code == 0
+    assert "step 2 (3 of 3)" in program("compare", copied, "--prompt", "x").out
+    assert program("report", copied).code == 0 and run.lora.name in run.report.read_text(encoding="utf-8")
+    assert program("export", copied, "--format", "kohya").code == 0
+    assert program.train(copied, *SETS, "train.max_train_steps=3", resume="latest").code == 0
+    assert json.loads(run.names.read_text(encoding="utf-8")) == {"name": "zibu v1.2"}
+    assert not [name for name in files_in(copied) if Path(name).name.startswith("lora")], "no file has another name"
+    assert str(run.names) not in program("status", copied).out
+
+
+def test_a_run_that_has_lost_the_file_before_its_end_goes_on(program: Program, folder: Path, copied: Path) -> None:
+    """Also one whose recipe was given another name since."""
+    shutil.copytree(folder / "runs" / "named", copied)
+    run = RunDir(copied)
+    for path in (run.result, run.names, run.lora):
+        path.unlink()
+    said = program.train(copied, *SETS, "output.name=other", resume="latest")
+    assert said.code == 0 and run.lora.name == "zibu v1.2.safetensors" and run.lora.is_file()
+
+
+@given(st.text(max_size=40))
+def test_the_name_in_a_saved_recipe_is_found(text: str) -> None:
+    name = usable_stem(name_key(text))
+    recipe = recipe_from({**NAMED, "output": {"name": name, "description": "output:\n  name: x"}})
+    with tempfile.TemporaryDirectory() as place:
+        run = RunDir(Path(place))
+        run.recipe.write_text(dump_recipe(recipe), encoding="utf-8")
+        assert run.name == (DEFAULT_NAME if output_name_fault(name) else name)
 
 
 @given(st.text(max_size=40))

@@ -18,9 +18,8 @@ from lora_rocm.export import writers as export
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.results import FileDigest, read_result
 from lora_rocm.train import checkpoint
-from tests.crash.lab import TARGETS, UNET, VAE
-from tests.program import RECIPE, Program, Said, images, snapshot
-from tests.tiny_models import write_tiny_sdxl
+from tests.crash.lab import TARGETS
+from tests.program import SAMPLE, Program, Said, snapshot, write_inputs
 
 SETS = (
     f"lora.targets=['{TARGETS}']",
@@ -37,7 +36,6 @@ FOLDERS = ("checkpoints", "samples", "tensorboard", "peft")
 IN_PLACE = {".parent.lock", ".worker.lock", "events.jsonl", "heartbeat.rank0.json", "worker.log"}
 """Of the files of such a run; see ``run.layout.IN_PLACE``. Every other file is written whole, or only read."""
 EXPORTS = ("lora.safetensors", "pytorch_lora_weights.safetensors", "peft/unet/adapter_model.safetensors")
-SAMPLE = ("--prompt", "x", "--steps", "1", "--width", "32", "--height", "32")
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
 
@@ -46,9 +44,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, images, a filled cache, and ``runs/ok``: a finished run of two steps, with images drawn."""
     root = tmp_path_factory.mktemp("Läufe")
-    write_tiny_sdxl(root / "model", unet=UNET, vae=VAE)
-    images(root / "pics", count=2)
-    (root / "r.yaml").write_text(RECIPE, encoding="utf-8")
+    write_inputs(root)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
         program = Program(patch)
@@ -304,3 +300,19 @@ def test_a_run_finished_before_there_were_digests(program: Program, run_dir: Run
     flip(run_dir.lora)
     said = train(program, run_dir)  # now there are digests
     assert said.out.count("made again") == 1 and run_dir.lora.read_bytes() == whole
+
+
+def test_files_of_an_earlier_end_are_no_results(program: Program, run_dir: RunDir) -> None:
+    """``export`` wrote one that the recipe does not name; then the run goes on for a step."""
+    assert program("export", run_dir.path, "--format", "sd-scripts").code == 0
+    stale = run_dir.export_of("sd-scripts")
+    assert str(stale) in train(program, run_dir).out, "the control: it is a result"
+    said = train(program, run_dir, *SETS, "train.max_train_steps=3")
+    words = "made at step 2, the run is at 3: lora-rocm export"
+    assert said.code == 0 and f"{stale}: {words}" in said.out and said.out.count(words) == 1
+    assert f"{stale}: {words}" in program("status", run_dir.path).out
+    assert program("report", run_dir.path).code == 0 and words in run_dir.report.read_text(encoding="utf-8")
+    assert program("export", run_dir.path, "--format", "sd-scripts").code == 0
+    assert words not in program("status", run_dir.path).out
+    said = train(program, run_dir, *SETS, "train.max_train_steps=3", "output.formats=[kohya, sd-scripts]")
+    assert words not in said.out and "made again" not in said.out

@@ -12,6 +12,7 @@ import pytest
 
 import lora_rocm
 from lora_rocm.dataset.file_kinds import FileKinds
+from lora_rocm.dataset.loss_keys import LossKey
 from lora_rocm.device import torch_errors
 from lora_rocm.doctor import cures, finding, known_bad, selftest_checks, software_checks
 from lora_rocm.errors import MachineError
@@ -46,6 +47,7 @@ from lora_rocm.rules.rule import Harm, Rule
 PACKAGE = Path(lora_rocm.__file__).parent
 TABLES: dict[str, tuple[Callable[..., object], type, Functions]] = {
     "dataset/file_kinds.toml": (read_table, FileKinds, {}),
+    "dataset/loss_keys.toml": (read_rows, LossKey, {}),
     "device/torch_errors.toml": (read_table, torch_errors.Messages, {}),
     "doctor/cures.toml": (read_rows, cures.Family, {}),
     "doctor/findings.toml": (read_rows, finding.Finding, {}),
@@ -71,7 +73,7 @@ TABLES: dict[str, tuple[Callable[..., object], type, Functions]] = {
     "rules/general_rules.toml": (read_rows, Rule, general_rules.FUNCTIONS),
     "rules/harmful_values.toml": (read_rows, Harm, harmful_values.TESTS),
     "rules/kernel_log.toml": (read_rows, kernel_log.Pattern, {}),
-    "rules/memory_rules.toml": (read_rows, Rule, memory_rules.FUNCTIONS),
+    "rules/memory_rules.toml": (read_table, memory_rules.MemoryTable, memory_rules.FUNCTIONS),
     "rules/mitigations.toml": (read_table, mitigations.MitigationTable, mitigations.FUNCTIONS),
     "rules/selftest_rules.toml": (read_table, selftest_rules.SelftestTable, selftest_rules.FUNCTIONS),
     "rules/tuned_rules.toml": (read_rows, Rule, tuned_rules.FUNCTIONS),

@@ -52,7 +52,7 @@ def _measure(job: dict[str, Any], folder: Path, watch_parent: bool) -> None:
     wake_profiler(device)
     matmul = matmul_rate(device, dtype)
     libraries = {"diffusers": diffusers.__version__, "peft": peft.__version__, "python": sys.version.split()[0]}
-    emit(MachineEvent(**{**machine(device), **libraries, "matmul": matmul}))
+    emit(MachineEvent(**{**machine(device, settings), **libraries, "matmul": matmul}))
     wanted = Wanted(job["steps"], job["profile"], Path(job["traces"]))
     names = variants(job["against"], device)
     inputs: Inputs | None = None

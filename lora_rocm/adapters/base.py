@@ -169,6 +169,10 @@ class Adapter(ABC):
         """Return how many layers have more trained numbers than their weight can use."""
         return 0
 
+    def reader_notice(self) -> str:
+        """Which program will refuse the files of this adapter, as sentences; empty if none is known to."""
+        return ""
+
     def unstarted(self, lora: AdapterSection) -> int:
         """Return how many layers have ranks for which ``lora.init`` has no numbers."""
         return 0

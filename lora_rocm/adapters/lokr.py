@@ -36,6 +36,7 @@ from lora_rocm.adapters.entry import (
 from lora_rocm.adapters.lycoris import FactorAdapter, FactorEntry, FactorNames, LycorisLayer, factor_file, product
 from lora_rocm.errors import AdapterError
 from lora_rocm.kernels.weight_format import dense_shape
+from lora_rocm.model_files.readers import is_cut_above_root
 from lora_rocm.recipe.adapter_sections import AdapterSection, LokrSection
 
 NAMES = FactorNames("lokr", whole=True)
@@ -267,6 +268,19 @@ class LokrAdapter(FactorAdapter):
 
     def arguments(self) -> dict[str, str]:
         return {"factor": str(self._factor())}
+
+    def reader_notice(self) -> str:
+        shapes = {
+            f"{number}.{role}": tensor.shape
+            for number, (_, _, layer) in enumerate(self.modules.values())
+            for role, tensor in self.trained(layer, PEFT_NAME).items()
+        }
+        if not is_cut_above_root(shapes):
+            return ""
+        return (
+            "lora.factor is above the square root of a side of a layer: LyCORIS refuses such a LoKr file. Other "
+            "programs read it. A smaller lora.factor, or -1, makes one that LyCORIS reads."
+        )
 
     def _factor(self) -> int:
         """Return a factor that reproduces the cuts of all layers."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
 import pickle
 from collections.abc import Callable, Iterable, Sequence
@@ -36,6 +38,16 @@ class LargeOnMeta(TorchFunctionMode):
             if hollow.numel() > LARGE:
                 return hollow
         return func(*args, **kwargs)
+
+
+def defaults_of(cls: Any) -> dict[str, Any]:
+    """Return the values that a class takes for keys that its config lacks, as far as they are declared."""
+    if issubclass(cls, ConfigMixin):
+        declared = inspect.signature(cls.__init__).parameters.values()
+        return {each.name: each.default for each in declared if each.default is not each.empty}
+    config = cls.config_class
+    declared_fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
+    return {each.name: each.default for each in declared_fields if each.default is not dataclasses.MISSING}
 
 
 def new_hollow(cls: Any, finish: Finish, config: str) -> nn.Module:

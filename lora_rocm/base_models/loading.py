@@ -22,12 +22,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from torch import nn
 
 from lora_rocm.base_models import conversion, hub
 from lora_rocm.base_models.assembly import Assembly
+from lora_rocm.base_models.config_faults import UNFIT_ERRORS, config_unfit
 from lora_rocm.base_models.conversion import Converter, Found, UnfitError, is_source, sources_of
 from lora_rocm.base_models.hollow import Finish, hollow_copy, hollow_shared
 from lora_rocm.base_models.run_folder import refuse_run
@@ -40,25 +39,12 @@ from lora_rocm.device.torch_errors import out_of_memory
 from lora_rocm.errors import ModelError, StorageError
 from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.kernels.weight_format import DENSE, WeightFormat
-from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN, read_config, require_bounded
+from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN, Config, read_config, require_bounded
 from lora_rocm.model_files.header import Header, read_header
 from lora_rocm.model_files.models import INDEXES, model_of
 from lora_rocm.model_files.storage_formats import QUANTISED_KEYS
 
 BUILTIN_PREFIX = "builtin:"
-# Exceptions of the model libraries for configs or weights that are damaged or of another kind.
-UNFIT_ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    SafetensorError,
-    StrictDataclassError,
-)
 NAMES_CODE = "_implementation"  # ending of config keys that choose an implementation, possibly code on the hub
 VOLATILE_CONFIG_KEYS = (
     "_name_or_path",
@@ -83,7 +69,7 @@ class ModelChoice(Protocol):
     def revision(self) -> str | None: ...
 
 
-Changes = Callable[[Mapping[str, Any], Mapping[str, Sequence[int]]], dict[str, Any]]
+Changes = Callable[[Config, Mapping[str, Sequence[int]]], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -119,10 +105,12 @@ class TokenizerOf:
 
     packaged: its name in ``base_models.tokenizers``, for a one-file checkpoint; "" if there is none.
     component: the component whose table of embeddings has a row for each of its ids.
+    pools: what the component gives at the end of a text is used.
     """
 
     packaged: str
     component: str
+    pools: bool = False
 
 
 @dataclass(frozen=True)
@@ -166,7 +154,7 @@ class Source:
     def single_header(self) -> Header | None:
         return None if self.single_file is None else read_header(self.single_file)
 
-    def config(self, name: str) -> dict[str, Any]:
+    def config(self, name: str) -> Config:
         """Return the config of a component ("scheduler" too); its file is read once.
 
         Raises:
@@ -176,9 +164,10 @@ class Source:
             found = read_config(self.config_path(name))
             if name in self.layout.changed:
                 tensors = self.tensors(name).entries if self._in_one_file(name) else {}
-                found |= self.layout.changed[name](found, {key: entry.shape for key, entry in tensors.items()})
+                shapes = {key: entry.shape for key, entry in tensors.items()}
+                found |= self.layout.changed[name](Config(found, self.config_path(name)), shapes)
             self._configs[name] = found
-        return dict(self._configs[name])
+        return Config(dict(self._configs[name]), self.config_path(name))
 
     def config_path(self, name: str) -> Path:
         """Return the path of a component's config file."""
@@ -237,7 +226,7 @@ class Source:
 
     def settings(self, name: str) -> str:
         """Return a component's config as text, without keys that do not affect computation."""
-        found = {key: value for key, value in self.config(name).items() if key not in VOLATILE_CONFIG_KEYS}
+        found = {key: value for key, value in self.config(name).values.items() if key not in VOLATILE_CONFIG_KEYS}
         return json.dumps(found, sort_keys=True)
 
     def fingerprint(self, name: str) -> str:
@@ -350,23 +339,21 @@ class Source:
         Raises:
             ModelError: config-missing, config-unreadable, config-absurd, config-unfit.
         """
-        part, path, found = self.layout.parts[name], self.config_path(name), self.config(name)
+        part, path, found = self.layout.parts[name], self.config_path(name), self.config(name).values
         require_bounded(found, path)
         left_out = (NAMES_CODE, *QUANTISED_KEYS)
         config = {key: value for key, value in found.items() if not key.endswith(left_out)}
-        try:
-            text = json.dumps(config)
-            key: tuple[Any, Finish, str] = (part.cls, part.finish, text)
+
+        def made(values: Mapping[str, Any]) -> nn.Module:
+            key: tuple[Any, Finish, str] = (part.cls, part.finish, json.dumps(values))
             return hollow_shared(*key) if shared else hollow_copy(*key)
+
+        try:
+            return made(config)
         except (*UNFIT_ERRORS, ImportError) as error:  # some classes need a library that is not installed
             if out_of_memory(error):
                 raise
-            raise ModelError(
-                "config-unfit",
-                f"No {name} can be made from its config: {' '.join(str(error).split())[:200] or type(error).__name__}",
-                where=str(path),
-                fix=DOWNLOAD_AGAIN,
-            ) from error
+            raise config_unfit(f"No {name} can be made from its config", part.cls, path, config, error, made) from error
 
     @contextlib.contextmanager
     def _explained(self, name: str) -> Iterator[None]:

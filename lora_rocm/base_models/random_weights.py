@@ -26,7 +26,7 @@ class RandomSource(Source):
 
     def fingerprint(self, name: str) -> str:
         """Return the identity of a component, which is its settings."""
-        return f"random-{json.dumps(self.config(name), sort_keys=True)}"
+        return f"random-{json.dumps(self.config(name).values, sort_keys=True)}"
 
     def load(self, name: str, dtype: torch.dtype, device: torch.device, weights: WeightFormat = DENSE) -> nn.Module:
         """Make one component, frozen and in eval mode."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from lora_rocm.errors import ModelError
 from lora_rocm.model_files.models import INDEXES
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.rundir.results import final_files
+from lora_rocm.rundir.results import LORA_FORMS, is_whole
 
 
 def refuse_run(folder: Path) -> None:
@@ -18,7 +18,8 @@ def refuse_run(folder: Path) -> None:
     """
     run_dir = RunDir(folder)
     if run_dir.holds_run() and not any((folder / name).is_file() for name in (*INDEXES, "config.json")):
-        lora = next(iter(final_files(run_dir)), run_dir.lora)
+        loras = [run_dir.export_of(form) for form in LORA_FORMS]
+        lora = next((path for path in loras if is_whole(path)), run_dir.lora)
         raise ModelError(
             "base-is-run",
             "This is a run directory: it holds what was trained on a base model, and no base model.",

@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import conv2d, scaled_dot_product_attention
 
-from lora_rocm.checks.selftest_attention import BACKENDS
 from lora_rocm.checks.timing import Call, Work, measure, seconds_of
+from lora_rocm.device.attention import ROUTES
 
 DTYPES = {
     "cuda": (torch.bfloat16, torch.float16, torch.float32),
     "cpu": (torch.bfloat16, torch.float32),  # most processors compute float16 one number at a time
 }
-BACKENDS_OF = {"cpu": ("math", "flash"), "hip": ("math", "efficient", "flash"), "cuda": tuple(BACKENDS)}
+BACKENDS_OF = {"cpu": ("math", "flash"), "hip": ("math", "efficient", "flash"), "cuda": tuple(ROUTES)}
 CPU_SHRINK = 8
 """Divides the sides of images on a CPU, so that the benchmark takes seconds; widths stay."""
 RANK = 16
@@ -90,7 +90,7 @@ def _attentions(device: torch.device, shrink: int) -> Iterator[Work]:
             for both in (False, True):
                 for dtype in DTYPES[device.type]:
                     what = f"{backend}, {'and back' if both else 'forward'}"
-                    call = partial(attention, device, dtype, BACKENDS[backend], shape, both)
+                    call = partial(attention, device, dtype, ROUTES[backend], shape, both)
                     yield Work(_fields("attention", name, what, shape, dtype), forward * (3 if both else 1), call)
 
 

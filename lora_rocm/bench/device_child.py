@@ -17,18 +17,18 @@ from typing import Any
 import torch
 
 from lora_rocm.bench import compute, copies
-from lora_rocm.bench.pcie import address_of
-from lora_rocm.device.allocator import device_budget
+from lora_rocm.device.allocator import room_bytes
 from lora_rocm.device.backend_settings import apply
 from lora_rocm.device.precision import choose_device, describe
 from lora_rocm.device.torch_errors import machine_error, settle
 from lora_rocm.errors import LoraRocmError
-from lora_rocm.hardware.settings import settings_from
+from lora_rocm.hardware.pci import address_of
+from lora_rocm.hardware.settings import Settings, settings_from
 from lora_rocm.rundir.event_types import ErrorEvent, MachineEvent
 from lora_rocm.rundir.events import emit
 
 
-def machine(device: torch.device) -> dict[str, Any]:
+def machine(device: torch.device, settings: Settings) -> dict[str, Any]:
     """Return a description of the measured machine, for table and file. ``gpus``: name and PCI address of each."""
     on_gpu = device.type == "cuda"
     found = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count() if on_gpu else 0)]
@@ -39,7 +39,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "hip": torch.version.hip,
         "cuda": torch.version.cuda,
         "threads": torch.get_num_threads(),
-        "budget_bytes": device_budget(device) if on_gpu else None,
+        "budget_bytes": room_bytes(device, settings) if on_gpu else None,
         "integrated": bool(getattr(found[0], "is_integrated", 0)) if found else None,
         "gpus": [{"name": gpu.name, "address": address_of(gpu)} for gpu in found],
     }
@@ -72,9 +72,9 @@ def main() -> int:
 
 
 def _measure(tool: str, start: int) -> None:
-    device = choose_device("auto")
-    apply(settings_from(os.environ), device)  # same settings as in training
-    emit(MachineEvent(**machine(device)))
+    device, settings = choose_device("auto"), settings_from(os.environ)
+    apply(settings, device)  # same settings as in training
+    emit(MachineEvent(**machine(device, settings)))
     (copies if tool == "transfer" else compute).run(device, start)
 
 

@@ -147,7 +147,7 @@ def _measure(job: dict[str, Any]) -> None:
     family, cache = family_for(recipe), LatentCache(Path(recipe.cache.dir))
     prepared = prepare(recipe, family, Encoding(cache, device))
     plan = BatchPlan(prepared.items, recipe.train.batch_size, recipe.train.gradient_accumulation_steps, 0)
-    emit(MachineEvent(**{**machine(device), "images": len(prepared.items)}))
+    emit(MachineEvent(**{**machine(device, settings), "images": len(prepared.items)}))
     measure(works_of(recipe, prepared, cache, plan, family), job["start"], _called)
 
 

@@ -24,13 +24,6 @@ class Link:
         return asdict(self)
 
 
-def address_of(properties: Any) -> str | None:
-    """Return a GPU's PCI address in sysfs form, from torch's properties; None if this torch lacks them."""
-    parts: list[int | None] = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-    known = [part for part in parts if part is not None]
-    return "{:04x}:{:02x}:{:02x}.0".format(*known) if len(known) == len(parts) else None
-
-
 def link_to(address: str, devices: Path = SYSFS) -> Link | None:
     """Return the link to the device at a PCI address ("0000:03:00.0"); None if it cannot be read.
 

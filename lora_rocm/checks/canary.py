@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lora_rocm.checks.frozen_weights import CapturedFingerprints
 from lora_rocm.checks.graph_check import Capture, captured_sums
-from lora_rocm.checks.selftest_attention import attention
+from lora_rocm.checks.selftest_attention import DEFAULT, attention
 from lora_rocm.checks.selftest_base import DTYPES, Check, WrongAnswerError, first_wrong, judge, poison, whole_numbers
 from lora_rocm.checks.selftest_maths import convolution, products
 from lora_rocm.device.constants import changed_constants
@@ -132,7 +132,7 @@ class Canary:
         sides, library = (channels, 16, 24, 3), torch.backends.cudnn.enabled
         yield Check("convolution", partial(convolution, device, dtype, library, sides, scale=scale))
         shapes = ((1, 2, queries, queries, False), (1, 2, queries, 77, False))
-        yield Check("attention", partial(attention, device, None, dtype, 64, shapes, scale=scale))
+        yield Check("attention", partial(attention, device, DEFAULT, dtype, 64, shapes, scale=scale))
         yield Check("sums", partial(_sums, device, rows, width, scale))
 
 

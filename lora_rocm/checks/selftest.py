@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from lora_rocm.checks.selftest_attention import attention_checks
-from lora_rocm.checks.selftest_base import Check, NotHereError, WrongAnswerError, synchronize
+from lora_rocm.checks.selftest_base import Check, NotHereError, WrongAnswerError, device_works, synchronize
 from lora_rocm.checks.selftest_copies import copy_checks, memory_checks
 from lora_rocm.checks.selftest_maths import conv_checks, gemm_checks
 from lora_rocm.checks.selftest_training import training_checks
@@ -49,7 +49,7 @@ def run_check(check: Check, device: torch.device) -> tuple[Result, bool]:
         return Result(check.name, status, round(time.perf_counter() - started, 3), detail)
 
     try:
-        check.run()
+        remark = check.run()
         synchronize(device)
     except WrongAnswerError as error:
         return result("failed", str(error)), True
@@ -60,17 +60,10 @@ def run_check(check: Check, device: torch.device) -> tuple[Result, bool]:
     except OSError as error:  # the temporary file that is mapped
         return result("skipped", f"no temporary file: {_first_line(error)}"), True
     except RuntimeError as error:
-        alive = _works(device)
+        alive = device_works(device)
         said = f"{type(error).__name__}: {_first_line(error)}"
         return result("failed" if alive else "crashed", said), alive
-    return result("passed"), True
-
-
-def _works(device: torch.device) -> bool:
-    try:
-        return float((torch.zeros(1, device=device) + 1).cpu()) == 1.0
-    except RuntimeError:  # after an illegal access every call fails until the process ends
-        return False
+    return result("passed", remark or ""), True
 
 
 def _first_line(error: BaseException) -> str:

@@ -29,11 +29,11 @@ class NotHereError(Exception):
 
 @dataclass(frozen=True)
 class Check:
-    """One row of the table. ``run`` raises ``WrongAnswerError`` or ``NotHereError``."""
+    """One row of the table. ``run`` raises ``WrongAnswerError`` or ``NotHereError``, and may return a remark."""
 
     name: str
     """"group.detail"."""
-    run: Callable[[], None]
+    run: Callable[[], str | None]
     timeout_s: float = 60.0
     """The first check of a group, which may compile kernels, gets more (see ``supervisor.selftest_runner``)."""
 
@@ -69,11 +69,34 @@ def judge(found: Tensor, wanted: Tensor, what: str, tolerance: float) -> None:
     if not count:
         return
     first = tuple(int(side) for side in wrong.nonzero()[0])
+    if wanted.numel() > 1 and not got.any():
+        raise WrongAnswerError(
+            f"{what}: all {wanted.numel()} numbers are zero; {float(wanted[first]):.6g} was expected at {first}"
+        )
     zeros, not_finite = int((got[wrong] == 0).sum()), int((~got[wrong].isfinite()).sum())
     raise WrongAnswerError(
         f"{what}: {count} of {wanted.numel()} numbers are wrong ({zeros} of them zero, {not_finite} not finite); "
         f"the first at {first}: {float(got[first]):.6g}, expected {float(wanted[first]):.6g} +- {allowed:.2g}"
     )
+
+
+def judge_norm(found: Tensor, wanted: Tensor, what: str, tolerance: float) -> None:
+    """Compare an answer with the known one as a whole: errors that are small beside the largest number count, too.
+
+    Args:
+        found: the answer, on any device.
+        wanted: the known answer on the CPU, float32 or float64.
+        what: name of the answer, for the message.
+        tolerance: allowed norm of the error, relative to the norm of the answer.
+
+    Raises:
+        WrongAnswerError: the error is larger, or not finite.
+    """
+    error = float((found.detach().to("cpu").to(wanted.dtype) - wanted).norm() / wanted.norm())
+    if not error <= tolerance:
+        raise WrongAnswerError(
+            f"{what}: off by {error:.2g} of the norm of the answer, where {tolerance:.2g} is allowed"
+        )
 
 
 def expect(run: Callable[[], Tensor], wanted: Tensor, what: str, tolerance: float, like: Tensor) -> None:
@@ -99,3 +122,11 @@ def synchronize(device: torch.device) -> None:
     """Wait for the device, so that a fault is raised in the check that caused it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def device_works(device: torch.device) -> bool:
+    """Whether the device still computes after an error."""
+    try:
+        return (torch.zeros(1, device=device) + 1).cpu().item() == 1.0
+    except RuntimeError:  # after an illegal access every call fails until the process ends
+        return False

@@ -15,8 +15,11 @@ import torch
 from torch import Tensor
 
 from lora_rocm.checks.selftest_base import Check, NotHereError, WrongAnswerError, poison, synchronize
+from lora_rocm.device.device_memory import card_bytes
 from lora_rocm.device.transfer import whole_fingerprint
 from lora_rocm.foundation.files import temporary_folder
+from lora_rocm.foundation.units import size_text
+from lora_rocm.hardware.selftest_result import MEMORY_TOTAL
 
 KIB, MIB = 2**10, 2**20
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int64": torch.int64}
@@ -24,6 +27,9 @@ METHODS = ("pageable", "pinned", "pinned-async", "mapped")
 WINDOW_BYTES = 4096
 LIVE, ROUNDS = 48, 400
 """How many tensors are live at the same time, and how many are made in total."""
+
+TOTAL_SHARE = 0.1
+"""A larger difference between torch's total and the driver's is told."""
 
 Send = Callable[[Tensor, torch.device, str], Tensor]
 Read = Callable[[Tensor, str], Tensor]
@@ -58,9 +64,22 @@ def copy_checks(device: torch.device, send: Send = send, read: Read = read) -> I
 
 
 def memory_checks(device: torch.device) -> Iterator[Check]:
-    """Yield a check that tensors survive while others are allocated and freed: ROCm#6603."""
+    """Yield checks that torch finds all of a card's memory, and that tensors survive while others come and go.
+
+    Sources: pytorch#184880; ROCm#6603.
+    """
+    if device.type == "cuda":
+        yield Check(MEMORY_TOTAL, partial(_total, device))
     largest = 16 * MIB if device.type == "cuda" else 64 * KIB
     yield Check("memory.reuse", partial(_reuse, device, largest))
+
+
+def _total(device: torch.device) -> str | None:
+    """Compare the memory that torch finds with the driver's counter; it is a remark, because training may be right."""
+    card, seen = card_bytes(device), int(torch.cuda.get_device_properties(device).total_memory)
+    if card is None or abs(card - seen) <= TOTAL_SHARE * card:
+        return None
+    return f"torch finds {size_text(seen)}, and the driver {size_text(card)}"
 
 
 @cache

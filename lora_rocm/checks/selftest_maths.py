@@ -6,6 +6,7 @@ bit, and a 16-bit product may differ only by rounding of its result.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from functools import cache, partial
 from itertools import product
@@ -14,7 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lora_rocm.checks.selftest_base import DTYPES, Check, expect, judge, poison, synchronize, whole_numbers
+from lora_rocm.checks.selftest_base import (
+    DTYPES,
+    Check,
+    WrongAnswerError,
+    expect,
+    judge,
+    poison,
+    synchronize,
+    whole_numbers,
+)
+from lora_rocm.device import blas
 
 Sizes = tuple[int, int, int]
 LAYOUTS = ("NN", "NT", "TN", "TT")
@@ -30,7 +41,9 @@ CONV_TIMEOUT_S = 120.0  # MIOpen compiles kernels
 
 
 def gemm_checks(device: torch.device) -> Iterator[Check]:
-    """Yield checks of square, LoRA-shaped, tall, batched and chained products."""
+    """Yield checks of the library, and of square, LoRA-shaped, tall, batched and chained products."""
+    if blas.hipblaslt_is_off(os.environ):
+        yield Check("gemm.hipblaslt-off", _library)
     large = device.type == "cuda"
     rows, width, square = (4096, 4096, 256) if large else (96, 160, 64)
     lora: list[Sizes] = []
@@ -61,6 +74,14 @@ def conv_checks(device: torch.device) -> Iterator[Check]:
             sizes = (channels, height, width, side)
             run = partial(convolution, device, dtype, library == "miopen", sizes, scale=2.0**-number)
             yield Check(f"conv.{library}.{side}x{side}-{dtype}", run, CONV_TIMEOUT_S)
+
+
+def _library() -> str:
+    """Read back that products do without hipBLASLt, where it is switched off."""
+    library = blas.preferred()
+    if library != "cublas":
+        raise WrongAnswerError(f"hipBLASLt is switched off, and torch prefers {library} all the same")
+    return "hipBLASLt is off: torch prefers rocBLAS"
 
 
 @cache

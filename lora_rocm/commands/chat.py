@@ -25,7 +25,8 @@ from lora_rocm.foundation.terminal_text import legible, quoted
 from lora_rocm.recipe.yaml_tree import is_clean
 from lora_rocm.rules.this_machine import plan_here
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.rundir.whole_files import newest_lora, require_whole, require_whole_named
+from lora_rocm.rundir.made_from import is_of_another_step, newest_lora
+from lora_rocm.rundir.whole_files import require_whole, require_whole_named
 from lora_rocm.supervisor.process import Asked, Event, heavy_command, stop_signals
 from lora_rocm.supervisor.resume import holds_run
 from lora_rocm.supervisor.run_recipe import SPARE_CACHE, recipe_of_run
@@ -113,7 +114,7 @@ def _adapter_of(source: Path, registry: Registry) -> tuple[Path, Path]:
     run_dir = RunDir(source)
     if not holds_run(run_dir):
         return require_whole_named(source), recipe
-    if run_dir.peft_dir.is_dir():
+    if run_dir.peft_dir.is_dir() and not is_of_another_step(run_dir, "peft"):
         return require_whole(run_dir, run_dir.peft_dir), recipe
     return newest_lora(run_dir), recipe
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from lora_rocm import __version__
 from lora_rocm.dataset.preview_images import require_preview_images
+from lora_rocm.dataset.update_note import larger_updates_note
 from lora_rocm.errors import DataError, LoraRocmError, Problem, RecipeError, StorageError, storage_error
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.bounded_read import FileVersion
@@ -109,6 +109,7 @@ class DataPlan:
     num_samples: samples per epoch.
     one_bucket_steps: updates per epoch if all micro-batches of an update came from one bucket, as in earlier versions.
     held_out: number of samples for the validation loss; None: not known.
+    cached: texts that are in the cache, and texts that were looked for there; None: not looked for.
     """
 
     buckets: dict[Shape, int]
@@ -120,6 +121,7 @@ class DataPlan:
     held_out: int | None = None
     num_samples: int = 0
     one_bucket_steps: int = 0
+    cached: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -256,7 +258,8 @@ def plan_texts(recipe: Recipe, of_source: Counter[int], said: Mapping[str, Any])
     buckets = {Shape.of(**{axis.name: int(length)}): round(n * scale) for length, n in said["lengths"].items()}
     how_sure, held_out = "about " if scale > 1 else "", round(said["held_out"] * scale)
     plan = _plan(recipe, {recipe.train.batch_size: buckets.values()}, num_captions)
-    return replace(plan, buckets=buckets, how_sure=how_sure, held_out=held_out)
+    cached = tuple(said["cached"]) if said.get("cached") else None
+    return replace(plan, buckets=buckets, how_sure=how_sure, held_out=held_out, cached=cached)
 
 
 def _unused_tokens(recipe: Recipe, samples: Iterable[Sample]) -> Iterator[str]:
@@ -373,20 +376,15 @@ def _plan(recipe: Recipe, counts: Mapping[int, Iterable[int]], num_captions: int
     )
 
 
-def _larger_updates(recipe: Recipe, plan: DataPlan) -> str:
-    """How the number of updates differs from that of earlier versions, and what to do about it."""
-    limit, train = plan.how_sure, recipe.train
-    text = (
-        "an update takes micro-batches of any bucket. Versions before 2026-11-27 filled up updates of one bucket, and "
-        f"made {limit}{plan.one_bucket_steps} updates per epoch of this recipe instead of {plan.steps_per_epoch}. "
-    )
-    if train.max_train_steps:
-        return text + "The same steps now train on more samples, in the same time: fewer may be enough."
-    epochs = math.ceil((train.epochs or 1) * plan.one_bucket_steps / plan.steps_per_epoch)
-    return text + (
-        f"The epochs are the same, the updates are fewer and larger. If that trains too little, raise "
-        f"optim.learning_rate, or set train.epochs: {epochs} for as many updates as before."
-    )
+def _why_fewer(recipe: Recipe, plan: DataPlan) -> str:
+    """Why updates hold fewer samples than the recipe says."""
+    sizes = {source.max_batch_size for source in recipe.data.resolved_sources()} - {None}
+    why = ["the last batch of a bucket is not full"]
+    if recipe.train.gradient_accumulation_steps > 1:
+        why.append("the last update of an epoch has fewer batches")
+    if sizes:
+        why.append("max_batch_size of a source is smaller")
+    return f"for {' and '.join(why)}"
 
 
 def _plan_lines(recipe: Recipe, plan: DataPlan, noun: str) -> Iterator[str]:
@@ -411,14 +409,19 @@ def _plan_lines(recipe: Recipe, plan: DataPlan, noun: str) -> Iterator[str]:
     yield (
         f"effective batch: {effective} ({train.batch_size} x {train.gradient_accumulation_steps}), "
         f"steps per epoch: {limit}{plan.steps_per_epoch}"
-        + ("" if limit or mean > 0.95 * effective else f" of {mean:.1f} samples on average")
+        + ("" if limit or mean > 0.95 * effective else f" of {mean:.1f} samples on average, {_why_fewer(recipe, plan)}")
     )
     yield f"steps: {'' if train.max_train_steps else limit}{plan.max_train_steps}, epochs: {epochs:.2f}"
-    if plan.one_bucket_steps > plan.steps_per_epoch:
-        yield f"  note: {_larger_updates(recipe, plan)}"
+    if note := larger_updates_note(train, plan.steps_per_epoch, plan.one_bucket_steps, limit):
+        yield f"  note: {note}"
     captions = count_text(plan.num_captions, "text" if texts else "caption")
     entries = captions if texts else f"{count_text(plan.num_images, 'image')} and {captions}"
-    yield f"caches in {recipe.cache.dir}: {entries}; what they have is not encoded again"
+    if plan.cached is None:
+        yield f"caches in {recipe.cache.dir}: a run needs {entries} there, and encodes those that are missing"
+    else:
+        there, needed = plan.cached
+        looked_at = f"the first {count_text(needed, 'text')}" if limit else count_text(needed, "text")
+        yield f"caches in {recipe.cache.dir}: {there} of {looked_at} cached; a run encodes the others"
     yield f"run directory: {os.path.join(recipe.output.dir, '<recipe>-<time>')}"
 
 

@@ -84,6 +84,8 @@ PART_ALONE = (
 )
 FOLDER_ALONE = "to train it, give its folder with config.json and tokenizer"
 NOT_TRAINED = "its family is known by name, and not trained here"
+LIMITS_HERE = ("lora-kind", "lora-magnitudes")
+"""Codes of refusals of files that are whole, and that other programs may read; any other file has a fault."""
 STARTERS = ("LoRA", "LoRA and DoRA", "LoKr", "LoHa", "OFT", "IA3")
 """Kinds of adapter that ``lora.init_from`` reads."""
 
@@ -114,12 +116,20 @@ def inspect(path: Path, registry: Registry = PRODUCT, judge: Judge = judge_in_ch
 
     title: what it is. families: possible values of ``model.family``. trainable: those that can be trained here, for a
     base as ``judge`` says. needed: keys of ``model`` that a base needs, too. unusable: why none of the families can be;
-    left out if one can, or if none is known.
+    left out if one can, or if none is known. problem: code, what, where and fix of the error by which ``check`` and
+    ``train`` refuse a base. notices: what they say about one that they take. usable: whether a recipe can name it.
 
     Raises:
         ModelError: it is missing, damaged, or no model; pickle-refused, gguf-refused.
         MachineError: the child that judges a base cannot run.
     """
+    found = _judged(path, registry, judge)
+    found["usable"] = bool(found["trainable"] or found.get("keys") or found.pop("no_model", False))
+    return found
+
+
+def _judged(path: Path, registry: Registry, judge: Judge) -> Found:
+    """As ``inspect``, without whether a recipe can name it."""
     found = _looked_at(path, registry)
     candidates = found.pop("candidates", [])
     if not candidates:
@@ -131,8 +141,10 @@ def inspect(path: Path, registry: Registry = PRODUCT, judge: Judge = judge_in_ch
     if usable:
         found["families"] = [*dict.fromkeys((*found["families"], *usable))]
         found["needed"] = [*verdicts[usable[0]]["needed"]]
+        found["notices"] = [*verdicts[usable[0]]["notices"]]
     else:
         found["unusable"] = why or verdicts[candidates[0]]["refusal"]
+        found["problem"] = dict(verdicts[candidates[0]]["problem"])
     return found
 
 
@@ -224,11 +236,11 @@ def _folder(path: Path, registry: Registry) -> Found:
     if (path / PEFT_CONFIG).is_file() or (path / PEFT_WEIGHTS).is_file():
         return _looked_at(path / PEFT_WEIGHTS, registry)
     if (path / STATE).is_file() and (path / "adapter.safetensors").is_file():
-        return {"title": "a training state of lora-rocm", "families": [], "trainable": []}
+        return {"title": "a training state of lora-rocm", "families": [], "trainable": [], "no_model": True}
     if RunDir(path).holds_run():
         loras = sorted(file.name for file in final_files(RunDir(path)))
         title = f"a run directory of lora-rocm ({', '.join(loras) or 'no LoRA file yet'}), for lora-rocm status"
-        return {"title": title, "families": [], "trainable": []}
+        return {"title": title, "families": [], "trainable": [], "no_model": True}
     place = index_of(path)
     if place is None and (parts := peft_folders(path)):
         return _peft_folder(sorted(parts.values()), registry)
@@ -267,6 +279,9 @@ def _peft_folder(parts: Sequence[Path], registry: Registry) -> Found:
         if not found[name]["families"] and readers:
             adapters[name]["readers"] = None if refused[name] else readers[0]
             found[name]["title"] = f"a {adapters[name]['kind']} for the {name} of the same model"
+    if why and not trainable and any(map(_has_fault, refused.values())):
+        for adapter in adapters.values():
+            adapter["readers"] = None
     return {
         "title": f"PEFT adapters of {len(found)} components",
         "families": families,
@@ -284,6 +299,11 @@ def _refused(header: Header, families: Sequence[str], registry: Registry) -> dic
         if name in registry and (error := _refusal(header, config, registry[name])) is not None:
             errors[name] = error
     return errors
+
+
+def _has_fault(refused: Mapping[str, AdapterError]) -> bool:
+    """Whether a file that no family takes is damaged or of another model, so that no program could use it."""
+    return any(error.code not in LIMITS_HERE for error in refused.values())
 
 
 def _component_folder(path: Path, registry: Registry) -> Found:
@@ -410,7 +430,8 @@ def _shipped(name: str, registry: Registry) -> dict[str, object]:
         families = [spec.name for spec in registry if stem == f"tiny-{spec.name}"]
         return {"title": "a tiny model that ships with the program", "families": families, "trainable": families}
     if name in (*BUILTIN_FOLDERS, *BUILTIN_TABLES):
-        return {"title": "data that ships with the program, for data.path or dataset", "families": [], "trainable": []}
+        title = "data that ships with the program, for data.path or dataset"
+        return {"title": title, "families": [], "trainable": [], "no_model": True}
     known = ", ".join((*models, *BUILTIN_FOLDERS, *BUILTIN_TABLES))
     raise ModelError("not-a-model", "Nothing of this name ships with the program.", where=name, fix=f"Known: {known}.")
 
@@ -446,8 +467,8 @@ def _adapter(header: Header, kind: str, registry: Registry) -> Found:
     if trained and kind.removesuffix(" and trained norms") not in STARTERS:
         others = {"unusable": f"no run starts from a {kind.removesuffix(' and trained norms')}"}
     spelling, ranks = spelling_of(header.tensors), ranks_of(standard)
-    strength_lost = any(error.code == "lora-strength" for error in refused.values())
-    readers = None if strength_lost or any_rewritten(header.tensors) else readers_of_file(header, families)
+    is_faulty = "unusable" in others and _has_fault(refused)
+    readers = None if is_faulty or any_rewritten(header.tensors) else readers_of_file(header, families)
     if trained and (foreign := foreign_name(standard.tensors, families)) is not None:
         name, other = foreign
         others = {"unusable": f"no run starts from a mixture: it names {one_line(name)[:MAX_SHOWN]}, of {other.title}"}
@@ -502,7 +523,8 @@ def _metadata(metadata: dict[str, str]) -> Found:
 
 def inspect_text(found: Found) -> str:
     """Return ``inspect`` as text."""
-    lines = [f"{found['path']}: {found['title']}"]
+    lines = [f"{found['path']}: {found['title']}", *_verdict_lines(found)]
+    is_refused = "unusable" in found and not found["trainable"]
     if "dtypes" in found:
         dtypes = ", ".join(found["dtypes"])
         lines.append(f"  {count_text(found['tensors'], 'tensor')}, {size_text(found['bytes'])}, {dtypes or 'empty'}")
@@ -512,12 +534,18 @@ def inspect_text(found: Found) -> str:
         part = found.get("parts", {}).get(name)
         lines.append(f"  {name}: {title}{f', {_part_text(part)}' if part is not None else ''}")
     if "adapter" in found:
-        lines += _adapter_lines(found["adapter"])
+        lines += _adapter_lines(found["adapter"], is_refused=is_refused)
     for name, adapter in found.get("adapters", {}).items():
-        lines += [f"  {name}", *(f"  {line}" for line in _adapter_lines(adapter))]
+        lines += [f"  {name}", *(f"  {line}" for line in _adapter_lines(adapter, is_refused=is_refused))]
     for name, value in found.get("metadata", {}).items():
         text = ", ".join(value) if isinstance(value, list) else str(value)
         lines.append(f"  {name}: {one_line(text)[:MAX_SHOWN]}")
+    return "\n".join(lines)
+
+
+def _verdict_lines(found: Found) -> list[str]:
+    """Return what a file or folder can be used for, or why it cannot be."""
+    lines = list[str]()
     starts = "adapter" in found or "adapters" in found
     use = "can start a run (lora.init_from) with" if starts else "can be trained on with"
     if found["trainable"]:
@@ -525,10 +553,11 @@ def inspect_text(found: Found) -> str:
         lines.append(f"  {use} model.family: {' or '.join(found['trainable'])}{more}")
     elif found["families"] or "unusable" in found:
         lines.append(f"  {found.get('unusable', NOT_TRAINED)}")
+    lines += [f"  note: {notice}" for notice in found.get("notices", ())]
     for key in sorted(set(found.get("keys", {}).values())):
         names = [name for name, each in found["keys"].items() if each == key]
         lines.append(f"  can be used as {key} with model.family: {' or '.join(names)}")
-    return "\n".join(lines)
+    return lines
 
 
 def _part_text(part: Found) -> str:
@@ -541,13 +570,20 @@ def _part_text(part: Found) -> str:
     return f"{known}{size}{quantised}"
 
 
-def _adapter_lines(adapter: Found) -> list[str]:
+def _adapter_lines(adapter: Found, *, is_refused: bool) -> list[str]:
+    """Return what is in an adapter file as text. ``is_refused``: without what programs would do with a whole one."""
     lines = []
-    for component, modules in adapter["modules"].items():
+    shown = dict(list(adapter["modules"].items())[:MAX_NAMED])
+    for component, modules in shown.items():
         some = [f"{target} {count}" for target, count in list(modules.items())[:MAX_NAMED]]
         others = len(modules) - MAX_NAMED
         more = f" and {count_text(others, 'other kind')}" if others > 0 else ""
-        lines.append(f"  {component}: {count_text(sum(modules.values()), 'module')} ({', '.join(some)}{more})")
+        lines.append(
+            f"  {component[:MAX_SHOWN]}: {count_text(sum(modules.values()), 'module')} ({', '.join(some)}{more})"
+        )
+    if left := [modules for name, modules in adapter["modules"].items() if name not in shown]:
+        count = sum(sum(modules.values()) for modules in left)
+        lines.append(f"  and {count_text(len(left), 'other name')}: {count_text(count, 'module')}")
     if adapter["ranks"]:
         lines.append("  rank " + ", ".join(f"{rank} ({count})" for rank, count in adapter["ranks"].items()))
     alpha = adapter["alpha"]
@@ -556,8 +592,10 @@ def _adapter_lines(adapter: Found) -> list[str]:
         both = number_text(alpha["min"]) if same else f"{number_text(alpha['min'])} to {number_text(alpha['max'])}"
         missing = f", missing in {count_text(alpha['missing'], 'module')}" if alpha["missing"] else ""
         lines.append(f"  alpha {both}{missing}")
-    elif alpha["missing"]:
+    elif alpha["missing"] and not is_refused:
         lines.append("  no alpha: each program takes the rank, so the scale is 1")
+    if adapter["readers"] is None and is_refused:
+        return lines
     if adapter["readers"] is None:
         lines.append("  which programs read it is not known here; lora-rocm export says it of a run's files")
         return lines

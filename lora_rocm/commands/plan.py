@@ -19,7 +19,17 @@ from lora_rocm.foundation.terminal_text import legible
 from lora_rocm.foundation.units import count_text, size_text, time_text
 from lora_rocm.hardware.archs import arch_of
 from lora_rocm.hardware.facts import Gpu
-from lora_rocm.hardware.memory_budget import DISPLAY_MAX_BYTES, DISPLAY_MIN_BYTES, DISPLAY_SHARE, GIB, budget
+from lora_rocm.hardware.memory_budget import (
+    DESKTOP,
+    GIB,
+    HELD,
+    OF_CARD,
+    MemoryBudget,
+    Part,
+    card_budget,
+    desktop_bytes,
+    parts_text,
+)
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.planning.fit import ADAPTER, does_not_fit, job_of, plan_text
 from lora_rocm.planning.format_errors import loss_text, weights_text, whole_text
@@ -27,6 +37,7 @@ from lora_rocm.planning.step_cost import CONTEXT_BYTES, MODES, Footprint, Plan, 
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.environment import plan as environment_plan
+from lora_rocm.rules.memory_rules import budget_of, memory_table
 from lora_rocm.rules.rule import Situation
 from lora_rocm.rules.this_machine import situation_here
 from lora_rocm.rules.tuned_rules import attention_text
@@ -47,12 +58,18 @@ FITS_FP16: dict[Fp16, str] = {
 
 @dataclass(frozen=True)
 class Room:
-    """Memory available for tensors. num_bytes: None if there is no limit to compare with."""
+    """Memory available for tensors.
+
+    Attributes:
+        num_bytes: None if there is no limit to compare with.
+        shared: this is main memory; offloading weights then saves nothing.
+        parts: the amounts that were counted, in bytes; negative if subtracted.
+    """
 
     num_bytes: int | None
     why: str
     shared: bool = False
-    """Whether this is main memory; offloading weights then saves nothing."""
+    parts: tuple[Part, ...] = ()
 
 
 def plan(
@@ -133,19 +150,37 @@ def _settings(situation: Situation) -> Settings:
 
 
 def _room_of_card(total_bytes: int) -> Room:
-    desktop = min(max(int(total_bytes * DISPLAY_SHARE), DISPLAY_MIN_BYTES), DISPLAY_MAX_BYTES)
-    why = f"a card of {size_text(total_bytes)}, less what a desktop and the GPU's libraries take"
-    return Room(max(0, total_bytes - desktop - CONTEXT_BYTES), why)
+    """The memory that a card of this size would have for tensors, with a desktop on it."""
+    card, desktop = Part(OF_CARD, total_bytes), Part(DESKTOP, -desktop_bytes(total_bytes))
+    found = card_budget(card, desktop, memory_table().reserves, is_linux=True, shows=True)
+    return Room(found.total_bytes, parts_text(found.parts), parts=found.parts)
 
 
 def _room_here(situation: Situation, gpu: dict[str, Any] | None) -> Room:
     """Return the memory that the worker would have; if torch sees no GPU, estimate it from the system's information."""
+    known = budget_of(situation.facts, situation.gpu)
     if gpu is not None:
-        return Room(gpu["budget_bytes"], f"{gpu['name']}, as training sees it", gpu["integrated"])
-    known = budget(situation.facts, situation.gpu) if situation.gpu is not None else None
+        parts = _parts_of(known, gpu["budget_bytes"])
+        counted = f": {parts_text(parts)}" if parts else ""
+        return Room(gpu["budget_bytes"], f"{gpu['name']}, as training sees it{counted}", gpu["integrated"], parts)
     if known is None or situation.gpu is None:
         return Room(None, "no GPU is seen here; --card 24GB says whether it fits one")
-    return Room(max(0, known.total_bytes - CONTEXT_BYTES), known.why, bool(situation.gpu.integrated))
+    if not known.capped:  # then nothing of it is counted yet
+        return Room(max(0, known.total_bytes - CONTEXT_BYTES), known.why)
+    return Room(known.total_bytes, parts_text(known.parts), bool(situation.gpu.integrated), known.parts)
+
+
+def _parts_of(known: MemoryBudget | None, budget_bytes: int) -> tuple[Part, ...]:
+    """What was counted of a card on the way to a budget that the worker's code measured; () if that is not known.
+
+    What is neither for libraries nor kept free is held by others.
+    """
+    if known is None or not known.library_bytes:
+        return known.parts if known is not None and known.capped else ()
+    rest = [part for part in known.parts if part.name not in (HELD, DESKTOP)]
+    held = budget_bytes - sum(part.num_bytes for part in rest)
+    name = DESKTOP if any(part.name == DESKTOP for part in known.parts) else HELD
+    return (rest[0], *([Part(name, held)] if held < 0 else ()), *rest[1:])
 
 
 def _facts(footprint: Footprint) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from lora_rocm.recipe.yaml_tree import is_clean
 from lora_rocm.rules.this_machine import plan_here
 from lora_rocm.rundir import results
 from lora_rocm.rundir.layout import RunDir
+from lora_rocm.rundir.made_from import Made, record_export, stale_exports
 from lora_rocm.rundir.remains import discard_abandoned
 from lora_rocm.supervisor.process import OnEvent
 from lora_rocm.supervisor.resume import holds_run, open_recipe
@@ -245,7 +246,9 @@ def make_again(run_dir: RunDir, recipe: Recipe, say: Callable[[str], None]) -> b
     """
     for fault in results.wrong_checkpoint_loras(run_dir):
         say(f"{fault} Do not use it.")
-    wrong = results.wrong_exports(run_dir, recipe.formats)
+    stale = {form: each for form, each in stale_exports(run_dir).items() if form in recipe.formats and each.made}
+    wrong = {form: f"{each.path.name}: {each.reason}." for form, each in stale.items()}
+    wrong |= results.wrong_exports(run_dir, recipe.formats)
     for form, what in wrong.items():
         say(f"{what} It is made again from the last checkpoint.")
         _export(run_dir, form, output=None, dtype=recipe.output.dtype, updates=results.updates_of(run_dir))
@@ -272,9 +275,15 @@ def _export(
     # What killed exports left may be as large as the base, and the space may be needed
     run_dir.discard_unfinished_exports()
     discard_abandoned(followed(output) if output else run_dir.export_of(form))
-    code = run_model_tool("export", job)
-    if output is None and form in results.LORA_FORMS:
-        results.record_export(run_dir, form)
+    made: list[Made] = []
+
+    def on_event(event: dict[str, Any]) -> None:
+        if event["type"] == "export":
+            made.append(Made(event["updates"], event["checkpoint"]))
+
+    code = run_model_tool("export", job, on_event)
+    if output is None:
+        record_export(run_dir, form, made[-1])
     return code
 
 
@@ -330,7 +339,7 @@ def _show(event: dict[str, Any]) -> None:
         case "notice":
             text = event["text"]
         case "drawn":
-            text = "\n".join(f"Drew {image}" for image in event["images"])
+            text = "\n".join(f"{'Wrote' if image.endswith('.txt') else 'Drew'} {image}" for image in event["images"])
         case "export":
             text = f"Wrote {event['path']}"
             if event["max_difference"] is not None:

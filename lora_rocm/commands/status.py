@@ -6,15 +6,17 @@ import time
 from collections import Counter
 from typing import Any
 
-from lora_rocm.foundation.units import number_text, rate_text, time_text
+from lora_rocm.foundation.units import number_text, rate_text, time_text, times_text
 from lora_rocm.model_files.readers import readers_line
 from lora_rocm.report.smoothing import Smoothed
 from lora_rocm.rundir.events import current_steps, read_events
 from lora_rocm.rundir.incidents import last_word, trouble_of
-from lora_rocm.rundir.layout import RunDir
+from lora_rocm.rundir.layout import SUPERVISOR, RunDir
+from lora_rocm.rundir.made_from import stale_exports
 from lora_rocm.rundir.results import faults_of_finished, result_files
 from lora_rocm.rundir.whole_files import fault_of_lora, newest_checkpoint, remedy
 from lora_rocm.supervisor.lock import is_running
+from lora_rocm.telemetry.numbers import long_text
 
 RATE_STEPS = 50
 
@@ -26,7 +28,8 @@ def status(run_dir: RunDir) -> dict[str, Any]:
     error), or prepared. rate_per_s and eta_s are None unless the run is running. restarts: how often the worker was
     restarted. changes: names of the mitigations applied after failures (``rules.mitigations``), one per application.
     readers: path of a LoRA file -> which programs read it, where that is known. files and last_checkpoint: none that is
-    damaged. remarks: files that are gone or damaged.
+    damaged or of an earlier step. remarks: about those, and about files that are gone. telemetry: the last readings of
+    each GPU. alarms: warnings from them, newest last.
     """
     # read the events
     events = read_events(run_dir.events())
@@ -36,21 +39,22 @@ def status(run_dir: RunDir) -> dict[str, Any]:
     last = {event["type"]: event for event in events}
     state = _state(run_dir, events, hung)
     # derive the figures
-    loss = Smoothed()
-    for step in steps:
-        if step["loss"] is not None:
-            loss.add(step["loss"])
     updates = max(_updates_at_start(events), steps[-1]["updates"] if steps else 0)
     total = last["data"]["max_train_steps"] if "data" in last else None
     recent = [step["step_s"] for step in steps[-RATE_STEPS:]]
     step_s = sum(recent) / len(recent) if recent and state == "running" else 0.0
-    files = result_files(run_dir)
+    stale = {each.path: each.sentence for each in stale_exports(run_dir).values()}
+    files = [path for path in result_files(run_dir) if path not in stale]
     faults = {path: fault for path in files if path != run_dir.report and (fault := fault_of_lora(path))}
     checkpoint, passed_over = newest_checkpoint(run_dir)
     latest_s = max((float(event["time"]) for event in (*events[-1:], *trouble[-1:])), default=None)
     remarks = faults_of_finished(run_dir) if state == "finished" else []
     remarks += [f"{path}: {fault} {remedy(run_dir, path)}" for path, fault in faults.items()]
+    remarks += stale.values()
     remarks += [f"{folder} is damaged and passed over. {fault}" for folder, fault in passed_over.items()]
+    if run_dir.names_are_wrong:
+        what = f"{run_dir.names} is gone or damaged. The name {run_dir.name} was found in other files of the run;"
+        remarks.append(f"{what} train --resume writes {run_dir.names.name} again.")
     if latest_s is None and (checkpoint or passed_over or _has_bytes(run_dir)):
         remarks.append("its events are gone or damaged: steps, loss and rate are not known")
     readers = {
@@ -64,7 +68,7 @@ def status(run_dir: RunDir) -> dict[str, Any]:
         "state": state,
         "updates": updates,
         "max_train_steps": total,
-        "loss": loss.value,
+        "loss": _smoothed_loss(steps),
         "rate_per_s": 1 / step_s if step_s else None,
         "eta_s": step_s * (total - updates) if step_s and total else None,
         "last_event_s_ago": round(time.time() - latest_s, 1) if latest_s is not None else None,
@@ -72,6 +76,7 @@ def status(run_dir: RunDir) -> dict[str, Any]:
         "restarts": sum(event["type"] == "restart" for event in trouble),
         "changes": [event["id"] for event in trouble if event["type"] == "change"],
         "last_checkpoint": str(checkpoint[1]) if checkpoint else None,
+        **_watched(run_dir),
         "error": {key: error[key] for key in ("code", "what", "where", "fix")} if error and state == "failed" else None,
         "files": [str(path) for path in files if path not in faults],
         "readers": {path: text for path, text in readers.items() if text},
@@ -92,11 +97,11 @@ def status_text(found: dict[str, Any]) -> str:
         lines.append(f"  {rate_text(found['rate_per_s'])}{left}")
     if found["last_event_s_ago"] is not None:
         lines.append(f"  last word {time_text(found['last_event_s_ago'])} ago")
+    lines += _watched_lines(found)
     if found["incidents"]:
         lines.append(f"  {found['incidents']} incidents, see the report")
     if found["restarts"]:
-        times = "once" if found["restarts"] == 1 else f"{found['restarts']} times"
-        lines.append(f"  started again {times}, see the report")
+        lines.append(f"  started again {times_text(found['restarts'])}, see the report")
     if found["changes"]:
         counts = Counter(found["changes"])
         names = [name if count == 1 else f"{count} x {name}" for name, count in counts.items()]
@@ -110,6 +115,31 @@ def status_text(found: dict[str, Any]) -> str:
             lines.append(f"    {found['readers'][path]}")
     lines += [f"  {remark}" for remark in found["remarks"]]
     return "\n".join(lines)
+
+
+def _smoothed_loss(steps: list[dict[str, Any]]) -> float | None:
+    loss = Smoothed()
+    for step in steps:
+        if step["loss"] is not None:
+            loss.add(step["loss"])
+    return loss.value
+
+
+def _watched(run_dir: RunDir) -> dict[str, Any]:
+    """Return the last readings of each GPU, and the warnings from telemetry."""
+    events = read_events(run_dir.events(SUPERVISOR), "telemetry", "alarm")
+    last = {event["gpu"]: event for event in events if event["type"] == "telemetry"}
+    return {
+        "telemetry": [{**event, "text": long_text(event)} for event in last.values()],
+        "alarms": [event["text"] for event in events if event["type"] == "alarm"],
+    }
+
+
+def _watched_lines(found: dict[str, Any]) -> list[str]:
+    """Return the readings of a run that is going on, and its last warning."""
+    readings = found["telemetry"] if found["state"] == "running" else []
+    lines = [f"  GPU {event['gpu']}: {event['text']}" for event in readings]
+    return lines + [f"  warning: {text}" for text in found["alarms"][-1:]]
 
 
 def _has_bytes(run_dir: RunDir) -> bool:

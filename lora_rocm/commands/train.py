@@ -22,20 +22,25 @@ from lora_rocm.foundation.terminal_text import printable, quoted
 from lora_rocm.hardware.ranks import rank_of
 from lora_rocm.hardware.wheels import NEWEST_TORCH, is_newer_than_run
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe, shipped_recipes
+from lora_rocm.recipe.schema import Recipe
 from lora_rocm.report.progress_bar import make_progress
 from lora_rocm.report.report import write_report
 from lora_rocm.report.vram_spill import spill_bytes
 from lora_rocm.rules import mitigation_store
+from lora_rocm.rules.attention_refusal import require_fitting_attention
 from lora_rocm.rules.environment import EnvPlan, environment_json, plan
 from lora_rocm.rules.rule import Situation
 from lora_rocm.rules.this_machine import situation_here
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import SUPERVISOR, RunDir
-from lora_rocm.rundir.results import final_files
+from lora_rocm.rundir.made_from import stale_exports
+from lora_rocm.rundir.results import final_files, named_paths
 from lora_rocm.supervisor import lock, multi_gpu, process, selftest_runner, supervisor, tuning_runner
 from lora_rocm.supervisor.restart_policy import attempt_of
 from lora_rocm.supervisor.resume import LATEST, Chosen, choose, holds_run, settle, withdraw
+from lora_rocm.supervisor.telemetry import Telemetry
 from lora_rocm.supervisor.trackers import Trackers, require_trackers
+from lora_rocm.telemetry.cards import cards_of
 
 
 def train(
@@ -71,6 +76,7 @@ def train(
         multi_gpu.require_place(me, gpus, run_dir, resume)
         here, everywhere, supervised = me.local_size, me.size, False
     situation = multi_gpu.with_gpus(situation_here(loaded.recipe), here, everywhere)
+    require_fitting_attention(situation)
     if not me.is_first:
         how = (me, loaded, chosen, situation, _say)
         return multi_gpu.train_rank(*how, accept_changes=accept_changes, worker=worker)
@@ -84,8 +90,7 @@ def train(
             _leave_complete(run, loaded)
             return 0
         _say_names_kept(run, loaded)
-        again = resume_command(recipe_path, overrides, run)
-        again += f" --gpus {gpus}" if gpus else ""
+        again = resume_command(recipe_path, overrides, run) + (f" --gpus {gpus}" if gpus else "")
         again += " --accept-changes" if accept_changes else ""
         return _train_in(
             run,
@@ -154,7 +159,6 @@ def _train_in(
     for sentence in machine_notices(situation, env_plan):
         _say(sentence)
     _say(f"Run directory: {run.path}")
-
     # run the worker, supervised or not
     stopped: StoppedError | None = None
     command = _commands(run, accept_changes, worker)
@@ -177,6 +181,7 @@ def _train_in(
                     again=again,
                     keep=partial(mitigation_store.keep, say=progress.say),
                     size=children,
+                    telemetry=_telemetry(situation, loaded.recipe, children),
                 ).run()
             else:
                 attempt = attempt_of(read_events(run.events(SUPERVISOR)))
@@ -195,6 +200,14 @@ def _train_in(
     _tell_end(run, loaded, code, stopped, again)
     _report(run, loaded.registry)
     return code
+
+
+def _telemetry(situation: Situation, recipe: Recipe, count: int) -> Telemetry:
+    """Return what watches the GPUs of ``count`` workers."""
+    if not recipe.runtime.telemetry:
+        return Telemetry()
+    device = recipe.runtime.device
+    return Telemetry(cards_of(situation.facts, situation.selection, situation.environ, device, count))
 
 
 def _commands(run: RunDir, accept_changes: bool, worker: str | None) -> Callable[..., list[str]]:
@@ -221,8 +234,11 @@ def _tell_end(run: RunDir, loaded: LoadedRecipe, code: int, stopped: StoppedErro
 
 
 def _results(run: RunDir) -> str:
-    """Paths of the finished files, or of the run if there are none."""
-    return ", ".join(map(str, final_files(run) or [run.path]))
+    """Paths of the finished files, or of the run if there are none, and a line for each file of an earlier step."""
+    stale = stale_exports(run).values()
+    old = {each.path for each in stale}
+    paths = named_paths(path for path in final_files(run) if path not in old) or [run.path]
+    return "\n".join([", ".join(map(str, paths)), *(each.sentence for each in stale)])
 
 
 def _say_next(run: RunDir, loaded: LoadedRecipe) -> None:

@@ -248,6 +248,12 @@ class BatchPlan:
         return num_updates(self._num_micros, self.accumulation * self.world)
 
     @property
+    def one_bucket_steps(self) -> int:
+        """Updates per epoch if all micro-batches of an update came from one bucket, as in earlier versions."""
+        per_update = self.accumulation * self.world // self._micros_per_batch
+        return sum(num_batches([len(range(of.start, of.stop))], of.step * per_update) for _, of in self._buckets)
+
+    @property
     def _num_micros(self) -> int:
         """Micro-batches per epoch, summed over all ranks."""
         return (len(self._bounds_S1) - 1) * self._micros_per_batch

@@ -29,6 +29,7 @@ from lora_rocm.errors import DataError
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.names import Names
 from lora_rocm.foundation.terminal_text import legible, one_line
+from lora_rocm.foundation.units import times_text
 from lora_rocm.rundir.layout import RUN_MARKS
 
 TEXT_SUFFIX = ".txt"
@@ -383,10 +384,10 @@ def lies_in(path: str, folder: str) -> bool:
 
 
 def _leave_out_unwanted(folder: Folder) -> None:
-    """Add a notice for each ``10_name`` folder, and drop the images of folders with 0 repeats."""
+    """Add a notice for each ``10_name`` folder and for images outside these; drop those of folders with 0 repeats."""
     found = dict.fromkeys(folder.repeat_folder(relative) for relative, _ in folder.relatives)
     for repeats in filter(lambda each: each.place, found):
-        said = f"each image is seen {repeats.repeats} times an epoch" if repeats.repeats else "left out"
+        said = f"each image is seen {times_text(repeats.repeats)} an epoch" if repeats.repeats else "left out"
         folder.notices.append(f"Folder {repeats.place}: {said} (kohya's number_name folders).")
         if repeats.is_regularisation and repeats.repeats:
             folder.notices.append(
@@ -394,6 +395,13 @@ def _leave_out_unwanted(folder: Folder) -> None:
                 "images, make their folder an entry of data.sources with is_reg: true, and the others another."
             )
     folder.relatives = [item for item in folder.relatives if folder.repeat_folder(item[0]).repeats]
+    outside = [relative for relative, _ in folder.relatives if not folder.repeat_folder(relative).place]
+    if outside and len(found) > 1:
+        folder.notices.append(
+            f"{counted(outside, 'image lies', 'images lie')} outside the number_name folders and "
+            f"{'is' if len(outside) == 1 else 'are'} trained on, too: {some(outside)}. If not wanted, name the folder "
+            "with the number_name folders as path, or the others in exclude."
+        )
 
 
 def _say_other_captions(folder: Folder, others: Mapping[str, Names[None]]) -> None:

@@ -8,12 +8,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import date, time
 from os.path import commonprefix
 from typing import Any
 
+from lora_rocm.dataset.loss_keys import (
+    TRAINED,
+    carry_out_in_message,
+    meaning_of,
+    refuse_in_part,
+    refuse_in_row,
+    spelled,
+)
 from lora_rocm.dataset.row_cells import RowCells, listed, says
+from lora_rocm.dataset.row_cells import UnusableText as UnusableText
 
 MARK = "\x1e"
 """First character of a record that is no plain text (RFC 7464 begins its records with it)."""
@@ -26,37 +35,9 @@ CALLS = ("function_call", "tool_call")
 """Roles whose content is the JSON of calls by the assistant: LLaMA-Factory's, ms-swift's."""
 RESULTS = ("observation", "tool_response", "function_response")
 """Roles whose content is what a tool returned."""
-TRAINED = "trained"
-"""Key of a message that is not trained on, with the value False. Other messages do not have it."""
-MASKS = (
-    "weight",
-    "train",
-    "training",
-    "trainable",
-    "train_on_turn",
-    "loss",
-    "loss_weight",
-    "loss_mask",
-    "loss_scale",
-    "calculate_loss",
-    TRAINED,
-)
-"""Keys that say whether a message is trained on. OpenAI, Mistral: weight; axolotl: train, training; ms-swift: loss."""
-FLAGS = {"0": False, "0.0": False, "false": False, "1": True, "1.0": True, "true": True}
+PRINTED = ("tool_calls",)  # keys of a message whose values chat templates print as JSON
 Cells = Mapping[str, Any]
 """The cells of a row by column, or the fields of a record."""
-
-
-class UnusableText(Exception):
-    """A row or record that cannot be trained on.
-
-    Attributes:
-        what, fix: the problem and its remedy, as in ``errors.Problem``.
-    """
-
-    def __init__(self, what: str, fix: str) -> None:
-        super().__init__(what)
-        self.what, self.fix = what, fix
 
 
 @dataclass(frozen=True)
@@ -73,7 +54,8 @@ class Conversation:
 
     Attributes:
         messages: each with the keys "role" and "content", and what else the chat template reads ("tool_calls");
-            ``TRAINED`` is False in those that are not trained on.
+            ``TRAINED`` is False in those that are not trained on, and True where another role than the assistant's is
+            to be trained on.
         tools: descriptions of functions for the chat template.
         last_only: only the last message is trained on.
     """
@@ -117,16 +99,37 @@ def part(record: Record, number: int) -> Record:
 
 
 def written(record: Record) -> str:
-    """A record as one string. A plain text is itself, unless it begins with ``MARK``."""
+    """A record as one string. A plain text is itself, unless it begins with ``MARK``.
+
+    The keys of ``tools`` and of calls stay in the order of the row, because chat templates print them in it
+    (``tool | tojson``). All other keys are sorted: they are read by name.
+    """
     if isinstance(record, str):
         return record if not record.startswith(MARK) else MARK + json.dumps(record)
-    return MARK + json.dumps(record, default=_as_json, ensure_ascii=False, sort_keys=True)
+    return MARK + json.dumps(_in_order(record), default=_as_json, ensure_ascii=False)
+
+
+def _in_order(record: Completion | Conversation | Pair) -> dict[str, Any]:
+    if isinstance(record, Pair):
+        return {"chosen": _in_order(record.chosen), "rejected": _in_order(record.rejected)}
+    if isinstance(record, Completion):
+        return {"completion": record.completion, "prompt": record.prompt}
+    messages = [
+        {
+            key: value if key in PRINTED or isinstance(value, str | bool) else _sorted(value)
+            for key, value in sorted(message.items())
+        }
+        for message in record.messages
+    ]
+    return {"last_only": record.last_only, "messages": messages, "tools": record.tools}
+
+
+def _sorted(value: Any) -> Any:
+    return json.loads(json.dumps(value, default=_as_json, ensure_ascii=False, sort_keys=True))
 
 
 def _as_json(value: Any) -> object:
     """What stands in a record for a value that JSON does not know: of a date, a decimal number or bytes their text."""
-    if is_dataclass(value):
-        return vars(value)
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, bytes | bytearray | memoryview):
@@ -183,20 +186,24 @@ def record_of(row: Cells, pairs: bool = False) -> Record:
         UnusableText: the columns are not known, or the row has nothing to learn from.
     """
     cells = row if isinstance(row, RowCells) else RowCells(row)
-    _refuse_masked_row(cells)
     if pairs:
+        refuse_in_row(cells, read=PAIRED)
         return pair_of(cells)
     forms = [form for form in READERS if form[0] <= cells.keys()]
     for columns, reader in sorted(forms, key=lambda form: not form[0] <= cells.filled):  # Arrow fills up with nulls
-        if reader is not _of_text:
+        is_text = reader is _of_text
+        refuse_in_row(cells, read=columns, beside_text=is_text)
+        if not is_text:
             _refuse_columns(cells)
-            _refuse_labels(cells, counts=columns == COMPLETION)
         return reader(cells)
     if PAIRED <= cells.keys():
         raise UnusableText(
             "It is a pair of answers (columns chosen and rejected), and a text is wanted.",
             "To train on pairs, set objective.loss: dpo. data.watched has texts, also beside pairs.",
         )
+    for column, meaning in ((str(column), meaning_of(str(column))) for column in cells):
+        if meaning is not None and (meaning.kind == "pair" or spelled(column) == "inputids"):
+            raise meaning.refusal(column, cells.unread(column), "The row")
     named = "; ".join(", ".join(sorted(columns)) for columns, _ in READERS)
     raise UnusableText(
         f"Its columns are {listed(list(cells)) or 'none'}, and no form of text has these.",
@@ -205,11 +212,14 @@ def record_of(row: Cells, pairs: bool = False) -> Record:
 
 
 NO_PICTURES = "Language models here see only text: take the row or the column away."
+PARTS_FIX = (
+    'Only parts of the type "text" are read: write {"type": "text", "text": ...}, give the whole content as a text, or '
+    "take the row away."
+)
 REFUSED: Mapping[str, tuple[str, str]] = {
     "history": ("earlier turns", "Give all turns as a list of messages in the column messages, or take it away."),
     "reasoning_content": ("thoughts", "Give it as a key of the assistant's message, or take the column away."),
     "chat_template_kwargs": ("settings of the chat template", "Take the column away: rows cannot set them."),
-    "kto_tag": ("the mark of KTO, an objective that is not here", "Keep good answers only, without this column."),
     **{name: ("pictures", NO_PICTURES) for name in ("image", "images")},
     **{name: ("recordings", NO_PICTURES) for name in ("audio", "audios", "video", "videos")},
 }
@@ -217,45 +227,12 @@ REFUSED: Mapping[str, tuple[str, str]] = {
 
 
 def _refuse_columns(row: RowCells) -> None:
-    """Raise UnusableText if a row fills a column of ``REFUSED``."""
-    for column, (holds, fix) in REFUSED.items():
-        if says(row.unread(column)):
+    """Raise UnusableText if a row fills a column of ``REFUSED``, in any spelling."""
+    refused = {spelled(column): found for column, found in REFUSED.items()}
+    for column in row:
+        holds, fix = refused.get(spelled(column), ("", ""))
+        if holds and says(row.unread(column)):
             raise UnusableText(f"Its column {column} holds {holds}, which would be lost.", fix)
-
-
-def _refuse_labels(row: RowCells, counts: bool) -> None:
-    """Raise UnusableText if the column label says whether an answer is good: only KTO learns from bad answers.
-
-    ``counts``: 0 and 1 are such labels, too; elsewhere they may be numbers of classes.
-    """
-    label = row.unread("label")
-    flags = ("true", "false", "0", "1", "0.0", "1.0") if counts else ("true", "false")
-    if str(label).strip().lower() in flags:
-        raise UnusableText(
-            f"Its label is {label!a:.20}: a row of KTO, an objective that is not here. A bad answer would be learned.",
-            "Keep the rows with good answers, without the column label; or give chosen and rejected answers to one "
-            "prompt (objective.loss: dpo).",
-        )
-
-
-def _refuse_masked_row(row: RowCells) -> None:
-    """Raise UnusableText if a row says that it is not to be trained on; one that says it is to be trained on is read.
-
-    Other values, such as a weight in kilograms, are left to the account of unread columns.
-    """
-    for column in ("weight", "train", "training", "loss"):
-        value = row.unread(column)
-        if value is False or (column == "weight" and not isinstance(value, bool) and _flag(value) is False):
-            raise UnusableText(
-                f"Its column {column} is {value!a:.20}: it is not to be trained on.", "Take the row away."
-            )
-        if value is True or (column == "weight" and _flag(value)):
-            row[column]
-
-
-def _flag(value: object) -> bool | None:
-    """Whether a value says yes or no; None: it says something else."""
-    return FLAGS.get(str(value).strip().lower()) if isinstance(value, bool | int | float | str) else None
 
 
 def _of_messages(row: RowCells) -> Conversation:
@@ -274,13 +251,14 @@ def _of_completion(row: RowCells) -> Record:
             return Completion(prompt, completion)
         prompt, completion = [{"role": ASKS, "content": prompt}], [{"role": ANSWERS, "content": completion}]
     ends, begin = _listed(completion, "The completion"), _mappings(prompt, "The prompt")
-    return _conversation(row, [_message(row, message) for message in (*begin, *ends)], last_only=True)
+    before = [_message(row, each, f"Message {n} of prompt", is_asked=True) for n, each in enumerate(begin, 1)]
+    return _conversation(row, [*before, *_numbered(row, ends, "completion")], last_only=True)
 
 
 def _of_instruction(row: RowCells) -> Conversation:
     asked = "\n\n".join(_require(part, "The instruction") for part in (row["instruction"], row.get("input")) if part)
     turns = ({"role": ASKS, "content": asked}, {"role": ANSWERS, "content": row["output"]})
-    return _conversation(row, [_message(row, turn) for turn in turns])
+    return _conversation(row, [_message(row, turn, "The row") for turn in turns])
 
 
 def _of_text(row: RowCells) -> str:
@@ -303,7 +281,8 @@ def pair_of(cells: Cells) -> Pair:
     """The two answers of a row, as TRL reads them: the prompt is a column of its own, or the beginning of both.
 
     Answers are texts or lists of messages, and so is the prompt. A prompt that is a text before answers that begin with
-    the same messages says these once more, and so does a list of messages with which both begin.
+    the same messages says these once more, and so does a list of messages with which both begin. LLaMA-Factory's rows
+    have the prompt in the column conversations.
 
     Raises:
         UnusableText: a column is missing, an answer is empty, the answers are the same, or their prompts differ.
@@ -315,6 +294,7 @@ def pair_of(cells: Cells) -> Pair:
         what = f"It has no column {missing}; its columns are {listed(list(row)) or 'none'}."
         raise UnusableText(what, "objective.loss: dpo takes rows of chosen and rejected, and prompt if they lack it.")
     prompt, *answers = (_messages_or_text(row.get(column)) for column in ("prompt", "chosen", "rejected"))
+    prompt = _value_of(row, "conversations") if prompt is None and says(row.unread("conversations")) else prompt
     texts = [each for each in (prompt, *answers) if isinstance(each, str)]
     if len(texts) == 2 + (prompt is not None) and not _has_system(row):
         pair = _pair_of_texts(texts[0] if prompt is not None else None, *texts[-2:])
@@ -345,7 +325,7 @@ def _pair_of_messages(row: RowCells, prompt: object, answers: Sequence[object]) 
     sides = list[list[dict[str, Any]]]()
     for name, answer in zip(("chosen", "rejected"), answers, strict=True):
         given = [{"role": ANSWERS, "content": answer}] if isinstance(answer, str) else answer
-        sides.append([_message(row, message) for message in _listed(given, f"The {name} answer")])
+        sides.append(_numbered(row, _listed(given, f"The {name} answer"), name))
         last = sides[-1][-1] if sides[-1] else {"content": ""}
         if not last.get("tool_calls"):
             _require(last["content"], f"The {name} answer")
@@ -377,6 +357,8 @@ def _conversation(row: RowCells, messages: Sequence[Mapping[str, Any]], last_onl
             raise UnusableText(what, f"Roles are {', '.join(KNOWN_ROLES)}.")
         if role in (ASKS, ANSWERS) and not message.get("tool_calls"):
             _require(message["content"], f"Message {number} ({role})")
+    if not messages:
+        raise UnusableText("Its list of messages is empty.", EMPTY_FIX)
     if not found.turns:
         fix = f"Give a message with the role {ANSWERS}, or take the row away."
         if any(message["role"] == ANSWERS for message in found.messages):
@@ -405,7 +387,10 @@ def _system(row: RowCells, messages: Sequence[Mapping[str, Any]]) -> list[dict[s
         return []
     if len(found) == 2 and found["system"] != found["system_prompt"]:
         row.remarks.add("The column system is used, and system_prompt, which says something else, is not")
-    return [_message(row, {"role": "system", "content": value}) for value in [*found.values()][:1]]
+    return [
+        _message(row, {"role": "system", "content": value}, f"The column {column}")
+        for column, value in [*found.items()][:1]
+    ]
 
 
 def _tools(row: RowCells) -> tuple[Any, ...]:
@@ -477,13 +462,23 @@ def _parsed(text: str, what: str, fix: str) -> Any:
 
 
 def _messages(row: RowCells, values: object, what: str) -> list[dict[str, Any]]:
-    return [_message(row, message) for message in _mappings(values, what)]
+    return _numbered(row, _mappings(values, what), what.removeprefix("The ").removeprefix("column "))
 
 
-def _message(row: RowCells, given: Mapping[str, Any]) -> dict[str, Any]:
+def _numbered(row: RowCells, values: Sequence[Cells], column: str) -> list[dict[str, Any]]:
+    return [_message(row, each, f"Message {number} of {column}") for number, each in enumerate(values, 1)]
+
+
+def _message(row: RowCells, given: Mapping[str, Any], where: str, *, is_asked: bool = False) -> dict[str, Any]:
     """A message without empty fields, which tables add, in the spelling of chat templates.
 
     Keys that are not known here are kept: whether the chat template reads them is known where it is rendered.
+
+    Args:
+        row: that the message is in.
+        given: the message of the row.
+        where: the message, for people.
+        is_asked: it is never trained on, also as one of the assistant.
     """
     message = {str(key): value for key, value in given.items() if value is not None}
     # names of ShareGPT, and of roles elsewhere
@@ -493,8 +488,12 @@ def _message(row: RowCells, given: Mapping[str, Any]) -> dict[str, Any]:
     if "content" not in message and "value" in message:
         message["content"] = message.pop("value")
     if not isinstance(message.get("role"), str):
-        raise UnusableText("A message has no role.", "Each message needs role and content.")
-    message["content"] = content = _text(row, message.get("content", ""))
+        keys = listed(sorted(message)) or "none"
+        raise UnusableText(f"{where} has no role; its keys are {keys}.", "Each message needs role and content.")
+    message["content"] = content = _text(row, message.get("content", ""), where)
+    if says(message.get("refusal")) and not content.strip() and not message.get("tool_calls"):
+        what = f"{where} has its answer in refusal ({message['refusal']!a:.40}), and no content."
+        raise UnusableText(what, "Move the text from refusal to content to learn to refuse, or take the row away.")
     # calls of tools
     if message["role"] in CALLS:
         made = _parsed(content, f"The content of the role {message['role']}", "Give calls as JSON: name and arguments.")
@@ -505,20 +504,25 @@ def _message(row: RowCells, given: Mapping[str, Any]) -> dict[str, Any]:
         message["tool_calls"] = _wrapped(message.pop("function_call"))
     if "tool_calls" in message:
         message["tool_calls"] = _calls(message["tool_calls"])
-    return _masked(row, message)
+    return carry_out_in_message(message, where, is_trained=message["role"] == ANSWERS and not is_asked)
 
 
-def _text(row: RowCells, content: object) -> str:
+def _text(row: RowCells, content: object, where: str) -> str:
     """The text of a message, whose parts of text are joined."""
     if isinstance(content, list):
-        if any(not isinstance(part, Mapping) or part.get("type") != "text" for part in content):
-            raise UnusableText("A message holds more than text.", "Take the row away, or leave only its text.")
+        for number, part in enumerate(content, 1):
+            of_part = f"Part {number} of the content of {where[:1].lower()}{where[1:]}"
+            if not isinstance(part, Mapping) or part.get("type") != "text":
+                kind = part.get("type") if isinstance(part, Mapping) else part
+                what = "has the type" if isinstance(part, Mapping) else "is no mapping with type and text, but"
+                raise UnusableText(f"{of_part} {what} {kind!a:.40}.", PARTS_FIX)
+            refuse_in_part(part, of_part)
         more = {str(key) for part in content for key in part if key not in ("type", "text") and says(part[key])}
         row.remarks.update(f"The key {key:.60} of a part of a message's content is not read" for key in sorted(more))
         parts = ["" if part.get("text") is None else part["text"] for part in content]
         content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
     if not isinstance(content, str):
-        raise UnusableText("A message holds something else than text.", "Give its content as text.")
+        raise UnusableText(f"{where} has a content that is no text: {content!a:.40}.", "Give its content as text.")
     return content
 
 
@@ -537,34 +541,6 @@ def _calls(given: Any) -> list[Any]:
     if not all(isinstance(call, Mapping) for call in calls):
         raise UnusableText("tool_calls of a message is no list of calls.", fix)
     return [{**call, "function": _object(call["function"])} if "function" in call else call for call in calls]
-
-
-def _masked(row: RowCells, message: dict[str, Any]) -> dict[str, Any]:
-    """The message without keys of ``MASKS``, and with ``TRAINED`` if they exclude it.
-
-    Raises:
-        UnusableText: such a key has another value than yes or no.
-    """
-    for key in ("mask", "masked", "train_detail", "training_detail"):
-        if (
-            key in message
-            and says(message[key])
-            and (isinstance(message[key], list) or _flag(message[key]) is not None)
-        ):
-            what = f"A message has the key {key}, which trainers understand differently, or as parts of a message."
-            raise UnusableText(what, "Give weight: 0 to a message that is not trained on, and leave this key out.")
-    said = {key: _flag(message[key]) for key in MASKS if key in message}
-    for key, flag in said.items():
-        if flag is None:
-            what = f"A message has {key} {message[key]!a:.40}; known are 0 (not trained on) and 1."
-            raise UnusableText(what, "Give 0, 1, true or false, or leave the key out.")
-        if flag and message["role"] != ANSWERS:
-            row.remarks.add(
-                f"The key {key} asks to train on a message of the role {message['role']:.30}; only messages of the "
-                "assistant are trained on"
-            )
-    kept = {key: value for key, value in message.items() if key not in said}
-    return kept if all(said.values()) else {**kept, TRAINED: False}
 
 
 def _listed(values: object, what: str) -> list[Cells]:

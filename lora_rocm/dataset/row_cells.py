@@ -18,6 +18,18 @@ MAX_COUNTED, MAX_NAMED, MAX_LETTERS = 1000, 50, 60
 EMPTY_JSON = ("", "[]", "{}", "null")
 
 
+class UnusableText(Exception):
+    """A row or record that cannot be trained on.
+
+    Attributes:
+        what, fix: the problem and its remedy, as in ``errors.Problem``.
+    """
+
+    def __init__(self, what: str, fix: str) -> None:
+        super().__init__(what)
+        self.what, self.fix = what, fix
+
+
 def says(value: object) -> bool:
     """Whether a cell or a value of a message says something: an empty text, list or mapping does not."""
     if isinstance(value, str):

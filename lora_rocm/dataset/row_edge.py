@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 from lora_rocm.dataset.records import UnusableText
 from lora_rocm.errors import DataError, LoraRocmError
@@ -27,6 +28,27 @@ class SharedCause(UnusableText):
     def __init__(self, what: str, fix: str, of_all: DataError) -> None:
         super().__init__(what, fix)
         self.of_all = of_all
+
+
+def fails_for_all(part: Literal["chat template", "tokenizer"], model: str) -> Shared:
+    """What makes the error for all rows if a part of the model that all of them share fails.
+
+    Args:
+        part: what fails.
+        model: its name, for messages.
+    """
+
+    def made(reason: str) -> DataError:
+        return DataError(
+            f"{part.replace(' ', '-')}-fails",
+            f"The {part} can be used for none of the rows. Of the first: {reason}",
+            where=f"{part} of {model}",
+            fix=f"Give a tokenizer with another {part} (model.tokenizer), or change the messages of all rows."
+            if part == "chat template"
+            else "Download the tokenizer's files again, or give another one (model.tokenizer).",
+        )
+
+    return made
 
 
 def is_of_a_row(error: BaseException) -> bool:

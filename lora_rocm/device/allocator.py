@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -11,11 +12,14 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from lora_rocm.hardware.memory_budget import GIB, host_reserve
-from lora_rocm.rules.rule import release
+from lora_rocm.device.device_memory import read_memory, total_bytes
+from lora_rocm.foundation.units import size_text
+from lora_rocm.hardware.memory_budget import GIB, desktop_bytes, host_reserve
+from lora_rocm.hardware.settings import Settings
+from lora_rocm.planning.step_cost import CONTEXT_BYTES
 
-FRACTION_OF_PROPERTIES_FROM = (2, 10)
-"""From this torch on a memory fraction refers to the properties' total, before to the total of mem_get_info."""
+ASK_EVERY_S = 5.0
+"""Least time between two readings of the driver's counters."""
 
 FRAGMENTED_SHARE = 0.2
 """Share of the memory held by torch; an estimate. If more than this is unused when memory runs out, the pool is
@@ -60,37 +64,104 @@ def empty_pools() -> None:
 
 
 def device_budget(device: torch.device) -> int:
-    """Bytes that tensors may take on a GPU, by what torch and the system report now.
+    """Bytes that tensors may take on a GPU without a planned limit, by what torch and the system report now.
 
-    The two totals of a ROCm APU may differ (carve-out or GTT), and reported free memory may be too high. So it is the
-    smaller total, and for an APU on Linux at most what it can take from the system.
+    For an APU on Linux it is at most what it can take from the system.
     """
-    properties = torch.cuda.get_device_properties(device)
-    limits = [int(properties.total_memory), torch.cuda.mem_get_info(device)[1]]
-    if sys.platform == "linux" and getattr(properties, "is_integrated", False):
+    limits = [total_bytes(device)]
+    if sys.platform == "linux" and getattr(torch.cuda.get_device_properties(device), "is_integrated", False):
         memory = psutil.virtual_memory()
         limits.append(max(0, memory.available - host_reserve(memory.total)))
     return min(limits)
+
+
+def limit_now(device: torch.device, settings: Settings) -> int | None:
+    """The limit for torch's allocator by the plan, and by what other programs hold of the GPU now; None: no limit.
+
+    What torch holds and what is free may become tensors, but for the part that stays free, and the part that libraries
+    will still take. The sum does not depend on how much torch holds itself.
+    """
+    planned = settings.memory_limit_bytes
+    if device.type != "cuda" or planned is None:
+        return None
+    memory, held = read_memory(device), int(torch.cuda.memory_reserved(device))
+    if memory.is_integrated and not memory.is_counted:
+        return planned  # nothing tells what is free of the memory that it shares; HIP may mean the carve-out alone
+    outside_torch = max(0, memory.computing_bytes - held)
+    to_come = max(0, settings.library_bytes - outside_torch)
+    needs_counters = settings.kept_free_bytes > 0  # a card on Linux, of which HIP does not see all
+    unseen = desktop_bytes(memory.total_bytes) if needs_counters and not memory.is_counted else 0
+    return max(0, min(planned, held + memory.free_bytes - unseen - settings.kept_free_bytes - to_come))
+
+
+def room_bytes(device: torch.device, settings: Settings, *, steady: bool = False) -> int:
+    """Bytes that a GPU has for tensors: the limit of now, else its memory less that of its libraries.
+
+    ``steady``: the same at each start of a run, as long as other programs hold no more than a desktop usually does.
+    """
+    limit = limit_now(device, settings)
+    if limit is None or settings.memory_limit_bytes is None:
+        return max(0, device_budget(device) - CONTEXT_BYTES)
+    if steady and settings.kept_free_bytes:
+        return min(limit, max(0, settings.memory_limit_bytes - desktop_bytes(settings.memory_limit_bytes)))
+    return limit
 
 
 def limit(device: torch.device, limit_bytes: int | None) -> int | None:
     """Make torch's allocator raise ``torch.OutOfMemoryError`` beyond ``limit_bytes`` in this process.
 
     Returns:
-        The limit in bytes, or None if none was set: on the CPU, none asked for, or not below the total that torch
+        The limit in bytes, or None if there is none: on the CPU, none asked for, or not below the total that torch
             counts (a fraction of less than the limit must never be set, because an APU may report only its carve-out).
     """
     if device.type != "cuda" or limit_bytes is None:
         return None
-    if release(torch.__version__) >= FRACTION_OF_PROPERTIES_FROM:
-        whole = int(torch.cuda.get_device_properties(device).total_memory)
-    else:
-        whole = torch.cuda.mem_get_info(device)[1]
+    whole = int(torch.cuda.get_device_properties(device).total_memory)
     if limit_bytes >= whole:
         return None
     number = torch.cuda.current_device() if device.index is None else device.index  # needs an explicit index
     torch.cuda.set_per_process_memory_fraction(limit_bytes / whole, number)
     return limit_bytes
+
+
+class LimitFollower:
+    """Keeps the allocator's limit in step with what other programs hold: they may take more while a run trains.
+
+    Memory that they take shrinks the limit before the card is full; then torch raises an error that the run recovers
+    from. No computed value depends on it.
+    """
+
+    def __init__(
+        self, device: torch.device, settings: Settings, say: Callable[[str], None] = lambda text: None
+    ) -> None:
+        self._device, self._settings, self._say = device, settings, say
+        self._asked_at = float("-inf")
+        self._told = False
+
+    def renew(self) -> int | None:
+        """Set the limit by what is free now. Call it between steps, and before what takes memory; None: no limit."""
+        self._asked_at = time.monotonic()
+        now = limit_now(self._device, self._settings)
+        if now is None:
+            return None
+        seen = usage(self._device)
+        if seen is not None and now < seen.allocated_bytes and not self._told:
+            self._told = True
+            self._say(
+                f"Other programs take memory of the GPU: {size_text(now)} are left for this run, which holds "
+                f"{size_text(seen.allocated_bytes)}. If it needs more it goes on with smaller parts of a batch."
+            )
+        limit(self._device, now)
+        return now
+
+    def renew_if_due(self) -> None:
+        """As ``renew``, at most every few seconds."""
+        if time.monotonic() - self._asked_at >= ASK_EVERY_S:
+            self.renew()
+
+
+NO_LIMIT = LimitFollower(torch.device("cpu"), Settings())
+"""Of a device whose memory is not looked after."""
 
 
 @contextmanager

@@ -8,8 +8,9 @@ not torch's takes its place by a mode of torch (``TorchFunctionMode``), so it ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -18,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+
+from lora_rocm.hardware.settings import Settings
 
 Attend = Callable[..., Tensor]
 """(query_BHSD, key_BHSD, value_BHSD, is_causal, scale) -> output_BHSD."""
@@ -36,10 +39,46 @@ ORDERS = {
     "math": (MATH,),
 }
 """Way -> torch's backends; each computes the shapes that those before it do not support."""
+ROUTES = {"math": MATH, "efficient": EFFICIENT, "flash": FLASH, "cudnn": CUDNN}
+"""Route that ``scaled_dot_product_attention`` can take -> torch's backend. The plainest comes first."""
+_held_out: set[str] = set()
+"""Routes that gave wrong numbers in this process, or in one before (``enable``, ``hold_out``)."""
 GROUP_BYTES = 2**28
 """Memory for the scores of one group of heads (``grouped``). A plan of memory leaves room for that much."""
 COPIES = 4
 """Tensors of the size of the scores that exist at once in the backward pass of a group."""
+
+
+def enable(settings: Settings) -> None:
+    """Let torch take the routes that the settings allow, in the whole process."""
+    fused = settings.attention != "math"
+    allowed = {
+        "math": settings.plain_attention,
+        "efficient": settings.efficient_attention,
+        "flash": settings.flash_attention,
+        "cudnn": settings.cudnn_attention,
+    }
+    _held_out.clear()
+    _held_out.update(route for route, allows in allowed.items() if not allows)
+    cuda = torch.backends.cuda
+    cuda.enable_flash_sdp(fused and allowed["flash"])
+    cuda.enable_mem_efficient_sdp(fused and allowed["efficient"])
+    cuda.enable_cudnn_sdp(fused and allowed["cudnn"])
+    cuda.enable_math_sdp(allowed["math"])
+
+
+def hold_out(settings: Settings, routes: Iterable[str]) -> Settings:
+    """The settings without these routes, which are in force from now on."""
+    out = set(routes)
+    changed = replace(
+        settings,
+        flash_attention=settings.flash_attention and "flash" not in out,
+        efficient_attention=settings.efficient_attention and "efficient" not in out,
+        cudnn_attention=settings.cudnn_attention and "cudnn" not in out,
+        plain_attention=settings.plain_attention and "math" not in out,
+    )
+    enable(changed)
+    return changed
 
 
 def context_of(way: str) -> Context:
@@ -60,7 +99,10 @@ def _ordered(way: str) -> Iterator[None]:
     if before is not None:
         torch.backends.cuda.preferred_rocm_fa_library("ck")
     try:
-        with sdpa_kernel(list(ORDERS[way]), set_priority=True):
+        bad = {ROUTES[route] for route in _held_out}
+        right = [backend for backend in ORDERS[way] if backend not in bad]
+        right = right or [backend for backend in ROUTES.values() if backend not in bad]
+        with sdpa_kernel(right, set_priority=True):
             yield
     finally:
         if before is not None:

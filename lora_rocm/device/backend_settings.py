@@ -2,38 +2,49 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from threading import Thread
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lora_rocm.device.allocator import limit
+from lora_rocm.device import attention, blas
+from lora_rocm.device.allocator import LimitFollower, limit
 from lora_rocm.device.tuned_products import use_table
 from lora_rocm.hardware.settings import Settings
 
 
-def apply(settings: Settings, device: torch.device) -> None:
-    """Enable or disable libraries as planned. All heavy processes use it, so a test covers what training uses."""
-    cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
+def apply(settings: Settings, device: torch.device, *, wakes_later: bool = False) -> None:
+    """Enable or disable libraries as planned. All heavy processes use it, so a test covers what training uses.
+
+    ``wakes_later``: the caller calls ``wake``, which asks the driver for what is free, because that takes a second.
+    """
+    cudnn = torch.backends.cudnn
+    blas.obey(os.environ)
     cudnn.enabled = settings.miopen
     cudnn.allow_tf32 = False  # float32 means float32, above all for the VAE
     cudnn.benchmark = False  # exhaustive search takes minutes and crashes some GPUs (unsloth#11636)
-    fused = settings.attention != "math"
-    cuda.enable_flash_sdp(fused)
-    cuda.enable_mem_efficient_sdp(fused)
-    cuda.enable_cudnn_sdp(fused)
+    attention.enable(settings)
     if settings.products is not None and device.type == "cuda":
         use_table(settings.products)
-    limit(device, settings.memory_limit_bytes)
+    if wakes_later:
+        limit(device, settings.memory_limit_bytes)
+    else:
+        LimitFollower(device, settings).renew()
 
 
-def wake(device: torch.device) -> Thread:
+def wake(device: torch.device, settings: Settings) -> Thread:
     """Begin to use a GPU in a thread, which takes a second: its driver does not hold the interpreter's lock meanwhile.
 
-    What fails is in the log, and fails again where the GPU is used next.
+    The allocator's limit then follows what other programs hold. What fails is in the log, and fails again where the GPU
+    is used next.
     """
-    thread = Thread(target=lambda: torch.zeros((), device=device), name="wake", daemon=True)
+
+    def begin() -> None:
+        torch.zeros((), device=device)
+        LimitFollower(device, settings).renew()
+
+    thread = Thread(target=begin, name="wake", daemon=True)
     thread.start()
     return thread
 
@@ -46,5 +57,5 @@ def plain_attention(device: torch.device) -> AbstractContextManager[None]:
     """
     if device.type != "cuda" or torch.version.hip is None:
         return nullcontext()
-    plain: AbstractContextManager[None] = sdpa_kernel([SDPBackend.MATH])
+    plain: AbstractContextManager[None] = attention.context_of("math")()
     return plain

@@ -13,6 +13,7 @@ from lora_rocm.doctor.memory_checks import MEMORY_CHECKS
 from lora_rocm.doctor.mitigations_seen import REMEMBERED_CHECKS
 from lora_rocm.doctor.selftest_checks import TESTED_CHECKS
 from lora_rocm.doctor.software_checks import SOFTWARE_CHECKS
+from lora_rocm.doctor.table_age import AGE_CHECKS
 from lora_rocm.doctor.windows_checks import WINDOWS_CHECKS
 from lora_rocm.errors import LoraRocmError
 from lora_rocm.hardware import wheels
@@ -32,6 +33,7 @@ CHECKS: dict[str, Check] = {
     **MEMORY_CHECKS,
     **REMEMBERED_CHECKS,
     **NOTES,
+    **AGE_CHECKS,
 }
 
 

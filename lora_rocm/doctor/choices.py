@@ -10,6 +10,7 @@ from lora_rocm.doctor.finding import Check, Finding, finding
 from lora_rocm.hardware.archs import NO_RCCL, arch_of
 from lora_rocm.hardware.gpu_select import set_by_user, visible
 from lora_rocm.hardware.wheels import named
+from lora_rocm.rules.amd_rules import PRICE_OF_SAFE
 from lora_rocm.rules.environment import EnvPlan, rules
 from lora_rocm.rules.harmful_values import harms
 from lora_rocm.rules.rule import Situation
@@ -110,6 +111,15 @@ def _override(situation: Situation, plan: EnvPlan) -> Finding | None:
     return finding("owner-gfx1151", situation, row=row, known=known)
 
 
+def _price_of_safe(situation: Situation, plan: EnvPlan) -> Finding | None:
+    """The profile safe does without hipBLASLt on a card where that is slow."""
+    off = any(row.rule == "torch-hipblaslt" and row.value == "0" for row in plan.variables)
+    arch = arch_of(situation.gpu.gfx) if situation.gpu is not None else None
+    if not off or arch is None or arch.generation != "rdna4":
+        return None
+    return finding("price-of-safe", situation, effect=PRICE_OF_SAFE)
+
+
 def _unread(situation: Situation, plan: EnvPlan) -> Finding | None:
     facts = situation.facts
     lines = [f"{item.what}: {item.why}" for item in facts.unread]
@@ -142,4 +152,5 @@ NOTES: dict[str, Check] = {
     "owner-ipc": _ipc,
     "owner-gfx1151": _override,
     "unread": _unread,
+    "price-of-safe": _price_of_safe,
 }

@@ -27,6 +27,8 @@ from lora_rocm.rules.this_machine import situation_here
 from lora_rocm.supervisor.selftest_runner import self_test
 
 JSON_FORMAT = 1
+REFUSED = ("attention-images",)
+"""Findings of another level than "breaks" for which a run is refused as well (``rules.attention_refusal``)."""
 
 
 def doctor(facts_path: Path | None, *, as_json: bool, report_file: Path | None, quick: bool) -> int:
@@ -35,7 +37,7 @@ def doctor(facts_path: Path | None, *, as_json: bool, report_file: Path | None, 
     The GPU is tested too, unless ``quick`` is set, the machine is a recorded one, or another finding breaks training.
 
     Returns:
-        0, or 3 if there is a finding of level "breaks".
+        0, or 3 if there is a finding of level "breaks", or one for which no run is started.
 
     Raises:
         UserError: the facts file is invalid.
@@ -60,7 +62,8 @@ def doctor(facts_path: Path | None, *, as_json: bool, report_file: Path | None, 
     else:
         text = report_text(situation, found, tested_on)
     sys.stdout.write(text)
-    return MachineError.exit_code if _breaks(found) else 0
+    refused = any(finding.id in REFUSED for finding in found)
+    return MachineError.exit_code if refused or _breaks(found) else 0
 
 
 def as_data(situation: Situation, env_plan: EnvPlan, found: tuple[Finding, ...]) -> dict[str, Any]:

@@ -98,23 +98,47 @@ def install_torch(situation: Situation) -> tuple[str, ...]:
         choice = wheels.choose(situation.facts, situation.environ)
     except LoraRocmError:
         return ()
-    index = f" --index-url {choice.url}" if choice.url else ""
     windows = situation.facts.system == "windows"
     install = installer(windows)
     if situation.facts.torch is not None:  # the installer replaces a present torch only if told to
         install += " --repair" if windows else " ARGS=--repair"
+    return (install, "Or, without a checkout of the sources:", *_by_pip(situation, choice))
+
+
+def torch_of_the_table(situation: Situation) -> tuple[str, ...]:
+    """Lines that install the torch of the table, whatever the installer's variables ask for."""
+    environ = {name: value for name, value in situation.environ.items() if name not in wheels.VARIABLES}
+    try:
+        return _by_pip(situation, wheels.choose(situation.facts, environ))
+    except LoraRocmError:
+        return ()
+
+
+def _by_pip(situation: Situation, choice: wheels.WheelChoice) -> tuple[str, ...]:
     # Not --force-reinstall: torch's index may lack torch's dependencies.
     remove = uninstall("torch") if situation.facts.torch is not None else ()
-    commands = (*remove, f'python -m pip install "{choice.requirement}"{index}')
+    index = f" --index-url {choice.url}" if choice.url else ""
     known = (f"{KNOWN}{warning.rstrip('.')}." for warning in choice.warnings)
-    return (install, "Or, without a checkout of the sources:", *commands, *known)
+    return (*remove, f'python -m pip install "{choice.requirement}"{index}', *known)
 
 
 def install_for_cpu(facts: HostFacts) -> tuple[str, ...]:
     """Lines that install a torch for the CPU into this environment."""
+    return (_install_from(facts, "cpu", "--repair"),)
+
+
+def newest_rocm(facts: HostFacts) -> tuple[str, ...]:
+    """Lines that test the GPU, and then install AMD's newest ROCm, which lora-rocm does not choose by itself."""
+    index = wheels.indexes()["amd-next"]
+    driver = ", which wants Adrenalin 26.8.1 or newer" if facts.system == "windows" else ""
+    why = f"If the self-test fails, take ROCm {index.rocm}{driver}:"
+    return ("lora-rocm doctor", why, _install_from(facts, index.id, "--upgrade"))
+
+
+def _install_from(facts: HostFacts, index: str, option: str) -> str:
     if facts.system == "windows":
-        return (f'cmd /c "set {wheels.INDEX_VARIABLE}=cpu&& scripts\\windows\\install.bat --repair"',)
-    return (f"{wheels.INDEX_VARIABLE}=cpu make install ARGS=--repair",)
+        return f'cmd /c "set {wheels.INDEX_VARIABLE}={index}&& scripts\\windows\\install.bat {option}"'
+    return f"{wheels.INDEX_VARIABLE}={index} make install ARGS={option}"
 
 
 def uninstall(package: str) -> tuple[str, ...]:

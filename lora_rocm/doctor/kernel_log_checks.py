@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from lora_rocm.doctor.finding import Check, Finding
+from lora_rocm.rules.amd_rules import STRIX_HALO
 from lora_rocm.rules.environment import EnvPlan
 from lora_rocm.rules.kernel_log import Pattern, pattern_of, patterns
 from lora_rocm.rules.rule import Situation
@@ -24,6 +25,8 @@ def _check(pattern: Pattern, situation: Situation, plan: EnvPlan) -> Finding | N
     if pattern.id == "log-sdma" and planned.get("HSA_ENABLE_SDMA") == "0":
         effect += "; lora-rocm sets HSA_ENABLE_SDMA=0 on this machine, so its runs do not use that engine"
         cure = ("For other programs, as long as this kernel runs: export HSA_ENABLE_SDMA=0",)
+    elif pattern.on_strix_halo and situation.gpu is not None and situation.gpu.gfx == STRIX_HALO:
+        cure = (*cure, pattern.on_strix_halo)
     return Finding(pattern.id, pattern.level, pattern.title, evidence, effect, cure, pattern.source)
 
 

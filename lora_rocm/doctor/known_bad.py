@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
-from lora_rocm.doctor.cures import install_torch, newer_firmware, newer_kernel
+from lora_rocm.doctor.cures import install_torch, newer_firmware, newer_kernel, newest_rocm
 from lora_rocm.doctor.finding import Check, Finding
 from lora_rocm.foundation.tables import by_name, read_table
+from lora_rocm.hardware.attention_images import attention_fits, attention_misfit
 from lora_rocm.rules.environment import EnvPlan
 from lora_rocm.rules.rule import Level, Situation, When, release
 
@@ -24,6 +25,7 @@ class Bad:
 
     good: the version to get, or the line to type.
     eased_by: a planned variable that mitigates it.
+    not_on: distributions with their version ("ubuntu 26.04") on which the range is not bad.
     """
 
     id: str
@@ -40,6 +42,7 @@ class Bad:
     good: str = ""
     distributions: tuple[str, ...] = ()
     eased_by: str = ""
+    not_on: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -83,19 +86,23 @@ def _kernel_of_unread_drm(situation: Situation) -> str | None:
 
 
 def _rocm(situation: Situation) -> str | None:
-    """ROCm's version, from the wheel's version. HIP's third number is a build ("10.0.26301")."""
-    torch = situation.facts.torch
-    if torch is None or torch.hip is None:
-        return None
-    found = re.search(r"\+rocm(\d+(?:\.\d+)+)", torch.version)
-    return found.group(1) if found else ".".join(map(str, release(torch.hip)[:2]))
+    return situation.facts.torch.rocm_version if situation.facts.torch is not None else None
+
+
+def _rocm_of_unproven_attention(situation: Situation) -> str | None:
+    """ROCm's version, unless the files of its attention library were read and fit, which is better evidence."""
+    facts, gfx = situation.facts, situation.gpu.gfx if situation.gpu is not None else None
+    proven = attention_fits(facts.torch, gfx) or attention_misfit(facts.torch, gfx) is not None
+    return None if proven else _rocm(situation)
 
 
 FUNCTIONS = {
     **by_name(_adrenalin, _drm, _firmware_date, kernel, _kernel_of_unread_drm, _mes, _rocm),
+    **by_name(_rocm_of_unproven_attention),
     "as_written": lambda situation, line: (line,),
     "install_torch": lambda situation, good: install_torch(situation),
     "newer_firmware": lambda situation, good: newer_firmware(situation.facts, good),
+    "newest_rocm": lambda situation, good: newest_rocm(situation.facts),
     "newer_kernel": lambda situation, good: newer_kernel(situation.facts, good),
 }
 
@@ -112,6 +119,7 @@ def _holds(row: Bad, situation: Situation) -> bool:
         version is not None
         and row.when.holds(situation)
         and (not row.distributions or (linux is not None and linux.distribution in row.distributions))
+        and (linux is None or f"{linux.distribution} {linux.distribution_version}" not in row.not_on)
         and row.low <= release(version) < row.below
     )
 

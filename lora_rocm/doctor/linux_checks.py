@@ -125,6 +125,18 @@ def _cwsr(situation: Situation, plan: EnvPlan) -> Finding | None:
     return finding("cwsr", situation)
 
 
+def _runtime_power(situation: Situation, plan: EnvPlan) -> Finding | None:
+    linux, gpu = _native(situation), situation.gpu
+    if linux is None or gpu is None or gpu.gfx != "gfx1201" or _boot_parameters_unread(situation.facts):
+        return None
+    if linux.boot_parameters.get("amdgpu.runpm") == "0":
+        return None
+    cure = kernel_parameter(situation.facts, "amdgpu.runpm=0")
+    return finding(
+        "runtime-power", situation, cure=("On the host of this container:", *cure) if linux.container else cure
+    )
+
+
 def _atomics(situation: Situation, plan: EnvPlan) -> Finding | None:
     gpu = situation.gpu
     if _native(situation) is None or gpu is None or gpu.pcie_atomics is not False:
@@ -135,7 +147,7 @@ def _atomics(situation: Situation, plan: EnvPlan) -> Finding | None:
 def _iommu(situation: Situation, plan: EnvPlan) -> Finding | None:
     linux = _native(situation)
     cards = [gpu for gpu in situation.facts.amd_gpus if not gpu.integrated]
-    if linux is None or len(cards) < 2 or "iommu" in _unread_words(situation.facts):
+    if linux is None or len(cards) < 2 or _boot_parameters_unread(situation.facts):
         return None
     iommu = linux.boot_parameters.get("iommu", "")
     if "pt" in iommu.split(",") or linux.boot_parameters.get("amd_iommu") == "off":
@@ -150,9 +162,9 @@ def _iommu(situation: Situation, plan: EnvPlan) -> Finding | None:
     )
 
 
-def _unread_words(facts: HostFacts) -> str:
-    """Names of unread facts, whose missing values mean nothing."""
-    return "iommu" if any("cmdline" in item.what for item in facts.unread) else ""
+def _boot_parameters_unread(facts: HostFacts) -> bool:
+    """Whether the kernel's command line could not be read; a parameter that is missing then means nothing."""
+    return any("cmdline" in item.what for item in facts.unread)
 
 
 def _wsl_dxg(situation: Situation, plan: EnvPlan) -> Finding | None:
@@ -182,4 +194,5 @@ LINUX_CHECKS: dict[str, Check] = {
     "pcie-atomics": _atomics,
     "iommu": _iommu,
     "cwsr": _cwsr,
+    "runtime-power": _runtime_power,
 }

@@ -6,11 +6,14 @@ Sources: TheRock docs/faq.md (torch takes the larger of carve-out and GTT; ttm.p
 
 from __future__ import annotations
 
+from typing import Literal
+
 from lora_rocm.doctor.cures import family, kernel_parameter
 from lora_rocm.doctor.finding import Check, Finding, finding
 from lora_rocm.foundation.units import size_text
 from lora_rocm.hardware.facts import Gpu
 from lora_rocm.hardware.memory_budget import GIB, PAGE_BYTES, host_reserve
+from lora_rocm.hardware.selftest_result import MEMORY_TOTAL
 from lora_rocm.rules.environment import EnvPlan
 from lora_rocm.rules.rule import Situation
 
@@ -24,6 +27,8 @@ LEAST_MEMORY_BYTES = 20 * GIB
 FREE_MEMORY_BYTES = 8 * GIB
 """A base model such as SDXL is a file of 7 GB that is read into main memory."""
 SHM_BYTES, DISK_BYTES = GIB, 20 * GIB
+STRIX_HALO, MOST_DEDICATED_GIB = "gfx1151", 64
+"""Dedicated memory of this APU that is reported to be good under Windows, at most (TheRock#3032)."""
 
 
 def _apu(situation: Situation, system: str) -> Gpu | None:
@@ -49,12 +54,16 @@ def _gtt(situation: Situation, plan: EnvPlan) -> Finding | None:
     pool = max(mapped, gpu.vram_bytes or 0)
     if pool >= WORTH_RAISING * could_gib * GIB:
         return None
-    boot = situation.facts.linux.boot_parameters if situation.facts.linux is not None else {}
+    linux = situation.facts.linux
+    boot = linux.boot_parameters if linux is not None else {}
     evidence = f"mappable {size_text(mapped)} (GTT), main memory {size_text(memory)}, carve-out "
     evidence += size_text(gpu.vram_bytes) if gpu.vram_bytes is not None else "unknown"
     if "amdgpu.gttsize" in boot:
         evidence += f"; amdgpu.gttsize={boot['amdgpu.gttsize']} alone is deprecated and does not raise the limit"
-    cure = kernel_parameter(situation.facts, f"ttm.pages_limit={could_gib * GIB // PAGE_BYTES}")
+    other = {"ttm": "amdttm.pages_limit", "amdttm": "ttm.pages_limit"}[_ttm(situation)]
+    if other in boot:
+        evidence += f"; {other}={boot[other]} is set, but the module that is loaded is {_ttm(situation)}"
+    cure = kernel_parameter(situation.facts, _pages_limit(situation, could_gib))
     return finding(
         "gtt",
         situation,
@@ -66,6 +75,16 @@ def _gtt(situation: Situation, plan: EnvPlan) -> Finding | None:
     )
 
 
+def _ttm(situation: Situation) -> Literal["ttm", "amdttm"]:
+    """The loaded module that limits mapped memory."""
+    return situation.facts.linux.ttm_module if situation.facts.linux is not None else "ttm"
+
+
+def _pages_limit(situation: Situation, gib: int) -> str:
+    """The kernel parameter that lets the GPUs map so much."""
+    return f"{_ttm(situation)}.pages_limit={gib * GIB // PAGE_BYTES}"
+
+
 def _carve_out(situation: Situation, plan: EnvPlan) -> Finding | None:
     gpu, memory = _apu(situation, "linux"), situation.facts.memory_bytes
     if gpu is None or gpu.vram_bytes is None or gpu.vram_bytes <= SMALL_CARVE_OUT_BYTES or memory is None:
@@ -74,12 +93,11 @@ def _carve_out(situation: Situation, plan: EnvPlan) -> Finding | None:
     could_gib = (together - host_reserve(together)) // GIB
     if memory >= COMFORTABLE_BYTES and (_mappable(situation, gpu) or 0) < gpu.vram_bytes:
         return None
-    parameter = f"ttm.pages_limit={could_gib * GIB // PAGE_BYTES}"
     return finding(
         "carve-out",
         situation,
         level="harms" if memory < COMFORTABLE_BYTES else "slows",
-        cure=kernel_parameter(situation.facts, parameter),
+        cure=kernel_parameter(situation.facts, _pages_limit(situation, could_gib)),
         vram=size_text(gpu.vram_bytes),
         main_memory=size_text(memory),
     )
@@ -91,15 +109,17 @@ def _dedicated(situation: Situation, plan: EnvPlan) -> Finding | None:
     if gpu is None or gpu.vram_bytes is None or memory is None:
         return None
     together = memory + gpu.vram_bytes
-    if together < 24 * GIB or COMFORTABLE_BYTES // 2 <= gpu.vram_bytes <= 0.8 * together:
+    beyond = gpu.gfx == STRIX_HALO and gpu.vram_bytes > MOST_DEDICATED_GIB * GIB
+    if together < 24 * GIB or (COMFORTABLE_BYTES // 2 <= gpu.vram_bytes <= 0.8 * together and not beyond):
         return None
     too_much = gpu.vram_bytes > 0.8 * together
-    good_gib = min(64, max(8, int(together / GIB / 2) // 8 * 8))
-    effect = (
-        "little main memory is left: loading a base model swaps"
-        if too_much
-        else "what does not fit goes to shared memory without a word, which is reported to be slow"
-    )
+    good_gib = min(MOST_DEDICATED_GIB, max(8, int(together / GIB / 2) // 8 * 8))
+    if too_much:
+        effect = "little main memory is left: loading a base model swaps"
+    elif beyond:
+        effect = "with 96 GB a model was reported to land in shared memory and to run out of it, and with 64 GB not"
+    else:
+        effect = "what does not fit goes to shared memory without a word, which is reported to be slow"
     return finding(
         "dedicated-memory",
         situation,
@@ -110,6 +130,13 @@ def _dedicated(situation: Situation, plan: EnvPlan) -> Finding | None:
         effect=effect,
         good_gib=good_gib,
     )
+
+
+def _memory_seen(situation: Situation, plan: EnvPlan) -> Finding | None:
+    """The self-test has seen that torch finds less memory than the card has."""
+    results = situation.verdict.results if situation.verdict is not None else ()
+    seen = next((result.detail for result in results if result.name == MEMORY_TOTAL and result.status == "passed"), "")
+    return finding("memory-seen", situation, seen=seen) if seen else None
 
 
 def _main_memory(situation: Situation, plan: EnvPlan) -> Finding | None:
@@ -185,6 +212,7 @@ MEMORY_CHECKS: dict[str, Check] = {
     "gtt": _gtt,
     "main-memory": _main_memory,
     "memory-in-use": _memory_in_use,
+    "memory-seen": _memory_seen,
     "disk": _disk,
     "shm": _shm,
 }

@@ -79,6 +79,7 @@ def without_private(situation: Situation) -> Situation:
         private.value(situation.verdict),
         changes=situation.changes,
         remembered=private.value(situation.remembered),
+        today=situation.today,
     )
 
 

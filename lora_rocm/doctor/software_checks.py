@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
-from lora_rocm.doctor.cures import install_for_cpu, install_torch, uninstall, unset, upgrade
+from lora_rocm.doctor.cures import install_for_cpu, install_torch, torch_of_the_table, uninstall, unset, upgrade
 from lora_rocm.doctor.finding import Check, Finding, finding
 from lora_rocm.errors import LoraRocmError, UserError
 from lora_rocm.foundation.tables import by_name, read_table
 from lora_rocm.hardware import wheels
 from lora_rocm.hardware.archs import arch_of, has_kernels, triton_of, triton_takes, triton_versions
+from lora_rocm.hardware.attention_images import attention_misfit
 from lora_rocm.hardware.facts import Torch
 from lora_rocm.rules.environment import EnvPlan
 from lora_rocm.rules.rule import Level, Situation, When, release
@@ -119,7 +120,7 @@ def _wrong_build(situation: Situation, plan: EnvPlan) -> Finding | None:
     wanted = {"rocm": "hip", "cuda": "cuda", "cpu": built}[choice.kind or "cpu"]
     if built == wanted or situation.facts.system == "macos":
         return None
-    words = {"hip": f"ROCm ({torch.hip})", "cuda": f"NVIDIA's CUDA {torch.cuda}", "cpu": "the CPU alone"}
+    words = {"hip": f"ROCm ({torch.rocm_version})", "cuda": f"NVIDIA's CUDA {torch.cuda}", "cpu": "the CPU alone"}
     gpus = ", ".join(gpu.name for gpu in situation.facts.gpus if gpu.vendor in ("amd", "nvidia"))
     nvidia = [gpu.name for gpu in situation.facts.gpus if gpu.vendor == "nvidia" and built == "cuda"]
     return finding(
@@ -152,6 +153,19 @@ def _no_kernels(situation: Situation, plan: EnvPlan) -> Finding | None:
     return finding("torch-no-kernels", situation, cure=cure, title=title, evidence=evidence)
 
 
+def _device_packages(situation: Situation, plan: EnvPlan) -> Finding | None:
+    """AMD's multi-arch torch with another version's kernels for this GPU, or only with a part of them."""
+    torch, gpu, libraries = situation.facts.torch, situation.gpu, situation.facts.libraries
+    if torch is None or gpu is None or gpu.gfx is None or torch.arch_source != "metadata":
+        return None
+    if not has_kernels(torch.arch_list, gpu.gfx) or _problem(situation) is not None:
+        return None
+    lacking = wheels.lacking_packages(torch.version, gpu.gfx, libraries)
+    if not lacking:
+        return None
+    return finding("torch-device-packages", situation, cure=install_torch(situation), lacking=", ".join(lacking))
+
+
 def _overridden(torch: Torch, plan: EnvPlan) -> bool:
     """Whether the plan makes the GPU use the kernels of a related architecture that this torch has."""
     for row in plan.variables:
@@ -160,6 +174,15 @@ def _overridden(torch: Torch, plan: EnvPlan) -> bool:
             if len(parts) == 3 and f"gfx{parts[0]}{parts[1]}{parts[2]:x}" in (torch.arch_list or ()):
                 return True
     return False
+
+
+def _attention_images(situation: Situation, plan: EnvPlan) -> Finding | None:
+    """The misfit for which ``rules.attention_refusal`` refuses to start a run."""
+    torch, gpu = situation.facts.torch, situation.gpu
+    misfit = attention_misfit(torch, gpu.gfx) if gpu is not None else None
+    if misfit is None:
+        return None
+    return finding("attention-images", situation, cure=install_torch(situation), misfit=misfit)
 
 
 def _old(situation: Situation, plan: EnvPlan) -> Finding | None:
@@ -174,7 +197,8 @@ def _new(situation: Situation, plan: EnvPlan) -> Finding | None:
     torch = situation.facts.torch
     if torch is None or not wheels.is_newer_than_run(torch):
         return None
-    return finding("torch-new", situation, newest=".".join(map(str, wheels.NEWEST_TORCH)))
+    newest = ".".join(map(str, wheels.NEWEST_TORCH))
+    return finding("torch-new", situation, cure=torch_of_the_table(situation), newest=newest)
 
 
 def _old_rocm(situation: Situation, plan: EnvPlan) -> Finding | None:
@@ -195,7 +219,7 @@ def _only_building(situation: Situation, plan: EnvPlan) -> Finding | None:
         return None
     if _problem(situation) is not None:
         return None
-    ours = arch.amd_windows if facts.system == "windows" else arch.amd_linux
+    ours = arch.wheels(facts.system, torch.rocm_version)
     if ours != "building" or (facts.system == "linux" and arch.pytorch_org):
         return None
     return finding("wheel-building", situation, arch=arch, system=facts.system.capitalize())
@@ -250,6 +274,8 @@ SOFTWARE_CHECKS: dict[str, Check] = {
     "torch-old": _old,
     "torch-new": _new,
     "torch-no-kernels": _no_kernels,
+    "attention-images": _attention_images,
+    "torch-device-packages": _device_packages,
     "rocm-old": _old_rocm,
     "torchvision": _vision,
     "triton-gpu": _triton,

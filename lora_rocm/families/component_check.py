@@ -22,7 +22,7 @@ def check_component(source: Source, name: str, fix: str) -> str:
         ModelError: weights-unfit, weights-unknown, weights-quantised, config-absurd, or an error of reading.
     """
     headers, _ = source.weights(name)
-    storage_formats.refuse_quantised_config(source.config_path(name), source.config(name))
+    storage_formats.refuse_quantised_config(source.config_path(name), source.config(name).values)
     for header in headers:
         storage_formats.refuse_scaled(header.path, header.tensors)
     found = source.look(name)

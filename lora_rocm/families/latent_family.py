@@ -24,11 +24,13 @@ from lora_rocm.base_models.safetensors_file import legacy_model_hash
 from lora_rocm.cache_files.hash_memory import WEIGHTS_MEMORY, HashMemory
 from lora_rocm.dataset.entry_spec import TensorSpec
 from lora_rocm.dataset.shape import Shape
+from lora_rocm.errors import ModelError
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors
 from lora_rocm.families.objectives.base import CONTROL_LATENTS, HIDDEN_MASK, MEAN, SEEN_LATENTS, STD, LatentSpace
 from lora_rocm.families.vae import pixels_per_latent
 from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.weight_format import DENSE, WeightFormat
+from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN
 from lora_rocm.model_files.header import Header, read_header
 
 if TYPE_CHECKING:
@@ -128,6 +130,10 @@ class LatentFamily(ABC):
     def notices(self) -> Sequence[str]:
         return self._recognised[1]
 
+    def take(self, source: Source) -> None:
+        """Use a base that was found and checked before."""
+        self._recognised = source, ()
+
     @cached_property
     def _recognised(self) -> tuple[Source, tuple[str, ...]]:
         model = self.recipe.model
@@ -149,6 +155,7 @@ class LatentFamily(ABC):
         return {name: spec for encoder in self.encoders() for name, spec in encoder.entry.tensors.items()}
 
     def examine(self) -> Sequence[Path]:
+        assert self.latents is not None, "the VAE says how its latents are normalised"
         return self.source.files()
 
     def load(self, dtype: torch.dtype, device: torch.device) -> LoadedModel:
@@ -179,13 +186,22 @@ class LatentFamily(ABC):
     def latents(self) -> LatentSpace:
         """The normalisation ``(latents - shift) * scale``, as diffusers' pipelines decode."""
         config = self.source.config("vae")
-        factor = float(config.get("scaling_factor", 1.0 if "z_dim" in config else 0.18215))  # z_dim: of Wan's VAEs
-        if config.get("latents_mean") is not None and config.get("latents_std") is not None:
-            std_C = torch.tensor(config["latents_std"], dtype=torch.float32)
-            return LatentSpace(torch.tensor(config["latents_mean"], dtype=torch.float32), factor / std_C)
-        shift = float(config.get("shift_factor") or 0.0)
-        channels = (int(config["latent_channels"]),)
-        return LatentSpace(torch.full(channels, shift), torch.full(channels, factor))
+        is_wan = "z_dim" in config.values  # the VAE of Wan and Qwen-Image
+        factor = config.number("scaling_factor", 1.0 if is_wan else 0.18215, above=0)
+        channels = config.whole("z_dim") if is_wan else config.whole("latent_channels", 4)
+        means, spreads = config.numbers("latents_mean", channels), config.numbers("latents_std", channels, above=0)
+        if means is not None and spreads is not None:
+            return LatentSpace(torch.tensor(means), factor / torch.tensor(spreads))
+        if is_wan:
+            missing = "latents_mean" if means is None else "latents_std"
+            raise ModelError(
+                "config-unreadable",
+                f"The config of the VAE lacks {missing}: its latents cannot be normalised.",
+                where=f"{config.path}: {missing}",
+                fix=DOWNLOAD_AGAIN,
+            )
+        shift = config.number("shift_factor", 0.0, or_null=True)
+        return LatentSpace(torch.full((channels,), shift), torch.full((channels,), factor))
 
     def base_facts(self) -> Mapping[str, str]:
         file = self.source.single_file

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
 from lora_rocm.base_models.loading import Source
 from lora_rocm.errors import ModelError
 from lora_rocm.foundation.terminal_text import printable
 
+CLIP_LARGEST_ID = 2
+"""The ``eos_token_id`` by which CLIP pools at the largest id of a text."""
 READING_ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError, StrictDataclassError)
 """The last one is for a config.json beside the tokenizer, which transformers reads, too."""
 
@@ -64,6 +67,7 @@ def require_rows(tokenizer: Any, source: Source, name: str, spare_unwritten: boo
         ModelError: tokenizer-unfit.
     """
     rows = source.table_rows(name)
+    _require_end(tokenizer, source, name, rows)
     beyond = ids_beyond(tokenizer, rows)
     if spare_unwritten:
         spared = _unwritten(tokenizer)
@@ -79,6 +83,30 @@ def require_rows(tokenizer: Any, source: Source, name: str, spare_unwritten: boo
         where=str(source.tokenizer_path(name)),
         fix="Give the tokenizer that belongs to this model, or the edition of the model whose table was made larger.",
     )
+
+
+def _require_end(tokenizer: Any, source: Source, name: str, rows: int) -> None:
+    """Refuse a CLIP that looks for the end of a text by another id than its tokenizer writes there.
+
+    CLIPTextModel pools at the first ``eos_token_id``, and at the largest id of all if that is 2, as in many published
+    configs (transformers' modeling_clip.py). It pools at the beginning of the text if the id does not occur.
+
+    Raises:
+        ModelError: config-unreadable, tokenizer-unfit.
+    """
+    of = source.layout.tokenizers[name]
+    cls, config = source.layout.parts[of.component].cls, source.config(of.component)
+    if not issubclass(cls, CLIPTextModel | CLIPTextModelWithProjection):
+        return
+    end = config.whole("eos_token_id", CLIPTextConfig().eos_token_id, least=0)
+    if of.pools and end not in (CLIP_LARGEST_ID, tokenizer.eos_token_id):
+        raise ModelError(
+            "tokenizer-unfit",
+            f"The {of.component} looks for the end of a text by the id {end}, and its tokenizer writes "
+            f"{tokenizer.eos_token_id} there: the pooled embedding would be of another place.",
+            where=f"{config.path}: eos_token_id",
+            fix=f"Set eos_token_id to {tokenizer.eos_token_id} there, or download the model again.",
+        )
 
 
 def ids_beyond(tokenizer: Any, rows: int) -> dict[str, int]:

@@ -195,4 +195,5 @@ def decode(
 def pixels_per_latent(source: Source) -> int:
     """Pixels per latent along a side (8 in SDXL and in Stable Diffusion 1.x and 2.x)."""
     config = source.config("vae")
-    return int(2 ** (len(config.get("block_out_channels") or config["dim_mult"]) - 1))
+    levels = "dim_mult" if config.values.keys() & {"dim_mult", "z_dim"} else "block_out_channels"
+    return int(2 ** (config.length(levels) - 1))

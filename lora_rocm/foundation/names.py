@@ -15,6 +15,7 @@ FORBIDDEN = re.compile(r'[\x00-\x1f\x7f<>:"/\\|?*]')
 """Characters that a file name cannot have on Windows."""
 DEVICE = re.compile(r"(con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9\u00b9\u00b2\u00b3]) *(\..*)?", re.IGNORECASE)
 """Names of devices of Windows, which it finds in every folder, whatever the ending."""
+LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
 MAX_STEM_BYTES = 160
 """In UTF-8. A name has 255 bytes on most systems; a run adds endings, and more for temporary files."""
 
@@ -31,6 +32,8 @@ def stem_fault(stem: str) -> str:
     """Why a file cannot have this name before its ending on every system, as a phrase; empty if it can."""
     if found := FORBIDDEN.search(stem):
         return f"has the character {found[0]!a}, which no file name can have on Windows"
+    if LONE_SURROGATE.search(stem):
+        return "has characters that no text can have"
     if stem != stem.strip(" .") or not stem:
         return "is empty, or begins or ends with a blank or a dot, which file names cannot have on every system"
     if DEVICE.fullmatch(stem):

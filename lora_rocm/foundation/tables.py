@@ -1,13 +1,14 @@
 """Tables of the package: TOML files beside the code that reads them, as frozen dataclasses. Standard library only.
 
 The keys of a file or row are the fields of its dataclass. A row names a function by a key of the dictionary that the
-reading module gives.
+reading module gives. A file of facts that age has a key more at its head: ``review``, the fields of ``Review``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from datetime import date
 from functools import cache
 from pathlib import Path
 from reprlib import repr as short
@@ -21,6 +22,38 @@ if TYPE_CHECKING:
 
 Table = TypeVar("Table")
 Functions = Mapping[str, Callable[..., object]]
+
+
+REVIEW = "review"
+
+
+@dataclass(frozen=True)
+class Review:
+    """When all rows of a file were last compared with the world.
+
+    newest: what was the newest then ("ROCm 10.1, torch 2.14").
+    """
+
+    day: date
+    newest: str
+
+
+def read_review(path: Path) -> Review:
+    """The review at the head of a file.
+
+    Raises:
+        MachineError: the file cannot be read, or has no review.
+    """
+    content = _all_content(path)
+    if REVIEW not in content:
+        raise _invalid("a key is missing", path, (REVIEW,))
+    return _review(path, content[REVIEW])
+
+
+def _review(path: Path, value: object) -> Review:
+    found = _Reader(path, None).value(Review, value, (REVIEW,))
+    assert isinstance(found, Review)
+    return found
 
 
 def read_table(path: Path, table: type[Table], functions: Functions | None = None) -> Table:
@@ -51,6 +84,14 @@ def by_name(*functions: Callable[..., object]) -> dict[str, Callable[..., object
 
 
 def _content(path: Path) -> dict[str, object]:
+    """The file without its review, which is checked all the same."""
+    content = _all_content(path)
+    if REVIEW in content:
+        _review(path, content.pop(REVIEW))
+    return content
+
+
+def _all_content(path: Path) -> dict[str, object]:
     import tomllib  # only commands that read a table wait for it
 
     try:

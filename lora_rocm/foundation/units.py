@@ -31,6 +31,11 @@ def count_text(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
+def times_text(count: int) -> str:
+    """How often: 1 -> "once", 2 -> "2 times"."""
+    return "once" if count == 1 else f"{count} times"
+
+
 def number_text(value: float | None) -> str:
     """Four significant digits; a dash for None, which stands for unmeasured or non-finite values."""
     return "-" if value is None else f"{value:.4g}"

@@ -30,6 +30,8 @@ class Arch:
     """The wheels of download.pytorch.org have kernels for it (Linux only)."""
     amd_linux: Wheels = "release"
     amd_windows: Wheels = "release"
+    windows_ready_from: tuple[int, ...] = ()
+    """The ROCm from which AMD lists wheels for Windows that ``amd_windows`` calls building; () if it does not."""
     override: str | None = None
     bf16: bool = True
     """Native bfloat16. RDNA 1 and 2 and Vega emulate it (ComfyUI comfy/model_management.py)."""
@@ -41,6 +43,12 @@ class Arch:
     @property
     def is_cdna(self) -> bool:
         return self.generation.startswith("cdna")
+
+    def wheels(self, system: str, rocm: str | None) -> Wheels:
+        """State of AMD's wheels of a ROCm ("10.1") for a system; of an unknown ROCm (None, "nightly") the older one."""
+        state, ready = (self.amd_windows, self.windows_ready_from) if system == "windows" else (self.amd_linux, ())
+        numbers = tuple(int(number) for number in re.findall(r"\d+", rocm or ""))
+        return "release" if state == "building" and ready and numbers >= ready else state
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,8 @@ class Gpu:
     """Linux, AMD: number of the KFD topology node."""
     vram_bytes: int | None = None
     """Dedicated memory; the carve-out of an APU."""
+    vram_used_bytes: int | None = None
+    """Linux, AMD: what all programs together hold of it now."""
     gtt_bytes: int | None = None
     """Linux, AMD: system memory that the GPU may map."""
     driver: str | None = None
@@ -104,6 +106,8 @@ class Linux:
     """Interface version of the amdgpu driver, "3.64". Only the kernel log has it."""
     ttm_pages_limit: int | None = None
     """Limit of memory that all GPUs together may map, in pages of 4 KiB."""
+    ttm_module: Literal["ttm", "amdttm"] = "ttm"
+    """The module with that limit: the kernel's own, or amdttm of an amdgpu driver installed beside the kernel."""
     shm_bytes: int | None = None
     rocm_version: str | None = None
     """Version of a ROCm installed in /opt/rocm."""
@@ -152,7 +156,22 @@ class Torch:
     """Architectures that it has kernels for; None if neither files nor metadata give them."""
     arch_source: Literal["files", "metadata", "asked"] | None = None
     aotriton: str | None = None
-    """Version of the bundled attention kernels. Only Linux's file names give it."""
+    """Version of the bundled attention library, AOTriton ("0.12.50")."""
+    aotriton_images: dict[str, str] = field(default_factory=dict)
+    """Folder of AOTriton's GPU images ("amd-gfx120x") -> the AOTriton that they were built for ("0.13")."""
+    rocm: str | None = None
+    """``torch.version.rocm`` ("10.1.0"), which torch has from 2.13 on; see ``rocm_version``."""
+
+    @property
+    def rocm_version(self) -> str | None:
+        """ROCm's version: as torch names it, else as in "+rocm7.2", else the first two numbers of HIP.
+
+        HIP has ROCm's numbers up to 7.14 only: ROCm 10.0 has HIP 7.15, and 10.1 has 7.16.
+        """
+        if self.hip is None:
+            return None
+        local, hip = re.search(r"\+rocm(\d+(?:\.\d+)+)", self.version), re.match(r"\d+(?:\.\d+)?", self.hip)
+        return self.rocm or (local[1] if local else None) or (hip.group() if hip else None)
 
     @property
     def is_pytorch_org_rocm(self) -> bool:

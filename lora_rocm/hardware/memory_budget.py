@@ -11,15 +11,37 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lora_rocm.foundation.units import size_text
 from lora_rocm.hardware.archs import arch_of
 from lora_rocm.hardware.facts import Gpu, HostFacts
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 HOST_RESERVE_SHARE, HOST_RESERVE_BYTES = 0.2, 16 * GIB
 """Main memory left to the system: the smaller of the two (unsloth's worker.py, Strix Halo)."""
 DISPLAY_SHARE, DISPLAY_MIN_BYTES, DISPLAY_MAX_BYTES = 0.05, GIB // 2, GIB
-"""The desktop's part of a GPU's own memory: an estimate, not measured."""
+"""The desktop's part of a GPU's own memory where nothing measures it: an estimate."""
+HEADLESS_BYTES = 256 * MIB
+"""A card of which less is in use than this shows no desktop."""
 PAGE_BYTES = 4096
+OF_CARD, HELD, LIBRARIES, KEPT_FREE = "memory of the card", "held by other programs", "for libraries", "kept free"
+DESKTOP = "kept for the desktop"
+
+
+@dataclass(frozen=True)
+class Reserves:
+    """What an AMD card's memory has to hold beside tensors, in MiB (``rules/memory_rules.toml``).
+
+    Attributes:
+        libraries_mib: of libraries outside of torch's allocator, in the course of a run.
+        kept_free_mib: stays free on Linux, because a card that is nearly full faults.
+        headless_mib: the same for a card without a desktop, whose use by others does not change.
+    """
+
+    libraries_mib: int
+    kept_free_mib: int
+    headless_mib: int
+    source: str
+    reviewed: str
 
 
 @dataclass(frozen=True)
@@ -32,12 +54,32 @@ class Part:
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """``total_bytes``: the limit for tensors on the GPU. ``capped``: it is less than the driver would allocate."""
+    """The memory for tensors, as far as it is known before a run.
+
+    Attributes:
+        total_bytes: for tensors on the GPU now.
+        capped: the allocator is held to it.
+        limit_bytes: the same without what other programs hold now, which a run reads anew.
+        kept_free_bytes, library_bytes: parts of a card, as subtracted.
+    """
 
     total_bytes: int
     why: str
     parts: tuple[Part, ...]
     capped: bool = True
+    limit_bytes: int = 0
+    kept_free_bytes: int = 0
+    library_bytes: int = 0
+
+
+def parts_text(parts: tuple[Part, ...]) -> str:
+    """What was counted: "24.0 GiB memory of the card, 1.4 GiB held by other programs, 1.2 GiB for libraries"."""
+    return ", ".join(f"{size_text(abs(part.num_bytes))} {part.name}" for part in parts)
+
+
+def desktop_bytes(pool_bytes: int) -> int:
+    """What a desktop is taken to hold of a GPU's own memory, where nothing measures it."""
+    return min(max(int(pool_bytes * DISPLAY_SHARE), DISPLAY_MIN_BYTES), DISPLAY_MAX_BYTES)
 
 
 def host_reserve(memory_bytes: int) -> int:
@@ -45,35 +87,60 @@ def host_reserve(memory_bytes: int) -> int:
     return min(int(memory_bytes * HOST_RESERVE_SHARE), HOST_RESERVE_BYTES)
 
 
-def budget(facts: HostFacts, gpu: Gpu) -> MemoryBudget | None:
+def budget(facts: HostFacts, gpu: Gpu, reserves: Reserves) -> MemoryBudget | None:
     """The budget of a GPU of this machine; None if its memory could not be read."""
     if not gpu.integrated:
-        return _discrete(facts, gpu)
+        return _discrete(facts, gpu, reserves)
     if facts.system == "windows":
         return _windows_apu(facts, gpu)
     return _linux_apu(facts, gpu) if facts.system == "linux" and gpu.vendor == "amd" else None
 
 
-def _discrete(facts: HostFacts, gpu: Gpu) -> MemoryBudget | None:
+def _discrete(facts: HostFacts, gpu: Gpu, reserves: Reserves) -> MemoryBudget | None:
     if gpu.vram_bytes is None:
         return None
-    vram = Part("memory of the card", gpu.vram_bytes)
-    if not _shows_desktop(facts, gpu):
-        return MemoryBudget(gpu.vram_bytes, "the card's own memory", (vram,), capped=False)
-    return _less_display("the card's own memory, less what the desktop needs", gpu.vram_bytes, (vram,))
+    card = Part(OF_CARD, gpu.vram_bytes)
+    if gpu.vendor != "amd":
+        return MemoryBudget(gpu.vram_bytes, "the card's own memory", (card,), False, gpu.vram_bytes)
+    shows, held = _shows_desktop(facts, gpu), gpu.vram_used_bytes
+    if held is not None:
+        others = Part(HELD, -held)
+    else:
+        others = Part(DESKTOP, -desktop_bytes(gpu.vram_bytes) if shows else 0)
+    return card_budget(card, others, reserves, is_linux=facts.system == "linux" and not facts.is_wsl, shows=shows)
+
+
+def card_budget(card: Part, others: Part, reserves: Reserves, *, is_linux: bool, shows: bool) -> MemoryBudget:
+    """The budget of an AMD card with memory of its own.
+
+    Args:
+        card: its memory.
+        others: what other programs hold (``HELD``), or are taken to hold, negative.
+        reserves: the rest that is subtracted.
+        is_linux: a card that is nearly full faults there; Windows moves memory away instead, also below WSL.
+        shows: it shows a desktop.
+    """
+    kept = (reserves.kept_free_mib if shows else reserves.headless_mib) * MIB if is_linux else 0
+    libraries = reserves.libraries_mib * MIB
+    parts = (card, others, Part(LIBRARIES, -libraries), Part(KEPT_FREE, -kept))
+    total = max(0, sum(part.num_bytes for part in parts))
+    limit = max(0, card.num_bytes - libraries - kept) if others.name == HELD else total
+    why = "the card's own memory, less what other programs and libraries need"
+    return MemoryBudget(total, why, tuple(p for p in parts if p.num_bytes), True, limit, kept, libraries)
 
 
 def _shows_desktop(facts: HostFacts, gpu: Gpu) -> bool:
-    """Whether the GPU may show the desktop. It is assumed to, unless it cannot or another GPU is there for it.
+    """Whether the GPU may show the desktop. It is assumed to, unless it cannot, or another GPU is there for it.
 
-    Windows takes part of every GPU's memory, and silently moves what does not fit into main memory.
+    A card of which other programs hold more than a little shows one in any case. Windows takes part of every GPU's
+    memory, and silently moves what does not fit into main memory.
     """
     arch = arch_of(gpu.gfx)
     if arch is not None and arch.is_cdna:  # no display outputs
         return False
-    return gpu.vendor == "amd" and (
-        facts.system == "windows" or facts.is_wsl or not any(other.integrated for other in facts.gpus)
-    )
+    if (gpu.vram_used_bytes or 0) > HEADLESS_BYTES or facts.system == "windows" or facts.is_wsl:
+        return True
+    return not any(other.integrated for other in facts.gpus)
 
 
 def _windows_apu(facts: HostFacts, gpu: Gpu) -> MemoryBudget | None:
@@ -88,14 +155,14 @@ def _windows_apu(facts: HostFacts, gpu: Gpu) -> MemoryBudget | None:
     free = _free_for_gpu(facts)
     parts = (dedicated, Part("main memory that can be shared", shared), *free)
     total = gpu.vram_bytes + min([shared, *_sum_if_any(free)])
-    return MemoryBudget(total, "dedicated and shared memory, less what the system keeps", parts)
+    return MemoryBudget(total, "dedicated and shared memory, less what the system keeps", parts, limit_bytes=total)
 
 
 def _linux_apu(facts: HostFacts, gpu: Gpu) -> MemoryBudget | None:
     """The larger of the two pools. Mapped memory is taken from main memory; the carve-out is not part of it."""
     carved, mapped = gpu.vram_bytes or 0, gpu.gtt_bytes or 0
     pages = facts.linux.ttm_pages_limit if facts.linux is not None else None
-    limits = (Part("limit of the kernel (ttm)", pages * PAGE_BYTES),) if pages else ()
+    limits = (Part("limit of the kernel (pages_limit)", pages * PAGE_BYTES),) if pages else ()
     mapped = min([mapped, *(part.num_bytes for part in limits)])
     if max(carved, mapped) <= 0:
         return None
@@ -104,7 +171,8 @@ def _linux_apu(facts: HostFacts, gpu: Gpu) -> MemoryBudget | None:
         return _less_display("the BIOS's carve-out, less what the desktop needs", carved, parts)
     free = _free_for_gpu(facts)
     total = max(0, min([mapped, *_sum_if_any(free)]))
-    return MemoryBudget(total, "main memory that can be mapped, less what the system keeps", (*parts, *free))
+    why = "main memory that can be mapped, less what the system keeps"
+    return MemoryBudget(total, why, (*parts, *free), limit_bytes=total)
 
 
 def _free_for_gpu(facts: HostFacts) -> tuple[Part, ...]:
@@ -122,5 +190,6 @@ def _sum_if_any(parts: tuple[Part, ...]) -> list[int]:
 
 
 def _less_display(why: str, pool_bytes: int, parts: tuple[Part, ...]) -> MemoryBudget:
-    reserve = min(max(int(pool_bytes * DISPLAY_SHARE), DISPLAY_MIN_BYTES), DISPLAY_MAX_BYTES)
-    return MemoryBudget(max(0, pool_bytes - reserve), why, (*parts, Part("kept for the desktop", -reserve)))
+    reserve = desktop_bytes(pool_bytes)
+    total = max(0, pool_bytes - reserve)
+    return MemoryBudget(total, why, (*parts, Part(DESKTOP, -reserve)), limit_bytes=total)

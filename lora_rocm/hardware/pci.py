@@ -1,4 +1,4 @@
-"""PCI ids and adapter names of AMD GPUs with their architectures: ``pci.toml``. Standard library only."""
+"""PCI ids, addresses, and adapter names of AMD GPUs with their architectures: ``pci.toml``. Standard library only."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from lora_rocm.foundation.tables import read_table
 
@@ -62,3 +63,10 @@ def product_name(ids_text: str, device: str, revision: str) -> str | None:
         if len(parts) == 3 and (parts[0].lower(), parts[1].lower()) == wanted:
             return parts[2]
     return None
+
+
+def address_of(properties: Any) -> str | None:
+    """Return a GPU's PCI address in sysfs form, from torch's properties; None if this torch lacks them."""
+    parts: list[int | None] = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    known = [part for part in parts if part is not None]
+    return "{:04x}:{:02x}:{:02x}.0".format(*known) if len(known) == len(parts) else None

@@ -14,6 +14,8 @@ from typing import Any, Literal, get_args
 
 Status = Literal["passed", "failed", "crashed", "timeout", "skipped"]
 FORMAT = 1
+MEMORY_TOTAL = "memory.total"
+"""The check that compares the memory that torch finds with the driver's counter; its detail says a difference."""
 FORMATS = ("fp32", "fp16", "bf16")
 UNUSABLE = (
     (("copies",), ("pageable", "pinned", "mapped"), "no way of copying to the GPU and back works"),

@@ -38,6 +38,11 @@ class Settings:
     """The way of attention in training (``device.attention``); auto: torch chooses. math: fused attention is disabled
     in the whole process.
     """
+    flash_attention: bool = True
+    """This and the next three: torch may compute attention by this route. False: it gave wrong numbers here."""
+    efficient_attention: bool = True
+    cudnn_attention: bool = True
+    plain_attention: bool = True
     products: str | None = None
     """File of a table of tuned matrix products (``device.tuned_products``)."""
     pin_memory: bool = True
@@ -50,7 +55,13 @@ class Settings:
     """This torch is built for this machine's GPU. If it sees none, runtime.device: auto must not fall back to the CPU.
     """
     memory_limit_bytes: int | None = None
-    """The allocator raises at this size, before the desktop freezes or the driver swaps."""
+    """The allocator raises at this size, before the desktop freezes or the driver swaps. What other programs are seen
+    to hold is subtracted in the run (``device.allocator``).
+    """
+    kept_free_bytes: int = 0
+    """Memory of the card that stays free, because a card that is nearly full faults."""
+    library_bytes: int = 0
+    """Memory of the card that libraries outside of torch take in the course of a run."""
     loader_workers: int | None = None
     """Upper limit of loader workers, whatever the recipe says."""
     copy_method: Literal["auto", "unpinned", "clone"] = "auto"

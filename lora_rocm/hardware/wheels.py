@@ -45,6 +45,8 @@ class Index:
     reviewed: str
     url: str | None = None
     rocm: str = ""
+    only_asked: bool = False
+    """Taken only where the user asks for it, or where it alone has kernels (``WheelTable.only_in``)."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class WheelTable:
     second_class: a note about torch of a kind.
     unserved: architecture -> why no system has a usable wheel for it.
     as_cpu: integrated graphics that are used only if asked for -> why.
+    only_in: architecture that archs.toml does not have yet -> the index that has an extra for it.
     oldest_drm: ROCm -> the oldest version of amdgpu's interface that it needs.
     """
 
@@ -80,6 +83,7 @@ class WheelTable:
     second_class: Mapping[Kind, str]
     unserved: Mapping[str, str]
     as_cpu: Mapping[str, str]
+    only_in: Mapping[str, str]
     oldest_drm: Mapping[str, tuple[int, ...]]
     index: tuple[Index, ...]
     known: tuple[Known, ...]
@@ -212,6 +216,11 @@ def _rocm(facts: HostFacts, gpu: Gpu, notes: tuple[str, ...]) -> WheelChoice:
     if unserved := wheel_table().unserved.get(gpu.gfx or ""):
         raise _no_wheel(gpu, unserved)
     if arch is None:
+        if gpu.gfx is not None and (name := wheel_table().only_in.get(gpu.gfx)) is not None:
+            index = indexes()[name]
+            why = f"{named(gpu)} is not in our table; of AMD's indexes only this one has kernels for it."
+            made = WheelChoice(index.torch.format(gfx=gpu.gfx), index.url, why, "rocm", gpu.gfx, notes=notes)
+            return _warned(facts, gpu, index, made)
         why = f"{named(gpu)} is not in our table: AMD's wheel with the kernels for all its GPUs is the safe choice."
         warning = "a download of about 10 GB; whether it has kernels for this GPU is seen only after the installation"
         index = indexes()["amd"]
@@ -224,7 +233,7 @@ def _rocm(facts: HostFacts, gpu: Gpu, notes: tuple[str, ...]) -> WheelChoice:
             why += " Those of download.pytorch.org may abort under WSL (unsloth#11212)."
         elif arch.override and not windows:
             why += f" So no HSA_OVERRIDE_GFX_VERSION={arch.override} is needed, as those of download.pytorch.org would."
-        if (arch.amd_windows if windows else arch.amd_linux) == "none":
+        if arch.wheels(facts.system, index.rocm) == "none":
             reported = f"; reported: {arch.reported}" if arch.reported else ""
             raise _no_wheel(gpu, f"AMD names no wheel of it for {facts.system.capitalize()}{reported}")
     override = None if windows else arch.override
@@ -235,8 +244,7 @@ def _rocm(facts: HostFacts, gpu: Gpu, notes: tuple[str, ...]) -> WheelChoice:
 def _warned(facts: HostFacts, gpu: Gpu, index: Index, choice: WheelChoice) -> WheelChoice:
     """The choice with warnings about its known faults on this machine."""
     table, warnings, arch = wheel_table(), list(choice.warnings), arch_of(gpu.gfx)
-    status = arch and (arch.amd_windows if facts.system == "windows" else arch.amd_linux)
-    if arch is not None and index.id != "pytorch" and status == "building":
+    if arch is not None and index.id != "pytorch" and arch.wheels(facts.system, index.rocm) == "building":
         system = facts.system.capitalize()
         warnings.append(
             f"{arch.gfx}, {system}: AMD says only that its wheels build, not that they are ready for release"
@@ -314,7 +322,7 @@ def _against(facts: HostFacts, use: _Use, known: Index | None, requirement: str,
 
 def mismatch(torch: Torch, choice: WheelChoice) -> str | None:
     """The reason why an installed torch does not fit the choice, as the end of a sentence; None if it fits."""
-    built = f"ROCm {torch.hip}" if torch.hip else f"CUDA {torch.cuda}" if torch.cuda else "the CPU alone"
+    built = f"ROCm {torch.rocm_version}" if torch.hip else f"CUDA {torch.cuda}" if torch.cuda else "the CPU alone"
     if choice.kind == "rocm" and torch.hip is None:
         return f"it is built for {built} and cannot use the AMD GPU"
     if choice.kind == "cuda" and torch.cuda is None:
@@ -323,6 +331,18 @@ def mismatch(torch: Torch, choice: WheelChoice) -> str | None:
     if choice.kind == "rocm" and lacks and makeshift(torch, choice) is None:
         return f"it has no kernels for {choice.gfx}, only for {', '.join(torch.arch_list or ()) or 'no GPU at all'}"
     return None
+
+
+def lacking_packages(release: str, gfx: str, installed: Mapping[str, str]) -> tuple[str, ...]:
+    """The packages with the kernels for an architecture that are not those of AMD's multi-arch torch, as texts.
+
+    release: version of torch ("2.14.0+rocm10.1.0").
+    installed: versions of packages by name ("rocm-sdk-device-gfx1201").
+    """
+    rocm = release.partition("+rocm")[2]
+    wanted = {f"amd-torch-device-{gfx}": release, f"rocm-sdk-device-{gfx}": rocm or installed.get("rocm", "")}
+    found = ((name, version, installed.get(name)) for name, version in wanted.items() if version)
+    return tuple(f"{name} {wants} ({has or 'none'} is installed)" for name, wants, has in found if has != wants)
 
 
 def makeshift(torch: Torch, choice: WheelChoice) -> str | None:

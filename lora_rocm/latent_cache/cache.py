@@ -94,6 +94,10 @@ class LatentCache:
         _mark_used(names[-1])
         return ""
 
+    def holds(self, kind: str, key: str) -> bool:
+        """Whether there is a file for an entry. Nothing is read, and the entry does not count as used."""
+        return bool(self._names(kind, key))
+
     def num_bytes(self, kind: str, key: str, tensor: str) -> int:
         """Bytes of one tensor of an entry, from its header; the payload is not read.
 

@@ -11,6 +11,7 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from lora_rocm.cache_files.hash_memory import HashMemory
@@ -20,7 +21,7 @@ from lora_rocm.dataset.caption_length import TokenLimit, cut_notice
 from lora_rocm.dataset.columns import Lazy
 from lora_rocm.dataset.hf_datasets import DatasetRow
 from lora_rocm.dataset.packing import rows_of
-from lora_rocm.dataset.progress import QUIET_S, Progress, Report
+from lora_rocm.dataset.progress import QUIET_S, Progress, Report, ignore
 from lora_rocm.dataset.regularisation import evened_repeats, unused_notice
 from lora_rocm.dataset.row_reference import joined, separated
 from lora_rocm.dataset.scan import Cropped, Sample, Samples, geometry_of, groups_of, nothing_left, say_copies
@@ -39,6 +40,7 @@ from lora_rocm.latent_cache.run_encoders import run_encoders
 if TYPE_CHECKING:
     from lora_rocm.dataset.entry_spec import EntrySpec
     from lora_rocm.families.base import ModelFamily, Tensors, TextReader
+    from lora_rocm.latent_cache.cache import LatentCache
     from lora_rocm.recipe.schema import DataSection, Recipe
 
 MAX_TAGS = 20_000  # tags counted per folder; cut to the most frequent ones at twice as many
@@ -212,6 +214,21 @@ def lengths_of_texts(recipe: Recipe, reader: TextReader, samples: Samples) -> tu
         length = sum(reader.num_tokens(text) for text in separated(sample.caption))
         lengths[-(-length // axis.multiple) * axis.multiple] += sample.repeats
     return lengths, ordered.num_held_out
+
+
+def texts_in_cache(recipe: Recipe, family: ModelFamily, cache: LatentCache, samples: Samples) -> tuple[int, int]:
+    """How many texts of a run have all their entries in the cache, and how many texts there are.
+
+    ``samples``: as in ``lengths_of_texts``. Previews' prompts are texts, too.
+    """
+    usable = Usable.unfilled(samples, bytearray(NO_CUT * len(samples)), ())
+    ordered = _ordered(usable, np.arange(len(samples)), recipe, family.texts)
+    caches = Caches(Encoding(cache, torch.device("cpu")), run_encoders(recipe, family))
+    texts = set(_Texts(recipe, ordered.usable, ordered.num_training, ignore))
+    there = sum(
+        all(cache.holds(e.entry.name, caches.caption_key(e, text)) for e in caches.of_captions()) for text in texts
+    )
+    return there, len(texts)
 
 
 def _in_rows(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import nn
 
 from lora_rocm.dataset.shape import Shape
-from lora_rocm.device.allocator import empty_pools
+from lora_rocm.device.allocator import empty_pools, room_bytes
 from lora_rocm.device.attention import Context
 from lora_rocm.device.torch_errors import out_of_memory
 from lora_rocm.device.transfer import DeviceTransfer
@@ -18,7 +19,7 @@ from lora_rocm.families.probe_batch import send_zeros
 from lora_rocm.families.recompute import Recomputing
 from lora_rocm.foundation.units import size_text
 from lora_rocm.hardware.settings import Settings
-from lora_rocm.memory.footprint import counted, measured_rates, room_bytes
+from lora_rocm.memory.footprint import counted, measured_rates
 from lora_rocm.memory.offload import Offload, frozen_tensors
 from lora_rocm.planning.fit import does_not_fit, job_of, plan_text
 from lora_rocm.planning.step_cost import Footprint, Job, Plan, Rates, choose, correction, planned, smallest
@@ -43,6 +44,7 @@ class Memory:
         budget_bytes: for tensors; None: no limit is known.
         context: gets a sentence where something is given up, or changed.
         again: contexts in which blocks are recomputed.
+        room: asks anew for the budget, which other programs may have changed.
     """
 
     job: Job
@@ -54,6 +56,7 @@ class Memory:
     budget_bytes: int | None = None
     rates: Rates = field(default_factory=Rates)
     again: Context | None = None
+    room: Callable[[], int] | None = None
     offload: Offload | None = field(default=None, init=False)
     _ran_out: bool = field(default=False, init=False)
 
@@ -131,6 +134,8 @@ class Memory:
             return
         for _ in range(TRIES):
             peak_bytes = self._peak(family, transfer, run, self.plan.rows)
+            if self.room is not None:
+                self.budget_bytes = self.room()
             wanted = self._next(peak_bytes)
             if wanted is None:
                 return
@@ -243,8 +248,11 @@ def decide(
         recomputes = only in ("recompute", "offload") or "keep" not in job.modes
         return Memory(job, recomputes, only == "offload", context)
     footprint = counted(recipe, family, dtype, settings, shape, on_gpu)
-    budget_bytes = room_bytes(device, settings) if on_gpu else None  # before anything is taken to measure with
-    return choose_from(recipe, footprint, job, budget_bytes, context, rates_here(recipe, device, dtype, settings))
+    room = partial(room_bytes, device, settings, steady=recipe.runtime.deterministic) if on_gpu else None
+    budget_bytes = room() if room is not None else None  # before anything is taken to measure with
+    memory = choose_from(recipe, footprint, job, budget_bytes, context, rates_here(recipe, device, dtype, settings))
+    memory.room = room
+    return memory
 
 
 def rates_here(recipe: Recipe, device: torch.device, dtype: torch.dtype, settings: Settings) -> Rates:

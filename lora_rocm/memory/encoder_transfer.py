@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lora_rocm.device.allocator import empty_pools
+from lora_rocm.device.allocator import LimitFollower, empty_pools, room_bytes
+from lora_rocm.device.device_memory import free_bytes
 from lora_rocm.device.transfer import DeviceTransfer, whole_fingerprints
 from lora_rocm.foundation.units import count_text, size_text
 from lora_rocm.hardware.settings import Settings
-from lora_rocm.memory.footprint import room_bytes
 from lora_rocm.memory.offload import Offload, frozen_tensors
 from lora_rocm.memory.op_counter import taken_bytes
 from lora_rocm.rundir.run_context import RunContext
@@ -28,27 +28,29 @@ class EncoderTransfer(DeviceTransfer):
     and with the same bits. Each fetch is checked.
 
     Args:
-        free_bytes: memory of the device that further tensors may take; None: too little, as has been seen.
+        free: asks for the memory of the device that further tensors may take, at each encoder; None: too little, as has
+            been seen.
         pin: keep the layers that stay in pinned memory.
         context: receives a sentence for each encoder that is streamed.
         how: arguments of ``DeviceTransfer``.
     """
 
     def __init__(
-        self, device: torch.device, pin: bool, free_bytes: int | None, context: RunContext, **how: Any
+        self, device: torch.device, pin: bool, free: Callable[[], int] | None, context: RunContext, **how: Any
     ) -> None:
         super().__init__(device, pin=pin, **how)
-        self._pin, self._free_bytes, self._context, self._how = pin, free_bytes, context, how
+        self._pin, self._free, self._context, self._how = pin, free, context, how
         self._streams = False
 
     def send_parameters(self, module: nn.Module, component: str, staying: Collection[int] = ()) -> None:
         """As ``DeviceTransfer.send_parameters``; see the class for the tensors that stay."""
         layers, weight_bytes = repeated_layers(module), _bytes_of([module])
-        fits = self._free_bytes is not None and weight_bytes + ENCODING_BYTES <= self._free_bytes
+        now = self._free() if self._free is not None else None
+        fits = now is not None and weight_bytes + ENCODING_BYTES <= now
         if fits or not layers:
             super().send_parameters(module, component, staying)
             return
-        room = "ran out" if self._free_bytes is None else f"has {size_text(self._free_bytes)} free"
+        room = "ran out" if now is None else f"has {size_text(now)} free"
         self._context.notice(
             f"{component} takes {size_text(weight_bytes)}, and the GPU's memory {room}: main memory keeps "
             f"{count_text(len(layers), 'layer')} ({size_text(_bytes_of(layers))}), streamed to the GPU for each sample."
@@ -81,11 +83,11 @@ def repeated_layers(module: nn.Module) -> list[nn.Module]:
     return found
 
 
-def free_bytes(device: torch.device, settings: Settings) -> int:
-    """Bytes of a GPU that further tensors may take: within the limit, and what other programs leave."""
+def free_for_encoder(device: torch.device, settings: Settings) -> int:
+    """Bytes of a GPU that further tensors may take: within the limit of now, and what other programs leave."""
     empty_pools()
-    free = torch.cuda.mem_get_info(device)[0]
-    return max(0, min(free, room_bytes(device, settings) - torch.cuda.memory_allocated(device)))
+    LimitFollower(device, settings).renew()
+    return max(0, min(free_bytes(device), room_bytes(device, settings) - torch.cuda.memory_allocated(device)))
 
 
 def _bytes_of(modules: Sequence[nn.Module]) -> int:

@@ -38,7 +38,7 @@ from lora_rocm.base_models.random_weights import PREFIX
 from lora_rocm.checks.timing import seconds_of
 from lora_rocm.dataset.buckets import largest_shape
 from lora_rocm.dataset.shape import Shape
-from lora_rocm.device.allocator import device_budget
+from lora_rocm.device.allocator import room_bytes
 from lora_rocm.device.precision import DTYPES, choose_device, compute_dtype, describe
 from lora_rocm.device.torch_errors import machine_error
 from lora_rocm.errors import LoraRocmError, ModelError, StorageError
@@ -55,7 +55,7 @@ from lora_rocm.memory.op_counter import Ledger, Tally, fused_attention, taken_by
 from lora_rocm.optim.base import AVERAGE_ITEMSIZE
 from lora_rocm.optim.factory import rule_of
 from lora_rocm.optim.update_rule import Group, Scalars
-from lora_rocm.planning.step_cost import CONTEXT_BYTES, Block, Footprint, Moment, Rates, SmallerAdapter, Work
+from lora_rocm.planning.step_cost import Block, Footprint, Moment, Rates, SmallerAdapter, Work
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.optim_sections import OptimSection
 from lora_rocm.recipe.schema import Recipe
@@ -219,7 +219,7 @@ def hollow_model(family: ModelFamily, recipe: Recipe, dtype: torch.dtype, on_gpu
     adapter = inject_hollow(family, model, recipe.lora)
     adapter.cast_inputs(False)
     for name, component in model.components.items():
-        _to_meta(component).train()
+        to_meta(component).train()
         for tensor in [*component.parameters(), *component.buffers()]:
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(dtype)
@@ -230,7 +230,7 @@ def hollow_model(family: ModelFamily, recipe: Recipe, dtype: torch.dtype, on_gpu
     return model
 
 
-def _to_meta(component: nn.Module) -> nn.Module:
+def to_meta(component: nn.Module) -> nn.Module:
     """Move a component to the meta device. ``Module.to`` alone would make a tensor for each name of a tied weight."""
     moved: dict[Tensor, nn.Parameter] = {}
     for owner in component.modules():
@@ -412,7 +412,8 @@ def _found(recipe: Recipe, settings: Settings, for_card: bool, for_gpu: bool) ->
     dtype = compute_dtype(wanted, device, settings, recipe.spec.takes_fp16)
     on_gpu = device.type != "cpu" or for_gpu
     how, is_here = (dtype, settings, largest_of(recipe), on_gpu), True
-    gpu = _gpu(device, settings, dtype, settings.pins(recipe.runtime.pin_memory))  # first: its kernels are counted
+    steady, pin = recipe.runtime.deterministic, settings.pins(recipe.runtime.pin_memory)
+    gpu = _gpu(device, settings, dtype, pin, steady)  # first: its kernels are counted
     try:
         found = counted(recipe, family := family_for(recipe), *how)
     except ModelError as error:
@@ -452,7 +453,9 @@ def largest_of(recipe: Recipe) -> Shape:
     return largest_shape(recipe.data)
 
 
-def _gpu(device: torch.device, settings: Settings, dtype: torch.dtype, pin: bool) -> dict[str, Any] | None:
+def _gpu(
+    device: torch.device, settings: Settings, dtype: torch.dtype, pin: bool, steady: bool
+) -> dict[str, Any] | None:
     """Name, budget and measured rates of the training GPU; None on the CPU."""
     if device.type != "cuda":
         return None
@@ -460,14 +463,9 @@ def _gpu(device: torch.device, settings: Settings, dtype: torch.dtype, pin: bool
     return {
         "name": describe(device),
         "integrated": bool(getattr(properties, "is_integrated", 0)),
-        "budget_bytes": room_bytes(device, settings),
+        "budget_bytes": room_bytes(device, settings, steady=steady),
         "rates": asdict(measured_rates(device, dtype, pin)),
     }
-
-
-def room_bytes(device: torch.device, settings: Settings) -> int:
-    """Bytes that a GPU has for tensors: the planned limit, else its memory less that of its libraries."""
-    return settings.memory_limit_bytes or max(0, device_budget(device) - CONTEXT_BYTES)
 
 
 def measured_rates(device: torch.device, dtype: torch.dtype, pin: bool = True) -> Rates:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, NoReturn, TypeGuard, TypeVar, overload
 
 from lora_rocm.errors import ModelError
 from lora_rocm.foundation.bounded_read import read_plain
@@ -22,6 +25,11 @@ NAMES: Mapping[type, str] = {
     bool: "true or false",
     type(None): "null",
 }
+POSITIVE = re.compile(r"(^|_)(eps|epsilon|theta|scale|scaling|factor|multiplier|scalar|softcapping|max_distance)$")
+"""Keys whose numbers a model divides by, takes the root of, or multiplies everything with."""
+OF_ANY_SIGN = ("shift_factor",)
+EPSILON = re.compile(r"(^|_)(eps|epsilon)$")
+COUNT = re.compile(r"^(num|n)_|_(size|dim|channels|layers|heads|groups)$")
 LAYER_KEYS = ("num_hidden_layers", "num_layers", "num_single_layers", "n_layers", "n_layer")
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok")
 DOWNLOAD_AGAIN = "Download the model again; configs and weights must come from the same model."
@@ -49,6 +57,9 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         what = "A config file of the model holds no object."
         raise ModelError("config-unreadable", what, where=str(path), fix=DOWNLOAD_AGAIN)
+    for key, _, value in _entries(config):  # -Infinity is in published scheduler configs
+        if any(isinstance(each, float) and math.isnan(each) for each in (value, *_listed(value))):
+            _refuse(path, key, math.nan, "a number")
     return config
 
 
@@ -69,13 +80,138 @@ def given(config: Mapping[str, Any], key: str, kind: type[Any], path: Path, or_n
         return None
     if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
         return value
-    what = f"{key} is {NAMES.get(type(value), 'a number')}, not {NAMES.get(kind, 'a number')}"
+    _refuse(path, key, value, NAMES.get(kind, "a number"))
+
+
+def _refuse(path: Path, key: str, value: object, needed: str) -> NoReturn:
+    found = NAMES.get(type(value)) or (f"{value:.6g}" if isinstance(value, float) else str(value))
     raise ModelError(
         "config-unreadable",
-        f"A config file of the model is damaged: {what}.",
+        f"A config file of the model is damaged: {key} is {found}, not {needed}.",
         where=f"{path}: {key}",
         fix=DOWNLOAD_AGAIN,
     )
+
+
+@dataclass(frozen=True)
+class Config:
+    """A config file. Its values are read by key and type, so that a damaged one is refused by name.
+
+    Each method raises ``ModelError`` (config-unreadable, with the key) for a value of another type or range, and for a
+    missing one that has no default.
+
+    Attributes:
+        values: all values as the file has them, for code that hands them on to a library.
+        path: of the file.
+    """
+
+    values: Mapping[str, Any]
+    path: Path
+
+    def whole(self, key: str, default: int | None = None, least: int = 1) -> int:
+        """Return a whole number of at least ``least`` and at most ``MAX_CONFIG_NUMBER``."""
+        value = self.values.get(key, default)
+        if isinstance(value, int) and not isinstance(value, bool) and least <= value <= MAX_CONFIG_NUMBER:
+            return value
+        self._refuse(key, value, f"a whole number from {least} to {MAX_CONFIG_NUMBER}")
+
+    def number(self, key: str, default: float, above: float = -math.inf, or_null: bool = False) -> float:
+        """Return a finite number larger than ``above``. ``or_null``: null means the default."""
+        value = self.values.get(key, default)
+        if or_null and value is None:
+            return default
+        if _is_number(value) and above < value and math.isfinite(value):
+            return float(value)
+        self._refuse(key, value, "a number" if above == -math.inf else f"a number above {above:g}")
+
+    def numbers(self, key: str, count: int, above: float = -math.inf) -> list[float] | None:
+        """Return a list of so many finite numbers larger than ``above``; None if it is missing or null."""
+        value = self.values.get(key)
+        if value is None:
+            return None
+        if (
+            isinstance(value, list)
+            and len(value) == count
+            and all(_is_number(each) and above < each and math.isfinite(each) for each in value)
+        ):
+            return [float(each) for each in value]
+        self._refuse(key, value, f"a list of {count} numbers{'' if above == -math.inf else f' above {above:g}'}")
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """Return true or false; null means the default."""
+        value = self.values.get(key)
+        if value is None or isinstance(value, bool):
+            return default if value is None else value
+        self._refuse(key, value, "true or false")
+
+    def texts(self, key: str) -> list[str]:
+        """Return a list of at least one text."""
+        value = self.values.get(key)
+        if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
+            return list(value)
+        self._refuse(key, value, "a list of texts")
+
+    def length(self, key: str) -> int:
+        """Return the length of a list that is not empty."""
+        value = self.values.get(key)
+        if isinstance(value, list) and value:
+            return len(value)
+        self._refuse(key, value, "a list that is not empty")
+
+    def ids(self, key: str, rows: int, several: bool = True) -> list[int]:
+        """Return ids of tokens: a whole number below ``rows``, several of them in a list, or none if null or missing.
+
+        several: a list is allowed.
+        """
+        value = self.values.get(key)
+        found = value if isinstance(value, list) and several else [] if value is None else [value]
+        if all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each < rows for each in found):
+            return list(found)
+        self._refuse(key, value, f"an id from 0 to {rows - 1}{', or a list of such' if several else ''}")
+
+    def _refuse(self, key: str, value: object, needed: str) -> NoReturn:
+        if key not in self.values:
+            raise ModelError(
+                "config-unreadable",
+                f"A config file of the model is damaged: {key} is missing, which should be {needed}.",
+                where=f"{self.path}: {key}",
+                fix=DOWNLOAD_AGAIN,
+            )
+        _refuse(self.path, key, value, needed)
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def mistyped(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a config whose values are of another type than the defaults. Null may stand for false."""
+
+    def kind(value: object) -> type:
+        return float if _is_number(value) else list if isinstance(value, list | tuple) else type(value)
+
+    both = [(key, values[key], defaults[key]) for key in values.keys() & defaults.keys()]
+    return sorted(
+        key
+        for key, value, default in both
+        if default is not None and kind(value) is not kind(default) and (value, kind(default)) != (None, bool)
+    )
+
+
+def suspects(values: Mapping[str, Any], defaults: Mapping[str, Any], error: BaseException) -> Sequence[str]:
+    """Return the keys of a config in the order in which an error of a library suggests that they are its cause.
+
+    First those of another type than the default, then those whose name or value the message has, then numbers that are
+    not above zero.
+    """
+    said, odd = str(error), mistyped(values, defaults)
+
+    def rank(key: str) -> tuple[bool, bool, bool, str]:
+        value = values[key]
+        is_named = key in said or (isinstance(value, str) and value != "" and value in said)
+        return key not in odd, not is_named, not (_is_number(value) and value <= 0), key
+
+    return sorted((key for key in values if not key.startswith("_")), key=rank)
 
 
 def require_bounded(config: Mapping[str, Any], path: Path) -> None:
@@ -87,7 +223,17 @@ def require_bounded(config: Mapping[str, Any], path: Path) -> None:
     for key, value in config.items():
         largest = max((abs(number) for number in _numbers(value)), default=0)
         if largest > MAX_CONFIG_NUMBER:
-            raise _absurd(path, f"{key} is {largest:.6g}")
+            raise _absurd(path, f"{key} is {largest:.6g}", key)
+    for key, name, value in _entries(config):
+        lists = value if isinstance(value, list) else [value]
+        numbers = [each for each in lists if _is_number(each)]
+        is_epsilon = EPSILON.search(name) is not None
+        if (
+            (is_epsilon and not (_is_number(value) and 0 < value <= 1))
+            or (POSITIVE.search(name) and name not in OF_ANY_SIGN and any(each <= 0 for each in numbers))
+            or (COUNT.search(name) and any(each < 0 for each in numbers))
+        ):
+            raise _absurd(path, f"{key} is {json.dumps(value)[:60]}", key)
     text = config.get("text_config")
     text = text if isinstance(text, dict) else {}
     blocks = max(len(_listed(config.get(key))) for key in ("down_block_types", "up_block_types", "block_out_channels"))
@@ -101,6 +247,17 @@ def require_bounded(config: Mapping[str, Any], path: Path) -> None:
         experts = layers * max(_most(each.get(key)) for key in EXPERT_KEYS)
         if experts > MAX_EXPERTS:
             raise _absurd(path, f"it describes {experts:,.0f} experts")
+
+
+def _entries(config: Mapping[str, Any]) -> Iterator[tuple[str, str, object]]:
+    """Yield (dotted key, key, value) of a config and of the objects in it, at any depth."""
+    parts: list[tuple[str, Mapping[str, Any]]] = [("", config)]
+    while parts:
+        before, part = parts.pop()
+        for key, value in part.items():
+            yield before + key, key, value
+            if isinstance(value, dict):
+                parts.append((f"{before}{key}.", value))
 
 
 def _numbers(value: object) -> Iterator[float]:
@@ -121,10 +278,10 @@ def _most(value: object) -> float:
     return max(_numbers(value), default=0)
 
 
-def _absurd(path: Path, what: str) -> ModelError:
+def _absurd(path: Path, what: str, key: str = "") -> ModelError:
     return ModelError(
         "config-absurd",
         f"A config file of the model describes what no model has: {what}.",
-        where=str(path),
+        where=f"{path}: {key}" if key else str(path),
         fix=DOWNLOAD_AGAIN,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -19,6 +19,7 @@ NORMS = " and trained norms"
 VLLM_RANKS = (16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's --max-lora-rank, the default first (vllm/config/lora.py)."""
 READ = ("reads it", "read it")
+REFUSES_LARGE_FACTOR = "refuses it: lora.factor is above the square root of a side"
 EXACTLY = "reads it exactly"
 """Begins what a program does that reads the file, with a remark after it."""
 PROGRAMS = {
@@ -162,8 +163,26 @@ def readers_line(can_read: Collection[str], cannot_read: Collection[str]) -> str
     return f"{read}, or not exactly, by {', '.join(cannot_read)}"
 
 
+def is_cut_above_root(shapes: Mapping[str, Sequence[int]]) -> bool:
+    """Whether a first matrix of a LoKr file has a larger side than the second one.
+
+    LyCORIS puts the smaller of a side's two divisors first (``factorization``), and refuses what does not fit then.
+    """
+    for name, shape in shapes.items():
+        module, _, role = name.rpartition(".")
+        if role in ("lokr_w1", "lokr_w1_a"):
+            whole, first, last = (f"{module}.lokr_w2{ending}" for ending in ("", "_a", "_b"))
+            second = shapes.get(whole) or (*shapes.get(first, ())[:1], *shapes.get(last, ())[1:2])
+            sides = shape if role == "lokr_w1" else (*shape[:1], *shapes.get(f"{module}.lokr_w1_b", ())[1:2])
+            if any(mine > theirs for mine, theirs in zip(sides, second, strict=False)):
+                return True
+    return False
+
+
 def readers_of_file(header: Header, families: Collection[str]) -> Readers | None:
     """Return ``readers_of`` for the adapter file with this header, whose ranks count too."""
     unlike = len({round(alpha, 4) for alpha in alphas_of(header)}) > 1
     row = readers_of(header.tensors, families, header.metadata, unlike_alphas=unlike)
+    if row is not None and row.lycoris in READ and is_cut_above_root(header.shapes):
+        row = replace(row, lycoris=REFUSES_LARGE_FACTOR)
     return row and row.of_rank(max(ranks_of(header), default=0))

@@ -331,7 +331,7 @@ class LokrSection(ProductSection):
         ge=-1,
         le=MAX_RANK,
         description="Size of the first matrix. If it does not divide a side, the next smaller divisor is used. -1: "
-        "near the square root of each side.",
+        "near the square root of each side. LyCORIS refuses a file whose factor is above the square root of a side.",
     )
     decompose_both: bool = Field(False, description="Factorise the first matrix to rank as well, if that is smaller.")
 

@@ -47,7 +47,8 @@ from lora_rocm.recipe.yaml_tree import (
     is_clean,
     parse_yaml,
 )
-from lora_rocm.rundir.layout import output_name_fault
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.rundir.run_name import output_name_fault
 
 MAX_RECIPE_BYTES = 1 << 18  # parsing this much YAML takes a few seconds
 NEXT_LINE = "\x85"  # a line end in YAML 1.1 (section 5.4)
@@ -56,6 +57,8 @@ PATH_FIX = "Correct the path. Relative paths start where the command runs."
 CONTROL, VARIABLE = re.compile(r"[\0-\x1f]"), re.compile(r"\$\w|\$\{|%\w+%")
 KEY_PATH = re.compile(r"(\w+)(\.\w+|\[\d+\])+")
 TABLES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
+FOR_IMAGES = "sdxl.yaml"
+"""The shipped recipe that is named to somebody who gives a folder of images in place of a recipe."""
 TABLE_FIX = "A table is given as dataset, in an entry of data.sources or in data.watched; path is a folder."
 
 
@@ -305,11 +308,7 @@ def _find(path: Path, notices: list[str], folder: Path | None = None) -> Path:
         fix = "Change the permissions of the folder."
         raise RecipeError([Problem(str(here), "cannot be read: you may not look into its folder", fix)])
     if os.path.isdir(here):
-        inside = [str(file) for file in sorted(here.glob("*.yaml"))]
-        images = quoted(["--set", f"data.path={json.dumps(str(here), ensure_ascii=False)}"])
-        known = f"Recipes that ship with the program: {', '.join(sorted(shipped_recipes()))}."
-        fix = f"Recipes in it: {', '.join(inside)}." if inside else f"{known} To train on its images: RECIPE {images}"
-        raise RecipeError([Problem(str(here), "is a folder, not a recipe", fix)])
+        raise RecipeError([Problem(str(here), "is a folder, not a recipe", _folder_fix(here))])
     shipped = shipped_recipes()
     if path.name in shipped and not path.is_absolute() and path.parent in (Path(), Path("recipes")):
         notices.append(f"There is no {here}; using the recipe of that name that ships with the program.")
@@ -318,6 +317,20 @@ def _find(path: Path, notices: list[str], folder: Path | None = None) -> Path:
     parts = [f"Recipes there: {', '.join(near[:10])}."] if near else []
     parts += [f"Recipes that ship with the program: {', '.join(sorted(shipped))}."] if shipped else []
     raise RecipeError([Problem(str(here), "there is no such file", " ".join(parts))])
+
+
+def _folder_fix(folder: Path) -> str:
+    """The command to type in place of ``train FOLDER``: of a run, of the recipes in it, or of its images."""
+    train = ["lora-rocm", "train"]
+    if RunDir(folder).holds_run():
+        words = [*train, str(RunDir(folder).recipe), "--run-dir", str(folder), "--resume", "latest"]
+        return f"It is a run directory. To go on with the run: {quoted(words)}"
+    inside = [str(file) for file in sorted(folder.glob("*.yaml"))]
+    if inside:
+        return f"Recipes in it: {', '.join(inside[:10])}. The command: {quoted([*train, inside[0]])}"
+    images = ["--set", f"data.path={json.dumps(str(folder), ensure_ascii=False)}"]
+    known = f"Recipes that ship with the program: {', '.join(sorted(shipped_recipes()))}."
+    return f"{known} To train SDXL on its images: {quoted([*train, FOR_IMAGES, *images])}"
 
 
 def _is_locked(path: Path) -> bool:

@@ -15,7 +15,7 @@ from lora_rocm.recipe.sections import (
     Section,
     on_resume,
 )
-from lora_rocm.rundir.layout import DEFAULT_NAME
+from lora_rocm.rundir.run_name import DEFAULT_NAME
 
 SAVE_STEPS = 500  # updates between two checkpoints where the recipe says nothing
 Tracker = Literal["wandb", "trackio", "mlflow", "tensorboard"]

@@ -66,6 +66,11 @@ class RuntimeSection(Section):
     self_test: Literal["auto", "no"] = on_resume(
         "auto", "auto: an AMD GPU is tested once before its first run (minutes); no: never."
     )
+    telemetry: bool = on_resume(
+        True,
+        "Read temperature, power and memory of the GPU every few seconds, in a process of its own that the run never "
+        "waits for. It warns of a hot card, and of memory that spills into main memory.",
+    )
     max_restarts: int = on_resume(
         10,
         "Budget of restarts after failures. A restart that gets no further than the one before counts twice, and each "

@@ -21,10 +21,12 @@ from lora_rocm.errors import StorageError
 from lora_rocm.foundation.units import count_text, number_text, rate_text, size_text, time_text
 from lora_rocm.model_files.readers import readers_line
 from lora_rocm.report.concept_text import concept_line
+from lora_rocm.report.guard_counts import GuardCounts
 from lora_rocm.report.incident_texts import TEXTS
 from lora_rocm.report.smoothing import Smoothed
 from lora_rocm.report.vram_spill import Spilling
-from lora_rocm.rundir.events import latest_steps
+from lora_rocm.rundir.events import last_steps, latest_steps
+from lora_rocm.telemetry.numbers import short_text
 
 LINE_EVERY_S = 10.0
 PHASES = {
@@ -32,7 +34,7 @@ PHASES = {
     "cache": "Reading the data, filling the caches",
     "class-images": "Class images are missing: loading the base to draw them",
     "compile": "Compiling the model for each size of samples (minutes)",
-    "preview": "Drawing previews",
+    "preview": "Making previews",
     "export": "Writing and checking the LoRA",
 }
 
@@ -63,6 +65,7 @@ LINES: dict[str, Callable[[Event], str]] = {
     "checkpoint": lambda e: f"Saved {e['path']} and {e['lora']}",
     "preview": lambda e: f"{count_text(len(e['images']), 'preview')} after step {e['updates']}",
     "concept": concept_line,
+    "alarm": lambda e: f"Warning: {e['text']}",
     "notice": lambda e: f"Note: {e['text']}",
 }
 """Type of an event -> the line that it is."""
@@ -85,17 +88,23 @@ class ProgressDisplay:
     """Turns events into lines and bars on a ``View``.
 
     spill_bytes: see ``vram_spill.spill_bytes``. past: the last steps of the run that a resume goes on from.
+    ends: the last step of each session of that run.
     """
 
     def __init__(
-        self, view: View, spill_bytes: int | None = None, past: Callable[[], Sequence[Event]] = lambda: ()
+        self,
+        view: View,
+        spill_bytes: int | None = None,
+        past: Callable[[], Sequence[Event]] = lambda: (),
+        ends: Callable[[], Sequence[Event]] = lambda: (),
     ) -> None:
-        self.past = past
+        self.past, self.ends = past, ends
         self.view, self.spilling = view, Spilling(spill_bytes)
-        self.loss = Smoothed()
+        self.loss, self.guard = Smoothed(), GuardCounts()
         self.measures = defaultdict[str, Smoothed](Smoothed)
         self.step_s = Smoothed(0.9)
         self.repairs = self.exports = 0
+        self.telemetry = ""
 
     def say(self, text: str) -> None:
         self.view.say(text)
@@ -120,6 +129,8 @@ class ProgressDisplay:
             self.loss = Smoothed()
             self.measures.clear()
             with suppress(StorageError):  # a file that cannot be read stops no run: the smoothed loss begins anew
+                for step in self.ends():
+                    self.guard.add(step)
                 for step in self.past():
                     if step["updates"] <= resumed:  # the file may already have later ones, which are still to be shown
                         self._add(step)
@@ -165,6 +176,7 @@ class ProgressDisplay:
 
     def _on_step(self, event: Event) -> None:
         self._add(event)
+        self.guard.add(event)
         measures = [f"{name} {number_text(self.measures[name].value)}" for name in event["measures"]]
         step_s = self.step_s.add(event["step_s"]) or 0.0
         left_s = step_s * (event["max_train_steps"] - event["updates"])
@@ -174,9 +186,14 @@ class ProgressDisplay:
             rate_text(1 / step_s if step_s else 0),
             f"{time_text(left_s)} left",
             size_text(event["memory_bytes"]),
-            f"checks {event['transfer_checks']}, failed {event['transfer_failures']}",
+            f"checks {self.guard.checks}, failed {self.guard.failures}",
+            self.telemetry,
         ]
         self.view.show("Training", event["updates"], event["max_train_steps"], details)
+
+    def _on_telemetry(self, event: Event) -> None:
+        if event["number"] == 0:
+            self.telemetry = short_text(event)
 
     def _on_export(self, event: Event) -> None:
         """Who reads a file is said of the first of ``output.formats`` alone; ``status`` says it of all."""
@@ -267,6 +284,7 @@ def make_progress(
     stream = stream or sys.stdout
     view: View = BarView(Console(file=stream)) if stream.isatty() else LineView(stream)
     try:
-        yield ProgressDisplay(view, spill_bytes, partial(latest_steps, events) if events else lambda: ())
+        read = (partial(latest_steps, events), partial(last_steps, events)) if events else ()
+        yield ProgressDisplay(view, spill_bytes, *read)
     finally:
         view.end()

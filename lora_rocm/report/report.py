@@ -17,11 +17,14 @@ from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.files import write_atomic
 from lora_rocm.foundation.redact import private_of, texts_in
-from lora_rocm.foundation.units import count_text, number_text, rate_text, size_text, time_text
+from lora_rocm.foundation.terminal_text import quoted
+from lora_rocm.foundation.units import count_text, number_text, rate_text, size_text, time_text, times_text
+from lora_rocm.model_files.peft_folder import peft_folders
 from lora_rocm.model_files.readers import PROGRAMS, readers_line
 from lora_rocm.recipe.load import MAX_RECIPE_BYTES, load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.report.concept_text import ADVICE, concept_quality, is_headline
+from lora_rocm.report.guard_counts import GuardCounts
 from lora_rocm.report.html import (
     Block,
     Heading,
@@ -40,11 +43,13 @@ from lora_rocm.report.incident_texts import failure_text, trouble_section
 from lora_rocm.report.outliers import spikes_section
 from lora_rocm.report.smoothing import Smoothed
 from lora_rocm.report.svg_plot import Point, Series
+from lora_rocm.report.telemetry_section import telemetry_section
 from lora_rocm.report.vram_spill import spilled
 from lora_rocm.rundir.events import current_steps, read_events
 from lora_rocm.rundir.incidents import last_word, trouble_of
-from lora_rocm.rundir.layout import RunDir
-from lora_rocm.rundir.results import result_files
+from lora_rocm.rundir.layout import SUPERVISOR, RunDir
+from lora_rocm.rundir.made_from import stale_exports
+from lora_rocm.rundir.results import named_paths, result_files
 
 MAX_ROUNDS = 12
 MAX_PROMPTS = 8
@@ -75,6 +80,8 @@ class Facts:
     environment: dict[str, Any]
     trouble: list[Event]
     """Failures, mitigations and restarts, from the events of worker and supervisor."""
+    telemetry: list[Event]
+    """Readings of the GPUs, and warnings from them."""
 
     def all(self, event_type: str) -> list[Event]:
         return [event for event in self.events if event["type"] == event_type]
@@ -108,7 +115,8 @@ def write_report(run_dir: RunDir, registry: Registry = PRODUCT) -> Path:
     except RecipeError:
         recipe = None
     result, environment = _read_json(run_dir.result), _read_json(run_dir.environment)
-    facts = Facts(run_dir, events, current_steps(events), recipe, result, environment, trouble)
+    telemetry = read_events(run_dir.events(SUPERVISOR), "telemetry", "alarm")
+    facts = Facts(run_dir, events, current_steps(events), recipe, result, environment, trouble, telemetry)
     title = recipe.output.name if recipe else run_dir.path.name
     html = page(
         f"{title}: lora-rocm report",
@@ -128,6 +136,7 @@ def write_report(run_dir: RunDir, registry: Registry = PRODUCT) -> Path:
             _exports(facts),
             _data(facts),
             _timings(facts),
+            telemetry_section(facts.telemetry),
             _recipe(facts),
             _environment(facts),
         ],
@@ -170,9 +179,11 @@ def _headline(facts: Facts) -> list[Block]:
 
 
 def _usage(facts: Facts) -> Section | None:
+    stale = {each.path: f"{each.reason}: {each.remedy}" for each in stale_exports(facts.run_dir).values()}
     rows = [
-        (path.relative_to(facts.run_dir.path).as_posix(), _file_size(path))
-        for path in result_files(facts.run_dir)
+        (path.relative_to(facts.run_dir.path).as_posix(), _file_size(path), stale.get(export, ""))
+        for export in result_files(facts.run_dir)
+        for path in named_paths([export])
         if path != facts.run_dir.report
     ]
     if not rows:
@@ -187,10 +198,18 @@ def _usage(facts: Facts) -> Section | None:
         if not any(program.startswith(PROGRAMS["diffusers"]) for program in cannot_read):
             line = f'pipeline.load_lora_weights("{lora.name}")'
             hints += [Paragraph("In diffusers, where the file is:"), Preformatted(line)]
+    if facts.recipe is not None and facts.recipe.spec.trains_on_texts:
+        hints.append(Paragraph("To talk to the model with and without it, in the folder that the run directory is in:"))
+        hints.append(Preformatted(quoted(["lora-rocm", "chat", facts.run_dir.path.name])))
+    for folder in peft_folders(facts.run_dir.peft_dir).values():
+        read = "AutoPeftModelForCausalLM.from_pretrained" if folder.name == "model" else "PeftModel.from_pretrained"
+        hints.append(
+            Paragraph(f"In PEFT, {read} reads the folder {folder.relative_to(facts.run_dir.path).as_posix()}.")
+        )
     trigger = facts.recipe.data.trigger_word if facts.recipe else None
     if trigger:
         hints.append(Paragraph(f"Put the trigger word into the prompt: {trigger}"))
-    return section("Files and how to use them", table(("file", "size"), rows), *hints)
+    return section("Files and how to use them", table(("file", "size", ""), rows), *hints)
 
 
 def _file_size(path: Path) -> str:
@@ -294,11 +313,13 @@ def _previews(facts: Facts) -> Section | None:
     rounds = [(updates, files) for updates, files in rounds if files]
     if not rounds:
         return None
-    if len(rounds) > MAX_ROUNDS:
+    num_rounds = len(rounds)
+    if num_rounds > MAX_ROUNDS:
         stride = (len(rounds) - 1) / (MAX_ROUNDS - 1)
         rounds = [rounds[round(number * stride)] for number in range(MAX_ROUNDS)]
     prompts = facts.recipe.sample.image_prompts if facts.recipe else []
-    columns = min(MAX_PROMPTS, max(len(files) for _, files in rounds))
+    most = max(len(files) for _, files in rounds)
+    columns = min(MAX_PROMPTS, most)
     head = [prompts[number] if number < len(prompts) else f"preview {number + 1}" for number in range(columns)]
     rows = [
         (
@@ -307,16 +328,20 @@ def _previews(facts: Facts) -> Section | None:
         )
         for updates, files in rounds
     ]
-    return section("Previews over time", PictureTable(head, rows))
+    left_out = [f"{columns} of {most} prompts"] if columns < most else []
+    left_out += [f"{len(rounds)} of {num_rounds} rounds"] if len(rounds) < num_rounds else []
+    note = f"Shown are {' and '.join(left_out)}; all previews are in the folder samples of the run." if left_out else ""
+    return section("Previews over time", Paragraph(note, "soft") if note else None, PictureTable(head, rows))
 
 
 def _guard(facts: Facts) -> Section | None:
     incidents = facts.all("incident")
     if not facts.steps and not incidents:
         return None
-    checks, failures = _guard_counts(facts.events)
+    counted = GuardCounts(facts.all("step"))
+    failures = counted.failures
     sentence = f"{failures} failed and were sent again" if failures else "none failed"
-    counts = Paragraph(f"{checks} transfers were checked, {sentence}.", "bad" if failures else "good")
+    counts = Paragraph(f"{counted.checks} transfers were checked, {sentence}.", "bad" if failures else "good")
     kinds = Counter(incident["kind"] for incident in incidents)
     summary = Paragraph(", ".join(f"{count} x {kind}" for kind, count in kinds.items())) if kinds else None
     rows = [
@@ -339,8 +364,7 @@ def _canaries(facts: Facts) -> Paragraph | None:
     wrong = [f"after step {event['updates']}: {event['detail']}" for event in found if not event["passed"]]
     if not found:
         return None
-    times = "once" if len(found) == 1 else f"{len(found)} times"
-    sentence = f"Kernels with known answers and frozen weights were looked at {times}"
+    sentence = f"Kernels with known answers and frozen weights were looked at {times_text(len(found))}"
     if wrong:
         return Paragraph(f"{sentence}, {len(wrong)} of them with a failure: {'; '.join(wrong[:MAX_WRONG])}", "bad")
     return Paragraph(f"{sentence}: always right.", "good")
@@ -359,20 +383,13 @@ def _repaired(facts: Facts) -> Section | None:
     return section("Cache", Paragraph(what, "bad"), Paragraph(advice, "soft"), table(head, rows))
 
 
-def _guard_counts(events: list[Event]) -> tuple[int, int]:
-    """(checks, failures) over all sessions, because the counters restart with each session."""
-    highest: dict[int, Event] = {event["session"]: event for event in events if event["type"] == "step"}
-    return (
-        sum(step["transfer_checks"] for step in highest.values()),
-        sum(step["transfer_failures"] for step in highest.values()),
-    )
-
-
 def _exports(facts: Facts) -> Section | None:
     newest = {event["path"]: event for event in facts.all("export")}
+    stale = {each.path: f" ({each.reason})" for each in stale_exports(facts.run_dir).values()}
     rows = [
         (
-            ", ".join([event["path"], *event.get("embeddings", ())]),
+            ", ".join([event["path"], *event.get("embeddings", ())])
+            + stale.get(facts.run_dir.path / event["path"], ""),
             event["format"],
             number_text(event["max_difference"]),
             ", ".join(event["cannot_read"]) or "none known",
@@ -439,6 +456,22 @@ def _recipe(facts: Facts) -> Section | None:
     return section("Recipe", Preformatted(text))
 
 
+def readable(value: object) -> str:
+    """A value of ``environment.json`` for people: mappings as "key: value", lists with commas, no None and no []."""
+    if value is None or value in ({}, [], ""):
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, dict):
+        return "; ".join(f"{key}: {_inner(each)}" for key, each in value.items() if each not in (None, {}, [], ""))
+    return ", ".join(map(_inner, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _inner(value: object) -> str:
+    """A value inside another, in brackets if it has several parts."""
+    return f"({readable(value)})" if isinstance(value, dict | list | tuple) and value else readable(value)
+
+
 def _environment(facts: Facts) -> Section | None:
     private = private_of(os.environ, platform.node(), texts_in(facts.environment))
     start, found = facts.last("start"), private.value(dict(facts.environment))
@@ -446,7 +479,7 @@ def _environment(facts: Facts) -> Section | None:
     if start:
         rows += [(key, start[key]) for key in ("device", "precision", "threads", "torch")]
     packages, variables = found.pop("packages", {}), found.pop("variables", [])
-    rows += sorted(found.items())
+    rows += sorted((key, readable(value)) for key, value in found.items())
     if isinstance(packages, dict):
         rows += [(name, version or "not installed") for name, version in packages.items()]
     rows_of_plan = [row for row in variables if isinstance(row, dict)] if isinstance(variables, list) else []

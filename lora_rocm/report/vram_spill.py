@@ -15,7 +15,7 @@ from lora_rocm.errors import UserError
 from lora_rocm.foundation.units import size_text
 from lora_rocm.hardware.facts import HostFacts, facts_from_json
 from lora_rocm.hardware.gpu_select import Selection, select
-from lora_rocm.hardware.memory_budget import budget
+from lora_rocm.rules.memory_rules import budget_of
 
 WINDOW_STEPS = 10
 SLOWER_TIMES = 3.0
@@ -30,7 +30,7 @@ def spill_bytes(facts: HostFacts, selection: Selection, device: str) -> int | No
     gpu = selection.gpu
     if gpu is None or device == "cpu" or not (gpu.integrated or facts.system == "windows"):
         return None
-    found = budget(facts, gpu)
+    found = budget_of(facts, gpu)
     return found.total_bytes if found is not None else None
 
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 
 from lora_rocm.foundation.tables import by_name, read_table
+from lora_rocm.hardware.archs import arch_of
+from lora_rocm.hardware.attention_images import attention_misfit
 from lora_rocm.hardware.facts import Gpu
 from lora_rocm.rules.rule import Rule, Situation, release
 
 OVERRIDE = "HSA_OVERRIDE_GFX_VERSION"
 STRIX_HALO = "gfx1151"
 STRIX_HALO_OVERRIDE = "11.5.1"
+PRICE_OF_SAFE = (
+    "On RX 9000 this costs speed: products may take several times longer (batched fp16 on gfx1200: 7 TFLOP/s without "
+    "hipBLASLt, 54 with it; TheRock#7881). runtime.profile: fast uses it where the self-test passes, best on ROCm 10.1"
+)
 
 
 def _strix_halo(situation: Situation) -> Gpu | None:
@@ -64,15 +71,29 @@ def _miopen_folder(last: str) -> Callable[[Situation], str | None]:
         if gpu is None or torch is None or torch.hip is None:
             return None
         path: type[PurePath] = PureWindowsPath if situation.facts.system == "windows" else PurePosixPath
-        version = ".".join(str(part) for part in release(torch.hip)[:2])
+        version = ".".join(str(part) for part in release(torch.rocm_version or "")[:2])
         known = gpu.gfx or "unknown"
         return str(path(situation.app_dir) / "miopen" / f"{known}-rocm{version}" / last)
 
     return planned
 
 
+def _plain_where_images_differ(situation: Situation) -> str | None:
+    gpu = situation.gpu
+    misfit = attention_misfit(situation.facts.torch, gpu.gfx) if gpu is not None else None
+    return json.dumps("math") if misfit is not None else None
+
+
+def _price_of_safe(situation: Situation) -> str:
+    """Evidence: the cost of doing without hipBLASLt, where it is large."""
+    gpu = situation.gpu
+    arch = arch_of(gpu.gfx) if gpu is not None else None
+    return f". {PRICE_OF_SAFE}" if arch is not None and arch.generation == "rdna4" else ""
+
+
 FUNCTIONS = {
     **by_name(_global_override, _node_override, _node_override_name, _override, _chosen_gpu, _chosen_gpus),
+    **by_name(_plain_where_images_differ, _price_of_safe),
     "miopen_db": _miopen_folder("db"),
     "miopen_cache": _miopen_folder("cache"),
 }

@@ -127,6 +127,12 @@ def expandable_at_all(value: str, situation: Situation) -> bool:
     return expandable(True)(value, situation) or expandable(False)(value, situation)
 
 
+def registers_host_memory(value: str, situation: Situation) -> bool:
+    """Whether pinned memory is ordinary memory that is registered afterwards."""
+    asked = (_options(value) or {}).get("pinned_use_cuda_host_register", "")
+    return asked.lower() == "true" and _counts(value, situation)
+
+
 def bad_options(value: str, situation: Situation) -> bool:
     """Whether torch refuses the value."""
     options = _options(value)
@@ -180,7 +186,8 @@ def is_temporary(value: str, situation: Situation) -> bool:
 
 TESTS = {
     **by_name(bad_options, chooses_apu, empty, expandable_at_all, hides_all, is_off, is_on, is_set, is_temporary),
-    **by_name(longer_than_rocr, malformed_override, other_card, other_generation, shadows_wheel),
+    **by_name(longer_than_rocr, malformed_override, other_card, other_generation, registers_host_memory),
+    **by_name(shadows_wheel),
     "at_least_5": at_least(5),
     "beside_cuda_name": hidden_by(*ALLOCATOR[:1]),
     "beside_older_names": hidden_by(*ALLOCATOR[:2]),

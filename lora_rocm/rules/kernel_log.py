@@ -17,7 +17,10 @@ from lora_rocm.rules.rule import Level
 
 @dataclass(frozen=True)
 class Pattern:
-    """A pattern of log lines with its meaning and remedy. A line counts for the first pattern that it matches."""
+    """A pattern of log lines with its meaning and remedy. A line counts for the first pattern that it matches.
+
+    on_strix_halo: one more line of the remedy on that GPU; empty if there is none.
+    """
 
     id: str
     regex: str
@@ -26,6 +29,7 @@ class Pattern:
     effect: str
     cure: tuple[str, ...]
     source: str
+    on_strix_halo: str = ""
 
 
 @cache

@@ -2,29 +2,61 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from lora_rocm.foundation.tables import by_name, read_rows
-from lora_rocm.hardware.memory_budget import GIB, budget
+from lora_rocm.foundation.tables import by_name, read_table
+from lora_rocm.hardware.facts import Gpu, HostFacts
+from lora_rocm.hardware.memory_budget import GIB, MemoryBudget, Reserves, budget
 from lora_rocm.rules.rule import Rule, Situation
 
 MIN_LIMIT_BYTES = GIB
 """No limit is lower: the GPU's libraries would not even start, and the error would be misleading."""
 
 
+def budget_of(facts: HostFacts, gpu: Gpu | None) -> MemoryBudget | None:
+    """The memory budget of a GPU of this machine; None if there is none, or its memory could not be read."""
+    return budget(facts, gpu, memory_table().reserves) if gpu is not None else None
+
+
+def _capped(situation: Situation) -> MemoryBudget | None:
+    found = budget_of(situation.facts, situation.gpu)
+    return found if found is not None and found.capped else None
+
+
 def _memory_limit(situation: Situation) -> str | None:
-    gpu = situation.gpu
-    found = budget(situation.facts, gpu) if gpu is not None else None
-    if found is None or not found.capped:
-        return None
-    return str(max(found.total_bytes, MIN_LIMIT_BYTES))
+    found = _capped(situation)
+    return None if found is None else str(max(found.limit_bytes, MIN_LIMIT_BYTES))
 
 
-FUNCTIONS = by_name(_memory_limit)
+def _kept_free(situation: Situation) -> str | None:
+    found = _capped(situation)
+    return str(found.kept_free_bytes) if found is not None and found.kept_free_bytes else None
+
+
+def _libraries(situation: Situation) -> str | None:
+    found = _capped(situation)
+    return str(found.library_bytes) if found is not None and found.library_bytes else None
+
+
+FUNCTIONS = by_name(_memory_limit, _kept_free, _libraries)
+
+
+@dataclass(frozen=True)
+class MemoryTable:
+    """The file."""
+
+    reserves: Reserves
+    rule: tuple[Rule, ...]
 
 
 @cache
+def memory_table() -> MemoryTable:
+    """The table. See ``read_table`` for errors."""
+    return read_table(Path(__file__).with_name("memory_rules.toml"), MemoryTable, FUNCTIONS)
+
+
 def memory_rules() -> tuple[Rule, ...]:
-    """The rules about memory. See ``read_rows`` for errors."""
-    return read_rows(Path(__file__).with_name("memory_rules.toml"), Rule, FUNCTIONS)
+    """The rules about memory."""
+    return memory_table().rule

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Seen = Literal[
     "loader-hang", "hang", "corruption", "sum", "illegal-access", "out-of-memory", "canary", "graph", "nonfinite",
-    "died",
+    "died", "attention",
 ]  # fmt: skip
 """Kinds of failure.
 
@@ -37,6 +37,7 @@ sum: the sum of several GPUs' gradients was wrong.
 graph: a captured graph computes wrong results.
 illegal-access: the device reported a fault, or was lost.
 died: the process ended without an error message.
+attention: a route of attention gave wrong numbers at the start of a run. The worker itself holds it out and goes on.
 """
 Size = Literal["training", "previews"]
 Effect = Literal["exact", "rounding"]

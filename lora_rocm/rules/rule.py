@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import date
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal
 
@@ -47,6 +48,8 @@ class Situation:
     """The stored mitigations of this machine for runs of any size; None for a recorded machine."""
     tuned: Tuned = Tuned()
     """The measured choices in force."""
+    today: date | None = None
+    """The day of this start; None for a recorded machine, which is of no day."""
 
     @property
     def gpu(self) -> Gpu | None:
@@ -72,12 +75,18 @@ class When:
     safe_profile: bool = False
     """Only in the profile "safe", or if the self-test did not clear "fast"."""
     hip_from: str | None = None
+    """Compared with HIP, whose numbers are ROCm's up to 7.14; ROCm 10.0 has HIP 7.15, and 10.1 has HIP 7.16."""
     hip_below: str | None = None
+    rocm_from: str | None = None
+    """See ``Torch.rocm_version``: from ROCm 10 on HIP has other numbers."""
+    rocm_below: str | None = None
     aotriton_from: str | None = None
     aotriton_below: str | None = None
     kernel_from: str | None = None
     kernel_below: str | None = None
     wsl: bool | None = None
+    integrated: bool | None = None
+    """The selected GPU has no memory of its own."""
     several_gpus: bool | None = None
     """The machine has several AMD GPUs, visible or not."""
     several_ranks: bool | None = None
@@ -96,6 +105,7 @@ class When:
             and self._holds_for_software(facts)
             and self._holds_for_wheel(facts, gpu)
             and _agrees(self.wsl, facts.is_wsl)
+            and _agrees(self.integrated, gpu is not None and gpu.integrated is True)
             and _agrees(self.several_gpus, len(facts.amd_gpus) > 1)
             and _agrees(self.several_ranks, situation.ranks > 1)
             and (not self.safe_profile or not is_fast(situation))
@@ -114,6 +124,7 @@ class When:
         return (
             _between(self.torch_from, torch.version if torch else None, self.torch_below)
             and _between(self.hip_from, torch.hip if torch else None, self.hip_below)
+            and _between(self.rocm_from, torch.rocm_version if torch else None, self.rocm_below)
             and _between(self.aotriton_from, aotriton_of(facts), self.aotriton_below)
             and _between(self.kernel_from, linux.kernel if linux else None, self.kernel_below)
         )

@@ -18,7 +18,8 @@ from lora_rocm.hardware.selftest_result import Result, Verdict
 from lora_rocm.rules.rule import Computed, Rule, Situation, When
 
 NAMED = 3
-FUSED = ("attention.flash", "attention.efficient", "attention.cudnn")
+FUSED = ("attention.flash", "attention.efficient", "attention.cudnn", "attention.default")
+"""Routes other than plain attention; torch's own choice is one of them where it is not plain."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,7 +58,8 @@ def situation_here(
     situation = Situation(found, selection, seen, own, recipe, profile, verdict)
     if folder is None:
         return situation
-    return _with_changes(replace(situation, tuned=kept_choices(folder, stack, recipe)), folder)
+    here = replace(situation, tuned=kept_choices(folder, stack, recipe), today=date.today())
+    return _with_changes(here, folder)
 
 
 def _with_changes(situation: Situation, folder: Path) -> Situation:

@@ -277,6 +277,7 @@ class ExportEvent(Event):
         cannot_read: programs that do not read it, or not exactly, and why.
         can_read: programs that read it; earlier versions did not name them.
         embeddings: the files of new tokens beside it.
+        updates, checkpoint: what it was made from (``made_from.Made``); earlier versions did not say it.
     """
 
     format: Text
@@ -285,6 +286,8 @@ class ExportEvent(Event):
     cannot_read: list[Text]
     can_read: list[Text] = []
     embeddings: list[Text] = []
+    updates: Whole = 0
+    checkpoint: Text = ""
 
 
 class NoticeEvent(Event):
@@ -343,6 +346,54 @@ class RestartEvent(Event):
     from_updates: Whole | None
     attempt: Whole
     changes: list[Text]
+
+
+class TelemetryEvent(Event):
+    """Readings of a GPU over a while, written by the supervisor (``telemetry``). Null: unknown.
+
+    Attributes:
+        gpu: PCI address; on Windows the adapter's LUID.
+        number: counts the run's GPUs from 0.
+        updates: the last confirmed update.
+        samples: number of readings.
+        asleep: it was suspended at each of them, so nothing else was read.
+        temperatures_c: the highest of each sensor (edge, junction, mem), limits_c: its critical temperature.
+        power_w: mean. power_cap_w: the limit in force.
+        memory_bytes: the highest use of the card's memory by all programs.
+        own_bytes: the highest use of it by the run's processes.
+        own_main_bytes: the highest use of main memory for the GPU by them: pinned buffers, and what was spilled.
+        main_bytes: the same by all programs (Linux, AMD).
+        moved_bytes: the most that the driver had moved from the card's memory to main memory (Linux, AMD).
+        slowed_by: why the driver lowered the clocks (NVIDIA).
+        unread: what could not be read -> why.
+    """
+
+    gpu: Text
+    number: Whole
+    updates: Whole
+    samples: Whole
+    asleep: bool
+    temperatures_c: dict[Text, Number]
+    limits_c: dict[Text, Number]
+    power_w: NumberOrNull
+    power_cap_w: NumberOrNull
+    memory_bytes: NumberOrNull
+    memory_total_bytes: NumberOrNull
+    own_bytes: NumberOrNull
+    own_main_bytes: NumberOrNull
+    main_bytes: NumberOrNull
+    moved_bytes: NumberOrNull
+    slowed_by: list[Text]
+    unread: dict[Text, Text]
+
+
+class AlarmEvent(Event):
+    """A warning from telemetry, once per incident. kind: hot, slowed or spilling."""
+
+    kind: Text
+    gpu: Text
+    updates: Whole
+    text: Text
 
 
 class ErrorEvent(Event):

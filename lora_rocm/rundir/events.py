@@ -111,14 +111,17 @@ class EventReader:
 
     def poll(self) -> list[dict[str, Any]]:
         try:
-            if not _is_there(self.path):
-                return []
-            with self.path.open("rb") as file:
-                file.seek(self._offset)
-                found = [event for line in self._lines(file) if (event := event_of(line)) is not None]
+            found = [event for line in self.lines() if (event := event_of(line)) is not None]
         except FileNotFoundError:
             return []
         return [event for event in found if event["type"] in self._types] if self._types else found
+
+    def lines(self) -> Iterator[bytes]:
+        """The complete lines since the last call that may be of wanted types."""
+        if _is_there(self.path):
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                yield from self._lines(file)
 
     def _lines(self, file: BinaryIO) -> Iterator[bytes]:
         """The complete lines that may be of wanted types. A line without end takes no more memory than CHUNK_BYTES."""
@@ -156,6 +159,21 @@ def latest_steps(path: Path) -> list[dict[str, Any]]:
     """
     size = path.stat().st_size if _is_there(path) else 0
     return current_steps(EventReader(path, max(0, size - TAIL_BYTES), types=("start", "step")).poll())
+
+
+def last_steps(path: Path) -> list[dict[str, Any]]:
+    """The last ``step`` event of each session. Lines are only looked at by their beginnings, and few are parsed.
+
+    Raises:
+        StorageError: see ``EventReader``.
+    """
+    found, last = list[bytes](), b""
+    for line in EventReader(path, types=("start", "step")).lines():
+        if line.startswith(b'{"type": "step"'):
+            last = line
+        elif line.startswith(b'{"type": "start"'):
+            found, last = [*found, last], b""
+    return [event for line in (*found, last) if line and (event := event_of(line)) is not None]
 
 
 def current_steps(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -7,7 +7,6 @@ file has one writer.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -15,16 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_rocm.errors import ResumeError, storage_error
-from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.files import is_folder, open_in_place, refuse_link, remove, write_atomic, write_json
-from lora_rocm.foundation.names import stem_fault
 from lora_rocm.rundir.remains import OF_PEFT, TEMPORARY, discard, discard_abandoned, is_abandoned
+from lora_rocm.rundir.run_name import DEFAULT_NAME, name_of, saved_name
 
-DEFAULT_NAME = "lora"
-"""``output.name`` where the recipe says nothing, and the name of the files of runs that say nothing of it."""
-OTHER_STEMS = ("peft", "pytorch_lora_weights")
-"""Names that files and folders of a run have whatever ``output.name`` is."""
-MAX_NAMES_BYTES = 4096
 CHECKPOINT_NAME = re.compile(r"step-(\d{8})$")
 WORKER_LOCK_NAME = re.compile(r"\.worker(?:\.rank(\d+))?\.lock")
 PROBE_BYTES = 65536
@@ -65,13 +58,6 @@ OF_SYSTEM = frozenset(("lost+found", ".ds_store", "desktop.ini", "thumbs.db"))
 """Files that an operating system puts into any folder, in lower case."""
 
 
-def output_name_fault(name: str) -> str:
-    """Why the files of a run cannot be named so, as a phrase; empty if they can."""
-    if name.lower() in OTHER_STEMS:
-        return "is the name of another file of a run"
-    return stem_fault(name)
-
-
 @dataclass(frozen=True)
 class NamePatterns:
     """Names in a run directory, some of which ``output.name`` decides, as regular expressions."""
@@ -90,7 +76,7 @@ class NamePatterns:
     @property
     def of_worker(self) -> str:
         own = rf"{re.escape(self.name)}((-sd-scripts|-comfyui)?\.safetensors|\.gguf)"
-        return rf"result\.json|{own}|pytorch_lora_weights\.safetensors|merged"
+        return rf"(result|exports)\.json|{own}|pytorch_lora_weights\.safetensors|merged"
 
     @property
     def checkpoint_lora(self) -> str:
@@ -120,19 +106,26 @@ class RunDir:
 
     @property
     def name(self) -> str:
-        """The name of the run's files: what ``output.name`` was when the run began.
+        """The name of the run's files: what ``output.name`` was when the run began."""
+        return name_of(self.names, self.checkpoints, self.result, self.recipe)
 
-        The directory may come from somebody else, so a name that ``check`` would refuse counts as none.
+    @property
+    def names_are_wrong(self) -> bool:
+        """Whether ``names.json`` is damaged, lost, or says another name than the other files of the run."""
+        saved = saved_name(self.names)
+        return self.name != (saved or DEFAULT_NAME) or (not saved and os.path.lexists(self.names))
+
+    def keep_name(self) -> None:
+        """Write ``names.json`` of a run again if it is wrong.
+
+        Raises:
+            StorageError: the name cannot be written.
         """
-        try:
-            value = json.loads(read_plain(self.names, MAX_NAMES_BYTES))
-            name = value["name"] if isinstance(value, dict) else None
-        except (OSError, ValueError, LookupError, RecursionError):
-            return DEFAULT_NAME
-        return name if isinstance(name, str) and not output_name_fault(name) else DEFAULT_NAME
+        if self.names_are_wrong:
+            self.set_name(self.name)
 
     def set_name(self, name: str) -> None:
-        """Name the files of a run that has not written any.
+        """Write the name of the run's files.
 
         Raises:
             StorageError: the name cannot be written.
@@ -268,6 +261,11 @@ class RunDir:
     def result(self) -> Path:
         """Written last: the run is complete; exports and measurements."""
         return self.path / "result.json"
+
+    @property
+    def exports(self) -> Path:
+        """Says which step exported files were made from (``made_from``)."""
+        return self.path / "exports.json"
 
     @property
     def report(self) -> Path:

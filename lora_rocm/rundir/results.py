@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from lora_rocm.foundation.bounded_read import check_plain, read_plain
-from lora_rocm.foundation.files import write_json
 from lora_rocm.model_files.peft_folder import PEFT_WEIGHTS, peft_folders
-from lora_rocm.rundir.layout import RunDir, embeddings_of
+from lora_rocm.rundir.layout import ON_REQUEST, RunDir, embeddings_of
+from lora_rocm.rundir.run_name import MAX_RESULT_BYTES
 
-MAX_RESULT_BYTES = 1 << 24
 MAX_FILE_BYTES = 1 << 36
 LORA_FORMS = ("kohya", "sd-scripts", "comfyui", "diffusers", "peft")
 """The formats whose files have digests in ``result.json``."""
+FORMS = (*LORA_FORMS, *ON_REQUEST)
+CONFIG = "config.json"
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def wrong_exports(run_dir: RunDir, forms: Iterable[str]) -> dict[str, str]:
     exports, wrong = _exports(run_dir, read_result(run_dir)), {}
     for form in forms:
         found = [fault for digest in exports.get(form, ()) if (fault := _fault(run_dir, digest))]
-        if not found and not _is_whole(run_dir.export_of(form)):
+        if not found and not is_whole(run_dir.export_of(form)):
             found = [f"{run_dir.export_of(form).name} is not there."]
         if found:
             wrong[form] = " ".join(found)
@@ -88,26 +89,14 @@ def updates_of(run_dir: RunDir) -> int:
     return found if type(found) is int and found > 0 else 0
 
 
-def record_export(run_dir: RunDir, form: str) -> None:
-    """Record the digests of files that were exported into a finished run after its end, and loaded back.
-
-    Raises:
-        StorageError: ``result.json`` cannot be written.
-    """
-    result = read_result(run_dir)
-    if not result:
-        return
+def digests_of(run_dir: RunDir, form: str) -> list[FileDigest]:
+    """Digests of the files of a LoRA format that are there, with the embedding files beside them."""
     place = run_dir.export_of(form)
     files = sorted(path for path in place.rglob("*") if path.is_file()) if place.is_dir() else [place]
     files += sorted(embeddings_of(place).glob("*.safetensors"))
     names = [path.relative_to(run_dir.path).as_posix() for path in files]
     digests = [FileDigest.of_file(run_dir, name) for name in names if run_dir.is_of(name, form)]
-    old = result.get("exports")
-    others = [entry for entry in old if isinstance(entry, dict)] if isinstance(old, list) else []
-    entry = next((entry for entry in others if entry.get("format") == form), {"format": form, "path": names[0]})
-    entry = {**entry, "files": [digest.to_json() for digest in digests if digest is not None]}
-    result["exports"] = [*(each for each in others if each.get("format") != form), entry]
-    write_json(run_dir.result, result, run_dir.path)
+    return [digest for digest in digests if digest is not None]
 
 
 def _exports(run_dir: RunDir, result: dict[str, Any]) -> dict[str, list[FileDigest]]:
@@ -151,11 +140,6 @@ def faults_of_finished(run_dir: RunDir) -> list[str]:
         if gone:
             fix = f"train --resume writes it again if output.formats names {form}; else lora-rocm export does."
             faults.append(f"{', '.join(gone)}: not there any more. {fix}")
-    for path in final_files(run_dir):
-        form = next(form for form in LORA_FORMS if run_dir.export_of(form) == path)
-        if form not in _exports(run_dir, result):
-            what = f"{path.name}: exported before the run ended, so it is not the run's result."
-            faults.append(f"{what} lora-rocm export --format {form} makes it of the result.")
     return faults
 
 
@@ -166,11 +150,22 @@ def result_files(run_dir: RunDir) -> list[Path]:
 
 
 def final_files(run_dir: RunDir) -> list[Path]:
-    """The finished LoRA files, and the PEFT folder, that are there."""
-    return [path for form in LORA_FORMS if _is_whole(path := run_dir.export_of(form))]
+    """The exported files and folders that are there, LoRA files first; some may be stale (``made_from``)."""
+    return [path for form in FORMS if is_whole(path := run_dir.export_of(form))]
 
 
-def _is_whole(export: Path) -> bool:
-    """Whether a LoRA file is there, or a PEFT folder with the weights of each of its components."""
-    folders = peft_folders(export)
-    return all((folder / PEFT_WEIGHTS).is_file() for folder in folders.values()) if folders else export.is_file()
+def named_paths(exports: Iterable[Path]) -> list[Path]:
+    """Paths of finished files as their users name them: of a PEFT export the folder of each component."""
+    return [path for export in exports for path in (peft_folders(export).values() or (export,))]
+
+
+def is_whole(export: Path) -> bool:
+    """Whether an exported file is there, or a folder with all of its parts.
+
+    Those of a PEFT folder are the weights of each of its components, those of a merged model a config and weights.
+    """
+    if folders := peft_folders(export):
+        return all((folder / PEFT_WEIGHTS).is_file() for folder in folders.values())
+    if export.is_dir():
+        return (export / CONFIG).is_file() and any(export.glob("*.safetensors"))
+    return export.is_file()

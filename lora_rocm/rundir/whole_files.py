@@ -6,7 +6,9 @@ and by the checksums when a checkpoint is read.
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from lora_rocm.errors import AdapterError, UserError
@@ -15,21 +17,46 @@ from lora_rocm.foundation.terminal_text import quoted
 from lora_rocm.model_files.header import read_header
 from lora_rocm.model_files.peft_folder import PEFT_WEIGHTS, peft_folders
 from lora_rocm.rundir.layout import FILE_OF, STATE_FILE, RunDir
-from lora_rocm.rundir.results import LORA_FORMS, updates_of
+from lora_rocm.rundir.results import FORMS, LORA_FORMS, updates_of
 
 MAX_STATE_BYTES = 1 << 30  # it holds the captions' tags: 40,000 per folder, each of any length
 
 
 def fault_of_lora(path: Path) -> str:
-    """What is wrong with an adapter file or PEFT folder, as a sentence; empty if it is whole or gone."""
-    folders = peft_folders(path)
+    """What is wrong with an exported file or folder, as a sentence; empty if it is whole or gone."""
+    files = [folder / PEFT_WEIGHTS for folder in peft_folders(path).values()]
+    if not files and path.suffix == ".gguf":
+        return "" if not path.exists() or _begins(path, b"GGUF") else "This is no GGUF file: it is damaged."
     try:
-        for file in [folder / PEFT_WEIGHTS for folder in folders.values()] or [path]:
+        for file in files or (sorted(path.glob("*.safetensors")) if path.is_dir() else [path]):
             if path.exists():
                 read_header(file)
     except UserError as error:
         return error.what
     return ""
+
+
+def _begins(path: Path, start: bytes) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(start)) == start
+    except OSError:
+        return False
+
+
+def identity_of_checkpoint(folder: Path) -> str:
+    """What ``train.checkpoint.Checkpoint.digest`` is of this folder; empty if that cannot be read."""
+    state_file = folder / STATE_FILE
+    try:
+        checksums = json.loads(read_plain(state_file, check_plain(state_file, MAX_STATE_BYTES)))["sha256"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return ""
+    return digest_of_checksums(checksums) if isinstance(checksums, dict) else ""
+
+
+def digest_of_checksums(checksums: Mapping[str, object]) -> str:
+    """A short digest of all files of a checkpoint."""
+    return hashlib.sha256(json.dumps(checksums, sort_keys=True).encode("utf-8")).hexdigest()[:16]
 
 
 def fault_of_checkpoint(folder: Path) -> str:
@@ -68,13 +95,13 @@ def remedy(run_dir: RunDir, lora: Path) -> str:
         return "No whole checkpoint is left to write it again from: put it back from a copy, or train again."
     updates, _ = newest
     export = ["lora-rocm", "export", str(run_dir.path)]
-    form = next((form for form in LORA_FORMS if run_dir.export_of(form) == lora), None)
+    form = next((form for form in FORMS if run_dir.export_of(form) == lora), None)
     if form is not None and updates_of(run_dir) in (0, updates):
         return f"{quoted([*export, '--format', form])} writes it again."
     if lora == run_dir.checkpoint_lora(updates):
         again = quoted([*export, "--format", "kohya", "--output", str(lora)])
         return f"{again} writes it again; of a language model, delete it."
-    elsewhere = [*export, "--format", form or "kohya", "--output", "FOLDER" if form == "peft" else "FILE"]
+    elsewhere = [*export, "--format", form or "kohya", "--output", "FOLDER" if form in ("peft", "merged") else "FILE"]
     return (
         "It cannot be written again, for only the newest whole checkpoint is exported. "
         f"{quoted(elsewhere)} writes the LoRA of step {updates} elsewhere."
@@ -105,19 +132,3 @@ def require_whole_named(lora: Path) -> Path:
         if of_run is not None and run_dir.holds_run() and (fault := fault_of_lora(lora)):
             raise AdapterError("weights-damaged", fault, where=str(lora), fix=remedy(run_dir, of_run))
     return lora
-
-
-def newest_lora(run_dir: RunDir) -> Path:
-    """The finished LoRA file, or that of the newest checkpoint of a run that is not finished.
-
-    Raises:
-        AdapterError: there is none yet, or it is damaged.
-    """
-    found = [run_dir.checkpoint_lora(updates) for updates, _ in run_dir.list_checkpoints()]
-    found = [*found, run_dir.lora] if run_dir.result.exists() else [run_dir.lora, *found]
-    for path in reversed(found):
-        if path.exists():
-            return require_whole(run_dir, path)
-    raise AdapterError(
-        "no-lora-yet", "This run has not written a LoRA file yet.", where=str(run_dir.path), fix="Train on first."
-    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -48,6 +49,9 @@ BRANCHES: dict[int, type[LoraRocmError]] = {
 }
 
 Event = dict[str, Any]
+E = TypeVar("E", bound=LoraRocmError)
+RESUME = re.compile(r"( with| and)? --resume latest")
+"""What advice says of a run that goes on from a checkpoint."""
 OnEvent = Callable[[Event], None]
 
 
@@ -303,15 +307,24 @@ def _verdict(
     if "end" in last:  # a crash while the interpreter shuts down does not matter
         return int(last["end"]["exit_code"])
     if "error" in last:
-        raise error_from_event(last["error"])
+        raise with_fitting_fix(error_from_event(last["error"]), run_dir)
     if killed:
         raise StoppedError("killed", f"Ended at once. {last_checkpoint_text(run_dir)}")
     run_dir.probe()  # a worker that cannot write cannot report it either
     log = run_dir.worker_log if log is None else log
     if told := EventReader(log, max(log_start, size_of(log) - TAIL_BYTES), ("error",)).poll():
-        raise error_from_event(told[-1])  # from ``child_main``: the worker's own code was never reached
-    fix = f"The last checkpoint is kept: run again with --resume latest. The whole log: {log}"
-    raise died("The training process", returncode, tail_bytes(log, log_start), fix)
+        raise with_fitting_fix(
+            error_from_event(told[-1]), run_dir
+        )  # from ``child_main``: the worker's own code was never reached
+    fix = f"Run the same command with --resume latest. The whole log: {log}"
+    raise with_fitting_fix(died("The training process", returncode, tail_bytes(log, log_start), fix), run_dir)
+
+
+def with_fitting_fix(error: E, run_dir: RunDir) -> E:
+    """Return an error of a run whose advice names --resume latest only if there is a checkpoint to resume from."""
+    if RESUME.search(error.fix) and not run_dir.list_checkpoints():
+        error.fix = f"{RESUME.sub('', error.fix)} There is no checkpoint yet: training begins anew."
+    return error
 
 
 def last_checkpoint_text(run_dir: RunDir) -> str:

@@ -37,6 +37,7 @@ WORDS: dict[Seen, str] = {
     "graph": "a captured graph computed something else than the same work launched kernel by kernel",
     "nonfinite": "loss or gradient was not finite",
     "died": "ended without a word",
+    "attention": "a way of computing attention gave wrong numbers",
 }
 NO_CURE: tuple[Seen, ...] = ("loader-hang", "hang", "died")
 """The remedy in an error of these kinds is for a single failure only."""

@@ -25,7 +25,8 @@ from lora_rocm.recipe.comparison import fixed_values, resume_differences
 from lora_rocm.recipe.load import LoadedRecipe, dump_recipe, load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.layout import CHECKPOINT_NAME, RunDir
-from lora_rocm.rundir.results import MAX_RESULT_BYTES
+from lora_rocm.rundir.made_from import keep_made
+from lora_rocm.rundir.run_name import MAX_RESULT_BYTES
 from lora_rocm.supervisor.run_recipe import recipe_of_run
 
 LATEST = "latest"
@@ -151,14 +152,18 @@ def settle(chosen: Chosen, loaded: LoadedRecipe, accept_changes: bool) -> bool:
     if started and run_dir.recipe.exists():  # before the first checkpoint a change can spoil nothing
         old = _old_recipe(run_dir, loaded.registry)
         _refuse_differences(run_dir, old, loaded, accept_changes)
+        run_dir.keep_name()
         if run_dir.result.exists() and _is_complete(run_dir, old, recipe):
             return False
         write_atomic(run_dir.recipe_asked, dump_recipe(recipe).encode("utf-8"), run_dir.path)
         return True
+    keep_made(run_dir)
     run_dir.result.unlink(missing_ok=True)
     if not started:
         run_dir.set_name(name_key(recipe.output.name))  # before the recipe: without it, the files have the usual name
     write_atomic(run_dir.recipe, dump_recipe(recipe).encode("utf-8"), run_dir.path)
+    if started:  # its recipe was lost, and perhaps its name
+        run_dir.keep_name()
     return True
 
 
@@ -173,6 +178,7 @@ def accept(run_dir: RunDir) -> None:
     Raises:
         StorageError: it cannot be renamed.
     """
+    keep_made(run_dir)
     try:
         run_dir.result.unlink(missing_ok=True)  # first, because it would mark the new recipe as complete
         if run_dir.recipe_asked.exists():

@@ -261,7 +261,7 @@ class _Progress:
         self.results[result.name] = result
         if result.status in ("crashed", "timeout"):
             self.crashes[_family(result.name)] += 1
-        if not result.ok:
+        if not result.ok or (result.status == "passed" and result.detail):
             self.say(f"  {result.name}: {result.status}: {result.detail}")
         group = [name for name in self._missing() if _group(name) == _group(result.name)]
         if not group:

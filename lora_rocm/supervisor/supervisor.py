@@ -59,6 +59,7 @@ from lora_rocm.supervisor.restart_policy import (
     relieved,
     seen_of,
 )
+from lora_rocm.supervisor.telemetry import Telemetry
 from lora_rocm.supervisor.worker_group import DIED, End, environments, verdict
 
 STACKS_POLL_S, STACKS_EXTRA_S, MAX_STACKS_S = 0.05, 0.5, 5.0
@@ -118,6 +119,7 @@ class Supervisor:
         keep: stores for this machine that changes were made because of a failure.
         read_log: lines of the kernel log since a moment.
         size: number of workers that train together.
+        telemetry: watches the GPUs; by default none.
     """
 
     run_dir: RunDir
@@ -134,6 +136,7 @@ class Supervisor:
     read_log: Callable[[Moment], tuple[str, ...]] = lines_since
     pauses_s: Sequence[float] = PAUSES_S
     size: int = 1
+    telemetry: Telemetry = field(default_factory=Telemetry)
 
     def __post_init__(self) -> None:
         past = read_events(self.run_dir.events(SUPERVISOR))
@@ -197,6 +200,7 @@ class Supervisor:
         with ExitStack() as stack:
             envs = environments(self._planned.applied_to(self.environ), self.size)
             workers = [stack.enter_context(Worker(run_dir, env, command, rank)) for rank, env in enumerate(envs)]
+            stack.enter_context(self.telemetry.watching([worker.pid for worker in workers], self._tell))
             on_event = partial(self._take, states)
             if follow(workers, asked, on_event, self.say, partial(self._is_late, states, hung)):
                 # One hangs: keep its stacks, kill all
@@ -239,6 +243,7 @@ class Supervisor:
         state.on_event(event, self.clock())
         if rank == 0:
             self.on_event(event)
+            self.telemetry.on_event(event)
         if event["type"] == "change":
             change = event["id"]  # ranks run out of memory together: count a change of several once
             if all(state.changes[change] > other.changes[change] for other in states if other is not state):
@@ -248,6 +253,7 @@ class Supervisor:
 
     def _is_late(self, states: Sequence[WatchState], hung: dict[int, Hung]) -> bool:
         """Record the rank that hangs in ``hung``. If several are silent, it is the one that the others wait for."""
+        self.telemetry.poll()
         now = self.clock()
         for rank, state in enumerate(states):
             state.on_look(now)

@@ -221,7 +221,9 @@ def ways_of(situation: Situation) -> tuple[str, ...]:
     """The ways to try here. What failed the self-test is left out, and with it torch's own choice among all."""
     verdict, names = situation.verdict, ("flash", "efficient", "cudnn")
     failed = {name for name in names if verdict is not None and verdict.failed(f"attention.{name}.")}
-    out = {f"sdpa-{name}" for name in failed} | ({"sdpa"} if failed else set())
+    held_out = {name for name in names if f"attention-{name}-off" in situation.changes}
+    own = failed or (verdict is not None and verdict.failed("attention.default."))
+    out = {f"sdpa-{name}" for name in failed | held_out} | ({"sdpa"} if own else set())
     return tuple(way for way in WAYS if way not in out)
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from lora_rocm.adapters.flat_params import FlatWeights
+from lora_rocm.device.allocator import LimitFollower
 from lora_rocm.device.attention import training_context
 from lora_rocm.families.base import Tensors
 from lora_rocm.kernels.adapter_dropout import DropoutDraws
@@ -73,6 +74,7 @@ def new_trainer(start: StartContext, data: Data, position: Position, artifacts: 
         ),
         context=start.context,
         world=start.world,
+        limit=LimitFollower(start.device, start.settings, start.context.notice),
         hooks=hooks,
         steps_per_epoch=steps_per_epoch,
         clock=clock,
@@ -94,6 +96,7 @@ def first_pass(
     Compiles the model if there is a compiler.
     """
     memory, eager, weights = artifacts.memory, replace(trainer.engine, graphs=None), _weights(artifacts)
+    trainer.limit.renew()
 
     def alone(batch: Tensors, draws: Tensors) -> None:
         _forget(weights, memory)

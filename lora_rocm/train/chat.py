@@ -19,6 +19,7 @@ import torch
 
 from lora_rocm.adapters.factory import attach_file
 from lora_rocm.dataset.records import ANSWERS, UnusableText
+from lora_rocm.device.allocator import LimitFollower
 from lora_rocm.device.precision import compute_dtype
 from lora_rocm.errors import UserError
 from lora_rocm.families.base import Answering, Sampling, family_for
@@ -152,7 +153,9 @@ def chat(
         component.eval()
     sides = {BASE: Side(BASE, adapter.disabled), ADAPTER: Side(ADAPTER, nullcontext)}
     emit(ReadyEvent(adapter=job["adapter"], base=recipe.model.name_or_path))
+    limit = LimitFollower(device, settings)
     while (request := requests.next()) is not None:
+        limit.renew_if_due()
         if "reset" in request:
             system = [{"role": "system", "content": request["reset"]}] if request["reset"] else []
             for side in sides.values():

@@ -6,7 +6,6 @@ only configs, headers and tokenizers of the base model, but the whole ``lora.ini
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -22,13 +21,13 @@ from lora_rocm.adapters.factory import inject_hollow, start_entries
 from lora_rocm.adapters.lora_reader import files_of
 from lora_rocm.adapters.training_adapter import put_training_adapter
 from lora_rocm.device.precision import choose_device, compute_dtype
-from lora_rocm.errors import LoraRocmError
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.hardware.settings import settings_from
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
+from lora_rocm.train.json_child import answer
 from lora_rocm.train.usable_base import require_usable
 
 
@@ -64,7 +63,7 @@ def weigh(recipe: Recipe) -> Weighed:
     trained = [name for preset in family.lora_targets.values() for name in preset if recipe.trains(name)]
     dtypes = {**family.encoder_dtypes, **dict.fromkeys(trained, dtype)}
     # Sizes, from module skeletons without weights
-    base = require_usable(family)
+    base = require_usable(family, recipe)
     skeletons = base.skeletons
     num_bytes = {
         name: family.weight_format(name).num_bytes(skeleton, dtypes.get(name, torch.float32))
@@ -90,6 +89,8 @@ def _examine_adapter(
     adapter = inject_hollow(family, model, recipe.lora)
     if text := recipe.lora.unstarted_text(adapter.unstarted(recipe.lora)):
         say(text)
+    if text := adapter.reader_notice():
+        say(text)
     new_tokens.start(family, model, recipe.lora.new_tokens)
     if recipe.lora.init_from is not None:
         start_entries(family, model, recipe.lora, adapter, say)
@@ -100,14 +101,7 @@ def _examine_adapter(
 
 def main(registry: Registry = PRODUCT) -> int:
     """Examine the recipe in the file that the first argument names."""
-    try:
-        recipe = recipe_from(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), registry)
-        found: dict[str, object] = asdict(weigh(recipe))
-        code = 0
-    except LoraRocmError as error:
-        found, code = {"type": "error", **error.to_event()}, error.exit_code
-    sys.stdout.write(json.dumps(found) + "\n")
-    return code
+    return answer(lambda job: asdict(weigh(recipe_from(job, registry))))
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from lora_rocm.optim.factory import rule_of
 from lora_rocm.optim.update_rule import shown_weights
 from lora_rocm.recipe.optim_sections import OptimSection
 from lora_rocm.rundir.layout import CHECKPOINT_NAME, FILE_OF, STATE_FILE, RunDir
-from lora_rocm.rundir.whole_files import MAX_STATE_BYTES
+from lora_rocm.rundir.whole_files import MAX_STATE_BYTES, digest_of_checksums
 from lora_rocm.train.loop import Position
 
 MAX_PART_BYTES = 1 << 36  # the moments of rank 1024 on all attention and MLPs of SDXL take 20 GiB
@@ -53,7 +53,7 @@ class Checkpoint:
     @property
     def digest(self) -> str:
         """A short digest of all files, for comparisons."""
-        return hashlib.sha256(json.dumps(self.checksums, sort_keys=True).encode("utf-8")).hexdigest()[:16]
+        return digest_of_checksums(self.checksums)
 
     @property
     def one_bucket_updates(self) -> bool:

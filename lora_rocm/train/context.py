@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -11,7 +12,7 @@ from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.loader.batches import BatchPlan, Prepared
 from lora_rocm.loader.worker_pool import Workers
-from lora_rocm.memory.encoder_transfer import EncoderTransfer, free_bytes
+from lora_rocm.memory.encoder_transfer import EncoderTransfer, free_for_encoder
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.run_context import RunContext
 from lora_rocm.train.checkpoint import Checkpoint
@@ -96,7 +97,7 @@ def encoder_transfer(start: StartContext, device: torch.device) -> DeviceTransfe
     if device.type != "cuda" or getattr(torch.cuda.get_device_properties(device), "is_integrated", False):
         return transfer_of(on)
     how = {"first": start.settings.copy_method, "heap_copy": start.settings.heap_copy}
-    return EncoderTransfer(device, pins(on), free_bytes(device, start.settings), start.context, **how)
+    return EncoderTransfer(device, pins(on), partial(free_for_encoder, device, start.settings), start.context, **how)
 
 
 def pins(start: StartContext) -> bool:

@@ -49,7 +49,16 @@ def convert(job: Job, run_dir: RunDir, recipe: Recipe, checkpoint: Checkpoint) -
         difference = _merge(path, files, adapter, recipe, None if job["output"] else run_dir.path)
     else:
         _to_gguf(path, Path(job["converter"]), family, files, model, adapter, recipe, checkpoint)
-    emit(ExportEvent(format=form, path=str(path), max_difference=difference, cannot_read=list(CANNOT_READ[form])))
+    emit(
+        ExportEvent(
+            format=form,
+            path=str(path),
+            max_difference=difference,
+            cannot_read=list(CANNOT_READ[form]),
+            updates=checkpoint.position.updates,
+            checkpoint=checkpoint.digest,
+        )
+    )
 
 
 def _merge(path: Path, files: OwnFiles, adapter: Adapter, recipe: Recipe, root: Path | None) -> float:

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lora_rocm.errors import StorageError
 from lora_rocm.families.base import ModelFamily
 from lora_rocm.foundation.files import refuse_link
 from lora_rocm.loader.batch import Batch
 from lora_rocm.rundir.event_types import EndEvent, ErrorEvent, Event, StepEvent, ValidationEvent, WatchedEvent
+from lora_rocm.rundir.events import EventReader
+from lora_rocm.rundir.exit_status import size_of
 from lora_rocm.rundir.run_context import RunContext
+from lora_rocm.telemetry.numbers import numbers_of as telemetry_numbers
 from lora_rocm.train.held_out import HeldOutLoss
 from lora_rocm.train.loop import SaveClock, Trainer
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
+TELEMETRY_EVERY_S = 10.0
 SCALARS = {
     "step": ("loss", "learning_rate", "grad_norm", "step_s", "loss_scale"),
     "validation": ("loss",),
@@ -96,11 +102,15 @@ class TensorBoard:
         folder: receives one file per start.
         context: receives a notice if writing fails; it is given up then. The library writes in a thread, so the notice
             may come some events late.
+        telemetry: the supervisor's event file, whose readings of the GPUs are written too; those that it already has
+            were written by an earlier start.
     """
 
-    def __init__(self, folder: Path, context: RunContext) -> None:
+    def __init__(self, folder: Path, context: RunContext, telemetry: Path | None = None) -> None:
         refuse_link(folder)
         self._folder, self._context, self._wanted = folder, context, True
+        self._telemetry = EventReader(telemetry, size_of(telemetry), ("telemetry",)) if telemetry else None
+        self._looked_s = time.monotonic()
         self._writer: SummaryWriter | None = None
 
     def __call__(self, event: Event) -> None:
@@ -110,8 +120,16 @@ class TensorBoard:
                 more = event.optimizer if isinstance(event, StepEvent) else {}
                 for name, value in {**found, **more, **event.measures}.items():
                     writer.add_scalar(f"{event.type}/{name}", math.nan if value is None else value, event.updates)
+                if time.monotonic() - self._looked_s >= TELEMETRY_EVERY_S:
+                    self._write_telemetry(writer)
             if isinstance(event, EndEvent | ErrorEvent):
                 self.close()
+
+    def _write_telemetry(self, writer: SummaryWriter) -> None:
+        self._looked_s = time.monotonic()
+        for reading in self._telemetry.poll() if self._telemetry is not None else ():
+            for name, value in telemetry_numbers(reading).items():
+                writer.add_scalar(name, value, reading["updates"])
 
     def _opened(self) -> SummaryWriter | None:
         """The library's writer, or None if it is not wanted any more. It is imported once there is a number."""
@@ -126,6 +144,7 @@ class TensorBoard:
         self._wanted = False
         with self._given_up():
             if self._writer is not None:
+                self._write_telemetry(self._writer)
                 self._writer.close()
                 self._writer = None
 
@@ -138,3 +157,6 @@ class TensorBoard:
             self._context.notice(
                 f"No more numbers for TensorBoard: {error.strerror or error} ({self._folder}). Training goes on."
             )
+        except StorageError as error:  # of the supervisor's file
+            self._telemetry = None
+            self._context.notice(f"No readings of the GPU for TensorBoard: {error.what} Training goes on.")

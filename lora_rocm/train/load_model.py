@@ -17,7 +17,7 @@ from lora_rocm.adapters.training_adapter import NAME as TRAINING_ADAPTER
 from lora_rocm.adapters.training_adapter import TrainingAdapter, put_training_adapter
 from lora_rocm.checks import kernel_check
 from lora_rocm.dataset.shape import Shape
-from lora_rocm.device.allocator import empty_pools
+from lora_rocm.device.allocator import LimitFollower, empty_pools
 from lora_rocm.device.attention import training_context
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import AdapterError, ModelError
@@ -45,6 +45,7 @@ class HoldsCodes(Protocol):
 
 def choose_memory(start: StartContext, family: ModelFamily, shapes: Collection[Shape]) -> Memory:
     """Choose the memory plan, for the largest of these shapes. Blocks are recomputed with the attention of the run."""
+    LimitFollower(start.device, start.settings).renew()  # encoding may have taken hours
     largest = max(shapes, key=lambda shape: shape.order)
     how = (start.recipe, family, start.device, start.dtype, start.settings)
     memory = decide(*how, largest, start.context, len(shapes))

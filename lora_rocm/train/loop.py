@@ -18,7 +18,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from lora_rocm.device.allocator import usage
+from lora_rocm.device.allocator import NO_LIMIT, LimitFollower, usage
 from lora_rocm.device.process_group import World
 from lora_rocm.device.torch_errors import out_of_memory
 from lora_rocm.device.transfer import Clock, DeviceTransfer, fingerprint
@@ -171,6 +171,7 @@ class Trainer:
     steps_per_epoch: int = 1
     clock: SaveClock | None = None
     world: World = field(default_factory=World)
+    limit: LimitFollower = NO_LIMIT  # of the allocator; other programs may take memory at any time
     _max_train_steps: int = field(default=0, init=False)  # the argument of ``fit``
     _stopping: bool = field(default=False, init=False)  # all ranks know that they should stop
     _wrong_sums: int = field(default=0, init=False)  # in a row
@@ -190,6 +191,7 @@ class Trainer:
         batches = self.open_batches(self.position.iteration)
         self._settled_at = time.perf_counter()
         while self.position.updates < max_train_steps:
+            self.limit.renew_if_due()
             # Queue the next batch, then read the verdict on the previous update
             work = self._work(batches)
             settled = self._settle(pending) if pending is not None else Outcome.DONE
@@ -209,6 +211,7 @@ class Trainer:
                 if outcome is Outcome.RESEND:
                     batches = self.open_batches(self.position.iteration)
                 elif outcome is Outcome.DONE:
+                    self.limit.renew()
                     for hook in due:
                         self.context.beat("hooks")
                         hook.act(self)
@@ -243,6 +246,7 @@ class Trainer:
         self.optimizer.drop_gradients()  # only here: the error's traceback kept the activations alive
         self.engine.release()
         action = self.relief.take(full, seen, self.position.updates)
+        self.limit.renew()
         self._incident("out-of-memory", work, full.where, action)
         return Work(lost=True) if self.world.size > 1 else None
 

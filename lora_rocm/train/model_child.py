@@ -36,8 +36,9 @@ from lora_rocm.recipe.trigger import filled_in
 from lora_rocm.rundir.event_types import DrawnEvent, ErrorEvent, ExportEvent, NoticeEvent
 from lora_rocm.rundir.events import emit
 from lora_rocm.rundir.layout import RunDir
+from lora_rocm.rundir.made_from import newest_lora
 from lora_rocm.rundir.results import updates_of
-from lora_rocm.rundir.whole_files import newest_lora, require_whole_named
+from lora_rocm.rundir.whole_files import require_whole_named
 from lora_rocm.supervisor.run_recipe import SPARE_CACHE, recipe_of_run
 from lora_rocm.train.base_seal import require_trained_base
 from lora_rocm.train.chat import chat
@@ -167,6 +168,8 @@ def export_run(job: Job, registry: Registry = PRODUCT) -> None:
             max_difference=found.max_difference,
             cannot_read=list(found.cannot_read),
             can_read=list(found.can_read),
+            updates=checkpoint.position.updates,
+            checkpoint=checkpoint.digest,
         )
     )
 

@@ -35,6 +35,7 @@ from lora_rocm.rules.mitigations import change_event
 from lora_rocm.rundir.event_types import CheckpointEvent, ConceptEvent, ExportEvent, PreviewEvent
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.results import FileDigest
+from lora_rocm.rundir.whole_files import identity_of_checkpoint
 from lora_rocm.train import concept_score, preview
 from lora_rocm.train.base_seal import Seals
 from lora_rocm.train.checkpoint import read_checkpoint, rotate_checkpoints, rotate_loras, save_checkpoint
@@ -244,6 +245,8 @@ class Artifacts:
             "cannot_read": list(found.cannot_read),
             "can_read": list(found.can_read),
             "embeddings": [digest.path for digest in written if self.run_dir.is_embedding(digest.path)],
+            "updates": position.updates,
+            "checkpoint": identity_of_checkpoint(self.run_dir.checkpoint(position.updates)),
         }
         changed = [digest.path for digest in written if FileDigest.of_file(self.run_dir, digest.path) != digest]
         if changed:

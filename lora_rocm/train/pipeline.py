@@ -15,6 +15,7 @@ from lora_rocm.adapters.flat_params import WEIGHT_DTYPES
 from lora_rocm.adapters.training_adapter import NAME as TRAINING_ADAPTER
 from lora_rocm.checks.canary import Canary
 from lora_rocm.checks.graph_check import capture_on_gpu
+from lora_rocm.dataset.update_note import larger_updates_note
 from lora_rocm.device.encoder_speed import first_time
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import DataError, ResumeError
@@ -30,6 +31,7 @@ from lora_rocm.recipe.comparison import fingerprint
 from lora_rocm.recipe.process_sections import RuntimeSection
 from lora_rocm.rundir.event_types import DataEvent, StepEvent
 from lora_rocm.rundir.events import latest_steps
+from lora_rocm.rundir.layout import SUPERVISOR
 from lora_rocm.supervisor.resume import accept
 from lora_rocm.train import compilation
 from lora_rocm.train.base_seal import Seals, broken, identities, seals_of
@@ -47,6 +49,7 @@ from lora_rocm.train.lost_images import DataOfCheckpoint, data_of_checkpoint
 from lora_rocm.train.outputs import Artifacts
 from lora_rocm.train.session import Session
 from lora_rocm.train.start_encoder import start_encoders
+from lora_rocm.train.usable_base import require_usable
 from lora_rocm.train.watched import prepare_watched
 
 RECIPE_DIFFERS = "The recipe differs from the checkpoint's in a key that may not change."
@@ -81,12 +84,14 @@ def train(start: StartContext) -> tuple[bool, int]:
     """Run all phases; return (finished, updates made)."""
     session, recipe, checkpoint = start.session, start.recipe, start.checkpoint
     if start.world.is_first:
-        board = TensorBoard(session.run_dir.tensorboard, start.context)
+        board = TensorBoard(session.run_dir.tensorboard, start.context, session.run_dir.events(SUPERVISOR))
         session.readers.append(board)
         session.at_close.callback(board.close)
     if checkpoint is not None and recipe.runtime.threads is None and restore_threads(checkpoint):
         start.context.notice(f"Using {torch.get_num_threads()} CPU threads, as the checkpoint did: sums depend on it.")
     family = family_for(recipe)
+    if checkpoint is None:  # a run that goes on has computed with its base before
+        require_usable(family, recipe)
     compilation.how_asked(recipe.runtime.compile, start.device)  # refuse before anything is encoded
     if checkpoint is not None and not start.accept_changes:
         checkpoint.require_ranks(start.world.size)
@@ -269,11 +274,12 @@ def data_of(start: StartContext, family: ModelFamily, cache: LatentCache, prepar
         **order_of(start.checkpoint),
     )
     steps = train.num_steps(plan.steps_per_epoch)
+    larger = larger_updates_note(train, plan.steps_per_epoch, plan.one_bucket_steps)
     start.context.emit(
         DataEvent(
             samples=len(prepared.items),
             set_aside=[problem.to_json() for problem in prepared.set_aside],
-            notices=list(prepared.notices),
+            notices=[*prepared.notices, *([larger] if larger else [])],
             buckets={str(shape): count for shape, count in prepared.facts.bucket_counts.items()},
             steps_per_epoch=plan.steps_per_epoch,
             max_train_steps=steps,

@@ -7,27 +7,39 @@ from typing import Any
 
 import torch
 
+from lora_rocm.checks.attention_routes import checked_attention
+from lora_rocm.device.allocator import LimitFollower
 from lora_rocm.device.backend_settings import apply
-from lora_rocm.device.precision import choose_device
+from lora_rocm.device.precision import choose_device, compute_dtype
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.families.base import LoadedModel
 from lora_rocm.hardware.settings import Settings, settings_from
 from lora_rocm.recipe.schema import Recipe
+from lora_rocm.rundir.event_types import NoticeEvent
+from lora_rocm.rundir.events import emit
+from lora_rocm.rundir.run_context import RunContext
 
 Job = dict[str, Any]
 """What the child is asked to do, as the parent wrote it."""
 
 
 def start_device(recipe: Recipe) -> tuple[torch.device, Settings]:
-    """The device that the recipe asks for, with the planned settings applied."""
+    """The device that the recipe asks for, with the planned settings applied.
+
+    Raises:
+        MachineError, CanaryError: attention is wrong there (``checked_attention``).
+    """
     settings = settings_from(os.environ)
     device = choose_device(recipe.runtime.device, settings)
     apply(settings, device)
-    return device, settings
+    dtype = compute_dtype(recipe.train.mixed_precision, device, settings, recipe.spec.takes_fp16)
+    told = RunContext(emit=lambda event: emit(event) if isinstance(event, NoticeEvent) else None)
+    return device, checked_attention(settings, device, (dtype, torch.float32), told)
 
 
 def open_transfer(device: torch.device, settings: Settings) -> DeviceTransfer:
-    """A new transfer to the device."""
+    """A new transfer to the device, whose allocator is held to what is free now: reading a model takes long."""
+    LimitFollower(device, settings).renew()
     pin = device.type == "cuda" and settings.pin_memory
     return DeviceTransfer(device, pin=pin, heap_copy=settings.heap_copy)
 

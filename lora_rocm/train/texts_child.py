@@ -5,8 +5,8 @@ The job has the key "recipe". It prints one JSON object, ``Seen``, or an error e
 
 from __future__ import annotations
 
-import json
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -16,12 +16,14 @@ from lora_rocm.dataset.records import UnusableText
 from lora_rocm.dataset.row_edge import row_edge
 from lora_rocm.dataset.sample_table import Samples
 from lora_rocm.dataset.text_scan import NUM_KEPT, Aside, Notes, add_parts, texts_of
-from lora_rocm.errors import LoraRocmError, Problem
-from lora_rocm.families.base import TextReader, family_for
+from lora_rocm.errors import Problem
+from lora_rocm.families.base import ModelFamily, TextReader, family_for
 from lora_rocm.families.registry import PRODUCT, Registry
-from lora_rocm.latent_cache.prepare import lengths_of_texts
+from lora_rocm.latent_cache.cache import LatentCache
+from lora_rocm.latent_cache.prepare import lengths_of_texts, texts_in_cache
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
+from lora_rocm.train.json_child import answer
 
 SHOWN, LOOKED_AT = 3, 10_000
 
@@ -38,6 +40,8 @@ class Seen:
         problems: the first of these.
         lengths: tokens -> samples in an epoch, or rows of several, of what was looked at; None: only a run counts them.
         held_out: number of samples that are held out, of what was looked at.
+        cached: texts whose entries are in the cache, and all texts, of what was looked at and of prompts; None: not
+            counted.
     """
 
     shown: list[str] = field(default_factory=list)
@@ -47,10 +51,11 @@ class Seen:
     problems: list[Problem] = field(default_factory=list)
     lengths: dict[int, int] | None = None
     held_out: int = 0
+    cached: tuple[int, int] | None = None
 
 
-def seen(recipe: Recipe, reader: TextReader, most: int = LOOKED_AT) -> Seen:
-    """Look at the first texts of a recipe.
+def seen(recipe: Recipe, reader: TextReader, most: int = LOOKED_AT, family: ModelFamily | None = None) -> Seen:
+    """Look at the first texts of a recipe. ``family``: whose entries are looked for in the cache.
 
     Raises:
         DataError: a source cannot be read, or no text can be used.
@@ -76,6 +81,8 @@ def seen(recipe: Recipe, reader: TextReader, most: int = LOOKED_AT) -> Seen:
     if samples:
         lengths, found.held_out = lengths_of_texts(recipe, reader, samples)
         found.lengths = dict(sorted(lengths.items()))
+        if family is not None:
+            found.cached = texts_in_cache(recipe, family, LatentCache(Path(recipe.cache.dir)), samples)
     return found
 
 
@@ -90,16 +97,14 @@ def _shown(reader: TextReader, text: str) -> str:
 
 def main(registry: Registry = PRODUCT) -> int:
     """Look at the texts of the recipe in the file that the first argument names."""
-    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    try:
+
+    def found(job: Mapping[str, Any]) -> dict[str, Any]:
         recipe = recipe_from(job["recipe"], registry)
-        reader = family_for(recipe).texts
-        found: dict[str, Any] = asdict(seen(recipe, reader) if reader else Seen())
-        code = 0
-    except LoraRocmError as error:
-        found, code = {"type": "error", **error.to_event()}, error.exit_code
-    sys.stdout.write(json.dumps(found) + "\n")
-    return code
+        family = family_for(recipe)
+        reader = family.texts
+        return asdict(seen(recipe, reader, family=family) if reader else Seen())
+
+    return answer(found)
 
 
 if __name__ == "__main__":

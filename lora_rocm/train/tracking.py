@@ -26,8 +26,10 @@ from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.paths import settings_without_paths
 from lora_rocm.rundir.event_types import ErrorEvent
 from lora_rocm.rundir.events import EventReader, emit
-from lora_rocm.rundir.layout import RunDir
+from lora_rocm.rundir.exit_status import size_of
+from lora_rocm.rundir.layout import SUPERVISOR, RunDir
 from lora_rocm.supervisor.process import Event
+from lora_rocm.telemetry.numbers import numbers_of as telemetry_numbers
 from lora_rocm.train.hooks import SCALARS
 
 CALL_LIMIT_S = 60.0
@@ -81,18 +83,27 @@ def track(
         if not earlier:  # MLflow refuses a parameter that has another value now
             tracker.store_init_configuration(_settings(run_dir, registry))
     reader = EventReader(run_dir.events(), offset, tuple(SCALARS))
-    ended = False
+    file = run_dir.events(SUPERVISOR)
+    telemetry = EventReader(file, size_of(file), ("telemetry",))
+    ended, newest = False, 0
     while not ended:
         ended = over()
-        for event in reader.poll():
+        for event in [*reader.poll(), *telemetry.poll()]:
+            updates = event["updates"]
+            if event["type"] == "telemetry":  # wandb drops what comes with an earlier step
+                updates = newest = max(newest, updates)
+            else:
+                newest = updates
             with limited.call():
-                tracker.log(numbers_of(event), step=event["updates"])
+                tracker.log(numbers_of(event), step=updates)
     with limited.call():
         tracker.finish()
 
 
 def numbers_of(event: Event) -> Mapping[str, float]:
-    """The finite numbers of an event: "step/loss", "step/learning_rate", "validation/loss" and so on."""
+    """The finite numbers of an event: "step/loss", "validation/loss", "telemetry/gpu0/power_w" and so on."""
+    if event["type"] == "telemetry":
+        return telemetry_numbers(event)
     found = {name: event[name] for name in SCALARS[event["type"]]}
     found |= event.get("optimizer", {}) | event.get("measures", {})
     return {f"{event['type']}/{name}": value for name, value in found.items() if value is not None}

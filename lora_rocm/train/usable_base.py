@@ -7,22 +7,24 @@ the fields of ``Judged``.
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import get_args
 
 from torch import nn
 
 from lora_rocm.dataset.caption_length import TokenLimit
-from lora_rocm.errors import LoraRocmError, ModelError, UserError
+from lora_rocm.errors import ModelError, UserError
 from lora_rocm.families.base import ModelFamily, family_for
 from lora_rocm.families.latent_family import LatentFamily
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.families.spec import FamilySpec
 from lora_rocm.recipe.kinds import recipe_from
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.train.dry_run import require_computable
+from lora_rocm.train.json_child import answer
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Base:
     token_limits: Sequence[TokenLimit]
 
 
-def require_usable(family: ModelFamily) -> Base:
+def require_usable(family: ModelFamily, recipe: Recipe) -> Base:
     """Examine the base of a recipe, from configs, headers and tokenizers alone.
 
     Raises:
@@ -46,6 +48,7 @@ def require_usable(family: ModelFamily) -> Base:
     files = family.examine()
     skeletons, limits = {name: family.skeleton(name) for name in family.all_components}, family.token_limits()
     _ = family.texts  # the tokenizer of a language model
+    require_computable(family, recipe)
     return Base(files, skeletons, limits)
 
 
@@ -53,11 +56,20 @@ def require_usable(family: ModelFamily) -> Base:
 class Judged:
     """Whether a path can be ``model.name_or_path`` of a family.
 
-    refusal: why not; empty if it can. needed: keys of ``model`` that have to be set, too.
+    refusal: why not; empty if it can. needed: keys of ``model`` that have to be set, too. notices: about a base that
+        can. problem: the refusal as an error of ``check`` has it (code, what, where, fix); empty if it can.
     """
 
     refusal: str
     needed: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
+    problem: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def refused(cls, error: UserError) -> Judged:
+        """Return the judgement for an error."""
+        problem = {"code": error.code, "what": error.what, "where": error.where, "fix": error.fix}
+        return cls(f"{error.what} ({error.where})", problem=problem)
 
 
 def judged(path: Path, spec: FamilySpec, registry: Registry = PRODUCT) -> Judged:
@@ -76,12 +88,12 @@ def _of_variant(path: Path, spec: FamilySpec, variant: str | None, registry: Reg
     recipe = recipe_from({"model": model, "data": {"path": "."}, "train": {"max_train_steps": 1}}, registry)
     family = family_for(recipe)
     try:
-        require_usable(family)
+        require_usable(family, recipe)
     except UserError as error:
         if error.code == "incomplete-model" and isinstance(family, LatentFamily) and path.is_file():
             return _of_part(family_for(recipe))
-        return Judged(f"{error.what} ({error.where})")
-    return Judged("")
+        return Judged.refused(error)
+    return Judged("", notices=tuple(family.notices))
 
 
 def _of_part(family: ModelFamily) -> Judged:
@@ -92,22 +104,15 @@ def _of_part(family: ModelFamily) -> Judged:
     try:
         source = family.source
     except ModelError as error:
-        return Judged(f"{error.what} ({error.where})")
+        return Judged.refused(error)
     return Judged("", tuple(f"model.{name}" for name in whole if name not in source.layout.parts))
 
 
 def main(registry: Registry = PRODUCT) -> int:
     """Judge the path of the job that the first argument names."""
-    try:
-        job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-        found: dict[str, object] = {
-            name: asdict(judged(Path(job["path"]), registry[name], registry)) for name in job["families"]
-        }
-        code = 0
-    except LoraRocmError as error:
-        found, code = {"type": "error", **error.to_event()}, error.exit_code
-    sys.stdout.write(json.dumps(found) + "\n")
-    return code
+    return answer(
+        lambda job: {name: asdict(judged(Path(job["path"]), registry[name], registry)) for name in job["families"]}
+    )
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def _explained(error: Exception, run_dir: RunDir, me: Rank) -> LoraRocmError:
         "internal",
         f"The training process met an error that it does not know: {type(error).__name__}: {error}",
         where=f"traceback in {run_dir.log_of(me.rank)}",
-        fix="Please report it with that log attached; --resume latest goes on from the last checkpoint.",
+        fix="Please report it with that log attached. Then run the same command with --resume latest.",
     )
     return told(error, run_dir.path, unknown)
 
@@ -117,9 +117,10 @@ def _train(session: Session, recipe: Recipe, options: argparse.Namespace, me: Ra
         torch.set_num_threads(recipe.runtime.threads)
     if recipe.runtime.deterministic:
         torch.use_deterministic_algorithms(True)
-    apply(settings, device)
-    waking = wake(device)
+    apply(settings, device, wakes_later=True)
+    waking = wake(device, settings)
     # Heavy imports, only once the lock is held and errors can be recorded
+    from lora_rocm.checks.attention_routes import checked_attention
     from lora_rocm.families.base import family_for
     from lora_rocm.train import pipeline
     from lora_rocm.train.context import StartContext
@@ -133,6 +134,8 @@ def _train(session: Session, recipe: Recipe, options: argparse.Namespace, me: Ra
     # Find the checkpoint and announce the start
     with session.phase("start"):
         dtype = compute_dtype(recipe.train.mixed_precision, device, settings, recipe.spec.takes_fp16)
+        # Before the first encoder computes with it
+        settings = checked_attention(settings, device, (dtype, torch.float32), session.context)
         world = join(me, device, session.context.beat)
         checkpoint = pipeline.find_checkpoint(session, options.checkpoint)
     session.emit(

@@ -46,9 +46,9 @@ def test_a_tensor_goes_on_where_the_pool_ends(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_configs_come_from_the_model_where_it_is_here_else_from_the_package(tmp_path: Path, tiny: RandomSource) -> None:
-    assert tiny.config("unet")["block_out_channels"] == [48, 80, 112]
+    assert tiny.config("unet").values["block_out_channels"] == [48, 80, 112]
     published = random_source("random:stabilityai/stable-diffusion-xl-base-1.0", LAYOUT)
-    assert published.config("unet")["block_out_channels"] == [320, 640, 1280]
+    assert published.config("unet").values["block_out_channels"] == [320, 640, 1280]
     for part in LAYOUT.parts:
         shutil.copytree(tiny.folder / part, tmp_path / "a model ä" / part)
     assert random_source(f"random:{tmp_path / 'a model ä'}", LAYOUT).folder == tmp_path / "a model ä"
@@ -58,6 +58,6 @@ def test_configs_come_from_the_model_where_it_is_here_else_from_the_package(tmp_
 
 def test_a_recipe_asks_for_it_by_the_prefix_and_the_family_looks_no_further() -> None:
     family = Sdxl(load_recipe("demo.yaml", ["model.name_or_path=random:nobody/such-model"]).recipe)
-    assert family.source.config("unet")["sample_size"] == 128
+    assert family.source.config("unet").values["sample_size"] == 128
     assert [e.entry.name for e in family.encoders() if e.fingerprint] == ["image", "text_1", "text_2"]
     assert family.base_facts()["identity"] != Sdxl(load_recipe("demo.yaml").recipe).base_facts()["identity"]

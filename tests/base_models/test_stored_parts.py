@@ -20,6 +20,7 @@ from lora_rocm.errors import ModelError
 from lora_rocm.families.causal_lm.gpt_oss import PackedExperts
 from lora_rocm.families.component_check import check_component
 from lora_rocm.kernels.quantised import quantised
+from lora_rocm.model_files.config_file import Config
 from tests.base_models.test_stored_weights import UNET, as_bytes, fp8_new, fp8_old, int8_rows, nf4, nf4_plain
 
 CPU = torch.device("cpu")
@@ -32,8 +33,8 @@ class OneComponent(Source):
 
     made: Callable[[], nn.Module]
 
-    def config(self, name: str) -> dict[str, Any]:
-        return {}
+    def config(self, name: str) -> Config:
+        return Config({}, self.config_path(name))
 
     def _hollow(self, name: str, shared: bool = False) -> nn.Module:
         with torch.device("meta"):

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from lora_rocm.bench.pcie import address_of, link_to
+from lora_rocm.bench.pcie import link_to
+from lora_rocm.hardware.pci import address_of
 
 ADDRESS = "0000:03:00.0"
 

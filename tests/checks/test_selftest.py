@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +14,12 @@ from lora_rocm.checks import selftest
 from lora_rocm.checks.selftest import DEVICE_LOST, checks, main, run_check
 from lora_rocm.checks.selftest_attention import attention_checks
 from lora_rocm.checks.selftest_base import Check, NotHereError, WrongAnswerError, judge, poison
+from lora_rocm.checks.selftest_copies import memory_checks
 from lora_rocm.checks.selftest_maths import conv_checks, gemm_checks
 from lora_rocm.checks.selftest_training import training_checks
 from tests.device.broken import ATTENTION, CONVOLUTIONS, FAULTS, PRODUCTS, Broken, Fault
+from tests.device.fake_card import FakeCard
+from tests.hardware.simulated_sysfs import SimulatedCard
 from tests.supervisor.fake_run import as_heard
 
 CPU = torch.device("cpu")
@@ -60,7 +65,7 @@ def test_a_gpu_gets_what_was_promised() -> None:
             assert {f"gemm.square-{dtype}-{layout}", f"gemm.lora-{dtype}-{layout}"} <= names
         for library in ("miopen", "native"):
             assert {f"conv.{library}.3x3-{dtype}", f"conv.{library}.1x1-{dtype}"} <= names
-    for backend in ("flash", "efficient", "math", "cudnn"):
+    for backend in ("flash", "efficient", "math", "cudnn", "default"):
         assert {f"attention.{backend}.{dtype}-d{d}" for dtype in ("bf16", "fp16") for d in (64, 128, 256)} <= names
     assert {"gemm.tall-fp32-4", "gemm.twice-bf16", "gemm.batched-bf16", "training.lora-bf16", "memory.reuse"} <= names
 
@@ -121,11 +126,13 @@ def test_a_gradient_alone_is_noticed() -> None:
 
 
 def test_an_update_that_does_not_arrive_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {outcome(check) for check in training_checks(CPU)} == {"passed"}  # and the known losses are kept
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: None)
     assert {outcome(check) for check in training_checks(CPU)} == {"failed"}
 
 
 def test_weights_that_break_in_the_last_step_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {outcome(check) for check in training_checks(CPU)} == {"passed"}  # and the known losses are kept
     step, steps = torch.optim.AdamW.step, []
 
     def broken(self: torch.optim.AdamW) -> None:
@@ -245,7 +252,7 @@ def test_what_is_left_out(arguments: list[str], begun: list[str], capsys: pytest
 def test_the_child_ends_when_the_device_is_lost(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(selftest, "_works", lambda device: False)
+    monkeypatch.setattr(selftest, "device_works", lambda device: False)
     table = partial(map, lambda name: Check(name, raising(RuntimeError("fault")).run), ["a.one", "a.two"])
     assert main(["--device", "cpu"], lambda device: table()) == DEVICE_LOST
     assert [event["name"] for event in said(capsys) if event["type"] == "result"] == ["a.one"]
@@ -264,3 +271,23 @@ def test_damaged_settings_are_an_error_event(
     monkeypatch.setenv("LORA_ROCM_SETTINGS", "{")
     assert main(["--device", "cpu"], small_table) == 3
     assert said(capsys)[0]["code"] == "settings-damaged"
+
+
+@pytest.mark.parametrize(("seen_gib", "total_gib", "said"), [(8, 16, True), (15, 16, False), (16, 8, True)])
+def test_memory_that_torch_does_not_find_is_a_remark(
+    seen_gib: int, total_gib: int, said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FakeCard(tmp_path).install(monkeypatch)
+    SimulatedCard(tmp_path, total=total_gib << 30, used=0)
+    properties = SimpleNamespace(total_memory=seen_gib << 30, pci_domain_id=0, pci_bus_id=3, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    check = next(check for check in memory_checks(torch.device("cuda", 0)) if check.name == "memory.total")
+    result, works = run_check(check, CPU)
+    assert result.status == "passed" and works and bool(result.detail) is said
+    assert not said or (f"{seen_gib}.0 GiB" in result.detail and f"{total_gib}.0 GiB" in result.detail)
+
+
+def test_a_card_without_counters_has_no_remark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCard(tmp_path, has_counters=False).install(monkeypatch)
+    (check,) = (check for check in memory_checks(torch.device("cuda", 0)) if check.name == "memory.total")
+    assert run_check(check, CPU)[0].detail == ""

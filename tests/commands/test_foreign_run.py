@@ -23,7 +23,7 @@ from lora_rocm.recipe.sections import path_rule
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.run_recipe import recipe_of_run
 from tests.commands.test_chat import fake
-from tests.program import RECIPE, Program, images
+from tests.program import RECIPE, Program, images, snapshot
 from tests.supervisor.fake_run import write_whole_run
 from tests.test_architecture import PACKAGE, imports_of, package_modules
 from tests.tiny_llm import write_tiny_llm
@@ -100,6 +100,37 @@ def test_of_a_run_of_images(program: Program, tmp_path: Path) -> None:
             said = program(*command)
             assert said.code == 0, said.text
     assert (tmp_path / "out.safetensors").is_file() and (tmp_path / "asked").is_dir()
+
+
+def test_a_cache_of_ours_that_a_foreign_recipe_names_only_grows(program: Program, tmp_path: Path) -> None:
+    """By entries of the cache's own names: nothing in it is deleted or changed, not even what is damaged."""
+    write_tiny_sdxl(tmp_path / "model", **SHALLOW)
+    images(tmp_path / "pics", 5)
+    (tmp_path / "r.yaml").write_text(RECIPE, encoding="utf-8")
+    assert program.train("run", "train.max_train_steps=1", "data.validation_split=0.4", "sample.steps=1").code == 0
+    spoil(tmp_path / "run", tmp_path / "place")
+    ours = tmp_path / "place" / "cache"
+    ours.parent.mkdir()
+    os.rename("moved-cache", ours)
+    entries = sorted(ours.rglob("*.safetensors"))
+    assert entries and holds_cache(ours)
+    entries[0].write_bytes(entries[0].read_bytes()[:-1])
+    (ours / "notes.txt").write_bytes(b"mine")
+    before = snapshot(ours)
+    for command in (
+        ("compare", "run", "--prompt", "a cat"),
+        ("sample", "run", "--prompt", "a cat", "--steps", 1),
+        ("export", "run", "--format", "diffusers"),
+        ("status", "run"),
+        ("report", "run"),
+    ):
+        said = program(*command)
+        assert said.code == 0, said.text
+    after = snapshot(ours)
+    for name, content in before.items():
+        grown = after[name].startswith(content) if name.endswith(".jsonl") else after[name] == content
+        assert grown, name
+    assert holds_cache(ours) and not [name for name in after.keys() - before.keys() if name.endswith(".tmp")]
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from lora_rocm.commands.inspect_file import inspect_text
 from lora_rocm.errors import ModelError
@@ -370,3 +372,101 @@ def test_what_is_no_model_is_called_what_it_is(tmp_path: Path) -> None:
         (tmp_path / "run" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "run" / name).touch()
     assert inspect(tmp_path / "run")["title"].startswith("a run directory of lora-rocm (lora.safetensors)")
+
+
+CLAIMS = re.compile(r"reads? it|scale is 1|lora-rocm export says|can start a run|can be (used|trained)")
+DAMAGES: dict[str, Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]] = {
+    "a factor is missing": lambda tensors: {k: v for k, v in tensors.items() if "0_attn2_to_k.lora_down" not in k},
+    "all factors of one side are missing": lambda tensors: {k: v for k, v in tensors.items() if "lora_up" not in k},
+    "one unknown module": lambda tensors: tensors | renamed(tensors, "lora_unet_down", "lora_unet_dawn"),
+    "200 unknown modules": lambda tensors: tensors | copies(tensors, 200),
+    "factors of two ranks": lambda tensors: {k: v[1:] if "lora_down" in k else v for k, v in tensors.items()},
+    "whole numbers": lambda tensors: {k: v if k.endswith("alpha") else v.to(torch.int8) for k, v in tensors.items()},
+    "some alphas": lambda tensors: {k: v for k, v in tensors.items() if k != f"lora_unet_{ATTENTION.format(0)}.alpha"},
+    "an alpha of two numbers": lambda tensors: {k: v.repeat(2) if "alpha" in k else v for k, v in tensors.items()},
+    "bundled biases": lambda tensors: tensors | {f"lora_unet_{ATTENTION.format(0)}.diff_b": torch.zeros(640)},
+}
+
+
+def renamed(tensors: dict[str, torch.Tensor], old: str, new: str) -> dict[str, torch.Tensor]:
+    return {name.replace(old, new): tensor.clone() for name, tensor in tensors.items() if old in name}
+
+
+def copies(tensors: dict[str, torch.Tensor], count: int) -> dict[str, torch.Tensor]:
+    found = {}
+    for number in range(count):
+        found |= renamed(tensors, "lora_unet_", f"other{number}.")
+    return found
+
+
+@pytest.mark.parametrize("damage", [None, *DAMAGES])
+def test_nothing_beside_a_refusal_claims_that_the_file_is_of_use(tmp_path: Path, damage: str | None) -> None:
+    """And the verdict comes first."""
+    tensors = load_file(lora(tmp_path / "whole.safetensors"))
+    path = tmp_path / "x.safetensors"
+    save_file(DAMAGES[damage](tensors) if damage else tensors, path, {"ss_base_model_version": "sdxl_base_v1-0"})
+    found = inspect(path)
+    text = inspect_text(found)
+    assert ("unusable" in found) == (not found["trainable"]) == (damage is not None), text
+    second = text.splitlines()[1]
+    assert second.strip() == (
+        found["unusable"] if damage else "can start a run (lora.init_from) with model.family: sdxl"
+    )
+    assert bool(CLAIMS.search(text.replace(str(path), ""))) is (damage is None), text
+    assert len(text.splitlines()) < 20
+    if damage:
+        assert found["adapter"]["readers"] is None
+
+
+@pytest.mark.parametrize("config", [True, False])
+def test_a_peft_file_without_its_config_claims_no_scale(tmp_path: Path, config: bool) -> None:
+    module = "base_model.model.down_blocks.1.attentions.0.transformer_blocks.0.attn2.to_k"
+    tensors = {f"{module}.lora_A.weight": torch.zeros(4, 2048), f"{module}.lora_B.weight": torch.zeros(640, 4)}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    if config:
+        (tmp_path / "adapter_config.json").write_text('{"lora_alpha": 4, "r": 4}', encoding="utf-8")
+    found = inspect(tmp_path)
+    text = inspect_text(found)
+    assert bool(CLAIMS.search(text)) is config and bool(found["trainable"]) is config, text
+
+
+@pytest.mark.parametrize("broken", [None, "unet", "text_encoder"])
+def test_one_damaged_component_refuses_the_folder(tmp_path: Path, broken: str | None) -> None:
+    modules = {
+        "unet": "down_blocks.1.attentions.0.transformer_blocks.0.attn2.to_k",
+        "text_encoder": "text_model.encoder.layers.0.mlp.fc1",
+    }
+    for component, module in modules.items():
+        (tmp_path / component).mkdir()
+        width = 2048 if component == "unet" else 768
+        tensors = {f"base_model.model.{module}.lora_A.weight": torch.zeros(4, width)}
+        if component != broken:
+            tensors[f"base_model.model.{module}.lora_B.weight"] = torch.zeros(640, 4)
+        save_file(tensors, tmp_path / component / "adapter_model.safetensors")
+        (tmp_path / component / "adapter_config.json").write_text('{"lora_alpha": 4, "r": 4}', encoding="utf-8")
+    text = inspect_text(inspect(tmp_path))
+    assert bool(CLAIMS.search(text)) is (broken is None), text
+
+
+@pytest.mark.parametrize(
+    ("names", "code"),
+    [
+        (["unknown.weight"], 2),
+        (["encoder.conv_in.weight", "decoder.conv_in.weight"], 2),
+        ([f"lora_unet_{ATTENTION.format(0)}.lora_down.weight", f"lora_unet_{ATTENTION.format(0)}.lora_up.weight"], 0),
+    ],
+)
+def test_the_exit_code_says_whether_a_recipe_can_name_it(tmp_path: Path, names: list[str], code: int) -> None:
+    shapes = {"down.weight": (4, 2048), "up.weight": (640, 4)}
+    tensors = {
+        name: torch.zeros(next((s for end, s in shapes.items() if name.endswith(end)), (3, 3))) for name in names
+    }
+    save_file(tensors, tmp_path / "x.safetensors")
+    ended = command_line("inspect", tmp_path / "x.safetensors", "--json")
+    assert ended.exit_code == code and json.loads(ended.stdout)["usable"] is (code == 0)
+    assert command_line("inspect", tmp_path / "x.safetensors").exit_code == code
+
+
+def test_what_is_no_model_can_be_looked_at(tmp_path: Path) -> None:
+    assert command_line("inspect", "builtin:tiny-sdxl").exit_code == 0
+    assert inspect(Path("builtin:demo"))["usable"] is True

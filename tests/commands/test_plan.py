@@ -18,6 +18,7 @@ from lora_rocm.planning.fit import does_not_fit, job_of
 from lora_rocm.planning.step_cost import MODES, Block, Footprint, Job, Mode, Moment, Rates, SmallerAdapter, Work, choose
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
+from lora_rocm.rules.memory_rules import budget_of
 from tests.families.toy_families import TOYS
 from tests.hardware.situations import situation
 
@@ -498,4 +499,48 @@ def test_a_smaller_rank_where_adapter_and_optimizer_take_most() -> None:
 
 def test_a_room_says_what_it_is_made_of() -> None:
     room = command._room_of_card(24 * GIB)
-    assert isinstance(room, Room) and room.num_bytes is not None and 22 * GIB < room.num_bytes < 24 * GIB
+    assert isinstance(room, Room) and room.num_bytes == sum(part.num_bytes for part in room.parts)
+    assert 21 * GIB < room.num_bytes < 22 * GIB
+    assert room.why.startswith("24.0 GiB memory of the card, 1.0 GiB kept for the desktop, 1.2 GiB for libraries, 512")
+
+
+@pytest.mark.parametrize(
+    ("machine", "held_gib", "said"),
+    [
+        ("linux-rx7900xtx", 1.4, "24.0 GiB memory of the card, 1.4 GiB held by other programs, 1.2 GiB for libraries"),
+        ("linux-rx7900xtx", 9.5, "24.0 GiB memory of the card, 9.5 GiB held by other programs, 1.2 GiB for libraries"),
+        ("linux-rx7900xtx", 0.0, "24.0 GiB memory of the card, 1.2 GiB for libraries, 512.0 MiB kept free"),
+        ("wsl-rx7900xtx", 1.0, "24.0 GiB memory of the card, 1.0 GiB kept for the desktop, 1.2 GiB for libraries"),
+        ("linux-strix-halo", 0.0, "62.6 GiB can be mapped (GTT)"),
+        ("nvidia-rtx4090", 0.0, ""),  # as measured: nothing is subtracted
+    ],
+)
+def test_the_room_says_what_was_counted(
+    machine: str, held_gib: float, said: str, write: Any, child: Any, monkeypatch: Any, capsys: Any
+) -> None:
+    """The child measures what training would have; what is missing to the card's size is held by others."""
+    made = situation(machine)
+    known = budget_of(made.facts, made.gpu)
+    whole = known.limit_bytes if known is not None else 24 * GIB
+    measured = whole - (int(held_gib * GIB) if machine != "wsl-rx7900xtx" else 0)
+    child["gpu"] = gpu(0, budget_bytes=measured, name="Card", integrated=machine == "linux-strix-halo")
+    monkeypatch.setattr(command, "situation_here", lambda recipe: made)
+    assert command.plan(write(), (), card=None, as_json=False) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("memory for training")]
+    assert (
+        "Card, as training sees it" in line and said in line and ("GiB" in line.partition("sees it")[2]) == bool(said)
+    )
+
+
+def test_without_torch_the_room_is_what_the_system_says(write: Any, child: Any, monkeypatch: Any, capsys: Any) -> None:
+    for machine, held in (("linux-rx7900xtx", "1.4 GiB held by other programs"), ("nvidia-rtx4090", "")):
+        made = situation(machine)
+        monkeypatch.setattr(command, "situation_here", lambda recipe, made=made: made)
+        assert command.plan(write(), (), card=None, as_json=True) == 0
+        room = json.loads(capsys.readouterr().out)["room"]
+        known = budget_of(made.facts, made.gpu)
+        if known is None:
+            assert room["num_bytes"] is None
+        else:
+            assert held in room["why"] and room["num_bytes"] == known.total_bytes
+            assert sum(part["num_bytes"] for part in room["parts"]) == known.total_bytes

@@ -58,6 +58,11 @@ def text_run(folder: Path, more: str = "") -> None:
     run_dir.recipe.write_text(TEXTS + more, encoding="utf-8")
 
 
+def test_answers_are_written_and_images_are_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    sample_export._show({"type": "drawn", "images": ["/x/00.txt", "/x/01.png"]})
+    assert capsys.readouterr().out == "Wrote /x/00.txt\nDrew /x/01.png\n"
+
+
 def test_sample_of_a_run(jobs: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = RunDir(tmp_path / "run")
     write_whole_run(run_dir)

@@ -4,6 +4,7 @@ import json
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -28,6 +29,7 @@ from tests.supervisor.fake_run import (
     step_fields,
     write_whole_run,
 )
+from tests.telemetry.trees import read_as
 
 ERROR = {"code": "disk-full", "what": "The disk is full.", "where": "/x", "fix": "Free it.", "exit_code": 3}
 STOP = {**ERROR, "code": "stopped", "exit_code": 130}
@@ -79,6 +81,21 @@ def test_running(run_dir: RunDir) -> None:
     assert found["state"] == "running" and found["updates"] == 4 and found["max_train_steps"] == 40
     assert found["rate_per_s"] == pytest.approx(5.0) and found["eta_s"] == pytest.approx(7.2)
     assert "5.00 it/s, 0:07 left" in status_text(found)
+
+
+def test_readings_are_no_word_of_the_worker(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that hangs stays silent, however often the GPU beside it is read."""
+    with monkeypatch.context() as patch:
+        patch.setattr("lora_rocm.rundir.events.time", SimpleNamespace(time=lambda: time.time() - 1000.0))
+        write(run_dir, *STEPS)
+    supervisor = EventWriter(run_dir.events("supervisor"), session=1)
+    supervisor.write(read_as(power_w=150.0))
+    supervisor.write(read_as(power_w=200.0))
+    supervisor.close()
+    found = status(run_dir)
+    assert found["last_event_s_ago"] >= 999.0 and found["state"] == "died" and found["restarts"] == 0
+    assert [event["power_w"] for event in found["telemetry"]] == [200.0]
+    json.dumps(found, allow_nan=False)
 
 
 def test_a_resumed_run_counts_from_its_checkpoint(run_dir: RunDir) -> None:

@@ -98,9 +98,9 @@ def test_a_run_of_texts_says_what_was_written_and_how_to_talk_to_it(
     (run / "peft" / "model").mkdir(parents=True)
     for name in (PEFT_CONFIG, PEFT_WEIGHTS):
         (run / "peft" / "model" / name).touch()
-    (run / "result.json").write_text('{"updates": 40}', encoding="utf-8")
+    (run / "result.json").write_text('{"updates": 40, "exports": [{"format": "peft"}]}', encoding="utf-8")
     assert train.train("texts.yaml", run_dir=Path("run"), resume="latest") == 0
-    assert f"This run is complete: {run / 'peft'}\n{talk}" in capsys.readouterr().out
+    assert f"This run is complete: {run / 'peft' / 'model'}\n{talk}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("mode", ["done", "stop-while-caching"])

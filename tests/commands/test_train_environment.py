@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,8 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.rule import Situation
 from lora_rocm.rules.this_machine import situation_here
 from lora_rocm.rundir.layout import RunDir
+from lora_rocm.supervisor.telemetry import Telemetry
+from lora_rocm.telemetry.cards import Cards
 from tests.golden import HOSTS, few_quick
 from tests.supervisor.fake_run import RECIPE
 
@@ -54,7 +59,8 @@ def seen_by_child(machine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
         return situation_here(recipe, facts, {**facts.variables, **exported})
 
     monkeypatch.setattr(train, "situation_here", situation)
-    assert train.train("recipe.yaml", ["runtime.self_test=no"], run_dir=tmp_path / "run") == 0
+    overrides = ["runtime.self_test=no", "runtime.telemetry=false"]  # a recorded machine's files are not here
+    assert train.train("recipe.yaml", overrides, run_dir=tmp_path / "run") == 0
     seen: dict[str, str] = json.loads((tmp_path / "run" / "seen.json").read_text(encoding="utf-8"))
     saved = json.loads((tmp_path / "run" / "environment.json").read_text(encoding="utf-8"))
     assert {row["variable"]: row["value"] for row in saved["variables"]}.items() <= seen.items()
@@ -162,3 +168,64 @@ def test_other_machines_start_without_a_test(machine: str, monkeypatch: pytest.M
     facts = load_facts(HOSTS / f"{machine}.json")
     monkeypatch.setattr(train, "situation_here", lambda recipe: situation_here(recipe, facts, {}))
     assert train.train("recipe.yaml", run_dir=tmp_path / "run") == 0
+
+
+@pytest.mark.parametrize(
+    ("machine", "overrides", "refused"),
+    [
+        ("windows-rx9060xt", [], True),
+        ("windows-rx9060xt", ["runtime.attention=math"], False),
+        ("windows-rx9060xt", ["runtime.device=cpu"], False),
+        ("windows-rx9060xt-fits", [], False),
+    ],
+)
+def test_a_torch_whose_attention_has_images_of_another_version_trains_nothing(
+    machine: str, overrides: list[str], refused: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    facts = load_facts(HOSTS / f"{machine}.json")
+    monkeypatch.setattr(train, "situation_here", lambda recipe: situation_here(recipe, facts, {}))
+    start = partial(train.train, "recipe.yaml", ["runtime.self_test=no", *overrides], run_dir=tmp_path / "run")
+    if not refused:
+        assert start() == 0
+        return
+    with pytest.raises(MachineError) as caught:
+        start()
+    error = caught.value
+    assert error.code == "attention-images-differ" and error.exit_code == 3 and not (tmp_path / "run").exists()
+    assert "0.12.50" in error.what and "0.13" in error.what and "install.bat --repair" in error.fix
+
+
+def test_a_linux_machine_with_such_a_torch_is_refused_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    facts = load_facts(HOSTS / "linux-rx7900xtx.json")
+    assert facts.torch is not None
+    for images, refused in (("0.13", True), ("0.12", False)):
+        torch = replace(facts.torch, aotriton="0.12.50", aotriton_images={"amd-gfx110x": images})
+        machine = replace(facts, torch=torch)
+        monkeypatch.setattr(train, "situation_here", lambda recipe, m=machine: situation_here(recipe, m, {}))
+        with pytest.raises(MachineError) if refused else nullcontext():
+            train.train("recipe.yaml", ["runtime.self_test=no"], run_dir=tmp_path / f"run-{images}")
+
+
+@pytest.mark.parametrize(
+    ("machine", "overrides", "cards"),
+    [
+        ("linux-rx7900xtx", [], Cards("sysfs", ("0000:03:00.0",), spills="moved")),
+        ("linux-rx7900xtx", ["runtime.telemetry=false"], ""),
+        ("linux-rx7900xtx", ["runtime.device=cpu"], ""),
+        ("cpu-only", [], ""),
+    ],
+)
+def test_the_gpu_of_the_run_is_watched_unless_the_recipe_forbids_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, machine: str, overrides: list[str], cards: Cards | str
+) -> None:
+    watched: list[Cards | str] = []
+
+    def telemetry(asked: Cards | str = "") -> Telemetry:
+        watched.append(asked)
+        return Telemetry()
+
+    monkeypatch.setattr(train, "Telemetry", telemetry)
+    facts = load_facts(HOSTS / f"{machine}.json")
+    monkeypatch.setattr(train, "situation_here", lambda recipe: situation_here(recipe, facts, {}))
+    assert train.train("recipe.yaml", ["runtime.self_test=no", *overrides], run_dir=tmp_path / "run") == 0
+    assert watched == [cards]

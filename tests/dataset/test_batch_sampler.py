@@ -166,7 +166,9 @@ def test_an_epoch_of_mixed_buckets_has_as_many_updates_as_elsewhere(
     shapes = [Shape.of(h=64, w=64 + 64 * n) for n, count in enumerate(counts) for _ in range(count)]
     found = [Item(str(n), shape, {}) for n, shape in enumerate(shapes)]
     assert BatchPlan(found, batch, acc, 0).steps_per_epoch == wanted
-    assert BatchPlan(found, batch, acc, 0, one_bucket_updates=True).steps_per_epoch > wanted, "the control"
+    earlier = BatchPlan(found, batch, acc, 0, one_bucket_updates=True)
+    assert earlier.steps_per_epoch > wanted, "the control"
+    assert BatchPlan(found, batch, acc, 0).one_bucket_steps == earlier.steps_per_epoch == earlier.one_bucket_steps
 
 
 def test_batches_as_large_as_all_others_are_mixed_with_them() -> None:

@@ -141,7 +141,19 @@ def test_repeat_folders(tmp_path: Path, make: SimpleNamespace) -> None:
         "Folder 0_off: left out (kohya's number_name folders).",
         "Folder 10_zibu_cat: each image is seen 10 times an epoch (kohya's number_name folders).",
         "Folder plain/5_deep: each image is seen 5 times an epoch (kohya's number_name folders).",
+        "3 images lie outside the number_name folders and are trained on, too: 20240131_sea/e.png, 3_x.png, "
+        "plain/c.png. If not wanted, name the folder with the number_name folders as path, or the others in exclude.",
     ]
+
+
+def test_images_outside_number_name_folders_are_named(tmp_path: Path, make: SimpleNamespace) -> None:
+    for name in ("img/1_zibu/a.png", "log/b.png", "preview.png"):
+        make.image(tmp_path / name)
+    repeats, outside = walk(tmp_path, ".txt").notices
+    assert "once" in repeats and "img/1_zibu" in repeats
+    assert all(name in outside for name in ("log/b.png", "preview.png", "exclude")) and "a.png" not in outside
+    assert len(walk(tmp_path / "img", ".txt").notices) == 1, "the control: there are none"
+    assert not walk(tmp_path / "log", ".txt").notices, "and without such folders nothing is outside"
 
 
 def test_an_empty_folder_says_what_is_there(tmp_path: Path) -> None:

@@ -72,15 +72,15 @@ def test_a_plain_text_stays_itself_even_if_it_looks_like_a_record() -> None:
         ({"conversations": [1]}, "The column conversations is no list of messages"),
         ({"prompt": "a", "completion": None}, "The completion is empty"),
         ({"prompt": None, "completion": [ANSWER]}, "The prompt is empty"),
-        ({"messages": [{**ASK, "content": [{"type": "text", "text": 3}]}, ANSWER]}, "something else than text"),
+        ({"messages": [{**ASK, "content": [{"type": "text", "text": 3}]}, ANSWER]}, "a content that is no text"),
         ({"messages": [{"content": "a"}]}, "has no role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}, ANSWER]}, "more than text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}, ANSWER]}, "has the type 'image'"),
         ({"prompt": "2+2=", "completion": ""}, "The completion is empty"),
         ({"text": None}, "The text is empty"),
         ({"messages": [ASK, ANSWER], "tools": "add"}, "The column tools is a text that is no JSON"),
         ({"messages": [ASK, ANSWER], "tools": '{"name": "add"}'}, "The column tools is no list"),
         ({"messages": [ASK, ANSWER], "tools": {"name": "add"}}, "The column tools is no list"),
-        ({"messages": [{**ASK, "content": 4}, ANSWER]}, "something else than text"),
+        ({"messages": [{**ASK, "content": 4}, ANSWER]}, "a content that is no text"),
         ({"messages": [ASK, {**ANSWER, "content": []}]}, "Message 2 .* is empty"),
         ({"messages": [{**ASK, "content": [{"type": "text"}]}, ANSWER]}, r"Message 1 \(user\) is empty"),
         ({"messages": [{"role": "user"}, ANSWER]}, r"Message 1 \(user\) is empty"),
@@ -104,6 +104,11 @@ KEPT_BACK: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "completion": "b", "label": "False"}, "label"),
     ({"prompt": "a", "completion": "b", "label": 1}, "label"),
     ({"messages": [ASK, ANSWER], "label": True}, "label"),
+    ({"messages": [ASK, ANSWER], "label": 1}, "label"),
+    ({"messages": [ASK, ANSWER], "desirable": True}, "desirable"),
+    ({"messages": [ASK, ANSWER], "weight": 0.5}, "weight"),
+    ({"messages": [ASK, {**ANSWER, "Weight": 0}]}, "weight"),
+    ({"messages": [ASK, {**ANSWER, "weight": 0, "train": True}]}, "train"),
     ({"conversations": [ASK, ANSWER], "kto_tag": False}, "kto_tag"),
     ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "history"),
     ({"instruction": "a", "output": "b", "history": '[["c", "d"]]'}, "history"),
@@ -120,10 +125,14 @@ def test_a_column_that_changes_what_a_row_means_and_is_not_read_is_refused(row: 
     with pytest.raises(UnusableText) as caught:
         record_of(row)
     assert column in caught.value.what
-    for empty in (None, "", []):
-        record_of({**row, column: empty})
+    for empty in (None, "", []) if column in row else ():
+        if column in ("label", "kto_tag", "desirable"):  # an answer of unknown worth
+            with pytest.raises(UnusableText, match=column):
+                record_of({**row, column: empty})
+        else:
+            record_of({**row, column: empty})
     assert record_of({"text": "a", "history": "b", "image": "c", "label": False}) == "a", "a text is whole without them"
-    assert record_of({"messages": [ASK, ANSWER], "label": 3}) == CHAT
+    assert record_of({"messages": [ASK, ANSWER], "label": "sums"}) == CHAT
 
 
 BE_SHORT = {"role": "system", "content": "Be short."}

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
-from lora_rocm.device import backend_settings as module
-from lora_rocm.device.backend_settings import apply, plain_attention
+from lora_rocm.device.backend_settings import apply, plain_attention, wake
+from lora_rocm.hardware.memory_budget import GIB
 from lora_rocm.hardware.settings import Settings
+from tests.device.fake_card import GPU, SETTINGS, FakeCard
 
 CPU = torch.device("cpu")
 
@@ -54,9 +56,20 @@ def test_the_vae_has_plain_attention_on_amd(
     assert fused() == {True}
 
 
-def test_the_memory_limit_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    monkeypatch.setattr(module, "limit", lambda *arguments: calls.append(arguments))
-    apply(Settings(memory_limit_bytes=5), CPU)
-    apply(Settings(), CPU)
-    assert calls == [(CPU, 5), (CPU, None)]
+def test_the_memory_limit_counts_what_others_hold_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = FakeCard(tmp_path, others=2 * GIB).install(monkeypatch)
+    apply(Settings(), GPU)
+    apply(SETTINGS, CPU)
+    assert card.fractions == []
+    apply(SETTINGS, GPU)
+    assert SETTINGS.memory_limit_bytes is not None
+    assert card.limit == SETTINGS.memory_limit_bytes - 2 * GIB
+
+
+def test_a_worker_asks_the_driver_in_the_thread_that_wakes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    card, zeros = FakeCard(tmp_path, others=2 * GIB).install(monkeypatch), torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(*size))
+    apply(SETTINGS, GPU, wakes_later=True)
+    assert card.limit == SETTINGS.memory_limit_bytes
+    wake(GPU, SETTINGS).join()
+    assert SETTINGS.memory_limit_bytes is not None and card.limit == SETTINGS.memory_limit_bytes - 2 * GIB

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 from lora_rocm.doctor.selftest_checks import groups
+from lora_rocm.doctor.table_age import OLD_DAYS, reviews
 from lora_rocm.hardware.facts import DeviceFile, Gpu, HostFacts, Library, Unread, load_facts
 from lora_rocm.hardware.selftest_result import Result, Stack, Verdict
 from lora_rocm.rules.environment import EnvPlan, EnvRow, Warned, plan, rules
@@ -60,6 +62,12 @@ def on(
     return case(replace(facts, **own))
 
 
+def some_days_after_the_last_review(days: int, facts: HostFacts = LINUX) -> Case:
+    """A machine whose clock shows a day so long after the newest review of a table."""
+    situation, env_plan = case(facts)
+    return replace(situation, today=max(review.day for review in reviews().values()) + timedelta(days)), env_plan
+
+
 def log(line: str) -> Injection:
     return lambda: on(LINUX, linux={"kernel_log": ("amdgpu 0000:03:00.0: harmless", line)})
 
@@ -107,6 +115,7 @@ INJECTIONS: dict[str, Injection] = {
     "no-permission": lambda: on(LINUX, linux={"kfd": closed("/dev/kfd"), "groups": ("video",)}),
     "wsl-dxg": lambda: on(WSL, linux={"dxg": False}),
     "wsl-librocdxg": lambda: on(WSL, linux={"rocm_version": None}),
+    "runtime-power": lambda: case(facts_of("linux-r9700")),
     "pcie-atomics": lambda: on(LINUX, gpu={"pcie_atomics": False}),
     "iommu": lambda: on(LINUX, gpus=(LINUX.gpus[0], SECOND), linux={"boot_parameters": {}}),
     "python": lambda: on(LINUX, python="3.12.1 32-bit"),
@@ -116,6 +125,7 @@ INJECTIONS: dict[str, Injection] = {
     "torch-wrong-build": lambda: on(LINUX, torch={"version": "2.13.0+cu130", "hip": None, "cuda": "13.0"}),
     "torch-old": lambda: on(LINUX, torch={"version": "2.9.1+rocm6.4", "hip": "6.4.43482"}),
     "torch-new": lambda: on(LINUX, torch={"version": "2.15.1+rocm7.2"}),
+    "torch-device-packages": lambda: case(facts_of("windows-rx7600-mixed")),
     "torch-no-kernels": lambda: on(LINUX, torch={"arch_list": ("gfx1030", "gfx1201")}),
     "rocm-old": lambda: on(LINUX, torch={"version": "2.11.0+rocm6.4", "hip": "6.4.43482"}),
     "torchvision": library("torchvision", "0.27.0+rocm7.2"),
@@ -162,9 +172,16 @@ INJECTIONS: dict[str, Injection] = {
     "firmware-mes": lambda: on(APU, gpu={"mes_firmware": "0x83"}),
     "firmware-20251125": lambda: on(APU, gpu={"mes_firmware": None}, linux={"firmware_package": "20251125-1.fc43"}),
     "adrenalin-rdna4": lambda: on(WINDOWS, gpu={"driver_product": "26.5.1"}),
-    "rocm-conv": lambda: on(APU, torch={"version": "2.13.0+rocm10.0.0", "hip": "10.0.26301-0fa1b3c"}),
+    "rocm-conv": lambda: on(APU, torch={"version": "2.13.0+rocm10.0.0", "hip": "7.15.26333-0fa1b3c"}),
+    "rocm-conv-search": lambda: case(facts_of("windows-rx7800xt-next")),
+    "kernel-7.0-strix-halo": lambda: case(facts_of("linux-strix-halo-mes86")),
+    "firmware-mes-0x86": lambda: case(facts_of("linux-strix-halo-mes86")),
+    "kernel-gfx1201-faults": lambda: case(facts_of("linux-r9700")),
     "rocm-conv-windows": lambda: on(WINDOWS, torch={"version": "2.11.0+rocm7.2.1", "hip": "7.2.53211"}),
     "rocm-batched-windows": lambda: on(WINDOWS, torch={"version": "2.12.0+rocm7.14.0", "hip": "7.14.60850"}),
+    "attention-images": lambda: on(LINUX, torch={"aotriton": "0.12.50", "aotriton_images": {"amd-gfx110x": "0.13"}}),
+    "rocm-attention-windows": lambda: on(WINDOWS, torch={"version": "2.12.0+rocm7.14.1", "hip": "7.14.26250"}),
+    "price-of-safe": lambda: case(facts_of("linux-rx9070xt")),
     "log-no-firmware": log(
         "amdgpu 0000:03:00.0: Direct firmware load for amdgpu/gc_11_0_0_pfp.bin failed with error -2"
     ),
@@ -179,6 +196,10 @@ INJECTIONS: dict[str, Injection] = {
         facts_of("windows-strix-halo"), gpu={"vram_bytes": GIB // 2}, memory_bytes=127 * GIB, variables={}
     ),
     "gtt": lambda: on(APU, gpu={"gtt_bytes": 62 * GIB}, linux={"ttm_pages_limit": None}),
+    "memory-seen": lambda: case(
+        facts_of("linux-rx9060xt-pair"),
+        Verdict(STACK, (Result("memory.total", "passed", 0.0, "torch finds 8.0 GiB, and the driver 15.9 GiB"),)),
+    ),
     "memory-in-use": lambda: on(LINUX, memory_available_bytes=3 * GIB),
     "main-memory": lambda: on(LINUX, memory_bytes=8 * GIB, swap_bytes=0),
     "disk": lambda: on(LINUX, disk_free_bytes=GIB),
@@ -191,9 +212,17 @@ INJECTIONS: dict[str, Injection] = {
     "remembered": lambda: remembering(Kept("sdma-off", "hang", "2026-11-20")),
     "owner-ipc": lambda: case(LINUX),
     "owner-gfx1151": lambda: case(APU),
+    "tables-old": lambda: some_days_after_the_last_review(OLD_DAYS + 1),
     "unread": lambda: on(LINUX, unread=(Unread("/proc/meminfo", "permission denied"),)),
     **{f"variable-{harm.id}": warned(harm.id) for harm in harms()},
     **{f"replaced-{rule.id}": replaced(rule.id) for rule in rules() if rule.over_user},
 }
-EXPECTED_ON_HEALTHY = {"owner-ipc", "owner-gfx1151", "wheel-building", "wsl-wheel", "rocm-batched-windows"}
+EXPECTED_ON_HEALTHY = {
+    "owner-ipc",
+    "owner-gfx1151",
+    "wheel-building",
+    "wsl-wheel",
+    "rocm-batched-windows",
+    "price-of-safe",
+}
 """Notes that belong to a healthy machine."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from lora_rocm.doctor.checks import CHECKS, as_intended, findings
 from lora_rocm.doctor.finding import LEVELS, Finding, texts
 from lora_rocm.doctor.known_bad import bad_table
 from lora_rocm.hardware.facts import DeviceFile, Unread
+from lora_rocm.hardware.selftest_result import Result, Status, Verdict
 from lora_rocm.rules.environment import rules
 from lora_rocm.rules.harmful_values import harms
 from lora_rocm.rules.mitigation_records import Kept, Workload
@@ -23,6 +25,7 @@ from tests.doctor.injections import (
     LINUX,
     NVIDIA,
     RAPHAEL,
+    STACK,
     STRIX_615,
     WINDOWS,
     WSL,
@@ -129,7 +132,26 @@ def test_rows_about_bad_versions_have_a_source_and_a_range(row: object) -> None:
         (on(LINUX, linux={"kfd": closed("/dev/kfd"), "wsl": True}), "no-permission"),
         (on(WSL, torch={"hip": "7.14.26221"}), "variable-dxg-off"),
         (on(APU, linux=DEBIAN_612), "kernel-strix-halo"),
+        (case(facts_of("linux-r9700-quiet")), "runtime-power"),
+        (case(facts_of("linux-r9700-quiet")), "kernel-gfx1201-faults"),
+        (case(facts_of("linux-rx9060xt-pair")), "runtime-power"),
+        (on(facts_of("linux-r9700"), unread=(Unread("/proc/cmdline", "permission denied"),)), "runtime-power"),
+        (case(facts_of("linux-strix-halo-2604")), "kernel-7.0-strix-halo"),
+        (case(facts_of("windows-rx9060xt-next")), "wheel-building"),
+        (case(facts_of("windows-rx9060xt-next")), "torchvision"),
+        (case(facts_of("windows-rx9060xt-next")), "torch-device-packages"),
+        (case(facts_of("windows-rx9070xt")), "torch-device-packages"),
         (on(NVIDIA, gpus=(*NVIDIA.gpus, RAPHAEL)), "unknown-gpu"),
+        (on(LINUX, torch={"aotriton": "0.12.50", "aotriton_images": {"amd-gfx110x": "0.12"}}), "attention-images"),
+        (on(LINUX, torch={"aotriton": "0.12.50", "aotriton_images": {"amd-gfx120x": "0.13"}}), "attention-images"),
+        (on(LINUX, torch={"aotriton": None, "aotriton_images": {"amd-gfx110x": "0.13"}}), "attention-images"),
+        (on(LINUX, torch={"aotriton": "0.12.50", "aotriton_images": {"amd-gfx110x": "?"}}), "attention-images"),
+        (case(facts_of("windows-rx9060xt-fits")), "attention-images"),
+        (case(facts_of("windows-rx9060xt-fits")), "rocm-attention-windows"),
+        (case(facts_of("windows-rx9060xt")), "rocm-attention-windows"),  # told by the files, more exactly
+        (case(facts_of("windows-rx9070xt")), "rocm-attention-windows"),
+        (case(LINUX), "price-of-safe"),
+        (on(facts_of("linux-rx9070xt"), variables={"TORCH_BLAS_PREFER_HIPBLASLT": "1"}), "price-of-safe"),
         (log("amdgpu 0000:03:00.0: amdgpu: SMU is initialized successfully!")(), "log-hang"),
         (log("amdgpu 0000:03:00.0: amdgpu: PSP runtime database doesn't exist")(), "log-no-firmware"),
     ],
@@ -177,6 +199,56 @@ def test_the_limit_for_mapped_memory_fits_the_machine() -> None:
     assert finding.level == "slows"
     small = told(*on(APU, gpu={"gtt_bytes": 12 * GIB}, linux={"ttm_pages_limit": None}))["gtt"]
     assert small.level == "harms"
+
+
+@pytest.mark.parametrize(("machine", "module", "other"), [
+    ("linux-strix-halo", "ttm", "amdttm"), ("linux-strix-halo-dkms", "amdttm", "ttm"),
+])  # fmt: skip
+def test_the_limit_for_mapped_memory_is_raised_in_the_module_that_is_loaded(
+    machine: str, module: str, other: str
+) -> None:
+    for facts in (facts_of(machine), replace(facts_of(machine), memory_bytes=12 * GIB)):
+        vram = replace(facts.gpus[0], vram_bytes=96 * GIB) if facts.memory_bytes == 12 * GIB else facts.gpus[0]
+        found = told(*case(replace(facts, gpus=(vram,))))
+        (cure,) = {" ".join(found[name].cure) for name in ("gtt", "carve-out") if name in found}
+        assert f"{module}.pages_limit=" in cure and f" {other}.pages_limit" not in cure
+    assert "carve-out" in found
+
+
+def test_a_parameter_of_a_module_that_is_not_loaded_is_named() -> None:
+    dkms = facts_of("linux-strix-halo-dkms")
+    assert (
+        "ttm.pages_limit=27648000 is set, but the module that is loaded is amdttm" in told(*case(dkms))["gtt"].evidence
+    )
+    right = on(dkms, linux={"boot_parameters": {"amdttm.pages_limit": "27648000"}})
+    assert "is set, but" not in told(*right)["gtt"].evidence  # the control
+
+
+@pytest.mark.parametrize(("machine", "changes", "fires"), [
+    ("windows-strix-halo-96gb", {}, True),
+    ("windows-strix-halo", {}, False),  # 64 GB
+    ("windows-strix-halo-96gb", {"gfx": "gfx1150"}, False),  # another APU
+])  # fmt: skip
+def test_no_more_than_64_gb_are_advised(machine: str, changes: dict[str, str], fires: bool) -> None:
+    found = told(*on(facts_of(machine), gpu=changes))
+    assert ("dedicated-memory" in found) == fires
+    for memory in (8, 16, 32, 64, 127, 200, 400):
+        small = told(*on(facts_of(machine), gpu={"vram_bytes": GIB}, memory_bytes=memory * GIB))
+        if "dedicated-memory" in small:
+            advised = re.search(r"about (\d+) GB", " ".join(small["dedicated-memory"].cure))
+            assert advised is not None and int(advised.group(1)) <= 64
+
+
+@pytest.mark.parametrize(("detail", "status", "fires"), [
+    ("torch finds 8.0 GiB, and the driver 15.9 GiB", "passed", True),
+    ("", "passed", False),
+    ("not enough memory on the GPU", "skipped", False),
+])  # fmt: skip
+def test_another_amount_of_memory_is_a_note(detail: str, status: Status, fires: bool) -> None:
+    verdict = Verdict(STACK, (Result("memory.total", status, 0.0, detail),))
+    found = told(*case(facts_of("linux-rx9060xt-pair"), verdict))
+    assert ("memory-seen" in found) == fires
+    assert not fires or (found["memory-seen"].level == "note" and detail in found["memory-seen"].evidence)
 
 
 def test_gttsize_alone_is_said_to_be_no_cure() -> None:

@@ -22,11 +22,12 @@ from tests.golden import machines
 
 COMMANDS = (
     "sudo", "grep", "unset", "set", "make", "python", "lora-rocm", "export", "ls", "echo", "mokutil", "uname", "docker",
-    "systemctl", "wsl.exe", "LORA_ROCM_TORCH_INDEX=cpu",
+    "systemctl", "wsl.exe", "git", "LORA_ROCM_TORCH_INDEX=cpu",
+    "LORA_ROCM_TORCH_INDEX=amd-next",
 )  # fmt: skip
 WINDOWS_COMMANDS = (
     "reg", "cmd", "python", "winget", "explorer", "sysdm.cpl", "SystemPropertiesPerformance", "lora-rocm",
-    "scripts\\windows\\install.bat",
+    "scripts\\windows\\install.bat", "git",
 )  # fmt: skip
 NO_SENTENCE = re.compile(r"[.:)]$|https?://\S+$|lora-rocm doctor(?: --report machine\.md)?$|SDMA=0$|latest$")
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from lora_rocm.doctor.checks import findings
-from lora_rocm.hardware.facts import load_facts
+from lora_rocm.hardware.facts import HostFacts, load_facts
 from lora_rocm.hardware.probe.detection import probe
 from lora_rocm.rules.kernel_log import pattern_of, patterns
-from tests.doctor.injections import INJECTIONS, case
+from tests.doctor.injections import APU, INJECTIONS, LINUX, case
 from tests.golden import HOSTS
 from tests.hardware.fake_machine import linux_machine
 
@@ -64,6 +64,19 @@ def test_the_probe_keeps_every_line_that_means_something(tmp_path: Path) -> None
     assert [line for line in facts.linux.kernel_log if line in told] == told
     found = {finding.id for finding in findings(*case(replace(facts, variables={})))}
     assert {pattern.id for pattern in patterns()} <= found
+
+
+@pytest.mark.parametrize("name", ["log-hang", "log-page-fault"])
+def test_the_iommu_is_named_on_strix_halo_alone(name: str) -> None:
+    situation, _ = INJECTIONS[name]()
+    log = situation.facts.linux.kernel_log if situation.facts.linux is not None else None
+
+    def cure(facts: HostFacts) -> str:
+        assert facts.linux is not None
+        seen = replace(facts, linux=replace(facts.linux, kernel_log=log))
+        return "\n".join(next(f.cure for f in findings(*case(seen)) if f.id == name))
+
+    assert "amd_iommu=off" in cure(APU) and "amd_iommu=off" not in cure(LINUX)
 
 
 @pytest.mark.parametrize("pattern", patterns(), ids=lambda pattern: pattern.id)

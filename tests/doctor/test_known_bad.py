@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from lora_rocm.doctor.checks import findings
+from lora_rocm.hardware.wheels import indexes
 from lora_rocm.rules.rule import release
-from tests.doctor.injections import APU, LINUX, WINDOWS, Case, on
+from tests.doctor.injections import APU, LINUX, WINDOWS, Case, facts_of, on
 
 
 def told(made: Case) -> set[str]:
@@ -81,6 +82,9 @@ def test_adrenalin(product: str, bad: bool) -> None:
         ("0x80", "20260110-1.fc43", ""),
         ("0x82", None, ""),
         ("0x84", None, ""),
+        ("0x85", None, ""),
+        ("0x86", None, "firmware-mes-0x86"),
+        ("0x87", None, ""),
         (None, "20251125-1", "firmware-20251125"),
         (None, "20260110git1a2b3c4-0ubuntu1", ""),
         (None, "20240318.git3b128b60-0ubuntu2.10", ""),
@@ -111,17 +115,19 @@ def test_the_interface_of_the_driver(drm: str | None, module: str | None, kernel
 
 
 @pytest.mark.parametrize(
-    ("version", "hip", "told_of"),
+    ("version", "rocm", "hip", "told_of"),
     [
-        ("2.13.0+rocm10.0.0", "10.0.26301-0fa1b3c", "rocm-conv"),
-        ("2.13.0+rocm10.0.1", "10.0.26333-0fa1b3c", ""),
-        ("2.13.0a0+git1f2e3d4", "10.0.26301", "rocm-conv"),  # built from sources: 10.0 is all that is known
-        ("2.12.0+rocm7.14.0a20260608", "7.14.26159", ""),
-        ("2.13.0+rocm7.2", "7.2.53211-e1a6bc5663", ""),
+        ("2.13.0+rocm10.0.0", None, "7.15.26333-0fa1b3c", "rocm-conv"),
+        ("2.13.0+rocm10.0.1", None, "7.15.26340-0fa1b3c", ""),
+        ("2.13.0a0+git1f2e3d4", "10.0.0", "7.15.26333", "rocm-conv"),  # built from sources: torch names its ROCm
+        ("2.13.0a0+git1f2e3d4", "10.1.0", "7.16.26270", ""),
+        ("2.13.0a0+git1f2e3d4", None, "7.15.26333", ""),  # HIP's numbers are not those of ROCm
+        ("2.12.0+rocm7.14.0a20260608", None, "7.14.26159", ""),
+        ("2.13.0+rocm7.2", None, "7.2.53211-e1a6bc5663", ""),
     ],
 )
-def test_convolutions_on_strix_halo(version: str, hip: str, told_of: str) -> None:
-    found = told(on(APU, torch={"version": version, "hip": hip}))
+def test_convolutions_on_strix_halo(version: str, rocm: str | None, hip: str, told_of: str) -> None:
+    found = told(on(APU, torch={"version": version, "rocm": rocm, "hip": hip}))
     assert {name for name in found if name.startswith("rocm-conv")} == ({told_of} if told_of else set())
 
 
@@ -138,6 +144,84 @@ def test_convolutions_on_strix_halo(version: str, hip: str, told_of: str) -> Non
 def test_rocm_for_windows(version: str, hip: str, told_of: set[str]) -> None:
     found = told(on(WINDOWS, torch={"version": version, "hip": hip}))
     assert {name for name in found if name in ("rocm-conv-windows", "rocm-batched-windows")} == told_of
+
+
+@pytest.mark.parametrize(
+    ("machine", "torch", "told_of"),
+    [
+        ("windows-rx7800xt-next", {"version": "2.12.0+rocm7.12.0", "rocm": None}, False),
+        ("windows-rx7800xt-next", {"version": "2.12.0+rocm7.13.0", "rocm": None}, True),
+        ("windows-rx7800xt-next", {}, True),
+        ("windows-rx7800xt-next", {"version": "2.14.1+rocm10.2.0", "rocm": "10.2.0"}, False),
+        ("windows-rx9060xt-next", {}, False),
+        ("windows-strix-halo", {}, False),
+        ("linux-rx7900xtx", {"version": "2.14.0+rocm10.1.0"}, False),
+    ],
+)
+def test_the_search_of_miopen_under_windows(machine: str, torch: dict[str, str | None], told_of: bool) -> None:
+    assert ("rocm-conv-search" in told(on(facts_of(machine), torch=torch))) is told_of
+
+
+@pytest.mark.parametrize(
+    ("machine", "name", "command"),
+    [
+        ("linux-strix-halo-2604", "rocm-conv", "LORA_ROCM_TORCH_INDEX=amd-next make install ARGS=--upgrade"),
+        (
+            "windows-rx9070xt",
+            "rocm-batched-windows",
+            r'cmd /c "set LORA_ROCM_TORCH_INDEX=amd-next&& scripts\windows\install.bat --upgrade"',
+        ),
+    ],
+)
+def test_the_newest_rocm_is_named_as_a_cure(machine: str, name: str, command: str) -> None:
+    cure = next(finding.cure for finding in findings(*on(facts_of(machine))) if finding.id == name)
+    assert command in cure and any(f"ROCm {indexes()['amd-next'].rocm}" in line for line in cure)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "distribution", "version", "told_of"),
+    [
+        ("7.0.4-200.fc44.x86_64", "fedora", "44", True),
+        ("7.0.0-15-generic", "ubuntu", "25.10", True),
+        ("7.0.0-15-generic", "ubuntu", "26.04", False),
+        ("6.19.2-200.fc44.x86_64", "fedora", "44", False),
+        ("7.1.0-200.fc44.x86_64", "fedora", "44", False),
+    ],
+)
+def test_kernel_7_0_on_strix_halo(kernel: str, distribution: str, version: str, told_of: bool) -> None:
+    linux = {"kernel": kernel, "distribution": distribution, "distribution_version": version}
+    assert ("kernel-7.0-strix-halo" in told(on(APU, linux=linux))) is told_of
+    assert "kernel-7.0-strix-halo" not in told(on(facts_of("linux-r9700"), linux=linux))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "told_of"),
+    [("6.17.12-arch1-1", False), ("6.18.1-arch1-1", False), ("6.18.2-arch1-1", True), ("7.0.0-rc3", True)]
+    + [("7.1.0-arch1-1", False)],
+)
+def test_page_faults_of_gfx1201(kernel: str, told_of: bool) -> None:
+    assert ("kernel-gfx1201-faults" in told(on(facts_of("linux-r9700"), linux={"kernel": kernel}))) is told_of
+    assert "kernel-gfx1201-faults" not in told(on(LINUX, linux={"kernel": kernel}))
+
+
+@pytest.mark.parametrize(
+    ("version", "hip", "bad"),
+    [
+        ("2.12.0+rocm7.14.0", "7.14.26221", False),
+        ("2.12.0+rocm7.14.1", "7.14.26250", True),
+        ("2.12.0+rocm10.0.0", "7.15.26333", True),
+        ("2.11.0+rocm10.1.0a20260818", "7.16.26320", True),
+        ("2.13.0+rocm10.0.0", "7.15.26333", False),
+        ("2.14.0+rocm10.1.0", "7.16.26400", False),
+    ],
+)
+@pytest.mark.parametrize("gfx", ["gfx1101", "gfx1151", "gfx1201", "gfx1030"])
+def test_fused_attention_for_windows(version: str, hip: str, bad: bool, gfx: str) -> None:
+    torch = {"version": version, "hip": hip}
+    found = told(on(WINDOWS, gpu={"gfx": gfx}, torch=torch))
+    assert ("rocm-attention-windows" in found) is (bad and gfx != "gfx1030")
+    fitting = {**torch, "aotriton": "0.13.50", "aotriton_images": {f"amd-{gfx[:-1]}x": "0.13"}}
+    assert "rocm-attention-windows" not in told(on(WINDOWS, gpu={"gfx": gfx}, torch=fitting)), "the files are right"
 
 
 def test_the_kernel_is_no_matter_of_the_other_system() -> None:

@@ -14,7 +14,7 @@ from lora_rocm.hardware import wheels
 from lora_rocm.hardware.probe.sources import Look, Sources
 from lora_rocm.hardware.probe.torch_files import installed
 from lora_rocm.rules.rule import release
-from tests.doctor.injections import APU, LINUX, on
+from tests.doctor.injections import APU, LINUX, facts_of, on
 
 
 @pytest.mark.parametrize("package", sorted({row.package for row in software_table().beside} | {"torchvision"}))
@@ -53,9 +53,33 @@ def test_a_torch_that_nothing_was_run_with_is_said_at_the_start_and_by_the_docto
 
 def test_the_newest_torch_that_was_run_is_the_newest_that_is_installed() -> None:
     """Of the table's exact versions; and of the torch that these tests run with, which may be an older one."""
-    named = [index.torch.partition("==")[2] for index in wheels.wheel_table().index]
+    named = [index.torch.partition("==")[2] for index in wheels.wheel_table().index if not index.only_asked]
     assert max(release(version)[:2] for version in named if version) == wheels.NEWEST_TORCH
     assert release(metadata.version("torch"))[:2] <= wheels.NEWEST_TORCH
+
+
+def test_the_cure_for_a_new_torch_is_one_for_this_gpu() -> None:
+    made = on(LINUX, torch={"version": "2.14.0+rocm10.1.0"}, variables={"LORA_ROCM_TORCH_INDEX": "amd-next"})
+    cure = next(each.cure for each in findings(*made) if each.id == "torch-new")
+    assert any(line.startswith('python -m pip install "torch==2.13.0" --index-url') for line in cure)
+
+
+@pytest.mark.parametrize(
+    ("packages", "lacking"),
+    [
+        ({}, {"amd-torch-device-gfx1200", "rocm-sdk-device-gfx1200"}),
+        ({"amd-torch-device-gfx1200": "2.13.0+rocm10.0.0"}, {"amd-torch-device-gfx1200", "rocm-sdk-device-gfx1200"}),
+        (
+            {"amd-torch-device-gfx1200": "2.14.0+rocm10.1.0", "rocm-sdk-device-gfx1200": "10.0.0"},
+            {"rocm-sdk-device-gfx1200"},
+        ),
+        ({"amd-torch-device-gfx1200": "2.14.0+rocm10.1.0", "rocm-sdk-device-gfx1200": "10.1.0"}, set()),
+    ],
+)
+def test_the_packages_with_the_kernels_belong_to_torch(packages: dict[str, str], lacking: set[str]) -> None:
+    found = findings(*on(facts_of("windows-rx9060xt-next"), libraries=packages))
+    evidence = " ".join(each.evidence for each in found if each.id == "torch-device-packages")
+    assert {name for name in ("amd-torch-device-gfx1200", "rocm-sdk-device-gfx1200") if name in evidence} == lacking
 
 
 def test_strix_halo_wants_rocm_7_2() -> None:

@@ -428,7 +428,7 @@ def test_check_says_what_texts_there_are(
     monkeypatch.setattr("lora_rocm.supervisor.subprocesses.run_for_json", lambda *job: said_of_it)
     check(str(recipe), registry=TOYS)
     said = capsys.readouterr().out.replace(str(tmp_path), "")
-    assert "texts: 5 usable, 0 set aside" in said and ": 7 texts; what they have" in said
+    assert "texts: 5 usable, 0 set aside" in said and "a run needs 7 texts there" in said
     assert "steps per epoch: at most 5" in said and "steps: 4," in said
     assert "1 text is longer than the model reads, for example 4.txt" in said
     assert not OF_IMAGES.search(said)

@@ -85,14 +85,34 @@ def put_torch(folder: Path, torch: Torch | None, libraries: dict[str, str]) -> P
         return folder
     put(folder, f"torch-{torch.version}.dist-info/METADATA", "Name: torch\n")
     put(folder, f"torch-{torch.version}.dist-info/RECORD", "torch/version.py,,\n")
-    fields = "".join(f"{name}: Optional[str] = {getattr(torch, name)!r}\n" for name in ("cuda", "hip"))
+    fields = "".join(f"{name}: Optional[str] = {getattr(torch, name)!r}\n" for name in ("cuda", "hip", "rocm"))
     put(folder, "torch/version.py", f"__version__ = {torch.version!r}\n{fields}")
     if torch.aotriton:
-        put(folder, f"torch/lib/libaotriton_v2.so.{torch.aotriton}", "")
+        put_aotriton(folder, torch.aotriton)
+    for images, version in torch.aotriton_images.items():
+        put(folder, f"torch/lib/aotriton.images/{images}/__signature__", signature(version))
     if torch.arch_source == "files":
         for gfx in torch.arch_list or ():
             put(folder, f"torch/lib/rocblas/library/TensileLibrary_lazy_{gfx}.dat", "")
     return folder
+
+
+def put_aotriton(folder: Path, version: str) -> None:
+    """The attention library: Linux's file name has its version; a version of three numbers is in the header as well."""
+    put(folder, f"torch/lib/libaotriton_v2.so.{version}", "")
+    if version.count(".") == 2:
+        numbers = zip(("MAJOR", "MINOR", "PATCH"), version.split("."), strict=True)
+        put(
+            folder,
+            "torch/include/aotriton/config.h",
+            "".join(f"#define AOTRITON_VERSION_{n} {v}u\n" for n, v in numbers),
+        )
+
+
+def signature(version: str) -> str:
+    """What AOTriton writes beside its images, without the hashes of its tuning databases."""
+    sha1 = {"AOTRITON_GIT_SHA1": "6e00ef3e335b45dfb49065259533b59c68995bfe", "DB_SHA256": {"primary": {}}}
+    return json.dumps({**sha1, "TRITON_VERSION": f"3.7.0+gitdb82b800.aotriton{version}"}, indent=2) + "\n"
 
 
 def linux_machine(root: Path, facts: HostFacts) -> tuple[Sources, Tools]:
@@ -172,6 +192,8 @@ def put_memory(root: Path, folder: str, gpu: Gpu) -> None:
     for name, value in (("vram", gpu.vram_bytes), ("gtt", gpu.gtt_bytes)):
         if value is not None:
             put(root, f"{folder}/mem_info_{name}_total", f"{value}\n")
+    if gpu.vram_used_bytes is not None:
+        put(root, f"{folder}/mem_info_vram_used", f"{gpu.vram_used_bytes}\n")
 
 
 def put_pci(root: Path, gpu: Gpu) -> None:
@@ -206,7 +228,7 @@ def put_kernel(root: Path, facts: HostFacts, linux: Linux) -> None:
     if linux.amdgpu_version:
         put(root, "/sys/module/amdgpu/version", f"{linux.amdgpu_version}\n")
     if linux.ttm_pages_limit is not None:
-        put(root, "/sys/module/ttm/parameters/pages_limit", f"{linux.ttm_pages_limit}\n")
+        put(root, f"/sys/module/{linux.ttm_module}/parameters/pages_limit", f"{linux.ttm_pages_limit}\n")
 
 
 def put_system(root: Path, linux: Linux) -> None:

@@ -16,7 +16,7 @@ LEFT_OUT = {
     "gfx909": "Raven 2: integrated, the CPU is used instead (wheels.AS_CPU)",
     "gfx90c": "Renoir to Barcelo: integrated, the CPU is used instead (wheels.AS_CPU)",
     "gfx1013": "BC-250 of a mining rig: no index names it",
-    "gfx1250": "Instinct MI400 series: to be added with the first wheel for it",
+    "gfx1250": "Instinct MI400 series: its wheel is known (wheels.toml, only_in), its PCI ids are not",
     "gfx1251": "Instinct MI400 series: to be added with the first wheel for it",
     "gfx1250-strict": "no hardware: a name of AMD's packages",
 }

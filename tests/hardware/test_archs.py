@@ -70,6 +70,29 @@ def test_generic_targets_name_known_architectures_of_one_major_version() -> None
         assert major and all(member in BY_GFX and member[3:-2] == major[1] for member in members)
 
 
+def test_gfx1170_is_gfx11_by_number_only() -> None:
+    assert not [gfx for gfx in GENERIC["gfx11-generic"] if not re.fullmatch("gfx11[05][0-3]", gfx)]
+    assert has_kernels(("gfx11-generic",), "gfx1170") is False
+
+
 def test_recorded_cards_are_in_the_table_but_for_the_one_that_no_table_knows() -> None:
     seen = {gpu.gfx for machine in machines() for gpu in facts_of(machine).amd_gpus if gpu.gfx}
-    assert seen - set(BY_GFX) == {"gfx1299"}
+    assert seen - set(BY_GFX) == {"gfx1299", "gfx1250"}
+
+
+@pytest.mark.parametrize(
+    ("gfx", "system", "rocm", "state"),
+    [
+        ("gfx1201", "windows", "7.14", "building"),
+        ("gfx1201", "windows", "10.0", "release"),
+        ("gfx1200", "windows", "10.1.0", "release"),
+        ("gfx1200", "windows", "nightly", "building"),
+        ("gfx1200", "windows", None, "building"),
+        ("gfx1200", "linux", "7.14", "release"),
+        ("gfx1153", "linux", "10.1", "building"),
+        ("gfx1153", "windows", "10.1", "none"),
+        ("gfx1100", "windows", "7.14", "release"),
+    ],
+)
+def test_the_state_of_a_wheel_is_one_of_its_rocm(gfx: str, system: str, rocm: str | None, state: str) -> None:
+    assert BY_GFX[gfx].wheels(system, rocm) == state

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import lora_rocm
 from lora_rocm.errors import UserError
 from lora_rocm.hardware.facts import HostFacts, facts_from_json, load_facts
 
@@ -103,3 +105,15 @@ def test_missing_keys_are_named_without_python() -> None:
 def test_an_architecture_as_torch_writes_it_is_known() -> None:
     card = {"vendor": "amd", "name": "x", "gfx": "gfx90a:sramecc+:xnack-"}
     assert facts_from_json({**LEAST, "gpus": [card]}, "x").gpus[0].gfx == "gfx90a"
+
+
+def test_no_text_calls_hips_version_that_of_rocm() -> None:
+    """HIP and ROCm have had different numbers since ROCm 10: texts about ROCm go by ``Torch.rocm_version``."""
+    wrong = re.compile(r"ROCm[^\n\"']*\{[\w.]*\bhip\b")
+    root = Path(lora_rocm.__file__).parents[1]
+    found = [path for room in ("lora_rocm", "scripts") for path in (root / room).rglob("*")]
+    sources = [path for path in found if path.suffix in (".py", ".toml")]
+    assert len(sources) > 100
+    assert [str(path) for path in sources if wrong.search(path.read_text(encoding="utf-8"))] == []
+    assert wrong.search('f"ROCm {torch.hip}"') and wrong.search("ROCm ({torch.hip})")  # control
+    assert not wrong.search('f"ROCm {torch.rocm_version}"')

@@ -11,7 +11,7 @@ from lora_rocm.hardware.facts import HostFacts, facts_from_json, load_facts
 from tests.golden import HOSTS, machines
 
 ORIGIN = "constructed from documentation; recorded on no machine"
-NO_TABLE_KNOWS = {"linux-gfx1299": "gfx1299", "broken-unknown-gpu": None}
+NO_TABLE_KNOWS = {"linux-gfx1299": "gfx1299", "linux-gfx1250": "gfx1250", "broken-unknown-gpu": None}
 RESERVED_BYTES = 3 << 30  # what firmware keeps of a round number of GiB
 
 
@@ -73,6 +73,17 @@ def test_torch_is_of_one_kind(name: str) -> None:
     assert not (torch.hip and torch.cuda)
     assert ("rocm" in torch.version) == (torch.hip is not None)
     assert (torch.arch_list is None) == (torch.arch_source is None)
+
+
+@pytest.mark.parametrize("name", machines())
+def test_rocm_is_named_by_its_own_numbers(name: str) -> None:
+    """HIP and ROCm part after 7.14, and every text and comparison about ROCm goes by ``rocm_version``."""
+    torch = host(name).torch
+    if torch is None or torch.hip is None:
+        return
+    numbers = [int(number) for number in (torch.rocm_version or "").split(".")]
+    assert torch.version.endswith(f"+rocm{torch.rocm_version}")
+    assert torch.hip.startswith(f"{numbers[0]}.{numbers[1]}.") or (numbers[0] >= 10 and torch.hip.startswith("7.1"))
 
 
 def test_memory_of_a_split_apu_adds_up() -> None:

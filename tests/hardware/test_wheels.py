@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packaging.requirements import Requirement
 
 from lora_rocm.errors import MachineError, UserError
 from lora_rocm.hardware.archs import ARCHS
 from lora_rocm.hardware.facts import Gpu, HostFacts, Linux, Torch, facts_from_json, load_facts
 from lora_rocm.hardware.wheels import (
     ANY_TORCH,
+    Index,
     WheelChoice,
     choose,
     indexes,
@@ -50,6 +52,10 @@ def with_drm(version: str) -> HostFacts:
     return machine("gfx1031", linux=Linux("6.8", drm_version=version))
 
 
+def asking(index: str, facts: HostFacts) -> WheelChoice:
+    return choose(facts, {"LORA_ROCM_TORCH_INDEX": index})
+
+
 @pytest.mark.parametrize(
     ("gfx", "system", "requirement", "url"),
     [
@@ -62,6 +68,7 @@ def with_drm(version: str) -> HostFacts:
         ("gfx1100", "windows", f"torch[device-gfx1100]=={AMD_TORCH}", AMD),
         ("gfx1201", "windows", f"torch[device-gfx1201]=={AMD_TORCH}", AMD),
         ("gfx1299", "linux", f"torch[device-all]=={AMD_TORCH}", AMD),
+        ("gfx1250", "linux", "torch[device-gfx1250]==2.14.0+rocm10.1.0", BY_ID["amd-next"].url),
     ],
 )
 def test_amd(gfx: str, system: str, requirement: str, url: str) -> None:
@@ -155,6 +162,9 @@ def test_refused_with_the_reason_and_a_way_out(gfx: str, system: str, word: str)
         (machine("gfx1151", "windows"), "ROCm#6517"),
         (with_drm("3.57"), "a newer kernel"),
         (machine("gfx1299"), "10 GB"),
+        (machine("gfx1151"), "LORA_ROCM_TORCH_INDEX=amd-next"),
+        (machine("gfx1151", "windows"), "ROCm 10.1"),
+        (machine("gfx1201", "windows"), "ROCm 10.1"),
     ],
 )
 def test_what_is_known_to_be_wrong_is_said(facts: HostFacts, word: str) -> None:
@@ -166,6 +176,23 @@ def test_what_is_known_to_be_wrong_is_said(facts: HostFacts, word: str) -> None:
 )
 def test_silent_where_nothing_is_wrong(facts: HostFacts) -> None:
     assert choose(facts, {}).warnings == ()
+
+
+def test_the_wheels_of_rocm_10_1() -> None:
+    made = asking("amd-next", machine("gfx1201", "windows"))
+    assert made.requirement == "torch[device-gfx1201]==2.14.0+rocm10.1.0" and made.warnings == ()
+    nightly = asking("amd-nightly", machine("gfx1201", "windows"))
+    assert nightly.requirement == "torch[device-gfx1201]>=2.13"  # builds of 2.12 have attention that fails
+    assert any("only that its wheels build" in text for text in nightly.warnings)
+
+
+@pytest.mark.parametrize("index", [index for index in INDEXES if index.rocm], ids=lambda index: index.id)
+def test_a_driver_that_is_too_old_for_a_rocm_is_said(index: Index) -> None:
+    said = [
+        any("a newer kernel" in text for text in asking(index.id, with_drm(drm)).warnings) for drm in ("3.61", "3.64")
+    ]
+    known = re.fullmatch(r"\d+\.\d+", index.rocm) is not None and index.rocm != "7.2"
+    assert said == [known, False] and (index.rocm in wheel_table().oldest_drm) is known
 
 
 @pytest.mark.parametrize(
@@ -250,6 +277,7 @@ RDNA2 = replace(ROCM, gfx="gfx1031", override="10.3.0")
         (Torch("2.13.0+cpu"), ROCM, "the CPU alone"),
         (Torch("2.13.0", cuda="13.0"), ROCM, "CUDA 13.0"),
         (Torch("2.13.0", hip="7.2", arch_list=("gfx1030",)), ROCM, "no kernels for gfx1100"),
+        (Torch("2.14.0+rocm10.1.0", hip="7.16.26270"), replace(ROCM, kind="cuda"), "ROCm 10.1.0"),
         (Torch("2.13.0", hip="7.2", arch_list=()), ROCM, "no GPU at all"),
         (Torch("2.13.0+cpu"), replace(ROCM, kind="cuda"), "NVIDIA"),
         (Torch("2.13.0", hip="7.2", arch_list=("gfx1100",)), ROCM, None),
@@ -294,6 +322,8 @@ def test_the_table_is_whole() -> None:
     assert all(index.source and index.what and re.fullmatch(r"2\d{3}-\d\d-\d\d", index.reviewed) for index in INDEXES)
     assert all(index.url is None or index.url.startswith("https://") for index in INDEXES)
     assert not set(AS_CPU) & set(UNSERVED)
+    assert wheel_table().only_in.keys().isdisjoint({*AS_CPU, *UNSERVED, *(arch.gfx for arch in ARCHS)})
+    assert set(wheel_table().only_in.values()) <= {index.id for index in INDEXES if "{gfx}" in index.torch}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert ANY_TORCH in project["dependencies"]
 
@@ -307,7 +337,7 @@ def test_recorded_machines_get_an_index_of_the_table_or_a_reason(name: str) -> N
         assert refused.fix
         return
     row = next(index for index in INDEXES if index.url == made.url and facts.system in index.systems)
-    assert row.id not in ("amd-next", "amd-nightly")
+    assert not row.only_asked or made.gfx in wheel_table().only_in
     assert re.fullmatch(re.escape(row.torch).replace(r"\{gfx\}", "[a-z0-9]+"), made.requirement)
 
 
@@ -335,6 +365,19 @@ ENVIRON = st.dictionaries(
     st.sampled_from(["LORA_ROCM_TORCH", "LORA_ROCM_TORCH_INDEX", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"]),
     st.text(max_size=9) | st.sampled_from(["torch==2.13.0", "torch", "0", "1,0", "-1", *BY_ID, "https://a/b"]),
 )
+
+
+@pytest.mark.parametrize("index", [index for index in INDEXES if index.kind == "rocm"], ids=lambda index: index.id)
+def test_no_index_leads_to_a_torch_whose_attention_gives_zeros(index: Index) -> None:
+    """Torch 2.11 and 2.12 with ROCm 7.14.1, 10.0 and nightlies of 10.1 (TheRock#7992, ROCm/aotriton#210)."""
+    broken = ("2.12.0+rocm7.14.1", "2.12.0+rocm10.0.0", "2.12.0+rocm10.1.0a20260812", "2.11.0+rocm10.1.0a20260818")
+    requirement = Requirement(index.torch.format(gfx="gfx1201"))
+    assert not [version for version in broken if requirement.specifier.contains(version, prereleases=True)]
+
+
+def test_a_pin_to_a_broken_torch_would_be_noticed() -> None:
+    for text in ("torch==2.12.0+rocm7.14.1", "torch>=2.12", "torch==2.12.*"):
+        assert Requirement(text).specifier.contains("2.12.0+rocm7.14.1", prereleases=True)
 
 
 @given(st.sampled_from(RECORDED), CHANGES, ENVIRON)

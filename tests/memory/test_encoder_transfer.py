@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,14 +12,17 @@ from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, Qwen3Config, Qwen3Model, T5Config, T5EncoderModel
 
 from lora_rocm.device import transfer
+from lora_rocm.device.allocator import limit_now
 from lora_rocm.device.transfer import DeviceTransfer
+from lora_rocm.hardware.memory_budget import GIB
 from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.weight_format import is_packed, pack
 from lora_rocm.memory import encoder_transfer as module
 from lora_rocm.memory import offload
-from lora_rocm.memory.encoder_transfer import ENCODING_BYTES, EncoderTransfer, repeated_layers
+from lora_rocm.memory.encoder_transfer import ENCODING_BYTES, EncoderTransfer, free_for_encoder, repeated_layers
 from lora_rocm.memory.op_counter import Ledger
 from lora_rocm.rundir.run_context import NOBODY
+from tests.device.fake_card import GPU, SETTINGS, FakeCard
 from tests.supervisor.fake_run import listening
 
 CPU = torch.device("cpu")
@@ -58,7 +63,7 @@ def states(model: nn.Module, device: torch.device = CPU) -> list[Tensor]:
 
 
 def streaming(device: torch.device = CPU, said: list[str] | None = None) -> EncoderTransfer:
-    return EncoderTransfer(device, device.type == "cuda", 0, NOBODY if said is None else listening(said))
+    return EncoderTransfer(device, device.type == "cuda", lambda: 0, NOBODY if said is None else listening(said))
 
 
 @pytest.mark.parametrize(("name", "stored"), [*((name, "none") for name in MODELS), ("T5", "nf4"), ("Qwen3", "int8")])
@@ -83,7 +88,7 @@ def test_an_encoder_that_fits_stays_whole_until_memory_runs_out() -> None:
     said = list[str]()
     weight_bytes = sum(p.numel() * p.element_size() for p in made(t5).parameters())
     for free_bytes, streams in ((weight_bytes + ENCODING_BYTES, False), (weight_bytes + ENCODING_BYTES - 1, True)):
-        door, model = EncoderTransfer(CPU, False, free_bytes, listening(said)), made(t5)
+        door, model = EncoderTransfer(CPU, False, partial(int, free_bytes), listening(said)), made(t5)
         door.send_parameters(model, "encoder")
         assert bool(said) is streams is (door.streaming() is None)
         assert len(door.frozen) == (2 if streams else len([*model.parameters()]))
@@ -94,8 +99,25 @@ def test_an_encoder_that_fits_stays_whole_until_memory_runs_out() -> None:
             assert again.streaming() is None and "ran out" in said.pop()
 
 
+@pytest.mark.parametrize("game_bytes", [0, 21 * GIB])  # 0: the control
+def test_what_is_free_is_asked_when_an_encoder_moves(
+    game_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A game that starts while another encoder works takes the memory that the next one would have had."""
+    card, said = FakeCard(tmp_path, others=GIB).install(monkeypatch), list[str]()
+    weight_bytes = sum(p.numel() * p.element_size() for p in made(t5).parameters())
+    assert weight_bytes + ENCODING_BYTES < free_for_encoder(GPU, SETTINGS)
+    door = EncoderTransfer(CPU, False, partial(free_for_encoder, GPU, SETTINGS), listening(said))
+    door.send_parameters(made(clip), "first")
+    assert said == []
+    card.changed(others=GIB + game_bytes)
+    door.send_parameters(made(t5), "second")
+    assert [text.partition(" ")[0] for text in said] == (["second"] if game_bytes else [])
+    assert card.limit == limit_now(GPU, SETTINGS), "the allocator is held to it as well"
+
+
 def test_a_module_without_layers_is_sent_whole() -> None:
-    door, said = EncoderTransfer(CPU, False, 0, listening(log := list[str]())), log
+    door, said = EncoderTransfer(CPU, False, lambda: 0, listening(log := list[str]())), log
     door.send_parameters(made(lambda: nn.Linear(4, 4)), "encoder")
     assert said == [] and len(door.frozen) == 2
 

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
+from lycoris.modules.lokr import LokrModule
+from peft.tuners.lokr.layer import factorization
+from safetensors.torch import save_file
 
 from lora_rocm.families.registry import PRODUCT, RESERVED
-from lora_rocm.model_files.readers import READ, UNKNOWN, readers_of, spelling_of
+from lora_rocm.model_files.header import read_header
+from lora_rocm.model_files.readers import (
+    READ,
+    UNKNOWN,
+    is_cut_above_root,
+    is_read,
+    readers_of,
+    readers_of_file,
+    spelling_of,
+)
 
 IMAGE_FAMILIES = {*PRODUCT.names, *RESERVED} - {"causal-lm"}
 NATIVE_FLUX = "double_blocks.0.img_attn.qkv"
@@ -165,3 +180,31 @@ def test_what_is_not_known_is_said_so() -> None:
     assert readers_of(names(module), ["sd15", "sdxl"]) is not None
     assert readers_of(names(module), []) is None and readers_of(names(module), ["sdxl", "flux"]) is None
     assert readers_of(names("model.layers.0.q_proj"), ["causal-lm"]) is None and spelling_of([]) == ""
+
+
+@pytest.mark.parametrize("factor", [4, 16, 32, 64, -1])
+def test_lycoris_is_said_to_read_a_lokr_exactly_when_it_does(tmp_path: Path, factor: int) -> None:
+    """By its own reader, for a layer of 320 outputs and 640 inputs, whose roots are 17.9 and 25.3."""
+    (outer, height), (inner, width) = (factorization(side, factor) for side in (320, 640))
+    tensors = {"lokr_w1": torch.ones(outer, inner), "lokr_w2": torch.ones(height, width), "alpha": torch.tensor(1.0)}
+    w1, w2, alpha = tensors.values()
+    try:
+        with torch.no_grad():
+            LokrModule.make_module_from_state_dict(
+                "x", torch.nn.Linear(640, 320), w1, None, None, w2, None, None, None, None, alpha, None
+            )
+        reads = True
+    except RuntimeError:
+        reads = False
+    assert reads is (factor < 32)
+    name = "lora_unet_down_blocks_1_attentions_0_transformer_blocks_0_attn2_to_q"
+    save_file({f"{name}.{role}": tensor for role, tensor in tensors.items()}, tmp_path / "x.safetensors")
+    readers = readers_of_file(read_header(tmp_path / "x.safetensors"), ["sdxl"])
+    assert readers is not None and is_read(readers.lycoris) is reads and is_read(readers.comfyui)
+
+
+def test_products_are_compared_by_their_outer_sides() -> None:
+    def shapes(outer: int, height: int) -> dict[str, tuple[int, ...]]:
+        return {"a.lokr_w1_a": (outer, 2), "a.lokr_w1_b": (2, 4), "a.lokr_w2_a": (height, 2), "a.lokr_w2_b": (2, 9)}
+
+    assert is_cut_above_root(shapes(8, 4)) and not is_cut_above_root(shapes(4, 8))

@@ -662,5 +662,27 @@ def test_a_folder_of_images_in_place_of_a_recipe_gets_the_command(tmp_path: Path
     with pytest.raises(RecipeError) as caught:
         load_recipe(tmp_path / "my pics")
     words = shlex.split(caught.value.problems[0].fix.partition("images: ")[2])
-    assert words[:2] == ["RECIPE", "--set"] and "sdxl.yaml" in caught.value.problems[0].fix
-    assert load_recipe("sdxl.yaml", words[2:]).recipe.data.path == str(tmp_path / "my pics")
+    assert words[:2] == ["lora-rocm", "train"] and words[3] == "--set"
+    assert load_recipe(words[2], words[4:]).recipe.data.path == str(tmp_path / "my pics")
+
+
+@pytest.mark.parametrize("holds", ["images", "recipes", "a run"])
+def test_a_folder_in_place_of_a_recipe_is_answered_by_a_whole_command(tmp_path: Path, holds: str) -> None:
+    folder = tmp_path / "my folder"
+    folder.mkdir()
+    names = {"images": ["a.png"], "recipes": ["b.yaml", "a.yaml"], "a run": ["recipe.yaml", "events.jsonl"]}[holds]
+    for name in names:
+        (folder / name).touch()
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(folder)
+    (problem,) = caught.value.problems
+    words = shlex.split(problem.fix[problem.fix.index("lora-rocm train") :])
+    assert words[:2] == ["lora-rocm", "train"] and "RECIPE" not in words
+    assert (
+        words[2:]
+        == {
+            "images": ["sdxl.yaml", "--set", f'data.path="{folder}"'],
+            "recipes": [str(folder / "a.yaml")],
+            "a run": [str(folder / "recipe.yaml"), "--run-dir", str(folder), "--resume", "latest"],
+        }[holds]
+    )

@@ -90,7 +90,7 @@ def write_run(run_dir: RunDir, word: str, file_word: str) -> None:
         (run_dir.samples_at(updates) / "1.txt").write_text(word, encoding="utf-8")
         (run_dir.samples_at(updates) / f"2{file_word}.png").write_bytes(b"no image")
     Image.new("RGB", (8, 8)).save(run_dir.before_after)
-    run_dir.lora.write_bytes(safetensors_bytes(3000))
+    (run_dir.path / "lora.safetensors").write_bytes(safetensors_bytes(3000))
     folder = run_dir.path / "lora-embeddings"
     folder.mkdir()
     (folder / f"{file_word}.safetensors").write_bytes(b"")

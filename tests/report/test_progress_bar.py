@@ -15,15 +15,18 @@ from lora_rocm.report import progress_bar
 from lora_rocm.report.concept_text import concept_line
 from lora_rocm.report.progress_bar import MIN_BAR, BarView, LineView, ProgressDisplay, make_progress
 from lora_rocm.rundir.event_types import RUN_EVENTS
+from lora_rocm.rundir.events import EventWriter, last_steps
 from tests.supervisor.fake_run import (
     change_fields,
     data_fields,
+    event,
     failure_fields,
     heard,
     restart_fields,
     start_fields,
     step_fields,
 )
+from tests.telemetry.trees import read_as
 
 EVENTS: list[tuple[str, dict[str, Any]]] = [
     ("start", start_fields(resumed_from=7)),
@@ -36,6 +39,8 @@ EVENTS: list[tuple[str, dict[str, Any]]] = [
     ("repaired", {"kind": "image", "item": "a.png", "reason": "cut short"}),
     ("data", data_fields()),
     ("step", step_fields(1, loss=0.5)),
+    ("telemetry", {name: value for name, value in read_as().to_json().items() if name != "type"}),
+    ("alarm", {"kind": "hot", "gpu": "0000:03:00.0", "updates": 1, "text": "The GPU is [b]hot[/b]."}),
     ("step", step_fields(2, loss=float("nan"), step_s=0.5)),
     ("step", step_fields(3, loss=None)),
     ("incident", {"kind": "transfer", "iteration": 3, "samples": [], "detail": "d[/red]", "action": "again"}),
@@ -103,6 +108,8 @@ def test_plain_lines() -> None:
     assert "Compiling the model" in text and "Compiling 2/5  1024x768\nCompiling 5/5\n" in text
     assert "set aside: pics/<bad>.png: broken" in text
     assert "Training 1/40  loss 0.5  5.00 it/s  0:08 left  1.0 GiB  checks 5, failed 0" in text
+    assert re.search(r"^Training 2/40 .* failed 0  80 °C, 200 W$", text, re.MULTILINE)
+    assert "Warning: The GPU is [b]hot[/b].\n" in text
     assert "Training 2/40  loss 0.5 " in text and "nan" not in text  # the average passes over what is not finite
     assert "[bold]as it is[/bold]" in text and "d[/red]" in text
     assert "\x1b" not in text
@@ -124,7 +131,8 @@ def test_bars_on_a_terminal() -> None:
 def test_a_narrow_bar_leaves_whole_details_out(width: int) -> None:
     stream = io.StringIO()
     display = ProgressDisplay(BarView(Console(file=stream, force_terminal=True, width=width, _environ={})))
-    display.on_event({"type": "step", **step_fields(3, measures={"accuracy": 0.5}, transfer_checks=123456)})
+    fields = step_fields(3, measures={"accuracy": 0.5}, transfer_checks=123456)
+    display.on_event({"type": "step", "session": 1, **fields})
     display.view.end()
     line = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue()).split("\r")[-1].strip()
     whole = "loss 0.3305  accuracy 0.5  5.00 it/s  0:07 left  1.0 GiB  checks 123456, failed 0"
@@ -185,8 +193,29 @@ def test_measures_of_steps_are_shown_smoothed() -> None:
     assert "accuracy" not in plain
     display = ProgressDisplay(LineView(stream := io.StringIO(), every_s=0.0))
     for n, accuracy in ((1, 0.0), (2, 1.0)):
-        display.on_event({"type": "step", **step_fields(n, measures={"accuracy": accuracy})})
+        display.on_event({"type": "step", "session": 1, **step_fields(n, measures={"accuracy": accuracy})})
     assert 0.5 < float(stream.getvalue().splitlines()[-1].partition("accuracy ")[2].split()[0]) < 0.52
+
+
+def test_a_resume_goes_on_with_the_checks_of_the_run(tmp_path: Path) -> None:
+    """The counters of a worker begin at 0; what is shown is the sum over all sessions, as in the report."""
+    path = tmp_path / "events.jsonl"
+    for session, resumed in ((1, None), (2, 1)):
+        writer = EventWriter(path, session=session)
+        writer.write(event("start", **start_fields(resumed_from=resumed)))
+        for updates in (1, 2):
+            counts = {"transfer_checks": 100 * updates, "transfer_failures": session}
+            writer.write(event("step", **step_fields(updates + (resumed or 0), **counts)))
+        writer.close()
+    assert [step["session"] for step in last_steps(path)] == [1, 2] and last_steps(tmp_path / "none") == []
+    stream = io.StringIO()
+    with make_progress(stream, events=path) as display:
+        display.on_event(heard({"type": "start", "time": 0.0, "session": 3, **start_fields(resumed_from=3)}))
+        for updates in (4, 40):
+            fields = step_fields(updates, transfer_checks=updates, transfer_failures=0)
+            display.on_event({"type": "step", "session": 3, **fields})
+    shown = [line.partition("checks ")[2] for line in stream.getvalue().splitlines() if "checks " in line]
+    assert shown == ["404, failed 3", "440, failed 3"]
 
 
 def test_a_resume_goes_on_with_the_loss_of_the_run(tmp_path: Path) -> None:

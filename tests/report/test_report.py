@@ -19,6 +19,7 @@ from lora_rocm.report import incident_texts, report
 from lora_rocm.report.report import write_report
 from lora_rocm.rundir.events import EventWriter
 from lora_rocm.rundir.layout import RunDir
+from lora_rocm.telemetry.reader import reading
 from tests.hardware.situations import facts_of
 from tests.supervisor.fake_run import (
     change_fields,
@@ -31,6 +32,7 @@ from tests.supervisor.fake_run import (
     step_fields,
     write_whole_run,
 )
+from tests.telemetry.trees import read_as
 
 VOID = {"meta", "img", "line", "circle", "polyline", "br"}
 
@@ -421,9 +423,70 @@ def test_a_score_of_few_previews_is_no_headline(run_dir: RunDir, fields: dict[st
     assert ("sample.images_per_prompt" in html) == (heading == BELOW and not fields.get("demo"))
 
 
+def test_previews_that_are_not_shown_are_counted(run_dir: RunDir) -> None:
+    folder = run_dir.samples_at(5)
+    folder.mkdir(parents=True)
+    for number in range(12):
+        (folder / f"{number:02d}.txt").write_text(f"answer {number}", encoding="utf-8")
+    html, _ = checked(write_report(run_dir))
+    assert "8 of 12 prompts" in html and "answer 7" in html and "answer 8" not in html
+    run_dir.report.unlink()
+    for number in range(8, 12):
+        (folder / f"{number:02d}.txt").unlink()
+    assert "8 of" not in checked(write_report(run_dir))[0], "the control: all are shown"
+    run_dir.report.unlink()
+    for updates in range(20):
+        run_dir.samples_at(updates).mkdir(parents=True, exist_ok=True)
+        (run_dir.samples_at(updates) / "00.txt").write_text("a", encoding="utf-8")
+    assert "12 of 20 rounds" in checked(write_report(run_dir))[0]
+
+
+def test_a_run_of_a_language_model_says_how_its_files_are_used(run_dir: RunDir) -> None:
+    texts = "{family: causal-lm, name_or_path: 'builtin:tiny-llama'}"
+    recipe = f"model: {texts}\ndata: {{path: x}}\ntrain: {{max_train_steps: 1}}\n"
+    run_dir.recipe.write_text(recipe, encoding="utf-8")
+    folder = run_dir.peft_dir / "model"
+    folder.mkdir(parents=True)
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        (folder / name).write_bytes(b"{}")
+    html, _ = checked(write_report(run_dir))
+    assert f"lora-rocm chat {run_dir.path.name}" in html and "<td>peft/model</td>" in html
+    run_dir.report.unlink()
+    run_dir.recipe.write_text("data: {path: x}\ntrain: {max_train_steps: 1}\n", encoding="utf-8")
+    assert "lora-rocm chat" not in checked(write_report(run_dir))[0], "the control: a run of images"
+
+
+def test_values_of_the_environment_are_for_people(run_dir: RunDir) -> None:
+    machine = {"cpu": "x", "gpus": [], "windows": None, "linux": {"wsl": False, "groups": ["render", "video"]}}
+    write_json(run_dir.environment, {"machine": machine, "settings": [], "origin": None, "cpu_count": 2})
+    html, _ = checked(write_report(run_dir))
+    assert "cpu: x; linux: (groups: (render, video); wsl: no)" in html
+    assert all(python not in html for python in ("None", "[]", "False", "{&#39;", "windows"))
+    assert "<td>settings</td><td>none</td>" in html and "<td>origin</td><td>none</td>" in html
+
+
 def test_texts_have_no_score(run_dir: RunDir) -> None:
     assert BELOW in with_score(run_dir).headings, "the control"
     texts = "{family: causal-lm, name_or_path: 'builtin:tiny-llama'}"
     recipe = f"model: {texts}\ndata: {{path: x}}\ntrain: {{max_train_steps: 1}}\n"
     run_dir.recipe.write_text(recipe, encoding="utf-8")
     assert not {HEADLINE, BELOW} & set(checked(write_report(run_dir))[1].headings)
+
+
+def test_readings_of_gpus_and_warnings_from_them(run_dir: RunDir) -> None:
+    write_whole_run(run_dir)
+    html, checker = checked(write_report(run_dir))
+    assert "GPU" not in checker.headings
+    supervisor = EventWriter(run_dir.events("supervisor"), session=1)
+    for number in range(4):
+        time.sleep(0.002)
+        supervisor.write(read_as(power_w=100.0 + 50 * number, slowed_by=["<i>heat</i>"]))
+        supervisor.write(reading("<b>1", 1, {"power": "<u>forbidden</u>"}))
+    for number in range(30):
+        supervisor.write(event("alarm", kind="hot", gpu="g", updates=number, text="It is <i>hot</i>."))
+    supervisor.close()
+    html, checker = checked(write_report(run_dir))
+    assert "GPU" in checker.headings
+    assert "<td>100 W</td><td>175 W</td><td>250 W</td>" in html and "<td>80 °C</td>" in html
+    assert "&lt;b&gt;1, 4 readings" in html and "Not read: power (&lt;u&gt;forbidden" in html
+    assert html.count("It is &lt;i&gt;hot&lt;/i&gt;.") == 20 and "... and 10 more warnings" in html

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from lora_rocm.hardware.memory_budget import GIB, budget
+from lora_rocm.hardware.memory_budget import GIB
 from lora_rocm.report.vram_spill import Spilling, spill_bytes, spilled
+from lora_rocm.rules.memory_rules import budget_of
 from tests.hardware.situations import facts_of, situation
 from tests.supervisor.fake_run import change_fields, heard, start_fields, step_fields
 
@@ -84,7 +85,7 @@ def test_where_the_driver_spills(machine: str, spills: bool) -> None:
     limit = spill_bytes(made.facts, made.selection, "auto")
     assert (limit is not None) is spills
     if made.gpu is not None and spills:
-        found = budget(made.facts, made.gpu)
+        found = budget_of(made.facts, made.gpu)
         assert found is not None and limit == found.total_bytes
     assert spill_bytes(made.facts, made.selection, "cpu") is None
 

@@ -12,7 +12,7 @@ import pytest
 
 from lora_rocm.hardware.archs import ARCHS
 from lora_rocm.hardware.facts import Gpu, HostFacts
-from lora_rocm.rules.amd_rules import amd_table
+from lora_rocm.rules.amd_rules import PRICE_OF_SAFE, amd_table
 from lora_rocm.rules.environment import EnvPlan, plan, rules
 from lora_rocm.rules.harmful_values import harms
 from lora_rocm.rules.rule import Situation
@@ -20,8 +20,25 @@ from lora_rocm.supervisor.multi_gpu import with_gpus
 from tests.golden import HOSTS, machines
 from tests.hardware.situations import facts_of, fast, situation, with_gpu, with_linux, with_torch
 
+RX9060 = "windows-rx9060xt-fits"
+SWITCH = "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"
+WINDOWS_TORCH: dict[str, dict[str, Any]] = {
+    version: {"version": version, "hip": hip, "rocm": None, "aotriton": aotriton, "aotriton_images": {}}
+    for version, hip, aotriton in (
+        ("2.11.0+rocm7.13.0", "7.13.26100", None),
+        ("2.11.0+rocm10.1.0a20260818", "7.16.26320", None),
+        ("2.12.0+rocm7.13.0", "7.13.26100", None),
+        ("2.12.0+rocm7.14.0", "7.14.26221", None),
+        ("2.12.0+rocm7.14.1", "7.14.26250", None),
+        ("2.12.0+rocm10.0.0", "7.15.26333", "0.12.50"),
+        ("2.12.0+rocm10.1.0a20260812", "7.16.26310", "0.12.50"),
+        ("2.13.0+rocm10.0.0", "7.15.26333", "0.13.0"),
+        ("2.14.0+rocm10.1.0", "7.16.26400", None),
+    )
+}
 XTX, HALO, BESIDE = "linux-rx7900xtx", "linux-strix-halo", "linux-strix-halo-rx7900xtx"
 OVERRIDE = "HSA_OVERRIDE_GFX_VERSION"
+OTHER_NAMES = ("TORCH_BLAS_PREFER_CUBLASLT", "PYTORCH_TUNABLEOP_HIPBLASLT_ENABLED")
 
 
 def rows(made: Situation) -> dict[str, str]:
@@ -54,6 +71,7 @@ class Machine:
         self.alone = len(amd) == 1
 
 
+EXPERIMENTAL = ("gfx1101", "gfx1102", "gfx1150", "gfx1152", "gfx1200")
 ORACLE: dict[str, Callable[[Machine], bool]] = {
     "owner-ipc": lambda m: bool(m.amd),
     "owner-gfx1151": lambda m: m.gfx == "gfx1151",
@@ -72,7 +90,17 @@ ORACLE: dict[str, Callable[[Machine], bool]] = {
     "attention-0.11": lambda m: False,
     "attention-0.11.1": lambda m: False,
     "attention-0.11.2": lambda m: False,
-    "attention-0.12": lambda m: m.hip > [0] and m.gfx in ("gfx1101", "gfx1102", "gfx1150", "gfx1152", "gfx1200"),
+    "attention-0.12": lambda m: m.system == "linux" and m.hip > [0] and m.gfx in EXPERIMENTAL,
+    "attention-0.11.2-windows": lambda m: False,
+    "attention-0.12-windows": lambda m: (
+        m.system == "windows" and m.hip > [0] and m.gfx in EXPERIMENTAL and numbers(m.torch["version"]) >= [2, 13]
+    ),
+    "attention-0.12-windows-7.14.0": lambda m: (
+        m.system == "windows" and m.gfx in EXPERIMENTAL and m.torch.get("version") == "2.12.0+rocm7.14.0"
+    ),
+    "attention-misfit": lambda m: bool(m.torch.get("aotriton_images")) and m.torch["version"].startswith("2.12."),
+    "torch-cublaslt": lambda m: m.rdna,
+    "tunable-hipblaslt": lambda m: m.rdna,
     "miopen-find": lambda m: m.rdna,
     "miopen-db": lambda m: bool(m.amd) and m.hip > [0],
     "miopen-cache": lambda m: bool(m.amd) and m.hip > [0],
@@ -118,6 +146,8 @@ VARIATIONS: dict[str, Situation] = {
     "attention-0.11": situation(with_torch(HALO, version="2.9.1+rocm6.4", aotriton=None)),
     "attention-0.11.1": situation(with_torch(HALO, version="2.10.0+rocm7.1", aotriton=None)),
     "attention-0.11.2": situation(with_torch(HALO, version="2.11.0+rocm7.2", aotriton="0.11.2b")),
+    "attention-0.11.2-windows": situation(with_torch("windows-strix-halo", version="2.11.0+rocm7.13.0", hip="7.13.1")),
+    "attention-0.12-windows-7.14.0": situation(with_torch(RX9060, **WINDOWS_TORCH["2.12.0+rocm7.14.0"])),
 }
 
 
@@ -229,10 +259,35 @@ def test_with_several_cards_an_override_is_for_the_node_of_the_chosen_one() -> N
     assert overrides(plan(situation(blind))) == {}
 
 
+@pytest.mark.parametrize("version", WINDOWS_TORCH)
+def test_fused_attention_is_switched_on_under_windows_only_where_it_is_known_to_be_right(version: str) -> None:
+    right = version.startswith(("2.13", "2.14", "2.11.0+rocm7.13")) or version == "2.12.0+rocm7.14.0"
+    made = situation(with_torch(RX9060, **WINDOWS_TORCH[version]))
+    assert (SWITCH in rows(made)) is right
+    linux = situation(with_torch("linux-rx9060xt-pair", **WINDOWS_TORCH[version]))
+    assert SWITCH in rows(linux), "the fault is in wheels for Windows"
+
+
+def test_images_of_another_version_leave_plain_attention_to_every_process() -> None:
+    bad, good = situation("windows-rx9060xt"), situation(RX9060)
+    assert plan(bad).settings.attention == "math" and plan(good).settings.attention == "auto"
+    elsewhere = with_torch("windows-rx9060xt", aotriton_images={"amd-gfx110x": "0.13", "amd-gfx120x": "0.12"})
+    assert plan(situation(elsewhere)).settings.attention == "auto", "images for other GPUs do not matter"
+
+
+def test_the_price_of_safe_is_said_where_it_is_large() -> None:
+    said = {
+        name: next(row.why for row in plan(situation(name)).variables if row.rule == "torch-hipblaslt")
+        for name in ("linux-rx9070xt", RX9060, XTX)
+    }
+    assert {name for name, why in said.items() if PRICE_OF_SAFE in why} == {"linux-rx9070xt", RX9060}
+    assert all("10.1" in why for why in said.values())
+
+
 def test_a_cleared_fast_profile_leaves_only_hipblaslt_alone() -> None:
     for name in machines():
         gone = set(rows(situation(name))) - set(rows(fast(name)))
-        assert gone <= {"TORCH_BLAS_PREFER_HIPBLASLT", "ROCBLAS_USE_HIPBLASLT", "DISABLE_ADDMM_HIP_LT"}, name
+        assert gone <= {"TORCH_BLAS_PREFER_HIPBLASLT", "ROCBLAS_USE_HIPBLASLT", "DISABLE_ADDMM_HIP_LT", *OTHER_NAMES}
     assert "ROCBLAS_USE_HIPBLASLT" not in rows(fast(XTX)) and "ROCBLAS_USE_HIPBLASLT" in rows(situation(XTX))
 
 

@@ -3,19 +3,20 @@
 import pytest
 
 from lora_rocm.hardware.facts import load_facts
-from lora_rocm.hardware.memory_budget import GIB, budget
+from lora_rocm.hardware.memory_budget import GIB
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.rules.environment import plan
+from lora_rocm.rules.memory_rules import budget_of
 from lora_rocm.rules.this_machine import situation_here
 from tests.golden import HOSTS, machines
 
-LIMITED = {  # machines whose selected GPU is held to a budget
-    "broken-no-permission", "linux-gfx1299", "linux-radeon-vii", "linux-rx5600xt", "linux-rx6700xt", "linux-rx6800xt",
-    "linux-rx7800xt-sdma", "linux-rx7900xtx", "linux-rx9060xt-pair", "linux-rx9070xt", "linux-strix-halo",
-    "linux-strix-halo-tuned", "linux-strix-point", "windows-gfx1153", "windows-krackan", "windows-rx7900xtx-raphael",
-    "windows-rx9070xt", "windows-strix-halo", "wsl-rx7900xtx",
+UNLIMITED = {"apple-m3", "broken-unknown-gpu", "cpu-only", "nvidia-rtx4090"}  # every AMD GPU whose memory is known is
+HEAP = {
+    "linux-strix-halo", "linux-strix-halo-2604", "linux-strix-halo-dkms", "linux-strix-halo-mes86",
+    "linux-strix-halo-tuned", "linux-strix-point",
+    "windows-strix-halo", "windows-strix-halo-96gb",
 }  # fmt: skip
-HEAP = {"linux-strix-halo", "linux-strix-halo-tuned", "windows-strix-halo"}
+"""Integrated GPUs on Linux, and gfx1151 on Windows; not windows-krackan, which is integrated."""
 
 
 def settings(machine: str) -> Settings:
@@ -26,10 +27,10 @@ def settings(machine: str) -> Settings:
 def test_where_the_allocator_is_limited(machine: str) -> None:
     facts = load_facts(HOSTS / f"{machine}.json")
     found, gpu = settings(machine).memory_limit_bytes, situation_here(facts=facts).gpu
-    assert (found is not None) == (machine in LIMITED)
+    assert (found is not None) == (machine not in UNLIMITED)
     if found is not None and gpu is not None:
-        wanted = budget(facts, gpu)
-        assert wanted is not None and found == wanted.total_bytes
+        wanted = budget_of(facts, gpu)
+        assert wanted is not None and found == wanted.limit_bytes
 
 
 @pytest.mark.parametrize("machine", machines())

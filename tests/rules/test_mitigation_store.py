@@ -120,7 +120,7 @@ NO_PART_OF_THE_SIZE: dict[str, str] = {
     **dict.fromkeys(("runtime.workers", "runtime.worker_timeout_s", "runtime.persistent_workers"), "main memory"),
     **dict.fromkeys(("runtime.workers_on_windows", "runtime.pin_memory", "runtime.threads"), "main memory"),
     **dict.fromkeys(("runtime.deterministic", "runtime.canary_every_n_steps", "runtime.profile"), "which kernels"),
-    **dict.fromkeys(("runtime.self_test", "runtime.max_restarts"), "before and between runs"),
+    **dict.fromkeys(("runtime.self_test", "runtime.max_restarts", "runtime.telemetry"), "before and between runs"),
 }
 """Keys that decide nothing about memory, and why."""
 ALL_VALUES: dict[str, Any] = {

@@ -16,13 +16,14 @@ from lora_rocm.rules.this_machine import situation_here
 from tests.golden import HOSTS, machines
 
 STACK = Stack("2.13.0", "hip 7.2", "6.17", "gfx1100")
+WAYS = ("math", "flash", "efficient", "cudnn", "default")
 NAMES = (
     *(f"copies.{way}.{size}" for way in ("pageable", "pinned", "pinned-async", "mapped") for size in ("4KiB", "1MiB")),
     "memory.reuse",
     *(f"gemm.{kind}-{dtype}-TN" for kind in ("square", "lora") for dtype in ("fp32", "fp16", "bf16")),
     "gemm.tall-fp32-4",
     *(f"conv.{library}.3x3-{dtype}" for library in ("miopen", "native") for dtype in ("fp32", "fp16", "bf16")),
-    *(f"attention.{way}.{dtype}-d64" for way in ("math", "flash", "efficient", "cudnn") for dtype in ("fp16", "bf16")),
+    *(f"attention.{way}.{dtype}-d64" for way in WAYS for dtype in ("fp16", "bf16")),
     "training.lora-bf16",
     "training.lora-fp16",
 )
@@ -109,7 +110,7 @@ def test_without_native_bf16_a_bad_fp16_leaves_float32() -> None:
     assert rows(machine("linux-rx6800xt", verdict("training.lora-fp16")))["setting:precision"] == '"no"'
 
 
-@pytest.mark.parametrize("backend", ["flash", "efficient", "cudnn"])
+@pytest.mark.parametrize("backend", ["flash", "efficient", "cudnn", "default"])
 @pytest.mark.parametrize("status", ["failed", "crashed", "timeout"])
 def test_a_bad_fused_attention(backend: str, status: str) -> None:
     found = rows(machine("linux-rx7900xtx", verdict(f"attention.{backend}.fp16", status=status)))

@@ -6,8 +6,9 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,7 +49,12 @@ def export_at_work(target: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     found = RunDir(tmp_path / "run")
     write_whole_run(found)
-    monkeypatch.setattr(sample_export, "run_model_tool", lambda tool, job: 0)
+
+    def tool(name: str, job: object, listen: Callable[[dict[str, Any]], object]) -> int:
+        listen({"type": "export", "updates": 2, "checkpoint": ""})
+        return 0
+
+    monkeypatch.setattr(sample_export, "run_model_tool", tool)
     return found
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from lora_rocm.rundir import results
 from lora_rocm.rundir.layout import RunDir
+from lora_rocm.rundir.made_from import Made, record_export
 from lora_rocm.rundir.results import FileDigest
 
 FORMS = ("kohya", "peft")
@@ -78,21 +79,11 @@ def test_a_result_that_this_program_did_not_write_is_none(tmp_path: Path, result
     put(run_dir, result)
     assert results.wrong_exports(run_dir, FORMS) == {} and results.wrong_checkpoint_loras(run_dir) == []
     assert results.updates_of(run_dir) == 0
-    results.record_export(run_dir, "kohya")
+    record_export(run_dir, "kohya", Made(7))
     if result:
         assert results.read_result(run_dir)["exports"][-1]["files"] == [
             FileDigest.of("lora.safetensors", b"lora.safetensors").to_json()
         ]
-
-
-def test_an_export_from_before_the_end_is_no_result(tmp_path: Path) -> None:
-    run_dir = finished(tmp_path / "run")
-    assert results.faults_of_finished(run_dir) == []
-    run_dir.diffusers_lora.write_bytes(b"of an earlier step")
-    (said,) = results.faults_of_finished(run_dir)
-    assert "pytorch_lora_weights.safetensors: exported before the run ended" in said and "--format diffusers" in said
-    results.record_export(run_dir, "diffusers")
-    assert results.faults_of_finished(run_dir) == []
 
 
 def test_a_peft_folder_without_weights_is_no_result(tmp_path: Path) -> None:
@@ -111,10 +102,10 @@ def test_an_export_after_the_end_takes_the_place_of_the_one_before(tmp_path: Pat
     run_dir = finished(tmp_path / "run")
     run_dir.lora.write_bytes(b"in another number format")
     assert results.wrong_exports(run_dir, FORMS)
-    results.record_export(run_dir, "kohya")
+    record_export(run_dir, "kohya", Made(7))
     assert results.wrong_exports(run_dir, FORMS) == {}
     formats = [entry["format"] for entry in results.read_result(run_dir)["exports"]]
     assert sorted(formats) == ["kohya", "peft"] and results.updates_of(run_dir) == 7
     run_dir.result.unlink()
-    results.record_export(run_dir, "kohya")  # a run that goes on has no result yet
+    record_export(run_dir, "kohya", Made(7))  # a run that goes on has no result yet
     assert not run_dir.result.exists()

@@ -12,6 +12,7 @@ from lora_rocm.errors import AdapterError
 from lora_rocm.foundation.files import write_json
 from lora_rocm.rundir import whole_files
 from lora_rocm.rundir.layout import RunDir
+from lora_rocm.rundir.made_from import newest_lora
 from tests.supervisor.fake_run import safetensors_bytes, write_whole_run
 
 WHOLE = safetensors_bytes(100)
@@ -25,20 +26,20 @@ def run_dir(tmp_path: Path) -> RunDir:
 
 
 def test_the_newest_lora_is_the_result_only_of_a_finished_run(run_dir: RunDir) -> None:
-    assert whole_files.newest_lora(run_dir) == run_dir.lora
+    assert newest_lora(run_dir) == run_dir.lora
     run_dir.result.unlink()  # it goes on
-    assert whole_files.newest_lora(run_dir) == run_dir.checkpoint_lora(40)
+    assert newest_lora(run_dir) == run_dir.checkpoint_lora(40)
     run_dir.checkpoint_lora(40).unlink()
-    assert whole_files.newest_lora(run_dir) == run_dir.lora, "of what it was before"
+    assert newest_lora(run_dir) == run_dir.lora, "of what it was before"
     run_dir.lora.unlink()
     with pytest.raises(AdapterError, match="not written a LoRA file yet"):
-        whole_files.newest_lora(run_dir)
+        newest_lora(run_dir)
 
 
 def fix_of(run_dir: RunDir, path: Path) -> str:
     path.write_bytes(WHOLE[:50])
     with pytest.raises(AdapterError, match="damaged") as caught:
-        whole_files.newest_lora(run_dir)
+        newest_lora(run_dir)
     assert caught.value.where == str(path)
     return caught.value.fix
 

@@ -25,7 +25,15 @@ from lora_rocm.errors import (
 )
 from lora_rocm.rundir.exit_status import describe_exit
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.supervisor.process import Worker, error_from_event, kill_tree, own_group, run_worker, worker_command
+from lora_rocm.supervisor.process import (
+    Worker,
+    error_from_event,
+    kill_tree,
+    own_group,
+    run_worker,
+    with_fitting_fix,
+    worker_command,
+)
 from tests.supervisor.fake_run import save_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -81,7 +89,7 @@ def test_a_crash_after_the_end_takes_nothing_back(run_dir: RunDir) -> None:
 def test_a_killed_worker_is_explained(run_dir: RunDir, mode: str) -> None:
     with pytest.raises(WorkerDiedError, match="SIGKILL") as caught:
         run(run_dir, mode)
-    assert caught.value.exit_code == 3 and "memory" in str(caught.value) and "--resume latest" in str(caught.value)
+    assert caught.value.exit_code == 3 and "memory" in str(caught.value) and "--resume" not in str(caught.value)
 
 
 def test_a_disk_too_full_for_a_last_word_is_named(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,3 +287,12 @@ def test_worker_command(run_dir: RunDir) -> None:
         "--stacks-after",
         '{"step": 9.5}',
     ]
+
+
+def test_advice_names_resume_only_where_there_is_a_checkpoint(tmp_path: Path) -> None:
+    advice = "Run the same command with --resume latest. If it comes again, run lora-rocm doctor."
+    run_dir = RunDir(tmp_path).create()
+    without = with_fitting_fix(MachineError("internal", "It failed.", fix=advice), run_dir)
+    assert "--resume" not in without.fix and without.fix.startswith("Run the same command. If")
+    run_dir.checkpoint(5).mkdir(parents=True)
+    assert with_fitting_fix(MachineError("internal", "It failed.", fix=advice), run_dir).fix == advice

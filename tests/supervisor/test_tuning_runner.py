@@ -173,6 +173,10 @@ def test_what_failed_the_self_test_is_not_tried(start: Start) -> None:
     failed = Verdict(Stack("", "", "", ""), (Result("attention.flash.bf16-d64", "failed", 0.1),))
     assert ways_of(made) == WAYS
     assert not {"sdpa", "sdpa-flash"} & set(ways_of(replace(made, verdict=failed)))
+    own = Verdict(Stack("", "", "", ""), (Result("attention.default.bf16-d64", "failed", 0.1),))
+    assert set(WAYS) - set(ways_of(replace(made, verdict=own))) == {"sdpa"}
+    held_out = replace(made, changes=("attention-efficient-off",))
+    assert set(WAYS) - set(ways_of(held_out)) == {"sdpa-efficient"}
     start.changes["verdict"] = failed
     with pytest.raises(UserError, match="failed the self-test"):
         start(attention="sdpa")

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lora_rocm.adapters.flat_params import FlatWeights
+from lora_rocm.device.allocator import NO_LIMIT
 from lora_rocm.train import build_trainer
 from lora_rocm.train.engine import Engine
 
@@ -38,7 +39,7 @@ def test_the_gradients_buffer_is_there_where_the_plan_in_force_has_it(
     engine = Engine(None, None, weights, torch.ones(()), None)  # type: ignore[arg-type]
     optimizer = SimpleNamespace(weights=weights)
     artifacts = SimpleNamespace(memory=memory, family=None, model=None, transfer=None, optimizer=optimizer)
-    trainer = SimpleNamespace(engine=engine, optimizer=optimizer, relief=SimpleNamespace())
+    trainer = SimpleNamespace(engine=engine, optimizer=optimizer, relief=SimpleNamespace(), limit=NO_LIMIT)
     build_trainer.first_pass(None, artifacts, trainer, None)  # type: ignore[arg-type]
     assert were_there == keeps and (weights._gradients is not None) is keeps[-1]
     assert not weights.gradients.any()

@@ -51,6 +51,13 @@ def test_a_start_with_fewer_numbers_than_ranks_is_said(tiny_sdxl: Path) -> None:
     assert notice.startswith("lora.init: pissa fills only a part of the ranks") and not any(said.values())
 
 
+@pytest.mark.parametrize(("factor", "is_said"), [(2, False), (-1, False), (32, True)])
+def test_a_lokr_that_lycoris_refuses_is_said(tiny_sdxl: Path, factor: int, is_said: bool) -> None:
+    """The sides of the tiny model are at most 256, so their roots are below 32."""
+    notices = weighed(tiny_recipe(tiny_sdxl, lora={"type": "lokr", "rank": 2, "factor": factor})).notices
+    assert any("LyCORIS" in notice and "lora.factor" in notice for notice in notices) is is_said
+
+
 def test_half_precision_is_for_what_is_trained(tiny_sdxl: Path) -> None:
     real = real_bytes(tiny_sdxl)
     halved = weighed(tiny_recipe(tiny_sdxl, train={"mixed_precision": "bf16"})).num_bytes

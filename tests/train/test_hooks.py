@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from lora_rocm.families.objectives.base import Prediction
-from lora_rocm.rundir.events import read_events
+from lora_rocm.rundir.events import EventWriter, read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train.held_out import VALIDATION_POSITIONS
 from lora_rocm.train.hooks import CallEvery, Save, TensorBoard, Validation
 from lora_rocm.train.loop import SaveClock, Trainer
 from tests.supervisor.fake_run import event, listening, step_fields
+from tests.telemetry.trees import read_as
 from tests.train.test_loop import Corruptor, Rig, batches
 
 NUMBERS = {"loss": 1.0, "learning_rate": 0.1, "grad_norm": 2.0, "step_s": 0.1, "loss_scale": 1.0}
@@ -137,6 +138,36 @@ def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
     assert b"step/loss" in file.read_bytes() and b"step/grad_norm" in file.read_bytes()
     assert b"step/prodigy_d" in file.read_bytes()
     assert read_events(RunDir(tmp_path).events()) == [] and said == []
+
+
+def test_tensorboard_gets_the_readings_of_the_gpu_that_are_new(tmp_path: Path) -> None:
+    said: list[str] = []
+    run_dir = RunDir(tmp_path)
+    supervisor = EventWriter(run_dir.events("supervisor"))
+    supervisor.write(read_as(power_w=None, temperatures_c={"old": 1.0}))
+    writer = TensorBoard(run_dir.tensorboard, listening(said), run_dir.events("supervisor"))
+    supervisor.write(read_as(updates=1))
+    supervisor.close()
+    writer(event("step", **step_fields(1)))
+    writer(event("end", reason="done", updates=1, exit_code=0))
+    (file,) = run_dir.tensorboard.iterdir()
+    assert b"telemetry/gpu0/power_w" in file.read_bytes() and b"temperature_junction_c" in file.read_bytes()
+    assert b"temperature_old_c" not in file.read_bytes() and said == []
+
+
+def test_tensorboard_does_without_a_supervisor(tmp_path: Path) -> None:
+    said: list[str] = []
+    for name in ("none", "folder"):
+        place = tmp_path / name
+        place.mkdir()
+        if name == "folder":
+            (place / "events.supervisor.jsonl").mkdir()
+        writer = TensorBoard(place / "tensorboard", listening(said), RunDir(place).events("supervisor"))
+        writer(event("step", **step_fields(1)))
+        writer(event("end", reason="done", updates=1, exit_code=0))
+        (file,) = (place / "tensorboard").iterdir()
+        assert b"step/loss" in file.read_bytes()
+    assert len(said) == 1 and "No readings of the GPU for TensorBoard" in said[0]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -20,6 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lora_rocm.adapters.base import Adapter
+from lora_rocm.dataset.batch_sampler import BatchPlan
+from lora_rocm.dataset.update_note import larger_updates_note
 from lora_rocm.device import attention
 from lora_rocm.device.transfer import DeviceTransfer, copy_to_device
 from lora_rocm.errors import DataError, ModelError, ResumeError, TransferError
@@ -241,6 +243,18 @@ def test_a_run_begun_in_the_earlier_order_keeps_it(
     assert start(recipe, run_dir.path)
     assert weights_of(run_dir.lora) == weights_of(RunDir(tmp_path / "whole").lora), "one process, one computation"
     assert losses_of(tmp_path / "whole")[1:] != losses_of(straight)[1:], "the control: a new run has another order"
+
+
+def test_what_check_says_of_larger_updates_a_run_says_too(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_recipe(material, train={"max_train_steps": 1}, sample={"prompts": []})
+    monkeypatch.setattr(BatchPlan, "one_bucket_steps", property(lambda plan: plan.steps_per_epoch + 90))
+    assert start(recipe, tmp_path / "run")
+    (data,) = read_events(RunDir(tmp_path / "run").events(), "data")
+    wanted = larger_updates_note(recipe.train, data["steps_per_epoch"], data["steps_per_epoch"] + 90)
+    assert wanted is not None and data["notices"].count(wanted) == 1
+    assert larger_updates_note(recipe.train, 5, 5) is None, "the control: nothing has changed"
 
 
 @pytest.mark.parametrize(

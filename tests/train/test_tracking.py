@@ -18,6 +18,7 @@ from lora_rocm.rundir.events import EventWriter
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import tracking
 from tests.supervisor.fake_run import RECIPE, event, step_fields
+from tests.telemetry.trees import read_as
 
 
 class Fake(GeneralTracker):
@@ -90,6 +91,25 @@ def test_it_gets_no_path_of_this_machine(run_dir: RunDir, tmp_path: Path) -> Non
     settings = Fake.said[1]
     assert "alice" not in str(settings) and "someone/pictures" in settings["data.sources"]
     assert settings["model.name_or_path"] == "someone/base" and "/imagine a dog" in settings["sample.prompts"]
+
+
+def test_readings_of_the_gpu_go_with_steps_that_never_go_back(run_dir: RunDir) -> None:
+    supervisor = EventWriter(run_dir.events("supervisor"))
+    supervisor.write(read_as(updates=0, power_w=1.0))  # of an earlier start
+    looks = iter(range(3))
+
+    def over() -> bool:
+        look = next(looks)
+        supervisor.write(read_as(updates=look, power_w=200.0 + look))
+        return look == 2
+
+    tracking.track(run_dir, "fake", "dogs", 0, over)
+    supervisor.close()
+    found = [said for said in Fake.said if isinstance(said, tuple)]
+    steps = [step for step, values in found]
+    powers = [values["telemetry/gpu0/power_w"] for _, values in found if "telemetry/gpu0/power_w" in values]
+    assert powers == [200.0, 201.0, 202.0] and steps == sorted(steps)
+    assert all("step/loss" not in values or step in (1, 2) for step, values in found)
 
 
 def test_a_resumed_run_sends_only_what_is_new(run_dir: RunDir) -> None:

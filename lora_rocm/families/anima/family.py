@@ -93,7 +93,7 @@ class Anima(TransformerFamily):
         return [TokenLimit(tokenizer.backend_tokenizer.to_str(), MAX_TOKENS) for tokenizer in found]
 
     def text_example(self, rows: int) -> Tensors:
-        width = int(self.source.config("transformer")["text_embed_dim"])
+        width = self.source.config("transformer").whole("text_embed_dim")
         return {STATES: torch.zeros(rows, MAX_TOKENS, width, dtype=torch.bfloat16)}
 
     def export_key(self, component: str, module: str) -> str:

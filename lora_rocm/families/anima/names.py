@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
 
 from lora_rocm.base_models.conversion import State
+from lora_rocm.model_files.config_file import Config
 
 PREFIXES = ("net.", "model.diffusion_model.", "diffusion_model.")
 CONDITIONER = "llm_adapter."
@@ -46,14 +47,14 @@ def original(name: str) -> str:
     return name
 
 
-def config_changes(config: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
+def config_changes(config: Config, tensors: Collection[str]) -> dict[str, Any]:
     """As ``Layout.changed``.
 
     The channel of the mask is an input like the others: the model would resize a mask with torchvision, which need not
     be there. The positions have no limit. A file has as many blocks as it names; larger fine-tunes have more.
     """
     blocks = {found[1] for name in tensors if (found := re.search(r"(?<!adapter\.)blocks\.(\d+)\.", name))}
-    channels = config["in_channels"] + bool(config["concat_padding_mask"])
+    channels = config.whole("in_channels", 16) + config.flag("concat_padding_mask", default=True)
     depth = {"num_layers": len(blocks)} if tensors else {}
     return {"in_channels": channels, "concat_padding_mask": False, "max_size": MAX_SIZE, **depth}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,14 @@ from transformers import (
 )
 
 from lora_rocm.base_models import conversion
-from lora_rocm.base_models.loading import Layout, Part, TokenizerOf
+from lora_rocm.base_models.loading import Layout, Part, Source, TokenizerOf
 from lora_rocm.errors import ModelError
 from lora_rocm.families.causal_lm.attention import APART, NAME, samples_apart
+from lora_rocm.families.causal_lm.experts import use_working_product
 from lora_rocm.families.causal_lm.objective import Head
 from lora_rocm.families.causal_lm.published_weights import published
 from lora_rocm.foundation.terminal_text import printable
-from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN, given, read_config
+from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN, Config, given, read_config
 
 COMPONENT, TOKENIZER = "model", "tokenizer"
 COMPARED = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma3_text", "phi3", "smollm3", "gpt_oss"})
@@ -128,6 +129,23 @@ def _class_of(kind: str, text_kind: str | None) -> Any:
     return whole if text is not None and text._supports_attention_backend else None
 
 
+def require_ends(source: Source, tokenizer: str) -> None:
+    """Refuse configs that end a text by a token that the model does not have.
+
+    Raises:
+        ModelError: config-unreadable.
+    """
+    rows, config = source.table_rows(tokenizer), source.config(COMPONENT)
+    configs, beside = [config], config.path.with_name("generation_config.json")
+    text = given(config.values, "text_config", dict, config.path)
+    if text is not None:
+        configs.append(Config(text, config.path))
+    if beside.is_file():
+        configs.append(Config(read_config(beside), beside))
+    for each in configs:
+        each.ids("eos_token_id", rows)
+
+
 def only_text(model: nn.Module) -> None:
     """Take everything out of a model but its decoder and its head. Names of modules stay those of the whole model."""
     kept = {*decoder(model).modules(), *_head(model).modules()}
@@ -158,8 +176,9 @@ def _unknown(path: Path, what: str) -> ModelError:
     return ModelError("architecture-unknown", f"{what}.", where=str(path), fix=fix)
 
 
-def _without_dropout(config: Mapping[str, Any], tensors: object) -> dict[str, Any]:
+def _without_dropout(of_file: Config, tensors: object) -> dict[str, Any]:
     """The keys of a config that are others in training: no dropout and no cache of keys and values."""
+    config = of_file.values
     changed = {key: 0.0 for key in DROPOUTS if key in config}
     if "text_config" in config:
         text = config["text_config"]
@@ -174,6 +193,7 @@ def prepared(model: nn.Module) -> nn.Module:
     Raises:
         ModelError: its blocks are not found.
     """
+    use_working_product()
     whole: Any = model
     inside = decoder(model)
     whole.config._attn_implementation = inside.config._attn_implementation = NAME

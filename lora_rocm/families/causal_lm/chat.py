@@ -18,6 +18,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from lora_rocm.dataset.loss_keys import TRAINED
 from lora_rocm.dataset.records import (
     ANSWERS,
     Completion,
@@ -29,8 +30,7 @@ from lora_rocm.dataset.records import (
     read,
     written,
 )
-from lora_rocm.dataset.row_edge import SharedCause, row_edge
-from lora_rocm.errors import DataError
+from lora_rocm.dataset.row_edge import SharedCause, fails_for_all, row_edge
 from lora_rocm.families.causal_lm.chat_template import ChatTemplate
 from lora_rocm.families.causal_lm.conversation import NUM_WHOLE, Chat, Layout, nearby
 from lora_rocm.families.causal_lm.message_keys import MessageKeys, require_arguments, with_arguments
@@ -96,6 +96,15 @@ class ChatTokenizer:
         self._keys = MessageKeys(lambda record: self._rendered(self._with_arguments(record)))
 
     @property
+    def takes_conversations(self) -> bool:
+        """Whether there is a chat template."""
+        return self._template.is_there
+
+    def require_template(self, where: str) -> None:
+        """As ``ChatTemplate.require_readable``."""
+        self._template.require_readable(where)
+
+    @property
     def notices(self) -> Sequence[str]:
         found = list[str]()
         if self._num_cut:
@@ -131,6 +140,7 @@ class ChatTokenizer:
     def _parts(self, record: Record) -> Sequence[str | None]:
         of_it = (record.chosen, record.rejected) if isinstance(record, Pair) else (record,)
         for each in of_it:
+            self._require_trained(each)
             self._require_calls(each)
         cut = self._pair(record) if self._pairs else self._cut(record)
         if self._keys.of(record):
@@ -186,6 +196,18 @@ class ChatTokenizer:
         record = read(text)
         answers = (record.chosen, record.rejected) if isinstance(record, Pair) else (record,)
         return max(len(self.tokens(answer).ids) for answer in answers)
+
+    def _require_trained(self, record: Record) -> None:
+        """Raise UnusableText if the row asks to train on a message that ``objective.train_on`` leaves out."""
+        if not isinstance(record, Conversation) or self.train_on == "all":
+            return
+        for at, message in enumerate(record.messages):
+            if message.get(TRAINED):
+                raise UnusableText(
+                    f"A key such as train or weight asks to train on message {at + 1} ({message['role']}), and "
+                    f"objective.train_on: {self.train_on} does not train on it.",
+                    "Set objective.train_on: all, or take the key out of messages that are not answers.",
+                )
 
     def _require_calls(self, record: Record) -> None:
         """Raise UnusableText if the chat template leaves out a call of a tool."""
@@ -418,15 +440,7 @@ class ChatTokenizer:
 
     def _tokenizing(self) -> AbstractContextManager[None]:
         fix = "Repair the text, or give another tokenizer (model.tokenizer)."
-        return row_edge("The tokenizer cannot encode it", fix, self._tokenizer_fails)
-
-    def _tokenizer_fails(self, reason: str) -> DataError:
-        return DataError(
-            "tokenizer-fails",
-            f"No text can be encoded with this tokenizer. Of the first: {reason}",
-            where=f"tokenizer of {self._name}",
-            fix="Download the tokenizer's files again, or give another one (model.tokenizer).",
-        )
+        return row_edge("The tokenizer cannot encode it", fix, fails_for_all("tokenizer", self._name))
 
     def _require_bounded(self, text: str) -> None:
         """Refuse a text that the tokenizer's rules of replacement may make too long for the memory."""

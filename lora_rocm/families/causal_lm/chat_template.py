@@ -10,8 +10,8 @@ from jinja2 import Template
 from transformers.utils.chat_template_utils import _alias_reasoning_fields
 
 from lora_rocm.dataset.records import UnusableText
-from lora_rocm.dataset.row_edge import SharedCause, row_edge
-from lora_rocm.errors import DataError
+from lora_rocm.dataset.row_edge import SharedCause, fails_for_all, row_edge
+from lora_rocm.errors import DataError, ModelError
 from lora_rocm.families.causal_lm.special_tokens import leaves
 from lora_rocm.families.causal_lm.template_limits import BoundedSandbox, Meter, metered, sandbox
 
@@ -35,6 +35,21 @@ class ChatTemplate:
     def is_there(self) -> bool:
         return self._tokenizer.chat_template is not None
 
+    def require_readable(self, where: str) -> None:
+        """Refuse a template that cannot be compiled. ``where``: its file.
+
+        Raises:
+            ModelError: chat-template-fails.
+        """
+        found = self._tokenizer.chat_template
+        for source in found.values() if isinstance(found, Mapping) else [] if found is None else [found]:
+            try:
+                with row_edge("The chat template cannot be compiled", FIX, fails_for_all("chat template", self._name)):
+                    self._sandbox.from_string(source)
+            except UnusableText as error:
+                fix = "Download the tokenizer's files again, or give another tokenizer (model.tokenizer)."
+                raise ModelError("chat-template-fails", error.what, where=where, fix=fix) from error
+
     def text(
         self, messages: Sequence[Message], tools: Sequence[Any], prompt: bool = False, num_letters: int | None = None
     ) -> str:
@@ -51,7 +66,7 @@ class ChatTemplate:
                 "Use the instruction-tuned edition, or give rows of prompt and completion.",
                 self._missing,
             )
-        with row_edge("The chat template refuses its messages", FIX, self.fails):
+        with row_edge("The chat template refuses its messages", FIX, fails_for_all("chat template", self._name)):
             if tools and not all(isinstance(tool, dict) for tool in tools):
                 raise TypeError("a tool is not a mapping")
             chat = _alias_reasoning_fields(
@@ -69,7 +84,7 @@ class ChatTemplate:
         source = self._tokenizer.get_chat_template(None, tools)
         if source not in self._compiled:
             try:
-                with row_edge("The chat template cannot be compiled", FIX, self.fails):
+                with row_edge("The chat template cannot be compiled", FIX, fails_for_all("chat template", self._name)):
                     self._compiled[source] = self._sandbox.from_string(source)
             except UnusableText as error:  # it is the same for each row
                 self._compiled[source] = error
@@ -95,15 +110,6 @@ class ChatTemplate:
             where=f"model.name_or_path: {self._name}",
             fix="Use the instruction-tuned edition, name its tokenizer (model.tokenizer), or give rows of prompt "
             "and completion.",
-        )
-
-    def fails(self, reason: str) -> DataError:
-        """The error if a reason holds for all rows."""
-        return DataError(
-            "chat-template-fails",
-            f"No conversation can be used with this chat template. Of the first: {reason}",
-            where=f"chat template of {self._name}",
-            fix="Give a tokenizer with another chat template (model.tokenizer), or change the messages of all rows.",
         )
 
     def unfit(self, begin: str) -> SharedCause:

@@ -38,6 +38,7 @@ from lora_rocm.families.causal_lm.architecture import (
     layout_of,
     prepared,
     require_apart,
+    require_ends,
     require_same,
     states_of,
 )
@@ -113,6 +114,10 @@ class CausalLM:
         memory = HashMemory(Path(self.recipe.cache.dir), WEIGHTS_MEMORY)
         return Source(name, layout, folder, folder, None, own, memory)
 
+    def take(self, source: Source) -> None:
+        """Use a base that was found and checked before."""
+        self.source = source
+
     def _folder(self, name: str) -> Path:
         if name.startswith(BUILTIN_PREFIX):
             return builtin_folder(name)
@@ -148,7 +153,13 @@ class CausalLM:
     def notices(self) -> Sequence[str]:
         if isinstance(self.source, RandomSource):
             return ()
-        return tuple(filter(None, (check_component(self.source, COMPONENT, FIX),)))
+        found = [check_component(self.source, COMPONENT, FIX)]
+        if not self.texts.takes_conversations:
+            found.append(
+                "The tokenizer has no chat template: plain texts and rows of prompt and completion can be trained on, "
+                "and no conversations."
+            )
+        return tuple(filter(None, found))
 
     @cached_property
     def texts(self) -> ChatTokenizer:
@@ -184,7 +195,10 @@ class CausalLM:
 
     def examine(self) -> Sequence[Path]:
         assert self.notices is not None, "the base was checked"
-        assert self.texts is not None, "its tokenizer can be read, and belongs to it"
+        require_ends(self.source, TOKENIZER)
+        folder = self.source.tokenizer_path(TOKENIZER)
+        files = (folder / "chat_template.jinja", folder / "tokenizer_config.json")
+        self.texts.require_template(str(next((file for file in files if file.is_file()), folder)))
         return self.source.files()
 
     def token_limits(self) -> Sequence[TokenLimit]:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lora_rocm.dataset.records import TRAINED, Conversation, Pair, Record, UnusableText
+from lora_rocm.dataset.loss_keys import TRAINED
+from lora_rocm.dataset.records import Conversation, Pair, Record, UnusableText
 from lora_rocm.dataset.row_cells import NameCount, says
 from lora_rocm.foundation.units import count_text
 
@@ -173,12 +174,12 @@ def _is_mapping(given: object) -> bool:
 
 
 def _decoded(given: object) -> dict[str, Any] | None:
-    """The mapping that a JSON text holds, with keys in the order of records; None: it is no such text."""
+    """The mapping that a JSON text holds; None: it is no such text."""
     try:
         found = json.loads(given) if isinstance(given, str) else None
     except (ValueError, RecursionError):
         return None
-    return json.loads(json.dumps(found, sort_keys=True)) if isinstance(found, dict) else None
+    return found if isinstance(found, dict) else None
 
 
 def _tried(sample: Conversation, render: Render) -> str | None:

@@ -52,7 +52,7 @@ PARTS = {
 LAYOUT = Layout(
     parts=PARTS,
     tokenizers={
-        "tokenizer": TokenizerOf("clip_l", "text_encoder"),
+        "tokenizer": TokenizerOf("clip_l", "text_encoder", pools=True),
         "tokenizer_2": TokenizerOf("t5", "text_encoder_2"),
     },
     configs=Path(__file__).parent / "config_dev",
@@ -102,8 +102,8 @@ class Flux(TransformerFamily):
 
     def text_example(self, rows: int) -> Tensors:
         config = self.source.config("transformer")
-        states = torch.zeros(rows, self._tokens, int(config["joint_attention_dim"]), dtype=torch.bfloat16)
-        return {STATES: states, POOLED: torch.zeros(rows, int(config["pooled_projection_dim"]))}
+        states = torch.zeros(rows, self._tokens, config.whole("joint_attention_dim"), dtype=torch.bfloat16)
+        return {STATES: states, POOLED: torch.zeros(rows, config.whole("pooled_projection_dim"))}
 
     def original_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
         return names.original_rows(module, rows)
@@ -121,7 +121,7 @@ class Flux(TransformerFamily):
             )
         notices = super().check(source)
         dynamic, guided = (
-            bool(source.config(name).get(key))
+            source.config(name).flag(key)
             for name, key in (("scheduler", "use_dynamic_shifting"), ("transformer", "guidance_embeds"))
         )
         if self._is_schnell in (dynamic, guided):
@@ -168,7 +168,7 @@ class Flux(TransformerFamily):
             timestep=sigma_B,
             img_ids=image_I3,
             txt_ids=image_I3.new_zeros(batch[STATES].shape[1], 3),
-            guidance=told_B if self.source.config("transformer").get("guidance_embeds") else None,
+            guidance=told_B if self.source.config("transformer").flag("guidance_embeds") else None,
             return_dict=False,
         )[0]
         return unpacked(predicted_BID[:, : high * wide], *latents_BCHW.shape[-2:])

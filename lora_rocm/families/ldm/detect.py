@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from diffusers import DDPMScheduler
 
-from lora_rocm.base_models.loading import UNFIT_ERRORS, Source
+from lora_rocm.base_models.config_faults import UNFIT_ERRORS, cause_of
+from lora_rocm.base_models.hollow import defaults_of
+from lora_rocm.base_models.loading import Source
 from lora_rocm.base_models.weight_files import PICKLE_SUFFIXES
 from lora_rocm.errors import ModelError
 from lora_rocm.families.component_check import MAX_NAMED, check_component
 from lora_rocm.families.ldm import inpainting
 from lora_rocm.families.ldm.original_names import beside
+from lora_rocm.families.ldm.sampling import scheduler_of
 from lora_rocm.families.objectives import ddpm
 from lora_rocm.families.registry import Registry
 from lora_rocm.families.wrong_family import recognised_folder, wrong_family
 from lora_rocm.foundation.terminal_text import printable
 from lora_rocm.model_files.adapters import kind_of
-from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN, read_config
+from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN, Config, read_config
 from lora_rocm.model_files.header import Header
 from lora_rocm.model_files.models import PARTS, model_of, models_in, pipeline_of
 
@@ -81,12 +86,13 @@ def _named_beside(source: Source, header: Header) -> str:
     return f"The base holds tensors that are not used ({len(others)}): {named}." if others else ""
 
 
-def check_scheduler(source: Source, config: Mapping[str, Any]) -> None:
+def check_scheduler(source: Source, config: Mapping[str, Any], samplers: Collection[str]) -> None:
     """Refuse a noise schedule or prediction type that is not supported.
 
     Args:
         source: the base.
         config: its scheduler config with the recipe's choices applied.
+        samplers: of previews, which have to be made from it.
 
     Raises:
         ModelError: prediction-unknown, scheduler-unreadable.
@@ -101,25 +107,36 @@ def check_scheduler(source: Source, config: Mapping[str, Any]) -> None:
             fix="Use another base, or set model.prediction_type where you know that the file is wrong.",
         )
     try:
-        if not 1 < config.get("num_train_timesteps", 1000) <= MAX_TIMESTEPS:
-            raise ValueError(f"num_train_timesteps is {config['num_train_timesteps']}")
-        if not isinstance(config["rescale_betas_zero_snr"], bool):
-            raise ValueError("rescale_betas_zero_snr is neither true nor false")
-        levels_T = ddpm.noise_schedule(config, prediction, config["rescale_betas_zero_snr"]).alphas_cumprod_T
-        if len(levels_T) != config.get("num_train_timesteps", 1000):
-            raise ValueError(f"trained_betas has {len(levels_T)} numbers, and there are other timesteps")
-        if not (torch.isfinite(levels_T).all() and levels_T.min() >= 0 and levels_T.max() <= 1):
-            raise ValueError("the noise that it describes is none")
-        if config.get("timestep_spacing", SPACINGS[0]) not in SPACINGS:  # used by previews
-            raise ValueError(f"timestep_spacing is {config['timestep_spacing']}")
+        _make_schedules(config, samplers)
     except UNFIT_ERRORS as error:
+        key = cause_of(config, defaults_of(DDPMScheduler), error, lambda changed: _make_schedules(changed, samplers))
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
         raise ModelError(
             "scheduler-unreadable",
             f"The noise schedule of the base cannot be made: {printable(first_line)[:200].rstrip('.')}.",
-            where=str(path),
+            where=f"{path}: {key}" if key else str(path),
             fix=DOWNLOAD_AGAIN,
         ) from error
+
+
+def _make_schedules(config: Mapping[str, Any], samplers: Collection[str]) -> None:
+    """Make the noise schedules of training and of previews. Raises one of ``UNFIT_ERRORS`` if that cannot be done."""
+    zero_snr = config.get("rescale_betas_zero_snr", False)
+    if not 1 < config.get("num_train_timesteps", 1000) <= MAX_TIMESTEPS:
+        raise ValueError(f"num_train_timesteps is {config['num_train_timesteps']}")
+    if not isinstance(zero_snr, bool):
+        raise ValueError("rescale_betas_zero_snr is neither true nor false")
+    levels_T = ddpm.noise_schedule(config, "epsilon", zero_snr).alphas_cumprod_T
+    if len(levels_T) != config.get("num_train_timesteps", 1000):
+        raise ValueError(f"trained_betas has {len(levels_T)} numbers, and there are other timesteps")
+    if not (torch.isfinite(levels_T).all() and levels_T.min() >= 0 and levels_T.max() <= 1):
+        raise ValueError("the noise that it describes is none")
+    if config.get("timestep_spacing", SPACINGS[0]) not in SPACINGS:  # used by previews
+        raise ValueError(f"timestep_spacing is {config['timestep_spacing']}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # diffusers hands tensors to numpy
+        for sampler in samplers:
+            scheduler_of({**config, "rescale_betas_zero_snr": zero_snr}, sampler).set_timesteps(2)
 
 
 def _check_folder(source: Source, expected: Expected, registry: Registry) -> None:
@@ -183,8 +200,9 @@ def _has(header: Header, prefix: str) -> bool:
     return any(name.startswith(prefix) for name in header.tensors)
 
 
-def _check_unet(source: Source, expected: Expected, registry: Registry, config: Mapping[str, Any]) -> None:
-    addition, width = config.get("addition_embed_type"), config.get("cross_attention_dim")
+def _check_unet(source: Source, expected: Expected, registry: Registry, config: Config) -> None:
+    values = config.values
+    addition, width = values.get("addition_embed_type"), values.get("cross_attention_dim")
     if expected.has_sizes and addition != "text_time":
         what = "a UNet without SDXL's text and time conditioning (Stable Diffusion 1.x or 2.x has none)"
         raise _wrong(source, expected, registry, what)
@@ -196,8 +214,8 @@ def _check_unet(source: Source, expected: Expected, registry: Registry, config: 
         other = model_of({TEXT_KEYS: (width, width)})
         if other is not None:
             raise _wrong(source, expected, registry, other.title, [other.family])
-    _check_channels(source, expected, registry, config.get("in_channels"))
-    if (given := config.get("out_channels")) not in (None, 4):
+    _check_channels(source, expected, registry, config.whole("in_channels", 4))
+    if (given := config.whole("out_channels", 4)) != 4:
         raise _wrong(source, expected, registry, f"a UNet that gives {given} channels, where {expected.title} gives 4")
 
 
@@ -214,8 +232,9 @@ def _check_vae(source: Source, expected: Expected, registry: Registry) -> None:
     latents = [
         shape[1] for h in headers for n in h.tensors if n.endswith("decoder.conv_in.weight") and (shape := h.shape(n))
     ]
-    scale = read_config(source.folder / "vae" / "config.json").get("scaling_factor", 0.18215)
-    if latents != [4] or config.get("scaling_factor", 0.18215) != scale:
+    base = source.folder / "vae" / "config.json"
+    scale = Config(read_config(base), base).number("scaling_factor", 0.18215)
+    if latents != [4] or config.number("scaling_factor", 0.18215) != scale:
         raise ModelError(
             "wrong-family",
             f"This is not a VAE of {expected.title}.",

@@ -79,16 +79,20 @@ class LdmFamily(LatentFamily):
 
     def check(self, source: Source) -> tuple[str, ...]:
         notices, config = detect.check(source, self.expected, self.recipe.registry), self._scheduler_config(source)
-        inpainting.require_masks_read(source.config("unet")["in_channels"], self.recipe.sample)
+        unet = source.config("unet")
+        unet.whole("layers_per_block", 2), unet.texts("up_block_types")  # for the names in the file
+        inpainting.require_masks_read(source.config("unet").whole("in_channels", 4), self.recipe.sample)
         chosen = self._settings.decides(self.marks(source))
         notices += schedulers.ddpm_notices(source, self.published_scheduler(source), chosen)
-        detect.check_scheduler(source, config)
+        asked = self.recipe.sample
+        samplers = {asked.sampler, *(each[2].sampler or asked.sampler for each in asked.numbered())}
+        detect.check_scheduler(source, config, samplers)
         check_weighting(self._settings.section, config)
         return notices
 
     @property
     def inpaints(self) -> bool:
-        return bool(self.source.config("unet")["in_channels"] == inpainting.CHANNELS)
+        return self.source.config("unet").whole("in_channels", 4) == inpainting.CHANNELS
 
     @property
     def max_tokens(self) -> int:
@@ -120,7 +124,7 @@ class LdmFamily(LatentFamily):
 
     def published_scheduler(self, source: Source) -> dict[str, Any]:
         """The scheduler config of the base."""
-        return source.config("scheduler")
+        return dict(source.config("scheduler").values)
 
     def marks(self, source: Source) -> set[str]:
         """Tensor names of a one-file checkpoint, which may mark its noise schedule (see ``DdpmSettings.decided``)."""

@@ -22,6 +22,7 @@ from lora_rocm.errors import DataError, ModelError
 from lora_rocm.families.base import PreviewRequest
 from lora_rocm.families.objectives.base import HIDDEN_MASK
 from lora_rocm.families.vae import read_image
+from lora_rocm.model_files.config_file import Config
 from lora_rocm.recipe.sample_section import SampleSection
 from lora_rocm.recipe.yaml_tree import dotted
 
@@ -34,7 +35,7 @@ def joined(noisy_BCHW: Tensor, batch: Mapping[str, Tensor], seen_BCHW: Tensor) -
     return torch.cat([noisy_BCHW, batch[HIDDEN_MASK].to(noisy_BCHW.dtype), seen_BCHW], dim=1)
 
 
-def config_changes(config: Mapping[str, object], tensors: Mapping[str, Sequence[int]]) -> dict[str, object]:
+def config_changes(config: Config, tensors: Mapping[str, Sequence[int]]) -> dict[str, object]:
     """As ``Layout.changed``: a file without a config says by its first layer that it is an inpainting model."""
     _, channels, *_ = tensors.get(FIRST_LAYER, (0, 0))
     return {"in_channels": CHANNELS} if channels == CHANNELS else {}

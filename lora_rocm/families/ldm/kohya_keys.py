@@ -8,8 +8,8 @@ config.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
+
+from lora_rocm.model_files.config_file import Config
 
 ATTENTION = r"attn[12]\.(to_q|to_k|to_v|to_out\.0)"
 TRANSFORMER = r".*\.transformer_blocks\.\d+\."
@@ -45,7 +45,7 @@ MIDDLE = {"resnets.0": "0", "attentions.0": "1", "resnets.1": "2"}
 PREFIXES = {"unet": "lora_unet_", "text_encoder": "lora_te1_", "text_encoder_2": "lora_te2_"}
 
 
-def sgm_name(module: str, config: Mapping[str, Any]) -> str:
+def sgm_name(module: str, config: Config) -> str:
     """The original code's dotted name of a diffusers UNet module ("input_blocks.4.1.proj_in").
 
     Args:
@@ -58,7 +58,7 @@ def sgm_name(module: str, config: Mapping[str, Any]) -> str:
     for old, new in OUTER.items():
         if module == old:
             return new
-    layers = int(config["layers_per_block"])
+    layers = config.whole("layers_per_block", 2)
     if match := re.fullmatch(r"mid_block\.((?:resnets|attentions)\.\d+)\.(.+)", module):
         return f"middle_block.{MIDDLE[match[1]]}.{_inner(match[1], match[2])}"
     if match := re.fullmatch(r"down_blocks\.(\d+)\.(resnets|attentions)\.(\d+)\.(.+)", module):
@@ -72,7 +72,7 @@ def sgm_name(module: str, config: Mapping[str, Any]) -> str:
     if match := re.fullmatch(r"up_blocks\.(\d+)\.upsamplers\.0\.conv", module):
         block = int(match[1])
         position = (
-            2 if "CrossAttn" in config["up_block_types"][block] else 1
+            2 if "CrossAttn" in config.texts("up_block_types")[block] else 1
         )  # after the resnet and the attention, if any
         return f"output_blocks.{block * (layers + 1) + layers}.{position}.conv"
     raise ValueError(f"{module} is not a module of an SDXL UNet")
@@ -82,7 +82,7 @@ def _inner(kind: str, rest: str) -> str:
     return RESNET_PARTS[rest] if kind.startswith("resnets") else rest
 
 
-def kohya_key(component: str, module: str, unet_config: Mapping[str, Any]) -> str:
+def kohya_key(component: str, module: str, unet_config: Config) -> str:
     """The kohya name of a module, without ``.lora_down.weight``.
 
     transformers 5 moved the layers of CLIPTextModel up by one level, but not those of CLIPTextModelWithProjection.

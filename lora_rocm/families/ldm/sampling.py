@@ -88,20 +88,25 @@ def sample_images(
 def _pipeline(
     model: LoadedModel, scheduler_config: Mapping[str, Any], make_pipeline: MakePipeline, sampler: str
 ) -> Any:
+    pipeline = make_pipeline(model.components["unet"], scheduler_of(scheduler_config, sampler))
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def scheduler_of(scheduler_config: Mapping[str, Any], sampler: str) -> Any:
+    """Diffusers' scheduler for a value of ``sample.sampler``."""
     config = dict(scheduler_config)
     if config["rescale_betas_zero_snr"]:
         config["timestep_spacing"] = "trailing"  # so that sampling starts from pure noise (arXiv 2305.08891, 3.3)
     cls, options = SAMPLERS[sampler]
-    pipeline = make_pipeline(model.components["unet"], cls.from_config(config, **options))
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+    return cls.from_config(config, **options)
 
 
 def _given(
     source: Source, model: LoadedModel, requests: Sequence[PreviewRequest], space: LatentSpace, in_tiles: bool
 ) -> AbstractContextManager[None]:
     """A context in which an inpainting model draws what the masks hide, or all; nothing for another model."""
-    if source.config("unet")["in_channels"] != inpainting.CHANNELS:
+    if source.config("unet").whole("in_channels", 4) != inpainting.CHANNELS:
         return nullcontext()
     files = [(request.control, request.mask) for request in requests]
     different = dict(zip(files, requests, strict=True))
@@ -135,7 +140,7 @@ def _denoise(
 ) -> Tensor:
     first = requests[0]
     factor = pixels_per_latent(source)
-    shape = (source.config("unet")["out_channels"], first.height // factor, first.width // factor)
+    shape = (source.config("unet").whole("out_channels", 4), first.height // factor, first.width // factor)
     generators = [torch.Generator().manual_seed(request.seed) for request in requests]
     noise_BCHW = torch.stack([torch.randn(shape, generator=generator) for generator in generators])
     count, guided = len(requests), first.guidance_scale > 1

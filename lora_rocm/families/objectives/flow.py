@@ -73,7 +73,7 @@ class FlowObjective(DenoisingObjective[FlowSection]):
         """
         settings, config = self.settings, self.scheduler_config
         grows = settings.shift == "resolution" or (settings.shift == "auto" and config.get("use_dynamic_shifting"))
-        fixed = settings.shift if isinstance(settings.shift, float) else float(config.get("shift", 1.0))
+        fixed = settings.shift if isinstance(settings.shift, float) else fixed_shift(config)
         plain = settings.logit_mean == 0 and (settings.min_timestep, settings.max_timestep) == (0, NUM_TIMESTEPS)
         if settings.timestep_sampling == "uniform":
             name = None if grows else "uniform" if fixed == 1.0 else "sigma"
@@ -95,6 +95,11 @@ def published_shift(config: Mapping[str, Any], tokens: int) -> float:
     """The shift with which an image of this many tokens is sampled by a scheduler config."""
     if config.get("use_dynamic_shifting"):
         return shift_of_resolution(config, tokens)
+    return fixed_shift(config)
+
+
+def fixed_shift(config: Mapping[str, Any]) -> float:
+    """The shift of a scheduler config for all resolutions; 1 if it is missing or null, as in diffusers."""
     return 1.0 if config.get("shift") is None else float(config["shift"])
 
 

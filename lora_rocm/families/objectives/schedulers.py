@@ -89,7 +89,7 @@ def scheduler_class(source: Source, kind: Kind) -> SchedulerClass:
     entry = read_config(index).get("scheduler") if index is not None else None
     if isinstance(entry, list) and len(entry) == 2 and entry[1] is not None:
         named[f"{index}: scheduler"] = entry[1]
-    own = source.config("scheduler").get("_class_name")
+    own = source.config("scheduler").values.get("_class_name")
     if own is not None:
         named[f"{source.config_path('scheduler')}: _class_name"] = own
     found = {place: next((each for each in kind.classes if each.name == name), None) for place, name in named.items()}
@@ -103,6 +103,13 @@ def scheduler_class(source: Source, kind: Kind) -> SchedulerClass:
                 fix=f"Use another base. Known schedulers: {', '.join(each.name for each in kind.classes)}.",
             )
     return next((each for each in found.values() if each is not None), SchedulerClass(""))
+
+
+def _class_notice(source: Source, counts: str) -> tuple[str, ...]:
+    """Return a notice if the scheduler config does not name its class."""
+    if source.config("scheduler").values.get("_class_name") is not None:
+        return ()
+    return (f"The scheduler config of the base does not name its class (_class_name): it counts as {counts}.",)
 
 
 def require_known_keys(source: Source, kind: Kind, config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -154,6 +161,7 @@ def ddpm_notices(source: Source, published: Mapping[str, Any], chosen_prediction
         ModelError: as ``scheduler_class`` and ``require_known_keys``.
     """
     full, notices = completed(source, published), require_known_keys(source, kind_named("ddpm"), published)
+    notices = (*_class_notice(source, "a DDPM schedule"), *notices)
     if betas := [key for key in BETA_KEYS if full.get(key) != published.get(key)]:
         values = ", ".join(f"{key}: {full[key]}" for key in betas)
         notices += (
@@ -174,9 +182,9 @@ def check_flow(source: Source) -> tuple[str, ...]:
     Raises:
         ModelError: scheduler-unsupported, scheduler-unreadable, or an error of reading a config.
     """
-    kind, config, path = kind_named("flow"), source.config("scheduler"), source.config_path("scheduler")
+    kind, config, path = kind_named("flow"), source.config("scheduler").values, source.config_path("scheduler")
     scheduler_class(source, kind)
-    notices = require_known_keys(source, kind, config)
+    notices = (*_class_notice(source, "flow matching"), *require_known_keys(source, kind, config))
     for key, problem in _flow_problems(config):
         raise ModelError(
             "scheduler-unreadable",

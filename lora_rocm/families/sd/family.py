@@ -67,7 +67,7 @@ class StableDiffusion(LdmFamily):
     def text_example(self, rows: int) -> Tensors:
         if self.recipe.lora.tokenises:
             return {"input_ids": torch.zeros(rows, clip.CLIP_TOKENS, dtype=torch.int64)}
-        width = int(self.source.config("unet")["cross_attention_dim"])
+        width = self.source.config("unet").whole("cross_attention_dim")
         return {"prompt_embeds": torch.zeros(rows, clip.CLIP_TOKENS, width)}
 
     def conditioning(self, model: LoadedModel, batch: Tensors) -> dict[str, Any]:

@@ -36,7 +36,7 @@ LAYOUT = Layout(
     },
     tokenizers={
         "tokenizer": TokenizerOf("clip_l", "text_encoder"),
-        "tokenizer_2": TokenizerOf("clip_g", "text_encoder_2"),
+        "tokenizer_2": TokenizerOf("clip_g", "text_encoder_2", pools=True),
     },
     configs=Path(__file__).parent / "config",
     changed={"unet": inpainting.config_changes},
@@ -70,9 +70,11 @@ class Sdxl(LdmFamily):
         if self.recipe.lora.tokenises:
             ids = torch.zeros(rows, clip.CLIP_TOKENS, dtype=torch.int64)
             return {"input_ids_1": ids, "input_ids_2": ids.clone()}
-        pooled = int(unet["projection_class_embeddings_input_dim"]) - 6 * int(unet["addition_time_embed_dim"])
+        pooled = unet.whole("projection_class_embeddings_input_dim") - 6 * unet.whole("addition_time_embed_dim")
         prompts = {
-            f"prompt_embeds_{number}": torch.zeros(rows, clip.CLIP_TOKENS, int(self.source.config(name)["hidden_size"]))
+            f"prompt_embeds_{number}": torch.zeros(
+                rows, clip.CLIP_TOKENS, self.source.config(name).whole("hidden_size", 512)
+            )
             for number, name in enumerate(self.text_components, 1)
         }
         return {**prompts, "pooled_embeds": torch.zeros(rows, pooled)}

@@ -106,7 +106,7 @@ class TransformerFamily(LatentFamily):
     @cached_property
     def scheduler_config(self) -> Mapping[str, Any]:
         """The scheduler config of the base."""
-        return self.source.config("scheduler")
+        return self.source.config("scheduler").values
 
     @cached_property
     def objective(self) -> FlowObjective:

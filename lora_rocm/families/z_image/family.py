@@ -76,7 +76,7 @@ class ZImage(TransformerFamily):
         return [language_model.token_limit(tokenizer, TEMPLATE, MAX_TOKENS)]
 
     def text_example(self, rows: int) -> Tensors:
-        return language_model.zeros(rows, MAX_TOKENS, int(self.source.config("transformer")["cap_feat_dim"]))
+        return language_model.zeros(rows, MAX_TOKENS, self.source.config("transformer").whole("cap_feat_dim"))
 
     def original_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
         return names.original_rows(module, rows)
@@ -88,7 +88,7 @@ class ZImage(TransformerFamily):
     def check(self, source: Source) -> tuple[str, ...]:
         """As ``TransformerFamily.check``; name and scheduler of the base are compared with the recipe's variant."""
         notices = super().check(source)
-        variant, shift = self._variant, source.config("scheduler").get("shift")
+        variant, shift = self._variant, source.config("scheduler").number("shift", 1.0, or_null=True)
         notices += called_otherwise(source, self.recipe.spec, variant, ("turbo",))
         other = next((each for each, its in SHIFTS.items() if its == shift), variant)
         if source.folder != LAYOUT.configs and other != variant:

@@ -123,6 +123,7 @@ def _kfd_gpu(look: Look, number: int, node: dict[str, str], cpus: set[int]) -> G
         pci_address=_address(domain, location) if location is not None else None,
         node=number,
         vram_bytes=(look.number(f"{device}/mem_info_vram_total") if device else None) or _bank_bytes(look, folder),
+        vram_used_bytes=_used(look, device) if device else None,
         gtt_bytes=look.number(f"{device}/mem_info_gtt_total") if device else None,
     )
     arch = arch_of(gpu.gfx)
@@ -143,6 +144,12 @@ def _bank_bytes(look: Look, folder: str) -> int | None:
         bank = dict(re.findall(r"^(\w+) (\d{1,18})$", text, re.MULTILINE))
         total += int(bank.get("size_in_bytes", "0")) if bank.get("heap_type") in VRAM_HEAPS else 0
     return total or None
+
+
+def _used(look: Look, device: str) -> int | None:
+    """Bytes of a card's memory in use; unknown of a card that sleeps, because a read may wake it."""
+    asleep = look.line(f"{device}/power/runtime_status") == "suspended"
+    return None if asleep else look.number(f"{device}/mem_info_vram_used")
 
 
 def _atomics(look: Look, folder: str, cpus: set[int]) -> bool | None:
@@ -195,6 +202,7 @@ def _amd_on_bus(look: Look, address: str, device: tuple[str, str]) -> Gpu:
         pci_id=pci_id,
         pci_address=address,
         vram_bytes=look.number(f"{folder}/mem_info_vram_total"),
+        vram_used_bytes=_used(look, folder),
         gtt_bytes=look.number(f"{folder}/mem_info_gtt_total"),
     )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import replace
+from typing import Literal
 
 from lora_rocm.hardware.facts import DeviceFile, Gpu, HostFacts, Linux
 from lora_rocm.hardware.probe.gpu_probe import linux_gpus
@@ -60,6 +61,7 @@ def read(look: Look, base: HostFacts, deep: bool) -> HostFacts:
 def _linux(look: Look, kernel: str, wsl: bool, log: list[str] | None, deep: bool) -> Linux:
     release = _os_release(look)
     drm = next((found.group(1) for line in log or () if (found := DRM_VERSION.search(line))), None)
+    ttm: Literal["ttm", "amdttm"] = "amdttm" if look.exists("/sys/module/amdttm") else "ttm"
     return Linux(
         kernel=kernel or "unknown",
         distribution=release.get("ID", ""),
@@ -76,7 +78,8 @@ def _linux(look: Look, kernel: str, wsl: bool, log: list[str] | None, deep: bool
         amdgpu_loaded=look.exists("/sys/module/amdgpu"),
         amdgpu_version=look.line("/sys/module/amdgpu/version") or None,
         drm_version=drm,
-        ttm_pages_limit=look.number("/sys/module/ttm/parameters/pages_limit"),
+        ttm_pages_limit=look.number(f"/sys/module/{ttm}/parameters/pages_limit"),
+        ttm_module=ttm,
         shm_bytes=_shm(look),
         rocm_version=_rocm(look),
         firmware_package=_firmware_package(look, deep),

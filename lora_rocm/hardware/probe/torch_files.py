@@ -5,6 +5,11 @@ architecture in each name (TensileLibrary_lazy_gfx1100.dat); AMD's older ones ha
 with the same; AMD's multi-arch torch has none, but a package ``amd-torch-device-<gfx>`` for each architecture (TheRock
 RELEASES.md; packages like amd-torch-device-gfx11 hold only attention kernels). MIOpen's databases name architectures
 for which a wheel has no kernels, so they are no proof.
+
+AOTriton, the attention library of ROCm's torch, comes in two parts: a library, whose version is in
+``torch/include/aotriton/config.h``, and GPU images, which have a file ``__signature__`` in each folder. This is JSON
+that names the Triton that built the images; its version ends in the AOTriton that it was made for
+("3.7.0+gitdb82b800.aotriton0.13"; aotriton python/write_image_signature.py). Images before 0.12 have no such ending.
 """
 
 from __future__ import annotations
@@ -27,6 +32,9 @@ DEVICE_PACKAGE = re.compile(r"amd_torch_device_(gfx(?:9[0-9a-f]{2}|1[0-9]{3}))")
 DEVICE_EXTRA = re.compile(r"^Provides-Extra: device[-_]gfx", re.MULTILINE)
 KERNEL_FILE = re.compile(r"TensileLibrary_lazy_(gfx[0-9a-f]{3,4})\.dat|Kernels\.so-\d+-(gfx[0-9a-f]{3,4})\b.*\.hsaco")
 AOTRITON = re.compile(r"libaotriton_v2\.so\.(\d+\.\d+(?:\.\d+)?)")
+AOTRITON_DEFINE = re.compile(r"^\s*#\s*define\s+AOTRITON_VERSION_(MAJOR|MINOR|PATCH)\s+(\d+)[uU]?\b", re.MULTILINE)
+AOTRITON_WHOLE = re.compile(r"^\s*#\s*define\s+AOTRITON_VERSION\s+\"?(\d+\.\d+(?:\.\d+)?)", re.MULTILINE)
+AOTRITON_OF_IMAGES = re.compile(r"aotriton(\d+\.\d+(?:\.\d+)?)")
 VERSION_FIELD = r"^{name}\s*(?::[^=\n]*)?=\s*['\"]([^'\"]+)['\"]"
 FILE_BYTES = 1 << 20
 ASK_TIMEOUT_S = 120.0
@@ -66,7 +74,8 @@ def _torch(look: Look, folder: Path, packages: dict[str, str], deep: bool) -> To
         return None
     torch = Torch(version, hip=_field(text, "hip"), cuda=_field(text, "cuda"))
     if torch.hip is not None:
-        torch = replace(torch, aotriton=_aotriton(folder))
+        images = _aotriton_images(folder)
+        torch = replace(torch, aotriton=_aotriton(folder), aotriton_images=images, rocm=_field(text, "rocm"))
         metadata = _device_packages(look, folder, packages)
         if metadata is not None:
             return replace(torch, arch_list=metadata, arch_source="metadata")
@@ -125,13 +134,41 @@ def _sorted(gfx: set[str]) -> tuple[str, ...]:
 
 
 def _aotriton(folder: Path) -> str | None:
-    """Version of the bundled attention kernels, from the library's file name. On Windows the name has none."""
+    """Version of the bundled attention library: from its header, else from its file name, which has none on Windows."""
+    header = _optional_text(folder / "torch" / "include" / "aotriton" / "config.h")
+    parts = dict(AOTRITON_DEFINE.findall(header))
+    if "MAJOR" in parts and "MINOR" in parts:
+        return ".".join(parts[name] for name in ("MAJOR", "MINOR", "PATCH") if name in parts)
+    if whole := AOTRITON_WHOLE.search(header):
+        return whole.group(1)
     try:
         names = os.listdir(folder / "torch" / "lib")
     except OSError:
         return None
     versions = sorted((one.group(1) for name in names if (one := AOTRITON.match(name))), key=len)
     return versions[-1] if versions else None
+
+
+def _aotriton_images(folder: Path) -> dict[str, str]:
+    """Folder of GPU images -> the AOTriton that they were built for; a folder that does not say one is left out."""
+    images = folder / "torch" / "lib" / "aotriton.images"
+    try:
+        names = sorted(os.listdir(images))
+    except OSError:  # a torch without AOTriton
+        return {}
+    built_for = {
+        name: set(AOTRITON_OF_IMAGES.findall(_optional_text(images / name / "__signature__"))) for name in names
+    }
+    return {name: versions.pop() for name, versions in built_for.items() if len(versions) == 1}
+
+
+def _optional_text(path: Path) -> str:
+    """The text of a file that not every wheel has."""
+    try:
+        with path.open("rb") as file:
+            return file.read(FILE_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return ""
 
 
 def _ask(look: Look, folder: Path, torch: Torch) -> tuple[str, ...]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from lora_rocm.dataset.records import Completion, Conversation, Pair, Record, UnusableText, read, written
+from lora_rocm.dataset.records import Completion, Conversation, Pair, Record, UnusableText, read, record_of, written
 from lora_rocm.dataset.row_edge import SharedCause
 from lora_rocm.families.causal_lm.chat import ChatTokenizer
 from lora_rocm.families.causal_lm.special_tokens import BREAKS
@@ -180,3 +181,20 @@ def test_plain_prompts_and_answers_are_said_if_the_tokenizer_has_a_chat_template
     found = reader()
     found.parts(written(TWO))
     assert not found.notices, "the control: a conversation has it"
+
+
+def test_templates_print_tools_and_calls_in_the_order_of_the_row() -> None:
+    tool = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {"z": 1, "a": 2}}}
+    call = {"type": "function", "function": {"name": "look", "arguments": {"z": 1, "a": [{"y": 1, "b": 2}]}}}
+    messages = [
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "Seen."},
+        {"role": "assistant", "content": "Done."},
+    ]
+    record = read(written(record_of({"messages": messages, "tools": [tool]})))
+    assert isinstance(record, Conversation)
+    assert json.dumps(record.tools) == json.dumps([tool])
+    assert json.dumps(record.messages[1]["tool_calls"]) == json.dumps([call])
+    renamed = [{**{key: message[key] for key in reversed(message)}} for message in messages]
+    assert written(record_of({"tools": [tool], "messages": renamed})) == written(record)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import tracemalloc
 from dataclasses import asdict
 from pathlib import Path
@@ -140,9 +141,9 @@ def checked(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch, most:
     facts = {"num_bytes": {"model": 1}, "notices": [], "files": [], "tokenizers": []}
 
     def child(module: str, *job: object) -> dict[str, Any]:
-        reader = family_for(recipe).texts
-        assert reader is not None
-        found: dict[str, Any] = json.loads(json.dumps(asdict(seen(recipe, reader, most))))
+        family = family_for(recipe)
+        assert family.texts is not None
+        found: dict[str, Any] = json.loads(json.dumps(asdict(seen(recipe, family.texts, most, family))))
         return found if module == TEXTS_MODULE else facts
 
     monkeypatch.setattr("lora_rocm.supervisor.subprocesses.run_for_json", child)
@@ -168,6 +169,30 @@ def test_check_sets_aside_what_training_does_and_names_its_row(
     write_chats(tmp_path / "c.jsonl", CHAT_OF_ONE)
     checked(recipe, tmp_path, monkeypatch)
     assert "texts: 1 usable, 0 set aside" in capsys.readouterr().out, "the control"
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_check_counts_what_is_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], packing: bool
+) -> None:
+    recipe = recipe_of(tmp_path, packing=packing)
+    chats = [[("user", "a" * n), ("assistant", "b")] for n in (3, 4, 5)]
+    write_chats(tmp_path / "c.jsonl", *chats)
+
+    def counted() -> tuple[int, int]:
+        checked(recipe, tmp_path, monkeypatch)
+        (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("caches in "))
+        there, needed = re.search(r"(\d+) of (\d+) texts? cached", line).groups()  # type: ignore[union-attr]
+        return int(there), int(needed)
+
+    there, needed = counted()
+    assert there == 0 and needed > (1 if packing else 3)
+    assert counted() == (0, needed), "check itself caches nothing"
+    prepared(recipe)
+    assert counted() == (needed, needed)
+    write_chats(tmp_path / "c.jsonl", *chats, [("user", "c"), ("assistant", "d")])
+    there, more = counted()
+    assert there < more and (packing or (there, more) == (needed, needed + 1))
 
 
 def test_check_keeps_no_text_and_looks_at_the_first_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,8 +106,8 @@ def test_an_excluded_turn_stays_excluded_whatever_else_is_trained_on() -> None:
         ({"weight": 0.5}, "weight 0.5"),
         ({"weight": "much"}, "weight 'much'"),
         ({"loss": [0, 1]}, "loss"),
-        ({"mask": True}, "key mask"),
-        ({"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}, "key train_detail"),
+        ({"mask": True}, "mask True"),
+        ({"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}, "train_detail"),
     ],
 )
 def test_another_weight_and_parts_of_a_message_are_refused(keys: dict[str, Any], reason: str) -> None:
@@ -325,7 +325,9 @@ def test_every_key_and_column_is_used_or_named(
         holders += [(of_user, 1), (of_answer, 2)]
     for keys, at in holders:
         for key, value in keys.items():
-            if value in (None, "", []) or (key in ("weight", "train", "training", "loss") and value in (0, 1)):
+            if value in (None, "", []) or (
+                key.lower() in ("weight", "weights", "train", "training", "loss") and value in (0, 1)
+            ):
                 continue  # it says nothing, or what holds without it
             less = [columns, of_user, of_answer]
             less[at] = {name: each for name, each in keys.items() if name != key}

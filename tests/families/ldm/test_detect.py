@@ -185,12 +185,17 @@ def test_a_target_that_is_not_known_is_refused_by_name(folder: Path, word: objec
     {"beta_end": -3.0},
     {"beta_start": "x"},
     {"trained_betas": ["x"]},
-    {"trained_betas": [float("nan")] * 1000},
     {"timestep_spacing": "sideways"},
 ])  # fmt: skip
 def test_a_noise_schedule_that_is_none(folder: Path, changes: dict[str, Any]) -> None:
     edit(folder / "scheduler" / "scheduler_config.json", lambda config: config.update(changes))
     assert refused(folder).code == "scheduler-unreadable"
+
+
+def test_a_schedule_of_no_numbers(folder: Path) -> None:
+    edit(folder / "scheduler" / "scheduler_config.json", lambda config: config.update(trained_betas=[float("nan")] * 9))
+    error = refused(folder)
+    assert error.code == "config-unreadable" and error.where.endswith(": trained_betas")
 
 
 @pytest.mark.parametrize(("component", "changes"), [

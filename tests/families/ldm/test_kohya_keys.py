@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from functools import lru_cache
 from pathlib import Path
@@ -20,9 +21,10 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 
 from lora_rocm.families.ldm import kohya_keys
 from lora_rocm.families.sdxl.family import LAYOUT, Sdxl
+from lora_rocm.model_files.config_file import Config
 from tests.tiny_models import tiny_pipeline, tiny_recipe
 
-CONFIG = UNet2DConditionModel.load_config(LAYOUT.configs / "unet")
+CONFIG = Config(UNet2DConditionModel.load_config(LAYOUT.configs / "unet"), LAYOUT.configs / "unet")
 PUBLISHED_PARAMETERS = {
     "unet": 2_567_463_684,
     "text_encoder": 123_060_480,
@@ -97,7 +99,7 @@ def expected_conv_keys() -> Shapes:
 @lru_cache(maxsize=1)
 def real_unet() -> nn.Module:
     with init_empty_weights():
-        return UNet2DConditionModel.from_config(CONFIG)
+        return UNet2DConditionModel.from_config(CONFIG.values)
 
 
 def kohya_shapes(preset: str) -> Shapes:
@@ -194,7 +196,8 @@ def test_every_weight_of_the_unet_has_its_original_name() -> None:
         {f"{name}.weight": torch.zeros(()) for name, m in unet.named_modules() if hasattr(m, "weight")}
     )
     linear = [name for name, module in unet.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
-    assert {kohya_keys.sgm_name(name, unet.config) + ".weight" for name in linear} <= original.keys()
+    config = Config(json.loads(unet.to_json_string()), Path("config.json"))
+    assert {kohya_keys.sgm_name(name, config) + ".weight" for name in linear} <= original.keys()
     assert len(linear) > 150
 
 

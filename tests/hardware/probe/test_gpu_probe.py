@@ -116,6 +116,13 @@ def test_memory_comes_from_kfd_where_drm_does_not_tell(tmp_path: Path) -> None:
     assert gpus(sources)[0].vram_bytes == 25753026560
 
 
+def test_what_a_card_holds_is_not_asked_of_one_that_sleeps(tmp_path: Path) -> None:
+    sources, _ = linux_machine(tmp_path, host("linux-rx7900xtx"))
+    assert gpus(sources)[0].vram_used_bytes == 1434 << 20
+    put(tmp_path, "/sys/class/drm/renderD128/device/power/runtime_status", "suspended\n")
+    assert gpus(sources)[0].vram_used_bytes is None and gpus(sources)[0].vram_bytes == 25753026560
+
+
 def test_a_number_that_is_no_architecture_is_noted_and_the_id_tells(tmp_path: Path) -> None:
     sources, _ = linux_machine(tmp_path, host("linux-rx7900xtx"))
     path = tmp_path / KFD_NODES.lstrip("/") / "1" / "properties"

@@ -53,6 +53,20 @@ def test_containers_are_known_by_their_files(mark: object, tmp_path: Path) -> No
     assert linux_of(probe(sources=sources)).container
 
 
+@pytest.mark.parametrize(("also", "module", "pages"), [
+    (False, "ttm", HEALTHY.linux and HEALTHY.linux.ttm_pages_limit), (True, "amdttm", 27648000),
+])  # fmt: skip
+def test_the_limit_of_mapped_memory_is_that_of_the_drivers_own_module(
+    also: bool, module: str, pages: int, tmp_path: Path
+) -> None:
+    """A driver installed beside the kernel brings amdttm; the kernel's own ttm may be loaded for another GPU."""
+    sources, _ = machine(tmp_path)
+    if also:
+        put(tmp_path, "/sys/module/amdttm/parameters/pages_limit", "27648000\n")
+    linux = linux_of(probe(sources=sources))
+    assert (linux.ttm_module, linux.ttm_pages_limit) == (module, pages)
+
+
 def test_containers_are_known_by_their_variables(tmp_path: Path) -> None:
     sources, _ = machine(tmp_path)
     assert linux_of(probe(sources=replace(sources, environ={"container": "podman"}))).container

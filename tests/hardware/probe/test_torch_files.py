@@ -10,7 +10,7 @@ import pytest
 from lora_rocm.hardware.facts import Torch
 from lora_rocm.hardware.probe.sources import Look, Sources, run_tool
 from lora_rocm.hardware.probe.torch_files import ASK, installed
-from tests.hardware.fake_machine import Tools, put, put_torch
+from tests.hardware.fake_machine import Tools, put, put_aotriton, put_torch, signature
 
 ROCM = Torch("2.13.0+rocm7.2", hip="7.2.53211")
 
@@ -41,6 +41,28 @@ def test_a_wheel_of_pytorch_org_names_its_kernels(tmp_path: Path) -> None:
     assert torch is not None
     assert torch.arch_list == ("gfx90a", "gfx942", "gfx1100", "gfx1201")
     assert (torch.arch_source, torch.aotriton, torch.hip, torch.cuda) == ("files", "0.11.2", "7.2.53211", None)
+
+
+@pytest.mark.parametrize(
+    ("version", "line", "named"),
+    [
+        ("2.14.0+rocm10.1.0", "rocm: Optional[str] = '10.1.0'\n", "10.1.0"),
+        ("2.15.0a0+git1f2e3d4", "rocm = '10.1.0'\n", "10.1.0"),
+        ("2.14.0+rocm10.1.0", "rocm: Optional[str] = None\n", "10.1.0"),
+        ("2.12.0+rocm7.14.0a20260608", "", "7.14.0"),
+        ("2.12.0a0+git1f2e3d4", "", "7.16"),
+    ],
+)
+def test_rocm_is_what_torch_names_before_what_its_version_says(
+    version: str, line: str, named: str, tmp_path: Path
+) -> None:
+    put_torch(tmp_path, Torch(version, hip="7.16.26270"), {})
+    with (tmp_path / "torch" / "version.py").open("a", encoding="utf-8") as file:
+        file.write("\n" + line)
+    tools = Tools({"python": "archs: gfx1100\n"})
+    torch = torch_in(tmp_path, tools=tools)
+    assert torch is not None and torch.rocm_version == named
+    assert Torch("2.14.0", hip=None, rocm="10.1.0").rocm_version is None
 
 
 def test_amds_older_wheels_have_a_package_of_libraries(tmp_path: Path) -> None:
@@ -153,3 +175,65 @@ def test_packages_that_matter_are_listed_and_no_others(tmp_path: Path) -> None:
     torch, libraries = installed(look_at(tmp_path), False)
     assert torch is None
     assert libraries == {"flash_attn": "2.8.3", "rocm": "7.14.0", "rocm-sdk-core": "7.14.0"}
+
+
+# AOTriton: the library and its images
+
+
+def attention_of(folder: Path) -> tuple[str | None, dict[str, str]]:
+    torch = torch_in(folder)
+    assert torch is not None
+    return torch.aotriton, torch.aotriton_images
+
+
+HEADER = """\
+#ifndef AOTRITON_V2_CONFIG_H
+#define AOTRITON_V2_CONFIG_H
+#define AOTRITON_ENABLE_SUFFIX 0
+/* #undef AOTRITON_NAME_SUFFIX */
+#define AOTRITON_NS aotriton
+#define AOTRITON_VERSION_MAJOR 0u
+#define AOTRITON_VERSION_MINOR 12u
+#define AOTRITON_VERSION_PATCH 50u
+#define AOTRITON_GIT_SHA1 05f26c2d8fbdcf8dd6d95b9544d04f7a39fc9920
+#endif
+"""
+IMAGES = "torch/lib/aotriton.images/{}/__signature__"
+
+
+@pytest.mark.parametrize("library", ["torch/lib/libaotriton_v2.so.0.13.0", "torch/lib/aotriton_v2.dll"])
+def test_library_and_images_are_read_on_both_systems(library: str, tmp_path: Path) -> None:
+    put_torch(tmp_path, ROCM, {})
+    put(tmp_path, library, "")
+    put(tmp_path, "torch/include/aotriton/config.h", HEADER)
+    put(tmp_path, IMAGES.format("amd-gfx120x"), signature("0.13"))
+    put(tmp_path, IMAGES.format("amd-gfx115x"), signature("0.12"))
+    assert attention_of(tmp_path) == ("0.12.50", {"amd-gfx115x": "0.12", "amd-gfx120x": "0.13"})
+
+
+@pytest.mark.parametrize("text", ["#define AOTRITON_VERSION 0.12.50\n", '#define AOTRITON_VERSION "0.12.50"\r\n'])
+def test_a_version_in_one_piece_is_read_too(text: str, tmp_path: Path) -> None:
+    put_torch(tmp_path, ROCM, {})
+    put(tmp_path, "torch/include/aotriton/config.h", text)
+    assert attention_of(tmp_path)[0] == "0.12.50"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", '{"TRITON_VERSION": "3.4.0"}', signature("0.13") + signature("0.12"), "\0\xff"]
+)
+def test_images_that_do_not_say_their_version_are_left_out(text: str, tmp_path: Path) -> None:
+    put_torch(tmp_path, ROCM, {})
+    put_aotriton(tmp_path, "0.12.50")
+    put(tmp_path, IMAGES.format("amd-gfx120x"), text)
+    (tmp_path / IMAGES.format("amd-gfx115x")).mkdir(parents=True)
+    put(tmp_path, "torch/lib/aotriton.images/readme.txt", "aotriton0.13")
+    assert attention_of(tmp_path) == ("0.12.50", {})
+
+
+@pytest.mark.parametrize("text", ["", "#define AOTRITON_VERSION_MAJOR 0u\n", "/* AOTRITON_VERSION_MINOR 12 */"])
+def test_a_header_that_says_nothing_leaves_the_name_of_the_library(text: str, tmp_path: Path) -> None:
+    put_torch(tmp_path, ROCM, {})
+    put(tmp_path, "torch/include/aotriton/config.h", text)
+    assert attention_of(tmp_path) == (None, {})
+    put(tmp_path, "torch/lib/libaotriton_v2.so.0.11.2", "")
+    assert attention_of(tmp_path) == ("0.11.2", {})

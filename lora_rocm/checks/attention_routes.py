@@ -1,0 +1,144 @@
+"""Before a process computes with a model: each route of torch's attention is called once, and its numbers are compared.
+
+An attention library can give zeros without an error, or fail only when it is called (ROCm/aotriton#210, ComfyUI#15647).
+A wrong route is held out in this process and told, so that torch takes another one; a change is emitted, by which later
+runs on this machine do without it. The self-test tries more shapes, but once for a machine's software, if at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from lora_rocm.checks.selftest_attention import DEFAULT, attention
+from lora_rocm.checks.selftest_base import DTYPES, NotHereError, WrongAnswerError, device_works, synchronize
+from lora_rocm.device.attention import ROUTES, enable, hold_out
+from lora_rocm.errors import CanaryError, MachineError
+from lora_rocm.hardware.settings import Settings
+from lora_rocm.rules.mitigations import change_event
+from lora_rocm.rundir.event_types import ChangeEvent
+from lora_rocm.rundir.run_context import RunContext
+
+TRIED_ON = ("cuda",)
+SHAPES = {64: ((1, 2, 80, 77, False),), 128: ((1, 2, 80, 80, True),)}
+"""Numbers in a head -> (samples, heads, queries, keys, causal): small, so that all routes take a few milliseconds."""
+SCALE = 2.0
+FUSED_WAYS = ("auto", "sdpa-flash", "sdpa-ck", "sdpa-efficient", "sdpa-cudnn")
+CUDNN_WAY = "sdpa-cudnn"
+"""Torch chooses cuDNN after plain attention, so never by itself; to load it takes seconds."""
+
+
+def checked_attention(
+    settings: Settings, device: torch.device, dtypes: Sequence[torch.dtype], context: RunContext
+) -> Settings:
+    """Try the routes that the settings allow, in each dtype; return the settings without the wrong ones.
+
+    Only accelerators are tried: the canary looks at torch's own choice everywhere.
+
+    Raises:
+        MachineError: no route is right, or torch's own choice among the right ones is wrong.
+        CanaryError: after a wrong route the device does not work any more. The next start does without the route.
+    """
+    if device.type not in TRIED_ON:
+        return settings
+    names = [name for name, dtype in DTYPES.items() if dtype in dtypes]
+    never_taken = set() if settings.attention == CUDNN_WAY else {"cudnn"}
+    enabled = [route for route in ROUTES if _is_enabled(route) and route not in never_taken]
+    wrong, right = dict[str, str](), list[str]()
+    for route in enabled:
+        fault = _fault(route, device, names)
+        if fault is None:
+            continue
+        if fault == "":
+            right.append(route)
+            continue
+        wrong[route] = fault
+        if not device_works(device):
+            context.emit(_held_out(route))
+            raise CanaryError(
+                "canary-kernel",
+                f"Attention by the route {route} is wrong, and the GPU does not work any more after it.",
+                where=fault,
+                fix="A new start does without this route. lora-rocm doctor says what is known about this machine.",
+            )
+    if enabled and not right:
+        raise _none_right("No way in which torch computes attention is right on this device.", wrong)
+    for route, fault in wrong.items():
+        context.emit(_held_out(route))
+        context.notice(f"Attention by the route {route} is wrong here and is not used ({fault}).")
+    settings = hold_out(settings, wrong) if wrong else settings
+    if right == ["math"] and settings.attention in FUSED_WAYS and _holds_out(settings):
+        settings = replace(settings, attention="math")  # the plan of memory has to know that nothing is fused
+        enable(settings)
+    fault = _fault(DEFAULT, device, names)
+    if fault:
+        raise _none_right(
+            "Attention as torch chooses to compute it is wrong on this device.", {**wrong, DEFAULT: fault}
+        )
+    return settings
+
+
+def _held_out(route: str) -> ChangeEvent:
+    return change_event(f"attention-{route}-off", "attention")
+
+
+def _holds_out(settings: Settings) -> bool:
+    return not (settings.flash_attention and settings.efficient_attention and settings.cudnn_attention)
+
+
+def _fault(route: str, device: torch.device, dtypes: Sequence[str]) -> str | None:
+    """What is wrong with a route; "" if all its numbers are right; None if torch has no such route here."""
+    tried = False
+    for dtype in dtypes:
+        for head_dim, shapes in SHAPES.items():
+            try:
+                with torch.autocast(device.type, enabled=False), torch.enable_grad(), _any_algorithm():
+                    attention(device, route, dtype, head_dim, shapes, scale=SCALE)
+                    synchronize(device)
+                tried = True
+            except NotHereError:
+                continue
+            except torch.OutOfMemoryError:
+                raise
+            except WrongAnswerError as error:
+                return str(error)
+            except RuntimeError as error:
+                return f"{route} attention, {head_dim} a head, {dtype}: {next(iter(str(error).splitlines()), '')}"
+    return "" if tried else None
+
+
+def _is_enabled(route: str) -> bool:
+    cuda = torch.backends.cuda
+    enabled: dict[str, bool] = {
+        "math": cuda.math_sdp_enabled(),
+        "efficient": cuda.mem_efficient_sdp_enabled(),
+        "flash": cuda.flash_sdp_enabled(),
+        "cudnn": cuda.cudnn_sdp_enabled(),
+    }
+    return enabled[route]
+
+
+@contextmanager
+def _any_algorithm() -> Iterator[None]:
+    """Let routes run that are refused where a run is to be deterministic: their numbers are right all the same."""
+    asked, only_warns = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(asked, warn_only=only_warns)
+
+
+def _none_right(what: str, faults: dict[str, str]) -> MachineError:
+    return MachineError(
+        "no-attention",
+        f"{what} Nothing was computed.",
+        where="; ".join(f"{route}: {fault}" for route, fault in faults.items()),
+        fix="lora-rocm doctor says what is known about this machine, and how to install another torch.",
+    )

@@ -1,0 +1,63 @@
+"""Whether torch's attention library (AOTriton) and its GPU images fit each other, from the facts about a torch.
+
+A library with images of another version computes zeros without an error, or every later kernel of the process fails
+(ROCm/aotriton#210, TheRock#7315, #7992: torch 2.11 and 2.12 for Windows of August 2026). Standard library only.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from lora_rocm.hardware.facts import Torch
+
+FOLDER = re.compile(r"amd-gfx([0-9a-fx]+)")
+"""A folder of images: "x" stands for any digit of an architecture ("amd-gfx120x")."""
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """A library and images of different versions. ``where``: the files that say so, below site-packages."""
+
+    library: str
+    images: str
+    where: str
+
+
+def attention_misfit(torch: Torch | None, gfx: str | None) -> Misfit | None:
+    """The misfit between library and images for an architecture; None if they fit, or the files do not say.
+
+    Major and minor version have to agree: the images name no more. An unknown architecture may use any of the images.
+    """
+    if torch is None or torch.hip is None or torch.aotriton is None:
+        return None
+    library = _minor(torch.aotriton)
+    for folder, version in torch.aotriton_images.items():
+        if library and _serves(folder, gfx) and _minor(version) and _minor(version) != library:
+            signature = f"torch/lib/aotriton.images/{folder}/__signature__"
+            where = f"torch/include/aotriton/config.h: {torch.aotriton}; {signature}: {version}"
+            return Misfit(torch.aotriton, version, where)
+    return None
+
+
+def attention_fits(torch: Torch | None, gfx: str | None) -> bool:
+    """Whether the files say that library and images for an architecture fit."""
+    known = torch is not None and torch.aotriton is not None and _has_images(torch, gfx)
+    return known and attention_misfit(torch, gfx) is None
+
+
+def _has_images(torch: Torch, gfx: str | None) -> bool:
+    return any(_serves(folder, gfx) for folder in torch.aotriton_images)
+
+
+def _serves(folder: str, gfx: str | None) -> bool:
+    found = FOLDER.match(folder)
+    if found is None or gfx is None:
+        return True
+    return re.fullmatch("gfx" + found.group(1).replace("x", "[0-9a-f]"), gfx) is not None
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    """Major and minor number ("0.12.50" is (0, 12)); () if it has none."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return tuple(map(int, found.groups())) if found else ()

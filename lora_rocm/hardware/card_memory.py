@@ -1,0 +1,109 @@
+"""What a card's memory holds for all programs together, as the system counts it. Standard library only.
+
+HIP's free memory is not enough: on Linux it leaves out what the desktop and games hold (ROCm#6389, rocm-systems#7993),
+and on Windows it is too high (librocdxg#57). Under WSL it is right, and there are no counters of the system.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+PCI_DEVICES = Path("/sys/bus/pci/devices")
+PCI_ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", re.IGNORECASE)
+MAX_BYTES = 2**63
+SAME_POOL = 0.9
+"""Two totals of an integrated GPU that differ by more are those of two pools."""
+
+
+@dataclass(frozen=True)
+class Pool:
+    """One kind of memory: its size, and what all programs together hold of it."""
+
+    total_bytes: int
+    used_bytes: int
+
+    @property
+    def free_bytes(self) -> int:
+        return max(0, self.total_bytes - self.used_bytes)
+
+
+@dataclass(frozen=True)
+class CardMemory:
+    """The memory counters of one card.
+
+    Attributes:
+        vram: memory of its own; the carve-out of an integrated GPU.
+        gtt: main memory that it may map; None if the system does not tell it.
+    """
+
+    vram: Pool
+    gtt: Pool | None = None
+
+    def for_tensors(self, integrated: bool) -> Pool:
+        """The pool that torch takes tensors from: the card's own, or the larger one of an integrated GPU."""
+        if not integrated or self.gtt is None:
+            return self.vram
+        return max(self.vram, self.gtt, key=lambda pool: pool.total_bytes)
+
+
+def read_card_memory(pci_address: str | None, devices: Path = PCI_DEVICES) -> CardMemory | None:
+    """The counters of the card at a PCI address ("0000:03:00.0"), from Linux' sysfs.
+
+    None: unknown. The driver has no such counters (only amdgpu has), or cannot be read; or the card sleeps, and then it
+    must not be read, because a read may wake it.
+
+    Args:
+        pci_address: of the card, in sysfs form.
+        devices: folder of the PCI devices; tests give a simulated one.
+    """
+    if pci_address is None or PCI_ADDRESS.fullmatch(pci_address) is None:
+        return None
+    folder = devices / pci_address.lower()
+    if _text(folder / "power" / "runtime_status") == "suspended":
+        return None
+    vram = _pool(folder, "vram")
+    return None if vram is None else CardMemory(vram, _pool(folder, "gtt"))
+
+
+def free_for_tensors(
+    runtime: Pool, card: CardMemory | None, *, integrated: bool, main_memory_free_bytes: int | None
+) -> int:
+    """What is free on a GPU: the least of what runtime, driver and system say.
+
+    Args:
+        runtime: by HIP or CUDA. Of an integrated GPU it may be the small carve-out alone, and then it counts for
+            nothing beside the driver's larger pool.
+        card: the driver's counters; None: unknown.
+        integrated: the GPU has no memory of its own.
+        main_memory_free_bytes: what an integrated GPU may take of main memory at most; None: unknown.
+    """
+    pool = card.for_tensors(integrated) if card is not None else None
+    found = [pool.free_bytes] if pool is not None else []
+    if pool is None or not integrated or runtime.total_bytes >= SAME_POOL * pool.total_bytes:
+        found.append(runtime.free_bytes)
+    takes_main_memory = integrated and (card is None or pool is not card.vram)
+    if takes_main_memory and main_memory_free_bytes is not None:
+        found.append(main_memory_free_bytes)
+    return max(0, min(found))
+
+
+def _pool(folder: Path, name: str) -> Pool | None:
+    total, used = (_number(folder / f"mem_info_{name}_{which}") for which in ("total", "used"))
+    return None if not total or used is None else Pool(total, used)
+
+
+def _number(file: Path) -> int | None:
+    text = _text(file)
+    number = int(text) if re.fullmatch(r"[0-9]{1,19}", text) else MAX_BYTES
+    return number if number < MAX_BYTES else None
+
+
+def _text(file: Path) -> str:
+    """The stripped text of a small file; empty if it cannot be read."""
+    try:
+        with file.open("rb") as opened:
+            return opened.read(64).decode("ascii", "replace").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,34 @@
+"""Refuses to train with a torch whose attention library has GPU images of another version.
+
+Other processes (samples, encoders of a measurement) get plain attention by the rule "attention-misfit".
+"""
+
+from __future__ import annotations
+
+from lora_rocm.errors import MachineError
+from lora_rocm.foundation.packages import installer
+from lora_rocm.hardware.attention_images import attention_misfit
+from lora_rocm.rules.rule import Situation
+
+
+def require_fitting_attention(situation: Situation) -> None:
+    """Check the files of torch's attention library, if training on this GPU may use it.
+
+    Raises:
+        MachineError: the library and its images are of different versions.
+    """
+    gpu, recipe, torch = situation.gpu, situation.recipe, situation.facts.torch
+    plain = recipe is not None and (recipe.runtime.device == "cpu" or recipe.runtime.attention == "math")
+    misfit = attention_misfit(torch, gpu.gfx) if gpu is not None and not plain else None
+    if misfit is None or torch is None:
+        return
+    windows = situation.facts.system == "windows"
+    install = f"{installer(windows)} --repair" if windows else f"{installer(windows)} ARGS=--repair"
+    raise MachineError(
+        "attention-images-differ",
+        f"The installed torch {torch.version} cannot be used: its attention library is AOTriton {misfit.library}, and "
+        f"the GPU images of that library are of {misfit.images}. Attention would be zeros, without an error.",
+        where=misfit.where,
+        fix=f"Install another torch: {install} (lora-rocm doctor has the command for pip). Until then, plain attention "
+        "is right, but slower and takes more memory: --set runtime.attention=math",
+    )

@@ -1,0 +1,194 @@
+"""Which step of a run each exported file was made from, and whether the run has gone on since.
+
+``result.json`` says it of a finished run's files. It is removed when the run goes on, so its words move to
+``exports.json`` then, which also has the files that ``lora-rocm export`` wrote. Of a LoRA file that neither names, its
+own metadata tell the step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lora_rocm.errors import AdapterError, UserError
+from lora_rocm.foundation.bounded_read import read_plain
+from lora_rocm.foundation.files import write_json
+from lora_rocm.foundation.terminal_text import quoted
+from lora_rocm.model_files.header import read_header
+from lora_rocm.model_files.peft_folder import PEFT_WEIGHTS, peft_folders
+from lora_rocm.rundir.layout import ON_REQUEST, RunDir
+from lora_rocm.rundir.results import FORMS, LORA_FORMS, digests_of, is_whole, read_result, updates_of
+from lora_rocm.rundir.whole_files import identity_of_checkpoint, newest_checkpoint, require_whole
+
+MAX_EXPORTS_BYTES = 1 << 20
+STEPS_FIELD = "ss_steps"
+
+
+@dataclass(frozen=True)
+class Made:
+    """A training state. updates: its step; checkpoint: ``Checkpoint.digest``, empty if that is not known."""
+
+    updates: int
+    checkpoint: str = ""
+
+    def is_other_than(self, now: Made) -> bool:
+        """Whether it is another state: of another step, or of a step that was trained again."""
+        both_known = bool(self.checkpoint and now.checkpoint)
+        return self.updates != now.updates or (both_known and self.checkpoint != now.checkpoint)
+
+
+@dataclass(frozen=True)
+class Stale:
+    """An exported file or folder that is not of the run's present state. made: None if that is not known."""
+
+    path: Path
+    made: Made | None
+    now: Made
+    remedy: str
+
+    @property
+    def reason(self) -> str:
+        """Why it is stale, as a phrase."""
+        if self.made is None:
+            return f"made at a step that is not known, the run is at {self.now.updates}"
+        if self.made.updates == self.now.updates:
+            return f"made at step {self.made.updates}, which was trained again since"
+        return f"made at step {self.made.updates}, the run is at {self.now.updates}"
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.path}: {self.reason}: {self.remedy}"
+
+
+def state_now(run_dir: RunDir) -> Made | None:
+    """The state that an export would be made from: the end of a finished run, else its newest whole checkpoint."""
+    newest, _ = newest_checkpoint(run_dir)
+    ended = updates_of(run_dir)
+    if newest is not None and ended in (0, newest[0]):
+        return Made(newest[0], identity_of_checkpoint(newest[1]))
+    return Made(ended) if ended else None
+
+
+def made_from(run_dir: RunDir) -> dict[str, Made]:
+    """Format -> the state that its files in the run were made from; without files whose state is not known."""
+    found = {**_saved(run_dir), **_in_result(read_result(run_dir))}
+    for form in LORA_FORMS:
+        if form not in found and (steps := _steps_in(run_dir.export_of(form))):
+            found[form] = Made(steps)
+    return found
+
+
+def stale_exports(run_dir: RunDir) -> dict[str, Stale]:
+    """Format -> its file, of those that are there and are not of the present state of the run."""
+    there = {form: path for form in FORMS if is_whole(path := run_dir.export_of(form))}
+    now = state_now(run_dir) if there else None
+    if now is None:
+        return {}
+    made, stale = made_from(run_dir), {}
+    for form, path in there.items():
+        if form not in made or made[form].is_other_than(now):
+            again = f"{quoted(['lora-rocm', 'export', str(run_dir.path), '--format', form])} makes it again."
+            remedy = f"remove the folder, then {again}" if form == "merged" else again
+            stale[form] = Stale(path, made.get(form), now, remedy)
+    return stale
+
+
+def record_export(run_dir: RunDir, form: str, made: Made) -> None:
+    """Record what state an export was made from; in a finished run, also the digests of LoRA files.
+
+    Raises:
+        StorageError: ``exports.json`` or ``result.json`` cannot be written.
+    """
+    _save(run_dir, {form: made})
+    result = read_result(run_dir)
+    if not result or form in ON_REQUEST:
+        return
+    digests = digests_of(run_dir, form)
+    old = result.get("exports")
+    others = [entry for entry in old if isinstance(entry, dict)] if isinstance(old, list) else []
+    path = run_dir.export_of(form).name
+    entry = next((entry for entry in others if entry.get("format") == form), {"format": form, "path": path})
+    entry = {**entry, **asdict(made), "files": [digest.to_json() for digest in digests]}
+    result["exports"] = [*(each for each in others if each.get("format") != form), entry]
+    write_json(run_dir.result, result, run_dir.path)
+
+
+def keep_made(run_dir: RunDir) -> None:
+    """Move what ``result.json`` says of the files' states to ``exports.json``, before it is removed.
+
+    Raises:
+        StorageError: ``exports.json`` cannot be written.
+    """
+    found = _in_result(read_result(run_dir))
+    if found:
+        _save(run_dir, found)
+
+
+def is_of_another_step(run_dir: RunDir, form: str) -> bool:
+    """Whether the file of a format is known to be of another state than the run's present one."""
+    stale = stale_exports(run_dir).get(form)
+    return stale is not None and stale.made is not None
+
+
+def newest_lora(run_dir: RunDir) -> Path:
+    """The finished LoRA file, or that of the newest checkpoint if there is none of the run's present state.
+
+    Raises:
+        AdapterError: there is none yet, or it is damaged.
+    """
+    found = [run_dir.checkpoint_lora(updates) for updates, _ in run_dir.list_checkpoints()]
+    is_last = run_dir.result.exists() and not is_of_another_step(run_dir, "kohya")
+    found = [*found, run_dir.lora] if is_last else [run_dir.lora, *found]
+    for path in reversed(found):
+        if path.exists():
+            return require_whole(run_dir, path)
+    raise AdapterError(
+        "no-lora-yet", "This run has not written a LoRA file yet.", where=str(run_dir.path), fix="Train on first."
+    )
+
+
+def _save(run_dir: RunDir, made: Mapping[str, Made]) -> None:
+    value = {form: asdict(each) for form, each in {**_saved(run_dir), **made}.items()}
+    write_json(run_dir.exports, value, run_dir.path)
+
+
+def _saved(run_dir: RunDir) -> dict[str, Made]:
+    """``exports.json``, which may come from somebody else; empty if it is missing or damaged."""
+    try:
+        value = json.loads(read_plain(run_dir.exports, MAX_EXPORTS_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    found = {form: _made(value.get(form)) for form in FORMS} if isinstance(value, dict) else {}
+    return {form: made for form, made in found.items() if made is not None}
+
+
+def _in_result(result: Mapping[str, Any]) -> dict[str, Made]:
+    """Entries of earlier versions name no step: they are of the end of the run."""
+    exports, found = result.get("exports"), dict[str, Made]()
+    for entry in exports if isinstance(exports, list) else ():
+        form = entry.get("format") if isinstance(entry, dict) else None
+        made = _made({"updates": result.get("updates"), **entry}) if form in LORA_FORMS else None
+        if made is not None:
+            found[str(form)] = made
+    return found
+
+
+def _made(value: object) -> Made | None:
+    if not isinstance(value, dict):
+        return None
+    updates, checkpoint = value.get("updates"), value.get("checkpoint", "")
+    return Made(updates, checkpoint) if type(updates) is int and updates > 0 and isinstance(checkpoint, str) else None
+
+
+def _steps_in(lora: Path) -> int:
+    """The step in the metadata of a LoRA file or PEFT folder; 0 if there is none."""
+    folders = peft_folders(lora)
+    file = next((folder / PEFT_WEIGHTS for folder in folders.values()), lora)
+    try:
+        text = read_header(file).metadata.get(STEPS_FIELD, "") if file.is_file() else ""
+    except UserError:
+        return 0
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else 0

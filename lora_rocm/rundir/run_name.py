@@ -1,0 +1,114 @@
+"""The name of a run's files.
+
+``names.json`` holds it. If that file is lost or damaged, the other files of the run still tell the name. The directory
+may come from somebody else, so a name that ``check`` would refuse counts as none, wherever it was found.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from lora_rocm.foundation.bounded_read import read_plain
+from lora_rocm.foundation.names import stem_fault
+
+DEFAULT_NAME = "lora"
+"""``output.name`` where the recipe says nothing, and the name of the files of runs that say nothing of it."""
+OTHER_STEMS = ("peft", "pytorch_lora_weights")
+"""Names that files and folders of a run have whatever ``output.name`` is."""
+MAX_NAMES_BYTES = 4096
+MAX_RESULT_BYTES = 1 << 24
+MAX_RECIPE_BYTES = 1 << 18
+CHECKPOINT_LORA = re.compile(r"(.+)-step(\d{8})\.safetensors")
+NAMED_FILES = {"kohya": ".safetensors", "sd-scripts": "-sd-scripts.safetensors", "comfyui": "-comfyui.safetensors"}
+"""Format -> what follows the name in the name of its file."""
+OUTPUT_OF_RECIPE = re.compile(r"^output:\r?\n(?:[ \t].*\r?\n)*?  name: (.+?)\r?$", re.MULTILINE)
+"""``output.name`` as recipes are saved in runs: one key per line. A reader of all YAML would have no bound in time."""
+
+
+def output_name_fault(name: str) -> str:
+    """Why the files of a run cannot be named so, as a phrase; empty if they can."""
+    if name.lower() in OTHER_STEMS:
+        return "is the name of another file of a run"
+    return stem_fault(name)
+
+
+def saved_name(names: Path) -> str:
+    """The name in ``names.json``; empty if the file is missing, damaged, or holds a name that no run has."""
+    try:
+        value = json.loads(read_plain(names, MAX_NAMES_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return ""
+    return _usable(value.get("name") if isinstance(value, dict) else None)
+
+
+def name_of(names: Path, checkpoints: Path, result: Path, recipe: Path) -> str:
+    """The name of a run's files, by the first source that tells it; else the default.
+
+    The sources: ``names.json``, the LoRA files beside the checkpoints, ``result.json``, the recipe. ``names.json`` does
+    not count if the LoRA files beside the checkpoints all have another name. The recipe does not count in a run of an
+    earlier version, whose finished file has the default name whatever its recipe says.
+    """
+    saved, written = saved_name(names), _names_beside(checkpoints)
+    if saved and (not written or saved in written):
+        return saved
+    if written:
+        return max(written, key=lambda name: (written[name], name))
+    if name := next(_names_in_result(result), ""):
+        return name
+    name = _name_in_recipe(recipe)
+    usual = recipe.with_name(f"{DEFAULT_NAME}.safetensors")
+    is_of_recipe = name and (recipe.with_name(f"{name}.safetensors").exists() or not usual.exists())
+    return name if is_of_recipe else DEFAULT_NAME
+
+
+def _names_beside(checkpoints: Path) -> Counter[str]:
+    """Name -> how many LoRA files beside the checkpoints have it."""
+    try:
+        found = [CHECKPOINT_LORA.fullmatch(path.name) for path in checkpoints.iterdir()]
+    except OSError:
+        return Counter()
+    return Counter(name for match in found if match and (name := _usable(match[1])))
+
+
+def _names_in_result(result: Path) -> Iterator[str]:
+    try:
+        value = json.loads(read_plain(result, MAX_RESULT_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return
+    for entry in _entries(value, "exports"):
+        ending = NAMED_FILES.get(str(entry.get("format")))
+        path = entry.get("path")
+        if ending and isinstance(path, str) and path.endswith(ending) and (name := _usable(path.removesuffix(ending))):
+            yield name
+    for entry in _entries(value, "checkpoint_loras"):
+        match = CHECKPOINT_LORA.fullmatch(str(entry.get("path")).removeprefix("checkpoints/"))
+        if match and (name := _usable(match[1])):
+            yield name
+
+
+def _entries(result: Any, key: str) -> list[dict[str, Any]]:
+    found = result.get(key) if isinstance(result, dict) else None
+    return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
+
+
+def _name_in_recipe(recipe: Path) -> str:
+    try:
+        found = OUTPUT_OF_RECIPE.search(read_plain(recipe, MAX_RECIPE_BYTES).decode("utf-8"))
+        text = found[1].strip(" ") if found else ""
+        if text[:1] in ("'", '"') and len(text) <= MAX_NAMES_BYTES:  # one quoted text: its reader has a bound in time
+            return _usable(YAML(typ="safe", pure=True).load(text))
+    except (OSError, ValueError, YAMLError):
+        return ""
+    return _usable(text)
+
+
+def _usable(name: object) -> str:
+    return name if isinstance(name, str) and not output_name_fault(name) else ""

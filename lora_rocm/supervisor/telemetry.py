@@ -1,0 +1,192 @@
+"""Telemetry beside a run: starts the process that reads, takes its readings, and never waits for it.
+
+A reading may block inside a driver for ever. The process that reads is then given up: it is killed without waiting,
+and the run goes on, and ends, as if it had never been there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+from lora_rocm.errors import StorageError
+from lora_rocm.foundation.safe_path import python_command, python_environment
+from lora_rocm.rundir import event_types
+from lora_rocm.rundir.event_types import AlarmEvent, NoticeEvent, TelemetryEvent
+from lora_rocm.rundir.events import event_of
+from lora_rocm.supervisor.process import Event, own_group
+from lora_rocm.telemetry.alarms import Alarms
+from lora_rocm.telemetry.cards import EVERY_S, EXPLAINED, Cards, Job
+from lora_rocm.telemetry.thinning import Thinned
+
+MODULE = "lora_rocm.telemetry.reader_child"
+LIMIT_S = 60.0
+"""Seconds of silence after which the reading process is given up."""
+END_WAIT_S = 0.2
+CHUNK_BYTES, MAX_LINE_BYTES, MAX_WAITING = 1 << 16, 1 << 20, 1000
+LEFT_ALONE = "The sensors of the GPU did not answer for {limit:g} s and are left alone. Training does not need them."
+
+Tell = Callable[[event_types.Event], None]
+
+
+class _Reading:
+    """One run of the reading process, and the thread that takes what it writes."""
+
+    def __init__(self, command: Sequence[str], now_s: float) -> None:
+        self.heard_s = now_s
+        self._lines = deque[bytes](maxlen=MAX_WAITING)
+        self._child = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            env=python_environment(os.environ),
+            **own_group(),
+        )
+        self._thread = threading.Thread(target=self._take, daemon=True)
+        self._thread.start()
+
+    def _take(self) -> None:
+        assert self._child.stdout is not None
+        rest, pipe = b"", self._child.stdout.fileno()
+        with contextlib.suppress(OSError):
+            while data := os.read(pipe, CHUNK_BYTES):
+                *lines, rest = (rest + data).split(b"\n")
+                rest = rest if len(rest) < MAX_LINE_BYTES else b""
+                self._lines.extend(lines)
+
+    def events(self, now_s: float) -> list[Event]:
+        """The events that it has written since the last call."""
+        found = []
+        while self._lines:
+            self.heard_s = now_s
+            if (event := event_of(self._lines.popleft())) is not None:
+                found.append(event)
+        return found
+
+    def exit_code(self) -> int | None:
+        """Its exit code once all that it wrote was taken; None before."""
+        return None if self._thread.is_alive() else self._child.poll()
+
+    def kill(self) -> None:
+        """Kill it, and wait no longer than a moment: a driver may hold it."""
+        with contextlib.suppress(OSError):
+            self._child.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._child.wait(END_WAIT_S)
+        self._thread.join(END_WAIT_S)
+        assert self._child.stdin is not None and self._child.stdout is not None
+        self._child.stdin.close()
+        if not self._thread.is_alive():  # else the thread still reads from it
+            self._child.stdout.close()
+
+
+class Telemetry:
+    """Watches the GPUs of a run; one for all starts of a command.
+
+    Args:
+        cards: what is read; a sentence says why nothing is, an empty one that there is nothing to say.
+        command: of the reading process.
+    """
+
+    def __init__(
+        self,
+        cards: Cards | str = "",
+        *,
+        every_s: float = EVERY_S,
+        limit_s: float = LIMIT_S,
+        root: str = "/",
+        command: Callable[[Job], list[str]] = lambda job: python_command("-m", MODULE, job.to_text()),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._cards, self._every_s, self._limit_s, self._root = cards, every_s, limit_s, root
+        self._command, self._clock = command, clock
+        self._reading: _Reading | None = None
+        self._tell: Tell = lambda event: None
+        self._thinned: dict[str, Thinned] = {}
+        self._alarms: dict[str, Alarms] = {}
+        self._said: set[str] = set()
+        self._updates, self._training = 0, False
+
+    @contextlib.contextmanager
+    def watching(self, pids: Sequence[int], tell: Tell) -> Iterator[None]:
+        """Read in this context. ``tell`` records an event of the run, in the thread that calls ``poll``."""
+        self._tell, self._training = tell, False
+        for alarms in self._alarms.values():
+            alarms.on_start()
+        if isinstance(self._cards, str):
+            if self._cards:
+                self._say(self._cards)
+        elif LEFT_ALONE not in self._said:
+            job = Job.of(self._cards, tuple(pids), self._every_s, self._root)
+            try:
+                self._reading = _Reading(self._command(job), self._clock())
+            except OSError as error:
+                self._say(f"Temperature, power and memory of the GPU are not read: {error}.")
+        try:
+            yield
+        finally:
+            self._stop()
+
+    def on_event(self, event: Event) -> None:
+        """An event of the worker."""
+        if event["type"] == "step":
+            self._updates, self._training = event["updates"], True
+            for alarms in self._alarms.values():
+                alarms.on_step()
+
+    def poll(self) -> None:
+        """Take what was read; never waits."""
+        if self._reading is None:
+            return
+        now_s, reading = self._clock(), self._reading
+        code = reading.exit_code()
+        for event in reading.events(now_s):
+            self._take(event, now_s)
+        if code is not None:
+            self._stop()
+            if code != EXPLAINED:
+                self._say(f"The process that reads the GPU's sensors has ended (exit code {code}). Training goes on.")
+        elif now_s - reading.heard_s > self._limit_s:
+            self._stop()
+            self._said.add(LEFT_ALONE)
+            self._say(LEFT_ALONE.format(limit=self._limit_s))
+
+    def _take(self, event: Event, now_s: float) -> None:
+        if event["type"] == "notice":
+            self._say(event["text"])
+        if event["type"] != "telemetry" or isinstance(self._cards, str):
+            return
+        found = TelemetryEvent.read({**event, "updates": self._updates})
+        if found.gpu not in self._alarms:
+            self._alarms[found.gpu], self._thinned[found.gpu] = Alarms(self._cards.spills), Thinned()
+            if self._training:
+                self._alarms[found.gpu].on_step()
+        summary = self._thinned[found.gpu].add(found, now_s)
+        alarms: list[AlarmEvent] = self._alarms[found.gpu].on_reading(found)
+        for each in [summary, *alarms]:
+            if each is not None:
+                self._record(each)
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._record(NoticeEvent(text=text))
+
+    def _record(self, event: event_types.Event) -> None:
+        with contextlib.suppress(StorageError):  # a full disk ends the run where something is lost by it
+            self._tell(event)
+
+    def _stop(self) -> None:
+        if self._reading is not None:
+            self._reading.kill()
+            self._reading = None
+            for thinned in self._thinned.values():
+                if (rest := thinned.rest()) is not None:
+                    self._record(rest)

@@ -1,0 +1,106 @@
+"""Chooses what is read of a run's GPUs, from facts alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from lora_rocm.hardware.facts import HostFacts
+from lora_rocm.hardware.gpu_select import Selection, visible
+
+Method = Literal["sysfs", "pdh", "nvml"]
+EVERY_S = 5.0
+"""Seconds between two readings. Each may ask the GPU's own controller, so there are no more of them."""
+EXPLAINED = 3
+"""Exit code of the reading process after it has said why it ends."""
+
+
+@dataclass(frozen=True)
+class Cards:
+    """The GPUs of a run.
+
+    Attributes:
+        method: sysfs (Linux, AMD), pdh (Windows), nvml (NVIDIA).
+        addresses: PCI addresses (sysfs); empty where the run's processes show which GPUs they use.
+        count: number of GPUs that the run uses; 0 for all there are.
+        total_bytes: memory of each card, where ``method`` does not tell it.
+        spills: how memory that has no room on the card shows. moved: the driver counts what it moved; shared: main
+            memory that our processes share with the GPU grows; "": it does not spill, or that cannot be told.
+    """
+
+    method: Method
+    addresses: tuple[str, ...] = ()
+    count: int = 1
+    total_bytes: int | None = None
+    spills: Literal["moved", "shared", ""] = ""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the reading process is to do (``telemetry.reader_child``).
+
+    Attributes:
+        pids: the run's processes. What they have started is theirs, too.
+        root: folder that replaces the root of the file system.
+    """
+
+    method: Method
+    addresses: tuple[str, ...] = ()
+    count: int = 1
+    total_bytes: int | None = None
+    pids: tuple[int, ...] = ()
+    every_s: float = EVERY_S
+    root: str = "/"
+
+    @classmethod
+    def of(cls, cards: Cards, pids: tuple[int, ...], every_s: float, root: str) -> Job:
+        return cls(cards.method, cards.addresses, cards.count, cards.total_bytes, pids, every_s, root)
+
+    @classmethod
+    def from_text(cls, text: str) -> Job:
+        fields = json.loads(text)
+        return cls(**{**fields, "addresses": tuple(fields["addresses"]), "pids": tuple(fields["pids"])})
+
+    def to_text(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def cards_of(
+    facts: HostFacts, selection: Selection, environ: Mapping[str, str], device: str, count: int = 1
+) -> Cards | str:
+    """What to read, or why nothing is read as a sentence; an empty sentence if the run uses no GPU.
+
+    Args:
+        facts: the machine.
+        selection: the AMD GPUs of the run.
+        environ: may limit which GPUs are visible.
+        device: as in ``runtime.device``.
+        count: number of processes on this machine, each with a GPU.
+    """
+    torch = facts.torch
+    if device == "cpu" or torch is None or (torch.hip is None and torch.cuda is None):
+        return ""
+    if torch.hip is None:
+        has_nvidia = any(gpu.vendor == "nvidia" for gpu in facts.gpus)
+        return Cards("nvml", count=count) if has_nvidia else ""
+    if selection.gpu is None:
+        return ""
+    gpus = selection.gpus or (selection.gpu,)
+    if facts.system == "windows":
+        total = {gpu.vram_bytes for gpu in gpus}
+        # an APU with little memory of its own works in shared memory, so that nothing spills (``memory_budget``)
+        half_bytes = facts.memory_bytes // 2 if facts.memory_bytes is not None else None
+        enough = all(
+            gpu.integrated is False or (half_bytes is not None and (gpu.vram_bytes or 0) >= half_bytes) for gpu in gpus
+        )
+        return Cards("pdh", (), count, total.pop() if len(total) == 1 else None, "shared" if enough else "")
+    if facts.is_wsl:
+        return "Temperature, power and memory of the GPU are not read under WSL: Linux has no files about it there."
+    addresses = tuple(gpu.pci_address for gpu in gpus if gpu.pci_address is not None)
+    by_uuid = selection.by_user and visible(facts, environ) is None and len(facts.amd_gpus) > 1
+    if by_uuid or len(addresses) < count:
+        return "Temperature, power and memory of the GPU are not read: which of the machine's GPUs it is, is unknown."
+    discrete = all(gpu.integrated is False for gpu in gpus)
+    return Cards("sysfs", addresses[:count], count, None, "moved" if discrete else "")

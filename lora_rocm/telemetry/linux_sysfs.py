@@ -1,0 +1,194 @@
+"""Reads AMD GPUs on Linux from files of the kernel: sysfs, hwmon, and the DRM clients of processes.
+
+Reading most of these files wakes a card that sleeps, and its first values are false then. So ``power/runtime_status``,
+which wakes nothing, is read first. ``gpu_busy_percent`` is not read: it is 100 as long as a compute context lives.
+Sources: kernel docs, gpu/amdgpu/thermal and gpu/drm-usage-stats; ROCm/rocm-systems#8024; ROCm/amdgpu#221.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lora_rocm.rundir.event_types import TelemetryEvent
+from lora_rocm.telemetry.reader import (
+    ABSENT,
+    CARD,
+    MAIN_MEMORY,
+    MEMORY,
+    OWN_MEMORY,
+    POWER,
+    POWER_CAP,
+    TEMPERATURE,
+    Pids,
+    reading,
+)
+
+PCI_DEVICES, PROC = "sys/bus/pci/devices", "proc"
+AWAKE = ("active", "unsupported")
+"""Values of ``runtime_status`` with which a read wakes nothing (kernel docs, power/runtime_pm)."""
+READ_BYTES = 1 << 16
+UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+CLIENT_LINE = re.compile(r"^([a-z]+-[\w-]+):\s*(\S+)(?:[ \t]+([KMG]iB))?[ \t]*$", re.MULTILINE)
+LEFT = (errno.ENOENT, errno.ESRCH)
+"""Errors for a process or file that ended meanwhile."""
+
+
+@dataclass
+class _Files:
+    """The files below a folder of one GPU. ``unread``: what could not be read -> why."""
+
+    folder: Path
+    unread: dict[str, str] = field(default_factory=dict)
+
+    def text(self, name: str, what: str) -> str | None:
+        """A file's text; None if it is absent, which is not recorded, or unreadable, which is."""
+        try:
+            with (self.folder / name).open("rb", buffering=0) as file:
+                return file.read(READ_BYTES).decode("utf-8", "replace").strip()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            self.unread[what] = _why(error)
+            return None
+
+    def number(self, name: str, what: str, divisor: float = 1) -> float | None:
+        text = self.text(name, what)
+        if text is None:
+            return None
+        try:
+            return int(text) / divisor
+        except ValueError:
+            self.unread[what] = f"no number in {name}: {text[:40]!r}"
+            return None
+
+    def first(self, names: tuple[str, ...], what: str, divisor: float = 1) -> float | None:
+        """The number of the first of these files that is there."""
+        for name in names:
+            if (found := self.number(name, what, divisor)) is not None:
+                return found
+        self.unread.setdefault(what, ABSENT)
+        return None
+
+    def names(self, name: str, what: str) -> list[str]:
+        try:
+            return sorted(os.listdir(self.folder / name))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            self.unread[what] = _why(error)
+            return []
+
+
+class SysfsReader:
+    """Reads the GPUs with these PCI addresses.
+
+    Args:
+        root: root of the file system.
+        addresses: as the kernel writes them, "0000:03:00.0".
+        pids: the run's processes.
+    """
+
+    def __init__(self, root: Path, addresses: tuple[str, ...], pids: Pids) -> None:
+        self._root, self._addresses, self._pids = root, addresses, pids
+
+    def read(self) -> list[TelemetryEvent]:
+        return [self._read(address, number) for number, address in enumerate(self._addresses)]
+
+    def _read(self, address: str, number: int) -> TelemetryEvent:
+        files = _Files(self._root / PCI_DEVICES / address)
+        status = files.text("power/runtime_status", CARD)
+        if not files.folder.is_dir():
+            return reading(address, number, {CARD: "its files are gone"})
+        if CARD in files.unread:  # unknown whether it sleeps
+            return reading(address, number, files.unread)
+        if status is not None and status not in AWAKE:
+            return reading(address, number, {}, asleep=True)
+        values: dict[str, object] = {
+            "memory_bytes": files.first(("mem_info_vram_used",), MEMORY),
+            "memory_total_bytes": files.first(("mem_info_vram_total",), MEMORY),
+            "main_bytes": files.first(("mem_info_gtt_used",), MAIN_MEMORY),
+            **_sensors(files),
+            **self._own(address, files.unread),
+        }
+        return reading(address, number, files.unread, **values)
+
+    def _own(self, address: str, unread: dict[str, str]) -> dict[str, object]:
+        """Memory of the run's processes on this GPU. Each DRM client counts once, however many files share it."""
+        clients: dict[str, dict[str, int]] = {}
+        for pid in self._pids():
+            for text in self._fdinfo(pid, unread):
+                found = {key: (value, unit) for key, value, unit in CLIENT_LINE.findall(text)}
+                if found.get("drm-pdev", ("", ""))[0] == address and "drm-client-id" in found:
+                    clients[found["drm-client-id"][0]] = {
+                        key: int(value) * UNITS[unit] for key, (value, unit) in found.items() if value.isdecimal()
+                    }
+        if not clients:
+            unread.setdefault(OWN_MEMORY, ABSENT)
+            return {}
+        moved = [client["amd-evicted-vram"] for client in clients.values() if "amd-evicted-vram" in client]
+        return {
+            "own_bytes": sum(_region(client, "vram") for client in clients.values()),
+            "own_main_bytes": sum(_region(client, name) for client in clients.values() for name in ("gtt", "cpu")),
+            "moved_bytes": sum(moved) if moved else None,
+        }
+
+    def _fdinfo(self, pid: int, unread: dict[str, str]) -> Iterator[str]:
+        folder = self._root / PROC / str(pid) / "fdinfo"
+        try:
+            names = os.listdir(folder)
+        except OSError as error:
+            if error.errno not in LEFT:
+                unread[OWN_MEMORY] = _why(error)
+            return
+        for name in names:
+            try:
+                with (folder / name).open("rb", buffering=0) as file:
+                    text = file.read(READ_BYTES).decode("utf-8", "replace")
+            except OSError as error:
+                if error.errno not in LEFT:
+                    unread[OWN_MEMORY] = _why(error)
+                continue
+            if "drm-client-id" in text:
+                yield text
+
+
+def _sensors(files: _Files) -> dict[str, object]:
+    """Temperatures with their limits, and power, of the GPU's hwmon folder."""
+    temperatures: dict[str, float] = {}
+    limits: dict[str, float] = {}
+    found: dict[str, object] = {"temperatures_c": temperatures, "limits_c": limits}
+    for chip in files.names("hwmon", TEMPERATURE):
+        folder = f"hwmon/{chip}"
+        for name in files.names(folder, TEMPERATURE):
+            if match := re.fullmatch(r"(temp\d+)_input", name):
+                sensor = f"{folder}/{match.group(1)}"
+                value = files.number(f"{sensor}_input", TEMPERATURE, 1e3)
+                if value is None:
+                    continue
+                label = files.text(f"{sensor}_label", TEMPERATURE) or match.group(1)
+                temperatures[label] = value
+                if limit := files.number(f"{sensor}_crit", TEMPERATURE, 1e3):
+                    limits[label] = limit
+        power = (f"{folder}/power1_average", f"{folder}/power1_input")
+        found["power_w"] = files.first(power, POWER, 1e6)
+        found["power_cap_w"] = files.first((f"{folder}/power1_cap",), POWER_CAP, 1e6)
+    if not temperatures:
+        files.unread.setdefault(TEMPERATURE, ABSENT)
+    if "power_w" not in found:
+        files.unread.setdefault(POWER, ABSENT)
+    return found
+
+
+def _region(client: dict[str, int], name: str) -> int:
+    """Resident bytes of a memory region; older kernels have only the second or third of these keys."""
+    keys = (f"drm-resident-{name}", f"drm-memory-{name}", f"drm-total-{name}")
+    return next((client[key] for key in keys if key in client), 0)
+
+
+def _why(error: OSError) -> str:
+    return (error.strerror or str(error)).lower()

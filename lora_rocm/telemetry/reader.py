@@ -1,0 +1,47 @@
+"""What the readers of all systems share: an event for each GPU, and what could not be read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
+
+from lora_rocm.rundir.event_types import TelemetryEvent
+
+Pids = Callable[[], Iterable[int]]
+"""The run's processes now."""
+ABSENT = "not offered by this GPU, driver or system"
+TEMPERATURE, POWER, POWER_CAP = "temperature", "power", "power limit"
+MEMORY, MAIN_MEMORY = "memory of the card", "main memory used by the GPU"
+OWN_MEMORY, CARD = "memory of the run's processes", "the GPU"
+
+
+class Reader(Protocol):
+    """Reads the GPUs of a run once for each call. It may block: only a process of its own calls it."""
+
+    def read(self) -> list[TelemetryEvent]: ...
+
+
+def faults(event: TelemetryEvent) -> Iterator[tuple[str, str]]:
+    """(what, why) of that which should be readable and is not."""
+    yield from ((what, why) for what, why in event.unread.items() if why != ABSENT)
+
+
+def reading(gpu: str, number: int, unread: dict[str, str], **values: object) -> TelemetryEvent:
+    """One reading of one GPU; what is not given is unknown."""
+    empty: dict[str, object] = {
+        "updates": 0,
+        "samples": 1,
+        "asleep": False,
+        "temperatures_c": {},
+        "limits_c": {},
+        "power_w": None,
+        "power_cap_w": None,
+        "memory_bytes": None,
+        "memory_total_bytes": None,
+        "own_bytes": None,
+        "own_main_bytes": None,
+        "main_bytes": None,
+        "moved_bytes": None,
+        "slowed_by": [],
+    }
+    return TelemetryEvent.model_validate({**empty, "gpu": gpu, "number": number, "unread": unread, **values})

@@ -1,0 +1,138 @@
+"""The process that reads a run's GPUs: ``python -m lora_rocm.telemetry.reader_child JOB``, or ``--show N``.
+
+It writes an event for each reading to standard output, and ends with its standard input. A read may block inside a
+driver, and then not even the end of a process interrupts it: so the run's own process makes none. It loads no library
+of ROCm: readings by HIP or amd-smi have frozen desktops.
+
+``--show N`` prints N readings of this machine's GPUs, for people.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import psutil
+
+from lora_rocm.hardware.gpu_select import select
+from lora_rocm.hardware.probe.detection import probe
+from lora_rocm.rundir.event_types import Emit, NoticeEvent, TelemetryEvent
+from lora_rocm.rundir.events import emit
+from lora_rocm.telemetry.cards import EXPLAINED, Cards, Job, cards_of
+from lora_rocm.telemetry.linux_sysfs import SysfsReader
+from lora_rocm.telemetry.numbers import long_text
+from lora_rocm.telemetry.nvml import NvmlReader, load_nvml
+from lora_rocm.telemetry.reader import Pids, Reader, faults
+from lora_rocm.telemetry.windows_pdh import PdhReader, load_pdh
+
+UNFOUND_READS = 120
+"""Readings after which it is said that the run is seen on no GPU. It uses none while it looks through its data."""
+
+
+def family(pids: Sequence[int]) -> set[int]:
+    """These processes and all that they started: ``python.exe`` of a Windows environment only starts the real one."""
+    found = set(pids)
+    for pid in pids:
+        try:
+            found |= {child.pid for child in psutil.Process(pid).children(recursive=True)}
+        except psutil.Error:  # it has ended, or may not be looked at
+            continue
+    return found
+
+
+def reader_for(job: Job, pids: Pids) -> Reader:
+    """The reader of a job.
+
+    Raises:
+        OSError: what it needs is not on this machine.
+    """
+    if job.method == "sysfs":
+        return SysfsReader(Path(job.root), job.addresses, pids)
+    if job.method == "pdh":
+        return PdhReader(load_pdh(), job.count, job.total_bytes, pids)
+    return NvmlReader(load_nvml(), job.count, pids)
+
+
+def read_on(reader: Reader, say: Emit, wait: Callable[[], object]) -> None:
+    """Read for ever. What cannot be read, or cannot any more, is said once."""
+    said, failed, empty = set[tuple[str, str]](), set[str](), 0
+    while True:
+        found = list[TelemetryEvent]()
+        try:
+            found = reader.read()
+        except OSError as error:
+            if str(error) not in failed:
+                failed.add(str(error))
+                say(NoticeEvent(text=f"The GPU cannot be read: {error}. Training does not need it."))
+        for event in found:
+            say(event)
+            new = {what: why for what, why in faults(event) if (event.gpu, what) not in said}
+            if new:
+                said |= {(event.gpu, what) for what in new}
+                listed = "; ".join(f"{what} ({why})" for what, why in new.items())
+                say(NoticeEvent(text=f"GPU {event.gpu}: not readable: {listed}. Training does not need it."))
+        empty = 0 if found else empty + 1
+        if empty == UNFOUND_READS:
+            say(NoticeEvent(text="Temperature, power and memory are not read: the run is seen on no GPU so far."))
+        wait()
+
+
+def main() -> int:
+    """Do the job of the first argument; an error becomes a notice on standard output."""
+    if sys.argv[1:2] == ["--show"]:
+        return show(int(sys.argv[2]))
+    job = Job.from_text(sys.argv[1])
+
+    def leave_with_parent() -> None:
+        while os.read(sys.stdin.fileno(), 1):  # unbuffered: a buffer's lock would be held at exit
+            pass
+        os._exit(0)
+
+    def wait() -> None:
+        sys.stdout.write("\n")  # a sign of life, also where there was nothing to say
+        sys.stdout.flush()
+        time.sleep(job.every_s)
+
+    threading.Thread(target=leave_with_parent, daemon=True).start()
+    try:
+        read_on(reader_for(job, lambda: family(job.pids)), emit, wait)
+    except Exception as error:  # the edge of the process: a driver's library may answer anything
+        traceback.print_exc()
+        emit(NoticeEvent(text=f"Temperature, power and memory of the GPU are not read any more: {error}."))
+    return EXPLAINED
+
+
+def show(count: int) -> int:
+    """Print readings of the GPUs that a run would use here."""
+    facts = probe()
+    cards = cards_of(facts, select(facts, os.environ), os.environ, "auto")
+    if not isinstance(cards, Cards):
+        sys.stdout.write(f"{cards or 'There is no GPU, or this torch cannot use it.'}\n")
+        return EXPLAINED
+    job = Job.of(Cards(cards.method, cards.addresses, 0, cards.total_bytes), (os.getpid(),), 1.0, "/")
+    for line in _lines(reader_for(job, lambda: job.pids), count):
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+    return 0
+
+
+def _lines(reader: Reader, count: int) -> Iterator[str]:
+    for number in range(count):
+        time.sleep(1.0 if number else 0.0)
+        began_s = time.perf_counter()
+        found = reader.read()
+        took_ms = (time.perf_counter() - began_s) * 1e3
+        yield f"reading {number + 1}, {took_ms:.1f} ms, {len(found)} GPU(s)"
+        for event in found:
+            yield f"  {event.gpu}: {long_text(event.to_json())}"
+            yield from (f"    not read: {what} ({why})" for what, why in event.unread.items())
+            yield f"    {event.model_dump_json()}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,207 @@
+"""Whether a base computes as its configs describe it: everything that a run computes, once, without numbers.
+
+Encoders and trained components are on PyTorch's meta device, where only shapes, types and arguments count. So a value
+that a library reads in its forward pass, and not when it builds a module, is refused before weights are read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lora_rocm.base_models.config_faults import UNFIT_ERRORS, config_unfit
+from lora_rocm.base_models.loading import Source
+from lora_rocm.base_models.random_weights import RandomSource
+from lora_rocm.dataset.entry_spec import CAPTION, IMAGE
+from lora_rocm.dataset.shape import Shape
+from lora_rocm.device.torch_errors import out_of_memory
+from lora_rocm.device.transfer import DeviceTransfer
+from lora_rocm.errors import ModelError
+from lora_rocm.families.base import Inputs, LoadedModel, ModelFamily, family_for
+from lora_rocm.families.objectives.loss import losses
+from lora_rocm.kernels.weight_format import DENSE, WeightFormat
+from lora_rocm.memory.footprint import META, inputs_on_meta, to_meta
+from lora_rocm.memory.op_counter import Ledger
+from lora_rocm.recipe.schema import Recipe
+
+VERDICTS: dict[str, ModelError | None] = {}
+"""What was found before: a process may look at the same base many times, for each variant of its family."""
+SIDE_PX = 256
+NO_NUMBERS = "meta"
+"""In the message of an error that comes from the meta device itself: something reads a number that is not there."""
+
+
+@runtime_checkable
+class TakesSource(Protocol):
+    """A family whose base can be given to it."""
+
+    @property
+    def source(self) -> Source:
+        """The base, found and checked."""
+
+    def take(self, source: Source) -> None:
+        """Use a base that was found and checked before."""
+
+
+class HollowSource(Source):
+    """A base whose components have no weights, and compute on the meta device.
+
+    Attributes:
+        loaded: the components that were loaded so far.
+    """
+
+    loaded: list[str]
+
+    @classmethod
+    def of(cls, source: Source, changed: Mapping[str, Mapping[str, Any]]) -> HollowSource:
+        """Return a base without its weights. ``changed``: component -> the values of its config in place of its own."""
+        made = cls(**{each.name: getattr(source, each.name) for each in fields(Source) if each.init})
+        object.__setattr__(made, "loaded", [])
+        made._configs.update({**source._configs, **{name: dict(values) for name, values in changed.items()}})
+        made._tensors.update(source._tensors)
+        return made
+
+    def load(self, name: str, dtype: torch.dtype, device: torch.device, weights: WeightFormat = DENSE) -> nn.Module:
+        self.loaded.append(name)
+        module = to_meta(self._hollow(name))
+        for tensor in (*module.parameters(), *module.buffers()):
+            if tensor.is_floating_point():
+                tensor.data = tensor.data.to(dtype)
+        return module.eval().requires_grad_(False)
+
+
+class HollowTransfer(DeviceTransfer):
+    """Sends to the meta device, where nothing can be compared, and leaves there what comes back."""
+
+    def __init__(self) -> None:
+        super().__init__(META, pin=False)
+
+    def send_parameters(self, module: nn.Module, component: str, staying: object = ()) -> None:
+        pass
+
+    def send_checked(self, tensor: Tensor, name: str) -> Tensor:
+        return tensor.to(META)
+
+    def receive(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return dict(tensors)
+
+
+class SaysTrue(TorchDispatchMode):
+    """Answers "is it true?" of a tensor without numbers by yes: so transformers' masks take a text for one sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype is torch.bool:
+            return True
+        return func(*args, **(kwargs or {}))
+
+
+def require_computable(family: ModelFamily, recipe: Recipe) -> None:
+    """Refuse a base whose configs have a value with which its encoders or the trained components cannot compute.
+
+    An architecture that reads numbers in its forward pass is not judged.
+
+    Args:
+        family: of the base.
+        recipe: names the base, and says what of it is trained.
+
+    Raises:
+        ModelError: config-unfit, or an error of reading a config.
+    """
+    if not isinstance(family, TakesSource) or isinstance(family.source, RandomSource):
+        return
+    source = family.source
+
+    def hollow(changed: Mapping[str, Mapping[str, Any]]) -> tuple[ModelFamily, HollowSource]:
+        copy, base = family_for(recipe), HollowSource.of(source, changed)
+        assert isinstance(copy, TakesSource)
+        copy.take(base)
+        return copy, base
+
+    def encoded(number: int, changed: Mapping[str, Mapping[str, Any]], loaded: list[str]) -> None:
+        copy, base = hollow(changed)
+        encoder = copy.encoders()[number]
+        given: Inputs = {IMAGE: torch.zeros(3, SIDE_PX, SIDE_PX), CAPTION: "a"}
+        base.loaded = loaded
+        encoder.load(HollowTransfer())({name: given[name] for name in encoder.entry.inputs})
+
+    def passed(changed: Mapping[str, Mapping[str, Any]], loaded: list[str]) -> None:
+        copy, _ = hollow(changed)
+        presets = next(iter(copy.lora_targets.values()))
+        loaded += [name for name in presets if recipe.trains(name)]
+        model = LoadedModel({name: to_meta(copy.skeleton(name)) for name in loaded}, torch.float32, META)
+        copy.fuse(model, triton=False)
+        losses(copy, model, *inputs_on_meta(copy, _shape(recipe)))
+
+    configs = [source.settings(name) for name in source.layout.parts]
+    if not recipe.spec.trains_on_texts:
+        configs.append(source.settings("scheduler"))
+    key = json.dumps(
+        [recipe.spec.name, recipe.lora.tokenises, str(source.folder), *map(str, source.own.values()), *configs]
+    )
+    if key in VERDICTS:
+        before = VERDICTS[key]
+        if before is None:
+            return
+        raise ModelError(before.code, before.what, where=before.where, fix=before.fix)
+    numbers = () if recipe.spec.trains_on_texts else range(len(family.encoders()))  # texts are encoded by no component
+    try:
+        with torch.no_grad(), Ledger(iter(())), SaysTrue():  # a ledger computes the shapes of equal operations once
+            for number in numbers:
+                _try(source, lambda changed, loaded, at=number: encoded(at, changed, loaded))  # type: ignore[misc]
+            _try(source, passed)
+    except ModelError as error:
+        VERDICTS[key] = error
+        raise
+    VERDICTS[key] = None
+
+
+def _shape(recipe: Recipe) -> Shape:
+    if recipe.spec.trains_on_texts:
+        return Shape.of(tokens=recipe.spec.shapes["tokens"].multiple)
+    return Shape.of(h=SIDE_PX, w=SIDE_PX)
+
+
+def _try(source: Source, run: Callable[[Mapping[str, Mapping[str, Any]], list[str]], None]) -> None:
+    """Call ``run`` with no changed configs and a list for the components that it uses, and explain its failure."""
+    loaded: list[str] = []
+    try:
+        run({}, loaded)
+    except UNFIT_ERRORS as error:
+        if NO_NUMBERS in str(error):
+            return
+        if out_of_memory(error) or not loaded:  # without a component no config is to blame
+            raise
+        raise next(_blamed(source, loaded, run, error)) from error
+
+
+def _blamed(
+    source: Source,
+    loaded: list[str],
+    run: Callable[[Mapping[str, Mapping[str, Any]], list[str]], None],
+    error: BaseException,
+) -> Any:
+    """Yield the error for the component whose config is to blame, the likeliest first: the last one used."""
+    explained: list[ModelError] = []
+    for name in dict.fromkeys(reversed(loaded)):
+        path, values = source.config_path(name), source.config(name).values
+        found = config_unfit(
+            f"The {name} cannot compute as its config describes it",
+            source.layout.parts[name].cls,
+            path,
+            values,
+            error,
+            lambda changed, name=name: run({name: changed}, []),  # type: ignore[misc]
+        )
+        if found.where != str(path):
+            yield found
+        explained.append(found)
+    yield explained[0]
