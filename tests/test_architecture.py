@@ -84,9 +84,13 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 60
 MEMORY_HOMES = {
     "(?i)mem_?get_?info|get_memory_info": (f"{PACKAGE}.device.device_memory",),
     "memory_fraction$": (f"{PACKAGE}.device.allocator",),
-    "mem_info_": (f"{PACKAGE}.hardware.card_memory", f"{PACKAGE}.hardware.probe.gpu_probe"),
+    "mem_info_": tuple(
+        f"{PACKAGE}.{name}" for name in ("hardware.card_memory", "hardware.probe.gpu_probe", "telemetry.linux_sysfs")
+    ),
 }
-"""Names in code -> the modules that may use them: HIP's free memory and the driver's counters are wrong alone."""
+"""Names in code -> the modules that may use them: HIP's free memory and the driver's counters are wrong alone.
+
+Telemetry shows the counters, and decides nothing by them."""
 FAMILY_WORDS = re.compile(
     r"(?<![a-z])(sdxl|unet|vae|time_ids|pooled|clip(?!_grad|_threshold)|text_encoder|lora_te)(?![a-z]{2})",
     re.IGNORECASE,

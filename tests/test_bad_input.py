@@ -248,7 +248,7 @@ def with_a_vae_of_16_channels(model: Path) -> None:
     [
         (as_sd15, ["Stable Diffusion 1.x", "set model.family: sd15", "use an SDXL base model"]),
         (as_flux, ["FLUX", "set model.family: flux", "use an SDXL base model"]),
-        (changed("unet/config.json", in_channels=None), ["takes None channels"]),
+        (changed("unet/config.json", in_channels=None), ["unet/config.json: in_channels", "Download the model again"]),
         (changed("unet/config.json", cross_attention_dim=96), ["unet", "Download the model again"]),
         (changed("unet/config.json", block_out_channels="x"), ["unet", "Download the model again"]),
         (changed("text_encoder/config.json", hidden_size=64), ["text_encoder", "of another shape"]),

@@ -594,9 +594,7 @@ def _adapter_lines(adapter: Found, *, is_refused: bool) -> list[str]:
         lines.append(f"  alpha {both}{missing}")
     elif alpha["missing"] and not is_refused:
         lines.append("  no alpha: each program takes the rank, so the scale is 1")
-    if adapter["readers"] is None and is_refused:
-        return lines
     if adapter["readers"] is None:
-        lines.append("  which programs read it is not known here; lora-rocm export says it of a run's files")
-        return lines
+        unknown = "  which programs read it is not known here; lora-rocm export says it of a run's files"
+        return lines if is_refused else [*lines, unknown]
     return lines + [f"  {PROGRAMS[name]}: {text}" for name, text in adapter["readers"].items()]

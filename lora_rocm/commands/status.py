@@ -27,9 +27,8 @@ def status(run_dir: RunDir) -> dict[str, Any]:
     state: running, finished, stopped (on request), failed (with an error, or ended because it hung), died (without an
     error), or prepared. rate_per_s and eta_s are None unless the run is running. restarts: how often the worker was
     restarted. changes: names of the mitigations applied after failures (``rules.mitigations``), one per application.
-    readers: path of a LoRA file -> which programs read it, where that is known. files and last_checkpoint: none that is
-    damaged or of an earlier step. remarks: about those, and about files that are gone. telemetry: the last readings of
-    each GPU. alarms: warnings from them, newest last.
+    readers: path of a LoRA file -> which programs read it, if known. files, last_checkpoint: none that is damaged or of
+    an earlier step. remarks: about those and missing files. telemetry: last readings of each GPU. alarms: newest last.
     """
     # read the events
     events = read_events(run_dir.events())

@@ -90,13 +90,13 @@ def train(start: StartContext) -> tuple[bool, int]:
     if checkpoint is not None and recipe.runtime.threads is None and restore_threads(checkpoint):
         start.context.notice(f"Using {torch.get_num_threads()} CPU threads, as the checkpoint did: sums depend on it.")
     family = family_for(recipe)
-    if checkpoint is None:  # a run that goes on has computed with its base before
-        require_usable(family, recipe)
     compilation.how_asked(recipe.runtime.compile, start.device)  # refuse before anything is encoded
     if checkpoint is not None and not start.accept_changes:
         checkpoint.require_ranks(start.world.size)
     # Caches, then base model, adapter and optimizer
     with session.phase("cache"):
+        if checkpoint is None:  # a run that goes on has computed with its base before
+            require_usable(family, recipe)
         data = start.world.in_turn("caches", lambda: prepare_data(start, family))
         start.world.require_same("the training data", {"samples": data.identity()})
     with session.phase("load"):

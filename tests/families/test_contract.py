@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -245,14 +246,21 @@ def test_captured_passes_are_the_eager_ones(its: Its, device: torch.device) -> N
         for step in range(4)
     ]
     wanted = [adapted.passed(*step) for step in steps]
-    graphs = adapted.engine.graphs = Graphs(adapted.weights, True, said.append)
+    graphs = adapted.engine.graphs = Graphs(adapted.weights, True, SimpleNamespace(notice=said.append))
     if device.type == "cpu":
         fake.graphs = graphs
         graphs.new_capture = lambda: fake
     for step, (passed, gradients_N) in zip(steps, wanted, strict=True):
         found, found_N = adapted.passed(*step)
         assert torch.equal(found.loss_B, passed.loss_B) and torch.equal(found_N, gradients_N)
-    assert not said and any(graphs.captured.values())
+    if said:  # where the grouped product of experts takes no float32, transformers' own reads sizes on the CPU
+        assert (
+            its.variant in ("mixtral", "qwen3_moe", "gemma4_experts")
+            and device.type == "cuda"
+            and not any(graphs.captured.values())
+        ), said
+    else:
+        assert any(graphs.captured.values())
     adapted.engine.release()
     adapted.engine.graphs = None
 

@@ -73,7 +73,8 @@ def undisturbed(recipe: Path) -> dict[str, bytes]:
 
 
 def supervised(run_dir: Path) -> list[dict[str, Any]]:
-    return read_events(RunDir(run_dir).events("supervisor"))
+    events = read_events(RunDir(run_dir).events("supervisor"))
+    return [event for event in events if event["type"] not in ("telemetry", "alarm")]
 
 
 def is_gone(pid: int) -> bool:

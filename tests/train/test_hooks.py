@@ -166,6 +166,10 @@ def test_tensorboard_does_without_a_supervisor(tmp_path: Path) -> None:
         writer(event("step", **step_fields(1)))
         writer(event("end", reason="done", updates=1, exit_code=0))
         (file,) = (place / "tensorboard").iterdir()
+        for _ in range(100):  # another thread writes it
+            if b"step/loss" in file.read_bytes():
+                break
+            time.sleep(0.1)
         assert b"step/loss" in file.read_bytes()
     assert len(said) == 1 and "No readings of the GPU for TensorBoard" in said[0]
 

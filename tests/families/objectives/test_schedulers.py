@@ -180,7 +180,7 @@ def test_a_flow_base_with_another_scheduler_is_refused(
     ("z-image", "prediction_type", "epsilon", "scheduler-unsupported"),
     ("z-image", "shift", 0, "scheduler-unreadable"),
     ("z-image", "shift", "3", "scheduler-unreadable"),
-    ("z-image", "shift", float("nan"), "scheduler-unreadable"),
+    ("z-image", "shift", float("nan"), "config-unreadable"),
     ("z-image", "use_dynamic_shifting", 1, "scheduler-unreadable"),
     ("z-image", "base_shift", 0, "scheduler-unreadable"),
     ("z-image", "base_image_seq_len", 4096, "scheduler-unreadable"),
