@@ -243,7 +243,8 @@ def _concept(facts: Facts, headline: bool) -> Section | None:
 
 def _before_after(facts: Facts) -> Section | None:
     path = facts.run_dir.before_after
-    return section("Before and after", picture(path, "before and after", GRID_SIDE_PX)) if path.exists() else None
+    is_own = path.exists() and facts.run_dir.holds(path)
+    return section("Before and after", picture(path, "before and after", GRID_SIDE_PX)) if is_own else None
 
 
 def _curves(facts: Facts) -> Section | None:
@@ -310,9 +311,15 @@ def _measures(facts: Facts) -> dict[str, list[Point]]:
 
 def _previews(facts: Facts) -> Section | None:
     rounds = [(updates, sorted(folder.glob("[0-9]*.*"))) for updates, folder in facts.run_dir.list_samples()]
+    num_files = sum(len(files) for _, files in rounds)
+    rounds = [(updates, [file for file in files if facts.run_dir.holds(file)]) for updates, files in rounds]
+    links = num_files - sum(len(files) for _, files in rounds)
     rounds = [(updates, files) for updates, files in rounds if files]
+    outside = (
+        Paragraph(f"Not shown: {count_text(links, 'link')} to files outside of the run.", "bad") if links else None
+    )
     if not rounds:
-        return None
+        return section("Previews over time", outside) if outside else None
     num_rounds = len(rounds)
     if num_rounds > MAX_ROUNDS:
         stride = (len(rounds) - 1) / (MAX_ROUNDS - 1)
@@ -331,7 +338,8 @@ def _previews(facts: Facts) -> Section | None:
     left_out = [f"{columns} of {most} prompts"] if columns < most else []
     left_out += [f"{len(rounds)} of {num_rounds} rounds"] if len(rounds) < num_rounds else []
     note = f"Shown are {' and '.join(left_out)}; all previews are in the folder samples of the run." if left_out else ""
-    return section("Previews over time", Paragraph(note, "soft") if note else None, PictureTable(head, rows))
+    said = Paragraph(note, "soft") if note else None
+    return section("Previews over time", outside, said, PictureTable(head, rows))
 
 
 def _guard(facts: Facts) -> Section | None:
@@ -449,6 +457,8 @@ def _timings(facts: Facts) -> Section | None:
 
 
 def _recipe(facts: Facts) -> Section | None:
+    if not facts.run_dir.holds(facts.run_dir.recipe):
+        return section("Recipe", Paragraph("Not shown: it is a link to a file outside of the run.", "bad"))
     try:
         text = read_plain(facts.run_dir.recipe, MAX_RECIPE_BYTES).decode("utf-8", "replace")
     except OSError:

@@ -337,6 +337,10 @@ class RunDir:
         found = [(CHECKPOINT_NAME.match(p.name), p) for p in self.samples.iterdir()]
         return sorted((int(m.group(1)), p) for m, p in found if m and p.is_dir())
 
+    def holds(self, path: Path) -> bool:
+        """Whether a path is in this directory once links are followed. A foreign run may link to its reader's files."""
+        return path.resolve().is_relative_to(self.path.resolve())
+
     def create(self) -> RunDir:
         try:
             self.path.mkdir(parents=True, exist_ok=True)

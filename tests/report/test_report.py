@@ -490,3 +490,29 @@ def test_readings_of_gpus_and_warnings_from_them(run_dir: RunDir) -> None:
     assert "<td>100 W</td><td>175 W</td><td>250 W</td>" in html and "<td>80 °C</td>" in html
     assert "&lt;b&gt;1, 4 readings" in html and "Not read: power (&lt;u&gt;forbidden" in html
     assert html.count("It is &lt;i&gt;hot&lt;/i&gt;.") == 20 and "... and 10 more warnings" in html
+
+
+@pytest.mark.parametrize("what", ["text", "folder", "recipe", "picture", "inside"])
+def test_a_link_out_of_the_run_is_not_read(run_dir: RunDir, tmp_path: Path, what: str) -> None:
+    """Somebody who shares the report of a run of another would give away the file that it links to."""
+    outside, folder = tmp_path / "private", run_dir.samples_at(40)
+    outside.mkdir()
+    (outside / "00.txt").write_text("my secret word", encoding="utf-8")
+    folder.parent.mkdir(exist_ok=True)
+    if what == "text":
+        folder.mkdir()
+        (folder / "00.txt").symlink_to(outside / "00.txt")
+    elif what == "folder":
+        folder.symlink_to(outside)
+    elif what == "recipe":
+        run_dir.recipe.unlink(missing_ok=True)
+        run_dir.recipe.symlink_to(outside / "00.txt")
+    elif what == "picture":
+        run_dir.before_after.symlink_to(outside / "00.txt")
+    else:
+        (run_dir.path / "kept.txt").write_text("my secret word", encoding="utf-8")
+        folder.mkdir()
+        (folder / "00.txt").symlink_to(run_dir.path / "kept.txt")
+    text, _ = checked(write_report(run_dir))
+    assert ("my secret word" in text) is (what == "inside")
+    assert ("outside of the run" in text) is (what in ("text", "folder", "recipe"))
