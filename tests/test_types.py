@@ -39,7 +39,7 @@ HOLES: dict[str, tuple[int, int, str]] = {
     "model_files": (26, 0, JSON),
     "optim": (5, 1, TORCH),
     "planning": (2, 0, JSON),
-    "recipe": (69, 4, JSON),
+    "recipe": (91, 4, JSON),
     "report": (15, 0, JSON),
     "rules": (4, 0, JSON),
     "rundir": (25, 0, JSON),
