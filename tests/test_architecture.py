@@ -79,7 +79,16 @@ PROCESS_EDGES = {
 }
 BINARY_OPENERS = {"Image", "os", "webbrowser", "zipfile", "tarfile"}
 NOT_AT_START = ("tensorboard", "torch.utils.tensorboard", "datasets", "torch._dynamo", "torch._inductor", "pandas")
-OF_BLAS = ("_int_mm", "_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm", "scaled_mm", "preferred_blas_library")
+OF_BLAS = (
+    "_int_mm",
+    "_scaled_mm",
+    "_scaled_mm_v2",
+    "_scaled_grouped_mm",
+    "_scaled_grouped_mm_v2",
+    "scaled_mm",
+    "preferred_blas_library",
+)
+"""Operations of torch that no preference keeps away from hipBLASLt, and the preference itself."""
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 60
 MEMORY_HOMES = {
     "(?i)mem_?get_?info|get_memory_info": (f"{PACKAGE}.device.device_memory",),

@@ -3,9 +3,9 @@
 The parent plans torch's variables. Before torch 2.12 a 0 in them was read as unset, and unset means hipBLASLt on RDNA 4
 (pytorch#174377). So each heavy process also sets torch's preference, by ``obey``, and reads it back in the self-test.
 
-``torch._int_mm`` and ``torch._scaled_mm`` always go to hipBLASLt, whatever the preference is. Nothing here calls them
-(``ALWAYS_HIPBLASLT``, held by tests/test_architecture.py): a product of 8-bit numbers would bring hipBLASLt into the
-profile safe.
+``torch._int_mm`` and ``torch._scaled_mm`` always go to hipBLASLt, whatever the preference is (FlyDSL#1073). No module
+calls them, and tests/test_architecture.py (``OF_BLAS``) refuses one that does: a product of 8-bit numbers would bring
+hipBLASLt into the profile safe.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ import torch
 
 VARIABLES = ("TORCH_BLAS_PREFER_CUBLASLT", "TORCH_BLAS_PREFER_HIPBLASLT")
 """Two names of one switch; a 1 in either wins over a 0 in the other (torch ATen/Context.h)."""
-ALWAYS_HIPBLASLT = ("_int_mm", "_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm", "_scaled_grouped_mm_v2")
-"""Operations of torch that no preference keeps away from hipBLASLt (FlyDSL#1073)."""
 
 
 def hipblaslt_is_off(environ: Mapping[str, str]) -> bool:

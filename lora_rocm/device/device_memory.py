@@ -47,9 +47,8 @@ def read_memory(device: torch.device) -> DeviceMemory:
     card = read_card_memory(address_of(properties), DEVICES)
     runtime = Pool(total, total - free)
     if card is None and torch.version.hip is not None and sys.platform == "win32" and not integrated:
-        runtime = Pool(
-            total, total - free + desktop_bytes(total)
-        )  # too high there (librocdxg#57), and nothing else tells
+        # HIP's free memory is too high there (librocdxg#57), and nothing else says what others hold
+        runtime = Pool(total, total - free + desktop_bytes(total))
     main_memory = psutil.virtual_memory().available if integrated and sys.platform == "linux" else None
     usable = free_for_tensors(runtime, card, integrated=integrated, main_memory_free_bytes=main_memory)
     return DeviceMemory(total, usable, max(0, total - free), integrated, card is not None)
@@ -69,4 +68,4 @@ def free_bytes(device: torch.device) -> int:
 
 def total_bytes(device: torch.device) -> int:
     """The smaller of the two totals of a GPU. Those of a ROCm APU may differ: its carve-out, or what it may map."""
-    return min(int(torch.cuda.get_device_properties(device).total_memory), read_memory(device).total_bytes)
+    return min(int(torch.cuda.get_device_properties(device).total_memory), int(torch.cuda.mem_get_info(device)[1]))
