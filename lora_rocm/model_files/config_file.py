@@ -50,7 +50,7 @@ def read_config(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(
             "config-unreadable",
-            f"A config file of the model is not readable: {error}",
+            f"A config file of the model is not readable: {json_fault(path) or 'it changed while it was read'}.",
             where=str(path),
             fix=DOWNLOAD_AGAIN,
         ) from error
@@ -61,6 +61,21 @@ def read_config(path: Path) -> dict[str, Any]:
         if any(isinstance(each, float) and math.isnan(each) for each in (value, *_listed(value))):
             _refuse(path, key, math.nan, "a number")
     return config
+
+
+def json_fault(path: Path) -> str:
+    """Why a file holds no JSON object, as a phrase; empty if it does. Errors of libraries speak of codecs and types."""
+    try:
+        found = json.loads(read_plain(path, MAX_CONFIG_BYTES).decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return f"byte {error.start + 1} is not UTF-8 text"
+    except json.JSONDecodeError as error:
+        return f"it is no JSON: {error.msg} (line {error.lineno}, column {error.colno})"
+    except OSError as error:
+        return f"{error.strerror}"
+    except (ValueError, RecursionError):
+        return "it is nested too deeply, or a number in it is too long"
+    return "" if isinstance(found, dict) else "it holds no JSON object"
 
 
 @overload

@@ -21,7 +21,7 @@ from lora_rocm.model_files.header import read_header
 from lora_rocm.model_files.peft_folder import PEFT_WEIGHTS, peft_folders
 from lora_rocm.rundir.layout import ON_REQUEST, RunDir
 from lora_rocm.rundir.results import FORMS, LORA_FORMS, digests_of, is_whole, read_result, updates_of
-from lora_rocm.rundir.whole_files import identity_of_checkpoint, newest_checkpoint, require_whole
+from lora_rocm.rundir.whole_files import newest_checkpoint, require_whole
 
 MAX_EXPORTS_BYTES = 1 << 20
 STEPS_FIELD = "ss_steps"
@@ -67,8 +67,8 @@ def state_now(run_dir: RunDir) -> Made | None:
     """The state that an export would be made from: the end of a finished run, else its newest whole checkpoint."""
     newest, _ = newest_checkpoint(run_dir)
     ended = updates_of(run_dir)
-    if newest is not None and ended in (0, newest[0]):
-        return Made(newest[0], identity_of_checkpoint(newest[1]))
+    if newest is not None and ended in (0, newest.updates):
+        return Made(newest.updates, newest.digest)
     return Made(ended) if ended else None
 
 

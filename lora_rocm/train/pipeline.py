@@ -29,6 +29,7 @@ from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.optim.schedule import length_text
 from lora_rocm.recipe.comparison import fingerprint
 from lora_rocm.recipe.process_sections import RuntimeSection
+from lora_rocm.rundir.checkpoint_record import Position
 from lora_rocm.rundir.event_types import DataEvent, StepEvent
 from lora_rocm.rundir.events import latest_steps
 from lora_rocm.rundir.layout import SUPERVISOR
@@ -44,7 +45,6 @@ from lora_rocm.train.guard import CacheGuard, Guard
 from lora_rocm.train.hooks import TensorBoard, Validation
 from lora_rocm.train.input_start import start_from_inputs
 from lora_rocm.train.load_model import choose_memory, load_model
-from lora_rocm.train.loop import Position
 from lora_rocm.train.lost_images import DataOfCheckpoint, data_of_checkpoint
 from lora_rocm.train.outputs import Artifacts
 from lora_rocm.train.session import Session
