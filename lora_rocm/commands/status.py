@@ -52,11 +52,7 @@ def status(run_dir: RunDir) -> dict[str, Any]:
     remarks += [f"{path}: {fault} {remedy(run_dir, path)}" for path, fault in faults.items()]
     remarks += stale.values()
     remarks += lost_loras_text(run_dir, written_loras(events))
-    remarks += _remarks_on_checkpoints(checkpoint, passed_over)
-    if run_dir.names_are_wrong:
-        what = f"{run_dir.names} is gone or damaged. The name {run_dir.name} was found in other files of the run;"
-        remarks.append(f"{what} train --resume writes {run_dir.names.name} again.")
-    remarks += [text for path in (run_dir.events(), run_dir.events(SUPERVISOR)) if (text := unread_text(path))]
+    remarks += _remarks_on_files(run_dir, checkpoint, passed_over)
     if latest_s is None and (checkpoint or passed_over or _has_bytes(run_dir)):
         remarks.append("its events are gone or damaged: steps, loss and rate are not known")
     readers = {
@@ -86,11 +82,15 @@ def status(run_dir: RunDir) -> dict[str, Any]:
     }
 
 
-def _remarks_on_checkpoints(newest: WholeCheckpoint | None, passed_over: dict[Path, str]) -> list[str]:
+def _remarks_on_files(run_dir: RunDir, newest: WholeCheckpoint | None, passed_over: dict[Path, str]) -> list[str]:
     remarks = [f"{folder} is damaged and passed over. {fault}" for folder, fault in passed_over.items()]
     if newest is not None and newest.unread_bytes:
         of = size_text(newest.unread_bytes)
         remarks.append(f"{newest.path}: the checksums of {of} were not compared here; a resume and an export do it.")
+    if run_dir.names_are_wrong:
+        what = f"{run_dir.names} is gone or damaged. The name {run_dir.name} was found in other files of the run;"
+        remarks.append(f"{what} train --resume writes {run_dir.names.name} again.")
+    remarks += [text for path in (run_dir.events(), run_dir.events(SUPERVISOR)) if (text := unread_text(path))]
     return remarks
 
 
