@@ -58,18 +58,29 @@ class Conversation:
             to be trained on.
         tools: descriptions of functions for the chat template.
         last_only: only the last message is trained on.
+        num_completion: number of the last messages that are a completion; each of these is trained on, whatever its
+            role. 0: the answers of all messages are.
     """
 
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Any, ...] = ()
     last_only: bool = False
+    num_completion: int = 0
 
     @property
     def turns(self) -> tuple[int, ...]:
-        """Places of the messages that are trained on. With ``last_only``, none if the last answer is masked."""
-        answers = [at for at, message in enumerate(self.messages) if message["role"] == ANSWERS]
+        """Places of the answers that are trained on. With ``last_only``, none if the last answer is masked."""
+        first = len(self.messages) - self.num_completion if self.num_completion else 0
+        answers = [at for at, message in enumerate(self.messages) if at >= first and message["role"] == ANSWERS]
         asked = answers[-1:] if self.last_only else answers
         return tuple(at for at in asked if self.messages[at].get(TRAINED, True))
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """Places of the messages of a completion that are trained on and are not the assistant's."""
+        places = range(len(self.messages) - (0 if self.last_only else self.num_completion), len(self.messages))
+        found = ((at, self.messages[at]) for at in places)
+        return tuple(at for at, message in found if message["role"] != ANSWERS and message.get(TRAINED, True))
 
     @property
     def masked(self) -> tuple[int, ...]:
@@ -78,7 +89,7 @@ class Conversation:
 
     def up_to(self, turn: int) -> Conversation:
         """The messages up to one that is trained on, which is the only one."""
-        return replace(self, messages=self.messages[: turn + 1], last_only=True)
+        return replace(self, messages=self.messages[: turn + 1], last_only=True, num_completion=0)
 
 
 @dataclass(frozen=True)
@@ -121,7 +132,8 @@ def _in_order(record: Completion | Conversation | Pair) -> dict[str, Any]:
         }
         for message in record.messages
     ]
-    return {"last_only": record.last_only, "messages": messages, "tools": record.tools}
+    of_completion = {"num_completion": record.num_completion} if record.num_completion else {}
+    return {"last_only": record.last_only, "messages": messages, **of_completion, "tools": record.tools}
 
 
 def _sorted(value: Any) -> Any:
@@ -156,7 +168,9 @@ def read(text: str) -> Record:
 def _answered(found: Cells) -> Completion | Conversation:
     if "completion" in found:
         return Completion(**found)
-    return Conversation(tuple(found["messages"]), tuple(found["tools"]), found["last_only"])
+    return Conversation(
+        tuple(found["messages"]), tuple(found["tools"]), found["last_only"], found.get("num_completion", 0)
+    )
 
 
 def encodable(text: str) -> str:
@@ -251,8 +265,20 @@ def _of_completion(row: RowCells) -> Record:
             return Completion(prompt, completion)
         prompt, completion = [{"role": ASKS, "content": prompt}], [{"role": ANSWERS, "content": completion}]
     ends, begin = _listed(completion, "The completion"), _mappings(prompt, "The prompt")
-    before = [_message(row, each, f"Message {n} of prompt", is_asked=True) for n, each in enumerate(begin, 1)]
-    return _conversation(row, [*before, *_numbered(row, ends, "completion")], last_only=True)
+    before = [_message(row, each, f"Message {n} of prompt", is_trained=False) for n, each in enumerate(begin, 1)]
+    after = [_message(row, each, f"Message {n} of completion", is_trained=True) for n, each in enumerate(ends, 1)]
+    roles = [message["role"] for message in after]
+    if ANSWERS not in roles:
+        fix = f"Give a message with the role {ANSWERS}, or take the row away."
+        raise UnusableText(f"No message of the completion has the role {ANSWERS}, so there is nothing to learn.", fix)
+    if roles == [ANSWERS]:
+        return _conversation(row, [*before, *after], last_only=True)
+    if others := sorted({role for role in roles if role != ANSWERS}):
+        row.remarks.add(
+            f"The column completion holds messages of {', '.join(others):.60}: they are trained on too, as by TRL "
+            "(weight: 0 on a message excludes it)"
+        )
+    return _conversation(row, [*before, *after], num_completion=len(after))
 
 
 def _of_instruction(row: RowCells) -> Conversation:
@@ -347,9 +373,11 @@ MESSAGES_FIX = "Messages are mappings with role and content. Beside a list of th
 PROMPT_FIX = "Let both begin with the same prompt, or give it in the column prompt."
 
 
-def _conversation(row: RowCells, messages: Sequence[Mapping[str, Any]], last_only: bool = False) -> Conversation:
+def _conversation(
+    row: RowCells, messages: Sequence[Mapping[str, Any]], last_only: bool = False, num_completion: int = 0
+) -> Conversation:
     """The conversation of messages from ``_message``, with what the row says beside them: ``system`` and ``tools``."""
-    found = Conversation((*_system(row, messages), *messages), _tools(row), last_only)
+    found = Conversation((*_system(row, messages), *messages), _tools(row), last_only, num_completion)
     for number, message in enumerate(found.messages, 1):
         role = message["role"]
         if role not in KNOWN_ROLES:
@@ -469,7 +497,7 @@ def _numbered(row: RowCells, values: Sequence[Cells], column: str) -> list[dict[
     return [_message(row, each, f"Message {number} of {column}") for number, each in enumerate(values, 1)]
 
 
-def _message(row: RowCells, given: Mapping[str, Any], where: str, *, is_asked: bool = False) -> dict[str, Any]:
+def _message(row: RowCells, given: Mapping[str, Any], where: str, *, is_trained: bool | None = None) -> dict[str, Any]:
     """A message without empty fields, which tables add, in the spelling of chat templates.
 
     Keys that are not known here are kept: whether the chat template reads them is known where it is rendered.
@@ -478,7 +506,7 @@ def _message(row: RowCells, given: Mapping[str, Any], where: str, *, is_asked: b
         row: that the message is in.
         given: the message of the row.
         where: the message, for people.
-        is_asked: it is never trained on, also as one of the assistant.
+        is_trained: whether it is trained on if no key of it says so; None: if it is one of the assistant.
     """
     message = {str(key): value for key, value in given.items() if value is not None}
     # names of ShareGPT, and of roles elsewhere
@@ -504,7 +532,8 @@ def _message(row: RowCells, given: Mapping[str, Any], where: str, *, is_asked: b
         message["tool_calls"] = _wrapped(message.pop("function_call"))
     if "tool_calls" in message:
         message["tool_calls"] = _calls(message["tool_calls"])
-    return carry_out_in_message(message, where, is_trained=message["role"] == ANSWERS and not is_asked)
+    of_role = message["role"] == ANSWERS
+    return carry_out_in_message(message, where, is_trained=of_role if is_trained is None else is_trained)
 
 
 def _text(row: RowCells, content: object, where: str) -> str:
