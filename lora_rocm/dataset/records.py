@@ -13,6 +13,7 @@ from datetime import date, time
 from os.path import commonprefix
 from typing import Any
 
+from lora_rocm.dataset.json_cells import MESSAGES_FIX, messages_or_text, object_in, parsed
 from lora_rocm.dataset.loss_keys import (
     TRAINED,
     carry_out_in_message,
@@ -132,8 +133,8 @@ def _in_order(record: Completion | Conversation | Pair) -> dict[str, Any]:
         }
         for message in record.messages
     ]
-    of_completion = {"num_completion": record.num_completion} if record.num_completion else {}
-    return {"last_only": record.last_only, "messages": messages, **of_completion, "tools": record.tools}
+    found = {"last_only": record.last_only, "messages": messages, "tools": record.tools}
+    return {**found, "num_completion": record.num_completion} if record.num_completion else found
 
 
 def _sorted(value: Any) -> Any:
@@ -168,9 +169,7 @@ def read(text: str) -> Record:
 def _answered(found: Cells) -> Completion | Conversation:
     if "completion" in found:
         return Completion(**found)
-    return Conversation(
-        tuple(found["messages"]), tuple(found["tools"]), found["last_only"], found.get("num_completion", 0)
-    )
+    return Conversation(**{**found, "messages": tuple(found["messages"]), "tools": tuple(found["tools"])})
 
 
 def encodable(text: str) -> str:
@@ -258,7 +257,7 @@ def _of_sharegpt(row: RowCells) -> Conversation:
 
 
 def _of_completion(row: RowCells) -> Record:
-    prompt, completion = (_messages_or_text(row[column]) for column in ("prompt", "completion"))
+    prompt, completion = (messages_or_text(row[column]) for column in ("prompt", "completion"))
     if isinstance(prompt, str) and isinstance(completion, str):
         _require(completion, "The completion")
         if not _has_system(row):
@@ -269,8 +268,9 @@ def _of_completion(row: RowCells) -> Record:
     after = [_message(row, each, f"Message {n} of completion", is_trained=True) for n, each in enumerate(ends, 1)]
     roles = [message["role"] for message in after]
     if ANSWERS not in roles:
-        fix = f"Give a message with the role {ANSWERS}, or take the row away."
-        raise UnusableText(f"No message of the completion has the role {ANSWERS}, so there is nothing to learn.", fix)
+        raise UnusableText(
+            f"No message of the completion has the role {ANSWERS}, so there is nothing to learn.", ROLE_FIX
+        )
     if roles == [ANSWERS]:
         return _conversation(row, [*before, *after], last_only=True)
     if others := sorted({role for role in roles if role != ANSWERS}):
@@ -319,7 +319,7 @@ def pair_of(cells: Cells) -> Pair:
     if missing:
         what = f"It has no column {missing}; its columns are {listed(list(row)) or 'none'}."
         raise UnusableText(what, "objective.loss: dpo takes rows of chosen and rejected, and prompt if they lack it.")
-    prompt, *answers = (_messages_or_text(row.get(column)) for column in ("prompt", "chosen", "rejected"))
+    prompt, *answers = (messages_or_text(row.get(column)) for column in ("prompt", "chosen", "rejected"))
     prompt = _value_of(row, "conversations") if prompt is None and says(row.unread("conversations")) else prompt
     texts = [each for each in (prompt, *answers) if isinstance(each, str)]
     if len(texts) == 2 + (prompt is not None) and not _has_system(row):
@@ -369,7 +369,7 @@ def _pair_of_messages(row: RowCells, prompt: object, answers: Sequence[object]) 
 
 
 EMPTY_FIX = "Fill it, or take the row away."
-MESSAGES_FIX = "Messages are mappings with role and content. Beside a list of them, the other columns are lists too."
+ROLE_FIX = f"Give a message with the role {ANSWERS}, or take the row away."
 PROMPT_FIX = "Let both begin with the same prompt, or give it in the column prompt."
 
 
@@ -388,11 +388,10 @@ def _conversation(
     if not messages:
         raise UnusableText("Its list of messages is empty.", EMPTY_FIX)
     if not found.turns:
-        fix = f"Give a message with the role {ANSWERS}, or take the row away."
         if any(message["role"] == ANSWERS for message in found.messages):
             what = "Keys such as weight exclude every answer that would be trained on, so there is nothing to learn."
             raise UnusableText(what, "Take the row away.")
-        raise UnusableText(f"No message has the role {ANSWERS}, so there is nothing to learn.", fix)
+        raise UnusableText(f"No message has the role {ANSWERS}, so there is nothing to learn.", ROLE_FIX)
     return found
 
 
@@ -440,37 +439,14 @@ def _functions(row: RowCells, column: str) -> tuple[Any, ...]:
 
 def _tool(given: Any) -> Any:
     """A description of a function, whose parts may be JSON texts."""
-    tool = _object(given)
+    tool = object_in(given)
     if not isinstance(tool, Mapping):
         return tool
-    held = {key: _object(tool[key]) for key in ("function", "parameters") if isinstance(tool.get(key), str)}
+    held = {key: object_in(tool[key]) for key in ("function", "parameters") if isinstance(tool.get(key), str)}
     if isinstance(inner := held.get("function", tool.get("function")), Mapping):
         if isinstance(inner.get("parameters"), str):
-            held["function"] = {**inner, "parameters": _object(inner["parameters"])}
+            held["function"] = {**inner, "parameters": object_in(inner["parameters"])}
     return {**tool, **held}
-
-
-def _object(value: Any) -> Any:
-    """The mapping that a JSON text holds; any other value is itself."""
-    if not isinstance(value, str) or not value.lstrip().startswith("{"):
-        return value
-    try:
-        found = json.loads(value)
-    except (ValueError, RecursionError):
-        return value
-    return found if isinstance(found, dict) else value
-
-
-def _messages_or_text(cell: object) -> object:
-    """A cell of prompts or answers. A table of texts, such as CSV, holds a list of messages as JSON."""
-    if not isinstance(cell, str) or not cell.lstrip().startswith("["):
-        return cell
-    try:
-        found = json.loads(cell)
-    except (ValueError, RecursionError):
-        return cell
-    of_messages = all(isinstance(each, dict) and {"role", "from"} & each.keys() for each in found)
-    return found if found and of_messages else cell
 
 
 def _value_of(row: RowCells, column: str) -> object:
@@ -479,14 +455,7 @@ def _value_of(row: RowCells, column: str) -> object:
     if not isinstance(cell, str) or not cell.strip():
         return None if isinstance(cell, str) else cell
     of = "messages (mappings with role and content)" if column in ("messages", "conversations") else "functions"
-    return _parsed(cell, f"The column {column}", f"Give a list of {of}, or its JSON.")
-
-
-def _parsed(text: str, what: str, fix: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UnusableText(f"{what} is a text that is no JSON: {error}.", fix) from error
+    return parsed(cell, f"The column {column}", f"Give a list of {of}, or its JSON.")
 
 
 def _messages(row: RowCells, values: object, what: str) -> list[dict[str, Any]]:
@@ -524,7 +493,7 @@ def _message(row: RowCells, given: Mapping[str, Any], where: str, *, is_trained:
         raise UnusableText(what, "Move the text from refusal to content to learn to refuse, or take the row away.")
     # calls of tools
     if message["role"] in CALLS:
-        made = _parsed(content, f"The content of the role {message['role']}", "Give calls as JSON: name and arguments.")
+        made = parsed(content, f"The content of the role {message['role']}", "Give calls as JSON: name and arguments.")
         message |= {"role": ANSWERS, "content": "", "tool_calls": _wrapped(made)}
     elif message["role"] in RESULTS:
         message["role"] = "tool"
@@ -564,12 +533,12 @@ def _calls(given: Any) -> list[Any]:
     """Calls of tools as a list of mappings; the whole, each, and the function of each may be a JSON text."""
     fix = "Give a list of calls, each with function: name and arguments."
     if isinstance(given, str):
-        given = _parsed(given, "tool_calls of a message", fix) if given.strip() else []
+        given = parsed(given, "tool_calls of a message", fix) if given.strip() else []
     calls = [given] if isinstance(given, Mapping) else [] if given is None else given
-    calls = [_object(call) for call in calls] if isinstance(calls, list | tuple) else [calls]
+    calls = [object_in(call) for call in calls] if isinstance(calls, list | tuple) else [calls]
     if not all(isinstance(call, Mapping) for call in calls):
         raise UnusableText("tool_calls of a message is no list of calls.", fix)
-    return [{**call, "function": _object(call["function"])} if "function" in call else call for call in calls]
+    return [{**call, "function": object_in(call["function"])} if "function" in call else call for call in calls]
 
 
 def _listed(values: object, what: str) -> list[Cells]:
@@ -579,7 +548,7 @@ def _listed(values: object, what: str) -> list[Cells]:
 
 def _mappings(values: object, what: str) -> list[Cells]:
     if isinstance(values, Iterable) and not isinstance(values, str | Mapping):
-        found = [_object(value) for value in values]
+        found = [object_in(value) for value in values]
         if all(isinstance(value, Mapping) for value in found):
             return found
     if values is None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from lora_rocm.errors import AdapterError, UserError
 from lora_rocm.foundation.bounded_read import check_plain, read_plain
+from lora_rocm.foundation.json_text import parse_json
 from lora_rocm.foundation.terminal_text import quoted
 from lora_rocm.model_files.header import read_header
 from lora_rocm.model_files.peft_folder import PEFT_WEIGHTS, peft_folders
@@ -48,7 +49,7 @@ def identity_of_checkpoint(folder: Path) -> str:
     """What ``train.checkpoint.Checkpoint.digest`` is of this folder; empty if that cannot be read."""
     state_file = folder / STATE_FILE
     try:
-        checksums = json.loads(read_plain(state_file, check_plain(state_file, MAX_STATE_BYTES)))["sha256"]
+        checksums = parse_json(read_plain(state_file, check_plain(state_file, MAX_STATE_BYTES)))["sha256"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return ""
     return digest_of_checksums(checksums) if isinstance(checksums, dict) else ""
@@ -63,7 +64,7 @@ def fault_of_checkpoint(folder: Path) -> str:
     """What is wrong with a checkpoint folder, as a sentence; empty if it is whole."""
     state_file = folder / STATE_FILE
     try:
-        state = json.loads(read_plain(state_file, check_plain(state_file, MAX_STATE_BYTES)))
+        state = parse_json(read_plain(state_file, check_plain(state_file, MAX_STATE_BYTES)))
         names = sorted(state["sha256"])
         if not set(names) <= set(FILE_OF.values()):
             raise ValueError("a checkpoint has no such file")

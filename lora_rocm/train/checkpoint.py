@@ -28,6 +28,7 @@ from lora_rocm.adapters.base import Adapter
 from lora_rocm.errors import LoraRocmError, ResumeError, StorageError, storage_error
 from lora_rocm.foundation.bounded_read import check_plain, read_plain
 from lora_rocm.foundation.files import fsync_folder, is_folder, make_folder, remove, rename, write_through
+from lora_rocm.foundation.json_text import parse_json
 from lora_rocm.foundation.units import count_text
 from lora_rocm.model_files.header import read_header
 from lora_rocm.optim.factory import rule_of
@@ -159,7 +160,7 @@ def save_checkpoint(
 def read_checkpoint(path: Path) -> Checkpoint | None:
     """The checkpoint in a folder; None if anything in it is damaged, missing or not in the expected form."""
     try:
-        state = json.loads(_content(path / STATE_FILE, MAX_STATE_BYTES))
+        state = parse_json(_content(path / STATE_FILE, MAX_STATE_BYTES))
         if _sealed({key: value for key, value in state.items() if key != "seal"}) != _sealed_bytes(state):
             return None
         if not set(state["sha256"]) <= set(FILE_OF.values()):  # else it could name any file or device

@@ -33,7 +33,7 @@ from lora_rocm.dataset.records import (
 from lora_rocm.dataset.row_edge import SharedCause, fails_for_all, row_edge
 from lora_rocm.families.causal_lm.chat_template import ChatTemplate
 from lora_rocm.families.causal_lm.conversation import NUM_WHOLE, Chat, Layout, nearby, rewritten
-from lora_rocm.families.causal_lm.message_keys import MessageKeys, require_arguments, with_arguments
+from lora_rocm.families.causal_lm.message_keys import MessageKeys, require_whole_calls, with_arguments
 from lora_rocm.families.causal_lm.special_tokens import Span, SpecialTokens
 from lora_rocm.families.causal_lm.template_limits import OverLimit
 from lora_rocm.foundation.terminal_text import printable
@@ -215,7 +215,7 @@ class ChatTokenizer:
         """Raise UnusableText if the chat template leaves out a call of a tool."""
         if not isinstance(record, Conversation):
             return
-        require_arguments(record)
+        require_whole_calls(record)
         record = self._with_arguments(record)
         turns = record.turns
         for at, message in enumerate(record.messages):

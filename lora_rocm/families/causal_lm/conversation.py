@@ -227,8 +227,8 @@ class Chat:
 def rewritten(place: int) -> UnusableText:
     """The refusal of a completion whose message at a place, not the assistant's, the chat template rewrites later."""
     return UnusableText(
-        f"Message {place + 1} is a part of the completion, and the chat template rewrites it or an answer later, so its "
-        "place is not known.",
+        f"Message {place + 1} is a part of the completion, and the chat template rewrites it or an answer later, so "
+        "its place is not known.",
         "Give weight: 0 to the messages of the completion that are not the assistant's, or take the row away.",
     )
 

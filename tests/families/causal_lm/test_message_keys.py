@@ -232,7 +232,10 @@ def test_a_text_that_is_no_mapping_stays_a_text() -> None:
         assert json.dumps(text) in found.shown(written(record_of(tool_row(text))))
 
 
-@pytest.mark.parametrize(("arguments", "fits"), [("{not json", False), ("", False), ('"a"', False), ('{"a": 1}', True)])
+@pytest.mark.parametrize(
+    ("arguments", "fits"),
+    [("{not json", False), ("", False), ('"a"', False), ('{"a": 1, "a": 2}', False), ('{"a": 1}', True)],
+)
 def test_arguments_that_are_no_json_object_set_the_row_aside(arguments: str, fits: bool) -> None:
     text = written(record_of(RowCells(tool_row(arguments)), False))
     if fits:
@@ -240,6 +243,30 @@ def test_arguments_that_are_no_json_object_set_the_row_aside(arguments: str, fit
         return
     with pytest.raises(UnusableText, match="no JSON object"):
         reader(STYLES["qwen-2.5"]).parts(text)
+
+
+@pytest.mark.parametrize(
+    ("function", "fits"),
+    [
+        ({"name": "w", "arguments": {}}, True),
+        ({"name": "w"}, True),
+        ({"name": "w", "arguments": None}, False),
+        ({"name": "w", "arguments": [1]}, False),
+        ({"name": "w", "arguments": 3}, False),
+        ({"name": "w", "args": {"a": 1}}, False),
+        ({"name": "", "arguments": {}}, False),
+        ({"arguments": {}}, False),
+        ("{'name': 'w', 'arguments': {}}", False),
+    ],
+)
+def test_a_call_that_is_not_whole_sets_the_row_aside(function: Any, fits: bool) -> None:
+    template = calling("[{{ c.function | tojson }}]")
+    messages = [USER, {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}, USER, ANSWER]
+    if fits:
+        assert len(trained(reader(template), {"messages": messages})) == 2
+        return
+    with pytest.raises(UnusableText, match="Message 2 calls"):
+        trained(reader(template), {"messages": messages})
 
 
 def test_a_template_that_takes_texts_gets_them_letter_for_letter() -> None:
