@@ -364,6 +364,12 @@ def _pair_of_messages(row: RowCells, prompt: object, answers: Sequence[object]) 
     if any(len(side) != shared + 1 or side[-1]["role"] != ANSWERS for side in sides):
         what = "The prompts of chosen and rejected differ, or more than one message of the assistant differs."
         raise UnusableText(what, "Give answers of one message after the same messages.")
+    excluded = [
+        name for name, side in zip(("chosen", "rejected"), sides, strict=True) if not side[-1].get(TRAINED, True)
+    ]
+    if excluded:
+        what = f"A key such as weight excludes the {' and the '.join(excluded)} answer from training"
+        raise UnusableText(f"{what}, and the loss of a pair needs both answers.", "Take the key or the row away.")
     chosen, rejected = (_conversation(row, [*before, *side], last_only=True) for side in sides)
     return Pair(chosen, rejected)
 
