@@ -8,10 +8,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyarrow import parquet
 
 from lora_rocm.dataset.records import MARK, Completion, Conversation, Pair, UnusableText, read, record_of, written
 from lora_rocm.dataset.row_cells import MAX_NAMED, RowAccount, RowCells
@@ -301,6 +303,27 @@ def test_what_makes_a_row_of_json_unusable_is_said(name: str, suffix: str, tmp_p
 def test_a_plain_answer_that_is_a_list_in_json_or_python_stays_a_text() -> None:
     for answer in ('[{"city": "Oslo"}]', "[{'city': 'Oslo'}]", '[{"a": 1, "a": 2}]', "[1, 2", '[{"role": "x"}, 3]'):
         assert record_of({"prompt": "a", "completion": answer}) == Completion("a", answer)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_parquet_file_with_two_fields_of_one_name_is_refused(depth: int, tmp_path: Path) -> None:
+    """Without the check the last of two fields of a struct counts."""
+    for twice in (False, True):
+        field = pyarrow.field("a", pyarrow.string())
+        fields = [field, field if twice else field.with_name("b")]
+        for _ in range(depth):
+            fields = [pyarrow.field("messages", pyarrow.list_(pyarrow.struct(fields)))]
+        schema = pyarrow.schema([pyarrow.field("text", pyarrow.string()), *fields])
+        columns = [pyarrow.array(["x"]), *(pyarrow.nulls(1, each.type) for each in fields)]
+        path = tmp_path / f"{depth}{twice}.parquet"
+        parquet.write_table(pyarrow.Table.from_arrays(columns, schema=schema), path)
+        data = DataSection(sources=(DataSource(dataset=str(path)),))
+        if twice:
+            with pytest.raises(DataError) as caught:
+                scan_texts(data)
+            assert caught.value.code == "dataset-column" and str(path) in str(caught.value)
+        else:
+            assert len(list(rows_of(data.resolved_sources()[0]))) == 1
 
 
 def test_cells_of_a_csv_hold_lists_as_json_and_a_wrong_one_is_named(tmp_path: Path) -> None:
