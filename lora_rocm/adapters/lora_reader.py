@@ -7,7 +7,6 @@ of a file are accepted; a file with others is refused.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.families.registry import PRODUCT
 from lora_rocm.foundation.bounded_read import read_plain
+from lora_rocm.foundation.json_text import parse_json
 from lora_rocm.foundation.units import count_text
 from lora_rocm.kernels.weight_format import dense_shape
 from lora_rocm.model_files.adapter_contents import DIFFUSERS_METADATA as DIFFUSERS_METADATA
@@ -154,7 +154,7 @@ def _read_folder(family: ModelFamily, folder: Path, component: str, say: Say) ->
     """Read one PEFT folder; returns the component that its name says, too, if it is among several."""
     config = None
     if (folder / PEFT_CONFIG).is_file():
-        config = json.loads(read_plain(folder / PEFT_CONFIG, MAX_CONFIG_BYTES).decode("utf-8"))
+        config = parse_json(read_plain(folder / PEFT_CONFIG, MAX_CONFIG_BYTES).decode("utf-8"))
     tensors = read_tensors(read_header(folder / PEFT_WEIGHTS, AdapterError), error=AdapterError)
     return component, contents_of(family.name, tensors, folder, peft=config, with_norms=False, say=say)
 

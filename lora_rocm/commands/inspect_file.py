@@ -17,6 +17,7 @@ from lora_rocm.errors import AdapterError, ModelError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.families.spec import FamilySpec
 from lora_rocm.foundation.files import temporary_folder, write_atomic
+from lora_rocm.foundation.json_text import parse_json
 from lora_rocm.foundation.terminal_text import one_line
 from lora_rocm.foundation.units import count_text, number_text, size_text
 from lora_rocm.model_files.adapter_contents import contents_of
@@ -55,8 +56,7 @@ JUDGE_MODULE = "lora_rocm.train.usable_base"
 STATE = "state.json"
 AIDS = ("tokenizer", "scheduler")
 """Components of a diffusers folder without weights."""
-LANGUAGE_MODEL = "language model"
-CAUSAL, CAUSAL_CLASSES = "causal-lm", ("ForCausalLM", "ForConditionalGeneration")
+LANGUAGE_MODEL, CAUSAL, CAUSAL_CLASSES = "language model", "causal-lm", ("ForCausalLM", "ForConditionalGeneration")
 """Family of language models, and how their classes in transformers end."""
 PICKLES = (".ckpt", ".bin", ".pt", ".pth")
 WEIGHTS, RECIPES = (".safetensors", ".sft"), (".yaml", ".yml")
@@ -512,7 +512,7 @@ def _alphas(header: Header) -> Found:
 def _metadata(metadata: dict[str, str]) -> Found:
     found: Found = {name: metadata[name] for name in NOTED if metadata.get(name, "") not in EMPTY}
     try:
-        folders = json.loads(metadata.get("ss_tag_frequency", "{}"))
+        folders = parse_json(metadata.get("ss_tag_frequency", "{}"))
         tags = Counter({tag: int(count) for folder in folders.values() for tag, count in folder.items()})
     except (ValueError, AttributeError, TypeError, RecursionError):  # another program's text, which nothing depends on
         return found

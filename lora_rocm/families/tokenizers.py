@@ -13,6 +13,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 
 from lora_rocm.base_models.loading import Source
 from lora_rocm.errors import ModelError
+from lora_rocm.foundation.json_text import parse_json
 from lora_rocm.foundation.terminal_text import printable
 from lora_rocm.model_files.config_file import NAMES, json_fault
 
@@ -54,7 +55,7 @@ def _explained(folder: Path) -> ModelError:
             return unreadable(path, f"In one of its files, {fault}.")
     whole = folder / "tokenizer.json"
     for key, wanted in (("model", dict), ("added_tokens", list)) if whole.exists() else ():
-        if not isinstance(json.loads(whole.read_bytes()).get(key), wanted):
+        if not isinstance(parse_json(whole.read_bytes()).get(key), wanted):
             return unreadable(whole, f"The file does not have {NAMES[wanted]} {key}.")
     for path in (*sorted(folder.glob("*.jinja")), *sorted(folder.glob("*/*.jinja")), *sorted(folder.glob("*.txt"))):
         try:

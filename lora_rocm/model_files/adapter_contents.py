@@ -6,7 +6,6 @@ another strength, it would be another adapter. A file without any alpha is read 
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from lora_rocm.errors import AdapterError
+from lora_rocm.foundation.json_text import parse_json
 from lora_rocm.foundation.units import count_text
 from lora_rocm.model_files.adapter_parts import KindParts, Say, check_config, grouped, kind_with
 from lora_rocm.model_files.adapter_spellings import PEFT_PREFIX, Place, components, place_of, standard_names
@@ -130,7 +130,7 @@ def contents_of(
 def _configs(metadata: Mapping[str, str], dotted: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return start of a component's names ("unet.", "") -> its config in the metadata of diffusers."""
     configs: dict[str, dict[str, Any]] = {}
-    for field, value in json.loads(metadata.get(DIFFUSERS_METADATA, "{}")).items():
+    for field, value in parse_json(metadata.get(DIFFUSERS_METADATA, "{}")).items():
         component = next((start for start in dotted if field.startswith(start)), "")
         configs.setdefault(component, {})[field.removeprefix(component)] = value
     return configs
