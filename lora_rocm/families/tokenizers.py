@@ -51,7 +51,7 @@ class Explained:
 def _explained(folder: Path) -> ModelError:
     """The error for a folder whose tokenizer a library cannot read: names the file that is wrong, if one is found."""
     for path in (folder / name for name in READ_AS_JSON):
-        if path.exists() and (fault := json_fault(path)):
+        if path.exists() and (fault := json_fault(path, path.stat().st_size)):
             return unreadable(path, f"In one of its files, {fault}.")
     whole = folder / "tokenizer.json"
     for key, wanted in (("model", dict), ("added_tokens", list)) if whole.exists() else ():

@@ -64,10 +64,10 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def json_fault(path: Path) -> str:
+def json_fault(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> str:
     """Why a file holds no JSON object, as a phrase; empty if it does. Errors of libraries speak of codecs and types."""
     try:
-        found = parse_json(read_plain(path, MAX_CONFIG_BYTES).decode("utf-8"))
+        found = parse_json(read_plain(path, max_bytes).decode("utf-8"))
     except UnicodeDecodeError as error:
         return f"byte {error.start + 1} is not UTF-8 text"
     except BadJson as error:
