@@ -96,7 +96,7 @@ def test_an_excluded_turn_stays_excluded_whatever_else_is_trained_on() -> None:
         trained(reader(train_on="last-turn"), last)
     with pytest.raises(UnusableText, match="nothing to learn"):
         record_of({"prompt": [USER, ANSWER, USER], "completion": [{**SECOND, "train": False}]})
-    with pytest.raises(UnusableText, match="nothing to learn"):
+    with pytest.raises(UnusableText, match="excludes the chosen answer"):
         record_of({"prompt": [USER], "chosen": [{**ANSWER, "weight": 0}], "rejected": [SECOND]}, pairs=True)
 
 
