@@ -24,6 +24,7 @@ from lora_rocm.foundation.json_text import BadJson, NoJson, parse_json
 from lora_rocm.foundation.names import Names, name_key
 from lora_rocm.foundation.terminal_text import legible, one_line
 
+MAX_CELL_LETTERS = 1 << 17  # a quote that is never closed takes the rest of the file into its cell
 READ_NAMES = ("metadata.jsonl", "metadata.csv")
 PARQUET_NAME = "metadata.parquet"
 METADATA_NAMES = (*READ_NAMES, PARQUET_NAME)
@@ -305,6 +306,7 @@ def _json_row(line: bytes) -> Mapping[str, Any] | BadRow:
 
 def _csv_rows(file: BinaryIO) -> Iterator[tuple[int, Mapping[str, Any] | BadRow]]:
     """Line number and row of a CSV file with a header. A damaged row ends the file: the next row's start is unknown."""
+    csv.field_size_limit(MAX_CELL_LETTERS)  # for the whole process, and tables of texts raise it
     reader = csv.reader(_texts(file))
     try:
         header = next(reader, [])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from lora_rocm.errors import AdapterError
 from lora_rocm.foundation.bounded_read import read_plain
+from lora_rocm.foundation.json_text import parse_json
 
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 22
@@ -24,8 +24,8 @@ def read_peft_config(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        found = json.loads(read_plain(path, MAX_CONFIG_BYTES).decode("utf-8"))
-    except (ValueError, RecursionError) as error:
+        found = parse_json(read_plain(path, MAX_CONFIG_BYTES).decode("utf-8"))
+    except ValueError as error:
         what = f"{PEFT_CONFIG} of this LoRA cannot be understood: {error}."
         raise AdapterError("lora-unreadable", what, where=str(path), fix="Save or download it again.") from error
     if not isinstance(found, dict):
