@@ -89,7 +89,7 @@ def inpaint_encoder(recipe: Recipe, family: ModelFamily, encoders: Sequence[Enco
     if not family.inpaints:
         return None
     images = next(encoder for encoder in encoders if encoder.entry.inputs == (IMAGE,))
-    sources, (height, width) = recipe.data.resolved_sources(), (recipe.spec.shapes[axis].per_latent for axis in "hw")
+    sources, (height, width) = recipe.data.resolved_sources(), (recipe.spec.axes[axis].per_latent for axis in "hw")
     has_masks = [bool(source.mask_path or source.alpha_mask) for source in sources]
     masks = [Masks(source, source.index) for source in sources]
     return InpaintEncoder(images, masks, has_masks, (height, width))

@@ -72,7 +72,7 @@ def mask_encoder(recipe: Recipe) -> MaskEncoder | None:
     sources = recipe.data.resolved_sources()
     if not any(source.mask_path or source.alpha_mask for source in sources):
         return None
-    height, width = (recipe.spec.shapes[axis].per_latent for axis in ("h", "w"))
+    height, width = (recipe.spec.axes[axis].per_latent for axis in ("h", "w"))
     entry = MASK_ENTRY if recipe.data.normalize_masked_area_loss else WEIGHTS_ENTRY
     return MaskEncoder([Masks(source, source.index) for source in sources], (height, width), entry)
 

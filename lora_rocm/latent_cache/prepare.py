@@ -209,7 +209,7 @@ def lengths_of_texts(recipe: Recipe, reader: TextReader, samples: Samples) -> tu
     """
     usable = Usable.unfilled(samples)
     ordered = _ordered(usable, np.arange(len(samples)), recipe, reader)
-    lengths, (axis,) = Counter[int](), recipe.spec.shapes.axes
+    lengths, (axis,) = Counter[int](), recipe.spec.axes
     for sample in islice(ordered.usable.samples, ordered.num_training):
         length = sum(reader.num_tokens(text) for text in separated(sample.caption))
         lengths[-(-length // axis.multiple) * axis.multiple] += sample.repeats

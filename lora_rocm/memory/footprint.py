@@ -448,7 +448,7 @@ def packed_encoders(family: ModelFamily) -> list[dict[str, Any]]:
 def largest_of(recipe: Recipe) -> Shape:
     """The shape that costs most, whether or not a sample has it."""
     if recipe.spec.trains_on_texts:
-        axis = recipe.spec.shapes["tokens"]
+        axis = recipe.spec.axes["tokens"]
         return Shape.of(tokens=axis.longest or -(-recipe.data.max_length // axis.multiple) * axis.multiple)
     return largest_shape(recipe.data)
 

@@ -84,7 +84,7 @@ def _unwritten_format(
 
 
 def _unfit_side(px: int | None, spec: FamilySpec, most: int) -> list[Breach]:
-    step = spec.shapes.multiple_px
+    step = spec.axes.multiple_px
     if not px or px % step == 0:
         return []
     near = [str(side) for side in (px // step * step, -(-px // step) * step) if 0 < side <= most]

@@ -287,7 +287,7 @@ class Recipe(Section):
     @property
     def preview_size(self) -> tuple[int, int]:
         """(width, height) of previews in pixels: as given, else the resolution rounded down to fit the family."""
-        step = self.spec.shapes.multiple_px
+        step = self.spec.axes.multiple_px
         side = max(self.data.largest_resolution // step, 1) * step
         return self.sample.width or side, self.sample.height or side
 

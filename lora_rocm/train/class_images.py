@@ -78,7 +78,7 @@ def with_class_images(start: StartContext, family: ModelFamily, encoding: Encodi
 
 
 def _wanted(recipe: Recipe, source: ResolvedSource, family: ModelFamily) -> _Wanted:
-    sample, step = recipe.sample, recipe.spec.shapes.multiple_px
+    sample, step = recipe.sample, recipe.spec.axes.multiple_px
     side_px = max(source.resolution // step, 1) * step
     requests = [
         PreviewRequest(

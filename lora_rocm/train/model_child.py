@@ -263,9 +263,9 @@ def sides_of(job: Job, recipe: Recipe) -> tuple[int, int]:
         if side is None:
             continue
         where = f"--{name} {side}"
-        if name[0] not in spec.shapes:
+        if name[0] not in spec.axes:
             raise UserError("image-size", f"No images are drawn by {spec.title}.", where=where, fix="Leave it out.")
-        axis = spec.shapes[name[0]]
+        axis = spec.axes[name[0]]
         if not axis.fits(side):
             what = f"The sides of {spec.title} images are multiples of {axis.multiple} pixels."
             fix = f"Take {' or '.join(map(str, axis.nearest(side)))}."

@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field
 
 from lora_rocm.families.registry import PRODUCT, Registry
-from lora_rocm.families.spec import Axis, FamilySpec, FileMetadata, ShapeRules, image_shapes
+from lora_rocm.families.spec import Axes, Axis, FamilySpec, FileMetadata, image_axes
 from lora_rocm.recipe.sections import InputFolder, ModelSection, ObjectiveSection
 
 
@@ -52,7 +52,7 @@ TOY_TEXT = FamilySpec(
     objective_section=NextTokenSection,
     implementation="tests.families.toys.llama_like:LlamaLike",
     component="model",
-    shapes=ShapeRules((Axis("tokens", unit="tokens", multiple=16, longest=96),)),
+    axes=Axes((Axis("tokens", unit="tokens", multiple=16, longest=96),)),
     samples=("text",),
     preview="text",
     formats=("peft",),
@@ -64,7 +64,7 @@ TOY_VIDEO = FamilySpec(
     objective_section=FlowSection,
     implementation="tests.families.toys.wan_like:WanLike",
     component="transformer",
-    shapes=ShapeRules(
+    axes=Axes(
         (
             Axis("frames", unit="frames", multiple=4, first=1, per_latent=4, per_token=4),
             Axis("h", multiple=32, per_latent=16, per_token=32),
@@ -81,7 +81,7 @@ TOY_FLOW = FamilySpec(
     objective_section=FlowSection,
     implementation="tests.families.toys.flux_like:FluxLike",
     component="transformer",
-    shapes=image_shapes(multiple=16, per_token=16),
+    axes=image_axes(multiple=16, per_token=16),
     metadata=FileMetadata(base_version="toy_flow_v1"),
 )
 TOYS = Registry([*PRODUCT, TOY_TEXT, TOY_VIDEO, TOY_FLOW])

@@ -45,7 +45,7 @@ def _negative_prompts(spec: FamilySpec, prompts: Prompts, control_prompts: Promp
 
 
 def _sides(spec: FamilySpec, prompts: Prompts, control_prompts: Prompts) -> list[Breach]:
-    step, found = spec.shapes.multiple_px, list[Breach]()
+    step, found = spec.axes.multiple_px, list[Breach]()
     for each in section(prompts, control_prompts).numbered():
         wrong = [side for side in (each[2].width, each[2].height) if side and side % step]
         near = [{"px": px, "step": step, "less": px // step * step, "more": px // step * step + step} for px in wrong]
