@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from lora_rocm.recipe.adapter_sections import ADAPTERS, GGUF, MERGED, AdapterSection
 from lora_rocm.recipe.key_rules.data_rules import CONTROLS, Paths, any_holding
-from lora_rocm.recipe.key_rules.preview_rules import INPUTS, Prompts, section
+from lora_rocm.recipe.key_rules.preview_rules import INPUTS, Prompts, with_inputs
 from lora_rocm.recipe.rule import Breach, Rule
+from lora_rocm.recipe.sample_section import PREVIEW_INPUTS
 from lora_rocm.recipe.sections import MAX_BUCKET_STEP, MAX_SIDE_PX
 from lora_rocm.recipe.yaml_tree import Key, dotted
 
@@ -172,23 +173,23 @@ def _controls(
     return [{"at": place} for place in places or ["data.control_path"]]
 
 
-def _preview_images(
-    prompts: Prompts,
-    control_prompts: Prompts,
-    images: Sequence[str],
-    masks: Sequence[str],
-    spec: FamilySpec,
-    *given: object,
-) -> list[Breach]:
-    """The images of previews that neither a model with control images takes nor, with their mask, an inpainting one."""
+def _preview_images(prompts: Prompts, control_prompts: Prompts, *rest: Any) -> list[Breach]:
+    """The images of previews that neither a model with control images takes nor, with their mask, an inpainting one.
+
+    ``rest``: the files of ``INPUTS``, the family, and the values of its ``control_keys``.
+    """
+    files = dict(zip(PREVIEW_INPUTS, rest, strict=False))
+    spec, *given = rest[len(files) :]
     may_inpaint = spec.model_section.may_inpaint
     if _takes_controls(spec, given):
         return []
-    if images and not may_inpaint:
-        return [{"at": "sample.control_images"}]
-    sample = section(prompts, control_prompts, control_images=tuple(images), masks=tuple(masks))
+    images = [name for name in PREVIEW_INPUTS if name != "mask"]
+    if not may_inpaint and (listed := [name for name in images if files[name]]):
+        return [{"at": f"sample.{PREVIEW_INPUTS[name]}"} for name in listed]
+    sample = with_inputs(prompts, control_prompts, *files.values())
     return [
-        {"at": dotted(sample.key_of("control_image", key, number))}
+        {"at": dotted(sample.key_of(name, key, number))}
         for key, number, preview in sample.numbered()
-        if preview.control_image and not (may_inpaint and preview.mask)
+        for name in images
+        if name in preview.inputs and not (may_inpaint and preview.mask)
     ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
 from io import BytesIO
 from pathlib import Path
 
@@ -31,25 +30,11 @@ def requests_of(recipe: Recipe) -> list[PreviewRequest]:
 
     A prompt with a seed of its own counts from there.
     """
-    sample = recipe.sample
-    width, height = recipe.preview_size
-    return [
-        PreviewRequest(
-            prompt=preview.prompt,
-            negative_prompt=preview.negative_prompt or "",
-            width=preview.width or width,
-            height=preview.height or height,
-            steps=preview.steps or sample.steps,
-            guidance_scale=preview.guidance_scale or recipe.spec.guidance,
-            seed=image + (sample.seed + number * sample.images_per_prompt if preview.seed is None else preview.seed),
-            control=preview.control_image or "",
-            mask=preview.mask or "",
-            sampler=preview.sampler or sample.sampler,
-            lora_scale=sample.lora_scale if preview.lora_scale is None else preview.lora_scale,
-        )
-        for number, (_, _, preview) in enumerate(sample.numbered())
-        for image in range(sample.images_per_prompt)
-    ]
+    sample, requests = recipe.sample, []
+    for number, (_, _, preview) in enumerate(sample.numbered()):
+        first = sample.seed + number * sample.images_per_prompt if preview.seed is None else preview.seed
+        requests += [PreviewRequest.of(recipe, preview, first + image) for image in range(sample.images_per_prompt)]
+    return requests
 
 
 def draw(
@@ -83,7 +68,7 @@ def draw(
     paths = _paths(folder, requests, recipe)
     for path, preview in zip(paths, previews, strict=True):
         write_atomic(path, content_of(preview), run_dir.path)
-    write_json(folder / REQUESTS_FILE, [asdict(request) for request in requests], run_dir.path)
+    write_json(folder / REQUESTS_FILE, [request.to_json() for request in requests], run_dir.path)
     return paths
 
 
@@ -95,7 +80,7 @@ def existing(run_dir: RunDir, updates: int, recipe: Recipe) -> list[Path] | None
     except (OSError, ValueError, RecursionError):
         return None
     paths = _paths(folder, requests, recipe)
-    same = drawn == [asdict(request) for request in requests]
+    same = drawn == [request.to_json() for request in requests]
     return paths if same and all(path.exists() for path in paths) else None
 
 
