@@ -37,7 +37,7 @@ from lora_rocm.dataset.progress import QUIET_S, Progress, Report, ignore
 from lora_rocm.dataset.regularisation import class_image
 from lora_rocm.dataset.row_cells import NameCount
 from lora_rocm.dataset.same_sizes import SameSizes
-from lora_rocm.dataset.sample_table import Sample, Samples
+from lora_rocm.dataset.sample_table import Companion, Sample, Samples
 from lora_rocm.dataset.views import randomly_cropped, within
 from lora_rocm.errors import DataError, Problem
 from lora_rocm.foundation.bounded_read import read_plain
@@ -130,10 +130,11 @@ class _Findings:
             return
         self.num_weighted += sample.given.loss_weight != 1.0
         self.num_cropped += crop is not None
-        problems = [companion.look(sample, header) for companion in self.companions]
-        if found := [problem for problem in problems if problem is not None]:
-            self.set_aside += found
+        looked = [found for companion in self.companions for found in companion.look(sample, header)]
+        if problems := [found for found in looked if isinstance(found, Problem)]:
+            self.set_aside += problems
             return
+        sample = replace(sample, companions=tuple(found for found in looked if isinstance(found, Companion)))
         if header.several:
             self.several_frames.append(sample.key)
         if header.deep_grey and len(self.deep_grey) < MAX_DEEP_GREY_READ:
@@ -175,7 +176,7 @@ def scan(data: DataSection, report: Report = ignore, *, copies: bool = True) -> 
         _say_captions(found)
         _say_given(found)
         found.notices += [notice for companion in companions for notice in companion.notices()]
-        found.lasting &= all(each.folder is None for each in companions)  # a manifest's listing covers images only
+        found.lasting &= not any(each.folders for each in companions)  # a manifest's listing covers images only
         findings.append(found)
     # Merge the findings of all sources.
     set_aside = tuple(problem for found in findings for problem in found.set_aside)
@@ -327,8 +328,12 @@ def _scan_folder(found: _Findings) -> None:
         include=options.include,
         exclude=options.exclude,
         tables=Tables(options.caption_column, options.loss_weight_column, options.crop_column, options.metadata_file),
-        skip=[each.folder for each in found.companions if each.folder is not None],
-        beside=[key for key in ("mask_path", "control_path") if getattr(options, key) == BESIDE],
+        skip=[folder for each in found.companions for folder in each.folders],
+        beside=[
+            key
+            for key, places in (("mask_path", [options.mask_path]), ("control_path", options.control_places))
+            if BESIDE in places
+        ],
         key=options.key,
     )
     found.notices += (*folder.notices, *_say_own_number(root.name, options.caption_fallback))

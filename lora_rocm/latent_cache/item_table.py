@@ -32,7 +32,11 @@ HASH_BYTES, KEY_BYTES, LENGTH_BYTES = 32, 20, 4
 MIN_VIEWS = 2  # an image and its mirror image
 LENGTH_TYPE = f"<u{LENGTH_BYTES}"
 AXES = ("h", "w", "frames", "tokens")
-"""Columns of the length of a sample along each axis that one can have (``dataset.shape``); 0: it has no such axis."""
+"""The axes that a sample can have. The column "axis h" holds the lengths along h; 0: the sample has no such axis.
+
+Entries that keep the size of a companion add two (``axes_of``).
+"""
+AXIS = "axis "
 SHARE = "share"  # column: ``Item.share``
 CUT = "cut"  # column of image entries: (height, width) of the scaled image, and (top, left) of the crop of h x w
 CUT_NUMBERS = 4
@@ -46,6 +50,16 @@ def _shape(lengths: Mapping[str, int]) -> Shape:
     """The shape of a sample with these lengths, by axis; ANY_SHAPE if all are 0."""
     axes = {axis: length for axis, length in lengths.items() if length}
     return Shape.of(**axes) if axes else ANY_SHAPE
+
+
+def axes_of(entries: Iterable[EntrySpec]) -> list[str]:
+    """The axes of the table of these entries."""
+    return [*AXES, *(f"{entry.name}_{side}" for entry in entries if entry.keeps_size for side in "hw")]
+
+
+def _lengths(row: Mapping[str, Any]) -> dict[str, int]:
+    """The lengths in one row of the table, by axis."""
+    return {name.removeprefix(AXIS): int(length) for name, length in row.items() if name.startswith(AXIS)}
 
 
 def slot_bytes(sources: Iterable[ResolvedSource]) -> int:
@@ -62,7 +76,7 @@ def table_schema(entries: Iterable[EntrySpec], size: int) -> Any:
     holds the bytes of that mask for each key.
     """
     entries = list(entries)
-    fields = [pyarrow.field(name, pyarrow.int32()) for name in (*AXES, SHARE)]
+    fields = [pyarrow.field(name, pyarrow.int32()) for name in (*(AXIS + axis for axis in axes_of(entries)), SHARE)]
     if any(entry.has_views for entry in entries):
         fields.append(pyarrow.field(CUT, pyarrow.binary(CUT_NUMBERS * np.int32().itemsize)))
     fields.append(pyarrow.field("sha256", pyarrow.binary(HASH_BYTES)))
@@ -130,7 +144,7 @@ class Usable(Lazy[Wanted]):
 
     Args:
         samples: N samples.
-        rows: column of the table -> its rows: int32 for AXES and SHARE, int32 [N, 4] for CUT if images are read, bytes
+        rows: column of the table -> its rows: int32 for axes and SHARE, int32 [N, 4] for CUT if images are read, bytes
             for the others: hash of each image file, zeros if it is not known, and keys of entries made from the image
             alone.
     """
@@ -146,11 +160,11 @@ class Usable(Lazy[Wanted]):
         Args:
             samples: N samples.
             entries: names of the entries made from the image alone.
-            axes: the columns of AXES that are known, and CUT if images are read.
+            axes: the columns of axes that are known, and CUT if images are read.
         """
         count, size = len(samples), slot_bytes(samples.sources)
-        rows: dict[str, Rows] = {axis: np.zeros(count, np.int32) for axis in AXES} | {SHARE: np.ones(count, np.int32)}
-        rows |= axes or {}
+        rows: dict[str, Rows] = {AXIS + axis: np.zeros(count, np.int32) for axis in AXES}
+        rows |= {SHARE: np.ones(count, np.int32), **(axes or {})}
         rows["sha256"] = np.zeros((count, HASH_BYTES), np.uint8)
         rows |= {f"{kind} {name}": np.zeros((count, size), np.uint8) for name in entries for kind in ("key", "whole")}
         return cls(samples, rows)
@@ -158,7 +172,8 @@ class Usable(Lazy[Wanted]):
     @classmethod
     def of_table(cls, batch: Any, sources: Sequence[ResolvedSource]) -> Usable:
         """The samples of a table, for encoding entries again."""
-        rows: dict[str, Rows] = {name: numbers_of(batch[name]) for name in (*AXES, SHARE)}
+        names = [name for name in batch.schema.names if name.startswith(AXIS)]
+        rows: dict[str, Rows] = {name: numbers_of(batch[name]) for name in (*names, SHARE)}
         if CUT in batch.schema.names:
             rows[CUT] = byte_rows(batch[CUT]).view(np.int32)
         return cls(samples_in(batch, sources), {**rows, "sha256": byte_rows(batch["sha256"])})
@@ -189,7 +204,7 @@ class Usable(Lazy[Wanted]):
         return [self._wanted(index, sample) for index, sample in enumerate(self.samples[start:stop], start)]
 
     def _wanted(self, index: int, sample: Sample) -> Wanted:
-        row = {name: self._rows[name][index] for name in (*AXES, CUT)}
+        row = {name: self._rows[name][index] for name in (f"{AXIS}h", f"{AXIS}w", CUT)}
         return Wanted(sample, _geometry(sample, row), views_of(sample.options), self.sha256(index))
 
     def found(self, index: int, entry: str, looked: Looked) -> None:
@@ -207,7 +222,7 @@ class Usable(Lazy[Wanted]):
 
     def counted(self, index: int, num_tokens: int, share: int) -> None:
         """Record the number of tokens of a text, and its share of the loss."""
-        self._rows["tokens"][index], self._rows[SHARE][index] = num_tokens, max(share, 1)
+        self._rows[f"{AXIS}tokens"][index], self._rows[SHARE][index] = num_tokens, max(share, 1)
 
     def sha256(self, index: int) -> str:
         """The hash (hex) of a sample's image file; empty if it is not known."""
@@ -222,7 +237,7 @@ class Usable(Lazy[Wanted]):
 
     def shape(self, index: int) -> Shape:
         """The shape of a sample."""
-        return _shape({axis: int(self._rows[axis][index]) for axis in AXES})
+        return _shape(_lengths({name: rows[index] for name, rows in self._rows.items() if name.startswith(AXIS)}))
 
 
 class Items(Lazy[Item]):
@@ -274,7 +289,7 @@ class Items(Lazy[Item]):
         content += [keys[entry.name][0] for entry in self.entries if entry.inputs == (CAPTION,)]
         return Item(
             key=sample.key,
-            shape=_shape({axis: row[axis] for axis in AXES}),
+            shape=_shape(_lengths(row)),
             keys=keys,
             num_views=num_views,
             num_captions=num_captions,
@@ -291,7 +306,7 @@ class Items(Lazy[Item]):
 
     def outline(self) -> Outline:
         """The outline for a plan; reads the sample keys from the table on each iteration."""
-        lengths = {axis: numbers_of(self.batch[axis]) for axis in AXES}
+        lengths = {axis: numbers_of(self.batch[AXIS + axis]) for axis in axes_of(self.entries)}
         shape_N = np.zeros(len(self), np.int64)
         for length_N in lengths.values():  # number the shapes in the order of their lengths, axis by axis
             codes_N = shape_N * (length_N.max(initial=0) + 1) + length_N
@@ -364,7 +379,8 @@ def keys_in(raw: bytes) -> tuple[str, ...]:
 def _geometry(sample: Sample, row: Mapping[str, Any]) -> Geometry:
     """The geometry of a sample from its row of the table."""
     height, width, top, left = row[CUT].tolist()
-    return Geometry((sample.height, sample.width), (height, width), (top, left), (int(row["h"]), int(row["w"])))
+    target_hw = int(row[f"{AXIS}h"]), int(row[f"{AXIS}w"])
+    return Geometry((sample.height, sample.width), (height, width), (top, left), target_hw)
 
 
 def _crops(sample: Sample, geometry: Geometry | None, views: Sequence[View]) -> tuple[Geometry, ...]:

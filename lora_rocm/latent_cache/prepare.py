@@ -32,8 +32,19 @@ from lora_rocm.foundation.seeds import fraction
 from lora_rocm.foundation.units import count_text
 from lora_rocm.latent_cache.encode import Caches
 from lora_rocm.latent_cache.encode_session import Encoding
-from lora_rocm.latent_cache.image_preprocess import Looked, Wanted
-from lora_rocm.latent_cache.item_table import CUT, CUT_NUMBERS, Items, KeyLists, Usable, identity, samples_in
+from lora_rocm.latent_cache.image_preprocess import Looked, ReadsCompanion, Wanted
+from lora_rocm.latent_cache.item_table import (
+    AXES,
+    AXIS,
+    CUT,
+    CUT_NUMBERS,
+    Items,
+    KeyLists,
+    Usable,
+    axes_of,
+    identity,
+    samples_in,
+)
 from lora_rocm.latent_cache.manifest import Facts, Manifest, Shelf
 from lora_rocm.latent_cache.run_encoders import run_encoders
 
@@ -315,17 +326,21 @@ def _cut(
     """Choose the crops. Returns indices of the usable samples, these samples, too small images, and notices."""
     if not any(encoder.entry.has_views for encoder in caches.encoders):
         return np.arange(len(samples)), Usable.unfilled(samples), [], []
-    indices, cuts, too_small, cropped = array("q"), array("i"), list[Problem](), Cropped(data)
+    sized = [each for each in caches.encoders if each.entry.keeps_size and isinstance(each, ReadsCompanion)]
+    columns = [f"{AXIS}{axis}" for axis in ("h", "w", *axes_of(each.entry for each in sized)[len(AXES) :])]
+    indices, rows, too_small, cropped = array("q"), array("i"), list[Problem](), Cropped(data)
     for index, sample in enumerate(samples):
         geometry = geometry_of(sample, data)
         if isinstance(geometry, Problem):
             too_small.append(geometry)
             continue
         indices.append(index)
-        cuts.extend((*geometry.resized_hw, *geometry.crop_top_left, *geometry.target_hw))
+        rows.extend((*geometry.resized_hw, *geometry.crop_top_left, *geometry.target_hw))
+        for encoder in sized:
+            rows.extend(encoder.companion_of(Wanted(sample, geometry)).geometry.target_hw)
         cropped.add(sample, geometry)
-    cut_N, rows_N6 = np.array(indices, np.int64), np.array(cuts, np.int32).reshape(-1, CUT_NUMBERS + 2)
-    axes = {CUT: rows_N6[:, :CUT_NUMBERS], "h": rows_N6[:, -2], "w": rows_N6[:, -1]}
+    cut_N, rows_NR = np.array(indices, np.int64), np.array(rows, np.int32).reshape(-1, CUT_NUMBERS + len(columns))
+    axes = {CUT: rows_NR[:, :CUT_NUMBERS], **dict(zip(columns, rows_NR[:, CUT_NUMBERS:].T, strict=True))}
     names = [encoder.entry.name for encoder in caches.of_images()]
     return cut_N, Usable.unfilled(samples.at(cut_N), names, axes), too_small, cropped.notices()
 

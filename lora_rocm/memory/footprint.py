@@ -37,6 +37,7 @@ from lora_rocm.adapters.training_adapter import put_training_adapter
 from lora_rocm.base_models.random_weights import PREFIX
 from lora_rocm.checks.timing import seconds_of
 from lora_rocm.dataset.buckets import largest_shape
+from lora_rocm.dataset.controls import control_name
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.device.allocator import room_bytes
 from lora_rocm.device.precision import DTYPES, choose_device, compute_dtype, describe
@@ -450,7 +451,10 @@ def largest_of(recipe: Recipe) -> Shape:
     if recipe.spec.trains_on_texts:
         axis = recipe.spec.axes["tokens"]
         return Shape.of(tokens=axis.longest or -(-recipe.data.max_length // axis.multiple) * axis.multiple)
-    return largest_shape(recipe.data)
+    largest = dict(largest_shape(recipe.data).axes)
+    sizes = range(recipe.data.num_controls if recipe.model.controls_keep_size else 0)
+    controls = {f"{control_name(number)}_{side}": largest[side] for number in sizes for side in "hw"}
+    return Shape.of(**largest, **controls)
 
 
 def _gpu(

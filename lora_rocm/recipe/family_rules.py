@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lora_rocm.recipe.adapter_sections import ADAPTERS, GGUF, MERGED, AdapterSection
-from lora_rocm.recipe.key_rules.data_rules import CONTROLS, Paths, any_holding
+from lora_rocm.recipe.key_rules.data_rules import CONTROLS, Paths, max_controls
 from lora_rocm.recipe.key_rules.preview_rules import INPUTS, Prompts, with_inputs
 from lora_rocm.recipe.rule import Breach, Rule
 from lora_rocm.recipe.sample_section import PREVIEW_INPUTS
@@ -143,8 +143,7 @@ def rules_of_spec(spec: FamilySpec) -> tuple[Rule, ...]:
     """The rules about images that a model of a family is given: with ``ModelSection.control_keys``, or with masks."""
     control_keys = spec.model_section.control_keys
     keys = (FAMILY, *(f"model.{key}" for key in control_keys or ()))
-    shown = ", ".join(f"model.{key}: {value}" for key, value in (control_keys or {}).items())
-    what, fix = f"{spec.title} takes no control images", f"Remove it, or set {shown}." if shown else "Remove it."
+    what, fix = f"{spec.title} takes {{number}} control images", "{fix}"
     rules = []
     if spec.reads("data.control_path"):
         rules.append(Rule(f"{spec.name}:controls", (*CONTROLS, *keys), _controls, what, fix))
@@ -158,19 +157,26 @@ def rules_of_spec(spec: FamilySpec) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
-def _takes_controls(spec: FamilySpec, given: Sequence[object]) -> bool:
-    """Whether a model takes control images. ``given``: the values of the family's ``control_keys``."""
+def _num_taken(spec: FamilySpec, given: Sequence[object]) -> int:
+    """The number of control images that a model takes. ``given``: the values of the family's ``control_keys``."""
     wanted = spec.model_section.control_keys
-    return wanted is not None and list(given) == list(wanted.values())
+    return spec.model_section.max_controls if wanted is not None and list(given) == list(wanted.values()) else 0
+
+
+def _fix(spec: FamilySpec, taken: int) -> str:
+    shown = ", ".join(f"model.{key}: {value}" for key, value in (spec.model_section.control_keys or {}).items())
+    return f"Leave {taken} of them." if taken else f"Remove it, or set {shown}." if shown else "Remove it."
 
 
 def _controls(
-    shared: str | None, number: int, own: Paths, class_prompts: Paths, spec: FamilySpec, *given: object
+    shared: object, number: int, own: Sequence[object], class_prompts: Paths, spec: FamilySpec, *given: object
 ) -> list[Breach]:
-    if _takes_controls(spec, given) or not any_holding(shared, number, own, class_prompts):
+    num_controls, taken = max_controls(shared, number, own, class_prompts), _num_taken(spec, given)
+    if num_controls <= taken:
         return []
+    words = {"number": f"only {taken}" if taken else "no", "fix": _fix(spec, taken)}
     places = [f"data.sources[{at}].control_path" for at, path in enumerate(own) if path]
-    return [{"at": place} for place in places or ["data.control_path"]]
+    return [{"at": place, **words} for place in places or ["data.control_path"]]
 
 
 def _preview_images(prompts: Prompts, control_prompts: Prompts, *rest: Any) -> list[Breach]:
@@ -181,14 +187,14 @@ def _preview_images(prompts: Prompts, control_prompts: Prompts, *rest: Any) -> l
     files = dict(zip(PREVIEW_INPUTS, rest, strict=False))
     spec, *given = rest[len(files) :]
     may_inpaint = spec.model_section.may_inpaint
-    if _takes_controls(spec, given):
-        return []
-    images = [name for name in PREVIEW_INPUTS if name != "mask"]
+    taken = _num_taken(spec, given)
+    images = [name for name in PREVIEW_INPUTS if name != "mask"][taken:]
+    words = {"number": f"only {taken}" if taken else "no", "fix": _fix(spec, taken)}
     if not may_inpaint and (listed := [name for name in images if files[name]]):
-        return [{"at": f"sample.{PREVIEW_INPUTS[name]}"} for name in listed]
+        return [{"at": f"sample.{PREVIEW_INPUTS[name]}", **words} for name in listed]
     sample = with_inputs(prompts, control_prompts, *files.values())
     return [
-        {"at": dotted(sample.key_of(name, key, number))}
+        {"at": dotted(sample.key_of(name, key, number)), **words}
         for key, number, preview in sample.numbered()
         for name in images
         if name in preview.inputs and not (may_inpaint and preview.mask)

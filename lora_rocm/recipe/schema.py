@@ -106,9 +106,14 @@ class DataSection(SourceOptions):
         return max(sides_of(self.resolution))
 
     @property
+    def num_controls(self) -> int:
+        """The number of control images of each image."""
+        return max(len(source.control_places) for source in self.resolved_sources())
+
+    @property
     def has_controls(self) -> bool:
         """Whether the images have control images."""
-        return any(source.control_path for source in self.resolved_sources())
+        return self.num_controls > 0
 
     @property
     def watched_name(self) -> str:

@@ -11,6 +11,7 @@ from lora_rocm.recipe.sections import (
     Batch,
     CaptionExtension,
     Colours,
+    ControlPath,
     Crops,
     FolderOrBeside,
     Fraction,
@@ -99,12 +100,17 @@ class SourceOptions(Section):
     )
     alpha_mask: bool = Field(False, description="Take the alpha channel of each image as its mask.")
     unmasked_weight: Fraction = Field(0.0, description="Least weight of a place in the loss: that of black in a mask.")
-    control_path: FolderOrBeside | None = Field(
+    control_path: ControlPath | None = Field(
         None,
         description="A folder of control images with the names of the images, for models that edit an image: what the "
         "model is given, while the image is what it should make of it. beside: those that lie with the images, as "
-        "NAME-condlabel.png or in a sub-folder such as _controls.",
+        "NAME-condlabel.png or in a sub-folder such as _controls. For models that take several, a list of folders.",
     )
+
+    @property
+    def control_places(self) -> tuple[str, ...]:
+        """Where control images are: one of each place."""
+        return (self.control_path,) if isinstance(self.control_path, str) else self.control_path or ()
 
 
 class NamedSource(Section):
@@ -187,4 +193,4 @@ class DataSource(NamedSource):
     mask_path: FolderOrBeside | None = None
     alpha_mask: bool | None = None
     unmasked_weight: Fraction | None = None
-    control_path: FolderOrBeside | None = None
+    control_path: ControlPath | None = None

@@ -51,7 +51,7 @@ def usable_of(tmp_path: Path, make: SimpleNamespace, flip_aug: bool) -> Usable:
 def axes_of(cuts: Any) -> dict[str, Any]:
     heights, widths = zip(*(cut.target_hw for cut in cuts), strict=True)
     crops = [(*cut.resized_hw, *cut.crop_top_left) for cut in cuts]
-    return {name: np.array(rows, np.int32) for name, rows in ((CUT, crops), ("h", heights), ("w", widths))}
+    return {name: np.array(rows, np.int32) for name, rows in ((CUT, crops), ("axis h", heights), ("axis w", widths))}
 
 
 def items_of(
@@ -199,7 +199,7 @@ def test_axes_that_a_sample_has_are_its_shape(tmp_path: Path, make: SimpleNamesp
     """A still of 64x96 and a clip of it, and texts of two lengths, which are told apart by nothing but their axes."""
     samples = usable_of(tmp_path, make, flip_aug=False).samples
     columns = {"h": [64, 64, 0], "w": [96, 96, 0], "frames": [0, 5, 0], "tokens": [0, 0, 96]}
-    axes = {name: np.array(rows, np.int32) for name, rows in columns.items()}
+    axes = {f"axis {name}": np.array(rows, np.int32) for name, rows in columns.items()}
     usable = Usable.unfilled(samples, axes=axes)
     usable.counted(2, 64, 7)
     assert list(columns) == list(AXES)
