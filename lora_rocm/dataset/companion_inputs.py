@@ -23,6 +23,11 @@ class CompanionInput(Protocol):
         """The folders of their files, which are not searched for images."""
         ...
 
+    @property
+    def beside(self) -> str:
+        """The key of ``data`` with which their files lie among the images; empty if they do not."""
+        ...
+
     def look(self, sample: Sample, header: Header) -> Sequence[Companion | Problem]:
         """Count an image, find its companions and check their headers; a problem: the image cannot be used."""
         ...

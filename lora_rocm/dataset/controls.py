@@ -42,6 +42,7 @@ class Controls:
 
     def __init__(self, options: ResolvedSource, index: int) -> None:
         self.folders = [place for place in options.control_places if place != BESIDE]
+        self.beside = "control_path" if BESIDE in options.control_places else ""
         places = options.control_places
         self._files = [PairedFiles(options, index, place, "control_path", "control image") for place in places]
         self._without = [few() for _ in self._files]

@@ -50,6 +50,10 @@ class Masks:
         path = self._options.mask_path
         return () if path is None or path == BESIDE else (path,)
 
+    @property
+    def beside(self) -> str:
+        return "mask_path" if self._options.mask_path == BESIDE else ""
+
     def look(self, sample: Sample, header: Header) -> Sequence[Companion | Problem]:
         """As ``CompanionInput.look``. The mask is a file, or the image itself."""
         if self._options.alpha_mask:

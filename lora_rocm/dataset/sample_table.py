@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 TEXTS = ("key", "place", "caption", "folder", "given", "companions")
 """Columns of bytes: UTF-8 that may contain lone surrogates, because file names may hold any bytes."""
-NUMBERS = ("source", "width", "height", "repeats", "row")
+NUMBERS = ("source", "width", "height", "repeats", "row", "frames")
 """``row``: row of the dataset; -1 if the image is the file at ``place``."""
 ROWS_AT_ONCE = 4096
 
@@ -53,6 +53,7 @@ class Sample:
     width, height: in pixels, after EXIF orientation.
     repeats: number of times it is used per epoch.
     given: what a table says of it.
+    frames: number of frames of a clip, which is a folder (``dataset.clips``); else 0.
     companions: the images that belong to it, at most one of a name.
     """
 
@@ -66,6 +67,7 @@ class Sample:
     repeats: int
     options: ResolvedSource
     given: Given = Given()
+    frames: int = 0
     companions: tuple[Companion, ...] = ()
 
     def companion(self, name: str) -> Companion | None:
@@ -109,7 +111,7 @@ class Samples(Lazy[Sample]):
     def append(self, sample: Sample) -> None:
         location, row = (sample.location, -1) if isinstance(sample.location, Path) else ("", sample.location.index)
         texts = (sample.key, str(location), sample.caption, sample.folder, sample.given.text, _written(sample))
-        numbers = (sample.source, sample.width, sample.height, sample.repeats, row)
+        numbers = (sample.source, sample.width, sample.height, sample.repeats, row, sample.frames)
         self._new.append((*(text.encode("utf-8", "surrogatepass") for text in texts), *numbers))
         self._length += 1
         if len(self._new) == ROWS_AT_ONCE:
@@ -180,7 +182,7 @@ class Samples(Lazy[Sample]):
 
     def _sample(
         self, key: bytes, place: bytes, caption: bytes, folder: bytes, given: bytes, companions: bytes,
-        source: int, width: int, height: int, repeats: int, row: int,
+        source: int, width: int, height: int, repeats: int, row: int, frames: int,
     ) -> Sample:  # fmt: skip
         options = self.sources[source]
         location: Path | DatasetRow = Path(text_of(place))
@@ -191,7 +193,7 @@ class Samples(Lazy[Sample]):
             text = resolved(text, options)
         return Sample(
             text_of(key), source, text_of(folder), location, text, width, height, repeats, options,
-            Given.of_text(text_of(given)), _read(text_of(companions), options, row),
+            Given.of_text(text_of(given)), frames, _read(text_of(companions), options, row),
         )  # fmt: skip
 
     def __eq__(self, other: object) -> bool:

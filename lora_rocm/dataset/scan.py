@@ -14,6 +14,7 @@ from lora_rocm.dataset import hf_datasets
 from lora_rocm.dataset.buckets import Geometry, choose_bucket
 from lora_rocm.dataset.caption_length import LOST_SHOWN
 from lora_rocm.dataset.captions import as_read, open_wildcard, prepare
+from lora_rocm.dataset.clips import clip_bytes, read_clip
 from lora_rocm.dataset.columns import Few
 from lora_rocm.dataset.companion_inputs import COMPANION_INPUTS, CompanionInput
 from lora_rocm.dataset.folders import (
@@ -43,7 +44,6 @@ from lora_rocm.errors import DataError, Problem
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.units import count_text
 from lora_rocm.recipe.schema import DataSection, ResolvedSource
-from lora_rocm.recipe.sections import BESIDE
 from lora_rocm.recipe.trigger import PLACEHOLDER
 
 if TYPE_CHECKING:
@@ -285,6 +285,8 @@ def image_bytes(sample: Sample) -> bytes:
         DataError: the image can no longer be read.
     """
     try:
+        if sample.frames:
+            return clip_bytes(Path(str(sample.location)), sample.frames)
         content = sample.location if isinstance(sample.location, Path) else image_in(sample.location)
         if isinstance(content, Path):
             return read_plain(content, MAX_IMAGE_BYTES)
@@ -329,11 +331,8 @@ def _scan_folder(found: _Findings) -> None:
         exclude=options.exclude,
         tables=Tables(options.caption_column, options.loss_weight_column, options.crop_column, options.metadata_file),
         skip=[folder for each in found.companions for folder in each.folders],
-        beside=[
-            key
-            for key, places in (("mask_path", [options.mask_path]), ("control_path", options.control_places))
-            if BESIDE in places
-        ],
+        beside=[each.beside for each in found.companions if each.beside],
+        clips=max(options.lengths) > 1,
         key=options.key,
     )
     found.notices += (*folder.notices, *_say_own_number(root.name, options.caption_fallback))
@@ -346,7 +345,7 @@ def _scan_folder(found: _Findings) -> None:
         its = "Its caption file"
         # Read the header and the captions; set the image aside if either fails.
         try:
-            header = read_header(path)
+            header, num_frames = (read_header(path), 0) if path.is_file() else read_clip(path, options.lengths)
             files, texts = folder.captions.of(path), list[str]()
             for file in files:
                 if len(folder.captions.endings) > 1:
@@ -373,7 +372,8 @@ def _scan_folder(found: _Findings) -> None:
         caption, *more = found.captions_for(key, text, _fallback(options, path, repeat_folder))
         given = replace(given, captions=tuple(more))
         name, repeats = repeat_folder.name or folder.name, options.repeats * repeat_folder.repeats
-        found.add(Sample(key, found.first, name, path, caption, *header.size, repeats, options, given), header)
+        sample = Sample(key, found.first, name, path, caption, *header.size, repeats, options, given, num_frames)
+        found.add(sample, header)
     found.notices += unread.notices("Keys of caption files that nothing reads", "file")
     if found.uncaptioned and options.caption_fallback == "filename":
         if any(folder.repeat_folder(relative).name for _, relative in folder.images):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from lora_rocm.recipe.schema import Recipe
 
 Tensors = dict[str, Tensor]
+Drawn: TypeAlias = "Image.Image | tuple[Image.Image, ...] | str"
+"""A preview: an image, the frames of a video, or a text."""
 
 
 Inputs = Mapping[str, Tensor | str]
@@ -148,6 +150,7 @@ class PreviewRequest:
     inputs: Mapping[str, Path] = field(default_factory=dict)  # files by name, of ``sample_section.PREVIEW_INPUTS``
     sampler: str = "euler"
     lora_scale: float = 1.0
+    frames: int = 0  # of a video; 0: an image
 
     @classmethod
     def of(cls, recipe: Recipe, preview: PreviewPrompt, seed: int) -> PreviewRequest:
@@ -164,6 +167,7 @@ class PreviewRequest:
             inputs=preview.inputs,
             sampler=preview.sampler or sample.sampler,
             lora_scale=sample.lora_scale if preview.lora_scale is None else preview.lora_scale,
+            frames=recipe.data.most_frames if recipe.spec.preview == "video" else 0,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -171,6 +175,8 @@ class PreviewRequest:
         files = {name: str(path) for name, path in self.inputs.items()}
         fields: dict[str, Any] = {}
         for name, value in vars(self).items():
+            if name == "frames" and not value:
+                continue
             fields |= {"control": files.pop("control_image", "")} if name == "inputs" else {name: value}
         return {**fields, "mask": files.pop("mask", ""), **files}
 
@@ -337,10 +343,10 @@ class ModelFamily(Protocol):
         requests: Sequence[PreviewRequest],
         text: Callable[[str], Tensors],
         in_tiles: bool = False,
-    ) -> Sequence[Image.Image | str]:
+    ) -> Sequence[Drawn]:
         """Make previews with the model as it is (adapter included); leaves the model as it was.
 
-        They are images, or texts, as ``FamilySpec.preview`` says.
+        They are images, videos or texts, as ``FamilySpec.preview`` says.
 
         Args:
             model: the live model.

@@ -126,6 +126,11 @@ class Axis:
     per_token: int = 1
     longest: int = 0
 
+    @property
+    def lengths(self) -> str:
+        """The valid lengths in words: "multiples of 32", "1 and multiples of 4 more"."""
+        return f"{self.first} and multiples of {self.multiple} more" if self.first else f"multiples of {self.multiple}"
+
     def fits(self, length: int) -> bool:
         return length >= max(self.first, 1) and (length - self.first) % self.multiple == 0
 
@@ -254,8 +259,11 @@ class FamilySpec:
     rules: tuple[Rule, ...] = ()
 
     def __post_init__(self) -> None:
+        clips = frozenset() if "frames" in self.axes else frozenset({"data.frames"})
         norms = frozenset() if self.trains_norms else frozenset({"lora.train_norms"})
-        object.__setattr__(self, "unread", self.unread | norms | (OF_IMAGES if self.trains_on_texts else OF_TEXTS))
+        object.__setattr__(
+            self, "unread", self.unread | norms | clips | (OF_IMAGES if self.trains_on_texts else OF_TEXTS)
+        )
 
     @property
     def takes_fp16(self) -> bool:

@@ -22,7 +22,7 @@ from lora_rocm.dataset.entry_spec import CAPTION
 from lora_rocm.dataset.sample_table import Sample, Samples, numbers_of, rows_of, sample_schema, text_of
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.dataset.views import View, view_geometry, views_of
-from lora_rocm.latent_cache.image_preprocess import Looked, Wanted
+from lora_rocm.latent_cache.image_preprocess import ClipWanted, Looked, Wanted
 
 if TYPE_CHECKING:
     from lora_rocm.dataset.entry_spec import EntrySpec
@@ -164,6 +164,7 @@ class Usable(Lazy[Wanted]):
         """
         count, size = len(samples), slot_bytes(samples.sources)
         rows: dict[str, Rows] = {AXIS + axis: np.zeros(count, np.int32) for axis in AXES}
+        rows[f"{AXIS}frames"] = numbers_of(samples.batch["frames"]).astype(np.int32)
         rows |= {SHARE: np.ones(count, np.int32), **(axes or {})}
         rows["sha256"] = np.zeros((count, HASH_BYTES), np.uint8)
         rows |= {f"{kind} {name}": np.zeros((count, size), np.uint8) for name in entries for kind in ("key", "whole")}
@@ -205,7 +206,8 @@ class Usable(Lazy[Wanted]):
 
     def _wanted(self, index: int, sample: Sample) -> Wanted:
         row = {name: self._rows[name][index] for name in (f"{AXIS}h", f"{AXIS}w", CUT)}
-        return Wanted(sample, _geometry(sample, row), views_of(sample.options), self.sha256(index))
+        kind = ClipWanted if sample.frames else Wanted
+        return kind(sample, _geometry(sample, row), views_of(sample.options), self.sha256(index))
 
     def found(self, index: int, entry: str, looked: Looked) -> None:
         """Record that the entries of one kind are in the cache, with their keys."""

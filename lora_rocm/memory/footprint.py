@@ -452,9 +452,10 @@ def largest_of(recipe: Recipe) -> Shape:
         axis = recipe.spec.axes["tokens"]
         return Shape.of(tokens=axis.longest or -(-recipe.data.max_length // axis.multiple) * axis.multiple)
     largest = dict(largest_shape(recipe.data).axes)
+    frames = {"frames": recipe.data.most_frames} if recipe.data.most_frames > 1 else {}
     sizes = range(recipe.data.num_controls if recipe.model.controls_keep_size else 0)
     controls = {f"{control_name(number)}_{side}": largest[side] for number in sizes for side in "hw"}
-    return Shape.of(**largest, **controls)
+    return Shape.of(**largest, **frames, **controls)
 
 
 def _gpu(

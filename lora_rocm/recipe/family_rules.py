@@ -92,6 +92,13 @@ def _unfit_side(px: int | None, spec: FamilySpec, most: int) -> list[Breach]:
     return [{"step": step, "take": f"Take {' or '.join(near)}." if near else ""}]
 
 
+def _unfit_frames(frames: int | Sequence[int] | None, spec: FamilySpec) -> list[Breach]:
+    axis = spec.axes["frames"]
+    wrong = [each for each in ((frames,) if isinstance(frames, int) else frames or ()) if not axis.fits(each)]
+    near = [" or ".join(map(str, axis.nearest(each))) for each in wrong[:1]]
+    return [{"lengths": axis.lengths, "wrong": wrong[0], "take": f"Take {each}."} for each in near]
+
+
 FAMILY_RULES: tuple[Rule, ...] = (
     *(
         Rule(
@@ -140,13 +147,20 @@ FAMILY_RULES: tuple[Rule, ...] = (
 
 
 def rules_of_spec(spec: FamilySpec) -> tuple[Rule, ...]:
-    """The rules about images that a model of a family is given: with ``ModelSection.control_keys``, or with masks."""
+    """The rules about frames, and about images that a model of a family is given.
+
+    It takes those with ``ModelSection.control_keys``, or with masks.
+    """
     control_keys = spec.model_section.control_keys
     keys = (FAMILY, *(f"model.{key}" for key in control_keys or ()))
     what, fix = f"{spec.title} takes {{number}} control images", "{fix}"
     rules = []
     if spec.reads("data.control_path"):
         rules.append(Rule(f"{spec.name}:controls", (*CONTROLS, *keys), _controls, what, fix))
+    if "frames" in spec.axes:
+        what = "clips of {1.title} have {lengths} frames, and this is {wrong}"
+        keys_of_frames = ("data.frames", "data.sources[each].frames")
+        rules += [Rule(f"{spec.name}:{key}", (key, FAMILY), _unfit_frames, what, "{take}") for key in keys_of_frames]
     if spec.reads("sample.control_images"):
         name = f"{spec.name}:control-images"
         if spec.model_section.may_inpaint:

@@ -106,6 +106,11 @@ class DataSection(SourceOptions):
         return max(sides_of(self.resolution))
 
     @property
+    def most_frames(self) -> int:
+        """The most frames of a clip; 1 if there are no clips."""
+        return max(max(source.lengths) for source in self.resolved_sources())
+
+    @property
     def num_controls(self) -> int:
         """The number of control images of each image."""
         return max(len(source.control_places) for source in self.resolved_sources())

@@ -19,6 +19,7 @@ MAX_SIDE_PX = 16_384
 MAX_BUCKET_STEP = 1024
 MAX_RESOLUTIONS = 16
 MAX_ENDINGS = 16
+MAX_FRAMES = 10_000
 MAX_VIEWS = 64
 MAX_TAGS = 1000
 MAX_TOKENS = 1 << 20
@@ -121,6 +122,15 @@ InputFolder = Annotated[PathText, PathRule("unless builtin", "folder")]
 BESIDE = "beside"
 FolderOrBeside = Annotated[PathText, PathRule("unless builtin", "folder", words=(BESIDE,))]
 """A folder, or ``BESIDE``: the files that lie with the images under the names that other trainers give."""
+Frames = Annotated[int, Field(gt=0, le=MAX_FRAMES)]
+Lengths = Annotated[
+    Annotated[Frames, Tag("one")]
+    | Annotated[
+        tuple[Frames, ...], Field(min_length=1, max_length=MAX_RESOLUTIONS), AfterValidator(_no_twins), Tag(LIST_TAG)
+    ],
+    Discriminator(_kind_of_value),
+]
+"""One number of frames, or a list of different ones."""
 MAX_CONTROLS = 8
 ControlPath = Annotated[
     Annotated[FolderOrBeside, Tag("one")]

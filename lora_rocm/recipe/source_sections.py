@@ -17,6 +17,7 @@ from lora_rocm.recipe.sections import (
     Fraction,
     InputFile,
     InputFolder,
+    Lengths,
     PathOrHubId,
     PathText,
     Repeats,
@@ -36,6 +37,12 @@ class SourceOptions(Section):
         1024,
         description="Side in pixels of the square whose area the buckets keep to. A list, such as [512, 768, 1024]: "
         "each image is seen once at each of these in an epoch.",
+    )
+    frames: Lengths = Field(
+        1,
+        description="Frames of a clip, from its first on: a sub-folder of numbered images is one, and its caption file "
+        "lies beside it (walk.txt for the folder walk). A list, such as [17, 33]: of each clip the most that it has. "
+        "1: each image is for itself.",
     )
     repeats: Repeats = Field(1, description="Number of times that each image is seen in an epoch.")
     loss_weight: Weight = Field(1.0, description="Factor of the loss of each image.")
@@ -108,6 +115,11 @@ class SourceOptions(Section):
     )
 
     @property
+    def lengths(self) -> tuple[int, ...]:
+        """The numbers of frames that a clip can have."""
+        return (self.frames,) if isinstance(self.frames, int) else self.frames
+
+    @property
     def control_places(self) -> tuple[str, ...]:
         """Where control images are: one of each place."""
         return (self.control_path,) if isinstance(self.control_path, str) else self.control_path or ()
@@ -171,6 +183,7 @@ class DataSource(NamedSource):
         "filled up with samples that do not count. So memory and time of a step are those of train.batch_size.",
     )
     resolution: Resolutions | None = None
+    frames: Lengths | None = None
     repeats: Repeats | None = None
     loss_weight: Weight | None = None
     caption_extension: CaptionExtension | None = None

@@ -22,7 +22,7 @@ from lora_rocm.dataset.shape import Shape
 from lora_rocm.device.allocator import empty_pools
 from lora_rocm.device.torch_errors import out_of_memory
 from lora_rocm.errors import StoppedError
-from lora_rocm.families.base import LoadedModel, ModelFamily, PreviewRequest, Tensors
+from lora_rocm.families.base import Drawn, LoadedModel, ModelFamily, PreviewRequest, Tensors
 from lora_rocm.foundation.files import write_atomic
 from lora_rocm.latent_cache.encode import Caches
 from lora_rocm.latent_cache.encode_session import Encoding
@@ -126,7 +126,7 @@ def _previews(
     requests: Sequence[PreviewRequest],
     text: Callable[[str], Tensors],
     tiles: bool,
-) -> tuple[Sequence[Image.Image | str], bool]:
+) -> tuple[Sequence[Drawn], bool]:
     """Draw images, decoded in tiles if memory runs out. The returned flag: they were."""
     try:
         return family.preview(model, requests, text, tiles), tiles

@@ -1,11 +1,12 @@
-"""Families that exist for tests alone, as the light half knows them: for text, for videos, for images by a flow.
+"""Families that exist for tests alone, as the light half knows them: for text, videos, images, edited images.
 
 The heavy half of each is in ``tests/families/toys``.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -31,6 +32,16 @@ class ToyFlowSection(ModelSection):
     """The base model. A transformer for images, for tests."""
 
     family: Literal["toy-flow"] = Field("toy-flow", description="Model family.")
+
+
+class ToyEditSection(ModelSection):
+    """The base model. A transformer that edits images by two control images, for tests."""
+
+    control_keys: ClassVar[Mapping[str, str]] = {}
+    max_controls: ClassVar[int] = 2
+    controls_keep_size: ClassVar[bool] = True
+
+    family: Literal["toy-edit"] = Field("toy-edit", description="Model family.")
 
 
 class ToyVideoSection(ModelSection):
@@ -72,6 +83,7 @@ TOY_VIDEO = FamilySpec(
         )
     ),
     samples=("video", "image"),
+    preview="video",
     metadata=FileMetadata(base_version="toy_video_v1"),
 )
 TOY_FLOW = FamilySpec(
@@ -84,4 +96,14 @@ TOY_FLOW = FamilySpec(
     axes=image_axes(multiple=16, per_token=16),
     metadata=FileMetadata(base_version="toy_flow_v1"),
 )
-TOYS = Registry([*PRODUCT, TOY_TEXT, TOY_VIDEO, TOY_FLOW])
+TOY_EDIT = FamilySpec(
+    name="toy-edit",
+    title="Toy edit",
+    model_section=ToyEditSection,
+    objective_section=FlowSection,
+    implementation="tests.families.toys.edit_like:EditLike",
+    component="transformer",
+    axes=image_axes(multiple=16, per_token=16),
+    metadata=FileMetadata(base_version="toy_edit_v1"),
+)
+TOYS = Registry([*PRODUCT, TOY_TEXT, TOY_VIDEO, TOY_FLOW, TOY_EDIT])
