@@ -222,7 +222,7 @@ def tiny_recipe(folder: Path | str, **sections: dict[str, Any]) -> Any:
     }
     for name, section in sections.items():
         base[name] = base.get(name, {}) | section
-    side = PRODUCT[base["model"]["family"]].shapes.multiple_px
+    side = PRODUCT[base["model"]["family"]].axes.multiple_px
     base["data"].setdefault("bucket_step", max(8, side))
     return recipe_from(base)
 

@@ -255,7 +255,7 @@ def plan_texts(recipe: Recipe, of_source: Counter[int], said: Mapping[str, Any])
         alone = chain.from_iterable(repeat(sources[index].repeats, number) for index, number in of_source.items())
         return replace(_plan(recipe, {recipe.train.batch_size: alone}, num_captions), how_sure="at most ")
     scale = of_source.total() / said["looked_at"]
-    (axis,) = recipe.spec.shapes.axes
+    (axis,) = recipe.spec.axes
     buckets = {Shape.of(**{axis.name: int(length)}): round(n * scale) for length, n in said["lengths"].items()}
     how_sure, held_out = "about " if scale > 1 else "", round(said["held_out"] * scale)
     plan = _plan(recipe, {recipe.train.batch_size: buckets.values()}, num_captions)

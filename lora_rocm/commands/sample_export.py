@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from lora_rocm.foundation.units import number_text
 from lora_rocm.model_files.peft_folder import peft_folders
 from lora_rocm.model_files.readers import readers_line
 from lora_rocm.recipe.adapter_sections import GGUF, MERGED
-from lora_rocm.recipe.sample_section import OPTION, OPTIONS_OF_KOHYA
+from lora_rocm.recipe.sample_section import OPTION, OPTIONS_OF_KOHYA, PREVIEW_INPUTS
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.recipe.yaml_tree import is_clean
 from lora_rocm.rules.this_machine import plan_here
@@ -46,12 +46,10 @@ def sample(
     base: str | None,
     config: Path | None,
     family: str | None = None,
-    control_image: Path | None = None,
-    mask: Path | None = None,
     registry: Registry = PRODUCT,
     **options: Any,
 ) -> int:
-    """Draw images. The job holds ``options`` unchanged, and absolute paths.
+    """Draw images. The job holds ``options`` unchanged, and absolute paths; "" for an image that is not given.
 
     Raises:
         LoraRocmError: any error of the child process.
@@ -60,6 +58,7 @@ def sample(
     if family is not None and family not in registry:
         what, fix = registry.refusal(family)
         raise UserError("family-unknown", f"{what[:1].upper()}{what[1:]}.", where=f"--family {family!a:.60}", fix=fix)
+    inputs = _inputs_of({name: options.pop(name, None) for name in PREVIEW_INPUTS})
     _check_options(options, config if base is None else None)
     if output is None:
         output = Path("samples") if source.is_file() or peft_folders(source) else RunDir(source).asked
@@ -68,7 +67,7 @@ def sample(
         raise UserError("output-no-folder", what, where=f"--output {output}", fix="Give the name of a folder.")
     job = {
         **options,
-        **_images_of(control_image, mask),
+        **{name: str(inputs.get(name, "")) for name in PREVIEW_INPUTS},
         "source": str(source),
         "output": str(output.absolute()),
         "family": family,
@@ -78,23 +77,22 @@ def sample(
     return run_model_tool("sample", job)
 
 
-def _images_of(control_image: Path | None, mask: Path | None) -> dict[str, str]:
-    """The images that the previews are given, as the job has them.
+def _inputs_of(named: Mapping[str, Path | None]) -> dict[str, Path]:
+    """The images that the previews are given, as absolute paths by name.
 
     Raises:
         UserError: a file is missing or cannot be used, or a mask has no image.
     """
-    named = {"control_image": control_image, "mask": mask}
     where = {name: f"--{name.replace('_', '-')} {path}" for name, path in named.items()}
     for name, path in named.items():
         if path is not None and not path.is_file():
             what = f"There is no such {name.replace('_', ' ')}."
             raise UserError("control-missing", what, where=where[name], fix="Correct the path.")
-    if mask is not None and control_image is None:
+    if named["mask"] is not None and named["control_image"] is None:
         what, fix = "A mask says what of an image is drawn anew, and no image is given.", "Give --control-image too."
         raise UserError("mask-alone", what, where=where["mask"], fix=fix)
-    paths = {name: str(path.absolute()) if path else "" for name, path in named.items()}
-    for name, what, fix in faults(**paths):
+    paths = {name: path.absolute() for name, path in named.items() if path is not None}
+    for name, what, fix in faults(paths):
         raise UserError("control-unusable", f"{what[:1].upper()}{what[1:]}.", where=where[name], fix=fix)
     return paths
 

@@ -11,6 +11,7 @@ from importlib import resources
 from pathlib import Path
 
 from lora_rocm.dataset.caption_files import CaptionFiles
+from lora_rocm.dataset.clips import in_clips
 from lora_rocm.dataset.file_kinds import CAPTION_SUFFIXES
 from lora_rocm.dataset.given import Given
 from lora_rocm.dataset.image_io import readable_extensions
@@ -177,6 +178,7 @@ def walk(
     tables: Tables = TEXT_COLUMN,
     skip: Sequence[str] = (),
     beside: Collection[str] = (),
+    clips: bool = False,
     key: Callable[[str], str] = "data.{}".format,
 ) -> Folder:
     """Find the images and captions in a folder and its sub-folders.
@@ -193,6 +195,7 @@ def walk(
         tables: what is read of metadata files next to the images, and of a JSON file of kohya's.
         skip: folders of other files than images, such as masks, skipped if they lie inside ``root``.
         beside: keys of the masks and control images among the images that are used (``Companion.key``).
+        clips: a sub-folder of numbered images is a clip, and stands for them.
         key: see ``LeftOut``.
 
     Raises:
@@ -217,6 +220,7 @@ def walk(
             if suffix in other_captions:
                 other_captions[suffix][stem] = None
     folder.relatives = sorted(folder.relatives + left_out.settle_pairs(str(root), folder.relatives))
+    folder.relatives = in_clips(folder.relatives) if clips else folder.relatives
     folder.notices += left_out.notices(exclusion, inclusion)
     num_found = len(folder.relatives)
     folder.notices += folder.captions.settle((path for path, _ in folder.images), left_out.stems)

@@ -14,6 +14,7 @@ from lora_rocm.dataset import hf_datasets
 from lora_rocm.dataset.buckets import Geometry, choose_bucket
 from lora_rocm.dataset.caption_length import LOST_SHOWN
 from lora_rocm.dataset.captions import as_read, open_wildcard, prepare
+from lora_rocm.dataset.clips import clip_bytes, read_clip
 from lora_rocm.dataset.columns import Few
 from lora_rocm.dataset.companion_inputs import COMPANION_INPUTS, CompanionInput
 from lora_rocm.dataset.folders import (
@@ -37,13 +38,12 @@ from lora_rocm.dataset.progress import QUIET_S, Progress, Report, ignore
 from lora_rocm.dataset.regularisation import class_image
 from lora_rocm.dataset.row_cells import NameCount
 from lora_rocm.dataset.same_sizes import SameSizes
-from lora_rocm.dataset.sample_table import Sample, Samples
+from lora_rocm.dataset.sample_table import Companion, Sample, Samples
 from lora_rocm.dataset.views import randomly_cropped, within
 from lora_rocm.errors import DataError, Problem
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.units import count_text
 from lora_rocm.recipe.schema import DataSection, ResolvedSource
-from lora_rocm.recipe.sections import BESIDE
 from lora_rocm.recipe.trigger import PLACEHOLDER
 
 if TYPE_CHECKING:
@@ -130,10 +130,11 @@ class _Findings:
             return
         self.num_weighted += sample.given.loss_weight != 1.0
         self.num_cropped += crop is not None
-        problems = [companion.look(sample, header) for companion in self.companions]
-        if found := [problem for problem in problems if problem is not None]:
-            self.set_aside += found
+        looked = [found for companion in self.companions for found in companion.look(sample, header)]
+        if problems := [found for found in looked if isinstance(found, Problem)]:
+            self.set_aside += problems
             return
+        sample = replace(sample, companions=tuple(found for found in looked if isinstance(found, Companion)))
         if header.several:
             self.several_frames.append(sample.key)
         if header.deep_grey and len(self.deep_grey) < MAX_DEEP_GREY_READ:
@@ -175,7 +176,7 @@ def scan(data: DataSection, report: Report = ignore, *, copies: bool = True) -> 
         _say_captions(found)
         _say_given(found)
         found.notices += [notice for companion in companions for notice in companion.notices()]
-        found.lasting &= all(each.folder is None for each in companions)  # a manifest's listing covers images only
+        found.lasting &= not any(each.folders for each in companions)  # a manifest's listing covers images only
         findings.append(found)
     # Merge the findings of all sources.
     set_aside = tuple(problem for found in findings for problem in found.set_aside)
@@ -284,6 +285,8 @@ def image_bytes(sample: Sample) -> bytes:
         DataError: the image can no longer be read.
     """
     try:
+        if sample.frames:
+            return clip_bytes(Path(str(sample.location)), sample.frames)
         content = sample.location if isinstance(sample.location, Path) else image_in(sample.location)
         if isinstance(content, Path):
             return read_plain(content, MAX_IMAGE_BYTES)
@@ -327,8 +330,9 @@ def _scan_folder(found: _Findings) -> None:
         include=options.include,
         exclude=options.exclude,
         tables=Tables(options.caption_column, options.loss_weight_column, options.crop_column, options.metadata_file),
-        skip=[each.folder for each in found.companions if each.folder is not None],
-        beside=[key for key in ("mask_path", "control_path") if getattr(options, key) == BESIDE],
+        skip=[folder for each in found.companions for folder in each.folders],
+        beside=[each.beside for each in found.companions if each.beside],
+        clips=max(options.lengths) > 1,
         key=options.key,
     )
     found.notices += (*folder.notices, *_say_own_number(root.name, options.caption_fallback))
@@ -341,7 +345,7 @@ def _scan_folder(found: _Findings) -> None:
         its = "Its caption file"
         # Read the header and the captions; set the image aside if either fails.
         try:
-            header = read_header(path)
+            header, num_frames = (read_header(path), 0) if path.is_file() else read_clip(path, options.lengths)
             files, texts = folder.captions.of(path), list[str]()
             for file in files:
                 if len(folder.captions.endings) > 1:
@@ -368,7 +372,8 @@ def _scan_folder(found: _Findings) -> None:
         caption, *more = found.captions_for(key, text, _fallback(options, path, repeat_folder))
         given = replace(given, captions=tuple(more))
         name, repeats = repeat_folder.name or folder.name, options.repeats * repeat_folder.repeats
-        found.add(Sample(key, found.first, name, path, caption, *header.size, repeats, options, given), header)
+        sample = Sample(key, found.first, name, path, caption, *header.size, repeats, options, given, num_frames)
+        found.add(sample, header)
     found.notices += unread.notices("Keys of caption files that nothing reads", "file")
     if found.uncaptioned and options.caption_fallback == "filename":
         if any(folder.repeat_folder(relative).name for _, relative in folder.images):

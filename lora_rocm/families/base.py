@@ -7,9 +7,9 @@ tokens, D width.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,12 @@ if TYPE_CHECKING:
     from lora_rocm.base_models.loading import Source
     from lora_rocm.device.transfer import DeviceTransfer
     from lora_rocm.kernels.weight_format import WeightFormat
+    from lora_rocm.recipe.sample_section import PreviewPrompt
     from lora_rocm.recipe.schema import Recipe
 
 Tensors = dict[str, Tensor]
+Drawn: TypeAlias = "Image.Image | tuple[Image.Image, ...] | str"
+"""A preview: an image, the frames of a video, or a text."""
 
 
 Inputs = Mapping[str, Tensor | str]
@@ -144,10 +147,38 @@ class PreviewRequest:
     steps: int
     guidance_scale: float
     seed: int
-    control: str = ""  # file of the control image
+    inputs: Mapping[str, Path] = field(default_factory=dict)  # files by name, of ``sample_section.PREVIEW_INPUTS``
     sampler: str = "euler"
     lora_scale: float = 1.0
-    mask: str = ""  # file: what of the control image an inpainting base draws anew; "": all, and there is no image
+    frames: int = 0  # of a video; 0: an image
+
+    @classmethod
+    def of(cls, recipe: Recipe, preview: PreviewPrompt, seed: int) -> PreviewRequest:
+        """The request for a prompt of a recipe. What the prompt does not say is as in ``sample``."""
+        sample, (width, height) = recipe.sample, recipe.preview_size
+        return cls(
+            prompt=preview.prompt,
+            negative_prompt=preview.negative_prompt or "",
+            width=preview.width or width,
+            height=preview.height or height,
+            steps=preview.steps or sample.steps,
+            guidance_scale=preview.guidance_scale or recipe.spec.guidance,
+            seed=seed,
+            inputs=preview.inputs,
+            sampler=preview.sampler or sample.sampler,
+            lora_scale=sample.lora_scale if preview.lora_scale is None else preview.lora_scale,
+            frames=recipe.data.most_frames if recipe.spec.preview == "video" else 0,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """As run directories and the names of class images have it: two inputs are there also where none is given."""
+        files = {name: str(path) for name, path in self.inputs.items()}
+        fields: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if name == "frames" and not value:
+                continue
+            fields |= {"control": files.pop("control_image", "")} if name == "inputs" else {name: value}
+        return {**fields, "mask": files.pop("mask", ""), **files}
 
 
 @dataclass(frozen=True)
@@ -312,10 +343,10 @@ class ModelFamily(Protocol):
         requests: Sequence[PreviewRequest],
         text: Callable[[str], Tensors],
         in_tiles: bool = False,
-    ) -> Sequence[Image.Image | str]:
+    ) -> Sequence[Drawn]:
         """Make previews with the model as it is (adapter included); leaves the model as it was.
 
-        They are images, or texts, as ``FamilySpec.preview`` says.
+        They are images, videos or texts, as ``FamilySpec.preview`` says.
 
         Args:
             model: the live model.

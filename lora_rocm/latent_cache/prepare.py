@@ -32,8 +32,19 @@ from lora_rocm.foundation.seeds import fraction
 from lora_rocm.foundation.units import count_text
 from lora_rocm.latent_cache.encode import Caches
 from lora_rocm.latent_cache.encode_session import Encoding
-from lora_rocm.latent_cache.image_preprocess import Looked, Wanted
-from lora_rocm.latent_cache.item_table import CUT, NO_CUT, Items, KeyLists, Usable, identity, samples_in
+from lora_rocm.latent_cache.image_preprocess import Looked, ReadsCompanion, Wanted
+from lora_rocm.latent_cache.item_table import (
+    AXES,
+    AXIS,
+    CUT,
+    CUT_NUMBERS,
+    Items,
+    KeyLists,
+    Usable,
+    axes_of,
+    identity,
+    samples_in,
+)
 from lora_rocm.latent_cache.manifest import Facts, Manifest, Shelf
 from lora_rocm.latent_cache.run_encoders import run_encoders
 
@@ -207,9 +218,9 @@ def lengths_of_texts(recipe: Recipe, reader: TextReader, samples: Samples) -> tu
 
     ``samples``: texts that ``reader`` has cut (``TextReader.parts``).
     """
-    usable = Usable.unfilled(samples, bytearray(NO_CUT * len(samples)), ())
+    usable = Usable.unfilled(samples)
     ordered = _ordered(usable, np.arange(len(samples)), recipe, reader)
-    lengths, (axis,) = Counter[int](), recipe.spec.shapes.axes
+    lengths, (axis,) = Counter[int](), recipe.spec.axes
     for sample in islice(ordered.usable.samples, ordered.num_training):
         length = sum(reader.num_tokens(text) for text in separated(sample.caption))
         lengths[-(-length // axis.multiple) * axis.multiple] += sample.repeats
@@ -221,7 +232,7 @@ def texts_in_cache(recipe: Recipe, family: ModelFamily, cache: LatentCache, samp
 
     ``samples``: as in ``lengths_of_texts``. Previews' prompts are texts, too.
     """
-    usable = Usable.unfilled(samples, bytearray(NO_CUT * len(samples)), ())
+    usable = Usable.unfilled(samples)
     ordered = _ordered(usable, np.arange(len(samples)), recipe, family.texts)
     caches = Caches(Encoding(cache, torch.device("cpu")), run_encoders(recipe, family))
     texts = set(_Texts(recipe, ordered.usable, ordered.num_training, ignore))
@@ -253,7 +264,7 @@ def _in_rows(
         rows.append(sample)
     texts, into = count_text(num_training, "text"), count_text(count, "row")
     said = [f"Packed {texts} into {into} of at most {recipe.data.max_length} tokens."] if count else []
-    return Usable.unfilled(rows, bytearray(NO_CUT * len(rows)), ()), count, said
+    return Usable.unfilled(rows), count, said
 
 
 def _count_tokens(caches: Caches, texts: _Texts) -> None:
@@ -313,21 +324,25 @@ def _cut(
     samples: Samples, data: DataSection, caches: Caches
 ) -> tuple[NDArray[np.int64], Usable, list[Problem], list[str]]:
     """Choose the crops. Returns indices of the usable samples, these samples, too small images, and notices."""
-    reads_images = any(encoder.entry.has_views for encoder in caches.encoders)
-    indices, cuts, too_small, cropped = array("q"), bytearray(), list[Problem](), Cropped(data)
-    for index, sample in enumerate(samples if reads_images else ()):
+    if not any(encoder.entry.has_views for encoder in caches.encoders):
+        return np.arange(len(samples)), Usable.unfilled(samples), [], []
+    sized = [each for each in caches.encoders if each.entry.keeps_size and isinstance(each, ReadsCompanion)]
+    columns = [f"{AXIS}{axis}" for axis in ("h", "w", *axes_of(each.entry for each in sized)[len(AXES) :])]
+    indices, rows, too_small, cropped = array("q"), array("i"), list[Problem](), Cropped(data)
+    for index, sample in enumerate(samples):
         geometry = geometry_of(sample, data)
         if isinstance(geometry, Problem):
             too_small.append(geometry)
             continue
         indices.append(index)
-        cuts += CUT.pack(*geometry.resized_hw, *geometry.crop_top_left, *geometry.target_hw)
+        rows.extend((*geometry.resized_hw, *geometry.crop_top_left, *geometry.target_hw))
+        for encoder in sized:
+            rows.extend(encoder.companion_of(Wanted(sample, geometry)).geometry.target_hw)
         cropped.add(sample, geometry)
-    if not reads_images:
-        indices, cuts = array("q", range(len(samples))), bytearray(NO_CUT * len(samples))
-    cut_N = np.array(indices, np.int64)
+    cut_N, rows_NR = np.array(indices, np.int64), np.array(rows, np.int32).reshape(-1, CUT_NUMBERS + len(columns))
+    axes = {CUT: rows_NR[:, :CUT_NUMBERS], **dict(zip(columns, rows_NR[:, CUT_NUMBERS:].T, strict=True))}
     names = [encoder.entry.name for encoder in caches.of_images()]
-    return cut_N, Usable.unfilled(samples.at(cut_N), cuts, names), too_small, cropped.notices()
+    return cut_N, Usable.unfilled(samples.at(cut_N), names, axes), too_small, cropped.notices()
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lora_rocm.dataset.entry_spec import CAPTION, IMAGE
-from lora_rocm.latent_cache.controls import control_encoder
+from lora_rocm.latent_cache.controls import control_encoders
 from lora_rocm.latent_cache.image_preprocess import ReadsCompanion
 from lora_rocm.latent_cache.inpainting import inpaint_encoder
 from lora_rocm.latent_cache.masks import mask_encoder
@@ -22,7 +22,7 @@ def run_encoders(recipe: Recipe, family: ModelFamily) -> tuple[Encoder, ...]:
         TypeError: an entry reads a companion of the image, and its encoder has no ``companion_of``.
     """
     own = family.encoders()
-    shared = (mask_encoder(recipe), control_encoder(recipe, own), inpaint_encoder(recipe, family, own))
+    shared = (mask_encoder(recipe), *control_encoders(recipe, own), inpaint_encoder(recipe, family, own))
     encoders = (*(encoder for encoder in shared if encoder is not None), *own)
     for encoder in encoders:
         if not {IMAGE, CAPTION}.issuperset(encoder.entry.inputs) and not isinstance(encoder, ReadsCompanion):

@@ -37,6 +37,7 @@ from lora_rocm.adapters.training_adapter import put_training_adapter
 from lora_rocm.base_models.random_weights import PREFIX
 from lora_rocm.checks.timing import seconds_of
 from lora_rocm.dataset.buckets import largest_shape
+from lora_rocm.dataset.controls import control_name
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.device.allocator import room_bytes
 from lora_rocm.device.precision import DTYPES, choose_device, compute_dtype, describe
@@ -448,9 +449,13 @@ def packed_encoders(family: ModelFamily) -> list[dict[str, Any]]:
 def largest_of(recipe: Recipe) -> Shape:
     """The shape that costs most, whether or not a sample has it."""
     if recipe.spec.trains_on_texts:
-        axis = recipe.spec.shapes["tokens"]
+        axis = recipe.spec.axes["tokens"]
         return Shape.of(tokens=axis.longest or -(-recipe.data.max_length // axis.multiple) * axis.multiple)
-    return largest_shape(recipe.data)
+    largest = dict(largest_shape(recipe.data).axes)
+    frames = {"frames": recipe.data.most_frames} if recipe.data.most_frames > 1 else {}
+    sizes = range(recipe.data.num_controls if recipe.model.controls_keep_size else 0)
+    controls = {f"{control_name(number)}_{side}": largest[side] for number in sizes for side in "hw"}
+    return Shape.of(**largest, **frames, **controls)
 
 
 def _gpu(

@@ -77,6 +77,7 @@ def _words_of_training(recipe: Recipe) -> list[str]:
     return [
         *_base(recipe),
         *([f"{', '.join(map(str, sides))} px"] if recipe.spec.reads("data.resolution") else []),
+        *([f"{recipe.data.most_frames} frames"] if recipe.data.most_frames > 1 else []),
         *([f"{recipe.data.max_length} tokens"] if recipe.spec.reads("data.max_length") else []),
         *(["packed"] if recipe.data.packing else []),
         *(["with control images"] if recipe.data.has_controls else []),

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from PIL import Image
 from torch import Tensor
 
 from lora_rocm.adapters import new_tokens, trained_norms
@@ -21,7 +20,7 @@ from lora_rocm.adapters.training_adapter import put_training_adapter
 from lora_rocm.device.precision import compute_dtype
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import AdapterError, DataError
-from lora_rocm.families.base import LoadedModel, ModelFamily, PreviewRequest, family_for
+from lora_rocm.families.base import Drawn, LoadedModel, ModelFamily, PreviewRequest, family_for
 from lora_rocm.families.objectives.loss import measured
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.files import write_atomic
@@ -173,9 +172,9 @@ def _drawn(
     requests: Sequence[PreviewRequest],
     strengths: Sequence[float],
     prepared: Prepared,
-) -> list[Image.Image | str]:
+) -> list[Drawn]:
     """The previews of all requests at the first strength, then at the next."""
-    drawn = list[Image.Image | str]()
+    drawn = list[Drawn]()
     for strength in strengths if requests else ():
         with adapter.scaled(strength):
             asked = [replace(request, lora_scale=strength) for request in requests]

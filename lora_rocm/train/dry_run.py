@@ -166,7 +166,7 @@ def require_computable(family: ModelFamily, recipe: Recipe) -> None:
 
 def _shape(recipe: Recipe) -> Shape:
     if recipe.spec.trains_on_texts:
-        return Shape.of(tokens=recipe.spec.shapes["tokens"].multiple)
+        return Shape.of(tokens=recipe.spec.axes["tokens"].multiple)
     return Shape.of(h=SIDE_PX, w=SIDE_PX)
 
 

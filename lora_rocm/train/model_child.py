@@ -31,6 +31,7 @@ from lora_rocm.foundation.files import followed, write_atomic
 from lora_rocm.model_files.peft_folder import peft_folders
 from lora_rocm.recipe.family_rules import TEXT_KEY, TOKENS_KEY
 from lora_rocm.recipe.kinds import recipe_from
+from lora_rocm.recipe.sample_section import PREVIEW_INPUTS, PreviewPrompt
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.recipe.trigger import filled_in
 from lora_rocm.rundir.event_types import DrawnEvent, ErrorEvent, ExportEvent, NoticeEvent
@@ -89,27 +90,25 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
     send_model(model, open_transfer(device, settings))
     family.fuse(model, triton=False)  # in float16 some families are only right as they are trained
     # Draw and save
-    requests = [
-        PreviewRequest(
-            asked,
-            negative,
-            *sides,
-            job["steps"],
-            job["guidance_scale"] or recipe.spec.guidance,
-            job["seed"] + number,
-            job["control_image"],
-            job["sampler"] or "euler",
-            mask=job["mask"],
-        )
-        for number in range(job["num"])
-    ]
+    preview = PreviewPrompt(
+        prompt=asked,
+        negative_prompt=negative,
+        width=sides[0],
+        height=sides[1],
+        steps=job["steps"],
+        guidance_scale=job["guidance_scale"],
+        sampler=job["sampler"] or "euler",
+        lora_scale=1.0,
+        **{name: job[name] or None for name in PREVIEW_INPUTS},
+    )
+    requests = [PreviewRequest.of(recipe, preview, job["seed"] + number) for number in range(job["num"])]
     folder = Path(job["output"])
     root = source if folder == RunDir(source).asked else None  # links are allowed in a folder that the user names
     for first in range(0, len(requests), WRITTEN_TOGETHER):
         some, paths = requests[first : first + WRITTEN_TOGETHER], []
-        for request, preview in zip(some, family.preview(model, some, encoded.__getitem__), strict=True):
+        for request, drawn in zip(some, family.preview(model, some, encoded.__getitem__), strict=True):
             path = _free_name(folder, f"seed{request.seed}", ENDINGS[recipe.spec.preview])
-            write_atomic(path, content_of(preview), root)
+            write_atomic(path, content_of(drawn), root)
             paths.append(str(path))
         emit(DrawnEvent(images=paths))
 
@@ -263,9 +262,9 @@ def sides_of(job: Job, recipe: Recipe) -> tuple[int, int]:
         if side is None:
             continue
         where = f"--{name} {side}"
-        if name[0] not in spec.shapes:
+        if name[0] not in spec.axes:
             raise UserError("image-size", f"No images are drawn by {spec.title}.", where=where, fix="Leave it out.")
-        axis = spec.shapes[name[0]]
+        axis = spec.axes[name[0]]
         if not axis.fits(side):
             what = f"The sides of {spec.title} images are multiples of {axis.multiple} pixels."
             fix = f"Take {' or '.join(map(str, axis.nearest(side)))}."

@@ -52,6 +52,7 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "causal-lm": ("peft",),
     "toy-flow": ("diffusers", "peft"),
     "toy-video": ("diffusers", "peft"),
+    "toy-edit": ("diffusers", "peft"),
     "toy-text": ("peft",),
 }
 TRAINING_ADAPTERS = {
@@ -65,6 +66,9 @@ TRANSFORMERS: dict[str, Callable[[Path], Path]] = {
     "anima": write_tiny_anima,
     "causal-lm": write_tiny_llm,
 }
+CONTROLS = {"flux": ("controls",), "toy-edit": ("controls", "controls 2")}
+"""Folders of control images, by family."""
+FRAMES = 5
 CAPTIONS = ("a", "a b", "a b c d", "e f g")
 SOME_OF_EACH = {
     "z-image": r"(layers|context_refiner)\.\d+\.(attention\.(to_q|to_out\.0)|feed_forward\.w2)",
@@ -103,9 +107,11 @@ class Its:
                 (folder / "data").mkdir(parents=True, exist_ok=True)
                 (folder / "data" / f"{number}.txt").write_text(caption, encoding="utf-8", newline="")
             else:
-                if name == "z-image":  # each of another length, in the multiple of tokens that it reads
-                    caption = caption.ljust(1 + 32 * number, "x")
+                # of z-image each of another length, in the multiple of tokens that it reads
+                caption = caption.ljust(1 + 32 * number, "x") if name == "z-image" else caption
                 image(folder / "data" / f"{number}.png", 64, 64, seed=number, caption=caption)
+        if name == "toy-video":
+            write_clips(folder / "data")
         if name == "sdxl":
             write_tiny_sdxl(folder / "base", **SHALLOW)
         elif name.startswith("sd"):
@@ -115,8 +121,8 @@ class Its:
             write_tiny_llm(folder / "base", variant)
         elif name in TRANSFORMERS:
             TRANSFORMERS[name](folder / "base")
-        for number in range(len(CAPTIONS)) if name == "flux" else ():
-            image(folder / "controls" / f"{number}.png", 96, 64, seed=9 - number)
+        if name in CONTROLS:
+            write_controls(folder)
         if pattern := TRAINING_ADAPTERS.get(name):
             its, component = cls.there(name, folder), TOYS[name].component
             write_random_lora(its.training_adapter, component, its.family.skeleton(component), pattern)
@@ -145,15 +151,18 @@ class Its:
         sizes = {"resolution": 64, "bucket_step": 32} if spec.reads("data.resolution") else {}
         sides = {"width": 64, "height": 64} if spec.reads("sample.width") else {}
         packing = {"packing": True, "max_length": 64} if self.variant == PACKED else {}
-        controls = {"control_path": str(self.folder / "controls")} if self.name == "flux" else {}
+        places = [str(self.folder / each) for each in CONTROLS.get(self.name, ())]
+        controls: dict[str, Any] = {"control_path": places[0] if len(places) == 1 else places} if places else {}
+        controls |= {"bucket_max_aspect": 4} if len(places) > 1 else {}
+        frames = {"frames": [FRAMES]} if self.name == "toy-video" else {}
         model = {"variant": "kontext"} if self.name == "flux" else {}
         if self.name in TRAINING_ADAPTERS:
             model = {"training_adapter": str(self.training_adapter)}
-        previews = {"control_images": [str(self.folder / "controls" / "0.png")]} if self.name == "flux" else {}
+        previews = {"control_images": [f"{places[0]}/0.png"]} if places else {}
         return recipe_from(
             {
                 "model": {"family": self.name, "name_or_path": str(self.folder / "base"), **model},
-                "data": {"path": str(self.folder / "data"), **sizes, **controls, **packing},
+                "data": {"path": str(self.folder / "data"), **sizes, **controls, **frames, **packing},
                 "lora": self.lora,
                 "optim": {"learning_rate": 1e-2},
                 "train": {"max_train_steps": 4, "batch_size": 2, "mixed_precision": "no"},
@@ -207,6 +216,21 @@ class Its:
         """The samples of ``batch``, each alone."""
         alone = {batch.sample_keys[0]: batch for batch in self.batches(1)}
         return [alone[key] for key in self.batch.sample_keys]
+
+
+def write_controls(folder: Path) -> None:
+    """Write two control images for each image, of other sizes; the second one of the first image is of yet another."""
+    for number in range(len(CAPTIONS)):
+        image(folder / "controls" / f"{number}.png", 96, 64, seed=9 - number)
+        image(folder / "controls 2" / f"{number}.png", *((128, 48) if number else (48, 128)), seed=19 - number)
+
+
+def write_clips(folder: Path) -> None:
+    """Put clips in the place of the images but the first; the first clip is longer than is used."""
+    for number in range(1, len(CAPTIONS)):
+        (folder / f"{number}.png").unlink()
+        for frame in range(FRAMES + 2 * (number == 1)):
+            image(folder / f"{number}" / f"frame_{frame}.png", 64, 64, seed=1000 * number + frame)
 
 
 class Adapted:

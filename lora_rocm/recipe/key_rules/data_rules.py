@@ -24,6 +24,12 @@ def any_holding(shared: object, number: int, own: Sequence[object], class_prompt
     return any(holding(each, shared, prompt) for each, prompt in zip(own, class_prompts, strict=True))
 
 
+def max_controls(shared: object, number: int, own: Sequence[object], class_prompts: Paths) -> int:
+    """The most control images that an image of a source has. Arguments: as of ``any_holding``, for CONTROLS."""
+    own = [shared if each is None and not prompt else each for each, prompt in zip(own, class_prompts, strict=True)]
+    return max(len(each) if isinstance(each, tuple) else int(bool(each)) for each in (own if number else [shared]))
+
+
 CONTROLS = ("data.control_path", "data.sources", f"{SOURCES}.control_path", f"{SOURCES}.class_prompt")
 """The keys that say whether samples have control images, in the order of the arguments of ``any_holding``."""
 MASKS = (
@@ -55,15 +61,14 @@ def _named(path: str | None, dataset: str | None, class_prompt: str | None) -> s
 
 
 def _without_controls(
-    shared: str | None, number: int, own: Paths, class_prompts: Paths, paths: Paths, datasets: Paths
+    shared: object, number: int, own: Sequence[object], class_prompts: Paths, paths: Paths, datasets: Paths
 ) -> list[Breach]:
-    if not any_holding(shared, number, own, class_prompts):
-        return []
+    most = max_controls(shared, number, own, class_prompts)
     sources = zip(own, class_prompts, paths, datasets, strict=True)
     return [
-        {"name": _named(path, dataset, prompt)}
+        {"name": _named(path, dataset, prompt), "has": found or "no", "most": most}
         for control, prompt, path, dataset in sources
-        if not holding(control, shared, prompt)
+        if (found := max_controls(shared, 1, [control], [prompt])) < most
     ]
 
 
@@ -221,8 +226,8 @@ RULES: tuple[Rule, ...] = (
         "all-sources-have-controls",
         (*CONTROLS, f"{SOURCES}.path", f"{SOURCES}.dataset"),
         _without_controls,
-        "{name} has no control_path, and another source has one",
-        "Add its control_path, or train on it in a run of its own.",
+        "{name} has {has} control_path, and another source has {most}",
+        "Add its control_path, with as many places, or train on it in a run of its own.",
         at="data.sources",
     ),
     Rule(
