@@ -20,7 +20,7 @@ from lora_rocm.latent_cache.image_preprocess import Wanted, pixels_of
 if TYPE_CHECKING:
     from PIL import Image
 
-    from lora_rocm.device.transfer import DeviceTransfer
+    from lora_rocm.device.placement.base import Placement
     from lora_rocm.families.base import Encode, Encoder, Inputs, Tensors
     from lora_rocm.recipe.schema import Recipe
 
@@ -50,7 +50,7 @@ class ControlEncoder:
         place = self.sources[image.sample.source].of(image.sample)
         return ControlWanted(image.sample, image.geometry, image.views, place=place)
 
-    def load(self, door: DeviceTransfer) -> Encode:
+    def load(self, door: Placement) -> Encode:
         encode = self.images.load(door)
 
         def encode_control(inputs: Inputs) -> Tensors:

@@ -29,7 +29,7 @@ from lora_rocm.latent_cache.masks import MaskWanted
 if TYPE_CHECKING:
     from PIL import Image
 
-    from lora_rocm.device.transfer import DeviceTransfer
+    from lora_rocm.device.placement.base import Placement
     from lora_rocm.families.base import Encode, Encoder, Inputs, ModelFamily, Tensors
     from lora_rocm.recipe.schema import Recipe
 
@@ -71,7 +71,7 @@ class InpaintEncoder:
         place = self.sources[source].of(image.sample)
         return HiddenWanted(image.sample, image.geometry, image.views, place=place, drawn=not self.has_masks[source])
 
-    def load(self, door: DeviceTransfer) -> Encode:
+    def load(self, door: Placement) -> Encode:
         encode = self.images.load(door)
         step_y, step_x = self.step_hw
 

@@ -22,7 +22,7 @@ from lora_rocm.latent_cache.image_preprocess import Wanted
 if TYPE_CHECKING:
     from PIL import Image
 
-    from lora_rocm.device.transfer import DeviceTransfer
+    from lora_rocm.device.placement.base import Placement
     from lora_rocm.families.base import Encode, Inputs, Tensors
     from lora_rocm.recipe.schema import Recipe
 
@@ -58,7 +58,7 @@ class MaskEncoder:
         place = self.sources[image.sample.source].of(image.sample)
         return MaskWanted(image.sample, image.geometry, image.views, place=place, step_hw=self.step_hw)
 
-    def load(self, door: DeviceTransfer) -> Encode:
+    def load(self, door: Placement) -> Encode:
         def encode(inputs: Inputs) -> Tensors:
             mask_CHW = inputs[MASK]
             assert isinstance(mask_CHW, Tensor)
