@@ -550,10 +550,10 @@ def bad(rule: Callable[[Module], Iterator[str]], name: str, source: str) -> obje
         bad(memory_faults, "memory.controller", "torch.accelerator.get_memory_info(0)"),
         bad(memory_faults, "bench.compute", "getattr(torch.cuda, 'mem_get_info')(0)"),
         bad(memory_faults, "train.guard", "torch.cuda.cudart().cudaMemGetInfo(0)"),
-        bad(memory_faults, "memory.offload", "torch.cuda.set_per_process_memory_fraction(0.5)"),
         bad(json_faults, "dataset.text_rows", "def _parsed(line):\n    return json.loads(line)"),
         bad(json_faults, "dataset.records", "def record_of(cell):\n    return list(map(json.loads, cell))"),
         bad(json_faults, "model_files.config_file", "from json import load"),
+        bad(memory_faults, "device.placement.offloaded", "torch.cuda.set_per_process_memory_fraction(0.5)"),
         bad(memory_faults, "report.report", "(folder / 'mem_info_vram_used').read_bytes()"),
     ],
 )

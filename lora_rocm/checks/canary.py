@@ -21,8 +21,8 @@ from lora_rocm.checks.selftest_attention import DEFAULT, attention
 from lora_rocm.checks.selftest_base import DTYPES, Check, WrongAnswerError, first_wrong, judge, poison, whole_numbers
 from lora_rocm.checks.selftest_maths import convolution, products
 from lora_rocm.device.constants import changed_constants
+from lora_rocm.device.placement.base import Placement
 from lora_rocm.device.torch_errors import machine_error
-from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import CanaryError, RestartCode
 
 SCALES = (1.0, -0.5, 2.0, -1.0, 0.5, -2.0)
@@ -46,7 +46,7 @@ class Canary:
     Attributes:
         dtype: the run's dtype.
         rank: rank of the recipe's LoRA.
-        transfer: the transfer that sent the frozen weights.
+        placement: has the frozen weights.
         weights: display name of the frozen weights.
         consequence: what a failure means for the run, in words.
         capture: captures a graph, if the run replays graphs; else None.
@@ -55,7 +55,7 @@ class Canary:
     device: torch.device
     dtype: torch.dtype
     rank: int
-    transfer: DeviceTransfer
+    placement: Placement
     weights: str = "base weights"
     consequence: str = STEPS_ARE_LOST
     capture: Capture | None = None
@@ -84,7 +84,7 @@ class Canary:
             return self._failed("canary-weights", "Constants are not what they were made as", CONSTANTS, told)
         if not changed:
             return None
-        told = f"{len(changed)} of {len(self.transfer.frozen)} tensors: {', '.join(changed[:NAMED])}"
+        told = f"{len(changed)} of {len(self.placement.on_device())} tensors: {', '.join(changed[:NAMED])}"
         return self._failed("canary-weights", "Frozen weights are not what was loaded any more", self.weights, told)
 
     def graph_failure(self, detail: object) -> CanaryError:
@@ -98,10 +98,10 @@ class Canary:
         """
         if self.capture is None:
             self._fingerprints = None  # frees its graph's memory
-            return self.transfer.changed()
+            return self.placement.changed()
         captured_sums(self.device, self.dtype, scale, self.capture)
         self._fingerprints = self._fingerprints or CapturedFingerprints(self.capture)
-        return self.transfer.changed(self._fingerprints)
+        return self.placement.changed(self._fingerprints)
 
     @property
     def checks(self) -> list[str]:

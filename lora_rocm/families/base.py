@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from lora_rocm.base_models.loading import Source
-    from lora_rocm.device.transfer import DeviceTransfer
+    from lora_rocm.device.placement.base import Placement
     from lora_rocm.kernels.weight_format import WeightFormat
     from lora_rocm.recipe.sample_section import PreviewPrompt
     from lora_rocm.recipe.schema import Recipe
@@ -57,11 +57,11 @@ class Encoder(Protocol):
         """Identity of weights and settings. It is part of every cache key, and known without loading the weights."""
         ...
 
-    def load(self, door: DeviceTransfer) -> Encode:
+    def load(self, door: Placement) -> Encode:
         """Load the weights and return ``encode``, which maps one sample's inputs to CPU tensors.
 
-        Dropping both ``encode`` and the encoder frees the memory. Weights and inputs are sent to the device with
-        ``door``, and outputs are received with it. The encoder chooses the dtype of its weights. A caption encoder may
+        Dropping ``encode``, the encoder and ``door`` frees the memory. Weights are placed with ``door``; its transfer
+        sends the inputs and receives the outputs. The encoder chooses the dtype of its weights. A caption encoder may
         be loaded on the CPU if the GPU is full.
         """
         ...
@@ -83,7 +83,7 @@ class ComparesWithStart(Protocol):
         """The entry that ``at_start`` fills. None: the recipe's objective compares nothing."""
         ...
 
-    def at_start(self, model: Callable[[], LoadedModel], inputs: Inputs, door: DeviceTransfer) -> Tensors:
+    def at_start(self, model: Callable[[], LoadedModel], inputs: Inputs, door: Placement) -> Tensors:
         """What the model says of one sample before the first step: the tensors of ``start_entry``, on the CPU.
 
         ``model`` gives the model on the door's device; it is loaded when it is first asked for.
@@ -129,11 +129,25 @@ class TextReader(Protocol):
 
 @dataclass
 class LoadedModel:
-    """The frozen base: components by diffusers name ("unet", "text_encoder", ...), in ``dtype`` on ``device``."""
+    """The frozen base: components by diffusers name ("unet", "text_encoder", ...), in ``dtype`` on ``device``.
+
+    placement: knows where the weights are, and what they were when they were sent; None: they are as they were loaded.
+    """
 
     components: dict[str, nn.Module]
     dtype: torch.dtype
     device: torch.device
+    placement: Placement | None = None
+
+    def place(self, placement: Placement) -> None:
+        """Send all components to where the placement has them.
+
+        Raises:
+            TransferError: a weight did not arrive by any method.
+        """
+        for name, component in self.components.items():
+            placement.place(component, name)
+        self.device, self.placement = placement.transfer.device, placement
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from lora_rocm.dataset.image_io import MAX_IMAGE_BYTES, UnreadableImage, cut
 from lora_rocm.dataset.image_io import decode as decode_image
 from lora_rocm.dataset.preview_images import READ_FIX
 from lora_rocm.device.backend_settings import plain_attention
-from lora_rocm.device.transfer import DeviceTransfer
+from lora_rocm.device.placement.base import Placement
 from lora_rocm.errors import DataError
 from lora_rocm.families.base import Encode, Inputs, Tensors
 from lora_rocm.families.objectives.base import MEAN, STD, LatentSpace
@@ -95,19 +95,19 @@ class VaeEncoder:
     def in_tiles(self) -> VaeEncoder:
         return VaeEncoder(self._source, self)
 
-    def load(self, door: DeviceTransfer) -> Encode:
+    def load(self, door: Placement) -> Encode:
         vae = load_vae(self._source, CPU, self._small_tiles)
-        door.send_parameters(vae, "vae")
+        door.place(vae, "vae")
 
         @torch.no_grad()
         def encode(inputs: Inputs) -> Tensors:
             pixels_CHW = inputs[IMAGE]
             assert isinstance(pixels_CHW, Tensor), "the VAE encodes images"
             vae.use_tiling = self._small_tiles or pixels_CHW.shape[1] * pixels_CHW.shape[2] > TILING_PIXELS
-            pixels_BCHW = door.send_checked(pixels_CHW[None].to(torch.float32), "pixels")
-            with plain_attention(door.device):
+            pixels_BCHW = door.transfer.send_checked(pixels_CHW[None].to(torch.float32), "pixels")
+            with plain_attention(door.transfer.device):
                 posterior = vae.encode(pixels_BCHW).latent_dist
-            return door.receive({MEAN: posterior.mean[0], STD: posterior.std[0]})
+            return door.transfer.receive({MEAN: posterior.mean[0], STD: posterior.std[0]})
 
         return encode
 

@@ -20,7 +20,7 @@ from lora_rocm.latent_cache.image_preprocess import Wanted, pixels_of
 if TYPE_CHECKING:
     from PIL import Image
 
-    from lora_rocm.device.transfer import DeviceTransfer
+    from lora_rocm.device.placement.base import Placement
     from lora_rocm.families.base import Encode, Encoder, Inputs, Tensors
     from lora_rocm.recipe.schema import DataSection, Recipe
 
@@ -71,7 +71,7 @@ class ControlEncoder:
             )
         return ControlWanted(image.sample, geometry, image.views, place=companion.place, kind=self.entry.name)
 
-    def load(self, door: DeviceTransfer) -> Encode:
+    def load(self, door: Placement) -> Encode:
         encode, name = self.images.load(door), self.entry.name
         (tensor,) = self.entry.tensors
 

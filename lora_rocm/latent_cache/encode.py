@@ -37,7 +37,7 @@ from lora_rocm.latent_cache.image_preprocess import Entry, Looked, Wanted, hash_
 from lora_rocm.latent_cache.prefetch import Behind, ahead
 
 if TYPE_CHECKING:
-    from lora_rocm.device.transfer import DeviceTransfer
+    from lora_rocm.device.placement.base import Placement
     from lora_rocm.families.base import Encoder, Inputs, Tensors
 
 __all__ = ["Caches", "Encoding", "Found"]
@@ -238,7 +238,7 @@ class Caches:
         assert full is not None, "one of the devices was tried"
         raise full
 
-    def _made_once(self, encoder: Encoder, door: DeviceTransfer, inputs: Inputs) -> Tensors:
+    def _made_once(self, encoder: Encoder, door: Placement, inputs: Inputs) -> Tensors:
         encode, held = encoder.load(door), self.encoding.held_back(lambda: door)
         tensors = encode(inputs)
         held.add(lambda: None)  # only triggers the check; the caller writes the entry

@@ -16,7 +16,7 @@ from lora_rocm.rundir.event_types import RepairedEvent
 from lora_rocm.rundir.run_context import NOBODY, RunContext
 
 if TYPE_CHECKING:
-    from lora_rocm.device.transfer import DeviceTransfer
+    from lora_rocm.device.placement.base import Placement
     from lora_rocm.families.base import Encoder, Tensors
     from lora_rocm.latent_cache.prefetch import Behind
 
@@ -28,7 +28,7 @@ class Encoding:
     report: receives the progress.
     context: receives events if an encoder moves to the CPU or to tiles, and for each damaged entry encoded again.
     tiles: image encoders work in tiles; set after running out of memory.
-    open_door: opens the transfer of weights, inputs and results to and from a device.
+    open_door: opens a placement of weights on a device; its transfer sends inputs and receives results.
     more: encoders beside those of the family, after them.
     look: raises if kernels or the encoders' weights are wrong. Called before the first encode and before each batch of
         entries is written (see ``quarantine.HeldBack``); not called if nothing is encoded.
@@ -43,8 +43,8 @@ class Encoding:
     look: Look | None = None
     more: Sequence[Encoder] = ()
 
-    def held_back(self, door: Callable[[], DeviceTransfer]) -> HeldBack:
-        """A ``HeldBack`` that keeps the results of an encoder until ``look`` passes for its transfer."""
+    def held_back(self, door: Callable[[], Placement]) -> HeldBack:
+        """A ``HeldBack`` that keeps the results of an encoder until ``look`` passes for its placement."""
         look = self.look
         return HeldBack(None if look is None else lambda: look(door()))
 

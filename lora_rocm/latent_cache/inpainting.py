@@ -29,7 +29,7 @@ from lora_rocm.latent_cache.masks import MaskWanted, mask_place
 if TYPE_CHECKING:
     from PIL import Image
 
-    from lora_rocm.device.transfer import DeviceTransfer
+    from lora_rocm.device.placement.base import Placement
     from lora_rocm.families.base import Encode, Encoder, Inputs, ModelFamily, Tensors
     from lora_rocm.recipe.schema import Recipe
 
@@ -69,7 +69,7 @@ class InpaintEncoder:
         drawn = not (options.mask_path or options.alpha_mask)
         return HiddenWanted(image.sample, image.geometry, image.views, place=place, drawn=drawn)
 
-    def load(self, door: DeviceTransfer) -> Encode:
+    def load(self, door: Placement) -> Encode:
         encode = self.images.load(door)
         step_y, step_x = self.step_hw
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from lora_rocm.dataset.hf_datasets import DatasetRow
-    from lora_rocm.device.transfer import DeviceTransfer
+    from lora_rocm.device.placement.base import Placement
     from lora_rocm.families.base import Encode, Inputs, Tensors
     from lora_rocm.recipe.schema import Recipe
 
@@ -57,7 +57,7 @@ class MaskEncoder:
     def companion_of(self, image: Wanted) -> Wanted:
         return MaskWanted(image.sample, image.geometry, image.views, place=mask_place(image), step_hw=self.step_hw)
 
-    def load(self, door: DeviceTransfer) -> Encode:
+    def load(self, door: Placement) -> Encode:
         def encode(inputs: Inputs) -> Tensors:
             mask_CHW = inputs[MASK]
             assert isinstance(mask_CHW, Tensor)

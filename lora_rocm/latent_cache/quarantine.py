@@ -13,21 +13,22 @@ from types import TracebackType
 
 import torch
 
+from lora_rocm.device.placement.base import Placement, Resident
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import LoraRocmError, StoppedError
 
-OpenDoor = Callable[[torch.device], DeviceTransfer]
-Look = Callable[[DeviceTransfer], None]
-"""Raises if kernels, or the weights sent through this transfer, are wrong."""
+OpenDoor = Callable[[torch.device], Placement]
+Look = Callable[[Placement], None]
+"""Raises if kernels, or the weights of this placement, are wrong."""
 
 FIRST_HELD = 1  # entries, doubled each time, so that a run that fails early has written some
 MOST_HELD = 64  # entries: some 40 MB for images of 1024x1024
 MOST_HELD_S = 60.0  # the most work that a power failure may cost
 
 
-def plain_door(device: torch.device) -> DeviceTransfer:
-    """A transfer to a device from unpinned memory, without a planned transfer method."""
-    return DeviceTransfer(device, pin=False)
+def plain_door(device: torch.device) -> Placement:
+    """All weights on a device, sent from unpinned memory without a planned transfer method."""
+    return Resident(DeviceTransfer(device, pin=False))
 
 
 class HeldBack:

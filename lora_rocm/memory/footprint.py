@@ -40,6 +40,7 @@ from lora_rocm.dataset.buckets import largest_shape
 from lora_rocm.dataset.controls import control_name
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.device.allocator import room_bytes
+from lora_rocm.device.placement.base import frozen_bytes
 from lora_rocm.device.precision import DTYPES, choose_device, compute_dtype, describe
 from lora_rocm.device.torch_errors import machine_error
 from lora_rocm.errors import LoraRocmError, ModelError, StorageError
@@ -52,7 +53,7 @@ from lora_rocm.foundation.files import write_json
 from lora_rocm.hardware.settings import Settings, settings_from
 from lora_rocm.kernels.backend import available, form_for
 from lora_rocm.kernels.weight_format import DENSE, dense_shape, pack, use_form
-from lora_rocm.memory.op_counter import Ledger, Tally, fused_attention, taken_bytes
+from lora_rocm.memory.op_counter import Ledger, Tally, fused_attention
 from lora_rocm.optim.base import AVERAGE_ITEMSIZE
 from lora_rocm.optim.factory import rule_of
 from lora_rocm.optim.update_rule import Group, Scalars
@@ -278,11 +279,10 @@ def count(
     numbers, state = sum(p.numel() for p in trained), state_bytes([p.shape for p in trained], recipe)
     always_bytes, gradient_bytes, landing_bytes = adapter_bytes(numbers, state, recipe, model.dtype)
     adapter = kind_for(recipe.lora)(family, model)
-    frozen = {id(p): p for p in [*parameters, *buffers] if not p.requires_grad}
     return Footprint(
         shape=str(shape),
         cost=shape.cost,
-        weight_bytes=sum(map(_bytes, frozen.values())),
+        weight_bytes=frozen_bytes(model.components.values()),
         adapter_bytes=always_bytes,
         gradient_bytes=gradient_bytes,
         landing_bytes=landing_bytes,
@@ -346,11 +346,9 @@ def adapter_bytes(count: int, state: int, recipe: Recipe, dtype: torch.dtype) ->
 
 
 def _block(name: str, seen: _Seen) -> Block:
-    weights = {id(tensor): tensor for tensor in [*seen.block.parameters(), *seen.block.buffers()]}
-    frozen = [tensor for tensor in weights.values() if not tensor.requires_grad]
     return Block(
         name=name,
-        weight_bytes=sum(map(_bytes, frozen)),
+        weight_bytes=frozen_bytes([seen.block]),
         kept_bytes=max(0, seen.kept_bytes),
         start_bytes=seen.start_bytes,
         rise_bytes=seen.rise_bytes,
@@ -358,10 +356,6 @@ def _block(name: str, seen: _Seen) -> Block:
         entry_bytes=seen.entry_bytes,
         forward=seen.forward,
     )
-
-
-def _bytes(tensor: Tensor) -> int:
-    return taken_bytes(tensor.numel() * tensor.element_size())
 
 
 def _drop_gradient(parameter: Tensor) -> None:

@@ -30,7 +30,7 @@ from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.run_recipe import SPARE_CACHE, recipe_of_run
 from lora_rocm.train.base_seal import require_trained_base
 from lora_rocm.train.checkpoint import latest_valid
-from lora_rocm.train.standalone import Job, open_transfer, send_model, start_device
+from lora_rocm.train.standalone import Job, open_placement, start_device
 
 BASE, ADAPTER = "base", "adapter"
 Request = Mapping[str, Any]
@@ -147,7 +147,7 @@ def chat(
     require_trained_base(newest, recipe.model.name_or_path, family, say)
     adapter = attach_file(family, model, Path(job["adapter"]), 1.0, say)
     assert adapter is not None, "its strength is not 0"
-    send_model(model, open_transfer(device, settings))
+    model.place(open_placement(device, settings))
     family.fuse(model, triton=False)
     for component in model.components.values():
         component.eval()

@@ -39,7 +39,7 @@ from lora_rocm.train.base_seal import require_trained_base
 from lora_rocm.train.checkpoint import latest_valid
 from lora_rocm.train.held_out import HeldOut, HeldOutLoss
 from lora_rocm.train.preview import ENDINGS, content_of, requests_of
-from lora_rocm.train.standalone import Job, open_transfer, send_model, start_device
+from lora_rocm.train.standalone import Job, open_placement, start_device
 from lora_rocm.train.start_encoder import start_encoders
 
 CONTEXT = RunContext(emit=emit)
@@ -55,9 +55,10 @@ def compare(job: Job, registry: Registry = PRODUCT) -> None:
     if job["prompts"]:
         recipe = recipe.model_copy(update={"sample": recipe.sample.only(job["prompts"])})
     device, settings = start_device(recipe)
-    family, transfer = family_for(recipe), open_transfer(device, settings)
+    family, placement = family_for(recipe), open_placement(device, settings)
+    transfer = placement.transfer
     cache = LatentCache(Path(recipe.cache.dir))
-    open_door = partial(open_transfer, settings=settings)
+    open_door = partial(open_placement, settings=settings)
     dtype = compute_dtype(recipe.train.mixed_precision, device, settings, recipe.spec.takes_fp16)
     more = start_encoders(recipe, family, dtype)
     prepared = _prepared(recipe, family, Encoding(cache, device, context=CONTEXT, open_door=open_door, more=more))
@@ -70,7 +71,7 @@ def compare(job: Job, registry: Registry = PRODUCT) -> None:
     tokens = recipe.lora.new_tokens
     states = _states(family, model, adapter, job["files"], tokens)
     new_tokens.start(family, model, tokens)
-    send_model(model, transfer)
+    model.place(placement)
     family.fuse(model, triton=False)
     # Losses and images of each
     held_out = HeldOutLoss(family, model, transfer, partial(measured, family, model), CONTEXT)

@@ -69,16 +69,14 @@ def load_model(
     training_adapter = put_training_adapter(family, model, recipe.model.training_adapter, start.context.notice)
     adapter.cast_inputs(False)
     adapter.read = transfer.receive
-    staying = memory.staying(family, model)
+    model.place(memory.placement(family, model, transfer, pins(start)))
     for name, component in model.components.items():
-        transfer.send_parameters(component, name, staying)
         _require_finite(component, name, start)
         component.train()  # the base has no dropout; the adapter may have
-    model.device = start.device
     family.fuse(model, triton=triton and not compiled)
     for component in model.components.values():
         use_form(component, form_for(start.device, triton and not compiled))
-    memory.put(family, model, transfer, pins(start))
+    memory.put(family, model)
     empty_pools()
     return model, adapter, training_adapter, triton
 

@@ -47,7 +47,7 @@ from lora_rocm.train.checkpoint import Checkpoint, latest_valid, read_checkpoint
 from lora_rocm.train.compare import compare
 from lora_rocm.train.conversions import convert
 from lora_rocm.train.preview import ENDINGS, content_of
-from lora_rocm.train.standalone import Job, open_transfer, send_model, start_device
+from lora_rocm.train.standalone import Job, open_placement, start_device
 
 TEXTS = ("prompt", "negative_prompt")
 WRITTEN_TOGETHER = 8  # images drawn and saved at a time, so that a stop loses few of them
@@ -76,7 +76,7 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
     encoded: dict[str, Tensors] = {asked: {}, negative: {}}
     for encoder in family.encoders():
         if encoder.entry.inputs == (CAPTION,):
-            encode = encoder.load(open_transfer(device, settings))
+            encode = encoder.load(open_placement(device, settings))
             for prompt, tensors in encoded.items():
                 tensors |= encode({CAPTION: prompt})
             del encode  # free it before the next one, or the model, is loaded
@@ -87,7 +87,7 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
     new_tokens.put(family, model, tokens)
     new_tokens.start(family, model, tokens)
     attach_file(family, model, lora, job["strength"], say)
-    send_model(model, open_transfer(device, settings))
+    model.place(open_placement(device, settings))
     family.fuse(model, triton=False)  # in float16 some families are only right as they are trained
     # Draw and save
     preview = PreviewPrompt(

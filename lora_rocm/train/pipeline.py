@@ -39,7 +39,7 @@ from lora_rocm.train.base_seal import Seals, broken, identities, seals_of
 from lora_rocm.train.build_trainer import first_pass, new_trainer
 from lora_rocm.train.checkpoint import Checkpoint, discard_newer, latest_valid, read_checkpoint, restore_threads
 from lora_rocm.train.class_images import with_class_images
-from lora_rocm.train.context import Data, StartContext, captures, encoder_transfer, transfer_of
+from lora_rocm.train.context import Data, StartContext, captures, encoder_placement, transfer_of
 from lora_rocm.train.disk_forecast import CacheRoom, Room
 from lora_rocm.train.guard import CacheGuard, Guard
 from lora_rocm.train.hooks import TensorBoard, Validation
@@ -178,7 +178,8 @@ def load(start: StartContext, family: ModelFamily, data: Data) -> tuple[Artifact
         limit=adapter.norm_limit(recipe.lora),
     )
     # Checkpoint: compare, then restore
-    position, seals = Position(), seals_of(transfer.base)
+    assert model.placement is not None, "load_model places it"
+    position, seals = Position(), seals_of(model.placement.fingerprints())
     if checkpoint is not None:
         seals = _require_same_base_and_data(start, data, family, checkpoint, seals)
         position = _restore(checkpoint, transfer, adapter, optimizer)
@@ -190,11 +191,10 @@ def load(start: StartContext, family: ModelFamily, data: Data) -> tuple[Artifact
     position.attempt = max(position.attempt, start.attempt)
     # Canary and guard
     capture = capture_on_gpu if captures(start) else None
-    canary = Canary(start.device, start.dtype, recipe.lora.rank, transfer, capture=capture)
+    canary = Canary(start.device, start.dtype, recipe.lora.rank, model.placement, capture=capture)
     guard = Guard(canary, optimizer, start.context)
     guard.check_kernels(position.updates)
     guard.use_graphs(capture)
-    room = Room(session.run_dir, recipe, data.max_train_steps, start.context, data.steps_per_epoch)
     artifacts = Artifacts(
         session=session,
         recipe=recipe,
@@ -209,7 +209,7 @@ def load(start: StartContext, family: ModelFamily, data: Data) -> tuple[Artifact
         run_facts={**data.facts(), **identities(family)},
         base_seals=seals,
         steps_per_epoch=data.steps_per_epoch,
-        room=room,
+        room=Room(session.run_dir, recipe, data.max_train_steps, start.context, data.steps_per_epoch),
         tiles=start.settings.preview_tiling,
         memory=memory,
         world=start.world,
@@ -230,7 +230,7 @@ def prepare_data(start: StartContext, family: ModelFamily) -> Data:
         report=CacheRoom(cache, start.context),
         context=start.context,
         tiles=start.settings.image_tiling,
-        open_door=partial(encoder_transfer, start),
+        open_door=partial(encoder_placement, start),
         look=CacheGuard(recipe.lora.rank, updates, start.context),
         more=start_encoders(recipe, family, start.dtype),
     )

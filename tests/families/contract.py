@@ -247,13 +247,11 @@ class Adapted:
                 leaf.add_(0.1 * torch.randn(leaf.shape, generator=rng))
         self.transfer = DeviceTransfer(device, pin=self.pin)
         self.memory = Memory(Job(), offloads, offloads, print)
-        staying = self.memory.staying(self.family, self.model)
-        for name, component in self.model.components.items():
-            self.transfer.send_parameters(component, name, staying)
+        self.model.place(self.memory.placement(self.family, self.model, self.transfer, self.pin))
+        for component in self.model.components.values():
             component.train()
-        self.model.device = device
         self.family.fuse(self.model, triton=self.pin)
-        self.memory.put(self.family, self.model, self.transfer, self.pin)
+        self.memory.put(self.family, self.model)
         self.weights = self.adapter.flatten(torch.float32, torch.float32)
         scale = torch.ones((), device=device)
         self.engine = Engine(self.family, self.model, self.weights, scale, nullcontext)

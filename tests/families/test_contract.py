@@ -127,7 +127,7 @@ def test_cached_samples_make_batches_whose_gradients_reach_the_adapter_alone(its
         for name, parameter in component.named_parameters():
             assert parameter.requires_grad is (id(parameter) in trained), name
             assert parameter.grad is None, name
-    assert not adapted.transfer.changed()
+    assert adapted.model.placement is not None and not adapted.model.placement.changed()
 
 
 def test_an_example_is_as_a_batch_of_its_shape(its: Its) -> None:

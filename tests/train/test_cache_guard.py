@@ -13,6 +13,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from lora_rocm.checks.canary import Canary
+from lora_rocm.device.placement.base import Resident
 from lora_rocm.device.transfer import DeviceTransfer, copy_to_device
 from lora_rocm.errors import CanaryError, TransferError
 from lora_rocm.families import vae as vae_module
@@ -199,7 +200,7 @@ def test_a_device_that_is_lost_too_does_not_take_the_place_of_the_first_error(
         raise second
 
     look = CacheGuard(rank=4, updates=0, context=NOBODY)
-    door = DeviceTransfer(torch.device("cpu"), pin=False)
+    door = Resident(DeviceTransfer(torch.device("cpu"), pin=False))
     look(door)
     monkeypatch.setattr(Canary, "failure", lambda self: first)
     monkeypatch.setattr(guard, "DeviceTransfer", lost)

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from lora_rocm.dataset.scan import scan
+from lora_rocm.device.placement.base import Resident
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import StoppedError
 from lora_rocm.families.base import PreviewRequest, Tensors, family_for
@@ -56,7 +57,7 @@ def by_the_base(recipe: Recipe, number: int) -> Image.Image:
     text: dict[str, Tensors] = {PROMPT: {}, "": {}}
     for encoder in family.encoders():
         if encoder.entry.inputs == ("caption",):
-            encode = encoder.load(DeviceTransfer(CPU, pin=False))
+            encode = encoder.load(Resident(DeviceTransfer(CPU, pin=False)))
             for prompt, tensors in text.items():
                 tensors |= encode({"caption": prompt})
     model = family.load(torch.float32, CPU)

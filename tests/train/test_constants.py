@@ -124,7 +124,7 @@ def unguarded(trainer: Trainer) -> list[str]:
     optimizer = trainer.optimizer
     assert isinstance(optimizer, GatedOptimizer)
     guarded = {words.untyped_storage().data_ptr() for words in optimizer.state_guard._words}
-    guarded |= {tensor.untyped_storage().data_ptr() for tensor, _ in trainer.transfer.frozen.values()}
+    guarded |= {tensor.untyped_storage().data_ptr() for tensor in trainer.model.placement.on_device().values()}
     found = []
     for owner, place, tensor in tensors_of(trainer):
         known = tensor.is_meta or not tensor.numel() or tensor.untyped_storage().data_ptr() in guarded

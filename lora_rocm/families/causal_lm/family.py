@@ -26,7 +26,7 @@ from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, Pad, TensorSpec
 from lora_rocm.dataset.records import Pair, UnusableText, read
 from lora_rocm.dataset.row_reference import separated
 from lora_rocm.dataset.shape import Shape
-from lora_rocm.device.transfer import DeviceTransfer
+from lora_rocm.device.placement.base import Placement
 from lora_rocm.errors import DataError, ModelError
 from lora_rocm.families.base import Encode, Encoder, Inputs, LoadedModel, OwnFiles, PreviewRequest, Sampling, Tensors
 from lora_rocm.families.causal_lm.architecture import (
@@ -282,13 +282,13 @@ class CausalLM:
         return Prediction(log_probs_BP, batch[START], weight_B, objective.distance, measures)
 
     @torch.no_grad()
-    def at_start(self, model: Callable[[], LoadedModel], inputs: Inputs, door: DeviceTransfer) -> Tensors:
+    def at_start(self, model: Callable[[], LoadedModel], inputs: Inputs, door: Placement) -> Tensors:
         """As ``ComparesWithStart.at_start``; zeros for a text that is no pair, such as a preview's prompt."""
         if not isinstance(read(str(inputs[CAPTION])), Pair):
             return {START: torch.zeros(2)}
         pair = _encoded_pair(self.texts, inputs)
-        ids_BPS, labels_BPS = (door.send_checked(pair[name][None], name) for name in (IDS, LABELS))
-        return door.receive({START: _log_probs(model(), ids_BPS, labels_BPS)[0]})
+        ids_BPS, labels_BPS = (door.transfer.send_checked(pair[name][None], name) for name in (IDS, LABELS))
+        return door.transfer.receive({START: _log_probs(model(), ids_BPS, labels_BPS)[0]})
 
     @torch.no_grad()
     def preview(
@@ -380,7 +380,7 @@ class TokensEncoder:
     def in_tiles(self) -> None:
         return None
 
-    def load(self, door: DeviceTransfer) -> Encode:
+    def load(self, door: Placement) -> Encode:
         return partial(_encoded, self._family.texts)
 
 
@@ -395,7 +395,7 @@ class PackedEncoder(TokensEncoder):
         share=LOSS_MASK,
     )
 
-    def load(self, door: DeviceTransfer) -> Encode:
+    def load(self, door: Placement) -> Encode:
         return partial(_encoded_row, self._family.texts)
 
 
@@ -409,7 +409,7 @@ class PairsEncoder(TokensEncoder):
         follows_shape=True,
     )
 
-    def load(self, door: DeviceTransfer) -> Encode:
+    def load(self, door: Placement) -> Encode:
         return partial(_encoded_pair, self._family.texts)
 
 

@@ -13,13 +13,13 @@ from transformers import CLIPTextConfig, CLIPTextModel, Qwen3Config, Qwen3Model,
 
 from lora_rocm.device import transfer
 from lora_rocm.device.allocator import limit_now
+from lora_rocm.device.placement import base, offloaded
+from lora_rocm.device.placement.base import Resident
+from lora_rocm.device.placement.streamed import ENCODING_BYTES, Streamed, free_for_encoder, repeated_layers
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.hardware.memory_budget import GIB
 from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.weight_format import is_packed, pack
-from lora_rocm.memory import encoder_transfer as module
-from lora_rocm.memory import offload
-from lora_rocm.memory.encoder_transfer import ENCODING_BYTES, EncoderTransfer, free_for_encoder, repeated_layers
 from lora_rocm.memory.op_counter import Ledger
 from lora_rocm.rundir.run_context import NOBODY
 from tests.device.fake_card import GPU, SETTINGS, FakeCard
@@ -62,8 +62,13 @@ def states(model: nn.Module, device: torch.device = CPU) -> list[Tensor]:
     return [model(input_ids=one).last_hidden_state.cpu() for one in ids]
 
 
-def streaming(device: torch.device = CPU, said: list[str] | None = None) -> EncoderTransfer:
-    return EncoderTransfer(device, device.type == "cuda", lambda: 0, NOBODY if said is None else listening(said))
+def transfer_to(device: torch.device = CPU) -> DeviceTransfer:
+    return DeviceTransfer(device, pin=device.type == "cuda")
+
+
+def streaming(device: torch.device = CPU, said: list[str] | None = None) -> Streamed:
+    context = NOBODY if said is None else listening(said)
+    return Streamed(partial(transfer_to, device), lambda: 0, device.type == "cuda", context)
 
 
 @pytest.mark.parametrize(("name", "stored"), [*((name, "none") for name in MODELS), ("T5", "nf4"), ("Qwen3", "int8")])
@@ -71,7 +76,7 @@ def test_a_streamed_encoder_gives_the_same_bits(name: str, stored: str) -> None:
     model, said = made(MODELS[name]), list[str]()
     pack(model, quantised(stored, r"(^|\.)(block|layers)\.\d+\."))
     wanted, door = states(model), streaming(said=said)
-    door.send_parameters(model, "text_encoder")
+    door.place(model, "text_encoder")
     assert all(torch.equal(one, other) for one, other in zip(states(model), wanted, strict=True))
     assert door.changed() == [] and door.streaming() is None
     assert len(said) == 1 and f"{LAYERS} layers" in said[0] and "text_encoder" in said[0] and "has 0 B free" in said[0]
@@ -80,22 +85,22 @@ def test_a_streamed_encoder_gives_the_same_bits(name: str, stored: str) -> None:
     names = [path for path, _ in model.named_parameters()]
     layers = [path for path in names if any(part.isdigit() for part in path.split("."))]
     assert 0 < len(layers) < len(names)
-    assert not {f"text_encoder.{path}" for path in layers} & door.frozen.keys()
-    assert {f"text_encoder.{path}" for path in set(names) - set(layers)} <= door.frozen.keys()
+    assert not {f"text_encoder.{path}" for path in layers} & door.on_device().keys()
+    assert {f"text_encoder.{path}" for path in set(names) - set(layers)} <= door.on_device().keys()
 
 
 def test_an_encoder_that_fits_stays_whole_until_memory_runs_out() -> None:
     said = list[str]()
     weight_bytes = sum(p.numel() * p.element_size() for p in made(t5).parameters())
     for free_bytes, streams in ((weight_bytes + ENCODING_BYTES, False), (weight_bytes + ENCODING_BYTES - 1, True)):
-        door, model = EncoderTransfer(CPU, False, partial(int, free_bytes), listening(said)), made(t5)
-        door.send_parameters(model, "encoder")
+        door, model = Streamed(transfer_to, partial(int, free_bytes), False, listening(said)), made(t5)
+        door.place(model, "encoder")
         assert bool(said) is streams is (door.streaming() is None)
-        assert len(door.frozen) == (2 if streams else len([*model.parameters()]))
+        assert len(door.on_device()) == (2 if streams else len([*model.parameters()]))
         if not streams:
             again = door.streaming()
             assert again is not None
-            again.send_parameters(made(t5), "encoder")
+            again.place(made(t5), "encoder")
             assert again.streaming() is None and "ran out" in said.pop()
 
 
@@ -107,39 +112,39 @@ def test_what_is_free_is_asked_when_an_encoder_moves(
     card, said = FakeCard(tmp_path, others=GIB).install(monkeypatch), list[str]()
     weight_bytes = sum(p.numel() * p.element_size() for p in made(t5).parameters())
     assert weight_bytes + ENCODING_BYTES < free_for_encoder(GPU, SETTINGS)
-    door = EncoderTransfer(CPU, False, partial(free_for_encoder, GPU, SETTINGS), listening(said))
-    door.send_parameters(made(clip), "first")
+    door = Streamed(transfer_to, partial(free_for_encoder, GPU, SETTINGS), False, listening(said))
+    door.place(made(clip), "first")
     assert said == []
     card.changed(others=GIB + game_bytes)
-    door.send_parameters(made(t5), "second")
+    door.place(made(t5), "second")
     assert [text.partition(" ")[0] for text in said] == (["second"] if game_bytes else [])
     assert card.limit == limit_now(GPU, SETTINGS), "the allocator is held to it as well"
 
 
 def test_a_module_without_layers_is_sent_whole() -> None:
-    door, said = EncoderTransfer(CPU, False, lambda: 0, listening(log := list[str]())), log
-    door.send_parameters(made(lambda: nn.Linear(4, 4)), "encoder")
-    assert said == [] and len(door.frozen) == 2
+    door, said = Streamed(transfer_to, lambda: 0, False, listening(log := list[str]())), log
+    door.place(made(lambda: nn.Linear(4, 4)), "encoder")
+    assert said == [] and len(door.on_device()) == 2
 
 
 @pytest.mark.parametrize("spoilt", [False, True])  # False: the control
 def test_a_fetch_that_arrives_changed_is_found_before_its_results_are_kept(
     monkeypatch: pytest.MonkeyPatch, spoilt: bool
 ) -> None:
-    class Spoiling(offload.Offload):
-        def __init__(self, layers: list[nn.Module], door: DeviceTransfer, pin: bool) -> None:
-            super().__init__(layers, door, pin, self._spoil)
+    class Spoiling(offloaded.Offload):
+        def __init__(self, layers: list[nn.Module], rest: Resident, pin: bool, copy: object) -> None:
+            super().__init__(layers, rest, pin, self._spoil)
             self.count = 0
 
         def _spoil(self, place: Tensor, source: Tensor) -> None:
-            offload.copy_into(place, source)
+            offloaded.copy_into(place, source)
             self.count += 1
             if spoilt and self.count == LAYERS + 2:  # in the second caption
                 place[7] ^= 1
 
-    monkeypatch.setattr(module, "Offload", Spoiling)
+    monkeypatch.setattr(offloaded, "Offload", Spoiling)
     door, model = streaming(), made(t5)
-    door.send_parameters(model, "encoder")
+    door.place(model, "encoder")
     assert door.changed() == []
     states(model)
     assert bool(door.changed()) is spoilt
@@ -152,16 +157,16 @@ def test_the_host_never_holds_the_layers_twice(monkeypatch: pytest.MonkeyPatch) 
             model = made(t5, torch.float32)
             ledger.mark()
             before = ledger.live_bytes
-            streaming().send_parameters(model, "encoder")
+            streaming().place(model, "encoder")
             return (ledger.mark() - before) / one_layer
 
-    for where in (offload, transfer):  # what a fingerprint takes is more than such small layers
+    for where in (offloaded, transfer):  # what a fingerprint takes is more than such small layers
         monkeypatch.setattr(where, "whole_fingerprint", lambda tensor: torch.zeros((), dtype=torch.int64))
-    monkeypatch.setattr(transfer, "GROUP_BYTES", {False: 0, True: 0})
+    monkeypatch.setattr(base, "GROUP_BYTES", {False: 0, True: 0})
     one_layer = sum(p.numel() * 4 for p in repeated_layers(made(t5))[-1].parameters())
-    monkeypatch.setattr(offload, "ARENA_BYTES", one_layer)
-    assert most_layers() < offload.SLOTS + 1.1  # the slots on the device, which is the CPU here, and an arena
-    monkeypatch.setattr(offload, "ARENA_BYTES", 1 << 20)  # the control: one arena for all
+    monkeypatch.setattr(offloaded, "ARENA_BYTES", one_layer)
+    assert most_layers() < offloaded.SLOTS + 1.1  # the slots on the device, which is the CPU here, and an arena
+    monkeypatch.setattr(offloaded, "ARENA_BYTES", 1 << 20)  # the control: one arena for all
     assert most_layers() > 3.9
 
 
@@ -177,9 +182,9 @@ def test_layers_are_those_of_the_largest_outermost_list() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_on_a_gpu_a_streamed_encoder_gives_the_bits_of_a_whole_one(name: str) -> None:
     device, found = torch.device("cuda", 0), []
-    for door in (streaming(device), DeviceTransfer(device, pin=True)):
+    for door in (streaming(device), Resident(transfer_to(device))):
         model = made(MODELS[name])
-        door.send_parameters(model, "encoder")
+        door.place(model, "encoder")
         found.append(states(model, device))
         assert door.changed() == []
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

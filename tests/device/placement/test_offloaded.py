@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lora_rocm.device.placement.base import Resident
+from lora_rocm.device.placement.offloaded import ALIGNMENT_BYTES, Offload, Offloaded, copy_into
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.families.base import LoadedModel
 from lora_rocm.families.recompute import Recomputing, Run
 from lora_rocm.kernels.frozen_conv import FrozenConv2d
-from lora_rocm.memory.offload import ALIGNMENT_BYTES, Offload, copy_into
 
 CPU = torch.device("cpu")
 WIDTH, BLOCKS, STEPS = 48, 6, 3
@@ -57,10 +58,11 @@ def prepared(
 ) -> tuple[Net, DeviceTransfer, Offload | None]:
     net, transfer = Net(), DeviceTransfer(device, pin=device.type == "cuda")
     chosen = list(net.blocks[which]) if which is not None else []
-    staying = {id(t) for block in chosen for t in [*block.parameters(), *block.buffers()] if not t.requires_grad}
-    transfer.send_parameters(net, "net", staying)
+    placement = Offloaded(Resident(transfer), lambda: chosen, device.type == "cuda", copy)
+    placement.place(net, "net")
     net.run = Recomputing(LoadedModel({"net": net}, torch.float32, device))
-    return net, transfer, Offload(chosen, transfer, device.type == "cuda", copy) if chosen else None
+    placement.hold()
+    return net, transfer, placement.offload
 
 
 def trained(net: Net, device: torch.device, steps: int = STEPS) -> list[Tensor]:
@@ -228,18 +230,20 @@ def test_a_capture_that_was_broken_off_leaves_nothing_that_a_pass_could_believe(
 
 
 def test_what_waits_is_not_among_what_is_looked_at_on_the_device() -> None:
-    net, transfer, _ = prepared(CPU, slice(0, 3))
-    frozen = {name for name, _ in transfer.frozen.items()}
+    net, rest = Net(), Resident(DeviceTransfer(CPU, pin=False))
+    placement = Offloaded(rest, lambda: list(net.blocks[:3]), pin=False)
+    placement.place(net, "net")
+    frozen = placement.on_device().keys()
     assert not any(name.startswith(("net.blocks.0.", "net.blocks.2.")) for name in frozen)
-    assert "net.blocks.3.base.weight" in frozen and transfer.changed() == []
+    assert "net.blocks.3.base.weight" in frozen and placement.changed() == []
 
 
 def test_weights_that_were_sent_already_come_back() -> None:
-    net, transfer = Net(), DeviceTransfer(CPU, pin=False)
-    transfer.send_parameters(net, "net")
+    net, rest = Net(), Resident(DeviceTransfer(CPU, pin=False))
+    rest.place(net, "net")
     net.run = Recomputing(LoadedModel({"net": net}, torch.float32, CPU))
-    Offload(list(net.blocks), transfer, pin=False)
-    assert transfer.frozen == {}
+    Offload(list(net.blocks), rest, pin=False)
+    assert rest.on_device() == {}
     assert same(trained(net, CPU), trained(prepared(CPU, None)[0], CPU))
 
 
@@ -281,14 +285,14 @@ def test_weights_of_one_memory_stay_so_and_are_fetched_once() -> None:
     """One product and two add up the same eight numbers; in which order, the processor decides."""
     block = Merged()
     size, x = 2 * 8 * 8 * 4, torch.randn(3, 8)
-    offload = Offload([block], DeviceTransfer(CPU, pin=False), pin=False)
+    offload = Offload([block], Resident(DeviceTransfer(CPU, pin=False)), pin=False)
     merged, single = block(x)
     most = torch.finfo(torch.float32).eps * 8 * (x.abs() @ block.helper.whole.abs().t())  # two sums of eight, rounded
     assert ((merged - single).abs() <= most).all()
     assert ((merged - single.roll(8, dims=-1)).abs() > 100 * most).float().mean() > 0.9, "the control: places exchanged"
     assert offload.host_bytes == offload.fetched_bytes == size
     block.helper = Merged.Helper(torch.zeros(2))  # what is not of that memory is left alone
-    assert Offload([block], DeviceTransfer(CPU, pin=False), pin=False).host_bytes == size
+    assert Offload([block], Resident(DeviceTransfer(CPU, pin=False)), pin=False).host_bytes == size
 
 
 def test_other_layouts_come_back_as_they_are() -> None:
@@ -296,7 +300,7 @@ def test_other_layouts_come_back_as_they_are() -> None:
     conv.weight.data = conv.weight.data.to(memory_format=torch.channels_last)
     wanted, x = conv.weight.clone(), torch.randn(1, 4, 5, 5)
     before = conv(x)
-    Offload([conv], DeviceTransfer(CPU, pin=False), pin=False)
+    Offload([conv], Resident(DeviceTransfer(CPU, pin=False)), pin=False)
     assert torch.equal(conv(x), before)
     assert torch.equal(conv.weight, wanted) and conv.weight.is_contiguous(memory_format=torch.channels_last)
 
@@ -311,11 +315,11 @@ def test_weights_that_are_parts_of_something_larger_take_only_their_part() -> No
     layer = net.blocks[1].base
     layer.weight.data = whole[300:].as_strided(layer.weight.shape, (1, len(layer.weight)))
     net.run = Recomputing(LoadedModel({"net": net}, torch.float32, CPU))
-    first = Offload(list(net.blocks[:4]), transfer, pin=False)
+    first = Offload(list(net.blocks[:4]), Resident(transfer), pin=False)
     assert first.host_bytes < whole.numel()
     first.close()
-    second = Offload(list(net.blocks), transfer, pin=False)
-    alone = Offload(list(Net().blocks), DeviceTransfer(CPU, pin=False), pin=False)
+    second = Offload(list(net.blocks), Resident(transfer), pin=False)
+    alone = Offload(list(Net().blocks), Resident(DeviceTransfer(CPU, pin=False)), pin=False)
     assert second.host_bytes <= alone.host_bytes + 2 * ALIGNMENT_BYTES
     assert same(trained(net, CPU), wanted)
 
@@ -342,7 +346,7 @@ def test_weights_that_are_all_a_block_needs_to_go_back_are_there(
     net.run = Recomputing(LoadedModel({"net": net}, torch.float32, CPU))
     if not is_entered:
         monkeypatch.setattr(Offload, "_left", lambda *_: None)
-    offload = Offload(list(net.blocks), DeviceTransfer(CPU, pin=False), False)
+    offload = Offload(list(net.blocks), Resident(DeviceTransfer(CPU, pin=False)), False)
     places = {place.untyped_storage().data_ptr() for place in offload._places}
     convolve, were_there = F.conv_transpose2d, []
 
@@ -392,7 +396,7 @@ class DoubleNet(nn.Module):
 def test_blocks_called_by_keyword_that_return_tuples_train_to_the_same_bits(which: slice) -> None:
     plain, net, transfer = DoubleNet(), DoubleNet(), DeviceTransfer(CPU, pin=False)
     plain.recomputes = False
-    offload = Offload(list(net.blocks[which]), transfer, pin=False)
+    offload = Offload(list(net.blocks[which]), Resident(transfer), pin=False)
     assert same(trained(net, CPU), trained(plain, CPU))
     assert not transfer.bad
     assert offload.fetched_bytes > offload.host_bytes
@@ -402,7 +406,7 @@ def test_inputs_given_by_keyword_decide_whether_a_block_is_entered_again() -> No
     net = DoubleNet()
     for block in net.blocks:
         block.requires_grad_(False)
-    offload = Offload(list(net.blocks), DeviceTransfer(CPU, pin=False), pin=False)
+    offload = Offload(list(net.blocks), Resident(DeviceTransfer(CPU, pin=False)), pin=False)
     net(torch.randn(2, WIDTH, requires_grad=True)).sum().backward()
     sizes = [waiting.host.numel() for waiting in offload._waiting]
     assert offload.fetched_bytes == sum(sizes) + sum(sizes[:-2])

@@ -1,4 +1,4 @@
-"""Frozen weights in main memory that are fetched to the GPU block by block, one block ahead of the computation.
+"""A placement that keeps the frozen weights of blocks in main memory, and fetches them one block ahead of their use.
 
 The blocks are recomputed in the backward pass (``families.recompute``), so each is used twice per pass: forward and
 backward. A block's weights are one piece of pinned memory, copied at once on a stream of their own into one of two
@@ -12,7 +12,7 @@ verdict (``DeviceTransfer.bad``): nothing synchronises, and no update uses the d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lora_rocm.device.transfer import DeviceTransfer, position_table, whole_fingerprint
+from lora_rocm.device.placement.base import Ask, Resident, Sent, frozen_tensors
+from lora_rocm.device.transfer import DeviceTransfer, position_table, whole_fingerprint, whole_fingerprints
 from lora_rocm.planning.step_cost import SLOTS
 
 ARENA_BYTES = 2**30
@@ -63,6 +64,76 @@ def copy_into(place: Tensor, source: Tensor) -> None:
     place.copy_(source, non_blocking=True)
 
 
+class Offloaded:
+    """Keeps all weights on the device except for those of some blocks. Implements ``Placement``.
+
+    Fusing may merge weights into new memory. So they move to main memory in two steps: ``place`` does not send them,
+    and ``hold`` packs them once the modules are fused.
+
+    Args:
+        rest: keeps all other weights.
+        blocks: gives the blocks in forward order. Asked by ``place`` and by ``hold``: fusing may replace modules, and a
+            plan of memory may change.
+        pin, copy: see ``Offload``.
+
+    Attributes:
+        offload: fetches the blocks that are held; None: no block is.
+    """
+
+    def __init__(
+        self,
+        rest: Resident,
+        blocks: Callable[[], Sequence[nn.Module]],
+        pin: bool,
+        copy: Callable[[Tensor, Tensor], None] = copy_into,
+    ) -> None:
+        self.offload: Offload | None = None
+        self._rest, self._blocks, self._pin, self._copy = rest, blocks, pin, copy
+
+    @property
+    def transfer(self) -> DeviceTransfer:
+        return self._rest.transfer
+
+    def place(self, module: nn.Module, component: str) -> None:
+        self._rest.place(module, component, {id(tensor) for tensor in frozen_tensors(self._blocks())})
+
+    def hold(self) -> None:
+        """Move the blocks' weights to main memory; those that are on the device are received from it."""
+        self.close()  # its slots must be free before new ones are allocated on a full device
+        if blocks := self._blocks():
+            self.offload = Offload(blocks, self._rest, self._pin, self._copy)
+
+    def close(self) -> None:
+        """Leave the weights in main memory, and fetch them no more."""
+        if self.offload is not None:
+            self.offload.close()
+            self.offload = None
+
+    def fetch(self, block: nn.Module) -> None:
+        if self.offload is not None:
+            self.offload.fetch(block)
+
+    def release(self, block: nn.Module) -> None:
+        if self.offload is not None:
+            self.offload.release(block)
+
+    def fingerprints(self) -> Mapping[str, Sent]:
+        return self._rest.fingerprints()
+
+    def on_device(self) -> Mapping[str, Tensor]:
+        return self._rest.on_device()
+
+    def changed(self, ask: Ask = whole_fingerprints) -> list[str]:
+        return self._rest.changed(ask)
+
+    def bytes_on_device(self) -> int:
+        slots = 0 if self.offload is None else self.offload.slot_bytes
+        return self._rest.bytes_on_device() + slots
+
+    def streaming(self) -> None:
+        return None
+
+
 class Offload:
     """Moves the frozen weights of blocks to main memory and fetches them for use.
 
@@ -72,7 +143,7 @@ class Offload:
 
     Args:
         blocks: in forward order.
-        transfer: gives the device and holds the verdict.
+        rest: gives up the weights that are on the device; its transfer holds the verdict.
         pin: keep the weights in pinned memory; without it, copies do not overlap with computation.
         copy: copies bytes into a slot.
 
@@ -84,19 +155,18 @@ class Offload:
     def __init__(
         self,
         blocks: Sequence[nn.Module],
-        transfer: DeviceTransfer,
+        rest: Resident,
         pin: bool,
         copy: Callable[[Tensor, Tensor], None] = copy_into,
     ) -> None:
+        transfer = rest.transfer
         self._transfer, self._copy = transfer, copy
+        self._index = {id(block): index for index, block in enumerate(blocks)}
         # Move the weights to main memory; they are no longer frozen tensors on the device.
         layouts = [_layout(block) for block in blocks]
         places = _main_memory([layout.num_bytes for layout in layouts], pin)
         self._waiting = [_pack(layout, host, transfer) for layout, host in zip(layouts, places, strict=True)]
-        taken = {id(piece.owner) for waiting in self._waiting for piece in waiting.pieces}
-        for name, (tensor, _) in list(transfer.frozen.items()):
-            if id(tensor) in taken:
-                del transfer.frozen[name]
+        rest.give_up({id(piece.owner) for waiting in self._waiting for piece in waiting.pieces})
         self.host_bytes, self.fetched_bytes = sum(waiting.host.numel() for waiting in self._waiting), 0
         # Slots on the device, each large enough for any block.
         device = transfer.device
@@ -134,18 +204,38 @@ class Offload:
         for index in range(len(self._waiting)):
             self._leave(index)
 
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the device that fetched weights take."""
+        return sum(place.nbytes for place in self._places)
+
+    def fetch(self, block: nn.Module) -> None:
+        """Make a block's weights ready for use, without any prefetch; other modules have theirs."""
+        if id(block) in self._index:
+            self._ready(self._index[id(block)])
+
+    def release(self, block: nn.Module) -> None:
+        """Point a block's weights to main memory."""
+        if id(block) in self._index:
+            self._leave(self._index[id(block)])
+
     def _enter(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Before a block computes: make its weights available, and prefetch the next block's."""
         back = self._goes_back(index, tree_leaves((args, kwargs)))
+        place = self._ready(index)
+        following = index - 1 if back else index + 1
+        wanted = following >= 0 and self._returns[following] if back else following < len(self._waiting)
+        if wanted and following not in self._holds:
+            self._fetch(following, spare=place)
+
+    def _ready(self, index: int) -> int:
+        """Point a block's weights to the slot that has them, fetched if none has; return the slot."""
         if index not in self._holds:
             self._fetch(index, spare=None)
         place = self._holds.index(index)
         self._check(index, place)
         self._waiting[index].point_to(self._places[place])
-        following = index - 1 if back else index + 1
-        wanted = following >= 0 and self._returns[following] if back else following < len(self._waiting)
-        if wanted and following not in self._holds:
-            self._fetch(following, spare=place)
+        return place
 
     def _left(self, index: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """After a block's forward pass: fetch its weights again when the gradient of an output arrives.
@@ -223,12 +313,6 @@ def _goes_back_now() -> bool:
     return torch._C._current_graph_task_id() >= 0
 
 
-def frozen_tensors(block: nn.Module) -> list[Tensor]:
-    """A block's frozen weights and buffers, each once."""
-    found = {id(tensor): tensor for tensor in [*block.parameters(), *block.buffers()] if not tensor.requires_grad}
-    return list(found.values())
-
-
 def _of_same_memory(block: nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Tensors held by helper objects of the modules (merged projections) that share memory with the weights."""
     memories = {tensor.untyped_storage().data_ptr() for tensor in tensors}
@@ -257,7 +341,7 @@ class _Layout:
 
 
 def _layout(block: nn.Module) -> _Layout:
-    tensors = frozen_tensors(block)
+    tensors = frozen_tensors([block])
     tensors += _of_same_memory(block, tensors)
     parts: dict[int, _Part] = {}
     for tensor in tensors:
