@@ -16,7 +16,7 @@ ARROW = "tables of pyarrow and rows of datasets, which have no annotations"
 SYSTEM = "functions of the operating system through ctypes and winreg, which other systems lack"
 TORCH = "arguments of autograd functions, hooks and dispatch modes, which torch types as Any"
 HOLES: dict[str, tuple[int, int, str]] = {
-    "adapters": (72, 1, LIBRARY),
+    "adapters": (71, 1, LIBRARY),
     "base_models": (37, 3, LIBRARY),
     "bench": (6, 0, JSON),
     "cache_files": (5, 0, JSON),
@@ -47,7 +47,7 @@ HOLES: dict[str, tuple[int, int, str]] = {
     "supervisor": (22, 0, JSON),
     "telemetry": (7, 0, SYSTEM),
     "trials": (21, 2, TORCH),
-    "train": (38, 3, JSON),
+    "train": (39, 3, JSON),
 }
 """Room -> ``Any`` written out, ``type: ignore`` comments, why. Triton kernels are not counted: they are no Python."""
 IGNORE = re.compile(r"#\s*type:\s*ignore")

@@ -21,9 +21,9 @@ from lora_rocm.adapters.entry import Entry, Form
 from lora_rocm.adapters.lora_entry import LoraEntry, with_one_alpha
 from lora_rocm.adapters.lora_reader import DIFFUSERS_METADATA, DORA_NORM, PEFT_PREFIX
 from lora_rocm.adapters.module_names import COMFYUI, SD_SCRIPTS, TEXT_LEVEL
+from lora_rocm.adapters.new_tokens import NAME, TOKEN_FIELD
 from lora_rocm.base_models.hub import looks_like_id
 from lora_rocm.errors import AdapterError
-from lora_rocm.export.embedding_files import embedding_files
 from lora_rocm.export.metadata import Facts, modelspec, ss_fields
 from lora_rocm.export.safetensors_writer import TensorFile, kohya_hashes
 from lora_rocm.export.verify import Verification, verify
@@ -32,6 +32,7 @@ from lora_rocm.foundation.files import json_bytes, write_atomic
 from lora_rocm.model_files.peft_folder import PEFT_CONFIG, PEFT_WEIGHTS
 from lora_rocm.recipe.adapter_sections import FORMS_WITH_NORMS
 from lora_rocm.recipe.schema import Recipe
+from lora_rocm.rundir.layout import embeddings_of
 from lora_rocm.rundir.results import FileDigest
 
 __all__ = ["DTYPES", "LoadedModel", "Verification", "verify", "write"]
@@ -224,3 +225,30 @@ def _metadata(
     ss = ss_fields(recipe, family, facts, adapter.network())
     hashes = kohya_hashes(tensors, ss)
     return {**ss, **hashes, **modelspec(recipe, family, facts, hashes["sshs_model_hash"])}
+
+
+def embedding_files(lora: Path, adapter: Adapter, recipe: Recipe) -> Iterator[tuple[Path, TensorFile]]:
+    """Yield path and content of each new token's embedding file, in float32, as A1111 and ComfyUI read it.
+
+    The vectors are not put into the LoRA file ("bundle_emb."): A1111 and OneTrainer would read them there, but
+    diffusers refuses a file with keys that it does not know.
+
+    Args:
+        lora: the LoRA file, or folder of PEFT folders, beside which they belong.
+        adapter: holds the vectors.
+        recipe: names the tokens.
+    """
+    tokens = recipe.lora.new_tokens
+    if not tokens:
+        return
+    sizes, state = [token.vectors for token in tokens], adapter.state()
+    of_key = {key: state[f"{NAME}.{name}"].float().split(sizes) for name, key in recipe.spec.embedding_keys.items()}
+    for number, token in enumerate(tokens):
+        metadata = {
+            "format": "pt",
+            "modelspec.architecture": recipe.spec.metadata.architecture.replace("/lora", "/textual-inversion"),
+            "modelspec.title": token.file_stem,
+            TOKEN_FIELD: token.token,
+        }
+        tensors = {key: vectors[number].contiguous() for key, vectors in of_key.items()}
+        yield embeddings_of(lora) / f"{token.file_stem}.safetensors", TensorFile(tensors, metadata)
