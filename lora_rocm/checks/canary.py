@@ -17,9 +17,10 @@ from torch import Tensor
 
 from lora_rocm.checks.graph_check import Capture, capture_on_gpu, captured_sums
 from lora_rocm.checks.selftest_attention import DEFAULT, attention
-from lora_rocm.checks.selftest_base import DTYPES, Check, WrongAnswerError, first_wrong, judge, poison, whole_numbers
+from lora_rocm.checks.selftest_base import Check, WrongAnswerError, first_wrong, judge, poison, whole_numbers
 from lora_rocm.checks.selftest_maths import convolution, products
 from lora_rocm.device.constants import changed_constants
+from lora_rocm.device.precision import FLOATS
 from lora_rocm.device.torch_errors import machine_error
 from lora_rocm.device.transfer import DeviceTransfer, position_table, whole_fingerprint, whole_fingerprints
 from lora_rocm.errors import CanaryError, RestartCode
@@ -165,7 +166,7 @@ class Canary:
 
     def _kernels(self, scale: float) -> Iterator[Check]:
         device, rank = self.device, self.rank
-        dtype = next(name for name, dtype in DTYPES.items() if dtype is self.dtype)
+        dtype = next(name for name, dtype in FLOATS.items() if dtype is self.dtype)
         rows, width, channels, queries = (512, 320, 32, 257) if device.type == "cuda" else (48, 40, 4, 33)
         lora = {  # x @ down.T @ up.T and its gradients: [M, K, N]
             "NT": ("forward", ((rows, width, rank), (rows, rank, width))),

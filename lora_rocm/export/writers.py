@@ -23,6 +23,7 @@ from lora_rocm.adapters.lora_reader import DIFFUSERS_METADATA, DORA_NORM, PEFT_P
 from lora_rocm.adapters.module_names import COMFYUI, SD_SCRIPTS, TEXT_LEVEL
 from lora_rocm.adapters.new_tokens import NAME, TOKEN_FIELD
 from lora_rocm.base_models.hub import looks_like_id
+from lora_rocm.device.precision import FLOATS
 from lora_rocm.errors import AdapterError
 from lora_rocm.export.metadata import Facts, modelspec, ss_fields
 from lora_rocm.export.safetensors_writer import TensorFile, kohya_hashes
@@ -35,9 +36,8 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.layout import embeddings_of
 from lora_rocm.rundir.results import FileDigest
 
-__all__ = ["DTYPES", "LoadedModel", "Verification", "verify", "write"]
+__all__ = ["LoadedModel", "Verification", "verify", "write"]
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 CAUSAL_LM = "CAUSAL_LM"
 """PEFT's name for models that write the next token of a text. The components of image models have no such name."""
 Content = TensorFile | bytes
@@ -140,7 +140,7 @@ def kohya_tensors(family: ModelFamily, adapter: Adapter, dtype: torch.dtype, for
 def _kohya(
     path: Path, family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: Facts, form: Form = "kohya"
 ) -> Iterator[tuple[Path, Content]]:
-    tensors = kohya_tensors(family, adapter, DTYPES[recipe.output.dtype], form)
+    tensors = kohya_tensors(family, adapter, FLOATS[recipe.output.dtype], form)
     metadata = _metadata(tensors, family, adapter, recipe, facts)
     if form == COMFYUI and any(name.endswith(".dora_scale") for name in tensors):
         metadata[DORA_NORM] = "base"
@@ -155,7 +155,7 @@ def _diffusers(
     for component in adapter.components:
         level = TEXT_LEVEL if component in family.text_components else ""  # diffusers drops the level if it is obsolete
         endings = adapter.files.text_endings if level else {}
-        part = _diffusers_tensors(adapter, component, DTYPES[recipe.output.dtype], endings)
+        part = _diffusers_tensors(adapter, component, FLOATS[recipe.output.dtype], endings)
         tensors |= {f"{component}.{level}{name}": tensor for name, tensor in part.items()}
         configs |= {f"{component}.{key}": value for key, value in adapter.peft_config(component).items()}
     metadata = _metadata(tensors, family, adapter, recipe, facts)
@@ -180,7 +180,7 @@ def _peft(
         tensors = {
             f"{PEFT_PREFIX}{level}{name.removeprefix(component + '.')}.{ending}": tensor
             for name, entry in entries.items()
-            for ending, tensor in entry.tensors("peft", DTYPES[recipe.output.dtype]).items()
+            for ending, tensor in entry.tensors("peft", FLOATS[recipe.output.dtype]).items()
         }
         yield path / component / PEFT_WEIGHTS, TensorFile(tensors, {"format": "pt"})
         yield path / component / PEFT_CONFIG, json_bytes({**config, **task, "base_model_name_or_path": base})

@@ -21,7 +21,7 @@ from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 from lora_rocm.errors import LoraRocmError, ModelError, Problem, RecipeError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.file_names import NOT_TEXT, fix_of_name
-from lora_rocm.foundation.names import name_key, usable_stem
+from lora_rocm.foundation.names import BUILTIN, name_key, usable_stem
 from lora_rocm.foundation.terminal_text import legible, quoted
 from lora_rocm.foundation.units import count_text
 from lora_rocm.model_files.adapter_sizes import alphas_of, ranks_of
@@ -35,7 +35,7 @@ from lora_rocm.recipe.key_rules.table import rules_for
 from lora_rocm.recipe.kinds import FAMILY, Kinds, kinds_of
 from lora_rocm.recipe.layers import Layered, Place
 from lora_rocm.recipe.optimizer_args import resolve_arguments
-from lora_rocm.recipe.paths import BUILTIN, every_path, paths_of, with_absolute_paths
+from lora_rocm.recipe.paths import every_path, paths_of, with_absolute_paths
 from lora_rocm.recipe.schema import MOVED, RULES_ARE_JUDGED_APART, DataSection, Recipe
 from lora_rocm.recipe.trigger import trigger_notices, with_prompts_filled_in
 from lora_rocm.recipe.yaml_tree import (

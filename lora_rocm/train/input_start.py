@@ -1,6 +1,4 @@
-"""EVA initialisation: some batches run through the base before the first step, and A starts from the layers' inputs
-(arXiv 2410.07170).
-"""
+"""EVA (arXiv 2410.07170): some batches run through the base before the first step; A starts from the layers' inputs."""
 
 from __future__ import annotations
 
