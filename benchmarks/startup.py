@@ -176,7 +176,7 @@ def encode(options: argparse.Namespace) -> dict[str, Any]:
 
 def _floor_s(image: Any, options: argparse.Namespace) -> float:
     """Return the time of the encoder alone on ready pixels, extrapolated from a part of the images."""
-    from lora_rocm.latent_cache.quarantine import plain_door
+    from lora_rocm.latent_cache.encode_session import plain_door
 
     if not options.vae:
         return float(options.encode_s * options.images)

@@ -248,7 +248,7 @@ def families() -> tuple[str, ...]:
 
 
 def family_of(name: str) -> str:
-    """The family that a module belongs to (``families.sdxl.detect`` to ``sdxl``); empty for what families share."""
+    """The family that a module belongs to (``families.sdxl.family`` to ``sdxl``); empty for what families share."""
     parts = name.split(".")
     if parts[:2] != [PACKAGE, "families"] or len(parts) < 3:
         return ""
@@ -566,7 +566,7 @@ def test_fires_on_a_planted_fault(rule: Callable[[Module], Iterator[str]], plant
     [
         (arrow_faults, "latent_cache.cache", "from lora_rocm.families.base import Encoder"),
         (arrow_faults, "train.loop", "from lora_rocm import __version__"),
-        (family_faults, "families.sdxl.detect", "from lora_rocm.families.sdxl.family import Sdxl"),
+        (family_faults, "families.sdxl.family", "from lora_rocm.families.sdxl.family import Sdxl"),
         (light_faults, "dataset.scan", "def f():\n    import datasets"),
         (eager_faults, "train.hooks", "def f():\n    from torch.utils.tensorboard import SummaryWriter"),
         (eager_faults, "train.hooks", "import torch"),

@@ -28,11 +28,9 @@ from lora_rocm.model_files.adapter_contents import NOT_UNDERSTOOD, Contents, con
 from lora_rocm.model_files.adapter_spellings import PEFT_PREFIX as PEFT_PREFIX
 from lora_rocm.model_files.adapter_spellings import Place, plain, split
 from lora_rocm.model_files.adapters import Origin, origin_of
-from lora_rocm.model_files.header import Header, read_header
+from lora_rocm.model_files.header import Header, read_header, refuse_pickle
 from lora_rocm.model_files.models import Shapes
 from lora_rocm.model_files.peft_folder import PEFT_WEIGHTS, peft_folders, read_peft_config
-
-PICKLES = (".ckpt", ".bin", ".pt", ".pth")
 
 
 class TensorNumbers:
@@ -301,11 +299,5 @@ def _one_file(path: Path) -> Path:
         raise file_error(
             "lora-missing", "There is no such LoRA file.", path, "Give a .safetensors file or a PEFT folder."
         )
-    if path.suffix.lower() in PICKLES:
-        raise file_error(
-            "pickle-refused",
-            "This is a pickle file: loading one can run any program hidden in it, so only .safetensors is read.",
-            path,
-            "Use the .safetensors edition of the LoRA.",
-        )
+    refuse_pickle(path, "Use the .safetensors edition of the LoRA.", AdapterError)
     return path

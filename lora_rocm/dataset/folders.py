@@ -28,16 +28,16 @@ from lora_rocm.dataset.row_cells import NameCount, says
 from lora_rocm.errors import DataError
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.json_text import BadJson, NoJson, parse_json
-from lora_rocm.foundation.names import Names
+from lora_rocm.foundation.names import BUILTIN, Names
 from lora_rocm.foundation.terminal_text import legible, one_line
 from lora_rocm.foundation.units import times_text
 from lora_rocm.rundir.layout import RUN_MARKS
 
 TEXT_SUFFIX = ".txt"
 TABLE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
-DEMO_IMAGES = "builtin:demo"
+DEMO_IMAGES = f"{BUILTIN}demo"
 BUILTIN_FOLDERS = {DEMO_IMAGES: "demo_images"}
-BUILTIN_TABLES = {"builtin:demo-chats": "demo_chats.jsonl"}
+BUILTIN_TABLES = {f"{BUILTIN}demo-chats": "demo_chats.jsonl"}
 REPEAT_FOLDER = re.compile(r"(\d{1,4})_(.+)")  # more digits are a date ("20240131_beach")
 # File names that cameras and phones assign ("IMG_0042", "20240131_120000", "Screenshot 3"), useless as captions.
 CAMERA_NAME = re.compile(r"(img|image|dsc[nf]?|pxl|mvimg|photo|image|screenshot)?[\W\d_]*", re.IGNORECASE)
@@ -151,7 +151,7 @@ def source_folder(path: str, index: int) -> Path:
         DataError: there is no such folder.
     """
     where = f"data.path or data.sources[{index}].path: {path}"
-    if path.startswith("builtin:"):
+    if path.startswith(BUILTIN):
         if path not in BUILTIN_FOLDERS:
             known = ", ".join(BUILTIN_FOLDERS)
             raise DataError("data-folder-missing", f"There is no {path}.", where=where, fix=f"Known: {known}.")

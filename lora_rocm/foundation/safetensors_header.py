@@ -1,4 +1,4 @@
-"""The header of a safetensors file, checked. Standard library only.
+"""The header of a safetensors file: the one reader, which checks it, and the one writer. Standard library only.
 
 Format: 8 bytes little-endian header size, a JSON header, then the tensors' bytes (safetensors specification). Nothing
 in a header is believed: every byte of the data belongs to exactly one tensor, and each tensor has as many as its shape
@@ -7,8 +7,9 @@ needs, so a reader can trust offsets and shapes from here on.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -17,6 +18,7 @@ from lora_rocm.foundation.terminal_text import printable
 
 MAX_HEADER_BYTES = 1 << 24  # the specification allows 100 MB; the header of SDXL in one file has 0.3
 MAX_DIMENSIONS = 8
+ALIGNMENT_BYTES = 8
 MAX_NAME_LETTERS = 1000  # the longest names of published files have 130
 FOREIGN = {
     b"PK\x03\x04": "a zip archive, which torch.save writes",
@@ -92,6 +94,19 @@ def parse_header(file: BinaryIO, num_bytes: int) -> tuple[dict[str, TensorEntry]
     if at != num_bytes:
         raise DamagedHeader(f"it has {num_bytes:,} bytes, which is not what its header says")
     return tensors, metadata
+
+
+def header_bytes(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
+    """The bytes of a file before its tensors: (name, dtype, shape) in the order of the file. Metadata are sorted."""
+    fields: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    begin = 0
+    for name, dtype, shape in tensors:
+        end = begin + math.prod(shape) * DTYPE_BYTES[dtype]
+        fields[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+        begin = end
+    raw = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    raw += b" " * (-len(raw) % ALIGNMENT_BYTES)
+    return len(raw).to_bytes(8, "little") + raw
 
 
 def _require_short(names: Iterable[str]) -> None:

@@ -19,8 +19,8 @@ from lora_rocm.dataset import captions
 from lora_rocm.dataset.batch_sampler import Item
 from lora_rocm.dataset.caption_length import TokenLimit, cut_notice
 from lora_rocm.dataset.columns import Lazy
+from lora_rocm.dataset.entry_spec import CAPTION, IMAGE
 from lora_rocm.dataset.hf_datasets import DatasetRow
-from lora_rocm.dataset.packing import rows_of
 from lora_rocm.dataset.progress import QUIET_S, Progress, Report, ignore
 from lora_rocm.dataset.regularisation import evened_repeats, unused_notice
 from lora_rocm.dataset.row_reference import joined, separated
@@ -30,9 +30,11 @@ from lora_rocm.dataset.text_scan import find_samples
 from lora_rocm.errors import DataError, Problem
 from lora_rocm.foundation.seeds import fraction
 from lora_rocm.foundation.units import count_text
+from lora_rocm.latent_cache.controls import control_encoders
 from lora_rocm.latent_cache.encode import Caches
 from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.latent_cache.image_preprocess import Looked, ReadsCompanion, Wanted
+from lora_rocm.latent_cache.inpainting import inpaint_encoder
 from lora_rocm.latent_cache.item_table import (
     AXES,
     AXIS,
@@ -46,11 +48,11 @@ from lora_rocm.latent_cache.item_table import (
     samples_in,
 )
 from lora_rocm.latent_cache.manifest import Facts, Manifest, Shelf
-from lora_rocm.latent_cache.run_encoders import run_encoders
+from lora_rocm.latent_cache.masks import mask_encoder
 
 if TYPE_CHECKING:
     from lora_rocm.dataset.entry_spec import EntrySpec
-    from lora_rocm.families.base import ModelFamily, Tensors, TextReader
+    from lora_rocm.families.base import Encoder, ModelFamily, Tensors, TextReader
     from lora_rocm.latent_cache.cache import LatentCache
     from lora_rocm.recipe.schema import DataSection, Recipe
 
@@ -466,3 +468,44 @@ def _facts(texts: _Texts) -> Facts:
     return Facts(
         tag_frequency, dict(sorted(shapes.items(), key=lambda pair: pair[0].axes)), dict(sorted(folders.items()))
     )
+
+
+def rows_of(lengths: Sequence[int], longest: int) -> list[list[int]]:
+    """Rows of texts, each at most ``longest`` long: indices of its texts.
+
+    The longest text first, each goes into the fullest row that it fits into (best fit decreasing). A length above
+    ``longest`` has a row of its own.
+    """
+    rows = list[list[int]]()
+    with_room: dict[int, list[int]] = {}  # room -> numbers of the rows that have so much
+    rooms = 0  # bit n is set if a row has room n
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        length = lengths[index]
+        fitting = rooms >> length
+        if fitting:
+            room = length + (fitting & -fitting).bit_length() - 1
+            number = with_room[room].pop()
+            if not with_room[room]:
+                rooms &= ~(1 << room)
+        else:
+            room, number = max(longest, length), len(rows)
+            rows.append([])
+        rows[number].append(index)
+        with_room.setdefault(room - length, []).append(number)
+        rooms |= 1 << (room - length)
+    return rows
+
+
+def run_encoders(recipe: Recipe, family: ModelFamily) -> tuple[Encoder, ...]:
+    """All encoders of a run. The family's come last: the hash that is kept of a sample is its image's.
+
+    Raises:
+        TypeError: an entry reads a companion of the image, and its encoder has no ``companion_of``.
+    """
+    own = family.encoders()
+    shared = (mask_encoder(recipe), *control_encoders(recipe, own), inpaint_encoder(recipe, family, own))
+    encoders = (*(encoder for encoder in shared if encoder is not None), *own)
+    for encoder in encoders:
+        if not {IMAGE, CAPTION}.issuperset(encoder.entry.inputs) and not isinstance(encoder, ReadsCompanion):
+            raise TypeError(f"{encoder.entry.name} reads {encoder.entry.inputs}, and its encoder has no companion_of")
+    return encoders

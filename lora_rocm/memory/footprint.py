@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from lora_rocm import __version__
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.factory import inject_hollow
-from lora_rocm.adapters.flat_params import WEIGHT_DTYPES, FlatWeights
+from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.adapters.kinds import kind_for
 from lora_rocm.adapters.lora_reader import files_of
 from lora_rocm.adapters.targets import sections_of
@@ -41,7 +41,7 @@ from lora_rocm.dataset.controls import control_name
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.device.allocator import room_bytes
 from lora_rocm.device.placement.base import frozen_bytes
-from lora_rocm.device.precision import DTYPES, choose_device, compute_dtype, describe
+from lora_rocm.device.precision import DTYPES, FLOATS, choose_device, compute_dtype, describe
 from lora_rocm.device.torch_errors import machine_error
 from lora_rocm.errors import LoraRocmError, ModelError, StorageError
 from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors, family_for
@@ -328,7 +328,7 @@ def state_bytes(shapes: Sequence[torch.Size], recipe: Recipe) -> int:
 
 
 def _master_dtype(recipe: Recipe) -> torch.dtype:
-    return WEIGHT_DTYPES[recipe.lora.weight_dtype]
+    return FLOATS[recipe.lora.weight_dtype]
 
 
 def adapter_bytes(count: int, state: int, recipe: Recipe, dtype: torch.dtype) -> tuple[int, int, int]:

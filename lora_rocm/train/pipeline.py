@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from lora_rocm.adapters.base import Adapter
-from lora_rocm.adapters.flat_params import WEIGHT_DTYPES
 from lora_rocm.adapters.training_adapter import NAME as TRAINING_ADAPTER
 from lora_rocm.checks.canary import Canary
 from lora_rocm.checks.graph_check import capture_on_gpu
 from lora_rocm.dataset.update_note import larger_updates_note
 from lora_rocm.device.encoder_speed import first_time
+from lora_rocm.device.precision import FLOATS
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import DataError, ResumeError
 from lora_rocm.families.base import ModelFamily, family_for
@@ -166,7 +166,7 @@ def load(start: StartContext, family: ModelFamily, data: Data) -> tuple[Artifact
         start.context.notice(text)
     start_from_inputs(start, family, model, adapter, transfer, data, memory.parts)
     groups = adapter.groups(recipe.optim, recipe.lora)
-    weights = adapter.flatten(start.dtype, WEIGHT_DTYPES[recipe.lora.weight_dtype], groups)
+    weights = adapter.flatten(start.dtype, FLOATS[recipe.lora.weight_dtype], groups)
     optimizer = make_optimizer(
         weights,
         groups,

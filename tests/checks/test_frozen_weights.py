@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lora_rocm.checks.canary import Canary
-from lora_rocm.checks.frozen_weights import CapturedFingerprints
+from lora_rocm.checks.canary import Canary, CapturedFingerprints
 from lora_rocm.checks.selftest_base import WrongAnswerError
 from lora_rocm.device.placement.base import Resident
 from lora_rocm.device.transfer import DeviceTransfer, whole_fingerprints

@@ -22,7 +22,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lora_rocm.adapters.input_sketch import InputSketch
 from lora_rocm.commands import train as command
 from lora_rocm.commands.check import check
 from lora_rocm.errors import AdapterError
@@ -41,6 +40,7 @@ from lora_rocm.train import input_start, outputs, preview
 from lora_rocm.train.check_child import weigh
 from lora_rocm.train.disk_forecast import Sizes, sizes_of
 from lora_rocm.train.graphs import Graphs, Passed
+from lora_rocm.train.input_start import InputSketch
 from lora_rocm.train.session import Session
 from lora_rocm.train.texts_child import Seen
 from tests.families.contract import ARCHITECTURES, CPU, PACKED, Adapted, Its, die

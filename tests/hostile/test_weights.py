@@ -24,8 +24,7 @@ from lora_rocm.errors import AdapterError, LoraRocmError, ModelError
 from lora_rocm.families.base import family_for
 from lora_rocm.families.ldm import detect
 from lora_rocm.families.registry import PRODUCT
-from lora_rocm.families.sdxl.detect import EXPECTED
-from lora_rocm.families.sdxl.family import Sdxl
+from lora_rocm.families.sdxl.family import EXPECTED, Sdxl
 from lora_rocm.families.sdxl.spec import SdxlSection
 from lora_rocm.model_files import adapter_contents
 from lora_rocm.model_files.component_folder import indexed

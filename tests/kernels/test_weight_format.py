@@ -18,7 +18,7 @@ from lora_rocm.device.placement.offloaded import Offload
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel
-from lora_rocm.families.ldm.fused_attention import MergedProjections
+from lora_rocm.families.ldm.fused_unet import MergedProjections
 from lora_rocm.families.objectives.loss import losses
 from lora_rocm.families.recompute import Recomputing
 from lora_rocm.families.sdxl.family import Sdxl

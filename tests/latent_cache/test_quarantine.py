@@ -11,7 +11,7 @@ import torch
 
 from lora_rocm.device.placement.base import Placement
 from lora_rocm.errors import CanaryError
-from lora_rocm.latent_cache import quarantine as proven
+from lora_rocm.latent_cache import encode_session as proven
 from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.latent_cache.encode import Caches
 from lora_rocm.latent_cache.encode_session import Encoding

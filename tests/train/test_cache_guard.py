@@ -19,7 +19,7 @@ from lora_rocm.errors import CanaryError, TransferError
 from lora_rocm.families import vae as vae_module
 from lora_rocm.families.base import family_for
 from lora_rocm.hardware.settings import Settings
-from lora_rocm.latent_cache import quarantine
+from lora_rocm.latent_cache import encode_session
 from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.rundir.event_types import CacheEvent
 from lora_rocm.rundir.layout import RunDir
@@ -51,7 +51,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _all_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the first entry on, so that one look decides about everything."""
-    monkeypatch.setattr(quarantine, "FIRST_HELD", quarantine.MOST_HELD)
+    monkeypatch.setattr(encode_session, "FIRST_HELD", encode_session.MOST_HELD)
 
 
 def fill(material: Path, place: Path, on_progress: Callable[[str, int], None] = lambda what, done: None) -> None:

@@ -20,7 +20,7 @@ from PIL import Image
 from pydantic import ValidationError
 from safetensors.torch import load_file
 
-from lora_rocm.adapters.flat_params import WEIGHT_DTYPES
+from lora_rocm.device.precision import FLOATS
 from lora_rocm.families.base import family_for
 from lora_rocm.recipe.load import dump_recipe, load_recipe
 from lora_rocm.recipe.schema import Recipe
@@ -246,7 +246,7 @@ def test_a_combination_trains_resumes_to_the_byte_and_exports(material: Path, tm
     assert start(recipe, straight)
     kept = load_file(RunDir(straight).checkpoint(STEPS) / "adapter.safetensors")
     dtypes = {tensor.dtype for name, tensor in kept.items() if not name.endswith(("start_A", "start_B"))}
-    assert dtypes == {WEIGHT_DTYPES[recipe.lora.weight_dtype]}
+    assert dtypes == {FLOATS[recipe.lora.weight_dtype]}
     broken = rewound(straight, tmp_path / "broken", RESUMED_AT)
     first = len(losses_of(broken))
     assert start(recipe, broken)

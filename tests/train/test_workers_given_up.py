@@ -31,8 +31,8 @@ def test_workers_that_are_given_up_are_a_change_of_the_run(
     class Failing:
         """In place of ``worker_pool.Group``: what it reads is read here, so no process has to start."""
 
-        def __init__(self, source: Any, size: int, sharing: str, runtime: Any) -> None:
-            self.source, self.size, self.sharing = source, size, sharing
+        def __init__(self, source: Any, size: int, runtime: Any) -> None:
+            self.source = source
 
         def reads(self, orders: Any) -> Iterator[Any]:
             yield from itertools.islice(worker_pool.data_loader(self.source, orders), 3)

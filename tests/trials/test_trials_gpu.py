@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lora_rocm.device.tuned_products import use_table
+from lora_rocm.device.backend_settings import use_table
 from lora_rocm.errors import MachineError
 from lora_rocm.foundation.safe_path import python_command
 

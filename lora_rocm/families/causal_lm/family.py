@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lora_rocm.base_models import hub
-from lora_rocm.base_models.loading import BUILTIN_PREFIX, Source, builtin_folder
+from lora_rocm.base_models.loading import Source, builtin_folder
 from lora_rocm.base_models.random_weights import PREFIX, RandomSource
 from lora_rocm.base_models.run_folder import refuse_run
 from lora_rocm.cache_files.hash_memory import WEIGHTS_MEMORY, HashMemory
@@ -54,6 +54,7 @@ from lora_rocm.families.recompute import Recomputing, evaluating
 from lora_rocm.families.tokenizers import digest, unreadable
 from lora_rocm.families.transformer.language_model import tokenizer_of
 from lora_rocm.families.wrong_family import recognised_file, recognised_folder, wrong_family
+from lora_rocm.foundation.names import BUILTIN
 from lora_rocm.kernels.backend import form_for
 from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.weight_format import WeightFormat
@@ -119,7 +120,7 @@ class CausalLM:
         self.source = source
 
     def _folder(self, name: str) -> Path:
-        if name.startswith(BUILTIN_PREFIX):
+        if name.startswith(BUILTIN):
             return builtin_folder(name)
         path, spec = Path(os.path.expanduser(name)), self.recipe.spec
         if os.path.isdir(path):

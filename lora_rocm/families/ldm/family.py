@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,6 @@ from lora_rocm.families import clip
 from lora_rocm.families.base import LoadedModel, PreviewRequest, Tensors
 from lora_rocm.families.latent_family import LatentFamily
 from lora_rocm.families.ldm import detect, fused_unet, inpainting, kohya_keys
-from lora_rocm.families.ldm.blocks import blocks_of
 from lora_rocm.families.ldm.fusion_options import fusion_for
 from lora_rocm.families.ldm.sampling import sample_images
 from lora_rocm.families.objectives import schedulers
@@ -191,3 +191,19 @@ class LdmFamily(LatentFamily):
             else:
                 loader.load_lora_into_text_encoder(state, text_encoder=module, prefix=name, **how)
         return loaded
+
+
+def blocks_of(unet: Any) -> list[nn.Module]:
+    """ResNets and transformer blocks in forward order, except the first ResNet of the middle.
+
+    These are the blocks that diffusers can recompute.
+    """
+    found: list[nn.Module] = []
+    none: list[nn.Module] = []
+    for part in [*unet.down_blocks, unet.mid_block, *unet.up_blocks]:
+        attentions = [list(attention.transformer_blocks) for attention in getattr(part, "attentions", ())]
+        resnets = [[resnet] for resnet in part.resnets]
+        pairs = (attentions, resnets[1:]) if part is unet.mid_block else (resnets, attentions)
+        for first, second in zip_longest(*pairs, fillvalue=none):
+            found += [*first, *second]
+    return found

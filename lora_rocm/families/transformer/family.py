@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,6 @@ from lora_rocm.families.spec import TransformerSection
 from lora_rocm.families.transformer import detect
 from lora_rocm.families.transformer.language_model import DTYPE
 from lora_rocm.families.transformer.sampling import sample_images
-from lora_rocm.families.transformer.segments import Segments
 from lora_rocm.kernels.backend import Form, form_for
 from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.weight_format import WeightFormat
@@ -149,3 +148,53 @@ class TransformerFamily(LatentFamily):
         how = {"transformer": transformer, "adapter_name": "default", "metadata": metadata, "low_cpu_mem_usage": True}
         self.pipeline.load_lora_into_transformer(state, **how, **self.reader_options)
         return {self.component: transformer}
+
+
+Output = Tensor | tuple[Tensor, ...]
+
+
+class Segments:
+    """Calls the blocks for diffusers' loop, which gives each the output of the one before.
+
+    The call of a segment's first block computes the whole segment, and those of the others return what they are given.
+
+    Args:
+        run: how blocks are recomputed.
+        loops: for each loop its blocks in forward order, and the lengths of its first segments.
+        num_streams: how many of a block's arguments are the output of the block before, in reverse order (FLUX.1's
+            blocks take image and text, and return text and image).
+    """
+
+    def __init__(
+        self, run: Recomputing, loops: Sequence[tuple[Sequence[nn.Module], Sequence[int]]], num_streams: int = 1
+    ) -> None:
+        self._run, self._num_streams = run, num_streams
+        self._segments: dict[nn.Module, Sequence[nn.Module]] = {}  # of each block that is its segment's first
+        for blocks, lengths in loops:
+            self._segments |= dict.fromkeys(blocks, ())
+            self._segments |= {several[0]: several for several in run.segments(lengths, blocks)}
+
+    def __call__(self, block: nn.Module, *args: Any) -> Output:
+        """The streams [B, S, D] after the segment that begins with the block; as they are, if none does.
+
+        Raises:
+            KeyError: the model was given other blocks since.
+        """
+        several = self._segments[block]
+        if len(several) > 1:
+            output: Output = self._run.whole(partial(self._in_turn, several), *args)
+        elif several:
+            output = self._run(block, *args)
+        else:
+            output = self._as_output(args[: self._num_streams])
+        return output
+
+    def _in_turn(self, blocks: Sequence[nn.Module], *args: Any) -> Output:
+        output, others = self._as_output(args[: self._num_streams]), args[self._num_streams :]
+        for block in blocks:
+            streams = (output,) if isinstance(output, Tensor) else output[::-1]
+            output = block(*streams, *others)
+        return output
+
+    def _as_output(self, streams: tuple[Tensor, ...]) -> Output:
+        return streams[0] if self._num_streams == 1 else streams[::-1]

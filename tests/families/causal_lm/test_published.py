@@ -19,8 +19,8 @@ from lora_rocm.base_models.assembly import Assembly
 from lora_rocm.errors import ModelError
 from lora_rocm.export.merged import write_merged
 from lora_rocm.families.causal_lm import architecture
+from lora_rocm.families.causal_lm.architecture import published
 from lora_rocm.families.causal_lm.family import CausalLM
-from lora_rocm.families.causal_lm.published_weights import published
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.train.check_child import weigh
 from tests.families.causal_lm.adapted import CLOSE, CPU, Adapted, batch, off, recipe_of

@@ -18,7 +18,7 @@ from lora_rocm.families import vae as vae_module
 from lora_rocm.families.clip import CLIP_TOKENS, load_tokenizer, token_limit
 from lora_rocm.families.sdxl.family import Sdxl
 from lora_rocm.families.vae import SMALL_TILE_PX, VaeEncoder
-from lora_rocm.latent_cache.quarantine import plain_door
+from lora_rocm.latent_cache.encode_session import plain_door
 from lora_rocm.loader.cached_dataset import together
 from tests.tiny_models import SHALLOW_WIDER, tiny_recipe, write_tiny_sdxl
 

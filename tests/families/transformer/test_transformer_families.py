@@ -33,7 +33,7 @@ from lora_rocm.families.transformer.sampling import denoised
 from lora_rocm.families.vae import decode
 from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.weight_format import dense_weight, is_packed
-from lora_rocm.latent_cache.quarantine import plain_door
+from lora_rocm.latent_cache.encode_session import plain_door
 from lora_rocm.memory.footprint import packed_encoders
 from lora_rocm.planning.format_errors import format_errors
 from lora_rocm.train.check_child import weigh
