@@ -63,7 +63,7 @@ def weigh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Weigh:
     (model / "config.json").write_text("{}", encoding="utf-8")
     (tmp_path / "my.yaml").write_text(RECIPE, encoding="utf-8")
     stand_in = Weigh()
-    monkeypatch.setattr("lora_rocm.supervisor.subprocesses.run_for_json", stand_in)
+    monkeypatch.setattr("lora_rocm.processes.tool.run_for_json", stand_in)
     return stand_in
 
 

@@ -189,8 +189,8 @@ class _Texts:
         Raises:
             LoraRocmError: the error of the child process.
         """
+        from lora_rocm.processes.tool import run_for_json
         from lora_rocm.rules.this_machine import plan_here
-        from lora_rocm.supervisor.subprocesses import run_for_json
 
         with temporary_folder() as folder:
             file = folder / "job.json"
@@ -443,7 +443,7 @@ class _Weighing:
 
     def _weigh(self) -> None:
         from lora_rocm.dataset.caption_length import TokenLimit
-        from lora_rocm.supervisor.subprocesses import run_for_json
+        from lora_rocm.processes.tool import run_for_json
 
         env = self._plan.applied_to(os.environ)
         try:

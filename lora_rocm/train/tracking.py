@@ -22,13 +22,13 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from lora_rocm.errors import MachineError
 from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.processes.process import Event
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.paths import settings_without_paths
 from lora_rocm.rundir.event_types import ErrorEvent
 from lora_rocm.rundir.events import EventReader, emit
 from lora_rocm.rundir.exit_status import size_of
 from lora_rocm.rundir.layout import SUPERVISOR, RunDir
-from lora_rocm.supervisor.process import Event
 from lora_rocm.telemetry.numbers import numbers_of as telemetry_numbers
 from lora_rocm.train.hooks import SCALARS
 

@@ -74,6 +74,6 @@ def test_a_child_that_fails_is_no_promise(tmp_path: Path, monkeypatch: pytest.Mo
     def failing(*arguments: object) -> dict[str, Any]:
         raise WorkerDiedError("died", "The process ended.", fix="x")
 
-    monkeypatch.setattr("lora_rocm.supervisor.subprocesses.run_for_json", failing)
+    monkeypatch.setattr("lora_rocm.processes.tool.run_for_json", failing)
     with pytest.raises(WorkerDiedError):
         inspect_file.inspect(write_tiny_llm(tmp_path))

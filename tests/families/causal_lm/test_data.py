@@ -146,7 +146,7 @@ def checked(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch, most:
         found: dict[str, Any] = json.loads(json.dumps(asdict(seen(recipe, family.texts, most, family))))
         return found if module == TEXTS_MODULE else facts
 
-    monkeypatch.setattr("lora_rocm.supervisor.subprocesses.run_for_json", child)
+    monkeypatch.setattr("lora_rocm.processes.tool.run_for_json", child)
     path = folder / "recipe.yaml"
     path.write_text(dump_recipe(recipe), encoding="utf-8")
     check(str(path))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lora_rocm.supervisor.windows_console import CLOSE, LOGOFF, SHUTDOWN, told_of_closing
+from lora_rocm.processes.windows_console import CLOSE, LOGOFF, SHUTDOWN, told_of_closing
 
 CTRL_C, CTRL_BREAK = 0, 1
 WAIT_S = 5.0

@@ -16,24 +16,15 @@ import psutil
 import pytest
 
 from lora_rocm.errors import (
-    LoraRocmError,
     MachineError,
     StorageError,
-    UserError,
     WorkerDiedError,
     storage_error,
 )
+from lora_rocm.processes.process import kill_tree, own_group
 from lora_rocm.rundir.exit_status import describe_exit
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.supervisor.process import (
-    Worker,
-    error_from_event,
-    kill_tree,
-    own_group,
-    run_worker,
-    with_fitting_fix,
-    worker_command,
-)
+from lora_rocm.supervisor.worker import Worker, run_worker, with_fitting_fix, worker_command
 from tests.supervisor.fake_run import save_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -223,7 +214,7 @@ def test_a_grandchild_without_a_parent_is_found_by_its_group(
     grandchild = psutil.Process(int(file.read_bytes()))
     with monkeypatch.context() as patch:
         if not by_group:
-            patch.setattr("lora_rocm.supervisor.process.kill_group", lambda pid, job: None)
+            patch.setattr("lora_rocm.processes.process.kill_group", lambda pid, job: None)
         assert kill_tree(worker.pid)
     assert worker.wait(WAIT_S) == -signal.SIGKILL
 
@@ -235,20 +226,6 @@ def test_a_grandchild_without_a_parent_is_found_by_its_group(
     else:
         assert not gone()
         grandchild.kill()
-
-
-def test_on_windows_a_child_has_a_console_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is attached to the parent's is ended with it when the window is closed."""
-    for number, name in enumerate(("CREATE_NEW_PROCESS_GROUP", "CREATE_NO_WINDOW")):
-        monkeypatch.setattr(subprocess, name, 1 << number, raising=False)
-    monkeypatch.setattr(sys, "platform", "win32")
-    assert own_group() == {"creationflags": 3}
-
-
-def test_killing_who_is_gone_is_fine() -> None:
-    child = subprocess.Popen([sys.executable, "-c", ""], **own_group())
-    child.wait()
-    assert kill_tree(child.pid)
 
 
 # words
@@ -269,15 +246,8 @@ def test_describe_exit(code: int, words: str) -> None:
     assert words in describe_exit(code)
 
 
-def test_error_from_event_keeps_the_branch() -> None:
-    error = LoraRocmError("c", "what", where="w", fix="f")
-    for code, branch in ((2, UserError), (3, MachineError), (99, MachineError)):
-        again = error_from_event({**error.to_event(), "exit_code": code})
-        assert isinstance(again, branch) and str(again) == str(error)
-
-
 def test_worker_command(run_dir: RunDir) -> None:
-    own = ["-P", "-m", "lora_rocm.supervisor.child_main", "lora_rocm.train.worker", str(run_dir.path)]
+    own = ["-P", "-m", "lora_rocm.processes.child_main", "lora_rocm.train.worker", str(run_dir.path)]
     assert worker_command(run_dir)[1:] == own
     assert worker_command(run_dir, Path("x"), True)[6:] == ["--checkpoint", "x", "--accept-changes"]
     assert worker_command(run_dir, worker="another.module")[4:] == ["another.module", str(run_dir.path)]

@@ -17,9 +17,7 @@ from typing import Any
 from lora_rocm.errors import WorkerDiedError
 from lora_rocm.foundation.files import require_room, temporary_folder
 from lora_rocm.foundation.safe_path import python_environment
-from lora_rocm.rundir.events import EventReader
-from lora_rocm.rundir.exit_status import died, tail_bytes
-from lora_rocm.supervisor.process import (
+from lora_rocm.processes.process import (
     BRANCHES,
     KILL_WAIT_S,
     POLL_S,
@@ -31,6 +29,8 @@ from lora_rocm.supervisor.process import (
     own_group,
     stop_signals,
 )
+from lora_rocm.rundir.events import EventReader
+from lora_rocm.rundir.exit_status import died, tail_bytes
 
 JSON_LIMIT_S = 3600.0
 """The longest that a child may take which is asked for one object. It takes seconds, or minutes with huge data."""

@@ -18,8 +18,8 @@ import pytest
 
 from lora_rocm.errors import MachineError, StorageError, UserError, WorkerDiedError
 from lora_rocm.foundation import files
+from lora_rocm.processes.tool import run_for_json, run_tool
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.supervisor.subprocesses import run_for_json, run_tool
 from tests.command_line import command_line
 from tests.supervisor.fake_run import write_whole_run
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from lora_rocm.errors import WorkerDiedError
 from lora_rocm.foundation.files import temporary_folder, write_json
-from lora_rocm.supervisor.process import Event, OnEvent
-from lora_rocm.supervisor.subprocesses import run_tool
+from lora_rocm.processes.process import Event, OnEvent
+from lora_rocm.processes.tool import run_tool
 
 MAX_DEATHS = 5
 """After this many rows that ended the child process it is given up."""

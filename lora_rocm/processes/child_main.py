@@ -1,4 +1,4 @@
-"""The entry point of every heavy child: ``python -P -m lora_rocm.supervisor.child_main MODULE [ARGUMENT ...]``.
+"""The entry point of every heavy child: ``python -P -m lora_rocm.processes.child_main MODULE [ARGUMENT ...]``.
 
 It imports nothing heavy itself, so it can report to the parent that torch, or another package, cannot be imported.
 """

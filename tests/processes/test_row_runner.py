@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from lora_rocm.errors import UserError, WorkerDiedError
-from lora_rocm.supervisor import row_runner
-from lora_rocm.supervisor.row_runner import run_rows
+from lora_rocm.processes import row_runner
+from lora_rocm.processes.row_runner import run_rows
 from tests.golden import HOSTS
 
 CHILD = "tests.supervisor.fake_trials"

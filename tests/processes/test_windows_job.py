@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from lora_rocm.supervisor import windows_job
-from lora_rocm.supervisor.windows_job import Job
+from lora_rocm.processes import windows_job
+from lora_rocm.processes.windows_job import Job
 
 JOB, PROCESS = 11, 22
 
