@@ -36,11 +36,11 @@ from lora_rocm.rundir.layout import SUPERVISOR, RunDir
 from lora_rocm.rundir.made_from import stale_exports
 from lora_rocm.rundir.results import final_files, named_paths
 from lora_rocm.supervisor import lock, multi_gpu, selftest_runner, supervisor, tuning_runner
+from lora_rocm.supervisor import worker as worker_process
 from lora_rocm.supervisor.restart_policy import attempt_of
 from lora_rocm.supervisor.resume import LATEST, Chosen, choose, holds_run, settle, withdraw
 from lora_rocm.supervisor.telemetry import Telemetry
 from lora_rocm.supervisor.trackers import Trackers, require_trackers
-from lora_rocm.supervisor.worker import worker_command
 from lora_rocm.telemetry.cards import cards_of
 
 
@@ -219,7 +219,7 @@ def _commands(run: RunDir, accept_changes: bool, worker: str | None) -> Callable
         checkpoint: Path | None, attempt: int = 0, stacks_after_s: Mapping[str, float] | None = None
     ) -> list[str]:
         began_s = beginnings.pop() if beginnings else time.time()
-        return worker_command(run, checkpoint, accept_changes, attempt, stacks_after_s, worker, began_s)
+        return worker_process.worker_command(run, checkpoint, accept_changes, attempt, stacks_after_s, worker, began_s)
 
     return command
 

@@ -255,7 +255,7 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], l
             return [sys.executable, "-m", "tests.supervisor.fake_worker", mode, str(run_dir.path)]
 
         monkeypatch.setenv("PYTHONPATH", str(ROOT))
-        monkeypatch.setattr(bench.process, "worker_command", command)
+        monkeypatch.setattr(bench.worker, "worker_command", command)
         return runs
 
     return made

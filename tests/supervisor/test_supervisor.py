@@ -130,7 +130,7 @@ def test_without_a_budget_a_hang_is_an_error(run: Run) -> None:
 
 def test_the_limits_that_nobody_has_set(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that goes four seconds at each look, which is less than a pause of the machine."""
-    monkeypatch.setattr(process, "POLL_S", 0.02)
+    monkeypatch.setattr(worker, "POLL_S", 0.02)
     monkeypatch.setattr(supervise, "MAX_STACKS_S", 0.0)
     clock = itertools.count(0.0, 4.0)
     assert run("first:hang", clock=lambda: next(clock)) == 0
@@ -160,7 +160,7 @@ def test_what_the_worker_started_is_gone_with_it(run: Run) -> None:
 def test_one_that_cannot_be_ended_is_said_so(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[worker.Worker] = []
     kill = process.kill_tree
-    monkeypatch.setattr(process, "kill_tree", lambda pid, job=None: False)
+    monkeypatch.setattr(worker, "kill_tree", lambda pid, job=None: False)
 
     class Kept(worker.Worker):
         def __init__(self, *args: Any) -> None:
