@@ -23,6 +23,7 @@ import pytest
 import torch
 from PIL import Image
 
+from lora_rocm.children import check_base, model_child
 from lora_rocm.errors import LoraRocmError
 from lora_rocm.processes.process import error_from_event
 from lora_rocm.recipe.kinds import recipe_from
@@ -31,7 +32,7 @@ from lora_rocm.rundir.events import EventWriter, event_of, read_events
 from lora_rocm.rundir.heartbeat import HeartbeatWriter
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor import worker as parent_worker
-from lora_rocm.train import check_child, model_child, session, worker
+from lora_rocm.train import session, worker
 from tests.command_line import command_line
 from tests.tiny_models import RUN_TARGETS, SHALLOW, write_tiny_sdxl
 
@@ -204,9 +205,9 @@ def run_tool(
 
 def run_for_json(module: str, arguments: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
     """``children.run_for_json`` of weighing: called in a thread, so nothing is redirected."""
-    assert module == check_child.__name__
+    assert module == check_base.__name__
     try:
-        return asdict(check_child.weigh(recipe_from(json.loads(Path(arguments[0]).read_text(encoding="utf-8")))))
+        return asdict(check_base.weigh(recipe_from(json.loads(Path(arguments[0]).read_text(encoding="utf-8")))))
     except LoraRocmError:
         raise
     except Exception:  # in a process of its own: a traceback, and an exit code

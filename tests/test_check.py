@@ -204,7 +204,7 @@ def test_a_cache_that_cannot_be_written_stops_nothing(weigh: Weigh, monkeypatch:
 
 
 def test_the_module_name_of_the_child() -> None:
-    assert module.WEIGH_MODULE == "lora_rocm.train.check_child"
+    assert module.WEIGH_MODULE == "lora_rocm.children.check_base"
 
 
 def test_captions_that_will_be_cut_are_said_and_the_tokenizers_remembered(

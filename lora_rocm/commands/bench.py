@@ -23,8 +23,8 @@ from lora_rocm.rules.this_machine import plan_here, situation_here
 from lora_rocm.rundir.events import current_steps, read_events
 from lora_rocm.supervisor import resume, worker
 
-MODULE = "lora_rocm.bench.device_child"
-LOADER_MODULE = "lora_rocm.bench.loader_child"
+MODULE = "lora_rocm.children.bench.device_child"
+LOADER_MODULE = "lora_rocm.children.bench.loader_child"
 WARM_UP = 20
 """Steps before the counted ones: kernels are compiled, and steps of the usual sizes captured as graphs."""
 ONLY_STEPS = (

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from lora_rocm.dataset.shape import Shape
     from lora_rocm.dataset.text_scan import TextCount
 
-WEIGH_MODULE, TEXTS_MODULE = "lora_rocm.train.check_child", "lora_rocm.train.texts_child"
+WEIGH_MODULE, TEXTS_MODULE = "lora_rocm.children.check_base", "lora_rocm.children.check_texts"
 SHOWN_LETTERS = 1200
 MAX_NAMED, MAX_BUCKETS = 20, 40
 NOUNS = {"image": "images", "video": "videos", "text": "texts"}  # keys: values of FamilySpec.samples
@@ -126,7 +126,7 @@ class DataPlan:
 
 @dataclass(frozen=True)
 class BaseFacts:
-    """Facts about the base, found by a child process: see ``train.check_child.Weighed``."""
+    """Facts about the base, found by a child process: see ``children.check_base.Weighed``."""
 
     num_bytes: dict[str, int]
     notices: list[str]
@@ -243,7 +243,7 @@ def plan_texts(recipe: Recipe, of_source: Counter[int], said: Mapping[str, Any])
     Args:
         recipe: the recipe.
         of_source: number of texts by index of the source.
-        said: see ``train.texts_child.Seen``.
+        said: see ``children.check_texts.Seen``.
     """
     from lora_rocm.dataset.shape import Shape
 

@@ -33,7 +33,7 @@ FOLDER_FORMS = ("peft", MERGED)
 GGUF_SUFFIX, SAFETENSORS_SUFFIXES = ".gguf", (".safetensors", ".sft")
 """How the names of single files end, the usual one first."""
 SCRIPT, LLAMA_CPP = "convert_lora_to_gguf.py", "LLAMA_CPP"
-TOOLS_MODULE = "lora_rocm.train.model_child"
+TOOLS_MODULE = "lora_rocm.children.model_child"
 LORA_SUFFIXES = (".safetensors", ".sft", ".ckpt", ".bin", ".pt", ".pth")  # the reader refuses pickles, and says why
 RESULTS = {"sample": "drawn", "export": "export", "compare": "compared"}
 """The event in which each tool names its results."""

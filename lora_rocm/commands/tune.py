@@ -20,7 +20,7 @@ from lora_rocm.rules.environment import plan
 from lora_rocm.rules.this_machine import situation_here
 from lora_rocm.rules.tuned_rules import key_of
 
-MODULE = "lora_rocm.trials.products_child"
+MODULE = "lora_rocm.children.tune.products"
 LIMIT_S, START_LIMIT_S = 600.0, 600.0
 
 

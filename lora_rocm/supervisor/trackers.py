@@ -19,7 +19,7 @@ from lora_rocm.rundir.events import EventReader
 from lora_rocm.rundir.exit_status import size_of
 from lora_rocm.rundir.layout import RunDir
 
-MODULE = "lora_rocm.train.tracking"
+MODULE = "lora_rocm.children.tracking"
 NO_GPU = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
 
 

@@ -28,7 +28,7 @@ from lora_rocm.rules.tuned_rules import described, key_of, wants
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.selftest_runner import Say
 
-MODULE = "lora_rocm.trials.attention_child"
+MODULE = "lora_rocm.children.tune.attention"
 WAYS = ("sdpa", *get_args(Attention)[1:])
 PACKAGES = ("flash", "aiter")
 WORTH = 0.97

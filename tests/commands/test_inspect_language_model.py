@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from lora_rocm.children.check_base import weigh
 from lora_rocm.commands import inspect_file
 from lora_rocm.commands.inspect_file import inspect_text
 from lora_rocm.errors import LoraRocmError, WorkerDiedError
-from lora_rocm.train.check_child import weigh
 from tests.families.causal_lm.adapted import recipe_of
 from tests.families.causal_lm.test_published import changed_tensors
 from tests.families.test_tokenizer_rows import BEYOND, edited, piece

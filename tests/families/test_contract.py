@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 
 from lora_rocm.adapters.input_sketch import InputSketch
+from lora_rocm.children.check_base import weigh
+from lora_rocm.children.check_texts import Seen
 from lora_rocm.commands import train as command
 from lora_rocm.commands.check import check
 from lora_rocm.errors import AdapterError
@@ -37,11 +39,9 @@ from lora_rocm.report.report import write_report
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import input_start, outputs, preview
-from lora_rocm.train.check_child import weigh
 from lora_rocm.train.disk_forecast import Sizes, sizes_of
 from lora_rocm.train.graphs import Graphs, Passed
 from lora_rocm.train.session import Session
-from lora_rocm.train.texts_child import Seen
 from tests.families.contract import ARCHITECTURES, CPU, PACKED, Adapted, Its, die
 from tests.families.toy_families import TOYS
 from tests.memory.test_footprint import Real

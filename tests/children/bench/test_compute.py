@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lora_rocm.bench.compute import all_works, attention, convolution, gemm
+from lora_rocm.children.bench.compute import all_works, attention, convolution, gemm
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")  # only named: nothing is allocated before a row is measured

@@ -7,8 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lora_rocm.bench.pcie import link_to
 from lora_rocm.checks.timing import Call, Work, measure, wall_seconds_of
+from lora_rocm.children.bench.pcie import link_to
 from lora_rocm.hardware.pci import address_of
 from lora_rocm.rundir.event_types import LinkEvent
 from lora_rocm.rundir.events import emit

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lora_rocm.bench import loader_child
+from lora_rocm.children.bench import loader_child
 from lora_rocm.dataset.folders import source_folder
 from lora_rocm.families.base import family_for
 from lora_rocm.latent_cache.cache import LatentCache

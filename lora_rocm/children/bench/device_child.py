@@ -1,4 +1,4 @@
-"""Child process of ``lora-rocm bench``: ``python -m lora_rocm.bench.device_child transfer|compute JOB.json``.
+"""Child process of ``lora-rocm bench``: ``python -m lora_rocm.children.bench.device_child transfer|compute JOB.json``.
 
 Reports measurements as events, one JSON object per line of standard output: ``machine`` once, then for each row
 ``begin`` before and ``row`` after. A row that hangs or crashes ends the process; the parent knows which row it was, and
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lora_rocm.bench import compute, copies
+from lora_rocm.children.bench import compute, copies
 from lora_rocm.device.allocator import room_bytes
 from lora_rocm.device.backend_settings import apply
 from lora_rocm.device.precision import choose_device, describe

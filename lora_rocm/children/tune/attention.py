@@ -1,4 +1,4 @@
-"""Child process that tries ways of attention at a recipe's shapes: ``python -m lora_rocm.trials.attention_child JOB``.
+"""Child process that tries ways of attention at a recipe's shapes: ``python -m lora_rocm.children.tune.attention JOB``.
 
 Of each way, output and gradients are compared with plain attention in float32, and a right one is timed. A way that
 crashes or hangs ends the process; the parent continues after it (``checks.timing``).
@@ -22,8 +22,8 @@ from lora_rocm.checks.graph_check import capture_on_gpu
 from lora_rocm.checks.selftest_attention import NO_BACKEND
 from lora_rocm.checks.selftest_base import poison
 from lora_rocm.checks.timing import seconds_of
+from lora_rocm.children.tune.job import AttentionCall, Job, Prepare, report_rows
 from lora_rocm.device.attention import ORDERS, Context, context_of
-from lora_rocm.trials.job import AttentionCall, Job, Prepare, report_rows
 
 PARTS = ("output", "gradient of q", "gradient of k", "gradient of v")
 MAX_EPS = {torch.float32: (256.0, 128.0), torch.float16: (8.0, 2.0), torch.bfloat16: (8.0, 2.0)}

@@ -1,6 +1,6 @@
 """The child of ``lora-rocm check``: can a recipe's base model be trained as asked, and how much memory does it need?
 
-``python -m lora_rocm.train.check_child RECIPE.json`` prints one JSON object (``Weighed``) or an error event. It reads
+``python -m lora_rocm.children.check_base RECIPE.json`` prints one JSON object (``Weighed``) or an error event. It reads
 only configs, headers and tokenizers of the base model, but the whole ``lora.init_from`` file.
 """
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, register_tracker_class
 
+from lora_rocm.children import tracking
 from lora_rocm.rundir.events import EventWriter
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.train import tracking
 from tests.supervisor.fake_run import RECIPE, event, step_fields
 from tests.telemetry.trees import read_as
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from lora_rocm.children import check_base
+from lora_rocm.children.check_base import weigh as weighed
 from lora_rocm.errors import AdapterError, MachineError
-from lora_rocm.train import check_child
-from lora_rocm.train.check_child import weigh as weighed
 from tests.tiny_models import SHALLOW, tiny_recipe, write_hollow_sdxl, write_tiny_sdxl
 
 MODULE = "unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
@@ -85,7 +85,7 @@ def test_as_a_program(
     recipe = tmp_path / "recipe.json"
     recipe.write_text(tiny_recipe(tiny_sdxl if there else tmp_path / "no").model_dump_json(), encoding="utf-8")
     monkeypatch.setattr("sys.argv", ["weigh", str(recipe)])
-    code = check_child.main()
+    code = check_base.main()
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     if there:
         assert (code, found["num_bytes"], found["notices"]) == (0, real_bytes(tiny_sdxl), [])

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from lora_rocm.children import compare
+from lora_rocm.children.compare import mean_losses
 from lora_rocm.errors import AdapterError
-from lora_rocm.train import compare
-from lora_rocm.train.compare import mean_losses
 from lora_rocm.train.held_out import HeldOut
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lora_rocm.checks.timing import Work, measure
-from lora_rocm.trials.job import Laid, Product
-from lora_rocm.trials.products_child import Tuner, prepared
+from lora_rocm.children.tune.job import Laid, Product
+from lora_rocm.children.tune.products import Tuner, prepared
 
 CPU = torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""The heavy child of commands that need a model: ``python -m lora_rocm.train.model_child TOOL JOB.json``.
+"""The heavy child of commands that need a model: ``python -m lora_rocm.children.model_child TOOL JOB.json``.
 
 TOOL is sample, export, compare or chat. It writes events to standard output, one JSON object per line.
 """
@@ -17,6 +17,9 @@ import torch
 from lora_rocm.adapters import new_tokens
 from lora_rocm.adapters.factory import attach_file, inject
 from lora_rocm.adapters.lora_reader import components_of
+from lora_rocm.children.chat import chat
+from lora_rocm.children.compare import compare
+from lora_rocm.children.conversions import convert
 from lora_rocm.dataset.entry_spec import CAPTION
 from lora_rocm.device.precision import compute_dtype
 from lora_rocm.device.torch_errors import settle, told
@@ -41,10 +44,7 @@ from lora_rocm.rundir.results import updates_of
 from lora_rocm.rundir.whole_files import require_whole_named
 from lora_rocm.supervisor.run_recipe import SPARE_CACHE, recipe_of_run
 from lora_rocm.train.base_seal import require_trained_base
-from lora_rocm.train.chat import chat
 from lora_rocm.train.checkpoint import Checkpoint, latest_valid, read_checkpoint
-from lora_rocm.train.compare import compare
-from lora_rocm.train.conversions import convert
 from lora_rocm.train.preview import ENDINGS, content_of
 from lora_rocm.train.standalone import Job, open_transfer, send_model, start_device
 

@@ -1,4 +1,4 @@
-"""Child of ``lora-rocm check`` for models of texts: ``python -m lora_rocm.train.texts_child JOB.json``.
+"""Child of ``lora-rocm check`` for models of texts: ``python -m lora_rocm.children.check_texts JOB.json``.
 
 The job has the key "recipe". It prints one JSON object, ``Seen``, or an error event. It loads no weights.
 """

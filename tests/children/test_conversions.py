@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from lora_rocm.children import conversions, model_child
 from lora_rocm.errors import AdapterError
 from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.run_recipe import SPARE_CACHE
-from lora_rocm.train import conversions, model_child
 from lora_rocm.train.checkpoint import save_checkpoint
 from lora_rocm.train.loop import Position
 from tests.export.test_gguf import script_of

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_rocm.train import texts_child
+from lora_rocm.children import check_texts
 from tests.tiny_llm import write_chats, write_tiny_llm
 
 
@@ -25,7 +25,7 @@ def test_the_first_samples_are_shown_and_what_cannot_be_used_is_said(
     job = tmp_path / "job.json"
     job.write_text(json.dumps({"recipe": values}), encoding="utf-8")
     monkeypatch.setattr(sys, "argv", ["texts_child", str(job)])
-    assert texts_child.main() == 0
+    assert check_texts.main() == 0
     said = json.loads(capsys.readouterr().out)
     wanted = [f"<|start|>user\nsay {n}<|end|>\n<|start|>assistant\n⟦number {n}<|end|>⟧\n" for n in range(3)]
     assert said["shown"] == wanted

@@ -84,9 +84,9 @@ def test_a_table_is_tuned_read_by_a_run_and_refused_for_other_software(tmp_path:
 
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # said by torch where a backward pass comes first
 def test_every_way_here_is_right_or_told(capfd: Any) -> None:
+    from lora_rocm.children.tune.attention import Trial, prepared
+    from lora_rocm.children.tune.job import AttentionCall
     from lora_rocm.device.attention import context_of
-    from lora_rocm.trials.attention_child import Trial, prepared
-    from lora_rocm.trials.job import AttentionCall
 
     calls = [AttentionCall(2, 4, 300, keys, 64, False) for keys in (300, 77)]
     trials = [Trial.of(call, 1, torch.device("cuda"), torch.bfloat16) for call in calls]

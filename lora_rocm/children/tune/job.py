@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lora_rocm.bench.device_child import told
 from lora_rocm.checks.timing import Work, measure
+from lora_rocm.children.bench.device_child import told
 from lora_rocm.device.attention import Call
 from lora_rocm.device.backend_settings import apply
 from lora_rocm.device.precision import choose_device, compute_dtype

@@ -1,4 +1,4 @@
-"""The process of a tracker: ``python -m lora_rocm.train.tracking RUN_DIR NAME PROJECT OFFSET``.
+"""The process of a tracker: ``python -m lora_rocm.children.tracking RUN_DIR NAME PROJECT OFFSET``.
 
 It hands on the numbers of the run's events, so it delays no step, and nothing of the run depends on it. It ends after
 its standard input.

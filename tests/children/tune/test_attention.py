@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lora_rocm.checks.timing import Work, measure
+from lora_rocm.children.tune import attention
+from lora_rocm.children.tune.attention import Trial, prepared
+from lora_rocm.children.tune.job import AttentionCall
 from lora_rocm.device.attention import OTHERS, context_of
 from lora_rocm.recipe.load import load_recipe
-from lora_rocm.trials import attention_child
-from lora_rocm.trials.attention_child import Trial, prepared
-from lora_rocm.trials.job import AttentionCall
 
 CPU = torch.device("cpu")
 CALLS = (
@@ -108,19 +108,19 @@ def test_the_child_tries_a_recipe_at_its_own_shapes(
 ) -> None:
 
     tried: list[list[AttentionCall]] = []
-    whole = attention_child.prepared
+    whole = attention.prepared
 
     def only_small(way: str, context: Any, trials: list[Trial], captured: bool, found: dict[str, Any]) -> Any:
         tried.append([trial.call for trial in trials])
         return whole(way, context, trials[:1], captured, found)
 
-    monkeypatch.setattr(attention_child, "prepared", only_small)
+    monkeypatch.setattr(attention, "prepared", only_small)
     changes = ["runtime.device=cpu", "train.batch_size=1", "data.resolution=64", "lora.targets=attention"]
     recipe = load_recipe("demo.yaml", changes).recipe.model_dump(mode="json")
     path = tmp_path / "job.json"
     path.write_text(json.dumps({"recipe": recipe, "ways": ["sdpa"], "start": 0, "limit_s": 60}), encoding="utf-8")
     monkeypatch.setattr("sys.argv", ["child", str(path)])
-    assert attention_child.main() == 0
+    assert attention.main() == 0
     row = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert row["way"] == "sdpa" and row["problem"] is None
     assert {(call.batch, call.keys) for call in tried[0]} >= {(1, 77)}, "cross-attention to the caption"

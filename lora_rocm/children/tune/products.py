@@ -1,4 +1,4 @@
-"""Child process that tunes a recipe's matrix products: ``python -m lora_rocm.trials.products_child JOB``.
+"""Child process that tunes a recipe's matrix products: ``python -m lora_rocm.children.tune.products JOB``.
 
 Each product is computed by the library's default, then tuned, and computed by the chosen solution. Its row has the
 entries of the table only if both agree with float32. A product that crashes or hangs ends the process; the parent
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.cuda import tunable
 
 from lora_rocm.checks.timing import seconds_of
-from lora_rocm.trials.job import Job, Prepare, Product, report_rows
+from lora_rocm.children.tune.job import Job, Prepare, Product, report_rows
 
 SOLUTION_MS = 10
 """Time for one solution of a product; there are hundreds to thousands of them."""
