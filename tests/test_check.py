@@ -63,7 +63,7 @@ def weigh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Weigh:
     (model / "config.json").write_text("{}", encoding="utf-8")
     (tmp_path / "my.yaml").write_text(RECIPE, encoding="utf-8")
     stand_in = Weigh()
-    monkeypatch.setattr("lora_rocm.supervisor.subprocesses.run_for_json", stand_in)
+    monkeypatch.setattr("lora_rocm.processes.tool.run_for_json", stand_in)
     return stand_in
 
 
@@ -204,7 +204,7 @@ def test_a_cache_that_cannot_be_written_stops_nothing(weigh: Weigh, monkeypatch:
 
 
 def test_the_module_name_of_the_child() -> None:
-    assert module.WEIGH_MODULE == "lora_rocm.train.check_child"
+    assert module.WEIGH_MODULE == "lora_rocm.children.check_base"
 
 
 def test_captions_that_will_be_cut_are_said_and_the_tokenizers_remembered(

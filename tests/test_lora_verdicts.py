@@ -22,7 +22,7 @@ from lora_rocm.model_files.header import read_header
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.train.check_child import weigh
+from lora_rocm.children.check_base import weigh
 from tests.judging import inspect
 from tests.tiny_flux import write_tiny_flux
 from tests.train.test_pipeline import start

@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lora_rocm.base_models.loading import builtin_folder
+from lora_rocm.children.check_base import weigh
 from lora_rocm.commands import inspect_file
 from lora_rocm.commands.inspect_file import inspect_text
 from lora_rocm.errors import UserError
 from lora_rocm.families.base import family_for
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.train.check_child import weigh
 from tests.judging import inspect
 from tests.tiny_anima import write_tiny_anima
 from tests.tiny_flux import write_tiny_flux

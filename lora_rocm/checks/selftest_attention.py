@@ -30,7 +30,7 @@ some kernels compose their products from TF32 parts.
 """
 NORM_TOLERANCES = {"fp32": 128.0, "fp16": 4.0, "bf16": 4.0}
 """In units of eps, of the norm relative to that of the answer. In 16 bits the errors of four roundings are independent,
-so their norm is near 0.6 eps (``trials.attention_child.MAX_EPS``).
+so their norm is near 0.6 eps (``children.tune.attention.MAX_EPS``).
 """
 GRID = 64  # inputs are multiples of 1/64 up to 4: nine bits including the sign
 

@@ -15,16 +15,16 @@ from lora_rocm import __version__
 from lora_rocm.commands import bench_tables
 from lora_rocm.foundation.files import followed, require_place, temporary_folder, write_json
 from lora_rocm.foundation.units import count_text, size_text
+from lora_rocm.processes.row_runner import fields_of, run_rows
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe
 from lora_rocm.report.progress_bar import make_progress
 from lora_rocm.rules.environment import plan
 from lora_rocm.rules.this_machine import plan_here, situation_here
 from lora_rocm.rundir.events import current_steps, read_events
-from lora_rocm.supervisor import process, resume
-from lora_rocm.supervisor.row_runner import fields_of, run_rows
+from lora_rocm.supervisor import resume, worker
 
-MODULE = "lora_rocm.bench.device_child"
-LOADER_MODULE = "lora_rocm.bench.loader_child"
+MODULE = "lora_rocm.children.bench.device_child"
+LOADER_MODULE = "lora_rocm.children.bench.loader_child"
 WARM_UP = 20
 """Steps before the counted ones: kernels are compiled, and steps of the usual sizes captured as graphs."""
 ONLY_STEPS = (
@@ -123,7 +123,7 @@ def step(recipe_path: str, overrides: Sequence[str], steps: int, random_weights:
         resume.settle(chosen, loaded, accept_changes=False)
         env = plan_here(loaded.recipe).applied_to(os.environ)
         with make_progress() as progress:
-            code = process.run_worker(run, env, progress.on_event, process.worker_command(run), progress.say)
+            code = worker.run_worker(run, env, progress.on_event, worker.worker_command(run), progress.say)
         events = read_events(run.events())
     counted = current_steps(events)[-steps:]
     if code or not counted:

@@ -22,15 +22,15 @@ from lora_rocm.errors import UserError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.files import temporary_folder, write_json
 from lora_rocm.foundation.terminal_text import legible, quoted
+from lora_rocm.processes.process import Asked, Event, heavy_command, stop_signals
+from lora_rocm.processes.tool import Tool, started
 from lora_rocm.recipe.yaml_tree import is_clean
 from lora_rocm.rules.this_machine import plan_here
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.made_from import is_of_another_step, newest_lora
 from lora_rocm.rundir.whole_files import require_whole, require_whole_named
-from lora_rocm.supervisor.process import Asked, Event, heavy_command, stop_signals
 from lora_rocm.supervisor.resume import holds_run
 from lora_rocm.supervisor.run_recipe import SPARE_CACHE, recipe_of_run
-from lora_rocm.supervisor.subprocesses import Tool, started
 
 SIDES = {"both": ("base", "adapter"), "base": ("base",), "adapter": ("adapter",)}
 TITLES = {"base": "base model", "adapter": "with adapter"}

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from lora_rocm.dataset.shape import Shape
     from lora_rocm.dataset.text_scan import TextCount
 
-WEIGH_MODULE, TEXTS_MODULE = "lora_rocm.train.check_child", "lora_rocm.train.texts_child"
+WEIGH_MODULE, TEXTS_MODULE = "lora_rocm.children.check_base", "lora_rocm.children.check_texts"
 SHOWN_LETTERS = 1200
 MAX_NAMED, MAX_BUCKETS = 20, 40
 NOUNS = {"image": "images", "video": "videos", "text": "texts"}  # keys: values of FamilySpec.samples
@@ -127,7 +127,7 @@ class DataPlan:
 
 @dataclass(frozen=True)
 class BaseFacts:
-    """Facts about the base, found by a child process: see ``train.check_child.Weighed``."""
+    """Facts about the base, found by a child process: see ``children.check_base.Weighed``."""
 
     num_bytes: dict[str, int]
     notices: list[str]
@@ -190,8 +190,8 @@ class _Texts:
         Raises:
             LoraRocmError: the error of the child process.
         """
+        from lora_rocm.processes.tool import run_for_json
         from lora_rocm.rules.this_machine import plan_here
-        from lora_rocm.supervisor.subprocesses import run_for_json
 
         with temporary_folder() as folder:
             file = folder / "job.json"
@@ -244,7 +244,7 @@ def plan_texts(recipe: Recipe, of_source: Counter[int], said: Mapping[str, Any])
     Args:
         recipe: the recipe.
         of_source: number of texts by index of the source.
-        said: see ``train.texts_child.Seen``.
+        said: see ``children.check_texts.Seen``.
     """
     from lora_rocm.dataset.shape import Shape
 
@@ -444,7 +444,7 @@ class _Weighing:
 
     def _weigh(self) -> None:
         from lora_rocm.dataset.caption_length import TokenLimit
-        from lora_rocm.supervisor.subprocesses import run_for_json
+        from lora_rocm.processes.tool import run_for_json
 
         env = self._plan.applied_to(os.environ)
         try:

@@ -12,10 +12,10 @@ from lora_rocm.commands.sample_export import require_image_prompt, require_text,
 from lora_rocm.errors import UserError, storage_error
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.files import temporary_folder, write_atomic
+from lora_rocm.processes.process import Event
 from lora_rocm.recipe.trigger import filled_in
 from lora_rocm.report.comparison import Compared, comparison_page, verdict
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.supervisor.process import Event
 from lora_rocm.supervisor.resume import open_recipe
 
 

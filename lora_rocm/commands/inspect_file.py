@@ -102,7 +102,7 @@ def judge_in_child(path: Path, families: Sequence[str]) -> Mapping[str, Mapping[
     Raises:
         MachineError: the child cannot run.
     """
-    from lora_rocm.supervisor.subprocesses import run_for_json
+    from lora_rocm.processes.tool import run_for_json
 
     with temporary_folder() as folder:
         job = folder / "job.json"

@@ -34,6 +34,7 @@ from lora_rocm.hardware.settings import Settings
 from lora_rocm.planning.fit import ADAPTER, does_not_fit, job_of, plan_text
 from lora_rocm.planning.format_errors import loss_text, weights_text, whole_text
 from lora_rocm.planning.step_cost import CONTEXT_BYTES, MODES, Footprint, Plan, Rates, choose, table
+from lora_rocm.processes.tool import run_for_json
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.environment import plan as environment_plan
@@ -41,7 +42,6 @@ from lora_rocm.rules.memory_rules import budget_of, memory_table
 from lora_rocm.rules.rule import Situation
 from lora_rocm.rules.this_machine import situation_here
 from lora_rocm.rules.tuned_rules import attention_text
-from lora_rocm.supervisor.subprocesses import run_for_json
 
 MODULE = "lora_rocm.memory.footprint"
 PUBLISHED = "counted by the configuration that the family's first model has published, as all of its fine-tunes have it"

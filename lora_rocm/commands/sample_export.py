@@ -15,6 +15,8 @@ from lora_rocm.foundation.files import followed, require_place, temporary_folder
 from lora_rocm.foundation.units import number_text
 from lora_rocm.model_files.peft_folder import peft_folders
 from lora_rocm.model_files.readers import readers_line
+from lora_rocm.processes.process import OnEvent
+from lora_rocm.processes.tool import run_tool
 from lora_rocm.recipe.adapter_sections import GGUF, MERGED
 from lora_rocm.recipe.sample_section import OPTION, OPTIONS_OF_KOHYA, PREVIEW_INPUTS
 from lora_rocm.recipe.schema import Recipe
@@ -24,16 +26,14 @@ from lora_rocm.rundir import results
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.made_from import Made, record_export, stale_exports
 from lora_rocm.rundir.remains import discard_abandoned
-from lora_rocm.supervisor.process import OnEvent
 from lora_rocm.supervisor.resume import holds_run, open_recipe
 from lora_rocm.supervisor.run_recipe import SPARE_CACHE
-from lora_rocm.supervisor.subprocesses import run_tool
 
 FOLDER_FORMS = ("peft", MERGED)
 GGUF_SUFFIX, SAFETENSORS_SUFFIXES = ".gguf", (".safetensors", ".sft")
 """How the names of single files end, the usual one first."""
 SCRIPT, LLAMA_CPP = "convert_lora_to_gguf.py", "LLAMA_CPP"
-TOOLS_MODULE = "lora_rocm.train.model_child"
+TOOLS_MODULE = "lora_rocm.children.model_child"
 LORA_SUFFIXES = (".safetensors", ".sft", ".ckpt", ".bin", ".pt", ".pth")  # the reader refuses pickles, and says why
 RESULTS = {"sample": "drawn", "export": "export", "compare": "compared"}
 """The event in which each tool names its results."""

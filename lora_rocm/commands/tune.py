@@ -13,14 +13,14 @@ from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.terminal_text import legible
 from lora_rocm.hardware.measured_choice import Choice, Tuned, path_of, store, stored, table_of
 from lora_rocm.hardware.software_stack import stack_of
+from lora_rocm.processes.process import Event
+from lora_rocm.processes.row_runner import how_it_died, run_rows
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.rules.environment import plan
 from lora_rocm.rules.this_machine import situation_here
 from lora_rocm.rules.tuned_rules import key_of
-from lora_rocm.supervisor.process import Event
-from lora_rocm.supervisor.row_runner import how_it_died, run_rows
 
-MODULE = "lora_rocm.trials.products_child"
+MODULE = "lora_rocm.children.tune.products"
 LIMIT_S, START_LIMIT_S = 600.0, 600.0
 
 

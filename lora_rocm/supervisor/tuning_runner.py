@@ -19,16 +19,16 @@ from lora_rocm.hardware.measured_choice import Choice, Kind, Tuned, choice_from_
 from lora_rocm.hardware.ranks import rank_of
 from lora_rocm.hardware.settings import Attention
 from lora_rocm.hardware.software_stack import stack_of
+from lora_rocm.processes.process import Event
+from lora_rocm.processes.row_runner import run_rows
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.environment import plan
 from lora_rocm.rules.rule import Situation
 from lora_rocm.rules.tuned_rules import described, key_of, wants
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.supervisor.process import Event
-from lora_rocm.supervisor.row_runner import run_rows
 from lora_rocm.supervisor.selftest_runner import Say
 
-MODULE = "lora_rocm.trials.attention_child"
+MODULE = "lora_rocm.children.tune.attention"
 WAYS = ("sdpa", *get_args(Attention)[1:])
 PACKAGES = ("flash", "aiter")
 WORTH = 0.97

@@ -1,4 +1,4 @@
-"""The main function of a heavy child that is asked for one JSON object (``supervisor.subprocesses.run_for_json``)."""
+"""The main function of a heavy child that is asked for one JSON object (``processes.tool.run_for_json``)."""
 
 from __future__ import annotations
 

@@ -15,10 +15,10 @@ import pytest
 from lora_rocm.commands import bench
 from lora_rocm.errors import RecipeError, WorkerDiedError
 from lora_rocm.hardware.facts import load_facts
+from lora_rocm.processes import row_runner
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.rules.this_machine import situation_here
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.supervisor import row_runner
 from tests.golden import HOSTS
 from tests.supervisor.fake_run import heard, step_fields
 from tests.tiny_models import RUN_TARGETS
@@ -255,7 +255,7 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], l
             return [sys.executable, "-m", "tests.supervisor.fake_worker", mode, str(run_dir.path)]
 
         monkeypatch.setenv("PYTHONPATH", str(ROOT))
-        monkeypatch.setattr(bench.process, "worker_command", command)
+        monkeypatch.setattr(bench.worker, "worker_command", command)
         return runs
 
     return made

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lora_rocm.adapters.factory import inject
 from lora_rocm.base_models.loading import builtin_folder
+from lora_rocm.children.chat import Side, chat
 from lora_rocm.commands import chat as command
 from lora_rocm.dataset.records import UnusableText
 from lora_rocm.export.metadata import Facts
@@ -32,7 +33,6 @@ from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.rundir.event_types import Event
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.train.chat import Side, chat
 from tests.command_line import command_line
 from tests.supervisor.fake_run import write_whole_run
 from tests.tiny_llm import tiny_tokenizer

@@ -32,7 +32,7 @@ def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]
     found: list[dict[str, Any]] = []
 
     def run_tool(module: str, arguments: Sequence[str], env: dict[str, str], on_event: Any) -> int:
-        assert module == "lora_rocm.train.model_child" and env["PYTHONUTF8"] == "1"
+        assert module == "lora_rocm.children.model_child" and env["PYTHONUTF8"] == "1"
         job = json.loads(Path(arguments[1]).read_bytes())
         assert Path(job.pop(SPARE_CACHE)).parent == Path(arguments[1]).parent
         found.append({"tool": arguments[0], **job})

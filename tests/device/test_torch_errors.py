@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from lora_rocm.children import model_child
 from lora_rocm.device.torch_errors import device_fault, out_of_memory, settle, told
 from lora_rocm.errors import MachineError
 from lora_rocm.rules.mitigations import seen_of_code
-from lora_rocm.train import model_child, worker
+from lora_rocm.train import worker
 
 
 @pytest.fixture

@@ -22,6 +22,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lora_rocm.children.check_base import weigh
+from lora_rocm.children.check_texts import Seen
 from lora_rocm.commands import train as command
 from lora_rocm.commands.check import check
 from lora_rocm.errors import AdapterError
@@ -35,14 +37,11 @@ from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.report.report import write_report
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.supervisor import process
 from lora_rocm.train import input_start, outputs, preview
-from lora_rocm.train.check_child import weigh
 from lora_rocm.train.disk_forecast import Sizes, sizes_of
 from lora_rocm.train.graphs import Graphs, Passed
 from lora_rocm.train.input_start import InputSketch
 from lora_rocm.train.session import Session
-from lora_rocm.train.texts_child import Seen
 from tests.families.contract import ARCHITECTURES, CPU, PACKED, Adapted, Its, die
 from tests.families.toy_families import TOYS
 from tests.memory.test_footprint import Real
@@ -378,7 +377,7 @@ def test_a_form_that_cannot_be_written_is_refused_before_training(its: Its, tmp_
 
 
 def in_this_process(run_dir: RunDir, env: Any, on_event: Any, words: Any, say: Any) -> int:
-    """``process.run_worker`` without a new Python."""
+    """``worker.run_worker`` without a new Python."""
     module = words.index(WORKER)
     assert words[module + 1] == str(run_dir.path)
     code: int = importlib.import_module(WORKER).main(words[module + 1 :])
@@ -407,7 +406,7 @@ def test_texts_are_trained_on_without_a_word_of_images(
     its = Its.write("toy-text", tmp_path)
     (tmp_path / "data" / "empty.txt").touch()
     (tmp_path / "data" / "list.csv").write_text("a,b", encoding="utf-8")
-    monkeypatch.setattr(process, "run_worker", in_this_process)
+    monkeypatch.setattr("lora_rocm.supervisor.worker.run_worker", in_this_process)
     monkeypatch.setattr(Session, "_watch_parent", lambda self: None)
     run_dir = trained(its, tmp_path, supervised=False)
     said = capsys.readouterr().out
@@ -433,7 +432,7 @@ def test_check_says_what_texts_there_are(
     recipe = tmp_path / "r.yaml"
     recipe.write_text(dump_recipe(its.recipe), encoding="utf-8")
     said_of_it = {**asdict(weigh(its.recipe)), **asdict(Seen())}
-    monkeypatch.setattr("lora_rocm.supervisor.subprocesses.run_for_json", lambda *job: said_of_it)
+    monkeypatch.setattr("lora_rocm.processes.tool.run_for_json", lambda *job: said_of_it)
     check(str(recipe), registry=TOYS)
     said = capsys.readouterr().out.replace(str(tmp_path), "")
     assert "texts: 5 usable, 0 set aside" in said and "a run needs 7 texts there" in said

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import lora_rocm
+from lora_rocm.children import conversions, model_child
 from lora_rocm.errors import ResumeError
 from lora_rocm.export.verify import Verification
 from lora_rocm.families.registry import PRODUCT
@@ -23,7 +24,7 @@ from lora_rocm.optim.update_rule import UpdateRule, shown_weights
 from lora_rocm.recipe.optim_sections import OPTIMIZERS, AdamwSection, ScheduleFreeSection
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.train import checkpoint, conversions, model_child
+from lora_rocm.train import checkpoint
 from tests.export.test_gguf import script_of
 from tests.families.contract import Its
 from tests.train.test_pipeline import make_recipe, material, start

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from lora_rocm.children import chat as chat_child
+from lora_rocm.children import compare as compare_child
+from lora_rocm.children import conversions, model_child
 from lora_rocm.errors import AdapterError
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.run_context import RunContext
-from lora_rocm.train import chat as chat_child
-from lora_rocm.train import compare as compare_child
-from lora_rocm.train import conversions, model_child
 from tests.tiny_llm import write_tiny_llm
 from tests.train.test_pipeline import make_recipe, start, write_material
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from lora_rocm.children.check_texts import seen
 from lora_rocm.commands.check import TEXTS_MODULE, check, plan_texts
 from lora_rocm.dataset import text_scan
 from lora_rocm.dataset.batch_sampler import BatchPlan
@@ -31,7 +32,6 @@ from lora_rocm.latent_cache.prepare import Prepared, choose_held_out, prepare
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.train.texts_child import seen
 from tests.tiny_llm import CHAT, STRIPPING, THINK, tiny_tokenizer, write_chats
 
 CPU = torch.device("cpu")
@@ -146,7 +146,7 @@ def checked(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch, most:
         found: dict[str, Any] = json.loads(json.dumps(asdict(seen(recipe, family.texts, most, family))))
         return found if module == TEXTS_MODULE else facts
 
-    monkeypatch.setattr("lora_rocm.supervisor.subprocesses.run_for_json", child)
+    monkeypatch.setattr("lora_rocm.processes.tool.run_for_json", child)
     path = folder / "recipe.yaml"
     path.write_text(dump_recipe(recipe), encoding="utf-8")
     check(str(path))

@@ -21,6 +21,7 @@ from lora_rocm.adapters.lora_reader import components_of, read_lora
 from lora_rocm.adapters.module_names import KeyTable
 from lora_rocm.adapters.targets import targets
 from lora_rocm.base_models.loading import Source
+from lora_rocm.children.check_base import weigh
 from lora_rocm.dataset.entry_spec import CAPTION, IMAGE
 from lora_rocm.errors import AdapterError, ModelError
 from lora_rocm.export.comfy_reader import apply_comfy
@@ -36,7 +37,6 @@ from lora_rocm.kernels.weight_format import dense_weight, is_packed
 from lora_rocm.latent_cache.encode_session import plain_door
 from lora_rocm.memory.footprint import packed_encoders
 from lora_rocm.planning.format_errors import format_errors
-from lora_rocm.train.check_child import weigh
 from tests.families.transformer import cases
 from tests.families.transformer.cases import CHANNELS, CPU, TEXTS, Anima, Case, Flux, Schnell, ZImage, adapted
 from tests.judging import inspect
