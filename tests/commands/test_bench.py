@@ -65,7 +65,7 @@ class FakeChild:
         on_event: Callable[[Event], None],
         is_late: Callable[[], bool],
     ) -> int:
-        self.jobs.append(json.loads(Path(arguments[1]).read_bytes()))
+        self.jobs.append(json.loads(Path(arguments[-1]).read_bytes()))
         self.envs.append(dict(env))
         for step in self.scripts.pop(0):
             if isinstance(step, Exception):

@@ -1,4 +1,4 @@
-"""Child process of ``lora-rocm bench``: ``python -m lora_rocm.children.bench.device_child transfer|compute JOB.json``.
+"""Child process of ``lora-rocm bench``: ``python -m lora_rocm.children.bench.device_child JOB.json``.
 
 Reports measurements as events, one JSON object per line of standard output: ``machine`` once, then for each row
 ``begin`` before and ``row`` after. A row that hangs or crashes ends the process; the parent knows which row it was, and
@@ -7,11 +7,9 @@ continues after it.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +22,7 @@ from lora_rocm.device.torch_errors import machine_error, settle
 from lora_rocm.errors import LoraRocmError
 from lora_rocm.hardware.pci import address_of
 from lora_rocm.hardware.settings import Settings, settings_from
+from lora_rocm.processes.jobs import ComputeJob, TransferJob, job_of
 from lora_rocm.rundir.event_types import ErrorEvent, MachineEvent
 from lora_rocm.rundir.events import emit
 
@@ -67,15 +66,15 @@ def told(measure: Callable[[], None]) -> int:
 
 def main() -> int:
     """Run one job. An unexpected error ends in a traceback on standard error, which the parent reads."""
-    tool, job = sys.argv[1], json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))
-    return told(lambda: _measure(tool, job["start"]))
+    return told(_measure)
 
 
-def _measure(tool: str, start: int) -> None:
+def _measure() -> None:
+    job = job_of(TransferJob, ComputeJob)
     device, settings = choose_device("auto"), settings_from(os.environ)
     apply(settings, device)  # same settings as in training
     emit(MachineEvent(**machine(device, settings)))
-    (copies if tool == "transfer" else compute).run(device, start)
+    (copies if isinstance(job, TransferJob) else compute).run(device, job.start)
 
 
 if __name__ == "__main__":

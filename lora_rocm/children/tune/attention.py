@@ -22,8 +22,9 @@ from lora_rocm.checks.graph_check import capture_on_gpu
 from lora_rocm.checks.selftest_attention import NO_BACKEND
 from lora_rocm.checks.selftest_base import poison
 from lora_rocm.checks.timing import seconds_of
-from lora_rocm.children.tune.job import AttentionCall, Job, Prepare, report_rows
+from lora_rocm.children.tune.job import AttentionCall, Prepare, RecipeWork, report_rows
 from lora_rocm.device.attention import ORDERS, Context, context_of
+from lora_rocm.processes.jobs import TuneAttentionJob
 
 PARTS = ("output", "gradient of q", "gradient of k", "gradient of v")
 MAX_EPS = {torch.float32: (256.0, 128.0), torch.float16: (8.0, 2.0), torch.bfloat16: (8.0, 2.0)}
@@ -153,16 +154,16 @@ def require_backend(way: str, context: Context, trials: Sequence[Trial]) -> None
         raise RuntimeError("not here: torch has no such kernel for this GPU and these shapes")
 
 
-def rows(job: Job) -> Iterator[tuple[dict[str, Any], Prepare]]:
+def rows(job: TuneAttentionJob, work: RecipeWork) -> Iterator[tuple[dict[str, Any], Prepare]]:
     """A row for each way."""
-    trials = [Trial.of(call, count, job.device, job.dtype) for call, count in job.attention.items()]
-    for way in job.values["ways"]:
-        yield {"way": way}, partial(prepared, way, context_of(way), trials, job.captures)
+    trials = [Trial.of(call, count, work.device, work.dtype) for call, count in work.attention.items()]
+    for way in job.ways:
+        yield {"way": way}, partial(prepared, way, context_of(way), trials, work.captures)
 
 
 def main() -> int:
-    """Try the ways of the job file that the last argument names."""
-    return report_rows(rows)
+    """Try the ways of the job."""
+    return report_rows(TuneAttentionJob, rows)
 
 
 if __name__ == "__main__":

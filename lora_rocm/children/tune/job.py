@@ -5,15 +5,12 @@ The calls are counted on a model without weights.
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +28,7 @@ from lora_rocm.families.objectives.loss import losses
 from lora_rocm.hardware.settings import Settings, settings_from
 from lora_rocm.memory.footprint import hollow_model, inputs_on_meta, largest_of
 from lora_rocm.memory.op_counter import fused_attention
+from lora_rocm.processes.jobs import TuneAttentionJob, TuneProductsJob, job_of
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
 
@@ -124,10 +122,9 @@ def count_calls(
 
 
 @dataclass(frozen=True)
-class Job:
-    """A job file's values, and what they mean here."""
+class RecipeWork:
+    """What a recipe computes here."""
 
-    values: dict[str, Any]
     device: torch.device
     dtype: torch.dtype
     captures: bool
@@ -136,14 +133,14 @@ class Job:
     products: Counter[Product]
 
     @classmethod
-    def of(cls, values: dict[str, Any]) -> Job:
-        recipe, settings = recipe_from(values["recipe"]), settings_from(os.environ)
+    def of(cls, recipe: Recipe) -> RecipeWork:
+        settings = settings_from(os.environ)
         device = choose_device(recipe.runtime.device, settings)
         apply(settings, device)
         dtype = compute_dtype(recipe.train.mixed_precision, device, settings, recipe.spec.takes_fp16)
         on_gpu = device.type == "cuda"
         captures = on_gpu and recipe.runtime.graphs == "auto" and settings.graphs and not recipe.lora.dropout
-        return cls(values, device, dtype, captures, *count_calls(recipe, family_for(recipe), dtype, settings, on_gpu))
+        return cls(device, dtype, captures, *count_calls(recipe, family_for(recipe), dtype, settings, on_gpu))
 
 
 Prepare = Callable[[dict[str, Any]], Callable[[], float]]
@@ -159,15 +156,18 @@ def _own_seconds(call: Callable[[], object]) -> float:
     return taken
 
 
-def report_rows(rows_of: Callable[[Job], Iterable[tuple[dict[str, Any], Prepare]]]) -> int:
-    """Report the rows (fields, how) of the job file that the last argument names; return the exit code."""
+J = TypeVar("J", TuneAttentionJob, TuneProductsJob)
+
+
+def report_rows(kind: type[J], rows_of: Callable[[J, RecipeWork], Iterable[tuple[dict[str, Any], Prepare]]]) -> int:
+    """Report the rows (fields, how) of this process's job; return the exit code."""
 
     def run() -> None:
-        job = Job.of(json.loads(Path(sys.argv[-1]).read_text(encoding="utf-8")))
+        job = job_of(kind)
         works = []
-        for fields, prepare in rows_of(job):
+        for fields, prepare in rows_of(job, RecipeWork.of(recipe_from(job.recipe))):
             found: dict[str, Any] = {}
             works.append(Work(fields, 1.0, partial(prepare, found), found))
-        measure(works, job.values["start"], _own_seconds, job.values["limit_s"])
+        measure(works, job.start, _own_seconds, job.limit_s)
 
     return told(run)
