@@ -20,7 +20,7 @@ HOLES: dict[str, tuple[int, int, str]] = {
     "base_models": (37, 3, LIBRARY),
     "cache_files": (5, 0, JSON),
     "checks": (3, 0, TORCH),
-    "children": (29, 2, JSON),
+    "children": (30, 2, JSON),
     "cli": (2, 0, JSON),
     "commands": (25, 0, JSON),
     "dataset": (81, 3, ARROW),

@@ -78,22 +78,25 @@ def transfer(json_path: Path | None) -> int:
     return _finish("transfer", found, {"links": found.links}, json_path)
 
 
-def compute(json_path: Path | None) -> int:
-    """Measure matrix products, attention and convolutions, and print the tables; returns the exit code.
+def compute(recipe_path: str, overrides: Sequence[str], json_path: Path | None) -> int:
+    """Measure the products, attention and convolutions of a recipe's pass, and print tables; returns the exit code.
+
+    Neither weights nor data of the recipe are read.
 
     Raises:
         LoraRocmError: the child could not start, or the file cannot be written.
     """
     require_place(json_path, "--json")
-    situation, found = situation_here(), Measured()
+    recipe = load_recipe(recipe_path, overrides).recipe
+    situation, found = situation_here(recipe), Measured()
     env, torch = plan(situation).applied_to(os.environ), situation.facts.torch
     amd = situation.gpu is not None and torch is not None and torch.hip is not None
     variants = VARIANTS if amd else NO_VARIANTS
     for variant, variables in variants.items():
-        _measure(ComputeJob(), {**env, **variables}, found, variant)
+        _measure(ComputeJob(recipe=recipe.model_dump(mode="json")), {**env, **variables}, found, variant)
     say(machine_text(found.machine))
     if not found.machine["gpu"]:
-        say("There is no GPU to measure, or this PyTorch does not see it; the CPU is measured, on small images.")
+        say("There is no GPU to measure, or this PyTorch does not see it; the CPU is measured.")
     if amd:
         say(*(f"{name}: {' '.join(map('='.join, variables.items()))}" for name, variables in variants.items()))
     for group, heading in GROUPS.items():

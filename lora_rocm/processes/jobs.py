@@ -261,9 +261,11 @@ class TransferJob(RowsJob):
     """Measure copies between host and GPU."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ComputeJob(RowsJob):
-    """Measure matrix products, attention and convolutions."""
+    """Measure the matrix products, attention and convolutions of a recipe's pass."""
+
+    recipe: RecipeValues
 
 
 @dataclass(frozen=True, kw_only=True)

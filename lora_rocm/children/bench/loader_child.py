@@ -1,7 +1,7 @@
 """Child process of ``lora-rocm bench loader``: ``python -m lora_rocm.children.bench.loader_child JOB.json``.
 
 Measures the loading rate of a recipe's batches, from the cache and decoded from the images, by number of workers. Emits
-events as in ``lora_rocm.children.bench.device_child``.
+events as ``lora_rocm.children.bench.device_child``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from lora_rocm.checks.timing import Call, Work, measure
-from lora_rocm.children.bench.device_child import machine, told
+from lora_rocm.children.measuring import machine, told
 from lora_rocm.dataset.batch_sampler import Item
 from lora_rocm.dataset.entry_spec import IMAGE
 from lora_rocm.dataset.scan import Sample, load_image

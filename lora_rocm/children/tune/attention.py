@@ -36,6 +36,30 @@ rounded to 16 bits changes a probability by up to 2 eps. In float32, kernels com
 """
 
 
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
+"""q, k, v and the gradient of the output."""
+
+
+def random_inputs(call: AttentionCall, device: torch.device, dtype: torch.dtype) -> Inputs:
+    """Inputs of a call."""
+    own = torch.Generator(device).manual_seed(0)
+
+    def random(length: int) -> Tensor:
+        shape_BSHD = (call.batch, length, call.heads, call.head_dim)  # as models lay out their projections
+        return torch.randn(shape_BSHD, device=device, generator=own).to(dtype).transpose(1, 2)
+
+    q, k, v = (random(length).requires_grad_() for length in (call.queries, call.keys, call.keys))
+    return q, k, v, random(call.queries)
+
+
+def computed(given: Inputs, is_causal: bool, context: Callable[[], AbstractContextManager[Any]]) -> tuple[Tensor, ...]:
+    """Output and gradients within a context."""
+    q, k, v, gradient = given
+    with context():
+        output = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+    return output, *torch.autograd.grad(output, (q, k, v), gradient)
+
+
 @dataclass
 class Trial:
     """The inputs of one call with the known results, output and gradients, in float32.
@@ -47,27 +71,17 @@ class Trial:
 
     call: AttentionCall
     count: int
-    given: tuple[Tensor, Tensor, Tensor, Tensor]
+    given: Inputs
     wanted: tuple[Tensor, ...]
 
     @classmethod
     def of(cls, call: AttentionCall, count: int, device: torch.device, dtype: torch.dtype) -> Trial:
-        own = torch.Generator(device).manual_seed(0)
-
-        def random(length: int) -> Tensor:
-            shape_BSHD = (call.batch, length, call.heads, call.head_dim)  # as models lay out their projections
-            return torch.randn(shape_BSHD, device=device, generator=own).to(dtype).transpose(1, 2)
-
-        q, k, v = (random(length).requires_grad_() for length in (call.queries, call.keys, call.keys))
-        given = (q, k, v, random(call.queries))
+        given = random_inputs(call, device, dtype)
         return cls(call, count, given, plain(*given, call.is_causal))
 
     def run(self, context: Callable[[], AbstractContextManager[Any]] = nullcontext) -> tuple[Tensor, ...]:
         """Output and gradients by one way."""
-        q, k, v, gradient = self.given
-        with context():
-            output = F.scaled_dot_product_attention(q, k, v, is_causal=self.call.is_causal)
-        return output, *torch.autograd.grad(output, (q, k, v), gradient)
+        return computed(self.given, self.call.is_causal, context)
 
     def error(self, context: Context) -> float:
         """The largest error of a tensor as a norm, relative to the tensor's.

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lora_rocm.checks.timing import Work, measure
-from lora_rocm.children.bench.device_child import told
+from lora_rocm.children.measuring import told
 from lora_rocm.device.attention import Call
 from lora_rocm.device.backend_settings import apply
 from lora_rocm.device.precision import choose_device, compute_dtype
@@ -60,6 +61,10 @@ class Laid:
     strides: tuple[int, ...]
     dtype: torch.dtype
 
+    @classmethod
+    def of(cls, tensor: Tensor) -> Laid:
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+
     def random(self, device: torch.device, generator: torch.Generator) -> Tensor:
         tensor = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
         if 0 in self.strides:  # expanded: several elements are one number
@@ -82,6 +87,34 @@ class Product:
         result: Tensor = getattr(aten, self.name).default(*inputs)
         return result
 
+    @property
+    def flops(self) -> float:
+        left, right = self.inputs[-2:]
+        return 2.0 * prod(left.shape) * right.shape[-1]
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """One convolution without its bias: pixels [B, C, ...], kernel [O, C / groups, ...]."""
+
+    pixels: Laid
+    kernel: Laid
+    output: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    def run(self, pixels: Tensor, kernel: Tensor) -> Tensor:
+        none = [0] * len(self.stride)
+        sides = self.stride, self.padding, self.dilation
+        result: Tensor = aten.convolution.default(pixels, kernel, None, *map(list, sides), False, none, self.groups)
+        return result
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * prod(self.output) * prod(self.kernel.shape[1:])
+
 
 class _Attention(TorchFunctionMode):
     def __init__(self) -> None:
@@ -101,24 +134,30 @@ class _Products(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found = Counter[Product]()
+        self.convolutions = Counter[Convolution]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in PRODUCTS:
-            inputs = tuple(Laid(tuple(t.shape), tuple(t.stride()), t.dtype) for t in args if isinstance(t, Tensor))
+            inputs = tuple(Laid.of(t) for t in args if isinstance(t, Tensor))
             self.found[Product(func._schema.name.partition("::")[2], inputs)] += 1
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if func is aten.convolution.default and not args[6]:  # 6: transposed
+            stride, padding, dilation = (tuple(side) for side in args[3:6])
+            given = Laid.of(args[0]), Laid.of(args[1]), tuple(result.shape)
+            self.convolutions[Convolution(*given, stride, padding, dilation, groups=args[8])] += 1
+        return result
 
 
 def count_calls(
     recipe: Recipe, family: ModelFamily, dtype: torch.dtype, settings: Settings, on_gpu: bool = True
-) -> tuple[Counter[AttentionCall], Counter[Product]]:
+) -> tuple[Counter[AttentionCall], Counter[Product], Counter[Convolution]]:
     """Count one forward and backward pass of a micro-batch in the largest shape."""
     model = hollow_model(family, recipe, dtype, on_gpu and settings.triton)
     rows = -(-recipe.train.batch_size // settings.micro_batch_parts)
     batch, draws = inputs_on_meta(family, largest_of(recipe), rows)
     with fused_attention(settings.attention != "math"), _Attention() as attention, _Products() as products:
         losses(family, model, batch, draws).sum().backward()
-    return attention.found, products.found
+    return attention.found, products.found, products.convolutions
 
 
 @dataclass(frozen=True)
@@ -131,6 +170,7 @@ class RecipeWork:
     """Passes of the run are captured, so the host's time for a call does not count."""
     attention: Counter[AttentionCall]
     products: Counter[Product]
+    convolutions: Counter[Convolution]
 
     @classmethod
     def of(cls, recipe: Recipe) -> RecipeWork:
