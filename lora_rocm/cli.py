@@ -429,11 +429,11 @@ def bench_transfer(json_file: JsonPath = None) -> int:
 
 @bench_app.command("compute", cls=Command)
 @explained
-def bench_compute(json_file: JsonPath = None) -> int:
-    """Measure matrix products at LoRA shapes, attention and convolutions."""
+def bench_compute(recipe: RecipePath, overrides: Overrides = None, json_file: JsonPath = None) -> int:
+    """Measure the matrix products, attention and convolutions of a recipe's training step."""
     from lora_rocm.commands import bench
 
-    return bench.compute(json_file)
+    return bench.compute(recipe, overrides or (), json_file)
 
 
 @bench_app.command("loader", cls=Command)

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import random
 import sys
 import threading
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -25,6 +24,8 @@ from PIL import Image
 
 from lora_rocm.children import check_base, model_child
 from lora_rocm.errors import LoraRocmError
+from lora_rocm.processes.job_file import read_job_file, to_json
+from lora_rocm.processes.jobs import CheckBaseJob
 from lora_rocm.processes.process import error_from_event
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.rundir import exit_status
@@ -94,7 +95,7 @@ class Program:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(parent_worker, "run_worker", run_worker)
         patch.setattr("lora_rocm.processes.tool.run_for_json", run_for_json)
-        patch.setattr("lora_rocm.commands.sample_export.run_tool", run_tool)
+        patch.setattr("lora_rocm.processes.tool.run_tool", run_tool)
         patch.setattr("lora_rocm.commands.check.threading", SimpleNamespace(Thread=WaitedFor))
         patch.setattr(session.Session, "_watch_parent", lambda self: None)
         patch.setattr(session, "EventWriter", ClosableEvents)
@@ -207,7 +208,9 @@ def run_for_json(module: str, arguments: Sequence[str], env: Mapping[str, str]) 
     """``children.run_for_json`` of weighing: called in a thread, so nothing is redirected."""
     assert module == check_base.__name__
     try:
-        return asdict(check_base.weigh(recipe_from(json.loads(Path(arguments[0]).read_text(encoding="utf-8")))))
+        job = read_job_file(Path(arguments[0]), {"check-base": CheckBaseJob})
+        found: dict[str, Any] = to_json(check_base.weigh(recipe_from(job.recipe)))
+        return found
     except LoraRocmError:
         raise
     except Exception:  # in a process of its own: a traceback, and an exit code

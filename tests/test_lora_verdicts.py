@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lora_rocm.adapters.lora_reader import TensorNumbers, read_lora
+from lora_rocm.children.check_base import weigh
 from lora_rocm.commands.inspect_file import inspect_text
 from lora_rocm.commands.stored_numbers import StoredNumbers
 from lora_rocm.errors import AdapterError, RecipeError
@@ -22,7 +23,6 @@ from lora_rocm.model_files.header import read_header
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.children.check_base import weigh
 from tests.judging import inspect
 from tests.tiny_flux import write_tiny_flux
 from tests.train.test_pipeline import start

@@ -20,7 +20,7 @@ HOLES: dict[str, tuple[int, int, str]] = {
     "base_models": (37, 3, LIBRARY),
     "cache_files": (5, 0, JSON),
     "checks": (3, 0, TORCH),
-    "children": (36, 2, JSON),
+    "children": (30, 2, JSON),
     "cli": (2, 0, JSON),
     "commands": (36, 0, JSON),
     "dataset": (80, 3, ARROW),
@@ -39,7 +39,7 @@ HOLES: dict[str, tuple[int, int, str]] = {
     "model_files": (28, 0, JSON),
     "optim": (5, 1, TORCH),
     "planning": (2, 0, JSON),
-    "processes": (10, 0, JSON),
+    "processes": (28, 0, JSON),
     "recipe": (91, 4, JSON),
     "report": (15, 0, JSON),
     "rules": (4, 0, JSON),
@@ -47,7 +47,7 @@ HOLES: dict[str, tuple[int, int, str]] = {
     "sections": (5, 0, JSON),
     "supervisor": (12, 0, JSON),
     "telemetry": (7, 0, SYSTEM),
-    "train": (29, 3, JSON),
+    "train": (27, 3, JSON),
 }
 """Room -> ``Any`` written out, ``type: ignore`` comments, why. Triton kernels are not counted: they are no Python."""
 IGNORE = re.compile(r"#\s*type:\s*ignore")

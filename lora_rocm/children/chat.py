@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -24,13 +23,14 @@ from lora_rocm.device.precision import compute_dtype
 from lora_rocm.errors import UserError
 from lora_rocm.families.base import Answering, Sampling, family_for
 from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.processes.jobs import ChatJob
 from lora_rocm.rundir.event_types import AnsweredEvent, Emit, NoticeEvent, ReadyEvent, WrittenEvent
 from lora_rocm.rundir.events import emit as to_output
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.supervisor.run_recipe import SPARE_CACHE, recipe_of_run
+from lora_rocm.supervisor.run_recipe import recipe_of_run
 from lora_rocm.train.base_seal import require_trained_base
 from lora_rocm.train.checkpoint import latest_valid
-from lora_rocm.train.standalone import Job, open_placement, start_device
+from lora_rocm.train.standalone import open_placement, start_device
 
 BASE, ADAPTER = "base", "adapter"
 Request = Mapping[str, Any]
@@ -119,23 +119,23 @@ class Side:
 
 
 def chat(
-    job: Job,
+    job: ChatJob,
     registry: Registry = PRODUCT,
     requests: Requests | None = None,
     emit: Emit = to_output,
 ) -> None:
-    """Load the model of ``job["recipe"]`` with the adapter ``job["adapter"]``, and answer until the requests end.
+    """Load the model of ``job.recipe`` with the adapter ``job.adapter``, and answer until the requests end.
 
     Raises:
         UserError: no-chat: models of this family do not answer.
         LoraRocmError: the model or the adapter cannot be loaded.
     """
     requests = requests or InputRequests()
-    recipe = recipe_of_run(Path(job["recipe"]), registry, Path(job[SPARE_CACHE]))
+    recipe = recipe_of_run(job.recipe, registry, job.spare_cache)
     family = family_for(recipe)
     if not isinstance(family, Answering):
         what, fix = f"{recipe.spec.title} cannot be talked to.", "Use lora-rocm sample."
-        raise UserError("no-chat", what, where=job["adapter"], fix=fix)
+        raise UserError("no-chat", what, where=str(job.adapter), fix=fix)
     device, settings = start_device(recipe)
     dtype = compute_dtype(recipe.train.mixed_precision, device, settings, recipe.spec.takes_fp16)
     model = family.load(dtype, torch.device("cpu"))
@@ -143,16 +143,16 @@ def chat(
     def say(text: str) -> None:
         emit(NoticeEvent(text=text))
 
-    newest, _ = latest_valid(RunDir(Path(job["recipe"]).parent))
+    newest, _ = latest_valid(RunDir(job.recipe.parent))
     require_trained_base(newest, recipe.model.name_or_path, family, say)
-    adapter = attach_file(family, model, Path(job["adapter"]), 1.0, say)
+    adapter = attach_file(family, model, job.adapter, 1.0, say)
     assert adapter is not None, "its strength is not 0"
     model.place(open_placement(device, settings))
     family.fuse(model, triton=False)
     for component in model.components.values():
         component.eval()
     sides = {BASE: Side(BASE, adapter.disabled), ADAPTER: Side(ADAPTER, nullcontext)}
-    emit(ReadyEvent(adapter=job["adapter"], base=recipe.model.name_or_path))
+    emit(ReadyEvent(adapter=str(job.adapter), base=recipe.model.name_or_path))
     limit = LimitFollower(device, settings)
     while (request := requests.next()) is not None:
         limit.renew_if_due()

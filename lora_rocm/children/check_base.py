@@ -1,6 +1,6 @@
 """The child of ``lora-rocm check``: can a recipe's base model be trained as asked, and how much memory does it need?
 
-``python -m lora_rocm.children.check_base RECIPE.json`` prints one JSON object (``Weighed``) or an error event. It reads
+``python -m lora_rocm.children.check_base JOB.json`` prints one JSON object (``Weighed``) or an error event. It reads
 only configs, headers and tokenizers of the base model, but the whole ``lora.init_from`` file.
 """
 
@@ -8,39 +8,21 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import asdict, astuple, dataclass
-from typing import Any
+from dataclasses import astuple
 
 import torch
 
+from lora_rocm.children.json_child import answer
 from lora_rocm.device.precision import choose_device, compute_dtype
 from lora_rocm.families.base import family_for
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.hardware.settings import settings_from
+from lora_rocm.processes.jobs import CheckBaseJob, Weighed
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.train.json_child import answer
 from lora_rocm.train.usable_base import require_usable
 from lora_rocm.train.usable_start import require_startable
-
-
-@dataclass(frozen=True)
-class Weighed:
-    """What is known about a base model before it is loaded.
-
-    Attributes:
-        num_bytes: size of each component as loaded: trained components in the run's precision, encoders in their own.
-        notices: messages for the user.
-        files: path, size, two times of change and inode of every file that was examined. The other fields are valid as
-            long as these are unchanged.
-        tokenizers: the fields of ``TokenLimit`` for each text encoder.
-    """
-
-    num_bytes: dict[str, int]
-    notices: list[str]
-    files: list[list[Any]]
-    tokenizers: list[dict[str, Any]]
 
 
 def weigh(recipe: Recipe) -> Weighed:
@@ -65,13 +47,12 @@ def weigh(recipe: Recipe) -> Weighed:
     }
     notices = list(family.notices)
     files = [*base.files, *require_startable(family, recipe, skeletons, dtype, notices.append)]
-    limits = [asdict(limit) for limit in base.token_limits]
-    return Weighed(num_bytes, notices, [list(astuple(FileVersion.of(file))) for file in files], limits)
+    return Weighed(num_bytes, notices, [list(astuple(FileVersion.of(file))) for file in files], [*base.token_limits])
 
 
 def main(registry: Registry = PRODUCT) -> int:
-    """Examine the recipe in the file that the first argument names."""
-    return answer(lambda job: asdict(weigh(recipe_from(job, registry))))
+    """Examine the recipe of the job."""
+    return answer(CheckBaseJob, lambda job: weigh(recipe_from(job.recipe, registry)))
 
 
 if __name__ == "__main__":

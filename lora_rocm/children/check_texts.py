@@ -1,17 +1,15 @@
 """Child of ``lora-rocm check`` for models of texts: ``python -m lora_rocm.children.check_texts JOB.json``.
 
-The job has the key "recipe". It prints one JSON object, ``Seen``, or an error event. It loads no weights.
+It prints one JSON object, ``Seen``, or an error event. It loads no weights.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
+from lora_rocm.children.json_child import answer
 from lora_rocm.dataset.records import UnusableText
 from lora_rocm.dataset.row_edge import row_edge
 from lora_rocm.dataset.sample_table import Samples
@@ -21,37 +19,11 @@ from lora_rocm.families.base import ModelFamily, TextReader, family_for
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.latent_cache.prepare import lengths_of_texts, texts_in_cache
+from lora_rocm.processes.jobs import CheckTextsJob, Seen
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.train.json_child import answer
 
 SHOWN, LOOKED_AT = 3, 10_000
-
-
-@dataclass
-class Seen:
-    """What the model sees of the data.
-
-    Attributes:
-        shown: the first samples, with marks around what is trained on.
-        notices: about the texts that were looked at.
-        looked_at: number of texts that were looked at, the first ones.
-        refused: index of a source -> number of those that cannot be trained on.
-        problems: the first of these.
-        lengths: tokens -> samples in an epoch, or rows of several, of what was looked at; None: only a run counts them.
-        held_out: number of samples that are held out, of what was looked at.
-        cached: texts whose entries are in the cache, and all texts, of what was looked at and of prompts; None: not
-            counted.
-    """
-
-    shown: list[str] = field(default_factory=list)
-    notices: list[str] = field(default_factory=list)
-    looked_at: int = 0
-    refused: dict[int, int] = field(default_factory=dict)
-    problems: list[Problem] = field(default_factory=list)
-    lengths: dict[int, int] | None = None
-    held_out: int = 0
-    cached: tuple[int, int] | None = None
 
 
 def seen(recipe: Recipe, reader: TextReader, most: int = LOOKED_AT, family: ModelFamily | None = None) -> Seen:
@@ -96,15 +68,15 @@ def _shown(reader: TextReader, text: str) -> str:
 
 
 def main(registry: Registry = PRODUCT) -> int:
-    """Look at the texts of the recipe in the file that the first argument names."""
+    """Look at the texts of the recipe of the job."""
 
-    def found(job: Mapping[str, Any]) -> dict[str, Any]:
-        recipe = recipe_from(job["recipe"], registry)
+    def found(job: CheckTextsJob) -> Seen:
+        recipe = recipe_from(job.recipe, registry)
         family = family_for(recipe)
         reader = family.texts
-        return asdict(seen(recipe, reader, family=family) if reader else Seen())
+        return seen(recipe, reader, family=family) if reader else Seen()
 
-    return answer(found)
+    return answer(CheckTextsJob, found)
 
 
 if __name__ == "__main__":

@@ -28,32 +28,33 @@ from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.loader.batch import Batch
 from lora_rocm.loader.batches import BatchPlan, Facts, Prepared, loader, open_workers, prepare
+from lora_rocm.processes.jobs import CompareJob
 from lora_rocm.recipe.adapter_sections import NewToken
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.event_types import ComparedEvent
 from lora_rocm.rundir.events import emit
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.run_context import RunContext
-from lora_rocm.supervisor.run_recipe import SPARE_CACHE, recipe_of_run
+from lora_rocm.supervisor.run_recipe import recipe_of_run
 from lora_rocm.train.base_seal import require_trained_base
 from lora_rocm.train.checkpoint import latest_valid
 from lora_rocm.train.held_out import HeldOut, HeldOutLoss
 from lora_rocm.train.preview import ENDINGS, content_of, requests_of
-from lora_rocm.train.standalone import Job, open_placement, start_device
+from lora_rocm.train.standalone import open_placement, start_device
 from lora_rocm.train.start_encoder import start_encoders
 
 CONTEXT = RunContext(emit=emit)
 
 
-def compare(job: Job, registry: Registry = PRODUCT) -> None:
-    """Emit one ``ComparedEvent`` for the base alone and one for each of ``job["files"]``: (updates, path) pairs.
+def compare(job: CompareJob, registry: Registry = PRODUCT) -> None:
+    """Emit one ``ComparedEvent`` for the base alone and one for each of ``job.files``: (updates, path) pairs.
 
-    ``job["prompts"]`` replaces the recipe's prompts if it is not empty. Images are written to ``job["output"]``.
+    ``job.prompts`` replaces the recipe's prompts if it is not empty. Images are written to ``job.output``.
     """
     # The recipe, the held-out samples and the prompts in the cache
-    recipe = recipe_of_run(RunDir(Path(job["source"])).recipe, registry, Path(job[SPARE_CACHE]))
-    if job["prompts"]:
-        recipe = recipe.model_copy(update={"sample": recipe.sample.only(job["prompts"])})
+    recipe = recipe_of_run(RunDir(job.source).recipe, registry, job.spare_cache)
+    if job.prompts:
+        recipe = recipe.model_copy(update={"sample": recipe.sample.only(job.prompts)})
     device, settings = start_device(recipe)
     family, placement = family_for(recipe), open_placement(device, settings)
     transfer = placement.transfer
@@ -64,12 +65,12 @@ def compare(job: Job, registry: Registry = PRODUCT) -> None:
     prepared = _prepared(recipe, family, Encoding(cache, device, context=CONTEXT, open_door=open_door, more=more))
     # The model, and the weights of each file, read on the CPU
     model = family.load(dtype, torch.device("cpu"))
-    newest, _ = latest_valid(RunDir(Path(job["source"])))
+    newest, _ = latest_valid(RunDir(job.source))
     require_trained_base(newest, recipe.model.name_or_path, family, CONTEXT.notice)
     adapter = inject(family, model, recipe.lora.as_written(), recipe.train.seed, CONTEXT.notice, resumed=True)
     training_adapter = put_training_adapter(family, model, recipe.model.training_adapter, CONTEXT.notice)
     tokens = recipe.lora.new_tokens
-    states = _states(family, model, adapter, job["files"], tokens)
+    states = _states(family, model, adapter, job.files, tokens)
     new_tokens.start(family, model, tokens)
     model.place(placement)
     family.fuse(model, triton=False)
@@ -83,11 +84,9 @@ def compare(job: Job, registry: Registry = PRODUCT) -> None:
         with nullcontext() if updates else adapter.disabled():
             found = mean_losses(held_out.of(_held_out_batches(recipe, family, cache, prepared)))
             with training_adapter.absent():
-                strengths = job["strengths"] if updates else (1.0,)
+                strengths = job.strengths if updates else (1.0,)
                 drawn = _drawn(family, model, adapter, requests, strengths, prepared)
-        images = [
-            Path(job["output"]) / f"{updates}-{number}.{ENDINGS[recipe.spec.preview]}" for number in range(len(drawn))
-        ]
+        images = [job.output / f"{updates}-{number}.{ENDINGS[recipe.spec.preview]}" for number in range(len(drawn))]
         for path, preview in zip(images, drawn, strict=True):
             write_atomic(path, content_of(preview))
         emit(ComparedEvent(updates=updates, total=len(compared), losses=found, images=[*map(str, images)]))
@@ -107,7 +106,7 @@ def _states(
     family: ModelFamily,
     model: LoadedModel,
     adapter: Adapter,
-    files: Sequence[tuple[int, str]],
+    files: Sequence[tuple[int, Path]],
     tokens: Sequence[NewToken],
 ) -> dict[int, dict[str, Tensor]]:
     """Number of updates -> trained tensors. A file that is damaged, or deleted since by the run, is left out and named.

@@ -14,27 +14,27 @@ from lora_rocm.export.merged import write_merged
 from lora_rocm.export.metadata import Facts
 from lora_rocm.families.base import LoadedModel, ModelFamily, OwnFiles, WritesWholeModels, family_for
 from lora_rocm.foundation.files import followed, temporary_folder
+from lora_rocm.processes.jobs import ExportJob
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.event_types import ExportEvent, NoticeEvent
 from lora_rocm.rundir.events import emit
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train.base_seal import require_trained_base
 from lora_rocm.train.checkpoint import Checkpoint
-from lora_rocm.train.standalone import Job
 
 CANNOT_READ = {"merged": (), "gguf": ("PEFT and vLLM (a GGUF adapter is for llama.cpp)",)}
 LOST_SHARE = 0.05
 """A larger share of the change that rounding loses is told to the user."""
 
 
-def convert(job: Job, run_dir: RunDir, recipe: Recipe, checkpoint: Checkpoint) -> None:
+def convert(job: ExportJob, run_dir: RunDir, recipe: Recipe, checkpoint: Checkpoint) -> None:
     """Write one of these formats and check it.
 
     Raises:
         AdapterError: the base is not the one that was trained on, or a layer has no such form.
         ExportError: the result is not what the adapter does.
     """
-    family, form = family_for(recipe), job["format"]
+    family, form = family_for(recipe), job.format
     assert isinstance(family, WritesWholeModels), "as its spec says"
     files = family.own_files()
     require_trained_base(checkpoint, recipe.model.name_or_path, family, lambda text: emit(NoticeEvent(text=text)))
@@ -43,12 +43,13 @@ def convert(job: Job, run_dir: RunDir, recipe: Recipe, checkpoint: Checkpoint) -
     adapter = inject(family, model, recipe.lora, recipe.train.seed, resumed=True)
     checkpoint.load_shown(adapter, recipe.optim)
     # Write and check
-    path = followed(Path(job["output"])) if job["output"] else run_dir.export_of(form)
+    path = followed(job.output) if job.output else run_dir.export_of(form)
     difference = None
     if form == "merged":
-        difference = _merge(path, files, adapter, recipe, None if job["output"] else run_dir.path)
+        difference = _merge(path, files, adapter, recipe, None if job.output else run_dir.path)
     else:
-        _to_gguf(path, Path(job["converter"]), family, files, model, adapter, recipe, checkpoint)
+        assert job.converter is not None, "the command has found it"
+        _to_gguf(path, job.converter, family, files, model, adapter, recipe, checkpoint)
     emit(
         ExportEvent(
             format=form,

@@ -1,15 +1,13 @@
-"""The heavy child of commands that need a model: ``python -m lora_rocm.children.model_child TOOL JOB.json``.
+"""The heavy child of commands that need a model: ``python -m lora_rocm.children.model_child JOB.json``.
 
-TOOL is sample, export, compare or chat. It writes events to standard output, one JSON object per line.
+These are sample, export, compare and chat. It writes events to standard output, one JSON object per line.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -32,9 +30,10 @@ from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.families.spec import FamilySpec
 from lora_rocm.foundation.files import followed, write_atomic
 from lora_rocm.model_files.peft_folder import peft_folders
+from lora_rocm.processes.jobs import ChatJob, CompareJob, ExportJob, RunJob, SampleJob, job_of
 from lora_rocm.recipe.family_rules import TEXT_KEY, TOKENS_KEY
 from lora_rocm.recipe.kinds import recipe_from
-from lora_rocm.recipe.sample_section import PREVIEW_INPUTS, PreviewPrompt
+from lora_rocm.recipe.sample_section import PreviewPrompt
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.recipe.trigger import filled_in
 from lora_rocm.rundir.event_types import DrawnEvent, ErrorEvent, ExportEvent, NoticeEvent
@@ -43,25 +42,25 @@ from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.made_from import newest_lora
 from lora_rocm.rundir.results import updates_of
 from lora_rocm.rundir.whole_files import require_whole_named
-from lora_rocm.supervisor.run_recipe import SPARE_CACHE, recipe_of_run
+from lora_rocm.supervisor.run_recipe import recipe_of_run
 from lora_rocm.train.base_seal import require_trained_base
 from lora_rocm.train.checkpoint import Checkpoint, latest_valid, read_checkpoint
 from lora_rocm.train.preview import ENDINGS, content_of
-from lora_rocm.train.standalone import Job, open_placement, start_device
+from lora_rocm.train.standalone import open_placement, start_device
 
-TEXTS = ("prompt", "negative_prompt")
 WRITTEN_TOGETHER = 8  # images drawn and saved at a time, so that a stop loses few of them
 
 
-def sample(job: Job, registry: Registry = PRODUCT) -> None:
+def sample(job: SampleJob, registry: Registry = PRODUCT) -> None:
     """Draw images with a LoRA file, on its run's base model or on another."""
-    source = Path(job["source"])
+    source = job.source
     # The LoRA file, its recipe and whether it trains text encoders
     named = source.is_file() or peft_folders(source)
     lora = require_whole_named(source) if named else newest_lora(RunDir(source))
     recipe = recipe_for(job, lora, registry)
     require_inputs_read(job, recipe)
-    asked, negative = (filled_in(f"--{name.replace('_', '-')}", job[name], recipe) for name in TEXTS)
+    asked = filled_in("--prompt", job.prompt, recipe)
+    negative = filled_in("--negative-prompt", job.negative_prompt, recipe)
     sides = sides_of(job, recipe)
     text_too = not components_of(family_for(recipe), lora).isdisjoint(recipe.spec.text_components)
     tokens = new_tokens.tokens_beside(lora, recipe.lora.new_tokens) if recipe.spec.embedding_keys else ()
@@ -86,34 +85,35 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
     _require_base_of_run(job, lora, recipe, family, registry)
     new_tokens.put(family, model, tokens)
     new_tokens.start(family, model, tokens)
-    attach_file(family, model, lora, job["strength"], say)
+    attach_file(family, model, lora, job.strength, say)
     model.place(open_placement(device, settings))
     family.fuse(model, triton=False)  # in float16 some families are only right as they are trained
     # Draw and save
-    preview = PreviewPrompt(
-        prompt=asked,
-        negative_prompt=negative,
-        width=sides[0],
-        height=sides[1],
-        steps=job["steps"],
-        guidance_scale=job["guidance_scale"],
-        sampler=job["sampler"] or "euler",
-        lora_scale=1.0,
-        **{name: job[name] or None for name in PREVIEW_INPUTS},
+    preview = PreviewPrompt.model_validate(
+        {
+            "prompt": asked,
+            "negative_prompt": negative,
+            "width": sides[0],
+            "height": sides[1],
+            "steps": job.steps,
+            "guidance_scale": job.guidance_scale,
+            "sampler": job.sampler or "euler",
+            "lora_scale": 1.0,
+            **{name: str(path) for name, path in job.inputs.items()},
+        }
     )
-    requests = [PreviewRequest.of(recipe, preview, job["seed"] + number) for number in range(job["num"])]
-    folder = Path(job["output"])
-    root = source if folder == RunDir(source).asked else None  # links are allowed in a folder that the user names
+    requests = [PreviewRequest.of(recipe, preview, job.seed + number) for number in range(job.num)]
+    root = source if job.output == RunDir(source).asked else None  # links are allowed in a folder that the user names
     for first in range(0, len(requests), WRITTEN_TOGETHER):
         some, paths = requests[first : first + WRITTEN_TOGETHER], []
         for request, drawn in zip(some, family.preview(model, some, encoded.__getitem__), strict=True):
-            path = _free_name(folder, f"seed{request.seed}", ENDINGS[recipe.spec.preview])
+            path = _free_name(job.output, f"seed{request.seed}", ENDINGS[recipe.spec.preview])
             write_atomic(path, content_of(drawn), root)
             paths.append(str(path))
         emit(DrawnEvent(images=paths))
 
 
-def _require_base_of_run(job: Job, lora: Path, recipe: Recipe, family: ModelFamily, registry: Registry) -> None:
+def _require_base_of_run(job: SampleJob, lora: Path, recipe: Recipe, family: ModelFamily, registry: Registry) -> None:
     """Refuse a base that is not the one that the run of a LoRA was trained on; a notice if ``--base`` names it.
 
     Raises:
@@ -123,27 +123,27 @@ def _require_base_of_run(job: Job, lora: Path, recipe: Recipe, family: ModelFami
     if run_dir is None:
         return
     newest, _ = latest_valid(run_dir)
-    of_run = recipe_of_run(run_dir.recipe, registry, Path(job[SPARE_CACHE])).model_copy(update={"model": recipe.model})
+    of_run = recipe_of_run(run_dir.recipe, registry, job.spare_cache).model_copy(update={"model": recipe.model})
     same_parts = of_run.lora.tokenises == recipe.lora.tokenises  # it decides which components are trained
     with_parts_of_run = family if same_parts else family_for(of_run)
-    require_trained_base(newest, recipe.model.name_or_path, with_parts_of_run, say, refuse=job["base"] is None)
+    require_trained_base(newest, recipe.model.name_or_path, with_parts_of_run, say, refuse=job.base is None)
 
 
-def export_run(job: Job, registry: Registry = PRODUCT) -> None:
+def export_run(job: ExportJob, registry: Registry = PRODUCT) -> None:
     """Write the LoRA of a run's checkpoint (by default the newest) in another format, load it back and compare.
 
     Raises:
         UserError: "result-older": the file would lie among the results of a finished run, and is of an earlier step.
     """
-    run_dir = RunDir(Path(job["source"]))
+    run_dir = RunDir(job.source)
     # The recipe and the checkpoint
-    recipe = recipe_of_run(run_dir.recipe, registry, Path(job[SPARE_CACHE]))
-    if job["dtype"]:
-        recipe = recipe.model_copy(update={"output": recipe.output.model_copy(update={"dtype": job["dtype"]})})
-    checkpoint = _checkpoint_of(run_dir, job["updates"])
-    if not job["output"]:
+    recipe = recipe_of_run(run_dir.recipe, registry, job.spare_cache)
+    if job.dtype:
+        recipe = recipe.model_copy(update={"output": recipe.output.model_copy(update={"dtype": job.dtype})})
+    checkpoint = _checkpoint_of(run_dir, job.updates)
+    if not job.output:
         _require_end(run_dir, checkpoint)
-    if job["format"] in recipe.spec.conversions:
+    if job.format in recipe.spec.conversions:
         convert(job, run_dir, recipe, checkpoint)
         return
     family = family_for(recipe)
@@ -156,13 +156,13 @@ def export_run(job: Job, registry: Registry = PRODUCT) -> None:
     adapter = inject(family, model, recipe.lora, recipe.train.seed, resumed=True)
     checkpoint.load_shown(adapter, recipe.optim)
     # Write, load back and compare
-    path = followed(Path(job["output"])) if job["output"] else run_dir.export_of(job["format"])
+    path = followed(job.output) if job.output else run_dir.export_of(job.format)
     facts = Facts(**checkpoint.facts["metadata"])
-    writers.write(job["format"], path, family, adapter, recipe, facts, None if job["output"] else run_dir.path)
-    found = writers.verify(job["format"], path, family, model, adapter)
+    writers.write(job.format, path, family, adapter, recipe, facts, None if job.output else run_dir.path)
+    found = writers.verify(job.format, path, family, model, adapter)
     emit(
         ExportEvent(
-            format=job["format"],
+            format=job.format,
             path=str(path),
             max_difference=found.max_difference,
             cannot_read=list(found.cannot_read),
@@ -209,13 +209,13 @@ def _require_end(run_dir: RunDir, checkpoint: Checkpoint) -> None:
         raise UserError("result-older", what, where=str(checkpoint.path), fix=fix)
 
 
-def require_inputs_read(job: Job, recipe: Recipe) -> None:
+def require_inputs_read(job: SampleJob, recipe: Recipe) -> None:
     """Refuse a negative prompt, a control image or a sampler for a model that reads none, or not this one.
 
     Raises:
         UserError: prompt-unused, control-unused, sampler-unfit.
     """
-    title, sampler = recipe.spec.title, job["sampler"]
+    title, sampler = recipe.spec.title, job.sampler
     if sampler and not recipe.spec.reads("sample.sampler"):
         raise UserError(
             "sampler-unfit",
@@ -226,39 +226,38 @@ def require_inputs_read(job: Job, recipe: Recipe) -> None:
     if sampler and sampler not in recipe.spec.samplers:
         what, fix = f"{title} is not drawn with this sampler.", f"Take {' or '.join(recipe.spec.samplers)}."
         raise UserError("sampler-unfit", what, where=f"--sampler {sampler!a:.60}", fix=fix)
-    if job["negative_prompt"] and not recipe.spec.reads("sample.negative_prompt"):
+    if job.negative_prompt and not recipe.spec.reads("sample.negative_prompt"):
         what = f"{title} reads no negative prompt."
         raise UserError("prompt-unused", what, where="--negative-prompt", fix="Leave it out.")
     model = recipe.model
-    if job["mask"] and not model.may_inpaint:
+    if "mask" in job.inputs and not model.may_inpaint:
         raise UserError("control-unused", f"{title} takes no masks.", where="--mask", fix="Leave it out.")
-    if job["control_image"] and not model.takes_control and not job["mask"]:
+    if "control_image" in job.inputs and not model.takes_control and "mask" not in job.inputs:
         with_mask = "with --mask, of a base for inpainting" if model.may_inpaint else ""
         only = f" (only {with_mask or f'with {model.for_control}'})" if with_mask or model.for_control else ""
         what, fix = f"{title} takes no control images{only}.", "Leave it out."
         raise UserError("control-unused", what, where="--control-image", fix=fix)
 
 
-def require_mask_read(job: Job, family: ModelFamily) -> None:
+def require_mask_read(job: SampleJob, family: ModelFamily) -> None:
     """Refuse a mask for a base that is none for inpainting.
 
     Raises:
         UserError: control-unused.
     """
-    if job["mask"] and not family.inpaints:
+    if "mask" in job.inputs and not family.inpaints:
         what = "This base is none for inpainting, so it reads no mask."
         raise UserError("control-unused", what, where="--mask", fix="Leave --mask and --control-image out.")
 
 
-def sides_of(job: Job, recipe: Recipe) -> tuple[int, int]:
+def sides_of(job: SampleJob, recipe: Recipe) -> tuple[int, int]:
     """(width, height) of the images in pixels: as asked, else the recipe's preview size.
 
     Raises:
         UserError: the family does not take this size.
     """
     spec, (width, height) = recipe.spec, recipe.preview_size
-    for name in ("width", "height"):
-        side = job[name]
+    for name, side in (("width", job.width), ("height", job.height)):
         if side is None:
             continue
         where = f"--{name} {side}"
@@ -269,7 +268,7 @@ def sides_of(job: Job, recipe: Recipe) -> tuple[int, int]:
             what = f"The sides of {spec.title} images are multiples of {axis.multiple} pixels."
             fix = f"Take {' or '.join(map(str, axis.nearest(side)))}."
             raise UserError("image-size", what, where=where, fix=fix)
-    return job["width"] or width, job["height"] or height
+    return job.width or width, job.height or height
 
 
 def say(text: str) -> None:
@@ -283,7 +282,7 @@ def run_of(lora: Path) -> RunDir | None:
     return next(map(RunDir, folders), None)
 
 
-def recipe_for(job: Job, lora: Path, registry: Registry) -> Recipe:
+def recipe_for(job: SampleJob, lora: Path, registry: Registry) -> Recipe:
     """The recipe of the run that contains the file; ``--base`` replaces its base model.
 
     Raises:
@@ -291,7 +290,7 @@ def recipe_for(job: Job, lora: Path, registry: Registry) -> Recipe:
     """
     run_dir = run_of(lora)
     found = None if run_dir is None else run_dir.recipe
-    if found is None and job["base"] is None:
+    if found is None and job.base is None:
         raise AdapterError(
             "base-unknown",
             "This LoRA does not lie in a run directory, so its base model is not known.",
@@ -300,39 +299,40 @@ def recipe_for(job: Job, lora: Path, registry: Registry) -> Recipe:
         )
     if found is None:
         return _recipe_of_base(job, lora, registry)
-    recipe = recipe_of_run(found, registry, Path(job[SPARE_CACHE]))
-    if job["family"] not in (None, recipe.spec.name):
+    recipe = recipe_of_run(found, registry, job.spare_cache)
+    if job.family not in (None, recipe.spec.name):
         raise AdapterError(
             "family-of-run",
             f"This LoRA was trained on {recipe.spec.title}, which its run says.",
-            where=f"--family {job['family']}",
+            where=f"--family {job.family}",
             fix="Leave --family out.",
         )
-    if job["base"] is None:
+    if job.base is None:
         return recipe
-    update = {"name_or_path": job["base"], **_config(job, recipe.spec)}
+    update = {"name_or_path": job.base, **_config(job, recipe.spec)}
     return recipe.model_copy(update={"model": recipe.model.model_copy(update=update)})
 
 
-def _recipe_of_base(job: Job, lora: Path, registry: Registry) -> Recipe:
+def _recipe_of_base(job: SampleJob, lora: Path, registry: Registry) -> Recipe:
     """A recipe for a LoRA outside a run. Its family is ``--family`` if given, else detected."""
-    spec = registry[job["family"]] if job["family"] else registry.detect(evidence(job["base"], lora), job["base"])
-    for_control = (spec.model_section.control_keys or {}) if job["control_image"] else {}
-    model = {"family": spec.name, "name_or_path": job["base"], **_config(job, spec), **for_control}
+    assert job.base is not None
+    spec = registry[job.family] if job.family else registry.detect(evidence(job.base, lora), job.base)
+    for_control = (spec.model_section.control_keys or {}) if "control_image" in job.inputs else {}
+    model = {"family": spec.name, "name_or_path": job.base, **_config(job, spec), **for_control}
     return recipe_from({"model": model, "data": {"path": "."}, "train": {"max_train_steps": 1}}, registry)
 
 
-def _config(job: Job, spec: FamilySpec) -> dict[str, str | None]:
+def _config(job: SampleJob, spec: FamilySpec) -> dict[str, str | None]:
     """The ``config`` key of the model section, from the job; empty if the family has no such key.
 
     Raises:
         UserError: "config-unused", the job has one but the family takes none.
     """
     if "config" in spec.model_section.model_fields:
-        return {"config": job["config"]}
-    if job["config"] is not None:
+        return {"config": job.config}
+    if job.config is not None:
         what = f"A base of {spec.title} takes no folder of configs."
-        raise UserError("config-unused", what, where=f"--config {job['config']}", fix="Leave it out.")
+        raise UserError("config-unused", what, where=f"--config {job.config}", fix="Leave it out.")
     return {}
 
 
@@ -344,24 +344,29 @@ def _free_name(folder: Path, stem: str, ending: str) -> Path:
     return path
 
 
-TOOLS: dict[str, Callable[[Job, Registry], None]] = {
-    "sample": sample,
-    "export": export_run,
-    "compare": compare,
-    "chat": chat,
-}
+def run(job: RunJob, registry: Registry) -> None:
+    """Do the job."""
+    match job:
+        case SampleJob():
+            sample(job, registry)
+        case ExportJob():
+            export_run(job, registry)
+        case CompareJob():
+            compare(job, registry)
+        case ChatJob():
+            chat(job, registry)
 
 
 def main(registry: Registry = PRODUCT) -> int:
     """Do one job; every error becomes an event."""
     try:
-        TOOLS[sys.argv[1]](json.loads(Path(sys.argv[2]).read_text(encoding="utf-8")), registry)
+        run(job_of(SampleJob, ExportJob, CompareJob, ChatJob), registry)
         settle()
         return 0
     except Exception as error:  # the edge of the process: the traceback goes to standard error
         traceback.print_exc()
         what = f"The process met an error that it does not know: {type(error).__name__}: {error}"
-        explained = told(error, sys.argv[2], MachineError("internal", what, fix="Please report it with the command."))
+        explained = told(error, sys.argv[-1], MachineError("internal", what, fix="Please report it with the command."))
     emit(ErrorEvent(**explained.to_event()))
     settle()
     return explained.exit_code

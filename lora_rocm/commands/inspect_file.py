@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections import Counter
@@ -17,7 +16,6 @@ from lora_rocm.dataset.folders import BUILTIN_FOLDERS, BUILTIN_TABLES
 from lora_rocm.errors import AdapterError, ModelError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.families.spec import FamilySpec
-from lora_rocm.foundation.files import temporary_folder, write_atomic
 from lora_rocm.foundation.json_text import parse_json
 from lora_rocm.foundation.terminal_text import legible, one_line
 from lora_rocm.foundation.units import count_text, number_text, size_text
@@ -48,12 +46,12 @@ from lora_rocm.model_files.storage_formats import (
     refuse_scaled,
     scaled,
 )
+from lora_rocm.processes.jobs import InspectJob, Judged, Judgements
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.results import final_files
 
 Found = dict[str, Any]
 """What ``inspect`` finds, or a part of it, ready for JSON."""
-JUDGE_MODULE = "lora_rocm.train.usable_base"
 STATE = "state.json"
 AIDS = ("tokenizer", "scheduler")
 """Components of a diffusers folder without weights."""
@@ -92,22 +90,19 @@ STARTERS = ("LoRA", "LoRA and DoRA", "LoKr", "LoHa", "OFT", "IA3")
 class Judge(Protocol):
     """Says whether a path can be ``model.name_or_path`` of families, as ``lora-rocm check`` would."""
 
-    def __call__(self, path: Path, families: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
-        """Family -> the fields of ``train.usable_base.Judged``."""
+    def __call__(self, path: Path, families: Sequence[str]) -> Mapping[str, Judged]:
+        """Family -> its judgement."""
 
 
-def judge_in_child(path: Path, families: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
+def judge_in_child(path: Path, families: Sequence[str]) -> Mapping[str, Judged]:
     """Ask a child process, because it takes the libraries of the models.
 
     Raises:
         MachineError: the child cannot run.
     """
-    from lora_rocm.processes.tool import run_for_json
+    from lora_rocm.processes.tool import ask
 
-    with temporary_folder() as folder:
-        job = folder / "job.json"
-        write_atomic(job, json.dumps({"path": str(path), "families": [*families]}).encode("utf-8"))
-        return run_for_json(JUDGE_MODULE, [str(job)], os.environ)
+    return ask(InspectJob(path, tuple(families)), Judgements, os.environ).of_family
 
 
 def inspect(path: Path, registry: Registry = PRODUCT, judge: Judge = judge_in_child) -> Found:
@@ -135,16 +130,16 @@ def _judged(path: Path, registry: Registry, judge: Judge) -> Found:
     if not candidates:
         return found
     verdicts = judge(path, candidates)
-    usable = [name for name in candidates if not verdicts[name]["refusal"]]
+    usable = [name for name in candidates if not verdicts[name].refusal]
     why = found.pop("unusable", "")
     found["trainable"] = usable
     if usable:
         found["families"] = [*dict.fromkeys((*found["families"], *usable))]
-        found["needed"] = [*verdicts[usable[0]]["needed"]]
-        found["notices"] = [*verdicts[usable[0]]["notices"]]
+        found["needed"] = [*verdicts[usable[0]].needed]
+        found["notices"] = [*verdicts[usable[0]].notices]
     else:
-        found["unusable"] = why or verdicts[candidates[0]]["refusal"]
-        found["problem"] = dict(verdicts[candidates[0]]["problem"])
+        found["unusable"] = why or verdicts[candidates[0]].refusal
+        found["problem"] = dict(verdicts[candidates[0]].problem)
     return found
 
 

@@ -11,12 +11,13 @@ from typing import Any
 from lora_rocm.dataset.preview_images import faults
 from lora_rocm.errors import AdapterError, MachineError, UserError
 from lora_rocm.families.registry import PRODUCT, Registry
-from lora_rocm.foundation.files import followed, require_place, temporary_folder, write_json
+from lora_rocm.foundation.files import followed, require_place
 from lora_rocm.foundation.units import number_text
 from lora_rocm.model_files.peft_folder import peft_folders
 from lora_rocm.model_files.readers import readers_line
+from lora_rocm.processes.jobs import CompareJob, ExportJob, SampleJob, name_of
 from lora_rocm.processes.process import OnEvent
-from lora_rocm.processes.tool import run_tool
+from lora_rocm.processes.tool import run_job
 from lora_rocm.recipe.adapter_sections import GGUF, MERGED
 from lora_rocm.recipe.sample_section import OPTION, OPTIONS_OF_KOHYA, PREVIEW_INPUTS
 from lora_rocm.recipe.schema import Recipe
@@ -27,13 +28,11 @@ from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.made_from import Made, record_export, stale_exports
 from lora_rocm.rundir.remains import discard_abandoned
 from lora_rocm.supervisor.resume import holds_run, open_recipe
-from lora_rocm.supervisor.run_recipe import SPARE_CACHE
 
 FOLDER_FORMS = ("peft", MERGED)
 GGUF_SUFFIX, SAFETENSORS_SUFFIXES = ".gguf", (".safetensors", ".sft")
 """How the names of single files end, the usual one first."""
 SCRIPT, LLAMA_CPP = "convert_lora_to_gguf.py", "LLAMA_CPP"
-TOOLS_MODULE = "lora_rocm.children.model_child"
 LORA_SUFFIXES = (".safetensors", ".sft", ".ckpt", ".bin", ".pt", ".pth")  # the reader refuses pickles, and says why
 RESULTS = {"sample": "drawn", "export": "export", "compare": "compared"}
 """The event in which each tool names its results."""
@@ -49,7 +48,7 @@ def sample(
     registry: Registry = PRODUCT,
     **options: Any,
 ) -> int:
-    """Draw images. The job holds ``options`` unchanged, and absolute paths; "" for an image that is not given.
+    """Draw images. ``options`` are fields of ``SampleJob``.
 
     Raises:
         LoraRocmError: any error of the child process.
@@ -65,16 +64,16 @@ def sample(
     elif not output.is_dir() and os.path.lexists(output):
         what = "A file lies where the folder for the images would be made."
         raise UserError("output-no-folder", what, where=f"--output {output}", fix="Give the name of a folder.")
-    job = {
+    job = SampleJob(
         **options,
-        **{name: str(inputs.get(name, "")) for name in PREVIEW_INPUTS},
-        "source": str(source),
-        "output": str(output.absolute()),
-        "family": family,
-        "base": os.path.abspath(base) if base is not None and os.path.exists(base) else base,
-        "config": str(config.absolute()) if config else None,
-    }
-    return run_model_tool("sample", job)
+        inputs=inputs,
+        source=source,
+        output=output.absolute(),
+        family=family,
+        base=os.path.abspath(base) if base is not None and os.path.exists(base) else base,
+        config=str(config.absolute()) if config else None,
+    )
+    return run_model_tool(job)
 
 
 def _inputs_of(named: Mapping[str, Path | None]) -> dict[str, Path]:
@@ -178,7 +177,7 @@ def export(
     if form != GGUF and converter is not None:
         what = f"The {form} form is written without a converter."
         raise UserError("converter-unused", what, where=f"--converter {converter}", fix="Leave it out.")
-    script = str(_converter(converter)) if form == GGUF else ""
+    script = _converter(converter) if form == GGUF else None
     if not run_dir.list_checkpoints():
         what = "This run has no checkpoint yet, and an export is made from one."
         raise UserError("no-checkpoint", what, where=str(run_dir.path), fix="Train on first.")
@@ -260,16 +259,10 @@ def _export(
     output: Path | None,
     dtype: str | None,
     updates: int | None = None,
-    converter: str = "",
+    converter: Path | None = None,
 ) -> int:
-    job = {
-        "source": str(run_dir.path),
-        "format": form,
-        "output": str(output.absolute()) if output else None,
-        "dtype": dtype,
-        "updates": updates,
-        "converter": converter,
-    }
+    place = output.absolute() if output else None
+    job = ExportJob(source=run_dir.path, format=form, output=place, dtype=dtype, updates=updates, converter=converter)
     # What killed exports left may be as large as the base, and the space may be needed
     run_dir.discard_unfinished_exports()
     discard_abandoned(followed(output) if output else run_dir.export_of(form))
@@ -279,7 +272,7 @@ def _export(
         if event["type"] == "export":
             made.append(Made(event["updates"], event["checkpoint"]))
 
-    code = run_model_tool("export", job, on_event)
+    code = run_model_tool(job, on_event)
     if output is None:
         record_export(run_dir, form, made[-1])
     return code
@@ -303,30 +296,26 @@ def _existing(source: Path) -> Path:
     return source
 
 
-def run_model_tool(tool: str, job: dict[str, Any], listen: OnEvent = lambda event: None) -> int:
+def run_model_tool(job: SampleJob | ExportJob | CompareJob, listen: OnEvent = lambda event: None) -> int:
     """Run a job in the heavy child and show its notices and results; ``listen`` gets every event.
 
     Raises:
         MachineError: it ended without naming a result.
         LoraRocmError: any error of the child process.
     """
-    env = plan_here().applied_to(os.environ)
-    with temporary_folder() as folder:
-        path = folder / "job.json"
-        write_json(path, {**job, SPARE_CACHE: str(folder / "cache")})
-        told: list[str] = []
+    told: list[str] = []
 
-        def on_event(event: dict[str, Any]) -> None:
-            told.append(event["type"])
-            _show(event)
-            listen(event)
+    def on_event(event: dict[str, Any]) -> None:
+        told.append(event["type"])
+        _show(event)
+        listen(event)
 
-        code = run_tool(TOOLS_MODULE, [tool, str(path)], env, on_event)
+    code, tool = run_job(job, plan_here().applied_to(os.environ), on_event), name_of(job)
     if RESULTS[tool] not in told:
         raise MachineError(
             "no-result",
             f"lora-rocm {tool} ended without naming a file that it made.",
-            where=str(job["output"] or job["source"]),
+            where=str(job.output or job.source),
             fix="Please report it with the command.",
         )
     return code

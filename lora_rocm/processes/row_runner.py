@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import replace
 
 from lora_rocm.errors import WorkerDiedError
-from lora_rocm.foundation.files import temporary_folder, write_json
+from lora_rocm.foundation.files import temporary_folder
+from lora_rocm.processes.jobs import CHILDREN, RowsJob, name_of
 from lora_rocm.processes.process import Event, OnEvent
-from lora_rocm.processes.tool import run_tool
+from lora_rocm.processes.tool import run_tool, write_job
 
 MAX_DEATHS = 5
 """After this many rows that ended the child process it is given up."""
@@ -19,18 +20,22 @@ GRACE_S = 15.0
 
 
 def run_rows(
-    module: str,
-    arguments: list[str],
-    job: Mapping[str, Any],
+    job: RowsJob,
     env: Mapping[str, str],
     on_row: Callable[[Event], None],
     on_event: OnEvent = lambda event: None,
     start_limit_s: float = math.inf,
+    module: str | None = None,
 ) -> None:
     """Hand each row to ``on_row``; ``problem`` is None, or says why it was not measured.
 
-    The child is started with ``arguments`` and a file with ``job`` and ``start``, the number of its first row, which it
-    has to begin within ``start_limit_s``.
+    Args:
+        job: the child's job; ``start`` is set anew for each start.
+        env: the child's environment.
+        on_row: gets the fields of each row.
+        on_event: gets the child's other events.
+        start_limit_s: the child has to begin its first row within this time.
+        module: in place of the module of the job's child.
 
     Raises:
         LoraRocmError: the error that the child reported.
@@ -55,12 +60,11 @@ def run_rows(
         return time.monotonic() > deadline
 
     with temporary_folder() as folder:
-        path = folder / "job.json"
         while True:
-            write_json(path, {**job, "start": rows})
+            path = write_job(folder, replace(job, start=rows))
             deadline = time.monotonic() + start_limit_s
             try:
-                run_tool(module, [*arguments, str(path)], env, receive, is_late)
+                run_tool(module or CHILDREN[name_of(job)].module, [str(path)], env, receive, is_late)
                 return
             except WorkerDiedError as error:
                 deaths += 1

@@ -10,13 +10,15 @@ import json
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from lora_rocm.errors import WorkerDiedError
+from lora_rocm.errors import MachineError, WorkerDiedError
 from lora_rocm.foundation.files import require_room, temporary_folder
 from lora_rocm.foundation.safe_path import python_environment
+from lora_rocm.processes.job_file import MisfitError, from_json, write_job_file
+from lora_rocm.processes.jobs import CHILDREN, RunJob, name_of
 from lora_rocm.processes.process import (
     BRANCHES,
     KILL_WAIT_S,
@@ -32,6 +34,7 @@ from lora_rocm.processes.process import (
 from lora_rocm.rundir.events import EventReader
 from lora_rocm.rundir.exit_status import died, tail_bytes
 
+A = TypeVar("A")
 JSON_LIMIT_S = 3600.0
 """The longest that a child may take which is asked for one object. It takes seconds, or minutes with huge data."""
 
@@ -95,6 +98,43 @@ def follow_tool(
     if problem is not None:
         raise error_from_event(problem)
     return None if late else code, log
+
+
+def write_job(folder: Path, job: object) -> Path:
+    """The file of a job, in a folder that lasts as long as the child.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    if isinstance(job, RunJob):
+        job = replace(job, spare_cache=folder / "cache")
+    path = folder / "job.json"
+    write_job_file(path, name_of(job), job)
+    return path
+
+
+def run_job(job: object, env: Mapping[str, str], on_event: OnEvent) -> int:
+    """Start the child of a job; see ``run_tool``."""
+    with temporary_folder() as folder:
+        return run_tool(CHILDREN[name_of(job)].module, [str(write_job(folder, job))], env, on_event)
+
+
+def ask(job: object, answer: type[A], env: Mapping[str, str]) -> A:
+    """Start the child of a job and return its one answer.
+
+    Raises:
+        LoraRocmError: see ``run_for_json``.
+        MachineError: answer-unreadable.
+    """
+    child = CHILDREN[name_of(job)]
+    assert child.answers == (answer,)
+    with temporary_folder() as folder:
+        found = run_for_json(child.module, [str(write_job(folder, job))], env)
+    try:
+        return from_json(answer, found)
+    except MisfitError as error:
+        what, fix = f"The answer of the process {child.module} cannot be read: {error}.", "Install lora-rocm again."
+        raise MachineError("answer-unreadable", what, fix=fix) from error
 
 
 @dataclass(frozen=True)

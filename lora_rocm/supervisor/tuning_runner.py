@@ -19,6 +19,7 @@ from lora_rocm.hardware.measured_choice import Choice, Kind, Tuned, choice_from_
 from lora_rocm.hardware.ranks import rank_of
 from lora_rocm.hardware.settings import Attention
 from lora_rocm.hardware.software_stack import stack_of
+from lora_rocm.processes.jobs import TuneAttentionJob
 from lora_rocm.processes.process import Event
 from lora_rocm.processes.row_runner import run_rows
 from lora_rocm.recipe.schema import Recipe
@@ -28,7 +29,6 @@ from lora_rocm.rules.tuned_rules import described, key_of, wants
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.selftest_runner import Say
 
-MODULE = "lora_rocm.children.tune.attention"
 WAYS = ("sdpa", *get_args(Attention)[1:])
 PACKAGES = ("flash", "aiter")
 WORTH = 0.97
@@ -48,7 +48,7 @@ def without(situation: Situation) -> Situation:
     return replace(situation, tuned=Tuned())
 
 
-def ensure(run: RunDir, situation: Situation, accept_changes: bool, say: Say, module: str = MODULE) -> Situation:
+def ensure(run: RunDir, situation: Situation, accept_changes: bool, say: Say, module: str | None = None) -> Situation:
     """The situation with the measured choices of this run, which are then in its directory.
 
     Raises:
@@ -174,7 +174,7 @@ def _forget(run: RunDir, say: Say) -> None:
 
 
 def measure_attention(
-    situation: Situation, recipe: Recipe, key: Mapping[str, Any], say: Say, module: str = MODULE
+    situation: Situation, recipe: Recipe, key: Mapping[str, Any], say: Say, module: str | None = None
 ) -> Choice:
     """Try the ways of attention in children, and keep the fastest that is right.
 
@@ -188,10 +188,10 @@ def measure_attention(
     ways = ways if asked == "auto" else (asked,)
     say("Measuring attention at the shapes of this recipe ...")
     env = plan(replace(situation, tuned=Tuned())).applied_to(os.environ)
-    job = {"recipe": recipe.model_dump(mode="json"), "ways": ways, "limit_s": LIMIT_S}
+    job = TuneAttentionJob(recipe=recipe.model_dump(mode="json"), ways=tuple(ways), limit_s=LIMIT_S)
     died = ""
     try:
-        run_rows(module, [], job, env, rows.append, start_limit_s=START_LIMIT_S)
+        run_rows(job, env, rows.append, start_limit_s=START_LIMIT_S, module=module)
     except WorkerDiedError as error:
         died = error.what.splitlines()[0]
     kept = [{name: row.get(name) for name in ("way", "seconds", "problem", "error", "shapes")} for row in rows]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import torch
 
@@ -18,9 +17,6 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.event_types import NoticeEvent
 from lora_rocm.rundir.events import emit
 from lora_rocm.rundir.run_context import RunContext
-
-Job = dict[str, Any]
-"""What the child is asked to do, as the parent wrote it."""
 
 
 def start_device(recipe: Recipe) -> tuple[torch.device, Settings]:

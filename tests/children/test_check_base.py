@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 from lora_rocm.children import check_base
 from lora_rocm.children.check_base import weigh as weighed
 from lora_rocm.errors import AdapterError, MachineError
+from lora_rocm.processes.jobs import CheckBaseJob
+from lora_rocm.processes.tool import write_job
 from tests.tiny_models import SHALLOW, tiny_recipe, write_hollow_sdxl, write_tiny_sdxl
 
 MODULE = "unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
@@ -82,9 +84,9 @@ def test_as_a_program(
     capsys: pytest.CaptureFixture[str],
     there: bool,
 ) -> None:
-    recipe = tmp_path / "recipe.json"
-    recipe.write_text(tiny_recipe(tiny_sdxl if there else tmp_path / "no").model_dump_json(), encoding="utf-8")
-    monkeypatch.setattr("sys.argv", ["weigh", str(recipe)])
+    recipe = tiny_recipe(tiny_sdxl if there else tmp_path / "no")
+    job = write_job(tmp_path, CheckBaseJob(recipe.model_dump(mode="json")))
+    monkeypatch.setattr("sys.argv", ["weigh", str(job)])
     code = check_base.main()
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     if there:

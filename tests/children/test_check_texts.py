@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from lora_rocm.children import check_texts
+from lora_rocm.processes.jobs import CheckTextsJob
+from lora_rocm.processes.tool import write_job
 from tests.tiny_llm import write_chats, write_tiny_llm
 
 
@@ -22,8 +24,7 @@ def test_the_first_samples_are_shown_and_what_cannot_be_used_is_said(
         "data": {"sources": [{"dataset": str(data)}], "max_length": 100},
         "train": {"max_train_steps": 1},
     }
-    job = tmp_path / "job.json"
-    job.write_text(json.dumps({"recipe": values}), encoding="utf-8")
+    job = write_job(tmp_path, CheckTextsJob(values))
     monkeypatch.setattr(sys, "argv", ["texts_child", str(job)])
     assert check_texts.main() == 0
     said = json.loads(capsys.readouterr().out)

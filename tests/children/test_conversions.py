@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM
 
 from lora_rocm.children import conversions, model_child
 from lora_rocm.errors import AdapterError
+from lora_rocm.processes.jobs import ExportJob
 from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.rundir.checkpoint_record import Position
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.supervisor.run_recipe import SPARE_CACHE
 from lora_rocm.train.checkpoint import save_checkpoint
 from tests.export.test_gguf import script_of
 from tests.families.causal_lm.adapted import CLOSE, Adapted, batch, off, recipe_of
@@ -41,8 +41,8 @@ class Run:
             monkeypatch.setattr(module, "emit", self.events.append)
 
     def export(self, form: str, **options: Any) -> None:
-        job = {"source": str(self.dir.path), "format": form, "output": None, "dtype": None, "updates": None}
-        model_child.export_run({**job, "converter": "", SPARE_CACHE: str(self.dir.path.with_name("spare")), **options})
+        spare = self.dir.path.with_name("spare")
+        model_child.export_run(ExportJob(source=self.dir.path, format=form, spare_cache=spare, **options))
 
 
 def test_a_merged_model_is_exported_from_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +64,7 @@ def test_a_merged_model_is_exported_from_a_checkpoint(tmp_path: Path, monkeypatc
 @pytest.mark.slow
 def test_a_gguf_adapter_is_exported_from_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path, monkeypatch, lora={"targets": r".*[qk]_proj"})
-    run.export("gguf", converter=str(script_of(tmp_path / "llama", 8)), dtype="fp32")
+    run.export("gguf", converter=script_of(tmp_path / "llama", 8), dtype="fp32")
     content = (run.dir.path / "lora.gguf").read_bytes()
     assert content.startswith(b"GGUF") and b'"type": "f32", "names": 8' in content
     (export,) = run.events

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +13,11 @@ from lora_rocm.children import model_child
 from lora_rocm.children.model_child import export_run, recipe_for, require_inputs_read, require_mask_read, sides_of
 from lora_rocm.errors import AdapterError, UserError
 from lora_rocm.foundation.files import write_json
+from lora_rocm.processes.jobs import ExportJob, SampleJob
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.rundir.checkpoint_record import Position
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.supervisor.run_recipe import SPARE_CACHE
 from lora_rocm.train.checkpoint import save_checkpoint
 from tests.families.toy_families import TOYS
 from tests.supervisor.fake_run import write_whole_run
@@ -33,9 +34,8 @@ def recipe(family: str, **model: str) -> Any:
     return recipe_from(sections, TOYS)
 
 
-def job(**options: Any) -> dict[str, Any]:
-    none = dict.fromkeys(("base", "config", "family", "width", "height", "sampler"))
-    return {**none, "control_image": "", "mask": "", "negative_prompt": "", SPARE_CACHE: "spare", **options}
+def job(**options: Any) -> SampleJob:
+    return SampleJob(**{"source": LORA, "output": Path("out"), "prompt": "", "spare_cache": Path("spare"), **options})
 
 
 def test_sizes_are_as_asked_or_as_in_training() -> None:
@@ -66,7 +66,7 @@ def test_a_negative_prompt_is_refused_where_none_is_read() -> None:
 
 def test_a_control_image_is_refused_where_none_is_taken() -> None:
     """The variant of a base outside of a run is that which takes one, for its files do not say."""
-    asked = job(control_image="c.png", base="x", family="flux")
+    asked = job(inputs={"control_image": Path("c.png")}, base="x", family="flux")
     require_inputs_read(asked, recipe("flux", variant="kontext"))
     require_inputs_read(asked, recipe_for(asked, LORA, TOYS))
     for family, words in (
@@ -75,7 +75,7 @@ def test_a_control_image_is_refused_where_none_is_taken() -> None:
     ):
         with pytest.raises(UserError, match=words):
             require_inputs_read(asked, recipe(family))
-    asked = job(control_image="c.png", mask="m.png")
+    asked = job(inputs={"control_image": Path("c.png"), "mask": Path("m.png")})
     require_inputs_read(asked, recipe("sdxl"))
     with pytest.raises(UserError, match=r"FLUX\.1 takes no masks"):
         require_inputs_read(asked, recipe("flux", variant="kontext"))
@@ -112,7 +112,7 @@ def test_a_damaged_file_of_a_run_is_said_with_the_remedy_of_its_run(tmp_path: Pa
     write_whole_run(run_dir := RunDir(tmp_path / "run"))
     run_dir.lora.write_bytes(b"cut")
     with pytest.raises(AdapterError, match="damaged") as caught:
-        model_child.sample(job(source=str(run_dir.lora)))
+        model_child.sample(job(source=run_dir.lora))
     assert "lora-rocm export" in caught.value.fix and "Download" not in caught.value.fix
 
 
@@ -136,12 +136,11 @@ def test_an_earlier_step_is_not_exported_among_the_results(tmp_path: Path, monke
     run_dir = RunDir(tmp_path / "run").create()
     run_dir.recipe.write_text(dump_recipe(recipe(TOYS.names[0])), encoding="utf-8")
     save_checkpoint(run_dir, Position(updates=3), {"adapter": {}}, {"metadata": {}})
-    asked = {"source": str(run_dir.path), "format": "kohya", "output": None, "dtype": None, "updates": None}
-    asked[SPARE_CACHE] = str(tmp_path / "spare")
+    asked = ExportJob(source=run_dir.path, format="kohya", spare_cache=tmp_path / "spare")
     with pytest.raises(Loads):
         export_run(asked, TOYS)
-    for ended, output, error in ((3, None, Loads), (4, None, UserError), (4, str(tmp_path / "x.safetensors"), Loads)):
+    for ended, output, error in ((3, None, Loads), (4, None, UserError), (4, tmp_path / "x.safetensors", Loads)):
         write_json(run_dir.result, {"updates": ended})
         with pytest.raises(error) as caught:
-            export_run({**asked, "output": output}, TOYS)
+            export_run(replace(asked, output=output), TOYS)
         assert error is Loads or (caught.value.code, caught.value.where[-8:]) == ("result-older", "00000003")

@@ -129,7 +129,7 @@ def test_libraries_that_the_profile_avoids_are_not_tuned(tuning: Tuning, machine
     tuning.on(machine)
     seen: list[dict[str, str]] = []
 
-    def watched(module: str, arguments: list[str], job: Any, env: dict[str, str], *more: Any, **names: Any) -> None:
+    def watched(job: Any, env: dict[str, str], *more: Any, **names: Any) -> None:
         seen.append(env)
 
     tuning.monkeypatch.setattr(tune, "run_rows", watched)

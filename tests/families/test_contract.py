@@ -22,17 +22,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from lora_rocm.children import plan
 from lora_rocm.children.check_base import weigh
-from lora_rocm.children.check_texts import Seen
 from lora_rocm.commands import train as command
 from lora_rocm.commands.check import check
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import family_for
 from lora_rocm.families.recompute import Recomputing
 from lora_rocm.loader.batch import Batch, split
-from lora_rocm.memory import footprint
 from lora_rocm.memory.footprint import count, hollow_model
 from lora_rocm.planning.step_cost import activation_bytes
+from lora_rocm.processes.job_file import to_json
+from lora_rocm.processes.jobs import PlanJob, Seen
+from lora_rocm.processes.tool import write_job
 from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.report.report import write_report
 from lora_rocm.rundir.events import read_events
@@ -431,8 +433,9 @@ def test_check_says_what_texts_there_are(
     its = Its.write("toy-text", tmp_path)
     recipe = tmp_path / "r.yaml"
     recipe.write_text(dump_recipe(its.recipe), encoding="utf-8")
-    said_of_it = {**asdict(weigh(its.recipe)), **asdict(Seen())}
-    monkeypatch.setattr("lora_rocm.processes.tool.run_for_json", lambda *job: said_of_it)
+    said_of_it = {"check_base": to_json(weigh(its.recipe)), "check_texts": to_json(Seen())}
+    child = lambda module, *job: said_of_it[module.rpartition(".")[2]]  # noqa: E731
+    monkeypatch.setattr("lora_rocm.processes.tool.run_for_json", child)
     check(str(recipe), registry=TOYS)
     said = capsys.readouterr().out.replace(str(tmp_path), "")
     assert "texts: 5 usable, 0 set aside" in said and "a run needs 7 texts there" in said
@@ -446,12 +449,9 @@ def test_the_footprint_of_texts_is_that_of_the_longest(
 ) -> None:
     """As ``lora-rocm plan`` has it counted."""
     its = Its.write("toy-text", tmp_path)
-    job = tmp_path / "job.json"
-    job.write_text(
-        json.dumps({"recipe": its.recipe.model_dump(mode="json"), "for_card": True, "for_gpu": True}), encoding="utf-8"
-    )
-    monkeypatch.setattr(sys, "argv", ["footprint", str(job)])
-    assert footprint.main(TOYS) == 0
+    job = write_job(tmp_path, PlanJob(its.recipe.model_dump(mode="json"), for_card=True, for_gpu=True))
+    monkeypatch.setattr(sys, "argv", ["plan", str(job)])
+    assert plan.main(TOYS) == 0
     assert json.loads(capsys.readouterr().out)["footprint"]["shape"] == "96 tokens"
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from lora_rocm.errors import UserError, WorkerDiedError
 from lora_rocm.processes import row_runner
+from lora_rocm.processes.jobs import TuneProductsJob
 from lora_rocm.processes.row_runner import run_rows
 from tests.golden import HOSTS
 
@@ -30,7 +31,7 @@ class Runner:
         named = [({"name": str(number)}, outcome) for number, outcome in enumerate(outcomes)]
         variables = {"FAKE_ROWS": json.dumps(named), "FAKE_LOG": str(self.log)}
         env = {**os.environ, "PYTHONPATH": str(HOSTS.parents[1]), **variables}
-        run_rows(CHILD, [], {"limit_s": 0.2}, env, self.rows.append, **more)
+        run_rows(TuneProductsJob(recipe={}, limit_s=0.2), env, self.rows.append, module=CHILD, **more)
         return self.rows
 
     @property

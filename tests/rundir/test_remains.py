@@ -50,7 +50,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     found = RunDir(tmp_path / "run")
     write_whole_run(found)
 
-    def tool(name: str, job: object, listen: Callable[[dict[str, Any]], object]) -> int:
+    def tool(job: object, listen: Callable[[dict[str, Any]], object]) -> int:
         listen({"type": "export", "updates": 2, "checkpoint": ""})
         return 0
 

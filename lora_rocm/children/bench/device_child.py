@@ -1,4 +1,4 @@
-"""Child process of ``lora-rocm bench``: ``python -m lora_rocm.children.bench.device_child transfer|compute JOB.json``.
+"""Child of ``lora-rocm bench transfer`` and ``compute``: ``python -m lora_rocm.children.bench.device_child JOB.json``.
 
 Reports measurements as events, one JSON object per line of standard output: ``machine`` once, then for each row
 ``begin`` before and ``row`` after. A row that hangs or crashes ends the process; the parent knows which row it was, and
@@ -7,75 +7,37 @@ continues after it.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
-import torch
 
 from lora_rocm.children.bench import compute, copies
-from lora_rocm.device.allocator import room_bytes
+from lora_rocm.children.measuring import machine, told
+from lora_rocm.children.tune.job import RecipeWork
 from lora_rocm.device.backend_settings import apply
-from lora_rocm.device.precision import choose_device, describe
-from lora_rocm.device.torch_errors import machine_error, settle
-from lora_rocm.errors import LoraRocmError
-from lora_rocm.hardware.pci import address_of
-from lora_rocm.hardware.settings import Settings, settings_from
-from lora_rocm.rundir.event_types import ErrorEvent, MachineEvent
+from lora_rocm.device.precision import choose_device
+from lora_rocm.hardware.settings import settings_from
+from lora_rocm.processes.jobs import ComputeJob, TransferJob, job_of
+from lora_rocm.recipe.kinds import recipe_from
+from lora_rocm.rundir.event_types import MachineEvent
 from lora_rocm.rundir.events import emit
 
 
-def machine(device: torch.device, settings: Settings) -> dict[str, Any]:
-    """Return a description of the measured machine, for table and file. ``gpus``: name and PCI address of each."""
-    on_gpu = device.type == "cuda"
-    found = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count() if on_gpu else 0)]
-    return {
-        "device": describe(device),
-        "gpu": on_gpu,
-        "torch": torch.__version__,
-        "hip": torch.version.hip,
-        "cuda": torch.version.cuda,
-        "threads": torch.get_num_threads(),
-        "budget_bytes": room_bytes(device, settings) if on_gpu else None,
-        "integrated": bool(getattr(found[0], "is_integrated", 0)) if found else None,
-        "gpus": [{"name": gpu.name, "address": address_of(gpu)} for gpu in found],
-    }
-
-
-def told(measure: Callable[[], None]) -> int:
-    """Run ``measure``, exit when the device is idle, and return the exit code.
-
-    User-readable errors are emitted as events.
-    """
-    problem: LoraRocmError | None = None
-    try:
-        measure()
-    except LoraRocmError as error:
-        problem = error
-    except (RuntimeError, MemoryError) as error:
-        problem = machine_error(error)
-        if problem is None:
-            raise
-    if problem is not None:
-        emit(ErrorEvent(**problem.to_event()))
-    settle()  # Windows: leaving with kernels in flight hangs (pytorch#160759)
-    return problem.exit_code if problem is not None else 0
-
-
 def main() -> int:
-    """Run one job. An unexpected error ends in a traceback on standard error, which the parent reads."""
-    tool, job = sys.argv[1], json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))
-    return told(lambda: _measure(tool, job["start"]))
+    """Do the job. An unexpected error ends in a traceback on standard error, which the parent reads."""
+    return told(_measure)
 
 
-def _measure(tool: str, start: int) -> None:
-    device, settings = choose_device("auto"), settings_from(os.environ)
+def _measure() -> None:
+    job, settings = job_of(TransferJob, ComputeJob), settings_from(os.environ)
+    if isinstance(job, ComputeJob):
+        work = RecipeWork.of(recipe_from(job.recipe))
+        emit(MachineEvent(**machine(work.device, settings)))
+        compute.run(work, job.start)
+        return
+    device = choose_device("auto")
     apply(settings, device)  # same settings as in training
     emit(MachineEvent(**machine(device, settings)))
-    (copies if tool == "transfer" else compute).run(device, start)
+    copies.run(device, job.start)
 
 
 if __name__ == "__main__":

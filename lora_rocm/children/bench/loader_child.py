@@ -1,12 +1,11 @@
-"""Child process of ``lora-rocm bench loader``: ``python -m lora_rocm.children.bench.loader_child loader JOB.json``.
+"""Child process of ``lora-rocm bench loader``: ``python -m lora_rocm.children.bench.loader_child JOB.json``.
 
 Measures the loading rate of a recipe's batches, from the cache and decoded from the images, by number of workers. Emits
-events as in ``lora_rocm.children.bench.device_child``.
+events as ``lora_rocm.children.bench.device_child``.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 
 from lora_rocm.checks.timing import Call, Work, measure
-from lora_rocm.children.bench.device_child import machine, told
+from lora_rocm.children.measuring import machine, told
 from lora_rocm.dataset.batch_sampler import Item
 from lora_rocm.dataset.entry_spec import IMAGE
 from lora_rocm.dataset.scan import Sample, load_image
@@ -34,6 +33,7 @@ from lora_rocm.latent_cache.image_preprocess import Wanted
 from lora_rocm.loader.batches import BatchPlan, Prepared, open_workers, prepare
 from lora_rocm.loader.cached_dataset import Order, Orders, Read
 from lora_rocm.loader.worker_pool import Workers
+from lora_rocm.processes.jobs import LoaderJob, job_of
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.event_types import Event, MachineEvent, NoticeEvent
@@ -135,11 +135,12 @@ def _called(call: Call) -> float:
 
 def main() -> int:
     """Fill the cache as training would, and measure. An unexpected error ends in a traceback."""
-    return told(partial(_measure, json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))))
+    return told(_measure)
 
 
-def _measure(job: dict[str, Any]) -> None:
-    recipe = recipe_from(job["recipe"])
+def _measure() -> None:
+    job = job_of(LoaderJob)
+    recipe = recipe_from(job.recipe)
     device, settings = choose_device(recipe.runtime.device), settings_from(os.environ)
     apply(settings, device)
     if recipe.runtime.threads:
@@ -148,7 +149,7 @@ def _measure(job: dict[str, Any]) -> None:
     prepared = prepare(recipe, family, Encoding(cache, device))
     plan = BatchPlan(prepared.items, recipe.train.batch_size, recipe.train.gradient_accumulation_steps, 0)
     emit(MachineEvent(**{**machine(device, settings), "images": len(prepared.items)}))
-    measure(works_of(recipe, prepared, cache, plan, family), job["start"], _called)
+    measure(works_of(recipe, prepared, cache, plan, family), job.start, _called)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,9 @@ from lora_rocm.checks.graph_check import capture_on_gpu
 from lora_rocm.checks.selftest_attention import NO_BACKEND
 from lora_rocm.checks.selftest_base import poison
 from lora_rocm.checks.timing import seconds_of
-from lora_rocm.children.tune.job import AttentionCall, Job, Prepare, report_rows
+from lora_rocm.children.tune.job import AttentionCall, Prepare, RecipeWork, report_rows
 from lora_rocm.device.attention import ORDERS, Context, context_of
+from lora_rocm.processes.jobs import TuneAttentionJob
 
 PARTS = ("output", "gradient of q", "gradient of k", "gradient of v")
 MAX_EPS = {torch.float32: (256.0, 128.0), torch.float16: (8.0, 2.0), torch.bfloat16: (8.0, 2.0)}
@@ -33,6 +34,30 @@ In 16 bits, scores, probabilities, their gradients and the result are rounded, e
 the mean; the errors of four roundings are independent, so the norm of their sum is near 0.6 eps. A score of 4 that is
 rounded to 16 bits changes a probability by up to 2 eps. In float32, kernels compose products from TF32 parts.
 """
+
+
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
+"""q, k, v and the gradient of the output."""
+
+
+def random_inputs(call: AttentionCall, device: torch.device, dtype: torch.dtype) -> Inputs:
+    """Inputs of a call."""
+    own = torch.Generator(device).manual_seed(0)
+
+    def random(length: int) -> Tensor:
+        shape_BSHD = (call.batch, length, call.heads, call.head_dim)  # as models lay out their projections
+        return torch.randn(shape_BSHD, device=device, generator=own).to(dtype).transpose(1, 2)
+
+    q, k, v = (random(length).requires_grad_() for length in (call.queries, call.keys, call.keys))
+    return q, k, v, random(call.queries)
+
+
+def computed(given: Inputs, is_causal: bool, context: Callable[[], AbstractContextManager[Any]]) -> tuple[Tensor, ...]:
+    """Output and gradients within a context."""
+    q, k, v, gradient = given
+    with context():
+        output = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+    return output, *torch.autograd.grad(output, (q, k, v), gradient)
 
 
 @dataclass
@@ -46,27 +71,17 @@ class Trial:
 
     call: AttentionCall
     count: int
-    given: tuple[Tensor, Tensor, Tensor, Tensor]
+    given: Inputs
     wanted: tuple[Tensor, ...]
 
     @classmethod
     def of(cls, call: AttentionCall, count: int, device: torch.device, dtype: torch.dtype) -> Trial:
-        own = torch.Generator(device).manual_seed(0)
-
-        def random(length: int) -> Tensor:
-            shape_BSHD = (call.batch, length, call.heads, call.head_dim)  # as models lay out their projections
-            return torch.randn(shape_BSHD, device=device, generator=own).to(dtype).transpose(1, 2)
-
-        q, k, v = (random(length).requires_grad_() for length in (call.queries, call.keys, call.keys))
-        given = (q, k, v, random(call.queries))
+        given = random_inputs(call, device, dtype)
         return cls(call, count, given, plain(*given, call.is_causal))
 
     def run(self, context: Callable[[], AbstractContextManager[Any]] = nullcontext) -> tuple[Tensor, ...]:
         """Output and gradients by one way."""
-        q, k, v, gradient = self.given
-        with context():
-            output = F.scaled_dot_product_attention(q, k, v, is_causal=self.call.is_causal)
-        return output, *torch.autograd.grad(output, (q, k, v), gradient)
+        return computed(self.given, self.call.is_causal, context)
 
     def error(self, context: Context) -> float:
         """The largest error of a tensor as a norm, relative to the tensor's.
@@ -153,16 +168,16 @@ def require_backend(way: str, context: Context, trials: Sequence[Trial]) -> None
         raise RuntimeError("not here: torch has no such kernel for this GPU and these shapes")
 
 
-def rows(job: Job) -> Iterator[tuple[dict[str, Any], Prepare]]:
+def rows(job: TuneAttentionJob, work: RecipeWork) -> Iterator[tuple[dict[str, Any], Prepare]]:
     """A row for each way."""
-    trials = [Trial.of(call, count, job.device, job.dtype) for call, count in job.attention.items()]
-    for way in job.values["ways"]:
-        yield {"way": way}, partial(prepared, way, context_of(way), trials, job.captures)
+    trials = [Trial.of(call, count, work.device, work.dtype) for call, count in work.attention.items()]
+    for way in job.ways:
+        yield {"way": way}, partial(prepared, way, context_of(way), trials, work.captures)
 
 
 def main() -> int:
-    """Try the ways of the job file that the last argument names."""
-    return report_rows(rows)
+    """Try the ways of the job."""
+    return report_rows(TuneAttentionJob, rows)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.cuda import tunable
 
 from lora_rocm.checks.timing import seconds_of
-from lora_rocm.children.tune.job import Job, Prepare, Product, report_rows
+from lora_rocm.children.tune.job import Prepare, Product, RecipeWork, report_rows
+from lora_rocm.processes.jobs import TuneProductsJob
 
 SOLUTION_MS = 10
 """Time for one solution of a product; there are hundreds to thousands of them."""
@@ -85,16 +86,16 @@ def _require(got: Tensor, wanted: Tensor, bound: float, what: str) -> None:
         raise RuntimeError(f"wrong: the {what} solution is off by {error:.2g} of the largest number")
 
 
-def rows(job: Job) -> Iterator[tuple[dict[str, Any], Prepare]]:
+def rows(job: TuneProductsJob, work: RecipeWork) -> Iterator[tuple[dict[str, Any], Prepare]]:
     """A row for each product."""
     tuner = Tuner()
-    for product, count in job.products.items():
-        yield {"product": str(product), "count": count}, partial(prepared, product, job.device, tuner)
+    for product, count in work.products.items():
+        yield {"product": str(product), "count": count}, partial(prepared, product, work.device, tuner)
 
 
 def main() -> int:
-    """Tune the products of the job file that the last argument names."""
-    return report_rows(rows)
+    """Tune the products of the recipe of the job."""
+    return report_rows(TuneProductsJob, rows)
 
 
 if __name__ == "__main__":

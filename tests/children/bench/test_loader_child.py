@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -19,6 +18,8 @@ from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.loader.batches import BatchPlan, prepare
 from lora_rocm.loader.cached_dataset import Orders
 from lora_rocm.loader.worker_pool import Group, WorkersFailed
+from lora_rocm.processes.jobs import LoaderJob
+from lora_rocm.processes.tool import write_job
 from lora_rocm.recipe.load import load_recipe
 from tests.supervisor.fake_run import as_heard
 
@@ -34,11 +35,10 @@ def few(tmp_path: Path) -> list[str]:
 def measured(few: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
     def run(counts: list[int]) -> list[dict[str, Any]]:
         recipe = load_recipe("demo.yaml", [*few, "runtime.device=cpu"]).recipe
-        job = {"start": 0, "recipe": recipe.model_dump(mode="json")}
-        (tmp_path / "job.json").write_text(json.dumps(job), encoding="utf-8")
+        job = write_job(tmp_path, LoaderJob(recipe=recipe.model_dump(mode="json")))
         monkeypatch.setattr(loader_child, "worker_counts", lambda: counts)
         monkeypatch.setattr(loader_child, "BATCHES", 5)
-        monkeypatch.setattr(sys, "argv", ["bench_loader", "loader", str(tmp_path / "job.json")])
+        monkeypatch.setattr(sys, "argv", ["bench_loader", str(job)])
         assert loader_child.main() == 0
         return [as_heard(line) for line in capfd.readouterr().out.splitlines()]
 

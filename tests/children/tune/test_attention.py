@@ -18,6 +18,8 @@ from lora_rocm.children.tune import attention
 from lora_rocm.children.tune.attention import Trial, prepared
 from lora_rocm.children.tune.job import AttentionCall
 from lora_rocm.device.attention import OTHERS, context_of
+from lora_rocm.processes.jobs import TuneAttentionJob
+from lora_rocm.processes.tool import write_job
 from lora_rocm.recipe.load import load_recipe
 
 CPU = torch.device("cpu")
@@ -117,8 +119,7 @@ def test_the_child_tries_a_recipe_at_its_own_shapes(
     monkeypatch.setattr(attention, "prepared", only_small)
     changes = ["runtime.device=cpu", "train.batch_size=1", "data.resolution=64", "lora.targets=attention"]
     recipe = load_recipe("demo.yaml", changes).recipe.model_dump(mode="json")
-    path = tmp_path / "job.json"
-    path.write_text(json.dumps({"recipe": recipe, "ways": ["sdpa"], "start": 0, "limit_s": 60}), encoding="utf-8")
+    path = write_job(tmp_path, TuneAttentionJob(recipe=recipe, ways=("sdpa",), limit_s=60.0))
     monkeypatch.setattr("sys.argv", ["child", str(path)])
     assert attention.main() == 0
     row = json.loads(capfd.readouterr().out.splitlines()[-1])

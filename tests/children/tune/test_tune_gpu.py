@@ -16,7 +16,7 @@ from lora_rocm.errors import MachineError
 from lora_rocm.foundation.safe_path import python_command
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PACKAGE = """import torch.nn.functional as F
 def flash_attn_func(q, k, v, causal=False, softmax_scale=None):
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
