@@ -46,8 +46,8 @@ from lora_rocm.train.texts_child import Seen
 from tests.families.contract import ARCHITECTURES, CPU, PACKED, Adapted, Its, die
 from tests.families.toy_families import TOYS
 from tests.memory.test_footprint import Real
+from tests.train.runs import start
 from tests.train.test_graphs import Fake
-from tests.train.test_pipeline import start
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"),

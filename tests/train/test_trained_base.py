@@ -19,7 +19,7 @@ from lora_rocm.train import chat as chat_child
 from lora_rocm.train import compare as compare_child
 from lora_rocm.train import conversions, model_child
 from tests.tiny_llm import write_tiny_llm
-from tests.train.test_pipeline import make_recipe, start, write_material
+from tests.train.runs import make_recipe, start, write_material
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of diffusers
 UNET, TEXT = "unet/diffusion_pytorch_model.safetensors", "text_encoder/model.safetensors"
