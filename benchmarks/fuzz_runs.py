@@ -36,9 +36,9 @@ NAMES = (
 def _checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
     import torch
 
+    from lora_rocm.rundir.checkpoint_record import Position
     from lora_rocm.rundir.layout import RunDir
     from lora_rocm.train import checkpoint
-    from lora_rocm.train.loop import Position
 
     position = Position(**{name: 0 for name in Position.__dataclass_fields__})
     parts = {"adapter": {"w": torch.zeros(3)}, "optimizer": {"m": torch.zeros(3)}}
@@ -53,16 +53,16 @@ def _checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
 
 def checkpoint_state(rng: random.Random) -> bytes:
     """Return a damaged state, mostly with a correct seal, so that the checks after the seal are reached."""
-    from lora_rocm.train import checkpoint
+    from lora_rocm.rundir import checkpoint_record
 
     found, _ = _checkpoint(Path(SCRATCH[0]))
     body = {key: value for key, value in found.items() if key != "seal"}
     if rng.random() < 0.2:
-        return checkpoint._sealed({**body, "sha256": _renamed(rng, body["sha256"])})
+        return checkpoint_record.sealed({**body, "sha256": _renamed(rng, body["sha256"])})
     if rng.random() < 0.3:
         return json_bytes(rng, changed(rng, found))
     other = changed(rng, body)
-    return checkpoint._sealed(other) if isinstance(other, dict) else json_bytes(rng, other)
+    return checkpoint_record.sealed(other) if isinstance(other, dict) else json_bytes(rng, other)
 
 
 def _renamed(rng: random.Random, checksums: dict[str, str]) -> dict[str, str]:

@@ -77,6 +77,27 @@ PROCESS_EDGES = {
     ("benchmarks/reliable_fuzz.py", "child"),
     ("benchmarks/step_variants.py", "main"),
 }
+OWN_JSON = {
+    f"{PACKAGE}.{place}"
+    for place in (
+        "foundation.json_text:parse_json",
+        # a job or an answer of another process of the same start, or a record made in this one
+        *("bench.device_child:main", "bench.loader_child:main", "memory.footprint:main", "train.json_child:answer"),
+        *("train.model_child:main", "trials.job:report_rows", "supervisor.subprocesses:_last_object"),
+        *("train.worker:main", "train.chat:_read", "telemetry.cards:from_text", "hardware.settings:settings_from"),
+        *("device.process_group:require_same", "rules.environment:settings", "base_models.hollow:new_hollow"),
+        *("dataset.given:of_text", "dataset.records:_sorted", "dataset.records:read", "recipe.reference:_schema_of"),
+        *("dataset.row_reference:separated", "dataset.row_reference:resolved", "recipe.reference:_schema_of_section"),
+        # what a library or a tool of the system prints
+        *("families.causal_lm.chat:_growth", "families.tokenizers:_written_around"),
+        "hardware.probe.windows_probe:adapters_from_json",
+        # the program's own cache and memory, which it makes again if they are damaged
+        *("cache_files.entry_file:_parsed", "cache_files.hash_memory:_read", "latent_cache.manifest:_read"),
+        *("commands.check:_remembered", "memory.footprint:_remembered", "rules.mitigation_store:_read"),
+        *("hardware.measured_choice:stored", "hardware.selftest_result:stored", "hardware.probe.sources:_entries"),
+    )
+}
+"""Functions that parse JSON by themselves; text of users and other programs goes through ``parse_json``."""
 BINARY_OPENERS = {"Image", "os", "webbrowser", "zipfile", "tarfile"}
 NOT_AT_START = ("tensorboard", "torch.utils.tensorboard", "datasets", "torch._dynamo", "torch._inductor", "pandas")
 OF_BLAS = (
@@ -308,6 +329,18 @@ def broad_except_faults(module: Module) -> Iterator[str]:
             yield f"{module.name}:{node.lineno} catches everything"
 
 
+def json_faults(module: Module) -> Iterator[str]:
+    """JSON of a user that does not go through ``parse_json``, which tells what is wrong and refuses repeated keys."""
+    for function, node in _with_function(module.source):
+        names = (
+            [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) and node.module == "json" else []
+        )
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "json":
+            names = [node.attr]
+        if {"load", "loads", "JSONDecoder", "decoder"} & {*names} and f"{module.name}:{function}" not in OWN_JSON:
+            yield f"{module.name}:{node.lineno} {function} parses JSON by itself"  # type: ignore[attr-defined]
+
+
 def unfinished_faults(module: Module) -> Iterator[str]:
     for number, line in enumerate(module.source.splitlines(), 1):
         if re.search(r"\b(TODO|FIXME|XXX|HACK|NotImplementedError)\b", line):
@@ -421,6 +454,7 @@ RULES: list[tuple[Callable[[Module], Iterator[str]], bool]] = [  # rule, does it
     (python_child_faults, False),
     (product_faults, False),
     (memory_faults, False),
+    (json_faults, False),
 ]
 
 
@@ -521,6 +555,9 @@ def bad(rule: Callable[[Module], Iterator[str]], name: str, source: str) -> obje
         bad(memory_faults, "bench.compute", "getattr(torch.cuda, 'mem_get_info')(0)"),
         bad(memory_faults, "train.guard", "torch.cuda.cudart().cudaMemGetInfo(0)"),
         bad(memory_faults, "memory.offload", "torch.cuda.set_per_process_memory_fraction(0.5)"),
+        bad(json_faults, "dataset.text_rows", "def _parsed(line):\n    return json.loads(line)"),
+        bad(json_faults, "dataset.records", "def record_of(cell):\n    return list(map(json.loads, cell))"),
+        bad(json_faults, "model_files.config_file", "from json import load"),
         bad(memory_faults, "report.report", "(folder / 'mem_info_vram_used').read_bytes()"),
     ],
 )
@@ -552,6 +589,8 @@ def test_fires_on_a_planted_fault(rule: Callable[[Module], Iterator[str]], plant
         (encoding_faults, "errors", "open('a', 'rb')\npath.open('ab')\nImage.open('a')\nopen('a', encoding='utf-8')"),
         (encoding_faults, "errors", "tempfile.TemporaryFile()\nsubprocess.run(['a'])"),
         (memory_faults, "device.device_memory", "free, total = torch.cuda.mem_get_info(device)"),
+        (json_faults, "train.json_child", "def answer():\n    return json.loads(sys.argv[1])"),
+        (json_faults, "dataset.text_rows", "def _parsed(line):\n    return json.dumps(parse_json(line))"),
         (memory_faults, "device.allocator", "torch.cuda.set_per_process_memory_fraction(0.5)"),
         (memory_faults, "train.loop", '"""What mem_get_info says is too much."""\ntorch.cuda.memory_allocated(0)'),
         (

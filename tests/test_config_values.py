@@ -113,6 +113,18 @@ def test_a_value_with_which_no_run_computes_is_refused_by_file_and_key(
     assert refusal.where == f"{base / file}: {key}" and refusal.fix
 
 
+def test_a_schedule_that_needs_a_package_which_is_not_there(
+    sound: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diffusers.schedulers.scheduling_euler_discrete.is_scipy_available", lambda: False)
+    base = Path(shutil.copytree(sound("sdxl"), tmp_path / "sdxl"))
+    assert agreed(base, "sdxl") is None, "the control"
+    mutate(base / SCHEDULER, "use_beta_sigmas", "true")
+    refusal = agreed(base, "sdxl")
+    assert refusal is not None
+    assert (refusal.code, refusal.where) == ("scheduler-unreadable", f"{base / SCHEDULER}: use_beta_sigmas")
+
+
 @pytest.mark.parametrize(("name", "file", "key", "what"), TAKEN)
 def test_a_value_with_which_a_run_computes_is_taken(
     sound: Callable[[str], Path], tmp_path: Path, name: str, file: str, key: str, what: str
@@ -124,6 +136,7 @@ def test_a_value_with_which_a_run_computes_is_taken(
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize("name", [name for name in WRITERS if name not in ("sd2", "schnell")])
 def test_no_value_of_any_key_breaks_a_run(sound: Callable[[str], Path], tmp_path: Path, name: str) -> None:
     base = Path(shutil.copytree(sound(name), tmp_path / name))

@@ -89,6 +89,11 @@ def codes_without_scale(tensors: dict[str, torch.Tensor]) -> None:
     tensors[name] = tensors[name].to(torch.int8)
 
 
+def infinite_norm(tensors: dict[str, torch.Tensor]) -> None:
+    name = next(name for name in sorted(tensors) if "norm" in name and tensors[name].ndim == 1)
+    tensors[name][-1] = torch.inf
+
+
 def scale_of_columns(tensors: dict[str, torch.Tensor]) -> None:
     name = next(name for name in sorted(tensors) if name.endswith("to_q.weight"))
     tensors[name] = tensors[name].to(torch.int8)
@@ -119,8 +124,8 @@ BROKEN: list[tuple[str, str, Callable[[Path], None]]] = [
     ("sdxl", "gptq", changed("unet/config.json", quantization_config={"quant_method": "gptq"})),
     ("sdxl", "channels", changed("unet/config.json", out_channels=8)),
     ("sdxl", "scale", weights(MAIN["sdxl"], scale_of_columns)),
-    *((name, change.__name__, weights(stem, change))
-      for name, stem in MAIN.items() for change in (without_one, one_more, of_another_shape, codes_without_scale)),
+    *((name, change.__name__, weights(stem, change)) for name, stem in MAIN.items()
+      for change in (without_one, one_more, of_another_shape, codes_without_scale, infinite_norm)),
 ]  # fmt: skip
 
 

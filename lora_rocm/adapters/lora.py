@@ -26,6 +26,7 @@ from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.kernels.lora_layer import drop_ranks, with_lean_layers
 from lora_rocm.kernels.weight_format import dense_weight, is_packed
+from lora_rocm.model_files.adapter_contents import other_axis
 from lora_rocm.optim.norm_limit import NormLimit
 from lora_rocm.recipe.adapter_sections import AdapterSection, LoraSection
 
@@ -167,7 +168,7 @@ class LoraAdapter(Adapter):
         assert isinstance(lora, LoraSection), "a section of this kind"
         for name, entry in entries.items():
             if entry.input_magnitude is not None:
-                raise _other_axis(name, entry.input_magnitude, path)
+                raise other_axis(name, [1, *entry.input_magnitude.shape], path)
         found = self.lacking_ranks(lora, {name: entry.rank for name, entry in entries.items()})
         if not lora.use_dora and any(entry.magnitude is not None for entry in entries.values()):
             found.append(("it is a DoRA", "lora.use_dora to true"))
@@ -283,17 +284,6 @@ def trained_scale(layer: LoraLayer, name: str = PEFT_NAME) -> float:
     """Return the factor of B @ A at strength 1."""
     rank = layer.r[name]
     return float(layer.lora_alpha[name] / (math.sqrt(rank) if layer.use_rslora[name] else rank))
-
-
-def _other_axis(name: str, magnitudes: Tensor, path: Path) -> AdapterError:
-    return AdapterError(
-        "init-from-axis",
-        f"The file is a DoRA with one magnitude an input (dora_scale of {name}: {[1, *magnitudes.shape]}). Training "
-        "here has one an output, which cannot go on from that.",
-        where=f"lora.init_from: {path}",
-        fix="Start without it, or from a DoRA that was trained with one magnitude an output (OneTrainer: Apply on "
-        "output axis; LyCORIS: wd_on_output=True). lora-rocm sample draws with the file as it is.",
-    )
 
 
 def _scale_inputs(layer: Any, entry: LoraEntry) -> None:

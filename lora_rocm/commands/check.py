@@ -90,6 +90,7 @@ def _memory_lines(base: BaseFacts) -> Iterator[str]:
         yield f"  {component}: {size_text(size)}"
     total = sum(base.num_bytes.values())
     yield f"  together: {size_text(total)} (training adds activations, adapter and optimizer)"
+    yield "  judged by configs, headers and small tensors: a run looks at the numbers of large ones when it loads them"
 
 
 def _raise_all(loaded: LoadedRecipe, errors: Sequence[LoraRocmError]) -> None:

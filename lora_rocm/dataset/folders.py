@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ from lora_rocm.dataset.metadata_files import (
 from lora_rocm.dataset.row_cells import NameCount, says
 from lora_rocm.errors import DataError
 from lora_rocm.foundation.bounded_read import read_plain
+from lora_rocm.foundation.json_text import BadJson, NoJson, parse_json
 from lora_rocm.foundation.names import BUILTIN, Names
 from lora_rocm.foundation.terminal_text import legible, one_line
 from lora_rocm.foundation.units import times_text
@@ -485,9 +485,11 @@ def read_captions(path: Path, unread: NameCount) -> tuple[str, ...]:
     if path.suffix.lower() != ".json":
         return (text,)
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+        value = parse_json(text)
+    except NoJson:
         raise UnusableCaption("is no JSON.") from None
+    except BadJson as error:
+        raise UnusableCaption(f"cannot be read: {error}.") from None
     if isinstance(value, dict):
         read = next((name for name in ("captions", "caption") if name in value), None)
         for key in (key for key, each in value.items() if read not in (None, key) and says(each)):

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+from lora_rocm.foundation.json_text import BadJson, parse_json
 from lora_rocm.foundation.terminal_text import printable
 
 MAX_HEADER_BYTES = 1 << 24  # the specification allows 100 MB; the header of SDXL in one file has 0.3
@@ -71,15 +72,16 @@ def parse_header(file: BinaryIO, num_bytes: int) -> tuple[dict[str, TensorEntry]
     if num_bytes < 8 or length > min(num_bytes - 8, MAX_HEADER_BYTES):
         raise DamagedHeader("it ends inside its header")
     try:
-        fields = json.loads(file.read(length), object_pairs_hook=_without_doubles)
+        fields = parse_json(file.read(length))
         metadata = fields.pop("__metadata__", {})
         _require_short(fields)
         tensors = {name: _entry(value, 8 + length) for name, value in fields.items()}
         if not all(isinstance(text, str) for text in metadata.values()):
             raise TypeError("metadata are texts")
         "".join((*tensors, *metadata, *metadata.values())).encode("utf-8")  # half of a letter is no name
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedHeader("its header is not readable") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        why = f": {error}" if isinstance(error, BadJson) else ""
+        raise DamagedHeader(f"its header is not readable{why}") from error
     at = 8 + length
     for name, entry in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.dtype not in DTYPE_BYTES:
@@ -122,10 +124,3 @@ def _entry(value: dict[str, Any], data_start: int) -> TensorEntry:
     if not isinstance(value["dtype"], str):
         raise TypeError("a number format is a name")
     return TensorEntry(value["dtype"], tuple(shape), data_start + begin, data_start + end)
-
-
-def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name is given twice")  # readers differ in which of them counts
-    return found

@@ -24,6 +24,7 @@ from lora_rocm.foundation.file_names import NOT_TEXT, fix_of_name
 from lora_rocm.foundation.names import BUILTIN, name_key, usable_stem
 from lora_rocm.foundation.terminal_text import legible, quoted
 from lora_rocm.foundation.units import count_text
+from lora_rocm.model_files.adapter_contents import IMPLAUSIBLE
 from lora_rocm.model_files.adapter_sizes import alphas_of, ranks_of
 from lora_rocm.model_files.header import read_header
 from lora_rocm.recipe.explain import boolean_problems, explain, real_key, shown
@@ -558,12 +559,21 @@ def resolve_rank(data: dict[str, Any], where: Callable[[tuple[str, ...]], str]) 
     try:
         headers = [read_header(each) for each in (sorted(path.rglob("*.safetensors")) if path.is_dir() else [path])]
         ranks = {rank for header in headers for rank in ranks_of(header)}
-        alphas = {alpha for header in headers for alpha in alphas_of(header)}
+        alphas = {
+            (str(header.path), name): alpha
+            for header in headers
+            for name, alpha in alphas_of(header, of_ranks=True).items()
+        }
     except (ModelError, OSError) as error:
         return [Problem(place, f"auto is the rank of {file}, which cannot be read: {error}", given)]
     if not ranks:
         return [Problem(place, f"auto is the rank of {file}, whose modules have none", given)]
     lora["rank"] = max(ranks)
-    if lora.get("alpha") is None and alphas:
-        lora["alpha"] = max(alphas)
+    if lora.get("alpha") is not None or not alphas:
+        return []
+    for (of_file, name), alpha in alphas.items():
+        if not 0 < alpha <= IMPLAUSIBLE:
+            what = f"auto is the rank of {of_file}, in which {legible(name):.200} is {alpha:g}: no run starts with that"
+            return [Problem(place, what, "Use another file, or give lora.rank and lora.alpha as numbers.")]
+    lora["alpha"] = max(alphas.values())
     return []

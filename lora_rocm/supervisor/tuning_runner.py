@@ -5,7 +5,6 @@ The run directory gets a copy of them. A resume uses that copy, or refuses if it
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -15,6 +14,7 @@ from typing import Any, get_args
 
 from lora_rocm.errors import LoraRocmError, MachineError, ResumeError, StorageError, UserError, WorkerDiedError
 from lora_rocm.foundation.files import remove, write_atomic, write_json
+from lora_rocm.foundation.json_text import parse_json
 from lora_rocm.hardware.measured_choice import Choice, Kind, Tuned, choice_from_json, store
 from lora_rocm.hardware.ranks import rank_of
 from lora_rocm.hardware.settings import Attention
@@ -112,7 +112,7 @@ def _kept(
         ResumeError: they were made on another GPU, driver or software, or are damaged.
     """
     try:
-        value = json.loads(run.tuned.read_text(encoding="utf-8"))
+        value = parse_json(run.tuned.read_text(encoding="utf-8"))
         kept: dict[Kind, Choice | None] = {}
         for kind in KINDS:
             kept[kind] = None if value[kind] is None else choice_from_json(value[kind])
@@ -138,7 +138,7 @@ def _in_force_before(run: RunDir, keys: Mapping[Kind, Mapping[str, Any]]) -> boo
     """Whether the last start of a run used measured choices of these kinds, as its environment says."""
     rules = {"attention": "measured-attention", "products": "tuned-products"}
     try:
-        rows = json.loads(run.environment.read_text(encoding="utf-8"))["settings"]
+        rows = parse_json(run.environment.read_text(encoding="utf-8"))["settings"]
         return any(row["rule"] == rules[kind] for row in rows for kind in keys)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False

@@ -8,20 +8,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
 from dataclasses import asdict, astuple, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from lora_rocm.adapters import new_tokens
-from lora_rocm.adapters.factory import inject_hollow, start_entries
-from lora_rocm.adapters.lora_reader import files_of
-from lora_rocm.adapters.training_adapter import put_training_adapter
 from lora_rocm.device.precision import choose_device, compute_dtype
-from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
+from lora_rocm.families.base import family_for
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.hardware.settings import settings_from
@@ -29,6 +22,7 @@ from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.train.json_child import answer
 from lora_rocm.train.usable_base import require_usable
+from lora_rocm.train.usable_start import require_startable
 
 
 @dataclass(frozen=True)
@@ -70,33 +64,9 @@ def weigh(recipe: Recipe) -> Weighed:
         for name, skeleton in skeletons.items()
     }
     notices = list(family.notices)
-    files = [*base.files, *_examine_adapter(family, recipe, skeletons, dtype, notices.append)]
+    files = [*base.files, *require_startable(family, recipe, skeletons, dtype, notices.append)]
     limits = [asdict(limit) for limit in base.token_limits]
     return Weighed(num_bytes, notices, [list(astuple(FileVersion.of(file))) for file in files], limits)
-
-
-def _examine_adapter(
-    family: ModelFamily,
-    recipe: Recipe,
-    skeletons: Mapping[str, nn.Module],
-    dtype: torch.dtype,
-    say: Callable[[str], None],
-) -> list[Path]:
-    """Attach the recipe's adapter to the model on the meta device. Returns the files that were read for it."""
-    adapted = next(iter(family.lora_targets.values()))  # the components of every preset; a VAE is in none
-    trained = {name: skeletons[name] for name in adapted if recipe.trains(name)}
-    model = LoadedModel(trained, dtype, torch.device("meta"))
-    adapter = inject_hollow(family, model, recipe.lora)
-    if text := recipe.lora.unstarted_text(adapter.unstarted(recipe.lora)):
-        say(text)
-    if text := adapter.reader_notice():
-        say(text)
-    new_tokens.start(family, model, recipe.lora.new_tokens)
-    if recipe.lora.init_from is not None:
-        start_entries(family, model, recipe.lora, adapter, say)
-    put_training_adapter(family, model, recipe.model.training_adapter, say)
-    named = [path for path in (recipe.lora.init_from, recipe.model.training_adapter) if path is not None]
-    return [file for path in named for file in files_of(Path(path).expanduser())]
 
 
 def main(registry: Registry = PRODUCT) -> int:

@@ -28,6 +28,7 @@ from lora_rocm.kernels.adapter_dropout import DropoutDraws
 from lora_rocm.loader.batch import Batch, split
 from lora_rocm.memory.oom_recovery import Relief
 from lora_rocm.optim.base import GatedOptimizer
+from lora_rocm.rundir.checkpoint_record import Position
 from lora_rocm.rundir.event_types import IncidentEvent, StepEvent
 from lora_rocm.rundir.run_context import RunContext
 from lora_rocm.train.engine import Engine
@@ -40,16 +41,6 @@ NAMED = 3  # samples that a message names
 def seed_for(*parts: int | float | str) -> int:
     """A seed that depends only on its parts, for example (seed, attempt, iteration, index of the sample)."""
     return int.from_bytes(blake2b(repr(parts).encode("utf-8"), digest_size=8).digest(), "little") >> 1
-
-
-@dataclass
-class Position:
-    """The position of a run. All of it is saved; nothing else decides what comes next."""
-
-    iteration: int = 0  # updates tried, made or skipped: decides data and noise
-    updates: int = 0  # updates made: decides the schedule and the end
-    attempt: int = 0  # raised by each roll-back, to draw other noise
-    nonfinite_in_a_row: int = 0
 
 
 @dataclass

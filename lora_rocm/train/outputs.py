@@ -32,6 +32,7 @@ from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.recipe.comparison import fingerprint
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.mitigations import change_event
+from lora_rocm.rundir.checkpoint_record import Position
 from lora_rocm.rundir.event_types import CheckpointEvent, ConceptEvent, ExportEvent, PreviewEvent
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.results import FileDigest
@@ -41,7 +42,6 @@ from lora_rocm.train.base_seal import Seals
 from lora_rocm.train.checkpoint import read_checkpoint, rotate_checkpoints, rotate_loras, save_checkpoint
 from lora_rocm.train.disk_forecast import Room, Sizes, sizes_of
 from lora_rocm.train.guard import Guard
-from lora_rocm.train.loop import Position
 from lora_rocm.train.session import Session
 
 MAX_CONCEPT_SAMPLES = 200

@@ -29,6 +29,7 @@ from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.optim.schedule import length_text
 from lora_rocm.recipe.comparison import fingerprint
 from lora_rocm.recipe.process_sections import RuntimeSection
+from lora_rocm.rundir.checkpoint_record import Position
 from lora_rocm.rundir.event_types import DataEvent, StepEvent
 from lora_rocm.rundir.events import latest_steps
 from lora_rocm.rundir.layout import SUPERVISOR
@@ -44,12 +45,12 @@ from lora_rocm.train.guard import CacheGuard, Guard
 from lora_rocm.train.hooks import TensorBoard, Validation
 from lora_rocm.train.input_start import start_from_inputs
 from lora_rocm.train.load_model import choose_memory, load_model
-from lora_rocm.train.loop import Position
 from lora_rocm.train.lost_images import DataOfCheckpoint, data_of_checkpoint
 from lora_rocm.train.outputs import Artifacts
 from lora_rocm.train.session import Session
 from lora_rocm.train.start_encoder import start_encoders
 from lora_rocm.train.usable_base import require_usable
+from lora_rocm.train.usable_start import require_startable
 from lora_rocm.train.watched import prepare_watched
 
 RECIPE_DIFFERS = "The recipe differs from the checkpoint's in a key that may not change."
@@ -96,7 +97,8 @@ def train(start: StartContext) -> tuple[bool, int]:
     # Caches, then base model, adapter and optimizer
     with session.phase("cache"):
         if checkpoint is None:  # a run that goes on has computed with its base before
-            require_usable(family, recipe)
+            base = require_usable(family, recipe)
+            require_startable(family, recipe, base.skeletons, start.dtype)
         data = start.world.in_turn("caches", lambda: prepare_data(start, family))
         start.world.require_same("the training data", {"samples": data.identity()})
     with session.phase("load"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
@@ -15,6 +14,7 @@ from torch import Tensor
 from lora_rocm.families.base import LoadedModel, ModelFamily, PreviewRequest
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.files import is_folder, remove, write_atomic, write_json
+from lora_rocm.foundation.json_text import parse_json
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.layout import OF_PREVIEWS, RunDir
 
@@ -91,7 +91,7 @@ def existing(run_dir: RunDir, updates: int, recipe: Recipe) -> list[Path] | None
     """Paths of a round's previews; None unless it is complete and of these prompts and settings."""
     requests, folder = requests_of(recipe), run_dir.samples_at(updates)
     try:
-        drawn = json.loads(read_plain(folder / REQUESTS_FILE, MAX_REQUESTS_BYTES))
+        drawn = parse_json(read_plain(folder / REQUESTS_FILE, MAX_REQUESTS_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
     paths = _paths(folder, requests, recipe)

@@ -15,6 +15,8 @@ from typing import get_args
 
 from torch import nn
 
+from lora_rocm.base_models.random_weights import RandomSource
+from lora_rocm.base_models.small_tensors import require_finite
 from lora_rocm.dataset.caption_length import TokenLimit
 from lora_rocm.errors import ModelError, UserError
 from lora_rocm.families.base import ModelFamily, family_for
@@ -23,7 +25,7 @@ from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.families.spec import FamilySpec
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.train.dry_run import require_computable
+from lora_rocm.train.dry_run import TakesSource, require_computable
 from lora_rocm.train.json_child import answer
 
 
@@ -40,7 +42,7 @@ class Base:
 
 
 def require_usable(family: ModelFamily, recipe: Recipe) -> Base:
-    """Examine the base of a recipe, from configs, headers and tokenizers alone.
+    """Examine the base of a recipe, from configs, headers, tokenizers and small tensors alone.
 
     Raises:
         ModelError: it is missing, damaged, of another family, or cannot be trained on.
@@ -49,6 +51,8 @@ def require_usable(family: ModelFamily, recipe: Recipe) -> Base:
     skeletons, limits = {name: family.skeleton(name) for name in family.all_components}, family.token_limits()
     _ = family.texts  # the tokenizer of a language model
     require_computable(family, recipe)
+    if isinstance(family, TakesSource) and not isinstance(family.source, RandomSource):
+        require_finite(family.source)
     return Base(files, skeletons, limits)
 
 

@@ -22,10 +22,10 @@ from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.optim.state_guard import StateGuard
 from lora_rocm.recipe.optim_sections import AdamwSection
 from lora_rocm.rules.mitigations import seen_of_code
+from lora_rocm.rundir.checkpoint_record import Position
 from lora_rocm.rundir.event_types import Event, StepEvent
 from lora_rocm.rundir.run_context import NOBODY
 from lora_rocm.train.guard import Guard
-from lora_rocm.train.loop import Position
 from tests.checks.test_frozen_weights import Recorder
 from tests.memory.test_oom_recovery import FullAt
 from tests.optim.test_base import BLOCKED, FREE, everything, set_gradients

@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM
 
 from lora_rocm.errors import AdapterError
 from lora_rocm.recipe.load import dump_recipe
+from lora_rocm.rundir.checkpoint_record import Position
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.run_recipe import SPARE_CACHE
 from lora_rocm.train import conversions, model_child
 from lora_rocm.train.checkpoint import save_checkpoint
-from lora_rocm.train.loop import Position
 from tests.export.test_gguf import script_of
 from tests.families.causal_lm.adapted import CLOSE, Adapted, batch, off, recipe_of
 from tests.tiny_llm import write_tiny_llm

@@ -24,10 +24,11 @@ from lora_rocm.loader.batch import Batch
 from lora_rocm.memory.oom_recovery import Relief
 from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.recipe.optim_sections import AdamwSection, OptimSection, ProdigySection
+from lora_rocm.rundir.checkpoint_record import Position
 from lora_rocm.rundir.event_types import Event
 from lora_rocm.rundir.run_context import RunContext
 from lora_rocm.train.engine import Engine
-from lora_rocm.train.loop import MAX_NONFINITE_IN_A_ROW, Position, Trainer
+from lora_rocm.train.loop import MAX_NONFINITE_IN_A_ROW, Trainer
 from tests.optim.test_base import SECTIONS
 
 CPU = torch.device("cpu")

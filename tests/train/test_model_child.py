@@ -12,11 +12,11 @@ from lora_rocm.errors import AdapterError, UserError
 from lora_rocm.foundation.files import write_json
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.load import dump_recipe
+from lora_rocm.rundir.checkpoint_record import Position
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.run_recipe import SPARE_CACHE
 from lora_rocm.train import model_child
 from lora_rocm.train.checkpoint import save_checkpoint
-from lora_rocm.train.loop import Position
 from lora_rocm.train.model_child import export_run, recipe_for, require_inputs_read, require_mask_read, sides_of
 from tests.families.toy_families import TOYS
 from tests.supervisor.fake_run import write_whole_run

@@ -230,7 +230,7 @@ def test_state_of_another_optimizer_is_refused() -> None:
 RAW = {
     "part_to_resume": {"train/checkpoint.py", "train/load_model.py", "train/pipeline.py"},
     "averaged": {"optim/schedule_free.py", "optim/update_rule.py"},
-    "FILE_OF": {"rundir/layout.py", "rundir/whole_files.py", "train/checkpoint.py"},
+    "FILE_OF": {"rundir/layout.py", "rundir/checkpoint_record.py", "train/checkpoint.py"},
 }
 """What is no way to the weights that users get: name -> the modules that may use it, to train on or to check files."""
 

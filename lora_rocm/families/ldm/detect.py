@@ -107,7 +107,7 @@ def check_scheduler(source: Source, config: Mapping[str, Any], samplers: Collect
         )
     try:
         _make_schedules(config, samplers)
-    except UNFIT_ERRORS as error:
+    except (*UNFIT_ERRORS, ImportError) as error:  # beta sigmas need scipy
         key = cause_of(config, defaults_of(DDPMScheduler), error, lambda changed: _make_schedules(changed, samplers))
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
         raise ModelError(
