@@ -94,7 +94,7 @@ OWN_JSON = {
         # the program's own cache and memory, which it makes again if they are damaged
         *("cache_files.entry_file:_parsed", "cache_files.hash_memory:_read", "latent_cache.manifest:_read"),
         *("commands.check:_remembered", "memory.footprint:_remembered", "rules.mitigation_store:_read"),
-        *("hardware.measured_choice:stored", "hardware.selftest_result:stored", "hardware.probe.tool_cache:_entries"),
+        *("hardware.measured_choice:stored", "hardware.selftest_result:stored", "hardware.probe.sources:_entries"),
     )
 }
 """Functions that parse JSON by themselves; text of users and other programs goes through ``parse_json``."""
@@ -110,7 +110,7 @@ OF_BLAS = (
     "preferred_blas_library",
 )
 """Operations of torch that no preference keeps away from hipBLASLt, and the preference itself."""
-MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 60
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_UNLABELLED_LINES = 600, 80, 60
 MEMORY_HOMES = {
     "(?i)mem_?get_?info|get_memory_info": (f"{PACKAGE}.device.device_memory",),
     "memory_fraction$": (f"{PACKAGE}.device.allocator",),
@@ -314,6 +314,9 @@ def size_faults(module: Module) -> Iterator[str]:
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > MAX_FUNCTION_LINES:
                 yield f"{module.name}:{node.lineno} {node.name} has {length} lines"
+            inside = module.source.splitlines()[node.lineno - 1 : node.end_lineno]
+            if length > MAX_UNLABELLED_LINES and sum(line.lstrip().startswith("# ") for line in inside) < 2:
+                yield f"{module.name}:{node.lineno} {node.name} has {length} lines, and no comments label its steps"
 
 
 def broad_except_faults(module: Module) -> Iterator[str]:
@@ -528,7 +531,8 @@ def bad(rule: Callable[[Module], Iterator[str]], name: str, source: str) -> obje
         bad(standard_library_faults, "hardware.probe.detection", "import psutil"),
         bad(standard_library_faults, "hardware.wheels", "from lora_rocm.recipe.schema import Recipe"),
         bad(size_faults, "errors", "x = 1\n" * (MAX_FILE_LINES + 1)),
-        bad(size_faults, "errors", "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES),
+        bad(size_faults, "errors", "def f():\n" + "    # Step.\n" * 2 + "    x = 1\n" * MAX_FUNCTION_LINES),
+        bad(size_faults, "errors", "def f():\n" + "    x = 1\n" * MAX_UNLABELLED_LINES),
         bad(broad_except_faults, "train.loop", "try:\n    f()\nexcept Exception:\n    raise"),
         bad(broad_except_faults, "train.worker", "def run():\n    try:\n        f()\n    except:\n        raise"),
         bad(broad_except_faults, "train.loop", "try:\n    f()\nexcept (OSError, BaseException):\n    raise"),
@@ -568,6 +572,7 @@ def test_fires_on_a_planted_fault(rule: Callable[[Module], Iterator[str]], plant
         (arrow_faults, "train.loop", "from lora_rocm import __version__"),
         (family_faults, "families.sdxl.family", "from lora_rocm.families.sdxl.family import Sdxl"),
         (light_faults, "dataset.scan", "def f():\n    import datasets"),
+        (size_faults, "errors", "def f():\n" + "    # Step.\n" * 2 + "    x = 1\n" * (MAX_FUNCTION_LINES - 3)),
         (eager_faults, "train.hooks", "def f():\n    from torch.utils.tensorboard import SummaryWriter"),
         (eager_faults, "train.hooks", "import torch"),
         (light_faults, "latent_cache.cache", "import torch"),

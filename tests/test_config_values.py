@@ -25,7 +25,7 @@ from tests.test_usable_bases import SOUND, checked, recipe_of
 from tests.tiny_models import SHALLOW, read_json, write_tiny_sdxl
 from tests.tiny_sd import SHALLOW_SD, write_tiny_sd
 from tests.tiny_z_image import write_tiny_z_image
-from tests.train.test_pipeline import start
+from tests.train.runs import start
 
 WRITERS: dict[str, Callable[[Path], object]] = {
     **{name: write for name, (_, write) in SOUND.items()},

@@ -25,7 +25,7 @@ from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
 from tests.judging import inspect
 from tests.tiny_flux import write_tiny_flux
-from tests.train.test_pipeline import start
+from tests.train.runs import start
 
 MODULE, SIDE, RANK = "transformer.single_transformer_blocks.0.attn.to_q", 32, 2
 NAN, INF = float("nan"), float("inf")

@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,6 +57,7 @@ __all__ = ["Sample", "Cropped", "Samples", "Scan", "geometries", "geometry_of", 
 MAX_DEEP_GREY_READ = 8  # 16-bit images decoded per source, to check whether they hold fewer bits
 MAX_LOST_SHARE = 0.25  # of an image's area; a crop that removes more is reported
 UNREADABLE_FIX = "Replace the file or take it away."
+_have = partial(counted, one="image has", many="images have")
 
 
 @dataclass(frozen=True)
@@ -398,10 +400,8 @@ def _say_own_number(name: str, fallback: str) -> list[str]:
     if match is None:
         return []
     nor = "" if fallback == "folder" else " nor its name as a caption,"
-    return [
-        f"The number in {shown(name)} is not applied,{nor} for it is the folder that is given "
-        f"itself. For kohya's meaning give the folder above it as path, or set repeats: {match[1]}."
-    ]
+    what = f"The number in {shown(name)} is not applied,{nor} because this folder itself is the source."
+    return [f"{what} For kohya's meaning give the folder above it as path, or set repeats: {match[1]}."]
 
 
 def _scan_dataset(found: _Findings) -> None:
@@ -437,8 +437,9 @@ def _scan_dataset(found: _Findings) -> None:
         found.add(sample, header)
     found.notices += hf_datasets.notices(options)
     if outside and os.path.exists(os.path.expanduser(options.dataset or "")):
-        lie = "1 image lies" if len(outside) == 1 else f"{len(outside)} images lie"
-        found.notices.append(f"{lie} outside the dataset's folder: {some(outside)}.")
+        found.notices.append(
+            f"{counted(outside, 'image lies', 'images lie')} outside the dataset's folder: {some(outside)}."
+        )
 
 
 def _fallback(options: ResolvedSource, path: Path | None, folder: RepeatFolder) -> str:
@@ -469,31 +470,31 @@ def _say_captions(found: _Findings) -> None:
     if missing and options.caption_fallback == "error":
         raise DataError(
             "caption-missing",
-            f"{_images(missing)} no caption.",
+            f"{_have(missing)} no caption.",
             where=where,
             fix=f"Write a {endings} file for each, or set data.caption_fallback.",
         )
     if missing and options.caption_fallback == "trigger" and not options.trigger_word:
         raise DataError(
             "trigger-word-missing",
-            f"{_images(missing)} no caption, and there is no trigger word to use instead.",
+            f"{_have(missing)} no caption, and there is no trigger word to use instead.",
             where=where,
             fix="Set data.trigger_word, or another data.caption_fallback.",
         )
     if found.placeholders:
-        what = f"{_images(found.placeholders)} a caption with {PLACEHOLDER} and no trigger word for it"
+        what = f"{_have(found.placeholders)} a caption with {PLACEHOLDER} and no trigger word for it"
         found.notices.append(f"{what}: {some(found.placeholders)}. Set data.trigger_word.")
     if found.open_wildcards:
         raise DataError(
             "wildcard-open",
-            f"{_images(found.open_wildcards)} a caption with a brace that is no part of a wildcard.",
+            f"{_have(found.open_wildcards)} a caption with a brace that is no part of a wildcard.",
             where=f"{options.path or options.dataset}: {some(found.open_wildcards)}",
             fix="Close the wildcard, fill an empty one, write {{ or }} for a brace, or remove data.enable_wildcard.",
         )
     if missing:
-        found.notices.append(f"{_images(missing)} no caption; used instead: {some(found.used_instead)}.")
+        found.notices.append(f"{_have(missing)} no caption; used instead: {some(found.used_instead)}.")
     if found.empty_captions:
-        found.notices.append(f"{_images(found.empty_captions)} an empty caption: {some(found.empty_captions)}.")
+        found.notices.append(f"{_have(found.empty_captions)} an empty caption: {some(found.empty_captions)}.")
 
 
 def _say_given(found: _Findings) -> None:
@@ -521,17 +522,13 @@ def _say_given(found: _Findings) -> None:
         found.notices.append(f"{count} {'image has' if count == 1 else 'images have'} {what} of the column {column}.")
 
 
-def _images(keys: Sequence[str]) -> str:
-    return "1 image has" if len(keys) == 1 else f"{len(keys)} images have"
-
-
 def _say_frames_and_dark(findings: Sequence[_Findings]) -> list[str]:
     """Notices about lost image content: further frames, and 12-bit data stored in 16 bits, which looks almost black."""
     said, dark = list[str](), few()
     for found in findings:
         if found.several_frames:
-            have = counted(found.several_frames, "image has", "images have")
-            said.append(f"{have} several frames or pages; only the first is used: {some(found.several_frames)}.")
+            several = f"{_have(found.several_frames)} several frames or pages; only the first is used"
+            said.append(f"{several}: {some(found.several_frames)}.")
         for index in found.deep_grey:
             try:
                 if is_dark(image_bytes(found.samples[index])):
@@ -552,7 +549,7 @@ def _small_images(samples: Iterable[Sample]) -> list[str]:
     for sample in samples:
         if sample.width * sample.height * SMALL_SHARE**2 < sample.options.resolution**2:
             small.append(sample.key)
-    return [f"{_images(small)} less than 1/{SMALL_SHARE} of the resolution: {some(small)}."] if small else []
+    return [f"{_have(small)} less than 1/{SMALL_SHARE} of the resolution: {some(small)}."] if small else []
 
 
 def _copies(samples: Samples) -> list[str]:

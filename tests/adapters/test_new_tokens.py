@@ -25,7 +25,7 @@ from lora_rocm.rundir.layout import RunDir, embeddings_of
 from tests.lora_files import write_as_forecast
 from tests.tiny_models import tiny_recipe
 from tests.tiny_sd import SHALLOW_SD, write_tiny_sd
-from tests.train.test_pipeline import CPU, bytes_of, make_recipe, start, write_material
+from tests.train.runs import CPU, bytes_of, make_recipe, start, write_material
 
 TOKENS = [{"token": "<Toy>", "vectors": 2, "init": "red cat"}, {"token": "glib", "init": "dog"}]
 PROMPT = "a photo of <toy>, small GLIB glibly"

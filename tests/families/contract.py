@@ -39,7 +39,7 @@ from tests.tiny_llm import MODELS, write_tiny_llm
 from tests.tiny_models import RUN_TARGETS, SHALLOW, write_tiny_sdxl
 from tests.tiny_sd import SHALLOW_SD, write_tiny_sd
 from tests.tiny_z_image import write_tiny_z_image
-from tests.train.test_pipeline import start
+from tests.train.runs import start
 
 CPU = torch.device("cpu")
 FORMATS: dict[str, tuple[str, ...]] = {

@@ -47,8 +47,8 @@ from lora_rocm.train.session import Session
 from tests.families.contract import ARCHITECTURES, CPU, PACKED, Adapted, Its, die
 from tests.families.toy_families import TOYS
 from tests.memory.test_footprint import Real
+from tests.train.runs import start
 from tests.train.test_graphs import Fake
-from tests.train.test_pipeline import start
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"),

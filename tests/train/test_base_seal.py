@@ -22,7 +22,7 @@ from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train.base_seal import broken, seals_of
 from lora_rocm.train.checkpoint import latest_valid, save_checkpoint
 from tests.tiny_models import SHALLOW, write_tiny_sdxl
-from tests.train.test_pipeline import DTYPES, make_recipe, start, write_material
+from tests.train.runs import DTYPES, make_recipe, start, write_material
 
 UNET = "unet/diffusion_pytorch_model.safetensors"
 

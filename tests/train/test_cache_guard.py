@@ -30,8 +30,8 @@ from lora_rocm.train.guard import ENCODERS, CacheGuard
 from lora_rocm.train.session import Session
 from tests.device.broken import CONVOLUTIONS, PRODUCTS, Broken, one_bit, zeros
 from tests.tiny_models import SHALLOW, write_tiny_sdxl
+from tests.train.runs import CPU
 from tests.train.test_guard import looks, recipe_of
-from tests.train.test_pipeline import CPU
 
 IMAGES = 2
 

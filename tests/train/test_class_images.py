@@ -25,7 +25,7 @@ from lora_rocm.train import class_images, pipeline
 from lora_rocm.train.session import Session
 from tests.lora_files import write_random_lora
 from tests.tiny_models import RUN_TARGETS
-from tests.train.test_pipeline import bytes_of, make_recipe, material, rewound, start
+from tests.train.runs import bytes_of, make_recipe, material, rewound, start
 
 __all__ = ["material"]
 

@@ -27,7 +27,7 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.layout import RunDir
 from tests.lora_files import write_random_lora
 from tests.tiny_models import RUN_TARGETS, SHALLOW, write_tiny_sdxl
-from tests.train.test_pipeline import bytes_of, losses_of, make_recipe, rewound, start, write_material
+from tests.train.runs import bytes_of, losses_of, make_recipe, rewound, start, write_material
 
 Sections = dict[str, dict[str, Any]]
 COMBINATIONS, OFTEN = 30, 4

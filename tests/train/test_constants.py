@@ -20,8 +20,8 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train.loop import Trainer
 from tests.tiny_models import RUN_TARGETS
+from tests.train.runs import make_recipe, material, start
 from tests.train.test_guard import after_step
-from tests.train.test_pipeline import make_recipe, material, start
 
 __all__ = ["material"]
 

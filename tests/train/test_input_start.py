@@ -21,7 +21,7 @@ from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import input_start
 from lora_rocm.train.held_out import VALIDATION_POSITIONS
-from tests.train.test_pipeline import losses_of, make_recipe, start, write_material
+from tests.train.runs import losses_of, make_recipe, start, write_material
 from tests.worlds import in_threads
 
 PROJECTIONS = [r"mid_block.*attn1\.to_[qkv]", r"mid_block.*attn1\.to_out\.0", r"mid_block\.resnets\.0\.conv1"]

@@ -29,7 +29,7 @@ from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import checkpoint
 from tests.export.test_gguf import script_of
 from tests.families.contract import Its
-from tests.train.test_pipeline import make_recipe, material, start
+from tests.train.runs import make_recipe, material, start
 
 __all__ = ["material"]
 pytestmark = [

@@ -21,7 +21,7 @@ from lora_rocm.recipe.load import load_recipe
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.run_context import RunContext
 from tests.tiny_llm import write_tiny_llm
-from tests.train.test_pipeline import make_recipe, start, write_material
+from tests.train.runs import make_recipe, start, write_material
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of diffusers
 UNET, TEXT = "unet/diffusion_pytorch_model.safetensors", "text_encoder/model.safetensors"

@@ -32,7 +32,7 @@ from lora_rocm.train.start_encoder import start_encoders
 from tests.families.causal_lm.test_family import CLOSE, CPU, Adapted, off, recipe_of, reference
 from tests.program import Program
 from tests.tiny_llm import write_tiny_llm
-from tests.train.test_pipeline import start
+from tests.train.runs import start
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 LN2 = 0.6931471805599453
