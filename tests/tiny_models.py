@@ -209,6 +209,11 @@ def written_once(folder: Path, how: str, write: Callable[[], object]) -> Path:
     return folder
 
 
+def without_base(kind: type[Any]) -> Any:
+    """A family of this class whose base is nowhere, for what does not read it."""
+    return kind(tiny_recipe("nowhere", model={"family": kind.name}))
+
+
 def tiny_recipe(folder: Path | str, **sections: dict[str, Any]) -> Any:
     """A recipe for a tiny model: 64 pixels, two steps; keyword arguments replace or extend whole sections."""
     from lora_rocm.families.registry import PRODUCT

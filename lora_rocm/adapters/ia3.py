@@ -15,7 +15,7 @@ import torch
 from peft import LoHaConfig, LoHaModel
 from torch import Tensor, nn
 
-from lora_rocm.adapters.base import PEFT_NAME
+from lora_rocm.adapters.adapter_kind import PEFT_NAME
 from lora_rocm.adapters.entry import (
     ARITHMETIC,
     CANCELLATION,

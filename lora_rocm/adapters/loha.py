@@ -21,7 +21,7 @@ from peft import LoHaConfig, LoHaModel
 from peft.tuners.loha.layer import Conv2d, HadaWeight, Linear, LoHaLayer
 from torch import Tensor, nn
 
-from lora_rocm.adapters.base import PEFT_NAME
+from lora_rocm.adapters.adapter_kind import PEFT_NAME
 from lora_rocm.adapters.entry import (
     ARITHMETIC,
     FileModule,

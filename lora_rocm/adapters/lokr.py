@@ -23,7 +23,7 @@ from peft import LoKrConfig, LoKrModel, PeftConfig
 from peft.tuners.lokr.layer import Conv2d, Linear, LoKrLayer, factorization
 from torch import Tensor, nn
 
-from lora_rocm.adapters.base import PEFT_NAME
+from lora_rocm.adapters.adapter_kind import PEFT_NAME
 from lora_rocm.adapters.entry import (
     ARITHMETIC,
     FileModule,

@@ -9,14 +9,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from peft import LoraConfig, PeftConfig
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from lora_rocm.adapters.base import PEFT_NAME, Adapter, plain_number
+from lora_rocm.adapters.adapter_files import plain_number
+from lora_rocm.adapters.adapter_kind import PEFT_NAME
+from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.entry import Form
 from lora_rocm.adapters.lora_entry import LORA, LoraEntry
 from lora_rocm.adapters.lora_start import START, cast_start, factors, fill_start, less_start, put_start
@@ -88,7 +90,7 @@ class LoraAdapter(Adapter):
                     put_start(layer, PEFT_NAME)
 
     @classmethod
-    def attach(cls, family: ModelFamily, model: LoadedModel, entries: Mapping[str, Any]) -> LoraAdapter:
+    def attach(cls, family: ModelFamily, model: LoadedModel, entries: Mapping[str, Any]) -> Self:
         use_dora = any(entry.magnitude is not None for entry in entries.values())
         for component, root in model.components.items():
             config = config_for(component, root, entries)

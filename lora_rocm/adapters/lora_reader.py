@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from lora_rocm.adapters.entry import Entry, FileKind, FileModule, Say, file_error
 from lora_rocm.adapters.kinds import file_kind
-from lora_rocm.adapters.module_names import KeyTable, RowsOf, adaptable, canonical, main_component
+from lora_rocm.adapters.module_names import KeyTable, adaptable, canonical, main_component
 from lora_rocm.base_models.safetensors_file import read_tensors
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
+from lora_rocm.families.file_names import FileNames, Rows, RowsOf
 from lora_rocm.families.registry import PRODUCT
 from lora_rocm.foundation.units import count_text
 from lora_rocm.kernels.weight_format import dense_shape
@@ -162,8 +163,9 @@ def _entries(
     kind, *others = {found.kind.name: file_kind(found.kind) for _, found in read}.values()
     if others:
         raise ValueError(f"it holds a {kind.name} and a {others[0].name}")
-    table, original = KeyTable(family, components), KeyTable(family, components, family.original_rows)
-    whole_qkv = KeyTable(family, components, _qkv_rows(family))
+    files = family.files
+    ways = (files.rows, files.original, _qkv_rows(files))
+    table, original, whole_qkv = (KeyTable(components, rows_of) for rows_of in ways)
     shapes = {
         canonical(name, module): dense_shape(base) for name, c in components.items() for module, base in adaptable(c)
     }
@@ -198,11 +200,11 @@ def _any_component(key: str) -> bool:
     return key.startswith(PEFT_PREFIX)
 
 
-def _qkv_rows(family: ModelFamily) -> RowsOf:
-    """As ``ModelFamily.original_rows``, of query, key and value alone where the original fuses more (XLabs' FLUX)."""
+def _qkv_rows(files: FileNames) -> RowsOf:
+    """As ``FileNames.original``, of query, key and value alone where the original fuses more (XLabs' FLUX)."""
 
-    def rows_of(component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
-        named = family.original_rows(component, module, rows)
+    def rows_of(component: str, module: str, rows: int) -> Rows:
+        named = files.original(component, module, rows)
         if len(named) != 1 or not module.endswith((".to_q", ".to_k", ".to_v")) or not named[0][0].endswith("linear1"):
             return ()
         return [(f"{named[0][0]}.qkv", *named[0][1:])]

@@ -21,7 +21,7 @@ from peft import LoHaConfig, LoHaModel, PeftConfig
 from peft.tuners.lokr.layer import factorization
 from torch import Tensor, nn
 
-from lora_rocm.adapters.base import PEFT_NAME
+from lora_rocm.adapters.adapter_kind import PEFT_NAME
 from lora_rocm.adapters.entry import (
     ARITHMETIC,
     CANCELLATION,

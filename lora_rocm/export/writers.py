@@ -127,8 +127,8 @@ def kohya_tensors(family: ModelFamily, adapter: Adapter, dtype: torch.dtype, for
             f"Some modules cannot be written in the {form} form: {error}.",
             fix="Set lora.targets to all layers of these weights, or leave the form out of output.formats.",
         ) from error
-    how = "kohya" if form == SD_SCRIPTS else family.file_form
-    one_alpha = form == "kohya" or (form == SD_SCRIPTS and family.file_form == "kohya")  # then these are one file
+    how = "kohya" if form == SD_SCRIPTS else family.files.form
+    one_alpha = form == "kohya" or (form == SD_SCRIPTS and family.files.form == "kohya")  # then these are one file
     norms = {name: tensor.to(dtype) for name, tensor in adapter.norm_tensors().items()}
     return norms | {
         f"{key}.{ending}": tensor
@@ -160,7 +160,7 @@ def _diffusers(
         configs |= {f"{component}.{key}": value for key, value in adapter.peft_config(component).items()}
     metadata = _metadata(tensors, family, adapter, recipe, facts)
     metadata["format"] = "pt"
-    if family.file_form != "folded":  # else a config would have the scale a second time
+    if family.files.form != "folded":  # else a config would have the scale a second time
         metadata[DIFFUSERS_METADATA] = json.dumps(configs, indent=2, sort_keys=True)
     yield path, TensorFile(tensors, metadata)
 
@@ -175,7 +175,7 @@ def _peft(
     for component in adapter.components:
         level, config = _text_level(adapter, component), adapter.peft_config(component)
         entries = {n: entry for n, entry in adapter.entries().items() if adapter.modules[n][0] == component}
-        if family.file_form == "folded":
+        if family.files.form == "folded":
             config, entries = _without_patterns(config, entries)
         tensors = {
             f"{PEFT_PREFIX}{level}{name.removeprefix(component + '.')}.{ending}": tensor
@@ -210,7 +210,7 @@ def _diffusers_tensors(
 
     ``endings``: replacements for endings of tensor names.
     """
-    folds = adapter.family.file_form == "folded"
+    folds = adapter.family.files.form == "folded"
     return {
         f"{name.removeprefix(component + '.')}.{endings.get(ending, ending)}": tensor
         for name, entry in adapter.entries().items()

@@ -12,7 +12,6 @@ from torch import nn
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.device.allocator import empty_pools, room_bytes
 from lora_rocm.device.attention import Context
-from lora_rocm.device.placement.base import Resident
 from lora_rocm.device.placement.offloaded import Offload, Offloaded
 from lora_rocm.device.torch_errors import out_of_memory
 from lora_rocm.device.transfer import DeviceTransfer
@@ -97,7 +96,7 @@ class Memory:
             transfer: its verdict also covers fetched weights.
             pin: keep offloaded weights in pinned memory.
         """
-        self._placement = Offloaded(Resident(transfer), lambda: self._offloaded(family.blocks(model)), pin)
+        self._placement = Offloaded(transfer, lambda: self._offloaded(family.blocks(model)), pin)
         return self._placement
 
     def put(self, family: ModelFamily, model: LoadedModel, anew: bool = False) -> None:

@@ -83,7 +83,7 @@ class HollowPlacement(Resident):
     def __init__(self) -> None:
         super().__init__(HollowTransfer())
 
-    def place(self, module: nn.Module, component: str, staying: object = ()) -> None:
+    def place(self, module: nn.Module, component: str) -> None:
         pass
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-from lora_rocm.families.base import Drawn, LoadedModel, ModelFamily, PreviewRequest
+from lora_rocm.families.base import Drawn, LoadedModel, Previewer, PreviewRequest
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.files import is_folder, remove, write_atomic, write_json
 from lora_rocm.foundation.json_text import parse_json
@@ -41,7 +41,7 @@ def requests_of(recipe: Recipe) -> list[PreviewRequest]:
 def draw(
     run_dir: RunDir,
     updates: int,
-    family: ModelFamily,
+    family: Previewer,
     model: LoadedModel,
     recipe: Recipe,
     text: Callable[[str], dict[str, Tensor]],

@@ -249,9 +249,10 @@ def test_an_update_of_several_ranks_waits_for_no_gpu() -> None:
     gpu = torch.device("cuda", 0)
     world = World(Rank(0, 2), "nccl", _all_reduce=lambda flat_N: None)
     flat_N, losses_B = torch.ones(1000, device=gpu), torch.ones(2, device=gpu)
+    world.agree(flat_N, losses_B[0], losses_B[0], losses_B, stop=False, save=False, stamp=2)  # makes its table of flags
     torch.cuda.set_sync_debug_mode("error")
     try:
-        world.agree(flat_N, losses_B[0], losses_B[0], losses_B, stop=False, save=False, stamp=3)
+        world.agree(flat_N, losses_B[0], losses_B[0], losses_B, stop=True, save=True, stamp=3)
         with pytest.raises(RuntimeError, match="synchroniz"):  # an assignment copies its number from main memory
             flat_N[0] = 1.0
     finally:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lora_rocm.adapters.factory import inject
 from lora_rocm.adapters.training_adapter import put_training_adapter
+from lora_rocm.dataset.entry_spec import TensorSpec
 from lora_rocm.device.transfer import DeviceTransfer, fingerprint
 from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors, family_for
 from lora_rocm.latent_cache.cache import LatentCache
@@ -268,6 +269,11 @@ class Adapted:
         self.weights.drop_gradients()
         passed = self.engine.run(*self.sent(batch, seeds))
         return passed, self.weights.gradients.clone()
+
+
+def tensors_of(family: ModelFamily) -> dict[str, TensorSpec]:
+    """The cached tensors of a sample, by name."""
+    return {name: spec for encoder in family.encoders() for name, spec in encoder.entry.tensors.items()}
 
 
 def die(its: Its, run_dir: Path, device: torch.device) -> None:

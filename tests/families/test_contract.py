@@ -44,7 +44,7 @@ from lora_rocm.train.disk_forecast import Sizes, sizes_of
 from lora_rocm.train.graphs import Graphs, Passed
 from lora_rocm.train.input_start import InputSketch
 from lora_rocm.train.session import Session
-from tests.families.contract import ARCHITECTURES, CPU, PACKED, Adapted, Its, die
+from tests.families.contract import ARCHITECTURES, CPU, PACKED, Adapted, Its, die, tensors_of
 from tests.families.toy_families import TOYS
 from tests.memory.test_footprint import Real
 from tests.train.runs import start
@@ -118,7 +118,7 @@ def test_the_two_halves_of_a_family_agree(its: Its) -> None:
 
 def test_cached_samples_make_batches_whose_gradients_reach_the_adapter_alone(its: Its, device: torch.device) -> None:
     adapted, batch = its.adapted(device), its.batch
-    assert set(family_for(its.recipe).cache_spec) <= set(batch.tensors)
+    assert set(tensors_of(family_for(its.recipe))) <= set(batch.tensors)
     passed, gradients_N = adapted.passed(batch)
     assert torch.isfinite(passed.loss_B).all() and (passed.loss_B > 0).all() and len(passed.loss_B) == 2
     assert torch.isfinite(gradients_N).all()
@@ -137,7 +137,7 @@ def test_an_example_is_as_a_batch_of_its_shape(its: Its) -> None:
     example = family.example(batch.shape, 2)
     assert set(example) == set(batch.tensors) - {"weight"}
     for name, tensor in example.items():
-        spec = family.cache_spec.get(name)
+        spec = tensors_of(family).get(name)
         assert (tensor.dtype, tensor.ndim) == (batch.tensors[name].dtype, batch.tensors[name].ndim), name
         assert (spec is not None and spec.pad is not None) or tensor.shape == batch.tensors[name].shape, name
 
@@ -159,7 +159,7 @@ def test_a_batch_is_its_samples(its: Its, device: torch.device) -> None:
 def test_padding_changes_nothing(its: Its, device: torch.device) -> None:
     """Three more at the end of each axis that is padded, with what it is padded with; or the whole axis twice."""
     adapted, batch = its.adapted(device), its.batch
-    padded = {name: spec for name, spec in its.family.cache_spec.items() if spec.pad is not None}
+    padded = {name: spec for name, spec in tensors_of(its.family).items() if spec.pad is not None}
     if not padded:
         assert its.name in ("flux", "anima", "toy-video"), "texts of one length"
         return

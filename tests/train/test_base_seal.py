@@ -50,7 +50,7 @@ def test_what_stays_on_the_host_is_in_it_too() -> None:
         for layer in module:
             torch.nn.init.zeros_(layer.bias)
         placement = Resident(DeviceTransfer(torch.device("cpu"), pin=False))
-        placement.place(module, "unet", [id(list(module.parameters())[number]) for number in staying])
+        placement.send(module, "unet", [id(list(module.parameters())[number]) for number in staying])
         return seals_of(placement.fingerprints())
 
     assert sealed(()) == sealed((0, 2)) == sealed((0, 1, 2, 3))

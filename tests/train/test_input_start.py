@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lora_rocm.adapters.base import PEFT_NAME
+from lora_rocm.adapters.adapter_kind import PEFT_NAME
 from lora_rocm.adapters.lora import LoraAdapter
 from lora_rocm.device.process_group import World
 from lora_rocm.errors import AdapterError, LoraRocmError, ModelError

@@ -88,14 +88,17 @@ class Placement(Protocol):
 
 
 class Resident:
-    """Keeps all weights on the device. Implements ``Placement``."""
+    """Keeps all weights on the device. Implements ``Placement``; others do so for the weights that they leave there."""
 
     def __init__(self, transfer: DeviceTransfer) -> None:
         self.transfer = transfer
         self._sent: dict[str, Sent] = {}
         self._here: dict[str, Tensor] = {}
 
-    def place(self, module: nn.Module, component: str, staying: Collection[int] = ()) -> None:
+    def place(self, module: nn.Module, component: str) -> None:
+        self.send(module, component)
+
+    def send(self, module: nn.Module, component: str, staying: Collection[int] = ()) -> None:
         """As ``Placement.place``. Tensors whose ``id`` is in ``staying`` are fingerprinted, but not moved."""
         named = {f"{component}.{path}": t for path, t in (*module.named_parameters(), *module.named_buffers())}
         names, tensors = list(named), list(named.values())
@@ -148,7 +151,7 @@ class Resident:
         memories = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in self._here.values()}
         return sum(memory.nbytes() for memory in memories.values())
 
-    def streaming(self) -> None:
+    def streaming(self) -> Placement | None:
         return None
 
 

@@ -12,7 +12,7 @@ verdict (``DeviceTransfer.bad``): nothing synchronises, and no update uses the d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lora_rocm.device.placement.base import Ask, Resident, Sent, frozen_tensors
-from lora_rocm.device.transfer import DeviceTransfer, position_table, whole_fingerprint, whole_fingerprints
+from lora_rocm.device.placement.base import Resident, frozen_tensors
+from lora_rocm.device.transfer import DeviceTransfer, position_table, whole_fingerprint
 from lora_rocm.planning.step_cost import SLOTS
 
 ARENA_BYTES = 2**30
@@ -64,14 +64,14 @@ def copy_into(place: Tensor, source: Tensor) -> None:
     place.copy_(source, non_blocking=True)
 
 
-class Offloaded:
+class Offloaded(Resident):
     """Keeps all weights on the device except for those of some blocks. Implements ``Placement``.
 
     Fusing may merge weights into new memory. So they move to main memory in two steps: ``place`` does not send them,
     and ``hold`` packs them once the modules are fused.
 
     Args:
-        rest: keeps all other weights.
+        transfer: gives the device.
         blocks: gives the blocks in forward order. Asked by ``place`` and by ``hold``: fusing may replace modules, and a
             plan of memory may change.
         pin, copy: see ``Offload``.
@@ -82,26 +82,23 @@ class Offloaded:
 
     def __init__(
         self,
-        rest: Resident,
+        transfer: DeviceTransfer,
         blocks: Callable[[], Sequence[nn.Module]],
         pin: bool,
         copy: Callable[[Tensor, Tensor], None] = copy_into,
     ) -> None:
+        super().__init__(transfer)
         self.offload: Offload | None = None
-        self._rest, self._blocks, self._pin, self._copy = rest, blocks, pin, copy
-
-    @property
-    def transfer(self) -> DeviceTransfer:
-        return self._rest.transfer
+        self._blocks, self._pin, self._copy = blocks, pin, copy
 
     def place(self, module: nn.Module, component: str) -> None:
-        self._rest.place(module, component, {id(tensor) for tensor in frozen_tensors(self._blocks())})
+        self.send(module, component, {id(tensor) for tensor in frozen_tensors(self._blocks())})
 
     def hold(self) -> None:
         """Move the blocks' weights to main memory; those that are on the device are received from it."""
         self.close()  # its slots must be free before new ones are allocated on a full device
         if blocks := self._blocks():
-            self.offload = Offload(blocks, self._rest, self._pin, self._copy)
+            self.offload = Offload(blocks, self, self._pin, self._copy)
 
     def close(self) -> None:
         """Leave the weights in main memory, and fetch them no more."""
@@ -117,21 +114,8 @@ class Offloaded:
         if self.offload is not None:
             self.offload.release(block)
 
-    def fingerprints(self) -> Mapping[str, Sent]:
-        return self._rest.fingerprints()
-
-    def on_device(self) -> Mapping[str, Tensor]:
-        return self._rest.on_device()
-
-    def changed(self, ask: Ask = whole_fingerprints) -> list[str]:
-        return self._rest.changed(ask)
-
     def bytes_on_device(self) -> int:
-        slots = 0 if self.offload is None else self.offload.slot_bytes
-        return self._rest.bytes_on_device() + slots
-
-    def streaming(self) -> None:
-        return None
+        return super().bytes_on_device() + (0 if self.offload is None else self.offload.slot_bytes)
 
 
 class Offload:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lora_rocm.device.allocator import LimitFollower, empty_pools, room_bytes
 from lora_rocm.device.device_memory import free_bytes
-from lora_rocm.device.placement.base import Ask, Resident, Sent, frozen_bytes
-from lora_rocm.device.placement.offloaded import Offloaded
+from lora_rocm.device.placement.base import Ask, Resident, frozen_bytes, frozen_tensors
+from lora_rocm.device.placement.offloaded import Offload
 from lora_rocm.device.transfer import DeviceTransfer, whole_fingerprints
 from lora_rocm.foundation.units import count_text, size_text
 from lora_rocm.hardware.settings import Settings
@@ -20,10 +20,10 @@ ENCODING_BYTES = 768 * 2**20
 """Memory beside the weights: activations of one caption of 512 tokens, workspaces of the libraries, fragmentation."""
 
 
-class Streamed:
+class Streamed(Resident):
     """Sends encoders whole if they fit, else all of them but their repeated layers. Implements ``Placement``.
 
-    These layers stay in main memory and are fetched one ahead of the computation (``Offloaded``), in the same precision
+    These layers stay in main memory and are fetched one ahead of the computation (``Offload``), in the same precision
     and with the same bits. Each fetch is checked.
 
     Args:
@@ -41,13 +41,10 @@ class Streamed:
         pin: bool,
         context: RunContext,
     ) -> None:
+        super().__init__(open_transfer())
         self._open_transfer, self._free, self._pin, self._context = open_transfer, free, pin, context
-        self._rest = Resident(open_transfer())
-        self._streamed: list[Offloaded] = []
-
-    @property
-    def transfer(self) -> DeviceTransfer:
-        return self._rest.transfer
+        self._offloads: list[Offload] = []
+        self._streams = False
 
     def place(self, module: nn.Module, component: str) -> None:
         """As ``Placement.place``; see the class for the weights that stay."""
@@ -55,7 +52,7 @@ class Streamed:
         now = self._free() if self._free is not None else None
         fits = now is not None and weight_bytes + ENCODING_BYTES <= now
         if fits or not layers:
-            self._rest.place(module, component)
+            self.send(module, component)
             return
         room = "ran out" if now is None else f"has {size_text(now)} free"
         self._context.notice(
@@ -63,36 +60,28 @@ class Streamed:
             f"{count_text(len(layers), 'layer')} ({size_text(frozen_bytes(layers))}), streamed to the GPU for each "
             "sample. Precision and results are the same."
         )
-        streamed = Offloaded(self._rest, lambda: layers, self._pin)
-        self._streamed.append(streamed)  # also if memory runs out while it is placed
-        streamed.place(module, component)
-        streamed.hold()
+        self._streams = True  # also if memory runs out while it is placed
+        self.send(module, component, {id(tensor) for tensor in frozen_tensors(layers)})
+        self._offloads.append(Offload(layers, self, self._pin))
 
     def fetch(self, block: nn.Module) -> None:
-        for streamed in self._streamed:
-            streamed.fetch(block)
+        for offload in self._offloads:
+            offload.fetch(block)
 
     def release(self, block: nn.Module) -> None:
-        for streamed in self._streamed:
-            streamed.release(block)
-
-    def fingerprints(self) -> Mapping[str, Sent]:
-        return self._rest.fingerprints()
-
-    def on_device(self) -> Mapping[str, Tensor]:
-        return self._rest.on_device()
+        for offload in self._offloads:
+            offload.release(block)
 
     def changed(self, ask: Ask = whole_fingerprints) -> list[str]:
         """As ``Placement.changed``, and a name for streamed layers of which any fetch arrived changed."""
-        return self._rest.changed(ask) + (["streamed layers"] if bool(self.transfer.bad) else [])
+        return super().changed(ask) + (["streamed layers"] if bool(self.transfer.bad) else [])
 
     def bytes_on_device(self) -> int:
-        slots = sum(each.offload.slot_bytes for each in self._streamed if each.offload is not None)
-        return self._rest.bytes_on_device() + slots
+        return super().bytes_on_device() + sum(offload.slot_bytes for offload in self._offloads)
 
     def streaming(self) -> Streamed | None:
         """A placement that streams; None: this one has done so already."""
-        return None if self._streamed else Streamed(self._open_transfer, None, self._pin, self._context)
+        return None if self._streams else Streamed(self._open_transfer, None, self._pin, self._context)
 
 
 def repeated_layers(module: nn.Module) -> list[nn.Module]:

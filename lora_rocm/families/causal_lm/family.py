@@ -48,6 +48,7 @@ from lora_rocm.families.causal_lm.generation import next_tokens, pieces_of, plac
 from lora_rocm.families.causal_lm.objective import IGNORED, NextToken, Preference, fuse_head, token_distance
 from lora_rocm.families.causal_lm.spec import TOKENS_MULTIPLE, LanguageSection
 from lora_rocm.families.component_check import check_component
+from lora_rocm.families.file_names import FileNames
 from lora_rocm.families.objectives.base import Prediction
 from lora_rocm.families.objectives.loss import LOSS_MASK
 from lora_rocm.families.recompute import Recomputing, evaluating
@@ -88,8 +89,9 @@ class CausalLM:
     inpaints = False
     all_components = (COMPONENT,)
     encoder_dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
-    file_prefixes = {COMPONENT: "base_model.model."}
-    file_form = "folded"
+    files = FileNames(  # the spec has no format that diffusers reads
+        {COMPONENT: "base_model.model."}, "folded", lambda _, module: f"base_model.model.{module}", lambda *file: {}
+    )
     lora_targets = {
         "attention-mlp": {COMPONENT: rf"{BLOCK}({ATTENTION}|{MLP})"},
         "attention": {COMPONENT: rf"{BLOCK}{ATTENTION}"},
@@ -182,10 +184,6 @@ class CausalLM:
         if self._asked.compares_pairs:
             return [PairsEncoder(self)]
         return [PackedEncoder(self) if self.recipe.data.packing else TokensEncoder(self)]
-
-    @property
-    def cache_spec(self) -> Mapping[str, TensorSpec]:
-        return {name: spec for encoder in self.encoders() for name, spec in encoder.entry.tensors.items()}
 
     @property
     def start_entry(self) -> EntrySpec | None:
@@ -333,21 +331,6 @@ class CausalLM:
 
     def base_facts(self) -> Mapping[str, str]:
         return {"hash": "", "prediction_type": "", "identity": self.source.fingerprint(COMPONENT)}
-
-    def export_key(self, component: str, module: str) -> str:
-        return self.file_prefixes[component] + module
-
-    def export_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
-        return ((self.export_key(component, module), 0, rows),)
-
-    def original_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
-        return ()
-
-    def scripts_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
-        return self.export_rows(component, module, rows)
-
-    def load_in_diffusers(self, path: Path, components: Sequence[str]) -> dict[str, nn.Module]:
-        return {}  # the spec has no format that diffusers reads
 
 
 class TokensEncoder:

@@ -88,7 +88,7 @@ class StableDiffusion(LdmFamily):
 
     pipeline = StableDiffusionPipeline
     text_components = ("text_encoder",)
-    file_prefixes = {"unet": "lora_unet_", "text_encoder": "lora_te_"}
+    prefixes = {"unet": "lora_unet_", "text_encoder": "lora_te_"}
 
     def encoders(self) -> Sequence[Encoder]:
         lora = self.recipe.lora
@@ -125,7 +125,7 @@ class StableDiffusion(LdmFamily):
             requires_safety_checker=False,
         )
 
-    def export_key(self, component: str, module: str) -> str:
+    def kohya_key(self, component: str, module: str) -> str:
         """The kohya name: UNet modules by their diffusers names, those of the text encoder with ``text_model``."""
         if component == "unet":
             return f"lora_unet_{module.replace('.', '_')}"

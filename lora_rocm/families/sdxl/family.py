@@ -58,7 +58,7 @@ class Sdxl(LdmFamily):
     expected = EXPECTED
     pipeline = StableDiffusionXLPipeline
     text_components = TEXT_COMPONENTS
-    file_prefixes = kohya_keys.PREFIXES
+    prefixes = kohya_keys.PREFIXES
 
     def encoders(self) -> Sequence[Encoder]:
         lora = self.recipe.lora
@@ -116,5 +116,5 @@ class Sdxl(LdmFamily):
             add_watermarker=False,
         )
 
-    def export_key(self, component: str, module: str) -> str:
+    def kohya_key(self, component: str, module: str) -> str:
         return kohya_keys.kohya_key(component, module, self.source.config("unet"))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lora_rocm.base_models.loading import Source
 from lora_rocm.families.base import LoadedModel, PreviewRequest, Tensors
+from lora_rocm.families.file_names import FileNames
 from lora_rocm.families.latent_family import LatentFamily
 from lora_rocm.families.objectives import schedulers
 from lora_rocm.families.objectives.base import Prediction
@@ -41,6 +42,7 @@ class TransformerFamily(LatentFamily):
 
     Attributes:
         pipeline: diffusers' class that loads LoRA files.
+        prefixes: see ``FileNames``.
         reader_options: further arguments of its ``load_lora_into_transformer``.
         block_lists: paths of the lists of blocks in the transformer, in forward order -> how many blocks each of its
             first segments has when all are recomputed (found by counting); see ``Recomputing.segments``.
@@ -54,8 +56,7 @@ class TransformerFamily(LatentFamily):
     """
 
     component = "transformer"
-    file_form = "folded"
-    file_prefixes: Mapping[str, str]
+    prefixes: Mapping[str, str]
     pipeline: type[Any]
     reader_options: Mapping[str, Any] = MappingProxyType({})
     block_lists: Mapping[str, Sequence[int]]
@@ -92,9 +93,10 @@ class TransformerFamily(LatentFamily):
         assert isinstance(self.recipe.model, TransformerSection), "as the family's spec says"
         return quantised(self.recipe.model.text_encoder_quantization, self.language_layers)
 
-    def export_key(self, component: str, module: str) -> str:
-        """The component's prefix and the module's name in diffusers."""
-        return self.file_prefixes[component] + module
+    @cached_property
+    def files(self) -> FileNames:
+        """Files with a prefix and the module's name in diffusers."""
+        return FileNames(self.prefixes, "folded", lambda part, name: self.prefixes[part] + name, self.load_in_diffusers)
 
     def check_file(self, header: Header) -> None:
         detect.check_file(header, self.recipe.model.name_or_path, self.recipe.spec, self.recipe.registry)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lora_rocm.device.allocator import PIECE_BYTES
 from lora_rocm.device.placement.base import Ask, Placement, Resident, Sent, frozen_bytes, frozen_tensors
-from lora_rocm.device.placement.offloaded import Offloaded
+from lora_rocm.device.placement.offloaded import Offload, Offloaded
 from lora_rocm.device.placement.streamed import Streamed
 from lora_rocm.device.transfer import (
     DeviceTransfer,
@@ -132,26 +132,22 @@ class Kind:
     offloads: bool = False
 
 
-def host_memory(offloads: list[Offloaded]) -> list[Tensor]:
-    return [waiting.host for each in offloads if each.offload is not None for waiting in each.offload._waiting]
-
-
-def held_bytes(offloads: list[Offloaded]) -> int:
-    return sum(each.offload.host_bytes for each in offloads if each.offload is not None)
+def host_memory(offloads: list[Offload]) -> list[Tensor]:
+    return [waiting.host for offload in offloads for waiting in offload._waiting]
 
 
 KINDS = {
     "resident": Kind(lambda transfer, net: Resident(transfer), lambda placement: [*placement.on_device().values()]),
     "offloaded": Kind(
-        lambda transfer, net: Offloaded(Resident(transfer), lambda: list(net.layers), pin=False),
-        lambda placement: [*placement.on_device().values(), *host_memory([placement])],
-        lambda placement: held_bytes([placement]),
+        lambda transfer, net: Offloaded(transfer, lambda: list(net.layers), pin=False),
+        lambda placement: [*placement.on_device().values(), *host_memory([placement.offload])],
+        lambda placement: placement.offload.host_bytes,
         True,
     ),
     "streamed": Kind(
         lambda transfer, net: Streamed(lambda: transfer, lambda: 0, False, NOBODY),
-        lambda placement: [*placement.on_device().values(), *host_memory(placement._streamed)],
-        lambda placement: held_bytes(placement._streamed),
+        lambda placement: [*placement.on_device().values(), *host_memory(placement._offloads)],
+        lambda placement: sum(offload.host_bytes for offload in placement._offloads),
         True,
     ),
     "sharded": Kind(lambda transfer, net: Sharded(transfer), lambda placement: [*placement.on_device().values()]),

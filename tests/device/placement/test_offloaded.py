@@ -58,7 +58,7 @@ def prepared(
 ) -> tuple[Net, DeviceTransfer, Offload | None]:
     net, transfer = Net(), DeviceTransfer(device, pin=device.type == "cuda")
     chosen = list(net.blocks[which]) if which is not None else []
-    placement = Offloaded(Resident(transfer), lambda: chosen, device.type == "cuda", copy)
+    placement = Offloaded(transfer, lambda: chosen, device.type == "cuda", copy)
     placement.place(net, "net")
     net.run = Recomputing(LoadedModel({"net": net}, torch.float32, device))
     placement.hold()
@@ -230,8 +230,8 @@ def test_a_capture_that_was_broken_off_leaves_nothing_that_a_pass_could_believe(
 
 
 def test_what_waits_is_not_among_what_is_looked_at_on_the_device() -> None:
-    net, rest = Net(), Resident(DeviceTransfer(CPU, pin=False))
-    placement = Offloaded(rest, lambda: list(net.blocks[:3]), pin=False)
+    net = Net()
+    placement = Offloaded(DeviceTransfer(CPU, pin=False), lambda: list(net.blocks[:3]), pin=False)
     placement.place(net, "net")
     frozen = placement.on_device().keys()
     assert not any(name.startswith(("net.blocks.0.", "net.blocks.2.")) for name in frozen)

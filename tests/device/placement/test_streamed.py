@@ -13,7 +13,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, Qwen3Config, Qwen3Model,
 
 from lora_rocm.device import transfer
 from lora_rocm.device.allocator import limit_now
-from lora_rocm.device.placement import base, offloaded
+from lora_rocm.device.placement import base, offloaded, streamed
 from lora_rocm.device.placement.base import Resident
 from lora_rocm.device.placement.streamed import ENCODING_BYTES, Streamed, free_for_encoder, repeated_layers
 from lora_rocm.device.transfer import DeviceTransfer
@@ -132,7 +132,7 @@ def test_a_fetch_that_arrives_changed_is_found_before_its_results_are_kept(
     monkeypatch: pytest.MonkeyPatch, spoilt: bool
 ) -> None:
     class Spoiling(offloaded.Offload):
-        def __init__(self, layers: list[nn.Module], rest: Resident, pin: bool, copy: object) -> None:
+        def __init__(self, layers: list[nn.Module], rest: Resident, pin: bool) -> None:
             super().__init__(layers, rest, pin, self._spoil)
             self.count = 0
 
@@ -142,7 +142,7 @@ def test_a_fetch_that_arrives_changed_is_found_before_its_results_are_kept(
             if spoilt and self.count == LAYERS + 2:  # in the second caption
                 place[7] ^= 1
 
-    monkeypatch.setattr(offloaded, "Offload", Spoiling)
+    monkeypatch.setattr(streamed, "Offload", Spoiling)
     door, model = streaming(), made(t5)
     door.place(model, "encoder")
     assert door.changed() == []

@@ -121,7 +121,11 @@ def test_rows_hold_all_texts_of_training_once_and_held_out_ones_are_alone(tmp_pa
     again = prepared(recipe)
     assert again.items_digest == found.items_digest != plain.items_digest
     row, family = found.items[0], family_for(recipe)
-    tensors = LatentCache(Path(recipe.cache.dir)).get("rows", row.keys["rows"][0][0], family.cache_spec).tensors
+    tensors = (
+        LatentCache(Path(recipe.cache.dir))
+        .get("rows", row.keys["rows"][0][0], family.encoders()[0].entry.tensors)
+        .tensors
+    )
     ids, positions, trained = list[int](), list[int](), 0
     for text in separated(found.samples[0].caption):
         tokens = ChatTokenizer(tiny_tokenizer(), 512, "answers", "").tokens(read(text))

@@ -162,8 +162,9 @@ def test_fingerprints_follow_weights_and_settings(tiny_sdxl: Path, tmp_path: Pat
     assert fingerprints(same)[1] != text
 
 
-def test_cache_spec_is_what_the_encoders_give(tiny_sdxl: Path) -> None:
-    assert Sdxl(tiny_recipe(tiny_sdxl)).cache_spec.keys() == {
+def test_the_encoders_give_the_tensors_of_a_sample(tiny_sdxl: Path) -> None:
+    encoders = Sdxl(tiny_recipe(tiny_sdxl)).encoders()
+    assert {name for encoder in encoders for name in encoder.entry.tensors} == {
         "latent_mean",
         "latent_std",
         "prompt_embeds_1",

@@ -20,8 +20,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 from lora_rocm.dataset.caption_length import TokenLimit
-from lora_rocm.dataset.entry_spec import EntrySpec, TensorSpec
+from lora_rocm.dataset.entry_spec import EntrySpec
 from lora_rocm.families.base import Drawn, Encode, Encoder, Inputs, LoadedModel, PreviewRequest, Tensors
+from lora_rocm.families.file_names import FileNames
 from lora_rocm.families.objectives.base import Draws, Prediction, generators, normal
 from lora_rocm.families.recompute import Recomputing
 from lora_rocm.kernels.weight_format import DENSE, WeightFormat
@@ -55,6 +56,10 @@ def word_states(caption: str) -> Tensor:
     return torch.tensor([list(digest) for digest in digests], dtype=torch.float32) / 128 - 1
 
 
+def kohya_key(component: str, module: str) -> str:
+    return f"lora_unet_{module.replace('.', '_')}"
+
+
 class ToyFamily(ABC):
     """Implements ``ModelFamily`` but for what is a family's own."""
 
@@ -70,7 +75,7 @@ class ToyFamily(ABC):
         self.recipe = recipe
         self.all_components = (self.component,)
         self.encoder_dtypes: Mapping[str, torch.dtype] = {}
-        self.file_prefixes, self.file_form = {self.component: "lora_unet_"}, "kohya"
+        self.files = FileNames({self.component: "lora_unet_"}, "kohya", kohya_key, self.load_in_diffusers)
         self.lora_targets = {"attention-mlp": {self.component: self.targets}}
 
     @abstractmethod
@@ -85,10 +90,6 @@ class ToyFamily(ABC):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(7)
             return self.build().requires_grad_(False).eval()
-
-    @property
-    def cache_spec(self) -> Mapping[str, TensorSpec]:
-        return {name: spec for encoder in self.encoders() for name, spec in encoder.entry.tensors.items()}
 
     @property
     def structure(self) -> str:
@@ -129,15 +130,6 @@ class ToyFamily(ABC):
         for tensor in self._base.state_dict().values():
             digest.update(tensor.numpy().tobytes())
         return {"hash": "", "prediction_type": "", "identity": digest.hexdigest()}
-
-    def export_key(self, component: str, module: str) -> str:
-        return f"{self.file_prefixes[component]}{module.replace('.', '_')}"
-
-    def export_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
-        return ((self.export_key(component, module), 0, rows),)
-
-    def original_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
-        return ()
 
     def load_in_diffusers(self, path: Path, components: Sequence[str]) -> dict[str, nn.Module]:
         raise NotImplementedError(f"{self.name} is not for diffusers")
