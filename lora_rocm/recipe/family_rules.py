@@ -212,5 +212,5 @@ def _preview_images(prompts: Prompts, control_prompts: Prompts, *rest: Any) -> l
         {"at": dotted(sample.key_of(name, key, number)), **words}
         for key, number, preview in sample.numbered()
         for name in images
-        if name in preview.inputs and not (may_inpaint and preview.mask)
+        if name in preview.inputs and not (may_inpaint and preview.mask and name == "control_image")
     ]

@@ -99,7 +99,7 @@ def sample(job: Job, registry: Registry = PRODUCT) -> None:
         guidance_scale=job["guidance_scale"],
         sampler=job["sampler"] or "euler",
         lora_scale=1.0,
-        **{name: job[name] or None for name in PREVIEW_INPUTS},
+        **{name: job.get(name) or None for name in PREVIEW_INPUTS},
     )
     requests = [PreviewRequest.of(recipe, preview, job["seed"] + number) for number in range(job["num"])]
     folder = Path(job["output"])
@@ -232,6 +232,10 @@ def require_inputs_read(job: Job, recipe: Recipe) -> None:
     model = recipe.model
     if job["mask"] and not model.may_inpaint:
         raise UserError("control-unused", f"{title} takes no masks.", where="--mask", fix="Leave it out.")
+    second = job.get("control_image_2")
+    if second and not (model.takes_control and model.max_controls > 1):
+        what, where = f"{title} takes no second control image.", f"--control-image-2 {second}"
+        raise UserError("control-unused", what, where=where, fix="Leave it out.")
     if job["control_image"] and not model.takes_control and not job["mask"]:
         with_mask = "with --mask, of a base for inpainting" if model.may_inpaint else ""
         only = f" (only {with_mask or f'with {model.for_control}'})" if with_mask or model.for_control else ""
