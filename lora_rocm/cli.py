@@ -230,6 +230,9 @@ def sample(
     control_image: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Image that the model edits, if it takes one.")
     ] = None,
+    control_image_2: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Second such image, if the model takes two.")
+    ] = None,
     mask: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Mask of that image; an inpainting base draws what is white.")
     ] = None,
@@ -258,6 +261,7 @@ def sample(
         sampler=sampler,
         num=num,
         control_image=control_image,
+        control_image_2=control_image_2,
         mask=mask,
         output=output,
         base=base,

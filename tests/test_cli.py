@@ -41,6 +41,7 @@ COMMANDS: dict[str, set[str]] = {
         "--strength",
         "--num",
         "--control-image",
+        "--control-image-2",
         "--mask",
         "--output",
         "--base",

@@ -232,6 +232,10 @@ def require_inputs_read(job: SampleJob, recipe: Recipe) -> None:
     model = recipe.model
     if "mask" in job.inputs and not model.may_inpaint:
         raise UserError("control-unused", f"{title} takes no masks.", where="--mask", fix="Leave it out.")
+    second = job.inputs.get("control_image_2")
+    if second is not None and not (model.takes_control and model.max_controls > 1):
+        what, where = f"{title} takes no second control image.", f"--control-image-2 {second}"
+        raise UserError("control-unused", what, where=where, fix="Leave it out.")
     if "control_image" in job.inputs and not model.takes_control and "mask" not in job.inputs:
         with_mask = "with --mask, of a base for inpainting" if model.may_inpaint else ""
         only = f" (only {with_mask or f'with {model.for_control}'})" if with_mask or model.for_control else ""

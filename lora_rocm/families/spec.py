@@ -11,6 +11,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from lora_rocm.recipe.rule import Rule
+from lora_rocm.recipe.sample_section import PREVIEW_INPUTS
 from lora_rocm.recipe.sections import InputFolder, ModelSection, ObjectiveSection, PathOrHubId, Quantization
 
 
@@ -92,7 +93,7 @@ OF_IMAGES = frozenset(
             *("class_prompt", "num_class_images", "max_batch_size"),
         )
     ]
-    + [f"sample.{name}" for name in ("width", "height", "control_images", "masks", "images_per_prompt", "sampler")]
+    + [f"sample.{name}" for name in ("width", "height", *PREVIEW_INPUTS.values(), "images_per_prompt", "sampler")]
     + ["sample.guidance_scale", "sample.negative_prompt", "data.prior_loss_weight"]
 )
 """Keys of shared sections that are about images: a family whose samples are texts reads none of them."""

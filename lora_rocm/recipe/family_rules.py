@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lora_rocm.recipe.adapter_sections import ADAPTERS, GGUF, MERGED, AdapterSection
-from lora_rocm.recipe.key_rules.data_rules import CONTROLS, Paths, max_controls
+from lora_rocm.recipe.key_rules.data_rules import CONTROLS, Paths, max_controls, unread_of_class_images
 from lora_rocm.recipe.key_rules.preview_rules import INPUTS, Prompts, with_inputs
 from lora_rocm.recipe.rule import Breach, Rule
 from lora_rocm.recipe.sample_section import PREVIEW_INPUTS
@@ -160,6 +160,7 @@ def rules_of_spec(spec: FamilySpec) -> tuple[Rule, ...]:
     if "frames" in spec.axes:
         what = "clips of {1.title} have {lengths} frames, and this is {wrong}"
         keys_of_frames = ("data.frames", "data.sources[each].frames")
+        rules.append(unread_of_class_images("frames"))
         rules += [Rule(f"{spec.name}:{key}", (key, FAMILY), _unfit_frames, what, "{take}") for key in keys_of_frames]
     if spec.reads("sample.control_images"):
         name = f"{spec.name}:control-images"
@@ -211,5 +212,5 @@ def _preview_images(prompts: Prompts, control_prompts: Prompts, *rest: Any) -> l
         {"at": dotted(sample.key_of(name, key, number)), **words}
         for key, number, preview in sample.numbered()
         for name in images
-        if name in preview.inputs and not (may_inpaint and preview.mask)
+        if name in preview.inputs and not (may_inpaint and preview.mask and name == "control_image")
     ]

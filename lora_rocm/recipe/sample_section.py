@@ -40,7 +40,11 @@ OPTIONS = ", ".join(f"--{option} ({key})" for option, key in OPTIONS_OF_KOHYA.it
 SAMPLERS_OF_KOHYA = {"k_euler": "euler", "k_euler_a": "euler_a", "dpmsolver++": "dpmpp_2m"}
 
 
-PREVIEW_INPUTS: Mapping[str, str] = {"control_image": "control_images", "mask": "masks"}
+PREVIEW_INPUTS: Mapping[str, str] = {
+    "control_image": "control_images",
+    "control_image_2": "control_images_2",
+    "mask": "masks",
+}
 """The files that a preview is given: key of ``PreviewPrompt`` -> key of ``SampleSection`` with those of all prompts."""
 
 
@@ -57,6 +61,7 @@ class PreviewPrompt(Section):
     sampler: Sampler | None = Field(None, description="Sampler.")
     lora_scale: float | None = Field(None, ge=-100.0, le=100.0, description="Strength of the LoRA.")
     control_image: InputFile | None = Field(None, description="Its control image, as in sample.control_images.")
+    control_image_2: InputFile | None = Field(None, description="Its second one, as in sample.control_images_2.")
     mask: InputFile | None = Field(None, description="The mask of its control image, as in sample.masks.")
 
     @property
@@ -129,6 +134,9 @@ class SampleSection(Section):
         (),
         "Images that the model is given in previews: control images, or images of which an inpainting base redraws a "
         "part. They are in the order of the prompts; the last one is for all further prompts too.",
+    )
+    control_images_2: Annotated[tuple[InputFile, ...], Field(max_length=MAX_ITEMS)] = on_resume(
+        (), "Second control images, for models that take two, likewise in the order of the prompts."
     )
     masks: Annotated[tuple[InputFile, ...], Field(max_length=MAX_ITEMS)] = on_resume(
         (),

@@ -87,6 +87,7 @@ def test_sample_of_a_run(jobs: list[dict[str, Any]], tmp_path: Path, capsys: pyt
             "config": None,
             "family": None,
             "control_image": "",
+            "control_image_2": "",
             "mask": "",
             "prompt": "ü",
             "seed": 3,

@@ -129,6 +129,11 @@ INPAINT = "model: {family: sdxl, name_or_path: x}\ntrain: {epochs: 1}\ndata: {pa
     ("text", "place", "words"),
     [
         ("  prompts: [a]\n  control_images: [i]", "r.yaml:6 sample.control_images[0]", "it needs a mask"),
+        (
+            "  prompts: [{prompt: a, control_image: i, control_image_2: i, mask: m}]",
+            "r.yaml:5 sample.prompts[0].control_image_2",
+            "it needs a mask",
+        ),
         ("  prompts: [a]\n  masks: [m]", "r.yaml:6 sample.masks[0]", "has no image"),
         ("  prompts:\n  - a\n  - {prompt: b, mask: m}", "r.yaml:7 sample.prompts[1].mask", "has no image"),
         (

@@ -159,7 +159,8 @@ class Its:
         model = {"variant": "kontext"} if self.name == "flux" else {}
         if self.name in TRAINING_ADAPTERS:
             model = {"training_adapter": str(self.training_adapter)}
-        previews = {"control_images": [f"{places[0]}/0.png"]} if places else {}
+        shared = ("control_images", "control_images_2")
+        previews = {key: [f"{place}/0.png"] for key, place in zip(shared, places, strict=False)}
         return recipe_from(
             {
                 "model": {"family": self.name, "name_or_path": str(self.folder / "base"), **model},

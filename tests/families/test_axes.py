@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.errors import RecipeError
-from lora_rocm.families.base import family_for
+from lora_rocm.families.base import PreviewRequest, family_for
 from lora_rocm.families.objectives.base import CONTROL_LATENTS
 from lora_rocm.latent_cache.cache import CachedItem
 from lora_rocm.latent_cache.controls import control_latents
@@ -101,11 +102,13 @@ def test_control_images_change_prediction_and_preview(tmp_path: Path) -> None:
     plain, _ = adapted.passed(batch)
     for number in (0, 1):
         changed = {**batch.tensors, control_latents(number): -batch.tensors[control_latents(number)]}
-        seen, _ = adapted.passed(type(batch)(**{**vars(batch), "tensors": changed}))
+        seen, _ = adapted.passed(replace(batch, tensors=changed))
         assert not torch.allclose(seen.loss_B, plain.loss_B, rtol=1e-5)
     (request,) = preview.requests_of(its.recipe)
-    drawn = [its.family.preview(adapted.model, [each], text_of(its)) for each in (request, without(request))]
-    assert request.inputs and drawn[0][0] != drawn[1][0]
+    assert list(request.inputs) == ["control_image", "control_image_2"]
+    names = (list(request.inputs), ["control_image"], [])
+    drawn = [its.family.preview(adapted.model, [only(request, each)], text_of(its))[0] for each in names]
+    assert len({each.tobytes() for each in drawn if isinstance(each, Image.Image)}) == 3
 
 
 def text_of(its: Its) -> Any:
@@ -115,8 +118,8 @@ def text_of(its: Its) -> Any:
     return text
 
 
-def without(request: Any) -> Any:
-    return type(request)(**{**vars(request), "inputs": {}})
+def only(request: PreviewRequest, names: list[str]) -> PreviewRequest:
+    return replace(request, inputs={name: request.inputs[name] for name in names})
 
 
 @pytest.mark.parametrize(

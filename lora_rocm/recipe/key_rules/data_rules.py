@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from os.path import normpath
 
 from lora_rocm.recipe.rule import Breach, Rule, exactly_one, no_effect
-from lora_rocm.recipe.source_sections import OF_CLASS_IMAGES, OF_FOLDERS, DataSource
+from lora_rocm.recipe.source_sections import OF_CLASS_IMAGES, OF_CLIPS, OF_FOLDERS, DataSource
 
 SOURCE, SOURCES, WATCHED = "data.sources[each]", "data.sources[all]", "data.watched"
 Paths = Sequence[str | None]
@@ -112,6 +112,14 @@ def _of_folders(key: str) -> Rule:
     )
 
 
+def unread_of_class_images(name: str) -> Rule:
+    """Class images do not have an option of sources."""
+    what = "beside class_prompt, whose images the base draws and which is their caption"
+    return no_effect(
+        f"{SOURCE}.{name}", (f"{SOURCE}.class_prompt",), lambda prompt: prompt is not None, what, "Remove it."
+    )
+
+
 def _changes_the_image(key: str) -> str:
     return f"Remove {key}: it would change the image, and not its control image with it."
 
@@ -164,17 +172,7 @@ RULES: tuple[Rule, ...] = (
         "without class_prompt",
         "Remove it, or set class_prompt.",
     ),
-    *(
-        no_effect(
-            f"{SOURCE}.{name}",
-            (f"{SOURCE}.class_prompt",),
-            lambda prompt: prompt is not None,
-            "beside class_prompt, whose images the base draws and which is their caption",
-            "Remove it.",
-        )
-        for name in DataSource.model_fields
-        if name not in OF_CLASS_IMAGES
-    ),
+    *(unread_of_class_images(name) for name in DataSource.model_fields if name not in OF_CLASS_IMAGES | OF_CLIPS),
     Rule(
         "class-images-are-regularisation",
         (f"{SOURCE}.class_prompt", f"{SOURCE}.is_reg"),
