@@ -82,9 +82,9 @@ OWN_JSON = {
     for place in (
         "foundation.json_text:parse_json",
         # a job or an answer of another process of the same start, or a record made in this one
-        *("bench.device_child:main", "bench.loader_child:main", "memory.footprint:main", "train.json_child:answer"),
-        *("train.model_child:main", "trials.job:report_rows", "supervisor.subprocesses:_last_object"),
-        *("train.worker:main", "train.chat:_read", "telemetry.cards:from_text", "hardware.settings:settings_from"),
+        *("processes.job_file:read_job_file", "processes.tool:_last_object", "children.chat:_read"),
+        *("train.worker:main", "telemetry.cards:from_text", "hardware.settings:settings_from"),
+        "dataset.sample_table:_read",
         *("device.process_group:require_same", "rules.environment:settings", "base_models.hollow:new_hollow"),
         *("dataset.given:of_text", "dataset.records:_sorted", "dataset.records:read", "recipe.reference:_schema_of"),
         *("dataset.row_reference:separated", "dataset.row_reference:resolved", "recipe.reference:_schema_of_section"),
