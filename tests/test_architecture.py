@@ -589,7 +589,7 @@ def test_fires_on_a_planted_fault(rule: Callable[[Module], Iterator[str]], plant
         (encoding_faults, "errors", "open('a', 'rb')\npath.open('ab')\nImage.open('a')\nopen('a', encoding='utf-8')"),
         (encoding_faults, "errors", "tempfile.TemporaryFile()\nsubprocess.run(['a'])"),
         (memory_faults, "device.device_memory", "free, total = torch.cuda.mem_get_info(device)"),
-        (json_faults, "train.json_child", "def answer():\n    return json.loads(sys.argv[1])"),
+        (json_faults, "processes.job_file", "def read_job_file():\n    return json.loads(sys.argv[1])"),
         (json_faults, "dataset.text_rows", "def _parsed(line):\n    return json.dumps(parse_json(line))"),
         (memory_faults, "device.allocator", "torch.cuda.set_per_process_memory_fraction(0.5)"),
         (memory_faults, "train.loop", '"""What mem_get_info says is too much."""\ntorch.cuda.memory_allocated(0)'),
