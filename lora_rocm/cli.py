@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from enum import StrEnum
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +15,7 @@ import typer
 from typer.core import TyperCommand
 
 from lora_rocm import __version__
+from lora_rocm.commands.output import Output, OutputMode
 
 app = typer.Typer(
     name="lora-rocm",
@@ -92,7 +94,8 @@ FactsPath = Annotated[
     Path | None,
     typer.Option("--facts", metavar="FILE", help="Facts of another machine (output of its env --json)."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and all else on standard error.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the result alone.")]
 JsonPath = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to this file as JSON.")
 ]
@@ -110,6 +113,39 @@ def explained(command: Callable[..., int | None], *, outlives_output: bool = Fal
 
         raise typer.Exit(exit_code_of(lambda: command(*args, **kwargs), outlives_output=outlives_output))
 
+    return run
+
+
+def printed(
+    command: Callable[..., int | None], *, outlives_output: bool = False, follows: bool = False
+) -> Callable[..., None]:
+    """Run a handler, which gets an ``Output`` first, with the options ``--json`` and ``--quiet``.
+
+    Its return value is the exit code; errors become messages, never tracebacks.
+
+    Args:
+        command: the handler.
+        outlives_output: see ``exit_code_of``.
+        follows: see ``Output``.
+    """
+
+    @functools.wraps(command)
+    def run(*args: object, as_json: bool, quiet: bool, **kwargs: object) -> None:
+        from lora_rocm.foundation.exit_codes import exit_code_of
+
+        output = Output(
+            OutputMode.JSON if as_json else OutputMode.QUIET if quiet else OutputMode.HUMAN, follows=follows
+        )
+        work = functools.partial(command, output, *args, **kwargs)
+        raise typer.Exit(exit_code_of(work, outlives_output=outlives_output, report=output.fail))
+
+    given = signature(command, eval_str=True)
+    options = [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=False, annotation=annotation)
+        for name, annotation in (("as_json", AsJson), ("quiet", Quiet))
+    ]
+    parameters = [*list(given.parameters.values())[1:], *options]
+    run.__signature__ = given.replace(parameters=parameters)  # type: ignore[attr-defined]
     return run
 
 
@@ -161,32 +197,35 @@ def train(
 
 
 @app.command(cls=Command)
-@explained
+@printed
 def check(
+    output: Output,
     recipe: RecipePath,
     overrides: Overrides = None,
     schema_only: Annotated[bool, typer.Option("--schema-only", help="Only the recipe, not the images.")] = False,
-) -> None:
+) -> int:
     """Check a recipe and its images, and show what training would do."""
-    from lora_rocm.commands.check import check as check_recipe
+    from lora_rocm.commands import check
 
-    check_recipe(recipe, overrides or (), schema_only=schema_only)
+    found = check.check(recipe, overrides or (), schema_only=schema_only, say=output.say)
+    return output.show(found, check.render(found))
 
 
 @app.command(cls=Command)
-@explained
+@printed
 def plan(
+    output: Output,
     recipe: RecipePath,
     overrides: Overrides = None,
     card: Annotated[
         str | None, typer.Option(metavar="24GB", help="Plan for a GPU of this size, not for this machine's.")
     ] = None,
-    as_json: AsJson = False,
 ) -> int:
     """Estimate the memory of a step, and its time on a GPU that is here, without loading the model."""
-    from lora_rocm.commands.plan import plan as show_plan
+    from lora_rocm.commands import plan
 
-    return show_plan(recipe, overrides or (), card=card, as_json=as_json)
+    found = plan.plan(recipe, overrides or (), card=card)
+    return output.show(found, plan.render(found))
 
 
 @app.command(cls=Command)

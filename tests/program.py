@@ -93,7 +93,7 @@ class Program:
         patch.setattr(process, "run_worker", run_worker)
         patch.setattr("lora_rocm.supervisor.subprocesses.run_for_json", run_for_json)
         patch.setattr("lora_rocm.commands.sample_export.run_tool", run_tool)
-        patch.setattr("lora_rocm.commands.check.threading", SimpleNamespace(Thread=WaitedFor))
+        patch.setattr("lora_rocm.commands.check_base.threading", SimpleNamespace(Thread=WaitedFor))
         patch.setattr(session.Session, "_watch_parent", lambda self: None)
         patch.setattr(session, "EventWriter", ClosableEvents)
         patch.setattr(session, "HeartbeatWriter", ClosableHeartbeat)

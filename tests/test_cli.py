@@ -67,6 +67,11 @@ COMMANDS: dict[str, set[str]] = {
 }
 
 
+OF_RESULTS = {"--json", "--quiet", "-q"}
+PRINTED = ("check", "plan")
+COMMANDS |= {name: COMMANDS[name] | OF_RESULTS for name in PRINTED}
+
+
 def names(command: Any) -> set[str]:
     found = set()
     for parameter in command.params:
@@ -103,7 +108,7 @@ def test_json_is_a_flag_but_of_bench_where_it_is_a_file_beside_the_tables() -> N
     for name in (name for name, options in COMMANDS.items() if "--json" in options):
         (line,) = [line for line in run(*name.split(), "--help")[1].splitlines() if line.startswith("  --json")]
         assert ("FILE" in line) == name.startswith("bench"), line
-        assert ("Also write" in line) == name.startswith("bench") and ("Print JSON" in line) != ("FILE" in line)
+        assert ("Also write" in line) == name.startswith("bench") and ("Print JSON" in line) != ("FILE" in line), line
 
 
 def test_env_prints_its_plan_as_json_and_reads_the_facts_in_it(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ ALLOWED = {
     ("checks.selftest_copies", "_copies", "write_bytes"): TEMPORARY,
     ("rules.mitigation_store", "forget", "unlink"): OF_A_LINK,
     ("supervisor.subprocesses", "started", "open"): TEMPORARY,
-    ("foundation.exit_codes", "exit_code_of", "open"): "the system's null device",
+    ("foundation.exit_codes", "_without_reader", "open"): "the system's null device",
     ("rundir.layout", "create", "mkdir"): "the run directory itself, which may be a link",
     ("rundir.layout", "probe", "unlink"): OF_A_LINK,
     ("rundir.layout", "set_name", "unlink"): OF_A_LINK,

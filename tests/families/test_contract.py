@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lora_rocm.adapters.input_sketch import InputSketch
 from lora_rocm.commands import train as command
-from lora_rocm.commands.check import check
+from lora_rocm.commands.check import check, render
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import family_for
 from lora_rocm.families.recompute import Recomputing
@@ -426,16 +426,13 @@ def test_texts_are_trained_on_without_a_word_of_images(
     assert "zibu" not in str(metadata) and "three and four" not in str(metadata)
 
 
-def test_check_says_what_texts_there_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_says_what_texts_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     its = Its.write("toy-text", tmp_path)
     recipe = tmp_path / "r.yaml"
     recipe.write_text(dump_recipe(its.recipe), encoding="utf-8")
     said_of_it = {**asdict(weigh(its.recipe)), **asdict(Seen())}
     monkeypatch.setattr("lora_rocm.supervisor.subprocesses.run_for_json", lambda *job: said_of_it)
-    check(str(recipe), registry=TOYS)
-    said = capsys.readouterr().out.replace(str(tmp_path), "")
+    said = render(check(str(recipe), registry=TOYS)).replace(str(tmp_path), "")
     assert "texts: 5 usable, 0 set aside" in said and "a run needs 7 texts there" in said
     assert "steps per epoch: at most 5" in said and "steps: 4," in said
     assert "1 text is longer than the model reads, for example 4.txt" in said
