@@ -149,6 +149,8 @@ def printed(
     return run
 
 
+printed_lines = functools.partial(printed, outlives_output=True, follows=True)
+"""For a command that prints events as JSON lines, and whose results are files."""
 explained_for_files = functools.partial(explained, outlives_output=True)
 """For a command whose results are files: it continues if its terminal is closed or the disk of its log is full."""
 
@@ -164,8 +166,9 @@ def top(
 
 
 @app.command(cls=Command)
-@explained_for_files
+@printed_lines
 def train(
+    output: Output,
     recipe: RecipePath,
     overrides: Overrides = None,
     run_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: runs/<recipe>-<time>.")] = None,
@@ -183,9 +186,9 @@ def train(
     ] = False,
 ) -> int:
     """Train a LoRA from a recipe."""
-    from lora_rocm.commands import train as launch
+    from lora_rocm.commands import train
 
-    return launch.train(
+    return train.train(
         recipe,
         overrides or (),
         run_dir=run_dir,
@@ -193,6 +196,7 @@ def train(
         accept_changes=accept_changes,
         supervised=not no_supervisor,
         gpus=gpus,
+        output=output,
     )
 
 
@@ -238,12 +242,12 @@ def tune(recipe: RecipePath, overrides: Overrides = None) -> int:
 
 
 @app.command(cls=Command)
-@explained_for_files
-def demo(family: Annotated[str | None, typer.Option(help="Family of the tiny model.")] = None) -> int:
+@printed_lines
+def demo(output: Output, family: Annotated[str | None, typer.Option(help="Family of the tiny model.")] = None) -> int:
     """Teach a new creature to a tiny model that ships with the program (minutes on a CPU)."""
-    from lora_rocm.commands import train as launch
+    from lora_rocm.commands import train
 
-    return launch.demo(family)
+    return train.train(train.demo_recipe(family), output=output)
 
 
 @app.command(cls=Command)

@@ -169,6 +169,7 @@ def run_worker(
     on_event: Callable[[dict[str, Any]], None],
     command: Sequence[str],
     say: Callable[[str], None],
+    asked: object = None,
 ) -> int:
     """``process.run_worker``, with its own words about how the worker ended."""
     before, log_start = len(read_events(run_dir.events())), _size(run_dir.worker_log)

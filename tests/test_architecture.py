@@ -72,6 +72,7 @@ PROCESS_EDGES = {
     (f"{PACKAGE}.supervisor.child_main", "main"),
     (f"{PACKAGE}.loader.worker_pool", "_serve"),
     (f"{PACKAGE}.commands.check_base", "_weigh"),  # a thread, which hands on what it raises
+    (f"{PACKAGE}.commands.start_run", "_work"),  # likewise
     (f"{PACKAGE}.dataset.row_edge", "row_edge"),
     (f"{PACKAGE}.families.causal_lm.chat_template", "_template"),
     ("benchmarks/reliable_fuzz.py", "child"),

@@ -68,7 +68,7 @@ COMMANDS: dict[str, set[str]] = {
 
 
 OF_RESULTS = {"--json", "--quiet", "-q"}
-PRINTED = ("check", "plan")
+PRINTED = ("check", "plan", "train", "demo")
 COMMANDS |= {name: COMMANDS[name] | OF_RESULTS for name in PRINTED}
 
 
@@ -198,6 +198,7 @@ def test_train_hands_on_what_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     code, _, _ = run("train", "r.yaml", "--set", "a.b=1", "--set", "c.d=2", "--run-dir", "x", "--resume", "latest")
     assert code == 130
     options = {"run_dir": Path("x"), "resume": "latest", "accept_changes": False, "supervised": True, "gpus": None}
+    assert seen[0][-1].pop("output") is not None
     assert seen == [("r.yaml", ["a.b=1", "c.d=2"], options)]
     run("train", "r.yaml", "--no-supervisor")
     assert seen[1][-1]["supervised"] is False
@@ -207,10 +208,10 @@ def test_train_hands_on_what_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_interrupt_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(family: str | None) -> int:
+    def interrupted(family: str | None) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lora_rocm.commands.train.demo", interrupted)
+    monkeypatch.setattr("lora_rocm.commands.train.demo_recipe", interrupted)
     assert run("demo") == (130, "", "Stopped.\n")
 
 

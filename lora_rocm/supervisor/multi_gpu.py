@@ -15,7 +15,7 @@ from lora_rocm.rules.environment import plan
 from lora_rocm.rules.rule import Situation
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor import process
-from lora_rocm.supervisor.process import OnEvent, Worker, follow, stop_signals
+from lora_rocm.supervisor.process import Asked, OnEvent, Worker, follow, stop_signals
 from lora_rocm.supervisor.resume import LATEST, Chosen, settle_rank
 from lora_rocm.supervisor.tuning_runner import without
 from lora_rocm.supervisor.worker_group import End, run_workers, verdict
@@ -63,15 +63,18 @@ def run_unwatched(
     command: Sequence[str],
     say: Callable[[str], None],
     count: int,
+    asked: Asked | None = None,
 ) -> int:
     """Start ``count`` workers without hang detection or restarts; return their exit code.
+
+    ``asked``: requests to stop; None: Ctrl-C, SIGTERM and the end of the terminal.
 
     Raises:
         LoraRocmError: the error of one of them.
     """
     if count == 1:
-        return process.run_worker(run_dir, env, on_event, command, say)
-    return run_workers(run_dir, env, count, lambda rank, event: None if rank else on_event(event), command, say)
+        return process.run_worker(run_dir, env, on_event, command, say, asked)
+    return run_workers(run_dir, env, count, lambda rank, event: None if rank else on_event(event), command, say, asked)
 
 
 def train_rank(

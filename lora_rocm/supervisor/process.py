@@ -263,7 +263,12 @@ def follow(
 
 
 def run_worker(
-    run_dir: RunDir, env: Mapping[str, str], on_event: OnEvent, command: Sequence[str], say: Callable[[str], None]
+    run_dir: RunDir,
+    env: Mapping[str, str],
+    on_event: OnEvent,
+    command: Sequence[str],
+    say: Callable[[str], None],
+    asked: Asked | None = None,
 ) -> int:
     """Start the worker, pass on its events until it ends, and return its exit code. Without hang detection or restarts.
 
@@ -273,12 +278,14 @@ def run_worker(
         on_event: called in this thread with each event, including ``error`` and ``end``.
         command: program and arguments, see ``worker_command``.
         say: shows a message to the user.
+        asked: requests to stop; None: Ctrl-C, SIGTERM and the end of the terminal.
 
     Raises:
         LoraRocmError: see ``Worker.verdict``.
     """
     run_dir.stop.unlink(missing_ok=True)
-    with stop_signals() as asked, Worker(run_dir, env, command) as worker:
+    listening = stop_signals() if asked is None else contextlib.nullcontext(asked)
+    with listening as asked, Worker(run_dir, env, command) as worker:
         follow([worker], asked, lambda rank, event: on_event(event), say)
         return worker.verdict()
 

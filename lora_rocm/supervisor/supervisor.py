@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -120,6 +120,7 @@ class Supervisor:
         read_log: lines of the kernel log since a moment.
         size: number of workers that train together.
         telemetry: watches the GPUs; by default none.
+        asked: requests to stop; None: Ctrl-C, SIGTERM and the end of the terminal.
     """
 
     run_dir: RunDir
@@ -137,6 +138,7 @@ class Supervisor:
     pauses_s: Sequence[float] = PAUSES_S
     size: int = 1
     telemetry: Telemetry = field(default_factory=Telemetry)
+    asked: Asked | None = None
 
     def __post_init__(self) -> None:
         past = read_events(self.run_dir.events(SUPERVISOR))
@@ -157,7 +159,7 @@ class Supervisor:
             WorkerHungError: it hung and there is no restart, or it cannot be killed.
         """
         self.run_dir.stop.unlink(missing_ok=True)
-        with stop_signals() as asked:
+        with stop_signals() if self.asked is None else nullcontext(self.asked) as asked:
             while True:
                 outcome = self._start(asked)
                 if isinstance(outcome, int):

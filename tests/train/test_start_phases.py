@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_rocm.commands import train as command
+from lora_rocm.commands import start_run as command
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
