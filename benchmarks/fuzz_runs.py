@@ -160,12 +160,14 @@ def facts(rng: random.Random) -> bytes:
 
 def read_facts(path: Path) -> None:
     """Load facts, show them, and plan."""
-    from lora_rocm.commands.env import json_text, plan_text
+    from lora_rocm.commands.env import described, planned, result_of
+    from lora_rocm.commands.output import json_form
     from lora_rocm.hardware.facts import load_facts
 
     load_facts(path)
-    json_text(None, (), path)
-    shown = plan_text(None, (), path, None, explain=True)
+    made = planned(None, (), path)
+    json_form(result_of(*made))
+    shown = described(*made, None, explain=True)
     assert not any(letter in shown for letter in STEERING), "a terminal is steered"
 
 

@@ -58,6 +58,7 @@ ROOMS: dict[str, str] = {
     "trials": HEAVY,
     "commands": LIGHT,
     "doctor": LIGHT,
+    "json_reference": LIGHT,
     "cli": LIGHT,
     "__main__": LIGHT,
 }
@@ -406,6 +407,17 @@ def memory_faults(module: Module) -> Iterator[str]:
                 yield f"{module.name}:{getattr(node, 'lineno', 0)} asks by {named}; {homes[0]} is there for it"
 
 
+def output_faults(module: Module) -> Iterator[str]:
+    """A command that writes by itself: only ``commands.output`` knows whether standard output is a JSON document."""
+    if module.room not in ("commands", "doctor", "cli") or module.name == f"{PACKAGE}.commands.output":
+        return
+    for node in module.nodes:
+        text = ast.unparse(node) if isinstance(node, ast.Name | ast.Attribute) else ""
+        writes = text in ("print", "typer.echo", "sys.stdout.write", "sys.stderr.write")
+        if writes or (module.room != "cli" and text in ("sys.stdout", "sys.stderr")):
+            yield f"{module.name}:{getattr(node, 'lineno', 0)} uses {text}; an Output is there for it"
+
+
 RULES: list[tuple[Callable[[Module], Iterator[str]], bool]] = [  # rule, does it hold for scripts too
     (arrow_faults, False),
     (family_faults, False),
@@ -419,6 +431,7 @@ RULES: list[tuple[Callable[[Module], Iterator[str]], bool]] = [  # rule, does it
     (python_child_faults, False),
     (product_faults, False),
     (memory_faults, False),
+    (output_faults, False),
 ]
 
 
@@ -489,6 +502,10 @@ def bad(rule: Callable[[Module], Iterator[str]], name: str, source: str) -> obje
         bad(light_faults, "cli", "def f():\n    import torch"),
         bad(light_faults, "hardware.probe.detection", "from transformers import CLIPTextModel"),
         bad(light_faults, "dataset.scan", "import datasets"),
+        bad(output_faults, "commands.check", "print('x')"),
+        bad(output_faults, "commands.check", "import sys\nsay = sys.stdout.write"),
+        bad(output_faults, "doctor.command", "import sys\nshow(Console(file=sys.stderr))"),
+        bad(output_faults, "cli", "import typer\ntyper.echo('x')"),
         bad(light_faults, "commands.check", "def f():\n    from lora_rocm.latent_cache.cache import LatentCache"),
         bad(eager_faults, "train.hooks", "from torch.utils.tensorboard import SummaryWriter"),
         bad(eager_faults, "latent_cache.encode", "import datasets"),

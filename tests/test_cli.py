@@ -22,10 +22,10 @@ ROOT = Path(__file__).parents[1]
 HEALTHY = "tests/hosts/linux-rx7900xtx.json"
 # Users, scripts and documents rely on these names.
 COMMANDS: dict[str, set[str]] = {
-    "": {"--version"},
+    "": {"--version", "-V"},
     "train": {"RECIPE", "--set", "--run-dir", "--resume", "--accept-changes", "--gpus", "--no-supervisor"},
     "check": {"RECIPE", "--set", "--schema-only"},
-    "plan": {"RECIPE", "--set", "--card", "--json"},
+    "plan": {"RECIPE", "--set", "--card"},
     "demo": {"--family"},
     "compare": {"RUN", "--prompt", "--strength", "--most"},
     "sample": {
@@ -50,33 +50,33 @@ COMMANDS: dict[str, set[str]] = {
     "chat": {"RUN", "--prompt", "--system", "--side", "--temperature", "--top-p", "--max-tokens", "--seed"},
     "export": {"RUN", "--format", "--output", "--dtype", "--converter"},
     "tune": {"RECIPE", "--set"},
-    "status": {"RUN", "--json"},
-    "inspect": {"PATH", "--json"},
+    "status": {"RUN"},
+    "inspect": {"PATH"},
     "report": {"RUN"},
-    "doctor": {"--json", "--report", "--facts", "--quick"},
-    "env": {"RECIPE", "--set", "--facts", "--shell", "--explain", "--json"},
+    "doctor": {"--report", "--facts", "--quick"},
+    "env": {"RECIPE", "--set", "--facts", "--shell", "--explain"},
     "forget": set(),
     "schema": set(),
     "cache stats": {"--dir"},
     "cache verify": {"--dir"},
     "cache prune": {"--dir", "--older-than", "--dry-run"},
-    "bench transfer": {"--json"},
-    "bench compute": {"--json"},
-    "bench loader": {"RECIPE", "--set", "--json"},
-    "bench step": {"RECIPE", "--set", "--random-weights", "--steps", "--json"},
+    "bench transfer": {"--output"},
+    "bench compute": {"--output"},
+    "bench loader": {"RECIPE", "--set", "--output"},
+    "bench step": {"RECIPE", "--set", "--random-weights", "--steps", "--output"},
 }
 
 
 OF_RESULTS = {"--json", "--quiet", "-q"}
-PRINTED = ("check", "plan", "train", "demo")
-COMMANDS |= {name: COMMANDS[name] | OF_RESULTS for name in PRINTED}
+"""Every command has them."""
+COMMANDS = {name: options | OF_RESULTS if name else options for name, options in COMMANDS.items()}
 
 
 def names(command: Any) -> set[str]:
     found = set()
     for parameter in command.params:
         found |= {parameter.metavar} if parameter.param_type_name == "argument" else set(parameter.opts)
-    return found - {"--help"}
+    return found - {"--help", "-h"}
 
 
 def all_commands(command: Any, prefix: str = "") -> dict[str, set[str]]:
@@ -97,18 +97,11 @@ def test_commands_and_options_are_frozen() -> None:
 
 def test_usage_shows_arguments_plainly() -> None:
     for name, options in COMMANDS.items():
-        argument = next((option for option in options if option.isupper()), None)
+        argument = next((option for option in options if option.isupper() and option[0] != "-"), None)
         if argument is not None:
             usage = run(*name.split(), "--help")[1].splitlines()[0]
             wanted = f"[{argument}]" if name == "env" else argument
             assert usage == f"Usage: lora-rocm {name} [OPTIONS] {wanted}".replace("lora-rocm", usage.split()[1])
-
-
-def test_json_is_a_flag_but_of_bench_where_it_is_a_file_beside_the_tables() -> None:
-    for name in (name for name, options in COMMANDS.items() if "--json" in options):
-        (line,) = [line for line in run(*name.split(), "--help")[1].splitlines() if line.startswith("  --json")]
-        assert ("FILE" in line) == name.startswith("bench"), line
-        assert ("Also write" in line) == name.startswith("bench") and ("Print JSON" in line) != ("FILE" in line), line
 
 
 def test_env_prints_its_plan_as_json_and_reads_the_facts_in_it(tmp_path: Path) -> None:
@@ -145,12 +138,14 @@ def test_each_number_of_an_option_has_both_limits() -> None:
 
 
 def test_version_and_help() -> None:
-    assert run("--version")[:2] == (0, f"lora-rocm {__version__}\n")
+    assert run("--version")[:2] == run("-V")[:2] == (0, f"lora-rocm {__version__}\n")
     code, output, _ = run("--help")
     assert code == 0 and all(f"  {name.split()[0]} " in output for name in COMMANDS if name)
     for name in COMMANDS:
         if name:
-            assert run(*name.split(), "--help")[0] == 0
+            assert (
+                run(*name.split(), "--help")[:2] == run(*name.split(), "-h")[:2] and run(name.split()[0], "-h")[0] == 0
+            )
 
 
 @pytest.mark.parametrize(

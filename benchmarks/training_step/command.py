@@ -14,7 +14,8 @@ from typing import Any
 
 from benchmarks.training_step import tables
 from lora_rocm import __version__
-from lora_rocm.commands.bench import machine_text, say
+from lora_rocm.commands.bench import machine_text
+from lora_rocm.commands.output import Output
 from lora_rocm.errors import WorkerDiedError
 from lora_rocm.foundation.files import followed, make_folder, write_json
 from lora_rocm.recipe.load import load_recipe
@@ -29,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODULE = "benchmarks.training_step.child"
 OURS = "lora-rocm"
 TRACES = "bench-step-traces"
+say = Output().say
 OVER_ROUNDS = ("median_s", "p95_s", "mean_s", "samples_per_s")
 
 Row = dict[str, Any]

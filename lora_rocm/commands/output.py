@@ -78,6 +78,20 @@ class Failed:
     error: Failure
 
 
+@dataclass(frozen=True)
+class ReportResult:
+    """What ``lora-rocm report`` wrote. report: the page."""
+
+    report: Path
+
+
+@dataclass(frozen=True)
+class ForgetResult:
+    """What ``lora-rocm forget`` did. said: which mitigations it has forgotten, in words."""
+
+    said: tuple[str, ...]
+
+
 def json_form(value: Any) -> Any:
     """The value as JSON has it: every field of a dataclass, paths and keys as text, null for numbers not finite.
 
@@ -162,7 +176,7 @@ class Output:
             exact: the text is for another program, so unusual characters are not escaped.
         """
         if self.mode == OutputMode.JSON:
-            self._document(result)
+            self.document(result)
         elif text:
             _write(sys.stdout, (text if exact else legible(text, keep="\n")) + "\n")
         failure = getattr(result, "error", None)
@@ -175,10 +189,10 @@ class Output:
         """Print the error with which the command ends. A document that was already printed stays the only one."""
         _write(sys.stderr, legible(str(error), keep="\n") + "\n")
         if self.mode == OutputMode.JSON and not self._has_document:
-            self._document(Failed(Failure.of(error)))
+            self.document(Failed(Failure.of(error)))
 
-    def _document(self, value: Any) -> None:
-        """Print one document; ASCII only, because Windows PowerShell garbles other characters in a pipe."""
+    def document(self, value: Any) -> None:
+        """Print a value as the one JSON document. ASCII only: Windows PowerShell garbles other characters in a pipe."""
         self._has_document = True
         _write(sys.stdout, json.dumps(json_form(value), indent=None if self._follows else 1) + "\n")
 

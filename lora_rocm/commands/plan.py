@@ -59,7 +59,8 @@ class Room:
     """Memory available for tensors.
 
     Attributes:
-        num_bytes: None if there is no limit to compare with.
+        num_bytes: null if there is no limit to compare with.
+        why: how it was counted, in words.
         shared: this is main memory; offloading weights then saves nothing.
         parts: the amounts that were counted, in bytes; negative if subtracted.
     """

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lora_rocm.commands.output import Say, unheard
 from lora_rocm.dataset.preview_images import faults
 from lora_rocm.errors import AdapterError, MachineError, UserError
 from lora_rocm.families.registry import PRODUCT, Registry
@@ -39,6 +39,54 @@ RESULTS = {"sample": "drawn", "export": "export", "compare": "compared"}
 """The event in which each tool names its results."""
 
 
+@dataclass(frozen=True)
+class SampleResult:
+    """What ``lora-rocm sample`` made.
+
+    Attributes:
+        images: the files; of a language model the answers.
+    """
+
+    images: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """What ``lora-rocm export`` wrote.
+
+    Attributes:
+        format: of the file.
+        path: the file or folder.
+        max_difference: the largest difference of its effect, loaded back; null: not compared.
+        can_read: programs that read it.
+        cannot_read: programs that do not read it, or not exactly, and why.
+        updates: the step that it is of.
+        checkpoint: digest of the checkpoint that it was made from.
+    """
+
+    format: str
+    path: Path
+    max_difference: float | None
+    can_read: tuple[str, ...]
+    cannot_read: tuple[str, ...]
+    updates: int
+    checkpoint: str
+
+
+def sample_text(result: SampleResult) -> str:
+    """Return what was sampled in words."""
+    return "\n".join(f"{'Wrote' if path.suffix == '.txt' else 'Drew'} {path}" for path in result.images)
+
+
+def export_text(result: ExportResult) -> str:
+    """Return what was exported in words."""
+    text = f"Wrote {result.path}"
+    if result.max_difference is not None:
+        text += f", loaded back, largest difference {number_text(result.max_difference)}"
+    about = readers_line(result.can_read, result.cannot_read)
+    return f"{text}\n{about}" if about else text
+
+
 def sample(
     source: Path,
     *,
@@ -49,9 +97,10 @@ def sample(
     control_image: Path | None = None,
     mask: Path | None = None,
     registry: Registry = PRODUCT,
+    say: Say = unheard,
     **options: Any,
-) -> int:
-    """Draw images. The job holds ``options`` unchanged, and absolute paths.
+) -> SampleResult:
+    """Draw images. The job holds ``options`` unchanged, and absolute paths. ``say`` gets notices.
 
     Raises:
         LoraRocmError: any error of the child process.
@@ -75,7 +124,14 @@ def sample(
         "base": os.path.abspath(base) if base is not None and os.path.exists(base) else base,
         "config": str(config.absolute()) if config else None,
     }
-    return run_model_tool("sample", job)
+    images: list[Path] = []
+
+    def on_event(event: dict[str, Any]) -> None:
+        if event["type"] == "drawn":
+            images.extend(map(Path, event["images"]))
+
+    run_model_tool("sample", job, on_event, say)
+    return SampleResult(tuple(images))
 
 
 def _images_of(control_image: Path | None, mask: Path | None) -> dict[str, str]:
@@ -146,7 +202,8 @@ def export(
     dtype: str | None,
     converter: Path | None = None,
     registry: Registry = PRODUCT,
-) -> int:
+    say: Say = unheard,
+) -> ExportResult:
     """Write the LoRA of a run in another format.
 
     Args:
@@ -156,6 +213,7 @@ def export(
         dtype: of the weights; None: as in the recipe.
         converter: llama.cpp's script or folder, for the gguf format; None: as ``_converter`` finds it.
         registry: the model families.
+        say: gets notices.
 
     Raises:
         AdapterError: export-form: nothing reads such an adapter in this format.
@@ -188,7 +246,7 @@ def export(
     if form == MERGED and place.is_dir() and any(place.iterdir()):
         what = "There are files in the folder for the merged model."
         raise UserError("output-not-empty", what, where=str(place), fix="Remove it, or name another: --output FOLDER.")
-    return _export(run_dir, form, output=output, dtype=dtype, converter=script)
+    return _export(run_dir, form, say, output=output, dtype=dtype, converter=script)
 
 
 def _require_suffix(output: Path, form: str) -> None:
@@ -237,7 +295,7 @@ def _in_path(name: str) -> Path | None:
     return next((folder / name for folder in folders if (folder / name).is_file()), None)
 
 
-def make_again(run_dir: RunDir, recipe: Recipe, say: Callable[[str], None]) -> bool:
+def make_again(run_dir: RunDir, recipe: Recipe, say: Say) -> bool:
     """Write missing or damaged result files of a finished run again; return False if all files were intact.
 
     Raises:
@@ -251,19 +309,21 @@ def make_again(run_dir: RunDir, recipe: Recipe, say: Callable[[str], None]) -> b
     wrong |= results.wrong_exports(run_dir, recipe.formats)
     for form, what in wrong.items():
         say(f"{what} It is made again from the last checkpoint.")
-        _export(run_dir, form, output=None, dtype=recipe.output.dtype, updates=results.updates_of(run_dir))
+        updates = results.updates_of(run_dir)
+        say(export_text(_export(run_dir, form, say, output=None, dtype=recipe.output.dtype, updates=updates)))
     return bool(wrong)
 
 
 def _export(
     run_dir: RunDir,
     form: str,
+    say: Say,
     *,
     output: Path | None,
     dtype: str | None,
     updates: int | None = None,
     converter: str = "",
-) -> int:
+) -> ExportResult:
     job = {
         "source": str(run_dir.path),
         "format": form,
@@ -275,16 +335,18 @@ def _export(
     # What killed exports left may be as large as the base, and the space may be needed
     run_dir.discard_unfinished_exports()
     discard_abandoned(followed(output) if output else run_dir.export_of(form))
-    made: list[Made] = []
+    written: list[ExportResult] = []
 
     def on_event(event: dict[str, Any]) -> None:
         if event["type"] == "export":
-            made.append(Made(event["updates"], event["checkpoint"]))
+            read = tuple(event.get("can_read", ())), tuple(event["cannot_read"])
+            made_from = event["updates"], event["checkpoint"]
+            written.append(ExportResult(form, Path(event["path"]), event["max_difference"], *read, *made_from))
 
-    code = run_model_tool("export", job, on_event)
+    run_model_tool("export", job, on_event, say)
     if output is None:
-        record_export(run_dir, form, made[-1])
-    return code
+        record_export(run_dir, form, Made(written[-1].updates, written[-1].checkpoint))
+    return written[-1]
 
 
 def _existing(source: Path) -> Path:
@@ -305,8 +367,8 @@ def _existing(source: Path) -> Path:
     return source
 
 
-def run_model_tool(tool: str, job: dict[str, Any], listen: OnEvent = lambda event: None) -> int:
-    """Run a job in the heavy child and show its notices and results; ``listen`` gets every event.
+def run_model_tool(tool: str, job: dict[str, Any], listen: OnEvent, say: Say) -> None:
+    """Run a job in the heavy child; ``listen`` gets every event, ``say`` the notices.
 
     Raises:
         MachineError: it ended without naming a result.
@@ -316,37 +378,19 @@ def run_model_tool(tool: str, job: dict[str, Any], listen: OnEvent = lambda even
     with temporary_folder() as folder:
         path = folder / "job.json"
         write_json(path, {**job, SPARE_CACHE: str(folder / "cache")})
-        told: list[str] = []
+        heard: set[str] = set()
 
         def on_event(event: dict[str, Any]) -> None:
-            told.append(event["type"])
-            _show(event)
+            heard.add(event["type"])
+            if event["type"] == "notice":
+                say(event["text"])
             listen(event)
 
-        code = run_tool(TOOLS_MODULE, [tool, str(path)], env, on_event)
-    if RESULTS[tool] not in told:
+        run_tool(TOOLS_MODULE, [tool, str(path)], env, on_event)
+    if RESULTS[tool] not in heard:
         raise MachineError(
             "no-result",
             f"lora-rocm {tool} ended without naming a file that it made.",
             where=str(job["output"] or job["source"]),
             fix="Please report it with the command.",
         )
-    return code
-
-
-def _show(event: dict[str, Any]) -> None:
-    match event["type"]:
-        case "notice":
-            text = event["text"]
-        case "drawn":
-            text = "\n".join(f"{'Wrote' if image.endswith('.txt') else 'Drew'} {image}" for image in event["images"])
-        case "export":
-            text = f"Wrote {event['path']}"
-            if event["max_difference"] is not None:
-                text += f", loaded back, largest difference {number_text(event['max_difference'])}"
-            if about := readers_line(event.get("can_read", ()), event["cannot_read"]):
-                text += f"\n{about}"
-        case _:
-            return
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()

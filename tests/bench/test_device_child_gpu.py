@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lora_rocm.commands import bench
+from lora_rocm.commands.output import Output
 from lora_rocm.device.allocator import device_budget
 from lora_rocm.device.encoder_speed import WatchedEncoder
 
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.gpu
 
 
 def test_transfer(tmp_path: Path) -> None:
-    assert bench.transfer(tmp_path / "t.json") == 0
+    assert bench.finish(Output(), bench.transfer, tmp_path / "t.json") == 0
     saved = json.loads((tmp_path / "t.json").read_bytes())
     assert saved["machine"]["gpu"] and all(row["problem"] is None for row in saved["rows"])
     rates = {(row["copy"], row["memory"]): row["per_second"] for row in saved["rows"] if row["size_bytes"] == 2**28}
@@ -29,7 +30,7 @@ def test_transfer(tmp_path: Path) -> None:
 
 
 def test_compute(tmp_path: Path) -> None:
-    assert bench.compute(tmp_path / "c.json") == 0
+    assert bench.finish(Output(), bench.compute, tmp_path / "c.json") == 0
     rows = json.loads((tmp_path / "c.json").read_bytes())["rows"]
     assert all(row["per_second"] for row in rows if row["group"] != "attention")
     assert all(row["per_second"] for row in rows if row["way"].startswith("math"))

@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from lora_rocm.commands import sample_export
+from lora_rocm.commands.sample_export import SampleResult
 from lora_rocm.errors import AdapterError, MachineError, UserError
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.run_recipe import SPARE_CACHE
@@ -58,15 +59,18 @@ def text_run(folder: Path, more: str = "") -> None:
     run_dir.recipe.write_text(TEXTS + more, encoding="utf-8")
 
 
-def test_answers_are_written_and_images_are_drawn(capsys: pytest.CaptureFixture[str]) -> None:
-    sample_export._show({"type": "drawn", "images": ["/x/00.txt", "/x/01.png"]})
-    assert capsys.readouterr().out == "Wrote /x/00.txt\nDrew /x/01.png\n"
+def test_answers_are_written_and_images_are_drawn() -> None:
+    found = SampleResult((Path("/x/00.txt"), Path("/x/01.png")))
+    assert sample_export.sample_text(found) == f"Wrote {Path('/x/00.txt')}\nDrew {Path('/x/01.png')}"
 
 
-def test_sample_of_a_run(jobs: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sample_of_a_run(jobs: list[dict[str, Any]], tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     write_whole_run(run_dir)
-    assert sample_export.sample(Path("run"), output=None, base=None, config=None, prompt="ü", seed=3) == 0
+    said: list[str] = []
+    asked: dict[str, Any] = {"prompt": "ü", "seed": 3, "say": said.append}
+    found = sample_export.sample(Path("run"), output=None, base=None, config=None, **asked)
+    assert found.images == (Path("/x/00.png"), Path("/x/01.png")) and said == ["a note"]
     assert jobs == [
         {
             "tool": "sample",
@@ -81,9 +85,6 @@ def test_sample_of_a_run(jobs: list[dict[str, Any]], tmp_path: Path, capsys: pyt
             "seed": 3,
         }
     ]
-    output = capsys.readouterr().out
-    assert "Drew /x/00.png\nDrew /x/01.png" in output and "a note" in output
-    assert "largest difference 1e-06\nNot, or not exactly, by A, B" in output
 
 
 def test_sample_of_a_file(jobs: list[dict[str, Any]], tmp_path: Path) -> None:
@@ -149,7 +150,8 @@ def test_a_child_that_names_no_file_is_an_error(jobs: list[dict[str, Any]], monk
 
 def test_export(jobs: list[dict[str, Any]], tmp_path: Path) -> None:
     write_whole_run(RunDir(tmp_path / "run"))
-    assert sample_export.export(Path("run"), "peft", output=None, dtype="bf16") == 0
+    found = sample_export.export(Path("run"), "peft", output=None, dtype="bf16")
+    assert "largest difference 1e-06\nNot, or not exactly, by A, B" in sample_export.export_text(found)
     source = str(tmp_path / "run")
     asked = {"source": source, "format": "peft", "output": None, "dtype": "bf16", "updates": None, "converter": ""}
     assert jobs == [{"tool": "export", **asked}]
@@ -172,7 +174,7 @@ def test_the_converter_of_a_gguf_file_is_found(
     script.touch()
     if there in ("variable", "path"):
         monkeypatch.setenv(*(("PATH", str(script.parent)) if there == "path" else ("LLAMA_CPP", "llama.cpp")))
-    assert sample_export.export(Path("run"), "gguf", output=None, dtype=None, converter=option) == 0
+    assert sample_export.export(Path("run"), "gguf", output=None, dtype=None, converter=option).format == "gguf"
     assert [job["converter"] for job in jobs] == [str(script)]
 
 
@@ -292,6 +294,21 @@ def test_an_output_whose_name_other_programs_would_not_know(
     assert caught.value.fix == f"Give --output {Path('out', right)}." and jobs == []
     sample_export.export(Path("run"), form, output=Path("out", right), **asked)
     assert len(jobs) == 1
+
+
+def test_json_is_one_document_and_notices_stand_apart(jobs: list[dict[str, Any]], tmp_path: Path) -> None:
+    Path("lora.safetensors").touch()
+    write_whole_run(RunDir(tmp_path / "run"))
+    ended = command_line("sample", "lora.safetensors", "--prompt", "x", "--json")
+    assert json.loads(ended.stdout)["images"] == [str(Path("/x/00.png")), str(Path("/x/01.png"))]
+    assert ended.stderr == "a note\n"
+    ended = command_line("export", "run", "--format", "kohya", "--json")
+    assert json.loads(ended.stdout)["cannot_read"] == ["A", "B"] and ended.stderr == "a note\n"
+    ended = command_line("export", "run", "--format", "gguf", "--json")
+    assert ended.exit_code == 2 and json.loads(ended.stdout)["error"]["code"] == "export-form"
+    assert "is not written in the form gguf" in ended.stderr
+    ended = command_line("export", "run", "--json")
+    assert ended.exit_code == 2 and json.loads(ended.stdout)["error"]["code"] == "usage" and "--format" in ended.stderr
 
 
 def test_the_sampler_is_handed_on(jobs: list[dict[str, Any]]) -> None:
