@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 HEALTHY = "tests/hosts/linux-rx7900xtx.json"
 # Users, scripts and documents rely on these names.
 COMMANDS: dict[str, set[str]] = {
-    "": {"--version", "-V"},
+    "": {"--version", "-V", "--install-completion", "--show-completion"},
     "train": {"RECIPE", "--set", "--run-dir", "--resume", "--accept-changes", "--gpus", "--no-supervisor"},
     "check": {"RECIPE", "--set", "--schema-only"},
     "plan": {"RECIPE", "--set", "--card"},
