@@ -295,6 +295,10 @@ def export(
         Path | None, typer.Option("--output", metavar="PATH", help="File or folder; default: in the run.")
     ] = None,
     dtype: Annotated[NumberFormat | None, typer.Option(help="Dtype; default: as in the recipe.")] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(min=1, max=2**31 - 1, metavar="N", help="Step of the checkpoint to export; default: the newest."),
+    ] = None,
     converter: Annotated[
         Path | None,
         typer.Option(
@@ -306,7 +310,9 @@ def export(
     from lora_rocm.commands import sample_export
 
     kind = dtype.value if dtype else None
-    found = sample_export.export(run, form.value, output=path, dtype=kind, converter=converter, say=output.say)
+    found = sample_export.export(
+        run, form.value, output=path, dtype=kind, converter=converter, step=step, say=output.say
+    )
     return output.show(found, sample_export.export_text(found))
 
 

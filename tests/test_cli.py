@@ -48,7 +48,7 @@ COMMANDS: dict[str, set[str]] = {
         "--config",
     },
     "chat": {"RUN", "--prompt", "--system", "--side", "--temperature", "--top-p", "--max-tokens", "--seed"},
-    "export": {"RUN", "--format", "--output", "--dtype", "--converter"},
+    "export": {"RUN", "--format", "--output", "--dtype", "--converter", "--step"},
     "tune": {"RECIPE", "--set"},
     "status": {"RUN"},
     "inspect": {"PATH"},

@@ -201,6 +201,7 @@ def export(
     output: Path | None,
     dtype: str | None,
     converter: Path | None = None,
+    step: int | None = None,
     registry: Registry = PRODUCT,
     say: Say = unheard,
 ) -> ExportResult:
@@ -212,6 +213,7 @@ def export(
         output: file or folder to write; None: in the run.
         dtype: of the weights; None: as in the recipe.
         converter: llama.cpp's script or folder, for the gguf format; None: as ``_converter`` finds it.
+        step: of the checkpoint; None: the newest.
         registry: the model families.
         say: gets notices.
 
@@ -239,14 +241,19 @@ def export(
         what = f"The {form} form is written without a converter."
         raise UserError("converter-unused", what, where=f"--converter {converter}", fix="Leave it out.")
     script = str(_converter(converter)) if form == GGUF else ""
-    if not run_dir.list_checkpoints():
+    steps = [updates for updates, _ in run_dir.list_checkpoints()]
+    if not steps:
         what = "This run has no checkpoint yet, and an export is made from one."
         raise UserError("no-checkpoint", what, where=str(run_dir.path), fix="Train on first.")
+    if step is not None and step not in steps:
+        there = ", ".join(map(str, steps))
+        what, fix = f"This run has no checkpoint of step {step}.", f"Give a step that has one: {there}."
+        raise UserError("no-such-step", what, where=f"--step {step}", fix=fix)
     place = output or run_dir.export_of(form)
     if form == MERGED and place.is_dir() and any(place.iterdir()):
         what = "There are files in the folder for the merged model."
         raise UserError("output-not-empty", what, where=str(place), fix="Remove it, or name another: --output FOLDER.")
-    return _export(run_dir, form, say, output=output, dtype=dtype, converter=script)
+    return _export(run_dir, form, say, output=output, dtype=dtype, updates=step, converter=script)
 
 
 def _require_suffix(output: Path, form: str) -> None:

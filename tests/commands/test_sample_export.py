@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from safetensors.torch import load_file
 
 from lora_rocm.commands import sample_export
 from lora_rocm.commands.sample_export import SampleResult
@@ -17,6 +18,7 @@ from lora_rocm.errors import AdapterError, MachineError, UserError
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.run_recipe import SPARE_CACHE
 from tests.command_line import command_line
+from tests.program import Program, write_inputs
 from tests.supervisor.fake_run import heard, write_whole_run
 
 EVENTS = [
@@ -155,6 +157,39 @@ def test_export(jobs: list[dict[str, Any]], tmp_path: Path) -> None:
     source = str(tmp_path / "run")
     asked = {"source": source, "format": "peft", "output": None, "dtype": "bf16", "updates": None, "converter": ""}
     assert jobs == [{"tool": "export", **asked}]
+
+
+def test_an_earlier_step_is_exported_if_it_has_a_checkpoint(jobs: list[dict[str, Any]], tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    write_whole_run(run_dir)
+    run_dir.checkpoint(20).mkdir()
+    with pytest.raises(UserError) as caught:
+        sample_export.export(Path("run"), "peft", output=Path("old"), dtype=None, step=30)
+    assert caught.value.code == "no-such-step" and caught.value.where == "--step 30" and jobs == []
+    assert caught.value.fix == "Give a step that has one: 20, 40."
+    sample_export.export(Path("run"), "peft", output=Path("old"), dtype=None, step=20)
+    sample_export.export(Path("run"), "peft", output=Path("new"), dtype=None)
+    assert [job["updates"] for job in jobs] == [20, None]
+
+
+def test_the_file_of_an_earlier_step_is_that_of_its_own_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a real run: the LoRA file that was written at the step has the same weights."""
+    monkeypatch.chdir(tmp_path)
+    write_inputs(tmp_path)
+    program = Program(monkeypatch)
+    assert program.train("run", "optim.learning_rate=0.01").code == 0
+    (_, first), (_, second) = RunDir(tmp_path / "run").checkpoint_loras()
+    for step, path in ((1, first), (2, second)):
+        said = program("export", "run", "--format", "kohya", "--step", step, "--output", "x.safetensors", "--json")
+        assert said.code == 0 and json.loads(said.out)["updates"] == step, said.text
+        ours, theirs = load_file("x.safetensors"), load_file(path)
+        assert all((ours[name] - theirs[name]).abs().max() < 1e-6 for name in theirs) and ours.keys() == theirs.keys()
+    names = [name for name in load_file(first) if name.endswith("lora_up.weight")]
+    apart = [(load_file(first)[name] - load_file(second)[name]).abs().max() for name in names]
+    assert max(apart) > 1e-4, "the control: the steps differ"
+    program("export", "run", "--format", "kohya", "--step", 7).refused(2, "Give a step that has one: 1, 2.")
 
 
 @pytest.mark.parametrize("there", ["option", "option-file", "variable", "path"])
