@@ -338,9 +338,11 @@ def _lines(result: CheckResult) -> Iterator[str]:
     if result.schema_only:
         yield f"{result.recipe}: keys and values are valid; images and base model were not looked at"
         return
+    data, plan = result.data, result.plan
+    if data is None and result.error is not None:
+        return
     yield f"recipe {result.recipe}"
     yield f"model: {result.model} ({result.family})"
-    data, plan = result.data, result.plan
     of_texts = data is not None and data.kind == "text"
     if data is not None:
         yield from _data_lines(data)
