@@ -331,16 +331,15 @@ class _Texts:
 
 def render(result: CheckResult) -> str:
     """Return the result in words, without the recipe's own notices."""
+    if result.schema_only:
+        return f"{result.recipe}: keys and values are valid; images and base model were not looked at"
+    if result.data is None and result.error is not None:
+        return ""  # the error says all
     return "\n".join(_lines(result))
 
 
 def _lines(result: CheckResult) -> Iterator[str]:
-    if result.schema_only:
-        yield f"{result.recipe}: keys and values are valid; images and base model were not looked at"
-        return
     data, plan = result.data, result.plan
-    if data is None and result.error is not None:
-        return
     yield f"recipe {result.recipe}"
     yield f"model: {result.model} ({result.family})"
     of_texts = data is not None and data.kind == "text"
