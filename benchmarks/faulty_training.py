@@ -30,10 +30,11 @@ from lora_rocm.memory.oom_recovery import Relief
 from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.recipe.optim_sections import AdamwSection
+from lora_rocm.rundir.checkpoint_record import Position
 from lora_rocm.rundir.event_types import Event
 from lora_rocm.rundir.run_context import RunContext
 from lora_rocm.train.engine import Engine
-from lora_rocm.train.loop import Position, Trainer
+from lora_rocm.train.loop import Trainer
 
 SIZES = ((8, 8), (16, 12), (32, 32), (64, 48), (128, 128))
 SHARES = (50, 25, 15, 7, 3)  # frequency of each size, in percent

@@ -36,9 +36,9 @@ NAMES = (
 def _checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
     import torch
 
+    from lora_rocm.rundir.checkpoint_record import Position
     from lora_rocm.rundir.layout import RunDir
     from lora_rocm.train import checkpoint
-    from lora_rocm.train.loop import Position
 
     position = Position(**{name: 0 for name in Position.__dataclass_fields__})
     parts = {"adapter": {"w": torch.zeros(3)}, "optimizer": {"m": torch.zeros(3)}}
@@ -53,16 +53,16 @@ def _checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
 
 def checkpoint_state(rng: random.Random) -> bytes:
     """Return a damaged state, mostly with a correct seal, so that the checks after the seal are reached."""
-    from lora_rocm.train import checkpoint
+    from lora_rocm.rundir import checkpoint_record
 
     found, _ = _checkpoint(Path(SCRATCH[0]))
     body = {key: value for key, value in found.items() if key != "seal"}
     if rng.random() < 0.2:
-        return checkpoint._sealed({**body, "sha256": _renamed(rng, body["sha256"])})
+        return checkpoint_record.sealed({**body, "sha256": _renamed(rng, body["sha256"])})
     if rng.random() < 0.3:
         return json_bytes(rng, changed(rng, found))
     other = changed(rng, body)
-    return checkpoint._sealed(other) if isinstance(other, dict) else json_bytes(rng, other)
+    return checkpoint_record.sealed(other) if isinstance(other, dict) else json_bytes(rng, other)
 
 
 def _renamed(rng: random.Random, checksums: dict[str, str]) -> dict[str, str]:
@@ -184,7 +184,7 @@ def own_json(rng: random.Random) -> bytes:
 
 def read_own_json(path: Path) -> None:
     """Call each reader of such files."""
-    from lora_rocm.hardware.probe.tool_cache import MEMORY_FILE, recalled
+    from lora_rocm.hardware.probe.sources import MEMORY_FILE, recalled
     from lora_rocm.hardware.selftest_result import Stack, path_of, stored
     from lora_rocm.hardware.settings import VARIABLE, settings_from
     from lora_rocm.rundir.heartbeat import read_heartbeat
@@ -221,7 +221,7 @@ def read_config(path: Path) -> None:
     from lora_rocm.base_models.loading import Source, builtin_folder
     from lora_rocm.families.ldm import detect
     from lora_rocm.families.registry import PRODUCT
-    from lora_rocm.families.sdxl.detect import EXPECTED
+    from lora_rocm.families.sdxl.family import EXPECTED
 
     family, _ = model()
     folder = path.parent / "model"

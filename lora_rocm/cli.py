@@ -204,6 +204,9 @@ def sample(
     control_image: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Image that the model edits, if it takes one.")
     ] = None,
+    control_image_2: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Second such image, if the model takes two.")
+    ] = None,
     mask: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Mask of that image; an inpainting base draws what is white.")
     ] = None,
@@ -232,6 +235,7 @@ def sample(
         sampler=sampler,
         num=num,
         control_image=control_image,
+        control_image_2=control_image_2,
         mask=mask,
         output=folder,
         base=base,
@@ -416,11 +420,11 @@ def bench_transfer(output: Output, file: FiguresPath = None) -> int:
 
 @bench_app.command("compute", cls=BenchCommand)
 @printed
-def bench_compute(output: Output, file: FiguresPath = None) -> int:
-    """Measure matrix products at LoRA shapes, attention and convolutions."""
+def bench_compute(output: Output, recipe: RecipePath, overrides: Overrides = None, file: FiguresPath = None) -> int:
+    """Measure the matrix products, attention and convolutions of a recipe's training step."""
     from lora_rocm.commands import bench
 
-    return bench.finish(output, bench.compute, file)
+    return bench.finish(output, lambda: bench.compute(recipe, overrides or ()), file)
 
 
 @bench_app.command("loader", cls=BenchCommand)

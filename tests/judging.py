@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,13 @@ from lora_rocm.commands import inspect_file
 from lora_rocm.commands.documents import InspectDocument
 from lora_rocm.commands.output import json_form
 from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.processes.jobs import Judged
 from lora_rocm.train.usable_base import judged
 from tests.documents import faults
 
 
-def judge_here(path: Path, families: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
-    return {name: asdict(judged(path, PRODUCT[name])) for name in families}
+def judge_here(path: Path, families: Sequence[str]) -> Mapping[str, Judged]:
+    return {name: judged(path, PRODUCT[name]) for name in families}
 
 
 def inspect(path: Path, registry: Registry = PRODUCT) -> dict[str, Any]:

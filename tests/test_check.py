@@ -12,7 +12,6 @@ import pytest
 from PIL import Image
 
 from lora_rocm.commands import check as module
-from lora_rocm.commands import check_base
 from lora_rocm.commands.check import CheckResult
 from lora_rocm.commands.output import Output
 from lora_rocm.dataset.batch_sampler import BatchPlan, Item
@@ -74,7 +73,7 @@ def weigh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Weigh:
     (model / "config.json").write_text("{}", encoding="utf-8")
     (tmp_path / "my.yaml").write_text(RECIPE, encoding="utf-8")
     stand_in = Weigh()
-    monkeypatch.setattr("lora_rocm.supervisor.subprocesses.run_for_json", stand_in)
+    monkeypatch.setattr("lora_rocm.processes.tool.run_for_json", stand_in)
     return stand_in
 
 
@@ -215,10 +214,6 @@ def test_a_cache_that_cannot_be_written_stops_nothing(weigh: Weigh, monkeypatch:
     check("my.yaml")
     check("my.yaml")
     assert weigh.calls == 2
-
-
-def test_the_module_name_of_the_child() -> None:
-    assert check_base.WEIGH_MODULE == "lora_rocm.train.check_child"
 
 
 def test_captions_that_will_be_cut_are_said_and_the_tokenizers_remembered(

@@ -41,6 +41,7 @@ COMMANDS: dict[str, set[str]] = {
         "--strength",
         "--num",
         "--control-image",
+        "--control-image-2",
         "--mask",
         "--output",
         "--base",
@@ -61,7 +62,7 @@ COMMANDS: dict[str, set[str]] = {
     "cache verify": {"--dir"},
     "cache prune": {"--dir", "--older-than", "--dry-run"},
     "bench transfer": {"--output"},
-    "bench compute": {"--output"},
+    "bench compute": {"RECIPE", "--set", "--output"},
     "bench loader": {"RECIPE", "--set", "--output"},
     "bench step": {"RECIPE", "--set", "--random-weights", "--steps", "--output"},
 }

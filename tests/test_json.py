@@ -14,11 +14,12 @@ import pytest
 from PIL import Image
 
 from lora_rocm import json_reference
-from lora_rocm.commands import chat, compare, plan, sample_export, start_run, tune
+from lora_rocm.commands import chat, compare, start_run, tune
 from lora_rocm.commands.output import Failed, json_form
 from lora_rocm.json_reference import FOLLOWS, RESULTS, page
+from lora_rocm.processes import row_runner
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.supervisor import process, row_runner
+from lora_rocm.supervisor import worker as worker_process
 from tests.command_line import command_line
 from tests.commands.test_plan import net
 from tests.documents import faults
@@ -82,7 +83,7 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     def rows(module: str, arguments: Sequence[str], env: object, on_event: Callable[[Any], None], late: object) -> int:
         on_event(heard(MACHINE))
-        what = arguments[0] if arguments[0] in ROWS else "product"
+        what = json.loads(Path(arguments[0]).read_bytes())["child"].removeprefix("bench-")
         tuned = {"product": "mm", "count": 2, "default_s": 2.0, "seconds": 1.0, "entries": [["a", "b", "c"]]}
         row = {**FIGURES, **ROWS[what]} if what in ROWS else {"problem": None, "validators": [["x", "y"]], **tuned}
         on_event(heard({"type": "row", "number": 0, **row}))
@@ -91,11 +92,12 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     weighed = {"num_bytes": {"unet": 2**20}, "notices": ["A note."], "files": [], "tokenizers": []}
     counted = {"footprint": net().to_json(), "precision": "bf16", "model_is_here": True, "gpu": None}
     counted |= {"encoders": [{"component": "text_encoder_2", "format": "int8", "weight_bytes": 1, "dense_bytes": 2}]}
-    monkeypatch.setattr("lora_rocm.supervisor.subprocesses.run_for_json", lambda *job: weighed)
-    monkeypatch.setattr(plan, "run_for_json", lambda *job: counted)
-    monkeypatch.setattr(process, "worker_command", worker)
+    answers = {"check_base": weighed, "plan": counted}
+    child = lambda module, *job: answers[module.rpartition(".")[2]]  # noqa: E731
+    monkeypatch.setattr("lora_rocm.processes.tool.run_for_json", child)
+    monkeypatch.setattr(worker_process, "worker_command", worker)
     monkeypatch.setattr(start_run, "BEGAN_S", 0.0)
-    monkeypatch.setattr(sample_export, "run_tool", tool)
+    monkeypatch.setattr("lora_rocm.processes.tool.run_tool", tool)
     monkeypatch.setattr(row_runner, "run_tool", rows)
     monkeypatch.setattr(chat, "started", talking)
     mi300x = replace(situation("linux-mi300x"), app_dir=str(tmp_path / "home"))
@@ -140,7 +142,7 @@ CALLS: dict[str, tuple[str, ...]] = {
     "cache verify": ("cache", "verify"),
     "cache prune": ("cache", "prune", "--dry-run"),
     "bench transfer": ("bench", "transfer"),
-    "bench compute": ("bench", "compute"),
+    "bench compute": ("bench", "compute", "r.yaml"),
     "bench loader": ("bench", "loader", "r.yaml"),
     "bench step": ("bench", "step", "r.yaml", "--steps", "3"),
 }

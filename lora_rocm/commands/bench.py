@@ -16,17 +16,16 @@ from lora_rocm.commands.output import Output, OutputMode, Say, json_form, unhear
 from lora_rocm.errors import MachineError, StoppedError
 from lora_rocm.foundation.files import followed, require_place, temporary_folder, write_json
 from lora_rocm.foundation.units import count_text, size_text
+from lora_rocm.processes.jobs import ComputeJob, LoaderJob, RowsJob, TransferJob
+from lora_rocm.processes.row_runner import fields_of, run_rows
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.report.progress_bar import make_progress
 from lora_rocm.rules.environment import plan
 from lora_rocm.rules.this_machine import plan_here, situation_here
 from lora_rocm.rundir.events import current_steps, read_events
-from lora_rocm.supervisor import process, resume
-from lora_rocm.supervisor.row_runner import fields_of, run_rows
+from lora_rocm.supervisor import resume, worker
 
-MODULE = "lora_rocm.bench.device_child"
-LOADER_MODULE = "lora_rocm.bench.loader_child"
 WARM_UP = 20
 """Steps before the counted ones: kernels are compiled, and steps of the usual sizes captured as graphs."""
 ONLY_STEPS = (
@@ -73,7 +72,7 @@ class BenchResult:
         machine: what was measured: device, versions, memory, number of images (loader).
         rows: the figures of each row of the tables; without figures its ``problem`` says why.
         links: the PCIe link of each GPU, null if unknown (transfer).
-        recipe: the measured recipe (loader, step).
+        recipe: the measured recipe; null: none was needed (transfer).
         random_weights: base and images are made up (step).
     """
 
@@ -115,22 +114,23 @@ def transfer() -> BenchResult:
         LoraRocmError: the child could not start.
     """
     found = Measured()
-    _measure("transfer", {}, plan_here().applied_to(os.environ), found)
+    _measure(TransferJob(), plan_here().applied_to(os.environ), found)
     return _result("transfer", found)
 
 
-def compute() -> BenchResult:
-    """Measure matrix products, attention and convolutions.
+def compute(recipe_path: str, overrides: Sequence[str] = ()) -> BenchResult:
+    """Measure the products, attention and convolutions of a recipe's pass; neither its weights nor its data are read.
 
     Raises:
         LoraRocmError: the child could not start.
     """
-    situation, found = situation_here(), Measured()
+    recipe = load_recipe(recipe_path, overrides).recipe
+    situation, found = situation_here(recipe), Measured()
     env, torch = plan(situation).applied_to(os.environ), situation.facts.torch
     amd = situation.gpu is not None and torch is not None and torch.hip is not None
     for variant, variables in (VARIANTS if amd else NO_VARIANTS).items():
-        _measure("compute", {}, {**env, **variables}, found, variant=variant)
-    return _result("compute", found)
+        _measure(ComputeJob(recipe=recipe.model_dump(mode="json")), {**env, **variables}, found, variant)
+    return _result("compute", found, recipe)
 
 
 def step(
@@ -162,7 +162,7 @@ def step(
         resume.settle(chosen, loaded, accept_changes=False)
         env = plan_here(loaded.recipe).applied_to(os.environ)
         with make_progress(stream) as progress:
-            code = process.run_worker(run, env, progress.on_event, process.worker_command(run), progress.say)
+            code = worker.run_worker(run, env, progress.on_event, worker.worker_command(run), progress.say)
         events = read_events(run.events())
     counted = current_steps(events)[-steps:]
     if code:
@@ -217,18 +217,11 @@ def loader(recipe_path: str, overrides: Sequence[str] = (), say: Say = unheard) 
     recipe = loaded.recipe
     env = plan_here(recipe).applied_to(os.environ)
     say("Encoding what is missing in the cache, as training would; then each row takes some seconds.")
-    _measure("loader", {"recipe": recipe.model_dump(mode="json")}, env, found, LOADER_MODULE)
+    _measure(LoaderJob(recipe=recipe.model_dump(mode="json")), env, found)
     return _result("loader", found, recipe)
 
 
-def _measure(
-    tool: str,
-    job: Mapping[str, Any],
-    env: Mapping[str, str],
-    found: Measured,
-    module: str = MODULE,
-    variant: str = "",
-) -> None:
+def _measure(job: RowsJob, env: Mapping[str, str], found: Measured, variant: str = "") -> None:
     """Measure all rows into ``found``. If a row ends the child process, a new one continues after that row."""
 
     def on_event(event: Event) -> None:
@@ -240,7 +233,7 @@ def _measure(
     def on_row(row: Event) -> None:
         found.rows.append({**row, "variant": variant})
 
-    run_rows(module, [tool], job, env, on_row, on_event)
+    run_rows(job, env, on_row, on_event)
 
 
 def render(result: BenchResult) -> str:
@@ -259,7 +252,7 @@ def _lines(result: BenchResult) -> Iterator[str]:
         case "compute":
             yield machine_text(machine)
             if not machine["gpu"]:
-                yield f"{NO_GPU}the CPU is measured, on small images."
+                yield f"{NO_GPU}the CPU is measured."
             variants = list(dict.fromkeys(row["variant"] for row in rows))
             for name in filter(None, variants):
                 yield f"{name}: {' '.join(map('='.join, VARIANTS[name].items()))}"

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lora_rocm.commands.check_base import Weighing
 from lora_rocm.commands.output import Failure, Say, unheard
 from lora_rocm.dataset.preview_images import require_preview_images
 from lora_rocm.errors import DataError, LoraRocmError, Problem, RecipeError
 from lora_rocm.families.registry import PRODUCT, Registry
-from lora_rocm.foundation.files import temporary_folder, write_atomic
 from lora_rocm.foundation.units import count_text, size_text
 from lora_rocm.planning.data_plan import RunPlan, plan_data, plan_texts, run_plan
+from lora_rocm.processes.jobs import CheckTextsJob, Seen
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.supervisor.trackers import require_trackers
@@ -27,9 +26,9 @@ if TYPE_CHECKING:
     from lora_rocm.dataset.sample_table import Sample
     from lora_rocm.dataset.text_scan import TextCount
 
-TEXTS_MODULE = "lora_rocm.train.texts_child"
 SHOWN_LETTERS = 1200
 MAX_NAMED, MAX_BUCKETS = 20, 40
+JUDGED_BY = "judged by configs, headers and small tensors: a run looks at the numbers of large ones when it loads them"
 NOUNS = {"image": "images", "video": "videos", "text": "texts"}  # keys: values of FamilySpec.samples
 
 
@@ -298,18 +297,15 @@ class _Texts:
         Raises:
             LoraRocmError: the error of the child process.
         """
+        from lora_rocm.processes.tool import ask
         from lora_rocm.rules.this_machine import plan_here
-        from lora_rocm.supervisor.subprocesses import run_for_json
 
         recipe, counted, watched = self.recipe, self._counted, self._watched
-        with temporary_folder() as folder:
-            file = folder / "job.json"
-            write_atomic(file, json.dumps({"recipe": recipe.model_dump(mode="json")}).encode("ascii"))
-            seen: dict[str, Any] = run_for_json(TEXTS_MODULE, [str(file)], plan_here(recipe).applied_to(os.environ))
+        seen = ask(CheckTextsJob(recipe.model_dump(mode="json")), Seen, plan_here(recipe).applied_to(os.environ))
         # count what can be used
-        refused = Counter({int(source): number for source, number in seen["refused"].items()})
+        refused = Counter(seen.refused)
         usable, num_aside = counted.of_source - refused, counted.aside.count + refused.total()
-        problems = [*(Problem(**problem) for problem in seen["problems"]), *counted.aside.first]
+        problems = [*seen.problems, *counted.aside.first]
         data = DataFacts(
             "text",
             usable.total(),
@@ -321,10 +317,10 @@ class _Texts:
             (*problems, *(watched.aside.first if watched is not None else ())),
             num_aside + (watched.aside.count if watched is not None else 0),
             (*counted.notices, *(watched.notices if watched is not None else ())),
-            looked_at=seen["looked_at"] if seen["looked_at"] < counted.of_source.total() else 0,
+            looked_at=seen.looked_at if seen.looked_at < counted.of_source.total() else 0,
             watched=None if watched is None else {recipe.data.watched_name: watched.of_source.total()},
-            first_notices=tuple(seen["notices"]),
-            shown=tuple(seen["shown"]),
+            first_notices=tuple(seen.notices),
+            shown=tuple(seen.shown),
         )
         return data, run_plan(recipe, plan_texts(recipe, counted.of_source, seen))
 
@@ -353,6 +349,7 @@ def _lines(result: CheckResult) -> Iterator[str]:
             yield f"  {component}: {size_text(size)}"
         total = sum(result.weight_bytes.values())
         yield f"  together: {size_text(total)} (training adds activations, adapter and optimizer)"
+        yield f"  {JUDGED_BY}"
     yield from (f"  note: {note}" for note in result.notes)
     if data is not None and plan is not None and of_texts:
         first = f"of the first {count_text(data.looked_at, 'text')}: " if data.looked_at else ""

@@ -15,20 +15,19 @@ from typing import TYPE_CHECKING, Any
 from lora_rocm import __version__
 from lora_rocm.errors import LoraRocmError, StorageError, storage_error
 from lora_rocm.foundation.bounded_read import FileVersion
-from lora_rocm.foundation.files import temporary_folder, write_atomic
+from lora_rocm.processes.jobs import CheckBaseJob, Weighed
 from lora_rocm.recipe.paths import paths_of
 from lora_rocm.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     from lora_rocm.dataset.caption_length import TokenLimit
 
-WEIGH_MODULE = "lora_rocm.train.check_child"
 KEPT_WEIGHTS = 50
 
 
 @dataclass(frozen=True)
 class BaseFacts:
-    """Facts about the base, found by a child process: see ``train.check_child.Weighed``."""
+    """Facts about the base, found by a child process: see ``processes.jobs.Weighed``."""
 
     num_bytes: dict[str, int]
     notices: list[str]
@@ -53,17 +52,12 @@ class Weighing:
             self._thread.start()
 
     def _weigh(self) -> None:
-        from lora_rocm.dataset.caption_length import TokenLimit
-        from lora_rocm.supervisor.subprocesses import run_for_json
+        from lora_rocm.processes.tool import ask
 
         env = self._plan.applied_to(os.environ)
         try:
-            with temporary_folder() as folder:
-                file = folder / "recipe.json"
-                write_atomic(file, self._recipe.model_dump_json().encode("utf-8"))
-                said = run_for_json(WEIGH_MODULE, [str(file)], env)
-            limits = [TokenLimit(**limit) for limit in said["tokenizers"]]
-            self._found = BaseFacts(said["num_bytes"], said["notices"], said["files"], limits)
+            found = ask(CheckBaseJob(self._recipe.model_dump(mode="json")), Weighed, env)
+            self._found = BaseFacts(found.num_bytes, found.notices, found.files, found.tokenizers)
         except LoraRocmError as error:
             self._error = error
         except OSError as error:  # no room for the file, no memory for the process

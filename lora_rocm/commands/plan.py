@@ -6,14 +6,12 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from lora_rocm.commands.output import Failure
 from lora_rocm.dataset.same_sizes import alike_squares
 from lora_rocm.errors import UserError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.families.spec import Fp16
-from lora_rocm.foundation.files import temporary_folder, write_json
 from lora_rocm.foundation.units import count_text, size_text, time_text
 from lora_rocm.hardware.archs import arch_of
 from lora_rocm.hardware.facts import Gpu
@@ -31,6 +29,8 @@ from lora_rocm.hardware.memory_budget import (
 from lora_rocm.planning.fit import ADAPTER, does_not_fit, job_of, plan_text
 from lora_rocm.planning.format_errors import loss_text, weights_text, whole_text
 from lora_rocm.planning.step_cost import CONTEXT_BYTES, MODES, Footprint, Plan, Rates, Work, choose, table
+from lora_rocm.processes.jobs import Counted, CountedGpu, PackedEncoder, PlanJob
+from lora_rocm.processes.tool import ask
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.environment import plan as environment_plan
@@ -38,9 +38,7 @@ from lora_rocm.rules.memory_rules import budget_of, memory_table
 from lora_rocm.rules.rule import Situation
 from lora_rocm.rules.this_machine import situation_here
 from lora_rocm.rules.tuned_rules import attention_text
-from lora_rocm.supervisor.subprocesses import run_for_json
 
-MODULE = "lora_rocm.memory.footprint"
 PUBLISHED = "counted by the configuration that the family's first model has published, as all of its fine-tunes have it"
 COUNTED = ("shape", "weight_bytes", *ADAPTER, "optimizer_bytes", "work")
 CARD = re.compile(r"(\d+(?:\.\d+)?)\s*(?:G|GB|GiB)?", re.IGNORECASE)
@@ -72,7 +70,7 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Counted:
+class CountedFootprint:
     """Memory and work of the recipe at its largest samples; see ``planning.step_cost.Footprint``.
 
     Attributes:
@@ -94,23 +92,6 @@ class Counted:
     landing_bytes: int
     optimizer_bytes: int
     work: Work
-
-
-@dataclass(frozen=True)
-class Encoder:
-    """A quantised text encoder.
-
-    Attributes:
-        component: its name.
-        format: of its weights.
-        weight_bytes: its memory while captions are encoded.
-        dense_bytes: the same without quantisation.
-    """
-
-    component: str
-    format: str
-    weight_bytes: int
-    dense_bytes: int
 
 
 @dataclass(frozen=True)
@@ -151,13 +132,13 @@ class PlanResult:
     gradient_checkpointing: bool
     max_train_steps: int | None
     precision: str
-    footprint: Counted
+    footprint: CountedFootprint
     room: Room
     plans: tuple[Plan, ...]
     chosen: Plan | None
     seconds_are_known: bool
     attention: str
-    encoders: tuple[Encoder, ...]
+    encoders: tuple[PackedEncoder, ...]
     model_is_here: bool
     notes: tuple[str, ...]
     remarks: tuple[str, ...]
@@ -184,9 +165,9 @@ def plan(
     total = None if card is None else card_bytes(card)
     situation = situation_here(recipe)
     counted = _counted(recipe, situation, card is not None)
-    footprint, gpu = Footprint.from_json(counted["footprint"]), counted["gpu"]
+    footprint, gpu = Footprint.from_json(counted.footprint), counted.gpu
     room = _room_of_card(total) if total is not None else _room_here(situation, gpu)
-    rates = Rates(**gpu["rates"]) if gpu is not None and total is None else Rates()
+    rates = gpu.rates if gpu is not None and total is None else Rates()
     # Choose a plan
     on_gpu = total is not None or gpu is not None
     settings = environment_plan(situation).settings
@@ -194,7 +175,7 @@ def plan(
     chosen = choose(room.num_bytes, footprint, job, rates)
     rows = table(room.num_bytes, footprint, replace(job, modes=MODES if not room.shared else MODES[:-1]), rates)
     unfit = chosen is None and room.num_bytes is not None
-    encoders = tuple(Encoder(**encoder) for encoder in counted["encoders"])
+    encoders = tuple(counted.encoders)
     gpu_here = situation.gpu if total is None else None
     return PlanResult(
         loaded.name,
@@ -206,17 +187,17 @@ def plan(
         recipe.runtime.memory,
         recipe.train.gradient_checkpointing,
         recipe.train.max_train_steps,
-        counted["precision"],
-        Counted(len(footprint.blocks), **{name: getattr(footprint, name) for name in COUNTED}),
+        counted.precision,
+        CountedFootprint(len(footprint.blocks), **{name: getattr(footprint, name) for name in COUNTED}),
         room,
         tuple(rows),
         chosen,
         rates.known,
         attention_text(situation),
         encoders,
-        counted["model_is_here"],
+        counted.model_is_here,
         tuple(_notes(recipe, footprint)),
-        tuple(_remarks(recipe, counted["precision"], gpu_here, encoders)),
+        tuple(_remarks(recipe, counted.precision, gpu_here, encoders)),
         Failure.of(does_not_fit(recipe, footprint, job, rates, room.num_bytes or 0)) if unfit else None,
     )
 
@@ -236,13 +217,10 @@ def card_bytes(text: str) -> int:
     return int(amount * GIB)
 
 
-def _counted(recipe: Recipe, situation: Situation, for_card: bool) -> dict[str, Any]:
+def _counted(recipe: Recipe, situation: Situation, for_card: bool) -> Counted:
     env = {**environment_plan(situation).applied_to(os.environ), "HF_HUB_OFFLINE": "1"}
-    with temporary_folder() as folder:
-        job = folder / "job.json"
-        asked = {"for_card": for_card, "for_gpu": for_card or situation.gpu is not None}
-        write_json(job, {"recipe": recipe.model_dump(mode="json"), **asked})
-        return run_for_json(MODULE, [str(job)], env)
+    job = PlanJob(recipe.model_dump(mode="json"), for_card=for_card, for_gpu=for_card or situation.gpu is not None)
+    return ask(job, Counted, env)
 
 
 def _room_of_card(total_bytes: int) -> Room:
@@ -252,13 +230,13 @@ def _room_of_card(total_bytes: int) -> Room:
     return Room(found.total_bytes, parts_text(found.parts), parts=found.parts)
 
 
-def _room_here(situation: Situation, gpu: dict[str, Any] | None) -> Room:
+def _room_here(situation: Situation, gpu: CountedGpu | None) -> Room:
     """Return the memory that the worker would have; if torch sees no GPU, estimate it from the system's information."""
     known = budget_of(situation.facts, situation.gpu)
     if gpu is not None:
-        parts = _parts_of(known, gpu["budget_bytes"])
+        parts = _parts_of(known, gpu.budget_bytes)
         counted = f": {parts_text(parts)}" if parts else ""
-        return Room(gpu["budget_bytes"], f"{gpu['name']}, as training sees it{counted}", gpu["integrated"], parts)
+        return Room(gpu.budget_bytes, f"{gpu.name}, as training sees it{counted}", gpu.integrated, parts)
     if known is None or situation.gpu is None:
         return Room(None, "no GPU is seen here; --card 24GB says whether it fits one")
     if not known.capped:  # then nothing of it is counted yet
@@ -341,7 +319,7 @@ def _lines(result: PlanResult) -> Iterator[str]:
         yield f"{result.model} is not on this machine: {PUBLISHED}"
 
 
-def _remarks(recipe: Recipe, precision: str, gpu: Gpu | None, encoders: Sequence[Encoder]) -> Iterator[str]:
+def _remarks(recipe: Recipe, precision: str, gpu: Gpu | None, encoders: Sequence[PackedEncoder]) -> Iterator[str]:
     """About the number format, texts and text encoders, in words."""
     if precision in PRECISION_ERROR:
         arch = arch_of(gpu.gfx) if gpu is not None else None

@@ -29,6 +29,7 @@ from lora_rocm.foundation.packages import require_packages
 from lora_rocm.foundation.terminal_text import printable, quoted
 from lora_rocm.hardware.ranks import Rank, rank_of
 from lora_rocm.hardware.wheels import NEWEST_TORCH, is_newer_than_run
+from lora_rocm.processes.process import Asked, OnEvent
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.report.report import write_report
@@ -43,8 +44,8 @@ from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import SUPERVISOR, RunDir
 from lora_rocm.rundir.made_from import stale_exports
 from lora_rocm.rundir.results import final_files, named_paths
-from lora_rocm.supervisor import lock, multi_gpu, process, selftest_runner, supervisor, tuning_runner
-from lora_rocm.supervisor.process import Asked, OnEvent
+from lora_rocm.supervisor import lock, multi_gpu, selftest_runner, supervisor, tuning_runner
+from lora_rocm.supervisor import worker as worker_process
 from lora_rocm.supervisor.restart_policy import attempt_of
 from lora_rocm.supervisor.resume import LATEST, Chosen, choose, holds_run, settle, withdraw
 from lora_rocm.supervisor.telemetry import Telemetry
@@ -127,7 +128,7 @@ def prepare_run(
         supervised: restart a worker that fails or hangs.
         gpus: number of GPUs that train together; None: one, or the number given by ``torchrun``.
         registry: the available model families.
-        worker: see ``process.worker_command``; it must know the same families.
+        worker: see ``worker.worker_command``; it must know the same families.
         say: gets notices.
 
     Raises:
@@ -416,7 +417,7 @@ def _commands(run: RunDir, accept_changes: bool, worker: str | None) -> Callable
         checkpoint: Path | None, attempt: int = 0, stacks_after_s: Mapping[str, float] | None = None
     ) -> list[str]:
         began_s = beginnings.pop() if beginnings else time.time()
-        return process.worker_command(run, checkpoint, accept_changes, attempt, stacks_after_s, worker, began_s)
+        return worker_process.worker_command(run, checkpoint, accept_changes, attempt, stacks_after_s, worker, began_s)
 
     return command
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
-from lora_rocm.foundation.units import number_text, rate_text, time_text, times_text
+from lora_rocm.foundation.units import number_text, rate_text, size_text, time_text, times_text
 from lora_rocm.model_files.readers import readers_line
 from lora_rocm.report.smoothing import Smoothed
-from lora_rocm.rundir.events import current_steps, read_events
+from lora_rocm.rundir.events import current_steps, read_events, unread_text
 from lora_rocm.rundir.incidents import last_word, trouble_of
 from lora_rocm.rundir.layout import SUPERVISOR, RunDir
 from lora_rocm.rundir.made_from import stale_exports
-from lora_rocm.rundir.results import faults_of_finished, result_files
-from lora_rocm.rundir.whole_files import fault_of_lora, newest_checkpoint, remedy
+from lora_rocm.rundir.results import faults_of_finished, lost_loras_text, result_files, written_loras
+from lora_rocm.rundir.whole_files import WholeCheckpoint, fault_of_lora, newest_checkpoint, remedy
 from lora_rocm.supervisor.lock import is_running
 from lora_rocm.telemetry.numbers import long_text
 
@@ -50,10 +51,8 @@ def status(run_dir: RunDir) -> dict[str, Any]:
     remarks = faults_of_finished(run_dir) if state == "finished" else []
     remarks += [f"{path}: {fault} {remedy(run_dir, path)}" for path, fault in faults.items()]
     remarks += stale.values()
-    remarks += [f"{folder} is damaged and passed over. {fault}" for folder, fault in passed_over.items()]
-    if run_dir.names_are_wrong:
-        what = f"{run_dir.names} is gone or damaged. The name {run_dir.name} was found in other files of the run;"
-        remarks.append(f"{what} train --resume writes {run_dir.names.name} again.")
+    remarks += lost_loras_text(run_dir, written_loras(events))
+    remarks += _remarks_on_files(run_dir, checkpoint, passed_over)
     if latest_s is None and (checkpoint or passed_over or _has_bytes(run_dir)):
         remarks.append("its events are gone or damaged: steps, loss and rate are not known")
     readers = {
@@ -74,13 +73,25 @@ def status(run_dir: RunDir) -> dict[str, Any]:
         "incidents": sum(event["type"] == "incident" for event in events),
         "restarts": sum(event["type"] == "restart" for event in trouble),
         "changes": [event["id"] for event in trouble if event["type"] == "change"],
-        "last_checkpoint": str(checkpoint[1]) if checkpoint else None,
+        "last_checkpoint": str(checkpoint.path) if checkpoint else None,
         **_watched(run_dir),
         "error": {key: error[key] for key in ("code", "what", "where", "fix")} if error and state == "failed" else None,
         "files": [str(path) for path in files if path not in faults],
         "readers": {path: text for path, text in readers.items() if text},
         "remarks": remarks,
     }
+
+
+def _remarks_on_files(run_dir: RunDir, newest: WholeCheckpoint | None, passed_over: dict[Path, str]) -> list[str]:
+    remarks = [f"{folder} is damaged and passed over. {fault}" for folder, fault in passed_over.items()]
+    if newest is not None and newest.unread_bytes:
+        of = size_text(newest.unread_bytes)
+        remarks.append(f"{newest.path}: the checksums of {of} were not compared here; a resume and an export do it.")
+    if run_dir.names_are_wrong:
+        what = f"{run_dir.names} is gone or damaged. The name {run_dir.name} was found in other files of the run;"
+        remarks.append(f"{what} train --resume writes {run_dir.names.name} again.")
+    remarks += [text for path in (run_dir.events(), run_dir.events(SUPERVISOR)) if (text := unread_text(path))]
+    return remarks
 
 
 def status_text(found: dict[str, Any]) -> str:

@@ -10,9 +10,9 @@ from lora_rocm.commands.start_run import prepare_run, render
 from lora_rocm.errors import UserError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.terminal_text import printable
+from lora_rocm.processes.process import Event
 from lora_rocm.recipe.load import load_recipe, shipped_recipes
 from lora_rocm.report.progress_bar import make_progress
-from lora_rocm.supervisor.process import Event
 
 
 def train(

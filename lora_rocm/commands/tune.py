@@ -12,14 +12,14 @@ from lora_rocm.errors import MachineError, WorkerDiedError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.hardware.measured_choice import Choice, Tuned, path_of, store, stored, table_of
 from lora_rocm.hardware.software_stack import stack_of
+from lora_rocm.processes.jobs import TuneProductsJob
+from lora_rocm.processes.process import Event
+from lora_rocm.processes.row_runner import how_it_died, run_rows
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.rules.environment import plan
 from lora_rocm.rules.this_machine import situation_here
 from lora_rocm.rules.tuned_rules import key_of
-from lora_rocm.supervisor.process import Event
-from lora_rocm.supervisor.row_runner import how_it_died, run_rows
 
-MODULE = "lora_rocm.trials.products_child"
 LIMIT_S, START_LIMIT_S = 600.0, 600.0
 TIMES = ("default_s", "seconds")
 
@@ -64,7 +64,7 @@ def tune(
     recipe_path: str,
     overrides: Sequence[str] = (),
     registry: Registry = PRODUCT,
-    module: str = MODULE,
+    module: str | None = None,
     say: Say = unheard,
 ) -> TuneResult:
     """Tune the matrix products of a recipe's step and keep the table.
@@ -73,7 +73,7 @@ def tune(
         recipe_path: the recipe; neither model nor images are read.
         overrides: ``section.key=value``.
         registry: the available model families.
-        module: the child's module.
+        module: in place of the child's module.
         say: gets each product when it was measured.
 
     Raises:
@@ -99,9 +99,9 @@ def tune(
         say(row_text(_product(row)))
 
     key, folder = key_of("products", stack, recipe), Path(situation.app_dir)
-    job = {"recipe": recipe.model_dump(mode="json"), "limit_s": LIMIT_S}
+    job = TuneProductsJob(recipe=recipe.model_dump(mode="json"), limit_s=LIMIT_S)
     try:
-        run_rows(module, [], job, env, on_row, start_limit_s=START_LIMIT_S)
+        run_rows(job, env, on_row, start_limit_s=START_LIMIT_S, module=module)
     except WorkerDiedError as error:
         if not rows:
             raise

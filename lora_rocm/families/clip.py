@@ -53,7 +53,7 @@ def load_tokenizer(folder: Path, new_tokens: Sequence[NewToken] = ()) -> CLIPTok
     with Explained(folder):
         tokenizer: CLIPTokenizer = CLIPTokenizer.from_pretrained(str(folder), local_files_only=True)
     if tokenizer.model_max_length > MAX_TOKENS:
-        raise unreadable(folder, "tokenizer_config.json does not say model_max_length")
+        raise unreadable(folder / "tokenizer_config.json", "It does not say model_max_length.")
     with Explained(folder):
         token_ids(tokenizer, "a")
     if new_tokens:

@@ -13,12 +13,19 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 
 from lora_rocm.base_models.loading import Source
 from lora_rocm.errors import ModelError
+from lora_rocm.foundation.json_text import parse_json
 from lora_rocm.foundation.terminal_text import printable
+from lora_rocm.model_files.config_file import NAMES, json_fault
 
 CLIP_LARGEST_ID = 2
 """The ``eos_token_id`` by which CLIP pools at the largest id of a text."""
-READING_ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError, StrictDataclassError)
+READING_ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError, StrictDataclassError)
 """The last one is for a config.json beside the tokenizer, which transformers reads, too."""
+READ_AS_JSON = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    "config.json",
+)
+"""Files that libraries read for a tokenizer. Each holds an object."""
 
 
 class Explained:
@@ -38,15 +45,36 @@ class Explained:
         if kind is not None and (
             kind is Exception or kind.__name__ == "PanicException" or issubclass(kind, READING_ERRORS)
         ):
-            raise unreadable(self._folder, str(error)) from error
+            raise _explained(self._folder) from error
 
 
-def unreadable(folder: Path, reason: str) -> ModelError:
-    """The error for a tokenizer that cannot be read."""
+def _explained(folder: Path) -> ModelError:
+    """The error for a folder whose tokenizer a library cannot read: names the file that is wrong, if one is found."""
+    for path in (folder / name for name in READ_AS_JSON):
+        if path.exists() and (fault := json_fault(path, path.stat().st_size)):
+            return unreadable(path, f"In one of its files, {fault}.")
+    whole = folder / "tokenizer.json"
+    for key, wanted in (("model", dict), ("added_tokens", list)) if whole.exists() else ():
+        if not isinstance(parse_json(whole.read_bytes()).get(key), wanted):
+            return unreadable(whole, f"The file does not have {NAMES[wanted]} {key}.")
+    for path in (*sorted(folder.glob("*.jinja")), *sorted(folder.glob("*/*.jinja")), *sorted(folder.glob("*.txt"))):
+        try:
+            path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            return unreadable(path, f"In one of its files, byte {error.start + 1} is not UTF-8 text.")
+        except OSError as error:
+            return unreadable(path, f"One of its files cannot be read: {error.strerror}.")
+    if whole.exists():
+        return unreadable(whole, "The tokenizers library does not know this kind of file, or the file is damaged.")
+    return unreadable(folder, "There is no tokenizer.json, and no tokenizer can be made of the other files here.")
+
+
+def unreadable(where: Path, what: str) -> ModelError:
+    """The error for a tokenizer that cannot be read. where: a file of it, or its folder."""
     return ModelError(
         "tokenizer-unreadable",
-        f"The tokenizer cannot be read: {reason}.",
-        where=str(folder),
+        f"The tokenizer cannot be read. {what}",
+        where=str(where),
         fix="Download the tokenizer's files again.",
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.dataset.update_note import larger_updates_note
@@ -15,6 +15,7 @@ from lora_rocm.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     from lora_rocm.dataset.sample_table import Sample
+    from lora_rocm.processes.jobs import Seen
 
 
 @dataclass(frozen=True)
@@ -119,27 +120,26 @@ def plan_data(recipe: Recipe, samples: Sequence[Sample], shapes: Mapping[str, Sh
     return replace(plan, buckets=dict(buckets), num_images=num_images)
 
 
-def plan_texts(recipe: Recipe, of_source: Counter[int], said: Mapping[str, Any]) -> DataPlan:
+def plan_texts(recipe: Recipe, of_source: Counter[int], said: Seen) -> DataPlan:
     """Return the plan of texts.
 
     Args:
         recipe: the recipe.
         of_source: number of texts by index of the source.
-        said: see ``train.texts_child.Seen``.
+        said: what the child process has seen.
     """
-    num_texts = of_source.total() - sum(said["refused"].values())
+    num_texts = of_source.total() - sum(said.refused.values())
     num_captions = num_texts + len({"", recipe.sample.negative_prompt, *recipe.sample.texts})
-    if said["lengths"] is None:  # in the worst case each text has a length of its own
+    if said.lengths is None:  # in the worst case each text has a length of its own
         sources = recipe.data.resolved_sources()
         alone = chain.from_iterable(repeat(sources[index].repeats, number) for index, number in of_source.items())
         return replace(_plan(recipe, {recipe.train.batch_size: alone}, num_captions), how_sure="at most ")
-    scale = of_source.total() / said["looked_at"]
-    (axis,) = recipe.spec.shapes.axes
-    buckets = {Shape.of(**{axis.name: int(length)}): round(n * scale) for length, n in said["lengths"].items()}
-    how_sure, held_out = "about " if scale > 1 else "", round(said["held_out"] * scale)
+    scale = of_source.total() / said.looked_at
+    (axis,) = recipe.spec.axes
+    buckets = {Shape.of(**{axis.name: length}): round(n * scale) for length, n in said.lengths.items()}
+    how_sure, held_out = "about " if scale > 1 else "", round(said.held_out * scale)
     plan = _plan(recipe, {recipe.train.batch_size: buckets.values()}, num_captions)
-    cached = tuple(said["cached"]) if said.get("cached") else None
-    return replace(plan, buckets=buckets, how_sure=how_sure, held_out=held_out, cached=cached)
+    return replace(plan, buckets=buckets, how_sure=how_sure, held_out=held_out, cached=said.cached)
 
 
 def _plan(recipe: Recipe, counts: Mapping[int, Iterable[int]], num_captions: int) -> DataPlan:

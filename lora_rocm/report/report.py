@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import platform
@@ -16,6 +15,7 @@ from lora_rocm.errors import RecipeError, StorageError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.files import write_atomic
+from lora_rocm.foundation.json_text import parse_json
 from lora_rocm.foundation.redact import private_of, texts_in
 from lora_rocm.foundation.terminal_text import quoted
 from lora_rocm.foundation.units import count_text, number_text, rate_text, size_text, time_text, times_text
@@ -45,11 +45,11 @@ from lora_rocm.report.smoothing import Smoothed
 from lora_rocm.report.svg_plot import Point, Series
 from lora_rocm.report.telemetry_section import telemetry_section
 from lora_rocm.report.vram_spill import spilled
-from lora_rocm.rundir.events import current_steps, read_events
+from lora_rocm.rundir.events import current_steps, read_events, unread_text
 from lora_rocm.rundir.incidents import last_word, trouble_of
 from lora_rocm.rundir.layout import SUPERVISOR, RunDir
 from lora_rocm.rundir.made_from import stale_exports
-from lora_rocm.rundir.results import named_paths, result_files
+from lora_rocm.rundir.results import lost_loras_text, named_paths, read_result, result_files, written_loras
 
 MAX_ROUNDS = 12
 MAX_PROMPTS = 8
@@ -114,14 +114,17 @@ def write_report(run_dir: RunDir, registry: Registry = PRODUCT) -> Path:
         recipe = load_recipe(run_dir.recipe, registry=registry).recipe
     except RecipeError:
         recipe = None
-    result, environment = _read_json(run_dir.result), _read_json(run_dir.environment)
+    result = read_result(run_dir)
+    environment = _read_json(run_dir.environment) if run_dir.holds(run_dir.environment) else {}
     telemetry = read_events(run_dir.events(SUPERVISOR), "telemetry", "alarm")
     facts = Facts(run_dir, events, current_steps(events), recipe, result, environment, trouble, telemetry)
     title = recipe.output.name if recipe else run_dir.path.name
+    files = (run_dir.events(), run_dir.events(SUPERVISOR))
+    unread = [Paragraph(text, "bad") for path in files if (text := unread_text(path))]
     html = page(
         f"{title}: lora-rocm report",
         title,
-        _headline(facts),
+        [*_headline(facts), *unread],
         [
             _usage(facts),
             _concept(facts, headline=True),
@@ -148,7 +151,7 @@ def write_report(run_dir: RunDir, registry: Registry = PRODUCT) -> Path:
 def _read_json(path: Path) -> dict[str, Any]:
     """A JSON object; empty if the file is missing, truncated or no object."""
     try:
-        value = json.loads(read_plain(path, MAX_JSON_BYTES))
+        value = parse_json(read_plain(path, MAX_JSON_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
@@ -186,8 +189,9 @@ def _usage(facts: Facts) -> Section | None:
         for path in named_paths([export])
         if path != facts.run_dir.report
     ]
+    lost = [Paragraph(text, "bad") for text in lost_loras_text(facts.run_dir, written_loras(facts.events))]
     if not rows:
-        return None
+        return section("Files and how to use them", *lost) if lost else None
     hints, lora = list[Block](), facts.run_dir.lora
     if lora.exists():
         exported = next((event for event in reversed(facts.all("export")) if event["path"] == lora.name), None)
@@ -209,7 +213,7 @@ def _usage(facts: Facts) -> Section | None:
     trigger = facts.recipe.data.trigger_word if facts.recipe else None
     if trigger:
         hints.append(Paragraph(f"Put the trigger word into the prompt: {trigger}"))
-    return section("Files and how to use them", table(("file", "size", ""), rows), *hints)
+    return section("Files and how to use them", table(("file", "size", ""), rows), *lost, *hints)
 
 
 def _file_size(path: Path) -> str:

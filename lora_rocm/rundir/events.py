@@ -18,12 +18,14 @@ from typing import Any, BinaryIO
 from pydantic_core import from_json
 
 from lora_rocm.errors import StorageError, storage_error
-from lora_rocm.foundation.files import make_folder, open_in_place
+from lora_rocm.foundation.files import make_folder, open_in_place, refuse_link
+from lora_rocm.foundation.units import size_text
 from lora_rocm.rundir.event_types import TYPES, Event
+from lora_rocm.rundir.layout import RunDir
 
 
 def emit(event: Event) -> None:
-    """Write one event to standard output, as children without a run directory do (``supervisor.subprocesses``)."""
+    """Write one event to standard output, as children without a run directory do (``processes.tool``)."""
     sys.stdout.write(json.dumps(event.to_json()) + "\n")
     sys.stdout.flush()
 
@@ -62,24 +64,27 @@ class EventWriter:
             self._file.close()
 
 
-def _is_there(path: Path) -> bool:
-    """Whether the path is a regular file; links are followed.
+def size_if_there(path: Path) -> int | None:
+    """Size of an event file in bytes; None if there is none. A link within the run directory is followed.
 
     Raises:
-        StorageError: it is something else, which a reader could wait for or read without end.
+        StorageError: no-file: it is something else, which a reader could wait for or read without end; link-refused:
+            it is a link to a file outside of the run.
     """
     try:
-        mode = path.stat().st_mode
+        found = path.stat()
     except FileNotFoundError:
-        return False
-    if not stat.S_ISREG(mode):
+        return None
+    if not stat.S_ISREG(found.st_mode):
         raise StorageError(
             "no-file",
             "The events of a run are in a plain file; here is a folder, a pipe or a device.",
             where=str(path),
             fix="Take it away, or use another run directory.",
         )
-    return True
+    if not RunDir(path.parent).holds(path):
+        refuse_link(path)
+    return found.st_size
 
 
 def _ends_with_newline(path: Path) -> bool:
@@ -89,6 +94,9 @@ def _ends_with_newline(path: Path) -> bool:
 
 
 CHUNK_BYTES = 1 << 24
+"""Bytes that are read at once, and the limit of a line: an event that names 100,000 images stays below it."""
+MAX_EVENTS_BYTES = 1 << 28
+"""Of a larger file only the end is read: half a million steps. A file of a run does not come near it."""
 TAIL_BYTES = 1 << 18  # hundreds of steps
 ENDLESS = b"?"  # replaces the start of a line that is too long, so that it parses as no event
 
@@ -101,9 +109,16 @@ class EventReader:
         offset: bytes to skip at its start.
         types: types of the events to return; empty: all. Lines of other types, which may be very many, are not parsed.
 
+    Of more than MAX_EVENTS_BYTES since the last call only the end is read.
+
+    Attributes:
+        skipped_bytes: that were not read because of this limit.
+
     Raises:
-        StorageError: in ``poll``, if the path is not a regular file.
+        StorageError: in ``poll``, see ``size_if_there``.
     """
+
+    skipped_bytes = 0
 
     def __init__(self, path: Path, offset: int = 0, types: Sequence[str] = ()) -> None:
         self.path, self._offset, self._rest, self._types = path, offset, b"", types
@@ -118,15 +133,20 @@ class EventReader:
 
     def lines(self) -> Iterator[bytes]:
         """The complete lines since the last call that may be of wanted types."""
-        if _is_there(self.path):
-            with self.path.open("rb") as file:
-                file.seek(self._offset)
-                yield from self._lines(file)
+        size = size_if_there(self.path)
+        if size is None:
+            return
+        if (too_many := size - self._offset - MAX_EVENTS_BYTES) > 0:
+            self.skipped_bytes += too_many
+            self._offset, self._rest = self._offset + too_many, ENDLESS  # the rest of a line parses as no event
+        with self.path.open("rb") as file:
+            file.seek(self._offset)
+            yield from self._lines(file, size - self._offset)
 
-    def _lines(self, file: BinaryIO) -> Iterator[bytes]:
+    def _lines(self, file: BinaryIO, left_bytes: int) -> Iterator[bytes]:
         """The complete lines that may be of wanted types. A line without end takes no more memory than CHUNK_BYTES."""
-        while data := file.read(CHUNK_BYTES):
-            self._offset += len(data)
+        while data := file.read(min(CHUNK_BYTES, left_bytes)):  # and no more bytes than the file had: it may grow
+            self._offset, left_bytes = self._offset + len(data), left_bytes - len(data)
             *lines, rest = (self._rest + data).split(b"\n")
             self._rest = rest if len(rest) < CHUNK_BYTES else ENDLESS
             yield from (line for line in lines if not self._marks or any(mark in line for mark in self._marks))
@@ -151,13 +171,26 @@ def read_events(path: Path, *types: str) -> list[dict[str, Any]]:
     return EventReader(path, types=types).poll()
 
 
+def unread_text(path: Path) -> str:
+    """What is not read of an event file that is too large, as a sentence; empty if all is read.
+
+    Raises:
+        StorageError: see ``EventReader``.
+    """
+    size = size_if_there(path) or 0
+    if size <= MAX_EVENTS_BYTES:
+        return ""
+    most = size_text(MAX_EVENTS_BYTES)
+    return f"{path} has {size_text(size)}, which no run writes: only its last {most} were read. Is it damaged?"
+
+
 def latest_steps(path: Path) -> list[dict[str, Any]]:
     """The ``current_steps`` of the last TAIL_BYTES of an event file, which take the same time in a run of any length.
 
     Raises:
         StorageError: see ``EventReader``.
     """
-    size = path.stat().st_size if _is_there(path) else 0
+    size = size_if_there(path) or 0
     return current_steps(EventReader(path, max(0, size - TAIL_BYTES), types=("start", "step")).poll())
 
 

@@ -7,7 +7,6 @@ own metadata tell the step.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,12 +15,13 @@ from typing import Any
 from lora_rocm.errors import AdapterError, UserError
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.files import write_json
+from lora_rocm.foundation.json_text import parse_json
 from lora_rocm.foundation.terminal_text import quoted
 from lora_rocm.model_files.header import read_header
 from lora_rocm.model_files.peft_folder import PEFT_WEIGHTS, peft_folders
 from lora_rocm.rundir.layout import ON_REQUEST, RunDir
 from lora_rocm.rundir.results import FORMS, LORA_FORMS, digests_of, is_whole, read_result, updates_of
-from lora_rocm.rundir.whole_files import identity_of_checkpoint, newest_checkpoint, require_whole
+from lora_rocm.rundir.whole_files import newest_checkpoint, require_whole
 
 MAX_EXPORTS_BYTES = 1 << 20
 STEPS_FIELD = "ss_steps"
@@ -67,8 +67,8 @@ def state_now(run_dir: RunDir) -> Made | None:
     """The state that an export would be made from: the end of a finished run, else its newest whole checkpoint."""
     newest, _ = newest_checkpoint(run_dir)
     ended = updates_of(run_dir)
-    if newest is not None and ended in (0, newest[0]):
-        return Made(newest[0], identity_of_checkpoint(newest[1]))
+    if newest is not None and ended in (0, newest.updates):
+        return Made(newest.updates, newest.digest)
     return Made(ended) if ended else None
 
 
@@ -158,7 +158,7 @@ def _save(run_dir: RunDir, made: Mapping[str, Made]) -> None:
 def _saved(run_dir: RunDir) -> dict[str, Made]:
     """``exports.json``, which may come from somebody else; empty if it is missing or damaged."""
     try:
-        value = json.loads(read_plain(run_dir.exports, MAX_EXPORTS_BYTES))
+        value = parse_json(read_plain(run_dir.exports, MAX_EXPORTS_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
     found = {form: _made(value.get(form)) for form in FORMS} if isinstance(value, dict) else {}

@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lora_rocm.foundation.bounded_read import check_plain, read_plain
+from lora_rocm.foundation.json_text import parse_json
 from lora_rocm.model_files.peft_folder import PEFT_WEIGHTS, peft_folders
 from lora_rocm.rundir.layout import ON_REQUEST, RunDir, embeddings_of
 from lora_rocm.rundir.run_name import MAX_RESULT_BYTES
@@ -23,6 +23,7 @@ LORA_FORMS = ("kohya", "sd-scripts", "comfyui", "diffusers", "peft")
 """The formats whose files have digests in ``result.json``."""
 FORMS = (*LORA_FORMS, *ON_REQUEST)
 CONFIG = "config.json"
+MAX_LOST = 3
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class FileDigest:
 def read_result(run_dir: RunDir) -> dict[str, Any]:
     """``result.json``; empty if it is missing or was not written by this program."""
     try:
-        value = json.loads(read_plain(run_dir.result, MAX_RESULT_BYTES))
+        value = parse_json(read_plain(run_dir.result, MAX_RESULT_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
@@ -141,6 +142,34 @@ def faults_of_finished(run_dir: RunDir) -> list[str]:
             fix = f"train --resume writes it again if output.formats names {form}; else lora-rocm export does."
             faults.append(f"{', '.join(gone)}: not there any more. {fix}")
     return faults
+
+
+def written_loras(events: Iterable[Mapping[str, Any]]) -> dict[int, str]:
+    """Step -> path of the LoRA file beside its checkpoint, of those that the run wrote and has not gone back behind."""
+    written: dict[int, str] = {}
+    for event in events:
+        if event["type"] == "start":
+            resumed = event["resumed_from"] or 0
+            written = {updates: path for updates, path in written.items() if updates <= resumed}
+        elif event["type"] == "checkpoint" and event["lora"] is not None:
+            written[event["updates"]] = event["lora"]
+    return written
+
+
+def lost_loras_text(run_dir: RunDir, written: Mapping[int, str]) -> list[str]:
+    """A sentence about the LoRA files beside checkpoints that are gone; empty if none is.
+
+    The run deletes the oldest first (``output.keep_last_loras``) and never the newest, so a file is gone if an older
+    one is there, or if it was the newest.
+    """
+    there = [updates for updates, _ in run_dir.checkpoint_loras()]
+    oldest = min([*there, max(written, default=0)])
+    own = {updates: path for updates, path in written.items() if run_dir.is_checkpoint_lora(path)}
+    lost = [path for updates, path in sorted(own.items()) if updates >= oldest and updates not in there]
+    if not lost:
+        return []
+    more = f", and {len(lost) - MAX_LOST} more" if len(lost) > MAX_LOST else ""
+    return [f"{', '.join(lost[:MAX_LOST])}{more}: written, and not there any more. Were they deleted on purpose?"]
 
 
 def result_files(run_dir: RunDir) -> list[Path]:

@@ -1,25 +1,26 @@
 """Which files of a run are whole, by their headers and lengths alone, and how to write a damaged one again.
 
-That catches a file cut short or of another kind. A changed byte in its numbers is found by the digests (``results``),
-and by the checksums when a checkpoint is read.
+That catches a file cut short or of another kind. A changed byte in its numbers is found by the digests (``results``).
+A checkpoint has checksums, which ``newest_checkpoint`` compares.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
-from lora_rocm.errors import AdapterError, UserError
-from lora_rocm.foundation.bounded_read import check_plain, read_plain
+from lora_rocm.errors import AdapterError, LoraRocmError, UserError
+from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.foundation.terminal_text import quoted
 from lora_rocm.model_files.header import read_header
 from lora_rocm.model_files.peft_folder import PEFT_WEIGHTS, peft_folders
-from lora_rocm.rundir.layout import FILE_OF, STATE_FILE, RunDir
+from lora_rocm.rundir.checkpoint_record import checksum_of, compare_checksum, read_record
+from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.results import FORMS, LORA_FORMS, updates_of
 
-MAX_STATE_BYTES = 1 << 30  # it holds the captions' tags: 40,000 per folder, each of any length
+COMPARED_BYTES = 1 << 29
+"""Bytes whose checksums are compared: about a second."""
 
 
 def fault_of_lora(path: Path) -> str:
@@ -44,48 +45,62 @@ def _begins(path: Path, start: bytes) -> bool:
         return False
 
 
+@dataclass(frozen=True)
+class WholeCheckpoint:
+    """A checkpoint that a resume would take, as far as is known.
+
+    Attributes:
+        updates: its step, by its own record.
+        digest: see ``CheckpointRecord.digest``.
+        unread_bytes: size of its files whose checksums were not compared because they are large.
+    """
+
+    updates: int
+    path: Path
+    digest: str
+    unread_bytes: int = 0
+
+
 def identity_of_checkpoint(folder: Path) -> str:
-    """What ``train.checkpoint.Checkpoint.digest`` is of this folder; empty if that cannot be read."""
-    state_file = folder / STATE_FILE
+    """``CheckpointRecord.digest`` of this folder; empty if it cannot be read."""
     try:
-        checksums = json.loads(read_plain(state_file, check_plain(state_file, MAX_STATE_BYTES)))["sha256"]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return read_record(folder).digest
+    except LoraRocmError:
         return ""
-    return digest_of_checksums(checksums) if isinstance(checksums, dict) else ""
 
 
-def digest_of_checksums(checksums: Mapping[str, object]) -> str:
-    """A short digest of all files of a checkpoint."""
-    return hashlib.sha256(json.dumps(checksums, sort_keys=True).encode("utf-8")).hexdigest()[:16]
+def newest_checkpoint(run_dir: RunDir) -> tuple[WholeCheckpoint | None, dict[Path, str]]:
+    """The newest whole checkpoint, and the newer folders that are damaged: folder -> fault, as a sentence.
 
-
-def fault_of_checkpoint(folder: Path) -> str:
-    """What is wrong with a checkpoint folder, as a sentence; empty if it is whole."""
-    state_file = folder / STATE_FILE
-    try:
-        state = json.loads(read_plain(state_file, check_plain(state_file, MAX_STATE_BYTES)))
-        names = sorted(state["sha256"])
-        if not set(names) <= set(FILE_OF.values()):
-            raise ValueError("a checkpoint has no such file")
-        for name in names:
-            read_header(folder / name)
-    except UserError as error:
-        return f"{Path(error.where).name}: {error.what}"
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return f"{STATE_FILE}: This file is missing or damaged."
-    return ""
-
-
-def newest_checkpoint(run_dir: RunDir) -> tuple[tuple[int, Path] | None, dict[Path, str]]:
-    """(updates, folder) of the newest whole checkpoint, and the newer folders that are damaged: folder -> fault."""
+    Checksums are compared as a resume does, but of COMPARED_BYTES at most: a command that only looks must not take
+    minutes.
+    """
     faults: dict[Path, str] = {}
-    for updates, folder in reversed(run_dir.list_checkpoints()):
-        fault = fault_of_checkpoint(folder)
-        if not fault:
-            return (updates, folder), faults
+    left_bytes = COMPARED_BYTES
+    for _, folder in reversed(run_dir.list_checkpoints()):
+        try:
+            record, unread_bytes = read_record(folder), 0
+            for name in sorted(record.checksums):
+                version = FileVersion.of(folder / name)
+                if version.num_bytes > left_bytes:
+                    unread_bytes += version.num_bytes
+                    continue
+                left_bytes -= version.num_bytes
+                compare_checksum(record, name, _checksum_of(version))
+            return WholeCheckpoint(record.position.updates, folder, record.digest, unread_bytes), faults
+        except LoraRocmError as error:
+            fault = f"{Path(error.where).name}: {error.what}"
+        except OSError as error:
+            fault = f"{Path(error.filename or folder).name}: {error.strerror}."
         if folder.exists():  # the run may just have deleted it
             faults[folder] = fault
     return None, faults
+
+
+@lru_cache(maxsize=64)
+def _checksum_of(version: FileVersion) -> str:
+    """Several answers of one command ask for the same checkpoint."""
+    return checksum_of(Path(version.path))
 
 
 def remedy(run_dir: RunDir, lora: Path) -> str:
@@ -93,7 +108,7 @@ def remedy(run_dir: RunDir, lora: Path) -> str:
     newest, _ = newest_checkpoint(run_dir)
     if newest is None:
         return "No whole checkpoint is left to write it again from: put it back from a copy, or train again."
-    updates, _ = newest
+    updates = newest.updates
     export = ["lora-rocm", "export", str(run_dir.path)]
     form = next((form for form in FORMS if run_dir.export_of(form) == lora), None)
     if form is not None and updates_of(run_dir) in (0, updates):

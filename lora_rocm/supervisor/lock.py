@@ -13,10 +13,11 @@ from filelock import FileLock, Timeout
 
 from lora_rocm.errors import ResumeError, storage_error
 from lora_rocm.foundation.files import is_link, refuse_link
+from lora_rocm.processes.process import POLL_S, kill_tree
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.heartbeat import read_heartbeat
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.supervisor.process import POLL_S, WORKER, kill_tree, unkillable
+from lora_rocm.supervisor.worker import WORKER, unkillable
 
 LOCK_WAIT_S = 1.0  # `status` holds the lock for a moment
 LEFTOVER_GRACE_S = 45.0  # a worker whose parent died exits within 30 s (train.session), if it can
@@ -86,7 +87,7 @@ def end_leftover(
         run_dir: locked by this process.
         say: shows a message to the user.
         grace_s: how long to wait; None: ``LEFTOVER_GRACE_S``.
-        worker: see ``process.worker_command``.
+        worker: see ``worker.worker_command``.
 
     Raises:
         ResumeError: the directory is held by a process that is not known to be such a worker.

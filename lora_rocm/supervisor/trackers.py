@@ -13,13 +13,13 @@ from lora_rocm.errors import UserError
 from lora_rocm.foundation.files import open_in_place
 from lora_rocm.foundation.safe_path import python_environment
 from lora_rocm.hardware.ranks import LOCAL_RANK, NEEDED
+from lora_rocm.processes.process import Event, OnEvent, heavy_command, own_group
 from lora_rocm.recipe.output_section import OutputSection
 from lora_rocm.rundir.events import EventReader
 from lora_rocm.rundir.exit_status import size_of
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.supervisor.process import Event, OnEvent, heavy_command, own_group
 
-MODULE = "lora_rocm.train.tracking"
+MODULE = "lora_rocm.children.tracking"
 NO_GPU = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
 
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from lora_rocm.errors import LoraRocmError, RestartCode, StoppedError
 from lora_rocm.hardware.ranks import HERE, Rank
+from lora_rocm.processes.process import Asked, Event, stop_signals
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.supervisor.process import Asked, Event, Worker, follow, stop_signals
+from lora_rocm.supervisor.worker import Worker, follow
 
 DIED: RestartCode = "worker-died"
 LOST: RestartCode = "rank-lost"

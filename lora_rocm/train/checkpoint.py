@@ -4,15 +4,13 @@ A checkpoint folder holds ``adapter.safetensors``, ``ema.safetensors`` (if the r
 ``optimizer.safetensors`` and ``state.json`` (position, facts about the run, thread count, checksums). It is written
 under a temporary name, flushed to disk, read back, then renamed. Nothing is ever pickled.
 
-A checkpoint may come from somebody else: the seal is a plain checksum, which detects damage but not forgery. So
-``state.json`` decides neither which files are read nor how much of them is held in memory.
+``rundir.checkpoint_record`` reads it back.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import secrets
 from collections.abc import Mapping
@@ -26,34 +24,27 @@ from torch import Tensor
 
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.errors import LoraRocmError, ResumeError, StorageError, storage_error
-from lora_rocm.foundation.bounded_read import check_plain, read_plain
 from lora_rocm.foundation.files import fsync_folder, is_folder, make_folder, remove, rename, write_through
 from lora_rocm.foundation.units import count_text
-from lora_rocm.model_files.header import read_header
 from lora_rocm.optim.factory import rule_of
 from lora_rocm.optim.update_rule import shown_weights
 from lora_rocm.recipe.optim_sections import OptimSection
-from lora_rocm.rundir.layout import CHECKPOINT_NAME, FILE_OF, STATE_FILE, RunDir
-from lora_rocm.rundir.whole_files import MAX_STATE_BYTES, digest_of_checksums
-from lora_rocm.train.loop import Position
-
-MAX_PART_BYTES = 1 << 36  # the moments of rank 1024 on all attention and MLPs of SDXL take 20 GiB
-PIECE_BYTES = 1 << 20  # read at once while checksumming
+from lora_rocm.rundir.checkpoint_record import (
+    MAX_PART_BYTES,
+    CheckpointRecord,
+    Position,
+    checksum_of,
+    compare_checksum,
+    content_of,
+    read_record,
+    sealed,
+)
+from lora_rocm.rundir.layout import FILE_OF, STATE_FILE, RunDir
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(CheckpointRecord):
     """A checkpoint folder whose files match their checksums."""
-
-    path: Path
-    position: Position
-    facts: dict[str, Any]
-    checksums: dict[str, str]
-
-    @property
-    def digest(self) -> str:
-        """A short digest of all files, for comparisons."""
-        return digest_of_checksums(self.checksums)
 
     @property
     def one_bucket_updates(self) -> bool:
@@ -106,7 +97,7 @@ class Checkpoint:
             return {}
         try:
             # a plain read: a mapped file cannot be replaced on Windows and stalls on some ROCm kernels (ROCm#6523)
-            content = _content(self.path / name, MAX_PART_BYTES)
+            content = content_of(self.path / name, MAX_PART_BYTES)
         except OSError as error:
             raise storage_error(error, self.path / name) from error
         if hashlib.sha256(content).hexdigest() != self.checksums[name]:
@@ -141,7 +132,7 @@ def save_checkpoint(
                 checksums[FILE_OF[part]] = hashlib.sha256(content).hexdigest()
                 write_through(temporary / FILE_OF[part], content)
         state = {"position": asdict(position), "facts": dict(facts), "sha256": checksums}
-        write_through(temporary / STATE_FILE, _sealed(state))
+        write_through(temporary / STATE_FILE, sealed(state))
         # Verify, flush, and rename to the final name
         if read_checkpoint(temporary) is None:
             raise OSError(0, "what was written did not read back the same")
@@ -159,45 +150,12 @@ def save_checkpoint(
 def read_checkpoint(path: Path) -> Checkpoint | None:
     """The checkpoint in a folder; None if anything in it is damaged, missing or not in the expected form."""
     try:
-        state = json.loads(_content(path / STATE_FILE, MAX_STATE_BYTES))
-        if _sealed({key: value for key, value in state.items() if key != "seal"}) != _sealed_bytes(state):
-            return None
-        if not set(state["sha256"]) <= set(FILE_OF.values()):  # else it could name any file or device
-            return None
-        for name, wanted in state["sha256"].items():
-            if _checksum(path / name) != wanted:
-                return None
-            read_header(path / name)  # the checksum may be right for something that is not safetensors
-        position = Position(**state["position"])
-        named = CHECKPOINT_NAME.match(path.name)
-        if named and int(named.group(1)) != position.updates:  # the folder or its state.json was moved
-            return None
-        return Checkpoint(path, position, state["facts"], state["sha256"])
-    except (LoraRocmError, OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
+        record = read_record(path)
+        for name in record.checksums:
+            compare_checksum(record, name, checksum_of(path / name))
+        return Checkpoint(path, record.position, record.facts, record.checksums)
+    except (LoraRocmError, OSError):
         return None
-
-
-def _content(path: Path, max_bytes: int) -> bytes:
-    """``read_plain``, which allocates its limit, with the file's current size as the limit.
-
-    Raises:
-        OSError: see ``read_plain``.
-    """
-    return read_plain(path, check_plain(path, max_bytes))
-
-
-def _checksum(path: Path) -> str:
-    """SHA-256 of a regular file; reads no more bytes than it has at the start.
-
-    Raises:
-        OSError: the file is missing, not regular, too large, or cannot be read.
-    """
-    left, found = check_plain(path, MAX_PART_BYTES), hashlib.sha256()
-    with path.open("rb") as file:
-        while left and (piece := file.read(min(left, PIECE_BYTES))):
-            found.update(piece)
-            left -= len(piece)
-    return found.hexdigest()
 
 
 def latest_valid(run_dir: RunDir) -> tuple[Checkpoint | None, list[Path]]:
@@ -242,16 +200,6 @@ def discard_newer(run_dir: RunDir, updates: int) -> None:
         if found > updates:
             with contextlib.suppress(OSError):  # Windows: a preview is open; it will be overwritten
                 remove(folder)
-
-
-def _sealed(state: Mapping[str, Any]) -> bytes:
-    body = json.dumps(state, indent=1, sort_keys=True)
-    seal = hashlib.sha256(body.encode("utf-8")).hexdigest()
-    return json.dumps({**state, "seal": seal}, indent=1, sort_keys=True).encode("utf-8")
-
-
-def _sealed_bytes(state: Mapping[str, Any]) -> bytes:
-    return json.dumps(state, indent=1, sort_keys=True).encode("utf-8")
 
 
 def _remove(path: Path) -> None:

@@ -16,7 +16,6 @@ from lora_rocm.commands import sample_export
 from lora_rocm.commands.sample_export import SampleResult
 from lora_rocm.errors import AdapterError, MachineError, UserError
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.supervisor.run_recipe import SPARE_CACHE
 from tests.command_line import command_line
 from tests.program import Program, write_inputs
 from tests.supervisor.fake_run import heard, write_whole_run
@@ -29,21 +28,32 @@ EVENTS = [
 ]
 
 
+UNSAID: dict[str, Any] = {
+    **dict.fromkeys(("width", "height", "guidance_scale", "sampler")),
+    "negative_prompt": "",
+    "steps": 25,
+    "strength": 1.0,
+    "num": 1,
+}
+"""The other options of ``sample``."""
+
+
 @pytest.fixture
 def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     monkeypatch.chdir(tmp_path)
     found: list[dict[str, Any]] = []
 
     def run_tool(module: str, arguments: Sequence[str], env: dict[str, str], on_event: Any) -> int:
-        assert module == "lora_rocm.train.model_child" and env["PYTHONUTF8"] == "1"
-        job = json.loads(Path(arguments[1]).read_bytes())
-        assert Path(job.pop(SPARE_CACHE)).parent == Path(arguments[1]).parent
-        found.append({"tool": arguments[0], **job})
+        assert module == "lora_rocm.children.model_child" and env["PYTHONUTF8"] == "1"
+        (path,) = map(Path, arguments)
+        job = json.loads(path.read_bytes())
+        assert Path(job.pop("spare_cache")).parent == path.parent
+        found.append(job)
         for event in EVENTS:
             on_event(heard(event))
         return 0
 
-    monkeypatch.setattr(sample_export, "run_tool", run_tool)
+    monkeypatch.setattr("lora_rocm.processes.tool.run_tool", run_tool)
     return found
 
 
@@ -75,14 +85,14 @@ def test_sample_of_a_run(jobs: list[dict[str, Any]], tmp_path: Path) -> None:
     assert found.images == (Path("/x/00.png"), Path("/x/01.png")) and said == ["a note"]
     assert jobs == [
         {
-            "tool": "sample",
+            **UNSAID,
+            "child": "sample",
             "source": str(run_dir.path),
             "output": str(run_dir.samples / "asked"),
             "base": None,
             "config": None,
             "family": None,
-            "control_image": "",
-            "mask": "",
+            "inputs": {},
             "prompt": "ü",
             "seed": 3,
         }
@@ -99,9 +109,9 @@ def test_sample_of_a_file(jobs: list[dict[str, Any]], tmp_path: Path) -> None:
     Image.new("L", (15, 10)).save("m.png")
     asked: dict[str, Any] = {"config": None, "control_image": Path("c.png"), "prompt": "x"}
     sample_export.sample(Path("lora.safetensors"), output=None, base="some/hub-id", **asked)
-    assert jobs[1]["control_image"] == str(tmp_path / "c.png") and jobs[1]["mask"] == ""
+    assert jobs[1]["inputs"] == {"control_image": str(tmp_path / "c.png")}
     sample_export.sample(Path("lora.safetensors"), output=None, base="some/hub-id", mask=Path("m.png"), **asked)
-    assert jobs[2]["mask"] == str(tmp_path / "m.png")
+    assert jobs[2]["inputs"]["mask"] == str(tmp_path / "m.png")
     Image.new("L", (20, 20)).save("m.png")
     with pytest.raises(UserError, match="20x20, and the image is 30x20") as caught:
         sample_export.sample(Path("lora.safetensors"), output=None, base="x", mask=Path("m.png"), **asked)
@@ -155,8 +165,8 @@ def test_export(jobs: list[dict[str, Any]], tmp_path: Path) -> None:
     found = sample_export.export(Path("run"), "peft", output=None, dtype="bf16")
     assert "largest difference 1e-06\nNot, or not exactly, by A, B" in sample_export.export_text(found)
     source = str(tmp_path / "run")
-    asked = {"source": source, "format": "peft", "output": None, "dtype": "bf16", "updates": None, "converter": ""}
-    assert jobs == [{"tool": "export", **asked}]
+    asked = {"source": source, "format": "peft", "output": None, "dtype": "bf16", "updates": None, "converter": None}
+    assert jobs == [{"child": "export", **asked}]
 
 
 def test_an_earlier_step_is_exported_if_it_has_a_checkpoint(jobs: list[dict[str, Any]], tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Where a run stands."""
 
 import json
-import shutil
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,11 +11,13 @@ from lora_rocm.commands.status import status, status_text
 from lora_rocm.errors import UserError
 from lora_rocm.families.registry import PRODUCT
 from lora_rocm.foundation.files import write_json
+from lora_rocm.report.report import write_report
 from lora_rocm.rundir.events import EventWriter
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.results import FileDigest
 from lora_rocm.supervisor.lock import locked
 from lora_rocm.supervisor.resume import open_recipe, open_run
+from lora_rocm.train.checkpoint import read_checkpoint
 from tests.supervisor.fake_run import (
     change_fields,
     data_fields,
@@ -27,6 +28,7 @@ from tests.supervisor.fake_run import (
     save_recipe,
     start_fields,
     step_fields,
+    write_checkpoint,
     write_whole_run,
 )
 from tests.telemetry.trees import read_as
@@ -151,13 +153,65 @@ def test_a_damaged_lora_is_no_file_and_its_remedy_is_said(tmp_path: Path, num_by
 def test_a_damaged_checkpoint_is_passed_over_by_name(tmp_path: Path, name: str) -> None:
     run_dir = RunDir(tmp_path / "run")
     write_whole_run(run_dir)
-    older = run_dir.checkpoint(40).rename(run_dir.checkpoint(20))
-    newer = Path(shutil.copytree(older, run_dir.checkpoint(40)))
+    older, newer = write_checkpoint(run_dir, 20), run_dir.checkpoint(40)
     assert status(run_dir)["last_checkpoint"] == str(newer), "the control"
     (newer / name).write_bytes((newer / name).read_bytes()[:20])
     found = status(run_dir)
     assert found["last_checkpoint"] == str(older)
     assert f"{newer} is damaged and passed over. {name}: This" in status_text(found)
+
+
+@pytest.mark.parametrize("harm", ["bit", "moved"])
+def test_a_checkpoint_that_a_resume_refuses_is_not_the_last_one(tmp_path: Path, harm: str) -> None:
+    """A changed bit, and a folder whose name says another step than its record."""
+    run_dir = RunDir(tmp_path / "run")
+    write_whole_run(run_dir)
+    older, newer = write_checkpoint(run_dir, 20), run_dir.checkpoint(40)
+    if harm == "bit":
+        content = bytearray((newer / "adapter.safetensors").read_bytes())
+        content[-1] ^= 1
+        (newer / "adapter.safetensors").write_bytes(content)
+        file = "adapter.safetensors"
+    else:
+        newer, file = newer.rename(run_dir.checkpoint(41)), "state.json"
+    assert read_checkpoint(newer) is None and read_checkpoint(older) is not None
+    found = status(run_dir)
+    assert found["last_checkpoint"] == str(older)
+    assert f"{newer} is damaged and passed over. {file}: " in status_text(found)
+
+
+@pytest.mark.parametrize("there", [(10, 20, 30, 40), (20, 30, 40), (40,), (10, 20, 40), (10, 20, 30), ()])
+def test_a_lost_lora_of_a_checkpoint_is_named(tmp_path: Path, there: tuple[int, ...]) -> None:
+    """The run deletes the oldest first, and never the newest: what else is not there was lost."""
+    run_dir = RunDir(tmp_path / "run").create()
+    run_dir.checkpoints.mkdir()
+    save_recipe(run_dir)
+    names = {updates: f"checkpoints/lora-step{updates:08d}.safetensors" for updates in (10, 20, 30, 40, 50)}
+    saved = [("checkpoint", {"updates": n, "path": f"checkpoints/step-{n:08d}", "lora": names[n]}) for n in names]
+    write(run_dir, *STEPS, *saved, ("start", start_fields(resumed_from=40)))  # behind which the run went back
+    for updates in there:
+        run_dir.checkpoint_lora(updates).write_bytes(safetensors_bytes(1000))
+    lost = {n for n in names if n <= 40 and n >= min([*there, 40]) and n not in there}
+    said, page = "".join(status(run_dir)["remarks"]), write_report(run_dir).read_text(encoding="utf-8")
+    assert {n for n in names if names[n] in said} == lost
+    assert all((f"{names[n]}: written, and not there" in page) == (n in lost) for n in names if len(lost) < 2)
+
+
+def test_a_hole_of_20_gigabytes_in_the_events_is_not_read(run_dir: RunDir) -> None:
+    write(run_dir, *STEPS)
+    content = run_dir.events().read_bytes()
+    try:
+        with run_dir.events().open("r+b") as file:
+            file.truncate(20 << 30)
+            file.seek(0, 2)
+            file.write(b"\n" + content)
+    except OSError:
+        pytest.skip("no such file may be made here")
+    if getattr(run_dir.events().stat(), "st_blocks", 1 << 30) > 1 << 20:
+        pytest.skip("this file system has no holes")
+    found = status(run_dir)
+    assert found["updates"] == 3 and any("only its last 256.0 MiB were read" in said for said in found["remarks"])
+    assert "only its last 256.0 MiB were read" in write_report(run_dir).read_text(encoding="utf-8")
 
 
 def supervise(run_dir: RunDir, *events: tuple[str, dict[str, object]]) -> None:

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 
+from lora_rocm.rundir.checkpoint_record import Position
 from lora_rocm.train import pipeline
-from lora_rocm.train.loop import Position
 from tests.program import Program
 
 SHIM = ctypes.CDLL(None)

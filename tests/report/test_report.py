@@ -492,7 +492,7 @@ def test_readings_of_gpus_and_warnings_from_them(run_dir: RunDir) -> None:
     assert html.count("It is &lt;i&gt;hot&lt;/i&gt;.") == 20 and "... and 10 more warnings" in html
 
 
-@pytest.mark.parametrize("what", ["text", "folder", "recipe", "picture", "inside"])
+@pytest.mark.parametrize("what", ["text", "folder", "recipe", "picture", "environment", "inside"])
 def test_a_link_out_of_the_run_is_not_read(run_dir: RunDir, tmp_path: Path, what: str) -> None:
     """Somebody who shares the report of a run of another would give away the file that it links to."""
     outside, folder = tmp_path / "private", run_dir.samples_at(40)
@@ -507,6 +507,10 @@ def test_a_link_out_of_the_run_is_not_read(run_dir: RunDir, tmp_path: Path, what
     elif what == "recipe":
         run_dir.recipe.unlink(missing_ok=True)
         run_dir.recipe.symlink_to(outside / "00.txt")
+    elif what == "environment":
+        run_dir.environment.unlink(missing_ok=True)
+        (outside / "auth.json").write_text('{"token": "my secret word"}', encoding="utf-8")
+        run_dir.environment.symlink_to(outside / "auth.json")
     elif what == "picture":
         run_dir.before_after.symlink_to(outside / "00.txt")
     else:

@@ -255,3 +255,40 @@ def test_a_line_without_end_costs_only_itself_and_no_memory(tmp_path: Path, monk
     reader = EventReader(path)
     assert [event["text"] for event in reader.poll()] == ["here", "here"]
     assert len(reader._rest) < events.CHUNK_BYTES
+
+
+def test_of_a_file_that_is_too_large_only_the_end_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "events.jsonl"
+    lines = [json.dumps({"type": "notice", "text": f"{number:04d}"}).encode("ascii") + b"\n" for number in range(100)]
+    path.write_bytes(b"".join(lines))
+    assert len(read_events(path)) == 100 and events.unread_text(path) == "", "the control"
+    monkeypatch.setattr(events, "MAX_EVENTS_BYTES", 10 * len(lines[0]) + 3)
+    reader = EventReader(path)
+    assert [event["text"] for event in reader.poll()] == [f"{number:04d}" for number in range(90, 100)]
+    assert reader.skipped_bytes == path.stat().st_size - events.MAX_EVENTS_BYTES
+    assert str(path) in events.unread_text(path)
+    with path.open("ab") as file:
+        file.write(lines[7])
+    assert [event["text"] for event in reader.poll()] == ["0007"], "and it goes on from there"
+    with path.open("ab") as file:
+        file.writelines(lines)
+    assert len(reader.poll()) == 10, "and is bounded there, too"
+
+
+def test_a_link_out_of_the_run_is_not_read(tmp_path: Path) -> None:
+    line = b'{"type": "notice", "text": "private"}\n'
+    (tmp_path / "run" / "kept").mkdir(parents=True)
+    outside, inside, path = tmp_path / "outside", tmp_path / "run" / "kept" / "x", tmp_path / "run" / "events.jsonl"
+    outside.write_bytes(line)
+    inside.write_bytes(line)
+    try:
+        path.symlink_to(inside)
+    except OSError:
+        pytest.skip("no links may be made here")
+    assert [event["text"] for event in read_events(path)] == ["private"], "the control"
+    path.unlink()
+    path.symlink_to(outside)
+    for read in (read_events, events.latest_steps, events.last_steps, events.unread_text):
+        with pytest.raises(StorageError) as caught:
+            read(path)
+        assert caught.value.code == "link-refused" and str(path) in caught.value.where

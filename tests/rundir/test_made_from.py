@@ -11,6 +11,7 @@ from lora_rocm.commands.start_run import results_of
 from lora_rocm.commands.status import status, status_text
 from lora_rocm.foundation.files import write_json
 from lora_rocm.report.report import write_report
+from lora_rocm.rundir.checkpoint_record import Position
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.made_from import (
     Made,
@@ -24,8 +25,7 @@ from lora_rocm.rundir.made_from import (
 from lora_rocm.rundir.results import FORMS, LORA_FORMS, result_files
 from lora_rocm.supervisor.resume import accept
 from lora_rocm.train.checkpoint import Checkpoint
-from lora_rocm.train.loop import Position
-from tests.supervisor.fake_run import safetensors_bytes, write_whole_run
+from tests.supervisor.fake_run import safetensors_bytes, write_checkpoint, write_whole_run
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_it_is_known_while_the_run_goes_on_and_after_its_end(run_dir: RunDir, fo
     put(run_dir, form)
     record_export(run_dir, form, Made(40, state_now(run_dir).checkpoint))  # type: ignore[union-attr]
     assert stale_exports(run_dir) == {}
-    run_dir.checkpoint(40).rename(run_dir.checkpoint(60))
+    write_checkpoint(run_dir, 60)
     accept(run_dir)
     assert not run_dir.result.exists() and stale_exports(run_dir)[form].made.updates == 40  # type: ignore[union-attr]
     write_json(run_dir.result, {"updates": 60, "exports": []})

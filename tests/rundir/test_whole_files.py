@@ -92,9 +92,21 @@ def test_a_named_file_of_a_run_is_exported_again(run_dir: RunDir, tmp_path: Path
 
 @pytest.mark.parametrize("state", [b"", b"[]", b'{"sha256": {"/dev/zero": ""}}', b'{"sha256": 3}', b"[" * 100_000])
 def test_a_strange_state_is_a_damaged_checkpoint(run_dir: RunDir, state: bytes) -> None:
-    assert whole_files.fault_of_checkpoint(run_dir.checkpoint(40)) == ""
+    found, faults = whole_files.newest_checkpoint(run_dir)
+    assert found is not None and found.updates == 40 and faults == {}
     (run_dir.checkpoint(40) / "state.json").write_bytes(state)
-    assert whole_files.fault_of_checkpoint(run_dir.checkpoint(40)).startswith("state.json")
+    found, faults = whole_files.newest_checkpoint(run_dir)
+    assert found is None and faults[run_dir.checkpoint(40)].startswith("state.json")
+
+
+def test_the_checksums_of_large_files_are_not_compared(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = run_dir.checkpoint(40) / "adapter.safetensors"
+    monkeypatch.setattr(whole_files, "COMPARED_BYTES", adapter.stat().st_size)
+    found, _ = whole_files.newest_checkpoint(run_dir)
+    assert found is not None and found.unread_bytes == 0, "the control"
+    monkeypatch.setattr(whole_files, "COMPARED_BYTES", adapter.stat().st_size - 1)
+    found, _ = whole_files.newest_checkpoint(run_dir)
+    assert found is not None and found.unread_bytes == adapter.stat().st_size
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="other rules of quoting")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from lora_rocm.foundation.files import write_json
+from lora_rocm.rundir.checkpoint_record import Position, sealed
 from lora_rocm.rundir.event_types import TYPES, Event, NoticeEvent
 from lora_rocm.rundir.events import EventWriter, event_of
 from lora_rocm.rundir.layout import RunDir
@@ -103,6 +106,17 @@ def safetensors_bytes(num_bytes: int) -> bytes:
     return (num_bytes - 8).to_bytes(8, "little") + b"{}".ljust(num_bytes - 8)
 
 
+def write_checkpoint(run_dir: RunDir, updates: int, num_bytes: int = 1000) -> Path:
+    """A checkpoint as a worker would write it, whose adapter has no tensors."""
+    folder, content = run_dir.checkpoint(updates), safetensors_bytes(num_bytes)
+    folder.mkdir(parents=True)
+    (folder / "adapter.safetensors").write_bytes(content)
+    checksums = {"adapter.safetensors": hashlib.sha256(content).hexdigest()}
+    state = {"position": asdict(Position(updates, updates)), "facts": {}, "sha256": checksums}
+    (folder / "state.json").write_bytes(sealed(state))
+    return folder
+
+
 def write_whole_run(run_dir: RunDir) -> None:
     """Everything that a run can leave: previews, incidents, exports, result."""
     from PIL import Image
@@ -140,9 +154,7 @@ def write_whole_run(run_dir: RunDir) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.new("RGB", (128, 128), (updates * 5, number * 80, 120)).save(path)
     Image.new("RGB", (640, 900), "teal").save(run_dir.before_after)
-    run_dir.checkpoint(40).mkdir(parents=True)
-    (run_dir.checkpoint(40) / "adapter.safetensors").write_bytes(safetensors_bytes(1000))
-    write_json(run_dir.checkpoint(40) / "state.json", {"sha256": {"adapter.safetensors": ""}})
+    write_checkpoint(run_dir, 40)
     (run_dir.path / lora).write_bytes(safetensors_bytes(2000))
     run_dir.lora.write_bytes(safetensors_bytes(3000))
     told = {"format": "kohya", "path": "lora.safetensors", "max_difference": 1.5e-6, "cannot_read": ["reader <x>"]}

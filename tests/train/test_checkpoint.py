@@ -21,9 +21,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lora_rocm.errors import StorageError
+from lora_rocm.rundir import checkpoint_record
+from lora_rocm.rundir.checkpoint_record import Position
 from lora_rocm.rundir.layout import RunDir, embeddings_of
 from lora_rocm.train import checkpoint as module
-from lora_rocm.train.loop import Position
 
 PARTS = {"adapter": {"unet.a": torch.randn(4, 3)}, "ema": {}, "optimizer": {"unet.a.exp_avg": torch.randn(4, 3)}}
 FACTS = {"recipe": "r", "data": "d", "threads": 2}
@@ -126,18 +127,18 @@ def test_each_check_of_a_checkpoint_is_needed(tmp_path: Path, monkeypatch: pytes
     text = path / "state.json"
     if weak == "seal":
         text.write_text(text.read_text(encoding="utf-8").replace('"iteration": 7', '"iteration": 8'), encoding="utf-8")
-        monkeypatch.setattr(module, "_sealed", lambda content: b"")
-        monkeypatch.setattr(module, "_sealed_bytes", lambda content: b"")
+        monkeypatch.setattr(checkpoint_record, "sealed", lambda content: b"")
+        monkeypatch.setattr(checkpoint_record, "_as_json", lambda content: b"")
     elif weak == "checksum":
         content = file.read_bytes()
         file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-        monkeypatch.setattr(module.hashlib, "sha256", lambda content=b"": Same())
+        monkeypatch.setattr(checkpoint_record.hashlib, "sha256", lambda content=b"": Same())
         state_of = json.loads(text.read_bytes())
         state_of["sha256"] = dict.fromkeys(state_of["sha256"], Same().hexdigest())
-        text.write_bytes(module._sealed({key: value for key, value in state_of.items() if key != "seal"}))
+        text.write_bytes(checkpoint_record.sealed({key: value for key, value in state_of.items() if key != "seal"}))
     else:
         text.write_bytes((older / "state.json").read_bytes())
-        monkeypatch.setattr(module, "CHECKPOINT_NAME", re.compile("never"))
+        monkeypatch.setattr(checkpoint_record, "CHECKPOINT_NAME", re.compile("never"))
     assert everything(module.read_checkpoint(path)) not in (written, None)
     monkeypatch.undo()
     assert module.read_checkpoint(path) is None
@@ -160,7 +161,7 @@ def lie(path: Path, files: dict[str, bytes]) -> None:
         body["sha256"][name] = hashlib.sha256(content).hexdigest()
         if not (path / name).exists():
             (path / name).write_bytes(content)
-    (path / "state.json").write_bytes(module._sealed(body))
+    (path / "state.json").write_bytes(checkpoint_record.sealed(body))
 
 
 def part(count: int) -> bytes:
@@ -178,7 +179,7 @@ def test_no_file_is_read_because_the_state_names_it(tmp_path: Path, monkeypatch:
     lie(path, {name: part(3)})
     found, damaged = module.latest_valid(run_dir)
     assert damaged == [path] and found is not None and found.path == older
-    monkeypatch.setattr(module, "FILE_OF", {**module.FILE_OF, "aside": name})
+    monkeypatch.setattr(checkpoint_record, "FILE_OF", {**module.FILE_OF, "aside": name})
     assert module.read_checkpoint(path) is not None  # control: it is the name alone
 
 
@@ -189,9 +190,11 @@ def test_a_device_in_the_place_of_a_part_is_not_read(tmp_path: Path, monkeypatch
     (path / ADAPTER).symlink_to("/dev/null")
     lie(path, {ADAPTER: b""})
     assert module.read_checkpoint(path) is None
-    monkeypatch.setattr(module, "read_header", lambda file: None)  # it is not only that this one holds no tensors
+    monkeypatch.setattr(
+        checkpoint_record, "read_header", lambda file: None
+    )  # it is not only that this one holds no tensors
     assert module.read_checkpoint(path) is None
-    monkeypatch.setattr(module, "check_plain", lambda file, most: file.stat().st_size)
+    monkeypatch.setattr(checkpoint_record, "check_plain", lambda file, most: file.stat().st_size)
     assert module.read_checkpoint(path) is not None  # control
 
 
@@ -202,9 +205,9 @@ def test_what_is_larger_than_anything_written_here_is_not_read(
     path = write(RunDir(tmp_path), 6)
     size = (path / file).stat().st_size
     others = max(other.stat().st_size for other in path.glob("*.safetensors"))
-    monkeypatch.setattr(module, limit, max(size, others))
+    monkeypatch.setattr(checkpoint_record, limit, max(size, others))
     assert module.read_checkpoint(path) is not None  # control
-    monkeypatch.setattr(module, limit, size - 1)
+    monkeypatch.setattr(checkpoint_record, limit, size - 1)
     assert module.read_checkpoint(path) is None
 
 

@@ -24,10 +24,11 @@ from lora_rocm.loader.batch import Batch
 from lora_rocm.memory.oom_recovery import Relief
 from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.recipe.optim_sections import AdamwSection, OptimSection, ProdigySection
+from lora_rocm.rundir.checkpoint_record import Position
 from lora_rocm.rundir.event_types import Event
 from lora_rocm.rundir.run_context import RunContext
 from lora_rocm.train.engine import Engine
-from lora_rocm.train.loop import MAX_NONFINITE_IN_A_ROW, Position, Trainer
+from lora_rocm.train.loop import MAX_NONFINITE_IN_A_ROW, Trainer
 from tests.optim.test_base import SECTIONS
 
 CPU = torch.device("cpu")
@@ -260,6 +261,7 @@ def test_a_corrupted_batch_is_sent_again_and_the_result_is_that_of_a_clean_run(n
 def test_without_the_guard_the_same_fault_changes_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the corruption of the test above does harm when nobody looks."""
     clean = Rig().fit(12)
+    monkeypatch.setattr("lora_rocm.device.process_group.constant", lambda tensor, name: tensor)  # it may outlive this
     monkeypatch.setattr(
         "lora_rocm.device.transfer.fingerprint", lambda tensor_B: torch.zeros(len(tensor_B), dtype=torch.int64)
     )
