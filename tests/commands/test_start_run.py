@@ -32,7 +32,7 @@ def use(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     def command(run_dir: RunDir, *options: object) -> list[str]:
         return [sys.executable, "-m", "tests.supervisor.fake_worker", mode, str(run_dir.path)]
 
-    monkeypatch.setattr(start_run.process, "worker_command", command)
+    monkeypatch.setattr(start_run.worker_process, "worker_command", command)
 
 
 def started(monkeypatch: pytest.MonkeyPatch, mode: str, *, supervised: bool = True) -> RunHandle:
