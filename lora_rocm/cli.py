@@ -76,6 +76,8 @@ FactsPath = Annotated[
     Path | None,
     typer.Option("--facts", metavar="FILE", help="Facts of another machine (output of its env --json)."),
 ]
+ConfigPath = Annotated[Path | None, typer.Option(metavar="DIR", help="Configs and tokenizers of a one-file base.")]
+FamilyOfBase = Annotated[str | None, typer.Option(metavar="NAME", help="Model family of --base; default: recognised.")]
 FiguresPath = Annotated[
     Path | None, typer.Option("--output", metavar="FILE", help="Also write the figures to this file as JSON.")
 ]
@@ -212,12 +214,8 @@ def sample(
     ] = None,
     folder: Annotated[Path | None, typer.Option("--output", metavar="DIR", help="Folder for the images.")] = None,
     base: Annotated[str | None, typer.Option(metavar="MODEL", help="Base model; default: that of the run.")] = None,
-    config: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Configs and tokenizers of a one-file base.")
-    ] = None,
-    family: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Model family of --base; default: recognised.")
-    ] = None,
+    config: ConfigPath = None,
+    family: FamilyOfBase = None,
 ) -> int:
     """Sample images with a LoRA."""
     from lora_rocm.commands import sample_export

@@ -15,8 +15,8 @@ from lora_rocm.dataset.preview_images import require_preview_images
 from lora_rocm.errors import DataError, LoraRocmError, Problem, RecipeError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.units import count_text, size_text
-from lora_rocm.planning.data_plan import RunPlan, plan_data, plan_texts, run_plan
-from lora_rocm.processes.jobs import CheckTextsJob, Seen
+from lora_rocm.planning.data_plan import RunPlan, Seen, plan_data, plan_texts, run_plan
+from lora_rocm.processes.jobs import CheckTextsJob
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.supervisor.trackers import require_trackers

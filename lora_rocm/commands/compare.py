@@ -80,6 +80,7 @@ def compare(
         UserError: there is no run, it has no LoRA file yet, or there is nothing to compare by.
         LoraRocmError: any error of the child process.
     """
+    # Refuse what cannot be compared
     run_dir, recipe = open_recipe(source, registry)
     for prompt in prompts:
         (require_text if recipe.spec.trains_on_texts else require_image_prompt)("--prompt", prompt)
@@ -93,6 +94,7 @@ def compare(
         what = "This run has not written a LoRA file yet."
         raise UserError("no-lora-yet", what, where=str(run_dir.path), fix="Train on first.")
     _require_writable(run_dir)
+    # Draw and measure each file
     shown = [*strengths] or [sample.lora_scale]
     found, remarks = list[Compared](), list[str]()
     if not run_dir.result.exists():
@@ -118,6 +120,7 @@ def compare(
         texts = sample.image_prompts if sample.prompts else []
         holds_out = bool(recipe.data.validation_split)
         html = comparison_page(run_dir.path.name, found, texts, shown, remarks, holds_out)
+    # Write the page
     write_atomic(run_dir.comparison, html.encode("utf-8", "replace"), run_dir.path)
     losses = tuple(ComparedFile(each.updates, each.loss if math.isfinite(each.loss) else None) for each in found)
     return CompareResult(run_dir.comparison, losses, tuple(shown), verdict(found), tuple(remarks))

@@ -4,18 +4,44 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.dataset.update_note import larger_updates_note
+from lora_rocm.errors import Problem
 from lora_rocm.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     from lora_rocm.dataset.sample_table import Sample
-    from lora_rocm.processes.jobs import Seen
+
+
+@dataclass
+class Seen:
+    """What the model sees of the data. It is filled while the texts are read.
+
+    Attributes:
+        shown: the first samples, with marks around what is trained on.
+        notices: about the texts that were looked at.
+        looked_at: number of texts that were looked at, the first ones.
+        refused: index of a source -> number of those that cannot be trained on.
+        problems: the first of these.
+        lengths: tokens -> samples in an epoch, or rows of several, of what was looked at; None: only a run counts them.
+        held_out: number of samples that are held out, of what was looked at.
+        cached: texts whose entries are in the cache, and all texts, of what was looked at and of prompts; None: not
+            counted.
+    """
+
+    shown: list[str] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    looked_at: int = 0
+    refused: dict[int, int] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    lengths: dict[int, int] | None = None
+    held_out: int = 0
+    cached: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

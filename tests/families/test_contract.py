@@ -31,9 +31,10 @@ from lora_rocm.families.base import family_for
 from lora_rocm.families.recompute import Recomputing
 from lora_rocm.loader.batch import Batch, split
 from lora_rocm.memory.footprint import count, hollow_model
+from lora_rocm.planning.data_plan import Seen
 from lora_rocm.planning.step_cost import activation_bytes
 from lora_rocm.processes.job_file import to_json
-from lora_rocm.processes.jobs import PlanJob, Seen
+from lora_rocm.processes.jobs import PlanJob
 from lora_rocm.processes.tool import write_job
 from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.report.report import write_report
