@@ -113,8 +113,8 @@ def read_events(path: Path) -> None:
     """Read events as progress and status do."""
     from lora_rocm.commands.status import status, status_text
     from lora_rocm.report.progress_bar import LineView, ProgressDisplay
-    from lora_rocm.rundir.events import read_events
     from lora_rocm.rundir.layout import RunDir
+    from tests.event_lines import read_events
 
     stream = io.StringIO()
     display = ProgressDisplay(LineView(stream))

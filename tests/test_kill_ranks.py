@@ -15,8 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lora_rocm.rundir.events import current_steps, read_events
+from lora_rocm.rundir.events import current_steps
 from lora_rocm.rundir.layout import RunDir
+from tests.event_lines import read_events
 from tests.test_kill import DEADLINE_S, results, write_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

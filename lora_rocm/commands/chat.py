@@ -24,10 +24,11 @@ from lora_rocm.foundation.files import temporary_folder, write_json
 from lora_rocm.foundation.terminal_text import legible, quoted
 from lora_rocm.recipe.yaml_tree import is_clean
 from lora_rocm.rules.this_machine import plan_here
+from lora_rocm.rundir.event_types import AnsweredEvent, Event, NoticeEvent, ReadyEvent, WrittenEvent
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.made_from import is_of_another_step, newest_lora
 from lora_rocm.rundir.whole_files import require_whole, require_whole_named
-from lora_rocm.supervisor.process import Asked, Event, heavy_command, stop_signals
+from lora_rocm.supervisor.process import Asked, heavy_command, stop_signals
 from lora_rocm.supervisor.resume import holds_run
 from lora_rocm.supervisor.run_recipe import SPARE_CACHE, recipe_of_run
 from lora_rocm.supervisor.subprocesses import Tool, started
@@ -137,11 +138,11 @@ class _Talk:
 
     def load(self, quiet: bool) -> None:
         """Wait for the model, and begin the conversation."""
-        for event in self.child.heard("ready"):
-            if event["type"] == "notice":
-                sys.stderr.write(event["text"] + "\n")
-            elif event["type"] == "ready" and not quiet:
-                self._say(f"{event['base']}, with the adapter {event['adapter']}. /help lists the commands.")
+        for event in self.child.heard(ReadyEvent):
+            if isinstance(event, NoticeEvent):
+                sys.stderr.write(event.text + "\n")
+            elif isinstance(event, ReadyEvent) and not quiet:
+                self._say(f"{event.base}, with the adapter {event.adapter}. /help lists the commands.")
         self.child.send({"reset": self.options.system})
 
     def read_lines(self) -> None:
@@ -193,9 +194,9 @@ class _Talk:
             self.child.send({**request, "sides": group})
             show = self._beside(group) if together else self._alone(group[0], headed=len(sides) > 1)
             with stop_signals() as asked, show as add:
-                for event in self.child.heard("answered", len(group), partial(self._stop, asked)):
+                for event in self.child.heard(AnsweredEvent, len(group), partial(self._stop, asked)):
                     add(event)
-                    refused |= event["type"] == "answered" and event["ended"] == "refused"
+                    refused |= isinstance(event, AnsweredEvent) and event.ended == "refused"
         return not refused
 
     def _stop(self, asked: Asked) -> None:
@@ -209,13 +210,13 @@ class _Talk:
         """Shows one answer as it comes. headed: with the side's title above."""
 
         def add(event: Event) -> None:
-            match event["type"]:
-                case "notice":
-                    sys.stderr.write(event["text"] + "\n")
-                case "written":
-                    sys.stdout.write(event["text"])
-                case "answered":
-                    sys.stdout.write("\n" + ENDINGS.get(event["ended"], ""))
+            match event:
+                case NoticeEvent():
+                    sys.stderr.write(event.text + "\n")
+                case WrittenEvent():
+                    sys.stdout.write(event.text)
+                case AnsweredEvent():
+                    sys.stdout.write("\n" + ENDINGS.get(event.ended, ""))
             sys.stdout.flush()
 
         if headed:
@@ -234,13 +235,13 @@ class _Talk:
         with Live(table, console=self.console, vertical_overflow="ellipsis") as live:
 
             def add(event: Event) -> None:
-                match event["type"]:
-                    case "notice":
-                        live.console.print(Text(event["text"]))
-                    case "written":
-                        texts[event["side"]].append(event["text"])
-                    case "answered":
-                        texts[event["side"]].append(ENDINGS.get(event["ended"], ""))
+                match event:
+                    case NoticeEvent():
+                        live.console.print(Text(event.text))
+                    case WrittenEvent():
+                        texts[event.side].append(event.text)
+                    case AnsweredEvent():
+                        texts[event.side].append(ENDINGS.get(event.ended, ""))
 
             yield add
 

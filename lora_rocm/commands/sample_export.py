@@ -21,6 +21,7 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.recipe.yaml_tree import is_clean
 from lora_rocm.rules.this_machine import plan_here
 from lora_rocm.rundir import results
+from lora_rocm.rundir.event_types import DrawnEvent, Event, ExportEvent, NoticeEvent
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.made_from import Made, record_export, stale_exports
 from lora_rocm.rundir.remains import discard_abandoned
@@ -277,9 +278,9 @@ def _export(
     discard_abandoned(followed(output) if output else run_dir.export_of(form))
     made: list[Made] = []
 
-    def on_event(event: dict[str, Any]) -> None:
-        if event["type"] == "export":
-            made.append(Made(event["updates"], event["checkpoint"]))
+    def on_event(event: Event) -> None:
+        if isinstance(event, ExportEvent):
+            made.append(Made(event.updates, event.checkpoint))
 
     code = run_model_tool("export", job, on_event)
     if output is None:
@@ -318,8 +319,8 @@ def run_model_tool(tool: str, job: dict[str, Any], listen: OnEvent = lambda even
         write_json(path, {**job, SPARE_CACHE: str(folder / "cache")})
         told: list[str] = []
 
-        def on_event(event: dict[str, Any]) -> None:
-            told.append(event["type"])
+        def on_event(event: Event) -> None:
+            told.append(event.type)
             _show(event)
             listen(event)
 
@@ -334,17 +335,17 @@ def run_model_tool(tool: str, job: dict[str, Any], listen: OnEvent = lambda even
     return code
 
 
-def _show(event: dict[str, Any]) -> None:
-    match event["type"]:
-        case "notice":
-            text = event["text"]
-        case "drawn":
-            text = "\n".join(f"{'Wrote' if image.endswith('.txt') else 'Drew'} {image}" for image in event["images"])
-        case "export":
-            text = f"Wrote {event['path']}"
-            if event["max_difference"] is not None:
-                text += f", loaded back, largest difference {number_text(event['max_difference'])}"
-            if about := readers_line(event.get("can_read", ()), event["cannot_read"]):
+def _show(event: Event) -> None:
+    match event:
+        case NoticeEvent():
+            text = event.text
+        case DrawnEvent():
+            text = "\n".join(f"{'Wrote' if image.endswith('.txt') else 'Drew'} {image}" for image in event.images)
+        case ExportEvent():
+            text = f"Wrote {event.path}"
+            if event.max_difference is not None:
+                text += f", loaded back, largest difference {number_text(event.max_difference)}"
+            if about := readers_line(event.can_read, event.cannot_read):
                 text += f"\n{about}"
         case _:
             return

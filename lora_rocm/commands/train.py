@@ -164,7 +164,7 @@ def _train_in(
     command = _commands(run, accept_changes, worker)
     spill = spill_bytes(situation.facts, situation.selection, loaded.recipe.runtime.device)
     with (
-        make_progress(spill_bytes=spill, events=run.events()) as progress,
+        make_progress(spill_bytes=spill, run_dir=run) as progress,
         Trackers(run, loaded.recipe.output, progress.say) as trackers,
     ):
         on_event = trackers.passing(progress.on_event)

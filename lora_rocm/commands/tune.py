@@ -17,8 +17,7 @@ from lora_rocm.recipe.load import load_recipe
 from lora_rocm.rules.environment import plan
 from lora_rocm.rules.this_machine import situation_here
 from lora_rocm.rules.tuned_rules import key_of
-from lora_rocm.supervisor.process import Event
-from lora_rocm.supervisor.row_runner import how_it_died, run_rows
+from lora_rocm.supervisor.row_runner import Row, how_it_died, run_rows
 
 MODULE = "lora_rocm.trials.products_child"
 LIMIT_S, START_LIMIT_S = 600.0, 600.0
@@ -49,9 +48,9 @@ def tune(recipe_path: str, overrides: Sequence[str], registry: Registry = PRODUC
     env = plan(replace(situation, tuned=Tuned())).applied_to(os.environ)
     if env.get("ROCBLAS_USE_HIPBLASLT") == "0":  # this GPU must not try its solutions either
         env["PYTORCH_TUNABLEOP_HIPBLASLT_ENABLED"] = "0"
-    rows: list[Event] = []
+    rows: list[Row] = []
 
-    def on_row(row: Event) -> None:
+    def on_row(row: Row) -> None:
         rows.append(row)
         _say(row_text(row))
 
@@ -81,13 +80,13 @@ def tune(recipe_path: str, overrides: Sequence[str], registry: Registry = PRODUC
     return 0
 
 
-def _with_those_before(rows: Sequence[Event], before: Choice | None) -> list[Event]:
+def _with_those_before(rows: Sequence[Row], before: Choice | None) -> list[Row]:
     """The rows, after those of products that were tuned before and are not among them: what is wrong now leaves."""
     products = {row["product"] for row in rows}
     return [*(dict(row) for row in (before.rows if before else ()) if row["product"] not in products), *rows]
 
 
-def table_text(rows: Sequence[Event]) -> str:
+def table_text(rows: Sequence[Row]) -> str:
     """The table of all products that were right, as torch reads it."""
     good = [row for row in rows if row["problem"] is None]
     validators = good[-1]["validators"] if good else []
@@ -96,7 +95,7 @@ def table_text(rows: Sequence[Event]) -> str:
     return "".join(",".join(map(str, line)) + "\n" for line in lines)
 
 
-def row_text(row: Event) -> str:
+def row_text(row: Row) -> str:
     """A product's row for the terminal."""
     if row["problem"] is not None:
         return f"  {row['product']}: left out: {row['problem']}"
@@ -105,7 +104,7 @@ def row_text(row: Event) -> str:
     return f"  {row['product']} ({row['count']} in a step): {before:.1f} us by default, {after:.1f} us by {solutions}"
 
 
-def summary(rows: Sequence[Event]) -> list[str]:
+def summary(rows: Sequence[Row]) -> list[str]:
     """What was tuned, what was left out, and the time of a step's products before and after."""
     good = [row for row in rows if row["problem"] is None]
     before, after = (sum(row["count"] * row[name] for row in good) * 1e3 for name in ("default_s", "seconds"))

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from lora_rocm.errors import LoraRocmError, RestartCode, StoppedError
 from lora_rocm.hardware.ranks import HERE, Rank
+from lora_rocm.rundir.event_types import Event
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.supervisor.process import Event, Worker, follow, stop_signals
+from lora_rocm.supervisor.process import Worker, follow, stop_signals
 
 DIED: RestartCode = "worker-died"
 LOST: RestartCode = "rank-lost"

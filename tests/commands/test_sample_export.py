@@ -59,7 +59,7 @@ def text_run(folder: Path, more: str = "") -> None:
 
 
 def test_answers_are_written_and_images_are_drawn(capsys: pytest.CaptureFixture[str]) -> None:
-    sample_export._show({"type": "drawn", "images": ["/x/00.txt", "/x/01.png"]})
+    sample_export._show(heard({"type": "drawn", "images": ["/x/00.txt", "/x/01.png"]}))
     assert capsys.readouterr().out == "Wrote /x/00.txt\nDrew /x/01.png\n"
 
 

@@ -34,7 +34,6 @@ from lora_rocm.memory.footprint import count, hollow_model
 from lora_rocm.planning.step_cost import activation_bytes
 from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.report.report import write_report
-from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor import process
 from lora_rocm.train import input_start, outputs, preview
@@ -43,6 +42,7 @@ from lora_rocm.train.disk_forecast import Sizes, sizes_of
 from lora_rocm.train.graphs import Graphs, Passed
 from lora_rocm.train.session import Session
 from lora_rocm.train.texts_child import Seen
+from tests.event_lines import read_events
 from tests.families.contract import ARCHITECTURES, CPU, PACKED, Adapted, Its, die
 from tests.families.toy_families import TOYS
 from tests.memory.test_footprint import Real

@@ -23,6 +23,7 @@ from lora_rocm.errors import (
     WorkerDiedError,
     storage_error,
 )
+from lora_rocm.rundir.event_types import ErrorEvent
 from lora_rocm.rundir.exit_status import describe_exit
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.process import (
@@ -53,7 +54,7 @@ def run(run_dir: RunDir, mode: str) -> tuple[int, list[dict[str, Any]], list[str
     events: list[dict[str, Any]] = []
     said: list[str] = []
     command = [sys.executable, "-m", "tests.supervisor.fake_worker", mode, str(run_dir.path)]
-    code = run_worker(run_dir, os.environ, events.append, command, said.append)
+    code = run_worker(run_dir, os.environ, lambda event: events.append(event.to_json()), command, said.append)
     return code, events, said
 
 
@@ -272,7 +273,7 @@ def test_describe_exit(code: int, words: str) -> None:
 def test_error_from_event_keeps_the_branch() -> None:
     error = LoraRocmError("c", "what", where="w", fix="f")
     for code, branch in ((2, UserError), (3, MachineError), (99, MachineError)):
-        again = error_from_event({**error.to_event(), "exit_code": code})
+        again = error_from_event(ErrorEvent(**{**error.to_event(), "exit_code": code}))
         assert isinstance(again, branch) and str(again) == str(error)
 
 

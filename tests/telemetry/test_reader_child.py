@@ -95,8 +95,8 @@ def test_it_reads_until_its_parent_is_gone(tmp_path: Path) -> None:
         child.stdin.close()
         assert child.wait(WAIT_S) == 0
     events = [event for line in lines if (event := event_of(line)) is not None]
-    assert [event["type"] for event in events] == ["telemetry"] * 3, "each followed by a sign of life"
-    assert events[0]["power_w"] == 303.0 and events[0]["own_bytes"] > 0
+    assert [event.type for event in events] == ["telemetry"] * 3, "each followed by a sign of life"
+    assert events[0].power_w == 303.0 and events[0].own_bytes > 0
 
 
 @posix

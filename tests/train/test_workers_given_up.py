@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from lora_rocm.loader import worker_pool
-from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.incidents import trouble_of
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.restart_policy import changes_of
+from tests.event_lines import read_events
 from tests.train.test_pipeline import bytes_of, make_recipe, material, start, straight
 
 __all__ = ["material", "straight"]
