@@ -27,7 +27,7 @@ NAMED = ("optimizer", "measures")
 """The fields of ``StepEvent``: whole numbers, numbers (NaN is null), and numbers by name."""
 MAX_KEPT = 100_000
 """Events of a kind, besides steps; the newest count."""
-BATCH_STEPS = 1024
+BATCH_STEPS = 64
 
 
 class Steps(Sequence[StepEvent]):
@@ -52,7 +52,8 @@ class Steps(Sequence[StepEvent]):
         for name, values in zip(WHOLE, zip(*map(attrgetter(*WHOLE), steps), strict=True), strict=True):
             self.whole[name].extend(values)
         for name, values in zip(REAL, zip(*map(attrgetter(*REAL), steps), strict=True), strict=True):
-            self.real[name].extend(math.nan if value is None else value for value in values)
+            has_null = None in values
+            self.real[name].extend((math.nan if value is None else value for value in values) if has_null else values)
         for field, of_name in self.named.items():
             for number, step in enumerate(steps, first):
                 for name, value in getattr(step, field).items():
