@@ -343,6 +343,22 @@ def status(run: RunPath, as_json: AsJson = False) -> None:
 
 @app.command(cls=Command)
 @explained
+def runs(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder that the runs are in.")] = Path("runs"),
+    as_json: AsJson = False,
+) -> None:
+    """List the runs in a folder: state, step, loss and time of the last event."""
+    import json
+
+    from lora_rocm.commands import runs as run_list
+    from lora_rocm.foundation.terminal_text import legible
+
+    found = run_list.runs(folder)
+    typer.echo(json.dumps(found, indent=1) if as_json else legible(run_list.runs_text(found), keep="\n"))
+
+
+@app.command(cls=Command)
+@explained
 def inspect(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A .safetensors file or a folder of a model.")],
     as_json: AsJson = False,

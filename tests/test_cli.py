@@ -51,6 +51,7 @@ COMMANDS: dict[str, set[str]] = {
     "export": {"RUN", "--format", "--output", "--dtype", "--converter"},
     "tune": {"RECIPE", "--set"},
     "status": {"RUN", "--json"},
+    "runs": {"FOLDER", "--json"},
     "inspect": {"PATH", "--json"},
     "report": {"RUN"},
     "doctor": {"--json", "--report", "--facts", "--quick"},
@@ -95,7 +96,7 @@ def test_usage_shows_arguments_plainly() -> None:
         argument = next((option for option in options if option.isupper()), None)
         if argument is not None:
             usage = run(*name.split(), "--help")[1].splitlines()[0]
-            wanted = f"[{argument}]" if name == "env" else argument
+            wanted = f"[{argument}]" if name in ("env", "runs") else argument
             assert usage == f"Usage: lora-rocm {name} [OPTIONS] {wanted}".replace("lora-rocm", usage.split()[1])
 
 
