@@ -182,7 +182,7 @@ def own_json(rng: random.Random) -> bytes:
 
 def read_own_json(path: Path) -> None:
     """Call each reader of such files."""
-    from lora_rocm.hardware.probe.tool_cache import MEMORY_FILE, recalled
+    from lora_rocm.hardware.probe.sources import MEMORY_FILE, recalled
     from lora_rocm.hardware.selftest_result import Stack, path_of, stored
     from lora_rocm.hardware.settings import VARIABLE, settings_from
     from lora_rocm.rundir.heartbeat import read_heartbeat
@@ -219,7 +219,7 @@ def read_config(path: Path) -> None:
     from lora_rocm.base_models.loading import Source, builtin_folder
     from lora_rocm.families.ldm import detect
     from lora_rocm.families.registry import PRODUCT
-    from lora_rocm.families.sdxl.detect import EXPECTED
+    from lora_rocm.families.sdxl.family import EXPECTED
 
     family, _ = model()
     folder = path.parent / "model"

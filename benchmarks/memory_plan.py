@@ -29,6 +29,7 @@ from torch import Tensor
 from lora_rocm.adapters.factory import inject
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.device.allocator import empty_pools
+from lora_rocm.device.placement.offloaded import Offload
 from lora_rocm.device.torch_errors import out_of_memory
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
@@ -36,7 +37,6 @@ from lora_rocm.kernels.backend import form_for
 from lora_rocm.kernels.weight_format import use_form
 from lora_rocm.memory.controller import Memory, apply
 from lora_rocm.memory.footprint import count, hollow_model, measured_rates
-from lora_rocm.memory.offload import Offload
 from lora_rocm.memory.op_counter import Ledger
 from lora_rocm.optim.base import GatedOptimizer
 from lora_rocm.optim.factory import make_optimizer
@@ -139,10 +139,10 @@ class Setup:
         model = self.family.load(self.dtype, device)
         adapter = inject(self.family, model, self.recipe.lora, 0)
         adapter.cast_inputs(False)
-        staying = Memory(Job(), False, False, plan=plan).staying(self.family, model) if plan else ()
-        for name, component in model.components.items():
-            if device != self.device:
-                self.transfer.send_parameters(component, name, staying)
+        if device != self.device:
+            memory = Memory(Job(), False, False, plan=plan)
+            model.place(memory.placement(self.family, model, self.transfer, self.device.type == "cuda"))
+        for component in model.components.values():
             component.train()
         model.device = self.device
         self.family.fuse(model)

@@ -42,10 +42,10 @@ from lora_rocm.commands import train
 from lora_rocm.errors import LoraRocmError
 from lora_rocm.rules import environment
 from lora_rocm.rules.rule import Rule, When
-from lora_rocm.supervisor import process
+from lora_rocm.supervisor import worker
 recipe, run_dir, cap, worker = sys.argv[1:]
 if worker:
-    process.WORKER = worker
+    worker.WORKER = worker
 if int(cap):
     own = Rule("cap", "setting:memory_limit_bytes", cap, "measured under a cap", "-", When(amd=False))
     environment.rules = lambda every=environment.rules: (*every(), own)

@@ -48,10 +48,10 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lora_rocm.base_models.loading import WEIGHTS_MEMORY, WeightsVersion, builtin_folder
+from lora_rocm.base_models.loading import WeightsVersion, builtin_folder
 from lora_rocm.base_models.random_weights import PREFIX, RandomSource, random_source
 from lora_rocm.base_models.safetensors_file import digest, read_hashed, read_tensors
-from lora_rocm.cache_files.hash_memory import FileState, HashMemory, remembered_line
+from lora_rocm.cache_files.hash_memory import WEIGHTS_MEMORY, FileState, HashMemory, remembered_line
 from lora_rocm.dataset.buckets import choose_bucket
 from lora_rocm.dataset.entry_spec import CAPTION, IMAGE, EntrySpec, TensorSpec
 from lora_rocm.families.base import family_for
@@ -100,14 +100,17 @@ class Wait:
 class Family:
     """The part of a family that ``prepare`` uses."""
 
+    texts = None
+    inpaints = False
+
     def __init__(self, image: Any, text: Any) -> None:
         self._encoders = [image, text]
 
     def encoders(self) -> list[Any]:
         return self._encoders
 
-    def truncated(self) -> Callable[[str], str]:
-        return lambda caption: ""
+    def token_limits(self) -> list[Any]:
+        return []
 
 
 def fake_family(encode_s: float) -> Family:
@@ -173,7 +176,7 @@ def encode(options: argparse.Namespace) -> dict[str, Any]:
 
 def _floor_s(image: Any, options: argparse.Namespace) -> float:
     """Return the time of the encoder alone on ready pixels, extrapolated from a part of the images."""
-    from lora_rocm.latent_cache.quarantine import plain_door
+    from lora_rocm.latent_cache.encode_session import plain_door
 
     if not options.vae:
         return float(options.encode_s * options.images)

@@ -230,6 +230,9 @@ def sample(
     control_image: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Image that the model edits, if it takes one.")
     ] = None,
+    control_image_2: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Second such image, if the model takes two.")
+    ] = None,
     mask: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Mask of that image; an inpainting base draws what is white.")
     ] = None,
@@ -258,6 +261,7 @@ def sample(
         sampler=sampler,
         num=num,
         control_image=control_image,
+        control_image_2=control_image_2,
         mask=mask,
         output=output,
         base=base,
@@ -445,11 +449,11 @@ def bench_transfer(json_file: JsonPath = None) -> int:
 
 @bench_app.command("compute", cls=Command)
 @explained
-def bench_compute(json_file: JsonPath = None) -> int:
-    """Measure matrix products at LoRA shapes, attention and convolutions."""
+def bench_compute(recipe: RecipePath, overrides: Overrides = None, json_file: JsonPath = None) -> int:
+    """Measure the matrix products, attention and convolutions of a recipe's training step."""
     from lora_rocm.commands import bench
 
-    return bench.compute(json_file)
+    return bench.compute(recipe, overrides or (), json_file)
 
 
 @bench_app.command("loader", cls=Command)

@@ -4,8 +4,9 @@
     +-- UserError                 exit 2: something the user wrote or pointed at
     |   +-- RecipeError           the recipe: carries every problem found, not only the first
     |   +-- DataError             folders, images, captions, datasets
-    |   +-- ModelError            a base model that cannot be used
-    |   +-- AdapterError          a LoRA file that cannot be used
+    |   +-- ModelFileError        a file that others made, with names from it escaped
+    |   |   +-- ModelError        a base model that cannot be used
+    |   |   +-- AdapterError      a LoRA file that cannot be used
     |   +-- ResumeError           a run directory or checkpoint that does not fit
     +-- MachineError              exit 3: the machine or its software
     |   +-- StorageError          disk full, permission, a file that changed under us
@@ -27,6 +28,7 @@ traceback shown to a user is a bug.
 from __future__ import annotations
 
 import errno
+import unicodedata
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -53,6 +55,10 @@ RestartCode = Literal[
     "worker-unkillable",
 ]
 """The codes on which a decision about a new start rests (``rules.mitigations``, ``supervisor.restart_policy``)."""
+
+
+STEERING = ("Cc", "Cs", "Zl", "Zp")
+"""Unicode's categories of characters that change a terminal or begin a line."""
 
 
 class LoraRocmError(Exception):
@@ -126,11 +132,26 @@ class DataError(UserError):
     """Folders, images, captions or datasets cannot be used."""
 
 
-class ModelError(UserError):
+class ModelFileError(UserError):
+    """A file that others made. Names from it may hold line ends and control characters: here all are escaped."""
+
+    def __init__(self, code: str, what: str, *, where: str = "", fix: str = "") -> None:
+        super().__init__(code, _escaped(what), where=_escaped(where), fix=_escaped(fix))
+
+
+def _escaped(text: str) -> str:
+    """Escape control characters, lone surrogates and line ends. What reorders text is escaped where it is printed."""
+    return "".join(
+        letter.encode("unicode_escape").decode("ascii") if unicodedata.category(letter) in STEERING else letter
+        for letter in text
+    )
+
+
+class ModelError(ModelFileError):
     """A base model that cannot be used."""
 
 
-class AdapterError(UserError):
+class AdapterError(ModelFileError):
     """A LoRA file that cannot be used."""
 
 

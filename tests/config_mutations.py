@@ -14,7 +14,7 @@ from torch import Tensor
 from lora_rocm.dataset.entry_spec import CAPTION, IMAGE
 from lora_rocm.errors import UserError
 from lora_rocm.families.base import family_for
-from lora_rocm.latent_cache.quarantine import plain_door
+from lora_rocm.latent_cache.encode_session import plain_door
 from lora_rocm.recipe.schema import Recipe
 from tests.tiny_models import read_json
 

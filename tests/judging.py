@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from lora_rocm.commands import inspect_file
 from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.processes.jobs import Judged
 from lora_rocm.train.usable_base import judged
 
 
-def judge_here(path: Path, families: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
-    return {name: asdict(judged(path, PRODUCT[name])) for name in families}
+def judge_here(path: Path, families: Sequence[str]) -> Mapping[str, Judged]:
+    return {name: judged(path, PRODUCT[name]) for name in families}
 
 
 def inspect(path: Path, registry: Registry = PRODUCT) -> dict[str, Any]:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import random
 import sys
 import threading
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -23,15 +22,19 @@ import pytest
 import torch
 from PIL import Image
 
+from lora_rocm.children import check_base, model_child
 from lora_rocm.errors import LoraRocmError
+from lora_rocm.processes.job_file import read_job_file, to_json
+from lora_rocm.processes.jobs import CheckBaseJob
+from lora_rocm.processes.process import error_from_event
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.rundir import exit_status
 from lora_rocm.rundir.event_types import EndEvent, ErrorEvent, Event, event_of
 from lora_rocm.rundir.events import EventReader, EventWriter
 from lora_rocm.rundir.heartbeat import HeartbeatWriter
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.supervisor import process
-from lora_rocm.train import check_child, model_child, session, worker
+from lora_rocm.supervisor import worker as parent_worker
+from lora_rocm.train import session, worker
 from tests.command_line import command_line
 from tests.tiny_models import RUN_TARGETS, SHALLOW, write_tiny_sdxl
 
@@ -91,9 +94,9 @@ class Program:
     """Runs commands; the children run inside this process."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(process, "run_worker", run_worker)
-        patch.setattr("lora_rocm.supervisor.subprocesses.run_for_json", run_for_json)
-        patch.setattr("lora_rocm.commands.sample_export.run_tool", run_tool)
+        patch.setattr(parent_worker, "run_worker", run_worker)
+        patch.setattr("lora_rocm.processes.tool.run_for_json", run_for_json)
+        patch.setattr("lora_rocm.processes.tool.run_tool", run_tool)
         patch.setattr("lora_rocm.commands.check.threading", SimpleNamespace(Thread=WaitedFor))
         patch.setattr(session.Session, "_watch_parent", lambda self: None)
         patch.setattr(session, "EventWriter", ClosableEvents)
@@ -171,7 +174,7 @@ def run_worker(
     command: Sequence[str],
     say: Callable[[str], None],
 ) -> int:
-    """``process.run_worker``, with its own words about how the worker ended."""
+    """``supervisor.worker.run_worker``, with its own words about how the worker ended."""
     before, log_start = len(EventReader(run_dir.events()).poll()), _size(run_dir.worker_log)
     run_dir.stop.unlink(missing_ok=True)
     log = io.StringIO()
@@ -184,7 +187,7 @@ def run_worker(
     for event in EventReader(run_dir.events()).poll()[before:]:
         last = event if isinstance(event, EndEvent | ErrorEvent) else last
         on_event(event)
-    return process._verdict(run_dir, code, killed=False, last=last, log_start=log_start)
+    return parent_worker._verdict(run_dir, code, killed=False, last=last, log_start=log_start)
 
 
 def run_tool(module: str, arguments: Sequence[str], env: Mapping[str, str], on_event: Callable[[Event], None]) -> int:
@@ -193,7 +196,7 @@ def run_tool(module: str, arguments: Sequence[str], env: Mapping[str, str], on_e
     code, events, log = _child(module, arguments)
     for event in events:
         if isinstance(event, ErrorEvent):
-            raise process.error_from_event(event)
+            raise error_from_event(event)
         on_event(event)
     if code:
         raise exit_status.died(f"The process {module}", code, log.encode())
@@ -202,9 +205,11 @@ def run_tool(module: str, arguments: Sequence[str], env: Mapping[str, str], on_e
 
 def run_for_json(module: str, arguments: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
     """``children.run_for_json`` of weighing: called in a thread, so nothing is redirected."""
-    assert module == check_child.__name__
+    assert module == check_base.__name__
     try:
-        return asdict(check_child.weigh(recipe_from(json.loads(Path(arguments[0]).read_text(encoding="utf-8")))))
+        job = read_job_file(Path(arguments[0]), {"check-base": CheckBaseJob})
+        found: dict[str, Any] = to_json(check_base.weigh(recipe_from(job.recipe)))
+        return found
     except LoraRocmError:
         raise
     except Exception:  # in a process of its own: a traceback, and an exit code

@@ -40,6 +40,7 @@ ROOMS: dict[str, str] = {
     "dataset": LIGHT,
     "planning": LIGHT,
     "cache_files": LIGHT,
+    "processes": LIGHT,
     "report": LIGHT,
     "supervisor": LIGHT,
     "device": HEAVY,
@@ -54,8 +55,7 @@ ROOMS: dict[str, str] = {
     "memory": HEAVY,
     "export": HEAVY,
     "train": HEAVY,
-    "bench": HEAVY,
-    "trials": HEAVY,
+    "children": HEAVY,
     "commands": LIGHT,
     "doctor": LIGHT,
     "cli": LIGHT,
@@ -66,10 +66,10 @@ PROCESS_EDGES = {
     (f"{PACKAGE}.dataset.row_edge", "row_edge"),  # the one edge of a row
     (f"{PACKAGE}.telemetry.reader_child", "main"),
     (f"{PACKAGE}.train.worker", "main"),
-    (f"{PACKAGE}.train.model_child", "main"),
-    (f"{PACKAGE}.train.tracking", "main"),
+    (f"{PACKAGE}.children.model_child", "main"),
+    (f"{PACKAGE}.children.tracking", "main"),
     (f"{PACKAGE}.foundation.exit_codes", "exit_code_of"),
-    (f"{PACKAGE}.supervisor.child_main", "main"),
+    (f"{PACKAGE}.processes.child_main", "main"),
     (f"{PACKAGE}.loader.worker_pool", "_serve"),
     (f"{PACKAGE}.commands.check", "_weigh"),  # a thread, which hands on what it raises
     (f"{PACKAGE}.dataset.row_edge", "row_edge"),
@@ -77,6 +77,27 @@ PROCESS_EDGES = {
     ("benchmarks/reliable_fuzz.py", "child"),
     ("benchmarks/step_variants.py", "main"),
 }
+OWN_JSON = {
+    f"{PACKAGE}.{place}"
+    for place in (
+        "foundation.json_text:parse_json",
+        # a job or an answer of another process of the same start, or a record made in this one
+        *("bench.device_child:main", "bench.loader_child:main", "memory.footprint:main", "train.json_child:answer"),
+        *("train.model_child:main", "trials.job:report_rows", "supervisor.subprocesses:_last_object"),
+        *("train.worker:main", "train.chat:_read", "telemetry.cards:from_text", "hardware.settings:settings_from"),
+        *("device.process_group:require_same", "rules.environment:settings", "base_models.hollow:new_hollow"),
+        *("dataset.given:of_text", "dataset.records:_sorted", "dataset.records:read", "recipe.reference:_schema_of"),
+        *("dataset.row_reference:separated", "dataset.row_reference:resolved", "recipe.reference:_schema_of_section"),
+        # what a library or a tool of the system prints
+        *("families.causal_lm.chat:_growth", "families.tokenizers:_written_around"),
+        "hardware.probe.windows_probe:adapters_from_json",
+        # the program's own cache and memory, which it makes again if they are damaged
+        *("cache_files.entry_file:_parsed", "cache_files.hash_memory:_read", "latent_cache.manifest:_read"),
+        *("commands.check:_remembered", "memory.footprint:_remembered", "rules.mitigation_store:_read"),
+        *("hardware.measured_choice:stored", "hardware.selftest_result:stored", "hardware.probe.sources:_entries"),
+    )
+}
+"""Functions that parse JSON by themselves; text of users and other programs goes through ``parse_json``."""
 BINARY_OPENERS = {"Image", "os", "webbrowser", "zipfile", "tarfile"}
 NOT_AT_START = ("tensorboard", "torch.utils.tensorboard", "datasets", "torch._dynamo", "torch._inductor", "pandas")
 OF_BLAS = (
@@ -89,7 +110,7 @@ OF_BLAS = (
     "preferred_blas_library",
 )
 """Operations of torch that no preference keeps away from hipBLASLt, and the preference itself."""
-MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 60
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_UNLABELLED_LINES = 600, 80, 60
 MEMORY_HOMES = {
     "(?i)mem_?get_?info|get_memory_info": (f"{PACKAGE}.device.device_memory",),
     "memory_fraction$": (f"{PACKAGE}.device.allocator",),
@@ -227,7 +248,7 @@ def families() -> tuple[str, ...]:
 
 
 def family_of(name: str) -> str:
-    """The family that a module belongs to (``families.sdxl.detect`` to ``sdxl``); empty for what families share."""
+    """The family that a module belongs to (``families.sdxl.family`` to ``sdxl``); empty for what families share."""
     parts = name.split(".")
     if parts[:2] != [PACKAGE, "families"] or len(parts) < 3:
         return ""
@@ -293,6 +314,9 @@ def size_faults(module: Module) -> Iterator[str]:
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > MAX_FUNCTION_LINES:
                 yield f"{module.name}:{node.lineno} {node.name} has {length} lines"
+            inside = module.source.splitlines()[node.lineno - 1 : node.end_lineno]
+            if length > MAX_UNLABELLED_LINES and sum(line.lstrip().startswith("# ") for line in inside) < 2:
+                yield f"{module.name}:{node.lineno} {node.name} has {length} lines, and no comments label its steps"
 
 
 def broad_except_faults(module: Module) -> Iterator[str]:
@@ -303,6 +327,18 @@ def broad_except_faults(module: Module) -> Iterator[str]:
         caught = set() if node.type is None else {part.id for part in ast.walk(node.type) if isinstance(part, ast.Name)}
         if node.type is None or caught & {"Exception", "BaseException"}:
             yield f"{module.name}:{node.lineno} catches everything"
+
+
+def json_faults(module: Module) -> Iterator[str]:
+    """JSON of a user that does not go through ``parse_json``, which tells what is wrong and refuses repeated keys."""
+    for function, node in _with_function(module.source):
+        names = (
+            [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) and node.module == "json" else []
+        )
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "json":
+            names = [node.attr]
+        if {"load", "loads", "JSONDecoder", "decoder"} & {*names} and f"{module.name}:{function}" not in OWN_JSON:
+            yield f"{module.name}:{node.lineno} {function} parses JSON by itself"  # type: ignore[attr-defined]
 
 
 def unfinished_faults(module: Module) -> Iterator[str]:
@@ -418,6 +454,7 @@ RULES: list[tuple[Callable[[Module], Iterator[str]], bool]] = [  # rule, does it
     (python_child_faults, False),
     (product_faults, False),
     (memory_faults, False),
+    (json_faults, False),
 ]
 
 
@@ -494,7 +531,8 @@ def bad(rule: Callable[[Module], Iterator[str]], name: str, source: str) -> obje
         bad(standard_library_faults, "hardware.probe.detection", "import psutil"),
         bad(standard_library_faults, "hardware.wheels", "from lora_rocm.recipe.schema import Recipe"),
         bad(size_faults, "errors", "x = 1\n" * (MAX_FILE_LINES + 1)),
-        bad(size_faults, "errors", "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES),
+        bad(size_faults, "errors", "def f():\n" + "    # Step.\n" * 2 + "    x = 1\n" * MAX_FUNCTION_LINES),
+        bad(size_faults, "errors", "def f():\n" + "    x = 1\n" * MAX_UNLABELLED_LINES),
         bad(broad_except_faults, "train.loop", "try:\n    f()\nexcept Exception:\n    raise"),
         bad(broad_except_faults, "train.worker", "def run():\n    try:\n        f()\n    except:\n        raise"),
         bad(broad_except_faults, "train.loop", "try:\n    f()\nexcept (OSError, BaseException):\n    raise"),
@@ -507,16 +545,19 @@ def bad(rule: Callable[[Module], Iterator[str]], name: str, source: str) -> obje
         bad(encoding_faults, "errors", "path.write_text('a')"),
         bad(encoding_faults, "errors", "tempfile.NamedTemporaryFile('w')"),
         bad(encoding_faults, "errors", "subprocess.run(['a'], text=True)"),
-        bad(python_child_faults, "supervisor.process", "subprocess.Popen([sys.executable, '-m', 'x'])"),
-        bad(python_child_faults, "supervisor.process", "command = [str(look.sources.python), script]"),
+        bad(python_child_faults, "processes.process", "subprocess.Popen([sys.executable, '-m', 'x'])"),
+        bad(python_child_faults, "processes.process", "command = [str(look.sources.python), script]"),
         bad(python_child_faults, "train.loop", "f('python3', *['-c', code])"),
         bad(python_child_faults, "train.loop", "os.execv(python, words)"),
         bad(memory_faults, "train.loop", "free, total = torch.cuda.mem_get_info(device)"),
         bad(memory_faults, "device.allocator", "from torch.cuda import mem_get_info as ask\nfree = mem_get_info()"),
         bad(memory_faults, "memory.controller", "torch.accelerator.get_memory_info(0)"),
-        bad(memory_faults, "bench.compute", "getattr(torch.cuda, 'mem_get_info')(0)"),
+        bad(memory_faults, "children.bench.compute", "getattr(torch.cuda, 'mem_get_info')(0)"),
         bad(memory_faults, "train.guard", "torch.cuda.cudart().cudaMemGetInfo(0)"),
-        bad(memory_faults, "memory.offload", "torch.cuda.set_per_process_memory_fraction(0.5)"),
+        bad(json_faults, "dataset.text_rows", "def _parsed(line):\n    return json.loads(line)"),
+        bad(json_faults, "dataset.records", "def record_of(cell):\n    return list(map(json.loads, cell))"),
+        bad(json_faults, "model_files.config_file", "from json import load"),
+        bad(memory_faults, "device.placement.offloaded", "torch.cuda.set_per_process_memory_fraction(0.5)"),
         bad(memory_faults, "report.report", "(folder / 'mem_info_vram_used').read_bytes()"),
     ],
 )
@@ -529,8 +570,9 @@ def test_fires_on_a_planted_fault(rule: Callable[[Module], Iterator[str]], plant
     [
         (arrow_faults, "latent_cache.cache", "from lora_rocm.families.base import Encoder"),
         (arrow_faults, "train.loop", "from lora_rocm import __version__"),
-        (family_faults, "families.sdxl.detect", "from lora_rocm.families.sdxl.family import Sdxl"),
+        (family_faults, "families.sdxl.family", "from lora_rocm.families.sdxl.family import Sdxl"),
         (light_faults, "dataset.scan", "def f():\n    import datasets"),
+        (size_faults, "errors", "def f():\n" + "    # Step.\n" * 2 + "    x = 1\n" * (MAX_FUNCTION_LINES - 3)),
         (eager_faults, "train.hooks", "def f():\n    from torch.utils.tensorboard import SummaryWriter"),
         (eager_faults, "train.hooks", "import torch"),
         (light_faults, "latent_cache.cache", "import torch"),
@@ -547,11 +589,13 @@ def test_fires_on_a_planted_fault(rule: Callable[[Module], Iterator[str]], plant
         (encoding_faults, "errors", "open('a', 'rb')\npath.open('ab')\nImage.open('a')\nopen('a', encoding='utf-8')"),
         (encoding_faults, "errors", "tempfile.TemporaryFile()\nsubprocess.run(['a'])"),
         (memory_faults, "device.device_memory", "free, total = torch.cuda.mem_get_info(device)"),
+        (json_faults, "train.json_child", "def answer():\n    return json.loads(sys.argv[1])"),
+        (json_faults, "dataset.text_rows", "def _parsed(line):\n    return json.dumps(parse_json(line))"),
         (memory_faults, "device.allocator", "torch.cuda.set_per_process_memory_fraction(0.5)"),
         (memory_faults, "train.loop", '"""What mem_get_info says is too much."""\ntorch.cuda.memory_allocated(0)'),
         (
             python_child_faults,
-            "supervisor.process",
+            "processes.process",
             "Popen(python_command('-m', module))\nwhere = f'{sys.executable} -m'",
         ),
     ],

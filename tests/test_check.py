@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from lora_rocm.commands import check as module
 from lora_rocm.commands.check import check, plan_data
 from lora_rocm.dataset.batch_sampler import BatchPlan, Item
 from lora_rocm.dataset.scan import geometries, scan
@@ -63,7 +62,7 @@ def weigh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Weigh:
     (model / "config.json").write_text("{}", encoding="utf-8")
     (tmp_path / "my.yaml").write_text(RECIPE, encoding="utf-8")
     stand_in = Weigh()
-    monkeypatch.setattr("lora_rocm.supervisor.subprocesses.run_for_json", stand_in)
+    monkeypatch.setattr("lora_rocm.processes.tool.run_for_json", stand_in)
     return stand_in
 
 
@@ -201,10 +200,6 @@ def test_a_cache_that_cannot_be_written_stops_nothing(weigh: Weigh, monkeypatch:
     check("my.yaml")
     check("my.yaml")
     assert weigh.calls == 2
-
-
-def test_the_module_name_of_the_child() -> None:
-    assert module.WEIGH_MODULE == "lora_rocm.train.check_child"
 
 
 def test_captions_that_will_be_cut_are_said_and_the_tokenizers_remembered(

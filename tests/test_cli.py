@@ -41,6 +41,7 @@ COMMANDS: dict[str, set[str]] = {
         "--strength",
         "--num",
         "--control-image",
+        "--control-image-2",
         "--mask",
         "--output",
         "--base",
@@ -62,7 +63,7 @@ COMMANDS: dict[str, set[str]] = {
     "cache verify": {"--dir"},
     "cache prune": {"--dir", "--older-than", "--dry-run"},
     "bench transfer": {"--json"},
-    "bench compute": {"--json"},
+    "bench compute": {"RECIPE", "--set", "--json"},
     "bench loader": {"RECIPE", "--set", "--json"},
     "bench step": {"RECIPE", "--set", "--random-weights", "--steps", "--json"},
 }

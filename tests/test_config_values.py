@@ -17,14 +17,15 @@ from lora_rocm.errors import ModelError, UserError
 from lora_rocm.families.base import family_for
 from lora_rocm.families.registry import PRODUCT
 from lora_rocm.model_files.config_file import Config, read_config, require_bounded
+from lora_rocm.processes.jobs import Judged
 from lora_rocm.train import dry_run
-from lora_rocm.train.usable_base import Judged, judged, require_usable
+from lora_rocm.train.usable_base import judged, require_usable
 from tests.config_mutations import VALUES, config_files, mutate, mutations, trial
 from tests.test_usable_bases import SOUND, checked, recipe_of
 from tests.tiny_models import SHALLOW, read_json, write_tiny_sdxl
 from tests.tiny_sd import SHALLOW_SD, write_tiny_sd
 from tests.tiny_z_image import write_tiny_z_image
-from tests.train.test_pipeline import start
+from tests.train.runs import start
 
 WRITERS: dict[str, Callable[[Path], object]] = {
     **{name: write for name, (_, write) in SOUND.items()},
@@ -113,6 +114,18 @@ def test_a_value_with_which_no_run_computes_is_refused_by_file_and_key(
     assert refusal.where == f"{base / file}: {key}" and refusal.fix
 
 
+def test_a_schedule_that_needs_a_package_which_is_not_there(
+    sound: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diffusers.schedulers.scheduling_euler_discrete.is_scipy_available", lambda: False)
+    base = Path(shutil.copytree(sound("sdxl"), tmp_path / "sdxl"))
+    assert agreed(base, "sdxl") is None, "the control"
+    mutate(base / SCHEDULER, "use_beta_sigmas", "true")
+    refusal = agreed(base, "sdxl")
+    assert refusal is not None
+    assert (refusal.code, refusal.where) == ("scheduler-unreadable", f"{base / SCHEDULER}: use_beta_sigmas")
+
+
 @pytest.mark.parametrize(("name", "file", "key", "what"), TAKEN)
 def test_a_value_with_which_a_run_computes_is_taken(
     sound: Callable[[str], Path], tmp_path: Path, name: str, file: str, key: str, what: str
@@ -124,6 +137,7 @@ def test_a_value_with_which_a_run_computes_is_taken(
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize("name", [name for name in WRITERS if name not in ("sd2", "schnell")])
 def test_no_value_of_any_key_breaks_a_run(sound: Callable[[str], Path], tmp_path: Path, name: str) -> None:
     base = Path(shutil.copytree(sound(name), tmp_path / name))

@@ -18,10 +18,10 @@ import pytest
 from lora_rocm.foundation.safe_path import NO_PROGRAMS_HERE, forbid_programs_here, python_environment
 from lora_rocm.hardware.probe.sources import Look, this_machine
 from lora_rocm.hardware.probe.torch_files import ASK
+from lora_rocm.processes.process import heavy_command
+from lora_rocm.processes.tool import run_for_json
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor import selftest_runner
-from lora_rocm.supervisor.process import heavy_command
-from lora_rocm.supervisor.subprocesses import run_for_json
 from lora_rocm.supervisor.worker_group import free_port
 from tests.command_line import command_line
 from tests.program import RECIPE, images
@@ -111,7 +111,7 @@ COMMANDS = {
     "sample": ["sample", "whole", "--prompt", "x"],
     "export": ["export", "whole", "--format", "peft"],
     "bench transfer": ["bench", "transfer"],
-    "bench compute": ["bench", "compute"],
+    "bench compute": ["bench", "compute", "r.yaml"],
     "bench loader": ["bench", "loader", "r.yaml"],
     "bench step": ["bench", "step", "r.yaml"],
 }
@@ -143,7 +143,7 @@ def test_every_command_starts_its_children_safely(name: str, tmp_path: Path, mon
     command_line(*COMMANDS[name])
     assert started.pythons
     for command, environ in started.pythons:
-        assert command[1:4] == ["-P", "-m", "lora_rocm.supervisor.child_main"]
+        assert command[1:4] == ["-P", "-m", "lora_rocm.processes.child_main"]
         assert environ["PYTHONSAFEPATH"] == "1" and environ["PYTHONPATH"] == str(ROOT)
 
 

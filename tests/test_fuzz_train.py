@@ -68,7 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (root / "r.yaml").write_text(RECIPE, encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
-        patch.setattr("lora_rocm.supervisor.subprocesses.run_for_json", run_for_json)
+        patch.setattr("lora_rocm.processes.tool.run_for_json", run_for_json)
         patch.setattr(
             "lora_rocm.latent_cache.encode.empty_pools", lambda: None
         )  # garbage collection takes a third of a second

@@ -29,7 +29,7 @@ COMMANDS = {
     "sample": ["sample", "whole", "--prompt", "x"],
     "export": ["export", "whole", "--format", "peft"],
     "bench transfer": ["bench", "transfer"],
-    "bench compute": ["bench", "compute"],
+    "bench compute": ["bench", "compute", "r.yaml"],
     "bench loader": ["bench", "loader", "r.yaml"],
     "bench step": ["bench", "step", "r.yaml"],
 }

@@ -13,7 +13,7 @@ import pytest
 
 from tests.test_architecture import PACKAGE, Module, imports_of, package_modules, script_modules
 
-POSIX_HOME = f"{PACKAGE}.supervisor.process"
+POSIX_HOME = f"{PACKAGE}.processes.process"
 POSIX_MODULES = {"crypt", "fcntl", "grp", "nis", "posix", "pty", "pwd", "resource", "spwd", "syslog", "termios", "tty"}
 POSIX_NAMES = {
     "os": """
@@ -35,7 +35,7 @@ POSIX_NAMES = {
 LINUX_FOLDER = re.compile(r"/(dev|etc|proc|run|sys|tmp|usr|var)(/\S*)?")
 # These look at Linux itself, or compare with what a Linux user wrote; a test of each holds what they do elsewhere.
 KNOWS_LINUX = re.compile(
-    rf"{PACKAGE}\.(hardware\.probe\.\w+|hardware\.card_memory|telemetry\.linux_sysfs|rules\.harmful_values|bench\.pcie)$"
+    rf"{PACKAGE}\.(hardware\.probe\.\w+|hardware\.card_memory|telemetry\.linux_sysfs|rules\.harmful_values|children\.bench\.pcie)$"
 )
 
 
@@ -108,7 +108,7 @@ def test_fires_on_a_planted_fault(rule: Rule, name: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("rule", "name", "source"),
     [
-        (posix_faults, "supervisor.process", "import os\nos.kill(1, 9)"),
+        (posix_faults, "processes.process", "import os\nos.kill(1, 9)"),
         (posix_faults, "latent_cache.cache", "import os\nos.open('a', os.O_RDONLY)\nself.reader.poll()"),
         (fork_faults, "loader.batches", "import multiprocessing\nmultiprocessing.get_context('spawn')"),
         (folder_faults, "hardware.probe.linux_probe", "KFD = Path('/dev/kfd')"),

@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lora_rocm.base_models.loading import builtin_folder
+from lora_rocm.children.check_base import weigh
 from lora_rocm.commands import inspect_file
 from lora_rocm.commands.inspect_file import inspect_text
 from lora_rocm.errors import UserError
 from lora_rocm.families.base import family_for
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.train.check_child import weigh
 from tests.judging import inspect
 from tests.tiny_anima import write_tiny_anima
 from tests.tiny_flux import write_tiny_flux
@@ -89,6 +89,11 @@ def codes_without_scale(tensors: dict[str, torch.Tensor]) -> None:
     tensors[name] = tensors[name].to(torch.int8)
 
 
+def infinite_norm(tensors: dict[str, torch.Tensor]) -> None:
+    name = next(name for name in sorted(tensors) if "norm" in name and tensors[name].ndim == 1)
+    tensors[name][-1] = torch.inf
+
+
 def scale_of_columns(tensors: dict[str, torch.Tensor]) -> None:
     name = next(name for name in sorted(tensors) if name.endswith("to_q.weight"))
     tensors[name] = tensors[name].to(torch.int8)
@@ -119,8 +124,8 @@ BROKEN: list[tuple[str, str, Callable[[Path], None]]] = [
     ("sdxl", "gptq", changed("unet/config.json", quantization_config={"quant_method": "gptq"})),
     ("sdxl", "channels", changed("unet/config.json", out_channels=8)),
     ("sdxl", "scale", weights(MAIN["sdxl"], scale_of_columns)),
-    *((name, change.__name__, weights(stem, change))
-      for name, stem in MAIN.items() for change in (without_one, one_more, of_another_shape, codes_without_scale)),
+    *((name, change.__name__, weights(stem, change)) for name, stem in MAIN.items()
+      for change in (without_one, one_more, of_another_shape, codes_without_scale, infinite_norm)),
 ]  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 from lora_rocm.base_models.loading import builtin_folder
 from lora_rocm.dataset.entry_spec import CAPTION
 from lora_rocm.families.base import ModelFamily, PreviewRequest, Tensors
-from lora_rocm.latent_cache.quarantine import plain_door
+from lora_rocm.latent_cache.encode_session import plain_door
 
 WORDS = ("photo", "red", "blue", "cat", "dog", "circle", "square", "zibu", "small", "large")
 BEGIN, END = "<|startoftext|>", "<|endoftext|>"
@@ -209,6 +209,11 @@ def written_once(folder: Path, how: str, write: Callable[[], object]) -> Path:
     return folder
 
 
+def without_base(kind: type[Any]) -> Any:
+    """A family of this class whose base is nowhere, for what does not read it."""
+    return kind(tiny_recipe("nowhere", model={"family": kind.name}))
+
+
 def tiny_recipe(folder: Path | str, **sections: dict[str, Any]) -> Any:
     """A recipe for a tiny model: 64 pixels, two steps; keyword arguments replace or extend whole sections."""
     from lora_rocm.families.registry import PRODUCT
@@ -222,7 +227,7 @@ def tiny_recipe(folder: Path | str, **sections: dict[str, Any]) -> Any:
     }
     for name, section in sections.items():
         base[name] = base.get(name, {}) | section
-    side = PRODUCT[base["model"]["family"]].shapes.multiple_px
+    side = PRODUCT[base["model"]["family"]].axes.multiple_px
     base["data"].setdefault("bucket_step", max(8, side))
     return recipe_from(base)
 

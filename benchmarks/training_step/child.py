@@ -1,7 +1,8 @@
 """Child process of ``python -m benchmarks.training_step``: ``python -m benchmarks.training_step.child JOB.json``.
 
-Emits events as in ``lora_rocm.bench.device_child``: ``machine`` once, then for each row ``begin`` before and ``row``
-after. All rows come from this one process, in sequence; the memory of a row is freed before the next.
+Emits events as in ``lora_rocm.children.bench.device_child``: ``machine`` once, then for each row ``begin``
+before and ``row`` after. All rows come from this one process, in sequence; the memory of a row is freed before
+the next.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from benchmarks.training_step.bare_loop import COMPILED, Inputs, inputs_of
 from benchmarks.training_step.measurement import Figures, Wanted, matmul_rate, measure_bare, measure_ours, variants
 from benchmarks.training_step.profile import wake_profiler
 from benchmarks.training_step.setup import open_bench, recipe_for
-from lora_rocm.bench.device_child import machine, told
+from lora_rocm.children.measuring import machine, told
 from lora_rocm.device.backend_settings import apply
 from lora_rocm.device.precision import choose_device, compute_dtype
 from lora_rocm.device.torch_errors import device_fault

@@ -17,14 +17,14 @@ from lora_rocm import __version__
 from lora_rocm.commands.bench import machine_text, say
 from lora_rocm.errors import WorkerDiedError
 from lora_rocm.foundation.files import followed, make_folder, write_json
+from lora_rocm.processes.process import OnEvent
+from lora_rocm.processes.row_runner import fields_of, how_it_died
+from lora_rocm.processes.tool import follow_tool
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.this_machine import plan_here
 from lora_rocm.rundir.event_types import BeginEvent, Event, MachineEvent, RowEvent
 from lora_rocm.rundir.exit_status import died
-from lora_rocm.supervisor.process import OnEvent
-from lora_rocm.supervisor.row_runner import fields_of, how_it_died
-from lora_rocm.supervisor.subprocesses import follow_tool
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = "benchmarks.training_step.child"

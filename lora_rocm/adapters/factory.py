@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lora_rocm.adapters import new_tokens, trained_norms
-from lora_rocm.adapters.base import PEFT_NAME, Adapter
+from lora_rocm.adapters.adapter_kind import PEFT_NAME
+from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.entry import Entry, Say
 from lora_rocm.adapters.kinds import kind_for, kind_of_file
 from lora_rocm.adapters.lora_reader import read_adapter, read_for_model

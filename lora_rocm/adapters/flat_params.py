@@ -13,7 +13,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-WEIGHT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """By ``lora.weight_dtype``."""
 ALIGNMENT = 64
 """In elements: each weight starts at a multiple, for aligned matrix products. The padding is zero and stays zero."""

@@ -15,7 +15,7 @@ import torch
 from peft import LoHaConfig, LoHaModel
 from torch import Tensor, nn
 
-from lora_rocm.adapters.base import PEFT_NAME
+from lora_rocm.adapters.adapter_kind import PEFT_NAME
 from lora_rocm.adapters.entry import (
     ARITHMETIC,
     CANCELLATION,
@@ -23,7 +23,6 @@ from lora_rocm.adapters.entry import (
     FileKind,
     FileModule,
     Form,
-    file_error,
     norm_of,
     other_shape,
 )
@@ -85,9 +84,6 @@ def _entry(name: str, module: FileModule, shape: tuple[int, ...], path: Path) ->
         AdapterError: the tensor does not fit this layer, or stretches the inputs.
     """
     stretch = module.parts["weight"].float().flatten()
-    if module.parts["on_input"].any():
-        what = f"This IA3 stretches the inputs of {module.key}; only outputs can be stretched here."
-        raise file_error("lora-parts", what, path, "Make it again without train_on_input.")
     if len(stretch) != shape[0]:
         raise other_shape(name, (len(stretch), shape[1]), shape, path)
     return Ia3Entry(stretch, 1.0, shape)

@@ -21,7 +21,7 @@ from peft import LoHaConfig, LoHaModel
 from peft.tuners.loha.layer import Conv2d, HadaWeight, Linear, LoHaLayer
 from torch import Tensor, nn
 
-from lora_rocm.adapters.base import PEFT_NAME
+from lora_rocm.adapters.adapter_kind import PEFT_NAME
 from lora_rocm.adapters.entry import (
     ARITHMETIC,
     FileModule,
@@ -90,13 +90,9 @@ def _entry(name: str, module: FileModule, shape: tuple[int, ...], path: Path) ->
     """
     w1, w2 = ((a, b.flatten(1)) for a, b in NAMES.of_file(module))
     sides = [(len(a), b.shape[1]) for a, b in (w1, w2)]
-    if sides[0] != sides[1] or len(w1[1]) != len(w2[1]):
-        raise ValueError(f"the two products of {module.key} have the shapes {sides[0]} and {sides[1]}, or two ranks")
     if sides[0] != (shape[0], math.prod(shape[1:])):
         raise other_shape(name, sides[0], shape, path)
     scale = 1.0 if module.alpha is None else module.alpha / (module.config_rank or len(w1[1]))
-    if not math.isfinite(scale):
-        raise ValueError(f"{module.key} has the alpha {module.alpha}")
     return LohaEntry(w1, w2, scale, shape)
 
 

@@ -23,7 +23,7 @@ from peft import LoKrConfig, LoKrModel, PeftConfig
 from peft.tuners.lokr.layer import Conv2d, Linear, LoKrLayer, factorization
 from torch import Tensor, nn
 
-from lora_rocm.adapters.base import PEFT_NAME
+from lora_rocm.adapters.adapter_kind import PEFT_NAME
 from lora_rocm.adapters.entry import (
     ARITHMETIC,
     FileModule,
@@ -118,8 +118,6 @@ def _entry(name: str, module: FileModule, shape: tuple[int, ...], path: Path) ->
     entry = LokrEntry(w1, w2, 1.0, shape)
     rank = module.config_rank or entry.rank
     scale = 1.0 if module.alpha is None or rank is None else module.alpha / rank
-    if not math.isfinite(scale):
-        raise ValueError(f"{module.key} has the alpha {module.alpha}")
     return replace(entry, scale=scale)
 
 

@@ -9,14 +9,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from peft import LoraConfig, PeftConfig
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from lora_rocm.adapters.base import PEFT_NAME, Adapter, plain_number
+from lora_rocm.adapters.adapter_files import plain_number
+from lora_rocm.adapters.adapter_kind import PEFT_NAME
+from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.entry import Form
 from lora_rocm.adapters.lora_entry import LORA, LoraEntry
 from lora_rocm.adapters.lora_start import START, cast_start, factors, fill_start, less_start, put_start
@@ -26,6 +28,7 @@ from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.kernels.lora_layer import drop_ranks, with_lean_layers
 from lora_rocm.kernels.weight_format import dense_weight, is_packed
+from lora_rocm.model_files.adapter_contents import other_axis
 from lora_rocm.optim.norm_limit import NormLimit
 from lora_rocm.recipe.adapter_sections import AdapterSection, LoraSection
 
@@ -87,7 +90,7 @@ class LoraAdapter(Adapter):
                     put_start(layer, PEFT_NAME)
 
     @classmethod
-    def attach(cls, family: ModelFamily, model: LoadedModel, entries: Mapping[str, Any]) -> LoraAdapter:
+    def attach(cls, family: ModelFamily, model: LoadedModel, entries: Mapping[str, Any]) -> Self:
         use_dora = any(entry.magnitude is not None for entry in entries.values())
         for component, root in model.components.items():
             config = config_for(component, root, entries)
@@ -167,7 +170,7 @@ class LoraAdapter(Adapter):
         assert isinstance(lora, LoraSection), "a section of this kind"
         for name, entry in entries.items():
             if entry.input_magnitude is not None:
-                raise _other_axis(name, entry.input_magnitude, path)
+                raise other_axis(name, [1, *entry.input_magnitude.shape], path)
         found = self.lacking_ranks(lora, {name: entry.rank for name, entry in entries.items()})
         if not lora.use_dora and any(entry.magnitude is not None for entry in entries.values()):
             found.append(("it is a DoRA", "lora.use_dora to true"))
@@ -283,17 +286,6 @@ def trained_scale(layer: LoraLayer, name: str = PEFT_NAME) -> float:
     """Return the factor of B @ A at strength 1."""
     rank = layer.r[name]
     return float(layer.lora_alpha[name] / (math.sqrt(rank) if layer.use_rslora[name] else rank))
-
-
-def _other_axis(name: str, magnitudes: Tensor, path: Path) -> AdapterError:
-    return AdapterError(
-        "init-from-axis",
-        f"The file is a DoRA with one magnitude an input (dora_scale of {name}: {[1, *magnitudes.shape]}). Training "
-        "here has one an output, which cannot go on from that.",
-        where=f"lora.init_from: {path}",
-        fix="Start without it, or from a DoRA that was trained with one magnitude an output (OneTrainer: Apply on "
-        "output axis; LyCORIS: wd_on_output=True). lora-rocm sample draws with the file as it is.",
-    )
 
 
 def _scale_inputs(layer: Any, entry: LoraEntry) -> None:

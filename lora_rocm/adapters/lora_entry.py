@@ -230,8 +230,6 @@ def _entry(name: str, module: FileModule, shape: tuple[int, ...], path: Path) ->
     down, up = module.parts["down"].float(), module.parts["up"].float()
     rank = down.shape[0]
     scale = 1.0 if module.alpha is None else module.alpha / (math.sqrt(rank) if module.use_rslora else rank)
-    if not math.isfinite(scale):
-        raise ValueError(f"{module.key} has the alpha {module.alpha}")
     if up.numel() != shape[0] * rank or down.numel() != rank * math.prod(shape[1:]):
         raise other_shape(name, (up.shape[0], math.prod(down.shape[1:])), shape, path)
     down, up = down.reshape(rank, *shape[1:]), up.reshape(shape[0], rank, *[1] * (len(shape) - 2))

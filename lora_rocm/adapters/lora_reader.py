@@ -7,36 +7,41 @@ of a file are accepted; a file with others is refused.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lora_rocm.adapters.entry import Entry, FileKind, FileModule, Say, file_error
 from lora_rocm.adapters.kinds import file_kind
-from lora_rocm.adapters.module_names import KeyTable, RowsOf, adaptable, canonical, main_component
+from lora_rocm.adapters.module_names import KeyTable, adaptable, canonical, main_component
 from lora_rocm.base_models.safetensors_file import read_tensors
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
+from lora_rocm.families.file_names import FileNames, Rows, RowsOf
 from lora_rocm.families.registry import PRODUCT
-from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.units import count_text
 from lora_rocm.kernels.weight_format import dense_shape
 from lora_rocm.model_files.adapter_contents import DIFFUSERS_METADATA as DIFFUSERS_METADATA
 from lora_rocm.model_files.adapter_contents import DORA_NORM as DORA_NORM
-from lora_rocm.model_files.adapter_contents import Contents, contents_of
+from lora_rocm.model_files.adapter_contents import NOT_UNDERSTOOD, Contents, contents_of, not_understood
 from lora_rocm.model_files.adapter_spellings import PEFT_PREFIX as PEFT_PREFIX
 from lora_rocm.model_files.adapter_spellings import Place, plain, split
 from lora_rocm.model_files.adapters import Origin, origin_of
-from lora_rocm.model_files.header import Header, read_header
+from lora_rocm.model_files.header import Header, read_header, refuse_pickle
 from lora_rocm.model_files.models import Shapes
-from lora_rocm.model_files.peft_folder import PEFT_CONFIG, PEFT_WEIGHTS, peft_folders
+from lora_rocm.model_files.peft_folder import PEFT_WEIGHTS, peft_folders, read_peft_config
 
-PICKLES = (".ckpt", ".bin", ".pt", ".pth")
-MAX_CONFIG_BYTES = 1 << 22
+
+class TensorNumbers:
+    """Implements ``adapter_contents.Numbers`` for tensors on the CPU."""
+
+    def array(self, stored: Tensor) -> Any:
+        return stored.float().numpy()
+
+    def largest(self, stored: Tensor) -> float:
+        return float(stored.float().abs().max()) if stored.numel() else 0.0
 
 
 def components_of(family: ModelFamily, path: Path) -> set[str]:
@@ -120,18 +125,8 @@ def read_adapter(
             header = read_header(_one_file(path), AdapterError)
             read = [_read_file(family, header, path, norms, say)]
         return _entries(family, components, read, path)
-    except (
-        OSError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        LookupError,
-        ArithmeticError,
-        RecursionError,
-    ) as error:  # a config with values of the wrong type
-        raise file_error(
-            "lora-unreadable", f"This LoRA cannot be understood: {error}.", path, "Use another file."
-        ) from error
+    except NOT_UNDERSTOOD as error:
+        raise not_understood(error, path) from error
 
 
 def _read_file(
@@ -141,6 +136,7 @@ def _read_file(
         family.name,
         read_tensors(header, error=AdapterError),
         path,
+        TensorNumbers(),
         metadata=header.metadata,
         with_norms=norms is not None,
         say=say,
@@ -152,11 +148,9 @@ def _read_file(
 
 def _read_folder(family: ModelFamily, folder: Path, component: str, say: Say) -> tuple[str, Contents[Tensor]]:
     """Read one PEFT folder; returns the component that its name says, too, if it is among several."""
-    config = None
-    if (folder / PEFT_CONFIG).is_file():
-        config = json.loads(read_plain(folder / PEFT_CONFIG, MAX_CONFIG_BYTES).decode("utf-8"))
+    config = read_peft_config(folder)
     tensors = read_tensors(read_header(folder / PEFT_WEIGHTS, AdapterError), error=AdapterError)
-    return component, contents_of(family.name, tensors, folder, peft=config, with_norms=False, say=say)
+    return component, contents_of(family.name, tensors, folder, TensorNumbers(), peft=config, with_norms=False, say=say)
 
 
 def _entries(
@@ -169,8 +163,9 @@ def _entries(
     kind, *others = {found.kind.name: file_kind(found.kind) for _, found in read}.values()
     if others:
         raise ValueError(f"it holds a {kind.name} and a {others[0].name}")
-    table, original = KeyTable(family, components), KeyTable(family, components, family.original_rows)
-    whole_qkv = KeyTable(family, components, _qkv_rows(family))
+    files = family.files
+    ways = (files.rows, files.original, _qkv_rows(files))
+    table, original, whole_qkv = (KeyTable(components, rows_of) for rows_of in ways)
     shapes = {
         canonical(name, module): dense_shape(base) for name, c in components.items() for module, base in adaptable(c)
     }
@@ -186,9 +181,8 @@ def _entries(
             if name is None or (component and not name.startswith(f"{component}.") and name in shapes):
                 unknown.append(each.key)
                 continue
-            alpha = each.parts["alpha"].float().item() if "alpha" in each.parts else each.alpha
             rank = each.rank if kind.parts.config_decides_rank else None
-            module = FileModule(each.key, each.parts, alpha, each.rslora, rank)
+            module = FileModule(each.key, each.parts, each.alpha, each.rslora, rank)
             if modules.setdefault(name, module) is not module:
                 raise ValueError(f"{each.key} and {modules[name].key} are the same module")
     count = len(modules) + len(unknown)
@@ -197,7 +191,7 @@ def _entries(
     if unknown:
         raise _of_another_model(family, sorted(unknown), path, count, known=[m.key for m in modules.values()])
     fitting = {**shapes, **table.shapes, **original.shapes, **whole_qkv.shapes}
-    entries = {name: _entry(name, module, fitting[name], kind, path) for name, module in modules.items()}
+    entries = {name: kind.entry(name, module, fitting[name], path) for name, module in modules.items()}
     return kind, whole_qkv.of_modules(original.of_modules(table.of_modules(entries)))
 
 
@@ -206,11 +200,11 @@ def _any_component(key: str) -> bool:
     return key.startswith(PEFT_PREFIX)
 
 
-def _qkv_rows(family: ModelFamily) -> RowsOf:
-    """As ``ModelFamily.original_rows``, of query, key and value alone where the original fuses more (XLabs' FLUX)."""
+def _qkv_rows(files: FileNames) -> RowsOf:
+    """As ``FileNames.original``, of query, key and value alone where the original fuses more (XLabs' FLUX)."""
 
-    def rows_of(component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
-        named = family.original_rows(component, module, rows)
+    def rows_of(component: str, module: str, rows: int) -> Rows:
+        named = files.original(component, module, rows)
         if len(named) != 1 or not module.endswith((".to_q", ".to_k", ".to_v")) or not named[0][0].endswith("linear1"):
             return ()
         return [(f"{named[0][0]}.qkv", *named[0][1:])]
@@ -234,18 +228,6 @@ def _meant(
     for component, root in components.items():
         found |= {Place(component, plain(module)): canonical(component, module) for module, _ in adaptable(root)}
     return found
-
-
-def _entry(name: str, module: FileModule, shape: tuple[int, ...], kind: FileKind, path: Path) -> Entry:
-    numbers = [tensor for role, tensor in module.parts.items() if role != "alpha" and tensor.ndim]
-    entry = kind.entry(name, module, shape, path)
-    if not all(torch.isfinite(tensor.float()).all() for tensor in numbers):
-        raise file_error("lora-not-finite", f"{name} holds values that are no numbers.", path, "Use another file.")
-    largest = max((float(tensor.float().abs().max()) for tensor in numbers if tensor.numel()), default=0.0)
-    if abs(entry.scale) * max(largest, 1.0) > torch.finfo(torch.float32).max:
-        what = f"The strength of {name} is {entry.scale:.3g}, which no weight can be multiplied by."
-        raise file_error("lora-not-finite", what, path, "Use another file: its alpha is damaged.")
-    return entry
 
 
 def _foreign(family: ModelFamily, names: Iterable[str], shapes: Shapes | None) -> Origin | None:
@@ -319,11 +301,5 @@ def _one_file(path: Path) -> Path:
         raise file_error(
             "lora-missing", "There is no such LoRA file.", path, "Give a .safetensors file or a PEFT folder."
         )
-    if path.suffix.lower() in PICKLES:
-        raise file_error(
-            "pickle-refused",
-            "This is a pickle file: loading one can run any program hidden in it, so only .safetensors is read.",
-            path,
-            "Use the .safetensors edition of the LoRA.",
-        )
+    refuse_pickle(path, "Use the .safetensors edition of the LoRA.", AdapterError)
     return path

@@ -11,14 +11,15 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from peft import LoHaConfig, PeftConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from lora_rocm.adapters.base import PEFT_NAME, Adapter
+from lora_rocm.adapters.adapter_kind import PEFT_NAME
+from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.entry import Entry, FileKind, FileModule
 from lora_rocm.adapters.module_names import adaptable, canonical
 from lora_rocm.adapters.targets import either
@@ -268,7 +269,7 @@ class LycorisAdapter(Adapter):
                 layer.drop(config)
 
     @classmethod
-    def attach(cls, family: ModelFamily, model: LoadedModel, entries: Mapping[str, Any]) -> Adapter:
+    def attach(cls, family: ModelFamily, model: LoadedModel, entries: Mapping[str, Any]) -> Self:
         for component, root in model.components.items():
             ours = [path for path, _ in adaptable(root) if canonical(component, path) in entries]
             if ours:

@@ -7,7 +7,7 @@ may cover several modules (query, key and value as one ``qkv``), or several weig
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -15,13 +15,12 @@ from torch import nn
 
 from lora_rocm.adapters.entry import Entry
 from lora_rocm.families.base import ModelFamily
+from lora_rocm.families.file_names import RowsOf
 from lora_rocm.kernels.weight_format import dense_shape
 
 TEXT_LEVEL = "text_model."
 """A level of a text encoder's paths that transformers 5 dropped from one of SDXL's two text encoders."""
 
-RowsOf = Callable[[str, str, int], Sequence[tuple[str, int, int]]]
-"""As ``ModelFamily.export_rows``."""
 SD_SCRIPTS = "sd-scripts"
 COMFYUI = "comfyui"
 """The kohya form, with a DoRA's magnitudes for ComfyUI's rule (``LoraEntry.of_base_norm``)."""
@@ -45,7 +44,7 @@ def adaptable(component: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def main_component(family: ModelFamily) -> str:
     """Return the family's main adapted component: its UNet or transformer."""
-    return next(name for name in family.file_prefixes if name not in family.text_components)
+    return next(name for name in family.files.prefixes if name not in family.text_components)
 
 
 @dataclass(frozen=True)
@@ -62,9 +61,8 @@ class KeyTable:
     """Maps each key of a file to rows of modules.
 
     Args:
-        family: names the keys of its own file.
         components: the model's components.
-        rows_of: names others, as ``ModelFamily.original_rows``.
+        rows_of: of the file (see ``FileNames``).
 
     Attributes:
         parts: key -> parts, in the order of the key's rows.
@@ -75,7 +73,7 @@ class KeyTable:
         ValueError: two modules claim the same rows of a key, or rows of a module are missing.
     """
 
-    def __init__(self, family: ModelFamily, components: Mapping[str, nn.Module], rows_of: RowsOf | None = None) -> None:
+    def __init__(self, components: Mapping[str, nn.Module], rows_of: RowsOf) -> None:
         self.parts: dict[str, list[Part]] = {}
         self.rows: dict[str, int] = {}
         inputs: dict[str, tuple[int, ...]] = {}
@@ -83,7 +81,7 @@ class KeyTable:
             for path, base in adaptable(root):
                 name, (rows, *rest) = canonical(component, path), dense_shape(base)
                 self.rows[name], first = rows, 0
-                placed = (rows_of or family.export_rows)(component, path, rows)
+                placed = rows_of(component, path, rows)
                 for key, at, count in placed:
                     self.parts.setdefault(key, []).append(Part(name, first, at, count))
                     inputs[key], first = tuple(rest), first + count

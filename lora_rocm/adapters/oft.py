@@ -21,7 +21,7 @@ from peft import LoHaConfig, LoHaModel, PeftConfig
 from peft.tuners.lokr.layer import factorization
 from torch import Tensor, nn
 
-from lora_rocm.adapters.base import PEFT_NAME
+from lora_rocm.adapters.adapter_kind import PEFT_NAME
 from lora_rocm.adapters.entry import (
     ARITHMETIC,
     CANCELLATION,
@@ -29,7 +29,6 @@ from lora_rocm.adapters.entry import (
     FileKind,
     FileModule,
     Form,
-    file_error,
     norm_of,
     other_shape,
     rounded,
@@ -115,14 +114,9 @@ def _entry(name: str, module: FileModule, shape: tuple[int, ...], path: Path) ->
         AdapterError: the blocks do not fit this layer, or are limited by a constraint.
     """
     blocks = module.parts[BLOCKS].float()
-    if blocks.ndim != 3 or blocks.shape[1] != blocks.shape[2]:
-        raise ValueError(f"{module.key} has blocks of the shape {list(blocks.shape)}, which is no diag-oft")
     rows = blocks.shape[0] * blocks.shape[1]
     if rows != shape[0]:
         raise other_shape(name, (rows, math.prod(shape[1:])), shape, path)
-    if module.alpha and norm_of(_skew(blocks)) > module.alpha:
-        what = f"The constraint of {module.key} ({module.alpha:g}) limits it, by a rule that differs between programs."
-        raise file_error("lora-constraint", what, path, "Make it again without a constraint.")
     return OftEntry(blocks, 1.0, shape)
 
 

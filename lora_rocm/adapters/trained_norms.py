@@ -104,7 +104,7 @@ def names_in_files(family: ModelFamily, model: LoadedModel) -> dict[str, str]:
     """Return module name -> key in the one file that other programs read, of all norms of the main component."""
     component = main_component(family)
     paths = [path for path, _ in _norms(model.components[component])]
-    return {canonical(component, path): family.export_key(component, path) for path in paths}
+    return {canonical(component, path): family.files.key(component, path) for path in paths}
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from lora_rocm.adapters.base import PEFT_NAME
+from lora_rocm.adapters.adapter_kind import PEFT_NAME
 from lora_rocm.adapters.entry import Say
 from lora_rocm.adapters.lora import config_for
 from lora_rocm.adapters.lora_entry import LORA, LoraEntry

@@ -17,11 +17,12 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError 
 )
 
 from lora_rocm.errors import ModelError
+from lora_rocm.model_files.header import PICKLE_SUFFIXES
 from lora_rocm.model_files.models import INDEXES
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 ANSWER_TIMEOUT_S = 15.0  # snapshot_download waits for a silent hub without limit (huggingface_hub 2.4)
-FILE_SUFFIXES = (".safetensors", ".ckpt", ".bin", ".pt", ".pth", ".yaml", ".json")
+FILE_SUFFIXES = (".safetensors", *PICKLE_SUFFIXES, ".yaml", ".json")
 
 
 def looks_like_id(name: str) -> bool:

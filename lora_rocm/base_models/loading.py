@@ -38,13 +38,13 @@ from lora_rocm.cache_files.hash_memory import HashMemory
 from lora_rocm.device.torch_errors import out_of_memory
 from lora_rocm.errors import ModelError, StorageError
 from lora_rocm.foundation.bounded_read import FileVersion
+from lora_rocm.foundation.names import BUILTIN
 from lora_rocm.kernels.weight_format import DENSE, WeightFormat
 from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN, Config, read_config, require_bounded
 from lora_rocm.model_files.header import Header, read_header
 from lora_rocm.model_files.models import INDEXES, model_of
 from lora_rocm.model_files.storage_formats import QUANTISED_KEYS
 
-BUILTIN_PREFIX = "builtin:"
 NAMES_CODE = "_implementation"  # ending of config keys that choose an implementation, possibly code on the hub
 VOLATILE_CONFIG_KEYS = (
     "_name_or_path",
@@ -447,7 +447,7 @@ def resolve(choice: ModelChoice, layout: Layout, memory: HashMemory | None = Non
     name = choice.name_or_path
     own = {part: _part_path(part, given) for part, given in choice.parts.items()}
     path = Path(os.path.expanduser(name))  # pathlib raises for unknown users and overlong names
-    whole = name.startswith(BUILTIN_PREFIX) or os.path.isdir(path) or hub.looks_like_id(name)
+    whole = name.startswith(BUILTIN) or os.path.isdir(path) or hub.looks_like_id(name)
     if choice.configs is not None and whole and not os.path.isfile(path):
         raise ModelError(
             "config-unused",
@@ -455,7 +455,7 @@ def resolve(choice: ModelChoice, layout: Layout, memory: HashMemory | None = Non
             where=f"model.config: {choice.configs} (model.name_or_path: {name})",
             fix="Take model.config out, or give the checkpoint file.",
         )
-    if name.startswith(BUILTIN_PREFIX):
+    if name.startswith(BUILTIN):
         folder = builtin_folder(name)
     elif os.path.isfile(path):
         refuse_other_files(path, "model.name_or_path")
@@ -507,9 +507,9 @@ def builtin_folder(name: str) -> Path:
         ModelError: model-missing.
     """
     package = Path(str(resources.files("lora_rocm.builtin")))
-    folder = package / name.removeprefix(BUILTIN_PREFIX).replace("-", "_")
+    folder = package / name.removeprefix(BUILTIN).replace("-", "_")
     if not folder.is_dir() or not folder.name.startswith("tiny_"):
-        known = (BUILTIN_PREFIX + path.name.replace("_", "-") for path in package.glob("tiny_*"))
+        known = (BUILTIN + path.name.replace("_", "-") for path in package.glob("tiny_*"))
         raise ModelError(
             "model-missing",
             "No such model ships with the package.",

@@ -10,12 +10,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from lora_rocm.base_models.loading import BUILTIN_PREFIX, Layout, Source, builtin_folder
+from lora_rocm.base_models.loading import Layout, Source, builtin_folder
+from lora_rocm.foundation.names import BUILTIN
 from lora_rocm.kernels.weight_format import DENSE, WeightFormat
 
 PREFIX = "random:"
 POOL = (1 << 24) + 43  # random numbers reused for all weights; drawing each one would take minutes on a CPU
-TINY = f"{BUILTIN_PREFIX}tiny-sdxl"
+TINY = f"{BUILTIN}tiny-sdxl"
 
 
 CODE = 120
@@ -62,7 +63,7 @@ def random_source(name: str, layout: Layout) -> RandomSource:
     """
     model = name.removeprefix(PREFIX)
     path, folder = Path(os.path.expanduser(model)), layout.configs
-    if model.startswith(BUILTIN_PREFIX):
+    if model.startswith(BUILTIN):
         folder = builtin_folder(model)
     elif all(os.path.isfile(path / part / "config.json") for part in layout.parts):
         folder = path

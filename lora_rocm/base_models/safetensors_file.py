@@ -55,18 +55,11 @@ def read_tensors(
         ModelError: weights-damaged, if the file ends early.
     """
     tensors = {}
-    entries = sorted((item for item in header.tensors.items() if wanted(item[0])), key=lambda item: item[1].begin)
     with header.path.open("rb") as file:
-        for name, entry in entries:
-            tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-            if tensor.numel():
-                file.seek(entry.begin)
-                if (
-                    file.readinto(memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data))
-                    != entry.end - entry.begin
-                ):
-                    raise damaged(header.path, f"it ends inside {name}", error)
-            tensors[name] = tensor
+        for name, entry in _in_order(header, wanted):
+            tensors[name] = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+            file.seek(entry.begin)
+            _fill(file, _bytes_of(tensors[name]), header, name, error)
     return tensors
 
 
@@ -94,8 +87,7 @@ def read_hashed(
     def look(file: BinaryIO, header: Header, name: str, entry: TensorEntry) -> str:
         made = memory.empty if reusable(name) else torch.empty
         tensor = made(entry.shape, dtype=DTYPES[entry.dtype])
-        place = memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data) if tensor.numel() else memoryview(b"")
-        sha256 = hashlib.sha256()
+        place, sha256 = _bytes_of(tensor), hashlib.sha256()
         file.seek(entry.begin)
         for start in range(0, len(place), PIECE_BYTES):
             piece = place[start : start + PIECE_BYTES]
@@ -153,9 +145,18 @@ def _combined(headers: Iterable[Header], sha256_of: Mapping[str, str]) -> str:
     return combined.hexdigest()
 
 
-def _fill(file: BinaryIO, place: memoryview, header: Header, name: str) -> None:
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data) if tensor.numel() else memoryview(bytearray())
+
+
+def _fill(file: BinaryIO, place: memoryview, header: Header, name: str, error: type[UserError] = ModelError) -> None:
     if file.readinto(place) != len(place):  # type: ignore[attr-defined]
-        raise damaged(header.path, f"it ends inside {name}")
+        raise damaged(header.path, f"it ends inside {name}", error)
+
+
+def _in_order(header: Header, wanted: Callable[[str], bool]) -> list[tuple[str, TensorEntry]]:
+    """Return the wanted tensors in the order of the file."""
+    return sorted((item for item in header.tensors.items() if wanted(item[0])), key=lambda item: item[1].begin)
 
 
 def _by_threads(
@@ -196,10 +197,9 @@ def _by_threads(
 
 def _runs(header: Header, wanted: Callable[[str], bool]) -> Iterator[list[str]]:
     """Yield names of neighbouring tensors, as many as one thread reads in one go."""
-    entries = sorted((item for item in header.tensors.items() if wanted(item[0])), key=lambda item: item[1].begin)
     names: list[str] = []
     num_bytes = 0
-    for name, entry in entries:
+    for name, entry in _in_order(header, wanted):
         if names and num_bytes + entry.end - entry.begin > RUN_BYTES:
             yield names
             names, num_bytes = [], 0
@@ -226,8 +226,13 @@ def _changed(header: Header) -> StorageError:
     )
 
 
+def legacy_hash(file: BinaryIO) -> str:
+    """Return A1111's and kohya's short hash of a file: sha256 of 64 KiB at 1 MiB, first 8 hex digits."""
+    file.seek(KOHYA_HASH_OFFSET)
+    return hashlib.sha256(file.read(KOHYA_HASH_BYTES)).hexdigest()[:8]
+
+
 def legacy_model_hash(path: Path) -> str:
-    """Return A1111's and kohya's short hash of a checkpoint: sha256 of 64 KiB at 1 MiB, first 8 hex digits."""
+    """Return the short hash of a checkpoint."""
     with path.open("rb") as file:
-        file.seek(KOHYA_HASH_OFFSET)
-        return hashlib.sha256(file.read(KOHYA_HASH_BYTES)).hexdigest()[:8]
+        return legacy_hash(file)

@@ -9,7 +9,6 @@ the precision of the run. bitsandbytes in 4 bits: two codes a byte in ``X.weight
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from lora_rocm.base_models.safetensors_file import read_tensors
 from lora_rocm.errors import ModelError
+from lora_rocm.foundation.json_text import parse_json
 from lora_rocm.foundation.safetensors_header import TensorEntry
 from lora_rocm.foundation.terminal_text import printable
 from lora_rocm.model_files.header import Header, damaged
@@ -199,9 +199,9 @@ def _described(header: Header, names: Sequence[str]) -> dict[str, dict[str, Any]
     found = {}
     for name, tensor in read_tensors(header, frozenset(names).__contains__).items():
         try:
-            found[name] = json.loads(tensor.numpy().tobytes())
+            found[name] = parse_json(tensor.numpy().tobytes())
         except (ValueError, RecursionError) as error:
-            raise damaged(header.path, f"{name:.200} is no JSON") from error
+            raise damaged(header.path, f"{name:.200} cannot be read: {error}") from error
         if not isinstance(found[name], dict):
             raise damaged(header.path, f"{name:.200} is no JSON object")
     return found

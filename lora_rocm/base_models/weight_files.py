@@ -7,9 +7,9 @@ from pathlib import Path
 
 from lora_rocm.errors import ModelError
 from lora_rocm.model_files.component_folder import weight_files
-from lora_rocm.model_files.header import Header, read_header, refuse_gguf
+from lora_rocm.model_files.header import Header, read_header, refuse_gguf, refuse_pickle
 
-PICKLE_SUFFIXES = (".ckpt", ".bin", ".pt", ".pth")
+MODEL_EDITION = "Use the .safetensors edition of the model, which nearly every publisher offers."
 
 
 def existing_folder(name: str, key: str) -> Path:
@@ -27,23 +27,11 @@ def existing_folder(name: str, key: str) -> Path:
 
 def refuse_other_files(path: Path, key: str) -> None:
     """Refuse a weights file that is not a safetensors file."""
-    refuse_pickle(path)
+    refuse_pickle(path, MODEL_EDITION)
     refuse_gguf(path, f"{key}: {path}")
     if path.suffix.lower() != ".safetensors":
         fix = "Give a .safetensors file."
         raise ModelError("not-a-model", "This is not a .safetensors file.", where=f"{key}: {path}", fix=fix)
-
-
-def refuse_pickle(path: Path) -> None:
-    """Refuse a pickle file.
-
-    Raises:
-        ModelError: pickle-refused.
-    """
-    if path.suffix.lower() in PICKLE_SUFFIXES:
-        what = "This is a pickle file: loading one can run any program hidden in it, so only .safetensors is read."
-        fix = "Use the .safetensors edition of the model, which nearly every publisher offers."
-        raise ModelError("pickle-refused", what, where=str(path), fix=fix)
 
 
 def headers_in(folder: Path) -> list[Header]:
@@ -51,7 +39,7 @@ def headers_in(folder: Path) -> list[Header]:
     if files := weight_files(folder):
         return [read_header(file) for file in files]
     for path in sorted(folder.glob("*")):
-        refuse_pickle(path)
+        refuse_pickle(path, MODEL_EDITION)
     raise ModelError(
         "weights-missing",
         "There are no safetensors weights here.",

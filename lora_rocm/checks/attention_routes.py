@@ -14,8 +14,9 @@ from dataclasses import replace
 import torch
 
 from lora_rocm.checks.selftest_attention import DEFAULT, attention
-from lora_rocm.checks.selftest_base import DTYPES, NotHereError, WrongAnswerError, device_works, synchronize
+from lora_rocm.checks.selftest_base import NotHereError, WrongAnswerError, device_works, synchronize
 from lora_rocm.device.attention import ROUTES, enable, hold_out
+from lora_rocm.device.precision import FLOATS
 from lora_rocm.errors import CanaryError, MachineError
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.rules.mitigations import change_event
@@ -44,7 +45,7 @@ def checked_attention(
     """
     if device.type not in TRIED_ON:
         return settings
-    names = [name for name, dtype in DTYPES.items() if dtype in dtypes]
+    names = [name for name, dtype in FLOATS.items() if dtype in dtypes]
     never_taken = set() if settings.attention == CUDNN_WAY else {"cudnn"}
     enabled = [route for route in ROUTES if _is_enabled(route) and route not in never_taken]
     wrong, right = dict[str, str](), list[str]()

@@ -8,22 +8,69 @@ device with the weights that were sent, and constants (``device.constants``) wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 
 import torch
 from torch import Tensor
 
-from lora_rocm.checks.frozen_weights import CapturedFingerprints
-from lora_rocm.checks.graph_check import Capture, captured_sums
+from lora_rocm.checks.graph_check import Capture, capture_on_gpu, captured_sums
 from lora_rocm.checks.selftest_attention import DEFAULT, attention
-from lora_rocm.checks.selftest_base import DTYPES, Check, WrongAnswerError, first_wrong, judge, poison, whole_numbers
+from lora_rocm.checks.selftest_base import Check, WrongAnswerError, first_wrong, judge, poison, whole_numbers
 from lora_rocm.checks.selftest_maths import convolution, products
 from lora_rocm.device.constants import changed_constants
+from lora_rocm.device.placement.base import Placement
+from lora_rocm.device.precision import FLOATS
 from lora_rocm.device.torch_errors import machine_error
-from lora_rocm.device.transfer import DeviceTransfer
+from lora_rocm.device.transfer import position_table, whole_fingerprint, whole_fingerprints
 from lora_rocm.errors import CanaryError, RestartCode
+
+
+class CapturedFingerprints:
+    """``whole_fingerprints`` as a captured graph: one launch per call after the first.
+
+    SDXL has 1,680 frozen weights, which take more than a thousand kernel launches; on a fast GPU these take as long as
+    a captured step.
+
+    The graph reads the addresses that the tensors had at capture; if tensors have moved, it is captured again. The
+    graph uses a new salt in each call, so a replay that did not run cannot return a valid-looking answer.
+
+    Raises:
+        WrongAnswerError: a new graph's result differs from the eager one.
+    """
+
+    def __init__(self, capture: Capture = capture_on_gpu) -> None:
+        self._capture = capture
+        self._places: list[tuple[int, torch.Size, torch.dtype]] = []
+        self._replay: Callable[[], None] = lambda: None
+        self._kept: tuple[Tensor, ...] = ()
+
+    def __call__(self, tensors: Sequence[Tensor], salt: int) -> Tensor:
+        """Return int64 [K] on the device."""
+        places = [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors]
+        if places == self._places:
+            salt_, found_K, _ = self._kept
+            salt_.fill_(salt)
+            self._replay()
+            return found_K
+        wanted_K = whole_fingerprints(tensors, salt)
+        self._places, self._replay, self._kept = [], lambda: None, ()  # free its memory before the new graph allocates
+        salt_, found_K = torch.zeros_like(wanted_K[0]), torch.zeros_like(wanted_K)
+
+        # capture, then check the graph against the eager result
+        def compare() -> None:  # one by one: a graph keeps the memory that it copies to
+            found_K.copy_(torch.stack([whole_fingerprint(tensor) for tensor in tensors]) ^ salt_)
+
+        replay = self._capture(compare)
+        salt_.fill_(salt)
+        replay()
+        if not torch.equal(found_K, wanted_K):
+            raise WrongAnswerError("fingerprints of frozen weights from a captured graph are not those of the weights")
+        self._places, self._replay = places, replay
+        self._kept = (salt_, found_K, position_table(found_K.device))
+        return wanted_K
+
 
 SCALES = (1.0, -0.5, 2.0, -1.0, 0.5, -2.0)
 """Factors of the problems, one per look in turn (exact in every format). The previous look's answer is then wrong, even
@@ -46,7 +93,7 @@ class Canary:
     Attributes:
         dtype: the run's dtype.
         rank: rank of the recipe's LoRA.
-        transfer: the transfer that sent the frozen weights.
+        placement: has the frozen weights.
         weights: display name of the frozen weights.
         consequence: what a failure means for the run, in words.
         capture: captures a graph, if the run replays graphs; else None.
@@ -55,7 +102,7 @@ class Canary:
     device: torch.device
     dtype: torch.dtype
     rank: int
-    transfer: DeviceTransfer
+    placement: Placement
     weights: str = "base weights"
     consequence: str = STEPS_ARE_LOST
     capture: Capture | None = None
@@ -84,7 +131,7 @@ class Canary:
             return self._failed("canary-weights", "Constants are not what they were made as", CONSTANTS, told)
         if not changed:
             return None
-        told = f"{len(changed)} of {len(self.transfer.frozen)} tensors: {', '.join(changed[:NAMED])}"
+        told = f"{len(changed)} of {len(self.placement.on_device())} tensors: {', '.join(changed[:NAMED])}"
         return self._failed("canary-weights", "Frozen weights are not what was loaded any more", self.weights, told)
 
     def graph_failure(self, detail: object) -> CanaryError:
@@ -98,10 +145,10 @@ class Canary:
         """
         if self.capture is None:
             self._fingerprints = None  # frees its graph's memory
-            return self.transfer.changed()
+            return self.placement.changed()
         captured_sums(self.device, self.dtype, scale, self.capture)
         self._fingerprints = self._fingerprints or CapturedFingerprints(self.capture)
-        return self.transfer.changed(self._fingerprints)
+        return self.placement.changed(self._fingerprints)
 
     @property
     def checks(self) -> list[str]:
@@ -120,7 +167,7 @@ class Canary:
 
     def _kernels(self, scale: float) -> Iterator[Check]:
         device, rank = self.device, self.rank
-        dtype = next(name for name, dtype in DTYPES.items() if dtype is self.dtype)
+        dtype = next(name for name, dtype in FLOATS.items() if dtype is self.dtype)
         rows, width, channels, queries = (512, 320, 32, 257) if device.type == "cuda" else (48, 40, 4, 33)
         lora = {  # x @ down.T @ up.T and its gradients: [M, K, N]
             "NT": ("forward", ((rows, width, rank), (rows, rank, width))),

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
-from lora_rocm.checks.selftest_base import DTYPES, Check, NotHereError, judge, judge_norm, poison, synchronize
+from lora_rocm.checks.selftest_base import Check, NotHereError, judge, judge_norm, poison, synchronize
 from lora_rocm.device.attention import ROUTES
+from lora_rocm.device.precision import FLOATS
 
 DEFAULT = "default"
 """Torch's own choice among the routes that are enabled."""
@@ -29,7 +30,7 @@ some kernels compose their products from TF32 parts.
 """
 NORM_TOLERANCES = {"fp32": 128.0, "fp16": 4.0, "bf16": 4.0}
 """In units of eps, of the norm relative to that of the answer. In 16 bits the errors of four roundings are independent,
-so their norm is near 0.6 eps (``trials.attention_child.MAX_EPS``).
+so their norm is near 0.6 eps (``children.tune.attention.MAX_EPS``).
 """
 GRID = 64  # inputs are multiples of 1/64 up to 4: nine bits including the sign
 
@@ -75,12 +76,12 @@ def attention(
     scale: float,
 ) -> None:
     """Check forward and backward at each shape. ``DEFAULT``: torch chooses by its present switches."""
-    tolerance = TOLERANCES[dtype] * torch.finfo(DTYPES[dtype]).eps
+    tolerance = TOLERANCES[dtype] * torch.finfo(FLOATS[dtype]).eps
     for batch, heads, queries, keys, causal in shapes:
         *inputs, wanted, wanted_dq, wanted_dk, wanted_dv = _problem(batch, heads, queries, keys, causal, head_dim)
         factors = (1.0, 1.0, scale, scale)
         q, k, v, grad = (
-            (tensor * factor).to(DTYPES[dtype]).to(device) for tensor, factor in zip(inputs, factors, strict=True)
+            (tensor * factor).to(FLOATS[dtype]).to(device) for tensor, factor in zip(inputs, factors, strict=True)
         )
         for tensor in (q, k, v):
             tensor.requires_grad_()
@@ -92,7 +93,7 @@ def attention(
         dq, dk, dv = torch.autograd.grad(result, (q, k, v), grad)
         synchronize(device)
         what = f"{'chosen' if route == DEFAULT else route} attention {queries}x{keys}, {head_dim} a head, {dtype}"
-        of_all = NORM_TOLERANCES[dtype] * torch.finfo(DTYPES[dtype]).eps
+        of_all = NORM_TOLERANCES[dtype] * torch.finfo(FLOATS[dtype]).eps
         for part, found, answer in (
             ("", result, wanted * scale),
             (", gradient of q", dq, wanted_dq * scale * scale),

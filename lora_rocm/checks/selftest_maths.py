@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lora_rocm.checks.selftest_base import (
-    DTYPES,
     Check,
     WrongAnswerError,
     expect,
@@ -26,6 +25,7 @@ from lora_rocm.checks.selftest_base import (
     whole_numbers,
 )
 from lora_rocm.device import blas
+from lora_rocm.device.precision import FLOATS
 
 Sizes = tuple[int, int, int]
 LAYOUTS = ("NN", "NT", "TN", "TT")
@@ -49,7 +49,7 @@ def gemm_checks(device: torch.device) -> Iterator[Check]:
     lora: list[Sizes] = []
     for rank in (4, 16, 64):
         lora += [(rows, width, rank), (rows, rank, width), (rank, rows, width)]  # down, up, gradient of a weight
-    for number, (dtype, layout) in enumerate(product(DTYPES, LAYOUTS)):
+    for number, (dtype, layout) in enumerate(product(FLOATS, LAYOUTS)):
         scale = (-1.0) ** number * 2.0 ** -(number // 2)
         run = partial(products, device, dtype, layout, scale=scale)
         yield Check(f"gemm.square-{dtype}-{layout}", partial(run, ((square, square, square),)))
@@ -61,7 +61,7 @@ def gemm_checks(device: torch.device) -> Iterator[Check]:
         )
     for dtype in ("fp16", "bf16"):  # ROCm#6461: the second product of a process fails
         yield Check(f"gemm.twice-{dtype}", partial(_twice, device, dtype, square))
-    for dtype in DTYPES:
+    for dtype in FLOATS:
         yield Check(f"gemm.batched-{dtype}", partial(_batched, device, dtype))  # TheRock#7403
         yield Check(f"gemm.bias-{dtype}", partial(_bias, device, dtype, rows // 2, width // 2))
 
@@ -69,7 +69,7 @@ def gemm_checks(device: torch.device) -> Iterator[Check]:
 def conv_checks(device: torch.device) -> Iterator[Check]:
     """Yield checks of forward and both gradients, through MIOpen (cuDNN) and through torch's own kernels."""
     channels, height, width = (128, 64, 72) if device.type == "cuda" else (8, 16, 24)
-    for number, (library, dtype) in enumerate(product(("miopen", "native"), DTYPES)):
+    for number, (library, dtype) in enumerate(product(("miopen", "native"), FLOATS)):
         for side in (3, 1):
             sizes = (channels, height, width, side)
             run = partial(convolution, device, dtype, library == "miopen", sizes, scale=2.0**-number)
@@ -93,7 +93,7 @@ def _problem(sizes: Sizes, limit: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _tolerance(dtype: str) -> float:
-    return 0.0 if dtype == "fp32" else ROUNDINGS * torch.finfo(DTYPES[dtype]).eps
+    return 0.0 if dtype == "fp32" else ROUNDINGS * torch.finfo(FLOATS[dtype]).eps
 
 
 def _laid_out(matrix: Tensor, letter: str) -> Tensor:
@@ -105,15 +105,15 @@ def products(device: torch.device, dtype: str, layout: str, shapes: tuple[Sizes,
     """Check a product for each [M, K, N], with operands laid out by ``layout``."""
     for sizes in shapes:
         a_MK, b_KN, wanted_MN = _problem(sizes, LIMITS[dtype])
-        a = _laid_out((a_MK * scale).to(DTYPES[dtype]).to(device), layout[0])
-        b = _laid_out(b_KN.to(DTYPES[dtype]).to(device), layout[1])
+        a = _laid_out((a_MK * scale).to(FLOATS[dtype]).to(device), layout[0])
+        b = _laid_out(b_KN.to(FLOATS[dtype]).to(device), layout[1])
         what = f"{layout} product {sizes} {dtype}"
         expect(partial(torch.matmul, a, b), wanted_MN * scale, what, _tolerance(dtype), a)
 
 
 def _twice(device: torch.device, dtype: str, side: int) -> None:
     a_MK, b_KN, wanted_MN = _problem((side, side, side), LIMITS[dtype])
-    a, b = a_MK.to(DTYPES[dtype]).to(device), b_KN.to(DTYPES[dtype]).to(device)
+    a, b = a_MK.to(FLOATS[dtype]).to(device), b_KN.to(FLOATS[dtype]).to(device)
     first = a @ b
     second = (-a) @ b
     judge(first, wanted_MN, f"first of two products {dtype}", _tolerance(dtype))
@@ -123,7 +123,7 @@ def _twice(device: torch.device, dtype: str, side: int) -> None:
 def _batched(device: torch.device, dtype: str) -> None:
     a_BMK, b_BKN = whole_numbers((6, 77, 64), LIMITS[dtype], seed=3), whole_numbers((6, 64, 130), LIMITS[dtype], seed=4)
     bias_BMN = whole_numbers((6, 77, 130), LIMITS[dtype], seed=5)
-    a, b, bias = (tensor.to(DTYPES[dtype]).to(device) for tensor in (a_BMK, b_BKN, bias_BMN))
+    a, b, bias = (tensor.to(FLOATS[dtype]).to(device) for tensor in (a_BMK, b_BKN, bias_BMN))
     wanted, tolerance = torch.bmm(a_BMK, b_BKN), _tolerance(dtype)
     expect(lambda: torch.bmm(a, b), wanted, f"bmm {dtype}", tolerance, a)
     expect(lambda: torch.baddbmm(bias, -a, b), bias_BMN - wanted, f"baddbmm {dtype}", tolerance, a)
@@ -132,7 +132,7 @@ def _batched(device: torch.device, dtype: str) -> None:
 def _bias(device: torch.device, dtype: str, rows: int, width: int) -> None:
     a_MK, b_KN, wanted_MN = _problem((rows, 64, width), LIMITS[dtype])
     bias_N = whole_numbers((width,), LIMITS[dtype], seed=6)
-    a, b, bias = (tensor.to(DTYPES[dtype]).to(device) for tensor in (a_MK, b_KN, bias_N))
+    a, b, bias = (tensor.to(FLOATS[dtype]).to(device) for tensor in (a_MK, b_KN, bias_N))
     wanted, tolerance = bias_N.float(), _tolerance(dtype)
     expect(lambda: torch.addmm(bias, a, b), wanted + wanted_MN, f"addmm {dtype}", tolerance, a)
     expect(lambda: F.linear(-a, b.t(), bias), wanted - wanted_MN, f"linear with bias {dtype}", tolerance, a)
@@ -154,10 +154,10 @@ def convolution(
 ) -> None:
     """Check a convolution (channels, height, width, side of the kernel) and both gradients."""
     x_BCHW, weight, grad_BCHW, wanted_y, wanted_dx, wanted_dw = _convolved(*sizes)
-    tolerance = CONV_TOLERANCES[dtype] * torch.finfo(DTYPES[dtype]).eps
-    x = (x_BCHW * scale).to(DTYPES[dtype]).to(device).requires_grad_()
-    w = weight.to(DTYPES[dtype]).to(device).requires_grad_()
-    grad = (grad_BCHW * scale).to(DTYPES[dtype]).to(device)
+    tolerance = CONV_TOLERANCES[dtype] * torch.finfo(FLOATS[dtype]).eps
+    x = (x_BCHW * scale).to(FLOATS[dtype]).to(device).requires_grad_()
+    w = weight.to(FLOATS[dtype]).to(device).requires_grad_()
+    grad = (grad_BCHW * scale).to(FLOATS[dtype]).to(device)
     poison(device, x.numel() * x.element_size())
     with torch.backends.cudnn.flags(enabled=through_library, benchmark=False, allow_tf32=False):
         y = F.conv2d(x, w, padding=sizes[3] // 2)

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lora_rocm.checks.selftest_base import DTYPES, Check, WrongAnswerError, synchronize
+from lora_rocm.checks.selftest_base import Check, WrongAnswerError, synchronize
+from lora_rocm.device.precision import FLOATS
 
 STEPS, RANK, LEARNING_RATE = 10, 16, 1e-3
 TOLERANCES = {"bf16": 0.02, "fp16": 0.005}
@@ -80,9 +81,9 @@ def _training(device: torch.device, dtype: str, tokens: int, width: int) -> None
     network, x_TC, wanted_TC = _network(tokens, width)
     before = {name: parameter.detach().clone() for name, parameter in network.named_parameters()}
     for name, parameter in network.named_parameters():
-        kept = DTYPES[dtype] if name.endswith("base") else torch.float32
+        kept = FLOATS[dtype] if name.endswith("base") else torch.float32
         parameter.data = parameter.data.to(kept).to(device)
-    found = _losses(network, x_TC.to(device), wanted_TC.to(device), DTYPES[dtype])
+    found = _losses(network, x_TC.to(device), wanted_TC.to(device), FLOATS[dtype])
     synchronize(device)
     for step, (loss, wanted) in enumerate(zip(found, known, strict=True), 1):
         if not abs(loss - wanted) <= TOLERANCES[dtype] * wanted:  # this form makes NaN wrong, too

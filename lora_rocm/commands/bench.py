@@ -15,17 +15,16 @@ from lora_rocm import __version__
 from lora_rocm.commands import bench_tables
 from lora_rocm.foundation.files import followed, require_place, temporary_folder, write_json
 from lora_rocm.foundation.units import count_text, size_text
+from lora_rocm.processes.jobs import ComputeJob, LoaderJob, RowsJob, TransferJob
+from lora_rocm.processes.row_runner import Row, fields_of, run_rows
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe
 from lora_rocm.report.progress_bar import make_progress
 from lora_rocm.rules.environment import plan
 from lora_rocm.rules.this_machine import plan_here, situation_here
 from lora_rocm.rundir.event_types import Event, LinkEvent, MachineEvent, StartEvent, StepEvent
 from lora_rocm.rundir.events import current_steps, read_events
-from lora_rocm.supervisor import process, resume
-from lora_rocm.supervisor.row_runner import Row, fields_of, run_rows
+from lora_rocm.supervisor import resume, worker
 
-MODULE = "lora_rocm.bench.device_child"
-LOADER_MODULE = "lora_rocm.bench.loader_child"
 WARM_UP = 20
 """Steps before the counted ones: kernels are compiled, and steps of the usual sizes captured as graphs."""
 ONLY_STEPS = (
@@ -66,7 +65,7 @@ def transfer(json_path: Path | None) -> int:
     """
     require_place(json_path, "--json")
     found = Measured()
-    _measure("transfer", {}, plan_here().applied_to(os.environ), found)
+    _measure(TransferJob(), plan_here().applied_to(os.environ), found)
     say(machine_text(found.machine))
     if not found.machine["gpu"]:
         say("There is no GPU to measure, or this PyTorch does not see it; these are copies in main memory.")
@@ -78,22 +77,25 @@ def transfer(json_path: Path | None) -> int:
     return _finish("transfer", found, {"links": found.links}, json_path)
 
 
-def compute(json_path: Path | None) -> int:
-    """Measure matrix products, attention and convolutions, and print the tables; returns the exit code.
+def compute(recipe_path: str, overrides: Sequence[str], json_path: Path | None) -> int:
+    """Measure the products, attention and convolutions of a recipe's pass, and print tables; returns the exit code.
+
+    Neither weights nor data of the recipe are read.
 
     Raises:
         LoraRocmError: the child could not start, or the file cannot be written.
     """
     require_place(json_path, "--json")
-    situation, found = situation_here(), Measured()
+    recipe = load_recipe(recipe_path, overrides).recipe
+    situation, found = situation_here(recipe), Measured()
     env, torch = plan(situation).applied_to(os.environ), situation.facts.torch
     amd = situation.gpu is not None and torch is not None and torch.hip is not None
     variants = VARIANTS if amd else NO_VARIANTS
     for variant, variables in variants.items():
-        _measure("compute", {}, {**env, **variables}, found, variant=variant)
+        _measure(ComputeJob(recipe=recipe.model_dump(mode="json")), {**env, **variables}, found, variant)
     say(machine_text(found.machine))
     if not found.machine["gpu"]:
-        say("There is no GPU to measure, or this PyTorch does not see it; the CPU is measured, on small images.")
+        say("There is no GPU to measure, or this PyTorch does not see it; the CPU is measured.")
     if amd:
         say(*(f"{name}: {' '.join(map('='.join, variables.items()))}" for name, variables in variants.items()))
     for group, heading in GROUPS.items():
@@ -122,7 +124,7 @@ def step(recipe_path: str, overrides: Sequence[str], steps: int, random_weights:
         resume.settle(chosen, loaded, accept_changes=False)
         env = plan_here(loaded.recipe).applied_to(os.environ)
         with make_progress() as progress:
-            code = process.run_worker(run, env, progress.on_event, process.worker_command(run), progress.say)
+            code = worker.run_worker(run, env, progress.on_event, worker.worker_command(run), progress.say)
         events = read_events(run.events())
     counted = current_steps(events)[-steps:]
     if code or not counted:
@@ -180,21 +182,14 @@ def loader(recipe_path: str, overrides: Sequence[str], json_path: Path | None) -
     recipe = loaded.recipe
     env = plan_here(recipe).applied_to(os.environ)
     say("Encoding what is missing in the cache, as training would; then each row takes some seconds.")
-    _measure("loader", {"recipe": recipe.model_dump(mode="json")}, env, found, LOADER_MODULE)
+    _measure(LoaderJob(recipe=recipe.model_dump(mode="json")), env, found)
     images = count_text(found.machine["images"], "image")
     say(machine_text(found.machine), f"{images}, batch size {recipe.train.batch_size}")
     say("", *bench_tables.loader_table(found.rows), "", bench_tables.best_workers_text(found.rows))
     return _finish("loader", found, {}, json_path)
 
 
-def _measure(
-    tool: str,
-    job: Mapping[str, Any],
-    env: Mapping[str, str],
-    found: Measured,
-    module: str = MODULE,
-    variant: str = "",
-) -> None:
+def _measure(job: RowsJob, env: Mapping[str, str], found: Measured, variant: str = "") -> None:
     """Measure all rows into ``found``. If a row ends the child process, a new one continues after that row."""
 
     def on_event(event: Event) -> None:
@@ -207,7 +202,7 @@ def _measure(
     def on_row(row: Row) -> None:
         found.rows.append({**row, "variant": variant})
 
-    run_rows(module, [tool], job, env, on_row, on_event)
+    run_rows(job, env, on_row, on_event)
 
 
 def machine_text(machine: Row) -> str:

@@ -17,21 +17,22 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from lora_rocm.commands.sample_export import TOOLS_MODULE, require_text
+from lora_rocm.commands.sample_export import require_text
 from lora_rocm.errors import UserError
 from lora_rocm.families.registry import PRODUCT, Registry
-from lora_rocm.foundation.files import temporary_folder, write_json
+from lora_rocm.foundation.files import temporary_folder
 from lora_rocm.foundation.terminal_text import legible, quoted
+from lora_rocm.processes.jobs import CHILDREN, ChatJob
+from lora_rocm.processes.process import Asked, heavy_command, stop_signals
+from lora_rocm.processes.tool import Tool, started, write_job
 from lora_rocm.recipe.yaml_tree import is_clean
 from lora_rocm.rules.this_machine import plan_here
 from lora_rocm.rundir.event_types import AnsweredEvent, Event, NoticeEvent, ReadyEvent, WrittenEvent
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.made_from import is_of_another_step, newest_lora
 from lora_rocm.rundir.whole_files import require_whole, require_whole_named
-from lora_rocm.supervisor.process import Asked, heavy_command, stop_signals
 from lora_rocm.supervisor.resume import holds_run
-from lora_rocm.supervisor.run_recipe import SPARE_CACHE, recipe_of_run
-from lora_rocm.supervisor.subprocesses import Tool, started
+from lora_rocm.supervisor.run_recipe import recipe_of_run
 
 SIDES = {"both": ("base", "adapter"), "base": ("base",), "adapter": ("adapter",)}
 TITLES = {"base": "base model", "adapter": "with adapter"}
@@ -77,9 +78,8 @@ def chat(source: Path, prompt: str | None, options: Options, registry: Registry 
     require_text("--system", options.system)
     adapter, recipe = _adapter_of(source.absolute(), registry)
     with temporary_folder() as folder:
-        job = {"adapter": str(adapter), "recipe": str(recipe), SPARE_CACHE: str(folder / "cache")}
-        write_json(folder / "job.json", job)
-        command = heavy_command(TOOLS_MODULE, "chat", str(folder / "job.json"))
+        job = write_job(folder, ChatJob(adapter=adapter, recipe=recipe))
+        command = heavy_command(CHILDREN["chat"].module, str(job))
         with started(command, plan_here().applied_to(os.environ)) as child:
             talk = _Talk(child, options, Console(file=sys.stdout))
             talk.load(quiet=prompt is not None)

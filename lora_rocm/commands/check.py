@@ -21,9 +21,9 @@ from lora_rocm.dataset.update_note import larger_updates_note
 from lora_rocm.errors import DataError, LoraRocmError, Problem, RecipeError, StorageError, storage_error
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.bounded_read import FileVersion
-from lora_rocm.foundation.files import temporary_folder, write_atomic
 from lora_rocm.foundation.terminal_text import legible
 from lora_rocm.foundation.units import count_text, size_text
+from lora_rocm.processes.jobs import CheckBaseJob, CheckTextsJob, Seen, Weighed
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe
 from lora_rocm.recipe.paths import paths_of
 from lora_rocm.recipe.schema import Recipe
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from lora_rocm.dataset.shape import Shape
     from lora_rocm.dataset.text_scan import TextCount
 
-WEIGH_MODULE, TEXTS_MODULE = "lora_rocm.train.check_child", "lora_rocm.train.texts_child"
 SHOWN_LETTERS = 1200
 MAX_NAMED, MAX_BUCKETS = 20, 40
 NOUNS = {"image": "images", "video": "videos", "text": "texts"}  # keys: values of FamilySpec.samples
@@ -90,6 +89,7 @@ def _memory_lines(base: BaseFacts) -> Iterator[str]:
         yield f"  {component}: {size_text(size)}"
     total = sum(base.num_bytes.values())
     yield f"  together: {size_text(total)} (training adds activations, adapter and optimizer)"
+    yield "  judged by configs, headers and small tensors: a run looks at the numbers of large ones when it loads them"
 
 
 def _raise_all(loaded: LoadedRecipe, errors: Sequence[LoraRocmError]) -> None:
@@ -126,7 +126,7 @@ class DataPlan:
 
 @dataclass(frozen=True)
 class BaseFacts:
-    """Facts about the base, found by a child process: see ``train.check_child.Weighed``."""
+    """Facts about the base, found by a child process: see ``processes.jobs.Weighed``."""
 
     num_bytes: dict[str, int]
     notices: list[str]
@@ -163,7 +163,7 @@ class _Texts:
 
     def __init__(self, recipe: Recipe, counted: TextCount, watched: TextCount | None) -> None:
         self.recipe, self._counted, self._watched = recipe, counted, watched
-        self._said: dict[str, Any] = {}
+        self._said: Seen
 
     @classmethod
     def counted(cls, recipe: Recipe) -> _Texts:
@@ -189,24 +189,22 @@ class _Texts:
         Raises:
             LoraRocmError: the error of the child process.
         """
+        from lora_rocm.processes.tool import ask
         from lora_rocm.rules.this_machine import plan_here
-        from lora_rocm.supervisor.subprocesses import run_for_json
 
-        with temporary_folder() as folder:
-            file = folder / "job.json"
-            write_atomic(file, json.dumps({"recipe": self.recipe.model_dump(mode="json")}).encode("ascii"))
-            self._said = run_for_json(TEXTS_MODULE, [str(file)], plan_here(self.recipe).applied_to(os.environ))
+        job = CheckTextsJob(self.recipe.model_dump(mode="json"))
+        self._said = ask(job, Seen, plan_here(self.recipe).applied_to(os.environ))
 
     @property
     def _only_first(self) -> str:
         """How many texts were looked at; "" if all."""
-        looked_at = self._said["looked_at"]
+        looked_at = self._said.looked_at
         return count_text(looked_at, "text") if 0 < looked_at < self._counted.of_source.total() else ""
 
     def data_lines(self) -> Iterator[str]:
         """Yield how many texts can be used, and which cannot."""
         recipe, counted, first = self.recipe, self._counted, self._only_first
-        refused = Counter({int(source): number for source, number in self._said["refused"].items()})
+        refused = Counter(self._said.refused)
         usable, num_aside = counted.of_source - refused, counted.aside.count + refused.total()
         most, least = ("at most ", "at least ") if first else ("", "")
         yield f"texts: {most}{usable.total()} usable, {least}{num_aside} set aside"
@@ -214,7 +212,7 @@ class _Texts:
             yield f"  the first {first} were looked at with the model's tokenizer; a run looks at all"
         for index, source in enumerate(recipe.data.resolved_sources()):
             yield f"  {source.name}: {most}{count_text(usable[index], 'text')}, repeats {source.repeats}"
-        named = [*(Problem(**problem) for problem in self._said["problems"]), *counted.aside.first]
+        named = [*self._said.problems, *counted.aside.first]
         if self._watched is not None:
             number = count_text(self._watched.of_source.total(), "text")
             yield f"  {recipe.data.watched_name}: {number}, watched and never trained on"
@@ -227,39 +225,38 @@ class _Texts:
     def lines(self) -> Iterator[str]:
         """Yield notices about the first texts, these as the model reads them, and the plan."""
         first, said = self._only_first, self._said
-        for notice in said["notices"]:
+        for notice in said.notices:
             yield f"  note: {f'of the first {first}: ' if first else ''}{notice}"
-        if said["shown"]:
+        if said.shown:
             yield "the first samples, with \u27e6 \u27e7 around what is trained on"
-        for text in said["shown"]:
+        for text in said.shown:
             yield from (f"  | {line}" for line in text[:SHOWN_LETTERS].splitlines())
             yield "  " + "-" * 20
         yield from _plan_lines(self.recipe, plan_texts(self.recipe, self._counted.of_source, said), NOUNS["text"])
 
 
-def plan_texts(recipe: Recipe, of_source: Counter[int], said: Mapping[str, Any]) -> DataPlan:
+def plan_texts(recipe: Recipe, of_source: Counter[int], said: Seen) -> DataPlan:
     """Return the plan of texts.
 
     Args:
         recipe: the recipe.
         of_source: number of texts by index of the source.
-        said: see ``train.texts_child.Seen``.
+        said: what the child process has seen.
     """
     from lora_rocm.dataset.shape import Shape
 
-    num_texts = of_source.total() - sum(said["refused"].values())
+    num_texts = of_source.total() - sum(said.refused.values())
     num_captions = num_texts + len({"", recipe.sample.negative_prompt, *recipe.sample.texts})
-    if said["lengths"] is None:  # in the worst case each text has a length of its own
+    if said.lengths is None:  # in the worst case each text has a length of its own
         sources = recipe.data.resolved_sources()
         alone = chain.from_iterable(repeat(sources[index].repeats, number) for index, number in of_source.items())
         return replace(_plan(recipe, {recipe.train.batch_size: alone}, num_captions), how_sure="at most ")
-    scale = of_source.total() / said["looked_at"]
-    (axis,) = recipe.spec.shapes.axes
-    buckets = {Shape.of(**{axis.name: int(length)}): round(n * scale) for length, n in said["lengths"].items()}
-    how_sure, held_out = "about " if scale > 1 else "", round(said["held_out"] * scale)
+    scale = of_source.total() / said.looked_at
+    (axis,) = recipe.spec.axes
+    buckets = {Shape.of(**{axis.name: length}): round(n * scale) for length, n in said.lengths.items()}
+    how_sure, held_out = "about " if scale > 1 else "", round(said.held_out * scale)
     plan = _plan(recipe, {recipe.train.batch_size: buckets.values()}, num_captions)
-    cached = tuple(said["cached"]) if said.get("cached") else None
-    return replace(plan, buckets=buckets, how_sure=how_sure, held_out=held_out, cached=cached)
+    return replace(plan, buckets=buckets, how_sure=how_sure, held_out=held_out, cached=said.cached)
 
 
 def _unused_tokens(recipe: Recipe, samples: Iterable[Sample]) -> Iterator[str]:
@@ -442,17 +439,12 @@ class _Weighing:
             self._thread.start()
 
     def _weigh(self) -> None:
-        from lora_rocm.dataset.caption_length import TokenLimit
-        from lora_rocm.supervisor.subprocesses import run_for_json
+        from lora_rocm.processes.tool import ask
 
         env = self._plan.applied_to(os.environ)
         try:
-            with temporary_folder() as folder:
-                file = folder / "recipe.json"
-                write_atomic(file, self._recipe.model_dump_json().encode("utf-8"))
-                said = run_for_json(WEIGH_MODULE, [str(file)], env)
-            limits = [TokenLimit(**limit) for limit in said["tokenizers"]]
-            self._found = BaseFacts(said["num_bytes"], said["notices"], said["files"], limits)
+            found = ask(CheckBaseJob(self._recipe.model_dump(mode="json")), Weighed, env)
+            self._found = BaseFacts(found.num_bytes, found.notices, found.files, found.tokenizers)
         except LoraRocmError as error:
             self._error = error
         except OSError as error:  # no room for the file, no memory for the process

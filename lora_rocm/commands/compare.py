@@ -12,6 +12,7 @@ from lora_rocm.commands.sample_export import require_image_prompt, require_text,
 from lora_rocm.errors import UserError, storage_error
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.files import temporary_folder, write_atomic
+from lora_rocm.processes.jobs import CompareJob
 from lora_rocm.recipe.trigger import filled_in
 from lora_rocm.report.comparison import Compared, comparison_page, verdict
 from lora_rocm.rundir.event_types import ComparedEvent, Event, NoticeEvent
@@ -62,14 +63,14 @@ def compare(
             sys.stdout.write(f"{found[-1].label} ({len(found)} of {event.total})\n")
 
     with temporary_folder() as folder:
-        job = {
-            "source": str(run_dir.path),
-            "prompts": [*prompts],
-            "strengths": shown,
-            "output": str(folder),
-            "files": [(updates, str(path)) for updates, path in files],
-        }
-        run_model_tool("compare", job, on_event)
+        job = CompareJob(
+            source=run_dir.path,
+            prompts=tuple(prompts),
+            strengths=tuple(shown),
+            output=folder,
+            files=tuple(files),
+        )
+        run_model_tool(job, on_event)
         texts = sample.image_prompts if sample.prompts else []
         holds_out = bool(recipe.data.validation_split)
         html = comparison_page(run_dir.path.name, found, texts, shown, remarks, holds_out)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections import Counter
@@ -12,14 +11,15 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Protocol
 
+from lora_rocm.commands.adapter_verdict import has_fault, peft_config, refusals
 from lora_rocm.dataset.folders import BUILTIN_FOLDERS, BUILTIN_TABLES
 from lora_rocm.errors import AdapterError, ModelError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.families.spec import FamilySpec
-from lora_rocm.foundation.files import temporary_folder, write_atomic
-from lora_rocm.foundation.terminal_text import one_line
+from lora_rocm.foundation.json_text import parse_json
+from lora_rocm.foundation.terminal_text import legible, one_line
 from lora_rocm.foundation.units import count_text, number_text, size_text
-from lora_rocm.model_files.adapter_contents import contents_of
+from lora_rocm.model_files.adapter_contents import as_number
 from lora_rocm.model_files.adapter_sizes import alphas_of, ranks_of
 from lora_rocm.model_files.adapter_spellings import any_rewritten, standard_names
 from lora_rocm.model_files.adapters import families_of, foreign_name, kind_of, origin_of
@@ -46,17 +46,16 @@ from lora_rocm.model_files.storage_formats import (
     refuse_scaled,
     scaled,
 )
+from lora_rocm.processes.jobs import InspectJob, Judged, Judgements
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.results import final_files
 
 Found = dict[str, Any]
 """What ``inspect`` finds, or a part of it, ready for JSON."""
-JUDGE_MODULE = "lora_rocm.train.usable_base"
 STATE = "state.json"
 AIDS = ("tokenizer", "scheduler")
 """Components of a diffusers folder without weights."""
-LANGUAGE_MODEL = "language model"
-CAUSAL, CAUSAL_CLASSES = "causal-lm", ("ForCausalLM", "ForConditionalGeneration")
+LANGUAGE_MODEL, CAUSAL, CAUSAL_CLASSES = "language model", "causal-lm", ("ForCausalLM", "ForConditionalGeneration")
 """Family of language models, and how their classes in transformers end."""
 PICKLES = (".ckpt", ".bin", ".pt", ".pth")
 WEIGHTS, RECIPES = (".safetensors", ".sft"), (".yaml", ".yml")
@@ -84,8 +83,6 @@ PART_ALONE = (
 )
 FOLDER_ALONE = "to train it, give its folder with config.json and tokenizer"
 NOT_TRAINED = "its family is known by name, and not trained here"
-LIMITS_HERE = ("lora-kind", "lora-magnitudes")
-"""Codes of refusals of files that are whole, and that other programs may read; any other file has a fault."""
 STARTERS = ("LoRA", "LoRA and DoRA", "LoKr", "LoHa", "OFT", "IA3")
 """Kinds of adapter that ``lora.init_from`` reads."""
 
@@ -93,22 +90,19 @@ STARTERS = ("LoRA", "LoRA and DoRA", "LoKr", "LoHa", "OFT", "IA3")
 class Judge(Protocol):
     """Says whether a path can be ``model.name_or_path`` of families, as ``lora-rocm check`` would."""
 
-    def __call__(self, path: Path, families: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
-        """Family -> the fields of ``train.usable_base.Judged``."""
+    def __call__(self, path: Path, families: Sequence[str]) -> Mapping[str, Judged]:
+        """Family -> its judgement."""
 
 
-def judge_in_child(path: Path, families: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
+def judge_in_child(path: Path, families: Sequence[str]) -> Mapping[str, Judged]:
     """Ask a child process, because it takes the libraries of the models.
 
     Raises:
         MachineError: the child cannot run.
     """
-    from lora_rocm.supervisor.subprocesses import run_for_json
+    from lora_rocm.processes.tool import ask
 
-    with temporary_folder() as folder:
-        job = folder / "job.json"
-        write_atomic(job, json.dumps({"path": str(path), "families": [*families]}).encode("utf-8"))
-        return run_for_json(JUDGE_MODULE, [str(job)], os.environ)
+    return ask(InspectJob(path, tuple(families)), Judgements, os.environ).of_family
 
 
 def inspect(path: Path, registry: Registry = PRODUCT, judge: Judge = judge_in_child) -> Found:
@@ -117,7 +111,8 @@ def inspect(path: Path, registry: Registry = PRODUCT, judge: Judge = judge_in_ch
     title: what it is. families: possible values of ``model.family``. trainable: those that can be trained here, for a
     base as ``judge`` says. needed: keys of ``model`` that a base needs, too. unusable: why none of the families can be;
     left out if one can, or if none is known. problem: code, what, where and fix of the error by which ``check`` and
-    ``train`` refuse a base. notices: what they say about one that they take. usable: whether a recipe can name it.
+    ``train`` refuse a base or an adapter. notices: what they say about one that they take. usable: whether a recipe can
+    name it.
 
     Raises:
         ModelError: it is missing, damaged, or no model; pickle-refused, gguf-refused.
@@ -135,16 +130,16 @@ def _judged(path: Path, registry: Registry, judge: Judge) -> Found:
     if not candidates:
         return found
     verdicts = judge(path, candidates)
-    usable = [name for name in candidates if not verdicts[name]["refusal"]]
+    usable = [name for name in candidates if not verdicts[name].refusal]
     why = found.pop("unusable", "")
     found["trainable"] = usable
     if usable:
         found["families"] = [*dict.fromkeys((*found["families"], *usable))]
-        found["needed"] = [*verdicts[usable[0]]["needed"]]
-        found["notices"] = [*verdicts[usable[0]]["notices"]]
+        found["needed"] = [*verdicts[usable[0]].needed]
+        found["notices"] = [*verdicts[usable[0]].notices]
     else:
-        found["unusable"] = why or verdicts[candidates[0]]["refusal"]
-        found["problem"] = dict(verdicts[candidates[0]]["problem"])
+        found["unusable"] = why or verdicts[candidates[0]].refusal
+        found["problem"] = dict(verdicts[candidates[0]].problem)
     return found
 
 
@@ -208,29 +203,6 @@ def _standard(header: Header) -> Header:
         return header
 
 
-def _peft_config(header: Header) -> Found | None:
-    """Return the config of a PEFT folder; None if the file is in none."""
-    config = header.path.with_name(PEFT_CONFIG)
-    return read_config(config) if header.path.name == PEFT_WEIGHTS and config.is_file() else None
-
-
-def _refusal(header: Header, config: Found | None, spec: FamilySpec) -> AdapterError | None:
-    """Return why no run of a family starts from an adapter file, by the function that reads it; None if one can."""
-    path = header.path
-    try:
-        found = contents_of(
-            spec.name, header.tensors, path, metadata=header.metadata, peft=config, with_norms=spec.trains_norms
-        )
-    except AdapterError as error:
-        return error
-    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
-        return AdapterError("lora-unreadable", f"it cannot be understood: {error}", where=str(path))
-    if not found.unknown:
-        return None
-    what = f"{spec.title} has no module {one_line(found.unknown[0])[:MAX_SHOWN]}"
-    return AdapterError("lora-of-another-model", what, where=str(path))
-
-
 def _folder(path: Path, registry: Registry) -> Found:
     """Return what a folder is, by its configs: a model, a checkpoint of a run, or a PEFT adapter."""
     if (path / PEFT_CONFIG).is_file() or (path / PEFT_WEIGHTS).is_file():
@@ -268,7 +240,7 @@ def _peft_folder(parts: Sequence[Path], registry: Registry) -> Found:
     known = [set(part["families"]) for part in found.values() if part["families"]]
     families = sorted(set.intersection(*known)) if known else []
     refused = {
-        name: _refused(read_header(part / PEFT_WEIGHTS), families, registry)
+        name: refusals(read_header(part / PEFT_WEIGHTS), families, registry)
         for name, part in zip(found, parts, strict=True)
     }
     trainable = [family for family in families if family in registry and not any(family in r for r in refused.values())]
@@ -279,7 +251,7 @@ def _peft_folder(parts: Sequence[Path], registry: Registry) -> Found:
         if not found[name]["families"] and readers:
             adapters[name]["readers"] = None if refused[name] else readers[0]
             found[name]["title"] = f"a {adapters[name]['kind']} for the {name} of the same model"
-    if why and not trainable and any(map(_has_fault, refused.values())):
+    if why and not trainable and any(map(has_fault, refused.values())):
         for adapter in adapters.values():
             adapter["readers"] = None
     return {
@@ -290,20 +262,6 @@ def _peft_folder(parts: Sequence[Path], registry: Registry) -> Found:
         "components": {name: part["title"] for name, part in found.items()},
         "adapters": adapters,
     }
-
-
-def _refused(header: Header, families: Sequence[str], registry: Registry) -> dict[str, AdapterError]:
-    """Return family -> why no run of it starts from the file, of those that are trained here."""
-    config, errors = _peft_config(header), dict[str, AdapterError]()
-    for name in families:
-        if name in registry and (error := _refusal(header, config, registry[name])) is not None:
-            errors[name] = error
-    return errors
-
-
-def _has_fault(refused: Mapping[str, AdapterError]) -> bool:
-    """Whether a file that no family takes is damaged or of another model, so that no program could use it."""
-    return any(error.code not in LIMITS_HERE for error in refused.values())
 
 
 def _component_folder(path: Path, registry: Registry) -> Found:
@@ -461,24 +419,30 @@ def _adapter(header: Header, kind: str, registry: Registry) -> Found:
     titles = [registry[name].title for name in families if name in registry]
     of = titles[0] if len(families) == len(titles) == 1 else origin.title if origin is not None else ""
     trained = [name for name in families if name in registry]
-    refused = _refused(header, families, registry)
+    notices = list[str]()
+    refused = refusals(header, families, registry, notices.append)
     usable = [name for name in trained if name not in refused]
-    others = {"unusable": refused[trained[0]].what} if trained and not usable else {}
+    others: Found = {}
+    if trained and not usable:
+        error = refused[trained[0]]
+        problem = {"code": error.code, "what": error.what, "where": error.where, "fix": error.fix}
+        others = {"unusable": error.what, "problem": problem}
     if trained and kind.removesuffix(" and trained norms") not in STARTERS:
         others = {"unusable": f"no run starts from a {kind.removesuffix(' and trained norms')}"}
     spelling, ranks = spelling_of(header.tensors), ranks_of(standard)
-    is_faulty = "unusable" in others and _has_fault(refused)
+    is_faulty = "unusable" in others and has_fault(refused)
     readers = None if is_faulty or any_rewritten(header.tensors) else readers_of_file(header, families)
     if trained and (foreign := foreign_name(standard.tensors, families)) is not None:
         name, other = foreign
         others = {"unusable": f"no run starts from a mixture: it names {one_line(name)[:MAX_SHOWN]}, of {other.title}"}
         of, families, readers = f"{of} and {other.title}", (), None
-    config = _peft_config(header)
-    alpha = _alphas(standard) if config is None else {"min": config.get("lora_alpha"), "max": config.get("lora_alpha")}
+    config = peft_config(header)
+    alpha = _alphas(standard) if config is None else dict.fromkeys(("min", "max"), as_number(config.get("lora_alpha")))
     return {
         "title": f"{'an' if kind[0] in 'IO' else 'a'} {kind} for {of or UNKNOWN}",
         "families": list(families),
         "trainable": [] if others else usable,
+        "notices": [] if others else [*dict.fromkeys(notices)],
         **others,
         "adapter": {
             "kind": kind,
@@ -504,7 +468,7 @@ def _modules(header: Header) -> dict[str, dict[str, int]]:
 
 def _alphas(header: Header) -> Found:
     """Return the smallest and the largest alpha, and how many modules with a rank have none."""
-    found = alphas_of(header)
+    found = alphas_of(header).values()
     missing = max(0, ranks_of(header).total() - len(found))
     return {"min": min(found, default=None), "max": max(found, default=None), "missing": missing}
 
@@ -512,7 +476,7 @@ def _alphas(header: Header) -> Found:
 def _metadata(metadata: dict[str, str]) -> Found:
     found: Found = {name: metadata[name] for name in NOTED if metadata.get(name, "") not in EMPTY}
     try:
-        folders = json.loads(metadata.get("ss_tag_frequency", "{}"))
+        folders = parse_json(metadata.get("ss_tag_frequency", "{}"))
         tags = Counter({tag: int(count) for folder in folders.values() for tag, count in folder.items()})
     except (ValueError, AttributeError, TypeError, RecursionError):  # another program's text, which nothing depends on
         return found
@@ -540,7 +504,7 @@ def inspect_text(found: Found) -> str:
     for name, value in found.get("metadata", {}).items():
         text = ", ".join(value) if isinstance(value, list) else str(value)
         lines.append(f"  {name}: {one_line(text)[:MAX_SHOWN]}")
-    return "\n".join(lines)
+    return "\n".join(map(legible, lines))  # names and metadata of a file may hold line ends
 
 
 def _verdict_lines(found: Found) -> list[str]:

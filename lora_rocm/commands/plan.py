@@ -14,7 +14,6 @@ from lora_rocm.dataset.same_sizes import alike_squares
 from lora_rocm.errors import UserError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.families.spec import Fp16
-from lora_rocm.foundation.files import temporary_folder, write_json
 from lora_rocm.foundation.terminal_text import legible
 from lora_rocm.foundation.units import count_text, size_text, time_text
 from lora_rocm.hardware.archs import arch_of
@@ -34,6 +33,9 @@ from lora_rocm.hardware.settings import Settings
 from lora_rocm.planning.fit import ADAPTER, does_not_fit, job_of, plan_text
 from lora_rocm.planning.format_errors import loss_text, weights_text, whole_text
 from lora_rocm.planning.step_cost import CONTEXT_BYTES, MODES, Footprint, Plan, Rates, choose, table
+from lora_rocm.processes.job_file import to_json
+from lora_rocm.processes.jobs import Counted, CountedGpu, PackedEncoder, PlanJob
+from lora_rocm.processes.tool import ask
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.environment import plan as environment_plan
@@ -41,9 +43,7 @@ from lora_rocm.rules.memory_rules import budget_of, memory_table
 from lora_rocm.rules.rule import Situation
 from lora_rocm.rules.this_machine import situation_here
 from lora_rocm.rules.tuned_rules import attention_text
-from lora_rocm.supervisor.subprocesses import run_for_json
 
-MODULE = "lora_rocm.memory.footprint"
 PUBLISHED = "counted by the configuration that the family's first model has published, as all of its fine-tunes have it"
 CARD = re.compile(r"(\d+(?:\.\d+)?)\s*(?:G|GB|GiB)?", re.IGNORECASE)
 LARGEST_CARD_GIB = 4096
@@ -92,29 +92,29 @@ def plan(
     total = None if card is None else card_bytes(card)
     situation = situation_here(recipe)
     counted = _counted(recipe, situation, card is not None)
-    footprint, gpu = Footprint.from_json(counted["footprint"]), counted["gpu"]
+    footprint, gpu = Footprint.from_json(counted.footprint), counted.gpu
     room = _room_of_card(total) if total is not None else _room_here(situation, gpu)
-    rates = Rates(**gpu["rates"]) if gpu is not None and total is None else Rates()
+    rates = gpu.rates if gpu is not None and total is None else Rates()
     on_gpu = total is not None or gpu is not None
     job = job_of(recipe, _settings(situation), on_gpu=on_gpu, can_offload=not room.shared)
     chosen = choose(room.num_bytes, footprint, job, rates)
     rows = table(room.num_bytes, footprint, replace(job, modes=MODES if not room.shared else MODES[:-1]), rates)
     if as_json:
         found = {"footprint": _facts(footprint), "room": asdict(room)}
-        found |= {name: counted[name] for name in ("precision", "model_is_here", "encoders")}
+        found |= {name: to_json(counted)[name] for name in ("precision", "model_is_here", "encoders")}
         plans = {"plans": [asdict(row) for row in rows], "chosen": asdict(chosen) if chosen is not None else None}
         more = {"seconds_are_known": rates.known, "attention": attention_text(situation)}
         _say(json.dumps({**found, **plans, **more}, indent=1))
     else:
-        for line in _lines(loaded.name, recipe, counted["precision"], footprint, room, rows, chosen, rates):
+        for line in _lines(loaded.name, recipe, counted.precision, footprint, room, rows, chosen, rates):
             _say(legible(line))
         gpu_here = situation.gpu if total is None else None
-        for line in (*_precision_lines(recipe, counted["precision"], gpu_here), *_unread_lines(recipe)):
+        for line in (*_precision_lines(recipe, counted.precision, gpu_here), *_unread_lines(recipe)):
             _say(legible(line))
-        for encoder in counted["encoders"]:
+        for encoder in counted.encoders:
             _say(legible(_encoder_text(encoder)))
         _say(legible(f"attention: {attention_text(situation)}"))
-        if not counted["model_is_here"]:
+        if not counted.model_is_here:
             _say(legible(f"{recipe.model.name_or_path} is not on this machine: {PUBLISHED}"))
     if chosen is None and room.num_bytes is not None:
         raise does_not_fit(recipe, footprint, job, rates, room.num_bytes)
@@ -136,13 +136,10 @@ def card_bytes(text: str) -> int:
     return int(amount * GIB)
 
 
-def _counted(recipe: Recipe, situation: Situation, for_card: bool) -> dict[str, Any]:
+def _counted(recipe: Recipe, situation: Situation, for_card: bool) -> Counted:
     env = {**environment_plan(situation).applied_to(os.environ), "HF_HUB_OFFLINE": "1"}
-    with temporary_folder() as folder:
-        job = folder / "job.json"
-        asked = {"for_card": for_card, "for_gpu": for_card or situation.gpu is not None}
-        write_json(job, {"recipe": recipe.model_dump(mode="json"), **asked})
-        return run_for_json(MODULE, [str(job)], env)
+    job = PlanJob(recipe.model_dump(mode="json"), for_card=for_card, for_gpu=for_card or situation.gpu is not None)
+    return ask(job, Counted, env)
 
 
 def _settings(situation: Situation) -> Settings:
@@ -156,13 +153,13 @@ def _room_of_card(total_bytes: int) -> Room:
     return Room(found.total_bytes, parts_text(found.parts), parts=found.parts)
 
 
-def _room_here(situation: Situation, gpu: dict[str, Any] | None) -> Room:
+def _room_here(situation: Situation, gpu: CountedGpu | None) -> Room:
     """Return the memory that the worker would have; if torch sees no GPU, estimate it from the system's information."""
     known = budget_of(situation.facts, situation.gpu)
     if gpu is not None:
-        parts = _parts_of(known, gpu["budget_bytes"])
+        parts = _parts_of(known, gpu.budget_bytes)
         counted = f": {parts_text(parts)}" if parts else ""
-        return Room(gpu["budget_bytes"], f"{gpu['name']}, as training sees it{counted}", gpu["integrated"], parts)
+        return Room(gpu.budget_bytes, f"{gpu.name}, as training sees it{counted}", gpu.integrated, parts)
     if known is None or situation.gpu is None:
         return Room(None, "no GPU is seen here; --card 24GB says whether it fits one")
     if not known.capped:  # then nothing of it is counted yet
@@ -269,10 +266,10 @@ def _unread_lines(recipe: Recipe) -> Iterator[str]:
         yield f"the texts were not read: data.max_length is counted, and {of_full}; lora-rocm check counts tokens"
 
 
-def _encoder_text(encoder: dict[str, Any]) -> str:
-    taken, dense = (size_text(encoder[key]) for key in ("weight_bytes", "dense_bytes"))
-    rounds = weights_text(encoder["format"])
-    return f"{encoder['component']} takes {taken} while captions are encoded ({dense} dense); {rounds}"
+def _encoder_text(encoder: PackedEncoder) -> str:
+    taken, dense = size_text(encoder.weight_bytes), size_text(encoder.dense_bytes)
+    rounds = weights_text(encoder.format)
+    return f"{encoder.component} takes {taken} while captions are encoded ({dense} dense); {rounds}"
 
 
 def _say(text: str) -> None:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from lora_rocm.dataset.preview_images import faults
 from lora_rocm.errors import AdapterError, MachineError, UserError
 from lora_rocm.families.registry import PRODUCT, Registry
-from lora_rocm.foundation.files import followed, require_place, temporary_folder, write_json
+from lora_rocm.foundation.files import followed, require_place
 from lora_rocm.foundation.units import number_text
 from lora_rocm.model_files.peft_folder import peft_folders
 from lora_rocm.model_files.readers import readers_line
+from lora_rocm.processes.jobs import CompareJob, ExportJob, SampleJob, name_of
+from lora_rocm.processes.process import OnEvent
+from lora_rocm.processes.tool import run_job
 from lora_rocm.recipe.adapter_sections import GGUF, MERGED
-from lora_rocm.recipe.sample_section import OPTION, OPTIONS_OF_KOHYA
+from lora_rocm.recipe.sample_section import OPTION, OPTIONS_OF_KOHYA, PREVIEW_INPUTS
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.recipe.yaml_tree import is_clean
 from lora_rocm.rules.this_machine import plan_here
@@ -25,16 +28,12 @@ from lora_rocm.rundir.event_types import DrawnEvent, Event, ExportEvent, NoticeE
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.made_from import Made, record_export, stale_exports
 from lora_rocm.rundir.remains import discard_abandoned
-from lora_rocm.supervisor.process import OnEvent
 from lora_rocm.supervisor.resume import holds_run, open_recipe
-from lora_rocm.supervisor.run_recipe import SPARE_CACHE
-from lora_rocm.supervisor.subprocesses import run_tool
 
 FOLDER_FORMS = ("peft", MERGED)
 GGUF_SUFFIX, SAFETENSORS_SUFFIXES = ".gguf", (".safetensors", ".sft")
 """How the names of single files end, the usual one first."""
 SCRIPT, LLAMA_CPP = "convert_lora_to_gguf.py", "LLAMA_CPP"
-TOOLS_MODULE = "lora_rocm.train.model_child"
 LORA_SUFFIXES = (".safetensors", ".sft", ".ckpt", ".bin", ".pt", ".pth")  # the reader refuses pickles, and says why
 RESULTS = {"sample": "drawn", "export": "export", "compare": "compared"}
 """The event in which each tool names its results."""
@@ -47,12 +46,10 @@ def sample(
     base: str | None,
     config: Path | None,
     family: str | None = None,
-    control_image: Path | None = None,
-    mask: Path | None = None,
     registry: Registry = PRODUCT,
     **options: Any,
 ) -> int:
-    """Draw images. The job holds ``options`` unchanged, and absolute paths.
+    """Draw images. ``options`` are fields of ``SampleJob``.
 
     Raises:
         LoraRocmError: any error of the child process.
@@ -61,41 +58,41 @@ def sample(
     if family is not None and family not in registry:
         what, fix = registry.refusal(family)
         raise UserError("family-unknown", f"{what[:1].upper()}{what[1:]}.", where=f"--family {family!a:.60}", fix=fix)
+    inputs = _inputs_of({name: options.pop(name, None) for name in PREVIEW_INPUTS})
     _check_options(options, config if base is None else None)
     if output is None:
         output = Path("samples") if source.is_file() or peft_folders(source) else RunDir(source).asked
     elif not output.is_dir() and os.path.lexists(output):
         what = "A file lies where the folder for the images would be made."
         raise UserError("output-no-folder", what, where=f"--output {output}", fix="Give the name of a folder.")
-    job = {
+    job = SampleJob(
         **options,
-        **_images_of(control_image, mask),
-        "source": str(source),
-        "output": str(output.absolute()),
-        "family": family,
-        "base": os.path.abspath(base) if base is not None and os.path.exists(base) else base,
-        "config": str(config.absolute()) if config else None,
-    }
-    return run_model_tool("sample", job)
+        inputs=inputs,
+        source=source,
+        output=output.absolute(),
+        family=family,
+        base=os.path.abspath(base) if base is not None and os.path.exists(base) else base,
+        config=str(config.absolute()) if config else None,
+    )
+    return run_model_tool(job)
 
 
-def _images_of(control_image: Path | None, mask: Path | None) -> dict[str, str]:
-    """The images that the previews are given, as the job has them.
+def _inputs_of(named: Mapping[str, Path | None]) -> dict[str, Path]:
+    """The images that the previews are given, as absolute paths by name.
 
     Raises:
         UserError: a file is missing or cannot be used, or a mask has no image.
     """
-    named = {"control_image": control_image, "mask": mask}
     where = {name: f"--{name.replace('_', '-')} {path}" for name, path in named.items()}
     for name, path in named.items():
         if path is not None and not path.is_file():
             what = f"There is no such {name.replace('_', ' ')}."
             raise UserError("control-missing", what, where=where[name], fix="Correct the path.")
-    if mask is not None and control_image is None:
+    if named["mask"] is not None and named["control_image"] is None:
         what, fix = "A mask says what of an image is drawn anew, and no image is given.", "Give --control-image too."
         raise UserError("mask-alone", what, where=where["mask"], fix=fix)
-    paths = {name: str(path.absolute()) if path else "" for name, path in named.items()}
-    for name, what, fix in faults(**paths):
+    paths = {name: path.absolute() for name, path in named.items() if path is not None}
+    for name, what, fix in faults(paths):
         raise UserError("control-unusable", f"{what[:1].upper()}{what[1:]}.", where=where[name], fix=fix)
     return paths
 
@@ -181,7 +178,7 @@ def export(
     if form != GGUF and converter is not None:
         what = f"The {form} form is written without a converter."
         raise UserError("converter-unused", what, where=f"--converter {converter}", fix="Leave it out.")
-    script = str(_converter(converter)) if form == GGUF else ""
+    script = _converter(converter) if form == GGUF else None
     if not run_dir.list_checkpoints():
         what = "This run has no checkpoint yet, and an export is made from one."
         raise UserError("no-checkpoint", what, where=str(run_dir.path), fix="Train on first.")
@@ -263,16 +260,10 @@ def _export(
     output: Path | None,
     dtype: str | None,
     updates: int | None = None,
-    converter: str = "",
+    converter: Path | None = None,
 ) -> int:
-    job = {
-        "source": str(run_dir.path),
-        "format": form,
-        "output": str(output.absolute()) if output else None,
-        "dtype": dtype,
-        "updates": updates,
-        "converter": converter,
-    }
+    place = output.absolute() if output else None
+    job = ExportJob(source=run_dir.path, format=form, output=place, dtype=dtype, updates=updates, converter=converter)
     # What killed exports left may be as large as the base, and the space may be needed
     run_dir.discard_unfinished_exports()
     discard_abandoned(followed(output) if output else run_dir.export_of(form))
@@ -282,7 +273,7 @@ def _export(
         if isinstance(event, ExportEvent):
             made.append(Made(event.updates, event.checkpoint))
 
-    code = run_model_tool("export", job, on_event)
+    code = run_model_tool(job, on_event)
     if output is None:
         record_export(run_dir, form, made[-1])
     return code
@@ -306,30 +297,26 @@ def _existing(source: Path) -> Path:
     return source
 
 
-def run_model_tool(tool: str, job: dict[str, Any], listen: OnEvent = lambda event: None) -> int:
+def run_model_tool(job: SampleJob | ExportJob | CompareJob, listen: OnEvent = lambda event: None) -> int:
     """Run a job in the heavy child and show its notices and results; ``listen`` gets every event.
 
     Raises:
         MachineError: it ended without naming a result.
         LoraRocmError: any error of the child process.
     """
-    env = plan_here().applied_to(os.environ)
-    with temporary_folder() as folder:
-        path = folder / "job.json"
-        write_json(path, {**job, SPARE_CACHE: str(folder / "cache")})
-        told: list[str] = []
+    told: list[str] = []
 
-        def on_event(event: Event) -> None:
-            told.append(event.type)
-            _show(event)
-            listen(event)
+    def on_event(event: Event) -> None:
+        told.append(event.type)
+        _show(event)
+        listen(event)
 
-        code = run_tool(TOOLS_MODULE, [tool, str(path)], env, on_event)
+    code, tool = run_job(job, plan_here().applied_to(os.environ), on_event), name_of(job)
     if RESULTS[tool] not in told:
         raise MachineError(
             "no-result",
             f"lora-rocm {tool} ended without naming a file that it made.",
-            where=str(job["output"] or job["source"]),
+            where=str(job.output or job.source),
             fix="Please report it with the command.",
         )
     return code

@@ -35,7 +35,8 @@ from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import SUPERVISOR, RunDir
 from lora_rocm.rundir.made_from import stale_exports
 from lora_rocm.rundir.results import final_files, named_paths
-from lora_rocm.supervisor import lock, multi_gpu, process, selftest_runner, supervisor, tuning_runner
+from lora_rocm.supervisor import lock, multi_gpu, selftest_runner, supervisor, tuning_runner
+from lora_rocm.supervisor import worker as worker_process
 from lora_rocm.supervisor.restart_policy import attempt_of
 from lora_rocm.supervisor.resume import LATEST, Chosen, choose, holds_run, settle, withdraw
 from lora_rocm.supervisor.telemetry import Telemetry
@@ -59,7 +60,7 @@ def train(
 
     ``supervised``: restart a worker that fails or hangs. ``gpus``: number of GPUs that train together; None: one, or
     the number given by ``torchrun``. ``registry``: the available model families. ``worker``: see
-    ``process.worker_command``; it must know the same families.
+    ``worker.worker_command``; it must know the same families.
 
     Raises:
         LoraRocmError: any error, in words.
@@ -218,7 +219,7 @@ def _commands(run: RunDir, accept_changes: bool, worker: str | None) -> Callable
         checkpoint: Path | None, attempt: int = 0, stacks_after_s: Mapping[str, float] | None = None
     ) -> list[str]:
         began_s = beginnings.pop() if beginnings else time.time()
-        return process.worker_command(run, checkpoint, accept_changes, attempt, stacks_after_s, worker, began_s)
+        return worker_process.worker_command(run, checkpoint, accept_changes, attempt, stacks_after_s, worker, began_s)
 
     return command
 

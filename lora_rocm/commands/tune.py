@@ -13,24 +13,24 @@ from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.terminal_text import legible
 from lora_rocm.hardware.measured_choice import Choice, Tuned, path_of, store, stored, table_of
 from lora_rocm.hardware.software_stack import stack_of
+from lora_rocm.processes.jobs import TuneProductsJob
+from lora_rocm.processes.row_runner import Row, how_it_died, run_rows
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.rules.environment import plan
 from lora_rocm.rules.this_machine import situation_here
 from lora_rocm.rules.tuned_rules import key_of
-from lora_rocm.supervisor.row_runner import Row, how_it_died, run_rows
 
-MODULE = "lora_rocm.trials.products_child"
 LIMIT_S, START_LIMIT_S = 600.0, 600.0
 
 
-def tune(recipe_path: str, overrides: Sequence[str], registry: Registry = PRODUCT, module: str = MODULE) -> int:
+def tune(recipe_path: str, overrides: Sequence[str], registry: Registry = PRODUCT, module: str | None = None) -> int:
     """Tune the matrix products of a recipe's step and keep the table; print one line a product.
 
     Args:
         recipe_path: the recipe; neither model nor images are read.
         overrides: ``section.key=value``.
         registry: the available model families.
-        module: the child's module.
+        module: in place of the child's module.
 
     Raises:
         LoraRocmError: the recipe is wrong, there is no GPU, or the table cannot be written.
@@ -55,9 +55,9 @@ def tune(recipe_path: str, overrides: Sequence[str], registry: Registry = PRODUC
         _say(row_text(row))
 
     key, folder = key_of("products", stack, recipe), Path(situation.app_dir)
-    job = {"recipe": recipe.model_dump(mode="json"), "limit_s": LIMIT_S}
+    job = TuneProductsJob(recipe=recipe.model_dump(mode="json"), limit_s=LIMIT_S)
     try:
-        run_rows(module, [], job, env, on_row, start_limit_s=START_LIMIT_S)
+        run_rows(job, env, on_row, start_limit_s=START_LIMIT_S, module=module)
     except WorkerDiedError as error:
         if not rows:
             raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from lora_rocm.dataset.controls import Controls
@@ -10,7 +10,7 @@ from lora_rocm.dataset.masks import Masks
 
 if TYPE_CHECKING:
     from lora_rocm.dataset.image_io import Header
-    from lora_rocm.dataset.sample_table import Sample
+    from lora_rocm.dataset.sample_table import Companion, Sample
     from lora_rocm.errors import Problem
     from lora_rocm.recipe.schema import ResolvedSource
 
@@ -19,12 +19,17 @@ class CompanionInput(Protocol):
     """The companions of one kind of the images of one source."""
 
     @property
-    def folder(self) -> str | None:
-        """The folder of their files, which is not searched for images; None if there is none."""
+    def folders(self) -> Sequence[str]:
+        """The folders of their files, which are not searched for images."""
         ...
 
-    def look(self, sample: Sample, header: Header) -> Problem | None:
-        """Count an image and check the header of its companion. Returns the reason if the pair cannot be used."""
+    @property
+    def beside(self) -> str:
+        """The key of ``data`` with which their files lie among the images; empty if they do not."""
+        ...
+
+    def look(self, sample: Sample, header: Header) -> Sequence[Companion | Problem]:
+        """Count an image, find its companions and check their headers; a problem: the image cannot be used."""
         ...
 
     def notices(self) -> list[str]:

@@ -53,6 +53,7 @@ class EntrySpec:
     tensors: the cached tensors by name, without a batch dimension.
     follows_shape: the sample's ``Shape`` determines the size of its tensors. For a text, the tensors determine the
         shape: the number of tokens is the size of their axis S, because only the encoder can count tokens.
+    keeps_size: made from a companion in a size of its own, which is a part of the sample's ``Shape``.
     share: name of the tensor whose sum is the sample's share of the loss of an update; "": all samples count alike.
     """
 
@@ -61,6 +62,7 @@ class EntrySpec:
     tensors: Mapping[str, TensorSpec]
     follows_shape: bool = False
     share: str = ""
+    keeps_size: bool = False
 
     def __post_init__(self) -> None:
         if not self.inputs or not all(ENTRY_NAME.fullmatch(name) for name in (self.name, *self.inputs)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ from importlib import resources
 from pathlib import Path
 
 from lora_rocm.dataset.caption_files import CaptionFiles
+from lora_rocm.dataset.clips import in_clips
 from lora_rocm.dataset.file_kinds import CAPTION_SUFFIXES
 from lora_rocm.dataset.given import Given
 from lora_rocm.dataset.image_io import readable_extensions
@@ -27,16 +27,17 @@ from lora_rocm.dataset.metadata_files import (
 from lora_rocm.dataset.row_cells import NameCount, says
 from lora_rocm.errors import DataError
 from lora_rocm.foundation.bounded_read import read_plain
-from lora_rocm.foundation.names import Names
+from lora_rocm.foundation.json_text import BadJson, NoJson, parse_json
+from lora_rocm.foundation.names import BUILTIN, Names
 from lora_rocm.foundation.terminal_text import legible, one_line
 from lora_rocm.foundation.units import times_text
 from lora_rocm.rundir.layout import RUN_MARKS
 
 TEXT_SUFFIX = ".txt"
 TABLE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
-DEMO_IMAGES = "builtin:demo"
+DEMO_IMAGES = f"{BUILTIN}demo"
 BUILTIN_FOLDERS = {DEMO_IMAGES: "demo_images"}
-BUILTIN_TABLES = {"builtin:demo-chats": "demo_chats.jsonl"}
+BUILTIN_TABLES = {f"{BUILTIN}demo-chats": "demo_chats.jsonl"}
 REPEAT_FOLDER = re.compile(r"(\d{1,4})_(.+)")  # more digits are a date ("20240131_beach")
 # File names that cameras and phones assign ("IMG_0042", "20240131_120000", "Screenshot 3"), useless as captions.
 CAMERA_NAME = re.compile(r"(img|image|dsc[nf]?|pxl|mvimg|photo|image|screenshot)?[\W\d_]*", re.IGNORECASE)
@@ -150,7 +151,7 @@ def source_folder(path: str, index: int) -> Path:
         DataError: there is no such folder.
     """
     where = f"data.path or data.sources[{index}].path: {path}"
-    if path.startswith("builtin:"):
+    if path.startswith(BUILTIN):
         if path not in BUILTIN_FOLDERS:
             known = ", ".join(BUILTIN_FOLDERS)
             raise DataError("data-folder-missing", f"There is no {path}.", where=where, fix=f"Known: {known}.")
@@ -177,6 +178,7 @@ def walk(
     tables: Tables = TEXT_COLUMN,
     skip: Sequence[str] = (),
     beside: Collection[str] = (),
+    clips: bool = False,
     key: Callable[[str], str] = "data.{}".format,
 ) -> Folder:
     """Find the images and captions in a folder and its sub-folders.
@@ -193,6 +195,7 @@ def walk(
         tables: what is read of metadata files next to the images, and of a JSON file of kohya's.
         skip: folders of other files than images, such as masks, skipped if they lie inside ``root``.
         beside: keys of the masks and control images among the images that are used (``Companion.key``).
+        clips: a sub-folder of numbered images is a clip, and stands for them.
         key: see ``LeftOut``.
 
     Raises:
@@ -217,6 +220,7 @@ def walk(
             if suffix in other_captions:
                 other_captions[suffix][stem] = None
     folder.relatives = sorted(folder.relatives + left_out.settle_pairs(str(root), folder.relatives))
+    folder.relatives = in_clips(folder.relatives) if clips else folder.relatives
     folder.notices += left_out.notices(exclusion, inclusion)
     num_found = len(folder.relatives)
     folder.notices += folder.captions.settle((path for path, _ in folder.images), left_out.stems)
@@ -485,9 +489,11 @@ def read_captions(path: Path, unread: NameCount) -> tuple[str, ...]:
     if path.suffix.lower() != ".json":
         return (text,)
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+        value = parse_json(text)
+    except NoJson:
         raise UnusableCaption("is no JSON.") from None
+    except BadJson as error:
+        raise UnusableCaption(f"cannot be read: {error}.") from None
     if isinstance(value, dict):
         read = next((name for name in ("captions", "caption") if name in value), None)
         for key in (key for key, each in value.items() if read not in (None, key) and says(each)):

@@ -7,6 +7,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from lora_rocm.foundation.json_text import BadJson, parse_json
+
 MAX_LOSS_WEIGHT = 1000.0
 Rectangle = tuple[int, int, int, int]
 """(left, top, width, height) in pixels of the upright image."""
@@ -68,8 +70,8 @@ def rectangle(value: object) -> Rectangle:
     found = value
     if isinstance(value, str):
         try:
-            found = json.loads(f"[{value.strip().removeprefix('[').removesuffix(']')}]")
-        except (ValueError, RecursionError):
+            found = parse_json(f"[{value.strip().removeprefix('[').removesuffix(']')}]")
+        except BadJson:
             found = None
     if isinstance(found, Sequence) and len(found) == 4 and all(type(number) is int for number in found):
         left, top, width, height = found

@@ -6,6 +6,7 @@ import glob
 import io
 import os
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -392,6 +393,9 @@ def _check_parquet(files: Iterable[Path], where: str) -> None:
         if parquet.read_metadata(file).num_rows == 0:  # the library fails at such a file, with words of its own
             what, fix = "This Parquet file has no rows.", "Take it away, or give one with rows."
             raise DataError("dataset-empty", what, where=f"{where}: {shown(file)}", fix=fix)
+        if twice := _repeated_name(parquet.read_schema(file)):  # as a dict, a row has the last of them
+            what, fix = f"Two columns or fields have the name {shown(twice):.60}.", "Rename one, or take it away."
+            raise DataError("dataset-column", what, where=f"{where}: {shown(file)}", fix=fix)
         limit_bytes = max(MAX_UNPACKED_BYTES, MAX_UNPACKING * file.stat().st_size)
         found_bytes = unpacked_bytes(file, limit_bytes, MAX_UNPACKING)
         if found_bytes > limit_bytes:
@@ -401,6 +405,16 @@ def _check_parquet(files: Iterable[Path], where: str) -> None:
                 where=f"{where}: {shown(file)}",
                 fix="Make the dataset again, with images in their own format (PNG, JPEG, ...) in its cells.",
             )
+
+
+def _repeated_name(fields: Iterable[Any]) -> str:
+    """A name that two columns of an Arrow schema, or two fields of a struct at any depth, have; empty: none."""
+    found = list(fields)
+    names = Counter(field.name for field in found)
+    inner = ([kind.field(n) for n in range(kind.num_fields)] for kind in (field.type for field in found))
+    return next((name for name, count in names.items() if count > 1), "") or next(
+        filter(None, map(_repeated_name, inner)), ""
+    )
 
 
 def _from_hub(dataset: str, split: str, where: str) -> Any:

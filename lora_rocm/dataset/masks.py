@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 
 from lora_rocm.dataset.buckets import Geometry, Size
 from lora_rocm.dataset.folders import shown
-from lora_rocm.dataset.hf_datasets import DatasetRow
 from lora_rocm.dataset.image_io import Header, UnreadableImage, decode_as, read_header
 from lora_rocm.dataset.left_out import counted, few, some
 from lora_rocm.dataset.paired_files import PairedFiles
-from lora_rocm.dataset.sample_table import Sample
+from lora_rocm.dataset.sample_table import Companion, Sample
 from lora_rocm.errors import DataError, Problem
 from lora_rocm.foundation.units import count_text
 from lora_rocm.recipe.schema import ResolvedSource
@@ -46,34 +45,36 @@ class Masks:
         self._files = None if path is None else PairedFiles(options, index, path, "mask_path", "mask")
 
     @property
-    def folder(self) -> str | None:
-        """The folder of masks; None if the recipe names none."""
-        return None if self._options.mask_path == BESIDE else self._options.mask_path
+    def folders(self) -> Sequence[str]:
+        """The folder of masks, if the recipe names one."""
+        path = self._options.mask_path
+        return () if path is None or path == BESIDE else (path,)
 
-    def of(self, sample: Sample) -> Path | DatasetRow | None:
-        """The location of the mask of an image of this source: a file, or the image itself; None without a mask."""
-        if self._files is None:
-            return sample.location if self._options.alpha_mask else None
-        return self._files.of(sample)
+    @property
+    def beside(self) -> str:
+        return "mask_path" if self._options.mask_path == BESIDE else ""
 
-    def look(self, sample: Sample, header: Header) -> Problem | None:
-        """Count an image and check the header of its mask. Returns the reason if the pair cannot be used, else None."""
-        mask = self.of(sample)
-        if mask is None or (self._options.alpha_mask and not header.transparent):
+    def look(self, sample: Sample, header: Header) -> Sequence[Companion | Problem]:
+        """As ``CompanionInput.look``. The mask is a file, or the image itself."""
+        if self._options.alpha_mask:
+            if header.transparent:
+                self._with += 1
+            else:
+                self._without.append(sample.key)
+            return (Companion(MASK, sample.location, sample.width, sample.height),)
+        mask = None if self._files is None else self._files.of(sample)
+        if mask is None:
             self._without.append(sample.key)
-            return None
+            return ()
         self._with += 1
-        if mask == sample.location:
-            return None
-        assert isinstance(mask, Path), "a row of a dataset is its own mask"
         try:
             size = read_header(mask).size
         except UnreadableImage as error:
-            return Problem(shown(mask), f"The mask of {sample.key} cannot be read: {error}.", MASK_FIX)
+            return (Problem(shown(mask), f"The mask of {sample.key} cannot be read: {error}.", MASK_FIX),)
         if fits(size, (sample.width, sample.height)):
-            return None
+            return (Companion(MASK, mask, *size),)
         sizes = f"{size[0]}x{size[1]}, and the image is {sample.width}x{sample.height}"
-        return Problem(shown(mask), f"The mask of {sample.key} has other proportions: it is {sizes}.", MASK_FIX)
+        return (Problem(shown(mask), f"The mask of {sample.key} has other proportions: it is {sizes}.", MASK_FIX),)
 
     def notices(self) -> list[str]:
         """Notices about the masks; none if the recipe uses no masks.
@@ -83,7 +84,7 @@ class Masks:
         """
         if self._options.mask_path is None and not self._options.alpha_mask:
             return []
-        where = shown(self.folder or self._options.path or self._options.dataset)
+        where = shown(next(iter(self.folders), self._options.path or self._options.dataset))
         if not self._with and self._without:
             raise DataError(
                 "masks-missing",

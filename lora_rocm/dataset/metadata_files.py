@@ -7,7 +7,6 @@ out of the metadata file's folder.
 from __future__ import annotations
 
 import csv
-import json
 import posixpath
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,9 +20,11 @@ from lora_rocm.dataset.left_out import counted, few, some
 from lora_rocm.dataset.row_cells import NameCount, says
 from lora_rocm.errors import DataError
 from lora_rocm.foundation.bounded_read import check_plain, read_plain
+from lora_rocm.foundation.json_text import BadJson, NoJson, parse_json
 from lora_rocm.foundation.names import Names, name_key
 from lora_rocm.foundation.terminal_text import legible, one_line
 
+MAX_CELL_LETTERS = 1 << 17  # a quote that is never closed takes the rest of the file into its cell
 READ_NAMES = ("metadata.jsonl", "metadata.csv")
 PARQUET_NAME = "metadata.parquet"
 METADATA_NAMES = (*READ_NAMES, PARQUET_NAME)
@@ -120,10 +121,10 @@ class Metadata:
             DataError: the file cannot be read, or is no such object.
         """
         try:
-            rows = json.loads(read_plain(path, MAX_JSON_BYTES).decode("utf-8-sig"), object_pairs_hook=_unique)
+            rows = parse_json(read_plain(path, MAX_JSON_BYTES).decode("utf-8-sig"))
             if not isinstance(rows, dict):
                 raise BadRow("no JSON object")
-        except (OSError, ValueError, RecursionError, BadRow) as error:
+        except (OSError, ValueError, BadRow) as error:
             what = f"The file of captions cannot be read: {one_line(str(error))[:200]}."
             fix = "Give a JSON file of image names, each with caption or tags, or remove data.metadata_file."
             raise DataError("metadata-unreadable", what, where=f"data.metadata_file: {path}", fix=fix) from error
@@ -293,25 +294,19 @@ def _json_rows(file: BinaryIO) -> Iterator[tuple[int, Mapping[str, Any] | BadRow
 
 def _json_row(line: bytes) -> Mapping[str, Any] | BadRow:
     try:
-        row = json.loads(line.decode("utf-8"), object_pairs_hook=_unique)
+        row = parse_json(line.decode("utf-8"))
     except UnicodeDecodeError:
         return BadRow("no UTF-8 text")
-    except BadRow as error:
-        return error
-    except (ValueError, RecursionError):
+    except NoJson:
         return BadRow("no JSON")
+    except BadJson as error:
+        return BadRow(str(error))
     return row if isinstance(row, dict) else BadRow("no JSON object")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    row = dict(pairs)
-    if len(row) != len(pairs):
-        raise BadRow("a key stands there twice")
-    return row
 
 
 def _csv_rows(file: BinaryIO) -> Iterator[tuple[int, Mapping[str, Any] | BadRow]]:
     """Line number and row of a CSV file with a header. A damaged row ends the file: the next row's start is unknown."""
+    csv.field_size_limit(MAX_CELL_LETTERS)  # for the whole process, and tables of texts raise it
     reader = csv.reader(_texts(file))
     try:
         header = next(reader, [])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,23 +25,22 @@ def require_preview_images(loaded: LoadedRecipe) -> None:
     """
     sample, problems = loaded.recipe.sample, dict[str, Problem]()
     for key, number, preview in sample.numbered():
-        for name, what, fix in faults(preview.control_image, preview.mask):
+        for name, what, fix in faults(preview.inputs):
             where = loaded.layers.where(sample.key_of(name, key, number))
             problems.setdefault(where, Problem(where, what, fix))
     if problems:
         raise RecipeError(list(problems.values()))
 
 
-def faults(control_image: str | None, mask: str | None) -> Iterator[tuple[str, str, str]]:
-    """What is wrong with the images of one preview: ("control_image" or "mask", what, how to fix it)."""
+def faults(inputs: Mapping[str, Path]) -> Iterator[tuple[str, str, str]]:
+    """What is wrong with the images of one preview: (name, what, how to fix it)."""
     sizes: dict[str, Size] = {}
-    for name, path in (("control_image", control_image), ("mask", mask)):
+    for name, path in inputs.items():
         try:
-            if path:
-                sizes[name] = read_header(Path(path)).size
+            sizes[name] = read_header(path).size
         except UnreadableImage as error:
             yield name, f"the image {path} cannot be read: {error}", READ_FIX
-    if len(sizes) == 2 and (fault := misfit(sizes["mask"], sizes["control_image"])):
+    if sizes.keys() >= {"mask", "control_image"} and (fault := misfit(sizes["mask"], sizes["control_image"])):
         yield "mask", fault, MISFIT_FIX
 
 

@@ -13,6 +13,7 @@ from datetime import date, time
 from os.path import commonprefix
 from typing import Any
 
+from lora_rocm.dataset.json_cells import MESSAGES_FIX, messages_or_text, object_in, parsed
 from lora_rocm.dataset.loss_keys import (
     TRAINED,
     carry_out_in_message,
@@ -58,18 +59,29 @@ class Conversation:
             to be trained on.
         tools: descriptions of functions for the chat template.
         last_only: only the last message is trained on.
+        num_completion: number of the last messages that are a completion; each of these is trained on, whatever its
+            role. 0: the answers of all messages are.
     """
 
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Any, ...] = ()
     last_only: bool = False
+    num_completion: int = 0
 
     @property
     def turns(self) -> tuple[int, ...]:
-        """Places of the messages that are trained on. With ``last_only``, none if the last answer is masked."""
-        answers = [at for at, message in enumerate(self.messages) if message["role"] == ANSWERS]
+        """Places of the answers that are trained on. With ``last_only``, none if the last answer is masked."""
+        first = len(self.messages) - self.num_completion if self.num_completion else 0
+        answers = [at for at, message in enumerate(self.messages) if at >= first and message["role"] == ANSWERS]
         asked = answers[-1:] if self.last_only else answers
         return tuple(at for at in asked if self.messages[at].get(TRAINED, True))
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """Places of the messages of a completion that are trained on and are not the assistant's."""
+        places = range(len(self.messages) - (0 if self.last_only else self.num_completion), len(self.messages))
+        found = ((at, self.messages[at]) for at in places)
+        return tuple(at for at, message in found if message["role"] != ANSWERS and message.get(TRAINED, True))
 
     @property
     def masked(self) -> tuple[int, ...]:
@@ -78,7 +90,7 @@ class Conversation:
 
     def up_to(self, turn: int) -> Conversation:
         """The messages up to one that is trained on, which is the only one."""
-        return replace(self, messages=self.messages[: turn + 1], last_only=True)
+        return replace(self, messages=self.messages[: turn + 1], last_only=True, num_completion=0)
 
 
 @dataclass(frozen=True)
@@ -121,7 +133,8 @@ def _in_order(record: Completion | Conversation | Pair) -> dict[str, Any]:
         }
         for message in record.messages
     ]
-    return {"last_only": record.last_only, "messages": messages, "tools": record.tools}
+    found = {"last_only": record.last_only, "messages": messages, "tools": record.tools}
+    return {**found, "num_completion": record.num_completion} if record.num_completion else found
 
 
 def _sorted(value: Any) -> Any:
@@ -156,7 +169,7 @@ def read(text: str) -> Record:
 def _answered(found: Cells) -> Completion | Conversation:
     if "completion" in found:
         return Completion(**found)
-    return Conversation(tuple(found["messages"]), tuple(found["tools"]), found["last_only"])
+    return Conversation(**{**found, "messages": tuple(found["messages"]), "tools": tuple(found["tools"])})
 
 
 def encodable(text: str) -> str:
@@ -244,15 +257,28 @@ def _of_sharegpt(row: RowCells) -> Conversation:
 
 
 def _of_completion(row: RowCells) -> Record:
-    prompt, completion = (_messages_or_text(row[column]) for column in ("prompt", "completion"))
+    prompt, completion = (messages_or_text(row[column]) for column in ("prompt", "completion"))
     if isinstance(prompt, str) and isinstance(completion, str):
         _require(completion, "The completion")
         if not _has_system(row):
             return Completion(prompt, completion)
         prompt, completion = [{"role": ASKS, "content": prompt}], [{"role": ANSWERS, "content": completion}]
     ends, begin = _listed(completion, "The completion"), _mappings(prompt, "The prompt")
-    before = [_message(row, each, f"Message {n} of prompt", is_asked=True) for n, each in enumerate(begin, 1)]
-    return _conversation(row, [*before, *_numbered(row, ends, "completion")], last_only=True)
+    before = [_message(row, each, f"Message {n} of prompt", is_trained=False) for n, each in enumerate(begin, 1)]
+    after = [_message(row, each, f"Message {n} of completion", is_trained=True) for n, each in enumerate(ends, 1)]
+    roles = [message["role"] for message in after]
+    if ANSWERS not in roles:
+        raise UnusableText(
+            f"No message of the completion has the role {ANSWERS}, so there is nothing to learn.", ROLE_FIX
+        )
+    if roles == [ANSWERS]:
+        return _conversation(row, [*before, *after], last_only=True)
+    if others := sorted({role for role in roles if role != ANSWERS}):
+        row.remarks.add(
+            f"The column completion holds messages of {', '.join(others):.60}: they are trained on too, as by TRL "
+            "(weight: 0 on a message excludes it)"
+        )
+    return _conversation(row, [*before, *after], num_completion=len(after))
 
 
 def _of_instruction(row: RowCells) -> Conversation:
@@ -293,7 +319,7 @@ def pair_of(cells: Cells) -> Pair:
     if missing:
         what = f"It has no column {missing}; its columns are {listed(list(row)) or 'none'}."
         raise UnusableText(what, "objective.loss: dpo takes rows of chosen and rejected, and prompt if they lack it.")
-    prompt, *answers = (_messages_or_text(row.get(column)) for column in ("prompt", "chosen", "rejected"))
+    prompt, *answers = (messages_or_text(row.get(column)) for column in ("prompt", "chosen", "rejected"))
     prompt = _value_of(row, "conversations") if prompt is None and says(row.unread("conversations")) else prompt
     texts = [each for each in (prompt, *answers) if isinstance(each, str)]
     if len(texts) == 2 + (prompt is not None) and not _has_system(row):
@@ -338,18 +364,26 @@ def _pair_of_messages(row: RowCells, prompt: object, answers: Sequence[object]) 
     if any(len(side) != shared + 1 or side[-1]["role"] != ANSWERS for side in sides):
         what = "The prompts of chosen and rejected differ, or more than one message of the assistant differs."
         raise UnusableText(what, "Give answers of one message after the same messages.")
+    excluded = [
+        name for name, side in zip(("chosen", "rejected"), sides, strict=True) if not side[-1].get(TRAINED, True)
+    ]
+    if excluded:
+        what = f"A key such as weight excludes the {' and the '.join(excluded)} answer from training"
+        raise UnusableText(f"{what}, and the loss of a pair needs both answers.", "Take the key or the row away.")
     chosen, rejected = (_conversation(row, [*before, *side], last_only=True) for side in sides)
     return Pair(chosen, rejected)
 
 
 EMPTY_FIX = "Fill it, or take the row away."
-MESSAGES_FIX = "Messages are mappings with role and content. Beside a list of them, the other columns are lists too."
+ROLE_FIX = f"Give a message with the role {ANSWERS}, or take the row away."
 PROMPT_FIX = "Let both begin with the same prompt, or give it in the column prompt."
 
 
-def _conversation(row: RowCells, messages: Sequence[Mapping[str, Any]], last_only: bool = False) -> Conversation:
+def _conversation(
+    row: RowCells, messages: Sequence[Mapping[str, Any]], last_only: bool = False, num_completion: int = 0
+) -> Conversation:
     """The conversation of messages from ``_message``, with what the row says beside them: ``system`` and ``tools``."""
-    found = Conversation((*_system(row, messages), *messages), _tools(row), last_only)
+    found = Conversation((*_system(row, messages), *messages), _tools(row), last_only, num_completion)
     for number, message in enumerate(found.messages, 1):
         role = message["role"]
         if role not in KNOWN_ROLES:
@@ -360,11 +394,10 @@ def _conversation(row: RowCells, messages: Sequence[Mapping[str, Any]], last_onl
     if not messages:
         raise UnusableText("Its list of messages is empty.", EMPTY_FIX)
     if not found.turns:
-        fix = f"Give a message with the role {ANSWERS}, or take the row away."
         if any(message["role"] == ANSWERS for message in found.messages):
             what = "Keys such as weight exclude every answer that would be trained on, so there is nothing to learn."
             raise UnusableText(what, "Take the row away.")
-        raise UnusableText(f"No message has the role {ANSWERS}, so there is nothing to learn.", fix)
+        raise UnusableText(f"No message has the role {ANSWERS}, so there is nothing to learn.", ROLE_FIX)
     return found
 
 
@@ -412,37 +445,14 @@ def _functions(row: RowCells, column: str) -> tuple[Any, ...]:
 
 def _tool(given: Any) -> Any:
     """A description of a function, whose parts may be JSON texts."""
-    tool = _object(given)
+    tool = object_in(given)
     if not isinstance(tool, Mapping):
         return tool
-    held = {key: _object(tool[key]) for key in ("function", "parameters") if isinstance(tool.get(key), str)}
+    held = {key: object_in(tool[key]) for key in ("function", "parameters") if isinstance(tool.get(key), str)}
     if isinstance(inner := held.get("function", tool.get("function")), Mapping):
         if isinstance(inner.get("parameters"), str):
-            held["function"] = {**inner, "parameters": _object(inner["parameters"])}
+            held["function"] = {**inner, "parameters": object_in(inner["parameters"])}
     return {**tool, **held}
-
-
-def _object(value: Any) -> Any:
-    """The mapping that a JSON text holds; any other value is itself."""
-    if not isinstance(value, str) or not value.lstrip().startswith("{"):
-        return value
-    try:
-        found = json.loads(value)
-    except (ValueError, RecursionError):
-        return value
-    return found if isinstance(found, dict) else value
-
-
-def _messages_or_text(cell: object) -> object:
-    """A cell of prompts or answers. A table of texts, such as CSV, holds a list of messages as JSON."""
-    if not isinstance(cell, str) or not cell.lstrip().startswith("["):
-        return cell
-    try:
-        found = json.loads(cell)
-    except (ValueError, RecursionError):
-        return cell
-    of_messages = all(isinstance(each, dict) and {"role", "from"} & each.keys() for each in found)
-    return found if found and of_messages else cell
 
 
 def _value_of(row: RowCells, column: str) -> object:
@@ -451,14 +461,7 @@ def _value_of(row: RowCells, column: str) -> object:
     if not isinstance(cell, str) or not cell.strip():
         return None if isinstance(cell, str) else cell
     of = "messages (mappings with role and content)" if column in ("messages", "conversations") else "functions"
-    return _parsed(cell, f"The column {column}", f"Give a list of {of}, or its JSON.")
-
-
-def _parsed(text: str, what: str, fix: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UnusableText(f"{what} is a text that is no JSON: {error}.", fix) from error
+    return parsed(cell, f"The column {column}", f"Give a list of {of}, or its JSON.")
 
 
 def _messages(row: RowCells, values: object, what: str) -> list[dict[str, Any]]:
@@ -469,7 +472,7 @@ def _numbered(row: RowCells, values: Sequence[Cells], column: str) -> list[dict[
     return [_message(row, each, f"Message {number} of {column}") for number, each in enumerate(values, 1)]
 
 
-def _message(row: RowCells, given: Mapping[str, Any], where: str, *, is_asked: bool = False) -> dict[str, Any]:
+def _message(row: RowCells, given: Mapping[str, Any], where: str, *, is_trained: bool | None = None) -> dict[str, Any]:
     """A message without empty fields, which tables add, in the spelling of chat templates.
 
     Keys that are not known here are kept: whether the chat template reads them is known where it is rendered.
@@ -478,7 +481,7 @@ def _message(row: RowCells, given: Mapping[str, Any], where: str, *, is_asked: b
         row: that the message is in.
         given: the message of the row.
         where: the message, for people.
-        is_asked: it is never trained on, also as one of the assistant.
+        is_trained: whether it is trained on if no key of it says so; None: if it is one of the assistant.
     """
     message = {str(key): value for key, value in given.items() if value is not None}
     # names of ShareGPT, and of roles elsewhere
@@ -496,7 +499,7 @@ def _message(row: RowCells, given: Mapping[str, Any], where: str, *, is_asked: b
         raise UnusableText(what, "Move the text from refusal to content to learn to refuse, or take the row away.")
     # calls of tools
     if message["role"] in CALLS:
-        made = _parsed(content, f"The content of the role {message['role']}", "Give calls as JSON: name and arguments.")
+        made = parsed(content, f"The content of the role {message['role']}", "Give calls as JSON: name and arguments.")
         message |= {"role": ANSWERS, "content": "", "tool_calls": _wrapped(made)}
     elif message["role"] in RESULTS:
         message["role"] = "tool"
@@ -504,7 +507,8 @@ def _message(row: RowCells, given: Mapping[str, Any], where: str, *, is_asked: b
         message["tool_calls"] = _wrapped(message.pop("function_call"))
     if "tool_calls" in message:
         message["tool_calls"] = _calls(message["tool_calls"])
-    return carry_out_in_message(message, where, is_trained=message["role"] == ANSWERS and not is_asked)
+    of_role = message["role"] == ANSWERS
+    return carry_out_in_message(message, where, is_trained=of_role if is_trained is None else is_trained)
 
 
 def _text(row: RowCells, content: object, where: str) -> str:
@@ -535,12 +539,12 @@ def _calls(given: Any) -> list[Any]:
     """Calls of tools as a list of mappings; the whole, each, and the function of each may be a JSON text."""
     fix = "Give a list of calls, each with function: name and arguments."
     if isinstance(given, str):
-        given = _parsed(given, "tool_calls of a message", fix) if given.strip() else []
+        given = parsed(given, "tool_calls of a message", fix) if given.strip() else []
     calls = [given] if isinstance(given, Mapping) else [] if given is None else given
-    calls = [_object(call) for call in calls] if isinstance(calls, list | tuple) else [calls]
+    calls = [object_in(call) for call in calls] if isinstance(calls, list | tuple) else [calls]
     if not all(isinstance(call, Mapping) for call in calls):
         raise UnusableText("tool_calls of a message is no list of calls.", fix)
-    return [{**call, "function": _object(call["function"])} if "function" in call else call for call in calls]
+    return [{**call, "function": object_in(call["function"])} if "function" in call else call for call in calls]
 
 
 def _listed(values: object, what: str) -> list[Cells]:
@@ -550,7 +554,7 @@ def _listed(values: object, what: str) -> list[Cells]:
 
 def _mappings(values: object, what: str) -> list[Cells]:
     if isinstance(values, Iterable) and not isinstance(values, str | Mapping):
-        found = [_object(value) for value in values]
+        found = [object_in(value) for value in values]
         if all(isinstance(value, Mapping) for value in found):
             return found
     if values is None:

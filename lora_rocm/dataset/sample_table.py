@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,11 +21,25 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-TEXTS = ("key", "place", "caption", "folder", "given")
+TEXTS = ("key", "place", "caption", "folder", "given", "companions")
 """Columns of bytes: UTF-8 that may contain lone surrogates, because file names may hold any bytes."""
-NUMBERS = ("source", "width", "height", "repeats", "row")
+NUMBERS = ("source", "width", "height", "repeats", "row", "frames")
 """``row``: row of the dataset; -1 if the image is the file at ``place``."""
 ROWS_AT_ONCE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Companion:
+    """An image that belongs to a sample, such as its mask.
+
+    name: the input that it is. place: where it is; that of the sample, if it is a part of the sample's own image.
+    width, height: its own, in pixels, after EXIF orientation.
+    """
+
+    name: str
+    place: Path | DatasetRow
+    width: int
+    height: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +53,8 @@ class Sample:
     width, height: in pixels, after EXIF orientation.
     repeats: number of times it is used per epoch.
     given: what a table says of it.
+    frames: number of frames of a clip, which is a folder (``dataset.clips``); else 0.
+    companions: the images that belong to it, at most one of a name.
     """
 
     key: str
@@ -50,6 +67,12 @@ class Sample:
     repeats: int
     options: ResolvedSource
     given: Given = Given()
+    frames: int = 0
+    companions: tuple[Companion, ...] = ()
+
+    def companion(self, name: str) -> Companion | None:
+        """The companion of this name; None if there is none."""
+        return next((each for each in self.companions if each.name == name), None)
 
     @property
     def captions(self) -> tuple[str, ...]:
@@ -87,8 +110,8 @@ class Samples(Lazy[Sample]):
 
     def append(self, sample: Sample) -> None:
         location, row = (sample.location, -1) if isinstance(sample.location, Path) else ("", sample.location.index)
-        texts = (sample.key, str(location), sample.caption, sample.folder, sample.given.text)
-        numbers = (sample.source, sample.width, sample.height, sample.repeats, row)
+        texts = (sample.key, str(location), sample.caption, sample.folder, sample.given.text, _written(sample))
+        numbers = (sample.source, sample.width, sample.height, sample.repeats, row, sample.frames)
         self._new.append((*(text.encode("utf-8", "surrogatepass") for text in texts), *numbers))
         self._length += 1
         if len(self._new) == ROWS_AT_ONCE:
@@ -158,8 +181,8 @@ class Samples(Lazy[Sample]):
         return [self._sample(*row) for row in rows_of(self.batch.slice(start, stop - start))]
 
     def _sample(
-        self, key: bytes, place: bytes, caption: bytes, folder: bytes, given: bytes,
-        source: int, width: int, height: int, repeats: int, row: int,
+        self, key: bytes, place: bytes, caption: bytes, folder: bytes, given: bytes, companions: bytes,
+        source: int, width: int, height: int, repeats: int, row: int, frames: int,
     ) -> Sample:  # fmt: skip
         options = self.sources[source]
         location: Path | DatasetRow = Path(text_of(place))
@@ -170,7 +193,7 @@ class Samples(Lazy[Sample]):
             text = resolved(text, options)
         return Sample(
             text_of(key), source, text_of(folder), location, text, width, height, repeats, options,
-            Given.of_text(text_of(given)),
+            Given.of_text(text_of(given)), frames, _read(text_of(companions), options, row),
         )  # fmt: skip
 
     def __eq__(self, other: object) -> bool:
@@ -185,6 +208,22 @@ class Samples(Lazy[Sample]):
             for sample in self.stored:
                 if sample.options.path is None and isinstance(sample.location, Path):
                     yield str(sample.location)
+
+
+def _written(sample: Sample) -> str:
+    """The companions of a sample as text for ``_read``; empty if there are none. Of a row the column is named."""
+    places = [each.place for each in sample.companions]
+    named = [[str(place), ""] if isinstance(place, Path) else ["", place.column] for place in places]
+    sizes = [[each.name, each.width, each.height] for each in sample.companions]
+    return json.dumps([size + place for size, place in zip(sizes, named, strict=True)]) if places else ""
+
+
+def _read(text: str, options: ResolvedSource, row: int) -> tuple[Companion, ...]:
+    found = []
+    for name, width, height, path, column in json.loads(text) if text else ():
+        place = DatasetRow(options.dataset or "", options.split, column, row) if column else Path(path)
+        found.append(Companion(name, place, width, height))
+    return tuple(found)
 
 
 # pyarrow.array and to_numpy import pandas, which takes a third of a second. So columns are made from buffers and read

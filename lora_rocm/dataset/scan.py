@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from lora_rocm.dataset import hf_datasets
 from lora_rocm.dataset.buckets import Geometry, choose_bucket
 from lora_rocm.dataset.caption_length import LOST_SHOWN
 from lora_rocm.dataset.captions import as_read, open_wildcard, prepare
+from lora_rocm.dataset.clips import clip_bytes, read_clip
 from lora_rocm.dataset.columns import Few
 from lora_rocm.dataset.companion_inputs import COMPANION_INPUTS, CompanionInput
 from lora_rocm.dataset.folders import (
@@ -37,13 +39,12 @@ from lora_rocm.dataset.progress import QUIET_S, Progress, Report, ignore
 from lora_rocm.dataset.regularisation import class_image
 from lora_rocm.dataset.row_cells import NameCount
 from lora_rocm.dataset.same_sizes import SameSizes
-from lora_rocm.dataset.sample_table import Sample, Samples
+from lora_rocm.dataset.sample_table import Companion, Sample, Samples
 from lora_rocm.dataset.views import randomly_cropped, within
 from lora_rocm.errors import DataError, Problem
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.units import count_text
 from lora_rocm.recipe.schema import DataSection, ResolvedSource
-from lora_rocm.recipe.sections import BESIDE
 from lora_rocm.recipe.trigger import PLACEHOLDER
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ __all__ = ["Sample", "Cropped", "Samples", "Scan", "geometries", "geometry_of", 
 MAX_DEEP_GREY_READ = 8  # 16-bit images decoded per source, to check whether they hold fewer bits
 MAX_LOST_SHARE = 0.25  # of an image's area; a crop that removes more is reported
 UNREADABLE_FIX = "Replace the file or take it away."
+_have = partial(counted, one="image has", many="images have")
 
 
 @dataclass(frozen=True)
@@ -130,10 +132,11 @@ class _Findings:
             return
         self.num_weighted += sample.given.loss_weight != 1.0
         self.num_cropped += crop is not None
-        problems = [companion.look(sample, header) for companion in self.companions]
-        if found := [problem for problem in problems if problem is not None]:
-            self.set_aside += found
+        looked = [found for companion in self.companions for found in companion.look(sample, header)]
+        if problems := [found for found in looked if isinstance(found, Problem)]:
+            self.set_aside += problems
             return
+        sample = replace(sample, companions=tuple(found for found in looked if isinstance(found, Companion)))
         if header.several:
             self.several_frames.append(sample.key)
         if header.deep_grey and len(self.deep_grey) < MAX_DEEP_GREY_READ:
@@ -175,7 +178,7 @@ def scan(data: DataSection, report: Report = ignore, *, copies: bool = True) -> 
         _say_captions(found)
         _say_given(found)
         found.notices += [notice for companion in companions for notice in companion.notices()]
-        found.lasting &= all(each.folder is None for each in companions)  # a manifest's listing covers images only
+        found.lasting &= not any(each.folders for each in companions)  # a manifest's listing covers images only
         findings.append(found)
     # Merge the findings of all sources.
     set_aside = tuple(problem for found in findings for problem in found.set_aside)
@@ -284,6 +287,8 @@ def image_bytes(sample: Sample) -> bytes:
         DataError: the image can no longer be read.
     """
     try:
+        if sample.frames:
+            return clip_bytes(Path(str(sample.location)), sample.frames)
         content = sample.location if isinstance(sample.location, Path) else image_in(sample.location)
         if isinstance(content, Path):
             return read_plain(content, MAX_IMAGE_BYTES)
@@ -327,8 +332,9 @@ def _scan_folder(found: _Findings) -> None:
         include=options.include,
         exclude=options.exclude,
         tables=Tables(options.caption_column, options.loss_weight_column, options.crop_column, options.metadata_file),
-        skip=[each.folder for each in found.companions if each.folder is not None],
-        beside=[key for key in ("mask_path", "control_path") if getattr(options, key) == BESIDE],
+        skip=[folder for each in found.companions for folder in each.folders],
+        beside=[each.beside for each in found.companions if each.beside],
+        clips=max(options.lengths) > 1,
         key=options.key,
     )
     found.notices += (*folder.notices, *_say_own_number(root.name, options.caption_fallback))
@@ -341,7 +347,7 @@ def _scan_folder(found: _Findings) -> None:
         its = "Its caption file"
         # Read the header and the captions; set the image aside if either fails.
         try:
-            header = read_header(path)
+            header, num_frames = (read_header(path), 0) if path.is_file() else read_clip(path, options.lengths)
             files, texts = folder.captions.of(path), list[str]()
             for file in files:
                 if len(folder.captions.endings) > 1:
@@ -368,7 +374,8 @@ def _scan_folder(found: _Findings) -> None:
         caption, *more = found.captions_for(key, text, _fallback(options, path, repeat_folder))
         given = replace(given, captions=tuple(more))
         name, repeats = repeat_folder.name or folder.name, options.repeats * repeat_folder.repeats
-        found.add(Sample(key, found.first, name, path, caption, *header.size, repeats, options, given), header)
+        sample = Sample(key, found.first, name, path, caption, *header.size, repeats, options, given, num_frames)
+        found.add(sample, header)
     found.notices += unread.notices("Keys of caption files that nothing reads", "file")
     if found.uncaptioned and options.caption_fallback == "filename":
         if any(folder.repeat_folder(relative).name for _, relative in folder.images):
@@ -393,10 +400,8 @@ def _say_own_number(name: str, fallback: str) -> list[str]:
     if match is None:
         return []
     nor = "" if fallback == "folder" else " nor its name as a caption,"
-    return [
-        f"The number in {shown(name)} is not applied,{nor} for it is the folder that is given "
-        f"itself. For kohya's meaning give the folder above it as path, or set repeats: {match[1]}."
-    ]
+    what = f"The number in {shown(name)} is not applied,{nor} because this folder itself is the source."
+    return [f"{what} For kohya's meaning give the folder above it as path, or set repeats: {match[1]}."]
 
 
 def _scan_dataset(found: _Findings) -> None:
@@ -432,8 +437,9 @@ def _scan_dataset(found: _Findings) -> None:
         found.add(sample, header)
     found.notices += hf_datasets.notices(options)
     if outside and os.path.exists(os.path.expanduser(options.dataset or "")):
-        lie = "1 image lies" if len(outside) == 1 else f"{len(outside)} images lie"
-        found.notices.append(f"{lie} outside the dataset's folder: {some(outside)}.")
+        found.notices.append(
+            f"{counted(outside, 'image lies', 'images lie')} outside the dataset's folder: {some(outside)}."
+        )
 
 
 def _fallback(options: ResolvedSource, path: Path | None, folder: RepeatFolder) -> str:
@@ -464,31 +470,31 @@ def _say_captions(found: _Findings) -> None:
     if missing and options.caption_fallback == "error":
         raise DataError(
             "caption-missing",
-            f"{_images(missing)} no caption.",
+            f"{_have(missing)} no caption.",
             where=where,
             fix=f"Write a {endings} file for each, or set data.caption_fallback.",
         )
     if missing and options.caption_fallback == "trigger" and not options.trigger_word:
         raise DataError(
             "trigger-word-missing",
-            f"{_images(missing)} no caption, and there is no trigger word to use instead.",
+            f"{_have(missing)} no caption, and there is no trigger word to use instead.",
             where=where,
             fix="Set data.trigger_word, or another data.caption_fallback.",
         )
     if found.placeholders:
-        what = f"{_images(found.placeholders)} a caption with {PLACEHOLDER} and no trigger word for it"
+        what = f"{_have(found.placeholders)} a caption with {PLACEHOLDER} and no trigger word for it"
         found.notices.append(f"{what}: {some(found.placeholders)}. Set data.trigger_word.")
     if found.open_wildcards:
         raise DataError(
             "wildcard-open",
-            f"{_images(found.open_wildcards)} a caption with a brace that is no part of a wildcard.",
+            f"{_have(found.open_wildcards)} a caption with a brace that is no part of a wildcard.",
             where=f"{options.path or options.dataset}: {some(found.open_wildcards)}",
             fix="Close the wildcard, fill an empty one, write {{ or }} for a brace, or remove data.enable_wildcard.",
         )
     if missing:
-        found.notices.append(f"{_images(missing)} no caption; used instead: {some(found.used_instead)}.")
+        found.notices.append(f"{_have(missing)} no caption; used instead: {some(found.used_instead)}.")
     if found.empty_captions:
-        found.notices.append(f"{_images(found.empty_captions)} an empty caption: {some(found.empty_captions)}.")
+        found.notices.append(f"{_have(found.empty_captions)} an empty caption: {some(found.empty_captions)}.")
 
 
 def _say_given(found: _Findings) -> None:
@@ -516,17 +522,13 @@ def _say_given(found: _Findings) -> None:
         found.notices.append(f"{count} {'image has' if count == 1 else 'images have'} {what} of the column {column}.")
 
 
-def _images(keys: Sequence[str]) -> str:
-    return "1 image has" if len(keys) == 1 else f"{len(keys)} images have"
-
-
 def _say_frames_and_dark(findings: Sequence[_Findings]) -> list[str]:
     """Notices about lost image content: further frames, and 12-bit data stored in 16 bits, which looks almost black."""
     said, dark = list[str](), few()
     for found in findings:
         if found.several_frames:
-            have = counted(found.several_frames, "image has", "images have")
-            said.append(f"{have} several frames or pages; only the first is used: {some(found.several_frames)}.")
+            several = f"{_have(found.several_frames)} several frames or pages; only the first is used"
+            said.append(f"{several}: {some(found.several_frames)}.")
         for index in found.deep_grey:
             try:
                 if is_dark(image_bytes(found.samples[index])):
@@ -547,7 +549,7 @@ def _small_images(samples: Iterable[Sample]) -> list[str]:
     for sample in samples:
         if sample.width * sample.height * SMALL_SHARE**2 < sample.options.resolution**2:
             small.append(sample.key)
-    return [f"{_images(small)} less than 1/{SMALL_SHARE} of the resolution: {some(small)}."] if small else []
+    return [f"{_have(small)} less than 1/{SMALL_SHARE} of the resolution: {some(small)}."] if small else []
 
 
 def _copies(samples: Samples) -> list[str]:

@@ -5,24 +5,26 @@ Data sources create shapes and families read them. All code in between only comp
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 IMAGE_AXES = ("h", "w")
-NAME = re.compile(r"[a-z_]+")
+NAME = re.compile(r"[a-z][a-z0-9_]*")
 PART = re.compile(r"([0-9]+) ([a-z_]+)")
-SIDES = re.compile(r"([0-9]+)x([0-9]+)")
+SIDES = re.compile(r"(?:([a-z][a-z0-9_]*) )?([0-9]+)x([0-9]+)")
 
 
 @dataclass(frozen=True)
 class Shape:
     """Size of one sample. Images have ``h`` and ``w`` in pixels, clips also ``frames``, texts ``tokens``.
 
+    A companion with a size of its own, such as "control", adds ``control_h`` and ``control_w``.
+
     axes: name and size of each axis, sorted by name.
-    cost: grows with the memory and time of a step, and orders shapes. Defaults to the product of the sizes.
+    cost: grows with the memory and time of a step, and orders shapes. Defaults to the product of the sizes, plus that
+        of each companion.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -31,7 +33,11 @@ class Shape:
     @classmethod
     def of(cls, cost: int | None = None, **axes: int) -> Shape:
         """The shape with these axes."""
-        return cls(tuple(sorted(axes.items())), math.prod(axes.values()) if cost is None else cost)
+        sizes: dict[str, int] = {}
+        for name, size in axes.items():
+            owner = name[:-2] if name.endswith(("_h", "_w")) else ""
+            sizes[owner] = sizes.get(owner, 1) * size
+        return cls(tuple(sorted(axes.items())), sum(sizes.values()) if cost is None else cost)
 
     def __getitem__(self, axis: str) -> int:
         """The size along one axis.
@@ -52,10 +58,12 @@ class Shape:
         return self.cost, self.sizes, tuple(name for name, _ in self.axes)
 
     def __str__(self) -> str:
-        """For example "1024x768" (width x height), "1024x768, 17 frames" or "512 tokens"."""
+        """For example "1024x768" (width x height), "1024x768, 17 frames", "64x64, control 96x32" or "512 tokens"."""
         axes = dict(self.axes)
         sides = [f"{axes.pop('w')}x{axes.pop('h')}"] if axes.keys() >= set(IMAGE_AXES) else []
-        return ", ".join([*sides, *(f"{size} {name}" for name, size in axes.items())])
+        owners = sorted(name.removesuffix("_h") for name in axes if name.endswith("_h"))
+        companions = [f"{name} {axes.pop(f'{name}_w')}x{axes.pop(f'{name}_h')}" for name in owners]
+        return ", ".join([*sides, *(f"{size} {name}" for name, size in axes.items()), *companions])
 
     @classmethod
     def parse(cls, text: str) -> Shape:
@@ -67,7 +75,8 @@ class Shape:
         axes: dict[str, int] = {}
         for part in text.split(", "):
             if (sides := SIDES.fullmatch(part)) is not None:
-                axes |= {"w": int(sides[1]), "h": int(sides[2])}
+                owner = f"{sides[1]}_" if sides[1] else ""
+                axes |= {f"{owner}w": int(sides[2]), f"{owner}h": int(sides[3])}
             elif (other := PART.fullmatch(part)) is not None:
                 axes[other[2]] = int(other[1])
             else:

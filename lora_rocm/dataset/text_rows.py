@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from lora_rocm.dataset.hf_datasets import opened
 from lora_rocm.dataset.records import Cells, UnusableText
 from lora_rocm.errors import DataError
 from lora_rocm.foundation.bounded_read import read_plain
+from lora_rocm.foundation.json_text import BadJson, parse_json
 from lora_rocm.recipe.schema import ResolvedSource
 
 NO_OBJECT = UnusableText("It is no JSON object.", "Give one object per row.")
@@ -74,7 +74,7 @@ def row_at(source: ResolvedSource, position: int) -> Cells:
         return csv_rows.row_at(path, position)
     with path.open("rb") as file:
         file.seek(position)
-        found: Cells = json.loads(file.readline(MAX_ROW_BYTES + 1).decode("utf-8-sig"))
+        found: Cells = parse_json(file.readline(MAX_ROW_BYTES + 1).decode("utf-8-sig"))
     return found
 
 
@@ -124,13 +124,13 @@ def _json_rows(file: BinaryIO) -> Numbered:
 
 
 def _parsed(content: bytes, kind: type[Any]) -> Any:
-    """The value in JSON, or why it is none."""
+    """The value in JSON, or why it cannot be used."""
     try:
-        found = json.loads(content.decode("utf-8-sig"))
+        found = parse_json(content.decode("utf-8-sig"))
     except UnicodeDecodeError:
         return NOT_UTF8
-    except (ValueError, RecursionError) as error:
-        return UnusableText(f"It is no JSON: {error}.", "Repair the line.")
+    except BadJson as error:
+        return UnusableText(error.sentence, "Repair the line.")
     return found if isinstance(found, kind) else NO_OBJECT
 
 

@@ -25,6 +25,12 @@ FRAGMENTED_SHARE = 0.2
 """Share of the memory held by torch; an estimate. If more than this is unused when memory runs out, the pool is
 fragmented: whole unused segments were returned before the error (c10/cuda/CUDACachingAllocator.cpp).
 """
+PIECE_BYTES = 512
+"""Allocators round sizes up to a multiple of it (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
+OWN_SEGMENT_BYTES, SEGMENT_STEP_BYTES, REST_BYTES = 10 * 2**20, 2 * 2**20, 2**20
+"""A tensor of at least the first size gets a segment of its own in multiples of the second; a remainder up to the third
+is not used for other tensors (same file: kMinLargeAlloc, kRoundLarge, kSmallSize).
+"""
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,14 @@ def usage(device: torch.device) -> Usage | None:
     if device.type != "cuda":
         return None
     return Usage(int(torch.cuda.memory_allocated(device)), int(torch.cuda.memory_reserved(device)))
+
+
+def taken_bytes(num_bytes: int) -> int:
+    """Bytes that an allocator counts for a tensor allocated in empty memory."""
+    if num_bytes < OWN_SEGMENT_BYTES:
+        return num_bytes
+    segment_bytes = -(-num_bytes // SEGMENT_STEP_BYTES) * SEGMENT_STEP_BYTES
+    return segment_bytes if segment_bytes - num_bytes <= REST_BYTES else num_bytes
 
 
 def empty_pools() -> None:

@@ -7,10 +7,11 @@ from contextlib import AbstractContextManager, nullcontext
 from threading import Thread
 
 import torch
+from torch.cuda import tunable
 
 from lora_rocm.device import attention, blas
 from lora_rocm.device.allocator import LimitFollower, limit
-from lora_rocm.device.tuned_products import use_table
+from lora_rocm.errors import MachineError
 from lora_rocm.hardware.settings import Settings
 
 
@@ -59,3 +60,25 @@ def plain_attention(device: torch.device) -> AbstractContextManager[None]:
         return nullcontext()
     plain: AbstractContextManager[None] = attention.context_of("math")()
     return plain
+
+
+def use_table(path: str) -> None:
+    """Use the matrix products of a table (PyTorch's TunableOp) from now on; others are computed as without it.
+
+    Raises:
+        MachineError: torch refuses the table, because it is of other libraries, or cannot read it.
+    """
+    tunable.set_filename(path)  # else torch also looks for a file in the current folder
+    tunable.tuning_enable(False)
+    tunable.record_untuned_enable(False)
+    tunable.enable(True)
+    if torch.cuda.is_available():  # on ROCm only the first product registers what a table is checked against
+        some = torch.ones(16, 16, device="cuda")
+        torch.mm(some, some)
+    if not tunable.read_file(path):
+        raise MachineError(
+            "products-refused",
+            "PyTorch refuses this table of matrix products: it was tuned with other libraries, or is damaged.",
+            where=path,
+            fix="lora-rocm tune makes a new one for new runs. To go on without: --set runtime.profile=safe",
+        )

@@ -8,7 +8,10 @@ from lora_rocm.errors import RestartError
 from lora_rocm.hardware.archs import arch_of
 from lora_rocm.hardware.settings import Settings
 
+FLOATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+"""The short names of dtypes, in recipes and in the names of checks."""
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Values of ``train.mixed_precision``."""
 
 
 def choose_device(wanted: str, settings: Settings | None = None, index: int = 0) -> torch.device:

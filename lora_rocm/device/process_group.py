@@ -59,17 +59,19 @@ class Agreed:
 
     Attributes:
         blocked: float32, 0 or 1: the gradients of some rank, or their sum, must not be used.
-        wrong: float32, 0 or 1: the sum is wrong.
+        wrong: 0 or 1: the sum is wrong.
         loss: summed over ranks.
         guilty: number of samples over all ranks with a non-finite loss.
-        asked: number of ranks that were asked to stop; 0.5 more if the first rank's clock asks for a checkpoint.
+        stops: number of ranks that were asked to stop.
+        saves: 0 or 1: the first rank's clock asks for a checkpoint.
     """
 
     blocked: Tensor
     wrong: Tensor
     loss: Tensor
     guilty: Tensor
-    asked: Tensor
+    stops: Tensor
+    saves: Tensor
 
 
 @dataclass
@@ -90,7 +92,7 @@ class World:
     _store: Store | None = None
     _all_reduce: Callable[[Tensor], object] | None = None
     _exchanges: Counter[str] = field(default_factory=Counter)
-    _zero: Tensor | None = None
+    _flags: Tensor | None = None
 
     @property
     def size(self) -> int:
@@ -150,18 +152,21 @@ class World:
             RestartError: "rank-lost".
         """
         if self.size == 1:
-            return Agreed(blocked, self._nothing(blocked), loss, self._nothing(blocked), self._nothing(blocked))
+            zero = self._both_flags(flat_N.device, False, False)[0]
+            return Agreed(blocked, zero, loss, zero, zero, zero)
         guilty = (~torch.isfinite(losses_B)).sum()
-        asked = torch.full((), stop + 0.5 * (save and self.is_first), dtype=torch.float64, device=flat_N.device)
-        votes_K = torch.stack([vote.to(torch.float64) for vote in (blocked, loss, guilty, asked)])
-        summed = self.sum_(flat_N, votes_K, stamp)
+        found_K = torch.stack([vote.to(torch.float64) for vote in (blocked, loss, guilty)])
+        asks_K = self._both_flags(flat_N.device, stop, save and self.is_first)
+        summed = self.sum_(flat_N, torch.cat([found_K, asks_K]), stamp)
         anybody = (summed.votes_K[0] != 0).to(torch.float32)
         return Agreed(torch.maximum(anybody, summed.wrong), summed.wrong, *summed.votes_K[1:].unbind())
 
-    def _nothing(self, like: Tensor) -> Tensor:
-        if self._zero is None:  # made once, so that a single process pays nothing per step
-            self._zero = constant(torch.zeros((), device=like.device), "zero of a single process")
-        return self._zero
+    def _both_flags(self, device: torch.device, one: bool, other: bool) -> Tensor:
+        """Two flags on the device as float64 [2]: a view of a table, so that a step copies and computes nothing."""
+        if self._flags is None:
+            rows_FF = torch.tensor([[[0, 0], [0, 1]], [[1, 0], [1, 1]]], dtype=torch.float64, device=device)
+            self._flags = constant(rows_FF, "flags of a step")
+        return self._flags[int(one), int(other)]
 
     def exchange(self, what: str, text: str = "", limit_s: float | None = TIMEOUT_S) -> list[str]:
         """Exchange texts: return those of all ranks in rank order, after every rank has sent its own.

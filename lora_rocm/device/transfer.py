@@ -11,14 +11,13 @@ Silent zeros, stale and garbled copies occur on ROCm: TheRock#8379, legacy-rocm-
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lora_rocm.device.host_threads import threads_of_one_core
 from lora_rocm.errors import TransferError
 
 WORD_DTYPES = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -160,14 +159,6 @@ def copy_to_host(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-@dataclass(frozen=True)
-class Sent:
-    """Dtype and fingerprint that a tensor had on the host when it was sent."""
-
-    dtype: torch.dtype
-    fingerprint: int
-
-
 @dataclass
 class Clock:
     """The durations of one ``send``: copies and check. Read it later, when the device has finished them."""
@@ -190,8 +181,6 @@ class DeviceTransfer:
     Attributes:
         bad: float32 0-d on the device; 1 once anything sent since ``clear`` arrived changed. Always the same tensor, so
             that a captured graph may read it.
-        frozen: name -> (tensor on the device, fingerprint sent) of all tensors that must never change.
-        base: name -> ``Sent`` of all frozen parameters, including those that stay on the host.
         checks, failures: tensors checked and updates refused since the start.
     """
 
@@ -212,8 +201,6 @@ class DeviceTransfer:
         self._read = read
         self._copy, self._rung, self._base_rung, self._sends = copy, 0, 0, 0
         self._failures_at_base = 0
-        self.frozen: dict[str, tuple[Tensor, int]] = {}
-        self.base: dict[str, Sent] = {}
 
     @property
     def method(self) -> str:
@@ -259,67 +246,27 @@ class DeviceTransfer:
         found_KB = salted(torch.stack([fingerprint(tensor) for tensor in arrived]), salt)
         torch.maximum(self.bad, (found_KB != expected_KB).any().to(torch.float32), out=self.bad)
 
-    def send_parameters(self, module: nn.Module, component: str, staying: Collection[int] = ()) -> None:
-        """Move a module parameter by parameter; each is compared with its bytes on the host before use.
-
-        Tensors whose ``id`` is in ``staying`` are not moved.
-
-        Raises:
-            TransferError: a parameter did not arrive by any method.
-        """
-        named = {f"{component}.{path}": t for path, t in (*module.named_parameters(), *module.named_buffers())}
-        names, tensors = list(named), list(named.values())
-        alike = groups_alike(tensors, GROUP_BYTES[self.device.type == "cuda"])
-        groups = [[names[index] for index in group] for group in alike]
-
-        def on_host(group: Sequence[str]) -> list[int]:
-            found: list[int] = whole_fingerprints([named[name].data for name in group], 0).tolist()
-            return found
-
-        with threads_of_one_core(HOST_THREADS) as ahead:  # read the next tensors while a group is copied and compared
-            for group, sums in zip(groups, ahead.map(on_host, groups), strict=True):
-                expected = dict(zip(group, sums, strict=True))
-                self._send_group({name: named[name] for name in group if id(named[name]) not in staying}, expected)
-                for name in group:
-                    if not named[name].requires_grad:
-                        self.base[name] = Sent(named[name].dtype, expected[name])
-
-    def _send_group(self, tensors: Mapping[str, Tensor], expected: Mapping[str, int]) -> None:
-        """Move tensors of one shape, and compare them together; what arrived changed is sent again, one by one.
+    def send_alike(self, tensors: Mapping[str, Tensor], expected: Mapping[str, int]) -> dict[str, Tensor]:
+        """Copy tensors of one shape, and compare them together; what arrived changed is sent again, one by one.
 
         Args:
-            tensors: by name.
+            tensors: by name, on the host.
             expected: their fingerprints on the host.
+
+        Raises:
+            TransferError: a tensor did not arrive by any method.
         """
         if not tensors:
-            return
+            return {}
         method = self._checked_methods[0]
-        arrived = {name: self._copy(tensor.data, self.device, method) for name, tensor in tensors.items()}
+        arrived = {name: self._copy(tensor, self.device, method) for name, tensor in tensors.items()}
         self.checks += len(arrived)
         found = _alike_fingerprints(list(arrived.values())).tolist()
-        for (name, tensor), seen in zip(tensors.items(), found, strict=True):
-            if seen == expected[name]:
-                tensor.data = arrived[name]
-            else:
+        for name, seen in zip(tensors, found, strict=True):
+            if seen != expected[name]:
                 self.failures += 1
-                tensor.data = self._sent(tensor.data, name, expected[name], self._checked_methods[1:])
-            if not tensor.requires_grad:
-                self.frozen[name] = (tensor, expected[name])
-
-    def streaming(self) -> DeviceTransfer | None:
-        """A transfer that needs less memory of the device, as layers stay in main memory; None: there is none."""
-        return None
-
-    def changed(self, fingerprints: Callable[[Sequence[Tensor], int], Tensor] = whole_fingerprints) -> list[str]:
-        """Names of the frozen tensors whose bytes on the device have changed; synchronises once."""
-        if not self.frozen:
-            return []
-        salt = self.next_salt()  # so that an old result cannot pass
-        found_K = fingerprints([tensor for tensor, _ in self.frozen.values()], salt)
-        wanted_K = [expected ^ salt for _, expected in self.frozen.values()]
-        self.checks += len(wanted_K)
-        pairs = zip(self.frozen, found_K.tolist(), wanted_K, strict=True)
-        return [name for name, found, wanted in pairs if found != wanted]
+                arrived[name] = self._sent(tensors[name], name, expected[name], self._checked_methods[1:])
+        return arrived
 
     def send_checked(self, tensor: Tensor, name: str) -> Tensor:
         """Copy one tensor and wait for its verdict, trying all methods at once (weights, restored state).

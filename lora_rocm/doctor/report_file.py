@@ -67,13 +67,14 @@ def without_private(situation: Situation) -> Situation:
     kept = {name: value for name, value in situation.environ.items() if name in situation.facts.variables}
     gpus = situation.facts.gpus
     facts = private.value(situation.facts)
+    facts = replace(facts, variables={name: private.setting(text) for name, text in facts.variables.items()})
     cleaned = dict(zip(gpus, facts.gpus, strict=True))
     chosen = situation.selection.gpu
     return Situation(
         facts,
         replace(situation.selection, gpu=cleaned.get(chosen) if chosen is not None else None),
-        private.value(kept, "variables"),
-        private.text(situation.app_dir),
+        {name: private.setting(text) for name, text in kept.items()},
+        private.path_list(situation.app_dir),
         None,
         situation.profile,
         private.value(situation.verdict),

@@ -1,25 +1,24 @@
 """Writes safetensors files whose bytes depend on the content alone.
 
-The library's own writer orders ``__metadata__`` randomly, so the header is written here: sorted metadata, tensors
+The library's own writer orders ``__metadata__`` randomly, so the header is our own: sorted metadata, tensors
 sorted by element size and name (as in the library), no time of day.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
+import io
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from lora_rocm.base_models.safetensors_file import DTYPES
+from lora_rocm.base_models.safetensors_file import DTYPES, legacy_hash
 from lora_rocm.errors import ExportError
+from lora_rocm.foundation.safetensors_header import header_bytes
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-ALIGNMENT_BYTES = 8
-LEGACY_OFFSET, LEGACY_BYTES = 0x100000, 0x10000
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,7 @@ def kohya_hashes(tensors: Mapping[str, Tensor], ss_metadata: Mapping[str, str]) 
         return {"sshs_model_hash": "0" * 64, "sshs_legacy_hash": "0" * 8}
     body = _body(tensors)
     whole = header_of(tensors, ss_metadata) + body
-    legacy = hashlib.sha256(whole[LEGACY_OFFSET : LEGACY_OFFSET + LEGACY_BYTES]).hexdigest()[:8]
-    return {"sshs_model_hash": hashlib.sha256(body).hexdigest(), "sshs_legacy_hash": legacy}
+    return {"sshs_model_hash": hashlib.sha256(body).hexdigest(), "sshs_legacy_hash": legacy_hash(io.BytesIO(whole))}
 
 
 def ordered(tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
@@ -80,15 +78,7 @@ def ordered(tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
 
 def header_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
     """The bytes of a file before its tensors, which may be on the meta device."""
-    fields: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
-    offset = 0
-    for name, tensor in ordered(tensors):
-        end = offset + tensor.numel() * tensor.element_size()
-        fields[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
-    raw = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
-    raw += b" " * (-len(raw) % ALIGNMENT_BYTES)
-    return len(raw).to_bytes(8, "little") + raw
+    return header_bytes(((name, NAMES[each.dtype], tuple(each.shape)) for name, each in ordered(tensors)), metadata)
 
 
 def _body(tensors: Mapping[str, Tensor]) -> bytes:

@@ -21,7 +21,8 @@ from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from lora_rocm.adapters.base import Adapter, loaded_entry
+from lora_rocm.adapters.adapter_files import loaded_entry
+from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.entry import Entry, FileKind, Form, norm_of, rounded
 from lora_rocm.adapters.module_names import COMFYUI, KeyTable, canonical
 from lora_rocm.adapters.trained_norms import B_NORM, W_NORM
@@ -99,7 +100,7 @@ def _load_back(form: Form, path: Path, family: ModelFamily, adapter: Adapter) ->
                 )
             loaded[component] = peft_model.get_base_model()
     else:
-        loaded = family.load_in_diffusers(path, adapter.components)
+        loaded = family.files.load_in_diffusers(path, adapter.components)
     return {
         canonical(component, module): loaded_entry(type(adapter), layer)
         for component, root in loaded.items()

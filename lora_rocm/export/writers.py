@@ -21,9 +21,10 @@ from lora_rocm.adapters.entry import Entry, Form
 from lora_rocm.adapters.lora_entry import LoraEntry, with_one_alpha
 from lora_rocm.adapters.lora_reader import DIFFUSERS_METADATA, DORA_NORM, PEFT_PREFIX
 from lora_rocm.adapters.module_names import COMFYUI, SD_SCRIPTS, TEXT_LEVEL
+from lora_rocm.adapters.new_tokens import NAME, TOKEN_FIELD
 from lora_rocm.base_models.hub import looks_like_id
+from lora_rocm.device.precision import FLOATS
 from lora_rocm.errors import AdapterError
-from lora_rocm.export.embedding_files import embedding_files
 from lora_rocm.export.metadata import Facts, modelspec, ss_fields
 from lora_rocm.export.safetensors_writer import TensorFile, kohya_hashes
 from lora_rocm.export.verify import Verification, verify
@@ -32,11 +33,11 @@ from lora_rocm.foundation.files import json_bytes, write_atomic
 from lora_rocm.model_files.peft_folder import PEFT_CONFIG, PEFT_WEIGHTS
 from lora_rocm.recipe.adapter_sections import FORMS_WITH_NORMS
 from lora_rocm.recipe.schema import Recipe
+from lora_rocm.rundir.layout import embeddings_of
 from lora_rocm.rundir.results import FileDigest
 
-__all__ = ["DTYPES", "LoadedModel", "Verification", "verify", "write"]
+__all__ = ["LoadedModel", "Verification", "verify", "write"]
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 CAUSAL_LM = "CAUSAL_LM"
 """PEFT's name for models that write the next token of a text. The components of image models have no such name."""
 Content = TensorFile | bytes
@@ -126,8 +127,8 @@ def kohya_tensors(family: ModelFamily, adapter: Adapter, dtype: torch.dtype, for
             f"Some modules cannot be written in the {form} form: {error}.",
             fix="Set lora.targets to all layers of these weights, or leave the form out of output.formats.",
         ) from error
-    how = "kohya" if form == SD_SCRIPTS else family.file_form
-    one_alpha = form == "kohya" or (form == SD_SCRIPTS and family.file_form == "kohya")  # then these are one file
+    how = "kohya" if form == SD_SCRIPTS else family.files.form
+    one_alpha = form == "kohya" or (form == SD_SCRIPTS and family.files.form == "kohya")  # then these are one file
     norms = {name: tensor.to(dtype) for name, tensor in adapter.norm_tensors().items()}
     return norms | {
         f"{key}.{ending}": tensor
@@ -139,7 +140,7 @@ def kohya_tensors(family: ModelFamily, adapter: Adapter, dtype: torch.dtype, for
 def _kohya(
     path: Path, family: ModelFamily, adapter: Adapter, recipe: Recipe, facts: Facts, form: Form = "kohya"
 ) -> Iterator[tuple[Path, Content]]:
-    tensors = kohya_tensors(family, adapter, DTYPES[recipe.output.dtype], form)
+    tensors = kohya_tensors(family, adapter, FLOATS[recipe.output.dtype], form)
     metadata = _metadata(tensors, family, adapter, recipe, facts)
     if form == COMFYUI and any(name.endswith(".dora_scale") for name in tensors):
         metadata[DORA_NORM] = "base"
@@ -154,12 +155,12 @@ def _diffusers(
     for component in adapter.components:
         level = TEXT_LEVEL if component in family.text_components else ""  # diffusers drops the level if it is obsolete
         endings = adapter.files.text_endings if level else {}
-        part = _diffusers_tensors(adapter, component, DTYPES[recipe.output.dtype], endings)
+        part = _diffusers_tensors(adapter, component, FLOATS[recipe.output.dtype], endings)
         tensors |= {f"{component}.{level}{name}": tensor for name, tensor in part.items()}
         configs |= {f"{component}.{key}": value for key, value in adapter.peft_config(component).items()}
     metadata = _metadata(tensors, family, adapter, recipe, facts)
     metadata["format"] = "pt"
-    if family.file_form != "folded":  # else a config would have the scale a second time
+    if family.files.form != "folded":  # else a config would have the scale a second time
         metadata[DIFFUSERS_METADATA] = json.dumps(configs, indent=2, sort_keys=True)
     yield path, TensorFile(tensors, metadata)
 
@@ -174,12 +175,12 @@ def _peft(
     for component in adapter.components:
         level, config = _text_level(adapter, component), adapter.peft_config(component)
         entries = {n: entry for n, entry in adapter.entries().items() if adapter.modules[n][0] == component}
-        if family.file_form == "folded":
+        if family.files.form == "folded":
             config, entries = _without_patterns(config, entries)
         tensors = {
             f"{PEFT_PREFIX}{level}{name.removeprefix(component + '.')}.{ending}": tensor
             for name, entry in entries.items()
-            for ending, tensor in entry.tensors("peft", DTYPES[recipe.output.dtype]).items()
+            for ending, tensor in entry.tensors("peft", FLOATS[recipe.output.dtype]).items()
         }
         yield path / component / PEFT_WEIGHTS, TensorFile(tensors, {"format": "pt"})
         yield path / component / PEFT_CONFIG, json_bytes({**config, **task, "base_model_name_or_path": base})
@@ -209,7 +210,7 @@ def _diffusers_tensors(
 
     ``endings``: replacements for endings of tensor names.
     """
-    folds = adapter.family.file_form == "folded"
+    folds = adapter.family.files.form == "folded"
     return {
         f"{name.removeprefix(component + '.')}.{endings.get(ending, ending)}": tensor
         for name, entry in adapter.entries().items()
@@ -224,3 +225,30 @@ def _metadata(
     ss = ss_fields(recipe, family, facts, adapter.network())
     hashes = kohya_hashes(tensors, ss)
     return {**ss, **hashes, **modelspec(recipe, family, facts, hashes["sshs_model_hash"])}
+
+
+def embedding_files(lora: Path, adapter: Adapter, recipe: Recipe) -> Iterator[tuple[Path, TensorFile]]:
+    """Yield path and content of each new token's embedding file, in float32, as A1111 and ComfyUI read it.
+
+    The vectors are not put into the LoRA file ("bundle_emb."): A1111 and OneTrainer would read them there, but
+    diffusers refuses a file with keys that it does not know.
+
+    Args:
+        lora: the LoRA file, or folder of PEFT folders, beside which they belong.
+        adapter: holds the vectors.
+        recipe: names the tokens.
+    """
+    tokens = recipe.lora.new_tokens
+    if not tokens:
+        return
+    sizes, state = [token.vectors for token in tokens], adapter.state()
+    of_key = {key: state[f"{NAME}.{name}"].float().split(sizes) for name, key in recipe.spec.embedding_keys.items()}
+    for number, token in enumerate(tokens):
+        metadata = {
+            "format": "pt",
+            "modelspec.architecture": recipe.spec.metadata.architecture.replace("/lora", "/textual-inversion"),
+            "modelspec.title": token.file_stem,
+            TOKEN_FIELD: token.token,
+        }
+        tensors = {key: vectors[number].contiguous() for key, vectors in of_key.items()}
+        yield embeddings_of(lora) / f"{token.file_stem}.safetensors", TensorFile(tensors, metadata)

@@ -7,27 +7,31 @@ tokens, D width.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from lora_rocm.dataset.caption_length import TokenLimit
-from lora_rocm.dataset.entry_spec import EntrySpec, TensorSpec
+from lora_rocm.dataset.entry_spec import EntrySpec
 from lora_rocm.dataset.shape import Shape
+from lora_rocm.families.file_names import FileNames
 from lora_rocm.families.objectives.base import Objective, Prediction
 
 if TYPE_CHECKING:
     from PIL import Image
 
     from lora_rocm.base_models.loading import Source
-    from lora_rocm.device.transfer import DeviceTransfer
+    from lora_rocm.device.placement.base import Placement
     from lora_rocm.kernels.weight_format import WeightFormat
+    from lora_rocm.recipe.sample_section import PreviewPrompt
     from lora_rocm.recipe.schema import Recipe
 
 Tensors = dict[str, Tensor]
+Drawn: TypeAlias = "Image.Image | tuple[Image.Image, ...] | str"
+"""A preview: an image, the frames of a video, or a text."""
 
 
 Inputs = Mapping[str, Tensor | str]
@@ -54,11 +58,11 @@ class Encoder(Protocol):
         """Identity of weights and settings. It is part of every cache key, and known without loading the weights."""
         ...
 
-    def load(self, door: DeviceTransfer) -> Encode:
+    def load(self, door: Placement) -> Encode:
         """Load the weights and return ``encode``, which maps one sample's inputs to CPU tensors.
 
-        Dropping both ``encode`` and the encoder frees the memory. Weights and inputs are sent to the device with
-        ``door``, and outputs are received with it. The encoder chooses the dtype of its weights. A caption encoder may
+        Dropping ``encode``, the encoder and ``door`` frees the memory. Weights are placed with ``door``; its transfer
+        sends the inputs and receives the outputs. The encoder chooses the dtype of its weights. A caption encoder may
         be loaded on the CPU if the GPU is full.
         """
         ...
@@ -80,7 +84,7 @@ class ComparesWithStart(Protocol):
         """The entry that ``at_start`` fills. None: the recipe's objective compares nothing."""
         ...
 
-    def at_start(self, model: Callable[[], LoadedModel], inputs: Inputs, door: DeviceTransfer) -> Tensors:
+    def at_start(self, model: Callable[[], LoadedModel], inputs: Inputs, door: Placement) -> Tensors:
         """What the model says of one sample before the first step: the tensors of ``start_entry``, on the CPU.
 
         ``model`` gives the model on the door's device; it is loaded when it is first asked for.
@@ -126,11 +130,25 @@ class TextReader(Protocol):
 
 @dataclass
 class LoadedModel:
-    """The frozen base: components by diffusers name ("unet", "text_encoder", ...), in ``dtype`` on ``device``."""
+    """The frozen base: components by diffusers name ("unet", "text_encoder", ...), in ``dtype`` on ``device``.
+
+    placement: knows where the weights are, and what they were when they were sent; None: they are as they were loaded.
+    """
 
     components: dict[str, nn.Module]
     dtype: torch.dtype
     device: torch.device
+    placement: Placement | None = None
+
+    def place(self, placement: Placement) -> None:
+        """Send all components to where the placement has them.
+
+        Raises:
+            TransferError: a weight did not arrive by any method.
+        """
+        for name, component in self.components.items():
+            placement.place(component, name)
+        self.device, self.placement = placement.transfer.device, placement
 
 
 @dataclass(frozen=True)
@@ -144,10 +162,38 @@ class PreviewRequest:
     steps: int
     guidance_scale: float
     seed: int
-    control: str = ""  # file of the control image
+    inputs: Mapping[str, Path] = field(default_factory=dict)  # files by name, of ``sample_section.PREVIEW_INPUTS``
     sampler: str = "euler"
     lora_scale: float = 1.0
-    mask: str = ""  # file: what of the control image an inpainting base draws anew; "": all, and there is no image
+    frames: int = 0  # of a video; 0: an image
+
+    @classmethod
+    def of(cls, recipe: Recipe, preview: PreviewPrompt, seed: int) -> PreviewRequest:
+        """The request for a prompt of a recipe. What the prompt does not say is as in ``sample``."""
+        sample, (width, height) = recipe.sample, recipe.preview_size
+        return cls(
+            prompt=preview.prompt,
+            negative_prompt=preview.negative_prompt or "",
+            width=preview.width or width,
+            height=preview.height or height,
+            steps=preview.steps or sample.steps,
+            guidance_scale=preview.guidance_scale or recipe.spec.guidance,
+            seed=seed,
+            inputs=preview.inputs,
+            sampler=preview.sampler or sample.sampler,
+            lora_scale=sample.lora_scale if preview.lora_scale is None else preview.lora_scale,
+            frames=recipe.data.most_frames if recipe.spec.preview == "video" else 0,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """As run directories and the names of class images have it: two inputs are there also where none is given."""
+        files = {name: str(path) for name, path in self.inputs.items()}
+        fields: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if name == "frames" and not value:
+                continue
+            fields |= {"control": files.pop("control_image", "")} if name == "inputs" else {name: value}
+        return {**fields, "mask": files.pop("mask", ""), **files}
 
 
 @dataclass(frozen=True)
@@ -193,53 +239,17 @@ class WritesWholeModels(Protocol):
         ...
 
 
-class ModelFamily(Protocol):
-    """The interface of a model family.
+class HasBase(Protocol):
+    """What commands and checks ask of a family: is its base there, and what is it?
 
-    name: the recipe's ``model.family``.
-    lora_targets: preset name -> component name -> regular expression (fullmatch) of the module names to adapt.
-    text_components: names of the components that ``lora.train_text_encoder`` adapts.
-    embedding_keys: as in ``FamilySpec``, in the order of ``token_limits``.
     all_components: names of all components that a run loads at any time.
-    encoder_dtypes: component -> dtype of the dense weights of an encoder that is not loaded in float32.
-    file_prefixes: component -> prefix of its modules' names in the one file that other programs read ("lora_unet_").
-    file_form: the form of that file (``adapters.entry.Form``): "kohya", or "folded" if its readers ignore an alpha.
-    cache_spec: the cached tensors of one sample (union of the encoders' outputs).
     notices: messages about the base that the user has to see, but that do not prevent training.
-    structure: identifies the shapes of the trained components, computed from configs alone.
-    inpaints: whether the model is given what ``objectives.base.HIDDEN_MASK`` and ``SEEN_LATENTS`` name.
-    texts: reads texts that are samples; None: a plain text is one sample.
-    objective: draws noise and timesteps for a batch, and defines the target.
     """
 
-    name: str
-    lora_targets: Mapping[str, Mapping[str, str]]
-    text_components: tuple[str, ...]
-    embedding_keys: Mapping[str, str]
     all_components: tuple[str, ...]
-    file_prefixes: Mapping[str, str]
-    file_form: str
 
-    def __init__(self, recipe: Recipe) -> None: ...
-
-    @property
-    def encoder_dtypes(self) -> Mapping[str, torch.dtype]: ...
-    @property
-    def cache_spec(self) -> Mapping[str, TensorSpec]: ...
     @property
     def notices(self) -> Sequence[str]: ...
-    @property
-    def structure(self) -> str: ...
-    @property
-    def inpaints(self) -> bool: ...
-    @property
-    def texts(self) -> TextReader | None: ...
-    @property
-    def objective(self) -> Objective: ...
-
-    def encoders(self) -> Sequence[Encoder]:
-        """The encoders, one per cache entry. Captions are only tokenised if text encoders run in each step."""
-        ...
 
     def examine(self) -> Sequence[Path]:
         """Check the base without loading it, and return all files that it consists of.
@@ -247,6 +257,36 @@ class ModelFamily(Protocol):
         Raises:
             ModelError: it cannot be trained on.
         """
+        ...
+
+    def base_facts(self) -> Mapping[str, str]:
+        """Facts of the base: "hash" (short, of a one-file checkpoint), "prediction_type" and "identity".
+
+        The identity covers every byte of the trained components. Before they are loaded, it has to read their files.
+        """
+        ...
+
+
+class EncodesSamples(Protocol):
+    """What data preparation, caches and loader ask of a family: how does a sample become tensors?
+
+    embedding_keys: as in ``FamilySpec``, in the order of ``token_limits``.
+    encoder_dtypes: component -> dtype of the dense weights of an encoder that is not loaded in float32.
+    inpaints: whether the model is given what ``objectives.base.HIDDEN_MASK`` and ``SEEN_LATENTS`` name.
+    texts: reads texts that are samples; None: a plain text is one sample.
+    """
+
+    embedding_keys: Mapping[str, str]
+
+    @property
+    def encoder_dtypes(self) -> Mapping[str, torch.dtype]: ...
+    @property
+    def inpaints(self) -> bool: ...
+    @property
+    def texts(self) -> TextReader | None: ...
+
+    def encoders(self) -> Sequence[Encoder]:
+        """The encoders, one per cache entry. Captions are only tokenised if text encoders run in each step."""
         ...
 
     def token_limits(self) -> Sequence[TokenLimit]:
@@ -263,13 +303,30 @@ class ModelFamily(Protocol):
         """Conditioning tensors computed from the geometry of one sample. All arguments are in pixels."""
         ...
 
-    def load(self, dtype: torch.dtype, device: torch.device) -> LoadedModel:
-        """Load the components that training needs, frozen and checked against the family."""
+
+class ComputesLosses(Protocol):
+    """What the steps of training ask of a family; validation asks no more."""
+
+    @property
+    def objective(self) -> Objective:
+        """Draws noise and timesteps for a batch, and defines the target."""
         ...
 
-    def weight_format(self, component: str) -> WeightFormat:
-        """The storage format of a component's frozen layers."""
+    def predict(self, model: LoadedModel, batch: Tensors, draws: Tensors) -> Prediction:
+        """The model's prediction for one micro-batch on the device.
+
+        It draws no random numbers, does not synchronise, and copies nothing between host and device.
+
+        Args:
+            model: the loaded model, with or without an adapter.
+            batch: cached tensors with a batch dimension.
+            draws: the tensors that ``objective`` drew for the batch.
+        """
         ...
+
+
+class PlansMemory(ComputesLosses, Protocol):
+    """What the plan of memory asks of a family, beforehand on a model without weights, and then on the real one."""
 
     def blocks(self, model: LoadedModel) -> list[nn.Module]:
         """The repeated blocks in forward order, never nested, for recomputation, compilation and offloading."""
@@ -287,6 +344,33 @@ class ModelFamily(Protocol):
         """A batch of zeros on the CPU with the shapes and dtypes of a cached batch of ``shape``."""
         ...
 
+
+class LoadsModels(Protocol):
+    """What the start of a run asks of a family: which modules are adapted, and the model itself.
+
+    lora_targets: preset name -> component name -> regular expression (fullmatch) of the module names to adapt.
+    text_components: names of the components that ``lora.train_text_encoder`` adapts.
+    structure: identifies the shapes of the trained components, computed from configs alone.
+    """
+
+    lora_targets: Mapping[str, Mapping[str, str]]
+    text_components: tuple[str, ...]
+
+    @property
+    def structure(self) -> str: ...
+
+    def load(self, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+        """Load the components that training needs, frozen and checked against the family."""
+        ...
+
+    def skeleton(self, component: str) -> nn.Module:
+        """A component built from its config: zero weights of the right shapes that take no memory."""
+        ...
+
+    def weight_format(self, component: str) -> WeightFormat:
+        """The storage format of a component's frozen layers."""
+        ...
+
     def fuse(self, model: LoadedModel, triton: bool = True) -> None:
         """Replace modules by fused ones with less memory traffic. Names and parameters stay; results agree to rounding.
 
@@ -294,17 +378,9 @@ class ModelFamily(Protocol):
         """
         ...
 
-    def predict(self, model: LoadedModel, batch: Tensors, draws: Tensors) -> Prediction:
-        """The model's prediction for one micro-batch on the device.
 
-        It draws no random numbers, does not synchronise, and copies nothing between host and device.
-
-        Args:
-            model: the loaded model, with or without an adapter.
-            batch: cached tensors with a batch dimension.
-            draws: the tensors that ``objective`` drew for the batch.
-        """
-        ...
+class Previewer(Protocol):
+    """What previews, ``sample`` and ``compare`` ask of a family."""
 
     def preview(
         self,
@@ -312,10 +388,10 @@ class ModelFamily(Protocol):
         requests: Sequence[PreviewRequest],
         text: Callable[[str], Tensors],
         in_tiles: bool = False,
-    ) -> Sequence[Image.Image | str]:
+    ) -> Sequence[Drawn]:
         """Make previews with the model as it is (adapter included); leaves the model as it was.
 
-        They are images, or texts, as ``FamilySpec.preview`` says.
+        They are images, videos or texts, as ``FamilySpec.preview`` says.
 
         Args:
             model: the live model.
@@ -325,47 +401,20 @@ class ModelFamily(Protocol):
         """
         ...
 
-    def base_facts(self) -> Mapping[str, str]:
-        """Facts of the base: "hash" (short, of a one-file checkpoint), "prediction_type" and "identity".
 
-        The identity covers every byte of the trained components. Before they are loaded, it has to read their files.
-        """
-        ...
+class ModelFamily(HasBase, EncodesSamples, LoadsModels, PlansMemory, Previewer, Protocol):
+    """The interface of a model family: one part for each who asks.
 
-    def skeleton(self, component: str) -> nn.Module:
-        """A component built from its config: zero weights of the right shapes that take no memory."""
-        ...
+    name: the recipe's ``model.family``.
+    files: the names of its modules in files of other programs.
+    """
 
-    def load_in_diffusers(self, path: Path, components: Sequence[str]) -> dict[str, nn.Module]:
-        """Load a LoRA file with diffusers' own loader into skeletons of ``components``, as its users do."""
-        ...
+    name: str
 
-    def export_key(self, component: str, module: str) -> str:
-        """The name of a module in the one file that other programs read, without ``.lora_down.weight``.
+    def __init__(self, recipe: Recipe) -> None: ...
 
-        It begins with the component's prefix: "lora_unet_input_blocks_4_1_...", "diffusion_model.layers.0...".
-        """
-        ...
-
-    def export_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
-        """The position of a module's output rows in that file, in the order of the rows.
-
-        Each entry is (name, first row, number of rows). A module that keeps its own weight gives one entry, a
-        module split into several weights gives several, and modules merged into one weight give the same name with
-        different first rows.
-        """
-        ...
-
-    def original_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
-        """As ``export_rows``, in files with the names of the original release ("double_blocks.0.img_attn.qkv").
-
-        They are read, never written. Empty where these names are those of ``export_key``, or not known.
-        """
-        ...
-
-    def scripts_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
-        """As ``export_rows``, in files for kohya's scripts (sd-scripts, musubi-tuner)."""
-        ...
+    @property
+    def files(self) -> FileNames: ...
 
 
 @runtime_checkable

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from lora_rocm.base_models.hub import download, looks_like_id
-from lora_rocm.base_models.loading import BUILTIN_PREFIX, builtin_folder
+from lora_rocm.base_models.loading import builtin_folder
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.spec import Evidence
+from lora_rocm.foundation.names import BUILTIN
 from lora_rocm.model_files.adapters import families_of
 from lora_rocm.model_files.config_file import read_config
 from lora_rocm.model_files.header import read_header
@@ -33,7 +34,7 @@ def evidence(base: str, lora: Path) -> Evidence:
         found = model_of(read_header(path).shapes) if path.suffix == ".safetensors" else None
         return Evidence((found.family,) if found is not None and found.part in PARTS else (), of_lora)
     folder: Path | None = path
-    if base.startswith(BUILTIN_PREFIX):
+    if base.startswith(BUILTIN):
         folder = builtin_folder(base)
     elif not path.is_dir() and looks_like_id(base):
         folder = download(base, None, list(INDEXES), lambda found: index_of(found) is not None)

@@ -22,10 +22,10 @@ from lora_rocm.base_models.loading import Layout, Source, resolve
 from lora_rocm.base_models.random_weights import PREFIX, random_source
 from lora_rocm.base_models.safetensors_file import legacy_model_hash
 from lora_rocm.cache_files.hash_memory import WEIGHTS_MEMORY, HashMemory
-from lora_rocm.dataset.entry_spec import TensorSpec
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.errors import ModelError
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors
+from lora_rocm.families.file_names import FileNames
 from lora_rocm.families.objectives.base import CONTROL_LATENTS, HIDDEN_MASK, MEAN, SEEN_LATENTS, STD, LatentSpace
 from lora_rocm.families.vae import pixels_per_latent
 from lora_rocm.kernels.quantised import quantised
@@ -85,20 +85,9 @@ class LatentFamily(ABC):
     def text_example(self, rows: int) -> Tensors:
         """The text tensors of ``example``: zeros with ``rows`` samples, of CLIP as short as those of usual captions."""
 
+    @property
     @abstractmethod
-    def export_key(self, component: str, module: str) -> str: ...
-
-    def export_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
-        return ((self.export_key(component, module), 0, rows),)
-
-    def original_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
-        return ()
-
-    def scripts_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
-        """As ``ModelFamily.scripts_rows``: the original release's names, if these differ from ``export_key``."""
-        original = self.original_rows(component, module, rows)
-        named = [(f"lora_unet_{name.replace('.', '_')}", first, count) for name, first, count in original]
-        return named or self.export_rows(component, module, rows)
+    def files(self) -> FileNames: ...
 
     @property
     def prediction_type(self) -> str:
@@ -149,10 +138,6 @@ class LatentFamily(ABC):
                 layout = replace(layout, parts={name: names[name] for name in there})
         source = resolve(model, layout, HashMemory(Path(self.recipe.cache.dir), WEIGHTS_MEMORY))
         return source, self.check(source)
-
-    @property
-    def cache_spec(self) -> Mapping[str, TensorSpec]:
-        return {name: spec for encoder in self.encoders() for name, spec in encoder.entry.tensors.items()}
 
     def examine(self) -> Sequence[Path]:
         assert self.latents is not None, "the VAE says how its latents are normalised"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -11,6 +11,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from lora_rocm.recipe.rule import Rule
+from lora_rocm.recipe.sample_section import PREVIEW_INPUTS
 from lora_rocm.recipe.sections import InputFolder, ModelSection, ObjectiveSection, PathOrHubId, Quantization
 
 
@@ -92,7 +93,7 @@ OF_IMAGES = frozenset(
             *("class_prompt", "num_class_images", "max_batch_size"),
         )
     ]
-    + [f"sample.{name}" for name in ("width", "height", "control_images", "masks", "images_per_prompt", "sampler")]
+    + [f"sample.{name}" for name in ("width", "height", *PREVIEW_INPUTS.values(), "images_per_prompt", "sampler")]
     + ["sample.guidance_scale", "sample.negative_prompt", "data.prior_loss_weight"]
 )
 """Keys of shared sections that are about images: a family whose samples are texts reads none of them."""
@@ -126,6 +127,11 @@ class Axis:
     per_token: int = 1
     longest: int = 0
 
+    @property
+    def lengths(self) -> str:
+        """The valid lengths in words: "multiples of 32", "1 and multiples of 4 more"."""
+        return f"{self.first} and multiples of {self.multiple} more" if self.first else f"multiples of {self.multiple}"
+
     def fits(self, length: int) -> bool:
         return length >= max(self.first, 1) and (length - self.first) % self.multiple == 0
 
@@ -142,10 +148,13 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class ShapeRules:
-    """The sample shapes that a family accepts, and their cost in tokens."""
+class Axes:
+    """The axes that a family's samples have, the lengths that it accepts, and their cost in tokens."""
 
     axes: tuple[Axis, ...]
+
+    def __iter__(self) -> Iterator[Axis]:
+        return iter(self.axes)
 
     def __getitem__(self, name: str) -> Axis:
         return next(axis for axis in self.axes if axis.name == name)
@@ -163,9 +172,9 @@ class ShapeRules:
         return math.prod(axis.tokens(length) for axis, length in zip(self.axes, lengths, strict=True))
 
 
-def image_shapes(multiple: int, per_token: int) -> ShapeRules:
-    """The rules of images whose sides are multiples, of a VAE with eight pixels per latent."""
-    return ShapeRules(tuple(Axis(name, multiple=multiple, per_latent=8, per_token=per_token) for name in "hw"))
+def image_axes(multiple: int, per_token: int) -> Axes:
+    """The axes of images whose sides are multiples, of a VAE with eight pixels per latent."""
+    return Axes(tuple(Axis(name, multiple=multiple, per_latent=8, per_token=per_token) for name in "hw"))
 
 
 @dataclass(frozen=True)
@@ -212,7 +221,7 @@ class FamilySpec:
         objective_section: the class of the recipe's ``objective`` section.
         implementation: "module:Class" of its ``families.base.ModelFamily``, imported on demand.
         component: name of the component that is always trained.
-        shapes: the sample shapes that it accepts.
+        axes: the axes of its samples.
         text_components: components that ``lora.train_text_encoder`` trains too; (): the key is refused.
         embedding_keys: text component -> name of its tensor in embedding files; empty: ``lora.new_tokens`` is refused.
         samples: the kinds of sample that it trains on.
@@ -235,7 +244,7 @@ class FamilySpec:
     objective_section: type[ObjectiveSection]
     implementation: str
     component: str
-    shapes: ShapeRules
+    axes: Axes
     text_components: tuple[str, ...] = ()
     embedding_keys: Mapping[str, str] = field(default_factory=dict)
     samples: tuple[SampleKind, ...] = ("image",)
@@ -251,8 +260,11 @@ class FamilySpec:
     rules: tuple[Rule, ...] = ()
 
     def __post_init__(self) -> None:
+        clips = frozenset() if "frames" in self.axes else frozenset({"data.frames"})
         norms = frozenset() if self.trains_norms else frozenset({"lora.train_norms"})
-        object.__setattr__(self, "unread", self.unread | norms | (OF_IMAGES if self.trains_on_texts else OF_TEXTS))
+        object.__setattr__(
+            self, "unread", self.unread | norms | clips | (OF_IMAGES if self.trains_on_texts else OF_TEXTS)
+        )
 
     @property
     def takes_fp16(self) -> bool:

@@ -13,6 +13,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 
 from lora_rocm.base_models.loading import Source
 from lora_rocm.errors import ModelError
+from lora_rocm.foundation.json_text import parse_json
 from lora_rocm.foundation.terminal_text import printable
 from lora_rocm.model_files.config_file import NAMES, json_fault
 
@@ -50,11 +51,11 @@ class Explained:
 def _explained(folder: Path) -> ModelError:
     """The error for a folder whose tokenizer a library cannot read: names the file that is wrong, if one is found."""
     for path in (folder / name for name in READ_AS_JSON):
-        if path.exists() and (fault := json_fault(path)):
+        if path.exists() and (fault := json_fault(path, path.stat().st_size)):
             return unreadable(path, f"In one of its files, {fault}.")
     whole = folder / "tokenizer.json"
     for key, wanted in (("model", dict), ("added_tokens", list)) if whole.exists() else ():
-        if not isinstance(json.loads(whole.read_bytes()).get(key), wanted):
+        if not isinstance(parse_json(whole.read_bytes()).get(key), wanted):
             return unreadable(whole, f"The file does not have {NAMES[wanted]} {key}.")
     for path in (*sorted(folder.glob("*.jinja")), *sorted(folder.glob("*/*.jinja")), *sorted(folder.glob("*.txt"))):
         try:

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 
 from lora_rocm.base_models.conversion import State, own_names
 from lora_rocm.base_models.loading import Part, Source
-from lora_rocm.dataset.buckets import covering
+from lora_rocm.dataset.buckets import Size, covering
 from lora_rocm.dataset.entry_spec import IMAGE, EntrySpec, TensorSpec
 from lora_rocm.dataset.image_io import MAX_IMAGE_BYTES, UnreadableImage, cut
 from lora_rocm.dataset.image_io import decode as decode_image
 from lora_rocm.dataset.preview_images import READ_FIX
 from lora_rocm.device.backend_settings import plain_attention
-from lora_rocm.device.transfer import DeviceTransfer
+from lora_rocm.device.placement.base import Placement
 from lora_rocm.errors import DataError
-from lora_rocm.families.base import Encode, Inputs, PreviewRequest, Tensors
+from lora_rocm.families.base import Encode, Inputs, Tensors
 from lora_rocm.families.objectives.base import MEAN, STD, LatentSpace
 from lora_rocm.foundation.bounded_read import read_plain
 
@@ -95,19 +95,19 @@ class VaeEncoder:
     def in_tiles(self) -> VaeEncoder:
         return VaeEncoder(self._source, self)
 
-    def load(self, door: DeviceTransfer) -> Encode:
+    def load(self, door: Placement) -> Encode:
         vae = load_vae(self._source, CPU, self._small_tiles)
-        door.send_parameters(vae, "vae")
+        door.place(vae, "vae")
 
         @torch.no_grad()
         def encode(inputs: Inputs) -> Tensors:
             pixels_CHW = inputs[IMAGE]
             assert isinstance(pixels_CHW, Tensor), "the VAE encodes images"
             vae.use_tiling = self._small_tiles or pixels_CHW.shape[1] * pixels_CHW.shape[2] > TILING_PIXELS
-            pixels_BCHW = door.send_checked(pixels_CHW[None].to(torch.float32), "pixels")
-            with plain_attention(door.device):
+            pixels_BCHW = door.transfer.send_checked(pixels_CHW[None].to(torch.float32), "pixels")
+            with plain_attention(door.transfer.device):
                 posterior = vae.encode(pixels_BCHW).latent_dist
-            return door.receive({MEAN: posterior.mean[0], STD: posterior.std[0]})
+            return door.transfer.receive({MEAN: posterior.mean[0], STD: posterior.std[0]})
 
         return encode
 
@@ -126,31 +126,31 @@ def load_vae(source: Source, device: torch.device, small_tiles: bool = False) ->
 
 @torch.no_grad()
 def encode_control(
-    source: Source, device: torch.device, request: PreviewRequest, space: LatentSpace, in_tiles: bool
+    source: Source, device: torch.device, path: Path, size_hw: Size, space: LatentSpace, in_tiles: bool
 ) -> Tensor:
-    """Normalised latents [1, C, H, W] of a preview's control image, cut as those of the training data are.
+    """Normalised latents [1, C, H, W] of a preview's control image, cut to a size as those of the training data are.
 
     The float32 VAE is freed at the end. ``in_tiles``: as in ``decode``.
 
     Raises:
         DataError: the file cannot be read.
     """
-    image = read_image(request.control, "control image", decode_image)
-    seen = cut(image, covering((image.height, image.width), (request.height, request.width)), flip=False)
+    image = read_image(path, "control image", decode_image)
+    seen = cut(image, covering((image.height, image.width), size_hw), flip=False)
     return encode(source, device, VaeImageProcessor(vae_scale_factor=1).preprocess(seen), space, in_tiles)
 
 
-def read_image(path: str, noun: str, decoded: Callable[[bytes], Image.Image]) -> Image.Image:
+def read_image(path: Path, noun: str, decoded: Callable[[bytes], Image.Image]) -> Image.Image:
     """An image that a preview is given. ``noun``: what it is, for the error.
 
     Raises:
         DataError: the file cannot be read.
     """
     try:
-        return decoded(read_plain(Path(path), MAX_IMAGE_BYTES))
+        return decoded(read_plain(path, MAX_IMAGE_BYTES))
     except (OSError, UnreadableImage) as error:
         what = f"A {noun} cannot be read: {error}."
-        raise DataError(CONTROL_UNUSABLE, what, where=path, fix=READ_FIX) from error
+        raise DataError(CONTROL_UNUSABLE, what, where=str(path), fix=READ_FIX) from error
 
 
 @torch.no_grad()

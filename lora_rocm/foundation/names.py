@@ -15,6 +15,8 @@ FORBIDDEN = re.compile(r'[\x00-\x1f\x7f<>:"/\\|?*]')
 """Characters that a file name cannot have on Windows."""
 DEVICE = re.compile(r"(con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9\u00b9\u00b2\u00b3]) *(\..*)?", re.IGNORECASE)
 """Names of devices of Windows, which it finds in every folder, whatever the ending."""
+BUILTIN = "builtin:"
+"""How the names of what is shipped with the package begin, in recipes and commands."""
 LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
 MAX_STEM_BYTES = 160
 """In UTF-8. A name has 255 bytes on most systems; a run adds endings, and more for temporary files."""

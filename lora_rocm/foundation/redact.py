@@ -55,6 +55,16 @@ PUBLIC_ROOTS = re.compile(
     r"%\w+%|~|<home>|\.|<)",
     re.IGNORECASE,
 )
+SETTING_WORDS = frozenset(
+    "true false on off yes no none all auto fast normal hybrid dynamic_hybrid trace debug info warn error version "
+    "backend native cudamallocasync hipmallocasync expandable_segments max_split_size_mb max_non_split_rounding_mb "
+    "garbage_collection_threshold roundup_power2_divisions roundup_bypass_threshold_mb pinned_use_cuda_host_register "
+    "pinned_num_register_threads pinned_use_background_threads release_lock_on_cudamalloc math mem flash aiter triton "
+    "ck hipblaslt rocblas rccl graph init env tuning coll net p2p shm xnack sramecc".split()
+)
+"""Words of values of the variables that ROCm and torch read."""
+SETTING = re.compile(r"(?:-?\d{1,6}(?:\.\d{1,6}){0,3}[kmg]?|0x[0-9a-f]{1,8}|gfx[0-9a-f-]{3,10}|<[a-z -]+>)?")
+"""Numbers, versions, architectures, and what stands in the place of private words, in lower case."""
 PATH_START = re.compile(r"(?:/|[A-Za-z]:[\\/]|\\\\)")
 
 
@@ -99,14 +109,21 @@ class Private:
 
     def path_list(self, text: str) -> str:
         """A value that may be a list of paths; paths outside the system's own folders are removed."""
-        cleaned = self.text(text)
+        cleaned = self.without_homes(_plain(text))
         if "://" in cleaned:
-            return cleaned
+            return self.text(cleaned)
         windows = "\\" in cleaned or ";" in cleaned or re.match(r"[A-Za-z]:", cleaned) is not None
         separator = ";" if windows else ":"
-        return separator.join(
-            "<path>" if PATH_START.match(part) and not PUBLIC_ROOTS.match(part) else part
-            for part in cleaned.split(separator)
+        parts = cleaned.split(separator)  # whole, because a folder's name may hold blanks
+        return self.text(separator.join("<path>" if _is_private_path(part) else part for part in parts))
+
+    def setting(self, text: str) -> str:
+        """The value of a variable: only numbers, architectures, known words and the system's own paths are kept."""
+        cleaned = self.path_list(text)
+        parts = re.split(r"([;:])(?![\\/])", cleaned) if PATH_START.search(cleaned) else [cleaned]
+        return "".join(
+            part if PUBLIC_ROOTS.match(part) else "".join(map(_public_word, re.split(r"([,:;=|\s]+)", part)))
+            for part in parts
         )
 
     def value(self, value: T, name: str = "") -> T:
@@ -159,6 +176,16 @@ def texts_in(value: Any) -> Iterator[str]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from texts_in(getattr(value, field.name))
+
+
+def _public_word(word: str) -> str:
+    plain = word.lower().rstrip("+-")
+    is_public = SETTING.fullmatch(plain) or plain in SETTING_WORDS or re.fullmatch(r"[,:;=|\s]+", word)
+    return word if is_public else "<value>"
+
+
+def _is_private_path(part: str) -> bool:
+    return PATH_START.match(part) is not None and PUBLIC_ROOTS.match(part) is None
 
 
 def _telling(names: Iterable[str]) -> Iterator[str]:

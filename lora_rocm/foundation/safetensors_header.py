@@ -1,4 +1,4 @@
-"""The header of a safetensors file, checked. Standard library only.
+"""The header of a safetensors file: the one reader, which checks it, and the one writer. Standard library only.
 
 Format: 8 bytes little-endian header size, a JSON header, then the tensors' bytes (safetensors specification). Nothing
 in a header is believed: every byte of the data belongs to exactly one tensor, and each tensor has as many as its shape
@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+from lora_rocm.foundation.json_text import BadJson, parse_json
 from lora_rocm.foundation.terminal_text import printable
 
 MAX_HEADER_BYTES = 1 << 24  # the specification allows 100 MB; the header of SDXL in one file has 0.3
 MAX_DIMENSIONS = 8
+ALIGNMENT_BYTES = 8
 MAX_NAME_LETTERS = 1000  # the longest names of published files have 130
 FOREIGN = {
     b"PK\x03\x04": "a zip archive, which torch.save writes",
@@ -70,15 +72,16 @@ def parse_header(file: BinaryIO, num_bytes: int) -> tuple[dict[str, TensorEntry]
     if num_bytes < 8 or length > min(num_bytes - 8, MAX_HEADER_BYTES):
         raise DamagedHeader("it ends inside its header")
     try:
-        fields = json.loads(file.read(length), object_pairs_hook=_without_doubles)
+        fields = parse_json(file.read(length))
         metadata = fields.pop("__metadata__", {})
         _require_short(fields)
         tensors = {name: _entry(value, 8 + length) for name, value in fields.items()}
         if not all(isinstance(text, str) for text in metadata.values()):
             raise TypeError("metadata are texts")
         "".join((*tensors, *metadata, *metadata.values())).encode("utf-8")  # half of a letter is no name
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedHeader("its header is not readable") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        why = f": {error}" if isinstance(error, BadJson) else ""
+        raise DamagedHeader(f"its header is not readable{why}") from error
     at = 8 + length
     for name, entry in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.dtype not in DTYPE_BYTES:
@@ -91,6 +94,19 @@ def parse_header(file: BinaryIO, num_bytes: int) -> tuple[dict[str, TensorEntry]
     if at != num_bytes:
         raise DamagedHeader(f"it has {num_bytes:,} bytes, which is not what its header says")
     return tensors, metadata
+
+
+def header_bytes(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
+    """The bytes of a file before its tensors: (name, dtype, shape) in the order of the file. Metadata are sorted."""
+    fields: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    begin = 0
+    for name, dtype, shape in tensors:
+        end = begin + math.prod(shape) * DTYPE_BYTES[dtype]
+        fields[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+        begin = end
+    raw = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    raw += b" " * (-len(raw) % ALIGNMENT_BYTES)
+    return len(raw).to_bytes(8, "little") + raw
 
 
 def _require_short(names: Iterable[str]) -> None:
@@ -108,10 +124,3 @@ def _entry(value: dict[str, Any], data_start: int) -> TensorEntry:
     if not isinstance(value["dtype"], str):
         raise TypeError("a number format is a name")
     return TensorEntry(value["dtype"], tuple(shape), data_start + begin, data_start + end)
-
-
-def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name is given twice")  # readers differ in which of them counts
-    return found

@@ -6,7 +6,6 @@ read is None and listed in ``unread``; nothing is guessed.
 
 from __future__ import annotations
 
-import json
 import re
 import types
 import typing
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lora_rocm.errors import UserError
+from lora_rocm.foundation.json_text import parse_json
 
 EXPECTED: dict[Any, str] = {
     dict: "a table of texts",
@@ -236,12 +236,12 @@ def load_facts(path: Path) -> HostFacts:
             content = file.read(MAX_FILE_BYTES + 1)
         if len(content) > MAX_FILE_BYTES:
             raise ValueError(f"it is larger than {MAX_FILE_BYTES >> 20} MiB")
-        value = json.loads(content)  # UTF-8, or UTF-16 from a redirect in Windows PowerShell
+        value = parse_json(content)  # UTF-8, or UTF-16 from a redirect in Windows PowerShell
     except OSError as error:
         what = f"The file of facts cannot be read: {error.strerror}."
         raise UserError("facts-unreadable", what, where=str(path), fix="Give a file that exists.") from None
     except (ValueError, RecursionError) as error:
-        what = f"The file of facts is no JSON: {error}."
+        what = f"The file of facts cannot be used: {error}."
         raise UserError("facts-no-json", what, where=str(path), fix="Give a file made by this program.") from None
     if isinstance(value, dict) and isinstance(value.get("facts"), dict):
         return facts_from_json(value["facts"], f"{path}: facts")

@@ -44,7 +44,7 @@ class Settings:
     cudnn_attention: bool = True
     plain_attention: bool = True
     products: str | None = None
-    """File of a table of tuned matrix products (``device.tuned_products``)."""
+    """File of a table of tuned matrix products (``device.backend_settings``)."""
     pin_memory: bool = True
     """The meaning of runtime.pin_memory: auto on a GPU."""
     precision: Literal["bf16", "fp16", "no"] | None = None

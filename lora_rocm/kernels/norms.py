@@ -19,7 +19,6 @@ from torch.autograd.function import once_differentiable
 
 from lora_rocm.kernels import backend
 from lora_rocm.kernels.backend import Form
-from lora_rocm.kernels.meta_stubs import HollowGroupNorm
 
 
 def group_norm(
@@ -211,3 +210,21 @@ def residual(x_BCHW: Tensor, y_BCHW: Tensor, bias_C: Tensor | None, form: Form) 
         output: Tensor = TritonResidual.apply(x_BCHW, y_BCHW, bias_C)
         return output
     return x_BCHW + y_BCHW + bias_C[:, None, None]
+
+
+class HollowGroupNorm(Function):
+    """(x, shift_BC, groups) -> (normalised, x). Keeps ``x`` and two numbers per group, as ``TritonGroupNorm`` does."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BCHW: Tensor, shift_BC: Tensor | None, groups: int) -> tuple[Tensor, Tensor]:
+        known = x_BCHW.new_empty((2, len(x_BCHW) * groups), dtype=torch.float32)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x_BCHW, shift_BC, known)
+        return torch.empty_like(x_BCHW), x_BCHW
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, residual: Tensor | None) -> tuple[Tensor | None, ...]:
+        x_BCHW, shift_BC, _ = ctx.saved_tensors
+        dshift = torch.empty_like(shift_BC) if ctx.needs_input_grad[1] else None
+        return residual if dy is None else torch.empty_like(x_BCHW), dshift, None

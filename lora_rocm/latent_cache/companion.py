@@ -18,14 +18,15 @@ from lora_rocm.latent_cache.image_preprocess import Wanted, hash_of
 class CompanionWanted(Wanted):
     """The companion of a sample, whose entries are to be in the cache.
 
-    kind: the input that the entries are made from. noun, fix: its name in errors, and their remedy.
-    place: the file, or the image itself; None if the sample has no companion.
+    noun, fix: its name in errors, and their remedy.
+    place: the file, row, or the image itself; None if the sample has no companion.
+    kind: the input that the entries are made from.
     """
 
-    kind: ClassVar[str]
     noun: ClassVar[str]
     fix: ClassVar[str]
     place: Path | DatasetRow | None = None
+    kind: str = ""
 
     @property
     def reads(self) -> str:

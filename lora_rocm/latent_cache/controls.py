@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
-from lora_rocm.dataset.buckets import covering
-from lora_rocm.dataset.controls import CONTROL, CONTROL_FIX, Controls
+from lora_rocm.dataset.buckets import choose_bucket, covering
+from lora_rocm.dataset.controls import CONTROL, CONTROL_FIX, control_name
 from lora_rocm.dataset.entry_spec import IMAGE, EntrySpec, TensorSpec
 from lora_rocm.dataset.image_io import UnreadableImage, cut, decode
 from lora_rocm.dataset.views import View
@@ -20,22 +20,31 @@ from lora_rocm.latent_cache.image_preprocess import Wanted, pixels_of
 if TYPE_CHECKING:
     from PIL import Image
 
-    from lora_rocm.device.transfer import DeviceTransfer
+    from lora_rocm.device.placement.base import Placement
     from lora_rocm.families.base import Encode, Encoder, Inputs, Tensors
-    from lora_rocm.recipe.schema import Recipe
+    from lora_rocm.recipe.schema import DataSection, Recipe
 
-CONTROL_ENTRY = EntrySpec(CONTROL, (CONTROL,), {CONTROL_LATENTS: TensorSpec("float32", "CHW")}, follows_shape=True)
+
+def control_latents(number: int) -> str:
+    """The tensor of a control image, by its number: ``CONTROL_LATENTS``, control_2_latents, ..."""
+    return CONTROL_LATENTS.replace(CONTROL, control_name(number))
+
+
+def control_entry(number: int, keeps_size: bool = False) -> EntrySpec:
+    """The entry of a control image, by its number."""
+    name, tensors = control_name(number), {control_latents(number): TensorSpec("float32", "CHW")}
+    return EntrySpec(name, (name,), tensors, follows_shape=True, keeps_size=keeps_size)
+
+
+CONTROL_ENTRY = control_entry(0)
 
 
 @dataclass(frozen=True)
 class ControlEncoder:
-    """Encodes control images with the family's encoder of images, and keeps the mean, which pipelines use.
-
-    sources: the control images of each source.
-    """
+    """Encodes control images with the family's encoder of images, and keeps the mean, which pipelines use."""
 
     images: Encoder
-    sources: Sequence[Controls]
+    data: DataSection
     entry: EntrySpec = CONTROL_ENTRY
 
     @property
@@ -47,32 +56,44 @@ class ControlEncoder:
         return None if tiled is None else replace(self, images=tiled)
 
     def companion_of(self, image: Wanted) -> Wanted:
-        place = self.sources[image.sample.source].of(image.sample)
-        return ControlWanted(image.sample, image.geometry, image.views, place=place)
+        companion = image.sample.companion(self.entry.name)
+        assert companion is not None, "an image without a control image is refused"
+        geometry, data = image.geometry, self.data
+        if self.entry.keeps_size:
+            geometry = choose_bucket(
+                companion.width,
+                companion.height,
+                image.sample.options.resolution,
+                data.bucket_step,
+                data.bucket_max_aspect,
+                data.enable_bucket,
+                upscale=True,
+            )
+        return ControlWanted(image.sample, geometry, image.views, place=companion.place, kind=self.entry.name)
 
-    def load(self, door: DeviceTransfer) -> Encode:
-        encode = self.images.load(door)
+    def load(self, door: Placement) -> Encode:
+        encode, name = self.images.load(door), self.entry.name
+        (tensor,) = self.entry.tensors
 
         def encode_control(inputs: Inputs) -> Tensors:
-            return {CONTROL_LATENTS: encode({IMAGE: inputs[CONTROL]})[MEAN]}
+            return {tensor: encode({IMAGE: inputs[name]})[MEAN]}
 
         return encode_control
 
 
-def control_encoder(recipe: Recipe, encoders: Sequence[Encoder]) -> ControlEncoder | None:
-    """The encoder of control images; None if the recipe has none. ``encoders``: those of the family."""
-    if not recipe.data.has_controls:
-        return None
-    images = next(encoder for encoder in encoders if encoder.entry.inputs == (IMAGE,))
-    sources = recipe.data.resolved_sources()
-    return ControlEncoder(images, [Controls(source, source.index) for source in sources])
+def control_encoders(recipe: Recipe, encoders: Sequence[Encoder]) -> list[ControlEncoder]:
+    """An encoder for each control image of an image. ``encoders``: those of the family."""
+    images = [encoder for encoder in encoders if encoder.entry.inputs == (IMAGE,)]
+    keeps_size = recipe.model.controls_keep_size
+    entries = [control_entry(number, keeps_size) for number in range(recipe.data.num_controls)]
+    return [ControlEncoder(images[0], recipe.data, entry) for entry in entries]
 
 
 @dataclass(frozen=True, slots=True)
 class ControlWanted(CompanionWanted):
-    """The control image of a sample: scaled to cover the sample's bucket, cropped at the centre, mirrored with it."""
+    """A control image of a sample: scaled to cover its bucket, cropped at the centre, mirrored with the sample."""
 
-    kind: ClassVar[str] = CONTROL
+    kind: str = CONTROL
     noun: ClassVar[str] = "control image"
     fix: ClassVar[str] = CONTROL_FIX
 

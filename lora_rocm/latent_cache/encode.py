@@ -37,9 +37,7 @@ from lora_rocm.latent_cache.image_preprocess import Entry, Looked, Wanted, hash_
 from lora_rocm.latent_cache.prefetch import Behind, ahead
 
 if TYPE_CHECKING:
-    from PIL import Image
-
-    from lora_rocm.device.transfer import DeviceTransfer
+    from lora_rocm.device.placement.base import Placement
     from lora_rocm.families.base import Encoder, Inputs, Tensors
 
 __all__ = ["Caches", "Encoding", "Found"]
@@ -212,7 +210,7 @@ class Caches:
             if found is None:
                 raise _changed(encoder.entry.name)
             wanted, sha256, entry = found
-            image = _image_as_before(wanted, sha256)
+            tensors = wanted.tensors(_bytes_as_before(wanted, sha256), [entry.view])
         except DataError as error:
             raise DataError(
                 "image-unreadable",
@@ -222,7 +220,7 @@ class Caches:
             ) from None
         # Encode it as before, in tiles if the key is that of the tiled entry.
         tiled = encoder.in_tiles() if key == entry.tiled_key else None
-        inputs = entry.inputs(wanted.tensor(image, entry.view))
+        inputs = entry.inputs(tensors[entry.view])
         place = shown(wanted.sample.location)
         return self._encode_again(tiled if tiled is not None else encoder, inputs), place
 
@@ -240,7 +238,7 @@ class Caches:
         assert full is not None, "one of the devices was tried"
         raise full
 
-    def _made_once(self, encoder: Encoder, door: DeviceTransfer, inputs: Inputs) -> Tensors:
+    def _made_once(self, encoder: Encoder, door: Placement, inputs: Inputs) -> Tensors:
         encode, held = encoder.load(door), self.encoding.held_back(lambda: door)
         tensors = encode(inputs)
         held.add(lambda: None)  # only triggers the check; the caller writes the entry
@@ -356,8 +354,8 @@ def entries_of(encoder: Encoder, wanted: Wanted, sha256: str) -> tuple[Entry, ..
     return tuple(entries)
 
 
-def _image_as_before(wanted: Wanted, sha256: str) -> Image.Image:
-    """Decode the image, after checking that its bytes still have the hash in its key.
+def _bytes_as_before(wanted: Wanted, sha256: str) -> bytes:
+    """The undecoded bytes of an image, after checking that they still have the hash in its key.
 
     Raises:
         DataError: the image cannot be read, or has changed: encoding it under the old key would poison the cache.
@@ -365,7 +363,7 @@ def _image_as_before(wanted: Wanted, sha256: str) -> Image.Image:
     content = wanted.read()
     if hash_of(content) != sha256:
         raise _changed(shown(wanted.sample.location))
-    return wanted.decoded(content)
+    return content
 
 
 def _changed(where: str) -> DataError:

@@ -1,24 +1,92 @@
-"""``Encoding``: the run's context that filling the caches needs."""
+"""``Encoding``: the run's context that filling the caches needs, and ``HeldBack``: results that wait for a check."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
 
 from lora_rocm.dataset.progress import Report, ignore
+from lora_rocm.device.placement.base import Placement, Resident
+from lora_rocm.device.transfer import DeviceTransfer
+from lora_rocm.errors import LoraRocmError, StoppedError
 from lora_rocm.latent_cache.cache import MISSING, LatentCache
-from lora_rocm.latent_cache.quarantine import HeldBack, Look, OpenDoor, plain_door
 from lora_rocm.rundir.event_types import RepairedEvent
 from lora_rocm.rundir.run_context import NOBODY, RunContext
 
 if TYPE_CHECKING:
-    from lora_rocm.device.transfer import DeviceTransfer
     from lora_rocm.families.base import Encoder, Tensors
     from lora_rocm.latent_cache.prefetch import Behind
+
+
+OpenDoor = Callable[[torch.device], Placement]
+Look = Callable[[Placement], None]
+"""Raises if kernels, or the weights sent through this transfer, are wrong."""
+FIRST_HELD = 1  # entries, doubled each time, so that a run that fails early has written some
+MOST_HELD = 64  # entries: some 40 MB for images of 1024x1024
+MOST_HELD_S = 60.0  # the most work that a power failure may cost
+
+
+def plain_door(device: torch.device) -> Placement:
+    """A transfer to a device from unpinned memory, without a planned transfer method."""
+    return Resident(DeviceTransfer(device, pin=False))
+
+
+class HeldBack:
+    """Holds results back until a check of kernels and weights passes, then keeps them; without a check, at once.
+
+    Otherwise a faulty kernel would poison the cache permanently: fingerprints prove that an entry is the encoder's
+    output, not that the output is correct.
+
+    The end of a ``with`` block settles, even after a stop request or an error. If the block failed, its error
+    propagates; further errors of the check or the disk (a lost device fails at every call) are suppressed, and the held
+    results are lost.
+
+    Args:
+        look: the check; called before the first result is made, and before results are kept.
+    """
+
+    def __init__(self, look: Callable[[], None] | None) -> None:
+        self._look, self._held, self._since = look, list[Callable[[], None]](), time.monotonic()
+        self._most = FIRST_HELD
+        if look is not None:
+            look()
+
+    def __enter__(self) -> HeldBack:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
+        failed = isinstance(error, Exception) and not isinstance(error, StoppedError)
+        with suppress(*((LoraRocmError, OSError, RuntimeError, MemoryError) if failed else ())):
+            self.settle()
+
+    def add(self, keep: Callable[[], None]) -> None:
+        """Add a result; ``keep`` writes it."""
+        if self._look is None:
+            keep()
+            return
+        self._held.append(keep)
+        if len(self._held) >= self._most or time.monotonic() - self._since >= MOST_HELD_S:
+            self.settle()
+            self._most = min(2 * self._most, MOST_HELD)
+
+    def settle(self) -> None:
+        """Run the check, then keep the held results.
+
+        Raises:
+            CanaryError: the check failed; the held results are discarded.
+        """
+        held, self._held, self._since = self._held, [], time.monotonic()
+        if held and self._look is not None:
+            self._look()
+        for keep in held:
+            keep()
 
 
 @dataclass
@@ -28,7 +96,7 @@ class Encoding:
     report: receives the progress.
     context: receives events if an encoder moves to the CPU or to tiles, and for each damaged entry encoded again.
     tiles: image encoders work in tiles; set after running out of memory.
-    open_door: opens the transfer of weights, inputs and results to and from a device.
+    open_door: opens a placement of weights on a device; its transfer sends inputs and receives results.
     more: encoders beside those of the family, after them.
     look: raises if kernels or the encoders' weights are wrong. Called before the first encode and before each batch of
         entries is written (see ``quarantine.HeldBack``); not called if nothing is encoded.
@@ -43,8 +111,8 @@ class Encoding:
     look: Look | None = None
     more: Sequence[Encoder] = ()
 
-    def held_back(self, door: Callable[[], DeviceTransfer]) -> HeldBack:
-        """A ``HeldBack`` that keeps the results of an encoder until ``look`` passes for its transfer."""
+    def held_back(self, door: Callable[[], Placement]) -> HeldBack:
+        """A ``HeldBack`` that keeps the results of an encoder until ``look`` passes for its placement."""
         look = self.look
         return HeldBack(None if look is None else lambda: look(door()))
 

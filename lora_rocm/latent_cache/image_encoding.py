@@ -24,7 +24,7 @@ from lora_rocm.latent_cache.prefetch import Behind
 from lora_rocm.rules.mitigations import change_event
 
 if TYPE_CHECKING:
-    from lora_rocm.device.transfer import DeviceTransfer
+    from lora_rocm.device.placement.base import Placement
     from lora_rocm.families.base import Encode, Encoder, Inputs, Tensors
 
 CPU = torch.device("cpu")
@@ -103,7 +103,7 @@ class LoadedEncoder:
         del door
         self._take_less()
 
-    def _load_through(self, door: DeviceTransfer) -> None:
+    def _load_through(self, door: Placement) -> None:
         tiled = self._encoder.in_tiles() if self._encoding.tiles else None
         self._door = door
         encode = (tiled if tiled is not None else self._encoder).load(door)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lora_rocm.cache_files.hash_memory import FileState, HashMemory
 from lora_rocm.dataset.buckets import Geometry
+from lora_rocm.dataset.clips import frames_in
 from lora_rocm.dataset.columns import Lazy
 from lora_rocm.dataset.entry_spec import CAPTION, IMAGE
 from lora_rocm.dataset.folders import shown
@@ -88,6 +89,15 @@ class Wanted:
         pixels = cut(image, self.geometry_of(view), view.flip)
         return pixels_of(recoloured(pixels, colour_change(self.sample, view)))
 
+    def tensors(self, content: bytes, views: Iterable[View]) -> dict[View, Tensor]:
+        """``tensor`` of several views of undecoded bytes, which are decoded once.
+
+        Raises:
+            DataError: see ``decoded`` and ``tensor``.
+        """
+        image = self.decoded(content)
+        return {view: self.tensor(image, view) for view in views}
+
     def parts(self, sha256: str, view: View) -> tuple[Any, ...]:
         """The parts of an entry's key that identify the view. ``sha256``: hash of the bytes that are read."""
         return image_parts(sha256, self.geometry_of(view), view.flip, colour_change(self.sample, view))
@@ -97,11 +107,28 @@ class Wanted:
         """Estimated memory use from decoding to encoding."""
         height, width = self.geometry.target_hw
         decoded = self.sample.width * self.sample.height * DECODED_BYTES
-        return decoded + self.num_entries * height * width * PIXEL_BYTES
+        return decoded + self.num_entries * height * width * PIXEL_BYTES * max(self.sample.frames, 1)
 
     @property
     def num_entries(self) -> int:
         return len(self.views) * len(self.captions)
+
+
+@dataclass(frozen=True, slots=True)
+class ClipWanted(Wanted):
+    """A clip whose entries are to be in the cache. Its frames are cut alike, and the encoder's input is pixels_FCHW."""
+
+    @property
+    def file(self) -> Path | None:
+        return None
+
+    def tensors(self, content: bytes, views: Iterable[View]) -> dict[View, Tensor]:
+        frames: dict[View, list[Tensor]] = {view: [] for view in views}
+        for frame in frames_in(content):  # one after the other, so that one decoded frame is in memory
+            image = self.decoded(frame)
+            for view, made in frames.items():
+                made.append(self.tensor(image, view))
+        return {view: torch.stack(made) for view, made in frames.items()}
 
 
 @runtime_checkable
@@ -221,13 +248,9 @@ def made_ready(entries_of: EntriesOf, wanted: Wanted) -> Looked:
         if not any(entry.fault for entry in entries):
             return Looked(sha256, entries, file)
         # Decode it, and crop the views that have a missing or bad entry.
-        image = wanted.decoded(content)
+        faulty = [view for view in wanted.views if any(entry.fault and entry.view == view for entry in entries)]
+        views = wanted.tensors(content, faulty)
         del content
-        views = {
-            view: wanted.tensor(image, view)
-            for view in wanted.views
-            if any(entry.fault and entry.view == view for entry in entries)
-        }
         return Looked(sha256, entries, file, tuple(views[e.view] if e.fault else None for e in entries))
     except (OSError, DataError) as error:
         return _unusable(wanted, error)

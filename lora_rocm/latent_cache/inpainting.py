@@ -19,17 +19,17 @@ from torch import Tensor
 from lora_rocm.dataset.buckets import Size
 from lora_rocm.dataset.entry_spec import IMAGE, EntrySpec, TensorSpec
 from lora_rocm.dataset.hf_datasets import DatasetRow
-from lora_rocm.dataset.masks import Masks, mask_on_grid
+from lora_rocm.dataset.masks import mask_on_grid
 from lora_rocm.dataset.views import View
 from lora_rocm.families.objectives.base import HIDDEN_MASK, MEAN, SEEN_LATENTS
 from lora_rocm.foundation.seeds import fraction
 from lora_rocm.latent_cache.image_preprocess import Wanted, hash_of
-from lora_rocm.latent_cache.masks import MaskWanted
+from lora_rocm.latent_cache.masks import MaskWanted, mask_place
 
 if TYPE_CHECKING:
     from PIL import Image
 
-    from lora_rocm.device.transfer import DeviceTransfer
+    from lora_rocm.device.placement.base import Placement
     from lora_rocm.families.base import Encode, Encoder, Inputs, ModelFamily, Tensors
     from lora_rocm.recipe.schema import Recipe
 
@@ -49,12 +49,10 @@ LEAST_SIDE = 0.25  # of a drawn rectangle, as a share of the image's side
 class InpaintEncoder:
     """Encodes what is seen of an image with the family's encoder of images, and keeps the mean.
 
-    sources: the masks of each source. has_masks: for each, whether it has any. step_hw: pixels per latent.
+    step_hw: pixels per latent.
     """
 
     images: Encoder
-    sources: Sequence[Masks]
-    has_masks: Sequence[bool]
     step_hw: Size
     entry: EntrySpec = INPAINT_ENTRY
 
@@ -67,11 +65,11 @@ class InpaintEncoder:
         return None if tiled is None else replace(self, images=tiled)
 
     def companion_of(self, image: Wanted) -> Wanted:
-        source = image.sample.source
-        place = self.sources[source].of(image.sample)
-        return HiddenWanted(image.sample, image.geometry, image.views, place=place, drawn=not self.has_masks[source])
+        options, place = image.sample.options, mask_place(image)
+        drawn = not (options.mask_path or options.alpha_mask)
+        return HiddenWanted(image.sample, image.geometry, image.views, place=place, drawn=drawn)
 
-    def load(self, door: DeviceTransfer) -> Encode:
+    def load(self, door: Placement) -> Encode:
         encode = self.images.load(door)
         step_y, step_x = self.step_hw
 
@@ -89,10 +87,8 @@ def inpaint_encoder(recipe: Recipe, family: ModelFamily, encoders: Sequence[Enco
     if not family.inpaints:
         return None
     images = next(encoder for encoder in encoders if encoder.entry.inputs == (IMAGE,))
-    sources, (height, width) = recipe.data.resolved_sources(), (recipe.spec.shapes[axis].per_latent for axis in "hw")
-    has_masks = [bool(source.mask_path or source.alpha_mask) for source in sources]
-    masks = [Masks(source, source.index) for source in sources]
-    return InpaintEncoder(images, masks, has_masks, (height, width))
+    height, width = (recipe.spec.axes[axis].per_latent for axis in "hw")
+    return InpaintEncoder(images, (height, width))
 
 
 @dataclass(frozen=True, slots=True)

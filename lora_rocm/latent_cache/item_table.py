@@ -1,4 +1,4 @@
-"""The samples of a run as an Arrow table with their crops and cache keys, and the plan's items over that table.
+"""The samples of a run as an Arrow table with their axes, crops and cache keys, and the plan's items over that table.
 
 A sample takes some 300 bytes in addition to its name and caption; as objects it would take several thousand.
 """
@@ -6,7 +6,6 @@ A sample takes some 300 bytes in addition to its name and caption; as objects it
 from __future__ import annotations
 
 import hashlib
-import struct
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -17,13 +16,13 @@ from numpy.typing import NDArray
 from pyarrow import compute
 
 from lora_rocm.dataset.batch_sampler import Grid, Item, Outline, TextLengths
-from lora_rocm.dataset.buckets import Geometry, image_shape
+from lora_rocm.dataset.buckets import Geometry
 from lora_rocm.dataset.columns import Lazy
 from lora_rocm.dataset.entry_spec import CAPTION
 from lora_rocm.dataset.sample_table import Sample, Samples, numbers_of, rows_of, sample_schema, text_of
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.dataset.views import View, view_geometry, views_of
-from lora_rocm.latent_cache.image_preprocess import Looked, Wanted
+from lora_rocm.latent_cache.image_preprocess import ClipWanted, Looked, Wanted
 
 if TYPE_CHECKING:
     from lora_rocm.dataset.entry_spec import EntrySpec
@@ -32,23 +31,35 @@ if TYPE_CHECKING:
 HASH_BYTES, KEY_BYTES, LENGTH_BYTES = 32, 20, 4
 MIN_VIEWS = 2  # an image and its mirror image
 LENGTH_TYPE = f"<u{LENGTH_BYTES}"
-CUT = struct.Struct("=6i")  # (height, width) of the scaled image, (top, left) and (height, width) of the crop
-NO_CUT = CUT.pack(*[0] * 6)
-ByteRows: TypeAlias = NDArray[np.uint8]
+AXES = ("h", "w", "frames", "tokens")
+"""The axes that a sample can have. The column "axis h" holds the lengths along h; 0: the sample has no such axis.
+
+Entries that keep the size of a companion add two (``axes_of``).
+"""
+AXIS = "axis "
+SHARE = "share"  # column: ``Item.share``
+CUT = "cut"  # column of image entries: (height, width) of the scaled image, and (top, left) of the crop of h x w
+CUT_NUMBERS = 4
+Rows: TypeAlias = NDArray[Any]
+"""A column of N rows: one number or several bytes each."""
 ANY_SHAPE = Shape.of(samples=1)
 """The shape of samples whose entries do not depend on size: all are in one bucket."""
 
 
-def _share(cut: Sequence[int]) -> int:
-    """``Item.share`` of a row: that of a text stands where an image has the left side of its crop."""
-    return 1 if cut[0] else max(cut[3], 1)
+def _shape(lengths: Mapping[str, int]) -> Shape:
+    """The shape of a sample with these lengths, by axis; ANY_SHAPE if all are 0."""
+    axes = {axis: length for axis, length in lengths.items() if length}
+    return Shape.of(**axes) if axes else ANY_SHAPE
 
 
-def _shape(height: int, width: int) -> Shape:
-    """The shape of an image; with height 0, that of a text of ``width`` tokens, or ANY_SHAPE if both are 0."""
-    if height:
-        return image_shape((height, width))
-    return Shape.of(tokens=width) if width else ANY_SHAPE
+def axes_of(entries: Iterable[EntrySpec]) -> list[str]:
+    """The axes of the table of these entries."""
+    return [*AXES, *(f"{entry.name}_{side}" for entry in entries if entry.keeps_size for side in "hw")]
+
+
+def _lengths(row: Mapping[str, Any]) -> dict[str, int]:
+    """The lengths in one row of the table, by axis."""
+    return {name.removeprefix(AXIS): int(length) for name, length in row.items() if name.startswith(AXIS)}
 
 
 def slot_bytes(sources: Iterable[ResolvedSource]) -> int:
@@ -57,23 +68,26 @@ def slot_bytes(sources: Iterable[ResolvedSource]) -> int:
 
 
 def table_schema(entries: Iterable[EntrySpec], size: int) -> Any:
-    """The Arrow schema of the table: the columns of samples, then crop and image hash, then the keys of their entries.
+    """The Arrow schema of the table: the columns of samples, then axes, crop and image hash, then keys of entries.
 
-    The keys of an entry made from captions are concatenated: per view, the caption variants and then the empty caption.
-    An entry made from the image alone has a slot of ``size`` bytes (``slot_bytes``); "whole" holds the keys of the
-    untiled entries. For entries with a ``caption_mask``, "length" holds the bytes of that mask for each key.
+    The crop is there if an entry is made from an image. The keys of an entry made from captions are concatenated: per
+    view, the caption variants and then the empty caption. An entry made from the image alone has a slot of ``size``
+    bytes (``slot_bytes``); "whole" holds the keys of the untiled entries. For entries with a ``caption_mask``, "length"
+    holds the bytes of that mask for each key.
     """
-    schema = sample_schema()
-    schema = schema.append(pyarrow.field("cut", pyarrow.binary(CUT.size)))
-    schema = schema.append(pyarrow.field("sha256", pyarrow.binary(HASH_BYTES)))
+    entries = list(entries)
+    fields = [pyarrow.field(name, pyarrow.int32()) for name in (*(AXIS + axis for axis in axes_of(entries)), SHARE)]
+    if any(entry.has_views for entry in entries):
+        fields.append(pyarrow.field(CUT, pyarrow.binary(CUT_NUMBERS * np.int32().itemsize)))
+    fields.append(pyarrow.field("sha256", pyarrow.binary(HASH_BYTES)))
     for entry in entries:
         kind = pyarrow.large_binary() if entry.has_captions else pyarrow.binary(size)
-        schema = schema.append(pyarrow.field(f"key {entry.name}", kind))
+        fields.append(pyarrow.field(f"key {entry.name}", kind))
         if not entry.has_captions:
-            schema = schema.append(pyarrow.field(f"whole {entry.name}", kind))
+            fields.append(pyarrow.field(f"whole {entry.name}", kind))
         if entry.caption_mask:
-            schema = schema.append(pyarrow.field(f"length {entry.name}", kind))
-    return schema
+            fields.append(pyarrow.field(f"length {entry.name}", kind))
+    return pyarrow.schema([*sample_schema(), *fields])
 
 
 def check_table(batch: Any, entries: Iterable[EntrySpec], sources: Sequence[ResolvedSource]) -> None:
@@ -126,56 +140,63 @@ class KeyLists:
 
 
 class Usable(Lazy[Wanted]):
-    """The usable samples, with their crops, image hashes and the cache keys found so far.
+    """The usable samples, with their axes, crops, image hashes and the cache keys found so far.
 
     Args:
         samples: N samples.
-        cuts_NB: crop of each image, packed by CUT; NO_CUT if no image is read.
-        sha256_NB: hash of each image file; zeros if it is not known.
-        keys_NB: column of the table -> cache keys, for entries made from the image alone.
+        rows: column of the table -> its rows: int32 for axes and SHARE, int32 [N, 4] for CUT if images are read, bytes
+            for the others: hash of each image file, zeros if it is not known, and keys of entries made from the image
+            alone.
     """
 
-    def __init__(
-        self, samples: Samples, cuts_NB: ByteRows, sha256_NB: ByteRows, keys_NB: Mapping[str, ByteRows]
-    ) -> None:
-        self.samples, self._cuts_NB, self._sha256_NB, self._keys_NB = samples, cuts_NB, sha256_NB, keys_NB
+    def __init__(self, samples: Samples, rows: Mapping[str, Rows]) -> None:
+        self.samples, self._rows = samples, rows
         self._num_found_N = np.zeros(len(samples), np.uint8)
 
     @classmethod
-    def unfilled(cls, samples: Samples, cuts: bytearray, entries: Iterable[str]) -> Usable:
-        """Samples without any keys or hashes yet. ``entries``: names of the entries made from the image alone."""
-        columns = [f"{kind} {name}" for name in entries for kind in ("key", "whole")]
-        size = slot_bytes(samples.sources)
-        zeros = {column: np.zeros((len(samples), size), np.uint8) for column in columns}
-        cuts_NB = np.frombuffer(cuts, np.uint8).reshape(-1, CUT.size)
-        return cls(samples, cuts_NB, np.zeros((len(samples), HASH_BYTES), np.uint8), zeros)
+    def unfilled(cls, samples: Samples, entries: Iterable[str] = (), axes: Mapping[str, Rows] | None = None) -> Usable:
+        """Samples without any keys or hashes yet.
+
+        Args:
+            samples: N samples.
+            entries: names of the entries made from the image alone.
+            axes: the columns of axes that are known, and CUT if images are read.
+        """
+        count, size = len(samples), slot_bytes(samples.sources)
+        rows: dict[str, Rows] = {AXIS + axis: np.zeros(count, np.int32) for axis in AXES}
+        rows[f"{AXIS}frames"] = numbers_of(samples.batch["frames"]).astype(np.int32)
+        rows |= {SHARE: np.ones(count, np.int32), **(axes or {})}
+        rows["sha256"] = np.zeros((count, HASH_BYTES), np.uint8)
+        rows |= {f"{kind} {name}": np.zeros((count, size), np.uint8) for name in entries for kind in ("key", "whole")}
+        return cls(samples, rows)
 
     @classmethod
     def of_table(cls, batch: Any, sources: Sequence[ResolvedSource]) -> Usable:
         """The samples of a table, for encoding entries again."""
-        return cls(samples_in(batch, sources), byte_rows(batch["cut"]), byte_rows(batch["sha256"]), {})
+        names = [name for name in batch.schema.names if name.startswith(AXIS)]
+        rows: dict[str, Rows] = {name: numbers_of(batch[name]) for name in (*names, SHARE)}
+        if CUT in batch.schema.names:
+            rows[CUT] = byte_rows(batch[CUT]).view(np.int32)
+        return cls(samples_in(batch, sources), {**rows, "sha256": byte_rows(batch["sha256"])})
 
     def table(self, entries: Iterable[EntrySpec], captions: Mapping[str, KeyLists]) -> Any:
         """The table as an Arrow record batch with ``table_schema``. ``captions``: column -> keys."""
-        fixed = {"cut": self._cuts_NB, "sha256": self._sha256_NB, **self._keys_NB}
         columns = {name: lists.column for name, lists in captions.items()}
-        for name, rows_NB in fixed.items():
-            kind, rows_NB = pyarrow.binary(rows_NB.shape[1]), np.ascontiguousarray(rows_NB)
-            columns[name] = pyarrow.FixedSizeBinaryArray.from_buffers(
-                kind, len(rows_NB), [None, pyarrow.py_buffer(rows_NB)]
-            )
         of_samples, schema = self.samples.batch, table_schema(entries, slot_bytes(self.samples.sources))
+        for name, rows in self._rows.items():
+            if name in schema.names:
+                buffer = pyarrow.py_buffer(np.ascontiguousarray(rows))
+                columns[name] = pyarrow.Array.from_buffers(schema.field(name).type, len(rows), [None, buffer])
         rest = [columns[name] for name in schema.names[of_samples.num_columns :]]
         return pyarrow.record_batch([*of_samples.columns, *rest], schema)
 
     def ordered(self, indices: NDArray[np.int64]) -> Usable:
         """The samples at these indices, in that order."""
-        keys_NB = {column: rows_NB[indices] for column, rows_NB in self._keys_NB.items()}
-        return Usable(self.samples.at(indices), self._cuts_NB[indices], self._sha256_NB[indices], keys_NB)
+        return Usable(self.samples.at(indices), {name: rows[indices] for name, rows in self._rows.items()})
 
     def repeated(self, repeats_N: NDArray[np.int64]) -> Usable:
         """The same samples with other repeats."""
-        return Usable(self.samples.repeated(repeats_N), self._cuts_NB, self._sha256_NB, self._keys_NB)
+        return Usable(self.samples.repeated(repeats_N), self._rows)
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -184,9 +205,9 @@ class Usable(Lazy[Wanted]):
         return [self._wanted(index, sample) for index, sample in enumerate(self.samples[start:stop], start)]
 
     def _wanted(self, index: int, sample: Sample) -> Wanted:
-        geometry = geometry_of_cut(sample, self._cuts_NB[index].tobytes())
-        assert geometry is not None, "only images are wanted in the cache"
-        return Wanted(sample, geometry, views_of(sample.options), self.sha256(index))
+        row = {name: self._rows[name][index] for name in (f"{AXIS}h", f"{AXIS}w", CUT)}
+        kind = ClipWanted if sample.frames else Wanted
+        return kind(sample, _geometry(sample, row), views_of(sample.options), self.sha256(index))
 
     def found(self, index: int, entry: str, looked: Looked) -> None:
         """Record that the entries of one kind are in the cache, with their keys."""
@@ -194,31 +215,31 @@ class Usable(Lazy[Wanted]):
         for number, made in enumerate(looked.entries):
             part = slice(number * KEY_BYTES, (number + 1) * KEY_BYTES)
             for kind, key in (("key", made.key), ("whole", made.whole_key)):
-                self._keys_NB[f"{kind} {entry}"][index, part] = bytearray.fromhex(key)
+                self._rows[f"{kind} {entry}"][index, part] = bytearray.fromhex(key)
         self._num_found_N[index] += 1
 
     def hashed(self, index: int, sha256: str) -> None:
         """Record the hash of a sample's image file."""
-        self._sha256_NB[index] = bytearray.fromhex(sha256)
+        self._rows["sha256"][index] = bytearray.fromhex(sha256)
 
     def counted(self, index: int, num_tokens: int, share: int) -> None:
         """Record the number of tokens of a text, and its share of the loss."""
-        self._cuts_NB[index] = bytearray(CUT.pack(0, 0, 0, share, 0, num_tokens))
+        self._rows[f"{AXIS}tokens"][index], self._rows[SHARE][index] = num_tokens, max(share, 1)
 
     def sha256(self, index: int) -> str:
         """The hash (hex) of a sample's image file; empty if it is not known."""
-        sha256 = self._sha256_NB[index].tobytes()
+        sha256 = self._rows["sha256"][index].tobytes()
         return sha256.hex() if any(sha256) else ""
 
     @property
     def ready(self) -> NDArray[np.int64]:
         """Sorted indices of the samples whose image entries are all in the cache."""
-        return np.flatnonzero(2 * self._num_found_N == len(self._keys_NB))
+        num_entries = sum(name.startswith("key ") for name in self._rows)
+        return np.flatnonzero(self._num_found_N == num_entries)
 
     def shape(self, index: int) -> Shape:
         """The shape of a sample."""
-        *_, height, width = CUT.unpack(self._cuts_NB[index].tobytes())
-        return _shape(height, width)
+        return _shape(_lengths({name: rows[index] for name, rows in self._rows.items() if name.startswith(AXIS)}))
 
 
 class Items(Lazy[Item]):
@@ -247,7 +268,9 @@ class Items(Lazy[Item]):
 
     def _item(self, sample: Sample, row: Mapping[str, Any]) -> Item:
         """Build an item from a sample and its row of the table."""
-        options, geometry = sample.options, geometry_of_cut(sample, row["cut"])
+        options, geometry = sample.options, None
+        if CUT in row:
+            geometry = _geometry(sample, {**row, CUT: np.frombuffer(row[CUT], np.int32)})
         views = views_of(options)[: 1 if self.held_out else None]
         num_views = len(views)
         num_captions, keys, content = 1, dict[str, Grid](), list[tuple[str, ...]]()
@@ -268,14 +291,14 @@ class Items(Lazy[Item]):
         content += [keys[entry.name][0] for entry in self.entries if entry.inputs == (CAPTION,)]
         return Item(
             key=sample.key,
-            shape=_shape(*CUT.unpack(row["cut"])[4:]),
+            shape=_shape(_lengths(row)),
             keys=keys,
             num_views=num_views,
             num_captions=num_captions,
             dropout_rate=0.0 if self.held_out else options.caption_dropout_rate,
             repeats=1 if self.held_out else sample.repeats,
             loss_weight=options.weight * sample.given.loss_weight,
-            share=_share(CUT.unpack(row["cut"])),
+            share=row[SHARE],
             geometry=geometry,
             content=tuple(content),
             lengths=_summed(row[f"length {entry.name}"] for entry in self.entries if entry.caption_mask),
@@ -285,11 +308,13 @@ class Items(Lazy[Item]):
 
     def outline(self) -> Outline:
         """The outline for a plan; reads the sample keys from the table on each iteration."""
-        cuts_N6 = byte_rows(self.batch["cut"]).view(np.int32)
-        targets_N2 = cuts_N6[:, 4:].astype(np.int64)
-        share_N = np.where(cuts_N6[:, 0], 1, np.maximum(cuts_N6[:, 3], 1)).astype(np.int32)
-        sizes, shape_N = np.unique(targets_N2[:, 0] << 32 | targets_N2[:, 1], return_inverse=True)
-        shapes = [_shape(*divmod(size, 1 << 32)) for size in sizes.tolist()]
+        lengths = {axis: numbers_of(self.batch[AXIS + axis]) for axis in axes_of(self.entries)}
+        shape_N = np.zeros(len(self), np.int64)
+        for length_N in lengths.values():  # number the shapes in the order of their lengths, axis by axis
+            codes_N = shape_N * (length_N.max(initial=0) + 1) + length_N
+            _, first, shape_N = np.unique(codes_N, return_index=True, return_inverse=True)
+        shapes = [_shape({axis: int(length_N[at]) for axis, length_N in lengths.items()}) for at in first.tolist()]
+        share_N = numbers_of(self.batch[SHARE]).astype(np.int32)
         repeats_N = np.ones(len(self), np.int64) if self.held_out else numbers_of(self.batch["repeats"])
         batch_sizes = [0 if self.held_out else source.max_batch_size or 0 for source in self.sources]
         batch_N = np.array(batch_sizes, np.int64)[numbers_of(self.batch["source"])]
@@ -330,7 +355,7 @@ def samples_in(batch: Any, sources: Sequence[ResolvedSource]) -> Samples:
     return Samples(sources, batch.select(sample_schema().names))
 
 
-def byte_rows(column: Any) -> ByteRows:
+def byte_rows(column: Any) -> NDArray[np.uint8]:
     """View a column of fixed-size bytes as an array with one row per value."""
     width = column.type.byte_width
     start = column.offset * width
@@ -353,12 +378,11 @@ def keys_in(raw: bytes) -> tuple[str, ...]:
     return tuple(raw[at : at + KEY_BYTES].hex() for at in range(0, len(raw), KEY_BYTES))
 
 
-def geometry_of_cut(sample: Sample, cut: bytes) -> Geometry | None:
-    """The geometry of a sample from its packed crop; None if no image is read."""
-    height, width, top, left, target_height, target_width = CUT.unpack(cut)
-    if not height:
-        return None
-    return Geometry((sample.height, sample.width), (height, width), (top, left), (target_height, target_width))
+def _geometry(sample: Sample, row: Mapping[str, Any]) -> Geometry:
+    """The geometry of a sample from its row of the table."""
+    height, width, top, left = row[CUT].tolist()
+    target_hw = int(row[f"{AXIS}h"]), int(row[f"{AXIS}w"])
+    return Geometry((sample.height, sample.width), (height, width), (top, left), target_hw)
 
 
 def _crops(sample: Sample, geometry: Geometry | None, views: Sequence[View]) -> tuple[Geometry, ...]:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from lora_rocm.families.base import Encoder
     from lora_rocm.recipe.schema import Recipe, ResolvedSource
 
-FORMAT = 4
+FORMAT = 5
 KEPT_FROM = 20_000
 KEY_TYPE = f"S{KEY_BYTES}"  # all keys have the same length, so numpy's stripping of trailing zeros does no harm
 ENTRY_END = ".safetensors"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import Tensor
 from lora_rocm.dataset.buckets import Size
 from lora_rocm.dataset.entry_spec import EntrySpec, TensorSpec
 from lora_rocm.dataset.image_io import UnreadableImage
-from lora_rocm.dataset.masks import MASK, MASK_FIX, Masks, decode_mask, fits, mask_on_grid
+from lora_rocm.dataset.masks import MASK, MASK_FIX, decode_mask, fits, mask_on_grid
 from lora_rocm.dataset.views import View
 from lora_rocm.families.objectives.loss import LOSS_MASK, LOSS_WEIGHTS
 from lora_rocm.latent_cache.companion import CompanionWanted
@@ -22,7 +22,8 @@ from lora_rocm.latent_cache.image_preprocess import Wanted
 if TYPE_CHECKING:
     from PIL import Image
 
-    from lora_rocm.device.transfer import DeviceTransfer
+    from lora_rocm.dataset.hf_datasets import DatasetRow
+    from lora_rocm.device.placement.base import Placement
     from lora_rocm.families.base import Encode, Inputs, Tensors
     from lora_rocm.recipe.schema import Recipe
 
@@ -36,10 +37,9 @@ WEIGHTS_ENTRY = EntrySpec(MASK, (MASK,), {LOSS_WEIGHTS: TENSOR}, follows_shape=T
 class MaskEncoder:
     """An identity encoder for masks, which ``MaskWanted`` has already reduced.
 
-    sources: the masks of each source. step_hw: pixels per latent.
+    step_hw: pixels per latent.
     """
 
-    sources: Sequence[Masks]
     step_hw: Size
     entry: EntrySpec = MASK_ENTRY
 
@@ -55,10 +55,9 @@ class MaskEncoder:
         return None
 
     def companion_of(self, image: Wanted) -> Wanted:
-        place = self.sources[image.sample.source].of(image.sample)
-        return MaskWanted(image.sample, image.geometry, image.views, place=place, step_hw=self.step_hw)
+        return MaskWanted(image.sample, image.geometry, image.views, place=mask_place(image), step_hw=self.step_hw)
 
-    def load(self, door: DeviceTransfer) -> Encode:
+    def load(self, door: Placement) -> Encode:
         def encode(inputs: Inputs) -> Tensors:
             mask_CHW = inputs[MASK]
             assert isinstance(mask_CHW, Tensor)
@@ -67,21 +66,27 @@ class MaskEncoder:
         return encode
 
 
+def mask_place(image: Wanted) -> Path | DatasetRow | None:
+    """Where the mask of an image is; None if it has none."""
+    mask = image.sample.companion(MASK)
+    return None if mask is None else mask.place
+
+
 def mask_encoder(recipe: Recipe) -> MaskEncoder | None:
     """The mask encoder; None if no source has masks, so no masks are cached or sent to the device."""
     sources = recipe.data.resolved_sources()
     if not any(source.mask_path or source.alpha_mask for source in sources):
         return None
-    height, width = (recipe.spec.shapes[axis].per_latent for axis in ("h", "w"))
+    height, width = (recipe.spec.axes[axis].per_latent for axis in ("h", "w"))
     entry = MASK_ENTRY if recipe.data.normalize_masked_area_loss else WEIGHTS_ENTRY
-    return MaskEncoder([Masks(source, source.index) for source in sources], (height, width), entry)
+    return MaskEncoder((height, width), entry)
 
 
 @dataclass(frozen=True, slots=True)
 class MaskWanted(CompanionWanted):
     """The mask of a sample; without one the image counts everywhere. step_hw: pixels per latent."""
 
-    kind: ClassVar[str] = MASK
+    kind: str = MASK
     noun: ClassVar[str] = "mask"
     fix: ClassVar[str] = MASK_FIX
     step_hw: Size = (1, 1)

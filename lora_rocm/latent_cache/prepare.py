@@ -19,8 +19,8 @@ from lora_rocm.dataset import captions
 from lora_rocm.dataset.batch_sampler import Item
 from lora_rocm.dataset.caption_length import TokenLimit, cut_notice
 from lora_rocm.dataset.columns import Lazy
+from lora_rocm.dataset.entry_spec import CAPTION, IMAGE
 from lora_rocm.dataset.hf_datasets import DatasetRow
-from lora_rocm.dataset.packing import rows_of
 from lora_rocm.dataset.progress import QUIET_S, Progress, Report, ignore
 from lora_rocm.dataset.regularisation import evened_repeats, unused_notice
 from lora_rocm.dataset.row_reference import joined, separated
@@ -30,16 +30,29 @@ from lora_rocm.dataset.text_scan import find_samples
 from lora_rocm.errors import DataError, Problem
 from lora_rocm.foundation.seeds import fraction
 from lora_rocm.foundation.units import count_text
+from lora_rocm.latent_cache.controls import control_encoders
 from lora_rocm.latent_cache.encode import Caches
 from lora_rocm.latent_cache.encode_session import Encoding
-from lora_rocm.latent_cache.image_preprocess import Looked, Wanted
-from lora_rocm.latent_cache.item_table import CUT, NO_CUT, Items, KeyLists, Usable, identity, samples_in
+from lora_rocm.latent_cache.image_preprocess import Looked, ReadsCompanion, Wanted
+from lora_rocm.latent_cache.inpainting import inpaint_encoder
+from lora_rocm.latent_cache.item_table import (
+    AXES,
+    AXIS,
+    CUT,
+    CUT_NUMBERS,
+    Items,
+    KeyLists,
+    Usable,
+    axes_of,
+    identity,
+    samples_in,
+)
 from lora_rocm.latent_cache.manifest import Facts, Manifest, Shelf
-from lora_rocm.latent_cache.run_encoders import run_encoders
+from lora_rocm.latent_cache.masks import mask_encoder
 
 if TYPE_CHECKING:
     from lora_rocm.dataset.entry_spec import EntrySpec
-    from lora_rocm.families.base import ModelFamily, Tensors, TextReader
+    from lora_rocm.families.base import Encoder, ModelFamily, Tensors, TextReader
     from lora_rocm.latent_cache.cache import LatentCache
     from lora_rocm.recipe.schema import DataSection, Recipe
 
@@ -207,9 +220,9 @@ def lengths_of_texts(recipe: Recipe, reader: TextReader, samples: Samples) -> tu
 
     ``samples``: texts that ``reader`` has cut (``TextReader.parts``).
     """
-    usable = Usable.unfilled(samples, bytearray(NO_CUT * len(samples)), ())
+    usable = Usable.unfilled(samples)
     ordered = _ordered(usable, np.arange(len(samples)), recipe, reader)
-    lengths, (axis,) = Counter[int](), recipe.spec.shapes.axes
+    lengths, (axis,) = Counter[int](), recipe.spec.axes
     for sample in islice(ordered.usable.samples, ordered.num_training):
         length = sum(reader.num_tokens(text) for text in separated(sample.caption))
         lengths[-(-length // axis.multiple) * axis.multiple] += sample.repeats
@@ -221,7 +234,7 @@ def texts_in_cache(recipe: Recipe, family: ModelFamily, cache: LatentCache, samp
 
     ``samples``: as in ``lengths_of_texts``. Previews' prompts are texts, too.
     """
-    usable = Usable.unfilled(samples, bytearray(NO_CUT * len(samples)), ())
+    usable = Usable.unfilled(samples)
     ordered = _ordered(usable, np.arange(len(samples)), recipe, family.texts)
     caches = Caches(Encoding(cache, torch.device("cpu")), run_encoders(recipe, family))
     texts = set(_Texts(recipe, ordered.usable, ordered.num_training, ignore))
@@ -253,7 +266,7 @@ def _in_rows(
         rows.append(sample)
     texts, into = count_text(num_training, "text"), count_text(count, "row")
     said = [f"Packed {texts} into {into} of at most {recipe.data.max_length} tokens."] if count else []
-    return Usable.unfilled(rows, bytearray(NO_CUT * len(rows)), ()), count, said
+    return Usable.unfilled(rows), count, said
 
 
 def _count_tokens(caches: Caches, texts: _Texts) -> None:
@@ -313,21 +326,25 @@ def _cut(
     samples: Samples, data: DataSection, caches: Caches
 ) -> tuple[NDArray[np.int64], Usable, list[Problem], list[str]]:
     """Choose the crops. Returns indices of the usable samples, these samples, too small images, and notices."""
-    reads_images = any(encoder.entry.has_views for encoder in caches.encoders)
-    indices, cuts, too_small, cropped = array("q"), bytearray(), list[Problem](), Cropped(data)
-    for index, sample in enumerate(samples if reads_images else ()):
+    if not any(encoder.entry.has_views for encoder in caches.encoders):
+        return np.arange(len(samples)), Usable.unfilled(samples), [], []
+    sized = [each for each in caches.encoders if each.entry.keeps_size and isinstance(each, ReadsCompanion)]
+    columns = [f"{AXIS}{axis}" for axis in ("h", "w", *axes_of(each.entry for each in sized)[len(AXES) :])]
+    indices, rows, too_small, cropped = array("q"), array("i"), list[Problem](), Cropped(data)
+    for index, sample in enumerate(samples):
         geometry = geometry_of(sample, data)
         if isinstance(geometry, Problem):
             too_small.append(geometry)
             continue
         indices.append(index)
-        cuts += CUT.pack(*geometry.resized_hw, *geometry.crop_top_left, *geometry.target_hw)
+        rows.extend((*geometry.resized_hw, *geometry.crop_top_left, *geometry.target_hw))
+        for encoder in sized:
+            rows.extend(encoder.companion_of(Wanted(sample, geometry)).geometry.target_hw)
         cropped.add(sample, geometry)
-    if not reads_images:
-        indices, cuts = array("q", range(len(samples))), bytearray(NO_CUT * len(samples))
-    cut_N = np.array(indices, np.int64)
+    cut_N, rows_NR = np.array(indices, np.int64), np.array(rows, np.int32).reshape(-1, CUT_NUMBERS + len(columns))
+    axes = {CUT: rows_NR[:, :CUT_NUMBERS], **dict(zip(columns, rows_NR[:, CUT_NUMBERS:].T, strict=True))}
     names = [encoder.entry.name for encoder in caches.of_images()]
-    return cut_N, Usable.unfilled(samples.at(cut_N), cuts, names), too_small, cropped.notices()
+    return cut_N, Usable.unfilled(samples.at(cut_N), names, axes), too_small, cropped.notices()
 
 
 @dataclass(frozen=True)
@@ -451,3 +468,44 @@ def _facts(texts: _Texts) -> Facts:
     return Facts(
         tag_frequency, dict(sorted(shapes.items(), key=lambda pair: pair[0].axes)), dict(sorted(folders.items()))
     )
+
+
+def rows_of(lengths: Sequence[int], longest: int) -> list[list[int]]:
+    """Rows of texts, each at most ``longest`` long: indices of its texts.
+
+    The longest text first, each goes into the fullest row that it fits into (best fit decreasing). A length above
+    ``longest`` has a row of its own.
+    """
+    rows = list[list[int]]()
+    with_room: dict[int, list[int]] = {}  # room -> numbers of the rows that have so much
+    rooms = 0  # bit n is set if a row has room n
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        length = lengths[index]
+        fitting = rooms >> length
+        if fitting:
+            room = length + (fitting & -fitting).bit_length() - 1
+            number = with_room[room].pop()
+            if not with_room[room]:
+                rooms &= ~(1 << room)
+        else:
+            room, number = max(longest, length), len(rows)
+            rows.append([])
+        rows[number].append(index)
+        with_room.setdefault(room - length, []).append(number)
+        rooms |= 1 << (room - length)
+    return rows
+
+
+def run_encoders(recipe: Recipe, family: ModelFamily) -> tuple[Encoder, ...]:
+    """All encoders of a run. The family's come last: the hash that is kept of a sample is its image's.
+
+    Raises:
+        TypeError: an entry reads a companion of the image, and its encoder has no ``companion_of``.
+    """
+    own = family.encoders()
+    shared = (mask_encoder(recipe), *control_encoders(recipe, own), inpaint_encoder(recipe, family, own))
+    encoders = (*(encoder for encoder in shared if encoder is not None), *own)
+    for encoder in encoders:
+        if not {IMAGE, CAPTION}.issuperset(encoder.entry.inputs) and not isinstance(encoder, ReadsCompanion):
+            raise TypeError(f"{encoder.entry.name} reads {encoder.entry.inputs}, and its encoder has no companion_of")
+    return encoders

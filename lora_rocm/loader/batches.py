@@ -26,7 +26,7 @@ from lora_rocm.rundir.run_context import NOBODY, RunContext
 
 if TYPE_CHECKING:
     from lora_rocm.dataset.entry_spec import EntrySpec
-    from lora_rocm.families.base import ModelFamily
+    from lora_rocm.families.base import EncodesSamples
     from lora_rocm.recipe.process_sections import RuntimeSection
 
 __all__ = ["BatchPlan", "Facts", "Item", "Prepared", "Row", "loader", "open_workers", "prepare"]
@@ -49,7 +49,7 @@ def open_workers(
 
 def loader(
     plan: BatchPlan,
-    family: ModelFamily,
+    family: EncodesSamples,
     workers: Workers,
     start_iteration: int,
     num_iterations: int | None,
@@ -114,7 +114,7 @@ def _repair(bad: BadEntry, repair: Repair | None, repaired: set[tuple[str, str]]
     repaired.add((bad.kind, bad.key))
 
 
-def _finished(read: Read, plan: BatchPlan, family: ModelFamily, pin_memory: bool) -> Batch:
+def _finished(read: Read, plan: BatchPlan, family: EncodesSamples, pin_memory: bool) -> Batch:
     """Build the batch: add the tensors that are computed instead of cached (the family's metadata and the weights)."""
     order = read.order
     rows = plan.micro(order.iteration, order.micro)
@@ -137,7 +137,7 @@ def _finished(read: Read, plan: BatchPlan, family: ModelFamily, pin_memory: bool
     )
 
 
-def _meta(rows: Sequence[Row], family: ModelFamily) -> dict[str, Tensor]:
+def _meta(rows: Sequence[Row], family: EncodesSamples) -> dict[str, Tensor]:
     cuts = [geometry for row in rows if (geometry := row.geometry) is not None]
     metas = [family.sample_meta(cut.original_hw, cut.crop_top_left, cut.target_hw) for cut in cuts]
     return {name: torch.stack([meta[name] for meta in metas]) for name in metas[0]} if metas else {}

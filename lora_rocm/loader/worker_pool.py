@@ -1,32 +1,28 @@
-"""A DataLoader that survives worker processes that hang, die or raise: fewer workers read the missing batches again.
+"""A DataLoader that survives worker processes that hang, die or raise: the rest is read without workers.
 
 Each group of workers is served by its own thread, and the caller only waits for messages of that thread, with a
-deadline. So if a worker is stopped while it hands over a tensor, or is killed while it holds a lock, only that thread
+deadline. So if a worker is stopped while it hands over a batch, or is killed while it holds a lock, only that thread
 stays blocked, never the run. The thread has a second purpose: if the main thread iterates a DataLoader, torch installs
 a handler that raises at an arbitrary point of the main thread when a worker dies.
 """
 
 from __future__ import annotations
 
-import contextlib
+import io
 import multiprocessing
-import os
 import queue
 import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
 import torch
-from torch.multiprocessing import get_sharing_strategy, set_sharing_strategy
 from torch.utils.data import DataLoader, get_worker_info
 
-from lora_rocm.foundation.units import count_text
 from lora_rocm.loader.cached_dataset import BadEntry, Order, Orders, Read, Unequal
 from lora_rocm.recipe.process_sections import RuntimeSection
 from lora_rocm.rules.mitigations import Seen, change_event
@@ -37,10 +33,7 @@ START_S = 120.0
 """Minimum time limit for the first batch of a new process, which imports torch first."""
 POLL_S = 0.2
 END_S = 1.0  # from a broken connection until the system reports the process's exit code
-SPARE_DESCRIPTORS = 8  # for the sockets that transfer descriptors
 KILL_WAIT_S = 5.0  # a process stuck inside a driver cannot be killed; it is abandoned
-NO_DESCRIPTORS = ("Too many open files", "items of ancdata")
-"""Parts of torch's messages if it runs out of file descriptors, in either process."""
 WAITED = "DataLoader timed out"
 """Part of torch's message if its own timeout expires before ours."""
 
@@ -66,36 +59,35 @@ class WorkersFailed(Exception):
 
 
 class Workers:
-    """Reads orders with as many worker processes as work on this machine.
+    """Reads orders with worker processes, as long as they work on this machine.
 
-    One instance serves a whole run, so a setting that failed is not tried again.
+    One instance serves a whole run, so workers that failed are not tried again.
 
     Args:
         source: the dataset that the workers read.
         runtime: number of workers, their timeout, and whether they are kept between two readings.
-        context: receives a notice for each change, and once the change "workers-0", when the rest is read without
-            workers.
+        context: receives a notice for each failure, and once the change "workers-0".
     """
 
     def __init__(self, source: Source, runtime: RuntimeSection, context: RunContext = NOBODY) -> None:
         self.source, self._runtime, self._context = source, runtime, context
         self.count = runtime.workers_on(sys.platform)
-        self.sharing = get_sharing_strategy()
         self._idle: list[Group] = []
         self._busy: list[Group] = []
 
     def reads(self, orders: Orders) -> Iterator[Result]:
         """The results in the order of ``orders``, independent of the number of workers and of their failures."""
         given = 0
-        while self.count:
-            group = self._take()
+        if self.count:
+            group = self._idle.pop() if self._idle else Group(self.source, self.count, self._runtime)
+            self._busy.append(group)
             try:
-                for result in group.reads(orders.after(given)):
+                for result in group.reads(orders):
                     given += 1
                     yield result
                 return
             except WorkersFailed as failure:
-                self._change(group, str(failure), failure.seen)
+                self._give_up(failure)
             finally:
                 self._give_back(group)
         yield from one_ahead(data_loader(self.source, orders.after(given)))
@@ -105,52 +97,38 @@ class Workers:
         while self._idle or self._busy:
             (self._idle or self._busy).pop().close()
 
-    def _take(self) -> Group:
-        group = self._idle.pop() if self._idle else Group(self.source, self.count, self.sharing, self._runtime)
-        self._busy.append(group)
-        return group
-
     def _give_back(self, group: Group) -> None:
-        """Keep the workers for the next reading if the recipe says so and their settings are still current."""
+        """Keep the workers for the next reading if the recipe says so and none has failed."""
         if group not in self._busy:  # closed
             return
         self._busy.remove(group)
-        as_wanted = (group.size, group.sharing) == (self.count, self.sharing)
-        if self._runtime.persistent_workers and as_wanted:
+        if self._runtime.persistent_workers and self.count:
             self._idle.append(group)
         else:
             group.close()
 
-    def _change(self, group: Group, what: str, seen: Seen) -> None:
-        """Choose new settings after a failure, and report them."""
-        had = self.count
+    def _give_up(self, failure: WorkersFailed) -> None:
+        """Read without workers from now on, and report it."""
+        had, self.count = self.count, 0
         while self._idle:
             self._idle.pop().close()
-        if group.sharing == "file_descriptor" and any(sign in what for sign in NO_DESCRIPTORS):
-            self.sharing = "file_system"
-            how = "batches are handed over through files instead of file descriptors"
-        else:
-            self.count = min(self.count, group.size // 2)
-            how = f"going on with {count_text(self.count, 'worker')}" if self.count else "going on without workers"
-        self._context.notice(f"A loader worker failed: {what}; {how}. No sample is lost.")
-        if had and not self.count:  # only once: two readings may be active, and both may fail
-            self._context.emit(change_event("workers-0", seen))
+        self._context.notice(f"A loader worker failed: {failure}; going on without workers. No sample is lost.")
+        if had:  # only once: two readings may be active, and both may fail
+            self._context.emit(change_event("workers-0", failure.seen))
 
 
 class Group:
     """A group of worker processes and the thread that serves them."""
 
-    def __init__(self, source: Source, size: int, sharing: str, runtime: RuntimeSection) -> None:
-        self.size, self.sharing = size, sharing
-        self._timeout_s = runtime.worker_timeout_s
+    def __init__(self, source: Source, size: int, runtime: RuntimeSection) -> None:
+        self._size, self._timeout_s = size, runtime.worker_timeout_s
         self._given = 0
         self._closed = False
         self._processes: list[BaseProcess] = []
         self._asked: queue.SimpleQueue[Orders | str] = queue.SimpleQueue()
         self._told: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         given = _Given()
-        longest_s = max(self._timeout_s, START_S)
-        loader = data_loader(source, given, size, sharing, longest_s, runtime.persistent_workers)
+        loader = data_loader(source, given, size, max(self._timeout_s, START_S), runtime.persistent_workers)
         self._thread = threading.Thread(target=self._serve, args=(loader, given), daemon=True, name="loader")
         self._thread.start()
 
@@ -181,24 +159,21 @@ class Group:
     def _ask(self, what: Orders | str) -> tuple[str, Any]:
         """Send a request to the thread and wait for its answer; raises WorkersFailed on failure or timeout."""
         self._asked.put(what)
-        starting = self._given < self.size  # workers take turns, so the first batches include each worker's first
+        starting = self._given < self._size  # workers take turns, so the first batches include each worker's first
         limit_s = max(self._timeout_s, START_S) if starting else self._timeout_s
         deadline = time.monotonic() + limit_s
         while True:
             try:
                 said, value = self._told.get(timeout=POLL_S)
             except queue.Empty:
-                self._look(deadline, limit_s)
+                self._look_for_the_dead()
+                if time.monotonic() > deadline:
+                    raise WorkersFailed(f"no batch came within {limit_s:g} s", "loader-hang") from None
                 continue
             if said == "failed":
                 self._wait_for_the_dead()
                 raise WorkersFailed(value, "loader-hang" if WAITED in value else "died")
             return said, value
-
-    def _look(self, deadline: float, limit_s: float) -> None:
-        self._look_for_the_dead()
-        if time.monotonic() > deadline:
-            raise WorkersFailed(f"no batch came within {limit_s:g} s", "loader-hang")
 
     def _wait_for_the_dead(self) -> None:
         """Wait for exit codes: a process's connection breaks and its sentinel fires slightly before its exit code."""
@@ -216,7 +191,7 @@ class Group:
 
     def _serve(self, loader: DataLoader[Any], given: _Given) -> None:
         """The thread's loop: answers requests until "close". Only this thread uses the iterator."""
-        batches: Iterator[Result] = iter(())
+        batches: Iterator[bytes] = iter(())
         while (asked := self._asked.get()) != "close":
             try:
                 if isinstance(asked, Orders):
@@ -224,12 +199,12 @@ class Group:
                     batches = self._opened(loader)
                     self._told.put(("open", None))
                 else:
-                    result = next(batches, None)
-                    self._told.put(("end" if result is None else "read", result))
+                    packed = next(batches, None)
+                    self._told.put(("end", None) if packed is None else ("read", unpacked(packed)))
             except Exception as error:  # the edge of a thread: ``_ask`` raises it again in the caller's thread
                 self._told.put(("failed", _reason(error)))
 
-    def _opened(self, loader: DataLoader[Any]) -> Iterator[Result]:
+    def _opened(self, loader: DataLoader[Any]) -> Iterator[bytes]:
         """A new iterator of the loader; records the processes that it starts."""
         before = set(multiprocessing.active_children())
         try:
@@ -266,7 +241,6 @@ def data_loader(
     source: Source,
     orders: Orders | _Given,
     workers: int = 0,
-    sharing: str = "",
     timeout_s: float = 0.0,
     persistent: bool = False,
 ) -> DataLoader[Any]:
@@ -276,7 +250,7 @@ def data_loader(
         with_workers = {
             "multiprocessing_context": "spawn",
             "timeout": timeout_s,
-            "worker_init_fn": partial(_start_worker, sharing),
+            "worker_init_fn": _start_worker,
             "persistent_workers": persistent,
         }
     return DataLoader(
@@ -290,39 +264,29 @@ def data_loader(
     )
 
 
-def _start_worker(sharing: str, worker_id: int) -> None:
+def _start_worker(worker_id: int) -> None:
     torch.set_num_threads(1)
-    set_sharing_strategy(sharing)
 
 
-def hand_over(result: Result) -> Result:
-    """Move the tensors to shared memory. Runs in the worker, so that an error is reported to the main process.
+def hand_over(result: Result) -> Result | bytes:
+    """In a worker: the result as bytes, which need neither shared memory nor file descriptors of the main process.
 
     Raises:
-        ValueError: a tensor is not in main memory. HIP cannot share GPU memory with another process.
-        OSError: there are too few file descriptors.
+        ValueError: a tensor is not in main memory; HIP cannot send it to another process.
     """
-    if isinstance(result, Read):
-        named = (*result.tensors.items(), *result.fingerprints.items())
-        for name, tensor in named:
-            if tensor.device.type != "cpu":
-                raise ValueError(f"{name} is on {tensor.device}; only CPU tensors may leave a loader worker")
-            if get_worker_info() is not None:
-                tensor.share_memory_()
-        if get_worker_info() is not None and get_sharing_strategy() == "file_descriptor":
-            _need_descriptors(len(named) + SPARE_DESCRIPTORS)
+    for name, tensor in result.tensors.items() if isinstance(result, Read) else ():
+        if tensor.device.type != "cpu":
+            raise ValueError(f"{name} is on {tensor.device}; only CPU tensors may leave a loader worker")
+    if get_worker_info() is None:
+        return result
+    torch.save(result, packed := io.BytesIO())
+    return packed.getvalue()
+
+
+def unpacked(packed: bytes) -> Result:
+    """The result that our own worker handed over: ``Read``, ``BadEntry`` or ``Unequal``."""
+    result: Result = torch.load(io.BytesIO(packed), weights_only=False)
     return result
-
-
-def _need_descriptors(count: int) -> None:
-    """Check that this many file descriptors are free. If they run out later, torch drops the batch and only logs why.
-
-    Raises:
-        OSError: fewer are free.
-    """
-    with contextlib.ExitStack() as opened:
-        for _ in range(count):
-            opened.callback(os.close, os.open(os.devnull, os.O_RDONLY))
 
 
 def _reason(error: Exception) -> str:

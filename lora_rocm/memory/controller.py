@@ -12,6 +12,7 @@ from torch import nn
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.device.allocator import empty_pools, room_bytes
 from lora_rocm.device.attention import Context
+from lora_rocm.device.placement.offloaded import Offload, Offloaded
 from lora_rocm.device.torch_errors import out_of_memory
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors
@@ -20,7 +21,6 @@ from lora_rocm.families.recompute import Recomputing
 from lora_rocm.foundation.units import size_text
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.memory.footprint import counted, measured_rates
-from lora_rocm.memory.offload import Offload, frozen_tensors
 from lora_rocm.planning.fit import does_not_fit, job_of, plan_text
 from lora_rocm.planning.step_cost import Footprint, Job, Plan, Rates, choose, correction, planned, smallest
 from lora_rocm.recipe.schema import Recipe
@@ -57,7 +57,7 @@ class Memory:
     rates: Rates = field(default_factory=Rates)
     again: Context | None = None
     room: Callable[[], int] | None = None
-    offload: Offload | None = field(default=None, init=False)
+    _placement: Offloaded | None = field(default=None, init=False)
     _ran_out: bool = field(default=False, init=False)
 
     @property
@@ -82,29 +82,35 @@ class Memory:
             return self.recomputes
         return len(self.plan.recomputed) == len(self.footprint.blocks)
 
-    def staying(self, family: ModelFamily, model: LoadedModel) -> set[int]:
-        """``id`` of each tensor that must not be sent to the device (``DeviceTransfer.send_parameters``)."""
-        return {id(tensor) for block in self._offloaded(family.blocks(model)) for tensor in frozen_tensors(block)}
+    @property
+    def offload(self) -> Offload | None:
+        """Fetches the blocks that main memory keeps; None: it keeps none."""
+        return None if self._placement is None else self._placement.offload
 
-    def put(
-        self, family: ModelFamily, model: LoadedModel, transfer: DeviceTransfer, pin: bool, anew: bool = False
-    ) -> None:
-        """Apply the plan to the model. Call it after the weights are sent and the modules fused.
+    def placement(self, family: ModelFamily, model: LoadedModel, transfer: DeviceTransfer, pin: bool) -> Offloaded:
+        """Return a placement of the model's weights that follows the plan, also when ``probe`` changes it.
 
         Args:
             family: of the model.
-            model: its offloaded weights may still be on the device.
+            model: its weights may still be on the device.
             transfer: its verdict also covers fetched weights.
             pin: keep offloaded weights in pinned memory.
-            anew: another plan was applied before.
         """
+        self._placement = Offloaded(transfer, lambda: self._offloaded(family.blocks(model)), pin)
+        return self._placement
+
+    def put(self, family: ModelFamily, model: LoadedModel, anew: bool = False) -> None:
+        """Apply the plan to a model in its ``placement``. Call it after the modules are fused.
+
+        ``anew``: another plan was applied before.
+        """
+        assert self._placement is not None
+        self._placement.hold()
         blocks = family.blocks(model)
-        waiting = self._offloaded(blocks)
-        self.offload = Offload(waiting, transfer, pin) if waiting else None
         chosen = [block for index, block in enumerate(blocks) if self._recomputed(index)]
         if chosen or anew:
             everything = len(chosen) == len(blocks)
-            together = everything and not waiting
+            together = everything and self.offload is None
             family.recompute_activations(
                 model, Recomputing(model, None if everything else chosen, together, self.again)
             )
@@ -117,7 +123,7 @@ class Memory:
             return blocks if self.offloads else []
         return [blocks[index] for index in self.plan.offloaded]
 
-    def probe(self, family: ModelFamily, model: LoadedModel, transfer: DeviceTransfer, pin: bool, run: Pass) -> None:
+    def probe(self, family: ModelFamily, model: LoadedModel, transfer: DeviceTransfer, run: Pass) -> None:
         """Run one pass over zeros in the largest shape before the first step, and measure its memory.
 
         The measurement corrects the estimates, and another plan is applied if it is needed or faster. A plan that runs
@@ -127,7 +133,6 @@ class Memory:
             family: of the model.
             model: on the device.
             transfer: sends the zeros.
-            pin: keep offloaded weights in pinned memory.
             run: one forward and backward pass. The caller drops its gradients.
         """
         if self.plan is None or self.footprint is None:
@@ -141,7 +146,8 @@ class Memory:
                 return
             met = "ran out of memory" if peak_bytes is None else f"took {size_text(peak_bytes)}"
             self.context.notice(f"A first pass {met}. From here on: {_text(wanted, self.job)}.")
-            self._change(wanted, family, model, transfer, pin)
+            self.plan = wanted
+            self.put(family, model, anew=True)
 
     def _peak(self, family: ModelFamily, transfer: DeviceTransfer, run: Pass, rows: int) -> int | None:
         """Peak bytes of tensors in a probe pass; None if it ran out of memory."""
@@ -199,15 +205,6 @@ class Memory:
         now, self.job = self.plan, replace(self.job, correction=factor)
         job = replace(self.job, graphs=now.graphs)
         self.plan = planned(now.mode, now.parts, now.recomputed, now.offloaded, self.footprint, job, self.rates)
-
-    def _change(
-        self, wanted: Plan, family: ModelFamily, model: LoadedModel, transfer: DeviceTransfer, pin: bool
-    ) -> None:
-        self.plan = wanted
-        if self.offload is not None:
-            self.offload.close()
-            self.offload = None  # before the next one allocates on the full device
-        self.put(family, model, transfer, pin, anew=True)
 
 
 def _same(one: Plan, other: Plan) -> bool:
@@ -303,7 +300,8 @@ def apply(
 ) -> Offload | None:
     """Put a plan into a model whose weights may be on the device already; see ``Memory``."""
     memory = Memory(Job(), False, False, plan=plan)
-    memory.put(family, model, transfer, pin, anew)
+    model.placement = memory.placement(family, model, transfer, pin)
+    memory.put(family, model, anew)
     return memory.offload
 
 

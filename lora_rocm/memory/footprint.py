@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -29,39 +27,35 @@ from torch.utils._pytree import tree_leaves
 from lora_rocm import __version__
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.factory import inject_hollow
-from lora_rocm.adapters.flat_params import WEIGHT_DTYPES, FlatWeights
+from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.adapters.kinds import kind_for
 from lora_rocm.adapters.lora_reader import files_of
 from lora_rocm.adapters.targets import sections_of
 from lora_rocm.adapters.training_adapter import put_training_adapter
-from lora_rocm.base_models.random_weights import PREFIX
 from lora_rocm.checks.timing import seconds_of
 from lora_rocm.dataset.buckets import largest_shape
+from lora_rocm.dataset.controls import control_name
 from lora_rocm.dataset.shape import Shape
-from lora_rocm.device.allocator import room_bytes
-from lora_rocm.device.precision import DTYPES, choose_device, compute_dtype, describe
-from lora_rocm.device.torch_errors import machine_error
-from lora_rocm.errors import LoraRocmError, ModelError, StorageError
-from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors, family_for
+from lora_rocm.device.placement.base import frozen_bytes
+from lora_rocm.device.precision import FLOATS
+from lora_rocm.errors import StorageError
+from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors
 from lora_rocm.families.objectives.loss import losses
 from lora_rocm.families.recompute import Recomputing
-from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.foundation.files import write_json
-from lora_rocm.hardware.settings import Settings, settings_from
+from lora_rocm.hardware.settings import Settings
 from lora_rocm.kernels.backend import available, form_for
-from lora_rocm.kernels.weight_format import DENSE, dense_shape, pack, use_form
-from lora_rocm.memory.op_counter import Ledger, Tally, fused_attention, taken_bytes
+from lora_rocm.kernels.weight_format import dense_shape, pack, use_form
+from lora_rocm.memory.op_counter import Ledger, Tally, fused_attention
 from lora_rocm.optim.base import AVERAGE_ITEMSIZE
 from lora_rocm.optim.factory import rule_of
 from lora_rocm.optim.update_rule import Group, Scalars
 from lora_rocm.planning.step_cost import Block, Footprint, Moment, Rates, SmallerAdapter, Work
-from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.optim_sections import OptimSection
 from lora_rocm.recipe.schema import Recipe
 
 META = torch.device("meta")
-NOT_HERE = ("hub-unreachable", "hub-incomplete")  # error codes: the model is not, or not fully, on this machine
 KEPT = 20  # footprints in the cache file
 SIDE, COPIED_BYTES = 4096, 256 * 2**20  # sizes of the rate measurement
 SENT_BYTES = 32 * 2**20  # of copies from main memory; small, because PyTorch keeps pinned memory
@@ -277,11 +271,10 @@ def count(
     numbers, state = sum(p.numel() for p in trained), state_bytes([p.shape for p in trained], recipe)
     always_bytes, gradient_bytes, landing_bytes = adapter_bytes(numbers, state, recipe, model.dtype)
     adapter = kind_for(recipe.lora)(family, model)
-    frozen = {id(p): p for p in [*parameters, *buffers] if not p.requires_grad}
     return Footprint(
         shape=str(shape),
         cost=shape.cost,
-        weight_bytes=sum(map(_bytes, frozen.values())),
+        weight_bytes=frozen_bytes(model.components.values()),
         adapter_bytes=always_bytes,
         gradient_bytes=gradient_bytes,
         landing_bytes=landing_bytes,
@@ -327,7 +320,7 @@ def state_bytes(shapes: Sequence[torch.Size], recipe: Recipe) -> int:
 
 
 def _master_dtype(recipe: Recipe) -> torch.dtype:
-    return WEIGHT_DTYPES[recipe.lora.weight_dtype]
+    return FLOATS[recipe.lora.weight_dtype]
 
 
 def adapter_bytes(count: int, state: int, recipe: Recipe, dtype: torch.dtype) -> tuple[int, int, int]:
@@ -345,11 +338,9 @@ def adapter_bytes(count: int, state: int, recipe: Recipe, dtype: torch.dtype) ->
 
 
 def _block(name: str, seen: _Seen) -> Block:
-    weights = {id(tensor): tensor for tensor in [*seen.block.parameters(), *seen.block.buffers()]}
-    frozen = [tensor for tensor in weights.values() if not tensor.requires_grad]
     return Block(
         name=name,
-        weight_bytes=sum(map(_bytes, frozen)),
+        weight_bytes=frozen_bytes([seen.block]),
         kept_bytes=max(0, seen.kept_bytes),
         start_bytes=seen.start_bytes,
         rise_bytes=seen.rise_bytes,
@@ -357,10 +348,6 @@ def _block(name: str, seen: _Seen) -> Block:
         entry_bytes=seen.entry_bytes,
         forward=seen.forward,
     )
-
-
-def _bytes(tensor: Tensor) -> int:
-    return taken_bytes(tensor.numel() * tensor.element_size())
 
 
 def _drop_gradient(parameter: Tensor) -> None:
@@ -375,97 +362,16 @@ def inputs_on_meta(family: ModelFamily, shape: Shape, rows: int = 1) -> tuple[Te
     return {name: to_meta(t) for name, t in batch.items()}, {name: to_meta(t) for name, t in draws.items()}
 
 
-def main(registry: Registry = PRODUCT) -> int:
-    """Count the recipe in the job file named by the first argument."""
-    try:
-        job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-        recipe = recipe_from(job["recipe"], registry)
-        found = _found(recipe, settings_from(os.environ), job["for_card"], job["for_gpu"])
-        code = 0
-    except LoraRocmError as error:
-        found, code = {"type": "error", **error.to_event()}, error.exit_code
-    except (RuntimeError, MemoryError) as error:  # another process may have filled the GPU
-        known = machine_error(error)
-        if known is None:
-            raise
-        found, code = {"type": "error", **known.to_event()}, known.exit_code
-    sys.stdout.write(json.dumps(found) + "\n")
-    return code
-
-
-def _found(recipe: Recipe, settings: Settings, for_card: bool, for_gpu: bool) -> dict[str, Any]:
-    """The footprint as this machine would train, or as a GPU with bf16 would.
-
-    A hub model that is not on this machine is counted with the family's published configs.
-
-    Args:
-        recipe: see ``plan``.
-        settings: of this machine.
-        for_card: of a GPU that was named, not of one that torch sees.
-        for_gpu: of a GPU, also if torch sees none.
-    """
-    for_gpu &= recipe.runtime.device != "cpu"
-    device = torch.device("cpu") if for_card else choose_device(recipe.runtime.device)
-    wanted = recipe.train.mixed_precision
-    if device.type == "cpu" and wanted == "auto" and for_gpu:
-        wanted = "bf16"
-    dtype = compute_dtype(wanted, device, settings, recipe.spec.takes_fp16)
-    on_gpu = device.type != "cpu" or for_gpu
-    how, is_here = (dtype, settings, largest_of(recipe), on_gpu), True
-    steady, pin = recipe.runtime.deterministic, settings.pins(recipe.runtime.pin_memory)
-    gpu = _gpu(device, settings, dtype, pin, steady)  # first: its kernels are counted
-    try:
-        found = counted(recipe, family := family_for(recipe), *how)
-    except ModelError as error:
-        if error.code not in NOT_HERE:
-            raise
-        model, is_here = recipe.model.model_copy(update={"name_or_path": PREFIX + recipe.model.name_or_path}), False
-        recipe = recipe.model_copy(update={"model": model})
-        found = counted(recipe, family := family_for(recipe), *how)
-    precision = next(name for name, known in DTYPES.items() if known is dtype)
-    told = {"precision": precision, "model_is_here": is_here}
-    return {
-        "footprint": found.to_json(),
-        **told,
-        "encoders": packed_encoders(family),
-        "gpu": gpu,
-    }
-
-
-def packed_encoders(family: ModelFamily) -> list[dict[str, Any]]:
-    """Component, format and bytes of the encoders that are stored in another format than the dense one."""
-    adapted = next(iter(family.lora_targets.values()))
-    formats = {name: family.weight_format(name) for name in family.all_components if name not in adapted}
-    return [
-        {"component": name, "format": weights.name, "weight_bytes": weights.num_bytes(component, dtype)}
-        | {"dense_bytes": DENSE.num_bytes(component, dtype)}
-        for name, weights in formats.items()
-        if weights.name != DENSE.name
-        for component, dtype in [(family.skeleton(name), family.encoder_dtypes[name])]
-    ]
-
-
 def largest_of(recipe: Recipe) -> Shape:
     """The shape that costs most, whether or not a sample has it."""
     if recipe.spec.trains_on_texts:
-        axis = recipe.spec.shapes["tokens"]
+        axis = recipe.spec.axes["tokens"]
         return Shape.of(tokens=axis.longest or -(-recipe.data.max_length // axis.multiple) * axis.multiple)
-    return largest_shape(recipe.data)
-
-
-def _gpu(
-    device: torch.device, settings: Settings, dtype: torch.dtype, pin: bool, steady: bool
-) -> dict[str, Any] | None:
-    """Name, budget and measured rates of the training GPU; None on the CPU."""
-    if device.type != "cuda":
-        return None
-    properties = torch.cuda.get_device_properties(device)
-    return {
-        "name": describe(device),
-        "integrated": bool(getattr(properties, "is_integrated", 0)),
-        "budget_bytes": room_bytes(device, settings, steady=steady),
-        "rates": asdict(measured_rates(device, dtype, pin)),
-    }
+    largest = dict(largest_shape(recipe.data).axes)
+    frames = {"frames": recipe.data.most_frames} if recipe.data.most_frames > 1 else {}
+    sizes = range(recipe.data.num_controls if recipe.model.controls_keep_size else 0)
+    controls = {f"{control_name(number)}_{side}": largest[side] for number in sizes for side in "hw"}
+    return Shape.of(**largest, **frames, **controls)
 
 
 def measured_rates(device: torch.device, dtype: torch.dtype, pin: bool = True) -> Rates:
@@ -480,7 +386,3 @@ def measured_rates(device: torch.device, dtype: torch.dtype, pin: bool = True) -
         bus_bytes=SENT_BYTES / seconds_of(lambda: here[:SENT_BYTES].copy_(there, non_blocking=True), device),
         known=True,
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

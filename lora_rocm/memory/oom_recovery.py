@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from lora_rocm.device.allocator import Usage, empty_pools
 from lora_rocm.device.attention import Context
 from lora_rocm.errors import MachineError
-from lora_rocm.families.base import LoadedModel, ModelFamily
+from lora_rocm.families.base import LoadedModel, PlansMemory
 from lora_rocm.families.recompute import Recomputing
 from lora_rocm.rules.mitigations import change_event
 from lora_rocm.rundir.run_context import RunContext
@@ -27,7 +27,7 @@ class Relief:
         again: contexts in which they are recomputed.
     """
 
-    family: ModelFamily
+    family: PlansMemory
     model: LoadedModel
     batch_size: int
     parts: int

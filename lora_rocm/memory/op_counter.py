@@ -19,23 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from lora_rocm.device.allocator import PIECE_BYTES
 from lora_rocm.planning.step_cost import Work
-
-PIECE_BYTES = 512
-"""Allocators round sizes up to a multiple of it (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
-OWN_SEGMENT_BYTES, SEGMENT_STEP_BYTES, REST_BYTES = 10 * 2**20, 2 * 2**20, 2**20
-"""A tensor of at least the first size gets a segment of its own in multiples of the second; a remainder up to the third
-is
-not used for other tensors (same file: kMinLargeAlloc, kRoundLarge, kSmallSize).
-"""
-
-
-def taken_bytes(num_bytes: int) -> int:
-    """Bytes that an allocator counts for a tensor allocated in empty memory."""
-    if num_bytes < OWN_SEGMENT_BYTES:
-        return num_bytes
-    segment_bytes = -(-num_bytes // SEGMENT_STEP_BYTES) * SEGMENT_STEP_BYTES
-    return segment_bytes if segment_bytes - num_bytes <= REST_BYTES else num_bytes
 
 
 @dataclass

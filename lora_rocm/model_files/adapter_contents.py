@@ -1,4 +1,6 @@
-"""What an adapter file holds for a family, by its names and configs: the modules, and whether their strength is known.
+"""What an adapter file holds for a family: the modules, their strength, and whether their numbers can be used.
+
+``inspect``, ``check``, ``train``, ``sample`` and ``compare`` ask ``contents_of``, so they agree on every file.
 
 The strength of an update is alpha / rank, and is not in the factors. A file that has lost it is refused: read at
 another strength, it would be another adapter. A file without any alpha is read at strength 1, as every program does.
@@ -6,7 +8,6 @@ another strength, it would be another adapter. A file without any alpha is read 
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from lora_rocm.errors import AdapterError
+from lora_rocm.foundation.json_text import parse_json
+from lora_rocm.foundation.terminal_text import legible
 from lora_rocm.foundation.units import count_text
 from lora_rocm.model_files.adapter_parts import KindParts, Say, check_config, grouped, kind_with
 from lora_rocm.model_files.adapter_spellings import PEFT_PREFIX, Place, components, place_of, standard_names
@@ -28,6 +31,12 @@ MAGNITUDES = ("magnitude", "toolkit_magnitude", "dora_scale")
 PATTERN, MAX_WILDCARDS = re.compile(r"\^?(?:[\w-]|\\?\.|\.\*)*\$?"), 2
 
 
+NOT_UNDERSTOOD = (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
+"""Errors of reading a file or a config with values of the wrong type, which ``not_understood`` explains."""
+IMPLAUSIBLE = 1e9
+"""A weight of a larger magnitude makes numbers that are not finite; those of published models are below 1e5."""
+
+
 class Shaped(Protocol):
     """A tensor, or what a header says of one."""
 
@@ -39,6 +48,19 @@ class Shaped(Protocol):
 
 
 Values = TypeVar("Values", bound=Shaped)
+Asked = TypeVar("Asked", contravariant=True)
+
+
+class Numbers(Protocol[Asked]):
+    """Reads the numbers of a file's tensors."""
+
+    def array(self, stored: Asked) -> Any:
+        """Return the numbers as a float32 array of numpy."""
+        ...
+
+    def largest(self, stored: Asked) -> float:
+        """Return the largest magnitude; NaN or infinity if one number is; 0 if there are no numbers."""
+        ...
 
 
 OF_KOHYA = "ss_network_module"
@@ -49,8 +71,8 @@ OF_KOHYA = "ss_network_module"
 class StoredModule(Generic[Values]):
     """One module of a file.
 
-    key: its name in the file. place: what it means. parts: role -> tensor. alpha, rank: of PEFT's config, if it counts.
-    rslora: alpha is divided by the root of the rank.
+    key: its name in the file. place: what it means. parts: role -> tensor. alpha: of its tensor, or of PEFT's config if
+    it counts. rank: of PEFT's config, if it counts. rslora: alpha is divided by the root of the rank.
     """
 
     key: str
@@ -59,6 +81,16 @@ class StoredModule(Generic[Values]):
     alpha: float | None
     rank: float | None
     rslora: bool
+
+    @property
+    def per_input(self) -> bool:
+        """Whether it is a DoRA with one magnitude an input: ``dora_scale`` is [1, in, ...], by ComfyUI's rule.
+
+        [out, 1, ...] is one an output; this distinguishes the two for a square layer, too.
+        """
+        found = self.parts.get("dora_scale")
+        shape = () if found is None else tuple(found.shape)
+        return len(shape) > 1 and shape[0] == 1 and not math.prod(shape) == self.parts["up"].shape[0] == 1
 
 
 @dataclass(frozen=True)
@@ -75,6 +107,7 @@ def contents_of(
     family: str,
     tensors: Mapping[str, Values],
     path: Path,
+    numbers: Numbers[Values],
     *,
     metadata: Mapping[str, str] | None = None,
     peft: Mapping[str, Any] | None = None,
@@ -87,14 +120,17 @@ def contents_of(
         family: value of ``model.family``.
         tensors: of the file, by its names.
         path: of the file, for errors.
+        numbers: reads its tensors.
         metadata: of the file.
         peft: the config of a PEFT folder; None: the file is not in one.
         with_norms: whether trained norms are taken; else such a file is refused.
         say: receives notices.
 
     Raises:
-        AdapterError: it is no adapter, holds what is not read, or has lost its strength.
+        AdapterError: it is no adapter, holds what is not read, has lost its strength, or has numbers that no model
+            computes with.
     """
+    tell, say = say, lambda text: tell(legible(text))
     if DORA_NORM in (metadata or {}):
         what = "This DoRA is in the comfyui form: its magnitudes are for ComfyUI's rule alone."
         fix = "Give the same run's file in the kohya or diffusers form."
@@ -105,7 +141,7 @@ def contents_of(
     if with_norms and peft is None and not any(name.startswith(dotted) for name in standard):
         norms = {name: standard.pop(name) for name in sorted(standard) if name.endswith(NORM_ENDINGS)}
     groups = grouped(standard, path, kind, say)
-    configs = {"": dict(peft)} if peft is not None else _configs(metadata or {}, dotted)
+    configs = {"": dict(peft)} if peft is not None else _configs(metadata or {}, dotted, path)
     for config in configs.values():
         check_config({**config, "peft_type": config.get("peft_type", kind.peft_type)}, path, kind)
     found, unknown = list[StoredModule[Values]](), list[str]()
@@ -114,23 +150,47 @@ def contents_of(
         if place is None:
             unknown.append(key)
         elif "alpha" in parts:
-            if math.prod(parts["alpha"].shape) != 1:
-                raise ValueError(f"{key} has an alpha of the shape {list(parts['alpha'].shape)}")
-            found.append(StoredModule(key, place, parts, None, None, False))
+            alpha = _alpha(f"{key}.alpha", parts["alpha"], path, numbers)
+            found.append(StoredModule(key, place, parts, alpha, None, False))
         else:
             of_component = configs.get(f"{place.component}.", configs.get(""))
             found.append(_by_config(key, place, parts, of_component, kind, path, whole_config=peft is not None))
     for each in found:
-        _check_factors(each)
+        _check(each, kind, path, numbers)
+    _require_plausible({name: numbers.largest(norm) for name, norm in norms.items()}, path)
     unknown += [name for name in norms if place_of(family, name.rpartition(".")[0], norm=True) is None]
     _check_strength(found, kind, path, metadata or {}, say)
     return Contents(kind, found, unknown, norms)
 
 
-def _configs(metadata: Mapping[str, str], dotted: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return start of a component's names ("unet.", "") -> its config in the metadata of diffusers."""
+def _check(module: StoredModule[Values], kind: KindParts, path: Path, numbers: Numbers[Values]) -> None:
+    _check_factors(module)
+    _check_products(module)
+    _check_magnitudes(module, path)
+    _check_numbers(module, kind, path, numbers)
+
+
+def not_understood(error: BaseException, path: Path) -> AdapterError:
+    """Return the error for a file of which ``contents_of``, or what follows it, raised one of ``NOT_UNDERSTOOD``."""
+    what = f"This LoRA cannot be understood: {error}."
+    return AdapterError("lora-unreadable", what, where=str(path), fix="Use another file.")
+
+
+def _configs(metadata: Mapping[str, str], dotted: Sequence[str], path: Path) -> dict[str, dict[str, Any]]:
+    """Return start of a component's names ("unet.", "") -> its config in the metadata of diffusers.
+
+    Raises:
+        AdapterError: lora-strength: the metadata are no JSON object.
+    """
     configs: dict[str, dict[str, Any]] = {}
-    for field, value in json.loads(metadata.get(DIFFUSERS_METADATA, "{}")).items():
+    try:
+        fields = parse_json(metadata.get(DIFFUSERS_METADATA, "{}"))
+    except ValueError:
+        fields = None
+    if not isinstance(fields, dict):
+        what = f"The strength of this file is not known: {DIFFUSERS_METADATA} in its metadata is not a JSON object."
+        raise _lost(what, path, "Save the adapter again, with the program that trained it.")
+    for field, value in fields.items():
         component = next((start for start in dotted if field.startswith(start)), "")
         configs.setdefault(component, {})[field.removeprefix(component)] = value
     return configs
@@ -157,13 +217,13 @@ def _by_config(
         return StoredModule(key, place, parts, None, None, False)
     starts = (PEFT_PREFIX, f"{place.component}.")
     name = next((key.removeprefix(start) for start in starts if key.startswith(start)), key)
-    alpha = _value(config, "alpha_pattern", kind.config_alpha, name)
-    rank = _value(config, "rank_pattern", "r", name)
+    alpha = _value(config, "alpha_pattern", kind.config_alpha, name, path)
+    rank = _value(config, "rank_pattern", "r", name, path)
     actual = parts["down"].shape[0] if "down" in parts and len(parts["down"].shape) else None
     if rank is None and not whole_config and not kind.config_decides_rank:
         rank = actual  # diffusers' metadata; the factors have it
     for field, value in ((kind.config_alpha, alpha), ("r", rank)):
-        if not _is_number(value):
+        if as_number(value) is None:
             fault = "a value that is no number" if value is not None else "no such field"
             what = f"The strength of {key:.200} is not known: its PEFT config needs {field}, and has {fault}."
             raise _lost(what, path, f"Use the {PEFT_CONFIG} that was saved with it, or save the adapter again.")
@@ -181,7 +241,7 @@ def _by_config(
 
 
 def _check_factors(module: StoredModule[Values]) -> None:
-    """Refuse what no model could use.
+    """Refuse what no model could use, whatever the sides of its weights are.
 
     Raises:
         ValueError: factors are whole numbers, or do not fit each other.
@@ -189,12 +249,160 @@ def _check_factors(module: StoredModule[Values]) -> None:
     for role, value in module.parts.items():
         if role != "alpha" and len(value.shape) and re.match(r"torch\.(u?int|bool)|[IU]\d+$|BOOL$", str(value.dtype)):
             raise ValueError(f"{module.key:.200} is stored as whole numbers")
-    if "down" in module.parts:
-        down, up = (tuple(module.parts[role].shape) for role in ("down", "up"))
-        if len(down) < 2 or len(up) < 2 or down[0] == 0:
+    shapes = {role: tuple(value.shape) for role, value in module.parts.items()}
+    if "down" in shapes:
+        down, up = shapes["down"], shapes["up"]
+        if len(down) < 2 or len(up) < 2 or 0 in down:
             raise ValueError(f"{module.key:.200} has factors of the shapes {up} and {down}")
         if up[1] != down[0]:
             raise ValueError(f"{module.key:.200} has factors of the ranks {up[1]} and {down[0]}")
+
+
+def _check_products(module: StoredModule[Values]) -> None:
+    """Refuse factors of the other kinds of adapter that do not fit each other.
+
+    Raises:
+        ValueError: so it is.
+    """
+    shapes = {role: tuple(value.shape) for role, value in module.parts.items()}
+    for name in ("lokr_w1", "lokr_w2", "hada_w1", "hada_w2"):
+        # a factor is whole, or a product of two
+        factor = [shapes[role] for role in (name, f"{name}_a", f"{name}_b") if role in shapes]
+        if factor and (
+            any(len(each) < 2 or 0 in each for each in factor) or len(factor) == 2 and factor[0][1] != factor[1][0]
+        ):
+            raise ValueError(f"{module.key:.200} has factors of the shapes {factor}")
+    if "hada_w1_a" in shapes:
+        sides = [(shapes[f"{name}_a"][0], math.prod(shapes[f"{name}_b"][1:])) for name in ("hada_w1", "hada_w2")]
+        if sides[0] != sides[1] or shapes["hada_w1_b"][0] != shapes["hada_w2_b"][0]:
+            raise ValueError(
+                f"the two products of {module.key:.200} have the shapes {sides[0]} and {sides[1]}, or two ranks"
+            )
+    if "oft_blocks" in shapes and (len(shapes["oft_blocks"]) != 3 or len(set(shapes["oft_blocks"][1:])) != 1):
+        raise ValueError(
+            f"{module.key:.200} has blocks of the shape {list(shapes['oft_blocks'])}, which is no diag-oft"
+        )
+
+
+def _check_magnitudes(module: StoredModule[Values], path: Path) -> None:
+    """Refuse a DoRA's magnitudes that are neither one an output nor one an input of the factors.
+
+    Raises:
+        AdapterError: lora-magnitudes.
+    """
+    for role in MAGNITUDES:
+        if role not in module.parts:
+            continue
+        shape, down = tuple(module.parts[role].shape), tuple(module.parts["down"].shape)
+        outputs, inputs, count = module.parts["up"].shape[0], down[1], math.prod(shape)
+        if count == outputs and (role != "dora_scale" or shape[:1] == (outputs,)):
+            continue
+        # the factor of a convolution may be flattened: its side is then a multiple of the inputs
+        fits = count == inputs or (len(down) == 2 and count and inputs % count == 0)
+        if role == "dora_scale" and len(shape) > 1 and shape[0] == 1 and shape[1] == count and fits:
+            continue
+        raise AdapterError(
+            "lora-magnitudes",
+            f"The DoRA magnitudes ({role}) of {module.key:.200} have the shape {list(shape)}; its factors are for "
+            f"{outputs} outputs and {inputs} inputs, so {outputs} are needed (one an output), or {[1, inputs]} (one an "
+            "input).",
+            where=str(path),
+            fix="Use another file: this one is damaged, or of another model.",
+        )
+
+
+def _check_numbers(module: StoredModule[Values], kind: KindParts, path: Path, numbers: Numbers[Values]) -> None:
+    """Refuse numbers with which no model computes: in the tensors, and in the update at its strength.
+
+    Raises:
+        AdapterError: lora-not-finite, lora-constraint, lora-parts.
+    """
+    largest = {role: numbers.largest(value) for role, value in module.parts.items() if role != "alpha"}
+    _require_plausible({f"{module.key:.200}: {role}": number for role, number in largest.items()}, path)
+    if largest.get("on_input"):
+        what = f"This IA3 stretches the inputs of {module.key:.200}; only outputs can be stretched here."
+        raise AdapterError("lora-parts", what, where=str(path), fix="Make it again without train_on_input.")
+    if "oft_blocks" in module.parts and module.alpha is not None:
+        _check_constraint(module, path, numbers)
+    if (strength := _strength(module, kind)) is None:
+        return
+    factors = math.prod(number for role, number in largest.items() if role not in MAGNITUDES)
+    if not abs(strength) * max(factors, 1.0) <= IMPLAUSIBLE:
+        named = f"{module.key:.200}.alpha" if "alpha" in module.parts else f"{kind.config_alpha} of {module.key:.200}"
+        what = (
+            f"{named} is {module.alpha:.6g}, so the update is multiplied by {strength:.3g}, which no model works with"
+        )
+        raise _not_finite(what, path)
+
+
+def _check_constraint(module: StoredModule[Values], path: Path, numbers: Numbers[Values]) -> None:
+    """Refuse an OFT whose constraint limits its rotation."""
+    assert module.alpha is not None, "asked for one with a constraint"
+    blocks = numbers.array(module.parts["oft_blocks"])
+    if math.isnan(module.alpha):
+        raise _not_finite(f"{module.key:.200}.alpha is {module.alpha}", path)
+    skew = (blocks - blocks.transpose(0, 2, 1)).reshape(-1)
+    if module.alpha and math.sqrt(float(skew @ skew)) > module.alpha:
+        what = f"The constraint of {module.key:.200} ({module.alpha:g}) limits it, by a rule that programs differ in."
+        raise AdapterError("lora-constraint", what, where=str(path), fix="Make it again without a constraint.")
+
+
+def _strength(module: StoredModule[Values], kind: KindParts) -> float | None:
+    """Return alpha / rank, or alpha / sqrt(rank) for rsLoRA; None if there is no alpha, or it does not count."""
+    if module.alpha is None:
+        return None
+    # of a LoKr's two products the second counts first
+    product = next((module.parts[role] for role in reversed(kind.alpha_of) if role in module.parts), None)
+    if kind.config_decides_rank and module.rank is not None:
+        rank = module.rank
+    elif product is not None:
+        rank = product.shape[0]
+    else:
+        return None
+    return module.alpha / (math.sqrt(rank) if module.rslora else rank)
+
+
+def _alpha(name: str, stored: Values, path: Path, numbers: Numbers[Values]) -> float:
+    """Return the number of an alpha's tensor.
+
+    Raises:
+        AdapterError: lora-strength: it is stored as true or false.
+        ValueError: it is not one number.
+    """
+    if math.prod(stored.shape) != 1:
+        raise ValueError(f"{name:.200} has the shape {list(stored.shape)}")
+    if re.match(r"torch\.bool|BOOL$", str(stored.dtype)):
+        what = f"The strength of this file is not known: {name:.200} is stored as true or false, not as a number."
+        raise _lost(what, path, "Save the file again.")
+    return float(numbers.array(stored).reshape(-1)[0])
+
+
+def _require_plausible(largest: Mapping[str, float], path: Path) -> None:
+    """Refuse a tensor whose largest magnitude no model computes with. ``largest``: name -> magnitude.
+
+    Raises:
+        AdapterError: lora-not-finite.
+    """
+    for name, number in largest.items():
+        if not number <= IMPLAUSIBLE:
+            held = f"{number:.3g}, more than any number of a model that works" if math.isfinite(number) else f"{number}"
+            raise _not_finite(f"{name} holds {held}", path)
+
+
+def _not_finite(what: str, path: Path) -> AdapterError:
+    return AdapterError("lora-not-finite", f"{what}.", where=str(path), fix="Use another file: this one is damaged.")
+
+
+def other_axis(module: str, shape: Sequence[int], path: Path) -> AdapterError:
+    """Return the error for a DoRA with one magnitude an input, from which no run starts. ``shape``: its magnitudes."""
+    return AdapterError(
+        "init-from-axis",
+        f"The file is a DoRA with one magnitude an input (dora_scale of {module:.200}: {list(shape)}). Training "
+        "here has one an output, which cannot go on from that.",
+        where=f"lora.init_from: {path}",
+        fix="Start without it, or from a DoRA that was trained with one magnitude an output (OneTrainer: Apply on "
+        "output axis; LyCORIS: wd_on_output=True). lora-rocm sample draws with the file as it is.",
+    )
 
 
 def _check_strength(
@@ -209,7 +417,7 @@ def _check_strength(
         AdapterError: lora-strength.
     """
     scaled = [each for each in modules if not set(kind.alpha_of).isdisjoint(each.parts)]
-    lost = [each for each in scaled if "alpha" not in each.parts and each.alpha is None]
+    lost = [each for each in scaled if each.alpha is None]
     named = f"{count_text(len(lost), 'module')} such as {lost[0].key:.200}" if lost else ""
     if any(each.key.startswith(PEFT_PREFIX) for each in lost):
         if OF_KOHYA in metadata:
@@ -235,18 +443,26 @@ def _check_strength(
         say(f"{path.name} has no alphas: it is read at strength 1, as other programs read it.")
 
 
-def _value(config: Mapping[str, Any], patterns: str, default: str, module: str) -> Any:
-    """Return a module's value in a PEFT config: by the first pattern that matches it, else the default."""
+def _value(config: Mapping[str, Any], patterns: str, default: str, module: str, path: Path) -> Any:
+    """Return a module's value in a PEFT config: by the first pattern that matches it, else the default.
+
+    Raises:
+        AdapterError: lora-strength: ``patterns`` are no patterns.
+    """
     own = config.get(patterns) or {}
-    return next((own[key] for key in own if _means(key, module)), config.get(default))
+    if not isinstance(own, Mapping):
+        what = f"The strength of this file is not known: {patterns} of its PEFT config maps no names to numbers."
+        raise _lost(what, path, "Use the config that was saved with this file.")
+    return next((own[key] for key in own if _means(patterns, key, module)), config.get(default))
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def as_number(value: object) -> float | None:
+    """Return a value of a config if it is a finite number, else None."""
+    return value if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None
 
 
-def _means(pattern: str, module: str) -> bool:
-    """Return whether a key of ``alpha_pattern`` matches a module, like PEFT's ``get_pattern_key``.
+def _means(field: str, pattern: str, module: str) -> bool:
+    """Return whether a key of ``alpha_pattern`` or ``rank_pattern`` matches a module, like PEFT's ``get_pattern_key``.
 
     Only the patterns that PEFT's writers produce are accepted.
 
@@ -254,7 +470,7 @@ def _means(pattern: str, module: str) -> bool:
         ValueError: another regular expression; one from an untrusted file could backtrack without end.
     """
     if not PATTERN.fullmatch(pattern) or pattern.count(".*") > MAX_WILDCARDS:
-        raise ValueError(f"the alpha_pattern {pattern[:80]!r} is no name of a module")
+        raise ValueError(f"the {field} {pattern[:80]!r} is no name of a module")
     return re.match(rf"(.*\.)?({pattern})$", module) is not None
 
 

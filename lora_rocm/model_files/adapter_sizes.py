@@ -19,20 +19,23 @@ def ranks_of(header: Header) -> Counter[int]:
     return Counter(entry.shape[0] for name, entry in header.tensors.items() if entry.shape and DOWN.search(name))
 
 
-def alphas_of(header: Header) -> list[float]:
-    """Return the alphas of the modules that have one.
+def alphas_of(header: Header, *, of_ranks: bool = False) -> dict[str, float]:
+    """Return name of an alpha's tensor -> alpha. ``of_ranks``: only of modules with a rank, by which alpha is divided.
 
     Raises:
         OSError: the file cannot be read.
     """
-    found = []
+    found = {}
+    modules = {DOWN.sub("", name) for name in header.tensors if DOWN.search(name)}
     with header.path.open("rb") as file:
         for name, entry in header.tensors.items():
+            if of_ranks and name.removesuffix(".alpha") not in modules:
+                continue
             if name.endswith(".alpha") and entry.end - entry.begin <= 8 and math.prod(entry.shape) == 1:
                 file.seek(entry.begin)
                 content = file.read(entry.end - entry.begin)
                 if entry.dtype == "BF16":
-                    found.append(struct.unpack("<f", b"\0\0" + content)[0])
+                    found[name] = struct.unpack("<f", b"\0\0" + content)[0]
                 elif entry.dtype in NUMBERS and content:
-                    found.append(float(struct.unpack(NUMBERS[entry.dtype], content)[0]))
+                    found[name] = float(struct.unpack(NUMBERS[entry.dtype], content)[0])
     return found

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeGuard, TypeVar, overload
 
 from lora_rocm.errors import ModelError
 from lora_rocm.foundation.bounded_read import read_plain
+from lora_rocm.foundation.json_text import BadJson, parse_json
 
 MAX_CONFIG_BYTES = 1 << 24
 MAX_CONFIG_NUMBER = 1 << 24  # the largest number in a supported model is a vocabulary of 262,208
@@ -42,12 +43,12 @@ def read_config(path: Path) -> dict[str, Any]:
         ModelError: config-missing, config-unreadable.
     """
     try:
-        config = json.loads(read_plain(path, MAX_CONFIG_BYTES).decode("utf-8"))
+        config = parse_json(read_plain(path, MAX_CONFIG_BYTES).decode("utf-8"))
     except FileNotFoundError as error:
         raise ModelError(
             "config-missing", "A config file of the model is missing.", where=str(path), fix=DOWNLOAD_AGAIN
         ) from error
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ModelError(
             "config-unreadable",
             f"A config file of the model is not readable: {json_fault(path) or 'it changed while it was read'}.",
@@ -63,18 +64,16 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def json_fault(path: Path) -> str:
+def json_fault(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> str:
     """Why a file holds no JSON object, as a phrase; empty if it does. Errors of libraries speak of codecs and types."""
     try:
-        found = json.loads(read_plain(path, MAX_CONFIG_BYTES).decode("utf-8"))
+        found = parse_json(read_plain(path, max_bytes).decode("utf-8"))
     except UnicodeDecodeError as error:
         return f"byte {error.start + 1} is not UTF-8 text"
-    except json.JSONDecodeError as error:
-        return f"it is no JSON: {error.msg} (line {error.lineno}, column {error.colno})"
+    except BadJson as error:
+        return str(error)
     except OSError as error:
         return f"{error.strerror}"
-    except (ValueError, RecursionError):
-        return "it is nested too deeply, or a number in it is too long"
     return "" if isinstance(found, dict) else "it holds no JSON object"
 
 

@@ -41,6 +41,20 @@ def damaged(path: Path, reason: str, error: type[UserError] = ModelError) -> Use
     )
 
 
+PICKLE_SUFFIXES = (".ckpt", ".bin", ".pt", ".pth")
+
+
+def refuse_pickle(path: Path, fix: str, error: type[UserError] = ModelError) -> None:
+    """Refuse a pickle file, by its name.
+
+    Raises:
+        ModelError: pickle-refused (``error`` sets another class).
+    """
+    if path.suffix.lower() in PICKLE_SUFFIXES:
+        what = "This is a pickle file: loading one can run any program hidden in it, so only .safetensors is read."
+        raise error("pickle-refused", what, where=str(path), fix=fix)
+
+
 def refuse_gguf(path: Path, where: str) -> None:
     """Refuse a GGUF file, by its name.
 

@@ -1,10 +1,37 @@
-"""Finds the adapters of a PEFT folder by the names of its files."""
+"""Finds the adapters of a PEFT folder by the names of its files, and reads their configs."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+from lora_rocm.errors import AdapterError
+from lora_rocm.foundation.bounded_read import read_plain
+from lora_rocm.foundation.json_text import parse_json
 
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MAX_CONFIG_BYTES = 1 << 22
+
+
+def read_peft_config(folder: Path) -> dict[str, Any] | None:
+    """Return the config of a PEFT folder; None if it has none. Its values are not checked.
+
+    Raises:
+        AdapterError: lora-unreadable: it is no JSON object.
+        OSError: it cannot be read.
+    """
+    path = folder / PEFT_CONFIG
+    if not path.is_file():
+        return None
+    try:
+        found = parse_json(read_plain(path, MAX_CONFIG_BYTES).decode("utf-8"))
+    except ValueError as error:
+        what = f"{PEFT_CONFIG} of this LoRA cannot be understood: {error}."
+        raise AdapterError("lora-unreadable", what, where=str(path), fix="Save or download it again.") from error
+    if not isinstance(found, dict):
+        what = f"{PEFT_CONFIG} of this LoRA is not a JSON object."
+        raise AdapterError("lora-unreadable", what, where=str(path), fix="Save or download it again.")
+    return found
 
 
 def peft_folders(path: Path) -> dict[str, Path]:

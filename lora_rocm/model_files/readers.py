@@ -181,7 +181,7 @@ def is_cut_above_root(shapes: Mapping[str, Sequence[int]]) -> bool:
 
 def readers_of_file(header: Header, families: Collection[str]) -> Readers | None:
     """Return ``readers_of`` for the adapter file with this header, whose ranks count too."""
-    unlike = len({round(alpha, 4) for alpha in alphas_of(header)}) > 1
+    unlike = len({round(alpha, 4) for alpha in alphas_of(header).values()}) > 1
     row = readers_of(header.tensors, families, header.metadata, unlike_alphas=unlike)
     if row is not None and row.lycoris in READ and is_cut_above_root(header.shapes):
         row = replace(row, lycoris=REFUSES_LARGE_FACTOR)

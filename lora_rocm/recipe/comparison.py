@@ -24,6 +24,13 @@ OF_A_PROCESS = frozenset({
 })  # fmt: skip
 
 
+LATER: dict[str, Any] = {"data.frames": 1}
+"""Keys that were added to the recipe after 2026-11-27 -> their default.
+
+The fingerprints of earlier checkpoints are without them, so they are left out while they have it.
+"""
+
+
 def fingerprint(recipe: Recipe) -> str:
     """SHA-256 over all values that must not change when a run is resumed."""
     return hashlib.sha256(json.dumps(fixed_values(recipe), sort_keys=True).encode("utf-8")).hexdigest()
@@ -31,7 +38,14 @@ def fingerprint(recipe: Recipe) -> str:
 
 def fixed_values(recipe: Recipe) -> dict[str, Any]:
     """Key -> JSON value of all values that must not change when a run is resumed."""
-    return {dotted(key): value for key, value, may_change in _leaves(recipe) if not may_change}
+    values = {dotted(key): value for key, value, may_change in _leaves(recipe) if not may_change}
+    values = {key: value for key, value in values.items() if key not in LATER or value != LATER[key]}
+    of_data = {key.removeprefix("data.") for key in LATER}
+    values["data.sources"] = [  # where None is the default
+        {key: value for key, value in source.items() if key not in of_data or value is not None}
+        for source in values["data.sources"]
+    ]
+    return values
 
 
 def shared_values(recipe: Recipe) -> dict[str, Any]:

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lora_rocm.recipe.adapter_sections import ADAPTERS, GGUF, MERGED, AdapterSection
-from lora_rocm.recipe.key_rules.data_rules import CONTROLS, Paths, any_holding
-from lora_rocm.recipe.key_rules.preview_rules import INPUTS, Prompts, section
+from lora_rocm.recipe.key_rules.data_rules import CONTROLS, Paths, max_controls, unread_of_class_images
+from lora_rocm.recipe.key_rules.preview_rules import INPUTS, Prompts, with_inputs
 from lora_rocm.recipe.rule import Breach, Rule
+from lora_rocm.recipe.sample_section import PREVIEW_INPUTS
 from lora_rocm.recipe.sections import MAX_BUCKET_STEP, MAX_SIDE_PX
 from lora_rocm.recipe.yaml_tree import Key, dotted
 
@@ -84,11 +85,18 @@ def _unwritten_format(
 
 
 def _unfit_side(px: int | None, spec: FamilySpec, most: int) -> list[Breach]:
-    step = spec.shapes.multiple_px
+    step = spec.axes.multiple_px
     if not px or px % step == 0:
         return []
     near = [str(side) for side in (px // step * step, -(-px // step) * step) if 0 < side <= most]
     return [{"step": step, "take": f"Take {' or '.join(near)}." if near else ""}]
+
+
+def _unfit_frames(frames: int | Sequence[int] | None, spec: FamilySpec) -> list[Breach]:
+    axis = spec.axes["frames"]
+    wrong = [each for each in ((frames,) if isinstance(frames, int) else frames or ()) if not axis.fits(each)]
+    near = [" or ".join(map(str, axis.nearest(each))) for each in wrong[:1]]
+    return [{"lengths": axis.lengths, "wrong": wrong[0], "take": f"Take {each}."} for each in near]
 
 
 FAMILY_RULES: tuple[Rule, ...] = (
@@ -139,14 +147,21 @@ FAMILY_RULES: tuple[Rule, ...] = (
 
 
 def rules_of_spec(spec: FamilySpec) -> tuple[Rule, ...]:
-    """The rules about images that a model of a family is given: with ``ModelSection.control_keys``, or with masks."""
+    """The rules about frames, and about images that a model of a family is given.
+
+    It takes those with ``ModelSection.control_keys``, or with masks.
+    """
     control_keys = spec.model_section.control_keys
     keys = (FAMILY, *(f"model.{key}" for key in control_keys or ()))
-    shown = ", ".join(f"model.{key}: {value}" for key, value in (control_keys or {}).items())
-    what, fix = f"{spec.title} takes no control images", f"Remove it, or set {shown}." if shown else "Remove it."
+    what, fix = f"{spec.title} takes {{number}} control images", "{fix}"
     rules = []
     if spec.reads("data.control_path"):
         rules.append(Rule(f"{spec.name}:controls", (*CONTROLS, *keys), _controls, what, fix))
+    if "frames" in spec.axes:
+        what = "clips of {1.title} have {lengths} frames, and this is {wrong}"
+        keys_of_frames = ("data.frames", "data.sources[each].frames")
+        rules.append(unread_of_class_images("frames"))
+        rules += [Rule(f"{spec.name}:{key}", (key, FAMILY), _unfit_frames, what, "{take}") for key in keys_of_frames]
     if spec.reads("sample.control_images"):
         name = f"{spec.name}:control-images"
         if spec.model_section.may_inpaint:
@@ -157,38 +172,45 @@ def rules_of_spec(spec: FamilySpec) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
-def _takes_controls(spec: FamilySpec, given: Sequence[object]) -> bool:
-    """Whether a model takes control images. ``given``: the values of the family's ``control_keys``."""
+def _num_taken(spec: FamilySpec, given: Sequence[object]) -> int:
+    """The number of control images that a model takes. ``given``: the values of the family's ``control_keys``."""
     wanted = spec.model_section.control_keys
-    return wanted is not None and list(given) == list(wanted.values())
+    return spec.model_section.max_controls if wanted is not None and list(given) == list(wanted.values()) else 0
+
+
+def _fix(spec: FamilySpec, taken: int) -> str:
+    shown = ", ".join(f"model.{key}: {value}" for key, value in (spec.model_section.control_keys or {}).items())
+    return f"Leave {taken} of them." if taken else f"Remove it, or set {shown}." if shown else "Remove it."
 
 
 def _controls(
-    shared: str | None, number: int, own: Paths, class_prompts: Paths, spec: FamilySpec, *given: object
+    shared: object, number: int, own: Sequence[object], class_prompts: Paths, spec: FamilySpec, *given: object
 ) -> list[Breach]:
-    if _takes_controls(spec, given) or not any_holding(shared, number, own, class_prompts):
+    num_controls, taken = max_controls(shared, number, own, class_prompts), _num_taken(spec, given)
+    if num_controls <= taken:
         return []
+    words = {"number": f"only {taken}" if taken else "no", "fix": _fix(spec, taken)}
     places = [f"data.sources[{at}].control_path" for at, path in enumerate(own) if path]
-    return [{"at": place} for place in places or ["data.control_path"]]
+    return [{"at": place, **words} for place in places or ["data.control_path"]]
 
 
-def _preview_images(
-    prompts: Prompts,
-    control_prompts: Prompts,
-    images: Sequence[str],
-    masks: Sequence[str],
-    spec: FamilySpec,
-    *given: object,
-) -> list[Breach]:
-    """The images of previews that neither a model with control images takes nor, with their mask, an inpainting one."""
+def _preview_images(prompts: Prompts, control_prompts: Prompts, *rest: Any) -> list[Breach]:
+    """The images of previews that neither a model with control images takes nor, with their mask, an inpainting one.
+
+    ``rest``: the files of ``INPUTS``, the family, and the values of its ``control_keys``.
+    """
+    files = dict(zip(PREVIEW_INPUTS, rest, strict=False))
+    spec, *given = rest[len(files) :]
     may_inpaint = spec.model_section.may_inpaint
-    if _takes_controls(spec, given):
-        return []
-    if images and not may_inpaint:
-        return [{"at": "sample.control_images"}]
-    sample = section(prompts, control_prompts, control_images=tuple(images), masks=tuple(masks))
+    taken = _num_taken(spec, given)
+    images = [name for name in PREVIEW_INPUTS if name != "mask"][taken:]
+    words = {"number": f"only {taken}" if taken else "no", "fix": _fix(spec, taken)}
+    if not may_inpaint and (listed := [name for name in images if files[name]]):
+        return [{"at": f"sample.{PREVIEW_INPUTS[name]}", **words} for name in listed]
+    sample = with_inputs(prompts, control_prompts, *files.values())
     return [
-        {"at": dotted(sample.key_of("control_image", key, number))}
+        {"at": dotted(sample.key_of(name, key, number)), **words}
         for key, number, preview in sample.numbered()
-        if preview.control_image and not (may_inpaint and preview.mask)
+        for name in images
+        if name in preview.inputs and not (may_inpaint and preview.mask and name == "control_image")
     ]

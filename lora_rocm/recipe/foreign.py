@@ -5,7 +5,6 @@ Nothing is executed and no other file is read. The text is at most as long as a 
 
 from __future__ import annotations
 
-import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_rocm.errors import Problem
+from lora_rocm.foundation.json_text import BadJson, parse_json
 from lora_rocm.foundation.tables import read_table
 from lora_rocm.recipe.peer_names import peer_names
 from lora_rocm.recipe.schema import Recipe
@@ -115,8 +115,8 @@ def _bases(data: object, depth: int = 0) -> Iterator[str]:
 def _mapping(text: str) -> Any:
     """The content of a JSON or TOML file or of KEY=VALUE lines; None for another file."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return parse_json(text, repeated_keys=True)
+    except BadJson:
         pass
     if max(map(str.count, text.splitlines(), repeat(".")), default=0) <= MAX_DOTS:
         try:

@@ -8,7 +8,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
@@ -18,12 +18,15 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
-from lora_rocm.errors import LoraRocmError, Problem, RecipeError
+from lora_rocm.errors import LoraRocmError, ModelError, Problem, RecipeError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.file_names import NOT_TEXT, fix_of_name
-from lora_rocm.foundation.names import name_key, usable_stem
+from lora_rocm.foundation.names import BUILTIN, name_key, usable_stem
 from lora_rocm.foundation.terminal_text import legible, quoted
 from lora_rocm.foundation.units import count_text
+from lora_rocm.model_files.adapter_contents import IMPLAUSIBLE
+from lora_rocm.model_files.adapter_sizes import alphas_of, ranks_of
+from lora_rocm.model_files.header import read_header
 from lora_rocm.recipe.explain import boolean_problems, explain, real_key, shown
 from lora_rocm.recipe.family_rules import given_unread, without_unread
 from lora_rocm.recipe.foreign import recognised
@@ -33,9 +36,8 @@ from lora_rocm.recipe.key_rules.table import rules_for
 from lora_rocm.recipe.kinds import FAMILY, Kinds, kinds_of
 from lora_rocm.recipe.layers import Layered, Place
 from lora_rocm.recipe.optimizer_args import resolve_arguments
-from lora_rocm.recipe.paths import BUILTIN, every_path, paths_of, with_absolute_paths
+from lora_rocm.recipe.paths import every_path, paths_of, with_absolute_paths
 from lora_rocm.recipe.schema import MOVED, RULES_ARE_JUDGED_APART, DataSection, Recipe
-from lora_rocm.recipe.start_rank import resolve_rank
 from lora_rocm.recipe.trigger import trigger_notices, with_prompts_filled_in
 from lora_rocm.recipe.yaml_tree import (
     ESCAPE_FIX,
@@ -534,3 +536,44 @@ def _validate(layers: Layered, registry: Registry, spoiled: Collection[str]) -> 
         *(problem for problem in told if problem.where not in known),  # one problem for each wrong value
         *(Problem(where(each.key), each.what, each.fix) for each in judged.broken),
     ]
+
+
+AUTO = "auto"
+
+
+def resolve_rank(data: dict[str, Any], where: Callable[[tuple[str, ...]], str]) -> list[Problem]:
+    """Set ``lora.rank`` to the highest rank in the file, and ``lora.alpha``, if unset, to the highest alpha.
+
+    Args:
+        data: of a recipe, before its validation; changed in place.
+        where: the file, line and name of a key.
+    """
+    lora = data.get("lora")
+    if not isinstance(lora, dict) or lora.get("rank") != AUTO:
+        return []
+    place, file, given = where(("lora", "rank")), lora.get("init_from"), "Give lora.rank as a number."
+    del lora["rank"]  # if there is a problem, it stays the only one
+    if not isinstance(file, str):
+        return [Problem(place, "auto is the rank of the file of lora.init_from, which is not set", given)]
+    path = Path(file).expanduser()
+    try:
+        headers = [read_header(each) for each in (sorted(path.rglob("*.safetensors")) if path.is_dir() else [path])]
+        ranks = {rank for header in headers for rank in ranks_of(header)}
+        alphas = {
+            (str(header.path), name): alpha
+            for header in headers
+            for name, alpha in alphas_of(header, of_ranks=True).items()
+        }
+    except (ModelError, OSError) as error:
+        return [Problem(place, f"auto is the rank of {file}, which cannot be read: {error}", given)]
+    if not ranks:
+        return [Problem(place, f"auto is the rank of {file}, whose modules have none", given)]
+    lora["rank"] = max(ranks)
+    if lora.get("alpha") is not None or not alphas:
+        return []
+    for (of_file, name), alpha in alphas.items():
+        if not 0 < alpha <= IMPLAUSIBLE:
+            what = f"auto is the rank of {of_file}, in which {legible(name):.200} is {alpha:g}: no run starts with that"
+            return [Problem(place, what, "Use another file, or give lora.rank and lora.alpha as numbers.")]
+    lora["alpha"] = max(alphas.values())
+    return []

@@ -9,12 +9,11 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from lora_rocm.foundation.names import spelled
+from lora_rocm.foundation.names import BUILTIN, spelled
 from lora_rocm.recipe.sections import PathRule, path_rule
 from lora_rocm.recipe.yaml_tree import Key
 
 AnySection = TypeVar("AnySection", bound=BaseModel)
-BUILTIN = "builtin:"
 
 
 def made_absolute(value: str, rule: PathRule) -> str:

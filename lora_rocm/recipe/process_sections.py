@@ -16,7 +16,7 @@ class RuntimeSection(Section):
     )
     worker_timeout_s: float = on_resume(
         300.0,
-        "Seconds of silence after which loader workers are given up. Half as many continue, in the end none.",
+        "Seconds of silence after which loader workers are given up. The rest is read without workers.",
         gt=0,
         le=MAX_TIMEOUT_S,
     )

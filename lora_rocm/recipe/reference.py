@@ -130,7 +130,7 @@ def _rules_of_families(registry: Registry, sections: dict[str, Any]) -> dict[str
         sections.setdefault(objective, schema)
         keys: dict[str, dict[str, Any]] = {}
         for section, key in SIDES:
-            keys.setdefault(str(section), {})[str(key)] = {"multipleOf": spec.shapes.multiple_px}
+            keys.setdefault(str(section), {})[str(key)] = {"multipleOf": spec.axes.multiple_px}
         for name in sorted(spec.unread):
             section, _, key = name.partition(".")
             keys.setdefault(section, {})[key] = False
@@ -264,8 +264,8 @@ def _table(title: str, section: dict[str, Any], registry: Registry, level: int =
     for name, value in section["properties"].items():
         meaning = value.get("description", "The default is that of `data`." if title == "data.sources[]" else "")
         if (title, name) in SIDES:
-            sides = {spec.shapes.multiple_px for spec in registry}
-            named = " and ".join(f"{spec.shapes.multiple_px} ({spec.title})" for spec in registry)
+            sides = {spec.axes.multiple_px for spec in registry}
+            named = " and ".join(f"{spec.axes.multiple_px} ({spec.title})" for spec in registry)
             meaning += f" A multiple of {sides.pop() if len(sides) == 1 else named}."
         if value.get("resume"):
             meaning += " *resume*"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Discriminator, Field, Tag, TypeAdapter, ValidationError, field_validator
@@ -39,6 +40,14 @@ OPTIONS = ", ".join(f"--{option} ({key})" for option, key in OPTIONS_OF_KOHYA.it
 SAMPLERS_OF_KOHYA = {"k_euler": "euler", "k_euler_a": "euler_a", "dpmsolver++": "dpmpp_2m"}
 
 
+PREVIEW_INPUTS: Mapping[str, str] = {
+    "control_image": "control_images",
+    "control_image_2": "control_images_2",
+    "mask": "masks",
+}
+"""The files that a preview is given: key of ``PreviewPrompt`` -> key of ``SampleSection`` with those of all prompts."""
+
+
 class PreviewPrompt(Section):
     """A prompt of the previews with options of its own. What is not set comes from ``sample``."""
 
@@ -52,11 +61,13 @@ class PreviewPrompt(Section):
     sampler: Sampler | None = Field(None, description="Sampler.")
     lora_scale: float | None = Field(None, ge=-100.0, le=100.0, description="Strength of the LoRA.")
     control_image: InputFile | None = Field(None, description="Its control image, as in sample.control_images.")
+    control_image_2: InputFile | None = Field(None, description="Its second one, as in sample.control_images_2.")
     mask: InputFile | None = Field(None, description="The mask of its control image, as in sample.masks.")
 
-
-LIST_OF: Mapping[str, str] = {"control_image": "control_images", "mask": "masks"}
-"""Key of ``PreviewPrompt`` -> key of ``SampleSection`` with the files of all prompts."""
+    @property
+    def inputs(self) -> dict[str, Path]:
+        """The files that are given, by name."""
+        return {name: Path(file) for name in PREVIEW_INPUTS if (file := getattr(self, name))}
 
 
 def _form_of(value: Any) -> str:
@@ -110,7 +121,8 @@ class SampleSection(Section):
         (),
         "Prompts of the previews; empty means no previews. An item is a text, also with kohya's options after it "
         "(a cat --n dog --w 512 --h 768 --d 7 --s 30 --l 5), or a mapping of prompt and its own options: "
-        "negative_prompt, width, height, steps, guidance_scale, seed, sampler, lora_scale, control_image, mask.",
+        "negative_prompt, width, height, steps, guidance_scale, seed, sampler, lora_scale, "
+        f"{', '.join(PREVIEW_INPUTS)}.",
         max_length=MAX_ITEMS,
     )
     control_prompts: tuple[Prompt, ...] = on_resume(
@@ -122,6 +134,9 @@ class SampleSection(Section):
         (),
         "Images that the model is given in previews: control images, or images of which an inpainting base redraws a "
         "part. They are in the order of the prompts; the last one is for all further prompts too.",
+    )
+    control_images_2: Annotated[tuple[InputFile, ...], Field(max_length=MAX_ITEMS)] = on_resume(
+        (), "Second control images, for models that take two, likewise in the order of the prompts."
     )
     masks: Annotated[tuple[InputFile, ...], Field(max_length=MAX_ITEMS)] = on_resume(
         (),
@@ -161,24 +176,24 @@ class SampleSection(Section):
 
     def numbered(self) -> Iterator[tuple[str, int, PreviewPrompt]]:
         """Every prompt with its options, those of this section filled in: (key, number in its list, prompt)."""
-        own_only = ("prompt", "seed", *LIST_OF)
+        own_only = ("prompt", "seed", *PREVIEW_INPUTS)
         shared = {name: getattr(self, name) for name in PreviewPrompt.model_fields if name not in own_only}
         for key in ("prompts", "control_prompts"):
             for number, given in enumerate(getattr(self, key)):
                 own = (of_text(given) if isinstance(given, str) else given).model_dump(exclude_none=True)
-                files = {name: self._listed(name, key, number)[1] for name in LIST_OF}
+                files = {name: self._listed(name, key, number)[1] for name in PREVIEW_INPUTS}
                 yield key, number, PreviewPrompt.model_validate({**shared, **files, **own})
 
     def key_of(self, name: str, key: str, number: int) -> tuple[str | int, ...]:
-        """Where a prompt's control image or mask (``name``, of ``LIST_OF``) is named, as a key of the recipe."""
+        """Where an input of a prompt (``name``, of ``PREVIEW_INPUTS``) is named, as a key of the recipe."""
         given = getattr(self, key)[number]
         if isinstance(given, PreviewPrompt) and getattr(given, name) is not None:
             return "sample", key, number, name
-        return "sample", LIST_OF[name], self._listed(name, key, number)[0]
+        return "sample", PREVIEW_INPUTS[name], self._listed(name, key, number)[0]
 
     def _listed(self, name: str, key: str, number: int) -> tuple[int, str | None]:
         """(number in its list, file) of what the section names for a prompt; None: nothing."""
-        files = getattr(self, LIST_OF[name])
+        files = getattr(self, PREVIEW_INPUTS[name])
         place = min(number + (len(self.prompts) if key == "control_prompts" else 0), len(files) - 1)
         return place, files[place] if files else None
 

@@ -106,9 +106,19 @@ class DataSection(SourceOptions):
         return max(sides_of(self.resolution))
 
     @property
+    def most_frames(self) -> int:
+        """The most frames of a clip; 1 if there are no clips."""
+        return max(max(source.lengths) for source in self.resolved_sources())
+
+    @property
+    def num_controls(self) -> int:
+        """The number of control images of each image."""
+        return max(len(source.control_places) for source in self.resolved_sources())
+
+    @property
     def has_controls(self) -> bool:
         """Whether the images have control images."""
-        return any(source.control_path for source in self.resolved_sources())
+        return self.num_controls > 0
 
     @property
     def watched_name(self) -> str:
@@ -287,7 +297,7 @@ class Recipe(Section):
     @property
     def preview_size(self) -> tuple[int, int]:
         """(width, height) of previews in pixels: as given, else the resolution rounded down to fit the family."""
-        step = self.spec.shapes.multiple_px
+        step = self.spec.axes.multiple_px
         side = max(self.data.largest_resolution // step, 1) * step
         return self.sample.width or side, self.sample.height or side
 

@@ -19,6 +19,7 @@ MAX_SIDE_PX = 16_384
 MAX_BUCKET_STEP = 1024
 MAX_RESOLUTIONS = 16
 MAX_ENDINGS = 16
+MAX_FRAMES = 10_000
 MAX_VIEWS = 64
 MAX_TAGS = 1000
 MAX_TOKENS = 1 << 20
@@ -121,6 +122,22 @@ InputFolder = Annotated[PathText, PathRule("unless builtin", "folder")]
 BESIDE = "beside"
 FolderOrBeside = Annotated[PathText, PathRule("unless builtin", "folder", words=(BESIDE,))]
 """A folder, or ``BESIDE``: the files that lie with the images under the names that other trainers give."""
+Frames = Annotated[int, Field(gt=0, le=MAX_FRAMES)]
+Lengths = Annotated[
+    Annotated[Frames, Tag("one")]
+    | Annotated[
+        tuple[Frames, ...], Field(min_length=1, max_length=MAX_RESOLUTIONS), AfterValidator(_no_twins), Tag(LIST_TAG)
+    ],
+    Discriminator(_kind_of_value),
+]
+"""One number of frames, or a list of different ones."""
+MAX_CONTROLS = 8
+ControlPath = Annotated[
+    Annotated[FolderOrBeside, Tag("one")]
+    | Annotated[tuple[FolderOrBeside, ...], Field(min_length=1, max_length=MAX_CONTROLS), Tag(LIST_TAG)],
+    Discriminator(_kind_of_value),
+]
+"""Where control images are: of each image one, or with a list one of each folder."""
 InputFile = Annotated[PathText, PathRule("unless builtin", "file")]
 PathOrHubId = Annotated[PathText, PathRule("if there")]
 OutputFolder = Annotated[PathText, PathRule("always")]
@@ -168,11 +185,15 @@ class ModelSection(Section):
     Attributes:
         part_keys: the keys, named like components and tokenizers, that take these from elsewhere.
         control_keys: keys and their values with which a base takes control images; None: none of this family does.
+        max_controls: the most control images that a base takes beside an image.
+        controls_keep_size: a control image is encoded in a bucket of its own, not in the bucket of its image.
         may_inpaint: a base of this family may be one for inpainting, whose previews take control images with masks.
     """
 
     part_keys: ClassVar[tuple[str, ...]] = ()
     control_keys: ClassVar[Mapping[str, str] | None] = None
+    max_controls: ClassVar[int] = 1
+    controls_keep_size: ClassVar[bool] = False
     may_inpaint: ClassVar[bool] = False
 
     family: str = Field(description="Model family.")

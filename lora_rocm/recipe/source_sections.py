@@ -11,11 +11,13 @@ from lora_rocm.recipe.sections import (
     Batch,
     CaptionExtension,
     Colours,
+    ControlPath,
     Crops,
     FolderOrBeside,
     Fraction,
     InputFile,
     InputFolder,
+    Lengths,
     PathOrHubId,
     PathText,
     Repeats,
@@ -35,6 +37,12 @@ class SourceOptions(Section):
         1024,
         description="Side in pixels of the square whose area the buckets keep to. A list, such as [512, 768, 1024]: "
         "each image is seen once at each of these in an epoch.",
+    )
+    frames: Lengths = Field(
+        1,
+        description="Frames of a clip, from its first on: a sub-folder of numbered images is one, and its caption file "
+        "lies beside it (walk.txt for the folder walk). A list, such as [17, 33]: of each clip the most that it has. "
+        "1: each image is for itself.",
     )
     repeats: Repeats = Field(1, description="Number of times that each image is seen in an epoch.")
     loss_weight: Weight = Field(1.0, description="Factor of the loss of each image.")
@@ -99,12 +107,22 @@ class SourceOptions(Section):
     )
     alpha_mask: bool = Field(False, description="Take the alpha channel of each image as its mask.")
     unmasked_weight: Fraction = Field(0.0, description="Least weight of a place in the loss: that of black in a mask.")
-    control_path: FolderOrBeside | None = Field(
+    control_path: ControlPath | None = Field(
         None,
         description="A folder of control images with the names of the images, for models that edit an image: what the "
         "model is given, while the image is what it should make of it. beside: those that lie with the images, as "
-        "NAME-condlabel.png or in a sub-folder such as _controls.",
+        "NAME-condlabel.png or in a sub-folder such as _controls. For models that take several, a list of folders.",
     )
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The numbers of frames that a clip can have."""
+        return (self.frames,) if isinstance(self.frames, int) else self.frames
+
+    @property
+    def control_places(self) -> tuple[str, ...]:
+        """Where control images are: one of each place."""
+        return (self.control_path,) if isinstance(self.control_path, str) else self.control_path or ()
 
 
 class NamedSource(Section):
@@ -135,6 +153,8 @@ OF_FOLDERS = ("caption_extension", "recursive", "include", "exclude")
 MAX_CLASS_IMAGES = 100_000
 OPTIONS_OF_CLASS_IMAGES = ("resolution", "repeats", "loss_weight", "caption_dropout_rate", "flip_aug")
 """The options of a source that mean something for images that the base draws."""
+OF_CLIPS = frozenset({"frames"})
+"""The options of a source that only families with an axis of frames read."""
 OF_CLASS_IMAGES = frozenset((*OPTIONS_OF_CLASS_IMAGES, "is_reg", "class_prompt", "num_class_images", "max_batch_size"))
 
 
@@ -165,6 +185,7 @@ class DataSource(NamedSource):
         "filled up with samples that do not count. So memory and time of a step are those of train.batch_size.",
     )
     resolution: Resolutions | None = None
+    frames: Lengths | None = None
     repeats: Repeats | None = None
     loss_weight: Weight | None = None
     caption_extension: CaptionExtension | None = None
@@ -187,4 +208,4 @@ class DataSource(NamedSource):
     mask_path: FolderOrBeside | None = None
     alpha_mask: bool | None = None
     unmasked_weight: Fraction | None = None
-    control_path: FolderOrBeside | None = None
+    control_path: ControlPath | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import platform
@@ -16,6 +15,7 @@ from lora_rocm.errors import RecipeError, StorageError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.files import write_atomic
+from lora_rocm.foundation.json_text import parse_json
 from lora_rocm.foundation.redact import private_of, texts_in
 from lora_rocm.foundation.terminal_text import quoted
 from lora_rocm.foundation.units import count_text, number_text, rate_text, size_text, time_text, times_text
@@ -148,7 +148,7 @@ def write_report(run_dir: RunDir, registry: Registry = PRODUCT) -> Path:
 def _read_json(path: Path) -> dict[str, Any]:
     """A JSON object; empty if the file is missing, truncated or no object."""
     try:
-        value = json.loads(read_plain(path, MAX_JSON_BYTES))
+        value = parse_json(read_plain(path, MAX_JSON_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -60,6 +60,7 @@ def workloads_of(recipe: Recipe | None) -> frozenset[str]:
 def _words_of_previews(recipe: Recipe) -> list[str]:
     width, height = recipe.preview_size
     size = [f"{width} x {height} px"] if recipe.spec.reads("sample.width") else []
+    size += [f"{recipe.data.most_frames} frames"] if recipe.spec.preview == "video" else []
     on_cpu = ["on the CPU"] if recipe.runtime.device == "cpu" else []
     precision = f"precision {recipe.train.mixed_precision}"
     return ["previews", *_base(recipe), *size, precision, *on_cpu]
@@ -77,9 +78,11 @@ def _words_of_training(recipe: Recipe) -> list[str]:
     return [
         *_base(recipe),
         *([f"{', '.join(map(str, sides))} px"] if recipe.spec.reads("data.resolution") else []),
+        *([f"{recipe.data.most_frames} frames"] if recipe.data.most_frames > 1 else []),
         *([f"{recipe.data.max_length} tokens"] if recipe.spec.reads("data.max_length") else []),
         *(["packed"] if recipe.data.packing else []),
         *(["with control images"] if recipe.data.has_controls else []),
+        *([f"{recipe.data.num_controls} of them"] if recipe.data.num_controls > 1 else []),
         *(["with a training adapter"] if recipe.model.training_adapter else []),
         f"batch {train.batch_size}",
         f"{lora.title} {lora.ranks} ({targets})",

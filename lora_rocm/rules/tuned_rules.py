@@ -41,6 +41,8 @@ def key_of(kind: Kind, stack: Stack, recipe: Recipe) -> dict[str, Any]:
         "mixed_precision": recipe.train.mixed_precision,
         "lora": recipe.lora.model_dump(mode="json", exclude={"alpha", "init_from"}),
     }
+    if recipe.data.most_frames > 1:
+        shapes["frames"] = recipe.data.most_frames
     if kind == "attention":
         shapes["asked"] = recipe.runtime.attention
     stacked = {"torch": stack.torch, "runtime": stack.runtime, "driver": stack.driver, "gpu": stack.gpu}

@@ -17,6 +17,7 @@ from typing import Any
 
 from lora_rocm.errors import StorageError
 from lora_rocm.foundation.bounded_read import check_plain, read_plain
+from lora_rocm.foundation.json_text import parse_json
 from lora_rocm.model_files.header import read_header
 from lora_rocm.rundir.layout import CHECKPOINT_NAME, FILE_OF, STATE_FILE
 
@@ -62,7 +63,7 @@ def read_record(folder: Path) -> CheckpointRecord:
     """
     state_file = folder / STATE_FILE
     try:
-        state = json.loads(content_of(state_file, MAX_STATE_BYTES))
+        state = parse_json(content_of(state_file, MAX_STATE_BYTES))
         if sealed({key: value for key, value in state.items() if key != "seal"}) != _as_json(state):
             raise ValueError("the seal is another one")
         position, facts, checksums = Position(**state["position"]), state["facts"], state["sha256"]

@@ -25,7 +25,7 @@ E = TypeVar("E", bound=Event)
 
 
 def emit(event: Event) -> None:
-    """Write one event to standard output, as children without a run directory do (``supervisor.subprocesses``)."""
+    """Write one event to standard output, as children without a run directory do (``processes.tool``)."""
     sys.stdout.write(json.dumps(event.to_json()) + "\n")
     sys.stdout.flush()
 

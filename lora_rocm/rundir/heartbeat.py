@@ -16,6 +16,7 @@ from typing import Any
 from lora_rocm.errors import storage_error
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.files import open_in_place
+from lora_rocm.foundation.json_text import parse_json
 
 WIDTH_BYTES = 256
 """Records are padded to this width, so that no end of a longer, older record is left behind a new one."""
@@ -59,7 +60,7 @@ class HeartbeatWriter:
 def read_heartbeat(path: Path) -> Heartbeat | None:
     """The last beat; None if there is none, it is being written right now, or the path is not a regular file."""
     try:
-        value: Any = json.loads(read_plain(path, MAX_BYTES))
+        value: Any = parse_json(read_plain(path, MAX_BYTES))
         found = Heartbeat(int(value["pid"]), int(value["count"]), str(value["activity"]))
     except (OSError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError):
         return None

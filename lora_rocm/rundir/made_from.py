@@ -7,7 +7,6 @@ own metadata tell the step.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 from lora_rocm.errors import AdapterError, UserError
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.files import write_json
+from lora_rocm.foundation.json_text import parse_json
 from lora_rocm.foundation.terminal_text import quoted
 from lora_rocm.model_files.header import read_header
 from lora_rocm.model_files.peft_folder import PEFT_WEIGHTS, peft_folders
@@ -158,7 +158,7 @@ def _save(run_dir: RunDir, made: Mapping[str, Made]) -> None:
 def _saved(run_dir: RunDir) -> dict[str, Made]:
     """``exports.json``, which may come from somebody else; empty if it is missing or damaged."""
     try:
-        value = json.loads(read_plain(run_dir.exports, MAX_EXPORTS_BYTES))
+        value = parse_json(read_plain(run_dir.exports, MAX_EXPORTS_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
     found = {form: _made(value.get(form)) for form in FORMS} if isinstance(value, dict) else {}

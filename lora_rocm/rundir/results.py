@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_rocm.foundation.bounded_read import check_plain, read_plain
+from lora_rocm.foundation.json_text import parse_json
 from lora_rocm.model_files.peft_folder import PEFT_WEIGHTS, peft_folders
 from lora_rocm.rundir.layout import ON_REQUEST, RunDir, embeddings_of
 from lora_rocm.rundir.run_name import MAX_RESULT_BYTES
@@ -57,7 +57,7 @@ class FileDigest:
 def read_result(run_dir: RunDir) -> dict[str, Any]:
     """``result.json``; empty if it is missing or was not written by this program."""
     try:
-        value = json.loads(read_plain(run_dir.result, MAX_RESULT_BYTES))
+        value = parse_json(read_plain(run_dir.result, MAX_RESULT_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -6,7 +6,6 @@ may come from somebody else, so a name that ``check`` would refuse counts as non
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from lora_rocm.foundation.bounded_read import read_plain
+from lora_rocm.foundation.json_text import parse_json
 from lora_rocm.foundation.names import stem_fault
 
 DEFAULT_NAME = "lora"
@@ -43,7 +43,7 @@ def output_name_fault(name: str) -> str:
 def saved_name(names: Path) -> str:
     """The name in ``names.json``; empty if the file is missing, damaged, or holds a name that no run has."""
     try:
-        value = json.loads(read_plain(names, MAX_NAMES_BYTES))
+        value = parse_json(read_plain(names, MAX_NAMES_BYTES))
     except (OSError, ValueError, RecursionError):
         return ""
     return _usable(value.get("name") if isinstance(value, dict) else None)
@@ -80,7 +80,7 @@ def _names_beside(checkpoints: Path) -> Counter[str]:
 
 def _names_in_result(result: Path) -> Iterator[str]:
     try:
-        value = json.loads(read_plain(result, MAX_RESULT_BYTES))
+        value = parse_json(read_plain(result, MAX_RESULT_BYTES))
     except (OSError, ValueError, RecursionError):
         return
     for entry in _entries(value, "exports"):

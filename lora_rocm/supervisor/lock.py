@@ -13,12 +13,13 @@ from filelock import FileLock, Timeout
 
 from lora_rocm.errors import ResumeError, storage_error
 from lora_rocm.foundation.files import refuse_link
+from lora_rocm.processes.process import POLL_S, kill_tree
 from lora_rocm.rundir.event_types import StartEvent
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.heartbeat import read_heartbeat
 from lora_rocm.rundir.held_locks import is_held
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.supervisor.process import POLL_S, WORKER, kill_tree, unkillable
+from lora_rocm.supervisor.worker import WORKER, unkillable
 
 LOCK_WAIT_S = 1.0  # `status` holds the lock for a moment
 LEFTOVER_GRACE_S = 45.0  # a worker whose parent died exits within 30 s (train.session), if it can

@@ -10,14 +10,15 @@ from pathlib import Path
 
 from lora_rocm.errors import UserError
 from lora_rocm.hardware.ranks import Rank, select_several
+from lora_rocm.processes.process import OnEvent, stop_signals
 from lora_rocm.recipe.load import LoadedRecipe
 from lora_rocm.rules.environment import plan
 from lora_rocm.rules.rule import Situation
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.supervisor import process
-from lora_rocm.supervisor.process import OnEvent, Worker, follow, stop_signals
+from lora_rocm.supervisor import worker as worker_process
 from lora_rocm.supervisor.resume import LATEST, Chosen, settle_rank
 from lora_rocm.supervisor.tuning_runner import without
+from lora_rocm.supervisor.worker import Worker, follow
 from lora_rocm.supervisor.worker_group import End, run_workers, verdict
 
 
@@ -70,7 +71,7 @@ def run_unwatched(
         LoraRocmError: the error of one of them.
     """
     if count == 1:
-        return process.run_worker(run_dir, env, on_event, command, say)
+        return worker_process.run_worker(run_dir, env, on_event, command, say)
     return run_workers(run_dir, env, count, lambda rank, event: None if rank else on_event(event), command, say)
 
 
@@ -93,7 +94,7 @@ def train_rank(
     if not settle_rank(chosen, loaded, me.rank):
         return 0
     env = plan(without(situation)).applied_to(os.environ)
-    command = process.worker_command(run_dir, chosen.checkpoint, accept_changes, 0, None, worker)
+    command = worker_process.worker_command(run_dir, chosen.checkpoint, accept_changes, 0, None, worker)
     command += ["--recipe", str(run_dir.recipe_of(me.rank))]
     with stop_signals() as asked, ExitStack() as stack:
         child = stack.enter_context(Worker(run_dir, env, command, me.rank))

@@ -19,6 +19,7 @@ from lora_rocm.families.registry import Registry
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.file_names import NOT_TEXT, fix_of_name
 from lora_rocm.foundation.files import fsync_folder, rename, write_atomic
+from lora_rocm.foundation.json_text import parse_json
 from lora_rocm.foundation.names import name_key
 from lora_rocm.foundation.terminal_text import legible, quoted
 from lora_rocm.recipe.comparison import fixed_values, resume_differences
@@ -260,7 +261,7 @@ def _is_complete(run_dir: RunDir, old: Recipe, new: Recipe) -> bool:
     if not same_length or resume_differences(old, new):
         return False
     try:
-        json.loads(read_plain(run_dir.result, MAX_RESULT_BYTES))
+        parse_json(read_plain(run_dir.result, MAX_RESULT_BYTES))
     except OSError as error:  # with several processes, rank 0 may remove it at any time
         if error.errno not in (
             errno.ENOENT,

@@ -12,9 +12,6 @@ from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.paths import with_default_outputs
 from lora_rocm.recipe.schema import Recipe
 
-SPARE_CACHE = "spare_cache"
-"""In the job of a heavy child: a folder of its parent, which removes it afterwards."""
-
 
 def recipe_of_run(file: Path, registry: Registry, spare_cache: Path | None = None) -> Recipe:
     """Read ``recipe.yaml`` of a run.

@@ -13,14 +13,14 @@ from lora_rocm.foundation.files import write_json
 from lora_rocm.hardware.measured_choice import Tuned
 from lora_rocm.hardware.selftest_result import Result, Verdict, path_of
 from lora_rocm.hardware.software_stack import stack_of
+from lora_rocm.processes.process import heavy_command
+from lora_rocm.processes.tool import follow_tool
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.environment import plan
 from lora_rocm.rules.rule import Situation
 from lora_rocm.rules.selftest_rules import Remedy, selftest_table
 from lora_rocm.rundir.event_types import CheckEvent, ChecksEvent, Event, ResultEvent
 from lora_rocm.rundir.exit_status import describe_exit, died
-from lora_rocm.supervisor.process import heavy_command
-from lora_rocm.supervisor.subprocesses import follow_tool
 
 MODULE = "lora_rocm.checks.selftest"
 FAST_GROUPS = ("gemm", "attention", "training")

@@ -18,6 +18,7 @@ from typing import Protocol
 from lora_rocm.errors import RestartCode, StoppedError, StorageError
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.files import write_atomic, write_json
+from lora_rocm.processes.process import POLL_S, Asked, OnEvent, stop_signals
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules import mitigation_store
 from lora_rocm.rules.environment import environment_json, plan
@@ -32,16 +33,6 @@ from lora_rocm.rundir.heartbeat import read_heartbeat
 from lora_rocm.rundir.incidents import trouble_of
 from lora_rocm.rundir.layout import CHECKPOINT_NAME, SUPERVISOR, RunDir
 from lora_rocm.supervisor.hang_detection import ENCODED, Hung, Learned, Limits, WatchState, culprit, decide, limits_of
-from lora_rocm.supervisor.process import (
-    POLL_S,
-    Asked,
-    OnEvent,
-    Worker,
-    follow,
-    last_checkpoint_text,
-    stop_signals,
-    unkillable,
-)
 from lora_rocm.supervisor.restart_policy import (
     PAUSES_S,
     REMEMBERED,
@@ -60,6 +51,7 @@ from lora_rocm.supervisor.restart_policy import (
     seen_of,
 )
 from lora_rocm.supervisor.telemetry import Telemetry
+from lora_rocm.supervisor.worker import Worker, follow, last_checkpoint_text, unkillable
 from lora_rocm.supervisor.worker_group import DIED, End, environments, verdict
 
 STACKS_POLL_S, STACKS_EXTRA_S, MAX_STACKS_S = 0.05, 0.5, 5.0

@@ -13,14 +13,14 @@ from lora_rocm.errors import UserError
 from lora_rocm.foundation.files import open_in_place
 from lora_rocm.foundation.safe_path import python_environment
 from lora_rocm.hardware.ranks import LOCAL_RANK, NEEDED
+from lora_rocm.processes.process import OnEvent, heavy_command, own_group
 from lora_rocm.recipe.output_section import OutputSection
 from lora_rocm.rundir.event_types import ErrorEvent, Event
 from lora_rocm.rundir.events import EventReader
 from lora_rocm.rundir.exit_status import size_of
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.supervisor.process import OnEvent, heavy_command, own_group
 
-MODULE = "lora_rocm.train.tracking"
+MODULE = "lora_rocm.children.tracking"
 NO_GPU = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
 
 
@@ -84,10 +84,8 @@ class Trackers:
     def look(self) -> None:
         """Name trackers that failed or ended, once."""
         for name, (child, reader) in list(self._running.items()):
-            code, said = (
-                child.poll(),
-                [f"{error.what} {error.fix}" for error in reader.poll() if isinstance(error, ErrorEvent)],
-            )
+            code, errors = child.poll(), reader.poll()
+            said = [f"{error.what} {error.fix}" for error in errors if isinstance(error, ErrorEvent)]
             if said or code is not None:
                 _close(self._running.pop(name)[0])
                 ended = f"{name} ended with exit code {code} and gets no more numbers of this run."

@@ -5,7 +5,6 @@ The run directory gets a copy of them. A resume uses that copy, or refuses if it
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -15,19 +14,20 @@ from typing import Any, get_args
 
 from lora_rocm.errors import LoraRocmError, MachineError, ResumeError, StorageError, UserError, WorkerDiedError
 from lora_rocm.foundation.files import remove, write_atomic, write_json
+from lora_rocm.foundation.json_text import parse_json
 from lora_rocm.hardware.measured_choice import Choice, Kind, Tuned, choice_from_json, store
 from lora_rocm.hardware.ranks import rank_of
 from lora_rocm.hardware.settings import Attention
 from lora_rocm.hardware.software_stack import stack_of
+from lora_rocm.processes.jobs import TuneAttentionJob
+from lora_rocm.processes.row_runner import Row, run_rows
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.environment import plan
 from lora_rocm.rules.rule import Situation
 from lora_rocm.rules.tuned_rules import described, key_of, wants
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.supervisor.row_runner import Row, run_rows
 from lora_rocm.supervisor.selftest_runner import Say
 
-MODULE = "lora_rocm.trials.attention_child"
 WAYS = ("sdpa", *get_args(Attention)[1:])
 PACKAGES = ("flash", "aiter")
 WORTH = 0.97
@@ -47,7 +47,7 @@ def without(situation: Situation) -> Situation:
     return replace(situation, tuned=Tuned())
 
 
-def ensure(run: RunDir, situation: Situation, accept_changes: bool, say: Say, module: str = MODULE) -> Situation:
+def ensure(run: RunDir, situation: Situation, accept_changes: bool, say: Say, module: str | None = None) -> Situation:
     """The situation with the measured choices of this run, which are then in its directory.
 
     Raises:
@@ -111,7 +111,7 @@ def _kept(
         ResumeError: they were made on another GPU, driver or software, or are damaged.
     """
     try:
-        value = json.loads(run.tuned.read_text(encoding="utf-8"))
+        value = parse_json(run.tuned.read_text(encoding="utf-8"))
         kept: dict[Kind, Choice | None] = {}
         for kind in KINDS:
             kept[kind] = None if value[kind] is None else choice_from_json(value[kind])
@@ -137,7 +137,7 @@ def _in_force_before(run: RunDir, keys: Mapping[Kind, Mapping[str, Any]]) -> boo
     """Whether the last start of a run used measured choices of these kinds, as its environment says."""
     rules = {"attention": "measured-attention", "products": "tuned-products"}
     try:
-        rows = json.loads(run.environment.read_text(encoding="utf-8"))["settings"]
+        rows = parse_json(run.environment.read_text(encoding="utf-8"))["settings"]
         return any(row["rule"] == rules[kind] for row in rows for kind in keys)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
@@ -173,7 +173,7 @@ def _forget(run: RunDir, say: Say) -> None:
 
 
 def measure_attention(
-    situation: Situation, recipe: Recipe, key: Mapping[str, Any], say: Say, module: str = MODULE
+    situation: Situation, recipe: Recipe, key: Mapping[str, Any], say: Say, module: str | None = None
 ) -> Choice:
     """Try the ways of attention in children, and keep the fastest that is right.
 
@@ -187,10 +187,10 @@ def measure_attention(
     ways = ways if asked == "auto" else (asked,)
     say("Measuring attention at the shapes of this recipe ...")
     env = plan(replace(situation, tuned=Tuned())).applied_to(os.environ)
-    job = {"recipe": recipe.model_dump(mode="json"), "ways": ways, "limit_s": LIMIT_S}
+    job = TuneAttentionJob(recipe=recipe.model_dump(mode="json"), ways=tuple(ways), limit_s=LIMIT_S)
     died = ""
     try:
-        run_rows(module, [], job, env, rows.append, start_limit_s=START_LIMIT_S)
+        run_rows(job, env, rows.append, start_limit_s=START_LIMIT_S, module=module)
     except WorkerDiedError as error:
         died = error.what.splitlines()[0]
     kept = [{name: row.get(name) for name in ("way", "seconds", "problem", "error", "shapes")} for row in rows]

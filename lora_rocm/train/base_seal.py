@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 
 from lora_rocm.adapters.training_adapter import NAME
-from lora_rocm.device.transfer import Sent
+from lora_rocm.device.placement.base import Sent
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import EncodesWithComponents, ModelFamily
 from lora_rocm.train.checkpoint import Checkpoint

@@ -106,7 +106,7 @@ def first_pass(
     if compiler is not None:
         compilation.require_no_offload(compiler, memory.offload is not None)
         compiler.put(artifacts.family, artifacts.model)
-    memory.probe(artifacts.family, artifacts.model, artifacts.transfer, pins(start), alone)
+    memory.probe(artifacts.family, artifacts.model, artifacts.transfer, alone)
     if compiler is not None:
         rows = -(-start.recipe.train.batch_size // memory.parts)
         compilation.require_no_offload(compiler, memory.offload is not None)

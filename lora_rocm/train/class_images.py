@@ -11,7 +11,7 @@ import gc
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from PIL import Image
@@ -22,10 +22,11 @@ from lora_rocm.dataset.shape import Shape
 from lora_rocm.device.allocator import empty_pools
 from lora_rocm.device.torch_errors import out_of_memory
 from lora_rocm.errors import StoppedError
-from lora_rocm.families.base import LoadedModel, ModelFamily, PreviewRequest, Tensors
+from lora_rocm.families.base import Drawn, LoadedModel, ModelFamily, PreviewRequest, Tensors
 from lora_rocm.foundation.files import write_atomic
 from lora_rocm.latent_cache.encode import Caches
 from lora_rocm.latent_cache.encode_session import Encoding
+from lora_rocm.recipe.sample_section import PreviewPrompt
 from lora_rocm.recipe.schema import Recipe, ResolvedSource
 from lora_rocm.rundir.event_types import CacheEvent
 from lora_rocm.train.context import StartContext, transfer_of
@@ -78,24 +79,15 @@ def with_class_images(start: StartContext, family: ModelFamily, encoding: Encodi
 
 
 def _wanted(recipe: Recipe, source: ResolvedSource, family: ModelFamily) -> _Wanted:
-    sample, step = recipe.sample, recipe.spec.shapes.multiple_px
+    sample, step = recipe.sample, recipe.spec.axes.multiple_px
     side_px = max(source.resolution // step, 1) * step
-    requests = [
-        PreviewRequest(
-            prompt=source.class_prompt or "",
-            negative_prompt=sample.negative_prompt,
-            width=side_px,
-            height=side_px,
-            steps=sample.steps,
-            guidance_scale=sample.guidance_scale or recipe.spec.guidance,
-            seed=number,
-            sampler=sample.sampler,
-        )
-        for number in range(source.num_class_images)
-    ]
+    of_source = {"prompt": source.class_prompt or "", "width": side_px, "height": side_px, "lora_scale": 1.0}
+    of_sample = {"negative_prompt": sample.negative_prompt, "guidance_scale": sample.guidance_scale}
+    preview = PreviewPrompt.model_validate({**of_source, **of_sample})
+    requests = [PreviewRequest.of(recipe, preview, number) for number in range(source.num_class_images)]
     encoders = [encoder.fingerprint for encoder in family.encoders()]
     base = [family.base_facts()["identity"], recipe.model.quantization, *encoders]
-    request = {name: value for name, value in asdict(requests[0]).items() if name != "mask"}  # there is none
+    request = {name: value for name, value in requests[0].to_json().items() if name != "mask"}  # there is none
     about = json.dumps([VERSION, base, request], sort_keys=True)
     return _Wanted(Path(recipe.cache.dir) / FOLDER / hashlib.sha256(about.encode()).hexdigest()[:40], requests)
 
@@ -134,7 +126,7 @@ def _previews(
     requests: Sequence[PreviewRequest],
     text: Callable[[str], Tensors],
     tiles: bool,
-) -> tuple[Sequence[Image.Image | str], bool]:
+) -> tuple[Sequence[Drawn], bool]:
     """Draw images, decoded in tiles if memory runs out. The returned flag: they were."""
     try:
         return family.preview(model, requests, text, tiles), tiles

@@ -7,12 +7,13 @@ from functools import partial
 
 import torch
 
+from lora_rocm.device.placement.base import Placement, Resident
+from lora_rocm.device.placement.streamed import Streamed, free_for_encoder
 from lora_rocm.device.process_group import World
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.loader.batches import BatchPlan, Prepared
 from lora_rocm.loader.worker_pool import Workers
-from lora_rocm.memory.encoder_transfer import EncoderTransfer, free_for_encoder
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.run_context import RunContext
 from lora_rocm.train.checkpoint import Checkpoint
@@ -91,13 +92,14 @@ def transfer_of(start: StartContext) -> DeviceTransfer:
     return DeviceTransfer(start.device, pin=pins(start), first=settings.copy_method, heap_copy=settings.heap_copy)
 
 
-def encoder_transfer(start: StartContext, device: torch.device) -> DeviceTransfer:
-    """A new transfer of an encoder to a device; to a GPU with memory of its own one that can stream layers."""
+def encoder_placement(start: StartContext, device: torch.device) -> Placement:
+    """A new placement of an encoder on a device; on a GPU with memory of its own one that can stream layers."""
     on = replace(start, device=device)
     if device.type != "cuda" or getattr(torch.cuda.get_device_properties(device), "is_integrated", False):
-        return transfer_of(on)
-    how = {"first": start.settings.copy_method, "heap_copy": start.settings.heap_copy}
-    return EncoderTransfer(device, pins(on), partial(free_for_encoder, device, start.settings), start.context, **how)
+        return Resident(transfer_of(on))
+    return Streamed(
+        partial(transfer_of, on), partial(free_for_encoder, device, start.settings), pins(on), start.context
+    )
 
 
 def pins(start: StartContext) -> bool:

@@ -141,7 +141,8 @@ class Room:
         sample, (width, height) = self.recipe.sample, self.recipe.preview_size
         every = sample.round_steps(self.steps_per_epoch)
         rounds = 2 + (self.max_train_steps // every - updates // every if every else 0)
-        return rounds * sample.num_images * width * height * 3 if self.recipe.spec.preview == "image" else 0
+        frames = self.recipe.data.most_frames if self.recipe.spec.preview == "video" else 1
+        return rounds * sample.num_images * width * height * 3 * frames if self.recipe.spec.preview != "text" else 0
 
 
 @dataclass

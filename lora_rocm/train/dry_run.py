@@ -20,6 +20,7 @@ from lora_rocm.base_models.loading import Source
 from lora_rocm.base_models.random_weights import RandomSource
 from lora_rocm.dataset.entry_spec import CAPTION, IMAGE
 from lora_rocm.dataset.shape import Shape
+from lora_rocm.device.placement.base import Resident
 from lora_rocm.device.torch_errors import out_of_memory
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import ModelError
@@ -76,14 +77,21 @@ class HollowSource(Source):
         return module.eval().requires_grad_(False)
 
 
+class HollowPlacement(Resident):
+    """Leaves weights on the meta device, where there are no bytes to send, compare or count."""
+
+    def __init__(self) -> None:
+        super().__init__(HollowTransfer())
+
+    def place(self, module: nn.Module, component: str) -> None:
+        pass
+
+
 class HollowTransfer(DeviceTransfer):
     """Sends to the meta device, where nothing can be compared, and leaves there what comes back."""
 
     def __init__(self) -> None:
         super().__init__(META, pin=False)
-
-    def send_parameters(self, module: nn.Module, component: str, staying: object = ()) -> None:
-        pass
 
     def send_checked(self, tensor: Tensor, name: str) -> Tensor:
         return tensor.to(META)
@@ -131,7 +139,7 @@ def require_computable(family: ModelFamily, recipe: Recipe) -> None:
         encoder = copy.encoders()[number]
         given: Inputs = {IMAGE: torch.zeros(3, SIDE_PX, SIDE_PX), CAPTION: "a"}
         base.loaded = loaded
-        encoder.load(HollowTransfer())({name: given[name] for name in encoder.entry.inputs})
+        encoder.load(HollowPlacement())({name: given[name] for name in encoder.entry.inputs})
 
     def passed(changed: Mapping[str, Mapping[str, Any]], loaded: list[str]) -> None:
         copy, _ = hollow(changed)
@@ -166,7 +174,7 @@ def require_computable(family: ModelFamily, recipe: Recipe) -> None:
 
 def _shape(recipe: Recipe) -> Shape:
     if recipe.spec.trains_on_texts:
-        return Shape.of(tokens=recipe.spec.shapes["tokens"].multiple)
+        return Shape.of(tokens=recipe.spec.axes["tokens"].multiple)
     return Shape.of(h=SIDE_PX, w=SIDE_PX)
 
 

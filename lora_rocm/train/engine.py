@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.device.attention import Context
-from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors
+from lora_rocm.families.base import ComputesLosses, LoadedModel, Tensors
 from lora_rocm.families.objectives.loss import measured
 from lora_rocm.train.graphs import Graphs, Passed
 
@@ -30,7 +30,7 @@ class Engine:
         attention: contexts in which attention is computed as planned.
     """
 
-    family: ModelFamily
+    family: ComputesLosses
     model: LoadedModel
     weights: FlatWeights
     loss_scale: Tensor

@@ -11,6 +11,7 @@ from lora_rocm.checks.canary import ENTRIES_ARE_LOST, Canary
 from lora_rocm.checks.graph_check import Capture
 from lora_rocm.checks.selftest_base import WrongAnswerError
 from lora_rocm.device.allocator import afterwards
+from lora_rocm.device.placement.base import Placement, Resident
 from lora_rocm.device.torch_errors import machine_error
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import NonFiniteError
@@ -57,20 +58,20 @@ class CacheGuard:
     context: RunContext
     _canaries: dict[torch.device, Canary] = field(default_factory=dict, init=False)
 
-    def __call__(self, door: DeviceTransfer) -> None:
-        """Check the device of this transfer.
+    def __call__(self, door: Placement) -> None:
+        """Check the device of this placement, and its weights.
 
         Raises:
             CanaryError: see ``look``.
         """
-        device = door.device
+        device = door.transfer.device
         if device not in self._canaries:  # one canary for all checks: each check asks for other answers than the last
             self._canaries[device] = Canary(device, torch.float32, self.rank, door, ENCODERS, ENTRIES_ARE_LOST)
         canary = self._canaries[device]
-        canary.transfer = door
+        canary.placement = door
 
         def let_go() -> None:
-            canary.transfer = DeviceTransfer(device, pin=False)  # so that the encoders can be freed
+            canary.placement = Resident(DeviceTransfer(device, pin=False))  # so that the encoders can be freed
 
         with afterwards(let_go):
             look(canary, self.updates, self.context)

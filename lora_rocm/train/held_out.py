@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lora_rocm.device.transfer import DeviceTransfer, fingerprint
-from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors
+from lora_rocm.families.base import ComputesLosses, LoadedModel, Tensors
 from lora_rocm.loader.batch import Batch, split
 from lora_rocm.rundir.run_context import RunContext
 from lora_rocm.train.loop import seed_for
@@ -37,7 +37,7 @@ class HeldOutLoss:
         parts: the number of parts that each batch is split into, for a batch trained in parts does not fit here either.
     """
 
-    family: ModelFamily
+    family: ComputesLosses
     model: LoadedModel
     transfer: DeviceTransfer
     measured: Callable[[Tensors, Tensors], tuple[Tensor, Mapping[str, Tensor]]]

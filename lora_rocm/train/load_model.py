@@ -26,12 +26,10 @@ from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.kernels.backend import form_for
 from lora_rocm.kernels.weight_format import use_form
 from lora_rocm.memory.controller import Memory, decide
+from lora_rocm.model_files.adapter_contents import IMPLAUSIBLE
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.train import compilation
 from lora_rocm.train.context import StartContext, pins
-
-LARGEST = 1e9
-"""A weight of a larger magnitude makes numbers that are not finite; those of published models are below 1e5."""
 
 
 @runtime_checkable
@@ -71,16 +69,14 @@ def load_model(
     training_adapter = put_training_adapter(family, model, recipe.model.training_adapter, start.context.notice)
     adapter.cast_inputs(False)
     adapter.read = transfer.receive
-    staying = memory.staying(family, model)
+    model.place(memory.placement(family, model, transfer, pins(start)))
     for name, component in model.components.items():
-        transfer.send_parameters(component, name, staying)
         _require_finite(component, name, start)
         component.train()  # the base has no dropout; the adapter may have
-    model.device = start.device
     family.fuse(model, triton=triton and not compiled)
     for component in model.components.values():
         use_form(component, form_for(start.device, triton and not compiled))
-    memory.put(family, model, transfer, pins(start))
+    memory.put(family, model)
     empty_pools()
     return model, adapter, training_adapter, triton
 
@@ -97,7 +93,7 @@ def _require_finite(component: nn.Module, name: str, start: StartContext) -> Non
     found = {path: weight for path, weight in component.named_parameters() if path in weights and weight.numel()}
     ends = [end for weight in found.values() for end in weight.aminmax()]
     largest_P = torch.stack([end.to(start.device, torch.float32) for end in ends]).abs().view(-1, 2).amax(1)
-    huge = [path for path, largest in zip(found, largest_P.tolist(), strict=True) if LARGEST < largest < math.inf]
+    huge = [path for path, largest in zip(found, largest_P.tolist(), strict=True) if IMPLAUSIBLE < largest < math.inf]
     huge += [
         f"{path}.{codes}"
         for path, module in component.named_modules()
@@ -105,6 +101,13 @@ def _require_finite(component: nn.Module, name: str, start: StartContext) -> Non
         for codes in module.implausible()
     ]
     if finite_N.all() and huge:
+        if (file := _file_of(component, huge[0], start.recipe)) is not None:
+            raise AdapterError(
+                "lora-not-finite",
+                f"The LoRA's weight {name}.{huge[0]} holds numbers larger than any of a model that works.",
+                where=file,
+                fix="Use another file: this one, or its alpha, is damaged.",
+            )
         raise ModelError(
             "weights-implausible",
             f"The weight {name}.{huge[0]} holds numbers larger than any of a model that works.",

@@ -32,6 +32,7 @@ from lora_rocm.rundir.checkpoint_record import Position
 from lora_rocm.rundir.event_types import IncidentEvent, StepEvent
 from lora_rocm.rundir.run_context import RunContext
 from lora_rocm.train.engine import Engine
+from lora_rocm.train.verdict import Verdict, means, pack, unpack
 
 MAX_NONFINITE_IN_A_ROW = 4
 MAX_WRONG_SUMS = 3  # in a row
@@ -55,18 +56,15 @@ class Pending:
     stop: bool  # this process was asked to stop
     save: bool  # this process's clock asks for a checkpoint
     lost: bool  # see Work
-    measures: dict[str, float]  # name -> sum of the weights of its samples, see Work
-    on_device: Tensor  # float64 [11 + the optimizer's logged values + measures + samples], see Trainer._update
+    logged: Sequence[str]  # names of the optimizer's logged values
+    measures: Sequence[str]  # their names
+    weight: float  # see Work
+    on_device: Tensor  # the packed verdict
     on_host: Tensor  # its copy, which may not have arrived yet
     arrived: torch.cuda.Event | None
 
-    def means(self, sums: Sequence[float]) -> dict[str, float]:
-        """Name -> mean of each measure, from the sums in the verdict. Those that are not finite are left out."""
-        found = zip(self.measures.items(), sums, strict=True)
-        return {name: value / weight for (name, weight), value in found if weight and math.isfinite(value)}
-
-    def verdict(self) -> list[float]:
-        """Wait for the verdict. Its first value is a stamp: if that is stale or zero, the values are read again.
+    def verdict(self) -> Verdict[float]:
+        """Wait for the verdict. If its stamp is stale or zero, the values are read again.
 
         Raises:
             TransferError: the verdict never arrived.
@@ -75,8 +73,9 @@ class Pending:
             self.arrived.synchronize()
         values: list[float] = self.on_host.tolist()
         for _ in range(3):
-            if values[0] == self.iteration + 1:
-                return values
+            verdict = unpack(values, self.logged, self.measures)
+            if verdict.stamp == self.iteration + 1:
+                return verdict
             values = self.on_device.tolist()
         raise TransferError(
             "verdict-lost",
@@ -281,56 +280,73 @@ class Trainer:
             work.measures = {}
         loss, losses_B = torch.stack(work.losses).sum(), torch.cat(work.losses_B)
         # Decide on the update together, then queue it
-        asks = {"stop": stop, "save": save}
-        said = self.world.agree(self.optimizer.weights.gradients, own, loss, losses_B, **asks, stamp=iteration)
-        stats = self.optimizer.step(updates, said.blocked)
-        stamp = torch.full((), float(iteration + 1), dtype=torch.float64, device=self.model.device)
-        # the stamp comes from a kernel argument, not from memory
-        values: tuple[Tensor, ...] = (
-            stamp,
-            said.loss,
-            stats.grad_norm,
-            said.blocked,
-            stats.nonfinite,
-            stats.loss_scale,
+        agreed = self.world.agree(
+            self.optimizer.weights.gradients, own, loss, losses_B, stop=stop, save=save, stamp=iteration
         )
-        values += (own, said.wrong, said.guilty, said.asked, changed, *stats.logged.values())
-        values += tuple(torch.stack(sums).sum() for sums in work.measures.values())
-        # Copy the verdict to the host without waiting
-        on_device = torch.cat([torch.stack([v.to(torch.float64) for v in values]), losses_B])
+        stats = self.optimizer.step(updates, agreed.blocked)
+        on_device = pack(
+            Verdict(
+                stamp=torch.full((), float(iteration + 1), dtype=torch.float64, device=self.model.device),
+                loss=agreed.loss,
+                grad_norm=stats.grad_norm,
+                blocked=agreed.blocked,
+                nonfinite=stats.nonfinite,
+                loss_scale=stats.loss_scale,
+                own=own,
+                wrong=agreed.wrong,
+                guilty=agreed.guilty,
+                stops=agreed.stops,
+                saves=agreed.saves,
+                changed=changed,
+                logged=stats.logged,
+                measures={name: torch.stack(sums).sum() for name, sums in work.measures.items()},
+                losses_B=losses_B,
+            )
+        )
+        # Copy the verdict to the host without waiting: ``_settle`` waits, after the next update is queued
         on_host, arrived = on_device.to("cpu", non_blocking=True), None
         if self.model.device.type == "cuda":
             arrived = torch.cuda.Event()
             arrived.record()
-        measures = dict.fromkeys(work.measures, work.weight)
-        queued = (work.clocks, work.loading_s, stop, save, work.lost, measures, on_device, on_host, arrived)
-        return Pending(iteration, work.samples, learning_rate, *queued)
+        return Pending(
+            iteration=iteration,
+            samples=work.samples,
+            learning_rate=learning_rate,
+            clocks=work.clocks,
+            loading_s=work.loading_s,
+            stop=stop,
+            save=save,
+            lost=work.lost,
+            logged=tuple(stats.logged),
+            measures=tuple(work.measures),
+            weight=work.weight,
+            on_device=on_device,
+            on_host=on_host,
+            arrived=arrived,
+        )
 
     def _settle(self, pending: Pending) -> Outcome:
         """Wait for the verdict on a queued update and act on it."""
         self.context.beat("verdict")
         started = time.perf_counter()
-        _, loss, grad_norm, bad, nonfinite, scale, own, wrong, guilty, asked, changed, *more = pending.verdict()
+        verdict = pending.verdict()
         waited_s = time.perf_counter() - started
-        names = self.optimizer.logged_names
-        logged, more = dict(zip(names, more, strict=False)), more[len(names) :]
-        sums, losses = more[: len(pending.measures)], more[len(pending.measures) :]
         # Faults: changed state ends the run, a blocked update is repeated
         position = self.position
-        if changed and (failure := self.optimizer.state_guard.failure(position.updates)):
+        if verdict.changed and (failure := self.optimizer.state_guard.failure(position.updates)):
             raise failure
-        if bad:
-            self._again(pending, own=bool(own), wrong=bool(wrong))
+        if verdict.blocked:
+            self._again(pending, own=bool(verdict.own), wrong=bool(verdict.wrong))
             return Outcome.RESEND
         # The batch is used; a non-finite update is skipped
         self.transfer.succeeded()
         self._wrong_sums = 0
-        self._stopping = asked >= 1 or (pending.stop and self.world.size == 1)
+        self._stopping = verdict.stops > 0 or (pending.stop and self.world.size == 1)
         if self.clock is not None:
-            self.clock.due = asked % 1 > 0 or (pending.save and self.world.size == 1)
+            self.clock.due = verdict.saves > 0 or (pending.save and self.world.size == 1)
         position.iteration += 1
-        if nonfinite:
-            self._skip(pending, loss, grad_norm, scale, losses, others_guilty=guilty > 0)
+        if verdict.nonfinite:
+            self._skip(pending, verdict)
             return Outcome.SKIPPED
         position.nonfinite_in_a_row = 0
         position.updates += 1
@@ -341,9 +357,9 @@ class Trainer:
             StepEvent(
                 updates=position.updates,
                 iteration=pending.iteration,
-                loss=loss,
+                loss=verdict.loss,
                 learning_rate=pending.learning_rate,
-                grad_norm=grad_norm,
+                grad_norm=verdict.grad_norm,
                 step_s=round(now - self._settled_at, 6),
                 loading_s=round(pending.loading_s, 6),
                 copy_s=round(copy_s, 6),
@@ -351,9 +367,9 @@ class Trainer:
                 wait_s=round(waited_s, 6),
                 transfer_checks=self.transfer.checks,
                 transfer_failures=self.transfer.failures,
-                loss_scale=scale,
-                optimizer=logged,
-                measures=pending.means(sums),
+                loss_scale=verdict.loss_scale,
+                optimizer=dict(verdict.logged),
+                measures=means(verdict.measures, pending.weight),
                 max_train_steps=self._max_train_steps,
                 epoch=round(position.iteration / self.steps_per_epoch, 6),
                 memory_bytes=memory_bytes(self.model.device),
@@ -386,30 +402,23 @@ class Trainer:
                 "with --resume latest; or train on one GPU.",
             )
 
-    def _skip(
-        self,
-        pending: Pending,
-        loss: float,
-        grad_norm: float,
-        scale: float,
-        losses: list[float],
-        *,
-        others_guilty: bool,
-    ) -> None:
+    def _skip(self, pending: Pending, verdict: Verdict[float]) -> None:
         """Handle a non-finite update, which was not made.
 
         The fp16 loss scale applies to gradients, not to losses. So finite losses mean that the scale is too large.
         """
+        losses = verdict.losses_B
         guilty = [key for key, its in zip(pending.samples, losses, strict=True) if not math.isfinite(its)]
-        if self.optimizer.use_loss_scale and scale > 1.0 and not guilty and not others_guilty:
-            self._incident("fp16-overflow", pending, f"loss scale {scale:g}", "halved")
+        if self.optimizer.use_loss_scale and verdict.loss_scale > 1.0 and not guilty and not verdict.guilty:
+            self._incident("fp16-overflow", pending, f"loss scale {verdict.loss_scale:g}", "halved")
             return
         self.position.nonfinite_in_a_row += 1
         named = f"{', '.join(guilty[:NAMED])} ({len(guilty)} of {len(losses)} samples)"
-        here = "the loss of each sample is finite" + (" here, but not on another GPU" if others_guilty else "")
+        here = "the loss of each sample is finite" + (" here, but not on another GPU" if verdict.guilty else "")
         whose = f"not finite is the loss of {named}" if guilty else here
         pending.samples = guilty or pending.samples
-        self._incident("nonfinite", pending, f"loss {loss}, gradient norm {grad_norm}; {whose}", "update skipped")
+        found = f"loss {verdict.loss}, gradient norm {verdict.grad_norm}; {whose}"
+        self._incident("nonfinite", pending, found, "update skipped")
         if self.position.nonfinite_in_a_row >= MAX_NONFINITE_IN_A_ROW:
             raise NonFiniteError(
                 "nonfinite",

@@ -184,7 +184,7 @@ class Artifacts:
             self.preview_before()  # if memory ran out for them at the start
             before, after = (preview.existing(self.run_dir, at, self.recipe) for at in (0, position.updates))
             if before is not None and after is not None:  # else memory ran out, and the user was told
-                if self.recipe.spec.preview == "image":
+                if self.recipe.spec.preview != "text":
                     preview.before_after(self.run_dir, before, after, self.recipe)
                     result |= self._concept(before, after)
         write_json(self.run_dir.result, result, self.run_dir.path)
@@ -201,7 +201,7 @@ class Artifacts:
         """
         self.run_dir.require()
         empty_pools()
-        drawn, images = self._drawn(updates), self.recipe.spec.preview == "image"
+        drawn, images = self._drawn(updates), self.recipe.spec.preview != "text"
         if isinstance(drawn, MachineError) and images and not self.tiles:
             self.tiles = True
             self.session.context.emit(change_event("preview-tiling", "out-of-memory"))
@@ -335,4 +335,8 @@ def source_date_epoch() -> int | None:
 
 
 def _open(paths: list[Path]) -> list[Image.Image]:
-    return [Image.open(path).convert("RGB") for path in paths]
+    found = []
+    for path in paths:
+        with Image.open(path) as file:  # of a video its first frame
+            found.append(file.convert("RGB"))
+    return found

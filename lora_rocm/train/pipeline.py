@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from lora_rocm.adapters.base import Adapter
-from lora_rocm.adapters.flat_params import WEIGHT_DTYPES
 from lora_rocm.adapters.training_adapter import NAME as TRAINING_ADAPTER
 from lora_rocm.checks.canary import Canary
 from lora_rocm.checks.graph_check import capture_on_gpu
 from lora_rocm.dataset.update_note import larger_updates_note
 from lora_rocm.device.encoder_speed import first_time
+from lora_rocm.device.precision import FLOATS
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import DataError, ResumeError
 from lora_rocm.families.base import ModelFamily, family_for
@@ -39,7 +39,7 @@ from lora_rocm.train.base_seal import Seals, broken, identities, seals_of
 from lora_rocm.train.build_trainer import first_pass, new_trainer
 from lora_rocm.train.checkpoint import Checkpoint, discard_newer, latest_valid, read_checkpoint, restore_threads
 from lora_rocm.train.class_images import with_class_images
-from lora_rocm.train.context import Data, StartContext, captures, encoder_transfer, transfer_of
+from lora_rocm.train.context import Data, StartContext, captures, encoder_placement, transfer_of
 from lora_rocm.train.disk_forecast import CacheRoom, Room
 from lora_rocm.train.guard import CacheGuard, Guard
 from lora_rocm.train.hooks import TensorBoard, Validation
@@ -50,6 +50,7 @@ from lora_rocm.train.outputs import Artifacts
 from lora_rocm.train.session import Session
 from lora_rocm.train.start_encoder import start_encoders
 from lora_rocm.train.usable_base import require_usable
+from lora_rocm.train.usable_start import require_startable
 from lora_rocm.train.watched import prepare_watched
 
 RECIPE_DIFFERS = "The recipe differs from the checkpoint's in a key that may not change."
@@ -96,7 +97,8 @@ def train(start: StartContext) -> tuple[bool, int]:
     # Caches, then base model, adapter and optimizer
     with session.phase("cache"):
         if checkpoint is None:  # a run that goes on has computed with its base before
-            require_usable(family, recipe)
+            base = require_usable(family, recipe)
+            require_startable(family, recipe, base.skeletons, start.dtype)
         data = start.world.in_turn("caches", lambda: prepare_data(start, family))
         start.world.require_same("the training data", {"samples": data.identity()})
     with session.phase("load"):
@@ -164,7 +166,7 @@ def load(start: StartContext, family: ModelFamily, data: Data) -> tuple[Artifact
         start.context.notice(text)
     start_from_inputs(start, family, model, adapter, transfer, data, memory.parts)
     groups = adapter.groups(recipe.optim, recipe.lora)
-    weights = adapter.flatten(start.dtype, WEIGHT_DTYPES[recipe.lora.weight_dtype], groups)
+    weights = adapter.flatten(start.dtype, FLOATS[recipe.lora.weight_dtype], groups)
     optimizer = make_optimizer(
         weights,
         groups,
@@ -176,7 +178,8 @@ def load(start: StartContext, family: ModelFamily, data: Data) -> tuple[Artifact
         limit=adapter.norm_limit(recipe.lora),
     )
     # Checkpoint: compare, then restore
-    position, seals = Position(), seals_of(transfer.base)
+    assert model.placement is not None, "load_model places it"
+    position, seals = Position(), seals_of(model.placement.fingerprints())
     if checkpoint is not None:
         seals = _require_same_base_and_data(start, data, family, checkpoint, seals)
         position = _restore(checkpoint, transfer, adapter, optimizer)
@@ -188,11 +191,10 @@ def load(start: StartContext, family: ModelFamily, data: Data) -> tuple[Artifact
     position.attempt = max(position.attempt, start.attempt)
     # Canary and guard
     capture = capture_on_gpu if captures(start) else None
-    canary = Canary(start.device, start.dtype, recipe.lora.rank, transfer, capture=capture)
+    canary = Canary(start.device, start.dtype, recipe.lora.rank, model.placement, capture=capture)
     guard = Guard(canary, optimizer, start.context)
     guard.check_kernels(position.updates)
     guard.use_graphs(capture)
-    room = Room(session.run_dir, recipe, data.max_train_steps, start.context, data.steps_per_epoch)
     artifacts = Artifacts(
         session=session,
         recipe=recipe,
@@ -207,7 +209,7 @@ def load(start: StartContext, family: ModelFamily, data: Data) -> tuple[Artifact
         run_facts={**data.facts(), **identities(family)},
         base_seals=seals,
         steps_per_epoch=data.steps_per_epoch,
-        room=room,
+        room=Room(session.run_dir, recipe, data.max_train_steps, start.context, data.steps_per_epoch),
         tiles=start.settings.preview_tiling,
         memory=memory,
         world=start.world,
@@ -228,7 +230,7 @@ def prepare_data(start: StartContext, family: ModelFamily) -> Data:
         report=CacheRoom(cache, start.context),
         context=start.context,
         tiles=start.settings.image_tiling,
-        open_door=partial(encoder_transfer, start),
+        open_door=partial(encoder_placement, start),
         look=CacheGuard(recipe.lora.rank, updates, start.context),
         more=start_encoders(recipe, family, start.dtype),
     )

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
 from io import BytesIO
 from pathlib import Path
 
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-from lora_rocm.families.base import LoadedModel, ModelFamily, PreviewRequest
+from lora_rocm.families.base import Drawn, LoadedModel, Previewer, PreviewRequest
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.files import is_folder, remove, write_atomic, write_json
+from lora_rocm.foundation.json_text import parse_json
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.layout import OF_PREVIEWS, RunDir
 
 MARGIN_PX = 6
 LABEL_PX = 16
 GRID_TILE_PX = 320
-ENDINGS = {"image": "png", "text": "txt"}  # by FamilySpec.preview
+ENDINGS = {"image": "png", "video": "png", "text": "txt"}  # by FamilySpec.preview
 REQUESTS_FILE = "requests.json"  # beside the previews of a round: the requests that they were made from
 MAX_REQUESTS_BYTES = 1 << 24
+FRAME_MS = 62  # 16 frames a second
 
 
 def requests_of(recipe: Recipe) -> list[PreviewRequest]:
@@ -31,31 +31,17 @@ def requests_of(recipe: Recipe) -> list[PreviewRequest]:
 
     A prompt with a seed of its own counts from there.
     """
-    sample = recipe.sample
-    width, height = recipe.preview_size
-    return [
-        PreviewRequest(
-            prompt=preview.prompt,
-            negative_prompt=preview.negative_prompt or "",
-            width=preview.width or width,
-            height=preview.height or height,
-            steps=preview.steps or sample.steps,
-            guidance_scale=preview.guidance_scale or recipe.spec.guidance,
-            seed=image + (sample.seed + number * sample.images_per_prompt if preview.seed is None else preview.seed),
-            control=preview.control_image or "",
-            mask=preview.mask or "",
-            sampler=preview.sampler or sample.sampler,
-            lora_scale=sample.lora_scale if preview.lora_scale is None else preview.lora_scale,
-        )
-        for number, (_, _, preview) in enumerate(sample.numbered())
-        for image in range(sample.images_per_prompt)
-    ]
+    sample, requests = recipe.sample, []
+    for number, (_, _, preview) in enumerate(sample.numbered()):
+        first = sample.seed + number * sample.images_per_prompt if preview.seed is None else preview.seed
+        requests += [PreviewRequest.of(recipe, preview, first + image) for image in range(sample.images_per_prompt)]
+    return requests
 
 
 def draw(
     run_dir: RunDir,
     updates: int,
-    family: ModelFamily,
+    family: Previewer,
     model: LoadedModel,
     recipe: Recipe,
     text: Callable[[str], dict[str, Tensor]],
@@ -70,7 +56,7 @@ def draw(
     complete.
     """
     requests, folder = requests_of(recipe), run_dir.samples_at(updates)
-    drawn: dict[int, Image.Image | str] = {}
+    drawn: dict[int, Drawn] = {}
     for scale in dict.fromkeys(request.lora_scale for request in requests):
         numbers = [number for number, request in enumerate(requests) if request.lora_scale == scale]
         with scaled(scale):
@@ -83,7 +69,7 @@ def draw(
     paths = _paths(folder, requests, recipe)
     for path, preview in zip(paths, previews, strict=True):
         write_atomic(path, content_of(preview), run_dir.path)
-    write_json(folder / REQUESTS_FILE, [asdict(request) for request in requests], run_dir.path)
+    write_json(folder / REQUESTS_FILE, [request.to_json() for request in requests], run_dir.path)
     return paths
 
 
@@ -91,11 +77,11 @@ def existing(run_dir: RunDir, updates: int, recipe: Recipe) -> list[Path] | None
     """Paths of a round's previews; None unless it is complete and of these prompts and settings."""
     requests, folder = requests_of(recipe), run_dir.samples_at(updates)
     try:
-        drawn = json.loads(read_plain(folder / REQUESTS_FILE, MAX_REQUESTS_BYTES))
+        drawn = parse_json(read_plain(folder / REQUESTS_FILE, MAX_REQUESTS_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
     paths = _paths(folder, requests, recipe)
-    same = drawn == [asdict(request) for request in requests]
+    same = drawn == [request.to_json() for request in requests]
     return paths if same and all(path.exists() for path in paths) else None
 
 
@@ -124,15 +110,19 @@ def before_after(run_dir: RunDir, before: list[Path], after: list[Path], recipe:
     return run_dir.before_after
 
 
-def content_of(preview: Image.Image | str) -> bytes:
-    """The content of a preview's file: UTF-8 text, or PNG."""
-    return preview.encode("utf-8", "replace") if isinstance(preview, str) else png(preview)
+def content_of(preview: Drawn) -> bytes:
+    """The content of a preview's file: UTF-8 text, or PNG, which is animated if it is a video."""
+    if isinstance(preview, str):
+        return preview.encode("utf-8", "replace")
+    first, *more = preview if isinstance(preview, tuple) else (preview,)
+    return png(first, more)
 
 
-def png(image: Image.Image) -> bytes:
-    """Encode an image as PNG."""
+def png(image: Image.Image, more: Sequence[Image.Image] = ()) -> bytes:
+    """Encode an image as PNG; with ``more`` frames behind it, which viewers without animation do not show."""
     buffer = BytesIO()
-    image.save(buffer, format="PNG")
+    how = {"save_all": True, "append_images": more, "duration": FRAME_MS, "loop": 0} if more else {}
+    image.save(buffer, format="PNG", **how)
     return buffer.getvalue()
 
 

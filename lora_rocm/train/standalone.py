@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import torch
 
 from lora_rocm.checks.attention_routes import checked_attention
 from lora_rocm.device.allocator import LimitFollower
 from lora_rocm.device.backend_settings import apply
+from lora_rocm.device.placement.base import Resident
 from lora_rocm.device.precision import choose_device, compute_dtype
 from lora_rocm.device.transfer import DeviceTransfer
-from lora_rocm.families.base import LoadedModel
 from lora_rocm.hardware.settings import Settings, settings_from
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.event_types import NoticeEvent
 from lora_rocm.rundir.events import emit
 from lora_rocm.rundir.run_context import RunContext
-
-Job = dict[str, Any]
-"""What the child is asked to do, as the parent wrote it."""
 
 
 def start_device(recipe: Recipe) -> tuple[torch.device, Settings]:
@@ -44,8 +40,6 @@ def open_transfer(device: torch.device, settings: Settings) -> DeviceTransfer:
     return DeviceTransfer(device, pin=pin, heap_copy=settings.heap_copy)
 
 
-def send_model(model: LoadedModel, transfer: DeviceTransfer) -> None:
-    """Move all components to the transfer's device."""
-    for name, component in model.components.items():
-        transfer.send_parameters(component, name)
-    model.device = transfer.device
+def open_placement(device: torch.device, settings: Settings) -> Resident:
+    """A new placement that keeps all weights on the device, with a new transfer."""
+    return Resident(open_transfer(device, settings))

@@ -18,10 +18,9 @@ from lora_rocm.adapters.factory import inject
 from lora_rocm.adapters.lora_reader import files_of
 from lora_rocm.adapters.training_adapter import put_training_adapter
 from lora_rocm.dataset.entry_spec import EntrySpec
-from lora_rocm.device.transfer import DeviceTransfer
+from lora_rocm.device.placement.base import Placement
 from lora_rocm.families.base import ComparesWithStart, Encode, Encoder, LoadedModel, ModelFamily
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.train.standalone import send_model
 
 ENCODING_VERSION = 1  # increase it if the same model would give other tensors
 
@@ -68,19 +67,19 @@ class StartEncoder:
     def in_tiles(self) -> None:
         return None
 
-    def load(self, door: DeviceTransfer) -> Encode:
+    def load(self, door: Placement) -> Encode:
         family, model = self.family, cache(lambda: self._loaded(door))
         assert isinstance(family, ComparesWithStart), "as start_encoders found"
         return lambda inputs: family.at_start(model, inputs, door)
 
-    def _loaded(self, door: DeviceTransfer) -> LoadedModel:
+    def _loaded(self, door: Placement) -> LoadedModel:
         """The model as training starts, on the door's device."""
         recipe, model = self.recipe, self.family.load(self.dtype, torch.device("cpu"))
         if recipe.lora.init_from is not None or recipe.model.training_adapter is not None:
             inject(self.family, model, recipe.lora, recipe.train.seed)
             put_training_adapter(self.family, model, recipe.model.training_adapter)
         self.family.fuse(model, triton=False)  # rounds as in training, but for the kernels
-        send_model(model, door)
+        model.place(door)
         for component in model.components.values():
             component.eval()
         return model

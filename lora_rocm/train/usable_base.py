@@ -1,30 +1,29 @@
 """Whether a file or folder is a base that can be trained on: one judgement for ``check``, ``inspect`` and ``train``.
 
-It is ``ModelFamily.examine`` with what a run makes of the base before it loads weights. ``python -m
-lora_rocm.train.usable_base JOB.json`` judges a path for ``lora-rocm inspect`` and prints one JSON object: family ->
-the fields of ``Judged``.
+It is ``ModelFamily.examine`` with what a run makes of the base before it loads weights.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
 from torch import nn
 
+from lora_rocm.base_models.random_weights import RandomSource
+from lora_rocm.base_models.small_tensors import require_finite
 from lora_rocm.dataset.caption_length import TokenLimit
 from lora_rocm.errors import ModelError, UserError
 from lora_rocm.families.base import ModelFamily, family_for
 from lora_rocm.families.latent_family import LatentFamily
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.families.spec import FamilySpec
+from lora_rocm.processes.jobs import Judged
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.train.dry_run import require_computable
-from lora_rocm.train.json_child import answer
+from lora_rocm.train.dry_run import TakesSource, require_computable
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Base:
 
 
 def require_usable(family: ModelFamily, recipe: Recipe) -> Base:
-    """Examine the base of a recipe, from configs, headers and tokenizers alone.
+    """Examine the base of a recipe, from configs, headers, tokenizers and small tensors alone.
 
     Raises:
         ModelError: it is missing, damaged, of another family, or cannot be trained on.
@@ -49,27 +48,9 @@ def require_usable(family: ModelFamily, recipe: Recipe) -> Base:
     skeletons, limits = {name: family.skeleton(name) for name in family.all_components}, family.token_limits()
     _ = family.texts  # the tokenizer of a language model
     require_computable(family, recipe)
+    if isinstance(family, TakesSource) and not isinstance(family.source, RandomSource):
+        require_finite(family.source)
     return Base(files, skeletons, limits)
-
-
-@dataclass(frozen=True)
-class Judged:
-    """Whether a path can be ``model.name_or_path`` of a family.
-
-    refusal: why not; empty if it can. needed: keys of ``model`` that have to be set, too. notices: about a base that
-        can. problem: the refusal as an error of ``check`` has it (code, what, where, fix); empty if it can.
-    """
-
-    refusal: str
-    needed: tuple[str, ...] = ()
-    notices: tuple[str, ...] = ()
-    problem: Mapping[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def refused(cls, error: UserError) -> Judged:
-        """Return the judgement for an error."""
-        problem = {"code": error.code, "what": error.what, "where": error.where, "fix": error.fix}
-        return cls(f"{error.what} ({error.where})", problem=problem)
 
 
 def judged(path: Path, spec: FamilySpec, registry: Registry = PRODUCT) -> Judged:
@@ -106,14 +87,3 @@ def _of_part(family: ModelFamily) -> Judged:
     except ModelError as error:
         return Judged.refused(error)
     return Judged("", tuple(f"model.{name}" for name in whole if name not in source.layout.parts))
-
-
-def main(registry: Registry = PRODUCT) -> int:
-    """Judge the path of the job that the first argument names."""
-    return answer(
-        lambda job: {name: asdict(judged(Path(job["path"]), registry[name], registry)) for name in job["families"]}
-    )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

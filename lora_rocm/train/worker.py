@@ -32,6 +32,7 @@ from lora_rocm.foundation.output_stream import outliving_stdout
 from lora_rocm.foundation.packages import imported
 from lora_rocm.hardware.ranks import Rank, rank_of
 from lora_rocm.hardware.settings import settings_from
+from lora_rocm.processes.process import stop_signals
 from lora_rocm.recipe.comparison import shared_values
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
@@ -39,7 +40,6 @@ from lora_rocm.rules.mitigations import mitigation_table
 from lora_rocm.rundir.event_types import Emit, EndEvent, ErrorEvent, PhaseEvent, StartEvent
 from lora_rocm.rundir.events import EventWriter
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.supervisor.process import stop_signals
 from lora_rocm.supervisor.resume import recipe_to_train
 from lora_rocm.train.session import Session
 

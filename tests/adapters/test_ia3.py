@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lora_rocm.adapters.base import PEFT_NAME
+from lora_rocm.adapters.adapter_kind import PEFT_NAME
 from lora_rocm.adapters.factory import attach_file, inject
 from lora_rocm.adapters.ia3 import Ia3Adapter, Ia3Entry
 from lora_rocm.adapters.kinds import kind_for

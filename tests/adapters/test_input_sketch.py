@@ -11,7 +11,7 @@ from peft import EvaConfig, LoraConfig, get_peft_model
 from peft.tuners.lora.eva import initialize_lora_eva_weights
 from torch import Tensor, nn
 
-from lora_rocm.adapters.input_sketch import InputSketch, new_sketch, reading
+from lora_rocm.train.input_start import InputSketch, new_sketch, reading
 
 CPU = torch.device("cpu")
 

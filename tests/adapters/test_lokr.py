@@ -14,7 +14,7 @@ from peft import LoKrConfig, PeftModel, inject_adapter_in_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lora_rocm.adapters.base import PEFT_NAME
+from lora_rocm.adapters.adapter_kind import PEFT_NAME
 from lora_rocm.adapters.factory import attach_file, inject
 from lora_rocm.adapters.kinds import kind_for
 from lora_rocm.adapters.lokr import LokrAdapter, LokrConv2d, LokrEntry, LokrLinear

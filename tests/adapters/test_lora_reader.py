@@ -24,7 +24,6 @@ from lora_rocm.errors import AdapterError
 from lora_rocm.export import writers
 from lora_rocm.export.comfy_reader import apply_comfy
 from lora_rocm.export.metadata import Facts
-from lora_rocm.families.sdxl.family import Sdxl
 from tests.adapters.lycoris import locon
 from tests.tiny_models import SHALLOW_WIDER, trained, unet_config, write_tiny_sdxl
 
@@ -62,7 +61,7 @@ def test_our_own_forms(live: tuple[Any, Any, Any], tmp_path: Path, form: str) ->
     path = tmp_path / "lora.safetensors"
     writers.write(form, path, family, adapter, family.recipe, FACTS)
     assert same(read_lora(family, model.components, path), adapter.entries())
-    assert components_of(Sdxl, path) == {"unet", "text_encoder", "text_encoder_2"}
+    assert components_of(family, path) == {"unet", "text_encoder", "text_encoder_2"}
 
 
 def test_kohya_with_diffusers_block_names(live: tuple[Any, Any, Any], tmp_path: Path) -> None:
@@ -70,7 +69,7 @@ def test_kohya_with_diffusers_block_names(live: tuple[Any, Any, Any], tmp_path: 
     tensors = {}
     for name, entry in adapter.entries().items():
         component, path, _ = adapter.modules[name]
-        key = f"lora_unet_{path.replace('.', '_')}" if component == "unet" else family.export_key(component, path)
+        key = f"lora_unet_{path.replace('.', '_')}" if component == "unet" else family.files.key(component, path)
         tensors |= {f"{key}.lora_down.weight": entry.down, f"{key}.lora_up.weight": entry.up}
         tensors |= {f"{key}.alpha": torch.tensor(entry.scale * entry.rank)}
     save_file(tensors, tmp_path / "x.safetensors")
@@ -136,7 +135,7 @@ def test_folders_that_peft_writes(live: tuple[Any, Any, Any], tmp_path: Path, co
     model.save_pretrained(tmp_path)
     for path in (tmp_path, tmp_path / "adapter_model.safetensors"):
         check_against(model.get_base_model(), read_lora(live[0], live[1].components, path))
-    assert components_of(Sdxl, tmp_path) == {"unet"}
+    assert components_of(live[0], tmp_path) == {"unet"}
 
 
 def check_against(unet: nn.Module, entries: dict[str, LoraEntry]) -> None:
@@ -215,7 +214,7 @@ def write_locon(live: tuple[Any, Any, Any], path: Path, wd_on_output: bool | Non
         weight = layers[name].weight.detach()
         assert weight.shape == shape
         stored, changed = locon(weight, 3, rng, wd_on_output=wd_on_output)
-        tensors |= {f"{family.export_key('unet', name)}.{part}": tensor for part, tensor in stored.items()}
+        tensors |= {f"{family.files.key('unet', name)}.{part}": tensor for part, tensor in stored.items()}
         merged[name] = (weight, changed)
     save_file(tensors, path)
     return merged
@@ -229,7 +228,7 @@ def test_a_dora_of_lycoris_is_read_along_its_axis(
     entries = read_lora(live[0], live[1].components, tmp_path / "x.safetensors")
     in_comfy = apply_comfy(
         load_file(tmp_path / "x.safetensors"),
-        {live[0].export_key("unet", name): weight for name, (weight, _) in merged.items()},
+        {live[0].files.key("unet", name): weight for name, (weight, _) in merged.items()},
     )
     for (_, patched), (name, (weight, changed)) in zip(in_comfy, merged.items(), strict=True):
         torch.testing.assert_close(entries[f"unet.{name}"].effect(weight), changed - weight, rtol=1e-5, atol=1e-6)
@@ -245,7 +244,7 @@ def test_magnitudes_of_another_length_are_refused_with_file_module_and_shape(
     live: tuple[Any, Any, Any], tmp_path: Path, name: str
 ) -> None:
     write_locon(live, tmp_path / "x.safetensors", wd_on_output=True)
-    key, (outputs, inputs, *_) = f"{live[0].export_key('unet', name)}.dora_scale", SHAPES[name]
+    key, (outputs, inputs, *_) = f"{live[0].files.key('unet', name)}.dora_scale", SHAPES[name]
     tensors = load_file(tmp_path / "x.safetensors")
     for shape in ((7, 1), (1, 7), (1,), (), (1, outputs * inputs), (outputs, inputs), (inputs + 1, 1), (0,)):
         save_file(tensors | {key: torch.ones(shape)}, tmp_path / "y.safetensors")

@@ -13,7 +13,8 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
 from lora_rocm.adapters import lora_start
-from lora_rocm.adapters.base import PEFT_NAME, Adapter
+from lora_rocm.adapters.adapter_kind import PEFT_NAME
+from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.factory import attach_file, inject
 from lora_rocm.adapters.lora import LoraAdapter
 from lora_rocm.adapters.lora_start import START, factors, fill_start, less_start

@@ -11,7 +11,7 @@ from lycoris.modules import IA3Module, get_module, make_module
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from lora_rocm.adapters.base import PEFT_NAME
+from lora_rocm.adapters.adapter_kind import PEFT_NAME
 from lora_rocm.export import writers
 from lora_rocm.export.metadata import Facts
 from lora_rocm.families.base import LoadedModel

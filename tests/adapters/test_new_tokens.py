@@ -18,14 +18,14 @@ from lora_rocm.errors import AdapterError, UserError
 from lora_rocm.export.metadata import Facts
 from lora_rocm.families import clip
 from lora_rocm.families.base import family_for
-from lora_rocm.latent_cache.quarantine import plain_door
+from lora_rocm.latent_cache.encode_session import plain_door
 from lora_rocm.recipe.adapter_sections import NewToken
 from lora_rocm.rundir.layout import RunDir, embeddings_of
 from tests.event_lines import read_events
 from tests.lora_files import write_as_forecast
 from tests.tiny_models import tiny_recipe
 from tests.tiny_sd import SHALLOW_SD, write_tiny_sd
-from tests.train.test_pipeline import CPU, bytes_of, make_recipe, start, write_material
+from tests.train.runs import CPU, bytes_of, make_recipe, start, write_material
 
 TOKENS = [{"token": "<Toy>", "vectors": 2, "init": "red cat"}, {"token": "glib", "init": "dog"}]
 PROMPT = "a photo of <toy>, small GLIB glibly"
@@ -92,8 +92,8 @@ def test_the_seal_of_the_base_is_that_without_new_tokens(material: Path) -> None
         model = family.load(torch.float32, CPU)
         adapter = inject(family, model, recipe.lora.model_copy(update={"new_tokens": tokens}), 0)
         door = plain_door(CPU)
-        door.send_parameters(model.components["text_encoder"], "text_encoder")
-        seals.append({name.replace(".base_layer.", "."): sent for name, sent in door.base.items()})
+        door.place(model.components["text_encoder"], "text_encoder")
+        seals.append({name.replace(".base_layer.", "."): sent for name, sent in door.fingerprints().items()})
         assert any(name.startswith("text_encoder.") for name in adapter.parameters)
     assert seals[0] == seals[1]
 

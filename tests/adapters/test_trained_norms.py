@@ -69,7 +69,7 @@ def test_they_are_trained_written_and_read_back(folder: Path, tmp_path: Path) ->
     # LyCORIS' code puts the norms of the file into the base
     by_lycoris = family.load(torch.float32, CPU)
     modules = by_lycoris.components["unet"].named_modules()
-    own = {family.export_key("unet", name): module for name, module in modules if type(module) in KINDS}
+    own = {family.files.key("unet", name): module for name, module in modules if type(module) in KINDS}
     for key, norm in own.items():
         with torch.no_grad():
             parts = (tensors[f"{key}.{role}"] for role in ("w_norm", "b_norm"))

@@ -13,6 +13,7 @@ from torch import Tensor
 from lora_rocm.adapters import new_tokens
 from lora_rocm.adapters.factory import inject
 from lora_rocm.adapters.training_adapter import NAME, put_training_adapter
+from lora_rocm.device.placement.base import Resident
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, family_for
@@ -57,8 +58,8 @@ class Made:
                     layer.get_parameter("weight").data.add_(up @ down)
         self.adapter = inject(self.family, self.model, self.family.recipe.lora, 0)
         self.training_adapter = put_training_adapter(self.family, self.model, path and str(path))
-        self.transfer = DeviceTransfer(CPU, pin=False)
-        self.transfer.send_parameters(self.root, "transformer")
+        self.placement = Resident(DeviceTransfer(CPU, pin=False))
+        self.placement.place(self.root, "transformer")
         rng = torch.Generator().manual_seed(3)
         with torch.no_grad():
             for leaf in self.adapter.leaves.values():
@@ -136,12 +137,12 @@ def test_a_quantised_base_keeps_its_bytes_and_a_change_has_a_seal_of_its_own(
     torch.testing.assert_close(made.losses(), dense, rtol=0.05, atol=0)
     with made.training_adapter.absent():
         torch.testing.assert_close(made.losses(), plain.losses(), rtol=1e-6, atol=0)
-    seals, without = seals_of(made.transfer.base), seals_of(plain.transfer.base)
+    seals, without = seals_of(made.placement.fingerprints()), seals_of(plain.placement.fingerprints())
     assert without.items() <= seals.items() and seals.keys() - without.keys() == {f"{NAME} float32"}
     other = {name: tensor + 1e-3 * name.endswith("to_v.lora_A.weight") for name, tensor in load_file(file).items()}
     save_file(other, tmp_path / "other.safetensors")
     another = Made(base, KINDS[0], tmp_path / "other.safetensors", quantization="int8")
-    changed = seals_of(another.transfer.base)
+    changed = seals_of(another.placement.fingerprints())
     assert {key for key in seals if seals[key] != changed[key]} == {f"{NAME} float32"}
 
 
@@ -160,9 +161,9 @@ def test_what_is_counted_before_training_is_what_is_there(base: Path, file: Path
 
 def test_a_pair_that_changes_on_the_device_is_found(base: Path, file: Path) -> None:
     made = Made(base, KINDS[0], file)
-    assert not made.transfer.changed(), "the control"
+    assert not made.placement.changed(), "the control"
     made.root.get_buffer(f"transformer_blocks.0.attn.to_q.lora_A.{NAME}.weight").view(-1)[5] += 1e-3
-    assert [NAME in name for name in made.transfer.changed()] == [True]
+    assert [NAME in name for name in made.placement.changed()] == [True]
 
 
 def refused(base: Path, tensors: dict[str, Tensor], path: Path) -> AdapterError:

@@ -20,9 +20,8 @@ from lora_rocm.errors import ModelError
 from lora_rocm.families.ldm import detect
 from lora_rocm.families.objectives.loss import losses
 from lora_rocm.families.registry import PRODUCT
-from lora_rocm.families.sdxl.detect import EXPECTED
-from lora_rocm.families.sdxl.family import LAYOUT, Sdxl
-from lora_rocm.latent_cache.quarantine import plain_door
+from lora_rocm.families.sdxl.family import EXPECTED, LAYOUT, Sdxl
+from lora_rocm.latent_cache.encode_session import plain_door
 from lora_rocm.rundir.layout import RunDir
 from tests.tiny_models import (
     caption_encoder,

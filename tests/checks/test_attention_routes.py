@@ -25,11 +25,13 @@ from lora_rocm.rules import mitigation_store
 from lora_rocm.rules.environment import plan
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.run_context import RunContext
-from lora_rocm.train import pipeline, session, standalone, worker
+from lora_rocm.train import pipeline, standalone, worker
 from tests.event_lines import read_events
 from tests.hardware.situations import situation
 from tests.rules.test_environment import recipe
-from tests.supervisor.fake_run import RECIPE
+from tests.train.runs import run_dir
+
+__all__ = ["run_dir"]
 
 CPU = torch.device("cpu")
 PLANNED = Settings()
@@ -179,14 +181,6 @@ def test_the_self_test_names_zeros_on_each_route(route: str, monkeypatch: pytest
 
 
 # In the worker
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    monkeypatch.setattr(session.Session, "_watch_parent", lambda self: None)
-    found = RunDir(tmp_path / "run").create()
-    found.recipe.write_text(RECIPE, encoding="utf-8")
-    return found
 
 
 def start_worker(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> tuple[int, list[Settings]]:

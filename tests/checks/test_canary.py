@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lora_rocm.checks.canary import SCALES, Canary
+from lora_rocm.device.placement.base import Resident
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import MachineError
 from tests.device.broken import ATTENTION, CONVOLUTIONS, FAULTS, PRODUCTS, Broken, Fault, one_bit, one_nan, stale, zeros
@@ -17,10 +18,10 @@ FORMATS = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def canary(dtype: torch.dtype = torch.bfloat16, rank: int = 8, module: nn.Module | None = None) -> Canary:
-    transfer = DeviceTransfer(CPU, pin=False)
+    placement = Resident(DeviceTransfer(CPU, pin=False))
     if module is not None:
-        transfer.send_parameters(module, "net")
-    return Canary(CPU, dtype, rank, transfer)
+        placement.place(module, "net")
+    return Canary(CPU, dtype, rank, placement)
 
 
 def base(dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lora_rocm.checks.canary import SCALES, Canary
+from lora_rocm.device.placement.base import Resident
 from lora_rocm.device.transfer import DeviceTransfer
 from tests.device.broken import ATTENTION, CONVOLUTIONS, PRODUCTS, Broken, one_bit, one_nan, stale, tail_of_zeros, zeros
 
@@ -31,9 +32,9 @@ def base(dtype: torch.dtype, layers: int) -> nn.Module:
 
 
 def canary(dtype: torch.dtype, layers: int = 0) -> Canary:
-    transfer = DeviceTransfer(GPU, pin=True)
-    transfer.send_parameters(base(dtype, layers), "base")
-    return Canary(GPU, dtype, 16, transfer)
+    placement = Resident(DeviceTransfer(GPU, pin=True))
+    placement.place(base(dtype, layers), "base")
+    return Canary(GPU, dtype, 16, placement)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -48,7 +49,7 @@ def test_a_sound_gpu_passes_and_the_time_is_told(dtype: torch.dtype, capsys: pyt
             started = time.perf_counter()
             assert look.failure() is None
             taken_ms.append((time.perf_counter() - started) * 1e3)
-        size = sum(tensor.numel() * tensor.element_size() for tensor, _ in look.transfer.frozen.values())
+        size = sum(tensor.numel() * tensor.element_size() for tensor in look.placement.on_device().values())
         told.append(
             f"{statistics.median(taken_ms):.1f} ms with a base of {size / 2**20:.0f} MiB ({2 * layers} tensors)"
         )
@@ -71,7 +72,7 @@ def test_wrong_kernels_are_noticed(kernels: set[str], dtype: torch.dtype, fault)
 def test_a_flipped_bit_in_device_memory_is_noticed() -> None:
     look = canary(torch.bfloat16, 2)
     assert look.failure() is None
-    weight, _ = look.transfer.frozen["base.1.weight"]
+    weight = look.placement.on_device()["base.1.weight"]
     weight.data.view(torch.int16)[-1, -1] ^= 1
     found = look.failure()
     assert found is not None and "base.1.weight" in found.where

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lora_rocm.checks.canary import Canary
-from lora_rocm.checks.frozen_weights import CapturedFingerprints
+from lora_rocm.checks.canary import Canary, CapturedFingerprints
 from lora_rocm.checks.selftest_base import WrongAnswerError
+from lora_rocm.device.placement.base import Resident
 from lora_rocm.device.transfer import DeviceTransfer, whole_fingerprints
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -70,19 +70,19 @@ def test_a_new_graph_that_does_not_run_is_not_believed() -> None:
 
 @pytest.mark.parametrize("runs", [True, False], ids=["runs", "runs no more"])
 def test_a_replay_that_does_not_happen_leaves_no_good_answer(runs: bool) -> None:
-    transfer, recorder = DeviceTransfer(CPU, pin=False), Recorder()
-    transfer.send_parameters(nn.Linear(4, 3).requires_grad_(False), "base")
+    placement, recorder = Resident(DeviceTransfer(CPU, pin=False)), Recorder()
+    placement.place(nn.Linear(4, 3).requires_grad_(False), "base")
     captured = CapturedFingerprints(recorder)
-    assert transfer.changed(captured) == [] and transfer.changed(captured) == []
+    assert placement.changed(captured) == [] and placement.changed(captured) == []
     recorder.runs = runs
-    assert transfer.changed(captured) == ([] if runs else ["base.weight", "base.bias"])
+    assert placement.changed(captured) == ([] if runs else ["base.weight", "base.bias"])
 
 
 def test_the_canary_captures_its_look_at_weights() -> None:
-    transfer, recorder = DeviceTransfer(CPU, pin=False), Recorder()
+    placement, recorder = Resident(DeviceTransfer(CPU, pin=False)), Recorder()
     layer = nn.Linear(4, 3).requires_grad_(False)
-    transfer.send_parameters(layer, "base")
-    canary = Canary(CPU, torch.float32, 4, transfer, capture=recorder)
+    placement.place(layer, "base")
+    canary = Canary(CPU, torch.float32, 4, placement, capture=recorder)
     assert [canary.failure() for _ in range(3)] == [None] * 3
     assert recorder.captured == 3 + 1  # a new one to try at each look, and one of the weights
     layer.weight.data[0, 0] += 1

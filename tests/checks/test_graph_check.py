@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lora_rocm.checks.canary import SCALES, Canary
 from lora_rocm.checks.graph_check import capture_on_gpu, captured_sums
 from lora_rocm.checks.selftest_base import WrongAnswerError
+from lora_rocm.device.placement.base import Resident
 from lora_rocm.device.transfer import DeviceTransfer
 
 CPU = torch.device("cpu")
@@ -49,9 +50,9 @@ def test_the_canary_looks_at_graphs_only_where_they_are_used(monkeypatch: pytest
     monkeypatch.setattr(
         "lora_rocm.checks.canary.captured_sums", lambda device, dtype, scale, capture: looked.append(scale)
     )
-    plain = Canary(CPU, torch.float32, 4, DeviceTransfer(CPU, pin=False))
+    plain = Canary(CPU, torch.float32, 4, Resident(DeviceTransfer(CPU, pin=False)))
     assert plain.failure() is None and looked == [] and "captured graph" not in plain.checks
-    uses = Canary(CPU, torch.float32, 4, DeviceTransfer(CPU, pin=False), capture=capture_on_gpu)
+    uses = Canary(CPU, torch.float32, 4, Resident(DeviceTransfer(CPU, pin=False)), capture=capture_on_gpu)
     assert uses.failure() is None and looked == [1.0] and "captured graph" in uses.checks
 
 
@@ -63,7 +64,7 @@ def test_a_graph_that_is_wrong_or_cannot_be_captured_fails_the_canary(
         raise error
 
     monkeypatch.setattr("lora_rocm.checks.canary.captured_sums", fails)
-    found = Canary(CPU, torch.float32, 4, DeviceTransfer(CPU, pin=False), capture=capture_on_gpu).failure()
+    found = Canary(CPU, torch.float32, 4, Resident(DeviceTransfer(CPU, pin=False)), capture=capture_on_gpu).failure()
     assert found is not None and found.code == "canary-graph" and str(error) in found.where
     assert "runtime.graphs" in found.fix
 

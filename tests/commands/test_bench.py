@@ -15,10 +15,10 @@ import pytest
 from lora_rocm.commands import bench
 from lora_rocm.errors import RecipeError, WorkerDiedError
 from lora_rocm.hardware.facts import load_facts
+from lora_rocm.processes import row_runner
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.rules.this_machine import situation_here
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.supervisor import row_runner
 from tests.golden import HOSTS
 from tests.supervisor.fake_run import heard, step_fields
 from tests.tiny_models import RUN_TARGETS
@@ -65,7 +65,7 @@ class FakeChild:
         on_event: Callable[[Event], None],
         is_late: Callable[[], bool],
     ) -> int:
-        self.jobs.append(json.loads(Path(arguments[1]).read_bytes()))
+        self.jobs.append(json.loads(Path(arguments[-1]).read_bytes()))
         self.envs.append(dict(env))
         for step in self.scripts.pop(0):
             if isinstance(step, Exception):
@@ -167,13 +167,13 @@ def test_a_child_that_never_starts_and_one_that_always_dies_end_the_command(chil
 
 def on_a_radeon(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = load_facts(HOSTS / "linux-rx7900xtx.json")
-    monkeypatch.setattr(bench, "situation_here", lambda: replace(situation_here(None, facts), environ={}))
+    monkeypatch.setattr(bench, "situation_here", lambda recipe: replace(situation_here(recipe, facts), environ={}))
 
 
 def test_amd_is_measured_with_and_without_hipblaslt(child: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     on_a_radeon(monkeypatch)
     fake = child([RADEON, row(0, gemm(), 20e12)], [RADEON, row(0, gemm(), 10e12)])
-    assert bench.compute(None) == 0
+    assert bench.compute("demo.yaml", (), None) == 0
     variables = ("TORCH_BLAS_PREFER_HIPBLASLT", "ROCBLAS_USE_HIPBLASLT")
     assert [[env[name] for name in variables] for env in fake.envs] == [["1", "1"], ["0", "0"]]
     text = capsys.readouterr().out
@@ -184,16 +184,16 @@ def test_amd_is_measured_with_and_without_hipblaslt(child: Any, capsys: Any, mon
 
 def test_others_are_measured_once(child: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = load_facts(HOSTS / "nvidia-rtx4090.json")
-    monkeypatch.setattr(bench, "situation_here", lambda: situation_here(None, facts))
+    monkeypatch.setattr(bench, "situation_here", lambda recipe: situation_here(recipe, facts))
     fake = child([{**RADEON, "hip": None, "cuda": "13.0"}, row(0, gemm())])
-    assert bench.compute(None) == 0
+    assert bench.compute("demo.yaml", (), None) == 0
     assert len(fake.envs) == 1
 
 
 def test_reasons_are_told_once_for_all_rows_that_share_them(child: Any, capsys: Any) -> None:
     rows = [row(number, gemm(dtype), None, "out of memory") for number, dtype in enumerate(("float32", "bfloat16"))]
     child([CPU, *rows])
-    assert bench.compute(None) == 0
+    assert bench.compute("demo.yaml", (), None) == 0
     text = capsys.readouterr().out
     assert text.count("out of memory") == 1 and "base y fp32; attention 640, base y bf16: out" in text
 
@@ -204,7 +204,7 @@ def test_both_for_real_on_the_cpu(tmp_path: Path, capsys: Any) -> None:
     rows = json.loads((tmp_path / "t.json").read_bytes())["rows"]
     assert len(rows) == 5 and all(found["per_second"] > 0 for found in rows)
     assert "There is no GPU to measure" in capsys.readouterr().out
-    assert bench.compute(tmp_path / "c.json") == 0
+    assert bench.compute("demo.yaml", ("runtime.device=cpu", "data.resolution=64"), tmp_path / "c.json") == 0
     saved = json.loads((tmp_path / "c.json").read_bytes())
     assert {found["group"] for found in saved["rows"]} == {"gemm", "attention", "convolution"}
     assert all(found["problem"] is None and found["per_second"] > 0 for found in saved["rows"])
@@ -255,7 +255,7 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], l
             return [sys.executable, "-m", "tests.supervisor.fake_worker", mode, str(run_dir.path)]
 
         monkeypatch.setenv("PYTHONPATH", str(ROOT))
-        monkeypatch.setattr(bench.process, "worker_command", command)
+        monkeypatch.setattr(bench.worker, "worker_command", command)
         return runs
 
     return made

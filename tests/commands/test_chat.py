@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import queue
 import re
 import shutil
@@ -21,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lora_rocm.adapters.factory import inject
 from lora_rocm.base_models.loading import builtin_folder
+from lora_rocm.children.chat import Side, chat
 from lora_rocm.commands import chat as command
 from lora_rocm.dataset.records import UnusableText
 from lora_rocm.export.metadata import Facts
@@ -28,11 +28,12 @@ from lora_rocm.export.writers import write
 from lora_rocm.families.base import Sampling
 from lora_rocm.families.causal_lm.family import CausalLM
 from lora_rocm.families.causal_lm.generation import chosen, pieces_of
+from lora_rocm.processes.job_file import read_job_file
+from lora_rocm.processes.jobs import ChatJob
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.rundir.event_types import Event
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.train.chat import Side, chat
 from tests.command_line import command_line
 from tests.supervisor.fake_run import write_whole_run
 from tests.tiny_llm import tiny_tokenizer
@@ -67,16 +68,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Fake:
     """Stands for the child's process: the same code in a thread."""
 
-    def __init__(self, job: Mapping[str, Any]) -> None:
+    def __init__(self, job: ChatJob) -> None:
         self._requests: queue.Queue[Any] = queue.Queue()
         self._events: queue.Queue[Event | Exception] = queue.Queue()
         self.stopped = False
         self.thread = threading.Thread(target=self._work, args=[job])
         self.thread.start()
 
-    def _work(self, job: Mapping[str, Any]) -> None:
+    def _work(self, job: ChatJob) -> None:
         try:
-            chat(dict(job), requests=self, emit=self._events.put)
+            chat(job, requests=self, emit=self._events.put)
         except Exception as error:  # is raised where it is heard
             self._events.put(error)
 
@@ -98,7 +99,7 @@ class Fake:
 
 @contextmanager
 def fake(words: Sequence[str], env: Mapping[str, str]) -> Iterator[Fake]:
-    child = Fake(json.loads(Path(words[-1]).read_text(encoding="utf-8")))
+    child = Fake(read_job_file(Path(words[-1]), {"chat": ChatJob}))
     try:
         yield child
     finally:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from lora_rocm.children.check_base import weigh
 from lora_rocm.commands import inspect_file
 from lora_rocm.commands.inspect_file import inspect_text
 from lora_rocm.errors import LoraRocmError, WorkerDiedError
-from lora_rocm.train.check_child import weigh
 from tests.families.causal_lm.adapted import recipe_of
 from tests.families.causal_lm.test_published import changed_tensors
 from tests.families.test_tokenizer_rows import BEYOND, edited, piece
@@ -74,6 +74,6 @@ def test_a_child_that_fails_is_no_promise(tmp_path: Path, monkeypatch: pytest.Mo
     def failing(*arguments: object) -> dict[str, Any]:
         raise WorkerDiedError("died", "The process ended.", fix="x")
 
-    monkeypatch.setattr("lora_rocm.supervisor.subprocesses.run_for_json", failing)
+    monkeypatch.setattr("lora_rocm.processes.tool.run_for_json", failing)
     with pytest.raises(WorkerDiedError):
         inspect_file.inspect(write_tiny_llm(tmp_path))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,7 @@ def child(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         answer["asked"] = asked
         return {key: value for key, value in answer.items() if key != "asked"}
 
-    monkeypatch.setattr(command, "run_for_json", run_for_json)
+    monkeypatch.setattr("lora_rocm.processes.tool.run_for_json", run_for_json)
     return answer
 
 
@@ -151,7 +151,7 @@ def test_a_quantised_text_encoder_is_named_with_its_memory(write: Any, child: An
 
 
 def gpu(budget_gib: float, **changes: Any) -> dict[str, Any]:
-    rates = {"flops": 1e14, "moved_bytes": 1e12, "bus_bytes": 1e10, "launch_s": 4e-6, "known": True}
+    rates = asdict(Rates(flops=1e14, moved_bytes=1e12, bus_bytes=1e10, known=True))
     return {"name": "Card", "integrated": False, "budget_bytes": int(budget_gib * GIB), "rates": rates} | changes
 
 

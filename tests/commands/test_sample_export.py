@@ -14,7 +14,6 @@ from PIL import Image
 from lora_rocm.commands import sample_export
 from lora_rocm.errors import AdapterError, MachineError, UserError
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.supervisor.run_recipe import SPARE_CACHE
 from tests.command_line import command_line
 from tests.supervisor.fake_run import heard, write_whole_run
 
@@ -26,21 +25,32 @@ EVENTS = [
 ]
 
 
+UNSAID: dict[str, Any] = {
+    **dict.fromkeys(("width", "height", "guidance_scale", "sampler")),
+    "negative_prompt": "",
+    "steps": 25,
+    "strength": 1.0,
+    "num": 1,
+}
+"""The other options of ``sample``."""
+
+
 @pytest.fixture
 def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     monkeypatch.chdir(tmp_path)
     found: list[dict[str, Any]] = []
 
     def run_tool(module: str, arguments: Sequence[str], env: dict[str, str], on_event: Any) -> int:
-        assert module == "lora_rocm.train.model_child" and env["PYTHONUTF8"] == "1"
-        job = json.loads(Path(arguments[1]).read_bytes())
-        assert Path(job.pop(SPARE_CACHE)).parent == Path(arguments[1]).parent
-        found.append({"tool": arguments[0], **job})
+        assert module == "lora_rocm.children.model_child" and env["PYTHONUTF8"] == "1"
+        (path,) = map(Path, arguments)
+        job = json.loads(path.read_bytes())
+        assert Path(job.pop("spare_cache")).parent == path.parent
+        found.append(job)
         for event in EVENTS:
             on_event(heard(event))
         return 0
 
-    monkeypatch.setattr(sample_export, "run_tool", run_tool)
+    monkeypatch.setattr("lora_rocm.processes.tool.run_tool", run_tool)
     return found
 
 
@@ -69,13 +79,15 @@ def test_sample_of_a_run(jobs: list[dict[str, Any]], tmp_path: Path, capsys: pyt
     assert sample_export.sample(Path("run"), output=None, base=None, config=None, prompt="ü", seed=3) == 0
     assert jobs == [
         {
-            "tool": "sample",
+            **UNSAID,
+            "child": "sample",
             "source": str(run_dir.path),
             "output": str(run_dir.samples / "asked"),
             "base": None,
             "config": None,
             "family": None,
             "control_image": "",
+            "control_image_2": "",
             "mask": "",
             "prompt": "ü",
             "seed": 3,
@@ -151,8 +163,8 @@ def test_export(jobs: list[dict[str, Any]], tmp_path: Path) -> None:
     write_whole_run(RunDir(tmp_path / "run"))
     assert sample_export.export(Path("run"), "peft", output=None, dtype="bf16") == 0
     source = str(tmp_path / "run")
-    asked = {"source": source, "format": "peft", "output": None, "dtype": "bf16", "updates": None, "converter": ""}
-    assert jobs == [{"tool": "export", **asked}]
+    asked = {"source": source, "format": "peft", "output": None, "dtype": "bf16", "updates": None, "converter": None}
+    assert jobs == [{"child": "export", **asked}]
 
 
 @pytest.mark.parametrize("there", ["option", "option-file", "variable", "path"])

@@ -34,7 +34,7 @@ def use(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     def command(run_dir: RunDir, *options: object) -> list[str]:
         return [sys.executable, "-m", "tests.supervisor.fake_worker", mode, str(run_dir.path)]
 
-    monkeypatch.setattr(train.process, "worker_command", command)
+    monkeypatch.setattr(train.worker_process, "worker_command", command)
 
 
 def test_a_run_leaves_its_files_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -223,7 +223,7 @@ def test_a_run_that_was_rolled_back_goes_on_with_its_noise(
         seen.append(attempt)
         return [sys.executable, "-m", "tests.supervisor.fake_worker", "done", str(run_dir.path)]
 
-    fake.setattr(train.process, "worker_command", command)
+    fake.setattr(train.worker_process, "worker_command", command)
     run_dir = RunDir(tmp_path / "run").create()
     fields = {"number": 1, "spent": 1, "budget": 10, "progress": False, "from_updates": 0, "changes": []}
     for attempt in (0, 2):

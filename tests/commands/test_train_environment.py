@@ -46,7 +46,7 @@ def quiet_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def command(run_dir: RunDir, *options: object) -> list[str]:
         return [sys.executable, "-c", SAY_ENVIRONMENT, str(run_dir.path)]
 
-    monkeypatch.setattr(train.process, "worker_command", command)
+    monkeypatch.setattr(train.worker_process, "worker_command", command)
 
 
 def seen_by_child(machine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **exported: str) -> dict[str, str]:

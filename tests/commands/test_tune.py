@@ -12,9 +12,9 @@ import pytest
 from lora_rocm.commands import tune
 from lora_rocm.errors import MachineError, WorkerDiedError
 from lora_rocm.hardware.measured_choice import table_of
+from lora_rocm.processes import row_runner
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.rule import Situation
-from lora_rocm.supervisor import row_runner
 from tests.golden import HOSTS
 from tests.hardware.situations import fast, situation
 
@@ -129,7 +129,7 @@ def test_libraries_that_the_profile_avoids_are_not_tuned(tuning: Tuning, machine
     tuning.on(machine)
     seen: list[dict[str, str]] = []
 
-    def watched(module: str, arguments: list[str], job: Any, env: dict[str, str], *more: Any, **names: Any) -> None:
+    def watched(job: Any, env: dict[str, str], *more: Any, **names: Any) -> None:
         seen.append(env)
 
     tuning.monkeypatch.setattr(tune, "run_rows", watched)

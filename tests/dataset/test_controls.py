@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from lora_rocm.dataset.controls import Controls
+from lora_rocm.dataset.controls import CONTROL
 from lora_rocm.dataset.preview_images import require_preview_images
+from lora_rocm.dataset.sample_table import Companion
 from lora_rocm.dataset.scan import Scan, scan
 from lora_rocm.errors import DataError, RecipeError
 from lora_rocm.recipe.load import load_recipe
@@ -31,9 +32,8 @@ def scanned(make: SimpleNamespace, images: Path, **keys: Any) -> Scan:
 
 def test_a_control_image_belongs_to_the_image_with_its_path(images: Path, make: SimpleNamespace) -> None:
     found = scanned(make, images)
-    controls = Controls(found.samples[0].options, 0)
     wanted = [images.parent / "controls" / "a.webp", images.parent / "controls" / "sub" / "b.webp"]
-    assert [controls.of(sample) for sample in found.samples] == wanted
+    assert [sample.companions for sample in found.samples] == [(Companion(CONTROL, path, 40, 80),) for path in wanted]
     assert not found.set_aside and not found.notices and not found.lasting
     assert scanned(make, images, control_path=None).lasting, "the control"
 
@@ -129,6 +129,11 @@ INPAINT = "model: {family: sdxl, name_or_path: x}\ntrain: {epochs: 1}\ndata: {pa
     ("text", "place", "words"),
     [
         ("  prompts: [a]\n  control_images: [i]", "r.yaml:6 sample.control_images[0]", "it needs a mask"),
+        (
+            "  prompts: [{prompt: a, control_image: i, control_image_2: i, mask: m}]",
+            "r.yaml:5 sample.prompts[0].control_image_2",
+            "it needs a mask",
+        ),
         ("  prompts: [a]\n  masks: [m]", "r.yaml:6 sample.masks[0]", "has no image"),
         ("  prompts:\n  - a\n  - {prompt: b, mask: m}", "r.yaml:7 sample.prompts[1].mask", "has no image"),
         (
@@ -182,8 +187,7 @@ def test_control_images_beside_the_images(images: Path, make: SimpleNamespace) -
     (images / "sub" / "_controls").mkdir()
     (images.parent / "controls" / "sub" / "b.webp").rename(images / "sub" / "_controls" / "b.webp")
     found = scanned(make, images, control_path="beside")
-    controls = Controls(found.samples[0].options, 0)
-    assert [controls.of(sample).name for sample in found.samples] == ["a-condlabel.webp", "b.webp"]
+    assert [sample.companions[0].place.name for sample in found.samples] == ["a-condlabel.webp", "b.webp"]
     assert not found.notices and found.lasting
     (images / "a-condlabel.webp").unlink()
     with pytest.raises(DataError, match="1 image has no control image: a.png") as caught:

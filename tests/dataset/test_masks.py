@@ -12,7 +12,8 @@ from PIL import Image
 
 from lora_rocm.dataset.buckets import Geometry, choose_bucket
 from lora_rocm.dataset.image_io import cut, decode
-from lora_rocm.dataset.masks import Masks, decode_mask, fits, mask_on_grid
+from lora_rocm.dataset.masks import MASK, decode_mask, fits, mask_on_grid
+from lora_rocm.dataset.sample_table import Sample
 from lora_rocm.dataset.scan import Scan, scan
 from lora_rocm.errors import DataError
 
@@ -40,13 +41,17 @@ def notices(found: Scan) -> str:
     return "\n".join(found.notices)
 
 
+def place(sample: Sample) -> Path | object:
+    mask = sample.companion(MASK)
+    return None if mask is None else mask.place
+
+
 def test_a_mask_belongs_to_the_image_with_its_path(images: Path, make: SimpleNamespace, tmp_path: Path) -> None:
     a, c = mask(tmp_path / "masks" / "a.webp"), mask(tmp_path / "masks" / "sub" / "c-masklabel.png")
     mask(tmp_path / "masks" / "c.png")  # not in the folder of the image
     found = scanned(make, images, tmp_path / "masks")
     assert [sample.key for sample in found.samples] == ["a.png", "b.png", "sub/c.png"] and not found.set_aside
-    masks = Masks(found.samples[0].options, 0)
-    assert [masks.of(sample) for sample in found.samples] == [a, None, c]
+    assert [place(sample) for sample in found.samples] == [a, None, c]
     assert "Images with a mask: 2 of 3" in notices(found)
     assert "1 image has none and is trained on whole: b.png." in notices(found)
     assert "1 mask has no image of the same name: c.png." in notices(found)
@@ -100,14 +105,14 @@ def test_two_masks_of_one_image_are_reported(images: Path, make: SimpleNamespace
     first = mask(tmp_path / "masks" / "a.bmp")
     mask(tmp_path / "masks" / "a.png", value=9)
     found = scanned(make, images, tmp_path / "masks")
-    assert Masks(found.samples[0].options, 0).of(found.samples[0]) == first
+    assert place(found.samples[0]) == first
     assert "1 mask has the name of another one and is not used: a.png." in notices(found)
 
 
 def test_without_masks_no_word_is_said(images: Path, make: SimpleNamespace) -> None:
     found = scanned(make, images)
     assert "mask" not in notices(found) and found.lasting
-    assert Masks(found.samples[0].options, 0).of(found.samples[0]) is None
+    assert not found.samples[0].companions
 
 
 @pytest.mark.parametrize("name", ["masks", "painted"])
@@ -247,8 +252,7 @@ def test_masks_beside_the_images_are_used_where_the_recipe_says_so(images: Path,
     ]
     found = scanned(make, images, "beside")
     assert [sample.key for sample in found.samples] == ["a.png", "b.png", "sub/c.png"] and found.lasting
-    masks = Masks(found.samples[0].options, 0)
-    assert [masks.of(sample) for sample in found.samples] == made[:3]
+    assert [place(sample) for sample in found.samples] == made[:3]
     assert "Images with a mask: 3 of 3" in notices(found) and "not used" not in notices(found)
     assert "1 mask has no image of the same name: x-masklabel.png." in notices(found)
     for path in made:

@@ -16,7 +16,6 @@ from lora_rocm.dataset.companion_inputs import COMPANION_INPUTS
 from lora_rocm.dataset.controls import Controls
 from lora_rocm.dataset.folders import walk
 from lora_rocm.dataset.masks import Masks
-from lora_rocm.dataset.sample_table import Sample
 from lora_rocm.dataset.scan import Scan, scan
 from lora_rocm.errors import DataError
 from lora_rocm.foundation.names import Names, name_key, spelled
@@ -119,10 +118,6 @@ def scanned(make: SimpleNamespace, root: Path, put: Put, forms: tuple[str, str])
     return scan(make.data(path=str(root / "data"), **put(root, theirs)))
 
 
-def companion_of(sample: Sample) -> Path | object:
-    return (Masks if sample.options.mask_path else Controls)(sample.options, 0).of(sample)
-
-
 def test_every_kind_of_companion_is_tried() -> None:
     assert {Masks, Controls} == set(COMPANION_INPUTS)
 
@@ -140,7 +135,7 @@ def test_companions_in_either_spelling(
     tmp_path: Path, make: SimpleNamespace, kind: str, forms: tuple[str, str]
 ) -> None:
     found = scanned(make, tmp_path, COMPANIONS[kind], forms)
-    assert [bool(companion_of(sample)) for sample in found.samples] == [True], found.notices
+    assert [len(sample.companions) for sample in found.samples] == [1], found.notices
 
 
 @pytest.mark.parametrize("forms", FORMS)

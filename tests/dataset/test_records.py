@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyarrow import parquet
 
 from lora_rocm.dataset.records import MARK, Completion, Conversation, Pair, UnusableText, read, record_of, written
 from lora_rocm.dataset.row_cells import MAX_NAMED, RowAccount, RowCells
@@ -65,7 +68,13 @@ def test_a_plain_text_stays_itself_even_if_it_looks_like_a_record() -> None:
         ({"messages": "hello"}, "The column messages is a text that is no JSON: Expecting value"),
         ({"messages": '[{"role": "user"'}, "The column messages is a text that is no JSON: .* column 17"),
         ({"messages": '{"role": "user"}'}, "The column messages is no list of messages"),
-        ({"messages": "[" * 99_999}, "The column messages is a text that is no JSON"),
+        ({"messages": "[" * 99_999}, "The column messages .* nested too deep"),
+        ({"messages": '[{"role": "user", "content": "a", "content": "b"}]'}, 'messages .* key "content" twice'),
+        ({"messages": [ASK, ANSWER], "tools": ['{"name": "a", "name": "b"}']}, 'key "name" twice'),
+        ({"messages": [ASK, {**ANSWER, "tool_calls": '[{"name": "a", "name": "b"}]'}]}, 'key "name" twice'),
+        ({"prompt": "[{'role': 'user', 'content': 'a'}]", "completion": "b"}, "begins like a list of messages"),
+        ({"prompt": "a", "completion": '[{"role": "assistant", "content": "b"'}, "begins like a list of messages"),
+        ({"prompt": '[{"role": "user", "content": "a"}, {"content": "b"}]', "completion": [ANSWER]}, "has no role"),
         ({"messages": " "}, "The column messages is empty"),
         ({"conversations": "[1]"}, "The column conversations is no list of messages"),
         ({"messages": None}, "The column messages is empty"),
@@ -266,6 +275,55 @@ def test_bad_lines_are_named_by_their_number_and_the_others_are_used(tmp_path: P
         "It is no JSON object.",
         "The text is empty.",
     ]
+
+
+BAD_ROWS = {
+    "key twice": ('"messages": [], "messages": [MESSAGES]', 'key "messages" twice'),
+    "key of a message twice": ('"messages": [{"role": "user", "role": "user"}, MESSAGES]', 'key "role" twice'),
+    "key of a tool twice": ('"messages": [MESSAGES], "tools": [{"name": "a", "name": "b"}]', 'key "name" twice'),
+    "long number": ('"messages": [MESSAGES], "id": ' + "9" * 6000, "too many digits"),
+    "deep": ('"messages": [MESSAGES], "id": ' + "[" * 9999, "nested too deep"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+def test_what_makes_a_row_of_json_unusable_is_said(name: str, suffix: str, tmp_path: Path) -> None:
+    row, reason = BAD_ROWS[name]
+    good = ", ".join(map(json.dumps, (ASK, ANSWER)))
+    lines = ["{" + each.replace("MESSAGES", good) + "}" for each in ('"messages": [MESSAGES]', row)]
+    path = tmp_path / f"t{suffix}"
+    path.write_text("\n".join(lines) if suffix == ".jsonl" else f"[{','.join(lines)}]", encoding="utf-8")
+    found = list(rows_of(DataSection(sources=(DataSource(dataset=str(path)),)).resolved_sources()[0]))
+    ((where, bad),) = ((where, row) for where, row, _ in found if isinstance(row, UnusableText))
+    assert re.search(reason, bad.what) and "no JSON" not in bad.what
+    assert where == (f"{path.name}:2" if suffix == ".jsonl" else f"{path.name}:1")
+
+
+def test_a_plain_answer_that_is_a_list_in_json_or_python_stays_a_text() -> None:
+    for answer in ('[{"city": "Oslo"}]', "[{'city': 'Oslo'}]", '[{"a": 1, "a": 2}]', "[1, 2", '[{"role": "x"}, 3]'):
+        assert record_of({"prompt": "a", "completion": answer}) == Completion("a", answer)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_parquet_file_with_two_fields_of_one_name_is_refused(depth: int, tmp_path: Path) -> None:
+    """Without the check the last of two fields of a struct counts."""
+    for twice in (False, True):
+        field = pyarrow.field("a", pyarrow.string())
+        fields = [field, field if twice else field.with_name("b")]
+        for _ in range(depth):
+            fields = [pyarrow.field("messages", pyarrow.list_(pyarrow.struct(fields)))]
+        schema = pyarrow.schema([pyarrow.field("text", pyarrow.string()), *fields])
+        columns = [pyarrow.array(["x"]), *(pyarrow.nulls(1, each.type) for each in fields)]
+        path = tmp_path / f"{depth}{twice}.parquet"
+        parquet.write_table(pyarrow.Table.from_arrays(columns, schema=schema), path)
+        data = DataSection(sources=(DataSource(dataset=str(path)),))
+        if twice:
+            with pytest.raises(DataError) as caught:
+                scan_texts(data)
+            assert caught.value.code == "dataset-column" and str(path) in str(caught.value)
+        else:
+            assert len(list(rows_of(data.resolved_sources()[0]))) == 1
 
 
 def test_cells_of_a_csv_hold_lists_as_json_and_a_wrong_one_is_named(tmp_path: Path) -> None:

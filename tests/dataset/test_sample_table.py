@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lora_rocm.dataset import sample_table
 from lora_rocm.dataset.hf_datasets import DatasetRow
-from lora_rocm.dataset.sample_table import Sample, Samples
+from lora_rocm.dataset.sample_table import Companion, Sample, Samples
 from lora_rocm.recipe.schema import DataSection
 
 any_text = st.text(st.characters(codec=None), max_size=12)  # also halves of letters, as names of files may have
@@ -21,7 +21,10 @@ SOURCES = DataSection(sources=({"path": "/a"}, {"dataset": "b", "split": "c", "i
 
 def sample(text: str, name: str, size: int, of_dataset: bool) -> Sample:
     location = DatasetRow("b", "c", "d", size) if of_dataset else Path("/a", name)
-    return Sample(name, int(of_dataset), text, location, text[::-1], size, size + 1, 3, SOURCES[of_dataset])
+    place = DatasetRow("b", "c", text or "e", size) if of_dataset and size % 2 else Path("/b", name)
+    companions = tuple(Companion(each, place, size, 7) for each in ("mask", "control_2")[: size % 3])
+    how = {"companions": companions}
+    return Sample(name, int(of_dataset), text, location, text[::-1], size, size + 1, 3, SOURCES[of_dataset], **how)
 
 
 @given(st.lists(st.builds(sample, any_text, names, st.integers(1, 10**6), st.booleans()), max_size=9))

@@ -22,6 +22,7 @@ axes = st.dictionaries(st.sampled_from(["h", "w", "frames", "tokens", "seconds_o
         (image_shape((768, 1024)), "1024x768"),
         (Shape.of(frames=17, h=480, w=832), "832x480, 17 frames"),
         (Shape.of(tokens=512), "512 tokens"),
+        (Shape.of(h=64, w=96, control_2_h=32, control_2_w=128, frames=5), "96x64, 5 frames, control_2 128x32"),
     ],
 )
 def test_a_shape_in_words(shape: Shape, text: str) -> None:
@@ -56,6 +57,9 @@ def test_other_json_is_no_shape(value: dict[str, object]) -> None:
 def test_the_cost_decides_and_then_the_axes() -> None:
     square, wide, clip = Shape.of(h=64, w=64), Shape.of(h=32, w=128), Shape.of(frames=2, h=32, w=64)
     dear = Shape.of(10**6, tokens=1)
+    assert (
+        Shape.of(h=64, w=64, control_h=32, control_w=8, control_2_h=2, control_2_w=2).cost == 64 * 64 + 32 * 8 + 2 * 2
+    )
     assert square.cost == wide.cost == clip.cost and clip != square
     assert sorted([dear, square, wide, clip], key=lambda shape: shape.order) == [clip, wide, square, dear]
 

@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from lora_rocm.children import model_child
 from lora_rocm.device.torch_errors import device_fault, out_of_memory, settle, told
 from lora_rocm.errors import MachineError
+from lora_rocm.processes.jobs import ChatJob
+from lora_rocm.processes.tool import write_job
 from lora_rocm.rules.mitigations import seen_of_code
-from lora_rocm.train import model_child, worker
+from lora_rocm.train import worker
 
 
 @pytest.fixture
@@ -54,16 +57,15 @@ def test_a_worker_that_fails_waits(waits: list[str], tmp_path: Path, monkeypatch
 
 
 def test_a_tool_that_fails_waits(waits: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["tools", "sample", str(tmp_path / "missing.json")])
+    monkeypatch.setattr("sys.argv", ["tools", str(tmp_path / "missing.json")])
     assert model_child.main() != 0
     assert waits == ["waited"]
 
 
 def test_a_tool_that_is_done_waits(waits: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = tmp_path / "job.json"
-    job.write_text("{}", encoding="utf-8")
-    monkeypatch.setitem(model_child.TOOLS, "sample", lambda asked, registry: None)
-    monkeypatch.setattr("sys.argv", ["tools", "sample", str(job)])
+    job = write_job(tmp_path, ChatJob(adapter=tmp_path, recipe=tmp_path))
+    monkeypatch.setattr(model_child, "chat", lambda asked, registry: None)
+    monkeypatch.setattr("sys.argv", ["tools", str(job)])
     assert model_child.main() == 0 and waits == ["waited"]
 
 

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lora_rocm.device import transfer as transfers
+from lora_rocm.device.placement.base import Resident
 from lora_rocm.device.transfer import METHODS, DeviceTransfer, copy_to_device, fingerprint, whole_fingerprint
 from lora_rocm.errors import TransferError
 
@@ -217,9 +218,9 @@ def test_weights_are_checked_after_loading(broken: tuple[str, ...]) -> None:
     transfer = DeviceTransfer(CPU, pin=False, copy=FaultyBus(half_zeroed, broken))
     if len(broken) == len(METHODS):
         with pytest.raises(TransferError, match="changed"):
-            transfer.send_parameters(module, "net")
+            Resident(transfer).place(module, "net")
         return
-    transfer.send_parameters(module, "net")
+    Resident(transfer).place(module, "net")
     assert transfer.failures == 2 and transfer.checks == 4
     assert all(torch.equal(module.state_dict()[name], value) for name, value in wanted.items())
 
@@ -244,14 +245,15 @@ def test_of_weights_that_are_compared_together_the_changed_one_is_sent_again(bro
     transfer = DeviceTransfer(CPU, pin=False, copy=copy)
     if broken == METHODS:
         with pytest.raises(TransferError, match=r"net\.7\.weight \(8, 8\)"):
-            transfer.send_parameters(module, "net")
+            Resident(transfer).place(module, "net")
         return
-    transfer.send_parameters(module, "net")
+    placement = Resident(transfer)
+    placement.place(module, "net")
     assert (transfer.failures, transfer.checks) == (1, 41)
     assert all(torch.equal(module.state_dict()[name], value) for name, value in wanted.items())
-    assert transfer.changed() == []
+    assert placement.changed() == []
     module["7"].weight[0, 0] += 1
-    assert transfer.changed() == ["net.7.weight"]
+    assert placement.changed() == ["net.7.weight"]
 
 
 def test_many_weights_of_one_shape_take_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,9 +264,9 @@ def test_many_weights_of_one_shape_take_few_calls(monkeypatch: pytest.MonkeyPatc
         return fingerprint(tensor_B)
 
     monkeypatch.setattr(transfers, "fingerprint", counted)
-    transfer = DeviceTransfer(CPU, pin=False)
-    transfer.send_parameters(alike(50), "net")
-    assert transfer.changed() == []
+    placement = Resident(DeviceTransfer(CPU, pin=False))
+    placement.place(alike(50), "net")
+    assert placement.changed() == []
     assert len(calls) == 3 * 2, "weights and biases: on the host, where they arrived, and later"
 
 
@@ -304,7 +306,7 @@ def is_mapped(tensor: Tensor) -> bool:
 def test_with_heap_copy_no_mapped_weight_is_left(heap_copy: bool, tmp_path: Path) -> None:
     module = Mapped(tmp_path)
     assert is_mapped(module.weight)
-    DeviceTransfer(CPU, pin=False, heap_copy=heap_copy).send_parameters(module, "net")
+    Resident(DeviceTransfer(CPU, pin=False, heap_copy=heap_copy)).place(module, "net")
     assert is_mapped(module.weight) == (not heap_copy)  # on a CPU a copy straight from the file is none at all
     assert torch.equal(module.weight, torch.arange(2.0**16).reshape(256, 256))
 

@@ -149,6 +149,38 @@ def test_the_names_of_this_machine_are_known(monkeypatch: pytest.MonkeyPatch) ->
         assert word not in out.lower()
 
 
+SECRET_WORDS = ("Tr0ub4dor", "c0rrect h0rse", "87654321")
+
+
+@pytest.mark.parametrize("secret", SECRET_WORDS)
+def test_a_secret_without_a_known_form_in_every_variable_and_path(
+    secret: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What leaves is what is known: values of variables that nobody has listed stay here, whatever they look like."""
+    names = ("HSA_ENABLE_SDMA", "MIOPEN_FIND_MODE", "PYTORCH_HIP_ALLOC_CONF", "ROCM_PATH", "HIP_PATH", "NCCL_DEBUG")
+    for name in names:
+        monkeypatch.setenv(name, secret)
+    every = {**dict.fromkeys(names, secret), "PYTORCH_ALLOC_CONF": f"expandable_segments:True,{secret}:1"}
+    every |= {"LD_LIBRARY_PATH": f"/opt/rocm/lib:/srv/{secret}/lib:{secret}", "MIOPEN_USER_DB_PATH": f"/mnt/{secret}"}
+    situation, _ = case(replace(LINUX, variables=every))
+    situation = replace(situation, environ={**situation.environ, **every}, app_dir=f"/srv/{secret}/app")
+    out = report_file.report(without_private(situation), live=False)
+    assert secret not in out and not [word for word in secret.split() if word in out]
+    assert "expandable_segments:True,<value>" in out and "/opt/rocm/lib:<path>" in out
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("0", "1.5", "11.0.0", "gfx1100", "gfx90a:xnack-", "0xFF", "True", "FAST", "4096", "INFO,GRAPH"),
+        *("expandable_segments:True,max_split_size_mb:128", "garbage_collection_threshold:0.8", "/opt/rocm-6.4.0/lib"),
+        *("/opt/rocm/lib:/usr/lib", "C:\\Program Files\\AMD\\ROCm\\6.4\\"),
+    ],
+)
+def test_values_that_rocm_knows_stay(value: str) -> None:
+    assert Private().setting(value) == value
+
+
 def test_folders_outside_the_system_are_removed_from_variables() -> None:
     facts = replace(LINUX, variables={"LD_LIBRARY_PATH": "/opt/rocm/lib:/mnt/kunden/acme:/usr/lib"})
     out = written(facts)
@@ -204,7 +236,7 @@ def test_texts_are_found_in_every_corner() -> None:
 
 
 def test_bytes_that_are_no_text_do_not_stop_the_report(tmp_path: Path) -> None:
-    situation = case(replace(LINUX, variables={"PYTORCH_CUDA_ALLOC_CONF": "\udcffx\x1b[2J"}))[0]
+    situation = case(replace(LINUX, cpu="\udcffx\x1b[2J", variables={"HIP_PATH": "\udcffx\x1b[2J"}))[0]
     report_file.write_report(tmp_path / "r.md", situation, live=False)
     text = (tmp_path / "r.md").read_text(encoding="utf-8")
     assert r"\udcffx" in text and "\x1b" not in text

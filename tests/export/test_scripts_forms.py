@@ -13,7 +13,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
 
-from lora_rocm.adapters.base import loaded_entry
+from lora_rocm.adapters.adapter_files import loaded_entry
 from lora_rocm.adapters.lora_reader import read_lora
 from lora_rocm.adapters.module_names import canonical
 from lora_rocm.commands.inspect_file import inspect
@@ -38,7 +38,7 @@ def error_in_diffusers(family: Any, adapter: Any, path: Path) -> float:
     off = whole = 0.0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT's, about names that diffusers makes of unlike alphas
-        loaded_model = family.load_in_diffusers(path, adapter.components)
+        loaded_model = family.files.load_in_diffusers(path, adapter.components)
     for component, root in loaded_model.items():
         for name, layer in root.named_modules():
             if isinstance(layer, BaseTunerLayer):

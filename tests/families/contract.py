@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lora_rocm.adapters.factory import inject
 from lora_rocm.adapters.training_adapter import put_training_adapter
+from lora_rocm.dataset.entry_spec import TensorSpec
 from lora_rocm.device.transfer import DeviceTransfer, fingerprint
 from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors, family_for
 from lora_rocm.latent_cache.cache import LatentCache
@@ -39,7 +40,7 @@ from tests.tiny_llm import MODELS, write_tiny_llm
 from tests.tiny_models import RUN_TARGETS, SHALLOW, write_tiny_sdxl
 from tests.tiny_sd import SHALLOW_SD, write_tiny_sd
 from tests.tiny_z_image import write_tiny_z_image
-from tests.train.test_pipeline import start
+from tests.train.runs import start
 
 CPU = torch.device("cpu")
 FORMATS: dict[str, tuple[str, ...]] = {
@@ -52,6 +53,7 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "causal-lm": ("peft",),
     "toy-flow": ("diffusers", "peft"),
     "toy-video": ("diffusers", "peft"),
+    "toy-edit": ("diffusers", "peft"),
     "toy-text": ("peft",),
 }
 TRAINING_ADAPTERS = {
@@ -65,6 +67,9 @@ TRANSFORMERS: dict[str, Callable[[Path], Path]] = {
     "anima": write_tiny_anima,
     "causal-lm": write_tiny_llm,
 }
+CONTROLS = {"flux": ("controls",), "toy-edit": ("controls", "controls 2")}
+"""Folders of control images, by family."""
+FRAMES = 5
 CAPTIONS = ("a", "a b", "a b c d", "e f g")
 SOME_OF_EACH = {
     "z-image": r"(layers|context_refiner)\.\d+\.(attention\.(to_q|to_out\.0)|feed_forward\.w2)",
@@ -103,9 +108,11 @@ class Its:
                 (folder / "data").mkdir(parents=True, exist_ok=True)
                 (folder / "data" / f"{number}.txt").write_text(caption, encoding="utf-8", newline="")
             else:
-                if name == "z-image":  # each of another length, in the multiple of tokens that it reads
-                    caption = caption.ljust(1 + 32 * number, "x")
+                # of z-image each of another length, in the multiple of tokens that it reads
+                caption = caption.ljust(1 + 32 * number, "x") if name == "z-image" else caption
                 image(folder / "data" / f"{number}.png", 64, 64, seed=number, caption=caption)
+        if name == "toy-video":
+            write_clips(folder / "data")
         if name == "sdxl":
             write_tiny_sdxl(folder / "base", **SHALLOW)
         elif name.startswith("sd"):
@@ -115,8 +122,8 @@ class Its:
             write_tiny_llm(folder / "base", variant)
         elif name in TRANSFORMERS:
             TRANSFORMERS[name](folder / "base")
-        for number in range(len(CAPTIONS)) if name == "flux" else ():
-            image(folder / "controls" / f"{number}.png", 96, 64, seed=9 - number)
+        if name in CONTROLS:
+            write_controls(folder)
         if pattern := TRAINING_ADAPTERS.get(name):
             its, component = cls.there(name, folder), TOYS[name].component
             write_random_lora(its.training_adapter, component, its.family.skeleton(component), pattern)
@@ -145,15 +152,19 @@ class Its:
         sizes = {"resolution": 64, "bucket_step": 32} if spec.reads("data.resolution") else {}
         sides = {"width": 64, "height": 64} if spec.reads("sample.width") else {}
         packing = {"packing": True, "max_length": 64} if self.variant == PACKED else {}
-        controls = {"control_path": str(self.folder / "controls")} if self.name == "flux" else {}
+        places = [str(self.folder / each) for each in CONTROLS.get(self.name, ())]
+        controls: dict[str, Any] = {"control_path": places[0] if len(places) == 1 else places} if places else {}
+        controls |= {"bucket_max_aspect": 4} if len(places) > 1 else {}
+        frames = {"frames": [FRAMES]} if self.name == "toy-video" else {}
         model = {"variant": "kontext"} if self.name == "flux" else {}
         if self.name in TRAINING_ADAPTERS:
             model = {"training_adapter": str(self.training_adapter)}
-        previews = {"control_images": [str(self.folder / "controls" / "0.png")]} if self.name == "flux" else {}
+        shared = ("control_images", "control_images_2")
+        previews = {key: [f"{place}/0.png"] for key, place in zip(shared, places, strict=False)}
         return recipe_from(
             {
                 "model": {"family": self.name, "name_or_path": str(self.folder / "base"), **model},
-                "data": {"path": str(self.folder / "data"), **sizes, **controls, **packing},
+                "data": {"path": str(self.folder / "data"), **sizes, **controls, **frames, **packing},
                 "lora": self.lora,
                 "optim": {"learning_rate": 1e-2},
                 "train": {"max_train_steps": 4, "batch_size": 2, "mixed_precision": "no"},
@@ -209,6 +220,21 @@ class Its:
         return [alone[key] for key in self.batch.sample_keys]
 
 
+def write_controls(folder: Path) -> None:
+    """Write two control images for each image, of other sizes; the second one of the first image is of yet another."""
+    for number in range(len(CAPTIONS)):
+        image(folder / "controls" / f"{number}.png", 96, 64, seed=9 - number)
+        image(folder / "controls 2" / f"{number}.png", *((128, 48) if number else (48, 128)), seed=19 - number)
+
+
+def write_clips(folder: Path) -> None:
+    """Put clips in the place of the images but the first; the first clip is longer than is used."""
+    for number in range(1, len(CAPTIONS)):
+        (folder / f"{number}.png").unlink()
+        for frame in range(FRAMES + 2 * (number == 1)):
+            image(folder / f"{number}" / f"frame_{frame}.png", 64, 64, seed=1000 * number + frame)
+
+
 class Adapted:
     """The model of a family with an adapter whose weights are not those of a start."""
 
@@ -223,13 +249,11 @@ class Adapted:
                 leaf.add_(0.1 * torch.randn(leaf.shape, generator=rng))
         self.transfer = DeviceTransfer(device, pin=self.pin)
         self.memory = Memory(Job(), offloads, offloads, print)
-        staying = self.memory.staying(self.family, self.model)
-        for name, component in self.model.components.items():
-            self.transfer.send_parameters(component, name, staying)
+        self.model.place(self.memory.placement(self.family, self.model, self.transfer, self.pin))
+        for component in self.model.components.values():
             component.train()
-        self.model.device = device
         self.family.fuse(self.model, triton=self.pin)
-        self.memory.put(self.family, self.model, self.transfer, self.pin)
+        self.memory.put(self.family, self.model)
         self.weights = self.adapter.flatten(torch.float32, torch.float32)
         scale = torch.ones((), device=device)
         self.engine = Engine(self.family, self.model, self.weights, scale, nullcontext)
@@ -246,6 +270,11 @@ class Adapted:
         self.weights.drop_gradients()
         passed = self.engine.run(*self.sent(batch, seeds))
         return passed, self.weights.gradients.clone()
+
+
+def tensors_of(family: ModelFamily) -> dict[str, TensorSpec]:
+    """The cached tensors of a sample, by name."""
+    return {name: spec for encoder in family.encoders() for name, spec in encoder.entry.tensors.items()}
 
 
 def die(its: Its, run_dir: Path, device: torch.device) -> None:

@@ -22,32 +22,33 @@ import pytest
 import torch
 from torch import Tensor
 
-from lora_rocm.adapters.input_sketch import InputSketch
+from lora_rocm.children import plan
+from lora_rocm.children.check_base import weigh
 from lora_rocm.commands import train as command
 from lora_rocm.commands.check import check
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import family_for
 from lora_rocm.families.recompute import Recomputing
 from lora_rocm.loader.batch import Batch, split
-from lora_rocm.memory import footprint
 from lora_rocm.memory.footprint import count, hollow_model
 from lora_rocm.planning.step_cost import activation_bytes
+from lora_rocm.processes.job_file import to_json
+from lora_rocm.processes.jobs import PlanJob, Seen
+from lora_rocm.processes.tool import write_job
 from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.report.report import write_report
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.supervisor import process
 from lora_rocm.train import input_start, outputs, preview
-from lora_rocm.train.check_child import weigh
 from lora_rocm.train.disk_forecast import Sizes, sizes_of
 from lora_rocm.train.graphs import Graphs, Passed
+from lora_rocm.train.input_start import InputSketch
 from lora_rocm.train.session import Session
-from lora_rocm.train.texts_child import Seen
 from tests.event_lines import read_events
-from tests.families.contract import ARCHITECTURES, CPU, PACKED, Adapted, Its, die
+from tests.families.contract import ARCHITECTURES, CPU, PACKED, Adapted, Its, die, tensors_of
 from tests.families.toy_families import TOYS
 from tests.memory.test_footprint import Real
+from tests.train.runs import start
 from tests.train.test_graphs import Fake
-from tests.train.test_pipeline import start
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"),
@@ -117,7 +118,7 @@ def test_the_two_halves_of_a_family_agree(its: Its) -> None:
 
 def test_cached_samples_make_batches_whose_gradients_reach_the_adapter_alone(its: Its, device: torch.device) -> None:
     adapted, batch = its.adapted(device), its.batch
-    assert set(family_for(its.recipe).cache_spec) <= set(batch.tensors)
+    assert set(tensors_of(family_for(its.recipe))) <= set(batch.tensors)
     passed, gradients_N = adapted.passed(batch)
     assert torch.isfinite(passed.loss_B).all() and (passed.loss_B > 0).all() and len(passed.loss_B) == 2
     assert torch.isfinite(gradients_N).all()
@@ -127,7 +128,7 @@ def test_cached_samples_make_batches_whose_gradients_reach_the_adapter_alone(its
         for name, parameter in component.named_parameters():
             assert parameter.requires_grad is (id(parameter) in trained), name
             assert parameter.grad is None, name
-    assert not adapted.transfer.changed()
+    assert adapted.model.placement is not None and not adapted.model.placement.changed()
 
 
 def test_an_example_is_as_a_batch_of_its_shape(its: Its) -> None:
@@ -136,7 +137,7 @@ def test_an_example_is_as_a_batch_of_its_shape(its: Its) -> None:
     example = family.example(batch.shape, 2)
     assert set(example) == set(batch.tensors) - {"weight"}
     for name, tensor in example.items():
-        spec = family.cache_spec.get(name)
+        spec = tensors_of(family).get(name)
         assert (tensor.dtype, tensor.ndim) == (batch.tensors[name].dtype, batch.tensors[name].ndim), name
         assert (spec is not None and spec.pad is not None) or tensor.shape == batch.tensors[name].shape, name
 
@@ -158,7 +159,7 @@ def test_a_batch_is_its_samples(its: Its, device: torch.device) -> None:
 def test_padding_changes_nothing(its: Its, device: torch.device) -> None:
     """Three more at the end of each axis that is padded, with what it is padded with; or the whole axis twice."""
     adapted, batch = its.adapted(device), its.batch
-    padded = {name: spec for name, spec in its.family.cache_spec.items() if spec.pad is not None}
+    padded = {name: spec for name, spec in tensors_of(its.family).items() if spec.pad is not None}
     if not padded:
         assert its.name in ("flux", "anima", "toy-video"), "texts of one length"
         return
@@ -378,7 +379,7 @@ def test_a_form_that_cannot_be_written_is_refused_before_training(its: Its, tmp_
 
 
 def in_this_process(run_dir: RunDir, env: Any, on_event: Any, words: Any, say: Any) -> int:
-    """``process.run_worker`` without a new Python."""
+    """``worker.run_worker`` without a new Python."""
     module = words.index(WORKER)
     assert words[module + 1] == str(run_dir.path)
     code: int = importlib.import_module(WORKER).main(words[module + 1 :])
@@ -407,7 +408,7 @@ def test_texts_are_trained_on_without_a_word_of_images(
     its = Its.write("toy-text", tmp_path)
     (tmp_path / "data" / "empty.txt").touch()
     (tmp_path / "data" / "list.csv").write_text("a,b", encoding="utf-8")
-    monkeypatch.setattr(process, "run_worker", in_this_process)
+    monkeypatch.setattr("lora_rocm.supervisor.worker.run_worker", in_this_process)
     monkeypatch.setattr(Session, "_watch_parent", lambda self: None)
     run_dir = trained(its, tmp_path, supervised=False)
     said = capsys.readouterr().out
@@ -432,8 +433,9 @@ def test_check_says_what_texts_there_are(
     its = Its.write("toy-text", tmp_path)
     recipe = tmp_path / "r.yaml"
     recipe.write_text(dump_recipe(its.recipe), encoding="utf-8")
-    said_of_it = {**asdict(weigh(its.recipe)), **asdict(Seen())}
-    monkeypatch.setattr("lora_rocm.supervisor.subprocesses.run_for_json", lambda *job: said_of_it)
+    said_of_it = {"check_base": to_json(weigh(its.recipe)), "check_texts": to_json(Seen())}
+    child = lambda module, *job: said_of_it[module.rpartition(".")[2]]  # noqa: E731
+    monkeypatch.setattr("lora_rocm.processes.tool.run_for_json", child)
     check(str(recipe), registry=TOYS)
     said = capsys.readouterr().out.replace(str(tmp_path), "")
     assert "texts: 5 usable, 0 set aside" in said and "a run needs 7 texts there" in said
@@ -447,12 +449,9 @@ def test_the_footprint_of_texts_is_that_of_the_longest(
 ) -> None:
     """As ``lora-rocm plan`` has it counted."""
     its = Its.write("toy-text", tmp_path)
-    job = tmp_path / "job.json"
-    job.write_text(
-        json.dumps({"recipe": its.recipe.model_dump(mode="json"), "for_card": True, "for_gpu": True}), encoding="utf-8"
-    )
-    monkeypatch.setattr(sys, "argv", ["footprint", str(job)])
-    assert footprint.main(TOYS) == 0
+    job = write_job(tmp_path, PlanJob(its.recipe.model_dump(mode="json"), for_card=True, for_gpu=True))
+    monkeypatch.setattr(sys, "argv", ["plan", str(job)])
+    assert plan.main(TOYS) == 0
     assert json.loads(capsys.readouterr().out)["footprint"]["shape"] == "96 tokens"
 
 

@@ -41,7 +41,7 @@ def test_the_program_s_families_and_no_reserved_name() -> None:
 
 
 def test_shapes_of_sdxl() -> None:
-    shapes = PRODUCT["sdxl"].shapes
+    shapes = PRODUCT["sdxl"].axes
     assert shapes.multiple_px == 8
     assert shapes["w"].fits(1024) and not shapes["w"].fits(1020) and shapes["w"].nearest(1020) == (1016, 1024)
     assert shapes["w"].latents(1024) == 128 and shapes["w"].nearest(5) == (8,)
@@ -49,7 +49,7 @@ def test_shapes_of_sdxl() -> None:
 
 
 def test_shapes_of_videos_and_texts() -> None:
-    video, text = TOY_VIDEO.shapes, TOY_TEXT.shapes
+    video, text = TOY_VIDEO.axes, TOY_TEXT.axes
     frames = video["frames"]
     assert [n for n in range(12) if frames.fits(n)] == [1, 5, 9] and frames.nearest(7) == (5, 9)
     assert (frames.latents(9), frames.tokens(9)) == (3, 3) and video.multiple_px == 32

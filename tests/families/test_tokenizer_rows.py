@@ -14,13 +14,13 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 import lora_rocm
+from lora_rocm.children.check_base import weigh
+from lora_rocm.children.check_texts import seen
 from lora_rocm.dataset.records import Conversation, UnusableText, written
 from lora_rocm.errors import ModelError
 from lora_rocm.families.base import family_for
 from lora_rocm.families.causal_lm.family import CausalLM
 from lora_rocm.recipe.kinds import recipe_from
-from lora_rocm.train.check_child import weigh
-from lora_rocm.train.texts_child import seen
 from tests.families.causal_lm.adapted import recipe_of
 from tests.program import Program
 from tests.tiny_anima import write_tiny_anima

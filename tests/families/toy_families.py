@@ -1,16 +1,17 @@
-"""Families that exist for tests alone, as the light half knows them: for text, for videos, for images by a flow.
+"""Families that exist for tests alone, as the light half knows them: for text, videos, images, edited images.
 
 The heavy half of each is in ``tests/families/toys``.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from lora_rocm.families.registry import PRODUCT, Registry
-from lora_rocm.families.spec import Axis, FamilySpec, FileMetadata, ShapeRules, image_shapes
+from lora_rocm.families.spec import Axes, Axis, FamilySpec, FileMetadata, image_axes
 from lora_rocm.recipe.sections import InputFolder, ModelSection, ObjectiveSection
 
 
@@ -33,6 +34,16 @@ class ToyFlowSection(ModelSection):
     family: Literal["toy-flow"] = Field("toy-flow", description="Model family.")
 
 
+class ToyEditSection(ModelSection):
+    """The base model. A transformer that edits images by two control images, for tests."""
+
+    control_keys: ClassVar[Mapping[str, str]] = {}
+    max_controls: ClassVar[int] = 2
+    controls_keep_size: ClassVar[bool] = True
+
+    family: Literal["toy-edit"] = Field("toy-edit", description="Model family.")
+
+
 class ToyVideoSection(ModelSection):
     """The base model. A video model for tests."""
 
@@ -52,7 +63,7 @@ TOY_TEXT = FamilySpec(
     objective_section=NextTokenSection,
     implementation="tests.families.toys.llama_like:LlamaLike",
     component="model",
-    shapes=ShapeRules((Axis("tokens", unit="tokens", multiple=16, longest=96),)),
+    axes=Axes((Axis("tokens", unit="tokens", multiple=16, longest=96),)),
     samples=("text",),
     preview="text",
     formats=("peft",),
@@ -64,7 +75,7 @@ TOY_VIDEO = FamilySpec(
     objective_section=FlowSection,
     implementation="tests.families.toys.wan_like:WanLike",
     component="transformer",
-    shapes=ShapeRules(
+    axes=Axes(
         (
             Axis("frames", unit="frames", multiple=4, first=1, per_latent=4, per_token=4),
             Axis("h", multiple=32, per_latent=16, per_token=32),
@@ -72,6 +83,7 @@ TOY_VIDEO = FamilySpec(
         )
     ),
     samples=("video", "image"),
+    preview="video",
     metadata=FileMetadata(base_version="toy_video_v1"),
 )
 TOY_FLOW = FamilySpec(
@@ -81,7 +93,17 @@ TOY_FLOW = FamilySpec(
     objective_section=FlowSection,
     implementation="tests.families.toys.flux_like:FluxLike",
     component="transformer",
-    shapes=image_shapes(multiple=16, per_token=16),
+    axes=image_axes(multiple=16, per_token=16),
     metadata=FileMetadata(base_version="toy_flow_v1"),
 )
-TOYS = Registry([*PRODUCT, TOY_TEXT, TOY_VIDEO, TOY_FLOW])
+TOY_EDIT = FamilySpec(
+    name="toy-edit",
+    title="Toy edit",
+    model_section=ToyEditSection,
+    objective_section=FlowSection,
+    implementation="tests.families.toys.edit_like:EditLike",
+    component="transformer",
+    axes=image_axes(multiple=16, per_token=16),
+    metadata=FileMetadata(base_version="toy_edit_v1"),
+)
+TOYS = Registry([*PRODUCT, TOY_TEXT, TOY_VIDEO, TOY_FLOW, TOY_EDIT])

@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from lora_rocm.foundation.output_stream import outlive, outliving_stdout
+from lora_rocm.processes.process import kill_tree
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.supervisor.process import kill_tree
 from tests.event_lines import read_events
 from tests.supervisor.fake_run import RECIPE
 

@@ -24,14 +24,14 @@ from lora_rocm.errors import AdapterError, LoraRocmError, ModelError
 from lora_rocm.families.base import family_for
 from lora_rocm.families.ldm import detect
 from lora_rocm.families.registry import PRODUCT
-from lora_rocm.families.sdxl.detect import EXPECTED
-from lora_rocm.families.sdxl.family import Sdxl
+from lora_rocm.families.sdxl.family import EXPECTED, Sdxl
 from lora_rocm.families.sdxl.spec import SdxlSection
 from lora_rocm.model_files import adapter_contents
 from lora_rocm.model_files.component_folder import indexed
 from lora_rocm.model_files.header import read_header
 from lora_rocm.recipe.load import load_recipe
 from tests.hostile import attacks
+from tests.tiny_models import without_base
 
 MAX_BYTES = 64 << 20
 NAME = "mid_block.attentions.0.proj_in"
@@ -68,8 +68,11 @@ def bounded(read: Callable[[Path], None], path: Path) -> str:
     return str(caught.value)
 
 
+SDXL = without_base(Sdxl)
+
+
 def as_adapter(path: Path) -> None:
-    components_of(Sdxl, path)
+    components_of(SDXL, path)
 
 
 @pytest.mark.parametrize("name", attacks.LYING_WEIGHTS)

@@ -13,17 +13,18 @@ from torch import Tensor, nn
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.factory import inject
 from lora_rocm.dataset.shape import Shape
+from lora_rocm.device.placement.base import Resident
+from lora_rocm.device.placement.offloaded import Offload
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel
-from lora_rocm.families.ldm.fused_attention import MergedProjections
+from lora_rocm.families.ldm.fused_unet import MergedProjections
 from lora_rocm.families.objectives.loss import losses
 from lora_rocm.families.recompute import Recomputing
 from lora_rocm.families.sdxl.family import Sdxl
 from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.weight_format import DENSE, PackedLinear, dense_weight, is_packed, pack
 from lora_rocm.memory.footprint import count, hollow_model
-from lora_rocm.memory.offload import Offload
 from tests.tiny_models import FEW_TARGETS, SHALLOW_WIDER, tiny_recipe, write_tiny_sdxl
 
 CPU = torch.device("cpu")
@@ -94,7 +95,7 @@ def test_a_step_is_that_of_the_dequantised_model(folder: Path, name: str) -> Non
     recomputed = gradients(family, model, adapter)
     transfer = DeviceTransfer(CPU, pin=False)
     blocks = family.blocks(model)
-    offload = Offload(blocks, transfer, pin=False)
+    offload = Offload(blocks, Resident(transfer), pin=False)
     offloaded = gradients(family, model, adapter)
     assert offload.fetched_bytes >= offload.host_bytes and float(transfer.bad) == 0
     if name != "nf4":  # the tables of a layer are as large as these tiny layers
@@ -143,13 +144,13 @@ def test_a_packed_layer_keeps_nothing_dense_for_the_backward_pass(name: str) -> 
 
 def test_fingerprints_are_of_what_is_stored(folder: Path) -> None:
     _, model, _ = trained(folder, "int8")
-    transfer = DeviceTransfer(CPU, pin=False)
-    transfer.send_parameters(model.components["unet"], "unet")
+    placement = Resident(DeviceTransfer(CPU, pin=False))
+    placement.place(model.components["unet"], "unet")
     layer = next(path for path, each in model.components["unet"].named_modules() if is_packed(each))
-    assert {f"unet.{layer}.weight", f"unet.{layer}.weight_scale"} <= transfer.frozen.keys()
-    assert transfer.changed() == []
+    assert {f"unet.{layer}.weight", f"unet.{layer}.weight_scale"} <= placement.on_device().keys()
+    assert placement.changed() == []
     model.components["unet"].get_submodule(layer).weight_scale[0] += 1e-6  # type: ignore[index,operator]
-    assert transfer.changed() == [f"unet.{layer}.weight_scale"]
+    assert placement.changed() == [f"unet.{layer}.weight_scale"]
 
 
 @pytest.mark.parametrize("name", ["nf4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "fp8"))])

@@ -15,7 +15,7 @@ from lora_rocm.dataset.controls import CONTROL
 from lora_rocm.errors import DataError
 from lora_rocm.families.objectives.base import CONTROL_LATENTS, MEAN
 from lora_rocm.latent_cache.cache import LatentCache
-from lora_rocm.latent_cache.controls import CONTROL_ENTRY, control_encoder
+from lora_rocm.latent_cache.controls import CONTROL_ENTRY, control_encoders
 from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.latent_cache.prepare import Prepared, prepare
 from lora_rocm.loader.batches import BatchPlan, loader, open_workers
@@ -160,5 +160,5 @@ def test_a_control_image_that_does_not_fit_is_encoded_in_tiles(world: World) -> 
 
 def test_without_control_images_there_is_no_entry(world: World) -> None:
     del world.keys["control_path"]
-    assert control_encoder(world.recipe(), world.family.encoders()) is None  # type: ignore[arg-type]
+    assert not control_encoders(world.recipe(), world.family.encoders())  # type: ignore[arg-type]
     assert CONTROL not in world.prepare().items[0].keys and not control_files(world)

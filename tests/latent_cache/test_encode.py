@@ -447,13 +447,13 @@ def test_a_repair_beside_the_model_in_training_goes_to_the_cpu_where_the_gpu_is_
     load, devices = encoder.load, list[str]()
 
     def full(door: Any) -> Any:
-        devices.append(door.device.type)
-        if door.device.type == "cuda":
+        devices.append(door.transfer.device.type)
+        if door.transfer.device.type == "cuda":
             raise torch.OutOfMemoryError("HIP out of memory.")
         return load(door)
 
     def door_to(device: torch.device) -> Any:
-        return SimpleNamespace(device=device)
+        return SimpleNamespace(transfer=SimpleNamespace(device=device))
 
     monkeypatch.setattr(encoder, "load", full)
     caches = prepared.repair.__self__

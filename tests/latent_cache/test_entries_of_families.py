@@ -259,13 +259,13 @@ def test_a_text_encoder_that_does_not_fit_goes_to_the_cpu_and_says_so(
         load = encoder.load
 
         def full(door: Any, where: str = where, load: Any = load, devices: list[str] = devices) -> Any:
-            devices.append(door.device.type)
+            devices.append(door.transfer.device.type)
             encode = load(door)
-            if door.device.type == "cuda" and where == "load":
+            if door.transfer.device.type == "cuda" and where == "load":
                 raise torch.OutOfMemoryError("HIP out of memory.")
 
             def encoded(inputs: Any) -> Any:
-                if door.device.type == "cuda" and len(inputs[CAPTION]) > 3:
+                if door.transfer.device.type == "cuda" and len(inputs[CAPTION]) > 3:
                     raise torch.OutOfMemoryError("HIP out of memory.")
                 return encode(inputs)
 
@@ -277,7 +277,9 @@ def test_a_text_encoder_that_does_not_fit_goes_to_the_cpu_and_says_so(
             world.cache,
             gpu,
             context=listening(world.notices),
-            open_door=lambda device: SimpleNamespace(device=device, streaming=lambda: None),  # type: ignore[arg-type,return-value]
+            open_door=lambda device: SimpleNamespace(  # type: ignore[arg-type,return-value]
+                transfer=SimpleNamespace(device=device), streaming=lambda: None
+            ),
         )
         prepared = prepare(world.make.recipe(data), family, encoding)  # type: ignore[arg-type]
         assert devices == ["cuda", "cpu"] and len(prepared.items) == 4
@@ -287,13 +289,13 @@ def test_a_text_encoder_that_does_not_fit_goes_to_the_cpu_and_says_so(
 
 
 class Door:
-    """A transfer in name only: to the GPU, to the GPU as a stream of layers, or to the CPU."""
+    """A placement in name only: on the GPU, on the GPU as a stream of layers, or on the CPU."""
 
     def __init__(self, device: torch.device, name: str = "") -> None:
-        self.device, self.name = device, name or device.type
+        self.transfer, self.name = SimpleNamespace(device=device), name or device.type
 
     def streaming(self) -> Door | None:
-        return Door(self.device, "streamed") if self.name == "cuda" else None
+        return Door(self.transfer.device, "streamed") if self.name == "cuda" else None
 
 
 @pytest.mark.parametrize(("fits", "wanted"), [("streamed", ["cuda", "streamed"]), ("cpu", ["cuda", "streamed", "cpu"])])

@@ -14,11 +14,12 @@ import pytest
 from lora_rocm.dataset.batch_sampler import Item, outline_of
 from lora_rocm.dataset.entry_spec import CAPTION, IMAGE, EntrySpec, Pad, TensorSpec
 from lora_rocm.dataset.scan import geometry_of, scan
+from lora_rocm.dataset.shape import Shape
 from lora_rocm.latent_cache.image_preprocess import Entry, Looked
 from lora_rocm.latent_cache.item_table import (
     ANY_SHAPE,
+    AXES,
     CUT,
-    NO_CUT,
     Items,
     KeyLists,
     Usable,
@@ -44,11 +45,13 @@ def usable_of(tmp_path: Path, make: SimpleNamespace, flip_aug: bool) -> Usable:
         make.image(tmp_path / "data" / f"{index}.png", 96 + 32 * index, 64, seed=index, caption=f"a, {index}")
     data = make.data(path=str(tmp_path / "data"), flip_aug=flip_aug, repeats=3)
     samples = scan(data).samples.at([0, 2, 3])
-    cuts = bytearray()
-    for sample in samples:
-        cut = geometry_of(sample, data)
-        cuts += CUT.pack(*cut.resized_hw, *cut.crop_top_left, *cut.target_hw)
-    return Usable.unfilled(samples, cuts, ["image"])
+    return Usable.unfilled(samples, ["image"], axes_of([geometry_of(sample, data) for sample in samples]))
+
+
+def axes_of(cuts: Any) -> dict[str, Any]:
+    heights, widths = zip(*(cut.target_hw for cut in cuts), strict=True)
+    crops = [(*cut.resized_hw, *cut.crop_top_left) for cut in cuts]
+    return {name: np.array(rows, np.int32) for name, rows in ((CUT, crops), ("axis h", heights), ("axis w", widths))}
 
 
 def items_of(
@@ -141,7 +144,7 @@ def test_a_source_may_have_a_batch_size(tmp_path: Path, make: SimpleNamespace, h
     for name in ("few", "many"):
         make.image(tmp_path / name / "0.png", 64, 64, caption="a")
     data = make.data(sources=[{"path": str(tmp_path / "few"), "max_batch_size": 1}, {"path": str(tmp_path / "many")}])
-    usable = Usable.unfilled(scan(data).samples, bytearray(CUT.pack(64, 64, 0, 0, 64, 64) * 2), [])
+    usable = Usable.unfilled(scan(data).samples)
     items = items_of(usable, [0, 1], {}, (), held_out)
     assert [item.batch_size for item in items] == [0 if held_out else 1, 0]
     assert outline_of(items).batch_N.tolist() == [item.batch_size for item in items]
@@ -161,7 +164,7 @@ def test_an_entry_of_images_and_captions_has_a_key_for_each_pair(usable: Usable)
 
 def test_samples_whose_images_are_not_read_lie_in_one_bucket(tmp_path: Path, make: SimpleNamespace) -> None:
     samples = usable_of(tmp_path, make, flip_aug=False).samples
-    usable = Usable.unfilled(samples, bytearray(NO_CUT * len(samples)), ())
+    usable = Usable.unfilled(samples)
     assert list(usable.ready) == [0, 1, 2] and usable.shape(0) == ANY_SHAPE
     items = items_of(usable, [0, 2], {"text": keys_of(2)}, BOTH[1:])
     assert items[0].geometry is None and items.outline().shapes == [ANY_SHAPE] == [items[1].shape]
@@ -190,6 +193,25 @@ def test_a_table_is_the_samples_that_were_put_into_it(usable: Usable) -> None:
         usable.found(place, "image", looked_at(usable, place, in_tiles=False))
     again = Usable.of_table(usable.table(BOTH, {"key text": keys_of(3)}), usable.samples.sources)
     assert list(again) == list(usable) and again.sha256(1) == hashlib.sha256(b"\1").hexdigest()
+
+
+def test_axes_that_a_sample_has_are_its_shape(tmp_path: Path, make: SimpleNamespace) -> None:
+    """A still of 64x96 and a clip of it, and texts of two lengths, which are told apart by nothing but their axes."""
+    samples = usable_of(tmp_path, make, flip_aug=False).samples
+    columns = {"h": [64, 64, 0], "w": [96, 96, 0], "frames": [0, 5, 0], "tokens": [0, 0, 96]}
+    axes = {f"axis {name}": np.array(rows, np.int32) for name, rows in columns.items()}
+    usable = Usable.unfilled(samples, axes=axes)
+    usable.counted(2, 64, 7)
+    assert list(columns) == list(AXES)
+    wanted = [Shape.of(h=64, w=96), Shape.of(h=64, w=96, frames=5), Shape.of(tokens=64)]
+    assert [usable.shape(index) for index in range(3)] == wanted
+    items = items_of(usable, [2, 0, 1], {"text": keys_of(3)}, BOTH[1:])
+    outline = items.outline()
+    assert [outline.shapes[number] for number in outline.shape_N] == [wanted[2], *wanted[:2]]
+    assert [item.shape for item in items] == [wanted[2], *wanted[:2]] and outline.shapes == [wanted[2], *wanted[:2]]
+    assert outline.share_N.tolist() == [item.share for item in items] == [7, 1, 1]
+    again = Usable.of_table(items.batch, samples.sources)
+    assert [again.shape(index) for index in range(3)] == [wanted[2], *wanted[:2]]
 
 
 MASKED = EntrySpec("text", (CAPTION,), {"mask": TensorSpec("bool", "S", Pad("S"), if_padded=True)})

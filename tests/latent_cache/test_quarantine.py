@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from lora_rocm.device.transfer import DeviceTransfer
+from lora_rocm.device.placement.base import Placement
 from lora_rocm.errors import CanaryError
-from lora_rocm.latent_cache import quarantine as proven
+from lora_rocm.latent_cache import encode_session as proven
 from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.latent_cache.encode import Caches
 from lora_rocm.latent_cache.encode_session import Encoding
@@ -27,7 +27,7 @@ class Watched:
     def __init__(self, root: Path, family: Any, fails_at: int | None = None) -> None:
         self.root, self.family, self.fails_at = root, family, fails_at
         self.seen: list[int] = []
-        self.doors: list[DeviceTransfer] = []
+        self.doors: list[Placement] = []
         encoding = Encoding(LatentCache(root), CPU, self.report, look=self.look)
         self.caches = Caches(encoding, family.encoders())
         self.stop_after = 99
@@ -36,7 +36,7 @@ class Watched:
         if done >= self.stop_after:
             raise KeyboardInterrupt
 
-    def look(self, door: DeviceTransfer) -> None:
+    def look(self, door: Placement) -> None:
         self.seen.append(self.on_disk())
         self.doors.append(door)
         if len(self.seen) - 1 == self.fails_at:
@@ -123,7 +123,7 @@ def test_after_an_error_of_the_work_a_look_that_fails_too_does_not_take_its_plac
             raise FAULT
         return whole(item)
 
-    def fails_after_the_fault(door: DeviceTransfer) -> None:
+    def fails_after_the_fault(door: Placement) -> None:
         look(door)
         if broken and second is not None:
             raise second

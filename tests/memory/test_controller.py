@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lora_rocm.dataset.shape import Shape
+from lora_rocm.device.placement import offloaded
+from lora_rocm.device.placement.offloaded import Offload
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import UserError
 from lora_rocm.families.base import LoadedModel, family_for
@@ -22,7 +24,6 @@ from lora_rocm.hardware.settings import Settings
 from lora_rocm.memory import controller as memory_module
 from lora_rocm.memory.controller import Memory, apply, choose_from, decide, rates_here
 from lora_rocm.memory.footprint import count
-from lora_rocm.memory.offload import Offload
 from lora_rocm.planning import step_cost
 from lora_rocm.planning.step_cost import (
     Footprint,
@@ -126,6 +127,7 @@ class Machine:
         monkeypatch.setattr(memory_module, "peak_bytes", lambda device: self.taken())
         self.family, self.transfer = Chain(), DeviceTransfer(CPU, pin=False)
         self.model = LoadedModel({"net": Layers()}, torch.float32, CPU)
+        self.model.place(memory.placement(self.family, self.model, self.transfer, pin=False))  # type: ignore[arg-type]
 
     def taken(self) -> int:
         plan, net = self.memory.plan, self.memory.footprint
@@ -142,8 +144,8 @@ class Machine:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
     def probe(self) -> None:
-        self.memory.put(self.family, self.model, self.transfer, pin=False)  # type: ignore[arg-type]
-        self.memory.probe(self.family, self.model, self.transfer, False, self.run)  # type: ignore[arg-type]
+        self.memory.put(self.family, self.model)  # type: ignore[arg-type]
+        self.memory.probe(self.family, self.model, self.transfer, self.run)  # type: ignore[arg-type]
 
 
 def memory_of(footprint: Footprint, budget_bytes: int, context: RunContext = NOBODY) -> Memory:
@@ -272,7 +274,7 @@ def test_another_error_of_the_pass_is_not_taken_for_memory(
         raise RuntimeError("shapes do not fit")
 
     with pytest.raises(RuntimeError, match="shapes"):
-        machine.memory.probe(machine.family, machine.model, machine.transfer, False, broken)  # type: ignore[arg-type]
+        machine.memory.probe(machine.family, machine.model, machine.transfer, broken)  # type: ignore[arg-type]
 
 
 def test_weights_that_are_offloaded_late_stay_right(footprint: Footprint, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +284,6 @@ def test_weights_that_are_offloaded_late_stay_right(footprint: Footprint, monkey
     memory = memory_of(footprint, budget)
     memory.job = replace(memory.job, modes=("offload",), all_offloaded=True)
     machine = Machine(monkeypatch, memory, 3.0, budget)
-    machine.transfer.send_parameters(machine.model.components["net"], "net")
     machine.probe()
     assert memory.offload is not None and memory.recomputes_all
     machine.model.components["net"].zero_grad()
@@ -302,7 +303,7 @@ def test_places_of_one_offload_are_gone_before_the_next_one_takes_its_own(
             super().__init__(*how)
             alive.append(weakref.ref(self))
 
-    monkeypatch.setattr(memory_module, "Offload", Watched)
+    monkeypatch.setattr(offloaded, "Offload", Watched)
     memory = memory_of(footprint, needs(footprint))
     memory.job = replace(memory.job, modes=("offload",))
     memory.plan = next(plan for plan in _all(footprint, memory.job) if plan.mode == "offload")

@@ -18,7 +18,7 @@ from benchmarks.limited_worker import PRECISE, SPARE
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.rundir.layout import RunDir
 from tests.event_lines import read_events
-from tests.train.test_pipeline import start as start_here
+from tests.train.runs import start as start_here
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits on addresses are Linux's")
 

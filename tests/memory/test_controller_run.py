@@ -19,7 +19,7 @@ from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import load_model
 from tests.event_lines import read_events
 from tests.tiny_models import FEW_TARGETS
-from tests.train.test_pipeline import bytes_of, make_recipe, material, rewound, start
+from tests.train.runs import bytes_of, make_recipe, material, rewound, start
 
 __all__ = ["material"]  # the fixture
 SECTIONS: dict[str, dict[str, Any]] = {

@@ -28,8 +28,8 @@ from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import loop
 from lora_rocm.train.loop import Work
 from tests.tiny_models import FEW_TARGETS
+from tests.train.runs import bytes_of, make_recipe, material, start
 from tests.train.test_loop import EFFECTIVE_BATCH, WIDTH, Corruptor, NoisyLine, Rig, batches, same
-from tests.train.test_pipeline import bytes_of, make_recipe, material, start
 
 __all__ = ["material"]
 

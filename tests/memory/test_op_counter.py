@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lora_rocm.memory.op_counter import PIECE_BYTES, Ledger, fused_attention, taken_bytes
+from lora_rocm.device.allocator import PIECE_BYTES, taken_bytes
+from lora_rocm.memory.op_counter import Ledger, fused_attention
 
 META = torch.device("meta")
 

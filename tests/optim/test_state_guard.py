@@ -14,6 +14,7 @@ from benchmarks.reliable_state import STATE_KINDS, clean_updates, faulty_updates
 from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.checks.canary import Canary
 from lora_rocm.checks.graph_check import capture_on_gpu
+from lora_rocm.device.placement.base import Resident
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import CanaryError, MachineError, StateError
 from lora_rocm.memory import oom_recovery
@@ -275,7 +276,7 @@ def no_capture(work: Callable[[], None]) -> Callable[[], None]:
 def test_graphs_that_compute_wrong_are_refused_as_those_of_the_canary(capture: Any) -> None:
     optimizer = make()
     one_update(optimizer)
-    canary = Canary(CPU, torch.float32, 2, DeviceTransfer(CPU, pin=False))
+    canary = Canary(CPU, torch.float32, 2, Resident(DeviceTransfer(CPU, pin=False)))
     guard = Guard(canary, optimizer, NOBODY)
     with pytest.raises(CanaryError) as caught:
         guard.use_graphs(capture)

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from lora_rocm.recipe import comparison
-from lora_rocm.recipe.comparison import fingerprint, resume_differences, shared_values
+from lora_rocm.recipe.comparison import LATER, fingerprint, resume_differences, shared_values
+from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.load import load_recipe
 
 MINIMAL = "model:\n  name_or_path: builtin:tiny-sdxl\ndata:\n  path: pics\ntrain:\n  max_train_steps: 10\n"
@@ -74,3 +75,29 @@ def test_what_they_may_differ_in_are_keys_of_the_recipe_that_a_resume_may_change
     recipe = load_recipe("recipe.yaml").recipe
     keys = {f"{section}.{key}" for section, values in recipe.model_dump().items() for key in values}
     assert keys >= comparison.OF_A_PROCESS and not comparison.OF_A_PROCESS & comparison.fixed_values(recipe).keys()
+
+
+@pytest.mark.parametrize(
+    ("family", "source", "recorded"),
+    [
+        ("sdxl", "path", "e81a80073ff56efc17e584cfae05d91b7f71bb12ece480898e8f530f2006b271"),
+        ("causal-lm", "dataset", "f3c8ab85a9b1aa98acdf086200a4475f812a50298cd8bc9861a0bf3889e028bb"),
+    ],
+)
+def test_a_key_that_is_added_later_changes_no_earlier_fingerprint(family: str, source: str, recorded: str) -> None:
+    """Recorded on 2026-11-27: checkpoints have it, and could not be resumed. A new key gets a row in LATER."""
+    sections = {
+        "model": {"family": family, "name_or_path": "base"},
+        "data": {"sources": [{source: "x"}]},
+        "train": {"max_train_steps": 1},
+        "cache": {"dir": "cache"},
+        "output": {"dir": "runs"},
+    }
+    recipe = recipe_from(sections)
+    assert fingerprint(recipe) == recorded
+    for key, value in LATER.items():
+        changed = {key.removeprefix("data."): 5 if isinstance(value, int) else "other"}
+        of_source = recipe.data.sources[0].model_copy(update=changed)
+        for update in (changed, {"sources": (of_source,)}):
+            other = recipe.model_copy(update={"data": recipe.data.model_copy(update=update)})
+            assert fingerprint(other) != recorded, "the control"

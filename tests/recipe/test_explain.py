@@ -279,7 +279,7 @@ def test_shown_is_short_and_printable() -> None:
             "toy-text",
             {"objective": {"shift": 1}},
             "objective.shift",
-            "objective.shift is a key of model.family: z-image or flux or anima or toy-video or toy-flow.",
+            "objective.shift is a key of model.family: z-image or flux or anima or toy-video or toy-flow or toy-edit.",
         ),
         (
             "toy-text",

@@ -50,7 +50,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     found = RunDir(tmp_path / "run")
     write_whole_run(found)
 
-    def tool(name: str, job: object, listen: Callable[[dict[str, Any]], object]) -> int:
+    def tool(job: object, listen: Callable[[Any], object]) -> int:
         listen(event("export", format="merged", path="m", max_difference=0.0, cannot_read=[], updates=2))
         return 0
 

@@ -44,7 +44,7 @@ def use(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     def command(run_dir: RunDir, *options: object) -> list[str]:
         return [sys.executable, "-m", "tests.supervisor.fake_worker", mode, str(run_dir.path)]
 
-    monkeypatch.setattr(launch.process, "worker_command", command)
+    monkeypatch.setattr(launch.worker_process, "worker_command", command)
 
 
 def torchrun(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:

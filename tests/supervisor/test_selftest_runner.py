@@ -331,7 +331,7 @@ def test_the_child_is_told_to_leave_with_its_parent() -> None:
     assert child_command(["--only", "gemm"])[1:] == [
         "-P",
         "-m",
-        "lora_rocm.supervisor.child_main",
+        "lora_rocm.processes.child_main",
         "lora_rocm.checks.selftest",
         "--watch-parent",
         "--only",

@@ -14,12 +14,13 @@ from lora_rocm.foundation.files import write_json
 from lora_rocm.hardware.measured_choice import Choice, Tuned, path_of, store, stored
 from lora_rocm.hardware.selftest_result import Result, Stack, Verdict
 from lora_rocm.hardware.software_stack import stack_of
+from lora_rocm.processes import row_runner
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.rules.environment import environment_json, plan
 from lora_rocm.rules.rule import Situation
 from lora_rocm.rules.tuned_rules import attention_text, kept_choices, key_of
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.supervisor import row_runner, tuning_runner
+from lora_rocm.supervisor import tuning_runner
 from lora_rocm.supervisor.tuning_runner import WAYS, ensure, fastest, ways_of, without
 from tests.golden import HOSTS
 from tests.hardware.situations import situation

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from lora_rocm.base_models import loading
-from lora_rocm.device.transfer import DeviceTransfer, Sent
+from lora_rocm.device.placement.base import Resident, Sent
+from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import ResumeError
 from lora_rocm.model_files.header import read_header
 from lora_rocm.recipe.schema import Recipe
@@ -21,7 +22,7 @@ from lora_rocm.train.base_seal import broken, seals_of
 from lora_rocm.train.checkpoint import latest_valid, save_checkpoint
 from tests.event_lines import read_events
 from tests.tiny_models import SHALLOW, write_tiny_sdxl
-from tests.train.test_pipeline import DTYPES, make_recipe, start, write_material
+from tests.train.runs import DTYPES, make_recipe, start, write_material
 
 UNET = "unet/diffusion_pytorch_model.safetensors"
 
@@ -48,9 +49,9 @@ def test_what_stays_on_the_host_is_in_it_too() -> None:
         torch.nn.init.constant_(module[1].weight, 0.25)
         for layer in module:
             torch.nn.init.zeros_(layer.bias)
-        door = DeviceTransfer(torch.device("cpu"), pin=False)
-        door.send_parameters(module, "unet", [id(list(module.parameters())[number]) for number in staying])
-        return seals_of(door.base)
+        placement = Resident(DeviceTransfer(torch.device("cpu"), pin=False))
+        placement.send(module, "unet", [id(list(module.parameters())[number]) for number in staying])
+        return seals_of(placement.fingerprints())
 
     assert sealed(()) == sealed((0, 2)) == sealed((0, 1, 2, 3))
 

@@ -28,13 +28,12 @@ def test_the_gradients_buffer_is_there_where_the_plan_in_force_has_it(
         were_there.append(weights._gradients is not None)
         weights.gradients.fill_(5.0)
 
-    def probe(family: Any, model: Any, transfer: Any, pin: bool, run: Any) -> None:
+    def probe(family: Any, model: Any, transfer: Any, run: Any) -> None:
         for each in keeps:
             memory.keeps_gradients = each
             run({}, {})
 
     memory.probe = probe
-    monkeypatch.setattr(build_trainer, "pins", lambda start: False)
     monkeypatch.setattr(Engine, "run", lambda self, *given: eager(*given))
     engine = Engine(None, None, weights, torch.ones(()), None)  # type: ignore[arg-type]
     optimizer = SimpleNamespace(weights=weights)

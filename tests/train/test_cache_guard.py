@@ -13,12 +13,13 @@ from PIL import Image
 from torch import Tensor, nn
 
 from lora_rocm.checks.canary import Canary
+from lora_rocm.device.placement.base import Resident
 from lora_rocm.device.transfer import DeviceTransfer, copy_to_device
 from lora_rocm.errors import CanaryError, TransferError
 from lora_rocm.families import vae as vae_module
 from lora_rocm.families.base import family_for
 from lora_rocm.hardware.settings import Settings
-from lora_rocm.latent_cache import quarantine
+from lora_rocm.latent_cache import encode_session
 from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.rundir.event_types import CacheEvent
 from lora_rocm.rundir.layout import RunDir
@@ -29,8 +30,8 @@ from lora_rocm.train.guard import ENCODERS, CacheGuard
 from lora_rocm.train.session import Session
 from tests.device.broken import CONVOLUTIONS, PRODUCTS, Broken, one_bit, zeros
 from tests.tiny_models import SHALLOW, write_tiny_sdxl
+from tests.train.runs import CPU
 from tests.train.test_guard import looks, recipe_of
-from tests.train.test_pipeline import CPU
 
 IMAGES = 2
 
@@ -50,7 +51,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _all_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the first entry on, so that one look decides about everything."""
-    monkeypatch.setattr(quarantine, "FIRST_HELD", quarantine.MOST_HELD)
+    monkeypatch.setattr(encode_session, "FIRST_HELD", encode_session.MOST_HELD)
 
 
 def fill(material: Path, place: Path, on_progress: Callable[[str, int], None] = lambda what, done: None) -> None:
@@ -199,7 +200,7 @@ def test_a_device_that_is_lost_too_does_not_take_the_place_of_the_first_error(
         raise second
 
     look = CacheGuard(rank=4, updates=0, context=NOBODY)
-    door = DeviceTransfer(torch.device("cpu"), pin=False)
+    door = Resident(DeviceTransfer(torch.device("cpu"), pin=False))
     look(door)
     monkeypatch.setattr(Canary, "failure", lambda self: first)
     monkeypatch.setattr(guard, "DeviceTransfer", lost)

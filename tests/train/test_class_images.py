@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from lora_rocm.dataset.scan import scan
+from lora_rocm.device.placement.base import Resident
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import StoppedError
 from lora_rocm.families.base import PreviewRequest, Tensors, family_for
@@ -24,7 +25,7 @@ from lora_rocm.train.session import Session
 from tests.event_lines import read_events
 from tests.lora_files import write_random_lora
 from tests.tiny_models import RUN_TARGETS
-from tests.train.test_pipeline import bytes_of, make_recipe, material, rewound, start
+from tests.train.runs import bytes_of, make_recipe, material, rewound, start
 
 __all__ = ["material"]
 
@@ -56,7 +57,7 @@ def by_the_base(recipe: Recipe, number: int) -> Image.Image:
     text: dict[str, Tensors] = {PROMPT: {}, "": {}}
     for encoder in family.encoders():
         if encoder.entry.inputs == ("caption",):
-            encode = encoder.load(DeviceTransfer(CPU, pin=False))
+            encode = encoder.load(Resident(DeviceTransfer(CPU, pin=False)))
             for prompt, tensors in text.items():
                 tensors |= encode({"caption": prompt})
     model = family.load(torch.float32, CPU)

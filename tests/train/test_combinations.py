@@ -20,14 +20,14 @@ from PIL import Image
 from pydantic import ValidationError
 from safetensors.torch import load_file
 
-from lora_rocm.adapters.flat_params import WEIGHT_DTYPES
+from lora_rocm.device.precision import FLOATS
 from lora_rocm.families.base import family_for
 from lora_rocm.recipe.load import dump_recipe, load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.layout import RunDir
 from tests.lora_files import write_random_lora
 from tests.tiny_models import RUN_TARGETS, SHALLOW, write_tiny_sdxl
-from tests.train.test_pipeline import bytes_of, losses_of, make_recipe, rewound, start, write_material
+from tests.train.runs import bytes_of, losses_of, make_recipe, rewound, start, write_material
 
 Sections = dict[str, dict[str, Any]]
 COMBINATIONS, OFTEN = 30, 4
@@ -246,7 +246,7 @@ def test_a_combination_trains_resumes_to_the_byte_and_exports(material: Path, tm
     assert start(recipe, straight)
     kept = load_file(RunDir(straight).checkpoint(STEPS) / "adapter.safetensors")
     dtypes = {tensor.dtype for name, tensor in kept.items() if not name.endswith(("start_A", "start_B"))}
-    assert dtypes == {WEIGHT_DTYPES[recipe.lora.weight_dtype]}
+    assert dtypes == {FLOATS[recipe.lora.weight_dtype]}
     broken = rewound(straight, tmp_path / "broken", RESUMED_AT)
     first = len(losses_of(broken))
     assert start(recipe, broken)

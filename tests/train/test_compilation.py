@@ -28,7 +28,7 @@ from lora_rocm.train import compilation, pipeline
 from lora_rocm.train.compilation import Compiler, How, explained, how_asked, require_no_offload
 from lora_rocm.train.load_model import load_model
 from tests.event_lines import read_events
-from tests.train.test_pipeline import make_recipe, material, start
+from tests.train.runs import make_recipe, material, start
 
 __all__ = ["material"]  # the fixture
 

@@ -20,8 +20,8 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train.loop import Trainer
 from tests.tiny_models import RUN_TARGETS
+from tests.train.runs import make_recipe, material, start
 from tests.train.test_guard import after_step
-from tests.train.test_pipeline import make_recipe, material, start
 
 __all__ = ["material"]
 
@@ -124,7 +124,7 @@ def unguarded(trainer: Trainer) -> list[str]:
     optimizer = trainer.optimizer
     assert isinstance(optimizer, GatedOptimizer)
     guarded = {words.untyped_storage().data_ptr() for words in optimizer.state_guard._words}
-    guarded |= {tensor.untyped_storage().data_ptr() for tensor, _ in trainer.transfer.frozen.values()}
+    guarded |= {tensor.untyped_storage().data_ptr() for tensor in trainer.model.placement.on_device().values()}
     found = []
     for owner, place, tensor in tensors_of(trainer):
         known = tensor.is_meta or not tensor.numel() or tensor.untyped_storage().data_ptr() in guarded

@@ -14,9 +14,9 @@ from lora_rocm.train import graphs as graphs_module
 from lora_rocm.train.graphs import Capture, Captured, Graphs
 from tests.event_lines import read_events
 from tests.optim.test_state_guard import PARTS, flip
+from tests.train.runs import bytes_of, make_recipe, start, write_material
 from tests.train.test_graphs import Layer, sound
 from tests.train.test_guard import after_step
-from tests.train.test_pipeline import bytes_of, make_recipe, start, write_material
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda", 0)

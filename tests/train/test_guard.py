@@ -23,7 +23,7 @@ from lora_rocm.train.hooks import Save
 from lora_rocm.train.loop import Trainer
 from tests.device.broken import PRODUCTS, Broken, Fault, one_nan, stale, wrong_tail, zeros
 from tests.event_lines import read_events
-from tests.train.test_pipeline import bytes_of, make_recipe, material, start
+from tests.train.runs import bytes_of, make_recipe, material, start
 
 __all__ = ["material"]
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lora_rocm.adapters.base import PEFT_NAME
+from lora_rocm.adapters.adapter_kind import PEFT_NAME
 from lora_rocm.adapters.lora import LoraAdapter
 from lora_rocm.device.process_group import World
 from lora_rocm.errors import AdapterError, LoraRocmError, ModelError
@@ -21,7 +21,7 @@ from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import input_start
 from lora_rocm.train.held_out import VALIDATION_POSITIONS
 from tests.event_lines import read_events
-from tests.train.test_pipeline import losses_of, make_recipe, start, write_material
+from tests.train.runs import losses_of, make_recipe, start, write_material
 from tests.worlds import in_threads
 
 PROJECTIONS = [r"mid_block.*attn1\.to_[qkv]", r"mid_block.*attn1\.to_out\.0", r"mid_block\.resnets\.0\.conv1"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lora_rocm.recipe.schema import Recipe
-from tests.train.test_pipeline import bytes_of, losses_of, make_recipe, material, rewound, start
+from tests.train.runs import bytes_of, losses_of, make_recipe, material, rewound, start
 
 __all__ = ["material"]
 

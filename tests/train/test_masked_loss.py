@@ -12,7 +12,7 @@ from torch import Tensor
 from lora_rocm.errors import ResumeError
 from lora_rocm.families.objectives.ddpm import DdpmObjective
 from lora_rocm.recipe.schema import Recipe
-from tests.train.test_pipeline import bytes_of, make_recipe, material, rewound, start
+from tests.train.runs import bytes_of, make_recipe, material, rewound, start
 
 __all__ = ["material"]
 

@@ -31,11 +31,11 @@ from lora_rocm.train.loop import Trainer
 from lora_rocm.train.session import Session
 from tests.event_lines import read_events
 from tests.tiny_llm import write_tiny_gpt_oss
-from tests.train import test_pipeline
+from tests.train import runs
+from tests.train.runs import CPU, bytes_of, dumped, make_recipe
 from tests.train.test_guard import after_step
-from tests.train.test_pipeline import CPU, bytes_of, dumped, make_recipe
 
-material = test_pipeline.material
+material = runs.material
 STEPS = 8
 
 Seen = list[tuple[int, list[str], float]]
@@ -262,7 +262,7 @@ def test_a_base_with_a_number_that_no_weight_has_is_refused_when_it_is_loaded(
     save_file(tensors, path)
     recipe = make_recipe(material, model={"name_or_path": str(model)})
     with pytest.raises(ModelError) as caught:
-        test_pipeline.start(recipe, tmp_path / "run")
+        runs.start(recipe, tmp_path / "run")
     wanted = "weights-implausible" if abs(value) < float("inf") else "weights-not-finite"
     assert caught.value.code == wanted and name in caught.value.what and caught.value.exit_code == 2
 

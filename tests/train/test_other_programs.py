@@ -198,14 +198,14 @@ def test_the_first_pass_asks_for_its_budget_anew(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(memory, "_peak", lambda *how: memory.plan.peak_bytes)  # type: ignore[union-attr]
     changed: list[Plan] = []
 
-    def change(wanted: Plan, *how: Any) -> None:
-        changed.append(wanted)
-        memory.plan = wanted
+    def put(*how: Any, anew: bool) -> None:
+        assert anew and memory.plan is not None
+        changed.append(memory.plan)
 
-    monkeypatch.setattr(memory, "_change", change)
+    monkeypatch.setattr(memory, "put", put)
     nothing: Any = None
-    memory.probe(nothing, nothing, nothing, False, nothing)
+    memory.probe(nothing, nothing, nothing, nothing)
     assert changed == []  # the control
     card.changed(others=9 * GIB)
-    memory.probe(nothing, nothing, nothing, False, nothing)
+    memory.probe(nothing, nothing, nothing, nothing)
     assert changed and changed[-1].rows == 1 and memory.budget_bytes == limit_now(GPU, SETTINGS)

@@ -10,7 +10,7 @@ from PIL import Image
 from lora_rocm.rundir.layout import RunDir
 from tests.event_lines import read_events
 from tests.tiny_models import SHALLOW, write_tiny_sdxl
-from tests.train.test_pipeline import make_recipe, start
+from tests.train.runs import make_recipe, start
 
 PHOTOGRAPHS = Path(__file__).parents[1] / "photographs"
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import gc
 import json
 import random
 import shutil
@@ -26,132 +24,23 @@ from lora_rocm.device import attention
 from lora_rocm.device.transfer import DeviceTransfer, copy_to_device
 from lora_rocm.errors import DataError, ModelError, ResumeError, TransferError
 from lora_rocm.hardware.settings import Settings
-from lora_rocm.recipe.kinds import recipe_from
-from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.checkpoint_record import Position
-from lora_rocm.rundir.event_types import StepEvent
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import context as start_facts
 from lora_rocm.train import pipeline
-from lora_rocm.train.checkpoint import discard_newer, latest_valid, save_checkpoint
+from lora_rocm.train.checkpoint import latest_valid, save_checkpoint
 from lora_rocm.train.loop import Trainer
-from lora_rocm.train.session import Session
 from tests.event_lines import read_events
-from tests.tiny_models import RUN_TARGETS, SHALLOW, write_tiny_sdxl
+from tests.tiny_models import SHALLOW, write_tiny_sdxl
+from tests.train.runs import CPU, STEPS, bytes_of, losses_of, make_recipe, material, rewound, start, straight
 
-CPU = torch.device("cpu")
-STEPS = 6
-WRITTEN: dict[str, str] = {}
-DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
-
-@pytest.fixture(scope="module")
-def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _shared_material(tmp_path_factory.getbasetemp())
-
-
-@functools.cache
-def _shared_material(base: Path) -> Path:
-    """What the tests of all modules start from: its images are encoded once. Who changes it puts it back."""
-    return write_material(base / "Bilder und Modell")
-
-
-def write_material(folder: Path) -> Path:
-    """A tiny model, five images in two buckets, and a place for caches."""
-    write_tiny_sdxl(folder / "model", **SHALLOW)
-    generator = random.Random(5)
-    for number in range(5):
-        size = [(64, 64), (96, 48)][number % 2]
-        image = Image.frombytes("RGB", size, generator.randbytes(3 * size[0] * size[1]))
-        (folder / "images").mkdir(exist_ok=True)
-        image.save(folder / "images" / f"bild {number}.png")
-        (folder / "images" / f"bild {number}.txt").write_text(f"zibu, cat, number {number}", encoding="utf-8")
-    return folder
-
-
-def make_recipe(material: Path, **sections: dict[str, Any]) -> Recipe:
-    base: dict[str, dict[str, Any]] = {
-        "model": {"name_or_path": str(material / "model")},
-        "data": {"path": str(material / "images"), "resolution": 64, "bucket_step": 16},
-        "lora": {"rank": 2, "targets": RUN_TARGETS},
-        "optim": {"learning_rate": 1e-3, "lr_scheduler": "cosine", "lr_warmup_steps": 2},
-        "train": {"max_train_steps": STEPS, "batch_size": 2, "gradient_accumulation_steps": 2, "mixed_precision": "no"},
-        "cache": {"dir": str(material / "cache")},
-        "output": {"save_every_n_steps": 2},
-    }
-    return recipe_from({name: {**base.get(name, {}), **sections.get(name, {})} for name in base | sections})
-
-
-def start(
-    recipe: Recipe,
-    run_dir: Path,
-    stop_at: int | None = None,
-    accept_changes: bool = False,
-    device: torch.device = CPU,
-    chosen: Path | None = None,
-    settings: Settings = Settings(),  # noqa: B008 (frozen)
-) -> bool:
-    """One start of the worker's work; asks for a stop when update ``stop_at`` was made (one more may be under way)."""
-    directory = RunDir(run_dir).create()
-    directory.stop.unlink(missing_ok=True)
-    directory.recipe.write_text(dumped(recipe), encoding="utf-8")
-    session = Session(directory, watch_parent=False)
-    session.readers.append(
-        lambda event: (
-            directory.stop.touch() if isinstance(event, StepEvent) and event.updates >= (stop_at or STEPS + 9) else None
-        )
-    )
-    try:
-        checkpoint = pipeline.find_checkpoint(session, chosen)
-        dtype = DTYPES[recipe.train.mixed_precision]
-        begin = pipeline.StartContext(session, recipe, device, dtype, settings, checkpoint, accept_changes)
-        finished, _ = pipeline.train(begin)
-        return finished
-    finally:
-        session.close()
-
-
-def dumped(recipe: Recipe) -> str:
-    """``dump_recipe``, once for each recipe: most tests start with the same one several times."""
-    found = WRITTEN.get(key := recipe.model_dump_json())
-    return found if found is not None else WRITTEN.setdefault(key, dump_recipe(recipe))
-
-
-def bytes_of(run_dir: Path) -> bytes:
-    return RunDir(run_dir).lora.read_bytes()
-
-
-@pytest.fixture(scope="module")
-def straight(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of the plain recipe that nobody disturbed; for reading."""
-    return _shared_straight(material, tmp_path_factory.getbasetemp() / "straight")
-
-
-@functools.cache
-def _shared_straight(material: Path, run_dir: Path) -> Path:
-    assert start(make_recipe(material), run_dir)
-    gc.freeze()  # what the first run of a process imports; the program collects several times a run
-    return run_dir
-
-
-def rewound(run: Path, to: Path, updates: int = 4) -> Path:
-    """A copy of a run as it was when it had made that many updates: what a stop at this checkpoint leaves."""
-    directory = RunDir(Path(shutil.copytree(run, to)))
-    discard_newer(directory, updates)
-    assert directory.list_checkpoints()[-1][0] == updates
-    directory.lora.unlink()
-    directory.result.unlink()
-    return to
+__all__ = ["material", "straight"]
 
 
 def weights_of(path: Path) -> dict[str, bytes]:
     """The tensors of a file; its metadata differ."""
     return {name: tensor.numpy().tobytes() for name, tensor in load_file(path).items()}
-
-
-def losses_of(run_dir: Path) -> list[float]:
-    return [event["loss"] for event in read_events(RunDir(run_dir).events()) if event["type"] == "step"]
 
 
 def test_another_way_of_attention_takes_torchs_place_in_every_pass(

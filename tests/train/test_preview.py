@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,12 +61,28 @@ def test_a_round_counts_only_when_it_is_whole(tmp_path: Path) -> None:
     run_dir, recipe = RunDir(tmp_path), make_recipe()
     paths = draw_round(run_dir, 0, ["red", "green", "blue"])
     assert preview.existing(run_dir, 0, recipe) is None  # what was asked for is written last
-    asked = [asdict(request) for request in preview.requests_of(recipe)]
+    asked = [request.to_json() for request in preview.requests_of(recipe)]
     write_json(run_dir.samples_at(0) / preview.REQUESTS_FILE, asked)
     assert preview.existing(run_dir, 0, recipe) == paths
     assert preview.existing(run_dir, 0, make_recipe(seed=8)) is None
     paths[1].unlink()
     assert preview.existing(run_dir, 0, recipe) is None
+
+
+def test_a_round_of_an_earlier_version_counts(tmp_path: Path) -> None:
+    """Its requests as that version wrote them."""
+    prompts = [{"prompt": "a", "control_image": "c.png", "mask": "m.png"}, "b --n c"]
+    sample = {"prompts": prompts, "seed": 7, "width": 64, "height": 96, "steps": 2, "guidance_scale": 3.0}
+    recipe = make_recipe(**{"control_prompts": [], **sample})
+    run_dir, common = RunDir(tmp_path), {"width": 64, "height": 96, "steps": 2, "guidance_scale": 3.0}
+    paths, more = draw_round(run_dir, 0, ["red", "green"]), {"sampler": "euler", "lora_scale": 1.0}
+    written = [
+        {"prompt": "a", "negative_prompt": "", **common, "seed": 7, "control": "c.png", **more, "mask": "m.png"},
+        {"prompt": "b", "negative_prompt": "c", **common, "seed": 8, "control": "", **more, "mask": ""},
+    ]
+    write_json(run_dir.samples_at(0) / preview.REQUESTS_FILE, written)
+    assert preview.existing(run_dir, 0, recipe) == paths
+    assert [list(request.to_json()) for request in preview.requests_of(recipe)] == [list(each) for each in written]
 
 
 @pytest.mark.timeout(20)
@@ -77,7 +92,7 @@ def test_what_a_round_was_drawn_from_is_read_from_a_plain_file_of_its_size(
 ) -> None:
     run_dir, recipe = RunDir(tmp_path), make_recipe()
     paths, file = draw_round(run_dir, 0, ["red", "green", "blue"]), run_dir.samples_at(0) / preview.REQUESTS_FILE
-    write_json(file, [asdict(request) for request in preview.requests_of(recipe)])
+    write_json(file, [request.to_json() for request in preview.requests_of(recipe)])
     if kind == "pipe":
         if not hasattr(os, "mkfifo"):
             pytest.skip("this system has no pipes with names")

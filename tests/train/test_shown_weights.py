@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,19 +15,21 @@ import torch
 from safetensors.torch import load_file
 
 import lora_rocm
+from lora_rocm.children import conversions, model_child
 from lora_rocm.errors import ResumeError
 from lora_rocm.export.verify import Verification
 from lora_rocm.families.registry import PRODUCT
 from lora_rocm.optim import schedule_free
 from lora_rocm.optim.factory import RULES, rule_of
 from lora_rocm.optim.update_rule import UpdateRule, shown_weights
+from lora_rocm.processes.jobs import ExportJob
 from lora_rocm.recipe.optim_sections import OPTIMIZERS, AdamwSection, ScheduleFreeSection
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.train import checkpoint, conversions, model_child
+from lora_rocm.train import checkpoint
 from tests.export.test_gguf import script_of
 from tests.families.contract import Its
-from tests.train.test_pipeline import make_recipe, material, start
+from tests.train.runs import make_recipe, material, start
 
 __all__ = ["material"]
 pytestmark = [
@@ -65,10 +68,9 @@ def recipe_of(material: Path, sections: dict[str, dict[str, Any]]) -> Recipe:
     return make_recipe(material, **{name: {**base.get(name, {}), **sections.get(name, {})} for name in base | sections})
 
 
-def export(run_dir: RunDir, form: str, output: Path, updates: int | None = None, converter: str = "") -> Path:
-    job = {"source": str(run_dir.path), "format": form, "output": str(output), "dtype": None, "updates": updates}
-    job["spare_cache"] = str(run_dir.path.parent / "spare")
-    model_child.export_run({**job, "converter": converter})
+def export(run_dir: RunDir, form: str, output: Path, updates: int | None = None, converter: Path | None = None) -> Path:
+    job = ExportJob(source=run_dir.path, format=form, output=output, updates=updates, converter=converter)
+    model_child.export_run(replace(job, spare_cache=run_dir.path.parent / "spare"))
     return output
 
 
@@ -187,7 +189,7 @@ def assert_conversions(its: Its, recipe: Recipe, run_dir: RunDir, folder: Path) 
     copied = folder / "seen.safetensors"
     text = f"(asked.lora_path / 'adapter_model.safetensors').read_bytes()\nPath({str(copied)!r}).write_bytes(raw)\n"
     script.write_text(script.read_text(encoding="utf-8").replace(text.splitlines()[0].replace("'", '"'), text, 1))
-    export(run_dir, "gguf", folder / "lora.gguf", converter=str(script))
+    export(run_dir, "gguf", folder / "lora.gguf", converter=script)
     assert copied.read_bytes() == (run_dir.peft_dir / "model" / "adapter_model.safetensors").read_bytes()
     base = load_file(its.folder / "base" / "model.safetensors")
     merged = load_file(export(run_dir, "merged", folder / "merged") / "model.safetensors")

@@ -26,7 +26,7 @@ from lora_rocm.supervisor.worker_group import environments
 from lora_rocm.train import pipeline, session, worker
 from lora_rocm.train.context import Data, StartContext
 from tests.event_lines import read_events
-from tests.train.test_pipeline import make_recipe, material
+from tests.train.runs import make_recipe, material
 from tests.worlds import in_threads
 
 __all__ = ["material"]

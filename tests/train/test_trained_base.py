@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from lora_rocm.children import chat as chat_child
+from lora_rocm.children import compare as compare_child
+from lora_rocm.children import conversions, model_child
 from lora_rocm.errors import AdapterError
+from lora_rocm.processes.jobs import ChatJob, CompareJob, ExportJob, SampleJob
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.run_context import RunContext
-from lora_rocm.train import chat as chat_child
-from lora_rocm.train import compare as compare_child
-from lora_rocm.train import conversions, model_child
 from tests.tiny_llm import write_tiny_llm
-from tests.train.test_pipeline import make_recipe, start, write_material
+from tests.train.runs import make_recipe, start, write_material
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of diffusers
 UNET, TEXT = "unet/diffusion_pytorch_model.safetensors", "text_encoder/model.safetensors"
@@ -44,29 +46,23 @@ class Trained:
         return [event.text for event in self.events if event.type == "notice"]
 
     @property
-    def spare(self) -> str:
+    def spare(self) -> Path:
         """A folder for the cache, as the parent of a command gives one."""
-        return str(self.dir.path.parent / "spare")
+        return self.dir.path.parent / "spare"
 
     def sample(self, base: Path | None = None) -> None:
-        job: dict[str, Any] = dict.fromkeys(("config", "family", "width", "height", "sampler", "guidance_scale"))
-        job |= {"control_image": "", "mask": "", "negative_prompt": "", "prompt": "cat", "strength": 1.0, "steps": 1}
-        job |= {
-            "seed": 1,
-            "num": 1,
-            "output": str(self.dir.path / "drawn"),
-            "base": None if base is None else str(base),
-        }
-        model_child.sample({**job, "source": str(self.dir.path), "spare_cache": self.spare})
+        named = None if base is None else str(base)
+        job = SampleJob(source=self.dir.path, output=self.dir.path / "drawn", prompt="cat", base=named, steps=1, seed=1)
+        model_child.sample(replace(job, spare_cache=self.spare))
 
     def compare(self) -> None:
-        files = [(updates, str(path)) for updates, path in self.dir.checkpoint_loras()][-1:]
-        job = {"source": str(self.dir.path), "prompts": ["cat"], "strengths": [1.0], "files": files}
-        compare_child.compare({**job, "output": str(self.dir.path), "spare_cache": self.spare})
+        files = tuple(self.dir.checkpoint_loras()[-1:])
+        job = CompareJob(source=self.dir.path, prompts=("cat",), strengths=(1.0,), files=files, output=self.dir.path)
+        compare_child.compare(replace(job, spare_cache=self.spare))
 
     def export(self, form: str) -> None:
-        job = {"source": str(self.dir.path), "format": form, "dtype": None, "updates": None, "converter": ""}
-        model_child.export_run({**job, "output": str(self.dir.path.parent / f"{form}-out"), "spare_cache": self.spare})
+        output = self.dir.path.parent / f"{form}-out"
+        model_child.export_run(ExportJob(source=self.dir.path, format=form, output=output, spare_cache=self.spare))
 
     def chat(self) -> None:
         class Nobody:
@@ -75,11 +71,7 @@ class Trained:
             def next(self) -> None:
                 return None
 
-        job = {
-            "adapter": str(self.dir.peft_dir / "model"),
-            "recipe": str(self.dir.recipe),
-            "spare_cache": self.spare,
-        }
+        job = ChatJob(adapter=self.dir.peft_dir / "model", recipe=self.dir.recipe, spare_cache=self.spare)
         chat_child.chat(job, requests=Nobody(), emit=self.events.append)
 
 

@@ -26,7 +26,7 @@ from lora_rocm.train import preview
 from lora_rocm.train.checkpoint import latest_valid
 from tests.event_lines import read_events
 from tests.lora_files import write_random_lora
-from tests.train.test_pipeline import CPU, bytes_of, make_recipe, material, rewound, start
+from tests.train.runs import CPU, bytes_of, make_recipe, material, rewound, start
 
 __all__ = ["material"]
 

@@ -13,7 +13,7 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.layout import RunDir
 from tests.event_lines import read_events
 from tests.program import images
-from tests.train.test_pipeline import bytes_of, make_recipe, start, write_material
+from tests.train.runs import bytes_of, make_recipe, start, write_material
 
 VALIDATION = {"max_train_steps": 2, "gradient_accumulation_steps": 1, "validation_every_n_steps": 1}
 

@@ -7,23 +7,16 @@ import io
 import os
 import signal
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lora_rocm.rules.mitigations import mitigation_table
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.train import session, worker
-from tests.supervisor.fake_run import RECIPE
+from lora_rocm.train import worker
+from tests.train.runs import run_dir
 
-
-@pytest.fixture
-def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    monkeypatch.setattr(session.Session, "_watch_parent", lambda self: None)
-    found = RunDir(tmp_path / "run").create()
-    found.recipe.write_text(RECIPE, encoding="utf-8")
-    return found
+__all__ = ["run_dir"]
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")

@@ -14,7 +14,7 @@ from lora_rocm.rundir.incidents import trouble_of
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.restart_policy import changes_of
 from tests.event_lines import read_events
-from tests.train.test_pipeline import bytes_of, make_recipe, material, start, straight
+from tests.train.runs import bytes_of, make_recipe, material, start, straight
 
 __all__ = ["material", "straight"]
 
@@ -31,8 +31,8 @@ def test_workers_that_are_given_up_are_a_change_of_the_run(
     class Failing:
         """In place of ``worker_pool.Group``: what it reads is read here, so no process has to start."""
 
-        def __init__(self, source: Any, size: int, sharing: str, runtime: Any) -> None:
-            self.source, self.size, self.sharing = source, size, sharing
+        def __init__(self, source: Any, size: int, runtime: Any) -> None:
+            self.source = source
 
         def reads(self, orders: Any) -> Iterator[Any]:
             yield from itertools.islice(worker_pool.data_loader(self.source, orders), 3)

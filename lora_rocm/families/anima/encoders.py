@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lora_rocm.base_models.loading import Source
 from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, TensorSpec
-from lora_rocm.device.transfer import DeviceTransfer
+from lora_rocm.device.placement.base import Placement
 from lora_rocm.families.base import Encode, Inputs, Tensors
 from lora_rocm.families.tokenizers import digest, tokenizer_identity
 from lora_rocm.families.transformer.language_model import DTYPE, tokenizer_of
@@ -52,12 +52,12 @@ class TextEncoder:
     def in_tiles(self) -> None:
         return None
 
-    def load(self, door: DeviceTransfer) -> Encode:
+    def load(self, door: Placement) -> Encode:
         tokenizers = load_tokenizers(self._source)
         parts: list[Any] = []
         for name, weights in (("text_encoder", self._weights), ("text_conditioner", DENSE)):
             parts.append(self._source.load(name, DTYPE, CPU, weights))
-            door.send_parameters(parts[-1], name)
+            door.place(parts[-1], name)
         encoder, conditioner = parts
 
         @torch.no_grad()
@@ -65,13 +65,13 @@ class TextEncoder:
             caption = inputs[CAPTION]
             assert isinstance(caption, str), "the text encoder encodes captions"
             ids_BS, t5_ids_BS = (_ids(tokenizer, caption) for tokenizer in tokenizers)
-            t5_ids_BS = door.send_checked(t5_ids_BS, "token ids")
+            t5_ids_BS = door.transfer.send_checked(t5_ids_BS, "token ids")
             if ids_BS.shape[1]:
-                ids_BS = door.send_checked(ids_BS, "token ids")
+                ids_BS = door.transfer.send_checked(ids_BS, "token ids")
                 states_BSD = encoder(input_ids=ids_BS, use_cache=False).last_hidden_state
             else:  # an empty caption: of a state of zeros nothing reaches the conditioner, as with a mask that hides it
                 states_BSD = encoder.embed_tokens.weight.new_zeros(1, 1, encoder.config.hidden_size)
-            return door.receive({STATES: conditioner(states_BSD, t5_ids_BS)[0]})
+            return door.transfer.receive({STATES: conditioner(states_BSD, t5_ids_BS)[0]})
 
         return encode
 

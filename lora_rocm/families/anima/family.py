@@ -6,6 +6,8 @@ Dimensions: B batch, C channels, H W latent height and width, S tokens, D width.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -21,6 +23,7 @@ from lora_rocm.families.anima import names
 from lora_rocm.families.anima.encoders import MAX_TOKENS, STATES, TextEncoder, load_tokenizers
 from lora_rocm.families.anima.vae import ImageVae, vae_of_original
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors
+from lora_rocm.families.file_names import FileNames
 from lora_rocm.families.transformer.detect import names_of
 from lora_rocm.families.transformer.family import TransformerFamily
 from lora_rocm.families.transformer.language_model import DTYPE
@@ -71,7 +74,7 @@ class Anima(TransformerFamily):
     name = "anima"
     layout = LAYOUT
     pipeline = AnimaLoraLoaderMixin
-    file_prefixes = {"transformer": "diffusion_model."}
+    prefixes = {"transformer": "diffusion_model."}
     fuse_blocks = staticmethod(fuse)
     block_lists = {"transformer_blocks": (2,) * 6}
     packed_layers = f"^{BLOCK}"
@@ -96,12 +99,14 @@ class Anima(TransformerFamily):
         width = self.source.config("transformer").whole("text_embed_dim")
         return {STATES: torch.zeros(rows, MAX_TOKENS, width, dtype=torch.bfloat16)}
 
-    def export_key(self, component: str, module: str) -> str:
-        """As ``TransformerFamily.export_key``, with the original name: ComfyUI reads none of diffusers'."""
-        return super().export_key(component, names.original(module))
-
-    def original_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
-        return ((names.original(module), 0, rows),)
+    @cached_property
+    def files(self) -> FileNames:
+        """As ``TransformerFamily.files``, with the original names: ComfyUI reads none of diffusers'."""
+        return replace(
+            super().files,
+            key=lambda component, module: self.prefixes[component] + names.original(module),
+            original=lambda component, module, rows: ((names.original(module), 0, rows),),
+        )
 
     def check(self, source: Source) -> tuple[str, ...]:
         called = names_of(source.name, self.recipe.spec.title)

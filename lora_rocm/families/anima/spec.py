@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from lora_rocm.families.spec import FamilySpec, FileMetadata, TransformerSection, image_shapes
+from lora_rocm.families.spec import FamilySpec, FileMetadata, TransformerSection, image_axes
 from lora_rocm.recipe.sections import FlowSection, InputFolder, PathOrHubId
 
 
@@ -31,7 +31,7 @@ SPEC = FamilySpec(
     objective_section=FlowSection,
     implementation="lora_rocm.families.anima.family:Anima",
     component="transformer",
-    shapes=image_shapes(multiple=16, per_token=16),
+    axes=image_axes(multiple=16, per_token=16),
     guidance=4.0,
     fp16="products",
     metadata=FileMetadata(

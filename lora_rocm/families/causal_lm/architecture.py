@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterator
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +18,16 @@ from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     PreTrainedConfig,
 )
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.integrations import moe
 
 from lora_rocm.base_models import conversion
+from lora_rocm.base_models.conversion import State
 from lora_rocm.base_models.loading import Layout, Part, Source, TokenizerOf
 from lora_rocm.errors import ModelError
 from lora_rocm.families.causal_lm.attention import APART, NAME, samples_apart
-from lora_rocm.families.causal_lm.experts import use_working_product
 from lora_rocm.families.causal_lm.objective import Head
-from lora_rocm.families.causal_lm.published_weights import published
 from lora_rocm.foundation.terminal_text import printable
 from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN, Config, given, read_config
 
@@ -284,3 +289,80 @@ def require_apart(model: nn.Module, where: str) -> None:
             where=where,
             fix="Remove data.packing.",
         )
+
+
+def published(state: State, module: nn.Module) -> State:
+    """Convert published tensors, which may have no data yet, by transformers' rules, in the order of its loader.
+
+    Transformers has one table of how published files differ from its modules (names, experts that are one tensor each,
+    fused projections). Its loader and PEFT apply it. Older names are converted after that.
+
+    Of two tensors for one place the first in natural order is taken; the other one counts as unread.
+    """
+    model: Any = module
+    expected = module.state_dict(keep_vars=True)
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    prefix = model.base_model_prefix
+    found: State = {}
+    gathered: dict[str, WeightConverter] = {}  # target name -> the rule, with the tensors that it converts
+    for name in sorted(state, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, expected)
+        if target not in expected and name in expected:
+            target, pattern = name, None
+        if pattern is None or target not in expected:
+            found.setdefault(target, state[name])
+        else:
+            rule = gathered.setdefault(target, deepcopy(of_pattern[pattern]))
+            rule.add_tensor(target, name, pattern, state[name])
+    for target, rule in gathered.items():
+        for name, tensors in rule.convert(target, model=model, config=model.config).items():
+            tensor: Tensor = tensors[0] if isinstance(tensors, list) else tensors
+            found.setdefault(name, tensor)
+    return conversion.own_names(found, module)
+
+
+SIDE = 16  # smallest rows that the product takes
+LOG = logging.getLogger(__name__)
+
+
+@cache
+def takes_grouped(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether PyTorch's grouped product computes this dtype on this device, forward and backward. It is tried once."""
+    product: Any = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
+    try:
+        with torch.enable_grad():
+            rows_SI = torch.ones(2 * SIDE, SIDE, device=device, dtype=dtype, requires_grad=True)
+            weight_EIO = torch.ones(2, SIDE, SIDE, device=device, dtype=dtype)
+            ends_E = torch.tensor([SIDE, 2 * SIDE], device=device, dtype=torch.int32)
+            found_SO = product(rows_SI, weight_EIO, offs=ends_E)
+            found_SO.backward(torch.ones_like(found_SO))  # a gradient of a sum has no strides that it takes
+    except RuntimeError as error:
+        if device.type != "meta":
+            LOG.warning(
+                "The experts are computed one after another: PyTorch's grouped product does not take %s on %s (%s)",
+                dtype,
+                device,
+                str(error).splitlines()[0],
+            )
+        return False
+    return True
+
+
+def use_working_product() -> None:
+    """Let transformers ask ``takes_grouped`` before it takes the grouped product. A second call does nothing.
+
+    It takes PyTorch's grouped product whatever the dtype, which up to torch 2.11 is bfloat16 alone on a GPU. Where a
+    try fails, transformers' own product, which goes from expert to expert, is used.
+    """
+    known = moe._can_use_grouped_mm
+    if getattr(known, "asks_dtype", False):
+        return
+
+    def can_use(input: Tensor, weight: Tensor, offs: Tensor) -> bool:  # noqa: A002 (transformers' name)
+        return bool(known(input, weight, offs)) and takes_grouped(weight.device, weight.dtype)
+
+    can_use.asks_dtype = True  # type: ignore[attr-defined]
+    moe._can_use_grouped_mm = can_use

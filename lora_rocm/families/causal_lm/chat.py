@@ -32,8 +32,8 @@ from lora_rocm.dataset.records import (
 )
 from lora_rocm.dataset.row_edge import SharedCause, fails_for_all, row_edge
 from lora_rocm.families.causal_lm.chat_template import ChatTemplate
-from lora_rocm.families.causal_lm.conversation import NUM_WHOLE, Chat, Layout, nearby
-from lora_rocm.families.causal_lm.message_keys import MessageKeys, require_arguments, with_arguments
+from lora_rocm.families.causal_lm.conversation import NUM_WHOLE, Chat, Layout, nearby, rewritten
+from lora_rocm.families.causal_lm.message_keys import MessageKeys, require_whole_calls, with_arguments
 from lora_rocm.families.causal_lm.special_tokens import Span, SpecialTokens
 from lora_rocm.families.causal_lm.template_limits import OverLimit
 from lora_rocm.foundation.terminal_text import printable
@@ -162,6 +162,8 @@ class ChatTokenizer:
             chat = self._chat(record)
             layout = chat.layout()
             if layout is None:
+                if record.others and self.train_on == "answers":
+                    raise rewritten(record.others[0])
                 return self._cut_at_turns(record)
             tokens = self._of_layout(chat, layout)
         else:
@@ -213,7 +215,7 @@ class ChatTokenizer:
         """Raise UnusableText if the chat template leaves out a call of a tool."""
         if not isinstance(record, Conversation):
             return
-        require_arguments(record)
+        require_whole_calls(record)
         record = self._with_arguments(record)
         turns = record.turns
         for at, message in enumerate(record.messages):
@@ -369,8 +371,9 @@ class ChatTokenizer:
 
     def _of_layout(self, chat: Chat, layout: Layout) -> Tokens:
         excluded = chat.excluded(layout.text) if self.train_on == "all" else []
+        others = chat.others(layout.text) if self.train_on == "answers" else []
         ids, ends = self._encoded(layout.text, chat.letter)
-        return self._marked_off(ids, ends, layout.spans, is_text=False, excluded=excluded)
+        return self._marked_off(ids, ends, sorted([*layout.spans, *others]), is_text=False, excluded=excluded)
 
     def _in_table(self, ids: Sequence[int]) -> list[int]:
         """The ids, if the model's table of embeddings has a row for each."""

@@ -133,6 +133,22 @@ class Chat:
                 )
         return found
 
+    def others(self, text: str) -> list[Span]:
+        """Where the text of ``layout`` holds what ``Conversation.others`` lists, with the headers of these messages.
+
+        Raises:
+            UnusableText: the template rewrites one later, so its place is not known.
+        """
+        found, messages, places = list[Span](), self._marked.messages, self.record.others
+        firsts = [at for at in places if at - 1 not in places]
+        for first in firsts:  # templates write neighbours as one turn, such as the results of several calls
+            until = next(at for at in range(first, len(messages) + 1) if at not in places)
+            begin, end = self._text(messages[:first]) if first else "", self._text(messages[:until])
+            if not (text.startswith(end) and end.startswith(begin)):
+                raise rewritten(first)
+            found.append((len(begin) if first else -1, len(end)))
+        return found
+
     def _turn(self, turn: int, until: int) -> tuple[str, str]:
         """The text before an answer, as the model is asked for it, and with that answer."""
         messages = self._marked.messages
@@ -206,6 +222,15 @@ class Chat:
             if found.replace(self.letter, "") != plain:
                 raise UnusableText("It spells out special tokens where the chat template changes them.", FIX)
         return found
+
+
+def rewritten(place: int) -> UnusableText:
+    """The refusal of a completion whose message at a place, not the assistant's, the chat template rewrites later."""
+    return UnusableText(
+        f"Message {place + 1} is a part of the completion, and the chat template rewrites it or an answer later, so "
+        "its place is not known.",
+        "Give weight: 0 to the messages of the completion that are not the assistant's, or take the row away.",
+    )
 
 
 def nearby(messages: Sequence[Mapping[str, Any]], start: int, until: int) -> list[Mapping[str, Any]]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lora_rocm.base_models import hub
-from lora_rocm.base_models.loading import BUILTIN_PREFIX, Source, builtin_folder
+from lora_rocm.base_models.loading import Source, builtin_folder
 from lora_rocm.base_models.random_weights import PREFIX, RandomSource
 from lora_rocm.base_models.run_folder import refuse_run
 from lora_rocm.cache_files.hash_memory import WEIGHTS_MEMORY, HashMemory
@@ -26,7 +26,7 @@ from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, Pad, TensorSpec
 from lora_rocm.dataset.records import Pair, UnusableText, read
 from lora_rocm.dataset.row_reference import separated
 from lora_rocm.dataset.shape import Shape
-from lora_rocm.device.transfer import DeviceTransfer
+from lora_rocm.device.placement.base import Placement
 from lora_rocm.errors import DataError, ModelError
 from lora_rocm.families.base import Encode, Encoder, Inputs, LoadedModel, OwnFiles, PreviewRequest, Sampling, Tensors
 from lora_rocm.families.causal_lm.architecture import (
@@ -48,12 +48,14 @@ from lora_rocm.families.causal_lm.generation import next_tokens, pieces_of, plac
 from lora_rocm.families.causal_lm.objective import IGNORED, NextToken, Preference, fuse_head, token_distance
 from lora_rocm.families.causal_lm.spec import TOKENS_MULTIPLE, LanguageSection
 from lora_rocm.families.component_check import check_component
+from lora_rocm.families.file_names import FileNames
 from lora_rocm.families.objectives.base import Prediction
 from lora_rocm.families.objectives.loss import LOSS_MASK
 from lora_rocm.families.recompute import Recomputing, evaluating
 from lora_rocm.families.tokenizers import digest, unreadable
 from lora_rocm.families.transformer.language_model import tokenizer_of
 from lora_rocm.families.wrong_family import recognised_file, recognised_folder, wrong_family
+from lora_rocm.foundation.names import BUILTIN
 from lora_rocm.kernels.backend import form_for
 from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.weight_format import WeightFormat
@@ -87,8 +89,9 @@ class CausalLM:
     inpaints = False
     all_components = (COMPONENT,)
     encoder_dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
-    file_prefixes = {COMPONENT: "base_model.model."}
-    file_form = "folded"
+    files = FileNames(  # the spec has no format that diffusers reads
+        {COMPONENT: "base_model.model."}, "folded", lambda _, module: f"base_model.model.{module}", lambda *file: {}
+    )
     lora_targets = {
         "attention-mlp": {COMPONENT: rf"{BLOCK}({ATTENTION}|{MLP})"},
         "attention": {COMPONENT: rf"{BLOCK}{ATTENTION}"},
@@ -119,7 +122,7 @@ class CausalLM:
         self.source = source
 
     def _folder(self, name: str) -> Path:
-        if name.startswith(BUILTIN_PREFIX):
+        if name.startswith(BUILTIN):
             return builtin_folder(name)
         path, spec = Path(os.path.expanduser(name)), self.recipe.spec
         if os.path.isdir(path):
@@ -181,10 +184,6 @@ class CausalLM:
         if self._asked.compares_pairs:
             return [PairsEncoder(self)]
         return [PackedEncoder(self) if self.recipe.data.packing else TokensEncoder(self)]
-
-    @property
-    def cache_spec(self) -> Mapping[str, TensorSpec]:
-        return {name: spec for encoder in self.encoders() for name, spec in encoder.entry.tensors.items()}
 
     @property
     def start_entry(self) -> EntrySpec | None:
@@ -282,13 +281,13 @@ class CausalLM:
         return Prediction(log_probs_BP, batch[START], weight_B, objective.distance, measures)
 
     @torch.no_grad()
-    def at_start(self, model: Callable[[], LoadedModel], inputs: Inputs, door: DeviceTransfer) -> Tensors:
+    def at_start(self, model: Callable[[], LoadedModel], inputs: Inputs, door: Placement) -> Tensors:
         """As ``ComparesWithStart.at_start``; zeros for a text that is no pair, such as a preview's prompt."""
         if not isinstance(read(str(inputs[CAPTION])), Pair):
             return {START: torch.zeros(2)}
         pair = _encoded_pair(self.texts, inputs)
-        ids_BPS, labels_BPS = (door.send_checked(pair[name][None], name) for name in (IDS, LABELS))
-        return door.receive({START: _log_probs(model(), ids_BPS, labels_BPS)[0]})
+        ids_BPS, labels_BPS = (door.transfer.send_checked(pair[name][None], name) for name in (IDS, LABELS))
+        return door.transfer.receive({START: _log_probs(model(), ids_BPS, labels_BPS)[0]})
 
     @torch.no_grad()
     def preview(
@@ -333,21 +332,6 @@ class CausalLM:
     def base_facts(self) -> Mapping[str, str]:
         return {"hash": "", "prediction_type": "", "identity": self.source.fingerprint(COMPONENT)}
 
-    def export_key(self, component: str, module: str) -> str:
-        return self.file_prefixes[component] + module
-
-    def export_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
-        return ((self.export_key(component, module), 0, rows),)
-
-    def original_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
-        return ()
-
-    def scripts_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
-        return self.export_rows(component, module, rows)
-
-    def load_in_diffusers(self, path: Path, components: Sequence[str]) -> dict[str, nn.Module]:
-        return {}  # the spec has no format that diffusers reads
-
 
 class TokensEncoder:
     """Makes tokens of a sample: ids, the next token of each place, and the places that count in the loss."""
@@ -380,7 +364,7 @@ class TokensEncoder:
     def in_tiles(self) -> None:
         return None
 
-    def load(self, door: DeviceTransfer) -> Encode:
+    def load(self, door: Placement) -> Encode:
         return partial(_encoded, self._family.texts)
 
 
@@ -395,7 +379,7 @@ class PackedEncoder(TokensEncoder):
         share=LOSS_MASK,
     )
 
-    def load(self, door: DeviceTransfer) -> Encode:
+    def load(self, door: Placement) -> Encode:
         return partial(_encoded_row, self._family.texts)
 
 
@@ -409,7 +393,7 @@ class PairsEncoder(TokensEncoder):
         follows_shape=True,
     )
 
-    def load(self, door: DeviceTransfer) -> Encode:
+    def load(self, door: Placement) -> Encode:
         return partial(_encoded_pair, self._family.texts)
 
 

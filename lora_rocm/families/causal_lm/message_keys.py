@@ -13,6 +13,7 @@ from typing import Any
 from lora_rocm.dataset.loss_keys import TRAINED
 from lora_rocm.dataset.records import Conversation, Pair, Record, UnusableText
 from lora_rocm.dataset.row_cells import NameCount, says
+from lora_rocm.foundation.json_text import BadJson, NoJson, parse_json
 from lora_rocm.foundation.units import count_text
 
 OWN = ("role", "content", "tool_calls", TRAINED)  # ChatTokenizer itself refuses calls that are not written
@@ -125,18 +126,39 @@ def with_arguments(sample: Conversation, render: Render) -> Conversation:
     return sample
 
 
-def require_arguments(sample: Conversation) -> None:
-    """Refuse a conversation with a call whose arguments are a text that holds no JSON object.
+def require_whole_calls(sample: Conversation) -> None:
+    """Refuse a conversation with a call that has no name, or whose arguments are no mapping and no JSON object.
 
     Raises:
-        UnusableText: a template would write such a text as it is, or quote it.
+        UnusableText: a template would write an empty name, or null, a number or a quoted text as the arguments.
     """
     for at, message in enumerate(sample.messages):
         for call in _calls(message):
-            given = _arguments(call)
-            if isinstance(given, str) and _decoded(given) is None:
+            inner = call.get("function", call)
+            name = inner.get("name") if isinstance(inner, Mapping) else None
+            if not isinstance(name, str) or not name.strip():
                 raise UnusableText(
-                    f"Message {at + 1} calls a tool with arguments that are no JSON object: {given!r:.100}.",
+                    f"Message {at + 1} calls a tool without a name: {call!r:.100}.",
+                    "Give each call a function with name and arguments, or take the row away.",
+                )
+            more = [str(key) for key, value in inner.items() if key not in ("name", "description") and says(value)]
+            if "arguments" not in inner and (inner is not call) and more:
+                raise UnusableText(
+                    f"Message {at + 1} calls {name:.60} with {more[0]:.60}, which is not the key arguments.",
+                    "Give each call a function with name and arguments, or take the row away.",
+                )
+            given = _arguments(call)
+            if "arguments" not in inner or _is_mapping(given):
+                continue
+            try:
+                found, why = parse_json(given) if isinstance(given, str) else given, ""
+            except NoJson:
+                found, why = None, ""
+            except BadJson as error:
+                found, why = None, f" ({error})"
+            if not isinstance(found, dict):
+                raise UnusableText(
+                    f"Message {at + 1} calls a tool with arguments that are no JSON object{why}: {given!r:.100}.",
                     "Write the arguments as a JSON object ({} if there are none), or take the row away.",
                 )
 
@@ -176,8 +198,8 @@ def _is_mapping(given: object) -> bool:
 def _decoded(given: object) -> dict[str, Any] | None:
     """The mapping that a JSON text holds; None: it is no such text."""
     try:
-        found = json.loads(given) if isinstance(given, str) else None
-    except (ValueError, RecursionError):
+        found = parse_json(given) if isinstance(given, str) else None
+    except BadJson:
         return None
     return found if isinstance(found, dict) else None
 

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from lora_rocm.families.spec import Axis, FamilySpec, FileMetadata, ShapeRules
+from lora_rocm.families.spec import Axes, Axis, FamilySpec, FileMetadata
 from lora_rocm.recipe.rule import Rule, no_effect
 from lora_rocm.recipe.sections import InputFolder, ModelSection, ObjectiveSection, PathOrHubId
 
@@ -94,7 +94,7 @@ SPEC = FamilySpec(
     objective_section=LanguageSection,
     implementation="lora_rocm.families.causal_lm.family:CausalLM",
     component="model",
-    shapes=ShapeRules((Axis("tokens", unit="tokens", multiple=TOKENS_MULTIPLE),)),
+    axes=Axes((Axis("tokens", unit="tokens", multiple=TOKENS_MULTIPLE),)),
     samples=("text",),
     preview="text",
     fp16="never",

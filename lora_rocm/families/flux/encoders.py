@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lora_rocm.base_models.loading import Source
 from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, TensorSpec
-from lora_rocm.device.transfer import DeviceTransfer
+from lora_rocm.device.placement.base import Placement
 from lora_rocm.families import clip
 from lora_rocm.families.base import Encode, Inputs, Tensors
 from lora_rocm.families.tokenizers import digest, tokenizer_identity
@@ -98,16 +98,16 @@ class TextEncoder:
         tokenizer.model_max_length = self._part.tokens
         return tokenizer
 
-    def load(self, door: DeviceTransfer) -> Encode:
+    def load(self, door: Placement) -> Encode:
         tokenizer, part = self.tokenizer(), self._part
         encoder = self._source.load(part.component, part.dtype, CPU, self._weights)
-        door.send_parameters(encoder, part.component)
+        door.place(encoder, part.component)
 
         @torch.no_grad()
         def encode(inputs: Inputs) -> Tensors:
             caption = inputs[CAPTION]
             assert isinstance(caption, str), "the text encoders encode captions"
-            ids_BS = door.send_checked(clip.token_ids(tokenizer, caption)[None], "token ids")
-            return door.receive({part.output: part.embed(encoder, ids_BS)[0]})
+            ids_BS = door.transfer.send_checked(clip.token_ids(tokenizer, caption)[None], "token ids")
+            return door.transfer.receive({part.output: part.embed(encoder, ids_BS)[0]})
 
         return encode

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from lora_rocm.dataset.caption_length import TokenLimit
 from lora_rocm.errors import ModelError
 from lora_rocm.families import clip
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors
+from lora_rocm.families.file_names import FileNames
 from lora_rocm.families.flux import names
 from lora_rocm.families.flux.encoders import POOLED, STATES, TextEncoder, TextPart, clip_part, t5_part
 from lora_rocm.families.flux.spec import FluxSection
@@ -67,7 +69,7 @@ class Flux(TransformerFamily):
     name = "flux"
     pipeline = FluxLoraLoaderMixin
     reader_options = {"network_alphas": None}
-    file_prefixes = {"transformer": "transformer."}
+    prefixes = {"transformer": "transformer."}
     fuse_blocks = staticmethod(fuse)
     block_lists = {"transformer_blocks": (2,) * 9, "single_transformer_blocks": (3,) * 5 + (2,) * 9}
     num_streams = 2
@@ -105,8 +107,9 @@ class Flux(TransformerFamily):
         states = torch.zeros(rows, self._tokens, config.whole("joint_attention_dim"), dtype=torch.bfloat16)
         return {STATES: states, POOLED: torch.zeros(rows, config.whole("pooled_projection_dim"))}
 
-    def original_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
-        return names.original_rows(module, rows)
+    @cached_property
+    def files(self) -> FileNames:
+        return replace(super().files, original=names.original_rows)
 
     def check(self, source: Source) -> tuple[str, ...]:
         """As ``TransformerFamily.check``; what the base says of its variant is compared with the recipe."""

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from torch import Tensor, nn
 
 from lora_rocm.base_models.conversion import State
+from lora_rocm.families.file_names import Rows
 
 DOUBLE, SINGLE = "double_blocks.#.", "single_blocks.#."
 ATTENTION, ADDED = "transformer_blocks.#.attn.", "transformer_blocks.#.attn.add_"
@@ -54,8 +55,8 @@ def reads_guidance(tensors: Collection[str]) -> bool | None:
     return "guidance_in." in text or "guidance_embedder." in text
 
 
-def original_rows(module: str, rows: int) -> list[tuple[str, int, int]]:
-    """As ``ModelFamily.original_rows``. Query, key and value have equally many rows, the MLP four times as many."""
+def original_rows(component: str, module: str, rows: int) -> Rows:
+    """``FileNames.original``. Query, key and value have equally many rows, the MLP four times as many."""
     number = BLOCK_NUMBER.search(module)
     original, place = ORIGINALS[BLOCK_NUMBER.sub("#", module)]
     name = original.replace("#", number[0]) if number else original

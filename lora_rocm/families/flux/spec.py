@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from lora_rocm.families.spec import FamilySpec, FileMetadata, TransformerSection, image_shapes
+from lora_rocm.families.spec import FamilySpec, FileMetadata, TransformerSection, image_axes
 from lora_rocm.recipe.sections import MAX_GUIDANCE, FlowSection, InputFolder, PathOrHubId
 
 
@@ -42,7 +42,7 @@ SPEC = FamilySpec(
     objective_section=FlowSection,
     implementation="lora_rocm.families.flux.family:Flux",
     component="transformer",
-    shapes=image_shapes(multiple=16, per_token=16),
+    axes=image_axes(multiple=16, per_token=16),
     guidance=3.5,
     fp16="products",
     unread=frozenset({"sample.negative_prompt"}),

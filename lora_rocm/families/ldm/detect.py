@@ -13,7 +13,6 @@ from diffusers import DDPMScheduler
 from lora_rocm.base_models.config_faults import UNFIT_ERRORS, cause_of
 from lora_rocm.base_models.hollow import defaults_of
 from lora_rocm.base_models.loading import Source
-from lora_rocm.base_models.weight_files import PICKLE_SUFFIXES
 from lora_rocm.errors import ModelError
 from lora_rocm.families.component_check import MAX_NAMED, check_component
 from lora_rocm.families.ldm import inpainting
@@ -25,7 +24,7 @@ from lora_rocm.families.wrong_family import recognised_folder, wrong_family
 from lora_rocm.foundation.terminal_text import printable
 from lora_rocm.model_files.adapters import kind_of
 from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN, Config, read_config
-from lora_rocm.model_files.header import Header
+from lora_rocm.model_files.header import PICKLE_SUFFIXES, Header
 from lora_rocm.model_files.models import PARTS, model_of, models_in, pipeline_of
 
 UNET_PREFIX = "model.diffusion_model."
@@ -108,7 +107,7 @@ def check_scheduler(source: Source, config: Mapping[str, Any], samplers: Collect
         )
     try:
         _make_schedules(config, samplers)
-    except UNFIT_ERRORS as error:
+    except (*UNFIT_ERRORS, ImportError) as error:  # beta sigmas need scipy
         key = cause_of(config, defaults_of(DDPMScheduler), error, lambda changed: _make_schedules(changed, samplers))
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
         raise ModelError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,9 @@ from lora_rocm.base_models.loading import Source
 from lora_rocm.dataset.caption_length import TokenLimit
 from lora_rocm.families import clip
 from lora_rocm.families.base import LoadedModel, PreviewRequest, Tensors
+from lora_rocm.families.file_names import FileNames, Rows
 from lora_rocm.families.latent_family import LatentFamily
 from lora_rocm.families.ldm import detect, fused_unet, inpainting, kohya_keys
-from lora_rocm.families.ldm.blocks import blocks_of
 from lora_rocm.families.ldm.fusion_options import fusion_for
 from lora_rocm.families.ldm.sampling import sample_images
 from lora_rocm.families.objectives import schedulers
@@ -42,14 +43,14 @@ class LdmFamily(LatentFamily):
     Attributes:
         expected: marks by which its models are recognised.
         pipeline: diffusers' class, which loads LoRA files and samples previews.
+        prefixes: see ``FileNames``.
     """
 
     component = "unet"
     packed_layers = PACKED_LAYERS
     expected: detect.Expected
     pipeline: type[Any]
-    file_form = "kohya"
-    file_prefixes: Mapping[str, str]
+    prefixes: Mapping[str, str]
 
     @abstractmethod
     def conditioning(self, model: LoadedModel, batch: Tensors) -> dict[str, Any]:
@@ -68,14 +69,21 @@ class LdmFamily(LatentFamily):
         text = dict.fromkeys(self.text_components, kohya_keys.TEXT)
         return {preset: {"unet": pattern, **text} for preset, pattern in kohya_keys.UNET_TARGETS.items()}
 
-    def original_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
-        if component != self.component:
-            return ()
-        return ((kohya_keys.sgm_name(module, self.source.config(component)), 0, rows),)
+    @abstractmethod
+    def kohya_key(self, component: str, module: str) -> str:
+        """See ``FileNames.key``."""
 
-    def scripts_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
-        """As ``ModelFamily.scripts_rows``: a kohya file has kohya's names."""
-        return self.export_rows(component, module, rows)
+    @cached_property
+    def files(self) -> FileNames:
+        def original(component: str, module: str, rows: int) -> Rows:
+            if component != self.component:
+                return ()
+            return ((kohya_keys.sgm_name(module, self.source.config(component)), 0, rows),)
+
+        def scripts(component: str, module: str, rows: int) -> Rows:
+            return ((self.kohya_key(component, module), 0, rows),)  # kohya's scripts read kohya's names
+
+        return FileNames(self.prefixes, "kohya", self.kohya_key, self._load_in_diffusers, original, scripts)
 
     def check(self, source: Source) -> tuple[str, ...]:
         notices, config = detect.check(source, self.expected, self.recipe.registry), self._scheduler_config(source)
@@ -180,7 +188,7 @@ class LdmFamily(LatentFamily):
             in_tiles,
         )
 
-    def load_in_diffusers(self, path: Path, components: Sequence[str]) -> dict[str, nn.Module]:
+    def _load_in_diffusers(self, path: Path, components: Sequence[str]) -> dict[str, nn.Module]:
         loaded = {name: self.skeleton(name) for name in components}
         loader, unet = self.pipeline, loaded.get("unet") or self.skeleton("unet")
         state, alphas, metadata = loader.lora_state_dict(str(path), unet_config=unet.config, return_lora_metadata=True)
@@ -191,3 +199,19 @@ class LdmFamily(LatentFamily):
             else:
                 loader.load_lora_into_text_encoder(state, text_encoder=module, prefix=name, **how)
         return loaded
+
+
+def blocks_of(unet: Any) -> list[nn.Module]:
+    """ResNets and transformer blocks in forward order, except the first ResNet of the middle.
+
+    These are the blocks that diffusers can recompute.
+    """
+    found: list[nn.Module] = []
+    none: list[nn.Module] = []
+    for part in [*unet.down_blocks, unet.mid_block, *unet.up_blocks]:
+        attentions = [list(attention.transformer_blocks) for attention in getattr(part, "attentions", ())]
+        resnets = [[resnet] for resnet in part.resnets]
+        pairs = (attentions, resnets[1:]) if part is unet.mid_block else (resnets, attentions)
+        for first, second in zip_longest(*pairs, fillvalue=none):
+            found += [*first, *second]
+    return found

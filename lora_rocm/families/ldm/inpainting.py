@@ -63,12 +63,13 @@ def seen_and_hidden(request: PreviewRequest) -> tuple[Tensor, Tensor]:
     Raises:
         DataError: a file cannot be read, or the mask has other proportions than its image.
     """
-    if not request.mask:
+    if "mask" not in request.inputs:
         return torch.zeros(3, request.height, request.width), torch.ones(1, request.height, request.width)
-    image = read_image(request.control, "control image", decode)
-    mask = read_image(request.mask, "mask", partial(decode_mask, alpha=False))
+    image = read_image(request.inputs["control_image"], "control image", decode)
+    mask = read_image(request.inputs["mask"], "mask", partial(decode_mask, alpha=False))
     if fault := misfit(mask.size, image.size):
-        raise DataError("mask-misfit", f"The preview cannot be drawn: {fault}.", where=request.mask, fix=MISFIT_FIX)
+        where = str(request.inputs["mask"])
+        raise DataError("mask-misfit", f"The preview cannot be drawn: {fault}.", where=where, fix=MISFIT_FIX)
     geometry = covering((image.height, image.width), (request.height, request.width))
     hidden_HW = mask_on_grid(np.asarray(mask), geometry, False, (1, 1)) >= 0.5
     hidden_1HW = torch.from_numpy(hidden_HW.astype(np.float32))[None]

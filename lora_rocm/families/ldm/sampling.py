@@ -108,7 +108,7 @@ def _given(
     """A context in which an inpainting model draws what the masks hide, or all; nothing for another model."""
     if source.config("unet").whole("in_channels", 4) != inpainting.CHANNELS:
         return nullcontext()
-    files = [(request.control, request.mask) for request in requests]
+    files = [tuple(sorted(request.inputs.items())) for request in requests]
     different = dict(zip(files, requests, strict=True))
     pixels_CHW, hidden_1HW = zip(*map(inpainting.seen_and_hidden, different.values()), strict=True)
     seen_BCHW = encode(source, model.device, torch.stack(pixels_CHW), space, in_tiles)

@@ -14,7 +14,7 @@ from torch import Tensor
 from lora_rocm.families.objectives.base import Prediction
 
 if TYPE_CHECKING:
-    from lora_rocm.families.base import LoadedModel, ModelFamily
+    from lora_rocm.families.base import ComputesLosses, LoadedModel
 
 LOSS_MASK = "loss_mask"
 """Name in the batch of an optional mask: [B, ...], as many dimensions as the distance, broadcastable to it (one
@@ -24,7 +24,7 @@ LOSS_WEIGHTS = "loss_weights"
 """Like ``LOSS_MASK``, but the mean is taken over all places: a sample with a small mask has a small loss."""
 
 
-def losses(family: ModelFamily, model: LoadedModel, batch: dict[str, Tensor], draws: dict[str, Tensor]) -> Tensor:
+def losses(family: ComputesLosses, model: LoadedModel, batch: dict[str, Tensor], draws: dict[str, Tensor]) -> Tensor:
     """The loss of each sample of one micro-batch on the device: float32 [B].
 
     It draws no random numbers, does not synchronise, and copies nothing between host and device.
@@ -33,7 +33,7 @@ def losses(family: ModelFamily, model: LoadedModel, batch: dict[str, Tensor], dr
 
 
 def measured(
-    family: ModelFamily, model: LoadedModel, batch: dict[str, Tensor], draws: dict[str, Tensor]
+    family: ComputesLosses, model: LoadedModel, batch: dict[str, Tensor], draws: dict[str, Tensor]
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
     """As ``losses``, with the ``Prediction.measures``."""
     prediction = family.predict(model, batch, draws)

@@ -9,7 +9,7 @@ import torch
 
 from lora_rocm.base_models.loading import Source
 from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, TensorSpec
-from lora_rocm.device.transfer import DeviceTransfer
+from lora_rocm.device.placement.base import Placement
 from lora_rocm.families import clip
 from lora_rocm.families.base import Encode, Inputs, Tensors
 from lora_rocm.families.tokenizers import tokenizer_identity
@@ -34,17 +34,17 @@ class TextEncoder:
     def in_tiles(self) -> None:
         return None
 
-    def load(self, door: DeviceTransfer) -> Encode:
+    def load(self, door: Placement) -> Encode:
         tokenizer = clip.tokenizer_of(self._source, "tokenizer")
         encoder = self._source.load("text_encoder", torch.float32, CPU)
-        door.send_parameters(encoder, "text_encoder")
+        door.place(encoder, "text_encoder")
 
         @torch.no_grad()
         def encode(inputs: Inputs) -> Tensors:
             caption = inputs[CAPTION]
             assert isinstance(caption, str), "the text encoder encodes captions"
-            ids_BS = door.send_checked(clip.chunk_ids(tokenizer, caption, self._max_tokens)[None], "token ids")
-            return door.receive({"prompt_embeds": clip.last_states(encoder, ids_BS)[0]})
+            ids_BS = door.transfer.send_checked(clip.chunk_ids(tokenizer, caption, self._max_tokens)[None], "token ids")
+            return door.transfer.receive({"prompt_embeds": clip.last_states(encoder, ids_BS)[0]})
 
         return encode
 
@@ -65,7 +65,7 @@ class TokenEncoder:
     def in_tiles(self) -> None:
         return None
 
-    def load(self, door: DeviceTransfer) -> Encode:
+    def load(self, door: Placement) -> Encode:
         tokenizer = clip.tokenizer_of(self._source, "tokenizer", self._new_tokens)
 
         def encode(inputs: Inputs) -> Tensors:

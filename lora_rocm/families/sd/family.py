@@ -15,13 +15,45 @@ from torch import Tensor, nn
 from transformers import CLIPTextModel
 
 from lora_rocm.base_models.loading import Layout, Part, Source, TokenizerOf
+from lora_rocm.base_models.safetensors_file import read_tensors
 from lora_rocm.families import clip
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors
 from lora_rocm.families.ldm import inpainting, original_names
+from lora_rocm.families.ldm.detect import UNET_PREFIX, Expected
 from lora_rocm.families.ldm.family import LdmFamily
-from lora_rocm.families.sd.detect import EXPECTED_SD2, EXPECTED_SD15, predicts_velocity
 from lora_rocm.families.sd.encoders import TextEncoder, TokenEncoder
 from lora_rocm.families.vae import VAE, VaeEncoder
+
+EXPECTED_SD15 = Expected(
+    title="Stable Diffusion 1.x",
+    with_article="a Stable Diffusion 1.x",
+    family="sd15",
+    has_sizes=False,
+    width=768,
+)
+EXPECTED_SD2 = Expected(
+    title="Stable Diffusion 2.x",
+    with_article="a Stable Diffusion 2.x",
+    family="sd2",
+    has_sizes=False,
+    width=1024,
+)
+TELLING_BIAS = f"{UNET_PREFIX}output_blocks.11.1.transformer_blocks.0.norm1.bias"
+V_PREDICTION_DEVIATION = 0.09
+
+
+def predicts_velocity(source: Source) -> bool:
+    """Whether a one-file Stable Diffusion 2.x checkpoint predicts the velocity, which its header does not say.
+
+    The published 768-pixel models predict the velocity and have a larger spread in one bias of the last block (model
+    detection of ComfyUI, ``supported_models.SD20``).
+    """
+    header = source.single_header
+    if header is None or TELLING_BIAS not in header.tensors:
+        return False
+    bias_C = read_tensors(header, lambda name: name == TELLING_BIAS)[TELLING_BIAS]
+    return float(bias_C.float().std(unbiased=False)) > V_PREDICTION_DEVIATION
+
 
 UNET = Part(UNet2DConditionModel, "model.diffusion_model.", original_names.of_unet)
 LAYOUT_SD15 = Layout(
@@ -56,7 +88,7 @@ class StableDiffusion(LdmFamily):
 
     pipeline = StableDiffusionPipeline
     text_components = ("text_encoder",)
-    file_prefixes = {"unet": "lora_unet_", "text_encoder": "lora_te_"}
+    prefixes = {"unet": "lora_unet_", "text_encoder": "lora_te_"}
 
     def encoders(self) -> Sequence[Encoder]:
         lora = self.recipe.lora
@@ -93,7 +125,7 @@ class StableDiffusion(LdmFamily):
             requires_safety_checker=False,
         )
 
-    def export_key(self, component: str, module: str) -> str:
+    def kohya_key(self, component: str, module: str) -> str:
         """The kohya name: UNet modules by their diffusers names, those of the text encoder with ``text_model``."""
         if component == "unet":
             return f"lora_unet_{module.replace('.', '_')}"

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from lora_rocm.families.spec import CheckpointSection, FamilySpec, FileMetadata, image_shapes
+from lora_rocm.families.spec import CheckpointSection, FamilySpec, FileMetadata, image_axes
 from lora_rocm.recipe.sections import ALL_SAMPLERS, DdpmSection, PathOrHubId
 
 WHERE = "A diffusers folder, a hub id or a single .safetensors checkpoint."
@@ -27,7 +27,7 @@ class Sd2Section(CheckpointSection):
 
 
 EMBEDDING_KEYS = {"text_encoder": "emb_params"}
-SHAPES = image_shapes(multiple=8, per_token=8)
+AXES = image_axes(multiple=8, per_token=8)
 
 SPEC_SD15 = FamilySpec(
     name="sd15",
@@ -40,7 +40,7 @@ SPEC_SD15 = FamilySpec(
     trains_norms=True,
     text_components=("text_encoder",),
     embedding_keys=EMBEDDING_KEYS,
-    shapes=SHAPES,
+    axes=AXES,
     metadata=FileMetadata(
         base_version="sd_v1",
         architecture="stable-diffusion-v1/lora",
@@ -59,7 +59,7 @@ SPEC_SD2 = FamilySpec(
     trains_norms=True,
     text_components=("text_encoder",),
     embedding_keys=EMBEDDING_KEYS,
-    shapes=SHAPES,
+    axes=AXES,
     metadata=FileMetadata(
         base_version="sd_v2",
         architecture="stable-diffusion-v2/lora",

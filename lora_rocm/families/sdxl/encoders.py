@@ -9,7 +9,7 @@ import torch
 
 from lora_rocm.base_models.loading import Source
 from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, TensorSpec
-from lora_rocm.device.transfer import DeviceTransfer
+from lora_rocm.device.placement.base import Placement
 from lora_rocm.families import clip
 from lora_rocm.families.base import Encode, Inputs, Tensors
 from lora_rocm.families.tokenizers import digest, tokenizer_identity
@@ -40,19 +40,19 @@ class TextEncoder:
     def in_tiles(self) -> None:
         return None
 
-    def load(self, door: DeviceTransfer) -> Encode:
+    def load(self, door: Placement) -> Encode:
         tokenizer = clip.tokenizer_of(self._source, self._tokenizer)
         encoder = self._source.load(self._component, torch.float32, CPU)
-        door.send_parameters(encoder, self._component)
+        door.place(encoder, self._component)
 
         @torch.no_grad()
         def encode(inputs: Inputs) -> Tensors:
             caption = inputs[CAPTION]
             assert isinstance(caption, str), "the text encoders encode captions"
-            ids_BS = door.send_checked(clip.chunk_ids(tokenizer, caption, self._max_tokens)[None], "token ids")
+            ids_BS = door.transfer.send_checked(clip.chunk_ids(tokenizer, caption, self._max_tokens)[None], "token ids")
             states_BSD, pooled_BD = clip.states(encoder, ids_BS)
             made = {f"prompt_embeds_{self._number}": states_BSD[0], "pooled_embeds": pooled_BD[0]}
-            return door.receive({name: made[name] for name in self.entry.tensors})
+            return door.transfer.receive({name: made[name] for name in self.entry.tensors})
 
         return encode
 
@@ -75,7 +75,7 @@ class TokenEncoder:
     def in_tiles(self) -> None:
         return None
 
-    def load(self, door: DeviceTransfer) -> Encode:
+    def load(self, door: Placement) -> Encode:
         names = self._source.layout.tokenizers
         tokenizers = [clip.tokenizer_of(self._source, name, self._new_tokens) for name in names]
 

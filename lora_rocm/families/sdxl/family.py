@@ -18,11 +18,18 @@ from lora_rocm.base_models.loading import Layout, Part, TokenizerOf
 from lora_rocm.families import clip
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors
 from lora_rocm.families.ldm import inpainting, kohya_keys, original_names
+from lora_rocm.families.ldm.detect import Expected
 from lora_rocm.families.ldm.family import LdmFamily
-from lora_rocm.families.sdxl.detect import EXPECTED
 from lora_rocm.families.sdxl.encoders import TEXT_COMPONENTS, TextEncoder, TokenEncoder
 from lora_rocm.families.vae import VAE, VaeEncoder
 
+EXPECTED = Expected(
+    title="SDXL",
+    with_article="an SDXL",
+    family="sdxl",
+    has_sizes=True,
+    width=2048,
+)
 LAYOUT = Layout(
     parts={
         "unet": Part(UNet2DConditionModel, "model.diffusion_model.", original_names.of_unet),
@@ -51,7 +58,7 @@ class Sdxl(LdmFamily):
     expected = EXPECTED
     pipeline = StableDiffusionXLPipeline
     text_components = TEXT_COMPONENTS
-    file_prefixes = kohya_keys.PREFIXES
+    prefixes = kohya_keys.PREFIXES
 
     def encoders(self) -> Sequence[Encoder]:
         lora = self.recipe.lora
@@ -109,5 +116,5 @@ class Sdxl(LdmFamily):
             add_watermarker=False,
         )
 
-    def export_key(self, component: str, module: str) -> str:
+    def kohya_key(self, component: str, module: str) -> str:
         return kohya_keys.kohya_key(component, module, self.source.config("unet"))

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from lora_rocm.families.spec import CheckpointSection, FamilySpec, FileMetadata, image_shapes
+from lora_rocm.families.spec import CheckpointSection, FamilySpec, FileMetadata, image_axes
 from lora_rocm.recipe.sections import ALL_SAMPLERS, DdpmSection, PathOrHubId
 
 
@@ -30,7 +30,7 @@ SPEC = FamilySpec(
     trains_norms=True,
     text_components=("text_encoder", "text_encoder_2"),
     embedding_keys={"text_encoder": "clip_l", "text_encoder_2": "clip_g"},
-    shapes=image_shapes(multiple=8, per_token=16),
+    axes=image_axes(multiple=8, per_token=16),
     metadata=FileMetadata(
         base_version="sdxl_base_v1-0",
         architecture="stable-diffusion-xl-v1-base/lora",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lora_rocm.base_models.loading import Source
 from lora_rocm.families.base import LoadedModel, PreviewRequest, Tensors
+from lora_rocm.families.file_names import FileNames
 from lora_rocm.families.latent_family import LatentFamily
 from lora_rocm.families.objectives import schedulers
 from lora_rocm.families.objectives.base import Prediction
@@ -26,7 +27,6 @@ from lora_rocm.families.spec import TransformerSection
 from lora_rocm.families.transformer import detect
 from lora_rocm.families.transformer.language_model import DTYPE
 from lora_rocm.families.transformer.sampling import sample_images
-from lora_rocm.families.transformer.segments import Segments
 from lora_rocm.kernels.backend import Form, form_for
 from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.weight_format import WeightFormat
@@ -42,6 +42,7 @@ class TransformerFamily(LatentFamily):
 
     Attributes:
         pipeline: diffusers' class that loads LoRA files.
+        prefixes: see ``FileNames``.
         reader_options: further arguments of its ``load_lora_into_transformer``.
         block_lists: paths of the lists of blocks in the transformer, in forward order -> how many blocks each of its
             first segments has when all are recomputed (found by counting); see ``Recomputing.segments``.
@@ -55,8 +56,7 @@ class TransformerFamily(LatentFamily):
     """
 
     component = "transformer"
-    file_form = "folded"
-    file_prefixes: Mapping[str, str]
+    prefixes: Mapping[str, str]
     pipeline: type[Any]
     reader_options: Mapping[str, Any] = MappingProxyType({})
     block_lists: Mapping[str, Sequence[int]]
@@ -93,9 +93,10 @@ class TransformerFamily(LatentFamily):
         assert isinstance(self.recipe.model, TransformerSection), "as the family's spec says"
         return quantised(self.recipe.model.text_encoder_quantization, self.language_layers)
 
-    def export_key(self, component: str, module: str) -> str:
-        """The component's prefix and the module's name in diffusers."""
-        return self.file_prefixes[component] + module
+    @cached_property
+    def files(self) -> FileNames:
+        """Files with a prefix and the module's name in diffusers."""
+        return FileNames(self.prefixes, "folded", lambda part, name: self.prefixes[part] + name, self.load_in_diffusers)
 
     def check_file(self, header: Header) -> None:
         detect.check_file(header, self.recipe.model.name_or_path, self.recipe.spec, self.recipe.registry)
@@ -149,3 +150,53 @@ class TransformerFamily(LatentFamily):
         how = {"transformer": transformer, "adapter_name": "default", "metadata": metadata, "low_cpu_mem_usage": True}
         self.pipeline.load_lora_into_transformer(state, **how, **self.reader_options)
         return {self.component: transformer}
+
+
+Output = Tensor | tuple[Tensor, ...]
+
+
+class Segments:
+    """Calls the blocks for diffusers' loop, which gives each the output of the one before.
+
+    The call of a segment's first block computes the whole segment, and those of the others return what they are given.
+
+    Args:
+        run: how blocks are recomputed.
+        loops: for each loop its blocks in forward order, and the lengths of its first segments.
+        num_streams: how many of a block's arguments are the output of the block before, in reverse order (FLUX.1's
+            blocks take image and text, and return text and image).
+    """
+
+    def __init__(
+        self, run: Recomputing, loops: Sequence[tuple[Sequence[nn.Module], Sequence[int]]], num_streams: int = 1
+    ) -> None:
+        self._run, self._num_streams = run, num_streams
+        self._segments: dict[nn.Module, Sequence[nn.Module]] = {}  # of each block that is its segment's first
+        for blocks, lengths in loops:
+            self._segments |= dict.fromkeys(blocks, ())
+            self._segments |= {several[0]: several for several in run.segments(lengths, blocks)}
+
+    def __call__(self, block: nn.Module, *args: Any) -> Output:
+        """The streams [B, S, D] after the segment that begins with the block; as they are, if none does.
+
+        Raises:
+            KeyError: the model was given other blocks since.
+        """
+        several = self._segments[block]
+        if len(several) > 1:
+            output: Output = self._run.whole(partial(self._in_turn, several), *args)
+        elif several:
+            output = self._run(block, *args)
+        else:
+            output = self._as_output(args[: self._num_streams])
+        return output
+
+    def _in_turn(self, blocks: Sequence[nn.Module], *args: Any) -> Output:
+        output, others = self._as_output(args[: self._num_streams]), args[self._num_streams :]
+        for block in blocks:
+            streams = (output,) if isinstance(output, Tensor) else output[::-1]
+            output = block(*streams, *others)
+        return output
+
+    def _as_output(self, streams: tuple[Tensor, ...]) -> Output:
+        return streams[0] if self._num_streams == 1 else streams[::-1]

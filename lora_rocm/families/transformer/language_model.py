@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from lora_rocm.base_models.loading import Source
 from lora_rocm.dataset.caption_length import TokenLimit
 from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, Pad, TensorSpec
-from lora_rocm.device.transfer import DeviceTransfer
+from lora_rocm.device.placement.base import Placement
 from lora_rocm.errors import ModelError
 from lora_rocm.families.base import Encode, Inputs, Tensors
 from lora_rocm.families.tokenizers import Explained, digest, require_rows, tokenizer_identity
@@ -68,20 +68,20 @@ class LanguageModelEncoder:
     def in_tiles(self) -> None:
         return None
 
-    def load(self, door: DeviceTransfer) -> Encode:
+    def load(self, door: Placement) -> Encode:
         tokenizer = tokenizer_of(self._source, "tokenizer")
         encoder: Any = self._source.load("text_encoder", DTYPE, CPU, self._weights)
         encoder.layers, encoder.norm = encoder.layers[: len(encoder.layers) - self._skipped], nn.Identity()
-        door.send_parameters(encoder, "text_encoder")
+        door.place(encoder, "text_encoder")
 
         @torch.no_grad()
         def encode(inputs: Inputs) -> Tensors:
             caption = inputs[CAPTION]
             assert isinstance(caption, str), "the text encoder encodes captions"
             ids_S = token_ids(tokenizer, self._template.format(caption))[: self._max_tokens]
-            ids_BS = door.send_checked(ids_S[None], "token ids")
+            ids_BS = door.transfer.send_checked(ids_S[None], "token ids")
             states_SD = encoder(input_ids=ids_BS, use_cache=False).last_hidden_state[0]
-            return filled(door.receive({STATES: states_SD})[STATES], self._multiple)
+            return filled(door.transfer.receive({STATES: states_SD})[STATES], self._multiple)
 
         return encode
 

@@ -62,9 +62,11 @@ def sample_images(
             shape = (channels, request.height // ratio, request.width // ratio)
             noise_CHW = torch.randn(shape, generator=torch.Generator().manual_seed(request.seed))
             more = {}
-            if request.control:
-                control = encode_control(family.source, model.device, request, family.latents, in_tiles)
-                more[CONTROL_LATENTS] = control
+            if (path := request.inputs.get("control_image")) is not None:
+                size_hw = request.height, request.width
+                more[CONTROL_LATENTS] = encode_control(
+                    family.source, model.device, path, size_hw, family.latents, in_tiles
+                )
             drawn.append(denoised(family, model, request, noise_CHW.to(model.device), text, more=more))
     return decode(family.source, model.device, drawn, family.latents, in_tiles)
 

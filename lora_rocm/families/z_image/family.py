@@ -6,6 +6,7 @@ Dimensions: B batch, C channels, H W latent height and width, S tokens, D width.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from lora_rocm.base_models import conversion
 from lora_rocm.base_models.loading import Layout, Part, Source, TokenizerOf
 from lora_rocm.dataset.caption_length import TokenLimit
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors
+from lora_rocm.families.file_names import FileNames, Rows
 from lora_rocm.families.transformer import language_model
 from lora_rocm.families.transformer.detect import called_otherwise
 from lora_rocm.families.transformer.family import TransformerFamily
@@ -56,7 +58,7 @@ class ZImage(TransformerFamily):
     name = "z-image"
     layout = LAYOUT
     pipeline = ZImagePipeline
-    file_prefixes = {"transformer": "diffusion_model."}
+    prefixes = {"transformer": "diffusion_model."}
     fuse_blocks = staticmethod(fuse)
     block_lists = {"noise_refiner": (), "context_refiner": (), "layers": (2,) * 7}
     packed_layers = r"^(layers|noise_refiner|context_refiner)\.\d+\.(attention|feed_forward)\."
@@ -78,12 +80,14 @@ class ZImage(TransformerFamily):
     def text_example(self, rows: int) -> Tensors:
         return language_model.zeros(rows, MAX_TOKENS, self.source.config("transformer").whole("cap_feat_dim"))
 
-    def original_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
-        return names.original_rows(module, rows)
+    @cached_property
+    def files(self) -> FileNames:
+        """musubi-tuner names the modules as diffusers does, and fuses none."""
 
-    def scripts_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
-        """As ``ModelFamily.scripts_rows``: musubi-tuner names the modules as diffusers does, and fuses none."""
-        return ((f"lora_unet_{module.replace('.', '_')}", 0, rows),)
+        def scripts(component: str, module: str, rows: int) -> Rows:
+            return ((f"lora_unet_{module.replace('.', '_')}", 0, rows),)
+
+        return replace(super().files, original=names.original_rows, scripts=scripts)
 
     def check(self, source: Source) -> tuple[str, ...]:
         """As ``TransformerFamily.check``; name and scheduler of the base are compared with the recipe's variant."""

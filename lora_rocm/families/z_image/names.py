@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import nn
 
 from lora_rocm.base_models.conversion import State
+from lora_rocm.families.file_names import Rows
 
 STARTS = {"x_embedder.": "all_x_embedder.2-1.", "final_layer.": "all_final_layer.2-1."}
 PARTS = {
@@ -17,8 +16,8 @@ PARTS = {
 FUSED = ".attention.qkv."
 
 
-def original_rows(module: str, rows: int) -> Sequence[tuple[str, int, int]]:
-    """As ``ModelFamily.original_rows``. Query, key and value have the same number of rows."""
+def original_rows(component: str, module: str, rows: int) -> Rows:
+    """``FileNames.original``. Query, key and value have the same number of rows."""
     path = f"{module}."
     for old, new in (STARTS | PARTS).items():
         path = path.replace(new, old)

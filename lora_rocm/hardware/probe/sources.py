@@ -6,6 +6,7 @@ Nothing here raises for a fact that a machine lacks: it becomes an ``Unread``. S
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import subprocess
@@ -15,10 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from lora_rocm.errors import StorageError
+from lora_rocm.foundation.files import write_atomic
 from lora_rocm.foundation.safe_path import without_current_folder
 from lora_rocm.hardware.app_dir import app_dir
 from lora_rocm.hardware.facts import NUMBERS, System, Unread
-from lora_rocm.hardware.probe.tool_cache import recalled, remember
 
 READ_BYTES = 1 << 16
 KILL_WAIT_S = 2.0
@@ -251,3 +253,37 @@ class Look:
         failed = self.unread[-1].why if len(self.unread) > before else None
         remember(self.sources.app_dir, tool, {"key": key, "said": said, "failed": failed})
         return said
+
+
+FORMAT = 1
+MEMORY_FILE = "remembered.json"
+
+
+def recalled(folder: Path | None, tool: str, key: str) -> dict[str, Any] | None:
+    """The cached entry of a tool under this key, or None. A damaged file is ignored."""
+    entry = _entries(folder).get(tool)
+    if not isinstance(entry, dict) or entry.get("key") != key:
+        return None
+    said, failed = entry.get("said"), entry.get("failed")
+    return entry if isinstance(said, str) or isinstance(failed, str) else None
+
+
+def remember(folder: Path | None, tool: str, entry: dict[str, Any]) -> None:
+    """Cache a tool's last output. If the file cannot be written, the next probe is only slower."""
+    if folder is None:
+        return
+    text = json.dumps({"format": FORMAT, "tools": {**_entries(folder), tool: entry}})
+    with contextlib.suppress(StorageError):
+        write_atomic(folder / MEMORY_FILE, text.encode("utf-8"), read_back=False)
+
+
+def _entries(folder: Path | None) -> dict[str, Any]:
+    if folder is None:
+        return {}
+    try:
+        whole = json.loads((folder / MEMORY_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    if not isinstance(whole, dict) or whole.get("format") != FORMAT or not isinstance(whole.get("tools"), dict):
+        return {}
+    return dict(whole["tools"])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from os.path import normpath
 
 from lora_rocm.recipe.rule import Breach, Rule, exactly_one, no_effect
-from lora_rocm.recipe.source_sections import OF_CLASS_IMAGES, OF_FOLDERS, DataSource
+from lora_rocm.recipe.source_sections import OF_CLASS_IMAGES, OF_CLIPS, OF_FOLDERS, DataSource
 
 SOURCE, SOURCES, WATCHED = "data.sources[each]", "data.sources[all]", "data.watched"
 Paths = Sequence[str | None]
@@ -22,6 +22,12 @@ def any_holding(shared: object, number: int, own: Sequence[object], class_prompt
     if not number:
         return bool(shared)
     return any(holding(each, shared, prompt) for each, prompt in zip(own, class_prompts, strict=True))
+
+
+def max_controls(shared: object, number: int, own: Sequence[object], class_prompts: Paths) -> int:
+    """The most control images that an image of a source has. Arguments: as of ``any_holding``, for CONTROLS."""
+    own = [shared if each is None and not prompt else each for each, prompt in zip(own, class_prompts, strict=True)]
+    return max(len(each) if isinstance(each, tuple) else int(bool(each)) for each in (own if number else [shared]))
 
 
 CONTROLS = ("data.control_path", "data.sources", f"{SOURCES}.control_path", f"{SOURCES}.class_prompt")
@@ -55,15 +61,14 @@ def _named(path: str | None, dataset: str | None, class_prompt: str | None) -> s
 
 
 def _without_controls(
-    shared: str | None, number: int, own: Paths, class_prompts: Paths, paths: Paths, datasets: Paths
+    shared: object, number: int, own: Sequence[object], class_prompts: Paths, paths: Paths, datasets: Paths
 ) -> list[Breach]:
-    if not any_holding(shared, number, own, class_prompts):
-        return []
+    most = max_controls(shared, number, own, class_prompts)
     sources = zip(own, class_prompts, paths, datasets, strict=True)
     return [
-        {"name": _named(path, dataset, prompt)}
+        {"name": _named(path, dataset, prompt), "has": found or "no", "most": most}
         for control, prompt, path, dataset in sources
-        if not holding(control, shared, prompt)
+        if (found := max_controls(shared, 1, [control], [prompt])) < most
     ]
 
 
@@ -104,6 +109,14 @@ def _of_folders(key: str) -> Rule:
         broken,
         f"{{2}} cannot have both {key} and dataset",
         f"Remove one of them. {key} is for folders: rows of a dataset have no file names.",
+    )
+
+
+def unread_of_class_images(name: str) -> Rule:
+    """Class images do not have an option of sources."""
+    what = "beside class_prompt, whose images the base draws and which is their caption"
+    return no_effect(
+        f"{SOURCE}.{name}", (f"{SOURCE}.class_prompt",), lambda prompt: prompt is not None, what, "Remove it."
     )
 
 
@@ -159,17 +172,7 @@ RULES: tuple[Rule, ...] = (
         "without class_prompt",
         "Remove it, or set class_prompt.",
     ),
-    *(
-        no_effect(
-            f"{SOURCE}.{name}",
-            (f"{SOURCE}.class_prompt",),
-            lambda prompt: prompt is not None,
-            "beside class_prompt, whose images the base draws and which is their caption",
-            "Remove it.",
-        )
-        for name in DataSource.model_fields
-        if name not in OF_CLASS_IMAGES
-    ),
+    *(unread_of_class_images(name) for name in DataSource.model_fields if name not in OF_CLASS_IMAGES | OF_CLIPS),
     Rule(
         "class-images-are-regularisation",
         (f"{SOURCE}.class_prompt", f"{SOURCE}.is_reg"),
@@ -221,8 +224,8 @@ RULES: tuple[Rule, ...] = (
         "all-sources-have-controls",
         (*CONTROLS, f"{SOURCES}.path", f"{SOURCES}.dataset"),
         _without_controls,
-        "{name} has no control_path, and another source has one",
-        "Add its control_path, or train on it in a run of its own.",
+        "{name} has {has} control_path, and another source has {most}",
+        "Add its control_path, with as many places, or train on it in a run of its own.",
         at="data.sources",
     ),
     Rule(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lora_rocm.recipe.rule import Breach, Rule
-from lora_rocm.recipe.sample_section import PreviewPrompt, SampleSection
+from lora_rocm.recipe.sample_section import PREVIEW_INPUTS, PreviewPrompt, SampleSection
 from lora_rocm.recipe.yaml_tree import dotted
 
 if TYPE_CHECKING:
@@ -15,13 +15,18 @@ if TYPE_CHECKING:
 Prompts = Sequence[str | PreviewPrompt]
 Preview = tuple[str, int, PreviewPrompt]
 PROMPTS = ("sample.prompts", "sample.control_prompts")
-INPUTS = (*PROMPTS, "sample.control_images", "sample.masks")
+INPUTS = (*PROMPTS, *(f"sample.{listed}" for listed in PREVIEW_INPUTS.values()))
 NEGATIVE_PROMPT = "sample.negative_prompt"
 
 
 def section(prompts: Prompts, control_prompts: Prompts, **known: Any) -> SampleSection:
     """The section with the keys that a rule reads, and all others at their defaults."""
     return SampleSection.model_construct(prompts=tuple(prompts), control_prompts=tuple(control_prompts), **known)
+
+
+def with_inputs(prompts: Prompts, control_prompts: Prompts, *files: Sequence[str]) -> SampleSection:
+    """The section with the keys of INPUTS, in their order."""
+    return section(prompts, control_prompts, **dict(zip(PREVIEW_INPUTS.values(), map(tuple, files), strict=True)))
 
 
 def _at(preview: Preview) -> str:
@@ -45,7 +50,7 @@ def _negative_prompts(spec: FamilySpec, prompts: Prompts, control_prompts: Promp
 
 
 def _sides(spec: FamilySpec, prompts: Prompts, control_prompts: Prompts) -> list[Breach]:
-    step, found = spec.shapes.multiple_px, list[Breach]()
+    step, found = spec.axes.multiple_px, list[Breach]()
     for each in section(prompts, control_prompts).numbered():
         wrong = [side for side in (each[2].width, each[2].height) if side and side % step]
         near = [{"px": px, "step": step, "less": px // step * step, "more": px // step * step + step} for px in wrong]
@@ -53,15 +58,11 @@ def _sides(spec: FamilySpec, prompts: Prompts, control_prompts: Prompts) -> list
     return found
 
 
-def _inputs(
-    name: str, wrong: Callable[[FamilySpec, PreviewPrompt], object]
-) -> Callable[[FamilySpec, Prompts, Prompts, Sequence[str], Sequence[str]], list[Breach]]:
-    """The breaches at the control images or masks (``name``) of previews of which ``wrong`` is true."""
+def _inputs(name: str, wrong: Callable[[FamilySpec, PreviewPrompt], object]) -> Callable[..., list[Breach]]:
+    """The breaches at an input (``name``) of previews of which ``wrong`` is true."""
 
-    def broken(
-        spec: FamilySpec, prompts: Prompts, control_prompts: Prompts, images: Sequence[str], masks: Sequence[str]
-    ) -> list[Breach]:
-        sample = section(prompts, control_prompts, control_images=tuple(images), masks=tuple(masks))
+    def broken(spec: FamilySpec, prompts: Prompts, control_prompts: Prompts, *files: Sequence[str]) -> list[Breach]:
+        sample = with_inputs(prompts, control_prompts, *files)
         return [
             {"at": dotted(sample.key_of(name, key, number))}
             for key, number, preview in sample.numbered()

@@ -21,7 +21,7 @@ from lora_rocm.families.anima.encoders import MAX_TOKENS, STATES
 from lora_rocm.families.anima.family import Anima
 from lora_rocm.families.base import LoadedModel
 from lora_rocm.families.objectives.loss import losses
-from lora_rocm.latent_cache.quarantine import plain_door
+from lora_rocm.latent_cache.encode_session import plain_door
 from tests.families.transformer.cases import Anima as Case
 from tests.families.transformer.cases import with_configs
 from tests.families.transformer.original_names import of_anima

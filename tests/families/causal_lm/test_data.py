@@ -6,7 +6,6 @@ import hashlib
 import json
 import re
 import tracemalloc
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from lora_rocm.commands.check import TEXTS_MODULE, check, plan_texts
+from lora_rocm.children.check_texts import seen
+from lora_rocm.commands.check import check, plan_texts
 from lora_rocm.dataset import text_scan
 from lora_rocm.dataset.batch_sampler import BatchPlan
 from lora_rocm.dataset.records import read
@@ -28,10 +28,10 @@ from lora_rocm.families.causal_lm.spec import LanguageSection
 from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.latent_cache.prepare import Prepared, choose_held_out, prepare
+from lora_rocm.processes.job_file import to_json
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.train.texts_child import seen
 from tests.tiny_llm import CHAT, STRIPPING, THINK, tiny_tokenizer, write_chats
 
 CPU = torch.device("cpu")
@@ -81,12 +81,12 @@ def test_check_says_the_steps_of_a_run(tmp_path: Path, template: str, data: dict
     recipe = recipe.model_copy(update={"train": train.model_copy(update={"gradient_accumulation_steps": 2})})
     reader, counted = family_for(recipe).texts, count_texts(recipe).of_source
     assert reader is not None
-    plan = plan_texts(recipe, counted, json.loads(json.dumps(asdict(seen(recipe, reader)))))
+    plan = plan_texts(recipe, counted, seen(recipe, reader))
     found = prepared(recipe)
     steps = BatchPlan(found.items, 2, 2, seed=0).steps_per_epoch
     assert (plan.steps_per_epoch, plan.max_train_steps, plan.held_out) == (steps, 3 * steps, len(found.held_out))
     assert plan.buckets == found.facts.bucket_counts and plan.how_sure == ""
-    part = plan_texts(recipe, counted, json.loads(json.dumps(asdict(seen(recipe, reader, most=COUNT // 2)))))
+    part = plan_texts(recipe, counted, seen(recipe, reader, most=COUNT // 2))
     assert part.how_sure == "about " and 0 < part.steps_per_epoch < 2 * steps + 2
 
 
@@ -121,7 +121,11 @@ def test_rows_hold_all_texts_of_training_once_and_held_out_ones_are_alone(tmp_pa
     again = prepared(recipe)
     assert again.items_digest == found.items_digest != plain.items_digest
     row, family = found.items[0], family_for(recipe)
-    tensors = LatentCache(Path(recipe.cache.dir)).get("rows", row.keys["rows"][0][0], family.cache_spec).tensors
+    tensors = (
+        LatentCache(Path(recipe.cache.dir))
+        .get("rows", row.keys["rows"][0][0], family.encoders()[0].entry.tensors)
+        .tensors
+    )
     ids, positions, trained = list[int](), list[int](), 0
     for text in separated(found.samples[0].caption):
         tokens = ChatTokenizer(tiny_tokenizer(), 512, "answers", "").tokens(read(text))
@@ -143,10 +147,10 @@ def checked(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch, most:
     def child(module: str, *job: object) -> dict[str, Any]:
         family = family_for(recipe)
         assert family.texts is not None
-        found: dict[str, Any] = json.loads(json.dumps(asdict(seen(recipe, family.texts, most, family))))
-        return found if module == TEXTS_MODULE else facts
+        found: dict[str, Any] = to_json(seen(recipe, family.texts, most, family))
+        return found if module.endswith("check_texts") else facts
 
-    monkeypatch.setattr("lora_rocm.supervisor.subprocesses.run_for_json", child)
+    monkeypatch.setattr("lora_rocm.processes.tool.run_for_json", child)
     path = folder / "recipe.yaml"
     path.write_text(dump_recipe(recipe), encoding="utf-8")
     check(str(path))

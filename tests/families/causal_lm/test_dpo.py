@@ -17,6 +17,7 @@ from torch.nn.functional import logsigmoid
 from lora_rocm.adapters.factory import inject
 from lora_rocm.dataset.entry_spec import CAPTION
 from lora_rocm.dataset.records import Pair, pair_of, written
+from lora_rocm.device.placement.base import Resident
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import RecipeError
 from lora_rocm.families.base import ComparesWithStart, LoadedModel, Tensors
@@ -31,7 +32,7 @@ from tests.event_lines import read_events
 from tests.families.causal_lm.test_family import CLOSE, CPU, Adapted, off, recipe_of, reference
 from tests.program import Program
 from tests.tiny_llm import write_tiny_llm
-from tests.train.test_pipeline import start
+from tests.train.runs import start
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 LN2 = 0.6931471805599453
@@ -53,14 +54,14 @@ def pairs() -> list[Pair]:
 def start_of(recipe: Recipe) -> Tensor:
     """The log-probabilities of ``pairs`` at the start, float32 [B, P], from the encoder of a run."""
     (encoder,) = start_encoders(recipe, CausalLM(recipe), torch.float32)
-    encode = encoder.load(DeviceTransfer(CPU, pin=False))
+    encode = encoder.load(Resident(DeviceTransfer(CPU, pin=False)))
     return torch.stack([encode({CAPTION: written(pair)})["start_log_probs"] for pair in pairs()])
 
 
 def batch_of(recipe: Recipe, start_BP: Tensor) -> Tensors:
     """``pairs`` as a run batches them: the tokens of shorter ones are padded."""
     (encoder,) = CausalLM(recipe).encoders()
-    encode = encoder.load(DeviceTransfer(CPU, pin=False))
+    encode = encoder.load(Resident(DeviceTransfer(CPU, pin=False)))
     rows, batch = [encode({CAPTION: written(pair)}) for pair in pairs()], {"start_log_probs": start_BP}
     for name, spec in encoder.entry.tensors.items():
         stacked = together([row[name] for row in rows], [torch.zeros((), dtype=torch.int64)] * len(rows), spec)
@@ -164,7 +165,7 @@ def test_what_changes_the_start_changes_its_entries(base: Path, tmp_path: Path) 
 def test_a_pair_is_as_long_as_its_longer_answer(base: Path) -> None:
     family = CausalLM(dpo(base))
     (encoder,) = family.encoders()
-    encode, found = encoder.load(DeviceTransfer(CPU, pin=False)), list[int]()
+    encode, found = encoder.load(Resident(DeviceTransfer(CPU, pin=False))), list[int]()
     for pair in pairs():
         length = family.texts.num_tokens(written(pair))
         found.append(-(-length // 64) * 64)
@@ -176,7 +177,7 @@ def test_a_pair_is_as_long_as_its_longer_answer(base: Path) -> None:
 def test_a_prompt_of_a_preview_has_entries_too(base: Path) -> None:
     family = CausalLM(dpo(base))
     assert isinstance(family, ComparesWithStart)
-    door = DeviceTransfer(CPU, pin=False)
+    door = Resident(DeviceTransfer(CPU, pin=False))
 
     def model() -> LoadedModel:
         raise AssertionError("the base is loaded for it")

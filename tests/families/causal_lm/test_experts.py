@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from transformers.integrations import moe
 
-from lora_rocm.families.causal_lm import experts
+from lora_rocm.families.causal_lm import architecture
 from lora_rocm.families.causal_lm.architecture import states_of
 from lora_rocm.families.causal_lm.family import CausalLM
 from tests.families.causal_lm.test_family import recipe_of
 from tests.tiny_llm import write_tiny_llm
 
 CPU = torch.device("cpu")
-ASKED = experts.takes_grouped
+ASKED = architecture.takes_grouped
 IDS_BS = torch.arange(3, 35)[None]
 
 
@@ -46,7 +46,7 @@ def test_experts_in_float32_where_the_grouped_product_takes_bf16_alone(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = list[Any]()
-    monkeypatch.setattr(experts.LOG, "warning", lambda *said_of: said.append(said_of))
+    monkeypatch.setattr(architecture.LOG, "warning", lambda *said_of: said.append(said_of))
     model = CausalLM(recipe_of(write_tiny_llm(tmp_path / name, name))).load(torch.float32, CPU).components["model"]
     wanted = states_of(model, IDS_BS)
     assert not said  # it is silent where the product takes the dtype
@@ -58,7 +58,7 @@ def test_experts_in_float32_where_the_grouped_product_takes_bf16_alone(
 
 def test_the_fault_is_one_without_the_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = CausalLM(recipe_of(write_tiny_llm(tmp_path / "m", "mixtral"))).load(torch.float32, CPU).components["model"]
-    monkeypatch.setattr(experts, "takes_grouped", lambda device, dtype: True)
+    monkeypatch.setattr(architecture, "takes_grouped", lambda device, dtype: True)
     with refusing_all_but_bf16(), pytest.raises(RuntimeError, match="BFloat16"):
         states_of(model, IDS_BS)
     assert moe._can_use_grouped_mm.asks_dtype  # type: ignore[attr-defined]

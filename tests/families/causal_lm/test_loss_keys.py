@@ -175,6 +175,28 @@ def test_columns_of_two_answers_are_refused_unless_the_better_one_is_the_text() 
     assert "objective.loss: dpo" in caught.value.fix and "chosen" in caught.value.what
 
 
+@pytest.mark.parametrize("excluded", [("chosen",), ("rejected",), ("chosen", "rejected")])
+@pytest.mark.parametrize("begin", [[], [USER]])
+def test_the_excluded_side_of_a_pair_is_named(excluded: tuple[str, ...], begin: list[Any]) -> None:
+    row = {"prompt": [USER], "chosen": [*begin, ANSWER], "rejected": [*begin, SECOND]}
+    assert seen(row, pairs=True)[0] is not REFUSED
+    for side in excluded:
+        row[side] = [*begin, {**row[side][-1], "weight": 0}]
+    tokens, said = seen(row, pairs=True)
+    assert tokens is REFUSED and "every answer" not in said
+    assert [side for side in ("chosen", "rejected") if side in said] == [*excluded]
+
+
+def test_names_that_say_something_of_the_loss_have_a_class() -> None:
+    kinds = {
+        "mask": ("importance", "importance_weight", "sample_importance", "score_weight"),
+        "label": ("thumbs", "thumbs_up", "thumb"),
+        "harmless": ("rating", "stars"),
+    }
+    for kind, names in kinds.items():
+        assert {getattr(meaning_of(name), "kind", None) for name in names} == {kind}
+
+
 def test_preference_rows_of_llama_factory_are_pairs() -> None:
     asked = [{"from": "human", "value": "2+2?"}]
     sides = ({"from": "gpt", "value": text} for text in ("4", "5"))

@@ -96,8 +96,57 @@ def test_an_excluded_turn_stays_excluded_whatever_else_is_trained_on() -> None:
         trained(reader(train_on="last-turn"), last)
     with pytest.raises(UnusableText, match="nothing to learn"):
         record_of({"prompt": [USER, ANSWER, USER], "completion": [{**SECOND, "train": False}]})
-    with pytest.raises(UnusableText, match="nothing to learn"):
+    with pytest.raises(UnusableText, match="excludes the chosen answer"):
         record_of({"prompt": [USER], "chosen": [{**ANSWER, "weight": 0}], "rejected": [SECOND]}, pairs=True)
+
+
+THIRD, RESULT = {"role": "user", "content": "3+3?"}, {"role": "tool", "content": "6"}
+ASKED = f"<|start|>user\n3+3?{END}\n"
+GROUPING = (  # results of tools that follow each other are one turn, as in Qwen's templates
+    "{% for m in messages %}{% if m.role != 'tool' or loop.previtem.role != 'tool' %}<|start|>{{ m.role }}\n{% endif %}"
+    "{{ m.content }}{% if m.role != 'tool' or loop.last or loop.nextitem.role != 'tool' %}<|end|>\n{% endif %}"
+    "{% endfor %}" + ASK
+)
+
+
+@pytest.mark.parametrize(
+    ("completion", "wanted", "last"),
+    [
+        ([ANSWER], [f"4{END}"], f"4{END}"),
+        ([ANSWER, SECOND], [f"4{END}", f"5{END}"], f"5{END}"),
+        ([ANSWER, THIRD, SECOND], [f"4{END}", ASKED, f"5{END}"], f"5{END}"),
+        ([ANSWER, THIRD], [f"4{END}", ASKED], f"4{END}"),
+        ([THIRD, SECOND], [ASKED, f"5{END}"], f"5{END}"),
+        ([ANSWER, {**THIRD, "weight": 0}, SECOND], [f"4{END}", f"5{END}"], f"5{END}"),
+        ([{**ANSWER, "weight": 0}, THIRD, SECOND], [ASKED, f"5{END}"], f"5{END}"),
+        ([{**ANSWER, "train": True}, {**THIRD, "train": True}], [f"4{END}", ASKED], f"4{END}"),
+        ([ANSWER, RESULT, RESULT, SECOND], [f"4{END}", f"<|start|>tool\n66{END}\n", f"5{END}"], f"5{END}"),
+    ],
+)
+def test_every_message_of_a_completion_is_trained_on(completion: list[Any], wanted: list[str], last: str) -> None:
+    """As with TRL's mask of completions; of the prompt nothing is, also not an answer."""
+    for system in ({}, {"system": "Be short."}):
+        row = {"prompt": [THIRD, {**SECOND, "content": "9"}, USER], "completion": completion, **system}
+        record = record_of(row)
+        assert trained(reader(GROUPING), row) == wanted and read(written(record)) == record
+        assert trained(reader(GROUPING, "last-turn"), row) == [last]
+        whole = trained(reader(GROUPING, "all"), row)
+        assert all(any(piece in each for each in whole) for piece in wanted)
+        cells = RowCells(row)
+        record_of(cells)
+        others = any(each["role"] != "assistant" for each in completion)
+        assert any("completion" in remark for remark in cells.remarks) == others
+
+
+def test_answers_of_a_completion_that_the_template_rewrites_are_cut_apart_or_refused() -> None:
+    thinks = {"role": "assistant", "content": "<think>a</think>4"}
+    row = {"prompt": [USER], "completion": [thinks, {**THIRD, "weight": 0}, SECOND]}
+    assert trained(reader(STRIPPING), row) == [f"<think>a</think>4{END}", f"5{END}"]
+    with pytest.raises(UnusableText, match="Message 3 .* completion"):
+        trained(reader(STRIPPING), {**row, "completion": [thinks, THIRD, SECOND]})
+    for completion in ([THIRD], [{**ANSWER, "weight": 0}], [{**ANSWER, "weight": 0}, THIRD]):
+        with pytest.raises(UnusableText, match="nothing to learn"):  # the answer of the prompt does not stand in for it
+            record_of({"prompt": [USER, ANSWER, USER], "completion": completion})
 
 
 @pytest.mark.parametrize(
@@ -183,7 +232,10 @@ def test_a_text_that_is_no_mapping_stays_a_text() -> None:
         assert json.dumps(text) in found.shown(written(record_of(tool_row(text))))
 
 
-@pytest.mark.parametrize(("arguments", "fits"), [("{not json", False), ("", False), ('"a"', False), ('{"a": 1}', True)])
+@pytest.mark.parametrize(
+    ("arguments", "fits"),
+    [("{not json", False), ("", False), ('"a"', False), ('{"a": 1, "a": 2}', False), ('{"a": 1}', True)],
+)
 def test_arguments_that_are_no_json_object_set_the_row_aside(arguments: str, fits: bool) -> None:
     text = written(record_of(RowCells(tool_row(arguments)), False))
     if fits:
@@ -191,6 +243,30 @@ def test_arguments_that_are_no_json_object_set_the_row_aside(arguments: str, fit
         return
     with pytest.raises(UnusableText, match="no JSON object"):
         reader(STYLES["qwen-2.5"]).parts(text)
+
+
+@pytest.mark.parametrize(
+    ("function", "fits"),
+    [
+        ({"name": "w", "arguments": {}}, True),
+        ({"name": "w"}, True),
+        ({"name": "w", "arguments": None}, False),
+        ({"name": "w", "arguments": [1]}, False),
+        ({"name": "w", "arguments": 3}, False),
+        ({"name": "w", "args": {"a": 1}}, False),
+        ({"name": "", "arguments": {}}, False),
+        ({"arguments": {}}, False),
+        ("{'name': 'w', 'arguments': {}}", False),
+    ],
+)
+def test_a_call_that_is_not_whole_sets_the_row_aside(function: Any, fits: bool) -> None:
+    template = calling("[{{ c.function | tojson }}]")
+    messages = [USER, {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}, USER, ANSWER]
+    if fits:
+        assert len(trained(reader(template), {"messages": messages})) == 2
+        return
+    with pytest.raises(UnusableText, match="Message 2 calls"):
+        trained(reader(template), {"messages": messages})
 
 
 def test_a_template_that_takes_texts_gets_them_letter_for_letter() -> None:

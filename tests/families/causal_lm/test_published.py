@@ -16,13 +16,13 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
 from lora_rocm.base_models.assembly import Assembly
+from lora_rocm.children.check_base import weigh
 from lora_rocm.errors import ModelError
 from lora_rocm.export.merged import write_merged
 from lora_rocm.families.causal_lm import architecture
+from lora_rocm.families.causal_lm.architecture import published
 from lora_rocm.families.causal_lm.family import CausalLM
-from lora_rocm.families.causal_lm.published_weights import published
 from lora_rocm.recipe.kinds import recipe_from
-from lora_rocm.train.check_child import weigh
 from tests.families.causal_lm.adapted import CLOSE, CPU, Adapted, batch, off, recipe_of
 from tests.program import Program
 from tests.tiny_llm import write_chats, write_tiny_llm

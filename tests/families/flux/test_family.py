@@ -21,7 +21,7 @@ from lora_rocm.families.flux.encoders import POOLED, STATES
 from lora_rocm.families.flux.family import LAYOUT, LAYOUT_SCHNELL, Flux
 from lora_rocm.families.objectives.loss import losses
 from lora_rocm.families.transformer.packing import packed, places, unpacked
-from lora_rocm.latent_cache.quarantine import plain_door
+from lora_rocm.latent_cache.encode_session import plain_door
 from tests.families.transformer.original_names import of_flux
 from tests.tiny_flux import CHANNELS, CLIP_WIDTH, T5_WIDTH, tiny_transformer, write_tiny_flux
 from tests.tiny_models import tiny_recipe

@@ -121,12 +121,14 @@ def test_a_preview_is_that_of_the_pipeline(base: Path, pipeline: Any, tmp_path: 
         output_type="latent",
         _auto_resize=False,
     ).images
-    request = PreviewRequest("a cat", "", 96, 64, 2, 3.5, 7, control=str(tmp_path / "control.png"))
-    control = encode_control(family.source, CPU, request, family.latents, in_tiles=False)
+    request = PreviewRequest("a cat", "", 96, 64, 2, 3.5, 7, {"control_image": tmp_path / "control.png"})
+    control = encode_control(
+        family.source, CPU, request.inputs["control_image"], (64, 96), family.latents, in_tiles=False
+    )
     with torch.no_grad():
         found = denoised(family, model, request, noise[0], lambda prompt: text, more={CONTROL_LATENTS: control})
     torch.testing.assert_close(found, unpacked(out, 8, 12)[0], rtol=1e-4, atol=1e-4)
-    seen, blind = family.preview(model, [request, replace(request, control="")], lambda prompt: text)
+    seen, blind = family.preview(model, [request, replace(request, inputs={})], lambda prompt: text)
     assert seen.size == (96, 64) and seen.tobytes() != blind.tobytes(), "the control"
     (tmp_path / "control.png").unlink()
     with pytest.raises(DataError, match="control image cannot be read") as caught:

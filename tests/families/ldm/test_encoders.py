@@ -18,7 +18,7 @@ from lora_rocm.families import vae as vae_module
 from lora_rocm.families.clip import CLIP_TOKENS, load_tokenizer, token_limit
 from lora_rocm.families.sdxl.family import Sdxl
 from lora_rocm.families.vae import SMALL_TILE_PX, VaeEncoder
-from lora_rocm.latent_cache.quarantine import plain_door
+from lora_rocm.latent_cache.encode_session import plain_door
 from lora_rocm.loader.cached_dataset import together
 from tests.tiny_models import SHALLOW_WIDER, tiny_recipe, write_tiny_sdxl
 
@@ -162,8 +162,9 @@ def test_fingerprints_follow_weights_and_settings(tiny_sdxl: Path, tmp_path: Pat
     assert fingerprints(same)[1] != text
 
 
-def test_cache_spec_is_what_the_encoders_give(tiny_sdxl: Path) -> None:
-    assert Sdxl(tiny_recipe(tiny_sdxl)).cache_spec.keys() == {
+def test_the_encoders_give_the_tensors_of_a_sample(tiny_sdxl: Path) -> None:
+    encoders = Sdxl(tiny_recipe(tiny_sdxl)).encoders()
+    assert {name for encoder in encoders for name in encoder.entry.tensors} == {
         "latent_mean",
         "latent_std",
         "prompt_embeds_1",

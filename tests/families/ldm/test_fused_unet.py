@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lora_rocm
+from lora_rocm.device.placement.base import Resident
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.families.base import LoadedModel
 from lora_rocm.families.ldm.fused_unet import FusedBlock, FusedGEGLU, FusedResnet, FusedTransformer, fuse
@@ -149,8 +150,8 @@ def test_names_parameters_and_bytes_stay() -> None:
 
 def test_the_guard_still_sees_a_merged_weight() -> None:
     unet = make()
-    door = DeviceTransfer(torch.device("cpu"), pin=False)
-    door.send_parameters(unet, "unet")
+    door = Resident(DeviceTransfer(torch.device("cpu"), pin=False))
+    door.place(unet, "unet")
     fuse(unet, Fusion(channels_last=True))
     assert door.changed() == []
     attention = unet.mid_block.attentions[0].transformer_blocks[0].attn1

@@ -22,10 +22,9 @@ from lora_rocm.families.base import PreviewRequest, family_for
 from lora_rocm.families.ldm.inpainting import FIRST_LAYER, config_changes, require_masks_read, seen_and_hidden
 from lora_rocm.families.objectives.base import HIDDEN_MASK, SEEN_LATENTS
 from lora_rocm.latent_cache.cache import LatentCache
-from lora_rocm.latent_cache.encode_session import Encoding
+from lora_rocm.latent_cache.encode_session import Encoding, plain_door
 from lora_rocm.latent_cache.inpainting import INPAINT_ENTRY, HiddenWanted
 from lora_rocm.latent_cache.prepare import prepare
-from lora_rocm.latent_cache.quarantine import plain_door
 from lora_rocm.loader.batches import BatchPlan, loader, open_workers
 from lora_rocm.model_files.models import pipeline_of
 from lora_rocm.recipe.sample_section import SampleSection
@@ -147,7 +146,7 @@ def test_a_preview_of_an_own_image_is_the_pipeline_s(
     """The files have twice the size of the preview."""
     image, mask = picture_and_mask(tmp_path)
     whole = PreviewRequest("a red cat", "dog", 64, 48, 2, guidance, 7)
-    asked = replace(whole, control=str(tmp_path / "image.png"), mask=str(tmp_path / "mask.png"))
+    asked = replace(whole, inputs={"control_image": tmp_path / "image.png", "mask": tmp_path / "mask.png"})
     family = family_for(tiny_recipe(base))
     encoders = [encoder.load(plain_door(CPU)) for encoder in family.encoders()[1:]]
     model = family.load(torch.float32, CPU)
@@ -205,7 +204,7 @@ def apart(first: Any, second: Any) -> int:
 def test_what_is_shown_of_an_own_image(tmp_path: Path) -> None:
     image, mask = picture_and_mask(tmp_path)
     asked = PreviewRequest(
-        "", "", 64, 64, 1, 1.0, 0, control=str(tmp_path / "image.png"), mask=str(tmp_path / "mask.png")
+        "", "", 64, 64, 1, 1.0, 0, {"control_image": tmp_path / "image.png", "mask": tmp_path / "mask.png"}
     )
     pixels_CHW, hidden_1HW = seen_and_hidden(asked)  # cropped at the centre: 96 of 128 columns
     assert pixels_CHW.shape == (3, 64, 64) and set(hidden_1HW.unique().tolist()) == {0.0, 1.0}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lora_rocm.families.objectives.base import generators, normal
-from lora_rocm.families.objectives.noise import adaptive_strength, offset_noise, pyramid_noise
+from lora_rocm.families.objectives.denoising import adaptive_strength, offset_noise, pyramid_noise
 from tests.families.objectives.test_denoising import SPACE, batch, ddpm_objective, flow_objective, same
 
 OPTIONS: list[dict[str, Any]] = [

@@ -20,8 +20,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 from lora_rocm.dataset.caption_length import TokenLimit
-from lora_rocm.dataset.entry_spec import EntrySpec, TensorSpec
-from lora_rocm.families.base import Encode, Encoder, Inputs, LoadedModel, PreviewRequest, Tensors
+from lora_rocm.dataset.entry_spec import EntrySpec
+from lora_rocm.families.base import Drawn, Encode, Encoder, Inputs, LoadedModel, PreviewRequest, Tensors
+from lora_rocm.families.file_names import FileNames
 from lora_rocm.families.objectives.base import Draws, Prediction, generators, normal
 from lora_rocm.families.recompute import Recomputing
 from lora_rocm.kernels.weight_format import DENSE, WeightFormat
@@ -55,6 +56,10 @@ def word_states(caption: str) -> Tensor:
     return torch.tensor([list(digest) for digest in digests], dtype=torch.float32) / 128 - 1
 
 
+def kohya_key(component: str, module: str) -> str:
+    return f"lora_unet_{module.replace('.', '_')}"
+
+
 class ToyFamily(ABC):
     """Implements ``ModelFamily`` but for what is a family's own."""
 
@@ -70,7 +75,7 @@ class ToyFamily(ABC):
         self.recipe = recipe
         self.all_components = (self.component,)
         self.encoder_dtypes: Mapping[str, torch.dtype] = {}
-        self.file_prefixes, self.file_form = {self.component: "lora_unet_"}, "kohya"
+        self.files = FileNames({self.component: "lora_unet_"}, "kohya", kohya_key, self.load_in_diffusers)
         self.lora_targets = {"attention-mlp": {self.component: self.targets}}
 
     @abstractmethod
@@ -85,10 +90,6 @@ class ToyFamily(ABC):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(7)
             return self.build().requires_grad_(False).eval()
-
-    @property
-    def cache_spec(self) -> Mapping[str, TensorSpec]:
-        return {name: spec for encoder in self.encoders() for name, spec in encoder.entry.tensors.items()}
 
     @property
     def structure(self) -> str:
@@ -130,15 +131,6 @@ class ToyFamily(ABC):
             digest.update(tensor.numpy().tobytes())
         return {"hash": "", "prediction_type": "", "identity": digest.hexdigest()}
 
-    def export_key(self, component: str, module: str) -> str:
-        return f"{self.file_prefixes[component]}{module.replace('.', '_')}"
-
-    def export_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
-        return ((self.export_key(component, module), 0, rows),)
-
-    def original_rows(self, component: str, module: str, rows: int) -> Sequence[tuple[str, int, int]]:
-        return ()
-
     def load_in_diffusers(self, path: Path, components: Sequence[str]) -> dict[str, nn.Module]:
         raise NotImplementedError(f"{self.name} is not for diffusers")
 
@@ -154,9 +146,12 @@ class ToyTransformer(ToyFamily):
         transformer: Any = model.components["transformer"]
         transformer.enable_gradient_checkpointing(run or Recomputing(model))
 
+    latents = "latents"
+    """Name of the cached latents."""
+
     @cached_property
     def objective(self) -> FlowObjective:
-        return FlowObjective(self.recipe.objective.model_dump()["shift"])
+        return FlowObjective(self.recipe.objective.model_dump()["shift"], self.latents)
 
     def load_in_diffusers(self, path: Path, components: Sequence[str]) -> dict[str, nn.Module]:
         loaded = self.skeleton("transformer")
@@ -174,7 +169,7 @@ class ToyTransformer(ToyFamily):
         """What the model says of noisy latents."""
 
     def predict(self, model: LoadedModel, batch: Tensors, draws: Tensors) -> Prediction:
-        latents, noise, sigma_B = batch["latents"], draws["noise"], draws["sigma"]
+        latents, noise, sigma_B = batch[self.latents], draws["noise"], draws["sigma"]
         share = sigma_B.reshape(-1, *(1,) * (latents.ndim - 1))
         noisy = (1 - share) * latents + share * noise
         predicted = self.velocity(model, noisy, sigma_B, batch)
@@ -187,19 +182,33 @@ class ToyTransformer(ToyFamily):
         requests: Sequence[PreviewRequest],
         text: Callable[[str], Tensors],
         in_tiles: bool = False,
-    ) -> list[Image.Image]:
-        """Euler's steps without guidance; the first three channels of the latents are the colours."""
+    ) -> list[Drawn]:
+        """Euler's steps without guidance."""
         drawn = []
         for request in requests:
-            batch = {name: tensor[None].to(model.device) for name, tensor in text(request.prompt).items()}
+            found = {**text(request.prompt), **self.given(request)}
+            batch = {name: tensor[None].to(model.device) for name, tensor in found.items()}
             x = self.noise_like(request).to(model.device)
             for step in range(request.steps):
                 sigma_B = torch.full((1,), 1 - step / request.steps, device=model.device)
                 x = x - self.velocity(model, x, sigma_B, batch) / request.steps
-            colours_HWC = ((x.flatten(0, -3)[:3].permute(1, 2, 0).cpu() + 1) * 127.5).clamp(0, 255).to(torch.uint8)
-            image = Image.fromarray(colours_HWC.numpy())
-            drawn.append(image.resize((request.width, request.height), Image.Resampling.NEAREST))
+            drawn.append(self.decoded(x[0], request))
         return drawn
+
+    def given(self, request: PreviewRequest) -> Tensors:
+        """What the model is given beside the prompt, without a batch dimension."""
+        return {}
+
+    def decoded(self, latents: Tensor, request: PreviewRequest) -> Drawn:
+        """The preview; the first three channels of the latents are its colours."""
+        return painted(latents[:3], request)
+
+
+def painted(colours_CHW: Tensor, request: PreviewRequest) -> Image.Image:
+    """An image of three channels of latents."""
+    colours_HWC = ((colours_CHW.permute(1, 2, 0).cpu() + 1) * 127.5).clamp(0, 255).to(torch.uint8)
+    image = Image.fromarray(colours_HWC.numpy())
+    return image.resize((request.width, request.height), Image.Resampling.NEAREST)
 
 
 @dataclass(frozen=True)
@@ -207,12 +216,13 @@ class FlowObjective:
     """Predict ``noise - latents`` of ``(1 - sigma) * latents + sigma * noise``; sigma is a float, one a sample."""
 
     shift: float
+    latents: str
 
     def draw(self, batch: Mapping[str, Tensor], seeds: Sequence[int]) -> Draws:
         rngs = generators(seeds)
         even_B = torch.cat([torch.rand(1, generator=rng) for rng in rngs])
         sigma_B = self.shift * even_B / (1 + (self.shift - 1) * even_B)
-        return Draws({"sigma": sigma_B, "noise": normal(rngs, batch["latents"].shape[1:])})
+        return Draws({"sigma": sigma_B, "noise": normal(rngs, batch[self.latents].shape[1:])})
 
     def fixed_draw(self, batch: Mapping[str, Tensor], seeds: Sequence[int], position: float) -> Draws:
         drawn = self.draw(batch, seeds).tensors

@@ -79,13 +79,23 @@ class FluxLike(ToyTransformer):
         return torch.randn(1, CHANNELS, request.height // STRIDE_PX, request.width // STRIDE_PX, generator=rng)
 
     def velocity(self, model: LoadedModel, x: Tensor, sigma_B: Tensor, batch: Tensors) -> Tensor:
+        return self.with_more(model, x, sigma_B, batch)
+
+    def with_more(
+        self,
+        model: LoadedModel,
+        x: Tensor,
+        sigma_B: Tensor,
+        batch: Tensors,
+        more_BSC: Tensor | None = None,
+        more_places: Sequence[Tensor] = (),
+    ) -> Tensor:
+        """``velocity`` with further tokens behind those of the image, and their places."""
         rows, channels, height, width = x.shape
         high, wide = height // 2, width // 2
-        packed_BSC = x.reshape(rows, channels, high, 2, wide, 2).permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
-        down_S = torch.arange(high, device=x.device).repeat_interleave(wide)
-        across_S = torch.arange(wide, device=x.device).repeat(high)
-        places_SA = torch.stack([torch.zeros_like(down_S), down_S, across_S], dim=1).to(x.dtype)
-        mask_BS = torch.cat([batch["states_mask"], batch["states_mask"].new_ones(rows, high * wide)], dim=1)
+        packed_BSC = packed(x) if more_BSC is None else torch.cat([packed(x), more_BSC], dim=1)
+        places_SA = torch.cat([places(x, 0), *more_places])
+        mask_BS = torch.cat([batch["states_mask"], batch["states_mask"].new_ones(packed_BSC.shape[:2])], dim=1)
         predicted_BSC = model.components["transformer"](
             hidden_states=packed_BSC.to(model.dtype),
             encoder_hidden_states=batch["states"].to(model.dtype),
@@ -97,4 +107,20 @@ class FluxLike(ToyTransformer):
             joint_attention_kwargs={"attention_mask": mask_BS[:, None, None]},
             return_dict=False,
         )[0]
+        predicted_BSC = predicted_BSC[:, : high * wide]
         return predicted_BSC.reshape(rows, high, wide, channels, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(x.shape)
+
+
+def packed(x: Tensor) -> Tensor:
+    """The tokens of latents, each a square of four."""
+    rows, channels, height, width = x.shape
+    squares = x.reshape(rows, channels, height // 2, 2, width // 2, 2)
+    return squares.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+
+
+def places(x: Tensor, number: int) -> Tensor:
+    """The place of each token: number of the image, row and column."""
+    high, wide = x.shape[-2] // 2, x.shape[-1] // 2
+    down_S = torch.arange(high, device=x.device).repeat_interleave(wide)
+    across_S = torch.arange(wide, device=x.device).repeat(high)
+    return torch.stack([torch.full_like(down_S, number), down_S, across_S], dim=1).to(x.dtype)

@@ -1,6 +1,6 @@
 """Wan in miniature, of diffusers' own blocks: latents with an axis of frames, text of a fixed length without a mask.
 
-An image is a video of one frame.
+The first frame of a clip makes latents of its own, and each four after it together. An image is a clip of one frame.
 """
 
 from __future__ import annotations
@@ -14,10 +14,14 @@ from torch.nn.functional import avg_pool2d
 
 from lora_rocm.dataset.entry_spec import CAPTION, IMAGE, EntrySpec, TensorSpec
 from lora_rocm.dataset.shape import Shape
-from lora_rocm.families.base import Encoder, Inputs, LoadedModel, PreviewRequest, Tensors
-from tests.families.toys.base import WORD_WIDTH, ToyEncoder, ToyTransformer, word_states
+from lora_rocm.families.base import Drawn, Encoder, Inputs, LoadedModel, PreviewRequest, Tensors
+from tests.families.toys.base import WORD_WIDTH, ToyEncoder, ToyTransformer, painted, word_states
 
-CHANNELS, STRIDE_PX, WORDS = 4, 16, 8
+CHANNELS, STRIDE_PX, PER_LATENT, WORDS = 4, 16, 4, 8
+
+
+def latent_frames(frames: int) -> int:
+    return 1 + (frames - 1) // PER_LATENT
 
 
 class WanLike(ToyTransformer):
@@ -45,10 +49,12 @@ class WanLike(ToyTransformer):
         return [ToyEncoder(latents, self._latents), ToyEncoder(words, self._words)]
 
     def _latents(self, inputs: Inputs) -> Tensors:
-        pixels_CHW = inputs[IMAGE]
-        assert isinstance(pixels_CHW, Tensor)
-        small_CHW = avg_pool2d(pixels_CHW[None], STRIDE_PX)[0]
-        return {"latents": torch.cat([small_CHW, small_CHW.mean(0, keepdim=True)])[:, None]}
+        pixels = inputs[IMAGE]
+        assert isinstance(pixels, Tensor)
+        small_FCHW = avg_pool2d(pixels if pixels.ndim == 4 else pixels[None], STRIDE_PX)
+        later = [four_FCHW.mean(0) for four_FCHW in small_FCHW[1:].split(PER_LATENT)] if len(small_FCHW) > 1 else []
+        small_FCHW = torch.stack([small_FCHW[0], *later])
+        return {"latents": torch.cat([small_FCHW, small_FCHW.mean(1, keepdim=True)], dim=1).transpose(0, 1)}
 
     def _words(self, inputs: Inputs) -> Tensors:
         states_SD = torch.zeros(WORDS, WORD_WIDTH)
@@ -60,14 +66,18 @@ class WanLike(ToyTransformer):
         return list(model.components["transformer"].get_submodule("blocks").children())
 
     def example(self, shape: Shape, rows: int) -> Tensors:
-        frames = 1 + (dict(shape.axes).get("frames", 1) - 1) // 4
+        frames = latent_frames(dict(shape.axes).get("frames", 1))
         latents = torch.zeros(rows, CHANNELS, frames, shape["h"] // STRIDE_PX, shape["w"] // STRIDE_PX)
         return {"latents": latents, "states": torch.zeros(rows, WORDS, WORD_WIDTH)}
 
     def noise_like(self, request: PreviewRequest) -> Tensor:
         rng = torch.Generator().manual_seed(request.seed)
         sides = (request.height // STRIDE_PX, request.width // STRIDE_PX)
-        return torch.randn(1, CHANNELS, 1, *sides, generator=rng)
+        return torch.randn(1, CHANNELS, latent_frames(request.frames or 1), *sides, generator=rng)
+
+    def decoded(self, latents: Tensor, request: PreviewRequest) -> Drawn:
+        numbers = [0, *(number for number in range(1, latents.shape[1]) for _ in range(PER_LATENT))]
+        return tuple(painted(latents[:3, number], request) for number in numbers)
 
     def velocity(self, model: LoadedModel, x: Tensor, sigma_B: Tensor, batch: Tensors) -> Tensor:
         found: Tensor = model.components["transformer"](

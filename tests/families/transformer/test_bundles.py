@@ -21,7 +21,7 @@ from tests.event_lines import read_events
 from tests.fake_encoders import image
 from tests.families.transformer.cases import CPU, Anima, Case, Flux, ZImage, with_configs
 from tests.judging import inspect
-from tests.train.test_pipeline import start
+from tests.train.runs import start
 
 CLIP, T5 = "text_encoders.clip_l.", "text_encoders.t5xxl."
 QWEN_4B, QWEN_06B = "text_encoders.qwen3_4b.", "text_encoders.qwen3_06b."

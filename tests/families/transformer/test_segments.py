@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lora_rocm.families.base import LoadedModel
 from lora_rocm.families.recompute import Recomputing
-from lora_rocm.families.transformer.segments import Segments
+from lora_rocm.families.transformer.family import Segments
 
 WIDTH = 4
 

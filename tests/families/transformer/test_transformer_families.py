@@ -21,6 +21,8 @@ from lora_rocm.adapters.lora_reader import components_of, read_lora
 from lora_rocm.adapters.module_names import KeyTable
 from lora_rocm.adapters.targets import targets
 from lora_rocm.base_models.loading import Source
+from lora_rocm.children.check_base import weigh
+from lora_rocm.children.plan import packed_encoders
 from lora_rocm.dataset.entry_spec import CAPTION, IMAGE
 from lora_rocm.errors import AdapterError, ModelError
 from lora_rocm.export.comfy_reader import apply_comfy
@@ -33,10 +35,8 @@ from lora_rocm.families.transformer.sampling import denoised
 from lora_rocm.families.vae import decode
 from lora_rocm.kernels.quantised import quantised
 from lora_rocm.kernels.weight_format import dense_weight, is_packed
-from lora_rocm.latent_cache.quarantine import plain_door
-from lora_rocm.memory.footprint import packed_encoders
+from lora_rocm.latent_cache.encode_session import plain_door
 from lora_rocm.planning.format_errors import format_errors
-from lora_rocm.train.check_child import weigh
 from tests.families.transformer import cases
 from tests.families.transformer.cases import CHANNELS, CPU, TEXTS, Anima, Case, Flux, Schnell, ZImage, adapted
 from tests.judging import inspect
@@ -165,7 +165,7 @@ def test_a_packed_text_encoder_encodes_as_its_rounded_weights_do(case: Case, nam
     assert formats.pop(component) == name and set(formats.values()) == {"dense"}
     (planned,) = packed_encoders(family)
     model = family.source.load(component, torch.bfloat16, CPU, family.weight_format(component))
-    assert planned["component"] == component and planned["weight_bytes"] == num_bytes(model)
+    assert planned.component == component and planned.weight_bytes == num_bytes(model)
     assert packed_encoders(case.family()) == []
 
 
@@ -346,7 +346,7 @@ def test_a_dora_of_a_part_of_a_fused_weight_is_refused_by_name(case: Case) -> No
 @of(*FAMILIES)
 def test_every_layer_of_the_published_model_has_its_place_in_the_original(case: Case) -> None:
     family = case.family()
-    table = KeyTable(family, {"transformer": case.full}, family.original_rows)
+    table = KeyTable({"transformer": case.full}, family.files.original)
     pattern = re.compile(family.lora_targets["all-linear"]["transformer"])
     wanted = case.original_modules(name for name, _ in case.full.named_modules() if pattern.fullmatch(name))
     assert sum(map(len, wanted.values())) == case.layers["all-linear"]

@@ -31,8 +31,7 @@ from lora_rocm.families.z_image import family as module
 from lora_rocm.families.z_image.family import LAYOUT, MAX_TOKENS, TEMPLATE, ZImage
 from lora_rocm.families.z_image.forward import predicted
 from lora_rocm.latent_cache.cache import LatentCache
-from lora_rocm.latent_cache.encode_session import Encoding
-from lora_rocm.latent_cache.quarantine import plain_door
+from lora_rocm.latent_cache.encode_session import Encoding, plain_door
 from lora_rocm.loader.batches import BatchPlan, loader, open_workers, prepare
 from tests.fake_encoders import image
 from tests.tiny_models import tiny_recipe

@@ -13,8 +13,16 @@ import psutil
 import pytest
 
 from lora_rocm.hardware.facts import Unread
-from lora_rocm.hardware.probe.sources import HIDING, Look, NoRegistry, Sources, run_tool
-from lora_rocm.hardware.probe.tool_cache import MEMORY_FILE, recalled, remember
+from lora_rocm.hardware.probe.sources import (
+    HIDING,
+    MEMORY_FILE,
+    Look,
+    NoRegistry,
+    Sources,
+    recalled,
+    remember,
+    run_tool,
+)
 from tests.hardware.fake_machine import Registry, Tools
 
 ECHO = [sys.executable, "-c", "print('answer')"]

@@ -1,0 +1,116 @@
+"""The adapter in files: its values by module, the keys of a file, and PEFT's config."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor
+
+from lora_rocm.adapters import trained_norms
+from lora_rocm.adapters.adapter_kind import PEFT_NAME, AdapterKind
+from lora_rocm.adapters.entry import Entry, Form
+from lora_rocm.adapters.module_names import SD_SCRIPTS, KeyTable
+
+
+class AdapterInFiles(AdapterKind):
+    """What writers, readers and checks of files ask of an adapter."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Return a copy of every trained tensor, and ``constants``, on the CPU."""
+        return {**self.read(self.parameters), **self.constants}
+
+    def peft_config(self, component: str) -> dict[str, Any]:
+        """Return the PEFT config of one component, with the fields that every version of PEFT knows.
+
+        Module names omit ``text_model``; PEFT's suffix matching accepts that with every version of transformers.
+        """
+        layers = {n.removeprefix(component + "."): layer for n, (c, _, layer) in self.modules.items() if c == component}
+        field = self.files.parts.config_alpha
+        ranks = {name: self.rank_in_files(layer) for name, layer in layers.items()}
+        alphas = {name: plain_number(self.alpha_in_files(layer)) for name, layer in layers.items()}
+        rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
+        return {
+            "peft_type": self.files.parts.peft_type,
+            "r": rank,
+            field: alpha,
+            "rank_pattern": {name: value for name, value in ranks.items() if value != rank},
+            "alpha_pattern": {name: value for name, value in alphas.items() if value != alpha},
+            "target_modules": sorted(layers),
+            **self.config_fields(list(layers.values())),
+            "inference_mode": True,
+        }
+
+    def key_table(self, form: Form) -> KeyTable:
+        """Return the keys of a file that is written in the form "kohya" or "sd-scripts"; each table is made once."""
+        files, for_scripts = self.family.files, form == SD_SCRIPTS
+        if for_scripts not in self._key_tables:
+            rows_of = files.scripts_rows if for_scripts else files.rows
+            self._key_tables[for_scripts] = KeyTable(self.components_in_model, rows_of)
+        return self._key_tables[for_scripts]
+
+    def entries(self) -> dict[str, Any]:
+        """Return the adapter at strength 1 as values: module name -> entry, on the CPU."""
+        state = {name: tensor.float() for name, tensor in self.state().items()}
+        return {
+            name: self.entry_of(
+                layer, PEFT_NAME, {role: state[f"{name}.{role}"] for role in self.trained(layer, PEFT_NAME)}
+            )
+            for name, (_, _, layer) in self.modules.items()
+        }
+
+    def entries_in(self, form: Form) -> Mapping[str, Entry]:
+        """Return ``entries`` as a file of this form has them."""
+        return self.entries()
+
+    def norm_tensors(self) -> dict[str, Tensor]:
+        """Return the trained norms as a file has them, float32 on the CPU: "<key of the file>.<role>" -> difference."""
+        keys = trained_norms.names_in_files(self.family, self.model) if self.norms else {}
+        state = self.state() if self.norms else {}
+        return {
+            f"{keys[name]}.{role}": state[f"{name}.{role}"].float()
+            for name, norm in self.norms.items()
+            for role in norm.trained()
+        }
+
+    @torch.no_grad()
+    def start_from(self, entries: Mapping[str, Entry]) -> None:
+        """Load the effect of entries that fit; modules without an entry keep their neutral start."""
+        for name, entry in entries.items():
+            self.fill(self.modules[name][2], entry)
+
+    @contextmanager
+    def shapes_only(self) -> Iterator[None]:
+        """Inside the context ``state``, and all made of it, is on the meta device: shapes and dtypes alone."""
+        before = self.read, self.constants
+        self.read, self.constants = _on_meta, _on_meta(self.constants)
+        try:
+            yield
+        finally:
+            self.read, self.constants = before
+
+
+def plain_number(value: float) -> int | float:
+    """Return a whole number as int, without its ".0"."""
+    return int(value) if float(value).is_integer() else float(value)
+
+
+def loaded_entry(kind: type[AdapterKind], layer: BaseTunerLayer) -> Entry:
+    """Return the entry that another program's loader put into a layer of this kind.
+
+    Raises:
+        ValueError: the loader made the layer and left it empty.
+    """
+    (active,) = layer.active_adapters
+    tensors = kind.trained(layer, active)
+    if any(tensor.is_meta for tensor in tensors.values()):
+        raise ValueError("a layer was made but not filled")
+    return kind.entry_of(layer, active, {role: tensor.detach().float() for role, tensor in tensors.items()})
+
+
+def _on_meta(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}

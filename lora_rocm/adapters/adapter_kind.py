@@ -1,0 +1,200 @@
+"""What a kind of adapter is asked: the part of ``Adapter`` that each kind implements, by who asks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+import torch
+from peft import PeftConfig, inject_adapter_in_model
+from torch import Tensor, nn
+
+from lora_rocm.adapters import new_tokens, trained_norms
+from lora_rocm.adapters.entry import Entry, FileKind, Form
+from lora_rocm.adapters.flat_params import FlatWeights
+from lora_rocm.adapters.lora_start import START
+from lora_rocm.adapters.module_names import KeyTable, canonical
+from lora_rocm.families.base import LoadedModel, ModelFamily
+from lora_rocm.optim.norm_limit import NormLimit
+from lora_rocm.recipe.adapter_sections import AdapterSection
+from lora_rocm.recipe.sections import MAX_RANK
+
+PEFT_NAME = "default"
+OWN = (PEFT_NAME, START)
+"""PEFT's names of what belongs to the adapter in a layer."""
+Reader = Literal["diffusers", "peft", "comfyui"]
+
+
+class AdapterKind(ABC):
+    """The adapted layers of a model, and what a kind says of them.
+
+    modules: module name ("unet.mid_block...to_q") -> (component, path in the component, PEFT layer), in a fixed order.
+    norms: module name -> norm that is trained beside the adapter.
+    leaves: "<module name>.<role>" -> tensor in its layer, in the same order; then "new_tokens.<component>".
+    parameters: the same names -> trained tensors: the leaves, or the masters after ``flatten``.
+    constants: "<module name>.<role>" -> what a checkpoint keeps beside them, on the CPU; most kinds have none.
+
+    Set by each kind:
+        layer_type: class of its layers.
+        files: its file format.
+        readers: form -> programs that load an export back for verification; a missing form cannot be written.
+    """
+
+    layer_type: ClassVar[type[Any]]
+    files: ClassVar[FileKind]
+    readers: ClassVar[Mapping[Form, tuple[Reader, ...]]]
+
+    def __init__(self, family: ModelFamily, model: LoadedModel) -> None:
+        found = [
+            (canonical(component, path), (component, path, layer))
+            for component, root in model.components.items()
+            for path, layer in root.named_modules()
+            if isinstance(layer, self.layer_type) and PEFT_NAME in layer.r
+        ]
+        self.modules: dict[str, tuple[str, str, Any]] = dict(sorted(found, key=lambda item: item[0]))
+        self.family, self.model, self.components_in_model = family, model, model.components
+        self.read: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = _read  # a run replaces it with a verified copy
+        self.leaves: dict[str, nn.Parameter] = {
+            f"{name}.{role}": tensor
+            for name, (_, _, layer) in self.modules.items()
+            for role, tensor in self.trained(layer, PEFT_NAME).items()
+        }
+        self.norms = trained_norms.layers_of(model)
+        self.leaves |= {f"{n}.{role}": leaf for n, norm in self.norms.items() for role, leaf in norm.trained().items()}
+        self.leaves |= {f"{new_tokens.NAME}.{c}": layer.rows_ND for c, layer in new_tokens.layers_of(model).items()}
+        self.parameters: dict[str, Tensor] = dict(self.leaves)
+        self.constants: dict[str, Tensor] = {}
+        self._flat: FlatWeights | None = None
+        self._key_tables: dict[bool, KeyTable] = {}  # by whether they are for kohya's scripts
+
+    # The start of a run: layers are put into a model.
+
+    @classmethod
+    @abstractmethod
+    def config(cls, lora: AdapterSection, pattern: str) -> PeftConfig:
+        """Return PEFT's config for the modules of a component that match a regular expression."""
+
+    @classmethod
+    def put(cls, component: nn.Module, config: PeftConfig) -> None:
+        """Put layers into a component."""
+        inject_adapter_in_model(config, component, PEFT_NAME)
+
+    @abstractmethod
+    def start(self, name: str, layer: Any, lora: AdapterSection, rng: torch.Generator) -> None:
+        """Initialise a new layer so that it changes nothing; values are drawn on the CPU in float32."""
+
+    def norm_limit(self, lora: AdapterSection) -> NormLimit | None:
+        """Return what keeps the modules' updates within ``lora.max_update_norm``, once the weights are flat."""
+        return None
+
+    @property
+    def needs_float32(self) -> bool:
+        """Whether the layers compute in float32 on a base of another dtype."""
+        return False
+
+    @torch.no_grad()
+    def load_constants(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load ``constants`` of a checkpoint. Call it before the layers are sent to a device.
+
+        Raises:
+            AdapterError: "adapter-mismatch", they are not those of this adapter.
+        """
+        return None
+
+    # The plan of memory: what is trained, and what would be with other settings.
+
+    @classmethod
+    @abstractmethod
+    def weights_of(cls, lora: AdapterSection, shape: Sequence[int]) -> int:
+        """Return how many numbers are trained for a weight of this shape ([out, in] or [out, in, kh, kw])."""
+
+    @classmethod
+    def smaller(cls, lora: AdapterSection) -> Iterator[tuple[str, AdapterSection]]:
+        """Yield (words such as "lora.rank to 8", section) for settings that train fewer numbers, mildest first."""
+        for power in range(MAX_RANK.bit_length()):
+            rank = MAX_RANK >> power
+            if rank < lora.rank:
+                yield f"lora.rank to {rank}", lora.model_copy(update={"rank": rank})
+
+    @classmethod
+    def asks_float32(cls, lora: AdapterSection) -> bool:
+        """Return whether a recipe's layers will compute in float32 on a base of another dtype (``needs_float32``)."""
+        return False
+
+    def narrow(self, lora: AdapterSection) -> int:
+        """Return how many layers have more trained numbers than their weight can use."""
+        return 0
+
+    def unstarted(self, lora: AdapterSection) -> int:
+        """Return how many layers have ranks for which ``lora.init`` has no numbers."""
+        return 0
+
+    # Values of a layer.
+
+    @staticmethod
+    @abstractmethod
+    def trained(layer: Any, name: str) -> dict[str, nn.Parameter]:
+        """Return role -> trained tensor of a layer's adapter ``name``."""
+
+    @staticmethod
+    @abstractmethod
+    def entry_of(layer: Any, name: str, tensors: Mapping[str, Tensor]) -> Entry:
+        """Return the entry of a layer's adapter at strength 1. ``tensors``: role -> float32 value."""
+
+    @abstractmethod
+    def fill(self, layer: Any, entry: Any) -> None:
+        """Write an entry that passed ``unfit`` into a layer, with the same effect."""
+
+    # Files: what is written, and whether a file fits.
+
+    @classmethod
+    @abstractmethod
+    def attach(cls, family: ModelFamily, model: LoadedModel, entries: Mapping[str, Entry]) -> Self:
+        """Put in layers with the effect of a file's entries, with the file's own modules and sizes."""
+
+    @abstractmethod
+    def unfit(self, lora: AdapterSection, entries: Mapping[str, Any], path: Path) -> Sequence[tuple[str, str]]:
+        """Return why a file's entries cannot start this adapter: (reason, setting that would allow it) pairs.
+
+        Raises:
+            AdapterError: no setting would allow it.
+        """
+
+    def lacking_ranks(self, lora: AdapterSection, ranks: Mapping[str, int]) -> list[tuple[str, str]]:
+        """Return, as ``unfit``, the layers whose rank is below what a file needs. ``ranks``: module name -> needed."""
+        lacking: dict[str, tuple[int, int]] = {}
+        for name, rank in ranks.items():
+            ours = self.modules[name][2].r[PEFT_NAME] if name in self.modules else lora.rank
+            key = "lora.rank" if ours == lora.rank else "its own rank in lora.overrides, or lora.conv_rank,"
+            if rank > ours:
+                lacking[key] = max(lacking.get(key, (0, 0)), (rank, ours))
+        return [
+            (f"it has rank {rank}, the recipe asks for rank {ours}", f"{key} to {rank}")
+            for key, (rank, ours) in lacking.items()
+        ]
+
+    @abstractmethod
+    def config_fields(self, layers: Sequence[Any]) -> dict[str, Any]:
+        """Return the fields of these layers' PEFT config besides type, rank, alpha and modules."""
+
+    def rank_in_files(self, layer: Any) -> int:
+        """Return the rank of a layer's entry."""
+        return int(layer.r[PEFT_NAME])
+
+    def alpha_in_files(self, layer: Any) -> float:
+        """Return the alpha with which PEFT gives a layer's entry its scale."""
+        return float(getattr(layer, self.files.parts.config_alpha)[PEFT_NAME])
+
+    @abstractmethod
+    def network(self) -> dict[str, str]:
+        """Return the ``ss_network_`` metadata of a kohya file."""
+
+    def reader_notice(self) -> str:
+        """Which program will refuse the files of this adapter, as sentences; empty if none is known to."""
+        return ""
+
+
+def _read(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}

@@ -1,0 +1,37 @@
+"""Reads the small tensors of a base before its weights are loaded: norms and biases, where one number spoils all."""
+
+from __future__ import annotations
+
+import torch
+
+from lora_rocm.base_models.loading import Source
+from lora_rocm.base_models.safetensors_file import read_tensors
+from lora_rocm.errors import ModelError
+
+MAX_SMALL_BYTES = 256 << 10
+"""Larger tensors are looked at when a run has loaded them: reading all of a base takes minutes from a slow disk."""
+
+
+def require_finite(source: Source) -> None:
+    """Refuse a base one of whose small tensors has a number that is not finite.
+
+    Raises:
+        ModelError: weights-not-finite.
+    """
+    for component in source.layout.parts:
+        headers, _ = source.weights(component)
+        names = {file: name for name, file in source.stored_names(component).items()}
+        for header in headers:
+            small = {
+                name
+                for name, entry in header.tensors.items()
+                if name in names and 0 < entry.end - entry.begin <= MAX_SMALL_BYTES
+            }
+            for name, tensor in read_tensors(header, small.__contains__).items():
+                if tensor.is_floating_point() and not torch.isfinite(tensor.float()).all():
+                    raise ModelError(
+                        "weights-not-finite",
+                        f"The weight {component}.{names[name]} holds numbers that are not finite.",
+                        where=str(header.path),
+                        fix="Download the model again, or use another edition.",
+                    )

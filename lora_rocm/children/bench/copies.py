@@ -1,0 +1,108 @@
+"""Benchmarks copies between host and GPU (each direction and both at once), on one GPU, and between GPUs."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lora_rocm.checks.timing import Call, Work, measure, wall_seconds_of
+from lora_rocm.children.bench.pcie import link_to
+from lora_rocm.hardware.pci import address_of
+from lora_rocm.rundir.event_types import LinkEvent
+from lora_rocm.rundir.events import emit
+
+SIZES = tuple(2**power for power in (12, 16, 20, 24, 28))  # 4 KiB to 256 MiB
+CPU = torch.device("cpu")
+
+
+def run(device: torch.device, start: int) -> None:
+    """Measure and emit events; without a GPU measure copies in main memory."""
+    if device.type == "cuda":
+        gpus = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
+        emit(LinkEvent(links=_links(gpus)))
+        works = gpu_works(gpus)
+    else:
+        gpus = []
+        works = host_works()
+    measure(works, start, partial(wall_seconds_of, devices=gpus))
+
+
+def gpu_works(gpus: list[torch.device]) -> list[Work]:
+    """Return all rows of a machine with GPUs; host copies are measured with the first GPU only."""
+    first = gpus[0]
+    works = []
+    for memory in ("pageable", "pinned"):
+        pinned = memory == "pinned"
+        for copy, prepare in (("host to device", to_device), ("device to host", to_host)):
+            works += [_work(copy, memory, size, partial(prepare, first, pinned), size) for size in SIZES]
+    # A copy from pageable memory blocks the host until it is done, so only pinned copies can run at once.
+    works += [_work("both at once", "pinned", size, partial(both_ways, first), 2 * size) for size in SIZES]
+    works += [_work("device to device", "one GPU", size, partial(between, first, first), size) for size in SIZES]
+    for other in gpus[1:]:
+        name = f"GPU {first.index} to GPU {other.index}"
+        works += [_work(name, "other GPU", size, partial(between, first, other), size) for size in SIZES]
+    return works
+
+
+def host_works() -> list[Work]:
+    """Return the rows that can be measured without a GPU."""
+    return [_work("host to host", "main memory", size, partial(between, CPU, CPU), size) for size in SIZES]
+
+
+def to_device(device: torch.device, pinned: bool, size: int) -> Call:
+    """Return a call that copies ``size`` bytes from the host."""
+    source, target = _host(size, pinned), torch.empty(size, dtype=torch.uint8, device=device)
+    return lambda: target.copy_(source, non_blocking=pinned)
+
+
+def to_host(device: torch.device, pinned: bool, size: int) -> Call:
+    """Return a call that copies ``size`` bytes to the host."""
+    source, target = torch.ones(size, dtype=torch.uint8, device=device), _host(size, pinned)
+    return lambda: target.copy_(source, non_blocking=pinned)
+
+
+def both_ways(device: torch.device, size: int) -> Call:
+    """Return a call that starts a copy of ``size`` bytes in each direction, on two streams."""
+    down, up = to_device(device, True, size), to_host(device, True, size)
+    first, second = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def call() -> None:
+        with torch.cuda.stream(first):
+            down()
+        with torch.cuda.stream(second):
+            up()
+
+    return call
+
+
+def between(source_device: torch.device, target_device: torch.device, size: int) -> Call:
+    """Return a call that copies ``size`` bytes within one memory, or from one GPU to another."""
+    source = torch.ones(size, dtype=torch.uint8, device=source_device)
+    target = torch.empty(size, dtype=torch.uint8, device=target_device)
+    return lambda: target.copy_(source, non_blocking=True)
+
+
+def _host(size: int, pinned: bool) -> Tensor:
+    """Return touched memory; pages that were never written have no physical memory to copy from."""
+    tensor = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+    return tensor.fill_(1)
+
+
+def _work(copy: str, memory: str, size: int, prepare: partial[Call], num_bytes: int) -> Work:
+    return Work({"copy": copy, "memory": memory, "size_bytes": size}, num_bytes, partial(prepare, size))
+
+
+def _links(gpus: list[torch.device]) -> list[dict[str, object] | None]:
+    """Return the PCIe link of each GPU, read while copies keep it out of power saving."""
+    found: list[dict[str, object] | None] = []
+    for gpu in gpus:
+        copy = to_device(gpu, True, SIZES[-1])
+        for _ in range(4):
+            copy()
+        address = address_of(torch.cuda.get_device_properties(gpu))
+        link = link_to(address) if address else None
+        torch.cuda.synchronize(gpu)
+        found.append(link.to_json() if link else None)
+    return found

@@ -1,0 +1,156 @@
+"""Child process of ``lora-rocm bench loader``: ``python -m lora_rocm.children.bench.loader_child JOB.json``.
+
+Measures the loading rate of a recipe's batches, from the cache and decoded from the images, by number of workers. Emits
+events as ``lora_rocm.children.bench.device_child``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lora_rocm.checks.timing import Call, Work, measure
+from lora_rocm.children.measuring import machine, told
+from lora_rocm.dataset.batch_sampler import Item
+from lora_rocm.dataset.entry_spec import IMAGE
+from lora_rocm.dataset.scan import Sample, load_image
+from lora_rocm.dataset.views import views_of
+from lora_rocm.device.backend_settings import apply
+from lora_rocm.device.precision import choose_device
+from lora_rocm.families.base import ModelFamily, family_for
+from lora_rocm.hardware.settings import settings_from
+from lora_rocm.latent_cache.cache import LatentCache
+from lora_rocm.latent_cache.encode_session import Encoding
+from lora_rocm.latent_cache.image_preprocess import Wanted
+from lora_rocm.loader.batches import BatchPlan, Prepared, open_workers, prepare
+from lora_rocm.loader.cached_dataset import Order, Orders, Read
+from lora_rocm.loader.worker_pool import Workers
+from lora_rocm.processes.jobs import LoaderJob, job_of
+from lora_rocm.recipe.kinds import recipe_from
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.rundir.event_types import Event, MachineEvent, NoticeEvent
+from lora_rocm.rundir.events import emit
+from lora_rocm.rundir.run_context import RunContext
+
+BATCHES, BATCHES_S = 400, 4.0
+"""A row ends after this many batches or seconds, whichever comes first."""
+WARM_UP = 16  # excludes batches that the workers prefetched during start-up
+
+
+Timed = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Reads the images themselves: decodes, scales and crops them, as when the cache is filled.
+
+    entry: name of a cache entry that is made from the image alone. images: cache key -> item and sample.
+    """
+
+    entry: str
+    images: Mapping[str, tuple[Item, Sample]]
+
+    def __getitem__(self, order: Order, /) -> Read:
+        pixels = []
+        for key in order.keys[self.entry]:
+            item, sample = self.images[key]
+            assert item.geometry is not None, "its image is read"
+            number = [view_key for (view_key,) in item.keys[self.entry]].index(key)
+            wanted = Wanted(sample, item.geometry)
+            pixels.append(wanted.tensor(load_image(sample), views_of(sample.options)[number]))
+        return Read(order, {"pixels": torch.stack(pixels)}, {})
+
+
+def decoder_of(prepared: Prepared, family: ModelFamily) -> Decoder:
+    """Return a decoder for the images of a run."""
+    entry = next(encoder.entry.name for encoder in family.encoders() if encoder.entry.inputs == (IMAGE,))
+    pairs = zip(prepared.items, prepared.samples, strict=True)
+    return Decoder(entry, {key: (item, sample) for item, sample in pairs for (key,) in item.keys[entry]})
+
+
+def worker_counts() -> list[int]:
+    """Return 0 to 4 workers, and as many as there are CPU cores."""
+    return sorted({0, 1, 2, 4, max(4, os.cpu_count() or 1)})
+
+
+def reading(found: dict[str, Any], workers: Workers, said: list[str], plan: BatchPlan) -> Timed:
+    """Return a call that reads batches and returns the seconds per batch; the time to the first goes into ``found``."""
+
+    def call() -> float:
+        started = time.perf_counter()
+        batches = workers.reads(Orders(plan, 0, None))
+        next(batches)
+        found["first_s"] = time.perf_counter() - started
+        for _ in range(WARM_UP if workers.count else 0):
+            next(batches)
+        count, started = 0, time.perf_counter()
+        while count < BATCHES and time.perf_counter() - started < BATCHES_S:
+            next(batches)
+            count += 1
+        seconds = (time.perf_counter() - started) / count
+        workers.close()
+        if said:
+            raise RuntimeError(said[0])
+        return seconds
+
+    return call
+
+
+def _note(said: list[str], event: Event) -> None:
+    if isinstance(event, NoticeEvent):
+        said.append(event.text)
+
+
+def works_of(
+    recipe: Recipe, prepared: Prepared, cache: LatentCache, plan: BatchPlan, family: ModelFamily
+) -> list[Work]:
+    """Return all rows: both sources, each with all numbers of workers."""
+    works = []
+    for source in ("cache", "images"):
+        for count in worker_counts():
+            said: list[str] = []
+            found: dict[str, Any] = {}
+            runtime = recipe.runtime.model_copy(update={"workers": count, "workers_on_windows": True})
+            workers = open_workers(cache, prepared.entries, runtime, RunContext(partial(_note, said)))
+            if source == "images":
+                workers.source = decoder_of(prepared, family)
+            fields = {"source": source, "workers": count, "batch_size": plan.batch_size}
+            works.append(Work(fields, plan.batch_size, partial(reading, found, workers, said, plan), found))
+    return works
+
+
+def _called(call: Call) -> float:
+    seconds = call()
+    assert isinstance(seconds, float)
+    return seconds
+
+
+def main() -> int:
+    """Fill the cache as training would, and measure. An unexpected error ends in a traceback."""
+    return told(_measure)
+
+
+def _measure() -> None:
+    job = job_of(LoaderJob)
+    recipe = recipe_from(job.recipe)
+    device, settings = choose_device(recipe.runtime.device), settings_from(os.environ)
+    apply(settings, device)
+    if recipe.runtime.threads:
+        torch.set_num_threads(recipe.runtime.threads)
+    family, cache = family_for(recipe), LatentCache(Path(recipe.cache.dir))
+    prepared = prepare(recipe, family, Encoding(cache, device))
+    plan = BatchPlan(prepared.items, recipe.train.batch_size, recipe.train.gradient_accumulation_steps, 0)
+    emit(MachineEvent(**{**machine(device, settings), "images": len(prepared.items)}))
+    measure(works_of(recipe, prepared, cache, plan, family), job.start, _called)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

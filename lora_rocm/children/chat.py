@@ -1,0 +1,171 @@
+"""``lora-rocm chat`` in the heavy child: answers prompts with the base model and with its adapter, token by token.
+
+Requests are JSON lines of standard input: {"ask": prompt, "sides": [...], and the fields of ``Sampling``}, {"reset":
+system prompt}, {"stop": true}. What is written is sent as events. The end of standard input ends the child.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from lora_rocm.adapters.factory import attach_file
+from lora_rocm.dataset.records import ANSWERS, UnusableText
+from lora_rocm.device.allocator import LimitFollower
+from lora_rocm.device.precision import compute_dtype
+from lora_rocm.errors import UserError
+from lora_rocm.families.base import Answering, Sampling, family_for
+from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.processes.jobs import ChatJob
+from lora_rocm.rundir.event_types import AnsweredEvent, Emit, NoticeEvent, ReadyEvent, WrittenEvent
+from lora_rocm.rundir.events import emit as to_output
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.supervisor.run_recipe import recipe_of_run
+from lora_rocm.train.base_seal import require_trained_base
+from lora_rocm.train.checkpoint import latest_valid
+from lora_rocm.train.standalone import open_placement, start_device
+
+BASE, ADAPTER = "base", "adapter"
+Request = Mapping[str, Any]
+
+
+class Requests(Protocol):
+    """The requests of the parent."""
+
+    def next(self) -> Request | None:
+        """The next request, once there is one; None at their end."""
+        ...
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the answer that is being written should end."""
+        ...
+
+
+class InputRequests:
+    """Reads requests from standard input in a thread, so that an answer can be stopped while it is written."""
+
+    def __init__(self) -> None:
+        self._queue: queue.Queue[Request | None] = queue.Queue()
+        self._stop = threading.Event()
+        threading.Thread(target=self._read, daemon=True, name="requests").start()
+
+    def _read(self) -> None:
+        with open(0, "rb", buffering=0, closefd=False) as lines:  # a buffer's lock would be held at interpreter exit
+            for line in lines:
+                request = json.loads(line)
+                if "stop" in request:
+                    self._stop.set()
+                else:
+                    self._queue.put(request)
+        self._stop.set()
+        self._queue.put(None)
+
+    def next(self) -> Request | None:
+        request = self._queue.get()
+        if request is not None:
+            self._stop.clear()
+        return request
+
+    @property
+    def stopped(self) -> bool:
+        return self._stop.is_set()
+
+
+@dataclass
+class Side:
+    """One of the two models, and its conversation.
+
+    Attributes:
+        name: BASE or ADAPTER.
+        as_it_is: a context in which the loaded model is this one.
+        messages: role and content of each message so far.
+    """
+
+    name: str
+    as_it_is: Callable[[], AbstractContextManager[None]]
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def answer(self, pieces: Generator[str, None, str], emit: Emit, is_stopped: Callable[[], bool]) -> Iterator[None]:
+        """Emit the pieces of an answer, one in each step, and put it into the conversation."""
+        written, count, ended = list[str](), 0, ""
+        while not ended:
+            try:
+                with self.as_it_is():
+                    piece = next(pieces)
+            except StopIteration as last:
+                ended = str(last.value)
+            except UnusableText as error:
+                emit(NoticeEvent(text=f"{error.what} {error.fix}"))
+                self.messages.pop()
+                emit(AnsweredEvent(side=self.name, tokens=0, ended="refused"))
+                return
+            else:
+                count += 1
+                written.append(piece)
+                if piece:
+                    emit(WrittenEvent(side=self.name, text=piece))
+                ended = "stopped" if is_stopped() else ""
+                yield
+        self.messages.append({"role": ANSWERS, "content": "".join(written)})
+        emit(AnsweredEvent(side=self.name, tokens=count, ended=ended))
+
+
+def chat(
+    job: ChatJob,
+    registry: Registry = PRODUCT,
+    requests: Requests | None = None,
+    emit: Emit = to_output,
+) -> None:
+    """Load the model of ``job.recipe`` with the adapter ``job.adapter``, and answer until the requests end.
+
+    Raises:
+        UserError: no-chat: models of this family do not answer.
+        LoraRocmError: the model or the adapter cannot be loaded.
+    """
+    requests = requests or InputRequests()
+    recipe = recipe_of_run(job.recipe, registry, job.spare_cache)
+    family = family_for(recipe)
+    if not isinstance(family, Answering):
+        what, fix = f"{recipe.spec.title} cannot be talked to.", "Use lora-rocm sample."
+        raise UserError("no-chat", what, where=str(job.adapter), fix=fix)
+    device, settings = start_device(recipe)
+    dtype = compute_dtype(recipe.train.mixed_precision, device, settings, recipe.spec.takes_fp16)
+    model = family.load(dtype, torch.device("cpu"))
+
+    def say(text: str) -> None:
+        emit(NoticeEvent(text=text))
+
+    newest, _ = latest_valid(RunDir(job.recipe.parent))
+    require_trained_base(newest, recipe.model.name_or_path, family, say)
+    adapter = attach_file(family, model, job.adapter, 1.0, say)
+    assert adapter is not None, "its strength is not 0"
+    model.place(open_placement(device, settings))
+    family.fuse(model, triton=False)
+    for component in model.components.values():
+        component.eval()
+    sides = {BASE: Side(BASE, adapter.disabled), ADAPTER: Side(ADAPTER, nullcontext)}
+    emit(ReadyEvent(adapter=str(job.adapter), base=recipe.model.name_or_path))
+    limit = LimitFollower(device, settings)
+    while (request := requests.next()) is not None:
+        limit.renew_if_due()
+        if "reset" in request:
+            system = [{"role": "system", "content": request["reset"]}] if request["reset"] else []
+            for side in sides.values():
+                side.messages = [*system]
+            continue
+        sampling = Sampling(**{name: request[name] for name in Sampling.__dataclass_fields__})
+        running = []
+        for side in (sides[name] for name in request["sides"]):
+            side.messages.append({"role": "user", "content": request["ask"]})
+            pieces = family.answer(model, side.messages, sampling)
+            running.append(side.answer(pieces, emit, lambda: requests.stopped))
+        while running:  # one token of each in turn
+            running = [each for each in running if next(each, running) is None]

@@ -1,0 +1,59 @@
+"""The child of ``lora-rocm check``: can a recipe's base model be trained as asked, and how much memory does it need?
+
+``python -m lora_rocm.children.check_base JOB.json`` prints one JSON object (``Weighed``) or an error event. It reads
+only configs, headers and tokenizers of the base model, but the whole ``lora.init_from`` file.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import astuple
+
+import torch
+
+from lora_rocm.children.json_child import answer
+from lora_rocm.device.precision import choose_device, compute_dtype
+from lora_rocm.families.base import family_for
+from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.foundation.bounded_read import FileVersion
+from lora_rocm.hardware.settings import settings_from
+from lora_rocm.processes.jobs import CheckBaseJob, Weighed
+from lora_rocm.recipe.kinds import recipe_from
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.train.usable_base import require_usable
+from lora_rocm.train.usable_start import require_startable
+
+
+def weigh(recipe: Recipe) -> Weighed:
+    """Examine a recipe's base model, the modules that its adapter targets, and the LoRA file that it starts from.
+
+    Raises:
+        ModelError: the base model is missing, damaged, of another family, or cannot be trained as it is.
+        AdapterError: targets match nothing, or the LoRA file does not fit.
+        MachineError: a GPU is asked for and there is none, or the stored settings are damaged.
+    """
+    family = family_for(recipe)
+    device = choose_device(recipe.runtime.device)
+    dtype = compute_dtype(recipe.train.mixed_precision, device, settings_from(os.environ), recipe.spec.takes_fp16)
+    trained = [name for preset in family.lora_targets.values() for name in preset if recipe.trains(name)]
+    dtypes = {**family.encoder_dtypes, **dict.fromkeys(trained, dtype)}
+    # Sizes, from module skeletons without weights
+    base = require_usable(family, recipe)
+    skeletons = base.skeletons
+    num_bytes = {
+        name: family.weight_format(name).num_bytes(skeleton, dtypes.get(name, torch.float32))
+        for name, skeleton in skeletons.items()
+    }
+    notices = list(family.notices)
+    files = [*base.files, *require_startable(family, recipe, skeletons, dtype, notices.append)]
+    return Weighed(num_bytes, notices, [list(astuple(FileVersion.of(file))) for file in files], [*base.token_limits])
+
+
+def main(registry: Registry = PRODUCT) -> int:
+    """Examine the recipe of the job."""
+    return answer(CheckBaseJob, lambda job: weigh(recipe_from(job.recipe, registry)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""Child of ``lora-rocm check`` for models of texts: ``python -m lora_rocm.children.check_texts JOB.json``.
+
+It prints one JSON object, ``Seen``, or an error event. It loads no weights.
+"""
+
+from __future__ import annotations
+
+import sys
+from itertools import islice
+from pathlib import Path
+
+from lora_rocm.children.json_child import answer
+from lora_rocm.dataset.records import UnusableText
+from lora_rocm.dataset.row_edge import row_edge
+from lora_rocm.dataset.sample_table import Samples
+from lora_rocm.dataset.text_scan import NUM_KEPT, Aside, Notes, add_parts, texts_of
+from lora_rocm.errors import Problem
+from lora_rocm.families.base import ModelFamily, TextReader, family_for
+from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.latent_cache.cache import LatentCache
+from lora_rocm.latent_cache.prepare import lengths_of_texts, texts_in_cache
+from lora_rocm.processes.jobs import CheckTextsJob, Seen
+from lora_rocm.recipe.kinds import recipe_from
+from lora_rocm.recipe.schema import Recipe
+
+SHOWN, LOOKED_AT = 3, 10_000
+
+
+def seen(recipe: Recipe, reader: TextReader, most: int = LOOKED_AT, family: ModelFamily | None = None) -> Seen:
+    """Look at the first texts of a recipe. ``family``: whose entries are looked for in the cache.
+
+    Raises:
+        DataError: a source cannot be read, or no text can be used.
+    """
+    pairs = recipe.objective.compares_pairs
+    found, samples, aside = Seen(), Samples(recipe.data.resolved_sources()), Aside()
+    for text in texts_of(recipe.data, Notes(), pairs=pairs):
+        if isinstance(text, Problem):
+            aside.add(text)
+            continue
+        if found.looked_at == most:
+            break
+        found.looked_at += 1
+        if not add_parts(samples, text, reader.parts, aside, pairs):
+            found.refused[text.sample.source] = found.refused.get(text.sample.source, 0) + 1
+            if len(found.problems) < NUM_KEPT and aside.last is not None:
+                found.problems.append(aside.last)
+    else:  # these are all texts
+        if not samples:
+            raise aside.all_of_them
+    found.notices = list(reader.notices)
+    found.shown = [_shown(reader, sample.caption) for sample in islice(samples, SHOWN)]
+    if samples:
+        lengths, found.held_out = lengths_of_texts(recipe, reader, samples)
+        found.lengths = dict(sorted(lengths.items()))
+        if family is not None:
+            found.cached = texts_in_cache(recipe, family, LatentCache(Path(recipe.cache.dir)), samples)
+    return found
+
+
+def _shown(reader: TextReader, text: str) -> str:
+    """A sample as the model reads it, or why it cannot be shown."""
+    try:
+        with row_edge("This sample cannot be shown", ""):
+            return reader.shown(text)
+    except UnusableText as error:
+        return error.what
+
+
+def main(registry: Registry = PRODUCT) -> int:
+    """Look at the texts of the recipe of the job."""
+
+    def found(job: CheckTextsJob) -> Seen:
+        recipe = recipe_from(job.recipe, registry)
+        family = family_for(recipe)
+        reader = family.texts
+        return seen(recipe, reader, family=family) if reader else Seen()
+
+    return answer(CheckTextsJob, found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""The formats of ``FamilySpec.conversions``, made from a checkpoint without loading the base model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from lora_rocm.adapters.base import Adapter
+from lora_rocm.adapters.factory import inject
+from lora_rocm.export import writers
+from lora_rocm.export.gguf import require_convertible, write_gguf
+from lora_rocm.export.merged import write_merged
+from lora_rocm.export.metadata import Facts
+from lora_rocm.families.base import LoadedModel, ModelFamily, OwnFiles, WritesWholeModels, family_for
+from lora_rocm.foundation.files import followed, temporary_folder
+from lora_rocm.processes.jobs import ExportJob
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.rundir.event_types import ExportEvent, NoticeEvent
+from lora_rocm.rundir.events import emit
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.train.base_seal import require_trained_base
+from lora_rocm.train.checkpoint import Checkpoint
+
+CANNOT_READ = {"merged": (), "gguf": ("PEFT and vLLM (a GGUF adapter is for llama.cpp)",)}
+LOST_SHARE = 0.05
+"""A larger share of the change that rounding loses is told to the user."""
+
+
+def convert(job: ExportJob, run_dir: RunDir, recipe: Recipe, checkpoint: Checkpoint) -> None:
+    """Write one of these formats and check it.
+
+    Raises:
+        AdapterError: the base is not the one that was trained on, or a layer has no such form.
+        ExportError: the result is not what the adapter does.
+    """
+    family, form = family_for(recipe), job.format
+    assert isinstance(family, WritesWholeModels), "as its spec says"
+    files = family.own_files()
+    require_trained_base(checkpoint, recipe.model.name_or_path, family, lambda text: emit(NoticeEvent(text=text)))
+    # The adapter alone, on a base without weights
+    model = LoadedModel({files.component: family.skeleton(files.component)}, torch.float32, torch.device("cpu"))
+    adapter = inject(family, model, recipe.lora, recipe.train.seed, resumed=True)
+    checkpoint.load_shown(adapter, recipe.optim)
+    # Write and check
+    path = followed(job.output) if job.output else run_dir.export_of(form)
+    difference = None
+    if form == "merged":
+        difference = _merge(path, files, adapter, recipe, None if job.output else run_dir.path)
+    else:
+        assert job.converter is not None, "the command has found it"
+        _to_gguf(path, job.converter, family, files, model, adapter, recipe, checkpoint)
+    emit(
+        ExportEvent(
+            format=form,
+            path=str(path),
+            max_difference=difference,
+            cannot_read=list(CANNOT_READ[form]),
+            updates=checkpoint.position.updates,
+            checkpoint=checkpoint.digest,
+        )
+    )
+
+
+def _merge(path: Path, files: OwnFiles, adapter: Adapter, recipe: Recipe, root: Path | None) -> float:
+    rounding = write_merged(path, files, adapter, root)
+    if recipe.model.quantization != "none":
+        text = f"The adapter was trained on the {recipe.model.quantization} form of the base, and is merged into the"
+        emit(NoticeEvent(text=f"{text} weights of the original files, which are a little different."))
+    if rounding.lost > LOST_SHARE:
+        text = f"Rounding the merged weights to the base's dtype loses {rounding.lost:.0%} of what the adapter changes"
+        emit(NoticeEvent(text=f"{text}. The peft format has all of it."))
+    return rounding.largest
+
+
+def _to_gguf(
+    path: Path,
+    script: Path,
+    family: ModelFamily,
+    files: OwnFiles,
+    model: LoadedModel,
+    adapter: Adapter,
+    recipe: Recipe,
+    checkpoint: Checkpoint,
+) -> None:
+    require_convertible(adapter)
+    with temporary_folder() as folder:
+        writers.write("peft", folder, family, adapter, recipe, Facts(**checkpoint.facts["metadata"]))
+        writers.verify("peft", folder, family, model, adapter)
+        base = files.beside[0].parent
+        write_gguf(path, folder / files.component, base, script, recipe.output.dtype, len(adapter.modules))

@@ -1,0 +1,26 @@
+"""The child of ``lora-rocm inspect``: ``python -m lora_rocm.children.inspect_base JOB.json``.
+
+Judges a path as a base of some families. It prints one JSON object (``Judgements``) or an error event.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from lora_rocm.children.json_child import answer
+from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.processes.jobs import InspectJob, Judgements
+from lora_rocm.train.usable_base import judged
+
+
+def main(registry: Registry = PRODUCT) -> int:
+    """Judge the path of the job."""
+
+    def found(job: InspectJob) -> Judgements:
+        return Judgements({name: judged(job.path, registry[name], registry) for name in job.families})
+
+    return answer(InspectJob, found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

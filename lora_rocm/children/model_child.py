@@ -1,0 +1,380 @@
+"""The heavy child of commands that need a model: ``python -m lora_rocm.children.model_child JOB.json``.
+
+These are sample, export, compare and chat. It writes events to standard output, one JSON object per line.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+
+from lora_rocm.adapters import new_tokens
+from lora_rocm.adapters.factory import attach_file, inject
+from lora_rocm.adapters.lora_reader import components_of
+from lora_rocm.children.chat import chat
+from lora_rocm.children.compare import compare
+from lora_rocm.children.conversions import convert
+from lora_rocm.dataset.entry_spec import CAPTION
+from lora_rocm.device.precision import compute_dtype
+from lora_rocm.device.torch_errors import settle, told
+from lora_rocm.errors import AdapterError, MachineError, StorageError, UserError
+from lora_rocm.export import writers
+from lora_rocm.export.metadata import Facts
+from lora_rocm.families.base import ModelFamily, PreviewRequest, Tensors, family_for
+from lora_rocm.families.detect import evidence
+from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.families.spec import FamilySpec
+from lora_rocm.foundation.files import followed, write_atomic
+from lora_rocm.model_files.peft_folder import peft_folders
+from lora_rocm.processes.jobs import ChatJob, CompareJob, ExportJob, RunJob, SampleJob, job_of
+from lora_rocm.recipe.family_rules import TEXT_KEY, TOKENS_KEY
+from lora_rocm.recipe.kinds import recipe_from
+from lora_rocm.recipe.sample_section import PreviewPrompt
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.recipe.trigger import filled_in
+from lora_rocm.rundir.event_types import DrawnEvent, ErrorEvent, ExportEvent, NoticeEvent
+from lora_rocm.rundir.events import emit
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.rundir.made_from import newest_lora
+from lora_rocm.rundir.results import updates_of
+from lora_rocm.rundir.whole_files import require_whole_named
+from lora_rocm.supervisor.run_recipe import recipe_of_run
+from lora_rocm.train.base_seal import require_trained_base
+from lora_rocm.train.checkpoint import Checkpoint, latest_valid, read_checkpoint
+from lora_rocm.train.preview import ENDINGS, content_of
+from lora_rocm.train.standalone import open_placement, start_device
+
+WRITTEN_TOGETHER = 8  # images drawn and saved at a time, so that a stop loses few of them
+
+
+def sample(job: SampleJob, registry: Registry = PRODUCT) -> None:
+    """Draw images with a LoRA file, on its run's base model or on another."""
+    source = job.source
+    # The LoRA file, its recipe and whether it trains text encoders
+    named = source.is_file() or peft_folders(source)
+    lora = require_whole_named(source) if named else newest_lora(RunDir(source))
+    recipe = recipe_for(job, lora, registry)
+    require_inputs_read(job, recipe)
+    asked = filled_in("--prompt", job.prompt, recipe)
+    negative = filled_in("--negative-prompt", job.negative_prompt, recipe)
+    sides = sides_of(job, recipe)
+    text_too = not components_of(family_for(recipe), lora).isdisjoint(recipe.spec.text_components)
+    tokens = new_tokens.tokens_beside(lora, recipe.lora.new_tokens) if recipe.spec.embedding_keys else ()
+    if tokens:
+        names = ", ".join(token.token for token in tokens)
+        say(f"Prompts may have the new tokens {names}, whose embeddings are beside the LoRA.")
+    adapter = recipe.lora.model_copy(update={TEXT_KEY: text_too, TOKENS_KEY: tokens})
+    family = family_for(recipe.model_copy(update={"lora": adapter, "sample": recipe.sample.only(())}))
+    require_mask_read(job, family)
+    device, settings = start_device(recipe)
+    # Encode the prompts, one encoder in memory at a time
+    encoded: dict[str, Tensors] = {asked: {}, negative: {}}
+    for encoder in family.encoders():
+        if encoder.entry.inputs == (CAPTION,):
+            encode = encoder.load(open_placement(device, settings))
+            for prompt, tensors in encoded.items():
+                tensors |= encode({CAPTION: prompt})
+            del encode  # free it before the next one, or the model, is loaded
+    # Load the model with the LoRA
+    dtype = compute_dtype(recipe.train.mixed_precision, device, settings, recipe.spec.takes_fp16)
+    model = family.load(dtype, torch.device("cpu"))
+    _require_base_of_run(job, lora, recipe, family, registry)
+    new_tokens.put(family, model, tokens)
+    new_tokens.start(family, model, tokens)
+    attach_file(family, model, lora, job.strength, say)
+    model.place(open_placement(device, settings))
+    family.fuse(model, triton=False)  # in float16 some families are only right as they are trained
+    # Draw and save
+    preview = PreviewPrompt.model_validate(
+        {
+            "prompt": asked,
+            "negative_prompt": negative,
+            "width": sides[0],
+            "height": sides[1],
+            "steps": job.steps,
+            "guidance_scale": job.guidance_scale,
+            "sampler": job.sampler or "euler",
+            "lora_scale": 1.0,
+            **{name: str(path) for name, path in job.inputs.items()},
+        }
+    )
+    requests = [PreviewRequest.of(recipe, preview, job.seed + number) for number in range(job.num)]
+    root = source if job.output == RunDir(source).asked else None  # links are allowed in a folder that the user names
+    for first in range(0, len(requests), WRITTEN_TOGETHER):
+        some, paths = requests[first : first + WRITTEN_TOGETHER], []
+        for request, drawn in zip(some, family.preview(model, some, encoded.__getitem__), strict=True):
+            path = _free_name(job.output, f"seed{request.seed}", ENDINGS[recipe.spec.preview])
+            write_atomic(path, content_of(drawn), root)
+            paths.append(str(path))
+        emit(DrawnEvent(images=paths))
+
+
+def _require_base_of_run(job: SampleJob, lora: Path, recipe: Recipe, family: ModelFamily, registry: Registry) -> None:
+    """Refuse a base that is not the one that the run of a LoRA was trained on; a notice if ``--base`` names it.
+
+    Raises:
+        AdapterError: export-other-base.
+    """
+    run_dir = run_of(lora)
+    if run_dir is None:
+        return
+    newest, _ = latest_valid(run_dir)
+    of_run = recipe_of_run(run_dir.recipe, registry, job.spare_cache).model_copy(update={"model": recipe.model})
+    same_parts = of_run.lora.tokenises == recipe.lora.tokenises  # it decides which components are trained
+    with_parts_of_run = family if same_parts else family_for(of_run)
+    require_trained_base(newest, recipe.model.name_or_path, with_parts_of_run, say, refuse=job.base is None)
+
+
+def export_run(job: ExportJob, registry: Registry = PRODUCT) -> None:
+    """Write the LoRA of a run's checkpoint (by default the newest) in another format, load it back and compare.
+
+    Raises:
+        UserError: "result-older": the file would lie among the results of a finished run, and is of an earlier step.
+    """
+    run_dir = RunDir(job.source)
+    # The recipe and the checkpoint
+    recipe = recipe_of_run(run_dir.recipe, registry, job.spare_cache)
+    if job.dtype:
+        recipe = recipe.model_copy(update={"output": recipe.output.model_copy(update={"dtype": job.dtype})})
+    checkpoint = _checkpoint_of(run_dir, job.updates)
+    if not job.output:
+        _require_end(run_dir, checkpoint)
+    if job.format in recipe.spec.conversions:
+        convert(job, run_dir, recipe, checkpoint)
+        return
+    family = family_for(recipe)
+    device, settings = start_device(recipe)
+    dtype = compute_dtype(recipe.train.mixed_precision, device, settings, recipe.spec.takes_fp16)
+    model = family.load(dtype, torch.device("cpu"))
+    # a LoRA file holds nothing of the base
+    require_trained_base(checkpoint, recipe.model.name_or_path, family, say, refuse=False, encoders=False)
+    # The model with the checkpoint's LoRA
+    adapter = inject(family, model, recipe.lora, recipe.train.seed, resumed=True)
+    checkpoint.load_shown(adapter, recipe.optim)
+    # Write, load back and compare
+    path = followed(job.output) if job.output else run_dir.export_of(job.format)
+    facts = Facts(**checkpoint.facts["metadata"])
+    writers.write(job.format, path, family, adapter, recipe, facts, None if job.output else run_dir.path)
+    found = writers.verify(job.format, path, family, model, adapter)
+    emit(
+        ExportEvent(
+            format=job.format,
+            path=str(path),
+            max_difference=found.max_difference,
+            cannot_read=list(found.cannot_read),
+            can_read=list(found.can_read),
+            updates=checkpoint.position.updates,
+            checkpoint=checkpoint.digest,
+        )
+    )
+
+
+def _checkpoint_of(run_dir: RunDir, updates: int | None) -> Checkpoint:
+    """The checkpoint after ``updates`` updates; None: the newest valid one.
+
+    Raises:
+        AdapterError: there is none yet.
+        StorageError: the checkpoint with that number of updates is missing or damaged.
+    """
+    if updates is not None:
+        found = read_checkpoint(run_dir.checkpoint(updates))
+        if found is None:
+            raise StorageError(
+                "result-lost",
+                "A file of this finished run is gone or damaged, and so is its last checkpoint, from which it would be "
+                "made again.",
+                where=str(run_dir.checkpoint(updates)),
+                fix="Put the file or the checkpoint back from a copy, or train again with another --run-dir.",
+            )
+        return found
+    newest, damaged = latest_valid(run_dir)
+    if newest is None:
+        raise AdapterError(
+            "no-checkpoint", "This run has no valid checkpoint yet.", where=str(run_dir.path), fix="Train on first."
+        )
+    for path in damaged:
+        emit(NoticeEvent(text=f"{path.name} is damaged. The export is of step {newest.position.updates}."))
+    return newest
+
+
+def _require_end(run_dir: RunDir, checkpoint: Checkpoint) -> None:
+    ended, step = updates_of(run_dir), checkpoint.position.updates
+    if ended and step != ended:
+        what = f"This run ended after step {ended}, and its newest valid checkpoint is of step {step}."
+        fix = "Its export is no result of the run, so write it elsewhere, with --output."
+        raise UserError("result-older", what, where=str(checkpoint.path), fix=fix)
+
+
+def require_inputs_read(job: SampleJob, recipe: Recipe) -> None:
+    """Refuse a negative prompt, a control image or a sampler for a model that reads none, or not this one.
+
+    Raises:
+        UserError: prompt-unused, control-unused, sampler-unfit.
+    """
+    title, sampler = recipe.spec.title, job.sampler
+    if sampler and not recipe.spec.reads("sample.sampler"):
+        raise UserError(
+            "sampler-unfit",
+            f"There are no samplers for {title}.",
+            where=f"--sampler {sampler!a:.60}",
+            fix="Leave it out.",
+        )
+    if sampler and sampler not in recipe.spec.samplers:
+        what, fix = f"{title} is not drawn with this sampler.", f"Take {' or '.join(recipe.spec.samplers)}."
+        raise UserError("sampler-unfit", what, where=f"--sampler {sampler!a:.60}", fix=fix)
+    if job.negative_prompt and not recipe.spec.reads("sample.negative_prompt"):
+        what = f"{title} reads no negative prompt."
+        raise UserError("prompt-unused", what, where="--negative-prompt", fix="Leave it out.")
+    model = recipe.model
+    if "mask" in job.inputs and not model.may_inpaint:
+        raise UserError("control-unused", f"{title} takes no masks.", where="--mask", fix="Leave it out.")
+    second = job.inputs.get("control_image_2")
+    if second is not None and not (model.takes_control and model.max_controls > 1):
+        what, where = f"{title} takes no second control image.", f"--control-image-2 {second}"
+        raise UserError("control-unused", what, where=where, fix="Leave it out.")
+    if "control_image" in job.inputs and not model.takes_control and "mask" not in job.inputs:
+        with_mask = "with --mask, of a base for inpainting" if model.may_inpaint else ""
+        only = f" (only {with_mask or f'with {model.for_control}'})" if with_mask or model.for_control else ""
+        what, fix = f"{title} takes no control images{only}.", "Leave it out."
+        raise UserError("control-unused", what, where="--control-image", fix=fix)
+
+
+def require_mask_read(job: SampleJob, family: ModelFamily) -> None:
+    """Refuse a mask for a base that is none for inpainting.
+
+    Raises:
+        UserError: control-unused.
+    """
+    if "mask" in job.inputs and not family.inpaints:
+        what = "This base is none for inpainting, so it reads no mask."
+        raise UserError("control-unused", what, where="--mask", fix="Leave --mask and --control-image out.")
+
+
+def sides_of(job: SampleJob, recipe: Recipe) -> tuple[int, int]:
+    """(width, height) of the images in pixels: as asked, else the recipe's preview size.
+
+    Raises:
+        UserError: the family does not take this size.
+    """
+    spec, (width, height) = recipe.spec, recipe.preview_size
+    for name, side in (("width", job.width), ("height", job.height)):
+        if side is None:
+            continue
+        where = f"--{name} {side}"
+        if name[0] not in spec.axes:
+            raise UserError("image-size", f"No images are drawn by {spec.title}.", where=where, fix="Leave it out.")
+        axis = spec.axes[name[0]]
+        if not axis.fits(side):
+            what = f"The sides of {spec.title} images are multiples of {axis.multiple} pixels."
+            fix = f"Take {' or '.join(map(str, axis.nearest(side)))}."
+            raise UserError("image-size", what, where=where, fix=fix)
+    return job.width or width, job.height or height
+
+
+def say(text: str) -> None:
+    """Emit a notice."""
+    emit(NoticeEvent(text=text))
+
+
+def run_of(lora: Path) -> RunDir | None:
+    """The run directory that a LoRA file lies in; None: it lies in none."""
+    folders = (folder for folder in (lora.parent, lora.parent.parent) if RunDir(folder).recipe.exists())
+    return next(map(RunDir, folders), None)
+
+
+def recipe_for(job: SampleJob, lora: Path, registry: Registry) -> Recipe:
+    """The recipe of the run that contains the file; ``--base`` replaces its base model.
+
+    Raises:
+        UserError: neither the run nor ``--base`` names the base model, or its family is not known.
+    """
+    run_dir = run_of(lora)
+    found = None if run_dir is None else run_dir.recipe
+    if found is None and job.base is None:
+        raise AdapterError(
+            "base-unknown",
+            "This LoRA does not lie in a run directory, so its base model is not known.",
+            where=str(lora),
+            fix="Name the base model: --base builtin:tiny-sdxl, a folder, a .safetensors file or a hub id.",
+        )
+    if found is None:
+        return _recipe_of_base(job, lora, registry)
+    recipe = recipe_of_run(found, registry, job.spare_cache)
+    if job.family not in (None, recipe.spec.name):
+        raise AdapterError(
+            "family-of-run",
+            f"This LoRA was trained on {recipe.spec.title}, which its run says.",
+            where=f"--family {job.family}",
+            fix="Leave --family out.",
+        )
+    if job.base is None:
+        return recipe
+    update = {"name_or_path": job.base, **_config(job, recipe.spec)}
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update=update)})
+
+
+def _recipe_of_base(job: SampleJob, lora: Path, registry: Registry) -> Recipe:
+    """A recipe for a LoRA outside a run. Its family is ``--family`` if given, else detected."""
+    assert job.base is not None
+    spec = registry[job.family] if job.family else registry.detect(evidence(job.base, lora), job.base)
+    for_control = (spec.model_section.control_keys or {}) if "control_image" in job.inputs else {}
+    model = {"family": spec.name, "name_or_path": job.base, **_config(job, spec), **for_control}
+    return recipe_from({"model": model, "data": {"path": "."}, "train": {"max_train_steps": 1}}, registry)
+
+
+def _config(job: SampleJob, spec: FamilySpec) -> dict[str, str | None]:
+    """The ``config`` key of the model section, from the job; empty if the family has no such key.
+
+    Raises:
+        UserError: "config-unused", the job has one but the family takes none.
+    """
+    if "config" in spec.model_section.model_fields:
+        return {"config": job.config}
+    if job.config is not None:
+        what = f"A base of {spec.title} takes no folder of configs."
+        raise UserError("config-unused", what, where=f"--config {job.config}", fix="Leave it out.")
+    return {}
+
+
+def _free_name(folder: Path, stem: str, ending: str) -> Path:
+    """A path that does not exist yet."""
+    path, number = folder / f"{stem}.{ending}", 2
+    while os.path.lexists(path):
+        path, number = folder / f"{stem}-{number}.{ending}", number + 1
+    return path
+
+
+def run(job: RunJob, registry: Registry) -> None:
+    """Do the job."""
+    match job:
+        case SampleJob():
+            sample(job, registry)
+        case ExportJob():
+            export_run(job, registry)
+        case CompareJob():
+            compare(job, registry)
+        case ChatJob():
+            chat(job, registry)
+
+
+def main(registry: Registry = PRODUCT) -> int:
+    """Do one job; every error becomes an event."""
+    try:
+        run(job_of(SampleJob, ExportJob, CompareJob, ChatJob), registry)
+        settle()
+        return 0
+    except Exception as error:  # the edge of the process: the traceback goes to standard error
+        traceback.print_exc()
+        what = f"The process met an error that it does not know: {type(error).__name__}: {error}"
+        explained = told(error, sys.argv[-1], MachineError("internal", what, fix="Please report it with the command."))
+    emit(ErrorEvent(**explained.to_event()))
+    settle()
+    return explained.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

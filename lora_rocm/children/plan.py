@@ -1,0 +1,99 @@
+"""The child of ``lora-rocm plan``: ``python -m lora_rocm.children.plan JOB.json``.
+
+Counts the footprint of a recipe. It prints one JSON object (``Counted``) or an error event.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+
+from lora_rocm.base_models.random_weights import PREFIX
+from lora_rocm.children.json_child import answer
+from lora_rocm.device.allocator import room_bytes
+from lora_rocm.device.precision import DTYPES, choose_device, compute_dtype, describe
+from lora_rocm.errors import ModelError
+from lora_rocm.families.base import ModelFamily, family_for
+from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.hardware.settings import Settings, settings_from
+from lora_rocm.kernels.weight_format import DENSE
+from lora_rocm.memory.footprint import counted, largest_of, measured_rates
+from lora_rocm.processes.jobs import Counted, CountedGpu, PackedEncoder, PlanJob
+from lora_rocm.recipe.kinds import recipe_from
+from lora_rocm.recipe.schema import Recipe
+
+NOT_HERE = ("hub-unreachable", "hub-incomplete")  # error codes: the model is not, or not fully, on this machine
+
+
+def _counted(recipe: Recipe, settings: Settings, for_card: bool, for_gpu: bool) -> Counted:
+    """The footprint as this machine would train, or as a GPU with bf16 would.
+
+    A hub model that is not on this machine is counted with the family's published configs.
+
+    Args:
+        recipe: see ``plan``.
+        settings: of this machine.
+        for_card: of a GPU that was named, not of one that torch sees.
+        for_gpu: of a GPU, also if torch sees none.
+    """
+    for_gpu &= recipe.runtime.device != "cpu"
+    device = torch.device("cpu") if for_card else choose_device(recipe.runtime.device)
+    wanted = recipe.train.mixed_precision
+    if device.type == "cpu" and wanted == "auto" and for_gpu:
+        wanted = "bf16"
+    dtype = compute_dtype(wanted, device, settings, recipe.spec.takes_fp16)
+    on_gpu = device.type != "cpu" or for_gpu
+    how, is_here = (dtype, settings, largest_of(recipe), on_gpu), True
+    steady, pin = recipe.runtime.deterministic, settings.pins(recipe.runtime.pin_memory)
+    gpu = _gpu(device, settings, dtype, pin, steady)  # first: its kernels are counted
+    try:
+        found = counted(recipe, family := family_for(recipe), *how)
+    except ModelError as error:
+        if error.code not in NOT_HERE:
+            raise
+        model, is_here = recipe.model.model_copy(update={"name_or_path": PREFIX + recipe.model.name_or_path}), False
+        recipe = recipe.model_copy(update={"model": model})
+        found = counted(recipe, family := family_for(recipe), *how)
+    precision = next(name for name, known in DTYPES.items() if known is dtype)
+    return Counted(found.to_json(), precision, is_here, packed_encoders(family), gpu)
+
+
+def packed_encoders(family: ModelFamily) -> list[PackedEncoder]:
+    """The encoders that are stored in another format than the dense one."""
+    adapted = next(iter(family.lora_targets.values()))
+    formats = {name: family.weight_format(name) for name in family.all_components if name not in adapted}
+    return [
+        PackedEncoder(name, form.name, form.num_bytes(component, dtype), DENSE.num_bytes(component, dtype))
+        for name, form in formats.items()
+        if form.name != DENSE.name
+        for component, dtype in [(family.skeleton(name), family.encoder_dtypes[name])]
+    ]
+
+
+def _gpu(device: torch.device, settings: Settings, dtype: torch.dtype, pin: bool, steady: bool) -> CountedGpu | None:
+    """Name, budget and measured rates of the training GPU; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    return CountedGpu(
+        name=describe(device),
+        integrated=bool(getattr(properties, "is_integrated", 0)),
+        budget_bytes=room_bytes(device, settings, steady=steady),
+        rates=measured_rates(device, dtype, pin),
+    )
+
+
+def main(registry: Registry = PRODUCT) -> int:
+    """Count the recipe of the job."""
+
+    def found(job: PlanJob) -> Counted:
+        recipe = recipe_from(job.recipe, registry)
+        return _counted(recipe, settings_from(os.environ), job.for_card, job.for_gpu)
+
+    return answer(PlanJob, found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

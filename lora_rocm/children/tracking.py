@@ -1,0 +1,174 @@
+"""The process of a tracker: ``python -m lora_rocm.children.tracking RUN_DIR NAME PROJECT OFFSET``.
+
+It hands on the numbers of the run's events, so it delays no step, and nothing of the run depends on it. It ends after
+its standard input.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from hashlib import blake2b
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+from lora_rocm.errors import MachineError
+from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.recipe.load import load_recipe
+from lora_rocm.recipe.paths import settings_without_paths
+from lora_rocm.rundir.event_types import ErrorEvent, StepEvent, TelemetryEvent, ValidationEvent, WatchedEvent
+from lora_rocm.rundir.events import EventReader, emit
+from lora_rocm.rundir.exit_status import size_of
+from lora_rocm.rundir.layout import SUPERVISOR, RunDir
+from lora_rocm.telemetry.numbers import numbers_of as telemetry_numbers
+from lora_rocm.train.hooks import SCALARS
+
+Tracked = StepEvent | ValidationEvent | WatchedEvent | TelemetryEvent
+CALL_LIMIT_S = 60.0
+POLL_S = 1.0
+
+
+TAG = "lora_rocm.run"
+"""Tag of a run of MLflow: the ``id`` that wandb gets."""
+
+
+def options_of(name: str, run_dir: RunDir) -> dict[str, Any]:
+    """Arguments of a tracker's class besides the project: a resumed run goes on where it stood, if the tracker can."""
+    title = run_dir.path.name
+    run_id = blake2b(str(run_dir.path).encode("utf-8", "replace"), digest_size=8).hexdigest()
+    known: dict[str, dict[str, Any]] = {
+        "wandb": {"name": title, "id": run_id, "resume": "allow", "dir": str(run_dir.path)},
+        "trackio": {"name": title, "resume": "allow"},
+        "mlflow": {"run_name": title, "tags": {TAG: run_id}},
+    }
+    return known.get(name, {})
+
+
+def found_again(options: Mapping[str, Any]) -> dict[str, str]:
+    """The ``run_id`` of the run of MLflow that has these tags; empty if there is none. MLflow gives the ids itself."""
+    mlflow: Any = import_module("mlflow")
+    wanted = f"tags.`{TAG}` = '{options['tags'][TAG]}'"
+    runs = mlflow.search_runs(search_all_experiments=True, filter_string=wanted, max_results=1, output_format="list")
+    return {"run_id": str(runs[0].info.run_id)} if runs else {}
+
+
+def track(
+    run_dir: RunDir,
+    name: str,
+    project: str,
+    offset: int,
+    over: Callable[[], bool],
+    registry: Registry = PRODUCT,
+    limit_s: float = CALL_LIMIT_S,
+) -> None:
+    """Log the numbers of all events from ``offset`` on until ``over()``, which may wait, returns True.
+
+    The process exits if a call of the tracker takes longer than ``limit_s``.
+    """
+    PartialState(cpu=True)  # the library asks it which process may log
+    limited = _Limit(name, limit_s)
+    with limited.call():
+        options = options_of(name, run_dir)
+        earlier = found_again(options) if name == "mlflow" else {}
+        tracker = LOGGER_TYPE_TO_CLASS[name](project, **options, **earlier)
+        tracker.start()
+        if not earlier:  # MLflow refuses a parameter that has another value now
+            tracker.store_init_configuration(_settings(run_dir, registry))
+    reader = EventReader(run_dir.events(), offset, (StepEvent, ValidationEvent, WatchedEvent))
+    file = run_dir.events(SUPERVISOR)
+    telemetry = EventReader(file, size_of(file), (TelemetryEvent,))
+    ended, newest = False, 0
+    while not ended:
+        ended = over()
+        for event in [*reader.poll(), *telemetry.poll()]:
+            if not isinstance(event, Tracked):
+                continue
+            # wandb drops what comes with an earlier step
+            newest = max(newest, event.updates) if isinstance(event, TelemetryEvent) else event.updates
+            with limited.call():
+                tracker.log(numbers_of(event), step=newest)
+    with limited.call():
+        tracker.finish()
+
+
+def numbers_of(event: Tracked) -> Mapping[str, float]:
+    """The finite numbers of an event: "step/loss", "validation/loss", "telemetry/gpu0/power_w" and so on."""
+    if isinstance(event, TelemetryEvent):
+        return telemetry_numbers(event)
+    found = {name: getattr(event, name) for name in SCALARS[event.type]}
+    found |= (event.optimizer if isinstance(event, StepEvent) else {}) | event.measures
+    return {f"{event.type}/{name}": value for name, value in found.items() if value is not None}
+
+
+def _settings(run_dir: RunDir, registry: Registry) -> dict[str, bool | int | float | str]:
+    """The recipe as "section.key" -> value; values that are no number and no text as text.
+
+    A tracker may be a service in the network, so paths of this machine are left out.
+    """
+    sections = settings_without_paths(load_recipe(run_dir.recipe, registry=registry).recipe)
+    pairs = [
+        (f"{name}.{key}", value)
+        for name, section in sections.items()
+        if isinstance(section, dict)
+        for key, value in section.items()
+    ]
+    pairs = [(key, value) for key, value in pairs if value is not None]
+    return {key: value if isinstance(value, bool | int | float | str) else str(value) for key, value in pairs}
+
+
+class _Limit:
+    """Ends the process if a call takes too long: a hung library cannot be interrupted from inside."""
+
+    def __init__(self, name: str, limit_s: float) -> None:
+        self._name, self._limit_s = name, limit_s
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        timer = threading.Timer(self._limit_s, self._end)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _end(self) -> None:
+        emit(ErrorEvent(**_failed(self._name, f"it did not answer for {self._limit_s:g} s").to_event()))
+        os._exit(MachineError.exit_code)
+
+
+def _failed(name: str, why: str) -> MachineError:
+    what = f"{name} gets no more numbers of this run: {why}. Training goes on."
+    return MachineError("tracker-failed", what, fix=f"Check your network and the settings of {name}.")
+
+
+def main() -> int:
+    """Track one run; an error becomes an event on standard output."""
+    folder, name, project, offset = sys.argv[1:]
+    closed = threading.Event()
+
+    def listen() -> None:
+        while os.read(sys.stdin.fileno(), 1):  # unbuffered: a buffer's lock would be held at exit
+            pass
+        closed.set()
+
+    threading.Thread(target=listen, daemon=True).start()
+    try:
+        track(RunDir(Path(folder)), name, project, int(offset), lambda: closed.wait(POLL_S))
+        return 0
+    except Exception as error:  # the edge of the process: a tracker may raise anything
+        traceback.print_exc()
+        emit(ErrorEvent(**_failed(name, f"{type(error).__name__}: {error}").to_event()))
+        return MachineError.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""Child process that tries ways of attention at a recipe's shapes: ``python -m lora_rocm.children.tune.attention JOB``.
+
+Of each way, output and gradients are compared with plain attention in float32, and a right one is timed. A way that
+crashes or hangs ends the process; the parent continues after it (``checks.timing``).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import sdpa_kernel
+
+from lora_rocm.checks.graph_check import capture_on_gpu
+from lora_rocm.checks.selftest_attention import NO_BACKEND
+from lora_rocm.checks.selftest_base import poison
+from lora_rocm.checks.timing import seconds_of
+from lora_rocm.children.tune.job import AttentionCall, Prepare, RecipeWork, report_rows
+from lora_rocm.device.attention import ORDERS, Context, context_of
+from lora_rocm.processes.jobs import TuneAttentionJob
+
+PARTS = ("output", "gradient of q", "gradient of k", "gradient of v")
+MAX_EPS = {torch.float32: (256.0, 128.0), torch.float16: (8.0, 2.0), torch.bfloat16: (8.0, 2.0)}
+"""Allowed error in units of eps: of a number relative to the largest, and of all (as a norm) relative to all.
+
+In 16 bits, scores, probabilities, their gradients and the result are rounded, each by at most eps / 2 and by 0.3 eps in
+the mean; the errors of four roundings are independent, so the norm of their sum is near 0.6 eps. A score of 4 that is
+rounded to 16 bits changes a probability by up to 2 eps. In float32, kernels compose products from TF32 parts.
+"""
+
+
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
+"""q, k, v and the gradient of the output."""
+
+
+def random_inputs(call: AttentionCall, device: torch.device, dtype: torch.dtype) -> Inputs:
+    """Inputs of a call."""
+    own = torch.Generator(device).manual_seed(0)
+
+    def random(length: int) -> Tensor:
+        shape_BSHD = (call.batch, length, call.heads, call.head_dim)  # as models lay out their projections
+        return torch.randn(shape_BSHD, device=device, generator=own).to(dtype).transpose(1, 2)
+
+    q, k, v = (random(length).requires_grad_() for length in (call.queries, call.keys, call.keys))
+    return q, k, v, random(call.queries)
+
+
+def computed(given: Inputs, is_causal: bool, context: Callable[[], AbstractContextManager[Any]]) -> tuple[Tensor, ...]:
+    """Output and gradients within a context."""
+    q, k, v, gradient = given
+    with context():
+        output = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+    return output, *torch.autograd.grad(output, (q, k, v), gradient)
+
+
+@dataclass
+class Trial:
+    """The inputs of one call with the known results, output and gradients, in float32.
+
+    Attributes:
+        count: of such calls in a pass.
+        given: q, k, v and the gradient of the output, in the dtype of the run.
+    """
+
+    call: AttentionCall
+    count: int
+    given: Inputs
+    wanted: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, call: AttentionCall, count: int, device: torch.device, dtype: torch.dtype) -> Trial:
+        given = random_inputs(call, device, dtype)
+        return cls(call, count, given, plain(*given, call.is_causal))
+
+    def run(self, context: Callable[[], AbstractContextManager[Any]] = nullcontext) -> tuple[Tensor, ...]:
+        """Output and gradients by one way."""
+        return computed(self.given, self.call.is_causal, context)
+
+    def error(self, context: Context) -> float:
+        """The largest error of a tensor as a norm, relative to the tensor's.
+
+        Raises:
+            RuntimeError: an error exceeds its bound, or a number is not finite.
+        """
+        poison(self.given[0].device, *(tensor.nbytes for tensor in self.given))
+        errors = []
+        for part, found, wanted in zip(PARTS, self.run(context), self.wanted, strict=True):
+            off, eps = found.detach().float() - wanted, torch.finfo(found.dtype).eps
+            largest, norm = float(off.abs().max() / wanted.abs().max()), float(off.norm() / wanted.norm())
+            of_one, of_all = MAX_EPS[found.dtype]
+            if not (largest <= of_one * eps and norm <= of_all * eps):
+                raise RuntimeError(f"wrong: {part} of {self.call} is off by {norm:.2g}, a number by {largest:.2g}")
+            errors.append(norm)
+        return max(errors)
+
+    def seconds(self, context: Context, captured: bool) -> float:
+        """Time of one call with its gradients. ``captured``: as in a captured pass."""
+        with context():  # once, as in a pass
+            self._once()
+            run = self._once
+            if captured:
+                with suppress(RuntimeError):  # a pass that cannot be captured stays eager
+                    run = capture_on_gpu(self._once)
+            return seconds_of(run, self.given[0].device)
+
+    def _once(self) -> None:
+        self.run()
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, is_causal: bool) -> tuple[Tensor, ...]:
+    """Output and gradients by the formula in float32, one head after the other."""
+    results = []
+    for heads in zip(*(tensor.detach().flatten(0, 1) for tensor in (q, k, v, gradient)), strict=True):
+        q_SD, k_TD, v_TD, d_out_SD = (tensor.float() for tensor in heads)
+        for tensor in (q_SD, k_TD, v_TD):
+            tensor.requires_grad_()
+        scores_ST = q_SD @ k_TD.T * q_SD.shape[-1] ** -0.5
+        if is_causal:
+            scores_ST = scores_ST.masked_fill(torch.ones_like(scores_ST, dtype=torch.bool).triu(1), float("-inf"))
+        output_SD = scores_ST.softmax(-1) @ v_TD
+        results.append((output_SD.detach(), *torch.autograd.grad(output_SD, (q_SD, k_TD, v_TD), d_out_SD)))
+    return tuple(torch.stack(part).unflatten(0, q.shape[:2]) for part in zip(*results, strict=True))
+
+
+def prepared(
+    way: str, context: Context, trials: Sequence[Trial], captured: bool, found: dict[str, Any]
+) -> Callable[[], float]:
+    """Check a way at every shape; return a function that times a pass's attention by it. See ``Prepare``."""
+    require_backend(way, context, trials)
+    errors = [trial.error(context) for trial in trials]
+    found["error"] = max(errors)
+
+    def seconds() -> float:
+        each = [trial.seconds(context, captured) for trial in trials]
+        shapes = zip(trials, each, errors, strict=True)
+        found["shapes"] = [[str(trial.call), trial.count, time, error] for trial, time, error in shapes]
+        return sum(trial.count * time for trial, time in zip(trials, each, strict=True))
+
+    return seconds
+
+
+def require_backend(way: str, context: Context, trials: Sequence[Trial]) -> None:
+    """Check that a package is installed, and that the first backend of an order computes at least one of the shapes.
+
+    Raises:
+        RuntimeError: it is not, or computes none.
+    """
+    try:
+        context()
+    except (ImportError, AttributeError) as error:
+        raise RuntimeError(f"not here: {error}") from error
+    refused = 0
+    for trial in trials if way in ORDERS else ():
+        try:
+            trial.run(lambda: sdpa_kernel([ORDERS[way][0]]))
+        except RuntimeError as error:
+            if not any(words in str(error) for words in NO_BACKEND):
+                raise
+            refused += 1
+    if (refused and refused == len(trials)) or (way == "sdpa-ck" and not torch.backends.cuda.is_ck_sdpa_available()):
+        raise RuntimeError("not here: torch has no such kernel for this GPU and these shapes")
+
+
+def rows(job: TuneAttentionJob, work: RecipeWork) -> Iterator[tuple[dict[str, Any], Prepare]]:
+    """A row for each way."""
+    trials = [Trial.of(call, count, work.device, work.dtype) for call, count in work.attention.items()]
+    for way in job.ways:
+        yield {"way": way}, partial(prepared, way, context_of(way), trials, work.captures)
+
+
+def main() -> int:
+    """Try the ways of the job."""
+    return report_rows(TuneAttentionJob, rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

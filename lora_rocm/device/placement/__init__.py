@@ -1,0 +1,1 @@
+"""Where frozen weights live: one protocol, and a class per answer."""

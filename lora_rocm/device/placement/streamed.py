@@ -1,0 +1,102 @@
+"""A placement of encoders that do not fit into the GPU's memory: main memory keeps their repeated layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from lora_rocm.device.allocator import LimitFollower, empty_pools, room_bytes
+from lora_rocm.device.device_memory import free_bytes
+from lora_rocm.device.placement.base import Ask, Resident, frozen_bytes, frozen_tensors
+from lora_rocm.device.placement.offloaded import Offload
+from lora_rocm.device.transfer import DeviceTransfer, whole_fingerprints
+from lora_rocm.foundation.units import count_text, size_text
+from lora_rocm.hardware.settings import Settings
+from lora_rocm.rundir.run_context import RunContext
+
+ENCODING_BYTES = 768 * 2**20
+"""Memory beside the weights: activations of one caption of 512 tokens, workspaces of the libraries, fragmentation."""
+
+
+class Streamed(Resident):
+    """Sends encoders whole if they fit, else all of them but their repeated layers. Implements ``Placement``.
+
+    These layers stay in main memory and are fetched one ahead of the computation (``Offload``), in the same precision
+    and with the same bits. Each fetch is checked.
+
+    Args:
+        open_transfer: opens a new transfer to the device.
+        free: asks for the memory of the device that further tensors may take, at each encoder; None: too little, as has
+            been seen.
+        pin: keep the layers that stay in pinned memory.
+        context: receives a sentence for each encoder that is streamed.
+    """
+
+    def __init__(
+        self,
+        open_transfer: Callable[[], DeviceTransfer],
+        free: Callable[[], int] | None,
+        pin: bool,
+        context: RunContext,
+    ) -> None:
+        super().__init__(open_transfer())
+        self._open_transfer, self._free, self._pin, self._context = open_transfer, free, pin, context
+        self._offloads: list[Offload] = []
+        self._streams = False
+
+    def place(self, module: nn.Module, component: str) -> None:
+        """As ``Placement.place``; see the class for the weights that stay."""
+        layers, weight_bytes = repeated_layers(module), frozen_bytes([module])
+        now = self._free() if self._free is not None else None
+        fits = now is not None and weight_bytes + ENCODING_BYTES <= now
+        if fits or not layers:
+            self.send(module, component)
+            return
+        room = "ran out" if now is None else f"has {size_text(now)} free"
+        self._context.notice(
+            f"{component} takes {size_text(weight_bytes)}, and the GPU's memory {room}: main memory keeps "
+            f"{count_text(len(layers), 'layer')} ({size_text(frozen_bytes(layers))}), streamed to the GPU for each "
+            "sample. Precision and results are the same."
+        )
+        self._streams = True  # also if memory runs out while it is placed
+        self.send(module, component, {id(tensor) for tensor in frozen_tensors(layers)})
+        self._offloads.append(Offload(layers, self, self._pin))
+
+    def fetch(self, block: nn.Module) -> None:
+        for offload in self._offloads:
+            offload.fetch(block)
+
+    def release(self, block: nn.Module) -> None:
+        for offload in self._offloads:
+            offload.release(block)
+
+    def changed(self, ask: Ask = whole_fingerprints) -> list[str]:
+        """As ``Placement.changed``, and a name for streamed layers of which any fetch arrived changed."""
+        return super().changed(ask) + (["streamed layers"] if bool(self.transfer.bad) else [])
+
+    def bytes_on_device(self) -> int:
+        return super().bytes_on_device() + sum(offload.slot_bytes for offload in self._offloads)
+
+    def streaming(self) -> Streamed | None:
+        """A placement that streams; None: this one has done so already."""
+        return None if self._streams else Streamed(self._open_transfer, None, self._pin, self._context)
+
+
+def repeated_layers(module: nn.Module) -> list[nn.Module]:
+    """The layers of the outermost ``nn.ModuleList`` with most weights; empty if there is none."""
+    found: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for each in module.modules():
+        if isinstance(each, nn.ModuleList) and each not in inside:
+            inside |= set(each.modules())
+            found = max(found, list(each), key=frozen_bytes)
+    return found
+
+
+def free_for_encoder(device: torch.device, settings: Settings) -> int:
+    """Bytes of a GPU that further tensors may take: within the limit of now, and what other programs leave."""
+    empty_pools()
+    LimitFollower(device, settings).renew()
+    return max(0, min(free_bytes(device), room_bytes(device, settings) - torch.cuda.memory_allocated(device)))

@@ -1,0 +1,64 @@
+"""JSON that a user or another program wrote: parsed by one function, which says why a text cannot be used."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from lora_rocm.foundation.terminal_text import legible
+
+MAX_SHOWN_LETTERS = 60
+Pairs = list[tuple[str, Any]]
+
+
+class BadJson(ValueError):
+    """A text that cannot be read as JSON. The message says why, as a part of a sentence ("it is no JSON: ...")."""
+
+    @property
+    def sentence(self) -> str:
+        """Why, as a sentence of its own."""
+        return f"{str(self)[:1].upper()}{str(self)[1:]}."
+
+
+class NoJson(BadJson):
+    """It breaks the rules of JSON or of its encoding, so it may be another kind of text. ``detail``: how, and where."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(f"it is no JSON: {detail}")
+        self.detail = detail
+
+
+def parse_json(text: str | bytes, *, repeated_keys: bool = False) -> Any:
+    """The value of a JSON text.
+
+    Args:
+        text: the text, or its bytes in UTF-8, UTF-16 or UTF-32.
+        repeated_keys: of a key that an object has twice the last value counts. Only for text of which no value is used.
+
+    Raises:
+        BadJson: it cannot be read. Python's own parser raises RecursionError or a bare ValueError for valid JSON that
+            nests too deep or has a very long number, and takes the last value of a repeated key.
+    """
+    hook: Callable[[Pairs], dict[str, Any]] | None = None if repeated_keys else _without_repeated_keys
+    try:
+        return json.loads(text, object_pairs_hook=hook)
+    except BadJson:
+        raise
+    except UnicodeDecodeError as error:
+        raise NoJson(f"byte {error.start} is not {error.encoding} text") from error
+    except json.JSONDecodeError as error:
+        raise NoJson(str(error)) from error
+    except RecursionError as error:
+        raise BadJson("its lists or objects are nested too deep") from error
+    except ValueError as error:  # the only other one: Python's limit of digits (``sys.get_int_max_str_digits``)
+        raise BadJson("it has a whole number with too many digits") from error
+
+
+def _without_repeated_keys(pairs: Pairs) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise BadJson(f'an object has the key "{legible(twice)[:MAX_SHOWN_LETTERS]}" twice')
+    return found

@@ -1,0 +1,44 @@
+"""The entry point of every heavy child: ``python -P -m lora_rocm.processes.child_main MODULE [ARGUMENT ...]``.
+
+It imports nothing heavy itself, so it can report to the parent that torch, or another package, cannot be imported.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import sys
+import traceback
+
+from lora_rocm.foundation.output_stream import outlive
+from lora_rocm.foundation.packages import imported, unusable
+from lora_rocm.rundir.event_types import ErrorEvent
+from lora_rocm.rundir.events import emit
+
+
+def main() -> int:
+    """Import the module that the first argument names and call its ``main``, which reads ``sys.argv``."""
+    sys.stderr = outlive(sys.stderr)
+    sys.argv = sys.argv[1:]
+    gc.disable()
+    try:
+        module = importlib.import_module(sys.argv[0])
+    except Exception as error:  # the edge of the process: a broken package may raise anything while it is imported
+        return _told(error)
+    if not getattr(module, "IMPORTS_MORE", False):
+        imported()
+    try:
+        return int(module.main())
+    except ImportError as error:  # from a package that is imported late
+        return _told(error)
+
+
+def _told(error: Exception) -> int:
+    traceback.print_exc()
+    explained = unusable(error)
+    emit(ErrorEvent(**explained.to_event()))
+    return explained.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""Jobs and answers of child processes as JSON: dataclasses, written and read back with the same types.
+
+Fields may be texts, numbers, bool, None, ``Path``, tuples, lists, dictionaries, unions with None, other
+dataclasses, and ``Any`` for what is JSON already.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from functools import cache
+from pathlib import Path, PurePath
+from reprlib import repr as short
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from lora_rocm.errors import MachineError
+from lora_rocm.foundation.files import write_json
+
+CHILD = "child"
+"""The key of a job file that names the child; the other keys are the fields of its job."""
+T = TypeVar("T")
+
+
+class MisfitError(ValueError):
+    """A value is not of the type that is asked for."""
+
+
+def to_json(value: Any) -> Any:
+    """The value in the types of JSON."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: to_json(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return [to_json(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in value.items()}
+    return value
+
+
+def from_json(kind: type[T], value: object) -> T:
+    """The value of ``to_json`` as a ``kind``.
+
+    Raises:
+        MisfitError: a field is missing, unknown or of another type. It names the field.
+    """
+    return cast(T, _read(kind, value, kind.__name__))
+
+
+def _read(kind: Any, value: Any, at: str) -> Any:
+    origin, of = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        (kind,) = (member for member in of if member is not NoneType)
+        return None if value is None else _read(kind, value, at)
+    if origin in (tuple, list) and isinstance(value, list):
+        return _read_items(origin, of, value, at)
+    if origin is dict and isinstance(value, dict):
+        return {_key(of[0], key, at): _read(of[1], item, f"{at}[{key!r}]") for key, item in value.items()}
+    if is_dataclass(kind) and isinstance(value, dict):
+        return _read_fields(cast(type, kind), value, at)
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    if kind is float and type(value) is int:
+        return float(value)
+    if kind is Any or type(value) is kind:
+        return value
+    raise MisfitError(f"{at} is {short(value)}, and not {getattr(kind, '__name__', kind)}")
+
+
+def _read_items(origin: type, of: tuple[Any, ...], value: list[Any], at: str) -> Any:
+    kinds = of[:1] * len(value) if origin is list or of[-1] is ... else of
+    if len(kinds) != len(value):
+        raise MisfitError(f"{at} has {len(value)} items, and not {len(kinds)}")
+    return origin(
+        _read(kind, item, f"{at}[{number}]") for number, (kind, item) in enumerate(zip(kinds, value, strict=True))
+    )
+
+
+def _read_fields(kind: type, value: dict[str, Any], at: str) -> Any:
+    hints = _hints(kind)
+    for name in sorted(value.keys() ^ hints.keys()):
+        raise MisfitError(f"{at}.{name} is {'unknown' if name in value else 'missing'}")
+    return kind(**{name: _read(hint, value[name], f"{at}.{name}") for name, hint in hints.items()})
+
+
+def _key(kind: Any, key: str, at: str) -> Any:
+    if kind is not int:
+        return key
+    try:
+        return int(key)
+    except ValueError:
+        raise MisfitError(f"{at} has the key {short(key)}, which is no number") from None
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in fields(kind)}
+
+
+def write_job_file(path: Path, child: str, job: object) -> None:
+    """Write a job for the child of this name.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    write_json(path, {CHILD: child, **to_json(job)})
+
+
+def read_job_file(path: Path, kinds: Mapping[str, type[T]]) -> T:
+    """The job in a file: ``kinds`` are the jobs that the reader takes, by the names of their children.
+
+    Raises:
+        MachineError: job-unreadable: the file is no job, is one of another child, or a field is missing, unknown or of
+            another type.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+        child = value.pop(CHILD, None) if isinstance(value, dict) else None
+        if not isinstance(child, str) or child not in kinds:
+            raise MisfitError(f"it is a job of {short(child)}, and this process does {' or '.join(kinds)}")
+        return from_json(kinds[child], value)
+    except (OSError, ValueError) as error:
+        what = f"A job that lora-rocm gave its child process cannot be read: {error}."
+        fix = "Install lora-rocm again: its parts seem to be of different versions."
+        raise MachineError("job-unreadable", what, where=str(path), fix=fix) from error

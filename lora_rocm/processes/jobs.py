@@ -1,0 +1,336 @@
+"""The heavy children of the commands: what each is asked to do, and what it answers. ``CHILDREN`` has all of them.
+
+A child gets a file with its job (``processes.tool`` writes it, ``job_of`` reads it there), and answers by events on
+standard output, or by one object. The worker of a run, trackers and the self-test have command lines instead.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lora_rocm.dataset.caption_length import TokenLimit
+from lora_rocm.errors import Problem, UserError
+from lora_rocm.planning.step_cost import Rates
+from lora_rocm.processes.job_file import read_job_file
+from lora_rocm.rundir.event_types import (
+    AnsweredEvent,
+    BeginEvent,
+    ComparedEvent,
+    DrawnEvent,
+    ExportEvent,
+    LinkEvent,
+    MachineEvent,
+    NoticeEvent,
+    ReadyEvent,
+    RowEvent,
+    WrittenEvent,
+)
+
+RecipeValues = dict[str, Any]
+"""A recipe as ``Recipe.model_dump(mode="json")`` gives it; ``recipe.kinds.recipe_from`` reads it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunJob:
+    """A job on a run, which may come from somebody else: where caches are written is not decided by its recipe.
+
+    spare_cache: a folder of the parent, which removes it afterwards. It is set when the child is started.
+    """
+
+    spare_cache: Path = Path()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsJob:
+    """A job that is measured row by row. start: number of the first row, set when the child is started."""
+
+    start: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleJob(RunJob):
+    """Draw images.
+
+    Attributes:
+        source: a run directory, a LoRA file or a PEFT folder.
+        output: folder for the images.
+        inputs: images that the previews are given, by name (``sample_section.PREVIEW_INPUTS``).
+        base, config, family: of the base model, where it is not the run's.
+    """
+
+    source: Path
+    output: Path
+    prompt: str
+    negative_prompt: str = ""
+    width: int | None = None
+    height: int | None = None
+    steps: int = 25
+    guidance_scale: float | None = None
+    seed: int = 1234
+    strength: float = 1.0
+    sampler: str | None = None
+    num: int = 1
+    inputs: dict[str, Path] = field(default_factory=dict)
+    base: str | None = None
+    config: str | None = None
+    family: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportJob(RunJob):
+    """Write the LoRA of a run's checkpoint in a format.
+
+    Attributes:
+        source: the run directory.
+        output: None: in the run.
+        dtype: of the weights; None: as in the recipe.
+        updates: of the checkpoint; None: of the newest.
+        converter: llama.cpp's script, for the format gguf.
+    """
+
+    source: Path
+    format: str
+    output: Path | None = None
+    dtype: str | None = None
+    updates: int | None = None
+    converter: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareJob(RunJob):
+    """Images and losses of LoRA files of a run. files: (updates, path). prompts: empty: those of the recipe."""
+
+    source: Path
+    prompts: tuple[str, ...]
+    strengths: tuple[float, ...]
+    output: Path
+    files: tuple[tuple[int, Path], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatJob(RunJob):
+    """Answer with a model and its adapter. recipe: the file of the adapter's run."""
+
+    adapter: Path
+    recipe: Path
+
+
+@dataclass(frozen=True)
+class CheckBaseJob:
+    """Examine the base model of a recipe."""
+
+    recipe: RecipeValues
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """What is known about a base model before it is loaded.
+
+    Attributes:
+        num_bytes: size of each component as loaded: trained components in the run's precision, encoders in their own.
+        notices: messages for the user.
+        files: path, size, two times of change and inode of every file that was examined. The other fields are valid as
+            long as these are unchanged.
+        tokenizers: of the text encoders.
+    """
+
+    num_bytes: dict[str, int]
+    notices: list[str]
+    files: list[list[Any]]
+    tokenizers: list[TokenLimit]
+
+
+@dataclass(frozen=True)
+class CheckTextsJob:
+    """Look at the first texts of a recipe with the model's tokenizer."""
+
+    recipe: RecipeValues
+
+
+@dataclass
+class Seen:
+    """What the model sees of the data. It is filled while the texts are read.
+
+    Attributes:
+        shown: the first samples, with marks around what is trained on.
+        notices: about the texts that were looked at.
+        looked_at: number of texts that were looked at, the first ones.
+        refused: index of a source -> number of those that cannot be trained on.
+        problems: the first of these.
+        lengths: tokens -> samples in an epoch, or rows of several, of what was looked at; None: only a run counts them.
+        held_out: number of samples that are held out, of what was looked at.
+        cached: texts whose entries are in the cache, and all texts, of what was looked at and of prompts; None: not
+            counted.
+    """
+
+    shown: list[str] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    looked_at: int = 0
+    refused: dict[int, int] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    lengths: dict[int, int] | None = None
+    held_out: int = 0
+    cached: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class InspectJob:
+    """Judge a path as a base of each of these families."""
+
+    path: Path
+    families: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Whether a path can be ``model.name_or_path`` of a family.
+
+    refusal: why not; empty if it can. needed: keys of ``model`` that have to be set, too. notices: about a base that
+        can. problem: the refusal as an error of ``check`` has it (code, what, where, fix); empty if it can.
+    """
+
+    refusal: str
+    needed: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
+    problem: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def refused(cls, error: UserError) -> Judged:
+        """Return the judgement for an error."""
+        problem = {"code": error.code, "what": error.what, "where": error.where, "fix": error.fix}
+        return cls(f"{error.what} ({error.where})", problem=problem)
+
+
+@dataclass(frozen=True)
+class Judgements:
+    """The judgement of each family."""
+
+    of_family: dict[str, Judged]
+
+
+@dataclass(frozen=True)
+class PlanJob:
+    """Count the footprint of a recipe.
+
+    for_card: of a GPU that was named, not of one that torch sees. for_gpu: of a GPU, also if torch sees none.
+    """
+
+    recipe: RecipeValues
+    for_card: bool
+    for_gpu: bool
+
+
+@dataclass(frozen=True)
+class CountedGpu:
+    """The GPU that torch sees. rates: as measured there."""
+
+    name: str
+    integrated: bool
+    budget_bytes: int
+    rates: Rates
+
+
+@dataclass(frozen=True)
+class PackedEncoder:
+    """An encoder that is stored in another format than the dense one."""
+
+    component: str
+    format: str
+    weight_bytes: int
+    dense_bytes: int
+
+
+@dataclass(frozen=True)
+class Counted:
+    """The footprint (``Footprint.to_json``). model_is_here: else it is of the published configs of the family."""
+
+    footprint: dict[str, Any]
+    precision: str
+    model_is_here: bool
+    encoders: list[PackedEncoder]
+    gpu: CountedGpu | None
+
+
+@dataclass(frozen=True)
+class TransferJob(RowsJob):
+    """Measure copies between host and GPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeJob(RowsJob):
+    """Measure the matrix products, attention and convolutions of a recipe's pass."""
+
+    recipe: RecipeValues
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderJob(RowsJob):
+    """Measure the rate at which batches of a recipe are read."""
+
+    recipe: RecipeValues
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneAttentionJob(RowsJob):
+    """Try ways of attention at a recipe's shapes. limit_s: for each."""
+
+    recipe: RecipeValues
+    ways: tuple[str, ...]
+    limit_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneProductsJob(RowsJob):
+    """Tune the matrix products of a recipe. limit_s: for each."""
+
+    recipe: RecipeValues
+    limit_s: float
+
+
+@dataclass(frozen=True)
+class Child:
+    """A heavy child. answers: its events besides ``ErrorEvent``, or the one object that it prints."""
+
+    module: str
+    job: type[Any]
+    answers: tuple[type[Any], ...]
+
+
+_MODEL, _MEASURED = "lora_rocm.children.model_child", (BeginEvent, RowEvent)
+_DEVICE = "lora_rocm.children.bench.device_child"
+CHILDREN: Mapping[str, Child] = {
+    "sample": Child(_MODEL, SampleJob, (DrawnEvent, NoticeEvent)),
+    "export": Child(_MODEL, ExportJob, (ExportEvent, NoticeEvent)),
+    "compare": Child(_MODEL, CompareJob, (ComparedEvent, NoticeEvent)),
+    "chat": Child(_MODEL, ChatJob, (ReadyEvent, WrittenEvent, AnsweredEvent, NoticeEvent)),
+    "check-base": Child("lora_rocm.children.check_base", CheckBaseJob, (Weighed,)),
+    "check-texts": Child("lora_rocm.children.check_texts", CheckTextsJob, (Seen,)),
+    "inspect": Child("lora_rocm.children.inspect_base", InspectJob, (Judgements,)),
+    "plan": Child("lora_rocm.children.plan", PlanJob, (Counted,)),
+    "bench-transfer": Child(_DEVICE, TransferJob, (MachineEvent, LinkEvent, *_MEASURED)),
+    "bench-compute": Child(_DEVICE, ComputeJob, (MachineEvent, *_MEASURED)),
+    "bench-loader": Child("lora_rocm.children.bench.loader_child", LoaderJob, (MachineEvent, *_MEASURED)),
+    "tune-attention": Child("lora_rocm.children.tune.attention", TuneAttentionJob, _MEASURED),
+    "tune-products": Child("lora_rocm.children.tune.products", TuneProductsJob, _MEASURED),
+}
+"""Name -> child."""
+J = TypeVar("J")
+
+
+def name_of(job: object) -> str:
+    """The name of the child that does this job."""
+    return next(name for name, child in CHILDREN.items() if child.job is type(job))
+
+
+def job_of(*kinds: type[J]) -> J:
+    """In a child: its job, which is of one of these types. The last argument names its file.
+
+    Raises:
+        MachineError: see ``read_job_file``.
+    """
+    known = {name: child.job for name, child in CHILDREN.items() if child.job in kinds}
+    return read_job_file(Path(sys.argv[-1]), known)

@@ -1,0 +1,156 @@
+"""Child processes: their command, stop requests, their errors, and how they are killed, on every operating system."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import psutil
+
+from lora_rocm.errors import (
+    LoraRocmError,
+    MachineError,
+    StoppedError,
+    UserError,
+)
+from lora_rocm.foundation.packages import require_packages
+from lora_rocm.foundation.safe_path import python_command
+from lora_rocm.processes.windows_console import told_of_closing
+from lora_rocm.processes.windows_job import Job
+from lora_rocm.rundir.event_types import ErrorEvent, Event
+
+POLL_S = 0.1
+KILL_WAIT_S = 10.0
+KILL_POLL_S = 0.02
+CHILD = "lora_rocm.processes.child_main"
+BRANCHES: dict[int, type[LoraRocmError]] = {
+    branch.exit_code: branch for branch in (UserError, MachineError, StoppedError)
+}
+OnEvent = Callable[[Event], None]
+
+
+def heavy_command(module: str, *arguments: str) -> list[str]:
+    """The command of a heavy child, which starts in ``processes.child_main``.
+
+    Raises:
+        MachineError: a package that it needs is not installed.
+    """
+    require_packages()
+    return python_command("-m", CHILD, module, *arguments)
+
+
+@dataclass
+class Asked:
+    """Stop requests of the user and the system.
+
+    Attributes:
+        count: how often the user pressed Ctrl-C.
+        closing: SIGTERM, or the terminal is gone. A system may repeat these for one request (a shell and the kernel
+            each send SIGHUP; ``timeout`` sends SIGTERM twice), so they are not counted.
+    """
+
+    count: int = 0
+    closing: bool = False
+
+    @property
+    def level(self) -> int:
+        """0: no request; 1: finish the step, save and exit; 2 and more: exit at once."""
+        return max(self.count, int(self.closing))
+
+
+def error_from_event(event: ErrorEvent) -> LoraRocmError:
+    """A child's error event as an exception with the same exit code."""
+    branch = BRANCHES.get(event.exit_code, MachineError)
+    return branch(event.code, event.what, where=event.where, fix=event.fix)
+
+
+def kill_tree(pid: int, job: Job | None = None) -> bool:
+    """Kill a process and everything that it started; processes that are already gone are ignored.
+
+    Returns whether the process itself is gone. Its descendants are collected first, because they cannot be found once
+    it has ended. Its process group (its job on Windows) also covers those whose own parent ended before.
+    """
+    family: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        root = psutil.Process(pid)
+        family = [*root.children(recursive=True), root]
+    kill_group(pid, job)
+    for process in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    deadline = time.monotonic() + KILL_WAIT_S
+    while (alive := [process for process in family if _lives(process)]) and time.monotonic() < deadline:
+        time.sleep(KILL_POLL_S)
+    return all(process.pid != pid for process in alive)
+
+
+def kill_group(pid: int, job: Job | None) -> None:
+    """Kill the rest of a child's process group (its job on Windows)."""
+    if sys.platform != "win32":
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)  # if the child leads no group, no group has its id
+    if job is not None:
+        job.terminate()
+
+
+def _lives(process: psutil.Process) -> bool:
+    """Whether the process still runs. A zombie does not; it is not reaped here, because Popen has to do that."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[Asked]:
+    """Record Ctrl-C, SIGTERM and the end of the terminal instead of dying from them. Works in the main thread only.
+
+    A hang-up that is already ignored, as under ``nohup``, stays ignored.
+    """
+    asked = Asked()
+
+    def count(signum: int, frame: FrameType | None) -> None:
+        asked.count += 1
+
+    def close(signum: int = 0, frame: FrameType | None = None) -> None:
+        asked.closing = True
+
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    # Choose the handlers for this system
+    wanted: dict[int, Callable[[int, FrameType | None], None]] = {signal.SIGINT: count}
+    if sys.platform == "win32":
+        wanted[signal.SIGBREAK] = count
+    else:
+        wanted[signal.SIGTERM] = close
+        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            wanted[signal.SIGHUP] = close
+    # Install them, and restore the earlier ones at the end
+    before = {signum: signal.signal(signum, handler) for signum, handler in wanted.items()}
+    try:
+        with told_of_closing(close):
+            yield asked
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def own_group() -> dict[str, Any]:
+    """Popen arguments that keep Ctrl-C and the end of the terminal from the child, because the parent handles them.
+
+    On Windows, closing a console ends all processes attached to it, whatever their group. So the child gets its own
+    console, without a window.
+    """
+    if sys.platform == "win32":
+        return {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP | subprocess.CREATE_NO_WINDOW}
+    return {"start_new_session": True}

@@ -1,0 +1,258 @@
+"""Heavy children other than the training worker: each does one thing, keeps no state, and reports its result.
+
+They write JSON to standard output: events (``rundir.events.emit``), or one object.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lora_rocm.errors import MachineError, WorkerDiedError
+from lora_rocm.foundation.files import require_room, temporary_folder
+from lora_rocm.foundation.safe_path import python_environment
+from lora_rocm.processes.job_file import MisfitError, from_json, write_job_file
+from lora_rocm.processes.jobs import CHILDREN, RunJob, name_of
+from lora_rocm.processes.process import (
+    BRANCHES,
+    KILL_WAIT_S,
+    POLL_S,
+    OnEvent,
+    error_from_event,
+    heavy_command,
+    kill_tree,
+    own_group,
+    stop_signals,
+)
+from lora_rocm.rundir.event_types import ErrorEvent, Event
+from lora_rocm.rundir.events import EventReader
+from lora_rocm.rundir.exit_status import died, tail_bytes
+
+A = TypeVar("A")
+JSON_LIMIT_S = 3600.0
+"""The longest that a child may take which is asked for one object. It takes seconds, or minutes with huge data."""
+
+
+def run_tool(
+    module: str,
+    arguments: Sequence[str],
+    env: Mapping[str, str],
+    on_event: OnEvent,
+    is_late: Callable[[], bool] = lambda: False,
+) -> int:
+    """Run a heavy child that writes one JSON event per line to standard output; return its exit code.
+
+    Ctrl-C, SIGTERM and the end of the terminal end it at once, because it keeps nothing that could be lost.
+
+    Raises:
+        KeyboardInterrupt: one of these came.
+        LoraRocmError: the error event that it wrote.
+        StorageError: there is no room for its events.
+        WorkerDiedError: it failed without one, or was late (``follow_tool``) and killed.
+    """
+    code, log = follow_tool(heavy_command(module, *arguments), env, on_event, is_late)
+    if code is None:
+        raise WorkerDiedError("worker-died", f"The process {module} did not answer, and was ended.")
+    if code:
+        raise died(f"The process {module}", code, log)
+    return 0
+
+
+def follow_tool(
+    command: Sequence[str], env: Mapping[str, str], on_event: OnEvent, is_late: Callable[[], bool] = lambda: False
+) -> tuple[int | None, bytes]:
+    """Run a heavy child that writes events until it ends; return its exit code and the end of its standard error.
+
+    ``is_late`` is called in every round. If it reports a hang, the child is killed and the code is None. The child's
+    standard input ends when this process does.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C, SIGTERM or the end of the terminal.
+        LoraRocmError: the error event that it wrote.
+    """
+    problem: ErrorEvent | None = None
+    ended = late = False
+    with stop_signals() as asked, started(command, env) as tool:
+        # Pass on its events until it ends or hangs
+        while not ended and not late:
+            if asked.count or asked.closing:
+                raise KeyboardInterrupt
+            ended, events = tool.poll()
+            for event in events:
+                if isinstance(event, ErrorEvent):
+                    problem = event
+                else:
+                    on_event(event)
+            late = not ended and is_late()
+            time.sleep(0 if ended else POLL_S)
+        code, log = tool.child.returncode, tail_bytes(tool.log, 0)
+        if code and problem is None and not late:
+            require_room(tool.log.parent)  # a child that could not write its events says nothing
+    # Report
+    if problem is not None:
+        raise error_from_event(problem)
+    return None if late else code, log
+
+
+def write_job(folder: Path, job: object) -> Path:
+    """The file of a job, in a folder that lasts as long as the child.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    if isinstance(job, RunJob):
+        job = replace(job, spare_cache=folder / "cache")
+    path = folder / "job.json"
+    write_job_file(path, name_of(job), job)
+    return path
+
+
+def run_job(job: object, env: Mapping[str, str], on_event: OnEvent) -> int:
+    """Start the child of a job; see ``run_tool``."""
+    with temporary_folder() as folder:
+        return run_tool(CHILDREN[name_of(job)].module, [str(write_job(folder, job))], env, on_event)
+
+
+def ask(job: object, answer: type[A], env: Mapping[str, str]) -> A:
+    """Start the child of a job and return its one answer.
+
+    Raises:
+        LoraRocmError: see ``run_for_json``.
+        MachineError: answer-unreadable.
+    """
+    child = CHILDREN[name_of(job)]
+    assert child.answers == (answer,)
+    with temporary_folder() as folder:
+        found = run_for_json(child.module, [str(write_job(folder, job))], env)
+    try:
+        return from_json(answer, found)
+    except MisfitError as error:
+        what, fix = f"The answer of the process {child.module} cannot be read: {error}.", "Install lora-rocm again."
+        raise MachineError("answer-unreadable", what, fix=fix) from error
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A running heavy child. log: the file of its standard error. reader: of the events that it writes."""
+
+    child: subprocess.Popen[bytes]
+    log: Path
+    reader: EventReader
+
+    def poll(self) -> tuple[bool, list[Event]]:
+        """Whether it has ended, and its new events."""
+        ended = self.child.poll() is not None
+        return ended, self.reader.poll()
+
+    def send(self, request: Mapping[str, Any]) -> None:
+        """Write a request to its standard input, as a JSON line. If it has ended, ``heard`` says so."""
+        assert self.child.stdin is not None
+        with contextlib.suppress(BrokenPipeError, OSError):  # Windows has OSError for a closed pipe
+            self.child.stdin.write(json.dumps(request).encode("ascii") + b"\n")
+            self.child.stdin.flush()
+
+    def heard(
+        self, last: type[Event], count: int = 1, each_round: Callable[[], None] = lambda: None
+    ) -> Iterator[Event]:
+        """Its events, up to the ``count``-th of the type ``last``. ``each_round`` is called while waiting for them.
+
+        Raises:
+            LoraRocmError: the error event that it wrote.
+            WorkerDiedError: it has ended before.
+        """
+        while count > 0:
+            each_round()
+            ended, events = self.poll()
+            for event in events:
+                if isinstance(event, ErrorEvent):
+                    raise error_from_event(event)
+                yield event
+                count -= isinstance(event, last)
+            if ended and count > 0:
+                require_room(self.log.parent)
+                raise died("The process", self.child.returncode, tail_bytes(self.log, 0))
+            time.sleep(0 if count <= 0 else POLL_S)
+
+
+@contextlib.contextmanager
+def started(command: Sequence[str], env: Mapping[str, str]) -> Iterator[Tool]:
+    """A heavy child with its output in files. It is killed at the end of the context if it still runs."""
+    with temporary_folder() as folder:
+        log, output = folder / "tool.log", folder / "events.jsonl"
+        with log.open("wb") as errors, output.open("wb") as events:
+            child = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=events,
+                stderr=errors,
+                env=python_environment(env),
+                **own_group(),
+            )
+            try:
+                yield Tool(child, log, EventReader(output))
+            finally:
+                _end(child)
+
+
+def _end(tool: subprocess.Popen[bytes]) -> None:
+    """Kill a child that still runs. One that hangs inside a driver cannot die and is left behind."""
+    if tool.poll() is None:
+        kill_tree(tool.pid)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            tool.wait(KILL_WAIT_S)
+    if tool.stdin is not None:
+        tool.stdin.close()
+
+
+def run_for_json(
+    module: str, arguments: Sequence[str], env: Mapping[str, str], limit_s: float = JSON_LIMIT_S
+) -> dict[str, Any]:
+    """Run a heavy child that writes one JSON object to standard output; return that object.
+
+    Raises:
+        LoraRocmError: the child's error (an error event, or text on standard error with one of our exit codes).
+        WorkerDiedError: it failed without either, or took longer than the limit and was ended.
+    """
+    try:
+        done = subprocess.run(
+            heavy_command(module, *arguments),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            env=python_environment(env),
+            timeout=limit_s,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise WorkerDiedError(
+            "worker-died",
+            f"The process {module} was still at work after {limit_s / 60:.0f} minutes, and was ended.",
+            fix="Look at the model's files and at the data for something that takes so long. Files of the network "
+            "may answer slowly.",
+        ) from error
+    found = _last_object(done.stdout)
+    if found is not None and found.get("type") == "error":
+        raise error_from_event(ErrorEvent.read(found))
+    if done.returncode == 0 and found is not None:
+        return found
+    said = done.stderr.decode("utf-8", "replace").strip()
+    if done.returncode in BRANCHES and said and "Traceback (most recent call" not in said:
+        raise BRANCHES[done.returncode]("child-failed", said)
+    with temporary_folder() as folder:
+        require_room(folder)
+    raise died(f"The process {module}", done.returncode, done.stderr)
+
+
+def _last_object(output: bytes) -> dict[str, Any] | None:
+    for line in reversed(output.splitlines()):
+        try:
+            value = json.loads(line)
+        except ValueError:  # something a library printed
+            continue
+        if isinstance(value, dict):
+            return value
+    return None

@@ -1,0 +1,300 @@
+"""The worker processes of a run: start, follow, stop them and judge how they ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from lora_rocm.errors import (
+    LoraRocmError,
+    StoppedError,
+    StorageError,
+    WorkerHungError,
+)
+from lora_rocm.foundation.files import open_in_place
+from lora_rocm.foundation.safe_path import python_environment
+from lora_rocm.processes.process import (
+    KILL_WAIT_S,
+    POLL_S,
+    Asked,
+    OnEvent,
+    error_from_event,
+    heavy_command,
+    kill_group,
+    kill_tree,
+    own_group,
+    stop_signals,
+)
+from lora_rocm.processes.windows_job import Job
+from lora_rocm.rundir.event_types import EndEvent, ErrorEvent, Event, StartEvent
+from lora_rocm.rundir.events import EventReader
+from lora_rocm.rundir.exit_status import TAIL_BYTES, died, size_of, tail_bytes
+from lora_rocm.rundir.layout import RunDir
+
+LAST_WORDS_S = 1.0
+"""After one of several workers has failed, the others have this long to report their own errors."""
+STOPPING = "Finishing the step and saving; Ctrl-C again ends it now (the last checkpoint is kept)."
+WORKER = "lora_rocm.train.worker"
+E = TypeVar("E", bound=LoraRocmError)
+RESUME = re.compile(r"( with| and)? --resume latest")
+"""What advice says of a run that goes on from a checkpoint."""
+
+
+def worker_command(
+    run_dir: RunDir,
+    checkpoint: Path | None = None,
+    accept_changes: bool = False,
+    attempt: int = 0,
+    stacks_after_s: Mapping[str, float] | None = None,
+    worker: str | None = None,
+    began_s: float | None = None,
+) -> list[str]:
+    """The command of the training child. Without ``checkpoint`` it resumes from the newest valid one.
+
+    worker: the module whose ``main`` trains; None: this program's, with this program's model families.
+    began_s: when the command began, in seconds since the epoch.
+    """
+    command = heavy_command(worker or WORKER, str(run_dir.path))
+    command += ["--checkpoint", str(checkpoint)] if checkpoint else []
+    command += ["--accept-changes"] if accept_changes else []
+    command += ["--attempt", str(attempt)] if attempt else []
+    command += ["--began", str(began_s)] if began_s is not None else []
+    return command + (["--stacks-after", json.dumps(stacks_after_s)] if stacks_after_s is not None else [])
+
+
+class Worker:
+    """A running training child, in its own process group (a job object on Windows), which is killed as a whole.
+
+    If this process ends for any reason, the worker sees the end of its standard input and exits by itself.
+
+    Args:
+        run_dir: a prepared and locked run directory.
+        env: the worker's complete environment.
+        command: program and arguments, see ``worker_command``.
+        rank: the worker's rank.
+
+    Attributes:
+        given_up: it was killed because another rank had failed.
+        ended_in: the round of ``follow`` in which its end was first seen.
+    """
+
+    def __init__(self, run_dir: RunDir, env: Mapping[str, str], command: Sequence[str], rank: int = 0) -> None:
+        self.run_dir, self.rank, self.given_up = run_dir, rank, False
+        self.ended_in: int | None = None
+        self._log = run_dir.log_of(rank)
+        self._reader = EventReader(run_dir.events(rank), size_of(run_dir.events(rank)))
+        self._log_start = size_of(self._log)
+        self._last: EndEvent | ErrorEvent | None = None
+        self._killed = False
+        with open_in_place(self._log) as log:
+            self._child = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=python_environment(env),
+                **own_group(),
+            )
+        self.pid = self._child.pid
+        self._job = Job.of(self.pid)
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        assert self._child.stdin is not None
+        self._child.stdin.close()
+        self._job.close()
+
+    def look(self, number: int) -> bool:
+        """Whether it still runs; records its end as seen in round ``number`` of ``follow``."""
+        if self._child.poll() is None:
+            return True
+        self.ended_in = number if self.ended_in is None else self.ended_in
+        return False
+
+    def has_failed(self) -> bool:
+        """Whether it has ended without an ``end`` event."""
+        return self._child.returncode is not None and not isinstance(self._last, EndEvent)
+
+    def hand_on(self, on_event: OnEvent) -> None:
+        """Pass on its new events."""
+        for event in self._reader.poll():
+            match event:
+                case StartEvent():  # earlier events are the last ones of an orphan that this worker waited for
+                    self._last = None
+                case EndEvent():
+                    self._last = event
+                case ErrorEvent() if not isinstance(self._last, EndEvent):
+                    self._last = event
+            on_event(event)
+
+    def stop(self, *, at_once: bool) -> None:
+        """Ask it to finish its step and save, or kill it.
+
+        Raises:
+            WorkerHungError: it cannot be killed.
+        """
+        if at_once:
+            self._killed = True
+            if not self.kill():
+                raise unkillable(self.pid)
+            return
+        try:
+            self.run_dir.ask_to_stop()
+        except StorageError:  # it also saves and exits when its standard input ends
+            assert self._child.stdin is not None
+            self._child.stdin.close()
+
+    def give_up(self) -> None:
+        """Kill it because another rank, which it needs, is gone.
+
+        Raises:
+            WorkerHungError: it cannot be killed.
+        """
+        self.given_up = True
+        if not self.kill():
+            raise unkillable(self.pid)
+
+    def kill(self) -> bool:
+        """Kill it and everything that it started, including processes whose own parent has ended.
+
+        Returns False if it cannot be killed, because a driver holds it.
+        """
+        if self._child.returncode is not None:  # its pid may have been reused, but not the id of its group
+            kill_group(self.pid, self._job)
+            return True
+        gone = kill_tree(self.pid, self._job)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._child.wait(KILL_WAIT_S if gone else 0)
+        return self._child.returncode is not None
+
+    def verdict(self) -> int:
+        """Its exit code. Its own last event (``end``, ``error``) counts before the system's exit status.
+
+        Raises:
+            LoraRocmError: the error that it reported, with its exit code.
+            StoppedError: it was killed by the second Ctrl-C.
+            WorkerDiedError: it ended without a last event.
+        """
+        code = self._child.returncode
+        return _verdict(
+            self.run_dir, code, killed=self._killed, last=self._last, log_start=self._log_start, log=self._log
+        )
+
+
+def follow(
+    workers: Sequence[Worker],
+    asked: Asked,
+    on_event: Callable[[int, Event], None],
+    say: Callable[[str], None],
+    is_late: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Pass on events (with the rank) until all workers have ended, or until ``is_late`` reports a hang (True).
+
+    ``is_late`` is called in every round. At the first stop request the workers are asked to finish their step and save,
+    at the second they are killed. If one of several fails, the others get a moment to report their own errors, and are
+    killed.
+    """
+    seen, failed_at, number = 0, None, 0
+    while running := [worker for worker in workers if worker.look(number)]:
+        number += 1
+        for worker in workers:
+            worker.hand_on(partial(on_event, worker.rank))
+        # Stop requests
+        if asked.level > seen:
+            seen = asked.level
+            first = seen == 1
+            say(STOPPING if first else "Ending it now.")
+            for worker in workers:
+                worker.stop(at_once=not first)
+        # Hangs and failed ranks
+        if is_late():
+            return True
+        if failed_at is None and any(worker.has_failed() for worker in workers):
+            failed_at = time.monotonic()
+        if failed_at is not None and time.monotonic() - failed_at > LAST_WORDS_S:
+            for worker in running:
+                worker.give_up()
+        time.sleep(POLL_S)
+    for worker in workers:
+        worker.hand_on(partial(on_event, worker.rank))
+    return False
+
+
+def run_worker(
+    run_dir: RunDir, env: Mapping[str, str], on_event: OnEvent, command: Sequence[str], say: Callable[[str], None]
+) -> int:
+    """Start the worker, pass on its events until it ends, and return its exit code. Without hang detection or restarts.
+
+    Args:
+        run_dir: a prepared and locked run directory.
+        env: the worker's complete environment.
+        on_event: called in this thread with each event, including ``error`` and ``end``.
+        command: program and arguments, see ``worker_command``.
+        say: shows a message to the user.
+
+    Raises:
+        LoraRocmError: see ``Worker.verdict``.
+    """
+    run_dir.stop.unlink(missing_ok=True)
+    with stop_signals() as asked, Worker(run_dir, env, command) as worker:
+        follow([worker], asked, lambda rank, event: on_event(event), say)
+        return worker.verdict()
+
+
+def unkillable(pid: int, again: str = "") -> WorkerHungError:
+    """The error for a worker that the system cannot kill."""
+    return WorkerHungError(
+        "worker-unkillable",
+        f"The training process (process {pid}) is held by a driver (most likely the GPU's, else that of a disk or a "
+        "network), and not even the system can end it. Everything up to the last checkpoint is kept.",
+        fix="Restart the machine; then go on with the same command and --resume latest"
+        + (f":\n  {again}" if again else "."),
+    )
+
+
+def _verdict(
+    run_dir: RunDir,
+    returncode: int,
+    *,
+    killed: bool,
+    last: EndEvent | ErrorEvent | None,
+    log_start: int,
+    log: Path | None = None,
+) -> int:
+    """The worker's exit code. Its own last event (``end``, ``error``) counts before the exit status."""
+    if isinstance(last, EndEvent):  # a crash while the interpreter shuts down does not matter
+        return last.exit_code
+    if last is not None:
+        raise with_fitting_fix(error_from_event(last), run_dir)
+    if killed:
+        raise StoppedError("killed", f"Ended at once. {last_checkpoint_text(run_dir)}")
+    run_dir.probe()  # a worker that cannot write cannot report it either
+    log = run_dir.worker_log if log is None else log
+    told = EventReader(log, max(log_start, size_of(log) - TAIL_BYTES), (ErrorEvent,)).poll()
+    for event in reversed(told):
+        if isinstance(event, ErrorEvent):  # from ``child_main``: the worker's own code was never reached
+            raise with_fitting_fix(error_from_event(event), run_dir)
+    fix = f"Run the same command with --resume latest. The whole log: {log}"
+    raise with_fitting_fix(died("The training process", returncode, tail_bytes(log, log_start), fix), run_dir)
+
+
+def with_fitting_fix(error: E, run_dir: RunDir) -> E:
+    """Return an error of a run whose advice names --resume latest only if there is a checkpoint to resume from."""
+    if RESUME.search(error.fix) and not run_dir.list_checkpoints():
+        error.fix = f"{RESUME.sub('', error.fix)} There is no checkpoint yet: training begins anew."
+    return error
+
+
+def last_checkpoint_text(run_dir: RunDir) -> str:
+    """A sentence about the newest checkpoint."""
+    checkpoints = run_dir.list_checkpoints()
+    return f"The last checkpoint is {checkpoints[-1][1].name}." if checkpoints else "There is no checkpoint yet."

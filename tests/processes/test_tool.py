@@ -1,0 +1,185 @@
+"""Children that say JSON, report errors, or die; and what is said where the code of one cannot be imported."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lora_rocm.errors import MachineError, StorageError, UserError, WorkerDiedError
+from lora_rocm.foundation import files
+from lora_rocm.processes.tool import run_for_json, run_tool
+from lora_rocm.rundir.layout import RunDir
+from tests.command_line import command_line
+from tests.supervisor.fake_run import write_whole_run
+
+
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, imports: str = "import sys") -> str:
+    main = textwrap.indent(body, "    ")
+    (tmp_path / "child_module.py").write_text(f"{imports}\ndef main():\n{main}\n    return 0\n", encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return "child_module"
+
+
+def as_tool(name: str) -> object:
+    return run_tool(name, [], os.environ, lambda event: None)
+
+
+def for_json(name: str) -> object:
+    return run_for_json(name, [], os.environ)
+
+
+both = pytest.mark.parametrize("run_it", [as_tool, for_json])
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a Windows console that is closed is told otherwise")
+@pytest.mark.parametrize("sent", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_tool_ends_with_the_one_who_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: str) -> None:
+    told = "import json, os, time\nprint(json.dumps({'type': 'notice', 'text': str(os.getpid())}), flush=True)\n"
+    name, pids = module(tmp_path, monkeypatch, told + "time.sleep(60)"), list[int]()
+
+    def stop(event: Any) -> None:
+        pids.append(int(event.text))
+        os.kill(os.getpid(), getattr(signal, sent))
+
+    with pytest.raises(KeyboardInterrupt):
+        run_tool(name, [], {**os.environ, "TMPDIR": str(tmp_path)}, stop)
+    assert not psutil.pid_exists(pids[0])
+
+
+def test_run_tool_hands_on_events_and_skips_chatter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "import json\nprint('hello')\nprint(json.dumps({'type': 'notice', 'text': 'ü ' + sys.argv[1]}))"
+    events: list[Any] = []
+    name = module(tmp_path, monkeypatch, text)
+    assert run_tool(name, ["a"], {**os.environ, "PYTHONUTF8": "1"}, events.append) == 0
+    (event,) = events
+    assert (event.type, event.text) == ("notice", "ü a")
+
+
+ERROR = '{"type": "error", "code": "c", "what": "no such LoRA", "where": "w", "fix": "f", "exit_code": 2}'
+
+
+@both
+def test_children_that_report_an_error(
+    run_it: Callable[[str], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match="no such LoRA"):
+        run_it(module(tmp_path, monkeypatch, f"print('''{ERROR}''')\nreturn 2"))
+
+
+@both
+def test_children_that_die(run_it: Callable[[str], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(WorkerDiedError, match="RuntimeError: broken") as caught:
+        run_it(module(tmp_path, monkeypatch, "raise RuntimeError('broken')"))
+    assert "Traceback" not in str(caught.value) and "child_module" in str(caught.value)
+
+
+@both
+@pytest.mark.parametrize(
+    ("imports", "body", "code", "words"),
+    [
+        ("import no_such_package.deep", "pass", "package-missing", "The package no_such_package is not installed"),
+        ("import sys", "import no_such_package", "package-missing", "The package no_such_package is not installed"),
+        ("from json import no_such_name", "pass", "package-broken", "ImportError: cannot import name 'no_such_name'"),
+        ("raise OSError('[WinError 1114] c10.dll')", "pass", "package-broken", "OSError: [WinError 1114] c10.dll"),
+        ("import json\njson.no_such_name", "pass", "package-broken", "AttributeError: module 'json'"),
+    ],
+)
+def test_a_package_that_cannot_be_imported_is_one_sentence(
+    run_it: Callable[[str], object],
+    imports: str,
+    body: str,
+    code: str,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(MachineError) as caught:
+        run_it(module(tmp_path, monkeypatch, body, imports))
+    assert (caught.value.code, caught.value.exit_code) == (code, 3) and caught.value.what.startswith(
+        (words, f"A package that training needs cannot be imported: {words}")
+    )
+    assert "install" in caught.value.fix and "lora-rocm doctor" in caught.value.fix
+
+
+def test_run_for_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_for_json(module(tmp_path, monkeypatch, "print('x')\nprint('{\"unet\": 3}')"), [], os.environ) == {
+        "unet": 3
+    }
+    text = "print('wrong model', file=sys.stderr)\nreturn 2"
+    with pytest.raises(UserError, match="wrong model"):
+        run_for_json(module(tmp_path, monkeypatch, text), [], os.environ)
+
+
+@both
+def test_a_child_that_found_no_room_for_its_events_names_the_folder(
+    run_it: Callable[[str], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends with a code alone: the file that its words go to is on the full disk."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    name = module(tmp_path, monkeypatch, "return 1", "")
+    with pytest.raises(WorkerDiedError):  # the control
+        run_it(name)
+
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(files, "write_through", full)
+    with pytest.raises(StorageError) as caught:
+        run_it(name)
+    assert caught.value.code == "disk-full" and caught.value.where.startswith(str(tmp_path / "temporary"))
+    assert not any((tmp_path / "temporary").iterdir())
+
+
+def test_a_child_on_a_disk_that_is_really_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
+    if sys.platform != "linux" or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a file system")
+    try:
+        monkeypatch.setattr(tempfile, "tempdir", str(disk))
+        body = "print('x' * 200_000, flush=True)"
+        with pytest.raises(StorageError) as caught:
+            as_tool(module(tmp_path, monkeypatch, body))
+        assert caught.value.code == "disk-full" and str(disk) in caught.value.where
+        (disk / "full").write_bytes(bytes(64 << 10))
+        run = RunDir(tmp_path / "run")
+        write_whole_run(run)
+        for command in (("export", run.path, "--format", "comfyui"), ("sample", run.path, "--prompt", "a")):
+            ended = command_line(*command)
+            assert ended.exit_code == 3 and "The disk is full" in ended.stderr and str(disk) in ended.stderr
+    finally:
+        monkeypatch.undo()
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("fault", ["no room", "no folder"])
+def test_temporary_folders_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "there"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "there") if fault == "no room" else None)
+
+    def fail(*arguments: object, **options: object) -> str:
+        raise OSError(errno.ENOSPC if fault == "no room" else errno.ENOENT, "it failed")
+
+    monkeypatch.setattr(tempfile, "mkdtemp" if fault == "no room" else "_get_default_tempdir", fail)
+    with pytest.raises(StorageError) as caught, files.temporary_folder():
+        pass
+    assert caught.value.where == str(tmp_path / "there")
+
+
+def test_a_child_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = module(tmp_path, monkeypatch, "import time\ntime.sleep(60)")
+    with pytest.raises(WorkerDiedError, match="still at work"):
+        run_for_json(name, [], os.environ, limit_s=0.5)
