@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from lora_rocm.foundation.safe_path import python_command
-from lora_rocm.rundir.event_types import Event, NoticeEvent, TelemetryEvent
-from lora_rocm.rundir.events import event_of
+from lora_rocm.rundir.event_types import Event, NoticeEvent, TelemetryEvent, event_of
 from lora_rocm.telemetry import reader_child
 from lora_rocm.telemetry.cards import EXPLAINED, Job
 from lora_rocm.telemetry.reader import ABSENT, POWER, TEMPERATURE, reading
