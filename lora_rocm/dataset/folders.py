@@ -11,7 +11,6 @@ from importlib import resources
 from pathlib import Path
 
 from lora_rocm.dataset.caption_files import CaptionFiles
-from lora_rocm.dataset.clips import in_clips
 from lora_rocm.dataset.file_kinds import CAPTION_SUFFIXES
 from lora_rocm.dataset.given import Given
 from lora_rocm.dataset.image_io import readable_extensions
@@ -25,6 +24,7 @@ from lora_rocm.dataset.metadata_files import (
     captions_in,
 )
 from lora_rocm.dataset.row_cells import NameCount, says
+from lora_rocm.dataset.videos import in_videos
 from lora_rocm.errors import DataError
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.json_text import BadJson, NoJson, parse_json
@@ -178,7 +178,7 @@ def walk(
     tables: Tables = TEXT_COLUMN,
     skip: Sequence[str] = (),
     beside: Collection[str] = (),
-    clips: bool = False,
+    videos: bool = False,
     key: Callable[[str], str] = "data.{}".format,
 ) -> Folder:
     """Find the images and captions in a folder and its sub-folders.
@@ -195,7 +195,7 @@ def walk(
         tables: what is read of metadata files next to the images, and of a JSON file of kohya's.
         skip: folders of other files than images, such as masks, skipped if they lie inside ``root``.
         beside: keys of the masks and control images among the images that are used (``Companion.key``).
-        clips: a sub-folder of numbered images is a clip, and stands for them.
+        videos: a sub-folder of numbered images is a clip, and stands for them.
         key: see ``LeftOut``.
 
     Raises:
@@ -207,10 +207,8 @@ def walk(
     metadata_files, taken = list[tuple[Path, str]](), set[str]()
     for path, real in _files(folder, left_out, exclusion, recursive, skip):
         stem, suffix, name = os.path.splitext(path)[0], path.suffix.lower(), path.name.lower()
-        if suffix in wanted and include and not inclusion.fit(real):
-            left_out.not_included(real, stem)
-        elif suffix in wanted:
-            _add_image(folder, left_out, taken, real, stem)
+        if suffix in wanted:
+            _add_image(folder, left_out, taken, real, stem, is_included=not include or inclusion.fit(real))
         elif path.name in METADATA_NAMES:
             metadata_files.append((path, real))
         elif ending := folder.captions.ending_of(name):
@@ -220,7 +218,7 @@ def walk(
             if suffix in other_captions:
                 other_captions[suffix][stem] = None
     folder.relatives = sorted(folder.relatives + left_out.settle_pairs(str(root), folder.relatives))
-    folder.relatives = in_clips(folder.relatives) if clips else folder.relatives
+    folder.relatives = in_videos(folder.relatives) if videos else folder.relatives
     folder.notices += left_out.notices(exclusion, inclusion)
     num_found = len(folder.relatives)
     folder.notices += folder.captions.settle((path for path, _ in folder.images), left_out.stems)
@@ -228,12 +226,14 @@ def walk(
     if not folder.relatives:
         raise _no_images(folder, left_out, num_found)
     _say_other_captions(folder, other_captions)
-    if tables.json_file or (metadata_files and tables.has_columns):
-        _read_metadata(folder, tables, metadata_files)
+    _read_metadata(folder, tables, metadata_files)
     return folder
 
 
-def _add_image(folder: Folder, left_out: LeftOut, taken: set[str], real: str, stem: str) -> None:
+def _add_image(folder: Folder, left_out: LeftOut, taken: set[str], real: str, stem: str, *, is_included: bool) -> None:
+    if not is_included:
+        left_out.not_included(real, stem)
+        return
     relative = real if real.isascii() and real.isprintable() else shown(real)
     if relative in taken:  # names that differ only in unprintable characters
         folder.notices.append(f"Left out, as another name looks the same: {relative}.")
@@ -431,6 +431,8 @@ def _say_other_captions(folder: Folder, others: Mapping[str, Names[None]]) -> No
 
 def _read_metadata(folder: Folder, tables: Tables, files: Sequence[tuple[Path, str]]) -> None:
     """Read metadata files, and add notices for rows and files that could not be used."""
+    if not tables.json_file and not (files and tables.has_columns):
+        return
     positions = Names((real, position) for position, (_, real) in enumerate(folder.relatives))
     found = Metadata(
         tables.caption_column or "",

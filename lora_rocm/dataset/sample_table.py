@@ -53,7 +53,7 @@ class Sample:
     width, height: in pixels, after EXIF orientation.
     repeats: number of times it is used per epoch.
     given: what a table says of it.
-    frames: number of frames of a clip, which is a folder (``dataset.clips``); else 0.
+    frames: number of frames of a clip, which is a folder (``dataset.videos``); else 0.
     companions: the images that belong to it, at most one of a name.
     """
 

@@ -15,7 +15,6 @@ from lora_rocm.dataset import hf_datasets
 from lora_rocm.dataset.buckets import Geometry, choose_bucket
 from lora_rocm.dataset.caption_length import LOST_SHOWN
 from lora_rocm.dataset.captions import as_read, open_wildcard, prepare
-from lora_rocm.dataset.clips import clip_bytes, read_clip
 from lora_rocm.dataset.columns import Few
 from lora_rocm.dataset.companion_inputs import COMPANION_INPUTS, CompanionInput
 from lora_rocm.dataset.folders import (
@@ -40,6 +39,7 @@ from lora_rocm.dataset.regularisation import class_image
 from lora_rocm.dataset.row_cells import NameCount
 from lora_rocm.dataset.same_sizes import SameSizes
 from lora_rocm.dataset.sample_table import Companion, Sample, Samples
+from lora_rocm.dataset.videos import read_video, video_bytes
 from lora_rocm.dataset.views import randomly_cropped, within
 from lora_rocm.errors import DataError, Problem
 from lora_rocm.foundation.bounded_read import read_plain
@@ -49,7 +49,6 @@ from lora_rocm.recipe.trigger import PLACEHOLDER
 
 if TYPE_CHECKING:
     from PIL import Image
-
 
 SMALL_SHARE = 4  # an image is small if its side is under 1/4 of the resolution
 __all__ = ["Sample", "Cropped", "Samples", "Scan", "geometries", "geometry_of", "image_bytes", "load_image", "scan"]
@@ -288,7 +287,7 @@ def image_bytes(sample: Sample) -> bytes:
     """
     try:
         if sample.frames:
-            return clip_bytes(Path(str(sample.location)), sample.frames)
+            return video_bytes(Path(str(sample.location)), sample.frames)
         content = sample.location if isinstance(sample.location, Path) else image_in(sample.location)
         if isinstance(content, Path):
             return read_plain(content, MAX_IMAGE_BYTES)
@@ -324,7 +323,7 @@ def _unreadable(sample: Sample, reason: str) -> DataError:
 def _scan_folder(found: _Findings) -> None:
     """Add the images of a folder source to the findings."""
     options = found.options
-    root = source_folder(options.path or "", options.index)
+    root, has_videos = source_folder(options.path or "", options.index), max(options.lengths) > 1
     folder = walk(
         root,
         options.caption_extension,
@@ -334,7 +333,7 @@ def _scan_folder(found: _Findings) -> None:
         tables=Tables(options.caption_column, options.loss_weight_column, options.crop_column, options.metadata_file),
         skip=[folder for each in found.companions for folder in each.folders],
         beside=[each.beside for each in found.companions if each.beside],
-        clips=max(options.lengths) > 1,
+        videos=has_videos,
         key=options.key,
     )
     found.notices += (*folder.notices, *_say_own_number(root.name, options.caption_fallback))
@@ -343,11 +342,11 @@ def _scan_folder(found: _Findings) -> None:
     most = None if options.class_prompt is None else options.num_class_images  # an earlier run may have drawn more
     for position, (path, relative) in enumerate(islice(folder.images, most)):
         progress.step()
-        key, repeat_folder = found.prefix + relative, folder.repeat_folder(relative)
-        its = "Its caption file"
+        key, repeat_folder, its = found.prefix + relative, folder.repeat_folder(relative), "Its caption file"
         # Read the header and the captions; set the image aside if either fails.
         try:
-            header, num_frames = (read_header(path), 0) if path.is_file() else read_clip(path, options.lengths)
+            is_video = has_videos and os.path.isdir(path)
+            header, frames = read_video(path, options.lengths) if is_video else (read_header(path), 0)
             files, texts = folder.captions.of(path), list[str]()
             for file in files:
                 if len(folder.captions.endings) > 1:
@@ -374,8 +373,7 @@ def _scan_folder(found: _Findings) -> None:
         caption, *more = found.captions_for(key, text, _fallback(options, path, repeat_folder))
         given = replace(given, captions=tuple(more))
         name, repeats = repeat_folder.name or folder.name, options.repeats * repeat_folder.repeats
-        sample = Sample(key, found.first, name, path, caption, *header.size, repeats, options, given, num_frames)
-        found.add(sample, header)
+        found.add(Sample(key, found.first, name, path, caption, *header.size, repeats, options, given, frames), header)
     found.notices += unread.notices("Keys of caption files that nothing reads", "file")
     if found.uncaptioned and options.caption_fallback == "filename":
         if any(folder.repeat_folder(relative).name for _, relative in folder.images):

@@ -11,7 +11,6 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from lora_rocm.recipe.rule import Rule
-from lora_rocm.recipe.sample_section import PREVIEW_INPUTS
 from lora_rocm.recipe.sections import InputFolder, ModelSection, ObjectiveSection, PathOrHubId, Quantization
 
 
@@ -93,8 +92,14 @@ OF_IMAGES = frozenset(
             *("class_prompt", "num_class_images", "max_batch_size"),
         )
     ]
-    + [f"sample.{name}" for name in ("width", "height", *PREVIEW_INPUTS.values(), "images_per_prompt", "sampler")]
-    + ["sample.guidance_scale", "sample.negative_prompt", "data.prior_loss_weight"]
+    + [f"sample.{name}" for name in ("width", "height", "control_images", "control_images_2", "masks")]
+    + [
+        "sample.images_per_prompt",
+        "sample.sampler",
+        "sample.guidance_scale",
+        "sample.negative_prompt",
+        "data.prior_loss_weight",
+    ]
 )
 """Keys of shared sections that are about images: a family whose samples are texts reads none of them."""
 OF_TEXTS = frozenset({"data.max_length", "data.packing"})
@@ -260,10 +265,10 @@ class FamilySpec:
     rules: tuple[Rule, ...] = ()
 
     def __post_init__(self) -> None:
-        clips = frozenset() if "frames" in self.axes else frozenset({"data.frames"})
+        frames = frozenset() if "frames" in self.axes else frozenset({"data.frames"})
         norms = frozenset() if self.trains_norms else frozenset({"lora.train_norms"})
         object.__setattr__(
-            self, "unread", self.unread | norms | clips | (OF_IMAGES if self.trains_on_texts else OF_TEXTS)
+            self, "unread", self.unread | norms | frames | (OF_IMAGES if self.trains_on_texts else OF_TEXTS)
         )
 
     @property

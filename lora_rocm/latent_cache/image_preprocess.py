@@ -14,12 +14,12 @@ from torch import Tensor
 
 from lora_rocm.cache_files.hash_memory import FileState, HashMemory
 from lora_rocm.dataset.buckets import Geometry
-from lora_rocm.dataset.clips import frames_in
 from lora_rocm.dataset.columns import Lazy
 from lora_rocm.dataset.entry_spec import CAPTION, IMAGE
 from lora_rocm.dataset.folders import shown
 from lora_rocm.dataset.image_io import cut
 from lora_rocm.dataset.scan import Sample, image_bytes, load_image
+from lora_rocm.dataset.videos import frames_in
 from lora_rocm.dataset.views import PLAIN, View, colour_change, recoloured, view_geometry
 from lora_rocm.errors import DataError, LoraRocmError, Problem
 from lora_rocm.latent_cache.cache import image_parts
@@ -115,7 +115,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class ClipWanted(Wanted):
+class VideoWanted(Wanted):
     """A clip whose entries are to be in the cache. Its frames are cut alike, and the encoder's input is pixels_FCHW."""
 
     @property

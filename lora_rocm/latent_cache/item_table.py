@@ -22,7 +22,7 @@ from lora_rocm.dataset.entry_spec import CAPTION
 from lora_rocm.dataset.sample_table import Sample, Samples, numbers_of, rows_of, sample_schema, text_of
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.dataset.views import View, view_geometry, views_of
-from lora_rocm.latent_cache.image_preprocess import ClipWanted, Looked, Wanted
+from lora_rocm.latent_cache.image_preprocess import Looked, VideoWanted, Wanted
 
 if TYPE_CHECKING:
     from lora_rocm.dataset.entry_spec import EntrySpec
@@ -206,7 +206,7 @@ class Usable(Lazy[Wanted]):
 
     def _wanted(self, index: int, sample: Sample) -> Wanted:
         row = {name: self._rows[name][index] for name in (f"{AXIS}h", f"{AXIS}w", CUT)}
-        kind = ClipWanted if sample.frames else Wanted
+        kind = VideoWanted if sample.frames else Wanted
         return kind(sample, _geometry(sample, row), views_of(sample.options), self.sha256(index))
 
     def found(self, index: int, entry: str, looked: Looked) -> None:

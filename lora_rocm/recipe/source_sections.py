@@ -153,7 +153,7 @@ OF_FOLDERS = ("caption_extension", "recursive", "include", "exclude")
 MAX_CLASS_IMAGES = 100_000
 OPTIONS_OF_CLASS_IMAGES = ("resolution", "repeats", "loss_weight", "caption_dropout_rate", "flip_aug")
 """The options of a source that mean something for images that the base draws."""
-OF_CLIPS = frozenset({"frames"})
+OF_VIDEOS = frozenset({"frames"})
 """The options of a source that only families with an axis of frames read."""
 OF_CLASS_IMAGES = frozenset((*OPTIONS_OF_CLASS_IMAGES, "is_reg", "class_prompt", "num_class_images", "max_batch_size"))
 

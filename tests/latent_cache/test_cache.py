@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from lora_rocm.cache_files.hash_memory import FileState, HashMemory, remembered_line
 from lora_rocm.dataset.buckets import Geometry
+from lora_rocm.dataset.entry_spec import TensorSpec
 from lora_rocm.device.transfer import fingerprint
 from lora_rocm.errors import DataError, StorageError
-from lora_rocm.families.base import TensorSpec
 from lora_rocm.latent_cache.cache import MISSING, CacheEntryBad, LatentCache, entry_key, image_parts
 
 SPEC = {"mean": TensorSpec("float32", "CHW"), "ids": TensorSpec("int64", "S")}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lora_rocm.families.registry import PRODUCT
-from lora_rocm.recipe.source_sections import OF_CLASS_IMAGES, OF_CLIPS, OF_FOLDERS, DataSource
+from lora_rocm.recipe.source_sections import OF_CLASS_IMAGES, OF_FOLDERS, OF_VIDEOS, DataSource
 
 Example = Mapping[str, Any]
 MINIMAL: Example = {
@@ -69,7 +69,7 @@ EXAMPLES: dict[str, Example] = {
             "data.sources": [{"class_prompt": "a cat", "is_reg": True, name: OF_SOURCES[name]}, {"path": "a"}]
         }
         for name in DataSource.model_fields
-        if name not in OF_CLASS_IMAGES | OF_CLIPS
+        if name not in OF_CLASS_IMAGES | OF_VIDEOS
     },
     "class-images-are-regularisation": {"data.sources": [{"class_prompt": "a cat"}, {"path": "a"}]},
     "something-is-learned": {"data.sources": [{"path": "a", "is_reg": True}]},

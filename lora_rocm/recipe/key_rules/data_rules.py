@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from os.path import normpath
 
 from lora_rocm.recipe.rule import Breach, Rule, exactly_one, no_effect
-from lora_rocm.recipe.source_sections import OF_CLASS_IMAGES, OF_CLIPS, OF_FOLDERS, DataSource
+from lora_rocm.recipe.source_sections import OF_CLASS_IMAGES, OF_FOLDERS, OF_VIDEOS, DataSource
 
 SOURCE, SOURCES, WATCHED = "data.sources[each]", "data.sources[all]", "data.watched"
 Paths = Sequence[str | None]
@@ -172,7 +172,7 @@ RULES: tuple[Rule, ...] = (
         "without class_prompt",
         "Remove it, or set class_prompt.",
     ),
-    *(unread_of_class_images(name) for name in DataSource.model_fields if name not in OF_CLASS_IMAGES | OF_CLIPS),
+    *(unread_of_class_images(name) for name in DataSource.model_fields if name not in OF_CLASS_IMAGES | OF_VIDEOS),
     Rule(
         "class-images-are-regularisation",
         (f"{SOURCE}.class_prompt", f"{SOURCE}.is_reg"),

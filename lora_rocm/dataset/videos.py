@@ -14,7 +14,7 @@ NUMBERED = re.compile(r"(.*?)([0-9]+)")
 LENGTH_BYTES = 8
 
 
-def in_clips(relatives: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+def in_videos(relatives: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     """The samples of a walk: each sub-folder with several images, all of them numbered, takes the place of these.
 
     ``relatives``: as ``folders.Folder.relatives``.
@@ -32,26 +32,26 @@ def in_clips(relatives: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     return sorted(found)
 
 
-def frames_of(clip: Path) -> list[Path]:
+def frames_of(video: Path) -> list[Path]:
     """The frames of a clip, in the order of their numbers.
 
     Raises:
         OSError: the folder cannot be read.
     """
     wanted = readable_extensions()
-    named = [path for path in clip.iterdir() if path.suffix.lower() in wanted and not path.name.startswith(".")]
+    named = [path for path in video.iterdir() if path.suffix.lower() in wanted and not path.name.startswith(".")]
     found = [(match, path) for path in named if (match := NUMBERED.fullmatch(path.stem)) is not None]
     return [path for match, path in sorted(found, key=lambda each: (int(each[0][2]), each[1].name))]
 
 
-def read_clip(clip: Path, lengths: Sequence[int]) -> tuple[Header, int]:
+def read_video(video: Path, lengths: Sequence[int]) -> tuple[Header, int]:
     """The header that all frames of a clip share, and how many are used: the largest of ``lengths`` that it has.
 
     Raises:
         UnreadableImage: it has fewer frames, one of them cannot be read, or they have several sizes.
     """
     try:
-        frames = frames_of(clip)
+        frames = frames_of(video)
     except OSError as error:
         raise UnreadableImage(str(error.strerror)) from error
     count = max((length for length in lengths if length <= len(frames)), default=0)
@@ -65,18 +65,18 @@ def read_clip(clip: Path, lengths: Sequence[int]) -> tuple[Header, int]:
     return headers[0], count
 
 
-def clip_bytes(clip: Path, count: int) -> bytes:
+def video_bytes(video: Path, count: int) -> bytes:
     """The undecoded bytes of the first frames of a clip, each behind its length, for decoding and hashing.
 
     Raises:
         OSError: they cannot be read.
     """
-    contents = [read_plain(frame, MAX_IMAGE_BYTES) for frame in frames_of(clip)[:count]]
+    contents = [read_plain(frame, MAX_IMAGE_BYTES) for frame in frames_of(video)[:count]]
     return b"".join(len(content).to_bytes(LENGTH_BYTES, "little") + content for content in contents)
 
 
 def frames_in(content: bytes) -> Iterator[bytes]:
-    """The frames in ``clip_bytes``."""
+    """The frames in ``video_bytes``."""
     at = 0
     while at < len(content):
         start = at + LENGTH_BYTES

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_rocm.dataset.clips import LENGTH_BYTES, clip_bytes, frames_in, frames_of
 from lora_rocm.dataset.scan import Scan, scan
+from lora_rocm.dataset.videos import LENGTH_BYTES, frames_in, frames_of, video_bytes
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_frames_are_in_the_order_of_their_numbers(data: Path) -> None:
     clip = data / "sub" / "walk.v2"
     assert [path.name for path in frames_of(clip)] == [f"frame {number + 1}.png" for number in range(10)]
     contents = [path.read_bytes() for path in frames_of(clip)[:3]]
-    assert list(frames_in(clip_bytes(clip, 3))) == contents
+    assert list(frames_in(video_bytes(clip, 3))) == contents
 
 
 @given(st.lists(st.binary(max_size=40), max_size=5))
