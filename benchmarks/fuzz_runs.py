@@ -113,12 +113,12 @@ def read_events(path: Path) -> None:
     """Read events as progress and status do."""
     from lora_rocm.commands.status import status, status_text
     from lora_rocm.report.progress_bar import LineView, ProgressDisplay
-    from lora_rocm.rundir.events import read_events
+    from lora_rocm.rundir.events import EventReader
     from lora_rocm.rundir.layout import RunDir
 
     stream = io.StringIO()
     display = ProgressDisplay(LineView(stream))
-    for event in read_events(path):
+    for event in EventReader(path).poll():
         display.on_event(event)
     shown = stream.getvalue() + status_text(status(RunDir(path.parent)))
     assert not any(letter in shown for letter in STEERING), "a terminal is steered"

@@ -331,6 +331,19 @@ def status(output: Output, run: RunPath) -> int:
 
 @app.command(cls=Command)
 @printed
+def runs(
+    output: Output,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder that the runs are in.")] = Path("runs"),
+) -> int:
+    """List the runs in a folder: state, step, loss and time of the last event."""
+    from lora_rocm.commands import runs
+
+    found = runs.runs(folder)
+    return output.show(found, runs.render(found))
+
+
+@app.command(cls=Command)
+@printed
 def inspect(
     output: Output,
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A .safetensors file or a folder of a model.")],

@@ -25,6 +25,7 @@ from lora_rocm.commands.documents import InspectDocument, StatusDocument
 from lora_rocm.commands.env import EnvResult
 from lora_rocm.commands.output import Failed, ForgetResult, ReportResult
 from lora_rocm.commands.plan import PlanResult
+from lora_rocm.commands.runs import RunsResult
 from lora_rocm.commands.sample_export import ExportResult, SampleResult
 from lora_rocm.commands.start_run import RunResult
 from lora_rocm.commands.tune import TuneResult
@@ -41,6 +42,7 @@ RESULTS: dict[str, type] = {
     "export": ExportResult,
     "tune": TuneResult,
     "status": StatusDocument,
+    "runs": RunsResult,
     "inspect": InspectDocument,
     "report": ReportResult,
     "doctor": DoctorResult,

@@ -94,6 +94,7 @@ OWN_JSON = {
         *("families.causal_lm.chat:_growth", "families.tokenizers:_written_around"),
         "hardware.probe.windows_probe:adapters_from_json",
         # the program's own cache and memory, which it makes again if they are damaged
+        "rundir.event_index:_read_index",
         *("cache_files.entry_file:_parsed", "cache_files.hash_memory:_read", "latent_cache.manifest:_read"),
         *("commands.check_base:_remembered", "memory.footprint:_remembered", "rules.mitigation_store:_read"),
         *("hardware.measured_choice:stored", "hardware.selftest_result:stored", "hardware.probe.sources:_entries"),

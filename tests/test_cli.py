@@ -52,6 +52,7 @@ COMMANDS: dict[str, set[str]] = {
     "export": {"RUN", "--format", "--output", "--dtype", "--converter", "--step"},
     "tune": {"RECIPE", "--set"},
     "status": {"RUN"},
+    "runs": {"FOLDER"},
     "inspect": {"PATH"},
     "report": {"RUN"},
     "doctor": {"--report", "--facts", "--quick"},
@@ -101,7 +102,7 @@ def test_usage_shows_arguments_plainly() -> None:
         argument = next((option for option in options if option.isupper() and option[0] != "-"), None)
         if argument is not None:
             usage = run(*name.split(), "--help")[1].splitlines()[0]
-            wanted = f"[{argument}]" if name == "env" else argument
+            wanted = f"[{argument}]" if name in ("env", "runs") else argument
             assert usage == f"Usage: lora-rocm {name} [OPTIONS] {wanted}".replace("lora-rocm", usage.split()[1])
 
 

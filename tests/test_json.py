@@ -18,6 +18,7 @@ from lora_rocm.commands import chat, compare, start_run, tune
 from lora_rocm.commands.output import Failed, json_form
 from lora_rocm.json_reference import FOLLOWS, RESULTS, page
 from lora_rocm.processes import row_runner
+from lora_rocm.rundir.event_types import AnsweredEvent
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor import worker as worker_process
 from tests.command_line import command_line
@@ -113,10 +114,10 @@ def talking(words: Sequence[str], env: Mapping[str, str]) -> Iterator[Any]:
         def send(self, request: object) -> None:
             pass
 
-        def heard(self, last: str, count: int = 1, each_round: Callable[[], None] = lambda: None) -> Iterator[Any]:
-            if last == "answered":
-                yield {"type": "written", "side": "adapter", "text": "hello"}
-                yield {"type": "answered", "side": "adapter", "tokens": 1, "ended": "end"}
+        def heard(self, last: object, count: int = 1, each_round: Callable[[], None] = lambda: None) -> Iterator[Any]:
+            if last is AnsweredEvent:
+                yield heard({"type": "written", "side": "adapter", "text": "hello"})
+                yield heard({"type": "answered", "side": "adapter", "tokens": 1, "ended": "end"})
 
     yield Child()
 
@@ -133,6 +134,7 @@ CALLS: dict[str, tuple[str, ...]] = {
     "export": ("export", "run", "--format", "peft"),
     "tune": ("tune", "r.yaml"),
     "status": ("status", "run"),
+    "runs": ("runs", "."),
     "inspect": ("inspect", "builtin:tiny-sdxl"),
     "report": ("report", "run"),
     "doctor": ("doctor", *FACTS),

@@ -41,7 +41,7 @@ ALLOWED = {
     ("rundir.layout", "probe", "unlink"): OF_A_LINK,
     ("rundir.layout", "set_name", "unlink"): OF_A_LINK,
     ("supervisor.lock", "locked", "FileLock"): LOCK,
-    ("supervisor.lock", "_is_held", "FileLock"): LOCK,
+    ("rundir.held_locks", "is_held", "FileLock"): LOCK,
     ("supervisor.resume", "settle", "unlink"): OF_A_LINK,
     ("supervisor.resume", "accept", "unlink"): OF_A_LINK,
     ("supervisor.resume", "withdraw", "unlink"): OF_A_LINK,

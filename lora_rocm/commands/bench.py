@@ -17,12 +17,13 @@ from lora_rocm.errors import MachineError, StoppedError
 from lora_rocm.foundation.files import followed, require_place, temporary_folder, write_json
 from lora_rocm.foundation.units import count_text, size_text
 from lora_rocm.processes.jobs import ComputeJob, LoaderJob, RowsJob, TransferJob
-from lora_rocm.processes.row_runner import fields_of, run_rows
+from lora_rocm.processes.row_runner import Row, fields_of, run_rows
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.report.progress_bar import make_progress
 from lora_rocm.rules.environment import plan
 from lora_rocm.rules.this_machine import plan_here, situation_here
+from lora_rocm.rundir.event_types import Event, LinkEvent, MachineEvent, StartEvent, StepEvent
 from lora_rocm.rundir.events import current_steps, read_events
 from lora_rocm.supervisor import resume, worker
 
@@ -49,16 +50,14 @@ NO_VARIANTS: dict[str, dict[str, str]] = {"": {}}
 NO_GPU = "There is no GPU to measure, or this PyTorch does not see it; "
 GROUPS = {"gemm": "Matrix products", "attention": "Attention", "convolution": "Convolutions"}
 
-Event = dict[str, Any]
-
 
 @dataclass
 class Measured:
     """Results reported by the child processes of one benchmark."""
 
-    machine: Event = field(default_factory=dict)
+    machine: Row = field(default_factory=dict)
     links: list[Any] = field(default_factory=list)
-    rows: list[Event] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -169,7 +168,7 @@ def step(
         raise StoppedError("stopped", "Stopped before the steps were measured.")
     if not counted:
         raise MachineError("nothing-measured", "Training ended without a step.", fix="Please report it.")
-    start = next(fields_of(event) for event in events if event["type"] == "start")
+    start = next(fields_of(event) for event in events if isinstance(event, StartEvent))
     figures = step_figures(counted, loaded.recipe.train.batch_size * loaded.recipe.train.gradient_accumulation_steps)
     return _result("step", Measured(start, rows=[figures]), loaded.recipe, random_weights)
 
@@ -190,9 +189,9 @@ def _short_run(recipe_path: str, overrides: Sequence[str], steps: int, made_up_c
     return loaded
 
 
-def step_figures(steps: Sequence[Event], samples: int) -> Event:
+def step_figures(steps: Sequence[StepEvent], samples: int) -> Row:
     """Return median and 95th percentile of ``step`` events, rate, peak memory and the trainer's own parts."""
-    seconds = sorted(step["step_s"] for step in steps)
+    seconds = sorted(step.step_s for step in steps)
     median_s = statistics.median(seconds)
     return {
         "steps": len(seconds),
@@ -200,8 +199,10 @@ def step_figures(steps: Sequence[Event], samples: int) -> Event:
         "median_s": median_s,
         "p95_s": seconds[-(-95 * len(seconds) // 100) - 1],
         "samples_per_s": samples / median_s,
-        "memory_bytes": max(step["memory_bytes"] for step in steps),
-        "parts_s": {name: statistics.fmean(step[f"{name}_s"] for step in steps) for name in bench_tables.PART_NAMES},
+        "memory_bytes": max(step.memory_bytes for step in steps),
+        "parts_s": {
+            name: statistics.fmean(getattr(step, f"{name}_s") for step in steps) for name in bench_tables.PART_NAMES
+        },
         "problem": None,
     }
 
@@ -225,12 +226,13 @@ def _measure(job: RowsJob, env: Mapping[str, str], found: Measured, variant: str
     """Measure all rows into ``found``. If a row ends the child process, a new one continues after that row."""
 
     def on_event(event: Event) -> None:
-        if event["type"] == "machine":
-            found.machine = fields_of(event)
-        elif event["type"] == "link":
-            found.links = event["links"]
+        match event:
+            case MachineEvent():
+                found.machine = fields_of(event)
+            case LinkEvent():
+                found.links = event.links
 
-    def on_row(row: Event) -> None:
+    def on_row(row: Row) -> None:
         found.rows.append({**row, "variant": variant})
 
     run_rows(job, env, on_row, on_event)
@@ -269,7 +271,7 @@ def _lines(result: BenchResult) -> Iterator[str]:
         yield from ("", "Not measured (-):", *(f"  {problem}" for problem in missing))
 
 
-def machine_text(machine: Event) -> str:
+def machine_text(machine: Row) -> str:
     """Return a description of the measured machine, in one line."""
     runtime = f", HIP {machine['hip']}" if machine["hip"] else f", CUDA {machine['cuda']}" if machine["cuda"] else ""
     others = f", {len(machine['gpus'])} GPUs" if len(machine["gpus"]) > 1 else ""
@@ -278,9 +280,9 @@ def machine_text(machine: Event) -> str:
     return f"{machine['device']}{others}{threads}{memory}, torch {machine['torch']}{runtime}"
 
 
-def _bus(found: BenchResult) -> tuple[Event | None, str]:
+def _bus(found: BenchResult) -> tuple[Row | None, str]:
     """Return the PCIe link to compare with, if known, and a sentence about it."""
-    link: Event | None = found.links[0] if found.links else None
+    link: Row | None = found.links[0] if found.links else None
     if found.machine["integrated"]:
         return None, "This GPU shares main memory with the processor: there is no bus, and memory is the limit."
     if link is None:

@@ -24,10 +24,11 @@ from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.files import temporary_folder
 from lora_rocm.foundation.terminal_text import legible, quoted
 from lora_rocm.processes.jobs import CHILDREN, ChatJob
-from lora_rocm.processes.process import Asked, Event, heavy_command, stop_signals
+from lora_rocm.processes.process import Asked, heavy_command, stop_signals
 from lora_rocm.processes.tool import Tool, started, write_job
 from lora_rocm.recipe.yaml_tree import is_clean
 from lora_rocm.rules.this_machine import plan_here
+from lora_rocm.rundir.event_types import AnsweredEvent, Event, NoticeEvent, ReadyEvent, WrittenEvent
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.made_from import is_of_another_step, newest_lora
 from lora_rocm.rundir.whole_files import require_whole, require_whole_named
@@ -190,11 +191,11 @@ class _Talk:
 
     def load(self, quiet: bool) -> None:
         """Wait for the model, and begin the conversation."""
-        for event in self.child.heard("ready"):
-            if event["type"] == "notice":
-                self.output.aside(event["text"])
-            elif event["type"] == "ready" and not quiet:
-                self.output.say(f"{event['base']}, with the adapter {event['adapter']}. /help lists the commands.")
+        for event in self.child.heard(ReadyEvent):
+            if isinstance(event, NoticeEvent):
+                self.output.aside(event.text)
+            elif isinstance(event, ReadyEvent) and not quiet:
+                self.output.say(f"{event.base}, with the adapter {event.adapter}. /help lists the commands.")
         self.child.send({"reset": self.options.system})
 
     def read_lines(self) -> None:
@@ -247,18 +248,18 @@ class _Talk:
             self.child.send({**request, "sides": group})
             show = self._beside(group) if together else self._alone(group[0], headed=len(sides) > 1)
             with stop_signals() as asked, show if is_shown else nullcontext(self._only_notices) as add:
-                for event in self.child.heard("answered", len(group), partial(self._stop, asked)):
+                for event in self.child.heard(AnsweredEvent, len(group), partial(self._stop, asked)):
                     add(event)
-                    if event["type"] == "written":
-                        texts[event["side"]] += event["text"]
-                    elif event["type"] == "answered":
-                        side = event["side"]
-                        found.append(Answer(side, texts[side], event["tokens"], event["ended"]))
+                    match event:
+                        case WrittenEvent():
+                            texts[event.side] += event.text
+                        case AnsweredEvent():
+                            found.append(Answer(event.side, texts[event.side], event.tokens, event.ended))
         return sorted(found, key=lambda answer: sides.index(answer.side))
 
     def _only_notices(self, event: Event) -> None:
-        if event["type"] == "notice":
-            self.output.aside(event["text"])
+        if isinstance(event, NoticeEvent):
+            self.output.aside(event.text)
 
     def _stop(self, asked: Asked) -> None:
         if asked.closing or asked.count > 1:
@@ -271,13 +272,13 @@ class _Talk:
         """Shows one answer as it comes. headed: with the side's title above."""
 
         def add(event: Event) -> None:
-            match event["type"]:
-                case "notice":
-                    self.output.aside(event["text"])
-                case "written":
-                    self.output.write(event["text"])
-                case "answered":
-                    self.output.write("\n" + ENDINGS.get(event["ended"], ""))
+            match event:
+                case NoticeEvent():
+                    self.output.aside(event.text)
+                case WrittenEvent():
+                    self.output.write(event.text)
+                case AnsweredEvent():
+                    self.output.write("\n" + ENDINGS.get(event.ended, ""))
 
         if headed:
             self.output.say(f"[{TITLES[side]}]")
@@ -295,12 +296,12 @@ class _Talk:
         with Live(table, console=self.console, vertical_overflow="ellipsis") as live:
 
             def add(event: Event) -> None:
-                match event["type"]:
-                    case "notice":
-                        live.console.print(Text(event["text"]))
-                    case "written":
-                        texts[event["side"]].append(event["text"])
-                    case "answered":
-                        texts[event["side"]].append(ENDINGS.get(event["ended"], ""))
+                match event:
+                    case NoticeEvent():
+                        live.console.print(Text(event.text))
+                    case WrittenEvent():
+                        texts[event.side].append(event.text)
+                    case AnsweredEvent():
+                        texts[event.side].append(ENDINGS.get(event.ended, ""))
 
             yield add

@@ -14,9 +14,9 @@ from lora_rocm.errors import UserError, storage_error
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.files import temporary_folder, write_atomic
 from lora_rocm.processes.jobs import CompareJob
-from lora_rocm.processes.process import Event
 from lora_rocm.recipe.trigger import filled_in
 from lora_rocm.report.comparison import Compared, comparison_page, verdict
+from lora_rocm.rundir.event_types import ComparedEvent, Event, NoticeEvent
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.resume import open_recipe
 
@@ -101,12 +101,12 @@ def compare(
         remarks.append("This run is not finished. LoRA files that it writes later are not compared.")
 
     def on_event(event: Event) -> None:
-        if event["type"] == "notice":
-            remarks.append(event["text"])
-        if event["type"] == "compared":
-            losses = {key: math.nan if loss is None else loss for key, loss in event["losses"].items()}
-            found.append(Compared(event["updates"], losses, [Path(path) for path in event["images"]]))
-            say(f"{found[-1].label} ({len(found)} of {event['total']})")
+        if isinstance(event, NoticeEvent):
+            remarks.append(event.text)
+        if isinstance(event, ComparedEvent):
+            losses = {key: math.nan if loss is None else loss for key, loss in event.losses.items()}
+            found.append(Compared(event.updates, losses, [Path(path) for path in event.images]))
+            say(f"{found[-1].label} ({len(found)} of {event.total})")
 
     with temporary_folder() as folder:
         job = CompareJob(

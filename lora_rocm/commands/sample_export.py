@@ -25,6 +25,7 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.recipe.yaml_tree import is_clean
 from lora_rocm.rules.this_machine import plan_here
 from lora_rocm.rundir import results
+from lora_rocm.rundir.event_types import DrawnEvent, Event, ExportEvent, NoticeEvent
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.made_from import Made, record_export, stale_exports
 from lora_rocm.rundir.remains import discard_abandoned
@@ -125,9 +126,9 @@ def sample(
     )
     images: list[Path] = []
 
-    def on_event(event: dict[str, Any]) -> None:
-        if event["type"] == "drawn":
-            images.extend(map(Path, event["images"]))
+    def on_event(event: Event) -> None:
+        if isinstance(event, DrawnEvent):
+            images.extend(map(Path, event.images))
 
     run_model_tool(job, on_event, say)
     return SampleResult(tuple(images))
@@ -336,11 +337,11 @@ def _export(
     discard_abandoned(followed(output) if output else run_dir.export_of(form))
     written: list[ExportResult] = []
 
-    def on_event(event: dict[str, Any]) -> None:
-        if event["type"] == "export":
-            read = tuple(event.get("can_read", ())), tuple(event["cannot_read"])
-            made_from = event["updates"], event["checkpoint"]
-            written.append(ExportResult(form, Path(event["path"]), event["max_difference"], *read, *made_from))
+    def on_event(event: Event) -> None:
+        if isinstance(event, ExportEvent):
+            read = tuple(event.can_read), tuple(event.cannot_read)
+            made_from = event.updates, event.checkpoint
+            written.append(ExportResult(form, Path(event.path), event.max_difference, *read, *made_from))
 
     run_model_tool(job, on_event, say)
     if output is None:
@@ -375,10 +376,10 @@ def run_model_tool(job: SampleJob | ExportJob | CompareJob, listen: OnEvent, say
     """
     heard: set[str] = set()
 
-    def on_event(event: dict[str, Any]) -> None:
-        heard.add(event["type"])
-        if event["type"] == "notice":
-            say(event["text"])
+    def on_event(event: Event) -> None:
+        heard.add(event.type)
+        if isinstance(event, NoticeEvent):
+            say(event.text)
         listen(event)
 
     run_job(job, plan_here().applied_to(os.environ), on_event)

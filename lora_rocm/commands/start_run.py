@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from lora_rocm import BEGAN_S
 from lora_rocm.commands import sample_export
@@ -39,7 +39,7 @@ from lora_rocm.rules.attention_refusal import require_fitting_attention
 from lora_rocm.rules.environment import EnvPlan, environment_json, plan
 from lora_rocm.rules.rule import Situation
 from lora_rocm.rules.this_machine import situation_here
-from lora_rocm.rundir.event_types import TYPES, Event, NoticeEvent
+from lora_rocm.rundir.event_types import Event, NoticeEvent
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import SUPERVISOR, RunDir
 from lora_rocm.rundir.made_from import stale_exports
@@ -326,15 +326,13 @@ class RunHandle:
 
     def _work(self, run: PreparedRun) -> None:
         try:
-            self._result = run.train(self._on_event, lambda text: self._events.put(NoticeEvent(text=text)), self._asked)
+            self._result = run.train(
+                self._events.put, lambda text: self._events.put(NoticeEvent(text=text)), self._asked
+            )
         except BaseException as error:  # of any class: result() raises it in the thread that asks
             self._error = error
         finally:
             self._events.put(None)
-
-    def _on_event(self, event: Mapping[str, Any]) -> None:
-        fields = {name: value for name, value in event.items() if name != "type"}
-        self._events.put(TYPES[event["type"]].read(fields))
 
     def follow(self) -> Iterator[Event]:
         """Yield the events of worker and supervisor as they come, and what the parent says, until the run ends.

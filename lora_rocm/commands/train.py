@@ -10,9 +10,9 @@ from lora_rocm.commands.start_run import prepare_run, render
 from lora_rocm.errors import UserError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.terminal_text import printable
-from lora_rocm.processes.process import Event
 from lora_rocm.recipe.load import load_recipe, shipped_recipes
 from lora_rocm.report.progress_bar import make_progress
+from lora_rocm.rundir.event_types import Event
 
 
 def train(
@@ -48,10 +48,10 @@ def train(
         worker=worker,
         say=output.say,
     )
-    with make_progress(output.stream, run.spill_bytes, run.run_dir.events()) as progress:
+    with make_progress(output.stream, run.spill_bytes, run.run_dir) as progress:
 
         def on_event(event: Event) -> None:
-            output.follow(event)
+            output.follow(event.to_json())
             progress.on_event(event)
 
         result = run.train(on_event, progress.say)

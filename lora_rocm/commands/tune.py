@@ -13,8 +13,7 @@ from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.hardware.measured_choice import Choice, Tuned, path_of, store, stored, table_of
 from lora_rocm.hardware.software_stack import stack_of
 from lora_rocm.processes.jobs import TuneProductsJob
-from lora_rocm.processes.process import Event
-from lora_rocm.processes.row_runner import how_it_died, run_rows
+from lora_rocm.processes.row_runner import Row, how_it_died, run_rows
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.rules.environment import plan
 from lora_rocm.rules.this_machine import situation_here
@@ -92,9 +91,9 @@ def tune(
     env = plan(replace(situation, tuned=Tuned())).applied_to(os.environ)
     if env.get("ROCBLAS_USE_HIPBLASLT") == "0":  # this GPU must not try its solutions either
         env["PYTORCH_TUNABLEOP_HIPBLASLT_ENABLED"] = "0"
-    rows: list[Event] = []
+    rows: list[Row] = []
 
-    def on_row(row: Event) -> None:
+    def on_row(row: Row) -> None:
         rows.append(row)
         say(row_text(_product(row)))
 
@@ -121,20 +120,20 @@ def tune(
     return TuneResult(products, path, None if table else Failure.of(nothing))
 
 
-def _product(row: Event) -> TunedProduct:
+def _product(row: Row) -> TunedProduct:
     if row["problem"] is not None:
         return TunedProduct(row["product"], row["problem"])
     solutions = tuple(entry[2] for entry in row["entries"])
     return TunedProduct(row["product"], None, row["count"], row["default_s"], row["seconds"], solutions)
 
 
-def _with_those_before(rows: Sequence[Event], before: Choice | None) -> list[Event]:
+def _with_those_before(rows: Sequence[Row], before: Choice | None) -> list[Row]:
     """The rows, after those of products that were tuned before and are not among them: what is wrong now leaves."""
     products = {row["product"] for row in rows}
     return [*(dict(row) for row in (before.rows if before else ()) if row["product"] not in products), *rows]
 
 
-def table_text(rows: Sequence[Event]) -> str:
+def table_text(rows: Sequence[Row]) -> str:
     """The table of all products that were right, as torch reads it."""
     good = [row for row in rows if row["problem"] is None]
     validators = good[-1]["validators"] if good else []

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from lora_rocm.errors import LoraRocmError, RestartCode, StoppedError
 from lora_rocm.hardware.ranks import HERE, Rank
-from lora_rocm.processes.process import Asked, Event, stop_signals
+from lora_rocm.processes.process import Asked, stop_signals
+from lora_rocm.rundir.event_types import Event
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.worker import Worker, follow
 

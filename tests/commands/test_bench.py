@@ -316,7 +316,10 @@ def test_a_training_process_that_fails_is_an_error(worker: Any) -> None:
 
 
 def test_median_and_percentile() -> None:
-    steps = [step_fields(number, step_s=float(number), memory_bytes=number) for number in range(1, 101)]
+    steps = [
+        heard({"type": "step", **step_fields(number, step_s=float(number), memory_bytes=number)})
+        for number in range(1, 101)
+    ]
     found = bench.step_figures(steps, samples=8)
     assert found["median_s"] == 50.5 and found["p95_s"] == 95.0 and found["memory_bytes"] == 100
     assert found["samples_per_s"] == pytest.approx(8 / 50.5)

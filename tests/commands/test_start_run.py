@@ -12,8 +12,8 @@ from lora_rocm.commands import start_run
 from lora_rocm.commands.start_run import RunHandle
 from lora_rocm.errors import RecipeError, StoppedError, WorkerDiedError
 from lora_rocm.rundir.event_types import EndEvent, Event, NoticeEvent, StepEvent
+from lora_rocm.rundir.held_locks import is_running
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.supervisor.lock import is_running
 from tests.command_line import command_line
 from tests.supervisor.fake_run import RECIPE
 

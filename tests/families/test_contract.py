@@ -38,13 +38,13 @@ from lora_rocm.processes.jobs import PlanJob
 from lora_rocm.processes.tool import write_job
 from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.report.report import write_report
-from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import input_start, outputs, preview
 from lora_rocm.train.disk_forecast import Sizes, sizes_of
 from lora_rocm.train.graphs import Graphs, Passed
 from lora_rocm.train.input_start import InputSketch
 from lora_rocm.train.session import Session
+from tests.event_lines import read_events
 from tests.families.contract import ARCHITECTURES, CPU, PACKED, Adapted, Its, die, tensors_of
 from tests.families.toy_families import TOYS
 from tests.memory.test_footprint import Real

@@ -19,7 +19,7 @@ from lora_rocm.recipe.load import load_recipe
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.remains import TEMPORARY, discard_abandoned
 from lora_rocm.supervisor.resume import Chosen, settle
-from tests.supervisor.fake_run import write_whole_run
+from tests.supervisor.fake_run import event, write_whole_run
 
 WRITER = """
 import sys
@@ -51,9 +51,8 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     found = RunDir(tmp_path / "run")
     write_whole_run(found)
 
-    def tool(name: str, job: object, listen: Callable[[dict[str, Any]], object], say: object) -> None:
-        made = {"path": "x", "max_difference": None, "cannot_read": [], "updates": 2, "checkpoint": ""}
-        listen({"type": "export", **made})
+    def tool(name: str, job: object, listen: Callable[[Any], object], say: object) -> None:
+        listen(event("export", format="merged", path="m", max_difference=0.0, cannot_read=[], updates=2))
 
     monkeypatch.setattr(sample_export, "run_model_tool", tool)
     return found

@@ -15,8 +15,8 @@ from lora_rocm.commands import train as launch
 from lora_rocm.errors import UserError, WorkerDiedError
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.rule import Situation
-from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
+from tests.event_lines import read_events
 from tests.hardware.situations import situation
 from tests.supervisor.fake_run import RECIPE
 
