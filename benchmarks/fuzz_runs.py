@@ -113,12 +113,12 @@ def read_events(path: Path) -> None:
     """Read events as progress and status do."""
     from lora_rocm.commands.status import status, status_text
     from lora_rocm.report.progress_bar import LineView, ProgressDisplay
-    from lora_rocm.rundir.events import read_events
+    from lora_rocm.rundir.events import EventReader
     from lora_rocm.rundir.layout import RunDir
 
     stream = io.StringIO()
     display = ProgressDisplay(LineView(stream))
-    for event in read_events(path):
+    for event in EventReader(path).poll():
         display.on_event(event)
     shown = stream.getvalue() + status_text(status(RunDir(path.parent)))
     assert not any(letter in shown for letter in STEERING), "a terminal is steered"
@@ -160,12 +160,14 @@ def facts(rng: random.Random) -> bytes:
 
 def read_facts(path: Path) -> None:
     """Load facts, show them, and plan."""
-    from lora_rocm.commands.env import json_text, plan_text
+    from lora_rocm.commands.env import described, planned, result_of
+    from lora_rocm.commands.output import json_form
     from lora_rocm.hardware.facts import load_facts
 
     load_facts(path)
-    json_text(None, (), path)
-    shown = plan_text(None, (), path, None, explain=True)
+    made = planned(None, (), path)
+    json_form(result_of(*made))
+    shown = described(*made, None, explain=True)
     assert not any(letter in shown for letter in STEERING), "a terminal is steered"
 
 

@@ -25,8 +25,8 @@ from typing import Any
 import psutil
 from PIL import Image
 
-from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
+from tests.event_lines import read_events
 
 WARM_UP = 10
 IMAGES = 16

@@ -63,8 +63,8 @@ from lora_rocm.loader.batches import BatchPlan, loader, open_workers
 from lora_rocm.model_files.header import read_header
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
+from tests.event_lines import read_events
 
 CPU = torch.device("cpu")
 SOME_KEY = "0" * 40

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
-from collections.abc import Callable
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperCommand
 
 from lora_rocm import __version__
+from lora_rocm.commands.cli_command import BenchCommand, Command, printed, printed_for_files, printed_lines
+from lora_rocm.commands.output import Output
 
 app = typer.Typer(
     name="lora-rocm",
     help="Train LoRAs that load everywhere, on AMD GPUs and elsewhere: one recipe, one command.",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 cache_app = typer.Typer(
     help="Examine and clean the caches of encoded images and captions.", no_args_is_help=True, rich_markup_mode=None
@@ -29,23 +30,6 @@ cache_app = typer.Typer(
 app.add_typer(cache_app, name="cache")
 bench_app = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(bench_app, name="bench")
-
-
-class Command(TyperCommand):
-    """A command whose usage line shows arguments plainly: RECIPE, or [RECIPE] if it is optional.
-
-    Wrong options are named without words of the library.
-    """
-
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        try:
-            return super().parse_args(ctx, args)
-        except typer.BadParameter as error:
-            error.message = error.message.removeprefix("Value error, ")  # how pydantic, of typer's, begins
-            raise
 
 
 class Format(StrEnum):
@@ -92,44 +76,30 @@ FactsPath = Annotated[
     Path | None,
     typer.Option("--facts", metavar="FILE", help="Facts of another machine (output of its env --json)."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-JsonPath = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to this file as JSON.")
+ConfigPath = Annotated[Path | None, typer.Option(metavar="DIR", help="Configs and tokenizers of a one-file base.")]
+FamilyOfBase = Annotated[str | None, typer.Option(metavar="NAME", help="Model family of --base; default: recognised.")]
+FiguresPath = Annotated[
+    Path | None, typer.Option("--output", metavar="FILE", help="Also write the figures to this file as JSON.")
 ]
 CachePath = Annotated[Path, typer.Option("--dir", metavar="DIR", help="The cache folder.")]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
 LoraPath = Annotated[Path, typer.Argument(metavar="RUN_OR_LORA", help="A run directory or a LoRA file.")]
 
 
-def explained(command: Callable[..., int | None], *, outlives_output: bool = False) -> Callable[..., None]:
-    """Run a handler. Its return value is the exit code; errors become messages, never tracebacks."""
-
-    @functools.wraps(command)
-    def run(*args: object, **kwargs: object) -> None:
-        from lora_rocm.foundation.exit_codes import exit_code_of
-
-        raise typer.Exit(exit_code_of(lambda: command(*args, **kwargs), outlives_output=outlives_output))
-
-    return run
-
-
-explained_for_files = functools.partial(explained, outlives_output=True)
-"""For a command whose results are files: it continues if its terminal is closed or the disk of its log is full."""
-
-
 @app.callback(invoke_without_command=True)
 def top(
-    version: Annotated[bool, typer.Option("--version", help="Show the version.", is_eager=True)] = False,
+    version: Annotated[bool, typer.Option("--version", "-V", help="Show the version.", is_eager=True)] = False,
 ) -> None:
     """Options of the program itself. The help text is that of ``app``."""
     if version:
-        typer.echo(f"lora-rocm {__version__}")
+        Output().say(f"lora-rocm {__version__}")
         raise typer.Exit
 
 
 @app.command(cls=Command)
-@explained_for_files
+@printed_lines
 def train(
+    output: Output,
     recipe: RecipePath,
     overrides: Overrides = None,
     run_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: runs/<recipe>-<time>.")] = None,
@@ -147,9 +117,9 @@ def train(
     ] = False,
 ) -> int:
     """Train a LoRA from a recipe."""
-    from lora_rocm.commands import train as launch
+    from lora_rocm.commands import train
 
-    return launch.train(
+    return train.train(
         recipe,
         overrides or (),
         run_dir=run_dir,
@@ -157,59 +127,65 @@ def train(
         accept_changes=accept_changes,
         supervised=not no_supervisor,
         gpus=gpus,
+        output=output,
     )
 
 
 @app.command(cls=Command)
-@explained
+@printed
 def check(
+    output: Output,
     recipe: RecipePath,
     overrides: Overrides = None,
     schema_only: Annotated[bool, typer.Option("--schema-only", help="Only the recipe, not the images.")] = False,
-) -> None:
+) -> int:
     """Check a recipe and its images, and show what training would do."""
-    from lora_rocm.commands.check import check as check_recipe
+    from lora_rocm.commands import check
 
-    check_recipe(recipe, overrides or (), schema_only=schema_only)
+    found = check.check(recipe, overrides or (), schema_only=schema_only, say=output.say)
+    return output.show(found, check.render(found))
 
 
 @app.command(cls=Command)
-@explained
+@printed
 def plan(
+    output: Output,
     recipe: RecipePath,
     overrides: Overrides = None,
     card: Annotated[
         str | None, typer.Option(metavar="24GB", help="Plan for a GPU of this size, not for this machine's.")
     ] = None,
-    as_json: AsJson = False,
 ) -> int:
     """Estimate the memory of a step, and its time on a GPU that is here, without loading the model."""
-    from lora_rocm.commands.plan import plan as show_plan
+    from lora_rocm.commands import plan
 
-    return show_plan(recipe, overrides or (), card=card, as_json=as_json)
+    found = plan.plan(recipe, overrides or (), card=card)
+    return output.show(found, plan.render(found))
 
 
 @app.command(cls=Command)
-@explained
-def tune(recipe: RecipePath, overrides: Overrides = None) -> int:
+@printed
+def tune(output: Output, recipe: RecipePath, overrides: Overrides = None) -> int:
     """Find the fastest right solution of each matrix product of a recipe (ROCm); runs with profile fast use it."""
-    from lora_rocm.commands.tune import tune as tune_products
+    from lora_rocm.commands import tune
 
-    return tune_products(recipe, overrides or ())
+    found = tune.tune(recipe, overrides or (), say=output.say)
+    return output.show(found, tune.render(found))
 
 
 @app.command(cls=Command)
-@explained_for_files
-def demo(family: Annotated[str | None, typer.Option(help="Family of the tiny model.")] = None) -> int:
+@printed_lines
+def demo(output: Output, family: Annotated[str | None, typer.Option(help="Family of the tiny model.")] = None) -> int:
     """Teach a new creature to a tiny model that ships with the program (minutes on a CPU)."""
-    from lora_rocm.commands import train as launch
+    from lora_rocm.commands import train
 
-    return launch.demo(family)
+    return train.train(train.demo_recipe(family), output=output)
 
 
 @app.command(cls=Command)
-@explained_for_files
+@printed_for_files
 def sample(
+    output: Output,
     source: LoraPath,
     prompt: Annotated[str, typer.Option(help="Prompt.")],
     negative_prompt: Annotated[str, typer.Option(help="Negative prompt.")] = "",
@@ -236,19 +212,15 @@ def sample(
     mask: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Mask of that image; an inpainting base draws what is white.")
     ] = None,
-    output: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder for the images.")] = None,
+    folder: Annotated[Path | None, typer.Option("--output", metavar="DIR", help="Folder for the images.")] = None,
     base: Annotated[str | None, typer.Option(metavar="MODEL", help="Base model; default: that of the run.")] = None,
-    config: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Configs and tokenizers of a one-file base.")
-    ] = None,
-    family: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Model family of --base; default: recognised.")
-    ] = None,
+    config: ConfigPath = None,
+    family: FamilyOfBase = None,
 ) -> int:
     """Sample images with a LoRA."""
     from lora_rocm.commands import sample_export
 
-    return sample_export.sample(
+    found = sample_export.sample(
         source,
         prompt=prompt,
         negative_prompt=negative_prompt,
@@ -263,16 +235,19 @@ def sample(
         control_image=control_image,
         control_image_2=control_image_2,
         mask=mask,
-        output=output,
+        output=folder,
         base=base,
         config=config,
         family=family,
+        say=output.say,
     )
+    return output.show(found, sample_export.sample_text(found))
 
 
 @app.command(cls=Command)
-@explained
+@printed
 def chat(
+    output: Output,
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or its PEFT folder.")],
     prompt: Annotated[str | None, typer.Option(help="Only answer this.")] = None,
     system: Annotated[str, typer.Option(help="System prompt.")] = "",
@@ -288,12 +263,13 @@ def chat(
     from lora_rocm.commands import chat as talk
 
     options = talk.Options(side.value, system, temperature, top_p, max_tokens, seed)
-    return talk.chat(run, prompt, options)
+    return talk.chat(run, prompt, options, output)
 
 
 @app.command(cls=Command)
-@explained_for_files
+@printed_for_files
 def compare(
+    output: Output,
     run: RunPath,
     prompt: Annotated[
         list[str] | None, typer.Option(help="Prompt in place of the recipe's; may be given several times.")
@@ -305,18 +281,26 @@ def compare(
     most: Annotated[int, typer.Option(min=1, max=1000, help="LoRA files at most, evenly spread over the run.")] = 8,
 ) -> int:
     """Compare the LoRA files of a run on one page: images from the same seeds, and held-out losses."""
-    from lora_rocm.commands import compare as comparison
+    from lora_rocm.commands import compare
 
-    return comparison.compare(run, prompt or (), strength or (), most)
+    found = compare.compare(run, prompt or (), strength or (), most, say=output.say)
+    return output.show(found, compare.render(found))
 
 
 @app.command(cls=Command)
-@explained_for_files
+@printed_for_files
 def export(
+    output: Output,
     run: RunPath,
     form: Annotated[Format, typer.Option("--format", help="Format to write.")],
-    output: Annotated[Path | None, typer.Option(metavar="PATH", help="File or folder; default: in the run.")] = None,
+    path: Annotated[
+        Path | None, typer.Option("--output", metavar="PATH", help="File or folder; default: in the run.")
+    ] = None,
     dtype: Annotated[NumberFormat | None, typer.Option(help="Dtype; default: as in the recipe.")] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(min=1, max=2**31 - 1, metavar="N", help="Step of the checkpoint to export; default: the newest."),
+    ] = None,
     converter: Annotated[
         Path | None,
         typer.Option(
@@ -328,58 +312,70 @@ def export(
     from lora_rocm.commands import sample_export
 
     kind = dtype.value if dtype else None
-    return sample_export.export(run, form.value, output=output, dtype=kind, converter=converter)
+    found = sample_export.export(
+        run, form.value, output=path, dtype=kind, converter=converter, step=step, say=output.say
+    )
+    return output.show(found, sample_export.export_text(found))
 
 
 @app.command(cls=Command)
-@explained
-def status(run: RunPath, as_json: AsJson = False) -> None:
+@printed
+def status(output: Output, run: RunPath) -> int:
     """Show the state of a run."""
-    import json
-
-    from lora_rocm.commands import status as run_status
-    from lora_rocm.foundation.terminal_text import legible
+    from lora_rocm.commands import status
     from lora_rocm.supervisor.resume import open_run
 
-    found = run_status.status(open_run(run))
-    typer.echo(json.dumps(found, indent=1) if as_json else legible(run_status.status_text(found), keep="\n"))
+    found = status.status(open_run(run))
+    return output.show(found, status.status_text(found))
 
 
 @app.command(cls=Command)
-@explained
+@printed
+def runs(
+    output: Output,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder that the runs are in.")] = Path("runs"),
+) -> int:
+    """List the runs in a folder: state, step, loss and time of the last event."""
+    from lora_rocm.commands import runs
+
+    found = runs.runs(folder)
+    return output.show(found, runs.render(found))
+
+
+@app.command(cls=Command)
+@printed
 def inspect(
+    output: Output,
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A .safetensors file or a folder of a model.")],
-    as_json: AsJson = False,
 ) -> int:
     """Show what a model file is: family, components, number format, adapter and its readers.
 
     The exit code is 0 if a recipe can name it (as base, component or start), and 2 if not; --json has it as "usable".
     """
-    import json
-
     from lora_rocm.commands import inspect_file
     from lora_rocm.errors import UserError
-    from lora_rocm.foundation.terminal_text import legible
 
     found = inspect_file.inspect(path)
-    typer.echo(json.dumps(found, indent=1) if as_json else legible(inspect_file.inspect_text(found), keep="\n"))
+    output.show(found, inspect_file.inspect_text(found))
     return 0 if found["usable"] else UserError.exit_code
 
 
 @app.command(cls=Command)
-@explained
-def report(run: RunPath) -> None:
+@printed
+def report(output: Output, run: RunPath) -> int:
     """Write report.html of a run, also of a running one."""
+    from lora_rocm.commands.output import ReportResult
     from lora_rocm.report.report import write_report
     from lora_rocm.supervisor.resume import open_run
 
-    typer.echo(write_report(open_run(run)))
+    written = write_report(open_run(run))
+    return output.show(ReportResult(written), str(written))
 
 
 @app.command(cls=Command)
-@explained
+@printed
 def doctor(
-    as_json: AsJson = False,
+    output: Output,
     report_file: Annotated[
         Path | None,
         typer.Option("--report", metavar="FILE", help="Write a file for a bug report, without private data."),
@@ -390,114 +386,125 @@ def doctor(
     """Show problems of this machine, the most harmful first, with remedies."""
     from lora_rocm.doctor import command
 
-    return command.doctor(facts, as_json=as_json, report_file=report_file, quick=quick)
+    found = command.doctor(facts, report_file=report_file, quick=quick, say=output.aside)
+    output.show(command.result_of(found), command.render(found))
+    return found.exit_code
 
 
 @app.command(cls=Command)
-@explained
+@printed
 def env(
+    output: Output,
     recipe: Annotated[str | None, typer.Argument(metavar="RECIPE", help="Plan for this recipe.")] = None,
     overrides: Overrides = None,
     facts: FactsPath = None,
     shell: Annotated[Shell | None, typer.Option(help="Print commands for this shell.")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Also show reasons and sources.")] = False,
-    as_json: AsJson = False,
-) -> None:
+) -> int:
     """Print the environment that training gets on this machine."""
-    from lora_rocm.commands import env as show
+    from lora_rocm.commands import env
 
-    typer.echo(
-        show.json_text(recipe, overrides or (), facts)
-        if as_json
-        else show.plan_text(recipe, overrides or (), facts, shell.value if shell else None, explain=explain)
-    )
+    found = env.planned(recipe, overrides or (), facts)
+    text = env.described(*found, shell.value if shell else None, explain=explain)
+    return output.show(env.result_of(*found), text, exact=shell is not None)
 
 
 @app.command(cls=Command)
-@explained
-def forget() -> None:
+@printed
+def forget(output: Output) -> int:
     """Forget the mitigations that past failures added on this machine."""
+    from lora_rocm.commands.output import ForgetResult
     from lora_rocm.rules.this_machine import forget_here
 
-    typer.echo(forget_here())
+    said = forget_here()
+    return output.show(ForgetResult(tuple(said.splitlines())), said)
 
 
-@bench_app.command("transfer", cls=Command)
-@explained
-def bench_transfer(json_file: JsonPath = None) -> int:
+@bench_app.command("transfer", cls=BenchCommand)
+@printed
+def bench_transfer(output: Output, file: FiguresPath = None) -> int:
     """Measure copies between host and GPU, and compare with the bus limit."""
     from lora_rocm.commands import bench
 
-    return bench.transfer(json_file)
+    return bench.finish(output, bench.transfer, file)
 
 
-@bench_app.command("compute", cls=Command)
-@explained
-def bench_compute(recipe: RecipePath, overrides: Overrides = None, json_file: JsonPath = None) -> int:
+@bench_app.command("compute", cls=BenchCommand)
+@printed
+def bench_compute(output: Output, recipe: RecipePath, overrides: Overrides = None, file: FiguresPath = None) -> int:
     """Measure the matrix products, attention and convolutions of a recipe's training step."""
     from lora_rocm.commands import bench
 
-    return bench.compute(recipe, overrides or (), json_file)
+    return bench.finish(output, lambda: bench.compute(recipe, overrides or ()), file)
 
 
-@bench_app.command("loader", cls=Command)
-@explained
-def bench_loader(recipe: RecipePath, overrides: Overrides = None, json_file: JsonPath = None) -> int:
+@bench_app.command("loader", cls=BenchCommand)
+@printed
+def bench_loader(output: Output, recipe: RecipePath, overrides: Overrides = None, file: FiguresPath = None) -> int:
     """Measure the rate of batches from cache and images, without and with loader workers."""
     from lora_rocm.commands import bench
 
-    return bench.loader(recipe, overrides or (), json_file)
+    return bench.finish(output, lambda: bench.loader(recipe, overrides or (), say=output.say), file)
 
 
-@bench_app.command("step", cls=Command)
-@explained
+@bench_app.command("step", cls=BenchCommand)
+@printed
 def bench_step(
+    output: Output,
     recipe: RecipePath,
     overrides: Overrides = None,
     random_weights: Annotated[
         bool, typer.Option("--random-weights", help="Use random weights and images; nothing is read.")
     ] = False,
     steps: Annotated[int, typer.Option(min=2, max=100_000, metavar="N", help="Steps to time, after a warm-up.")] = 30,
-    json_file: JsonPath = None,
+    file: FiguresPath = None,
 ) -> int:
     """Measure training steps of a recipe: time, memory, and the trainer's own parts."""
     from lora_rocm.commands import bench
 
-    return bench.step(recipe, overrides or (), steps, random_weights, json_file)
+    measure = partial(bench.step, steps=steps, random_weights=random_weights, output=output)
+    return bench.finish(output, lambda: measure(recipe, overrides or ()), file)
 
 
 @app.command(cls=Command)
-@explained
-def schema() -> None:
+@printed
+def schema(output: Output) -> int:
     """Write the JSON Schema of recipes, for editors."""
     import json
 
     from lora_rocm.recipe.reference import json_schema
 
-    typer.echo(json.dumps(json_schema(), indent=2))
+    found = json_schema()
+    return output.show(found, json.dumps(found, indent=2), exact=True)
 
 
 @cache_app.command("stats", cls=Command)
-@explained
-def cache_stats(folder: CachePath = Path("cache")) -> None:
+@printed
+def cache_stats(output: Output, folder: CachePath = Path("cache")) -> int:
     """Show the contents of the caches."""
     from lora_rocm.cache_files import maintenance
+    from lora_rocm.commands.cache_text import stats_text
 
-    typer.echo(maintenance.stats(folder))
+    found = maintenance.stats(folder)
+    return output.show(found, stats_text(found))
 
 
 @cache_app.command("verify", cls=Command)
-@explained
-def cache_verify(folder: CachePath = Path("cache")) -> int:
+@printed
+def cache_verify(output: Output, folder: CachePath = Path("cache")) -> int:
     """Read every entry and list damaged ones; exit code 3 if there are any."""
     from lora_rocm.cache_files import maintenance
+    from lora_rocm.commands.cache_text import verified_text
 
-    return maintenance.verify(folder, typer.echo)
+    found = maintenance.verify(folder, output.say)
+    output.show(found, verified_text(found))
+    return found.exit_code
 
 
 @cache_app.command("prune", cls=Command)
-@explained
+@printed
 def cache_prune(
+    output: Output,
     folder: CachePath = Path("cache"),
     older_than: Annotated[
         float | None,
@@ -506,11 +513,13 @@ def cache_prune(
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be deleted.")] = False,
-) -> None:
+) -> int:
     """Delete damaged entries, duplicates, entries of older versions, and remains of killed runs."""
     from lora_rocm.cache_files import maintenance
+    from lora_rocm.commands.cache_text import pruned_text
 
-    maintenance.prune(folder, typer.echo, older_than_days=older_than, dry_run=dry_run)
+    found = maintenance.prune(folder, output.say, older_than_days=older_than, dry_run=dry_run)
+    return output.show(found, pruned_text(found))
 
 
 def main() -> None:

@@ -97,7 +97,13 @@ class UserError(LoraRocmError):
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong with a recipe or a dataset, ready to print."""
+    """One thing wrong with a recipe or a dataset, ready to print.
+
+    Attributes:
+        where: the place: file and line, or a sample.
+        what: what is wrong.
+        fix: what to do about it; may be empty.
+    """
 
     where: str
     what: str

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from lora_rocm.commands import inspect_file
+from lora_rocm.commands.documents import InspectDocument
+from lora_rocm.commands.output import json_form
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.processes.jobs import Judged
 from lora_rocm.train.usable_base import judged
+from tests.documents import faults
 
 
 def judge_here(path: Path, families: Sequence[str]) -> Mapping[str, Judged]:
@@ -17,4 +20,7 @@ def judge_here(path: Path, families: Sequence[str]) -> Mapping[str, Judged]:
 
 
 def inspect(path: Path, registry: Registry = PRODUCT) -> dict[str, Any]:
-    return inspect_file.inspect(path, registry, judge_here)
+    """What is found; it is what the page of JSON documents says."""
+    found = inspect_file.inspect(path, registry, judge_here)
+    assert list(faults(json_form(found), InspectDocument)) == []
+    return found

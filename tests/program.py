@@ -29,7 +29,8 @@ from lora_rocm.processes.jobs import CheckBaseJob
 from lora_rocm.processes.process import error_from_event
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.rundir import exit_status
-from lora_rocm.rundir.events import EventWriter, event_of, read_events
+from lora_rocm.rundir.event_types import EndEvent, ErrorEvent, Event, event_of
+from lora_rocm.rundir.events import EventReader, EventWriter
 from lora_rocm.rundir.heartbeat import HeartbeatWriter
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor import worker as parent_worker
@@ -96,7 +97,7 @@ class Program:
         patch.setattr(parent_worker, "run_worker", run_worker)
         patch.setattr("lora_rocm.processes.tool.run_for_json", run_for_json)
         patch.setattr("lora_rocm.processes.tool.run_tool", run_tool)
-        patch.setattr("lora_rocm.commands.check.threading", SimpleNamespace(Thread=WaitedFor))
+        patch.setattr("lora_rocm.commands.check_base.threading", SimpleNamespace(Thread=WaitedFor))
         patch.setattr(session.Session, "_watch_parent", lambda self: None)
         patch.setattr(session, "EventWriter", ClosableEvents)
         patch.setattr(session, "HeartbeatWriter", ClosableHeartbeat)
@@ -169,12 +170,13 @@ class ClosableHeartbeat(Closable, HeartbeatWriter):
 def run_worker(
     run_dir: RunDir,
     env: Mapping[str, str],
-    on_event: Callable[[dict[str, Any]], None],
+    on_event: Callable[[Event], None],
     command: Sequence[str],
     say: Callable[[str], None],
+    asked: object = None,
 ) -> int:
     """``supervisor.worker.run_worker``, with its own words about how the worker ended."""
-    before, log_start = len(read_events(run_dir.events())), _size(run_dir.worker_log)
+    before, log_start = len(EventReader(run_dir.events()).poll()), _size(run_dir.worker_log)
     run_dir.stop.unlink(missing_ok=True)
     log = io.StringIO()
     with contextlib.redirect_stderr(log), contextlib.redirect_stdout(log):
@@ -182,21 +184,19 @@ def run_worker(
     Closable.close_all()
     with run_dir.worker_log.open("a", encoding="utf-8") as file:
         file.write(log.getvalue())
-    last: dict[str, dict[str, Any]] = {}
-    for event in read_events(run_dir.events())[before:]:
-        last[event["type"]] = event
+    last: EndEvent | ErrorEvent | None = None
+    for event in EventReader(run_dir.events()).poll()[before:]:
+        last = event if isinstance(event, EndEvent | ErrorEvent) else last
         on_event(event)
     return parent_worker._verdict(run_dir, code, killed=False, last=last, log_start=log_start)
 
 
-def run_tool(
-    module: str, arguments: Sequence[str], env: Mapping[str, str], on_event: Callable[[dict[str, Any]], None]
-) -> int:
+def run_tool(module: str, arguments: Sequence[str], env: Mapping[str, str], on_event: Callable[[Event], None]) -> int:
     """``children.run_tool``."""
     assert module == model_child.__name__
     code, events, log = _child(module, arguments)
     for event in events:
-        if event["type"] == "error":
+        if isinstance(event, ErrorEvent):
             raise error_from_event(event)
         on_event(event)
     if code:
@@ -217,7 +217,7 @@ def run_for_json(module: str, arguments: Sequence[str], env: Mapping[str, str]) 
         raise exit_status.died(f"The process {module}", 1, traceback.format_exc().encode()) from None
 
 
-def _child(module: str, arguments: Sequence[str]) -> tuple[int, list[dict[str, Any]], str]:
+def _child(module: str, arguments: Sequence[str]) -> tuple[int, list[Event], str]:
     """(exit code, events that a reader takes from standard output, standard error) of a heavy child's ``main``."""
     out, log, argv = io.StringIO(), io.StringIO(), sys.argv
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(log):

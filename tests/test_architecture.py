@@ -58,6 +58,7 @@ ROOMS: dict[str, str] = {
     "children": HEAVY,
     "commands": LIGHT,
     "doctor": LIGHT,
+    "json_reference": LIGHT,
     "cli": LIGHT,
     "__main__": LIGHT,
 }
@@ -71,7 +72,8 @@ PROCESS_EDGES = {
     (f"{PACKAGE}.foundation.exit_codes", "exit_code_of"),
     (f"{PACKAGE}.processes.child_main", "main"),
     (f"{PACKAGE}.loader.worker_pool", "_serve"),
-    (f"{PACKAGE}.commands.check", "_weigh"),  # a thread, which hands on what it raises
+    (f"{PACKAGE}.commands.check_base", "_weigh"),  # a thread, which hands on what it raises
+    (f"{PACKAGE}.commands.start_run", "_work"),  # likewise
     (f"{PACKAGE}.dataset.row_edge", "row_edge"),
     (f"{PACKAGE}.families.causal_lm.chat_template", "_template"),
     ("benchmarks/reliable_fuzz.py", "child"),
@@ -92,8 +94,9 @@ OWN_JSON = {
         *("families.causal_lm.chat:_growth", "families.tokenizers:_written_around"),
         "hardware.probe.windows_probe:adapters_from_json",
         # the program's own cache and memory, which it makes again if they are damaged
+        "rundir.event_index:_read_index",
         *("cache_files.entry_file:_parsed", "cache_files.hash_memory:_read", "latent_cache.manifest:_read"),
-        *("commands.check:_remembered", "memory.footprint:_remembered", "rules.mitigation_store:_read"),
+        *("commands.check_base:_remembered", "memory.footprint:_remembered", "rules.mitigation_store:_read"),
         *("hardware.measured_choice:stored", "hardware.selftest_result:stored", "hardware.probe.sources:_entries"),
     )
 }
@@ -441,6 +444,17 @@ def memory_faults(module: Module) -> Iterator[str]:
                 yield f"{module.name}:{getattr(node, 'lineno', 0)} asks by {named}; {homes[0]} is there for it"
 
 
+def output_faults(module: Module) -> Iterator[str]:
+    """A command that writes by itself: only ``commands.output`` knows whether standard output is a JSON document."""
+    if module.room not in ("commands", "doctor", "cli") or module.name == f"{PACKAGE}.commands.output":
+        return
+    for node in module.nodes:
+        text = ast.unparse(node) if isinstance(node, ast.Name | ast.Attribute) else ""
+        writes = text in ("print", "typer.echo", "sys.stdout.write", "sys.stderr.write")
+        if writes or (module.room != "cli" and text in ("sys.stdout", "sys.stderr")):
+            yield f"{module.name}:{getattr(node, 'lineno', 0)} uses {text}; an Output is there for it"
+
+
 RULES: list[tuple[Callable[[Module], Iterator[str]], bool]] = [  # rule, does it hold for scripts too
     (arrow_faults, False),
     (family_faults, False),
@@ -454,6 +468,7 @@ RULES: list[tuple[Callable[[Module], Iterator[str]], bool]] = [  # rule, does it
     (python_child_faults, False),
     (product_faults, False),
     (memory_faults, False),
+    (output_faults, False),
     (json_faults, False),
 ]
 
@@ -525,6 +540,10 @@ def bad(rule: Callable[[Module], Iterator[str]], name: str, source: str) -> obje
         bad(light_faults, "cli", "def f():\n    import torch"),
         bad(light_faults, "hardware.probe.detection", "from transformers import CLIPTextModel"),
         bad(light_faults, "dataset.scan", "import datasets"),
+        bad(output_faults, "commands.check", "print('x')"),
+        bad(output_faults, "commands.check", "import sys\nsay = sys.stdout.write"),
+        bad(output_faults, "doctor.command", "import sys\nshow(Console(file=sys.stderr))"),
+        bad(output_faults, "cli", "import typer\ntyper.echo('x')"),
         bad(light_faults, "commands.check", "def f():\n    from lora_rocm.latent_cache.cache import LatentCache"),
         bad(eager_faults, "train.hooks", "from torch.utils.tensorboard import SummaryWriter"),
         bad(eager_faults, "latent_cache.encode", "import datasets"),

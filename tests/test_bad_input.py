@@ -19,8 +19,8 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
+from tests.event_lines import read_events
 from tests.program import RECIPE, Program, images, snapshot
 from tests.tiny_models import SHALLOW, tiny_pipeline, write_config_folder, write_single_file, write_tiny_sdxl
 

@@ -21,9 +21,9 @@ from filelock import FileLock
 from PIL import Image
 from safetensors.torch import load_file
 
-from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.lock import locked
+from tests.event_lines import read_events
 from tests.program import RECIPE, Program, images, snapshot
 from tests.tiny_models import SHALLOW, write_tiny_sdxl
 

@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from lora_rocm.commands.check import check, plan_data
+from lora_rocm.commands import check as module
+from lora_rocm.commands.check import CheckResult
+from lora_rocm.commands.output import Output
 from lora_rocm.dataset.batch_sampler import BatchPlan, Item
 from lora_rocm.dataset.scan import geometries, scan
-from lora_rocm.errors import DataError, ModelError, RecipeError, storage_error
+from lora_rocm.errors import ModelError, RecipeError, storage_error
 from lora_rocm.foundation.bounded_read import FileVersion
+from lora_rocm.planning.data_plan import plan_data
 from lora_rocm.recipe.load import load_recipe
 from tests.fake_encoders import letter_limit
 
@@ -25,6 +28,14 @@ data: {path: pics, resolution: 128, bucket_step: 32, flip_aug: true, shuffle_cap
 train: {epochs: 3, batch_size: 2, gradient_accumulation_steps: 2}
 sample: {prompts: [a cat]}
 """
+
+
+def check(*arguments: Any, **options: Any) -> CheckResult:
+    """``lora-rocm check``, and what it printed."""
+    output = Output()
+    found = module.check(*arguments, **options, say=output.say)
+    output.show(found, module.render(found))
+    return found
 
 
 class Weigh:
@@ -177,19 +188,22 @@ def test_errors_of_data_and_model(weigh: Weigh, tmp_path: Path, both: bool) -> N
     if both:
         where = "model.name_or_path: model"
         weigh.error = ModelError("not-sdxl", "This is no SDXL model.", where=where, fix="Another one.")
-    expected: Any = RecipeError if both else DataError
-    with pytest.raises(expected) as caught:
-        check("my.yaml")
-    assert caught.value.exit_code == 2
+    found = check("my.yaml")
+    assert found.data is None and found.error is not None and found.error.exit_code == 2
+    assert (found.error.code == "recipe-invalid") == both == (len(found.error.problems) == 2)
     if both:
-        assert "no SDXL model" in str(caught.value) and len(caught.value.problems) == 2
-        assert caught.value.problems[1].where == "my.yaml:1 model.name_or_path: model"
+        assert "no SDXL model" in str(found.error)
+        assert found.error.problems[1].where == "my.yaml:1 model.name_or_path: model"
 
 
-def test_error_of_the_model_alone(weigh: Weigh) -> None:
-    weigh.error = ModelError("not-sdxl", "This is no SDXL model.")
-    with pytest.raises(ModelError):
-        check("my.yaml")
+def test_an_error_of_the_model_alone_leaves_what_was_found_of_the_data(weigh: Weigh, capsys: Any) -> None:
+    weigh.error = ModelError("not-sdxl", "This is no SDXL model.", where="model.vae: x")
+    found = check("my.yaml")
+    assert found.error is not None and (found.error.code, found.error.where) == ("not-sdxl", "my.yaml:1 model.vae: x")
+    assert found.data is not None and found.data.usable == 5 and found.weight_bytes is None
+    said = capsys.readouterr()
+    assert "images: 5 usable" in said.out and "together" not in said.out and "valid" not in said.out
+    assert said.err == "This is no SDXL model.\n  where: my.yaml:1 model.vae: x\n"
 
 
 def test_a_cache_that_cannot_be_written_stops_nothing(weigh: Weigh, monkeypatch: pytest.MonkeyPatch) -> None:

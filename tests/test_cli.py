@@ -22,10 +22,10 @@ ROOT = Path(__file__).parents[1]
 HEALTHY = "tests/hosts/linux-rx7900xtx.json"
 # Users, scripts and documents rely on these names.
 COMMANDS: dict[str, set[str]] = {
-    "": {"--version"},
+    "": {"--version", "-V", "--install-completion", "--show-completion"},
     "train": {"RECIPE", "--set", "--run-dir", "--resume", "--accept-changes", "--gpus", "--no-supervisor"},
     "check": {"RECIPE", "--set", "--schema-only"},
-    "plan": {"RECIPE", "--set", "--card", "--json"},
+    "plan": {"RECIPE", "--set", "--card"},
     "demo": {"--family"},
     "compare": {"RUN", "--prompt", "--strength", "--most"},
     "sample": {
@@ -49,30 +49,36 @@ COMMANDS: dict[str, set[str]] = {
         "--config",
     },
     "chat": {"RUN", "--prompt", "--system", "--side", "--temperature", "--top-p", "--max-tokens", "--seed"},
-    "export": {"RUN", "--format", "--output", "--dtype", "--converter"},
+    "export": {"RUN", "--format", "--output", "--dtype", "--converter", "--step"},
     "tune": {"RECIPE", "--set"},
-    "status": {"RUN", "--json"},
-    "inspect": {"PATH", "--json"},
+    "status": {"RUN"},
+    "runs": {"FOLDER"},
+    "inspect": {"PATH"},
     "report": {"RUN"},
-    "doctor": {"--json", "--report", "--facts", "--quick"},
-    "env": {"RECIPE", "--set", "--facts", "--shell", "--explain", "--json"},
+    "doctor": {"--report", "--facts", "--quick"},
+    "env": {"RECIPE", "--set", "--facts", "--shell", "--explain"},
     "forget": set(),
     "schema": set(),
     "cache stats": {"--dir"},
     "cache verify": {"--dir"},
     "cache prune": {"--dir", "--older-than", "--dry-run"},
-    "bench transfer": {"--json"},
-    "bench compute": {"RECIPE", "--set", "--json"},
-    "bench loader": {"RECIPE", "--set", "--json"},
-    "bench step": {"RECIPE", "--set", "--random-weights", "--steps", "--json"},
+    "bench transfer": {"--output"},
+    "bench compute": {"RECIPE", "--set", "--output"},
+    "bench loader": {"RECIPE", "--set", "--output"},
+    "bench step": {"RECIPE", "--set", "--random-weights", "--steps", "--output"},
 }
+
+
+OF_RESULTS = {"--json", "--quiet", "-q"}
+"""Every command has them."""
+COMMANDS = {name: options | OF_RESULTS if name else options for name, options in COMMANDS.items()}
 
 
 def names(command: Any) -> set[str]:
     found = set()
     for parameter in command.params:
         found |= {parameter.metavar} if parameter.param_type_name == "argument" else set(parameter.opts)
-    return found - {"--help"}
+    return found - {"--help", "-h"}
 
 
 def all_commands(command: Any, prefix: str = "") -> dict[str, set[str]]:
@@ -93,18 +99,11 @@ def test_commands_and_options_are_frozen() -> None:
 
 def test_usage_shows_arguments_plainly() -> None:
     for name, options in COMMANDS.items():
-        argument = next((option for option in options if option.isupper()), None)
+        argument = next((option for option in options if option.isupper() and option[0] != "-"), None)
         if argument is not None:
             usage = run(*name.split(), "--help")[1].splitlines()[0]
-            wanted = f"[{argument}]" if name == "env" else argument
+            wanted = f"[{argument}]" if name in ("env", "runs") else argument
             assert usage == f"Usage: lora-rocm {name} [OPTIONS] {wanted}".replace("lora-rocm", usage.split()[1])
-
-
-def test_json_is_a_flag_but_of_bench_where_it_is_a_file_beside_the_tables() -> None:
-    for name in (name for name, options in COMMANDS.items() if "--json" in options):
-        (line,) = [line for line in run(*name.split(), "--help")[1].splitlines() if line.startswith("  --json")]
-        assert ("FILE" in line) == name.startswith("bench"), line
-        assert ("Also write" in line) == name.startswith("bench") and ("Print JSON" in line) != ("FILE" in line)
 
 
 def test_env_prints_its_plan_as_json_and_reads_the_facts_in_it(tmp_path: Path) -> None:
@@ -141,12 +140,14 @@ def test_each_number_of_an_option_has_both_limits() -> None:
 
 
 def test_version_and_help() -> None:
-    assert run("--version")[:2] == (0, f"lora-rocm {__version__}\n")
+    assert run("--version")[:2] == run("-V")[:2] == (0, f"lora-rocm {__version__}\n")
     code, output, _ = run("--help")
     assert code == 0 and all(f"  {name.split()[0]} " in output for name in COMMANDS if name)
     for name in COMMANDS:
         if name:
-            assert run(*name.split(), "--help")[0] == 0
+            assert (
+                run(*name.split(), "--help")[:2] == run(*name.split(), "-h")[:2] and run(name.split()[0], "-h")[0] == 0
+            )
 
 
 @pytest.mark.parametrize(
@@ -194,6 +195,7 @@ def test_train_hands_on_what_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     code, _, _ = run("train", "r.yaml", "--set", "a.b=1", "--set", "c.d=2", "--run-dir", "x", "--resume", "latest")
     assert code == 130
     options = {"run_dir": Path("x"), "resume": "latest", "accept_changes": False, "supervised": True, "gpus": None}
+    assert seen[0][-1].pop("output") is not None
     assert seen == [("r.yaml", ["a.b=1", "c.d=2"], options)]
     run("train", "r.yaml", "--no-supervisor")
     assert seen[1][-1]["supervised"] is False
@@ -203,10 +205,10 @@ def test_train_hands_on_what_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_interrupt_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(family: str | None) -> int:
+    def interrupted(family: str | None) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lora_rocm.commands.train.demo", interrupted)
+    monkeypatch.setattr("lora_rocm.commands.train.demo_recipe", interrupted)
     assert run("demo") == (130, "", "Stopped.\n")
 
 

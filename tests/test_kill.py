@@ -19,8 +19,8 @@ import psutil
 import pytest
 from PIL import Image
 
-from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
+from tests.event_lines import read_events
 from tests.tiny_llm import write_chats, write_tiny_llm
 from tests.tiny_models import RUN_TARGETS, SHALLOW, write_tiny_sdxl
 

@@ -15,8 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lora_rocm.rundir.events import current_steps, read_events
+from lora_rocm.rundir.events import EventReader, current_steps
 from lora_rocm.rundir.layout import RunDir
+from tests.event_lines import read_events
 from tests.test_kill import DEADLINE_S, results, write_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -39,7 +40,7 @@ def test_a_killed_rank_costs_no_byte(gpus: int, tmp_path: Path) -> None:
     finish(start(recipe, tmp_path / "straight", gpus))
     run_dir, process = RunDir(tmp_path / "killed"), start(recipe, tmp_path / "killed", gpus)
     at, rank = dice.randrange(3, 11), dice.randrange(gpus)
-    while len(current_steps(read_events(run_dir.events()))) < at:
+    while len(current_steps(EventReader(run_dir.events()).poll())) < at:
         assert process.poll() is None, process.communicate()[0]
     started = [event for event in read_events(run_dir.events(rank)) if event["type"] == "start"]
     psutil.Process(started[-1]["pid"]).kill()

@@ -270,7 +270,7 @@ def test_without_its_last_checkpoint_a_lost_file_is_said(program: Program, run_d
     else:
         flip(run_dir.checkpoint(2) / "adapter.safetensors")
     damaged = run_dir.lora.read_bytes()
-    train(program, run_dir).refused(3, "so is its last checkpoint", run_dir.checkpoint(2), "another --run-dir")
+    train(program, run_dir).refused(3, "is gone or damaged", run_dir.checkpoint(2), "another --run-dir")
     assert run_dir.lora.read_bytes() == damaged
 
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from benchmarks.training_step import tables
 from lora_rocm import __version__
-from lora_rocm.commands.bench import machine_text, say
+from lora_rocm.commands.bench import machine_text
+from lora_rocm.commands.output import Output
 from lora_rocm.errors import WorkerDiedError
 from lora_rocm.foundation.files import followed, make_folder, write_json
 from lora_rocm.processes.process import OnEvent
@@ -23,12 +24,14 @@ from lora_rocm.processes.tool import follow_tool
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.this_machine import plan_here
+from lora_rocm.rundir.event_types import BeginEvent, Event, MachineEvent, RowEvent
 from lora_rocm.rundir.exit_status import died
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = "benchmarks.training_step.child"
 OURS = "lora-rocm"
 TRACES = "bench-step-traces"
+say = Output().say
 OVER_ROUNDS = ("median_s", "p95_s", "mean_s", "samples_per_s")
 
 Row = dict[str, Any]
@@ -91,15 +94,15 @@ def _measure(recipe: Recipe, asked: Asked, traces: Path | None, found: Measured,
     """Measure all rows into ``found``, and ``keep`` each. If the child dies after our own steps, the row says so."""
     begun: Row = {}
 
-    def on_event(event: Row) -> None:
-        match event["type"]:
-            case "machine":
+    def on_event(event: Event) -> None:
+        match event:
+            case MachineEvent():
                 found.machine = fields_of(event)
                 say(machine_text(found.machine))
-            case "begin":
-                begun.update(event["fields"], at=time.monotonic(), limit_s=event["limit_s"])
+            case BeginEvent():
+                begun.update(event.fields, at=time.monotonic(), limit_s=event.limit_s)
                 say(f"Measuring {begun['name']}{', again' if begun['round'] else ''} ...")
-            case "row":
+            case RowEvent():
                 found.rows.append(fields_of(event))
                 keep()
                 if not found.rows[-1]["problem"]:  # said at once: what comes next takes minutes, or ends the process

@@ -26,7 +26,6 @@ from lora_rocm.dataset.entry_spec import ENTRY_NAME as ENTRY_KIND
 from lora_rocm.errors import MachineError, StorageError, UserError, storage_error
 from lora_rocm.foundation.files import is_folder, is_link
 from lora_rocm.foundation.terminal_text import printable
-from lora_rocm.foundation.units import count_text, size_text
 
 ENTRY_NAME = re.compile(r"([0-9a-f]{40})(?:-([1-9][0-9]{0,8}))?\.safetensors")
 TEMPORARY_NAME = re.compile(r"\.[0-9a-f]{40}(?:-[0-9]{1,9})?\.safetensors\.([0-9]{1,9})(?:\.[0-9a-f]{8})?\.tmp")
@@ -38,7 +37,6 @@ MANIFEST_TEMPORARY_NAME = re.compile(r"\.[0-9a-f]{40}\.([0-9]{1,9})\.[0-9a-f]{8}
 OLD_TEMPORARY_S = 3600
 FRESH_TEMPORARY_S = 60  # younger files are kept: the writer may be on another machine that shares the folder
 DAY_S = 86400
-MAX_NAMED = 100
 GOOD, BAD, UNREADABLE, LINK, OLDER, NEWER = "good", "bad", "unreadable", "no plain file", "older", "newer"
 NEVER_DELETED = (UNREADABLE, LINK, NEWER)
 
@@ -71,8 +69,94 @@ def holds_cache(folder: Path) -> bool:
         return False
 
 
-def stats(folder: Path) -> str:
-    """A text with the number and total size of the files of each kind in a cache folder.
+@dataclass(frozen=True)
+class KindStats:
+    """The files of one kind. files: their number. num_bytes: their size together."""
+
+    files: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """What is in a cache folder.
+
+    Attributes:
+        folder: the folder.
+        kinds: by kind; the files directly in the folder are "(top)".
+    """
+
+    folder: Path
+    kinds: dict[str, KindStats]
+
+
+@dataclass(frozen=True)
+class CacheFault:
+    """A file of an entry that is wrong and has no good replacement.
+
+    Attributes:
+        path: the file.
+        state: bad, unreadable, or no plain file.
+        why: what is wrong.
+    """
+
+    path: Path
+    state: str
+    why: str
+
+
+@dataclass(frozen=True)
+class CacheVerified:
+    """The state of the files of all entries of a cache folder.
+
+    Attributes:
+        folder: the folder.
+        good: number of intact files.
+        bad: number of damaged ones, and of those that are no plain files.
+        unreadable: number of those that cannot be read.
+        replaced: number of wrong ones whose entry has a good file.
+        older: number of those of older versions of the program.
+        newer: number of those of newer versions.
+        faults: the wrong ones without a good file.
+    """
+
+    folder: Path
+    good: int
+    bad: int
+    unreadable: int
+    replaced: int
+    older: int
+    newer: int
+    faults: tuple[CacheFault, ...]
+
+    @property
+    def exit_code(self) -> int:
+        return MachineError.exit_code if self.bad or self.unreadable else 0
+
+
+@dataclass(frozen=True)
+class CachePruned:
+    """What was deleted from a cache folder.
+
+    Attributes:
+        folder: the folder.
+        dry_run: nothing was deleted, it was only counted.
+        freed_bytes: size of the deleted files.
+        deleted: number of deleted files by reason: good (second copies), bad, older, unused, temporary.
+        left: number of files left alone, by reason.
+        older_than_days: entries that no run has used for this long are deleted; null: at any age they are kept.
+    """
+
+    folder: Path
+    dry_run: bool
+    freed_bytes: int
+    deleted: dict[str, int]
+    left: dict[str, int]
+    older_than_days: float | None
+
+
+def stats(folder: Path) -> CacheStats:
+    """Return the number and total size of the files of each kind in a cache folder.
 
     Raises:
         UserError: there is no such folder.
@@ -84,49 +168,35 @@ def stats(folder: Path) -> str:
         for name in names:
             with contextlib.suppress(OSError):  # a run may just have renamed it
                 kinds.setdefault(inside[0] if inside else "(top)", []).append(os.lstat(Path(place, name)).st_size)
-    lines = [
-        f"  {printable(kind)}: {count_text(len(sizes), 'file')}, {size_text(sum(sizes))}"
-        for kind, sizes in sorted(kinds.items())
-    ]
-    total = sum(sum(sizes) for sizes in kinds.values())
-    return "\n".join([f"{_shown(folder)}: {size_text(total)}", *lines])
+    found = {kind: KindStats(len(sizes), sum(sizes)) for kind, sizes in sorted(kinds.items())}
+    return CacheStats(folder.absolute(), found)
 
 
-def verify(folder: Path, say: Say) -> int:
-    """Read every entry, compare its bytes with its fingerprints, and report the bad ones.
-
-    Returns:
-        Exit code: that of ``MachineError`` if an entry is bad or unreadable and has no good replacement, else 0.
+def verify(folder: Path, say: Say) -> CacheVerified:
+    """Read every entry, and compare its bytes with its fingerprints. ``say`` gets what is not looked at.
 
     Raises:
         UserError: there is no such folder.
     """
-    # Read and count the files of each entry.
     counts: Counter[str] = Counter()
+    faults: list[CacheFault] = []
     for files in _entries(folder, say):
         healthy = any(file.state == GOOD for file in files)
         for file in files:
             wrong = file.state in (BAD, UNREADABLE, LINK)
             counts["replaced" if wrong and healthy else file.state] += 1
             if wrong and not healthy:
-                counts["named"] += 1
-                if counts["named"] <= MAX_NAMED:
-                    say(f"{file.state}: {_shown(file.path)}: {printable(file.why)}")
-    if counts["named"] > MAX_NAMED:
-        say(f"... and {counts['named'] - MAX_NAMED} more")
-    # Report the totals.
-    bad, unreadable = counts[BAD] + counts[LINK], counts[UNREADABLE]
-    summary = f"{_shown(folder)}: {counts[GOOD]} good, {bad} bad, {unreadable} unreadable"
-    for state, words in (("replaced", "damaged before and replaced"), (OLDER, "of older"), (NEWER, "of newer")):
-        if counts[state]:
-            versions = "" if state == "replaced" else " versions of the program"
-            summary += f", {counts[state]} {words}{versions}"
-    say(summary)
-    if bad or unreadable:
-        say("None of them is ever trained on: the next run that wants one encodes it again.")
-    if bad or counts["replaced"]:
-        say("To delete damaged files: lora-rocm cache prune")
-    return MachineError.exit_code if bad or unreadable else 0
+                faults.append(CacheFault(file.path.absolute(), file.state, file.why))
+    return CacheVerified(
+        folder.absolute(),
+        counts[GOOD],
+        counts[BAD] + counts[LINK],
+        counts[UNREADABLE],
+        counts["replaced"],
+        counts[OLDER],
+        counts[NEWER],
+        tuple(faults),
+    )
 
 
 @dataclass
@@ -175,14 +245,15 @@ class Pruning:
         return True
 
 
-def prune(folder: Path, say: Say, *, older_than_days: float | None, dry_run: bool) -> None:
+def prune(folder: Path, say: Say, *, older_than_days: float | None, dry_run: bool) -> CachePruned:
     """Delete leftovers of killed writers, bad and superfluous entries, and optionally entries not used recently.
+
+    ``say`` gets what is not looked at.
 
     Raises:
         UserError: there is no such folder.
         StorageError: the folder cannot be written.
     """
-    # Delete entries, temporary files and manifests.
     pruning, now = Pruning(dry_run), time.time()
     oldest = None if older_than_days is None else now - older_than_days * DAY_S
     for files in _entries(folder, say):
@@ -191,19 +262,8 @@ def prune(folder: Path, say: Say, *, older_than_days: float | None, dry_run: boo
         for path, pid in _matching(place, TEMPORARY_NAME):
             _prune_temporary(pruning, path, int(pid[1]), now)
     _prune_manifests(pruning, folder / MANIFESTS, oldest, now)
-    # Report the result.
-    words = {
-        BAD: "bad",
-        GOOD: "second copies",
-        OLDER: "of older versions",
-        "unused": f"not used for {older_than_days or 0:g} days",
-        "temporary": "left by writers that were killed",
-    }
-    parts = [f"{pruning.done[why]} {text}" for why, text in words.items() if pruning.done[why]]
-    would = "Would free" if dry_run else "Freed"
-    say(f"{_shown(folder)}: {would} {size_text(pruning.freed_bytes)}: {', '.join(parts) or 'nothing to delete'}")
-    if pruning.left:
-        say("Left alone: " + ", ".join(f"{number} {why}" for why, number in sorted(pruning.left.items())))
+    done, left = dict(pruning.done), dict(pruning.left)
+    return CachePruned(folder.absolute(), dry_run, pruning.freed_bytes, done, left, older_than_days)
 
 
 def _prune_entry(pruning: Pruning, files: Sequence[File], oldest: float | None) -> None:

@@ -19,7 +19,8 @@ from lora_rocm.families.base import ModelFamily, TextReader, family_for
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.latent_cache.prepare import lengths_of_texts, texts_in_cache
-from lora_rocm.processes.jobs import CheckTextsJob, Seen
+from lora_rocm.planning.data_plan import Seen
+from lora_rocm.processes.jobs import CheckTextsJob
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
 

@@ -185,10 +185,10 @@ def _checkpoint_of(run_dir: RunDir, updates: int | None) -> Checkpoint:
         if found is None:
             raise StorageError(
                 "result-lost",
-                "A file of this finished run is gone or damaged, and so is its last checkpoint, from which it would be "
-                "made again.",
+                f"The checkpoint of step {updates}, from which the file would be made, is gone or damaged.",
                 where=str(run_dir.checkpoint(updates)),
-                fix="Put the file or the checkpoint back from a copy, or train again with another --run-dir.",
+                fix="Put the file or the checkpoint back from a copy, export another step, or train again with another "
+                "--run-dir.",
             )
         return found
     newest, damaged = latest_valid(run_dir)
@@ -204,7 +204,7 @@ def _checkpoint_of(run_dir: RunDir, updates: int | None) -> Checkpoint:
 def _require_end(run_dir: RunDir, checkpoint: Checkpoint) -> None:
     ended, step = updates_of(run_dir), checkpoint.position.updates
     if ended and step != ended:
-        what = f"This run ended after step {ended}, and its newest valid checkpoint is of step {step}."
+        what = f"This run ended after step {ended}, and the checkpoint to export is of step {step}."
         fix = "Its export is no result of the run, so write it elsewhere, with --output."
         raise UserError("result-older", what, where=str(checkpoint.path), fix=fix)
 

@@ -22,16 +22,16 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from lora_rocm.errors import MachineError
 from lora_rocm.families.registry import PRODUCT, Registry
-from lora_rocm.processes.process import Event
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.paths import settings_without_paths
-from lora_rocm.rundir.event_types import ErrorEvent
+from lora_rocm.rundir.event_types import ErrorEvent, StepEvent, TelemetryEvent, ValidationEvent, WatchedEvent
 from lora_rocm.rundir.events import EventReader, emit
 from lora_rocm.rundir.exit_status import size_of
 from lora_rocm.rundir.layout import SUPERVISOR, RunDir
 from lora_rocm.telemetry.numbers import numbers_of as telemetry_numbers
 from lora_rocm.train.hooks import SCALARS
 
+Tracked = StepEvent | ValidationEvent | WatchedEvent | TelemetryEvent
 CALL_LIMIT_S = 60.0
 POLL_S = 1.0
 
@@ -82,31 +82,30 @@ def track(
         tracker.start()
         if not earlier:  # MLflow refuses a parameter that has another value now
             tracker.store_init_configuration(_settings(run_dir, registry))
-    reader = EventReader(run_dir.events(), offset, tuple(SCALARS))
+    reader = EventReader(run_dir.events(), offset, (StepEvent, ValidationEvent, WatchedEvent))
     file = run_dir.events(SUPERVISOR)
-    telemetry = EventReader(file, size_of(file), ("telemetry",))
+    telemetry = EventReader(file, size_of(file), (TelemetryEvent,))
     ended, newest = False, 0
     while not ended:
         ended = over()
         for event in [*reader.poll(), *telemetry.poll()]:
-            updates = event["updates"]
-            if event["type"] == "telemetry":  # wandb drops what comes with an earlier step
-                updates = newest = max(newest, updates)
-            else:
-                newest = updates
+            if not isinstance(event, Tracked):
+                continue
+            # wandb drops what comes with an earlier step
+            newest = max(newest, event.updates) if isinstance(event, TelemetryEvent) else event.updates
             with limited.call():
-                tracker.log(numbers_of(event), step=updates)
+                tracker.log(numbers_of(event), step=newest)
     with limited.call():
         tracker.finish()
 
 
-def numbers_of(event: Event) -> Mapping[str, float]:
+def numbers_of(event: Tracked) -> Mapping[str, float]:
     """The finite numbers of an event: "step/loss", "validation/loss", "telemetry/gpu0/power_w" and so on."""
-    if event["type"] == "telemetry":
+    if isinstance(event, TelemetryEvent):
         return telemetry_numbers(event)
-    found = {name: event[name] for name in SCALARS[event["type"]]}
-    found |= event.get("optimizer", {}) | event.get("measures", {})
-    return {f"{event['type']}/{name}": value for name, value in found.items() if value is not None}
+    found = {name: getattr(event, name) for name in SCALARS[event.type]}
+    found |= (event.optimizer if isinstance(event, StepEvent) else {}) | event.measures
+    return {f"{event.type}/{name}": value for name, value in found.items() if value is not None}
 
 
 def _settings(run_dir: RunDir, registry: Registry) -> dict[str, bool | int | float | str]:

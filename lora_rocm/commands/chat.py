@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from io import TextIOWrapper
@@ -17,16 +17,18 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from lora_rocm.commands.output import Output, OutputMode
 from lora_rocm.commands.sample_export import require_text
 from lora_rocm.errors import UserError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.files import temporary_folder
 from lora_rocm.foundation.terminal_text import legible, quoted
 from lora_rocm.processes.jobs import CHILDREN, ChatJob
-from lora_rocm.processes.process import Asked, Event, heavy_command, stop_signals
+from lora_rocm.processes.process import Asked, heavy_command, stop_signals
 from lora_rocm.processes.tool import Tool, started, write_job
 from lora_rocm.recipe.yaml_tree import is_clean
 from lora_rocm.rules.this_machine import plan_here
+from lora_rocm.rundir.event_types import AnsweredEvent, Event, NoticeEvent, ReadyEvent, WrittenEvent
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.made_from import is_of_another_step, newest_lora
 from lora_rocm.rundir.whole_files import require_whole, require_whole_named
@@ -59,20 +61,67 @@ class Options:
     seed: int
 
 
-def chat(source: Path, prompt: str | None, options: Options, registry: Registry = PRODUCT) -> int:
-    """Talk until the user ends it; with ``prompt`` only answer that.
+@dataclass(frozen=True)
+class Answer:
+    """One answer.
+
+    Attributes:
+        side: base or adapter.
+        text: the answer.
+        tokens: their number.
+        ended: why: end, limit (of tokens), stopped or refused.
+    """
+
+    side: str
+    text: str
+    tokens: int
+    ended: str
+
+
+@dataclass(frozen=True)
+class ChatResult:
+    """The answers to one prompt.
+
+    Attributes:
+        prompt: the prompt.
+        answers: of the base, of the adapter, or of both.
+    """
+
+    prompt: str
+    answers: tuple[Answer, ...]
+
+
+def render(result: ChatResult) -> str:
+    """Return the answers as a conversation shows them."""
+    headed = len(result.answers) > 1
+    blocks = []
+    for answer in result.answers:
+        lines = [f"[{TITLES[answer.side]}]"] if headed else []
+        blocks.append("\n".join([*lines, answer.text, ENDINGS.get(answer.ended, "")]).rstrip("\n"))
+    return "\n\n".join(blocks)
+
+
+def chat(
+    source: Path, prompt: str | None, options: Options, output: Output | None = None, registry: Registry = PRODUCT
+) -> int:
+    """Talk until the user ends it; with ``prompt`` only answer that. Returns the exit code.
 
     Args:
         source: a run directory, or its PEFT folder or file.
         prompt: one message, in place of what is typed.
         options: how answers are made.
+        output: prints; for humans each answer as it comes, else all at the end.
         registry: the model families.
 
     Raises:
-        UserError: there is no run, or its model is of images.
+        UserError: there is no run, or its model is of images; prompt-needed.
         AdapterError: it has no LoRA file yet.
         LoraRocmError: any error of the child process.
     """
+    output = output or Output()
+    if prompt is None and output.mode != OutputMode.HUMAN:
+        what = f"--{output.mode.value} prints the answers to one prompt, and no prompt is given."
+        raise UserError("prompt-needed", what, where=f"--{output.mode.value}", fix='Give --prompt "...".')
     require_text("--prompt", prompt or "")
     require_text("--system", options.system)
     adapter, recipe = _adapter_of(source.absolute(), registry)
@@ -80,12 +129,15 @@ def chat(source: Path, prompt: str | None, options: Options, registry: Registry 
         job = write_job(folder, ChatJob(adapter=adapter, recipe=recipe))
         command = heavy_command(CHILDREN["chat"].module, str(job))
         with started(command, plan_here().applied_to(os.environ)) as child:
-            talk = _Talk(child, options, Console(file=sys.stdout))
+            talk = _Talk(child, options, output, Console(file=output.stream))
             talk.load(quiet=prompt is not None)
-            if prompt is not None:
-                return 0 if talk.answered(prompt) else UserError.exit_code
-            talk.read_lines()
-    return 0
+            if prompt is None:
+                talk.read_lines()
+                return 0
+            found = ChatResult(prompt, tuple(talk.answers(prompt)))
+    if output.mode != OutputMode.HUMAN:  # else they were shown as they came
+        output.show(found, render(found))
+    return UserError.exit_code if any(answer.ended == "refused" for answer in found.answers) else 0
 
 
 def _adapter_of(source: Path, registry: Registry) -> tuple[Path, Path]:
@@ -126,22 +178,24 @@ class _Talk:
     Attributes:
         child: the process with the model.
         options: how answers are made; commands change who answers.
-        console: what answers are shown on.
+        output: prints what is said beside the answers, and these for humans.
+        console: what answers in columns are shown on.
         num_asked: number of prompts so far; each is answered with a seed of its own.
     """
 
     child: Tool
     options: Options
+    output: Output
     console: Console
     num_asked: int = 0
 
     def load(self, quiet: bool) -> None:
         """Wait for the model, and begin the conversation."""
-        for event in self.child.heard("ready"):
-            if event["type"] == "notice":
-                sys.stderr.write(event["text"] + "\n")
-            elif event["type"] == "ready" and not quiet:
-                self._say(f"{event['base']}, with the adapter {event['adapter']}. /help lists the commands.")
+        for event in self.child.heard(ReadyEvent):
+            if isinstance(event, NoticeEvent):
+                self.output.aside(event.text)
+            elif isinstance(event, ReadyEvent) and not quiet:
+                self.output.say(f"{event.base}, with the adapter {event.adapter}. /help lists the commands.")
         self.child.send({"reset": self.options.system})
 
     def read_lines(self) -> None:
@@ -159,12 +213,12 @@ class _Talk:
             except (EOFError, KeyboardInterrupt):
                 return
             if not is_clean(line):
-                self._say("This line is no text, and was not sent.")
+                self.output.say("This line is no text, and was not sent.")
             elif line.startswith("/"):
                 if not self._obeyed(*line.split(maxsplit=1)):
                     return
             elif line.strip():
-                self.answered(line.removeprefix(" "))
+                self.answers(line.removeprefix(" "))
 
     def _obeyed(self, name: str, rest: str = "") -> bool:
         """Obey a command; False: the conversation is over."""
@@ -176,27 +230,36 @@ class _Talk:
             case "/reset" | "/clear":
                 self.child.send({"reset": rest or self.options.system})
             case "/help" | "/?":
-                self._say(HELP)
+                self.output.say(HELP)
             case _:
-                self._say(f"There is no command {legible(name)}.\n{HELP}")
+                self.output.say(f"There is no command {legible(name)}.\n{HELP}")
         return True
 
-    def answered(self, prompt: str) -> bool:
-        """Show the answers to a prompt; False: it was refused. Ctrl-C ends them, and pressed twice the command."""
+    def answers(self, prompt: str) -> list[Answer]:
+        """Ask, and show the answers to humans as they come. Ctrl-C ends them, and pressed twice the command."""
         sides = SIDES[self.options.side]
-        together = len(sides) > 1 and self.console.is_terminal and self.console.width >= MIN_COLUMNS
+        is_shown = self.output.mode == OutputMode.HUMAN
+        together = is_shown and len(sides) > 1 and self.console.is_terminal and self.console.width >= MIN_COLUMNS
         options = {name: getattr(self.options, name) for name in ("temperature", "top_p", "max_tokens")}
         request = {"ask": prompt, "seed": self.options.seed + self.num_asked, **options}
         self.num_asked += 1
-        refused = False
+        found, texts = list[Answer](), dict.fromkeys(sides, "")
         for group in [sides] if together else [(side,) for side in sides]:
             self.child.send({**request, "sides": group})
             show = self._beside(group) if together else self._alone(group[0], headed=len(sides) > 1)
-            with stop_signals() as asked, show as add:
-                for event in self.child.heard("answered", len(group), partial(self._stop, asked)):
+            with stop_signals() as asked, show if is_shown else nullcontext(self._only_notices) as add:
+                for event in self.child.heard(AnsweredEvent, len(group), partial(self._stop, asked)):
                     add(event)
-                    refused |= event["type"] == "answered" and event["ended"] == "refused"
-        return not refused
+                    match event:
+                        case WrittenEvent():
+                            texts[event.side] += event.text
+                        case AnsweredEvent():
+                            found.append(Answer(event.side, texts[event.side], event.tokens, event.ended))
+        return sorted(found, key=lambda answer: sides.index(answer.side))
+
+    def _only_notices(self, event: Event) -> None:
+        if isinstance(event, NoticeEvent):
+            self.output.aside(event.text)
 
     def _stop(self, asked: Asked) -> None:
         if asked.closing or asked.count > 1:
@@ -209,19 +272,18 @@ class _Talk:
         """Shows one answer as it comes. headed: with the side's title above."""
 
         def add(event: Event) -> None:
-            match event["type"]:
-                case "notice":
-                    sys.stderr.write(event["text"] + "\n")
-                case "written":
-                    sys.stdout.write(event["text"])
-                case "answered":
-                    sys.stdout.write("\n" + ENDINGS.get(event["ended"], ""))
-            sys.stdout.flush()
+            match event:
+                case NoticeEvent():
+                    self.output.aside(event.text)
+                case WrittenEvent():
+                    self.output.write(event.text)
+                case AnsweredEvent():
+                    self.output.write("\n" + ENDINGS.get(event.ended, ""))
 
         if headed:
-            self._say(f"[{TITLES[side]}]")
+            self.output.say(f"[{TITLES[side]}]")
         yield add
-        self._say("")
+        self.output.say("")
 
     @contextmanager
     def _beside(self, sides: Sequence[str]) -> Iterator[Callable[[Event], None]]:
@@ -234,17 +296,12 @@ class _Talk:
         with Live(table, console=self.console, vertical_overflow="ellipsis") as live:
 
             def add(event: Event) -> None:
-                match event["type"]:
-                    case "notice":
-                        live.console.print(Text(event["text"]))
-                    case "written":
-                        texts[event["side"]].append(event["text"])
-                    case "answered":
-                        texts[event["side"]].append(ENDINGS.get(event["ended"], ""))
+                match event:
+                    case NoticeEvent():
+                        live.console.print(Text(event.text))
+                    case WrittenEvent():
+                        texts[event.side].append(event.text)
+                    case AnsweredEvent():
+                        texts[event.side].append(ENDINGS.get(event.ended, ""))
 
             yield add
-
-    @staticmethod
-    def _say(text: str) -> None:
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()

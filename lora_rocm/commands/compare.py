@@ -3,26 +3,69 @@
 from __future__ import annotations
 
 import math
-import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from lora_rocm.commands.output import Say, unheard
 from lora_rocm.commands.sample_export import require_image_prompt, require_text, run_model_tool
 from lora_rocm.errors import UserError, storage_error
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.files import temporary_folder, write_atomic
 from lora_rocm.processes.jobs import CompareJob
-from lora_rocm.processes.process import Event
 from lora_rocm.recipe.trigger import filled_in
 from lora_rocm.report.comparison import Compared, comparison_page, verdict
+from lora_rocm.rundir.event_types import ComparedEvent, Event, NoticeEvent
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.resume import open_recipe
 
 
+@dataclass(frozen=True)
+class ComparedFile:
+    """One LoRA file of a run.
+
+    Attributes:
+        updates: the step that it is of; 0: the base alone.
+        loss: mean held-out loss; null: none is known.
+    """
+
+    updates: int
+    loss: float | None
+
+
+@dataclass(frozen=True)
+class CompareResult:
+    """What ``lora-rocm compare`` found.
+
+    Attributes:
+        page: the page with all images.
+        files: the base and the LoRA files in the order of their steps.
+        strengths: of the LoRA in the images.
+        verdict: which step the held-out losses prefer; empty without them.
+        remarks: what was left out, and why.
+    """
+
+    page: Path
+    files: tuple[ComparedFile, ...]
+    strengths: tuple[float, ...]
+    verdict: str
+    remarks: tuple[str, ...]
+
+
+def render(result: CompareResult) -> str:
+    """Return the result in words."""
+    return f"{result.verdict}\n{result.page}".lstrip()
+
+
 def compare(
-    source: Path, prompts: Sequence[str], strengths: Sequence[float], most: int, registry: Registry = PRODUCT
-) -> int:
+    source: Path,
+    prompts: Sequence[str] = (),
+    strengths: Sequence[float] = (),
+    most: int = 8,
+    registry: Registry = PRODUCT,
+    say: Say = unheard,
+) -> CompareResult:
     """Write ``compare.html`` of a run.
 
     Args:
@@ -31,11 +74,13 @@ def compare(
         strengths: of the LoRA; empty: ``sample.lora_scale`` of the recipe.
         most: number of LoRA files, spread evenly over the run if there are more.
         registry: the model families.
+        say: gets notices, and each file that was compared.
 
     Raises:
         UserError: there is no run, it has no LoRA file yet, or there is nothing to compare by.
         LoraRocmError: any error of the child process.
     """
+    # Refuse what cannot be compared
     run_dir, recipe = open_recipe(source, registry)
     for prompt in prompts:
         (require_text if recipe.spec.trains_on_texts else require_image_prompt)("--prompt", prompt)
@@ -49,18 +94,19 @@ def compare(
         what = "This run has not written a LoRA file yet."
         raise UserError("no-lora-yet", what, where=str(run_dir.path), fix="Train on first.")
     _require_writable(run_dir)
+    # Draw and measure each file
     shown = [*strengths] or [sample.lora_scale]
     found, remarks = list[Compared](), list[str]()
     if not run_dir.result.exists():
         remarks.append("This run is not finished. LoRA files that it writes later are not compared.")
 
     def on_event(event: Event) -> None:
-        if event["type"] == "notice":
-            remarks.append(event["text"])
-        if event["type"] == "compared":
-            losses = {key: math.nan if loss is None else loss for key, loss in event["losses"].items()}
-            found.append(Compared(event["updates"], losses, [Path(path) for path in event["images"]]))
-            sys.stdout.write(f"{found[-1].label} ({len(found)} of {event['total']})\n")
+        if isinstance(event, NoticeEvent):
+            remarks.append(event.text)
+        if isinstance(event, ComparedEvent):
+            losses = {key: math.nan if loss is None else loss for key, loss in event.losses.items()}
+            found.append(Compared(event.updates, losses, [Path(path) for path in event.images]))
+            say(f"{found[-1].label} ({len(found)} of {event.total})")
 
     with temporary_folder() as folder:
         job = CompareJob(
@@ -70,13 +116,14 @@ def compare(
             output=folder,
             files=tuple(files),
         )
-        run_model_tool(job, on_event)
+        run_model_tool(job, on_event, say)
         texts = sample.image_prompts if sample.prompts else []
         holds_out = bool(recipe.data.validation_split)
         html = comparison_page(run_dir.path.name, found, texts, shown, remarks, holds_out)
+    # Write the page
     write_atomic(run_dir.comparison, html.encode("utf-8", "replace"), run_dir.path)
-    sys.stdout.write(f"{verdict(found)}\n{run_dir.comparison}\n".lstrip())
-    return 0
+    losses = tuple(ComparedFile(each.updates, each.loss if math.isfinite(each.loss) else None) for each in found)
+    return CompareResult(run_dir.comparison, losses, tuple(shown), verdict(found), tuple(remarks))
 
 
 def _require_writable(run_dir: RunDir) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,9 +11,9 @@ from lora_rocm import __version__
 from lora_rocm.errors import UserError
 from lora_rocm.foundation.terminal_text import printable
 from lora_rocm.hardware.archs import arch_of, triton_of, triton_refusal
-from lora_rocm.hardware.facts import load_facts
+from lora_rocm.hardware.facts import HostFacts, load_facts
 from lora_rocm.hardware.settings import VARIABLE, Settings
-from lora_rocm.rules.environment import EnvPlan, EnvRow, plan
+from lora_rocm.rules.environment import EnvPlan, EnvRow, Warned, plan
 from lora_rocm.rules.rule import SETTING, Situation, is_fast
 from lora_rocm.rules.this_machine import RECORDED_APP_DIR, situation_here
 
@@ -27,44 +26,44 @@ JSON_FORMAT = 1
 UNKNOWN_GPU = "This GPU is not in the table of architectures: the plan is the safe one."
 
 
-def plan_text(
-    recipe: str | None, overrides: Sequence[str], facts_path: Path | None, shell: str | None, *, explain: bool
-) -> str:
-    """Return the environment plan for a recipe, or for none, as a table or as commands for a shell.
+@dataclass(frozen=True)
+class EnvResult:
+    """The environment that training gets.
 
-    ``shell``: bash, cmd or powershell; None for the table.
+    Attributes:
+        format: version of this document.
+        lora_rocm: version of this program.
+        variables: the planned variables.
+        settings: the planned settings of this program.
+        warnings: harmful variables of the user.
+        facts: the machine, which ``--facts`` reads.
+    """
+
+    format: int
+    lora_rocm: str
+    variables: tuple[EnvRow, ...]
+    settings: tuple[EnvRow, ...]
+    warnings: tuple[Warned, ...]
+    facts: HostFacts
+
+
+def planned(recipe: str | None, overrides: Sequence[str], facts_path: Path | None) -> tuple[Situation, EnvPlan]:
+    """Return a machine, and the environment plan for a recipe or for none on it.
 
     Raises:
         UserError: recipe or facts cannot be read, or there are overrides without a recipe.
     """
-    situation = _situation(recipe, overrides, facts_path)
-    return described(situation, plan(situation), shell, explain=explain)
-
-
-def json_text(recipe: str | None, overrides: Sequence[str], facts_path: Path | None) -> str:
-    """Return the same plan as JSON, together with its facts, which ``--facts`` reads.
-
-    Raises:
-        UserError: see ``plan_text``.
-    """
-    situation = _situation(recipe, overrides, facts_path)
-    made = plan(situation)
-    data = {
-        "format": JSON_FORMAT,
-        "lora_rocm": __version__,
-        "variables": [asdict(row) for row in made.variables],
-        "settings": [asdict(row) for row in made.setting_rows],
-        "warnings": [asdict(warning) for warning in made.warnings],
-        "facts": situation.facts.to_json(),
-    }
-    return json.dumps(data, indent=1)  # ASCII only: Windows PowerShell garbles other characters in a pipe
-
-
-def _situation(recipe: str | None, overrides: Sequence[str], facts_path: Path | None) -> Situation:
     if overrides and recipe is None:
         raise UserError("set-without-recipe", "--set changes a recipe, but none is given.", fix="Name the recipe.")
     facts = load_facts(facts_path) if facts_path is not None else None
-    return situation_here(_loaded(recipe, overrides) if recipe is not None else None, facts)
+    situation = situation_here(_loaded(recipe, overrides) if recipe is not None else None, facts)
+    return situation, plan(situation)
+
+
+def result_of(situation: Situation, env_plan: EnvPlan) -> EnvResult:
+    """Return a plan with its facts, as ``--json`` prints it."""
+    variables, settings = tuple(env_plan.variables), tuple(env_plan.setting_rows)
+    return EnvResult(JSON_FORMAT, __version__, variables, settings, tuple(env_plan.warnings), situation.facts)
 
 
 def _loaded(recipe: str, overrides: Sequence[str]) -> Recipe:

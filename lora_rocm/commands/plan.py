@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
+from lora_rocm.commands.output import Failure
 from lora_rocm.dataset.same_sizes import alike_squares
 from lora_rocm.errors import UserError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.families.spec import Fp16
-from lora_rocm.foundation.terminal_text import legible
 from lora_rocm.foundation.units import count_text, size_text, time_text
 from lora_rocm.hardware.archs import arch_of
 from lora_rocm.hardware.facts import Gpu
@@ -29,11 +26,9 @@ from lora_rocm.hardware.memory_budget import (
     desktop_bytes,
     parts_text,
 )
-from lora_rocm.hardware.settings import Settings
 from lora_rocm.planning.fit import ADAPTER, does_not_fit, job_of, plan_text
 from lora_rocm.planning.format_errors import loss_text, weights_text, whole_text
-from lora_rocm.planning.step_cost import CONTEXT_BYTES, MODES, Footprint, Plan, Rates, choose, table
-from lora_rocm.processes.job_file import to_json
+from lora_rocm.planning.step_cost import CONTEXT_BYTES, MODES, Footprint, Plan, Rates, Work, choose, table
 from lora_rocm.processes.jobs import Counted, CountedGpu, PackedEncoder, PlanJob
 from lora_rocm.processes.tool import ask
 from lora_rocm.recipe.load import load_recipe
@@ -45,6 +40,7 @@ from lora_rocm.rules.this_machine import situation_here
 from lora_rocm.rules.tuned_rules import attention_text
 
 PUBLISHED = "counted by the configuration that the family's first model has published, as all of its fine-tunes have it"
+COUNTED = ("shape", "weight_bytes", *ADAPTER, "optimizer_bytes", "work")
 CARD = re.compile(r"(\d+(?:\.\d+)?)\s*(?:G|GB|GiB)?", re.IGNORECASE)
 LARGEST_CARD_GIB = 4096
 PRECISION_ERROR = {"fp16": 0.002, "bf16": 0.018}
@@ -61,7 +57,8 @@ class Room:
     """Memory available for tensors.
 
     Attributes:
-        num_bytes: None if there is no limit to compare with.
+        num_bytes: null if there is no limit to compare with.
+        why: how it was counted, in words.
         shared: this is main memory; offloading weights then saves nothing.
         parts: the amounts that were counted, in bytes; negative if subtracted.
     """
@@ -72,21 +69,97 @@ class Room:
     parts: tuple[Part, ...] = ()
 
 
+@dataclass(frozen=True)
+class CountedFootprint:
+    """Memory and work of the recipe at its largest samples; see ``planning.step_cost.Footprint``.
+
+    Attributes:
+        blocks: number of repeated blocks.
+        shape: of these samples.
+        weight_bytes: frozen weights.
+        adapter_bytes: trained weights, gradients, moments and average.
+        gradient_bytes: the buffer that accumulates gradients.
+        landing_bytes: the staging buffer of the gradients.
+        optimizer_bytes: the optimizer's state, a part of ``adapter_bytes``.
+        work: of one sample.
+    """
+
+    blocks: int
+    shape: str
+    weight_bytes: int
+    adapter_bytes: int
+    gradient_bytes: int
+    landing_bytes: int
+    optimizer_bytes: int
+    work: Work
+
+
+@dataclass(frozen=True)
+class PlanResult:
+    """What ``lora-rocm plan`` found.
+
+    Attributes:
+        recipe: its name.
+        model: path or name of the model.
+        batch_size: samples of a micro-batch.
+        gradient_accumulation_steps: micro-batches of a step.
+        rank: of the adapter.
+        optimizer: its name.
+        memory: ``runtime.memory``.
+        gradient_checkpointing: ``train.gradient_checkpointing``.
+        max_train_steps: ``train.max_train_steps``.
+        precision: number format of the computation; no is float32.
+        footprint: memory and work at the largest samples.
+        room: memory available for tensors.
+        plans: for each number of parts and each mode the fastest plan that fits, else the smallest.
+        chosen: the plan that training would take; null: none fits.
+        seconds_are_known: the times are of this machine's GPU; else only their ratios mean something.
+        attention: how attention is computed.
+        encoders: the quantised text encoders.
+        model_is_here: the model was found on this machine; else it is counted by its published configuration.
+        notes: what the recipe brings with it.
+        remarks: about number formats, texts and encoders.
+        error: why no plan fits; null: one does, or there is no limit to compare with.
+    """
+
+    recipe: str
+    model: str
+    batch_size: int
+    gradient_accumulation_steps: int
+    rank: int
+    optimizer: str
+    memory: str
+    gradient_checkpointing: bool
+    max_train_steps: int | None
+    precision: str
+    footprint: CountedFootprint
+    room: Room
+    plans: tuple[Plan, ...]
+    chosen: Plan | None
+    seconds_are_known: bool
+    attention: str
+    encoders: tuple[PackedEncoder, ...]
+    model_is_here: bool
+    notes: tuple[str, ...]
+    remarks: tuple[str, ...]
+    error: Failure | None
+
+
 def plan(
-    recipe_path: str, overrides: Sequence[str], *, card: str | None, as_json: bool, registry: Registry = PRODUCT
-) -> int:
-    """Print the memory and time of each memory plan, and the plan that training would choose.
+    recipe_path: str, overrides: Sequence[str] = (), *, card: str | None = None, registry: Registry = PRODUCT
+) -> PlanResult:
+    """Estimate memory and time of each memory plan, and choose as training would.
 
     Args:
         recipe_path: the recipe; its model is not downloaded, and its images are not read.
         overrides: ``section.key=value``.
         card: memory of a card, as "24GB"; None: this machine's GPU.
-        as_json: print one JSON object.
         registry: the available model families.
 
     Raises:
-        LoraRocmError: recipe or model are wrong; ``does-not-fit``, after the table.
+        LoraRocmError: recipe or model are wrong. That no plan fits is the ``error`` of the result.
     """
+    # Count the model and what memory there is
     loaded = load_recipe(recipe_path, overrides, registry)
     recipe = loaded.recipe
     total = None if card is None else card_bytes(card)
@@ -95,30 +168,38 @@ def plan(
     footprint, gpu = Footprint.from_json(counted.footprint), counted.gpu
     room = _room_of_card(total) if total is not None else _room_here(situation, gpu)
     rates = gpu.rates if gpu is not None and total is None else Rates()
+    # Choose a plan
     on_gpu = total is not None or gpu is not None
-    job = job_of(recipe, _settings(situation), on_gpu=on_gpu, can_offload=not room.shared)
+    settings = environment_plan(situation).settings
+    job = job_of(recipe, settings, on_gpu=on_gpu, can_offload=not room.shared)
     chosen = choose(room.num_bytes, footprint, job, rates)
     rows = table(room.num_bytes, footprint, replace(job, modes=MODES if not room.shared else MODES[:-1]), rates)
-    if as_json:
-        found = {"footprint": _facts(footprint), "room": asdict(room)}
-        found |= {name: to_json(counted)[name] for name in ("precision", "model_is_here", "encoders")}
-        plans = {"plans": [asdict(row) for row in rows], "chosen": asdict(chosen) if chosen is not None else None}
-        more = {"seconds_are_known": rates.known, "attention": attention_text(situation)}
-        _say(json.dumps({**found, **plans, **more}, indent=1))
-    else:
-        for line in _lines(loaded.name, recipe, counted.precision, footprint, room, rows, chosen, rates):
-            _say(legible(line))
-        gpu_here = situation.gpu if total is None else None
-        for line in (*_precision_lines(recipe, counted.precision, gpu_here), *_unread_lines(recipe)):
-            _say(legible(line))
-        for encoder in counted.encoders:
-            _say(legible(_encoder_text(encoder)))
-        _say(legible(f"attention: {attention_text(situation)}"))
-        if not counted.model_is_here:
-            _say(legible(f"{recipe.model.name_or_path} is not on this machine: {PUBLISHED}"))
-    if chosen is None and room.num_bytes is not None:
-        raise does_not_fit(recipe, footprint, job, rates, room.num_bytes)
-    return 0
+    unfit = chosen is None and room.num_bytes is not None
+    encoders = tuple(counted.encoders)
+    gpu_here = situation.gpu if total is None else None
+    return PlanResult(
+        loaded.name,
+        recipe.model.name_or_path,
+        recipe.train.batch_size,
+        recipe.train.gradient_accumulation_steps,
+        recipe.lora.rank,
+        recipe.optim.optimizer,
+        recipe.runtime.memory,
+        recipe.train.gradient_checkpointing,
+        recipe.train.max_train_steps,
+        counted.precision,
+        CountedFootprint(len(footprint.blocks), **{name: getattr(footprint, name) for name in COUNTED}),
+        room,
+        tuple(rows),
+        chosen,
+        rates.known,
+        attention_text(situation),
+        encoders,
+        counted.model_is_here,
+        tuple(_notes(recipe, footprint)),
+        tuple(_remarks(recipe, counted.precision, gpu_here, encoders)),
+        Failure.of(does_not_fit(recipe, footprint, job, rates, room.num_bytes or 0)) if unfit else None,
+    )
 
 
 def card_bytes(text: str) -> int:
@@ -140,10 +221,6 @@ def _counted(recipe: Recipe, situation: Situation, for_card: bool) -> Counted:
     env = {**environment_plan(situation).applied_to(os.environ), "HF_HUB_OFFLINE": "1"}
     job = PlanJob(recipe.model_dump(mode="json"), for_card=for_card, for_gpu=for_card or situation.gpu is not None)
     return ask(job, Counted, env)
-
-
-def _settings(situation: Situation) -> Settings:
-    return environment_plan(situation).settings
 
 
 def _room_of_card(total_bytes: int) -> Room:
@@ -180,31 +257,8 @@ def _parts_of(known: MemoryBudget | None, budget_bytes: int) -> tuple[Part, ...]
     return (rest[0], *([Part(name, held)] if held < 0 else ()), *rest[1:])
 
 
-def _facts(footprint: Footprint) -> dict[str, Any]:
-    """Return the printed fields of a footprint."""
-    whole = footprint.to_json()
-    keys = ("weight_bytes", *ADAPTER, "optimizer_bytes", "work")
-    return {"shape": footprint.shape} | {key: whole[key] for key in keys} | {"blocks": len(footprint.blocks)}
-
-
-def _lines(
-    name: str,
-    recipe: Recipe,
-    precision: str,
-    footprint: Footprint,
-    room: Room,
-    rows: Sequence[Plan],
-    chosen: Plan | None,
-    rates: Rates,
-) -> Iterator[str]:
-    train = recipe.train
-    yield (
-        f"{name}: {footprint.shape}, batch {train.batch_size} x "
-        f"{train.gradient_accumulation_steps}, rank {recipe.lora.rank}, {'float32' if precision == 'no' else precision}"
-    )
-    adapter = size_text(sum(getattr(footprint, name) for name in ADAPTER))
-    state = f"{recipe.optim.optimizer} keeps {size_text(footprint.optimizer_bytes)}"
-    yield f"weights {size_text(footprint.weight_bytes)}, adapter and optimizer {adapter} ({state})"
+def _notes(recipe: Recipe, footprint: Footprint) -> Iterator[str]:
+    """What the recipe brings with it, in words."""
     for source in {source.index: source for source in recipe.data.resolved_sources()}.values():
         if source.class_prompt is not None:
             yield f"before training: {source.num_class_images} {source.name}, where the cache has none"
@@ -220,58 +274,68 @@ def _lines(
         )
     if text := recipe.lora.unstarted_text(footprint.unstarted_layers):
         yield text
+
+
+def render(result: PlanResult) -> str:
+    """Return the result in words."""
+    return "\n".join(_lines(result))
+
+
+def _lines(result: PlanResult) -> Iterator[str]:
+    footprint, room = result.footprint, result.room
+    yield (
+        f"{result.recipe}: {footprint.shape}, batch {result.batch_size} x {result.gradient_accumulation_steps}, "
+        f"rank {result.rank}, {'float32' if result.precision == 'no' else result.precision}"
+    )
+    adapter = size_text(sum(getattr(footprint, name) for name in ADAPTER))
+    state = f"{result.optimizer} keeps {size_text(footprint.optimizer_bytes)}"
+    yield f"weights {size_text(footprint.weight_bytes)}, adapter and optimizer {adapter} ({state})"
+    yield from result.notes
     yield room.why if room.num_bytes is None else f"memory for training: {size_text(room.num_bytes)} ({room.why})"
     yield ""
     # table of all plans
     blocks = f"{'recomputed':>11}{'offloaded':>11}"
     yield f"{'memory':<10}{blocks}{'at once':>9}{'graphs':>8}{'peak':>11}{'a step':>10}  fits"
-    fastest = min(row.step_s for row in rows)
-    for row in rows:
-        seconds = f"{row.step_s:.3f} s" if rates.known else f"{row.step_s / fastest:.2f} x"
+    fastest = min(row.step_s for row in result.plans)
+    for row in result.plans:
+        seconds = f"{row.step_s:.3f} s" if result.seconds_are_known else f"{row.step_s / fastest:.2f} x"
         fits = "" if room.num_bytes is None else "yes" if row.needed_bytes <= room.num_bytes else "no"
-        mark = "  <- chosen" if row == chosen else ""
+        mark = "  <- chosen" if row == result.chosen else ""
         graphs, peak = "yes" if row.graphs else "no", size_text(row.peak_bytes)
         blocks = f"{len(row.recomputed):>11}{len(row.offloaded):>11}"
         yield f"{row.mode:<10}{blocks}{row.rows:>9}{graphs:>8}{peak:>11}{seconds:>10}  {fits}{mark}".rstrip()
     yield ""
     # the chosen plan
-    if chosen is not None:
-        why = ", as train.gradient_checkpointing: true asks" if train.gradient_checkpointing else ""
-        yield f"runtime.memory: {recipe.runtime.memory} would choose: {plan_text(chosen)}{why}"
-        if rates.known and train.max_train_steps:
-            steps = train.max_train_steps
-            yield f"{count_text(steps, 'step')}: about {time_text(chosen.step_s * steps)}"
-    if not rates.known:
+    if result.chosen is not None:
+        why = ", as train.gradient_checkpointing: true asks" if result.gradient_checkpointing else ""
+        yield f"runtime.memory: {result.memory} would choose: {plan_text(result.chosen)}{why}"
+        if result.seconds_are_known and (steps := result.max_train_steps):
+            yield f"{count_text(steps, 'step')}: about {time_text(result.chosen.step_s * steps)}"
+    if not result.seconds_are_known:
         yield "times are relative to the fastest: no GPU was measured"
+    yield from result.remarks
+    yield f"attention: {result.attention}"
+    if not result.model_is_here:
+        yield f"{result.model} is not on this machine: {PUBLISHED}"
 
 
-def _precision_lines(recipe: Recipe, precision: str, gpu: Gpu | None) -> Iterator[str]:
-    if precision not in PRECISION_ERROR:
-        if recipe.train.mixed_precision == "auto":
-            yield "train.mixed_precision: auto is no (float32) on the CPU, where this machine would train"
-        return
-    arch = arch_of(gpu.gfx) if gpu is not None else None
-    emulates = arch is not None and not arch.bf16
-    why = [f"{arch.gfx} computes bf16 slowly"] if arch is not None and emulates else []
-    if emulates or precision == "fp16":
-        why.append(f"{recipe.spec.title}: {FITS_FP16[recipe.spec.fp16]}")
-    reasons = f" ({'; '.join(why)})" if why else ""
-    yield f"train.mixed_precision: {recipe.train.mixed_precision} is {precision}{reasons}"
-    yield f"{precision} changes the gradients by up to about {100 * PRECISION_ERROR[precision]:.1f} % of their size"
-
-
-def _unread_lines(recipe: Recipe) -> Iterator[str]:
+def _remarks(recipe: Recipe, precision: str, gpu: Gpu | None, encoders: Sequence[PackedEncoder]) -> Iterator[str]:
+    """About the number format, texts and text encoders, in words."""
+    if precision in PRECISION_ERROR:
+        arch = arch_of(gpu.gfx) if gpu is not None else None
+        emulates = arch is not None and not arch.bf16
+        why = [f"{arch.gfx} computes bf16 slowly"] if arch is not None and emulates else []
+        if emulates or precision == "fp16":
+            why.append(f"{recipe.spec.title}: {FITS_FP16[recipe.spec.fp16]}")
+        reasons = f" ({'; '.join(why)})" if why else ""
+        yield f"train.mixed_precision: {recipe.train.mixed_precision} is {precision}{reasons}"
+        share = 100 * PRECISION_ERROR[precision]
+        yield f"{precision} changes the gradients by up to about {share:.1f} % of their size"
+    elif recipe.train.mixed_precision == "auto":
+        yield "train.mixed_precision: auto is no (float32) on the CPU, where this machine would train"
     if recipe.spec.trains_on_texts:
         of_full = "rows are full" if recipe.data.packing else "rows may be shorter"
         yield f"the texts were not read: data.max_length is counted, and {of_full}; lora-rocm check counts tokens"
-
-
-def _encoder_text(encoder: PackedEncoder) -> str:
-    taken, dense = size_text(encoder.weight_bytes), size_text(encoder.dense_bytes)
-    rounds = weights_text(encoder.format)
-    return f"{encoder.component} takes {taken} while captions are encoded ({dense} dense); {rounds}"
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+    for each in encoders:
+        taken, dense = size_text(each.weight_bytes), size_text(each.dense_bytes)
+        yield f"{each.component} takes {taken} while captions are encoded ({dense} dense); {weights_text(each.format)}"

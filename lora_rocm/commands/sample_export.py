@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lora_rocm.commands.output import Say, unheard
 from lora_rocm.dataset.preview_images import faults
 from lora_rocm.errors import AdapterError, MachineError, UserError
 from lora_rocm.families.registry import PRODUCT, Registry
@@ -24,6 +25,7 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.recipe.yaml_tree import is_clean
 from lora_rocm.rules.this_machine import plan_here
 from lora_rocm.rundir import results
+from lora_rocm.rundir.event_types import DrawnEvent, Event, ExportEvent, NoticeEvent
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.made_from import Made, record_export, stale_exports
 from lora_rocm.rundir.remains import discard_abandoned
@@ -38,6 +40,54 @@ RESULTS = {"sample": "drawn", "export": "export", "compare": "compared"}
 """The event in which each tool names its results."""
 
 
+@dataclass(frozen=True)
+class SampleResult:
+    """What ``lora-rocm sample`` made.
+
+    Attributes:
+        images: the files; of a language model the answers.
+    """
+
+    images: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """What ``lora-rocm export`` wrote.
+
+    Attributes:
+        format: of the file.
+        path: the file or folder.
+        max_difference: the largest difference of its effect, loaded back; null: not compared.
+        can_read: programs that read it.
+        cannot_read: programs that do not read it, or not exactly, and why.
+        updates: the step that it is of.
+        checkpoint: digest of the checkpoint that it was made from.
+    """
+
+    format: str
+    path: Path
+    max_difference: float | None
+    can_read: tuple[str, ...]
+    cannot_read: tuple[str, ...]
+    updates: int
+    checkpoint: str
+
+
+def sample_text(result: SampleResult) -> str:
+    """Return what was sampled in words."""
+    return "\n".join(f"{'Wrote' if path.suffix == '.txt' else 'Drew'} {path}" for path in result.images)
+
+
+def export_text(result: ExportResult) -> str:
+    """Return what was exported in words."""
+    text = f"Wrote {result.path}"
+    if result.max_difference is not None:
+        text += f", loaded back, largest difference {number_text(result.max_difference)}"
+    about = readers_line(result.can_read, result.cannot_read)
+    return f"{text}\n{about}" if about else text
+
+
 def sample(
     source: Path,
     *,
@@ -46,9 +96,10 @@ def sample(
     config: Path | None,
     family: str | None = None,
     registry: Registry = PRODUCT,
+    say: Say = unheard,
     **options: Any,
-) -> int:
-    """Draw images. ``options`` are fields of ``SampleJob``.
+) -> SampleResult:
+    """Draw images. ``options`` are fields of ``SampleJob``; ``say`` gets notices.
 
     Raises:
         LoraRocmError: any error of the child process.
@@ -73,7 +124,14 @@ def sample(
         base=os.path.abspath(base) if base is not None and os.path.exists(base) else base,
         config=str(config.absolute()) if config else None,
     )
-    return run_model_tool(job)
+    images: list[Path] = []
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, DrawnEvent):
+            images.extend(map(Path, event.images))
+
+    run_model_tool(job, on_event, say)
+    return SampleResult(tuple(images))
 
 
 def _inputs_of(named: Mapping[str, Path | None]) -> dict[str, Path]:
@@ -142,8 +200,10 @@ def export(
     output: Path | None,
     dtype: str | None,
     converter: Path | None = None,
+    step: int | None = None,
     registry: Registry = PRODUCT,
-) -> int:
+    say: Say = unheard,
+) -> ExportResult:
     """Write the LoRA of a run in another format.
 
     Args:
@@ -152,7 +212,9 @@ def export(
         output: file or folder to write; None: in the run.
         dtype: of the weights; None: as in the recipe.
         converter: llama.cpp's script or folder, for the gguf format; None: as ``_converter`` finds it.
+        step: of the checkpoint; None: the newest.
         registry: the model families.
+        say: gets notices.
 
     Raises:
         AdapterError: export-form: nothing reads such an adapter in this format.
@@ -178,14 +240,19 @@ def export(
         what = f"The {form} form is written without a converter."
         raise UserError("converter-unused", what, where=f"--converter {converter}", fix="Leave it out.")
     script = _converter(converter) if form == GGUF else None
-    if not run_dir.list_checkpoints():
+    steps = [updates for updates, _ in run_dir.list_checkpoints()]
+    if not steps:
         what = "This run has no checkpoint yet, and an export is made from one."
         raise UserError("no-checkpoint", what, where=str(run_dir.path), fix="Train on first.")
+    if step is not None and step not in steps:
+        there = ", ".join(map(str, steps))
+        what, fix = f"This run has no checkpoint of step {step}.", f"Give a step that has one: {there}."
+        raise UserError("no-such-step", what, where=f"--step {step}", fix=fix)
     place = output or run_dir.export_of(form)
     if form == MERGED and place.is_dir() and any(place.iterdir()):
         what = "There are files in the folder for the merged model."
         raise UserError("output-not-empty", what, where=str(place), fix="Remove it, or name another: --output FOLDER.")
-    return _export(run_dir, form, output=output, dtype=dtype, converter=script)
+    return _export(run_dir, form, say, output=output, dtype=dtype, updates=step, converter=script)
 
 
 def _require_suffix(output: Path, form: str) -> None:
@@ -234,7 +301,7 @@ def _in_path(name: str) -> Path | None:
     return next((folder / name for folder in folders if (folder / name).is_file()), None)
 
 
-def make_again(run_dir: RunDir, recipe: Recipe, say: Callable[[str], None]) -> bool:
+def make_again(run_dir: RunDir, recipe: Recipe, say: Say) -> bool:
     """Write missing or damaged result files of a finished run again; return False if all files were intact.
 
     Raises:
@@ -248,34 +315,38 @@ def make_again(run_dir: RunDir, recipe: Recipe, say: Callable[[str], None]) -> b
     wrong |= results.wrong_exports(run_dir, recipe.formats)
     for form, what in wrong.items():
         say(f"{what} It is made again from the last checkpoint.")
-        _export(run_dir, form, output=None, dtype=recipe.output.dtype, updates=results.updates_of(run_dir))
+        updates = results.updates_of(run_dir)
+        say(export_text(_export(run_dir, form, say, output=None, dtype=recipe.output.dtype, updates=updates)))
     return bool(wrong)
 
 
 def _export(
     run_dir: RunDir,
     form: str,
+    say: Say,
     *,
     output: Path | None,
     dtype: str | None,
     updates: int | None = None,
     converter: Path | None = None,
-) -> int:
+) -> ExportResult:
     place = output.absolute() if output else None
     job = ExportJob(source=run_dir.path, format=form, output=place, dtype=dtype, updates=updates, converter=converter)
     # What killed exports left may be as large as the base, and the space may be needed
     run_dir.discard_unfinished_exports()
     discard_abandoned(followed(output) if output else run_dir.export_of(form))
-    made: list[Made] = []
+    written: list[ExportResult] = []
 
-    def on_event(event: dict[str, Any]) -> None:
-        if event["type"] == "export":
-            made.append(Made(event["updates"], event["checkpoint"]))
+    def on_event(event: Event) -> None:
+        if isinstance(event, ExportEvent):
+            read = tuple(event.can_read), tuple(event.cannot_read)
+            made_from = event.updates, event.checkpoint
+            written.append(ExportResult(form, Path(event.path), event.max_difference, *read, *made_from))
 
-    code = run_model_tool(job, on_event)
+    run_model_tool(job, on_event, say)
     if output is None:
-        record_export(run_dir, form, made[-1])
-    return code
+        record_export(run_dir, form, Made(written[-1].updates, written[-1].checkpoint))
+    return written[-1]
 
 
 def _existing(source: Path) -> Path:
@@ -296,44 +367,27 @@ def _existing(source: Path) -> Path:
     return source
 
 
-def run_model_tool(job: SampleJob | ExportJob | CompareJob, listen: OnEvent = lambda event: None) -> int:
-    """Run a job in the heavy child and show its notices and results; ``listen`` gets every event.
+def run_model_tool(job: SampleJob | ExportJob | CompareJob, listen: OnEvent, say: Say) -> None:
+    """Run a job in the heavy child; ``listen`` gets every event, ``say`` the notices.
 
     Raises:
         MachineError: it ended without naming a result.
         LoraRocmError: any error of the child process.
     """
-    told: list[str] = []
+    heard: set[str] = set()
 
-    def on_event(event: dict[str, Any]) -> None:
-        told.append(event["type"])
-        _show(event)
+    def on_event(event: Event) -> None:
+        heard.add(event.type)
+        if isinstance(event, NoticeEvent):
+            say(event.text)
         listen(event)
 
-    code, tool = run_job(job, plan_here().applied_to(os.environ), on_event), name_of(job)
-    if RESULTS[tool] not in told:
+    run_job(job, plan_here().applied_to(os.environ), on_event)
+    tool = name_of(job)
+    if RESULTS[tool] not in heard:
         raise MachineError(
             "no-result",
             f"lora-rocm {tool} ended without naming a file that it made.",
             where=str(job.output or job.source),
             fix="Please report it with the command.",
         )
-    return code
-
-
-def _show(event: dict[str, Any]) -> None:
-    match event["type"]:
-        case "notice":
-            text = event["text"]
-        case "drawn":
-            text = "\n".join(f"{'Wrote' if image.endswith('.txt') else 'Drew'} {image}" for image in event["images"])
-        case "export":
-            text = f"Wrote {event['path']}"
-            if event["max_difference"] is not None:
-                text += f", loaded back, largest difference {number_text(event['max_difference'])}"
-            if about := readers_line(event.get("can_read", ()), event["cannot_read"]):
-                text += f"\n{about}"
-        case _:
-            return
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()

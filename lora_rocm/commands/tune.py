@@ -3,35 +3,77 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from lora_rocm.commands.output import Failure, Say, unheard
 from lora_rocm.errors import MachineError, WorkerDiedError
 from lora_rocm.families.registry import PRODUCT, Registry
-from lora_rocm.foundation.terminal_text import legible
 from lora_rocm.hardware.measured_choice import Choice, Tuned, path_of, store, stored, table_of
 from lora_rocm.hardware.software_stack import stack_of
 from lora_rocm.processes.jobs import TuneProductsJob
-from lora_rocm.processes.process import Event
-from lora_rocm.processes.row_runner import how_it_died, run_rows
+from lora_rocm.processes.row_runner import Row, how_it_died, run_rows
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.rules.environment import plan
 from lora_rocm.rules.this_machine import situation_here
 from lora_rocm.rules.tuned_rules import key_of
 
 LIMIT_S, START_LIMIT_S = 600.0, 600.0
+TIMES = ("default_s", "seconds")
 
 
-def tune(recipe_path: str, overrides: Sequence[str], registry: Registry = PRODUCT, module: str | None = None) -> int:
-    """Tune the matrix products of a recipe's step and keep the table; print one line a product.
+@dataclass(frozen=True)
+class TunedProduct:
+    """One matrix product of a step.
+
+    Attributes:
+        product: its sizes and number format.
+        problem: why it was left out; null: it was tuned.
+        count: how often a step has it.
+        default_s: its time with the library's own choice.
+        seconds: its time with the fastest right solution.
+        solutions: their names; empty if it was tuned before.
+    """
+
+    product: str
+    problem: str | None
+    count: int | None = None
+    default_s: float | None = None
+    seconds: float | None = None
+    solutions: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """What ``lora-rocm tune`` found.
+
+    Attributes:
+        products: the products of a step that were measured now.
+        table: the file that runs with ``runtime.profile: fast`` use.
+        error: why there is no table; null: there is one.
+    """
+
+    products: tuple[TunedProduct, ...]
+    table: Path
+    error: Failure | None = None
+
+
+def tune(
+    recipe_path: str,
+    overrides: Sequence[str] = (),
+    registry: Registry = PRODUCT,
+    module: str | None = None,
+    say: Say = unheard,
+) -> TuneResult:
+    """Tune the matrix products of a recipe's step and keep the table.
 
     Args:
         recipe_path: the recipe; neither model nor images are read.
         overrides: ``section.key=value``.
         registry: the available model families.
         module: in place of the child's module.
+        say: gets each product when it was measured.
 
     Raises:
         LoraRocmError: the recipe is wrong, there is no GPU, or the table cannot be written.
@@ -49,11 +91,11 @@ def tune(recipe_path: str, overrides: Sequence[str], registry: Registry = PRODUC
     env = plan(replace(situation, tuned=Tuned())).applied_to(os.environ)
     if env.get("ROCBLAS_USE_HIPBLASLT") == "0":  # this GPU must not try its solutions either
         env["PYTORCH_TUNABLEOP_HIPBLASLT_ENABLED"] = "0"
-    rows: list[Event] = []
+    rows: list[Row] = []
 
-    def on_row(row: Event) -> None:
+    def on_row(row: Row) -> None:
         rows.append(row)
-        _say(row_text(row))
+        say(row_text(_product(row)))
 
     key, folder = key_of("products", stack, recipe), Path(situation.app_dir)
     job = TuneProductsJob(recipe=recipe.model_dump(mode="json"), limit_s=LIMIT_S)
@@ -62,32 +104,36 @@ def tune(recipe_path: str, overrides: Sequence[str], registry: Registry = PRODUC
     except WorkerDiedError as error:
         if not rows:
             raise
-        _say(f"Given up after {len(rows)} products: {how_it_died(error)}. What was tuned before is kept.")
+        say(f"Given up after {len(rows)} products: {how_it_died(error)}. What was tuned before is kept.")
     finally:
         kept = _with_those_before(rows, stored(folder, "products", key))
         table = table_text(kept)
         if rows:
             store(folder, Choice("products", key, table, kept))
-    _say(*summary(rows))
-    if not table:
-        raise MachineError(
-            "nothing-tuned",
-            "No product could be tuned, so there is no table.",
-            where=str(folder),
-            fix="The reasons stand above. Runs go on with the library's own choice.",
-        )
-    _say(f"Wrote {table_of(path_of(folder, 'products', key))}")
-    _say("New runs of this recipe on this GPU and software use it in the profile fast (runtime.profile).")
-    return 0
+    nothing = MachineError(
+        "nothing-tuned",
+        "No product could be tuned, so there is no table.",
+        where=str(folder),
+        fix="The reasons stand above. Runs go on with the library's own choice.",
+    )
+    products, path = tuple(map(_product, rows)), table_of(path_of(folder, "products", key))
+    return TuneResult(products, path, None if table else Failure.of(nothing))
 
 
-def _with_those_before(rows: Sequence[Event], before: Choice | None) -> list[Event]:
+def _product(row: Row) -> TunedProduct:
+    if row["problem"] is not None:
+        return TunedProduct(row["product"], row["problem"])
+    solutions = tuple(entry[2] for entry in row["entries"])
+    return TunedProduct(row["product"], None, row["count"], row["default_s"], row["seconds"], solutions)
+
+
+def _with_those_before(rows: Sequence[Row], before: Choice | None) -> list[Row]:
     """The rows, after those of products that were tuned before and are not among them: what is wrong now leaves."""
     products = {row["product"] for row in rows}
     return [*(dict(row) for row in (before.rows if before else ()) if row["product"] not in products), *rows]
 
 
-def table_text(rows: Sequence[Event]) -> str:
+def table_text(rows: Sequence[Row]) -> str:
     """The table of all products that were right, as torch reads it."""
     good = [row for row in rows if row["problem"] is None]
     validators = good[-1]["validators"] if good else []
@@ -96,27 +142,26 @@ def table_text(rows: Sequence[Event]) -> str:
     return "".join(",".join(map(str, line)) + "\n" for line in lines)
 
 
-def row_text(row: Event) -> str:
-    """A product's row for the terminal."""
-    if row["problem"] is not None:
-        return f"  {row['product']}: left out: {row['problem']}"
-    solutions = ", ".join(entry[2] for entry in row["entries"]) or "tuned before"
-    before, after = row["default_s"] * 1e6, row["seconds"] * 1e6
-    return f"  {row['product']} ({row['count']} in a step): {before:.1f} us by default, {after:.1f} us by {solutions}"
+def row_text(row: TunedProduct) -> str:
+    """A product for the terminal."""
+    if row.problem is not None:
+        return f"  {row.product}: left out: {row.problem}"
+    solutions = ", ".join(row.solutions) or "tuned before"
+    before, after = (row.default_s or 0.0) * 1e6, (row.seconds or 0.0) * 1e6
+    return f"  {row.product} ({row.count} in a step): {before:.1f} us by default, {after:.1f} us by {solutions}"
 
 
-def summary(rows: Sequence[Event]) -> list[str]:
-    """What was tuned, what was left out, and the time of a step's products before and after."""
-    good = [row for row in rows if row["problem"] is None]
-    before, after = (sum(row["count"] * row[name] for row in good) * 1e3 for name in ("default_s", "seconds"))
-    lines = [f"{len(good)} of {len(rows)} products tuned: {before:.2f} ms of a step by default, {after:.2f} ms tuned."]
-    if good and all(entry[2] == "Default" for row in good for entry in row["entries"]):
+def render(result: TuneResult) -> str:
+    """What was tuned, and the time of a step's products before and after."""
+    good = [row for row in result.products if row.problem is None]
+    before, after = (sum((row.count or 0) * (getattr(row, name) or 0.0) for row in good) * 1e3 for name in TIMES)
+    counted = f"{len(good)} of {len(result.products)} products tuned"
+    lines = [f"{counted}: {before:.2f} ms of a step by default, {after:.2f} ms tuned."]
+    if good and all(name == "Default" for row in good for name in row.solutions):
         lines.append(
             "This PyTorch knows only its default solutions, so nothing can become faster (ROCm builds know others)."
         )
-    return lines
-
-
-def _say(*lines: str) -> None:
-    sys.stdout.write("".join(legible(line) + "\n" for line in lines))
-    sys.stdout.flush()
+    if result.error is None:
+        lines.append(f"Wrote {result.table}")
+        lines.append("New runs of this recipe on this GPU and software use it in the profile fast (runtime.profile).")
+    return "\n".join(lines)

@@ -5,23 +5,23 @@ A machine with notes only is healthy and gets one line on standard output. Progr
 
 from __future__ import annotations
 
-import json
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lora_rocm import __version__
+from lora_rocm.commands.output import Say, unheard
 from lora_rocm.doctor.checks import findings
 from lora_rocm.doctor.finding import Finding
 from lora_rocm.doctor.report_file import write_report
 from lora_rocm.doctor.text import healthy, machine_text, report_text
 from lora_rocm.errors import LoraRocmError, MachineError
-from lora_rocm.hardware.facts import load_facts
+from lora_rocm.hardware.facts import HostFacts, load_facts
 from lora_rocm.hardware.selftest_result import path_of
 from lora_rocm.hardware.software_stack import stack_of
-from lora_rocm.rules.environment import EnvPlan, plan
+from lora_rocm.rules.environment import EnvPlan, EnvRow, plan
 from lora_rocm.rules.rule import Situation
 from lora_rocm.rules.this_machine import situation_here
 from lora_rocm.supervisor.selftest_runner import self_test
@@ -31,13 +31,56 @@ REFUSED = ("attention-images",)
 """Findings of another level than "breaks" for which a run is refused as well (``rules.attention_refusal``)."""
 
 
-def doctor(facts_path: Path | None, *, as_json: bool, report_file: Path | None, quick: bool) -> int:
-    """Examine this machine, or a recorded one, and print the findings.
+@dataclass(frozen=True)
+class DoctorResult:
+    """What ``lora-rocm doctor`` found.
+
+    Attributes:
+        format: version of this document.
+        lora_rocm: version of this program.
+        machine: the machine in words.
+        healthy: there are notes only.
+        findings: the problems, the most harmful first.
+        variables: the variables that training gets.
+        settings: the settings of this program that training gets.
+        selftest: the results of the GPU's self-test; null: there are none.
+        facts: the machine, which ``--facts`` reads.
+    """
+
+    format: int
+    lora_rocm: str
+    machine: str
+    healthy: bool
+    findings: tuple[Finding, ...]
+    variables: tuple[EnvRow, ...]
+    settings: tuple[EnvRow, ...]
+    selftest: dict[str, Any] | None
+    facts: HostFacts
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A machine, its environment plan, its problems, and the day of its self-test ("" without one)."""
+
+    situation: Situation
+    env_plan: EnvPlan
+    findings: tuple[Finding, ...]
+    tested_on: str
+
+    @property
+    def exit_code(self) -> int:
+        """0, or 3 if there is a finding of level "breaks", or one for which no run is started."""
+        refused = any(finding.id in REFUSED for finding in self.findings)
+        return MachineError.exit_code if refused or _breaks(self.findings) else 0
+
+
+def doctor(
+    facts_path: Path | None = None, *, report_file: Path | None = None, quick: bool = False, say: Say = unheard
+) -> Examined:
+    """Examine this machine, or a recorded one.
 
     The GPU is tested too, unless ``quick`` is set, the machine is a recorded one, or another finding breaks training.
-
-    Returns:
-        0, or 3 if there is a finding of level "breaks", or one for which no run is started.
+    ``say`` gets the progress.
 
     Raises:
         UserError: the facts file is invalid.
@@ -48,7 +91,7 @@ def doctor(facts_path: Path | None, *, as_json: bool, report_file: Path | None, 
     env_plan = plan(situation)
     found = findings(situation, env_plan)
     if live and not quick and not _breaks(found) and stack_of(situation.facts, situation.selection) is not None:
-        situation, trouble = _tested(situation)
+        situation, trouble = _tested(situation, say)
         env_plan = plan(situation)
         found = trouble + findings(situation, env_plan)
     tested_on = _tested_on(situation)
@@ -56,39 +99,39 @@ def doctor(facts_path: Path | None, *, as_json: bool, report_file: Path | None, 
         found = tuple(replace(finding, cure=tuple(map(_with_own_python, finding.cure))) for finding in found)
     if report_file is not None:
         write_report(report_file, situation, live=live, tested_on=tested_on)
-        _say(f"Report: {report_file}")
-    if as_json:
-        text = json.dumps(as_data(situation, env_plan, found), indent=1) + "\n"
-    else:
-        text = report_text(situation, found, tested_on)
-    sys.stdout.write(text)
-    refused = any(finding.id in REFUSED for finding in found)
-    return MachineError.exit_code if refused or _breaks(found) else 0
+        say(f"Report: {report_file}")
+    return Examined(situation, env_plan, found, tested_on)
 
 
-def as_data(situation: Situation, env_plan: EnvPlan, found: tuple[Finding, ...]) -> dict[str, Any]:
+def render(examined: Examined) -> str:
+    """Return the findings in words."""
+    return report_text(examined.situation, examined.findings, examined.tested_on).removesuffix("\n")
+
+
+def result_of(examined: Examined) -> DoctorResult:
     """The output of ``--json``. A test freezes the keys; new ones raise ``format``."""
-    return {
-        "format": JSON_FORMAT,
-        "lora_rocm": __version__,
-        "machine": machine_text(situation),
-        "healthy": healthy(found),
-        "findings": [finding.to_json() for finding in found],
-        "variables": [asdict(row) for row in env_plan.variables],
-        "settings": [asdict(row) for row in env_plan.setting_rows],
-        "selftest": situation.verdict.to_json() if situation.verdict is not None else None,
-        "facts": situation.facts.to_json(),
-    }
+    situation, env_plan, found = examined.situation, examined.env_plan, examined.findings
+    return DoctorResult(
+        JSON_FORMAT,
+        __version__,
+        machine_text(situation),
+        healthy(found),
+        found,
+        tuple(env_plan.variables),
+        tuple(env_plan.setting_rows),
+        situation.verdict.to_json() if situation.verdict is not None else None,
+        situation.facts,
+    )
 
 
 def _breaks(found: tuple[Finding, ...]) -> bool:
     return any(finding.level == "breaks" for finding in found)
 
 
-def _tested(situation: Situation) -> tuple[Situation, tuple[Finding, ...]]:
+def _tested(situation: Situation, say: Say) -> tuple[Situation, tuple[Finding, ...]]:
     """The situation with a new verdict; or unchanged, with a finding that says why the test could not run."""
     try:
-        return replace(situation, verdict=self_test(situation, _say)), ()
+        return replace(situation, verdict=self_test(situation, say)), ()
     except LoraRocmError as error:
         trouble = Finding(
             "selftest-impossible",
@@ -119,9 +162,3 @@ def _with_own_python(line: str) -> str:
     if not line.startswith(start) or " " in sys.executable:
         return line
     return f"{sys.executable} -m pip {line.removeprefix(start)}"
-
-
-def _say(text: str) -> None:
-    """Report progress on standard error, because standard output is the result."""
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()

@@ -14,42 +14,54 @@ from lora_rocm.foundation.output_stream import outliving_stdout
 from lora_rocm.foundation.terminal_text import legible
 
 
-def exit_code_of(command: Callable[[], int | None], *, outlives_output: bool = False) -> int:
-    """Run a command and return its exit code. Errors are reported on standard error.
+def tell(error: LoraRocmError) -> None:
+    """Report an error on standard error."""
+    sys.stderr.write(legible(str(error), keep="\n") + "\n")
+
+
+def exit_code_of(
+    command: Callable[[], int | None],
+    *,
+    outlives_output: bool = False,
+    report: Callable[[LoraRocmError], None] = tell,
+) -> int:
+    """Run a command and return its exit code.
 
     Args:
         command: returns its exit code; None counts as 0.
         outlives_output: keep running if standard output cannot be written. The command's results lie elsewhere.
+        report: reports the error with which the command ends.
     """
+    error: LoraRocmError
     try:
         with outliving_stdout() if outlives_output else nullcontext():
             return command() or 0
-    except LoraRocmError as error:
-        _tell(str(error))
-        return error.exit_code
+    except LoraRocmError as raised:
+        error = raised
     except KeyboardInterrupt:
-        _tell("Stopped.")
-        return StoppedError.exit_code
-    except BrokenPipeError:  # the reader of our output is gone; without a new stdout Python complains at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return StoppedError.exit_code
-    except OSError as error:
-        _tell(str(storage_error(error, error.filename or "")))
-        return MachineError.exit_code
+        error = StoppedError("stopped", "Stopped.")
+    except BrokenPipeError:
+        return _without_reader()
+    except OSError as raised:
+        error = storage_error(raised, raised.filename or "")
     except MemoryError:
-        _tell("The main memory is used up.\n  fix:   Close other programs, or raise the limit (ulimit -v).")
-        return MachineError.exit_code
-    except Exception as error:  # the edge of the process: told in a sentence and kept in a file
+        fix = "Close other programs, or raise the limit (ulimit -v)."
+        error = MachineError("main-memory-full", "The main memory is used up.", fix=fix)
+    except Exception as raised:  # the edge of the process: told in a sentence and kept in a file
         with tempfile.NamedTemporaryFile(
             "w", prefix="lora-rocm-", suffix=".txt", delete=False, encoding="utf-8"
         ) as file:
             traceback.print_exc(file=file)
-        _tell(
-            f"This is a bug in lora-rocm: {type(error).__name__}: {error}\n"
-            f"  where: {file.name}\n  fix:   Please report it with that file attached."
-        )
-        return MachineError.exit_code
+        what = f"This is a bug in lora-rocm: {type(raised).__name__}: {raised}"
+        error = MachineError("bug", what, where=file.name, fix="Please report it with that file attached.")
+    try:
+        report(error)
+    except OSError:
+        _without_reader()
+    return error.exit_code
 
 
-def _tell(text: str) -> None:
-    sys.stderr.write(legible(text, keep="\n") + "\n")
+def _without_reader() -> int:
+    """Replace a standard output whose reader is gone, at which Python would complain at exit; returns the exit code."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return StoppedError.exit_code

@@ -233,6 +233,8 @@ class Plan:
     """One way to compute a step.
 
     Attributes:
+        mode: keep, selective, recompute or offload.
+        parts: parts into which a micro-batch is cut.
         rows: samples computed at once.
         recomputed, offloaded: indices into ``Footprint.blocks``.
         peak_bytes: peak of the tensors.

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lora_rocm.dataset.caption_length import TokenLimit
-from lora_rocm.errors import Problem, UserError
+from lora_rocm.errors import UserError
+from lora_rocm.planning.data_plan import Seen
 from lora_rocm.planning.step_cost import Rates
 from lora_rocm.processes.job_file import read_job_file
 from lora_rocm.rundir.event_types import (
@@ -151,32 +152,6 @@ class CheckTextsJob:
     recipe: RecipeValues
 
 
-@dataclass
-class Seen:
-    """What the model sees of the data. It is filled while the texts are read.
-
-    Attributes:
-        shown: the first samples, with marks around what is trained on.
-        notices: about the texts that were looked at.
-        looked_at: number of texts that were looked at, the first ones.
-        refused: index of a source -> number of those that cannot be trained on.
-        problems: the first of these.
-        lengths: tokens -> samples in an epoch, or rows of several, of what was looked at; None: only a run counts them.
-        held_out: number of samples that are held out, of what was looked at.
-        cached: texts whose entries are in the cache, and all texts, of what was looked at and of prompts; None: not
-            counted.
-    """
-
-    shown: list[str] = field(default_factory=list)
-    notices: list[str] = field(default_factory=list)
-    looked_at: int = 0
-    refused: dict[int, int] = field(default_factory=dict)
-    problems: list[Problem] = field(default_factory=list)
-    lengths: dict[int, int] | None = None
-    held_out: int = 0
-    cached: tuple[int, int] | None = None
-
-
 @dataclass(frozen=True)
 class InspectJob:
     """Judge a path as a base of each of these families."""
@@ -236,7 +211,14 @@ class CountedGpu:
 
 @dataclass(frozen=True)
 class PackedEncoder:
-    """An encoder that is stored in another format than the dense one."""
+    """A quantised text encoder.
+
+    Attributes:
+        component: its name.
+        format: of its weights.
+        weight_bytes: its memory while captions are encoded.
+        dense_bytes: the same without quantisation.
+    """
 
     component: str
     format: str

@@ -26,6 +26,7 @@ from lora_rocm.foundation.packages import require_packages
 from lora_rocm.foundation.safe_path import python_command
 from lora_rocm.processes.windows_console import told_of_closing
 from lora_rocm.processes.windows_job import Job
+from lora_rocm.rundir.event_types import ErrorEvent, Event
 
 POLL_S = 0.1
 KILL_WAIT_S = 10.0
@@ -34,7 +35,6 @@ CHILD = "lora_rocm.processes.child_main"
 BRANCHES: dict[int, type[LoraRocmError]] = {
     branch.exit_code: branch for branch in (UserError, MachineError, StoppedError)
 }
-Event = dict[str, Any]
 OnEvent = Callable[[Event], None]
 
 
@@ -67,10 +67,10 @@ class Asked:
         return max(self.count, int(self.closing))
 
 
-def error_from_event(event: Event) -> LoraRocmError:
+def error_from_event(event: ErrorEvent) -> LoraRocmError:
     """A child's error event as an exception with the same exit code."""
-    branch = BRANCHES.get(event["exit_code"], MachineError)
-    return branch(event["code"], event["what"], where=event["where"], fix=event["fix"])
+    branch = BRANCHES.get(event.exit_code, MachineError)
+    return branch(event.code, event.what, where=event.where, fix=event.fix)
 
 
 def kill_tree(pid: int, job: Job | None = None) -> bool:

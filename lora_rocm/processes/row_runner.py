@@ -6,13 +6,17 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from lora_rocm.errors import WorkerDiedError
 from lora_rocm.foundation.files import temporary_folder
 from lora_rocm.processes.jobs import CHILDREN, RowsJob, name_of
-from lora_rocm.processes.process import Event, OnEvent
+from lora_rocm.processes.process import OnEvent
 from lora_rocm.processes.tool import run_tool, write_job
+from lora_rocm.rundir.event_types import BeginEvent, Event, RowEvent
 
+Row = dict[str, Any]
+"""What a child measured, by name."""
 MAX_DEATHS = 5
 """After this many rows that ended the child process it is given up."""
 GRACE_S = 15.0
@@ -22,7 +26,7 @@ GRACE_S = 15.0
 def run_rows(
     job: RowsJob,
     env: Mapping[str, str],
-    on_row: Callable[[Event], None],
+    on_row: Callable[[Row], None],
     on_event: OnEvent = lambda event: None,
     start_limit_s: float = math.inf,
     module: str | None = None,
@@ -41,20 +45,21 @@ def run_rows(
         LoraRocmError: the error that the child reported.
         WorkerDiedError: the child ended before its first row, or too often.
     """
-    begun: Event = {}
+    begun: BeginEvent | None = None
+    begun_at_s, deadline = 0.0, math.inf
     rows = deaths = 0
-    deadline = math.inf
 
     def receive(event: Event) -> None:
-        nonlocal begun, rows, deadline
-        if event["type"] == "begin":
-            begun = {**event, "at": time.monotonic()}
-            deadline = begun["at"] + begun["limit_s"] + GRACE_S
-        elif event["type"] == "row":
-            rows, deadline = event["number"] + 1, math.inf
-            on_row(fields_of(event))
-        else:
-            on_event(event)
+        nonlocal begun, begun_at_s, rows, deadline
+        match event:
+            case BeginEvent():
+                begun, begun_at_s = event, time.monotonic()
+                deadline = begun_at_s + event.limit_s + GRACE_S
+            case RowEvent():
+                rows, deadline = event.number + 1, math.inf
+                on_row(fields_of(event))
+            case _:
+                on_event(event)
 
     def is_late() -> bool:
         return time.monotonic() > deadline
@@ -68,18 +73,18 @@ def run_rows(
                 return
             except WorkerDiedError as error:
                 deaths += 1
-                if not begun or deaths >= MAX_DEATHS:
+                if begun is None or deaths >= MAX_DEATHS:
                     raise
-                if rows <= begun["number"]:
-                    rows = begun["number"] + 1
-                    on_row(_died(begun, error))
+                if rows <= begun.number:
+                    rows = begun.number + 1
+                    on_row(_died(begun, time.monotonic() - begun_at_s, error))
 
 
-def _died(begun: Event, error: WorkerDiedError) -> Event:
-    """The row that ended the child process."""
-    hung = time.monotonic() - begun["at"] >= begun["limit_s"]
-    how = f"did not end in {begun['limit_s']:g} s" if hung else f"ended the process: {how_it_died(error)}"
-    return {**begun["fields"], "amount": None, "seconds": None, "per_second": None, "problem": how}
+def _died(begun: BeginEvent, after_s: float, error: WorkerDiedError) -> Row:
+    """The row that ended the child process, after so many seconds."""
+    hung = after_s >= begun.limit_s
+    how = f"did not end in {begun.limit_s:g} s" if hung else f"ended the process: {how_it_died(error)}"
+    return {**begun.fields, "amount": None, "seconds": None, "per_second": None, "problem": how}
 
 
 def how_it_died(error: WorkerDiedError) -> str:
@@ -87,6 +92,6 @@ def how_it_died(error: WorkerDiedError) -> str:
     return error.what.splitlines()[0].partition("saying why: ")[2].rstrip(".") or error.what
 
 
-def fields_of(event: Event) -> Event:
+def fields_of(event: Event) -> Row:
     """An event's own fields, without those that all events have."""
-    return {key: value for key, value in event.items() if key not in ("type", "number")}
+    return {key: value for key, value in event.to_json().items() if key not in ("type", "number")}

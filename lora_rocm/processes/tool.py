@@ -23,7 +23,6 @@ from lora_rocm.processes.process import (
     BRANCHES,
     KILL_WAIT_S,
     POLL_S,
-    Event,
     OnEvent,
     error_from_event,
     heavy_command,
@@ -31,6 +30,7 @@ from lora_rocm.processes.process import (
     own_group,
     stop_signals,
 )
+from lora_rocm.rundir.event_types import ErrorEvent, Event
 from lora_rocm.rundir.events import EventReader
 from lora_rocm.rundir.exit_status import died, tail_bytes
 
@@ -76,7 +76,7 @@ def follow_tool(
         KeyboardInterrupt: Ctrl-C, SIGTERM or the end of the terminal.
         LoraRocmError: the error event that it wrote.
     """
-    problem: Event | None = None
+    problem: ErrorEvent | None = None
     ended = late = False
     with stop_signals() as asked, started(command, env) as tool:
         # Pass on its events until it ends or hangs
@@ -85,7 +85,7 @@ def follow_tool(
                 raise KeyboardInterrupt
             ended, events = tool.poll()
             for event in events:
-                if event["type"] == "error":
+                if isinstance(event, ErrorEvent):
                     problem = event
                 else:
                     on_event(event)
@@ -157,7 +157,9 @@ class Tool:
             self.child.stdin.write(json.dumps(request).encode("ascii") + b"\n")
             self.child.stdin.flush()
 
-    def heard(self, last: str, count: int = 1, each_round: Callable[[], None] = lambda: None) -> Iterator[Event]:
+    def heard(
+        self, last: type[Event], count: int = 1, each_round: Callable[[], None] = lambda: None
+    ) -> Iterator[Event]:
         """Its events, up to the ``count``-th of the type ``last``. ``each_round`` is called while waiting for them.
 
         Raises:
@@ -168,10 +170,10 @@ class Tool:
             each_round()
             ended, events = self.poll()
             for event in events:
-                if event["type"] == "error":
+                if isinstance(event, ErrorEvent):
                     raise error_from_event(event)
                 yield event
-                count -= event["type"] == last
+                count -= isinstance(event, last)
             if ended and count > 0:
                 require_room(self.log.parent)
                 raise died("The process", self.child.returncode, tail_bytes(self.log, 0))
@@ -234,7 +236,7 @@ def run_for_json(
         ) from error
     found = _last_object(done.stdout)
     if found is not None and found.get("type") == "error":
-        raise error_from_event(found)
+        raise error_from_event(ErrorEvent.read(found))
     if done.returncode == 0 and found is not None:
         return found
     said = done.stderr.decode("utf-8", "replace").strip()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from lora_rocm.foundation.units import count_text, number_text
+from lora_rocm.rundir.event_types import ConceptEvent
 
 HEADLINE_PREVIEWS = 8
 """With fewer previews the score is mostly chance."""
@@ -15,25 +13,25 @@ ADVICE = (
 )
 
 
-def is_headline(event: Mapping[str, Any]) -> bool:
+def is_headline(event: ConceptEvent) -> bool:
     """Whether the score stands on enough previews to be the first thing that a report says."""
-    return int(event.get("previews", 0)) >= HEADLINE_PREVIEWS
+    return event.previews >= HEADLINE_PREVIEWS
 
 
-def concept_quality(event: Mapping[str, Any]) -> str:
+def concept_quality(event: ConceptEvent) -> str:
     """What to think of the score, such as "rough, from 3 previews"; what is not known is left out."""
-    previews = int(event.get("previews", 0))
-    parts = [] if event.get("demo") else ["rough"]
+    previews = event.previews
+    parts = [] if event.demo else ["rough"]
     parts += [f"from {count_text(previews, 'preview')}"] if previews else []
     return ", ".join(parts)
 
 
-def concept_line(event: Mapping[str, Any]) -> str:
+def concept_line(event: ConceptEvent) -> str:
     """The score as a line."""
     quality = concept_quality(event)
-    control = "no control" if event["control"] is None else f"control {number_text(event['control'])}"
+    control = "no control" if event.control is None else f"control {number_text(event.control)}"
     line = (
-        f"Concept score {number_text(event['score'])}{f' ({quality})' if quality else ''}, {control}. "
+        f"Concept score {number_text(event.score)}{f' ({quality})' if quality else ''}, {control}. "
         "0.5: as before training, 1: every preview is nearer to the training images"
     )
-    return line if event.get("demo") or is_headline(event) else f"{line}. {ADVICE}"
+    return line if event.demo or is_headline(event) else f"{line}. {ADVICE}"

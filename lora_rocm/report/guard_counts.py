@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from lora_rocm.rundir.event_log import Steps
 
 
 class GuardCounts:
     """Adds up the counters of step events, which begin at 0 with each session."""
 
-    def __init__(self, steps: Iterable[dict[str, Any]] = ()) -> None:
+    def __init__(self) -> None:
         self._of_session: dict[int, tuple[int, int]] = {}
-        for step in steps:
-            self.add(step)
 
-    def add(self, step: dict[str, Any]) -> None:
-        """Add a step event; of each session the last one counts."""
-        self._of_session[step["session"]] = (step["transfer_checks"], step["transfer_failures"])
+    def add(self, session: int, checks: int, failures: int) -> None:
+        """Add the counters of a step; of each session the last one counts."""
+        self._of_session[session] = (checks, failures)
+
+    def add_all(self, steps: Steps) -> None:
+        """Add the counters of many steps."""
+        columns = (steps.whole[name] for name in ("session", "transfer_checks", "transfer_failures"))
+        for session, checks, failures in zip(*columns, strict=True):
+            self.add(session, checks, failures)
 
     @property
     def checks(self) -> int:

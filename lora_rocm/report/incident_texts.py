@@ -6,7 +6,8 @@ import time
 from collections.abc import Iterable, Iterator
 
 from lora_rocm.report.html import Block, Heading, Paragraph, Preformatted, Section, section, table
-from lora_rocm.rundir.incidents import Event
+from lora_rocm.rundir.event_types import ChangeEvent, FailureEvent, RestartEvent
+from lora_rocm.rundir.incidents import Trouble
 
 MAX_LOGS, MAX_LOG_LINES = 10, 40
 DAY = "%Y-%m-%d %H:%M:%S"
@@ -24,62 +25,67 @@ OTHER_NOISE = (
 )
 
 
-def failure_text(event: Event) -> str:
+def failure_text(event: FailureEvent) -> str:
     """A failure in one line, without the end of the log that may follow in ``what``."""
-    if event["silent_s"] is None:
-        what = next(iter(event["what"].splitlines()), event["code"])
-        return f"The training process failed in the phase {event['phase']}, after step {event['updates']}: {what}"
-    doing = event["activity"] if event["activity"] and event["activity"] != event["phase"] else ""
-    where = f"{event['phase']} ({doing})" if doing else event["phase"]
-    limit = f", of {event['limit_s']:g} allowed," if event["limit_s"] is not None else ""
-    stacks = f"; where it stood is in {event['stacks']}" if event["stacks"] else ""
-    done = "could not be ended" if event["code"] == "worker-unkillable" else "was ended"
+    if event.silent_s is None:
+        what = next(iter(event.what.splitlines()), event.code)
+        return f"The training process failed in the phase {event.phase}, after step {event.updates}: {what}"
+    doing = event.activity if event.activity and event.activity != event.phase else ""
+    where = f"{event.phase} ({doing})" if doing else event.phase
+    limit = f", of {event.limit_s:g} allowed," if event.limit_s is not None else ""
+    stacks = f"; where it stood is in {event.stacks}" if event.stacks else ""
+    done = "could not be ended" if event.code == "worker-unkillable" else "was ended"
     return (
-        f"The training process was silent for {event['silent_s']:.3g} s{limit} in the phase {where}, after step "
-        f"{event['updates']}, and {done}{stacks}"
+        f"The training process was silent for {event.silent_s:.3g} s{limit} in the phase {where}, after step "
+        f"{event.updates}, and {done}{stacks}"
     )
 
 
-def change_text(event: Event) -> str:
+def change_text(event: ChangeEvent) -> str:
     """A mitigation in one line."""
-    before = event["seen"] == "remembered"
-    because = "because of an earlier run on this machine" if before else f"because of: {event['seen']}"
-    kept = "no number changes" if event["effect"] == "exact" else "numbers are rounded otherwise"
-    return f"Changed {because}: {event['text']} ({kept})"
+    before = event.seen == "remembered"
+    because = "because of an earlier run on this machine" if before else f"because of: {event.seen}"
+    kept = "no number changes" if event.effect == "exact" else "numbers are rounded otherwise"
+    return f"Changed {because}: {event.text} ({kept})"
 
 
-def restart_text(event: Event) -> str:
+def restart_text(event: RestartEvent) -> str:
     """A restart in one line."""
-    noise = f", with other noise (attempt {event['attempt']})" if event["attempt"] else ""
+    noise = f", with other noise (attempt {event.attempt})" if event.attempt else ""
     return (
-        f"Restart {event['number']}: going on from step {event['from_updates']}{noise}; {event['spent']} of "
-        f"{event['budget']} restarts are spent"
+        f"Restart {event.number}: going on from step {event.from_updates}{noise}; {event.spent:g} of "
+        f"{event.budget:g} restarts are spent"
     )
 
 
-TEXTS = {"failure": failure_text, "change": change_text, "restart": restart_text}
+def trouble_text(event: Trouble) -> str:
+    """A failure, mitigation or restart in one line."""
+    match event:
+        case FailureEvent():
+            return failure_text(event)
+        case ChangeEvent():
+            return change_text(event)
+        case RestartEvent():
+            return restart_text(event)
 
 
-def promise(events: Iterable[Event]) -> str:
+def promise(events: Iterable[Trouble]) -> str:
     """The statement about the result's reproducibility that holds after these events."""
     found = list(events)
-    if any(event["type"] == "restart" and event["attempt"] for event in found):
+    if any(isinstance(event, RestartEvent) and event.attempt for event in found):
         return OTHER_NOISE
-    effects = {event["effect"] for event in found if event["type"] == "change"}
+    effects = {event.effect for event in found if isinstance(event, ChangeEvent)}
     return UNCHANGED if not effects else EXACT if effects == {"exact"} else ROUNDING
 
 
-def trouble_section(events: list[Event]) -> Section | None:
+def trouble_section(events: list[Trouble]) -> Section | None:
     """The section of the report; None if nothing went wrong."""
     if not events:
         return None
-    restarts = [event for event in events if event["type"] == "restart"]
+    restarts = [event for event in events if isinstance(event, RestartEvent)]
     times = {0: "never", 1: "once"}.get(len(restarts), f"{len(restarts)} times")
-    rows = [
-        (time.strftime(DAY, time.localtime(event["time"])), event["type"], TEXTS[event["type"]](event))
-        for event in events
-    ]
-    failures = [event for event in events if event["type"] == "failure"]
+    rows = [(time.strftime(DAY, time.localtime(event.time)), event.type, trouble_text(event)) for event in events]
+    failures = [event for event in events if isinstance(event, FailureEvent)]
     logs = [part for event in failures[-MAX_LOGS:] for part in _logs(event)]
     return section(
         "Restarts and changes",
@@ -90,10 +96,10 @@ def trouble_section(events: list[Event]) -> Section | None:
     )
 
 
-def _logs(failure: Event) -> Iterator[Block]:
+def _logs(failure: FailureEvent) -> Iterator[Block]:
     """The last lines of the worker's log and the kernel log before a failure."""
-    said = failure["what"].splitlines()[1:]
-    for whose, lines in (("Worker's log", said), ("Kernel log", failure["kernel_log"])):
+    said = failure.what.splitlines()[1:]
+    for whose, lines in (("Worker's log", said), ("Kernel log", failure.kernel_log)):
         if lines:
-            yield Heading(f"{whose}, failure after step {failure['updates']}")
+            yield Heading(f"{whose}, failure after step {failure.updates}")
             yield Preformatted("\n".join(map(str, lines[-MAX_LOG_LINES:])))

@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 from lora_rocm.foundation.units import number_text
 from lora_rocm.report.html import Paragraph, Section, section, table
+from lora_rocm.rundir.event_types import StepEvent
 
 WINDOW_STEPS, LEAST_STEPS = 50, 20
 """The usual value is the median of the last WINDOW_STEPS steps; before LEAST_STEPS steps there is none."""
@@ -60,21 +60,21 @@ class Usual:
         return found
 
 
-def spikes(steps: Iterable[dict[str, Any]]) -> list[Spike]:
-    """The outlier steps in order. ``steps``: as given by ``events.current_steps``."""
+def spikes(steps: Iterable[StepEvent]) -> list[Spike]:
+    """The outlier steps in order. ``steps``: those that count."""
     losses, norms, found = Usual(LOSS_TIMES), Usual(NORM_TIMES), []
     for step in steps:
         usual_loss, usual_norm = losses.value, norms.value
-        high = [losses.stands_out(step["loss"]), norms.stands_out(step["grad_norm"])]
+        high = [losses.stands_out(step.loss), norms.stands_out(step.grad_norm)]
         if any(high):
             row = Spike(
-                step["updates"], step["iteration"], step["loss"], step["grad_norm"], usual_loss, usual_norm
+                step.updates, step.iteration, step.loss, step.grad_norm, usual_loss, usual_norm
             )  # fmt: skip
             found.append(row)
     return found
 
 
-def spikes_section(steps: Sequence[dict[str, Any]]) -> Section | None:
+def spikes_section(steps: Sequence[StepEvent]) -> Section | None:
     """The section of the report; None if there are too few steps."""
     if len(steps) <= LEAST_STEPS:
         return None

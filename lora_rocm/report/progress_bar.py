@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Protocol, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
@@ -21,11 +19,36 @@ from lora_rocm.errors import StorageError
 from lora_rocm.foundation.units import count_text, number_text, rate_text, size_text, time_text
 from lora_rocm.model_files.readers import readers_line
 from lora_rocm.report.concept_text import concept_line
-from lora_rocm.report.guard_counts import GuardCounts
-from lora_rocm.report.incident_texts import TEXTS
+from lora_rocm.report.figures import Figures
+from lora_rocm.report.incident_texts import trouble_text
 from lora_rocm.report.smoothing import Smoothed
 from lora_rocm.report.vram_spill import Spilling
-from lora_rocm.rundir.events import last_steps, latest_steps
+from lora_rocm.rundir.event_types import (
+    AlarmEvent,
+    CacheEvent,
+    ChangeEvent,
+    CheckpointEvent,
+    CompileEvent,
+    ConceptEvent,
+    DataEvent,
+    EndEvent,
+    Event,
+    ExportEvent,
+    FailureEvent,
+    IncidentEvent,
+    NoticeEvent,
+    PhaseEvent,
+    PreviewEvent,
+    RepairedEvent,
+    RestartEvent,
+    StartEvent,
+    StepEvent,
+    TelemetryEvent,
+    ValidationEvent,
+    WatchedEvent,
+)
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.rundir.run_view import RunView
 from lora_rocm.telemetry.numbers import short_text
 
 LINE_EVERY_S = 10.0
@@ -50,25 +73,33 @@ MAX_REPAIRS_SAID = 5
 MIN_BAR = 10
 """Columns of a bar at least."""
 
-Event = dict[str, Any]
+
+def _measures(event: ValidationEvent | WatchedEvent) -> str:
+    return "".join(f", {name} {number_text(value)}" for name, value in event.measures.items())
 
 
-def _measures(event: Event) -> str:
-    return "".join(f", {name} {number_text(value)}" for name, value in event["measures"].items())
-
-
-LINES: dict[str, Callable[[Event], str]] = {
-    **TEXTS,
-    "incident": lambda e: f"Incident at iteration {e['iteration']} ({e['kind']}): {e['detail']}; {e['action']}",
-    "validation": lambda e: f"Held-out loss after step {e['updates']}: {number_text(e['loss'])}{_measures(e)}",
-    "watched": lambda e: f"Watched loss after step {e['updates']}: {number_text(e['loss'])}{_measures(e)}",
-    "checkpoint": lambda e: f"Saved {e['path']} and {e['lora']}",
-    "preview": lambda e: f"{count_text(len(e['images']), 'preview')} after step {e['updates']}",
-    "concept": concept_line,
-    "alarm": lambda e: f"Warning: {e['text']}",
-    "notice": lambda e: f"Note: {e['text']}",
-}
-"""Type of an event -> the line that it is."""
+def line_of(event: Event) -> str:
+    """The line that an event is; empty if it has none, or is drawn otherwise."""
+    match event:
+        case FailureEvent() | ChangeEvent() | RestartEvent():
+            return trouble_text(event)
+        case IncidentEvent():
+            return f"Incident at iteration {event.iteration} ({event.kind}): {event.detail}; {event.action}"
+        case ValidationEvent():
+            return f"Held-out loss after step {event.updates}: {number_text(event.loss)}{_measures(event)}"
+        case WatchedEvent():
+            return f"Watched loss after step {event.updates}: {number_text(event.loss)}{_measures(event)}"
+        case CheckpointEvent():
+            return f"Saved {event.path} and {event.lora}"
+        case PreviewEvent():
+            return f"{count_text(len(event.images), 'preview')} after step {event.updates}"
+        case ConceptEvent():
+            return concept_line(event)
+        case AlarmEvent():
+            return f"Warning: {event.text}"
+        case NoticeEvent():
+            return f"Note: {event.text}"
+    return ""
 
 
 class View(Protocol):
@@ -87,22 +118,12 @@ class View(Protocol):
 class ProgressDisplay:
     """Turns events into lines and bars on a ``View``.
 
-    spill_bytes: see ``vram_spill.spill_bytes``. past: the last steps of the run that a resume goes on from.
-    ends: the last step of each session of that run.
+    spill_bytes: see ``vram_spill.spill_bytes``. past: the run that a resume goes on with, read once it does.
     """
 
-    def __init__(
-        self,
-        view: View,
-        spill_bytes: int | None = None,
-        past: Callable[[], Sequence[Event]] = lambda: (),
-        ends: Callable[[], Sequence[Event]] = lambda: (),
-    ) -> None:
-        self.past, self.ends = past, ends
-        self.view, self.spilling = view, Spilling(spill_bytes)
-        self.loss, self.guard = Smoothed(), GuardCounts()
-        self.measures = defaultdict[str, Smoothed](Smoothed)
-        self.step_s = Smoothed(0.9)
+    def __init__(self, view: View, spill_bytes: int | None = None, past: Callable[[], RunView] | None = None) -> None:
+        self.past, self.view, self.spilling = past, view, Spilling(spill_bytes)
+        self.figures, self.step_s = Figures(), Smoothed(0.9)
         self.repairs = self.exports = 0
         self.telemetry = ""
 
@@ -111,101 +132,98 @@ class ProgressDisplay:
 
     def on_event(self, event: Event) -> None:
         """Show one event; event types without a display are ignored."""
-        draw = getattr(self, f"_on_{event['type']}", None)
-        if event["type"] in LINES:
-            self.say(LINES[event["type"]](event))
-        elif draw is not None:
-            draw(event)
+        if line := line_of(event):
+            self.say(line)
+        self._draw(event)
+        match event:
+            case StartEvent():
+                self._on_start(event)
+            case PhaseEvent(state="begin") if event.phase in PHASES:
+                self.say(f"{PHASES[event.phase]} ...")
+            case DataEvent():
+                self._on_data(event)
+            case RepairedEvent():
+                self._on_repaired(event)
+            case ExportEvent():
+                self._on_export(event)
         slow = self.spilling.on_event(event)
         if slow:
             self.say(f"Warning: {slow}")
 
-    def _on_start(self, event: Event) -> None:
+    def _draw(self, event: Event) -> None:
+        """Draw the bar of an event that has one."""
+        match event:
+            case CacheEvent():
+                rate = f"{event.per_second:.1f}/s" if event.per_second else ""
+                what = CACHE_WORK.get(event.what, f"Caching {event.what}")
+                self.view.show(what, event.done, event.total, [rate])
+            case CompileEvent():
+                self.view.show("Compiling", event.done, event.total, [event.size])
+            case StepEvent():
+                self._on_step(event)
+            case TelemetryEvent(number=0):
+                self.telemetry = short_text(event)
+            case EndEvent():
+                self.view.end()
+
+    def _on_start(self, event: StartEvent) -> None:
         self.exports = 0
-        resumed = event["resumed_from"]
-        self.say(f"Training on {event['device']}, {event['precision']}, torch {event['torch']}")
-        if resumed is not None:
-            self.say(f"Going on from step {resumed}")
-            self.loss = Smoothed()
-            self.measures.clear()
-            with suppress(StorageError):  # a file that cannot be read stops no run: the smoothed loss begins anew
-                for step in self.ends():
-                    self.guard.add(step)
-                for step in self.past():
-                    if step["updates"] <= resumed:  # the file may already have later ones, which are still to be shown
-                        self._add(step)
+        self.say(f"Training on {event.device}, {event.precision}, torch {event.torch}")
+        if event.resumed_from is not None:
+            self.say(f"Going on from step {event.resumed_from}")
+            self.figures.loss = Smoothed()
+            self.figures.measures.clear()
+            # the file may already have later steps, which are still to be shown; and one that cannot be read stops no
+            # run: the smoothed loss begins anew
+            with suppress(StorageError):
+                if self.past is not None:
+                    self.figures = Figures.of(self.past(), event.resumed_from)
 
-    def _on_phase(self, event: Event) -> None:
-        text = PHASES.get(event["phase"])
-        if text and event["state"] == "begin":
-            self.say(f"{text} ...")
-
-    def _on_data(self, event: Event) -> None:
-        aside = len(event["set_aside"])
+    def _on_data(self, event: DataEvent) -> None:
+        aside = len(event.set_aside)
         self.say(
-            f"{count_text(event['samples'], 'sample')} in {count_text(len(event['buckets']), 'bucket')}, "
-            f"{count_text(event['steps_per_epoch'], 'step')} an epoch, "
-            f"{count_text(event['max_train_steps'], 'step')} in all" + (f"; {aside} set aside" if aside else "")
+            f"{count_text(event.samples, 'sample')} in {count_text(len(event.buckets), 'bucket')}, "
+            f"{count_text(event.steps_per_epoch, 'step')} an epoch, "
+            f"{count_text(event.max_train_steps, 'step')} in all" + (f"; {aside} set aside" if aside else "")
         )
-        for problem in event["set_aside"][:5]:
+        for problem in event.set_aside[:5]:
             self.say(f"  set aside: {problem['where']}: {problem['what']}")
         if aside > 5:
             self.say(f"  ... and {aside - 5} more, see the report")
-        for notice in event["notices"]:
+        for notice in event.notices:
             self.say(f"  note: {notice}")
 
-    def _on_cache(self, event: Event) -> None:
-        rate = f"{event['per_second']:.1f}/s" if event["per_second"] else ""
-        what = CACHE_WORK.get(event["what"], f"Caching {event['what']}")
-        self.view.show(what, event["done"], event["total"], [rate])
-
-    def _on_compile(self, event: Event) -> None:
-        self.view.show("Compiling", event["done"], event["total"], [event["size"]])
-
-    def _on_repaired(self, event: Event) -> None:
+    def _on_repaired(self, event: RepairedEvent) -> None:
         self.repairs += 1
         if self.repairs <= MAX_REPAIRS_SAID:
             more = "; further ones are in the report" if self.repairs == MAX_REPAIRS_SAID else ""
-            self.say(f"Damaged in the cache, encoded again: {event['item']} ({event['reason']}){more}")
+            self.say(f"Damaged in the cache, encoded again: {event.item} ({event.reason}){more}")
 
-    def _add(self, step: Event) -> None:
-        if step["loss"] is not None:
-            self.loss.add(step["loss"])
-        for name, value in step["measures"].items():
-            self.measures[name].add(value)
-
-    def _on_step(self, event: Event) -> None:
-        self._add(event)
-        self.guard.add(event)
-        measures = [f"{name} {number_text(self.measures[name].value)}" for name in event["measures"]]
-        step_s = self.step_s.add(event["step_s"]) or 0.0
-        left_s = step_s * (event["max_train_steps"] - event["updates"])
+    def _on_step(self, event: StepEvent) -> None:
+        figures = self.figures
+        figures.add(event)
+        measures = [f"{name} {number_text(figures.measures[name].value)}" for name in event.measures]
+        step_s = self.step_s.add(event.step_s) or 0.0
+        left_s = step_s * (event.max_train_steps - event.updates)
         details = [
-            f"loss {number_text(self.loss.value)}",
+            f"loss {number_text(figures.loss.value)}",
             *measures,
             rate_text(1 / step_s if step_s else 0),
             f"{time_text(left_s)} left",
-            size_text(event["memory_bytes"]),
-            f"checks {self.guard.checks}, failed {self.guard.failures}",
+            size_text(event.memory_bytes),
+            f"checks {figures.guard.checks}, failed {figures.guard.failures}",
             self.telemetry,
         ]
-        self.view.show("Training", event["updates"], event["max_train_steps"], details)
+        self.view.show("Training", event.updates, event.max_train_steps, details)
 
-    def _on_telemetry(self, event: Event) -> None:
-        if event["number"] == 0:
-            self.telemetry = short_text(event)
-
-    def _on_export(self, event: Event) -> None:
+    def _on_export(self, event: ExportEvent) -> None:
         """Who reads a file is said of the first of ``output.formats`` alone; ``status`` says it of all."""
-        difference = number_text(event["max_difference"])
-        self.say(f"Wrote {event['path']} ({event['format']}), loaded back, largest difference {difference}")
-        about = readers_line(event.get("can_read", ()), event["cannot_read"])
+        difference = number_text(event.max_difference)
+        self.say(f"Wrote {event.path} ({event.format}), loaded back, largest difference {difference}")
+        about = readers_line(event.can_read, event.cannot_read)
         if about and not self.exports:
             self.say(about)
         self.exports += 1
-
-    def _on_end(self, event: Event) -> None:
-        self.view.end()
 
 
 def joined(details: Sequence[str], room: float = math.inf) -> str:
@@ -275,16 +293,15 @@ class LineView:
 
 @contextmanager
 def make_progress(
-    stream: TextIO | None = None, spill_bytes: int | None = None, events: Path | None = None
+    stream: TextIO | None = None, spill_bytes: int | None = None, run_dir: RunDir | None = None
 ) -> Iterator[ProgressDisplay]:
     """A display on a terminal or a plain stream (default: standard output). The bar is removed at the end.
 
-    spill_bytes: see ``vram_spill.spill_bytes``. events: the file of the run's events.
+    spill_bytes: see ``vram_spill.spill_bytes``. run_dir: of the run.
     """
     stream = stream or sys.stdout
     view: View = BarView(Console(file=stream)) if stream.isatty() else LineView(stream)
     try:
-        read = (partial(latest_steps, events), partial(last_steps, events)) if events else ()
-        yield ProgressDisplay(view, spill_bytes, *read)
+        yield ProgressDisplay(view, spill_bytes, partial(RunView.of, run_dir) if run_dir else None)
     finally:
         view.end()

@@ -45,11 +45,27 @@ from lora_rocm.report.smoothing import Smoothed
 from lora_rocm.report.svg_plot import Point, Series
 from lora_rocm.report.telemetry_section import telemetry_section
 from lora_rocm.report.vram_spill import spilled
-from lora_rocm.rundir.events import current_steps, read_events, unread_text
-from lora_rocm.rundir.incidents import last_word, trouble_of
-from lora_rocm.rundir.layout import SUPERVISOR, RunDir
-from lora_rocm.rundir.made_from import stale_exports
-from lora_rocm.rundir.results import lost_loras_text, named_paths, read_result, result_files, written_loras
+from lora_rocm.rundir.event_types import (
+    AlarmEvent,
+    CanaryEvent,
+    ChangeEvent,
+    ConceptEvent,
+    DataEvent,
+    ErrorEvent,
+    ExportEvent,
+    FailureEvent,
+    IncidentEvent,
+    PhaseEvent,
+    RepairedEvent,
+    StartEvent,
+    StepEvent,
+    TelemetryEvent,
+    ValidationEvent,
+    WatchedEvent,
+)
+from lora_rocm.rundir.layout import RunDir
+from lora_rocm.rundir.results import faults_of_finished, named_paths, read_result, result_files
+from lora_rocm.rundir.run_view import RunView
 
 MAX_ROUNDS = 12
 MAX_PROMPTS = 8
@@ -65,34 +81,19 @@ STEP_SHARES = {
     "wait_s": "waiting for the verdict",
 }
 
-Event = dict[str, Any]
-
 
 @dataclass(frozen=True)
 class Facts:
     """The data of the report."""
 
-    run_dir: RunDir
-    events: list[Event]
-    steps: list[Event]
+    view: RunView
     recipe: Recipe | None
     result: dict[str, Any]
     environment: dict[str, Any]
-    trouble: list[Event]
-    """Failures, mitigations and restarts, from the events of worker and supervisor."""
-    telemetry: list[Event]
-    """Readings of the GPUs, and warnings from them."""
 
-    def all(self, event_type: str) -> list[Event]:
-        return [event for event in self.events if event["type"] == event_type]
-
-    def since_start(self) -> list[Event]:
-        """The events since the worker's last start."""
-        starts = [number for number, event in enumerate(self.events) if event["type"] == "start"]
-        return self.events[starts[-1] :] if starts else self.events
-
-    def last(self, event_type: str) -> Event | None:
-        return next((event for event in reversed(self.events) if event["type"] == event_type), None)
+    @property
+    def run_dir(self) -> RunDir:
+        return self.view.run_dir
 
 
 def write_report(run_dir: RunDir, registry: Registry = PRODUCT) -> Path:
@@ -101,45 +102,41 @@ def write_report(run_dir: RunDir, registry: Registry = PRODUCT) -> Path:
     Raises:
         StorageError: it cannot be written, or would take the place of one that says more.
     """
-    events = read_events(run_dir.events())
-    if not events and run_dir.report.exists():
+    view = RunView.of(run_dir)
+    if view.log.last_s is None and run_dir.report.exists():
         raise StorageError(
             "events-lost",
             "The events of this run are gone or damaged: a new report would have no curves.",
             where=str(run_dir.events()),
             fix="Put the file back from a copy. The report that is there was left as it is.",
         )
-    trouble = trouble_of(run_dir, events)
     try:
         recipe = load_recipe(run_dir.recipe, registry=registry).recipe
     except RecipeError:
         recipe = None
     result = read_result(run_dir)
     environment = _read_json(run_dir.environment) if run_dir.holds(run_dir.environment) else {}
-    telemetry = read_events(run_dir.events(SUPERVISOR), "telemetry", "alarm")
-    facts = Facts(run_dir, events, current_steps(events), recipe, result, environment, trouble, telemetry)
+    facts = Facts(view, recipe, result, environment)
     title = recipe.output.name if recipe else run_dir.path.name
-    files = (run_dir.events(), run_dir.events(SUPERVISOR))
-    unread = [Paragraph(text, "bad") for path in files if (text := unread_text(path))]
     html = page(
         f"{title}: lora-rocm report",
         title,
-        [*_headline(facts), *unread],
+        [*_headline(facts), *(Paragraph(text, "bad") for text in view.remarks_on_events())],
         [
             _usage(facts),
             _concept(facts, headline=True),
             _before_after(facts),
             _curves(facts),
-            spikes_section(facts.steps),
+            spikes_section(view.steps),
             _previews(facts),
             _concept(facts, headline=False),
             _guard(facts),
-            trouble_section(facts.trouble),
+            trouble_section(view.trouble),
             _repaired(facts),
             _exports(facts),
             _data(facts),
             _timings(facts),
-            telemetry_section(facts.telemetry),
+            telemetry_section(view.supervisor.all(TelemetryEvent), view.supervisor.all(AlarmEvent)),
             _recipe(facts),
             _environment(facts),
         ],
@@ -158,44 +155,41 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _headline(facts: Facts) -> list[Block]:
-    data, now = facts.last("data"), facts.since_start()
-    said = next((event for event in reversed(now) if event["type"] in ("error", "end")), None)
-    hung = last_word(facts.events, facts.trouble)
-    updates = facts.steps[-1]["updates"] if facts.steps else 0
-    total = data["max_train_steps"] if data else "?"
+    view, data = facts.view, facts.view.last(DataEvent)
     said_of_recipe = list[Block]()
     if facts.recipe:
         model, lora = facts.recipe.model, facts.recipe.lora
         about = f"{lora.title} of {lora.size}, for {model.name_or_path}"
-        about += f", from {count_text(data['samples'], 'sample')}" if data else ""
+        about += f", from {count_text(data.samples, 'sample')}" if data else ""
         said_of_recipe.append(Paragraph(about, "soft"))
-    if facts.result:
-        finished = count_text(facts.result.get("updates") or updates, "step")
-        return [*said_of_recipe, Paragraph(f"Finished: {finished}.", "good")]
-    if said and said["type"] == "error":
-        ended = f"Ended at step {updates} of {total}: {said['what']}"
-        return [*said_of_recipe, Paragraph(ended, "bad"), Paragraph(said["fix"], "soft")]
-    if hung:
-        return [*said_of_recipe, Paragraph(f"Ended at step {updates} of {total}: {failure_text(hung)}", "bad")]
-    unfinished = f"Not finished: step {updates} of {total}. Go on with --resume latest."
-    return [*said_of_recipe, Paragraph(unfinished, "bad")]
+    at = f"step {view.updates} of {'?' if view.max_train_steps is None else view.max_train_steps}"
+    if view.outcome == "finished":
+        finished = count_text(facts.result.get("updates") or view.updates, "step")
+        gone = [Paragraph(text, "bad") for text in faults_of_finished(facts.run_dir)]
+        return [*said_of_recipe, Paragraph(f"Finished: {finished}.", "good"), *gone]
+    match view.end or view.hang:
+        case ErrorEvent(what=what, fix=fix):
+            return [*said_of_recipe, Paragraph(f"Ended at {at}: {what}", "bad"), Paragraph(fix, "soft")]
+        case FailureEvent() as hang:
+            return [*said_of_recipe, Paragraph(f"Ended at {at}: {failure_text(hang)}", "bad")]
+    return [*said_of_recipe, Paragraph(f"Not finished: {at}. Go on with --resume latest.", "bad")]
 
 
 def _usage(facts: Facts) -> Section | None:
-    stale = {each.path: f"{each.reason}: {each.remedy}" for each in stale_exports(facts.run_dir).values()}
+    stale = {path: f"{each.reason}: {each.remedy}" for path, each in facts.view.files.stale.items()}
     rows = [
         (path.relative_to(facts.run_dir.path).as_posix(), _file_size(path), stale.get(export, ""))
         for export in result_files(facts.run_dir)
         for path in named_paths([export])
         if path != facts.run_dir.report
     ]
-    lost = [Paragraph(text, "bad") for text in lost_loras_text(facts.run_dir, written_loras(facts.events))]
+    lost = [Paragraph(text, "bad") for text in facts.view.files.lost]
     if not rows:
         return section("Files and how to use them", *lost) if lost else None
     hints, lora = list[Block](), facts.run_dir.lora
     if lora.exists():
-        exported = next((event for event in reversed(facts.all("export")) if event["path"] == lora.name), None)
-        can_read, cannot_read = (exported.get("can_read", ()), exported["cannot_read"]) if exported else ((), ())
+        exported = next((event for event in reversed(facts.view.all(ExportEvent)) if event.path == lora.name), None)
+        can_read, cannot_read = (exported.can_read, exported.cannot_read) if exported else ([], [])
         hints.append(Paragraph(f"{lora.name} goes to models/loras (ComfyUI) or models/Lora (Forge, A1111)."))
         if about := readers_line(can_read, cannot_read):
             hints.append(Paragraph(f"{about}."))
@@ -223,24 +217,24 @@ def _file_size(path: Path) -> str:
 
 def _concept(facts: Facts, headline: bool) -> Section | None:
     """The concept score if it is a headline, or if it is none. Runs of earlier versions have one of texts, too."""
-    found, of_texts = facts.last("concept"), facts.recipe is not None and facts.recipe.spec.trains_on_texts
+    found, of_texts = facts.view.last(ConceptEvent), facts.recipe is not None and facts.recipe.spec.trains_on_texts
     if found is None or of_texts or is_headline(found) != headline:
         return None
-    control = f"control {found['control']:.2f}" if found["control"] is not None else "no control prompts were given"
+    control = f"control {found.control:.2f}" if found.control is not None else "no control prompts were given"
     meaning = (
         "The chance that a preview made after training is nearer to the training images than one made before: "
         "0.50 says that nothing changed, 1.00 that every one is nearer. The control is the same for prompts "
         "without the concept; the score is worth what it is above the control. Only colours and edges are compared."
     )
-    details = found["detail"].items() if isinstance(found["detail"], dict) else [("detail", found["detail"])]
+    details = found.detail.items() if isinstance(found.detail, dict) else [("detail", found.detail)]
     rows = [(name, f"{value:.3f}" if isinstance(value, float) else value) for name, value in details]
     quality, distances = concept_quality(found), table(("mean distance to the nearest training image", ""), rows)
     if headline:
         about = Paragraph(f"{quality}; {control}" if quality else control, "soft")
-        score = Paragraph(f"{found['score']:.2f}", "big")
+        score = Paragraph(f"{found.score:.2f}", "big")
         return section("Has it learned the concept?", score, about, Paragraph(meaning), distances)
-    numbers = Paragraph(f"Concept score {found['score']:.2f}{f' ({quality})' if quality else ''}; {control}.")
-    advice = [] if found.get("demo") else [Paragraph(ADVICE)]
+    numbers = Paragraph(f"Concept score {found.score:.2f}{f' ({quality})' if quality else ''}; {control}.")
+    advice = [] if found.demo else [Paragraph(ADVICE)]
     title = "Are the previews nearer to the training images?"
     return section(title, numbers, Paragraph(meaning), *advice, distances)
 
@@ -252,38 +246,34 @@ def _before_after(facts: Facts) -> Section | None:
 
 
 def _curves(facts: Facts) -> Section | None:
-    loss: list[Point] = [(step["updates"], step["loss"]) for step in facts.steps if step["loss"] is not None]
-    rate: list[Point] = [(step["updates"], step["learning_rate"]) for step in facts.steps]
+    steps = facts.view.steps
+    loss: list[Point] = [*steps.curve("loss")]
+    rate: list[Point] = [*steps.curve("learning_rate")]
     held_out: list[Point] = [
-        (event["updates"], event["loss"]) for event in facts.all("validation") if event["loss"] is not None
+        (event.updates, event.loss) for event in facts.view.all(ValidationEvent) if event.loss is not None
     ]
     watched: list[Point] = [
-        (event["updates"], event["loss"]) for event in facts.all("watched") if event["loss"] is not None
+        (event.updates, event.loss) for event in facts.view.all(WatchedEvent) if event.loss is not None
     ]
     texts = facts.recipe is not None and facts.recipe.spec.trains_on_texts
     pairs = facts.recipe is not None and facts.recipe.objective.compares_pairs
     plots = [
         _smoothed_plot("loss", loss),
-        *(_smoothed_plot(name, points) for name, points in _of_steps(facts, "measures").items()),
+        *(_smoothed_plot(name, [*points]) for name, points in steps.curves_by_name("measures").items()),
         *_held_out_plots("held-out", held_out, texts and not pairs),
         *_held_out_plots("watched", watched, texts),
         *((f"Held-out {name}", [Series(name, points, "dots")]) for name, points in _measures(facts).items()),
         ("Learning rate", [Series("learning rate", rate)]),
-        *((name.replace("_", " "), [Series(name, points)]) for name, points in _of_steps(facts, "optimizer").items()),
+        *(
+            (name.replace("_", " "), [Series(name, [*points])])
+            for name, points in steps.curves_by_name("optimizer").items()
+        ),
     ]
     parts = list[Block]()
     for title, series in plots:
         if drawn := plot(series, "step"):
             parts += [Heading(title), drawn]
     return section("Curves", *parts)
-
-
-def _of_steps(facts: Facts, field: str) -> dict[str, list[Point]]:
-    """The values in a field of step events, by name."""
-    named = dict.fromkeys(name for step in facts.steps for name in step[field])
-    return {
-        name: [(step["updates"], step[field][name]) for step in facts.steps if name in step[field]] for name in named
-    }
 
 
 def _smoothed_plot(name: str, points: list[Point]) -> tuple[str, list[Series]]:
@@ -307,9 +297,9 @@ def _held_out_plots(name: str, losses: list[Point], are_entropies: bool) -> Iter
 def _measures(facts: Facts) -> dict[str, list[Point]]:
     """Other values of the held-out samples, by name; of a step seen twice the newest counts."""
     found = defaultdict[str, dict[float, float]](dict)
-    for event in facts.all("validation"):
-        for name, value in event["measures"].items():
-            found[name][event["updates"]] = value
+    for event in facts.view.all(ValidationEvent):
+        for name, value in event.measures.items():
+            found[name][event.updates] = value
     return {name: sorted(values.items()) for name, values in found.items()}
 
 
@@ -347,22 +337,23 @@ def _previews(facts: Facts) -> Section | None:
 
 
 def _guard(facts: Facts) -> Section | None:
-    incidents = facts.all("incident")
-    if not facts.steps and not incidents:
+    incidents = facts.view.all(IncidentEvent)
+    if not facts.view.steps and not incidents:
         return None
-    counted = GuardCounts(facts.all("step"))
+    counted = GuardCounts()
+    counted.add_all(facts.view.log.steps)
     failures = counted.failures
     sentence = f"{failures} failed and were sent again" if failures else "none failed"
     counts = Paragraph(f"{counted.checks} transfers were checked, {sentence}.", "bad" if failures else "good")
-    kinds = Counter(incident["kind"] for incident in incidents)
+    kinds = Counter(incident.kind for incident in incidents)
     summary = Paragraph(", ".join(f"{count} x {kind}" for kind, count in kinds.items())) if kinds else None
     rows = [
         (
-            event["iteration"],
-            event["kind"],
-            event["detail"],
-            event["action"],
-            ", ".join(map(str, event["samples"] or ())),
+            event.iteration,
+            event.kind,
+            event.detail,
+            event.action,
+            ", ".join(map(str, event.samples or ())),
         )
         for event in incidents
     ]
@@ -372,8 +363,8 @@ def _guard(facts: Facts) -> Section | None:
 
 def _canaries(facts: Facts) -> Paragraph | None:
     """The number of reference checks, and their failures."""
-    found = facts.all("canary")
-    wrong = [f"after step {event['updates']}: {event['detail']}" for event in found if not event["passed"]]
+    found = facts.view.all(CanaryEvent)
+    wrong = [f"after step {event.updates}: {event.detail}" for event in found if not event.passed]
     if not found:
         return None
     sentence = f"Kernels with known answers and frozen weights were looked at {times_text(len(found))}"
@@ -383,28 +374,27 @@ def _canaries(facts: Facts) -> Paragraph | None:
 
 
 def _repaired(facts: Facts) -> Section | None:
-    repaired = facts.all("repaired")
+    repaired = facts.view.all(RepairedEvent)
     if not repaired:
         return None
-    kinds = Counter(event["kind"] for event in repaired)
+    kinds = Counter(event.kind for event in repaired)
     counted = ", ".join(f"{count} of {kind}" for kind, count in sorted(kinds.items()))
     what = f"Cache entries that were damaged and encoded again, never trained on: {counted}."
     advice = "Many of them, or more in every run, speak of a failing disk: lora-rocm cache verify reads every entry."
-    rows = [(event["kind"], event["item"], event["reason"]) for event in repaired]
+    rows = [(event.kind, event.item, event.reason) for event in repaired]
     head = ("entry", "image or caption", "what was wrong")
     return section("Cache", Paragraph(what, "bad"), Paragraph(advice, "soft"), table(head, rows))
 
 
 def _exports(facts: Facts) -> Section | None:
-    newest = {event["path"]: event for event in facts.all("export")}
-    stale = {each.path: f" ({each.reason})" for each in stale_exports(facts.run_dir).values()}
+    newest = {event.path: event for event in facts.view.all(ExportEvent)}
+    stale = {path: f" ({each.reason})" for path, each in facts.view.files.stale.items()}
     rows = [
         (
-            ", ".join([event["path"], *event.get("embeddings", ())])
-            + stale.get(facts.run_dir.path / event["path"], ""),
-            event["format"],
-            number_text(event["max_difference"]),
-            ", ".join(event["cannot_read"]) or "none known",
+            ", ".join([event.path, *event.embeddings]) + stale.get(facts.run_dir.path / event.path, ""),
+            event.format,
+            number_text(event.max_difference),
+            ", ".join(event.cannot_read) or "none known",
         )
         for event in newest.values()
     ]
@@ -418,18 +408,18 @@ def _exports(facts: Facts) -> Section | None:
 
 
 def _data(facts: Facts) -> Section | None:
-    data = facts.last("data")
+    data = facts.view.last(DataEvent)
     if data is None:
         return None
-    aside = [(problem["where"], problem["what"], problem.get("fix", "")) for problem in data["set_aside"]]
-    buckets = sorted(data["buckets"].items(), key=lambda pair: -pair[1])
+    aside = [(problem["where"], problem["what"], problem.get("fix", "")) for problem in data.set_aside]
+    buckets = sorted(data.buckets.items(), key=lambda pair: -pair[1])
     return section(
         "Data",
         Paragraph(
-            f"{count_text(data['samples'], 'sample')}, {count_text(data['steps_per_epoch'], 'step')} an epoch, "
+            f"{count_text(data.samples, 'sample')}, {count_text(data.steps_per_epoch, 'step')} an epoch, "
             f"{len(aside)} set aside."
         ),
-        *(Paragraph(notice) for notice in data["notices"]),
+        *(Paragraph(notice) for notice in data.notices),
         *_titled("Set aside", table(("sample", "why", "what to do"), aside)),
         *_titled("Buckets", table(("size", "samples"), buckets)),
     )
@@ -442,20 +432,24 @@ def _titled(title: str, block: Block | None) -> list[Block]:
 
 def _timings(facts: Facts) -> Section | None:
     seconds: dict[str, float] = defaultdict(float)
-    for event in facts.all("phase"):
-        if event["state"] == "end":
-            seconds[event["phase"]] += event["seconds"]
+    for event in facts.view.all(PhaseEvent):
+        if event.state == "end":
+            seconds[event.phase] += event.seconds
     rows: list[tuple[str, str]] = [(f"phase {name}", time_text(spent)) for name, spent in seconds.items()]
-    total_s = sum(step["step_s"] for step in facts.steps)
+    columns = facts.view.steps.real
+    total_s = sum(columns["step_s"])
     if total_s:
-        rows.append(("speed", rate_text(len(facts.steps) / total_s)))
+        rows.append(("speed", rate_text(len(facts.view.steps) / total_s)))
         for key, name in STEP_SHARES.items():
-            rows.append((f"share of a step: {name}", f"{sum(step[key] for step in facts.steps) / total_s:.2%}"))
-        rows.append(("memory, highest", size_text(max(step["memory_bytes"] for step in facts.steps))))
-    starts = len(facts.all("start"))
+            rows.append((f"share of a step: {name}", f"{sum(columns[key]) / total_s:.2%}"))
+        rows.append(("memory, highest", size_text(max(columns["memory_bytes"]))))
+    starts = len(facts.view.all(StartEvent))
     note = Paragraph("Phase step includes the checkpoints and previews made on the way.", "soft") if rows else None
     device = facts.recipe.runtime.device if facts.recipe else "auto"
-    slow = [Paragraph(text, "bad") for text in spilled(facts.environment, device, facts.events)]
+    slow = [
+        Paragraph(text, "bad")
+        for text in spilled(facts.environment, device, facts.view.log.in_order(StartEvent, ChangeEvent, StepEvent))
+    ]
     often = Paragraph(f"Started {starts} times.") if starts > 1 else None
     return section("Timings", table((), rows), *slow, note, often)
 
@@ -488,10 +482,10 @@ def _inner(value: object) -> str:
 
 def _environment(facts: Facts) -> Section | None:
     private = private_of(os.environ, platform.node(), texts_in(facts.environment))
-    start, found = facts.last("start"), private.value(dict(facts.environment))
+    start, found = facts.view.last(StartEvent), private.value(dict(facts.environment))
     rows: list[tuple[str, object]] = []
     if start:
-        rows += [(key, start[key]) for key in ("device", "precision", "threads", "torch")]
+        rows += [(key, getattr(start, key)) for key in ("device", "precision", "threads", "torch")]
     packages, variables = found.pop("packages", {}), found.pop("variables", [])
     rows += sorted((key, readable(value)) for key, value in found.items())
     if isinstance(packages, dict):

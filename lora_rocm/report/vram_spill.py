@@ -16,6 +16,7 @@ from lora_rocm.foundation.units import size_text
 from lora_rocm.hardware.facts import HostFacts, facts_from_json
 from lora_rocm.hardware.gpu_select import Selection, select
 from lora_rocm.rules.memory_rules import budget_of
+from lora_rocm.rundir.event_types import ChangeEvent, Event, StartEvent, StepEvent
 
 WINDOW_STEPS = 10
 SLOWER_TIMES = 3.0
@@ -34,7 +35,7 @@ def spill_bytes(facts: HostFacts, selection: Selection, device: str) -> int | No
     return found.total_bytes if found is not None else None
 
 
-def spilled(environment: Mapping[str, Any], device: str, events: Iterable[dict[str, Any]]) -> list[str]:
+def spilled(environment: Mapping[str, Any], device: str, events: Iterable[Event]) -> list[str]:
     """The messages of ``Spilling`` for a whole run on the machine of its environment.json; empty if that is damaged."""
     try:
         facts = facts_from_json(environment.get("machine"), "environment.json")
@@ -54,25 +55,25 @@ class Spilling:
         self._limit_bytes, self._said = limit_bytes, False
         self._recent, self._best_s = deque[float](maxlen=WINDOW_STEPS), float("inf")
 
-    def on_event(self, event: dict[str, Any]) -> str:
+    def on_event(self, event: Event) -> str:
         """A message for the user, or an empty string. Waiting for the loader does not count."""
-        if event["type"] in ("start", "change"):  # other settings have another usual speed
+        if isinstance(event, StartEvent | ChangeEvent):  # other settings have another usual speed
             self._recent.clear()
             self._best_s = float("inf")
-        if event["type"] != "step" or self._limit_bytes is None or self._said:
+        if not isinstance(event, StepEvent) or self._limit_bytes is None or self._said:
             return ""
-        self._recent.append(event["step_s"] - event["loading_s"])
+        self._recent.append(event.step_s - event.loading_s)
         if len(self._recent) < WINDOW_STEPS:
             return ""
         now_s = median(self._recent)
         slower = now_s > SLOWER_TIMES * self._best_s
         self._best_s = min(self._best_s, now_s)
-        if not slower or event["memory_bytes"] < FULL_SHARE * self._limit_bytes:
+        if not slower or event.memory_bytes < FULL_SHARE * self._limit_bytes:
             return ""
         self._said = True
         return (
-            f"Since about step {event['updates'] - WINDOW_STEPS} training is more than {SLOWER_TIMES:g} times slower, "
-            f"and the GPU's memory is full ({size_text(event['memory_bytes'])} of {size_text(self._limit_bytes)}): the "
+            f"Since about step {event.updates - WINDOW_STEPS} training is more than {SLOWER_TIMES:g} times slower, "
+            f"and the GPU's memory is full ({size_text(event.memory_bytes)} of {size_text(self._limit_bytes)}): the "
             "driver moves tensors to main memory. Go on with train.gradient_checkpointing: true, or start a new run "
             "with a smaller train.batch_size and more train.gradient_accumulation_steps."
         )

@@ -8,12 +8,17 @@ numbers become null, in writing and in reading.
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
+from pydantic_core import from_json
 
 from lora_rocm.foundation.terminal_text import legible
+from lora_rocm.hardware.selftest_result import Status
 
 MAX_WHOLE, MAX_NUMBER = 2**63, 1e100  # their products and sums stay finite
 MAX_TIME_S = 32503680000  # the year 3000: Windows knows no later local time
@@ -59,7 +64,9 @@ def _problem(value: dict[str, str]) -> dict[str, str]:
 Whole = Annotated[int, Field(gt=-MAX_WHOLE, lt=MAX_WHOLE)]
 Number = Annotated[float, Field(gt=-MAX_NUMBER, lt=MAX_NUMBER)]
 Time = Annotated[float, Field(ge=0, lt=MAX_TIME_S)]
-NumberOrNull = Annotated[Number | None, BeforeValidator(_finite)]
+_NotFinite = Annotated[None, BeforeValidator(_finite)]
+NumberOrNull = Annotated[Number | None | _NotFinite, Field(union_mode="left_to_right")]
+"""A number that is not finite is null. Python is only asked about it where the others refuse: it takes its time."""
 Text = Annotated[str, PlainValidator(_text)]
 Written = Annotated[str, PlainValidator(_written)]
 Anything = Annotated[Any, AfterValidator(_anything)]
@@ -479,7 +486,7 @@ class ResultEvent(Event):
     """A check of the self-test has ended."""
 
     name: Text
-    status: Text
+    status: Status
     seconds: Number
     detail: Text
 
@@ -529,3 +536,56 @@ class RowEvent(_Figures):
 TYPES: dict[str, type[Event]] = {
     kind.type: kind for kind in (*Event.__subclasses__(), *_Figures.__subclasses__()) if kind is not _Figures
 }
+
+MAX_NAMES, OTHERS = 100, "..."
+BEGIN = re.compile(rb'\{"type": ?"([a-z]+)"(?:, ?|(?=\}))')
+"""The beginning of a line as it is written here."""
+
+
+@dataclass
+class SetAside:
+    """What was passed over in a file of events.
+
+    Attributes:
+        lines: number of lines that are no event: torn, printed by a library, or with values of wrong types.
+        kinds: type of an event that this version does not know -> number of its lines.
+        fields: unknown field of a known type ("step.depth") -> number of lines with it; the rest of these was read.
+    """
+
+    lines: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)
+    fields: Counter[str] = field(default_factory=Counter)
+
+
+def _count(counter: Counter[str], name: str) -> None:
+    """Count a name that a file gives; the number of names has a limit."""
+    name = legible(name)[:MAX_NAMES]
+    counter[name if name in counter or len(counter) < MAX_NAMES else OTHERS] += 1
+
+
+def event_of(line: bytes, aside: SetAside | None = None) -> Event | None:
+    """The event on a line; None if it is no event, or of another version. ``aside`` counts what is passed over."""
+    begin = BEGIN.match(line)
+    kind = TYPES.get(begin[1].decode("ascii")) if begin else None
+    if kind is not None and begin is not None:
+        try:  # as this version writes it: without a look at each field
+            return kind.model_validate_json(b"{" + line[begin.end() :])
+        except ValueError:
+            pass
+    aside = SetAside() if aside is None else aside
+    try:  # a line may be torn by a crash, printed by a library, or nested without end
+        found = from_json(line)
+        name = found.pop("type", None) if isinstance(found, dict) else None
+        kind = TYPES.get(name) if isinstance(name, str) else None
+        if kind is None and isinstance(name, str):
+            _count(aside.kinds, name)
+            return None
+        read = None if kind is None else kind.read(found)
+    except ValueError:
+        read = None
+    if read is None:
+        aside.lines += 1
+    elif read.model_config["extra"] != "allow":
+        for each in found.keys() - type(read).model_fields.keys():
+            _count(aside.fields, f"{read.type}.{each}")
+    return read

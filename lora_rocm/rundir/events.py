@@ -11,17 +11,17 @@ import json
 import stat
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
-
-from pydantic_core import from_json
+from typing import TypeVar, overload
 
 from lora_rocm.errors import StorageError, storage_error
 from lora_rocm.foundation.files import make_folder, open_in_place, refuse_link
 from lora_rocm.foundation.units import size_text
-from lora_rocm.rundir.event_types import TYPES, Event
+from lora_rocm.rundir.event_types import Event, StartEvent, StepEvent, event_of
 from lora_rocm.rundir.layout import RunDir
+
+E = TypeVar("E", bound=Event)
 
 
 def emit(event: Event) -> None:
@@ -43,7 +43,7 @@ class EventWriter:
         except OSError as error:
             raise storage_error(error, path) from error
 
-    def write(self, event: Event) -> dict[str, Any]:
+    def write(self, event: E) -> E:
         """Append one event with the current time, and flush it to the operating system.
 
         Returns the event as readers receive it.
@@ -51,9 +51,11 @@ class EventWriter:
         Raises:
             StorageError: the event cannot be written.
         """
-        dated = {**event.to_json(), "time": round(time.time(), 3), "session": self.session}
+        dated = event.model_copy(update={"time": round(time.time(), 3), "session": self.session})
         try:
-            self._file.write(json.dumps(dated, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")
+            self._file.write(
+                json.dumps(dated.to_json(), ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+            )
             self._file.flush()
         except OSError as error:
             raise storage_error(error, self.path) from error
@@ -107,32 +109,32 @@ class EventReader:
     Args:
         path: the file; it need not exist yet.
         offset: bytes to skip at its start.
-        types: types of the events to return; empty: all. Lines of other types, which may be very many, are not parsed.
+        kinds: of the events to return; empty: all. Lines of other types, which may be very many, are not parsed.
 
     Of more than MAX_EVENTS_BYTES since the last call only the end is read.
 
     Attributes:
-        skipped_bytes: that were not read because of this limit.
+        offset: of the end of the last complete line.
+        skipped_bytes: that were not read because of the limit.
 
     Raises:
         StorageError: in ``poll``, see ``size_if_there``.
     """
 
-    skipped_bytes = 0
+    def __init__(self, path: Path, offset: int = 0, kinds: Sequence[type[Event]] = ()) -> None:
+        self.path, self.offset, self._offset, self._rest, self._kinds = path, offset, offset, b"", tuple(kinds)
+        self._marks = [json.dumps(kind.type).encode("ascii") for kind in kinds]
+        self.skipped_bytes = 0
 
-    def __init__(self, path: Path, offset: int = 0, types: Sequence[str] = ()) -> None:
-        self.path, self._offset, self._rest, self._types = path, offset, b"", types
-        self._marks = [json.dumps(name).encode("ascii") for name in types]
-
-    def poll(self) -> list[dict[str, Any]]:
+    def poll(self) -> list[Event]:
         try:
             found = [event for line in self.lines() if (event := event_of(line)) is not None]
         except FileNotFoundError:
             return []
-        return [event for event in found if event["type"] in self._types] if self._types else found
+        return [event for event in found if isinstance(event, self._kinds)] if self._kinds else found
 
-    def lines(self) -> Iterator[bytes]:
-        """The complete lines since the last call that may be of wanted types."""
+    def lines(self, on_data: Callable[[bytes], object] = lambda data: None) -> Iterator[bytes]:
+        """The complete lines since the last call that may be of wanted types. ``on_data`` gets all that is read."""
         size = size_if_there(self.path)
         if size is None:
             return
@@ -141,34 +143,28 @@ class EventReader:
             self._offset, self._rest = self._offset + too_many, ENDLESS  # the rest of a line parses as no event
         with self.path.open("rb") as file:
             file.seek(self._offset)
-            yield from self._lines(file, size - self._offset)
-
-    def _lines(self, file: BinaryIO, left_bytes: int) -> Iterator[bytes]:
-        """The complete lines that may be of wanted types. A line without end takes no more memory than CHUNK_BYTES."""
-        while data := file.read(min(CHUNK_BYTES, left_bytes)):  # and no more bytes than the file had: it may grow
-            self._offset, left_bytes = self._offset + len(data), left_bytes - len(data)
-            *lines, rest = (self._rest + data).split(b"\n")
-            self._rest = rest if len(rest) < CHUNK_BYTES else ENDLESS
-            yield from (line for line in lines if not self._marks or any(mark in line for mark in self._marks))
-
-
-def event_of(line: bytes) -> dict[str, Any] | None:
-    """The event on a line; None if it is no event, or of another version."""
-    try:  # a line may be torn by a crash, printed by a library, or nested without end
-        found = from_json(line)
-        kind = TYPES.get(str(found.pop("type", ""))) if isinstance(found, dict) else None
-        return None if kind is None else kind.read(found).to_json()
-    except ValueError:
-        return None
+            left_bytes = size - self._offset  # and no more bytes than the file had: it may grow
+            while data := file.read(min(CHUNK_BYTES, left_bytes)):
+                on_data(data)
+                if (end := data.rfind(b"\n")) >= 0:
+                    self.offset = self._offset + end + 1
+                self._offset, left_bytes = self._offset + len(data), left_bytes - len(data)
+                *lines, rest = (self._rest + data).split(b"\n")
+                self._rest = rest if len(rest) < CHUNK_BYTES else ENDLESS
+                yield from (line for line in lines if not self._marks or any(mark in line for mark in self._marks))
 
 
-def read_events(path: Path, *types: str) -> list[dict[str, Any]]:
-    """All complete events of a file (of these types), in the order written.
+@overload
+def read_events(path: Path) -> list[Event]: ...
+@overload
+def read_events(path: Path, kind: type[E]) -> list[E]: ...
+def read_events(path: Path, kind: type[Event] = Event) -> Sequence[Event]:
+    """All complete events of a file (of this type), in the order written.
 
     Raises:
         StorageError: see ``EventReader``.
     """
-    return EventReader(path, types=types).poll()
+    return EventReader(path, kinds=() if kind is Event else (kind,)).poll()
 
 
 def unread_text(path: Path) -> str:
@@ -184,38 +180,24 @@ def unread_text(path: Path) -> str:
     return f"{path} has {size_text(size)}, which no run writes: only its last {most} were read. Is it damaged?"
 
 
-def latest_steps(path: Path) -> list[dict[str, Any]]:
+def latest_steps(path: Path) -> list[StepEvent]:
     """The ``current_steps`` of the last TAIL_BYTES of an event file, which take the same time in a run of any length.
 
     Raises:
         StorageError: see ``EventReader``.
     """
     size = size_if_there(path) or 0
-    return current_steps(EventReader(path, max(0, size - TAIL_BYTES), types=("start", "step")).poll())
+    return current_steps(EventReader(path, max(0, size - TAIL_BYTES), kinds=(StartEvent, StepEvent)).poll())
 
 
-def last_steps(path: Path) -> list[dict[str, Any]]:
-    """The last ``step`` event of each session. Lines are only looked at by their beginnings, and few are parsed.
-
-    Raises:
-        StorageError: see ``EventReader``.
-    """
-    found, last = list[bytes](), b""
-    for line in EventReader(path, types=("start", "step")).lines():
-        if line.startswith(b'{"type": "step"'):
-            last = line
-        elif line.startswith(b'{"type": "start"'):
-            found, last = [*found, last], b""
-    return [event for line in (*found, last) if line and (event := event_of(line)) is not None]
-
-
-def current_steps(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def current_steps(events: Iterable[Event]) -> list[StepEvent]:
     """``step`` events in order of updates. If an update was made twice (after a resume), the newest event counts."""
-    newest: dict[int, dict[str, Any]] = {}
+    newest: dict[int, StepEvent] = {}
     for event in events:
-        if event["type"] == "start":
-            resumed = event.get("resumed_from") or 0
-            newest = {updates: step for updates, step in newest.items() if updates <= resumed}
-        elif event["type"] == "step":
-            newest[event["updates"]] = event
+        match event:
+            case StartEvent():
+                resumed = event.resumed_from or 0
+                newest = {updates: step for updates, step in newest.items() if updates <= resumed}
+            case StepEvent():
+                newest[event.updates] = event
     return [newest[updates] for updates in sorted(newest)]

@@ -37,7 +37,8 @@ IN_PLACE = (
 )
 """Files that are written in place."""
 OF_PARENT = re.compile(
-    r"recipe(\.asked)?\.yaml|names\.json|environment\.json|tuned\.json|products\.csv|report\.html|compare\.html|stacks-\d+\.txt|\.probe\.tmp"
+    r"recipe(\.asked)?\.yaml|names\.json|environment\.json|tuned\.json|products\.csv|report\.html|compare\.html|stacks-\d+\.txt|\.probe\.tmp|"
+    r"events(\.rank\d+|\.supervisor)?\.index"
 )
 """Files that the light parent of rank 0 writes atomically.
 
@@ -280,6 +281,11 @@ class RunDir:
         """``events.jsonl`` of rank 0, ``events.rankN.jsonl``, and ``events.supervisor.jsonl`` (``SUPERVISOR``)."""
         name = f"rank{writer}" if isinstance(writer, int) else writer
         return self.path / ("events.jsonl" if name == "rank0" else f"events.{name}.jsonl")
+
+    @staticmethod
+    def index_of(events: Path) -> Path:
+        """The index of an event file (``event_index``)."""
+        return events.with_suffix(".index")
 
     def events_of_others(self) -> list[Path]:
         """Event files of the ranks other than 0."""

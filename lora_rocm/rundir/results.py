@@ -144,18 +144,6 @@ def faults_of_finished(run_dir: RunDir) -> list[str]:
     return faults
 
 
-def written_loras(events: Iterable[Mapping[str, Any]]) -> dict[int, str]:
-    """Step -> path of the LoRA file beside its checkpoint, of those that the run wrote and has not gone back behind."""
-    written: dict[int, str] = {}
-    for event in events:
-        if event["type"] == "start":
-            resumed = event["resumed_from"] or 0
-            written = {updates: path for updates, path in written.items() if updates <= resumed}
-        elif event["type"] == "checkpoint" and event["lora"] is not None:
-            written[event["updates"]] = event["lora"]
-    return written
-
-
 def lost_loras_text(run_dir: RunDir, written: Mapping[int, str]) -> list[str]:
     """A sentence about the LoRA files beside checkpoints that are gone; empty if none is.
 

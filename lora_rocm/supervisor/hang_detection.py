@@ -10,8 +10,19 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from lora_rocm.rundir.event_types import (
+    CacheEvent,
+    ChangeEvent,
+    CheckpointEvent,
+    EndEvent,
+    ErrorEvent,
+    Event,
+    PhaseEvent,
+    StartEvent,
+    StepEvent,
+)
 from lora_rocm.rundir.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
@@ -203,46 +214,46 @@ class WatchState:
             return "first_step"
         return name if name in LIMITS else "start"
 
-    def on_event(self, event: dict[str, Any], now: float) -> None:
+    def on_event(self, event: Event, now: float) -> None:
         """Update the state from an event."""
         self.heard_at = now
-        match event["type"]:
-            case "start":  # earlier events are the last ones of an orphan that this worker waited for
+        match event:
+            case StartEvent():  # earlier events are the last ones of an orphan that this worker waited for
                 self.phases, self.steps, self.left_at = [], 0, None
-                self.updates = event["resumed_from"] or 0
-            case "phase":
+                self.updates = event.resumed_from or 0
+            case PhaseEvent():
                 self._on_phase(event)
-            case "cache":
+            case CacheEvent():
                 self._on_cache(event, now)
-            case "step":
+            case StepEvent():
                 self.steps += 1
-                self.updates = event["updates"]
-                self.learned.step_s.append(event["step_s"])
-            case "checkpoint":
+                self.updates = event.updates
+                self.learned.step_s.append(event.step_s)
+            case CheckpointEvent():
                 self.checkpoints += 1
-            case "change":
-                self.changes[event["id"]] += 1
-            case "end" | "error":
+            case ChangeEvent():
+                self.changes[event.id] += 1
+            case EndEvent() | ErrorEvent():
                 self.left_at = now
 
-    def _on_phase(self, event: dict[str, Any]) -> None:
-        if event["state"] == "begin":
-            self.phases.append(event["phase"])
+    def _on_phase(self, event: PhaseEvent) -> None:
+        if event.state == "begin":
+            self.phases.append(event.phase)
             self._filling = False
-        elif event["phase"] in self.phases:
-            while self.phases.pop() != event["phase"]:
+        elif event.phase in self.phases:
+            while self.phases.pop() != event.phase:
                 pass
-            if event["phase"] == "preview":
-                self.learned.preview_s = max(event["seconds"], self.learned.preview_s or 0.0)
+            if event.phase == "preview":
+                self.learned.preview_s = max(event.seconds, self.learned.preview_s or 0.0)
 
-    def _on_cache(self, event: dict[str, Any], now: float) -> None:
-        what, done = event["what"], event["done"]
+    def _on_cache(self, event: CacheEvent, now: float) -> None:
+        what, done = event.what, event.done
         more = done - self.items.get(what, done)
         if self._filling and more > 0 and what in ENCODED:
             self.learned.item_s.append((now - self._item_at) / more)
         self.items[what] = done
-        waits_for_encoder = what in ENCODED and not event["per_second"]  # all so far were already in the cache
-        self._item_at, self._filling = now, done < event["total"] and not waits_for_encoder
+        waits_for_encoder = what in ENCODED and not event.per_second  # all so far were already in the cache
+        self._item_at, self._filling = now, done < event.total and not waits_for_encoder
 
     def on_heartbeat(self, beat: Heartbeat | None, now: float) -> None:
         """Update the state from a heartbeat; only a changed count is a sign of life."""

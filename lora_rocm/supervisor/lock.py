@@ -12,10 +12,12 @@ import psutil
 from filelock import FileLock, Timeout
 
 from lora_rocm.errors import ResumeError, storage_error
-from lora_rocm.foundation.files import is_link, refuse_link
+from lora_rocm.foundation.files import refuse_link
 from lora_rocm.processes.process import POLL_S, kill_tree
+from lora_rocm.rundir.event_types import StartEvent
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.heartbeat import read_heartbeat
+from lora_rocm.rundir.held_locks import is_held
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.worker import WORKER, unkillable
 
@@ -51,31 +53,10 @@ def locked(run_dir: RunDir) -> Iterator[None]:
         lock.release()
 
 
-def is_running(run_dir: RunDir) -> bool:
-    """Whether a parent or a worker holds this run directory."""
-    return any(
-        _is_held(path) for path in (run_dir.parent_lock, *(path for _, path in run_dir.worker_locks())) if path.exists()
-    )
-
-
-def _is_held(path: Path) -> bool:
-    if is_link(path):  # its target is not a lock of this run
-        return False
-    lock = FileLock(path)
-    try:
-        lock.acquire(blocking=False)
-    except Timeout:
-        return True
-    except OSError:  # a read-only directory: the lock cannot be tried
-        return False
-    lock.release()
-    return False
-
-
 def last_worker_pid(run_dir: RunDir, rank: int = 0) -> int | None:
     """Process id of the newest worker of this run, dead or alive."""
-    starts = read_events(run_dir.events(rank), "start")
-    return starts[-1]["pid"] if starts else None
+    starts = read_events(run_dir.events(rank), StartEvent)
+    return starts[-1].pid if starts else None
 
 
 def end_leftover(
@@ -87,13 +68,13 @@ def end_leftover(
         run_dir: locked by this process.
         say: shows a message to the user.
         grace_s: how long to wait; None: ``LEFTOVER_GRACE_S``.
-        worker: see ``process.worker_command``.
+        worker: see ``worker.worker_command``.
 
     Raises:
         ResumeError: the directory is held by a process that is not known to be such a worker.
         WorkerHungError: a worker cannot be killed.
     """
-    held = [(rank, path) for rank, path in run_dir.worker_locks() if _is_held(path)]
+    held = [(rank, path) for rank, path in run_dir.worker_locks() if is_held(path)]
     if held:
         say("Waiting for the worker of an earlier start to save and leave ...")
     deadline = time.monotonic() + (LEFTOVER_GRACE_S if grace_s is None else grace_s)
@@ -104,9 +85,9 @@ def end_leftover(
 def _end_holder(
     run_dir: RunDir, rank: int, path: Path, deadline: float, say: Callable[[str], None], worker: str
 ) -> None:
-    while _is_held(path) and time.monotonic() < deadline:
+    while is_held(path) and time.monotonic() < deadline:
         time.sleep(POLL_S)
-    if not _is_held(path):
+    if not is_held(path):
         return
     beat = read_heartbeat(run_dir.heartbeat(rank))
     for pid in {last_worker_pid(run_dir, rank), beat.pid if beat else None} - {None}:

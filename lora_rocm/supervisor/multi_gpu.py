@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lora_rocm.errors import UserError
 from lora_rocm.hardware.ranks import Rank, select_several
-from lora_rocm.processes.process import OnEvent, stop_signals
+from lora_rocm.processes.process import Asked, OnEvent, stop_signals
 from lora_rocm.recipe.load import LoadedRecipe
 from lora_rocm.rules.environment import plan
 from lora_rocm.rules.rule import Situation
@@ -64,15 +64,18 @@ def run_unwatched(
     command: Sequence[str],
     say: Callable[[str], None],
     count: int,
+    asked: Asked | None = None,
 ) -> int:
     """Start ``count`` workers without hang detection or restarts; return their exit code.
+
+    ``asked``: requests to stop; None: Ctrl-C, SIGTERM and the end of the terminal.
 
     Raises:
         LoraRocmError: the error of one of them.
     """
     if count == 1:
-        return worker_process.run_worker(run_dir, env, on_event, command, say)
-    return run_workers(run_dir, env, count, lambda rank, event: None if rank else on_event(event), command, say)
+        return worker_process.run_worker(run_dir, env, on_event, command, say, asked)
+    return run_workers(run_dir, env, count, lambda rank, event: None if rank else on_event(event), command, say, asked)
 
 
 def train_rank(

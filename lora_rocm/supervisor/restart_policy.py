@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from lora_rocm.errors import GaveUpError, LoraRocmError, RestartCode, WorkerHungError
 from lora_rocm.rules.environment import plan
 from lora_rocm.rules.kernel_log import device_fault, killed_for_memory
 from lora_rocm.rules.mitigations import Change, Seen, candidates, changes_by_id, known, seen_of_code
 from lora_rocm.rules.rule import Situation
-from lora_rocm.rundir.event_types import FailureEvent
+from lora_rocm.rundir.event_types import ChangeEvent, Event, FailureEvent, RestartEvent
 from lora_rocm.supervisor.hang_detection import Hung
 
 MAX_ROLLBACKS = 3
@@ -243,14 +242,14 @@ def _rounded(seconds: float) -> str:
     return f"{max(round(seconds), 1)}"
 
 
-def changes_of(events: Iterable[dict[str, Any]]) -> tuple[str, ...]:
+def changes_of(events: Iterable[Event]) -> tuple[str, ...]:
     """The changes in force after these events; a change that was made several times is listed several times."""
-    return known(event["id"] for event in events if event["type"] == "change")
+    return known(event.id for event in events if isinstance(event, ChangeEvent))
 
 
-def attempt_of(events: Iterable[dict[str, Any]]) -> int:
+def attempt_of(events: Iterable[Event]) -> int:
     """How often a run was rolled back, from its supervisor's ``restart`` events."""
-    return max((event["attempt"] for event in events if event["type"] == "restart"), default=0)
+    return max((event.attempt for event in events if isinstance(event, RestartEvent)), default=0)
 
 
 def gave_up(history: History, reason: str, changes: Iterable[str], where: str, again: str) -> GaveUpError:

@@ -13,12 +13,13 @@ from lora_rocm.foundation.files import write_json
 from lora_rocm.hardware.measured_choice import Tuned
 from lora_rocm.hardware.selftest_result import Result, Verdict, path_of
 from lora_rocm.hardware.software_stack import stack_of
-from lora_rocm.processes.process import Event, heavy_command
+from lora_rocm.processes.process import heavy_command
 from lora_rocm.processes.tool import follow_tool
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.environment import plan
 from lora_rocm.rules.rule import Situation
 from lora_rocm.rules.selftest_rules import Remedy, selftest_table
+from lora_rocm.rundir.event_types import CheckEvent, ChecksEvent, Event, ResultEvent
 from lora_rocm.rundir.exit_status import describe_exit, died
 
 MODULE = "lora_rocm.checks.selftest"
@@ -218,18 +219,18 @@ class _Progress:
         self._seen_groups, self._results_before = set(), len(self.results)
 
     def on_event(self, event: Event) -> None:
-        match event["type"]:
-            case "checks":
-                self.names = event["names"]
-            case "check":
-                group = _group(event["name"])
+        match event:
+            case ChecksEvent():
+                self.names = event.names
+            case CheckEvent():
+                group = _group(event.name)
                 first = group not in self._seen_groups
                 self._seen_groups.add(group)
-                self.current, self._since = event["name"], time.monotonic()
-                self._limit_s = event["timeout_s"] * (FIRST_FACTOR if first else 1.0)
-            case "result":
+                self.current, self._since = event.name, time.monotonic()
+                self._limit_s = event.timeout_s * (FIRST_FACTOR if first else 1.0)
+            case ResultEvent():
                 self.current, self._since, self._limit_s = None, time.monotonic(), END_TIMEOUT_S
-                self._add(Result(event["name"], event["status"], event["seconds"], event["detail"]))
+                self._add(Result(event.name, event.status, event.seconds, event.detail))
 
     def is_late(self) -> bool:
         return time.monotonic() - self._since > self._limit_s

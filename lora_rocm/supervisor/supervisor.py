@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Protocol
 from lora_rocm.errors import RestartCode, StoppedError, StorageError
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.files import write_atomic, write_json
-from lora_rocm.processes.process import POLL_S, Asked, Event, OnEvent, stop_signals
+from lora_rocm.processes.process import POLL_S, Asked, OnEvent, stop_signals
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules import mitigation_store
 from lora_rocm.rules.environment import environment_json, plan
@@ -26,6 +26,7 @@ from lora_rocm.rules.kernel_log import Moment, lines_since, patterns
 from lora_rocm.rules.mitigations import change_event
 from lora_rocm.rules.rule import Situation
 from lora_rocm.rundir import event_types
+from lora_rocm.rundir.event_types import Event
 from lora_rocm.rundir.events import EventWriter, read_events
 from lora_rocm.rundir.exit_status import size_of
 from lora_rocm.rundir.heartbeat import read_heartbeat
@@ -85,7 +86,7 @@ def in_force(run_dir: RunDir, situation: Situation, say: Callable[[str], None]) 
     return situation
 
 
-def record(run_dir: RunDir, session: int, event: event_types.Event) -> Event:
+def record(run_dir: RunDir, session: int, event: Event) -> Event:
     """Write one event of the supervisor."""
     writer = EventWriter(run_dir.events(SUPERVISOR), session)
     try:
@@ -111,6 +112,7 @@ class Supervisor:
         read_log: lines of the kernel log since a moment.
         size: number of workers that train together.
         telemetry: watches the GPUs; by default none.
+        asked: requests to stop; None: Ctrl-C, SIGTERM and the end of the terminal.
     """
 
     run_dir: RunDir
@@ -128,6 +130,7 @@ class Supervisor:
     pauses_s: Sequence[float] = PAUSES_S
     size: int = 1
     telemetry: Telemetry = field(default_factory=Telemetry)
+    asked: Asked | None = None
 
     def __post_init__(self) -> None:
         past = read_events(self.run_dir.events(SUPERVISOR))
@@ -148,7 +151,7 @@ class Supervisor:
             WorkerHungError: it hung and there is no restart, or it cannot be killed.
         """
         self.run_dir.stop.unlink(missing_ok=True)
-        with stop_signals() as asked:
+        with stop_signals() if self.asked is None else nullcontext(self.asked) as asked:
             while True:
                 outcome = self._start(asked)
                 if isinstance(outcome, int):
@@ -183,7 +186,7 @@ class Supervisor:
         limits = limits_of(self.recipe, self._planned.settings)
         stacks_after_s = limits.stacks_after_s()
         run_dir, began = self.run_dir, Moment.now()
-        self._session = 1 + len(read_events(run_dir.events(), "start"))
+        self._session = 1 + len(read_events(run_dir.events(), event_types.StartEvent))
         states = [self._state(limits, rank) for rank in range(self.size)]
         command = self.command(self.checkpoint, self._history.attempt, stacks_after_s)
         hung: dict[int, Hung] = {}
@@ -235,12 +238,12 @@ class Supervisor:
         if rank == 0:
             self.on_event(event)
             self.telemetry.on_event(event)
-        if event["type"] == "change":
-            change = event["id"]  # ranks run out of memory together: count a change of several once
+        if isinstance(event, event_types.ChangeEvent):
+            change = event.id  # ranks run out of memory together: count a change of several once
             if all(state.changes[change] > other.changes[change] for other in states if other is not state):
                 if rank:
                     self.on_event(event)
-                self._change([change], event["seen"])
+                self._change([change], event.seen)
 
     def _is_late(self, states: Sequence[WatchState], hung: dict[int, Hung]) -> bool:
         """Record the rank that hangs in ``hung``. If several are silent, it is the one that the others wait for."""
@@ -347,7 +350,7 @@ class Supervisor:
         if changes:
             self.keep(self.situation, changes, seen)
 
-    def _tell(self, event: event_types.Event) -> None:
+    def _tell(self, event: Event) -> None:
         self.on_event(record(self.run_dir, self._session, event))
 
 

@@ -16,10 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from lora_rocm.errors import StorageError
 from lora_rocm.foundation.safe_path import python_command, python_environment
-from lora_rocm.processes.process import Event, own_group
-from lora_rocm.rundir import event_types
-from lora_rocm.rundir.event_types import AlarmEvent, NoticeEvent, TelemetryEvent
-from lora_rocm.rundir.events import event_of
+from lora_rocm.processes.process import own_group
+from lora_rocm.rundir.event_types import AlarmEvent, Event, NoticeEvent, StepEvent, TelemetryEvent, event_of
 from lora_rocm.telemetry.alarms import Alarms
 from lora_rocm.telemetry.cards import EVERY_S, EXPLAINED, Cards, Job
 from lora_rocm.telemetry.thinning import Thinned
@@ -31,7 +29,7 @@ END_WAIT_S = 0.2
 CHUNK_BYTES, MAX_LINE_BYTES, MAX_WAITING = 1 << 16, 1 << 20, 1000
 LEFT_ALONE = "The sensors of the GPU did not answer for {limit:g} s and are left alone. Training does not need them."
 
-Tell = Callable[[event_types.Event], None]
+Tell = Callable[[Event], None]
 
 
 class _Reading:
@@ -136,8 +134,8 @@ class Telemetry:
 
     def on_event(self, event: Event) -> None:
         """An event of the worker."""
-        if event["type"] == "step":
-            self._updates, self._training = event["updates"], True
+        if isinstance(event, StepEvent):
+            self._updates, self._training = event.updates, True
             for alarms in self._alarms.values():
                 alarms.on_step()
 
@@ -159,11 +157,11 @@ class Telemetry:
             self._say(LEFT_ALONE.format(limit=self._limit_s))
 
     def _take(self, event: Event, now_s: float) -> None:
-        if event["type"] == "notice":
-            self._say(event["text"])
-        if event["type"] != "telemetry" or isinstance(self._cards, str):
+        if isinstance(event, NoticeEvent):
+            self._say(event.text)
+        if not isinstance(event, TelemetryEvent) or isinstance(self._cards, str):
             return
-        found = TelemetryEvent.read({**event, "updates": self._updates})
+        found = event.model_copy(update={"updates": self._updates})
         if found.gpu not in self._alarms:
             self._alarms[found.gpu], self._thinned[found.gpu] = Alarms(self._cards.spills), Thinned()
             if self._training:
@@ -179,7 +177,7 @@ class Telemetry:
             self._said.add(text)
             self._record(NoticeEvent(text=text))
 
-    def _record(self, event: event_types.Event) -> None:
+    def _record(self, event: Event) -> None:
         with contextlib.suppress(StorageError):  # a full disk ends the run where something is lost by it
             self._tell(event)
 

@@ -13,8 +13,9 @@ from lora_rocm.errors import UserError
 from lora_rocm.foundation.files import open_in_place
 from lora_rocm.foundation.safe_path import python_environment
 from lora_rocm.hardware.ranks import LOCAL_RANK, NEEDED
-from lora_rocm.processes.process import Event, OnEvent, heavy_command, own_group
+from lora_rocm.processes.process import OnEvent, heavy_command, own_group
 from lora_rocm.recipe.output_section import OutputSection
+from lora_rocm.rundir.event_types import ErrorEvent, Event
 from lora_rocm.rundir.events import EventReader
 from lora_rocm.rundir.exit_status import size_of
 from lora_rocm.rundir.layout import RunDir
@@ -62,7 +63,7 @@ class Trackers:
         offset = str(size_of(self._run_dir.events()))
         for name in self._output.log_with:
             log = self._run_dir.tracker_log(name)
-            reader = EventReader(log, size_of(log), ("error",))
+            reader = EventReader(log, size_of(log), (ErrorEvent,))
             command = heavy_command(MODULE, str(self._run_dir.path), name, self._output.log_project, offset)
             with open_in_place(log) as file:
                 child = subprocess.Popen(
@@ -83,7 +84,8 @@ class Trackers:
     def look(self) -> None:
         """Name trackers that failed or ended, once."""
         for name, (child, reader) in list(self._running.items()):
-            code, said = child.poll(), [f"{error['what']} {error['fix']}" for error in reader.poll()]
+            code, errors = child.poll(), reader.poll()
+            said = [f"{error.what} {error.fix}" for error in errors if isinstance(error, ErrorEvent)]
             if said or code is not None:
                 _close(self._running.pop(name)[0])
                 ended = f"{name} ended with exit code {code} and gets no more numbers of this run."

@@ -20,8 +20,7 @@ from lora_rocm.hardware.ranks import rank_of
 from lora_rocm.hardware.settings import Attention
 from lora_rocm.hardware.software_stack import stack_of
 from lora_rocm.processes.jobs import TuneAttentionJob
-from lora_rocm.processes.process import Event
-from lora_rocm.processes.row_runner import run_rows
+from lora_rocm.processes.row_runner import Row, run_rows
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.environment import plan
 from lora_rocm.rules.rule import Situation
@@ -182,7 +181,7 @@ def measure_attention(
         UserError: the recipe names one that is not there, or wrong.
         MachineError: none is right.
     """
-    asked, rows, ways = recipe.runtime.attention, list[Event](), ways_of(situation)
+    asked, rows, ways = recipe.runtime.attention, list[Row](), ways_of(situation)
     if asked == "sdpa" and asked not in ways:
         raise unavailable(asked, "a fused kernel of torch failed the self-test of this GPU")
     ways = ways if asked == "auto" else (asked,)
@@ -206,7 +205,7 @@ def measure_attention(
     return choice
 
 
-def _none_right(asked: str, rows: Sequence[Event], died: str) -> LoraRocmError:
+def _none_right(asked: str, rows: Sequence[Row], died: str) -> LoraRocmError:
     if asked != "auto":
         return unavailable(asked, rows[0]["problem"] if rows else died)
     return MachineError(
@@ -227,7 +226,7 @@ def ways_of(situation: Situation) -> tuple[str, ...]:
     return tuple(way for way in WAYS if way not in out)
 
 
-def fastest(rows: Sequence[Event]) -> str:
+def fastest(rows: Sequence[Row]) -> str:
     """The fastest right way; torch's own choice if no other is clearly faster; "" if none is right."""
     right = {row["way"]: row["seconds"] for row in rows if row["problem"] is None}
     if not right:

@@ -24,7 +24,6 @@ from lora_rocm.processes.process import (
     KILL_WAIT_S,
     POLL_S,
     Asked,
-    Event,
     OnEvent,
     error_from_event,
     heavy_command,
@@ -34,6 +33,7 @@ from lora_rocm.processes.process import (
     stop_signals,
 )
 from lora_rocm.processes.windows_job import Job
+from lora_rocm.rundir.event_types import EndEvent, ErrorEvent, Event, StartEvent
 from lora_rocm.rundir.events import EventReader
 from lora_rocm.rundir.exit_status import TAIL_BYTES, died, size_of, tail_bytes
 from lora_rocm.rundir.layout import RunDir
@@ -91,7 +91,7 @@ class Worker:
         self._log = run_dir.log_of(rank)
         self._reader = EventReader(run_dir.events(rank), size_of(run_dir.events(rank)))
         self._log_start = size_of(self._log)
-        self._last: dict[str, Event] = {}
+        self._last: EndEvent | ErrorEvent | None = None
         self._killed = False
         with open_in_place(self._log) as log:
             self._child = subprocess.Popen(
@@ -122,14 +122,18 @@ class Worker:
 
     def has_failed(self) -> bool:
         """Whether it has ended without an ``end`` event."""
-        return self._child.returncode is not None and "end" not in self._last
+        return self._child.returncode is not None and not isinstance(self._last, EndEvent)
 
     def hand_on(self, on_event: OnEvent) -> None:
         """Pass on its new events."""
         for event in self._reader.poll():
-            if event["type"] == "start":
-                self._last.clear()  # earlier events are the last ones of an orphan that this worker waited for
-            self._last[event["type"]] = event
+            match event:
+                case StartEvent():  # earlier events are the last ones of an orphan that this worker waited for
+                    self._last = None
+                case EndEvent():
+                    self._last = event
+                case ErrorEvent() if not isinstance(self._last, EndEvent):
+                    self._last = event
             on_event(event)
 
     def stop(self, *, at_once: bool) -> None:
@@ -226,7 +230,12 @@ def follow(
 
 
 def run_worker(
-    run_dir: RunDir, env: Mapping[str, str], on_event: OnEvent, command: Sequence[str], say: Callable[[str], None]
+    run_dir: RunDir,
+    env: Mapping[str, str],
+    on_event: OnEvent,
+    command: Sequence[str],
+    say: Callable[[str], None],
+    asked: Asked | None = None,
 ) -> int:
     """Start the worker, pass on its events until it ends, and return its exit code. Without hang detection or restarts.
 
@@ -236,12 +245,14 @@ def run_worker(
         on_event: called in this thread with each event, including ``error`` and ``end``.
         command: program and arguments, see ``worker_command``.
         say: shows a message to the user.
+        asked: requests to stop; None: Ctrl-C, SIGTERM and the end of the terminal.
 
     Raises:
         LoraRocmError: see ``Worker.verdict``.
     """
     run_dir.stop.unlink(missing_ok=True)
-    with stop_signals() as asked, Worker(run_dir, env, command) as worker:
+    listening = stop_signals() if asked is None else contextlib.nullcontext(asked)
+    with listening as asked, Worker(run_dir, env, command) as worker:
         follow([worker], asked, lambda rank, event: on_event(event), say)
         return worker.verdict()
 
@@ -262,23 +273,23 @@ def _verdict(
     returncode: int,
     *,
     killed: bool,
-    last: Mapping[str, Event],
+    last: EndEvent | ErrorEvent | None,
     log_start: int,
     log: Path | None = None,
 ) -> int:
     """The worker's exit code. Its own last event (``end``, ``error``) counts before the exit status."""
-    if "end" in last:  # a crash while the interpreter shuts down does not matter
-        return int(last["end"]["exit_code"])
-    if "error" in last:
-        raise with_fitting_fix(error_from_event(last["error"]), run_dir)
+    if isinstance(last, EndEvent):  # a crash while the interpreter shuts down does not matter
+        return last.exit_code
+    if last is not None:
+        raise with_fitting_fix(error_from_event(last), run_dir)
     if killed:
         raise StoppedError("killed", f"Ended at once. {last_checkpoint_text(run_dir)}")
     run_dir.probe()  # a worker that cannot write cannot report it either
     log = run_dir.worker_log if log is None else log
-    if told := EventReader(log, max(log_start, size_of(log) - TAIL_BYTES), ("error",)).poll():
-        raise with_fitting_fix(
-            error_from_event(told[-1]), run_dir
-        )  # from ``child_main``: the worker's own code was never reached
+    told = EventReader(log, max(log_start, size_of(log) - TAIL_BYTES), (ErrorEvent,)).poll()
+    for event in reversed(told):
+        if isinstance(event, ErrorEvent):  # from ``child_main``: the worker's own code was never reached
+            raise with_fitting_fix(error_from_event(event), run_dir)
     fix = f"Run the same command with --resume latest. The whole log: {log}"
     raise with_fitting_fix(died("The training process", returncode, tail_bytes(log, log_start), fix), run_dir)
 

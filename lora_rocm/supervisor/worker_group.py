@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from lora_rocm.errors import LoraRocmError, RestartCode, StoppedError
 from lora_rocm.hardware.ranks import HERE, Rank
-from lora_rocm.processes.process import Event, stop_signals
+from lora_rocm.processes.process import Asked, stop_signals
+from lora_rocm.rundir.event_types import Event
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.worker import Worker, follow
 
@@ -87,6 +88,7 @@ def run_workers(
     on_event: OnRankEvent,
     command: Sequence[str],
     say: Callable[[str], None],
+    asked: Asked | None = None,
 ) -> int:
     """``process.run_worker`` for several children: without hang detection, but if one fails, all are ended.
 
@@ -94,7 +96,8 @@ def run_workers(
         LoraRocmError: see ``process.Worker.verdict``.
     """
     run_dir.stop.unlink(missing_ok=True)
-    with stop_signals() as asked, contextlib.ExitStack() as stack:
+    listening = stop_signals() if asked is None else contextlib.nullcontext(asked)
+    with listening as asked, contextlib.ExitStack() as stack:
         envs = environments(env, size)
         workers = [stack.enter_context(Worker(run_dir, own, command, rank)) for rank, own in enumerate(envs)]
         follow(workers, asked, on_event, say)

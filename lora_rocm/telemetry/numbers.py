@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from lora_rocm.foundation.units import size_text
+from lora_rocm.rundir.event_types import TelemetryEvent
 
-Event = dict[str, Any]
 PLAIN = {
     "power_w": "power_w",
     "power_cap_w": "power_cap_w",
@@ -18,35 +16,35 @@ PLAIN = {
 """Field of a telemetry event -> its name for trackers."""
 
 
-def numbers_of(event: Event) -> dict[str, float]:
+def numbers_of(event: TelemetryEvent) -> dict[str, float]:
     """What was read, with names such as "telemetry/gpu0/power_w"."""
-    found = {name: event[field] for field, name in PLAIN.items()}
-    found |= {f"temperature_{sensor}_c": value for sensor, value in event["temperatures_c"].items()}
-    return {f"telemetry/gpu{event['number']}/{name}": value for name, value in found.items() if value is not None}
+    found = {name: getattr(event, field) for field, name in PLAIN.items()}
+    found |= {f"temperature_{sensor}_c": value for sensor, value in event.temperatures_c.items()}
+    return {f"telemetry/gpu{event.number}/{name}": value for name, value in found.items() if value is not None}
 
 
-def short_text(event: Event) -> str:
+def short_text(event: TelemetryEvent) -> str:
     """The hottest sensor and the power ("61 °C, 210 W"); empty if neither was read."""
-    temperatures = event["temperatures_c"]
+    temperatures = event.temperatures_c
     parts = [f"{max(temperatures.values()):.0f} °C"] if temperatures else []
-    parts += [f"{event['power_w']:.0f} W"] if event["power_w"] is not None else []
+    parts += [f"{event.power_w:.0f} W"] if event.power_w is not None else []
     return ", ".join(parts)
 
 
-def long_text(event: Event) -> str:
+def long_text(event: TelemetryEvent) -> str:
     """All that was read of a GPU, in one line."""
-    if event["asleep"]:
+    if event.asleep:
         return "asleep, not read"
-    parts = [f"{sensor} {value:.0f} °C" for sensor, value in event["temperatures_c"].items()]
-    if event["power_w"] is not None:
-        cap = f" of {event['power_cap_w']:.0f}" if event["power_cap_w"] is not None else ""
-        parts.append(f"{event['power_w']:.0f}{cap} W")
-    if event["memory_bytes"] is not None:
-        total = f" of {size_text(event['memory_total_bytes'])}" if event["memory_total_bytes"] is not None else ""
-        parts.append(f"memory {size_text(event['memory_bytes'])}{total}")
-    if event["own_bytes"] is not None:
-        parts.append(f"this run's {size_text(event['own_bytes'])}")
-    if event["own_main_bytes"] is not None:
-        parts.append(f"main memory {size_text(event['own_main_bytes'])}")
-    parts += [f"slowed by {reason}" for reason in event["slowed_by"]]
+    parts = [f"{sensor} {value:.0f} °C" for sensor, value in event.temperatures_c.items()]
+    if event.power_w is not None:
+        cap = f" of {event.power_cap_w:.0f}" if event.power_cap_w is not None else ""
+        parts.append(f"{event.power_w:.0f}{cap} W")
+    if event.memory_bytes is not None:
+        total = f" of {size_text(event.memory_total_bytes)}" if event.memory_total_bytes is not None else ""
+        parts.append(f"memory {size_text(event.memory_bytes)}{total}")
+    if event.own_bytes is not None:
+        parts.append(f"this run's {size_text(event.own_bytes)}")
+    if event.own_main_bytes is not None:
+        parts.append(f"main memory {size_text(event.own_main_bytes)}")
+    parts += [f"slowed by {reason}" for reason in event.slowed_by]
     return ", ".join(parts) or "nothing could be read"

@@ -129,7 +129,7 @@ def _lines(reader: Reader, count: int) -> Iterator[str]:
         took_ms = (time.perf_counter() - began_s) * 1e3
         yield f"reading {number + 1}, {took_ms:.1f} ms, {len(found)} GPU(s)"
         for event in found:
-            yield f"  {event.gpu}: {long_text(event.to_json())}"
+            yield f"  {event.gpu}: {long_text(event)}"
             yield from (f"    not read: {what} ({why})" for what, why in event.unread.items())
             yield f"    {event.model_dump_json()}"
 

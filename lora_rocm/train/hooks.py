@@ -14,7 +14,15 @@ from lora_rocm.errors import StorageError
 from lora_rocm.families.base import ModelFamily
 from lora_rocm.foundation.files import refuse_link
 from lora_rocm.loader.batch import Batch
-from lora_rocm.rundir.event_types import EndEvent, ErrorEvent, Event, StepEvent, ValidationEvent, WatchedEvent
+from lora_rocm.rundir.event_types import (
+    EndEvent,
+    ErrorEvent,
+    Event,
+    StepEvent,
+    TelemetryEvent,
+    ValidationEvent,
+    WatchedEvent,
+)
 from lora_rocm.rundir.events import EventReader
 from lora_rocm.rundir.exit_status import size_of
 from lora_rocm.rundir.run_context import RunContext
@@ -109,7 +117,7 @@ class TensorBoard:
     def __init__(self, folder: Path, context: RunContext, telemetry: Path | None = None) -> None:
         refuse_link(folder)
         self._folder, self._context, self._wanted = folder, context, True
-        self._telemetry = EventReader(telemetry, size_of(telemetry), ("telemetry",)) if telemetry else None
+        self._telemetry = EventReader(telemetry, size_of(telemetry), (TelemetryEvent,)) if telemetry else None
         self._looked_s = time.monotonic()
         self._writer: SummaryWriter | None = None
 
@@ -128,8 +136,9 @@ class TensorBoard:
     def _write_telemetry(self, writer: SummaryWriter) -> None:
         self._looked_s = time.monotonic()
         for reading in self._telemetry.poll() if self._telemetry is not None else ():
-            for name, value in telemetry_numbers(reading).items():
-                writer.add_scalar(name, value, reading["updates"])
+            if isinstance(reading, TelemetryEvent):
+                for name, value in telemetry_numbers(reading).items():
+                    writer.add_scalar(name, value, reading.updates)
 
     def _opened(self) -> SummaryWriter | None:
         """The library's writer, or None if it is not wanted any more. It is imported once there is a number."""

@@ -124,8 +124,8 @@ def train(start: StartContext) -> tuple[bool, int]:
 
 def _say_other_length(start: StartContext, updates: int, max_train_steps: int) -> None:
     """Send a notice if the run's length has changed and its schedule depends on it."""
-    made = [step for step in latest_steps(start.session.run_dir.events()) if step["updates"] <= updates]
-    if made and (text := length_text(start.recipe.optim, updates, made[-1]["max_train_steps"], max_train_steps)):
+    made = [step for step in latest_steps(start.session.run_dir.events()) if step.updates <= updates]
+    if made and (text := length_text(start.recipe.optim, updates, made[-1].max_train_steps, max_train_steps)):
         start.context.notice(text)
 
 

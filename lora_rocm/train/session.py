@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lora_rocm.errors import MachineError
 from lora_rocm.foundation.files import open_in_place
-from lora_rocm.rundir.event_types import CacheEvent, Event, PhaseEvent, StepEvent
+from lora_rocm.rundir.event_types import CacheEvent, Event, PhaseEvent, StartEvent, StepEvent
 from lora_rocm.rundir.events import EventWriter, read_events
 from lora_rocm.rundir.heartbeat import HeartbeatWriter
 from lora_rocm.rundir.layout import RunDir
@@ -44,7 +44,7 @@ class Session:
         self._heartbeat = HeartbeatWriter(run_dir.heartbeat(rank))
         self._stacks = Stacks(run_dir.stacks(rank), stacks_after_s) if stacks_after_s is not None else None
         self.beat("start")
-        past = read_events(run_dir.events(rank), "start")
+        past = read_events(run_dir.events(rank), StartEvent)
         self.events = EventWriter(run_dir.events(rank), session=len(past) + 1)
         self.readers: list[Callable[[Event], None]] = []
         self.at_close = ExitStack()

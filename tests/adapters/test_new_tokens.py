@@ -20,8 +20,8 @@ from lora_rocm.families import clip
 from lora_rocm.families.base import family_for
 from lora_rocm.latent_cache.encode_session import plain_door
 from lora_rocm.recipe.adapter_sections import NewToken
-from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir, embeddings_of
+from tests.event_lines import read_events
 from tests.lora_files import write_as_forecast
 from tests.tiny_models import tiny_recipe
 from tests.tiny_sd import SHALLOW_SD, write_tiny_sd

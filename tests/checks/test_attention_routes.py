@@ -23,10 +23,10 @@ from lora_rocm.errors import CanaryError, MachineError
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.rules import mitigation_store
 from lora_rocm.rules.environment import plan
-from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.run_context import RunContext
 from lora_rocm.train import pipeline, standalone, worker
+from tests.event_lines import read_events
 from tests.hardware.situations import situation
 from tests.rules.test_environment import recipe
 from tests.train.runs import run_dir

@@ -7,18 +7,21 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lora_rocm.commands import bench
+from lora_rocm.commands.output import Output
 from lora_rocm.errors import RecipeError, WorkerDiedError
 from lora_rocm.hardware.facts import load_facts
 from lora_rocm.processes import row_runner
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.rules.this_machine import situation_here
 from lora_rocm.rundir.layout import RunDir
+from tests.command_line import command_line
 from tests.golden import HOSTS
 from tests.supervisor.fake_run import heard, step_fields
 from tests.tiny_models import RUN_TARGETS
@@ -34,6 +37,11 @@ RADEON: Event = {
     "budget_bytes": 23 * 2**30, "gpus": [{"name": "RX 7900 XTX", "address": "0000:03:00.0"}],
 }  # fmt: skip
 LINK = {"address": "0000:03:00.0", "generation": 4, "width": 16, "gb_per_s": 31.51}
+
+
+def measured(measure: Callable[[], bench.BenchResult], path: Path | None) -> int:
+    """``lora-rocm bench``, with ``--output``."""
+    return bench.finish(Output(), measure, path)
 
 
 def row(number: int, fields: Event, per_second: float | None = 1e9, problem: str | None = None) -> Event:
@@ -99,7 +107,7 @@ def test_table_of_copies_beside_the_bus(child: Any, capsys: Any, tmp_path: Path)
     rows = [row(0, copy(4096), 1e9), row(1, copy(2**28), 26e9), row(2, copy(2**28, "both at once"), 40e9)]
     rows += [row(3, copy(2**28, "device to device", "one GPU"), 800e9)]
     child([RADEON, {"type": "link", "links": [LINK]}, *rows])
-    assert bench.transfer(tmp_path / "t.json") == 0
+    assert measured(bench.transfer, tmp_path / "t.json") == 0
     text = capsys.readouterr().out
     assert "PCIe 4.0 x16 (0000:03:00.0): 31.51 GB/s each way" in text and "23.0 GiB for tensors" in text
     lines = [line.split() for line in text.splitlines()]
@@ -120,14 +128,14 @@ def test_table_of_copies_beside_the_bus(child: Any, capsys: Any, tmp_path: Path)
 )
 def test_without_a_bus_it_is_said_and_no_share_is_made_up(machine: Event, said: str, child: Any, capsys: Any) -> None:
     child([machine, {"type": "link", "links": [None]}, row(0, copy(4096))])
-    assert bench.transfer(None) == 0
+    assert measured(bench.transfer, None) == 0
     text = capsys.readouterr().out
     assert said in text and "%" not in text and "of the bus" not in text
 
 
 def test_a_bus_that_is_slower_than_its_copies_is_not_believed(child: Any, capsys: Any) -> None:
     child([RADEON, {"type": "link", "links": [{**LINK, "gb_per_s": 0.25}]}, row(0, copy(2**28), 20e9)])
-    assert bench.transfer(None) == 0
+    assert measured(bench.transfer, None) == 0
     text = capsys.readouterr().out
     assert "0.25 GB/s each way says the system, and more was measured" in text and "%" not in text
 
@@ -136,7 +144,7 @@ def test_a_row_that_crashes_is_named_and_the_rest_is_measured(child: Any, capsys
     fake = child(
         [CPU, begin(0, copy(4096)), row(0, copy(4096)), begin(1, copy(65536)), died()], [CPU, row(2, copy(2**20), 3e9)]
     )
-    assert bench.transfer(None) == 0
+    assert measured(bench.transfer, None) == 0
     assert [job["start"] for job in fake.jobs] == [0, 2]
     text = capsys.readouterr().out
     assert "host to device (pinned, 64.0 KiB): ended the process: killed by signal SIGSEGV" in text
@@ -145,24 +153,24 @@ def test_a_row_that_crashes_is_named_and_the_rest_is_measured(child: Any, capsys
 
 def test_a_row_that_hangs_is_told_from_one_that_crashes(child: Any, capsys: Any) -> None:
     child([CPU, begin(0, copy(4096), limit_s=0.05), lambda: time.sleep(0.06), died("exit code 1")], [CPU])
-    assert bench.transfer(None) == 0
+    assert measured(bench.transfer, None) == 0
     assert "did not end in 0.05 s" in capsys.readouterr().out
 
 
 def test_a_child_that_leaves_after_a_row_goes_on_behind_it(child: Any) -> None:
     failed = row(0, copy(4096), None, "illegal memory access")
     fake = child([CPU, begin(0, copy(4096)), failed, died("exit code 1")], [CPU, row(1, copy(65536))])
-    assert bench.transfer(None) == 0
+    assert measured(bench.transfer, None) == 0
     assert [job["start"] for job in fake.jobs] == [0, 1]
 
 
 def test_a_child_that_never_starts_and_one_that_always_dies_end_the_command(child: Any) -> None:
     child([died()])
     with pytest.raises(WorkerDiedError):
-        bench.transfer(None)
+        measured(bench.transfer, None)
     child(*([CPU, begin(number, copy(4096)), died()] for number in range(row_runner.MAX_DEATHS)))
     with pytest.raises(WorkerDiedError):
-        bench.transfer(None)
+        measured(bench.transfer, None)
 
 
 def on_a_radeon(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +181,7 @@ def on_a_radeon(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_amd_is_measured_with_and_without_hipblaslt(child: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     on_a_radeon(monkeypatch)
     fake = child([RADEON, row(0, gemm(), 20e12)], [RADEON, row(0, gemm(), 10e12)])
-    assert bench.compute("demo.yaml", (), None) == 0
+    assert measured(partial(bench.compute, "demo.yaml"), None) == 0
     variables = ("TORCH_BLAS_PREFER_HIPBLASLT", "ROCBLAS_USE_HIPBLASLT")
     assert [[env[name] for name in variables] for env in fake.envs] == [["1", "1"], ["0", "0"]]
     text = capsys.readouterr().out
@@ -186,25 +194,26 @@ def test_others_are_measured_once(child: Any, monkeypatch: pytest.MonkeyPatch) -
     facts = load_facts(HOSTS / "nvidia-rtx4090.json")
     monkeypatch.setattr(bench, "situation_here", lambda recipe: situation_here(recipe, facts))
     fake = child([{**RADEON, "hip": None, "cuda": "13.0"}, row(0, gemm())])
-    assert bench.compute("demo.yaml", (), None) == 0
+    assert measured(partial(bench.compute, "demo.yaml"), None) == 0
     assert len(fake.envs) == 1
 
 
 def test_reasons_are_told_once_for_all_rows_that_share_them(child: Any, capsys: Any) -> None:
     rows = [row(number, gemm(dtype), None, "out of memory") for number, dtype in enumerate(("float32", "bfloat16"))]
     child([CPU, *rows])
-    assert bench.compute("demo.yaml", (), None) == 0
+    assert measured(partial(bench.compute, "demo.yaml"), None) == 0
     text = capsys.readouterr().out
     assert text.count("out of memory") == 1 and "base y fp32; attention 640, base y bf16: out" in text
 
 
 @pytest.mark.slow
 def test_both_for_real_on_the_cpu(tmp_path: Path, capsys: Any) -> None:
-    assert bench.transfer(tmp_path / "t.json") == 0
+    assert measured(bench.transfer, tmp_path / "t.json") == 0
     rows = json.loads((tmp_path / "t.json").read_bytes())["rows"]
     assert len(rows) == 5 and all(found["per_second"] > 0 for found in rows)
     assert "There is no GPU to measure" in capsys.readouterr().out
-    assert bench.compute("demo.yaml", ("runtime.device=cpu", "data.resolution=64"), tmp_path / "c.json") == 0
+    small = partial(bench.compute, "demo.yaml", ("runtime.device=cpu", "data.resolution=64"))
+    assert measured(small, tmp_path / "c.json") == 0
     saved = json.loads((tmp_path / "c.json").read_bytes())
     assert {found["group"] for found in saved["rows"]} == {"gemm", "attention", "convolution"}
     assert all(found["problem"] is None and found["per_second"] > 0 for found in saved["rows"])
@@ -217,7 +226,7 @@ def reads(number: int, source: str, workers: int, per_second: float | None, prob
 
 def bench_loader(tmp_path: Path) -> Event:
     changes = [f"cache.dir={tmp_path / 'cache'}", f"output.dir={tmp_path / 'runs'}"]
-    assert bench.loader("demo.yaml", changes, tmp_path / "l.json") == 0
+    assert measured(partial(bench.loader, "demo.yaml", changes), tmp_path / "l.json") == 0
     return dict(json.loads((tmp_path / "l.json").read_bytes()))
 
 
@@ -264,7 +273,7 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], l
 def test_a_step_has_rate_peak_and_parts(worker: Any, capsys: Any, tmp_path: Path) -> None:
     runs = worker("done")
     gone = [f"data.path={tmp_path / 'gone'}", "train.batch_size=2", "train.gradient_accumulation_steps=1"]
-    assert bench.step("sdxl.yaml", gone, 3, True, tmp_path / "s.json") == 0
+    assert measured(partial(bench.step, "sdxl.yaml", gone, steps=3, random_weights=True), tmp_path / "s.json") == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["ms", "a", "step,", "median", "200.0"] in lines and ["samples/s", "10.00"] in lines
     assert ["peak", "memory", "1.0", "GiB"] in lines
@@ -279,7 +288,12 @@ def test_a_step_has_rate_peak_and_parts(worker: Any, capsys: Any, tmp_path: Path
 
 def test_a_made_up_base_needs_no_file_of_any_component(worker: Any, tmp_path: Path) -> None:
     worker("done")
-    assert bench.step("anima.yaml", [f"model.vae={tmp_path / 'gone'}"], 3, True, None) == 0
+    assert (
+        measured(
+            partial(bench.step, "anima.yaml", [f"model.vae={tmp_path / 'gone'}"], steps=3, random_weights=True), None
+        )
+        == 0
+    )
     model = load_recipe(tmp_path / "recipe.yaml").recipe.model
     assert model.name_or_path.startswith("random:") and not model.parts
 
@@ -287,20 +301,25 @@ def test_a_made_up_base_needs_no_file_of_any_component(worker: Any, tmp_path: Pa
 def test_images_have_to_be_there_unless_they_are_made_up(worker: Any, tmp_path: Path) -> None:
     runs = worker("done")
     with pytest.raises(RecipeError, match="gone"):
-        bench.step("sdxl.yaml", [f"data.path={tmp_path / 'gone'}"], 3, False, None)
+        measured(
+            partial(bench.step, "sdxl.yaml", [f"data.path={tmp_path / 'gone'}"], steps=3, random_weights=False), None
+        )
     with pytest.raises(RecipeError):
-        bench.step("sdxl.yaml", ["lora.rank=none"], 3, True, None)
+        measured(partial(bench.step, "sdxl.yaml", ["lora.rank=none"], steps=3, random_weights=True), None)
     assert not runs
 
 
 def test_a_training_process_that_fails_is_an_error(worker: Any) -> None:
     worker("killed")
     with pytest.raises(WorkerDiedError):
-        bench.step("demo.yaml", (), 3, False, None)
+        measured(partial(bench.step, "demo.yaml", (), steps=3, random_weights=False), None)
 
 
 def test_median_and_percentile() -> None:
-    steps = [step_fields(number, step_s=float(number), memory_bytes=number) for number in range(1, 101)]
+    steps = [
+        heard({"type": "step", **step_fields(number, step_s=float(number), memory_bytes=number)})
+        for number in range(1, 101)
+    ]
     found = bench.step_figures(steps, samples=8)
     assert found["median_s"] == 50.5 and found["p95_s"] == 95.0 and found["memory_bytes"] == 100
     assert found["samples_per_s"] == pytest.approx(8 / 50.5)
@@ -309,5 +328,22 @@ def test_median_and_percentile() -> None:
 @pytest.mark.slow
 def test_steps_for_real_on_the_cpu(tmp_path: Path) -> None:
     small = ["data.resolution=64", "lora.rank=4", f"lora.targets={RUN_TARGETS}", "runtime.device=cpu"]
-    assert bench.step("demo.yaml", small, 2, True, tmp_path / "s.json") == 0
+    assert measured(partial(bench.step, "demo.yaml", small, steps=2, random_weights=True), tmp_path / "s.json") == 0
     assert json.loads((tmp_path / "s.json").read_bytes())["rows"][0]["steps"] == 2
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("transfer", "--json", "t.json"), ("transfer", "--json=t.json"), ("loader", "--json", "t.json", "demo.yaml")],
+)
+def test_a_file_after_json_is_refused_with_the_option_that_takes_it(words: tuple[str, ...]) -> None:
+    ended = command_line("bench", *words)
+    assert ended.exit_code == 2 and "--output t.json" in ended.stderr
+
+
+def test_json_is_the_figures_that_are_written_to_a_file(child: Any, tmp_path: Path) -> None:
+    child([RADEON, {"type": "link", "links": [None]}, row(0, copy(4096))])
+    ended = command_line("bench", "transfer", "--json", "--output", tmp_path / "t.json")
+    found = json.loads(ended.stdout)
+    assert ended.exit_code == 0 and found == json.loads((tmp_path / "t.json").read_bytes())
+    assert found["bench"] == "transfer" and found["rows"][0]["per_second"] == 1e9 and "Wrote" in ended.stderr

@@ -87,14 +87,14 @@ class Fake:
     def send(self, request: Any) -> None:
         self._requests.put(request)
 
-    def heard(self, last: str, count: int = 1, each_round: Callable[[], None] = lambda: None) -> Iterator[Any]:
+    def heard(self, last: type[Any], count: int = 1, each_round: Callable[[], None] = lambda: None) -> Iterator[Any]:
         while count:
             each_round()
             event = self._events.get(timeout=60)
             if isinstance(event, Exception):
                 raise event
-            yield event.to_json()
-            count -= event.type == last
+            yield event
+            count -= isinstance(event, last)
 
 
 @contextmanager

@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 
 from lora_rocm.commands.compare import spread
-from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
+from tests.event_lines import read_events
 from tests.program import RECIPE, Program, images
 from tests.tiny_models import SHALLOW, write_tiny_sdxl
 

@@ -7,13 +7,15 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lora_rocm.commands import env
-from lora_rocm.commands.env import described, json_text, plan_text
+from lora_rocm.commands.env import described, planned, result_of
+from lora_rocm.commands.output import json_form
 from lora_rocm.errors import UserError
 from lora_rocm.hardware.facts import facts_from_json, load_facts
 from lora_rocm.hardware.settings import VARIABLE
@@ -37,6 +39,18 @@ NASTY = [
     "",
 ]
 ROWS = tuple(EnvRow("r", f"LR_TEST_{number}", value, "why: 50% & more", "source") for number, value in enumerate(NASTY))
+
+
+def plan_text(
+    recipe: str | None, overrides: Sequence[str], facts: Path | None, shell: str | None, *, explain: bool
+) -> str:
+    """What ``lora-rocm env`` prints."""
+    return described(*planned(recipe, overrides, facts), shell, explain=explain)
+
+
+def json_text(recipe: str | None, overrides: Sequence[str], facts: Path | None) -> str:
+    """What ``lora-rocm env --json`` prints."""
+    return json.dumps(json_form(result_of(*planned(recipe, overrides, facts))))
 
 
 def machine(name: str) -> Path:

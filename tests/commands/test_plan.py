@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from lora_rocm.commands import plan as command
+from lora_rocm.commands.output import Output, OutputMode
 from lora_rocm.commands.plan import Room, card_bytes
 from lora_rocm.errors import RecipeError, UserError
 from lora_rocm.hardware.settings import Settings
@@ -89,21 +90,27 @@ def child(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return answer
 
 
+def plan(path: str, overrides: Any, *, card: str | None, as_json: bool) -> int:
+    """``lora-rocm plan``."""
+    found = command.plan(path, overrides, card=card)
+    return Output(OutputMode.JSON if as_json else OutputMode.HUMAN).show(found, command.render(found))
+
+
 def test_a_rank_that_is_larger_than_layers_is_told(write: Any, child: Any, capsys: Any) -> None:
-    assert command.plan(write(), (), card="80GB", as_json=False) == 0
+    assert plan(write(), (), card="80GB", as_json=False) == 0
     assert "lora.rank is larger" not in capsys.readouterr().out
     child["footprint"]["narrow_layers"] = 7
-    assert command.plan(write(), (), card="80GB", as_json=False) == 0
+    assert plan(write(), (), card="80GB", as_json=False) == 0
     assert "lora.rank is larger than the inputs or outputs of 7 adapted layers" in capsys.readouterr().out
     for count in (0, 5):
         child["footprint"]["unstarted_layers"] = count
-        assert command.plan(write(), ("lora.init=pissa",), card="80GB", as_json=False) == 0
+        assert plan(write(), ("lora.init=pissa",), card="80GB", as_json=False) == 0
         assert ("a part of the ranks of 5 adapted layers" in capsys.readouterr().out) == bool(count)
 
 
 def test_the_rounding_of_a_quantised_base_is_named(write: Any, child: Any, capsys: Any) -> None:
     for name, said in (("none", False), ("nf4", True)):
-        assert command.plan(write(), (f"model.quantization={name}",), card="80GB", as_json=False) == 0
+        assert plan(write(), (f"model.quantization={name}",), card="80GB", as_json=False) == 0
         out = capsys.readouterr().out
         assert ("nf4 rounds the frozen weights: 9.3 % of their size; a tiny model's loss" in out) == said
         assert ("over full-size image models with random weights" in out) == said
@@ -129,21 +136,21 @@ def test_the_number_format_is_told_with_its_reason_and_its_rounding(
 ) -> None:
     monkeypatch.setattr(command, "situation_here", lambda recipe: situation(machine))
     child["precision"] = precision
-    assert command.plan(write(model={"family": family}), (), card=None, as_json=False) == 0
+    assert plan(write(model={"family": family}), (), card=None, as_json=False) == 0
     output = capsys.readouterr().out
     assert said in output and f"{precision} changes the gradients by up to about" in output
-    assert command.plan(write(model={"family": family}), (), card="80GB", as_json=False) == 0
+    assert plan(write(model={"family": family}), (), card="80GB", as_json=False) == 0
     assert "gfx" not in capsys.readouterr().out, "that of another card"
-    assert command.plan(write(model={"family": family}), (), card=None, as_json=False) == 0
+    assert plan(write(model={"family": family}), (), card=None, as_json=False) == 0
     assert (child["asked"]["for_card"], child["asked"]["for_gpu"]) == (False, True)
 
 
 def test_a_quantised_text_encoder_is_named_with_its_memory(write: Any, child: Any, capsys: Any) -> None:
-    assert command.plan(write(), (), card="80GB", as_json=False) == 0
+    assert plan(write(), (), card="80GB", as_json=False) == 0
     assert "while captions" not in capsys.readouterr().out
     sizes = {"weight_bytes": 5 * GIB, "dense_bytes": 9 * GIB}
     child["encoders"] = [{"component": "text_encoder_2", "format": "int8", **sizes}]
-    assert command.plan(write(), (), card="80GB", as_json=False) == 0
+    assert plan(write(), (), card="80GB", as_json=False) == 0
     said = (
         "text_encoder_2 takes 5.0 GiB while captions are encoded (9.0 GiB dense); int8 rounds the frozen weights: 0.8 %"
     )
@@ -161,7 +168,7 @@ def rows_of(output: str) -> list[str]:
 
 def test_the_table_for_a_card(write: Any, child: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     child["footprint"] = replace(net(), optimizer_bytes=300 * 2**20).to_json()
-    assert command.plan(write(optim={"optimizer": "prodigy"}), (), card="24GB", as_json=False) == 0
+    assert plan(write(optim={"optimizer": "prodigy"}), (), card="24GB", as_json=False) == 0
     assert child["asked"]["for_card"] is child["asked"]["for_gpu"] is True
     output = capsys.readouterr().out
     rows = rows_of(output)
@@ -174,7 +181,7 @@ def test_the_table_for_a_card(write: Any, child: dict[str, Any], capsys: pytest.
 
 def test_the_key_that_makes_blocks_recomputed_is_named(write: Any, child: Any, capsys: Any) -> None:
     for given, why in (("true", ", as train.gradient_checkpointing: true asks\n"), ("false", " at once, captured\n")):
-        assert command.plan(write(), (f"train.gradient_checkpointing={given}",), card="80GB", as_json=False) == 0
+        assert plan(write(), (f"train.gradient_checkpointing={given}",), card="80GB", as_json=False) == 0
         (line,) = [line for line in capsys.readouterr().out.splitlines(True) if "would choose" in line]
         assert line.endswith(why) and ("recomputed" in line) == (given == "true")
 
@@ -183,7 +190,7 @@ def test_on_a_gpu_that_was_measured_times_are_seconds(
     write: Any, child: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     child["gpu"] = gpu(64)
-    command.plan(write(), (), card=None, as_json=False)
+    plan(write(), (), card=None, as_json=False)
     output = capsys.readouterr().out
     assert " s  yes  <- chosen" in rows_of(output)[0]
     assert "100 steps: about" in output and "Card, as training sees it" in output and "relative" not in output
@@ -193,7 +200,7 @@ def test_memory_that_the_gpu_shares_is_not_offloaded_to(
     write: Any, child: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     child["gpu"] = gpu(64, integrated=True)
-    command.plan(write(), (), card=None, as_json=False)
+    plan(write(), (), card=None, as_json=False)
     assert not any(row.startswith("offload") for row in rows_of(capsys.readouterr().out))
 
 
@@ -201,7 +208,7 @@ def test_without_a_gpu_nothing_is_said_to_fit(
     write: Any, child: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     child["precision"] = "no"
-    command.plan(write(), (), card=None, as_json=False)
+    plan(write(), (), card=None, as_json=False)
     assert child["asked"]["for_card"] is child["asked"]["for_gpu"] is False
     output = capsys.readouterr().out
     assert "auto is no (float32) on the CPU" in output
@@ -218,14 +225,14 @@ train: {max_train_steps: 1}
 """
     (tmp_path / "chats.yaml").write_text(chats, encoding="utf-8")
     for packing, said in (("false", "rows may be shorter"), ("true", "rows are full")):
-        command.plan(str(tmp_path / "chats.yaml"), [f"data.packing={packing}"], card="24GB", as_json=False)
+        plan(str(tmp_path / "chats.yaml"), [f"data.packing={packing}"], card="24GB", as_json=False)
         assert f"data.max_length is counted, and {said}" in capsys.readouterr().out
-    command.plan(write(), (), card="24GB", as_json=False)
+    plan(write(), (), card="24GB", as_json=False)
     assert "max_length" not in capsys.readouterr().out
 
 
 def test_json_says_the_same(write: Any, child: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    command.plan(write(), ["train.batch_size=2"], card="12", as_json=True)
+    plan(write(), ["train.batch_size=2"], card="12", as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["chosen"] in found["plans"]
     assert found["chosen"]["needed_bytes"] <= found["room"]["num_bytes"] < 12 * GIB
@@ -236,16 +243,19 @@ def test_json_says_the_same(write: Any, child: dict[str, Any], capsys: pytest.Ca
 def test_what_cannot_fit_is_an_error_behind_the_table(
     write: Any, child: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(UserError) as caught:
-        command.plan(write(), (), card="2GB", as_json=False)
-    assert caught.value.code == "does-not-fit" and caught.value.exit_code == 2
-    assert rows_of(capsys.readouterr().out)
+    assert plan(write(), (), card="2GB", as_json=False) == 2
+    said = capsys.readouterr()
+    assert rows_of(said.out) and "does not fit" in said.err and "does not fit" not in said.out
+    assert plan(write(), (), card="2GB", as_json=True) == 2
+    found = json.loads(capsys.readouterr().out)
+    assert found["error"]["code"] == "does-not-fit" and found["error"]["exit_code"] == 2
+    assert found["plans"] and found["chosen"] is None
 
 
 @pytest.mark.slow
 def test_the_real_child_counts_the_tiny_model(write: Any, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(data={"resolution": 128}, lora={"rank": 4, "targets": r".*mid_block.*attn1\.to_q"})
-    assert command.plan(path, (), card="8GB", as_json=True) == 0
+    assert plan(path, (), card="8GB", as_json=True) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["precision"] == "bf16"
     assert found["chosen"]["mode"] == "keep" and found["chosen"]["parts"] == 1
@@ -256,16 +266,16 @@ def test_a_model_that_is_not_here_is_counted_all_the_same(
     write: Any, child: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write(model={"name_or_path": "somebody/a-fine-tune"})
-    assert command.plan(path, (), card="24GB", as_json=False) == 0
+    assert plan(path, (), card="24GB", as_json=False) == 0
     assert "is not on this machine" not in capsys.readouterr().out
     child["model_is_here"] = False
-    assert command.plan(path, (), card="24GB", as_json=False) == 0
+    assert plan(path, (), card="24GB", as_json=False) == 0
     assert "somebody/a-fine-tune is not on this machine: counted by" in capsys.readouterr().out
 
 
 def test_a_wrong_recipe_is_said(write: Any) -> None:
     with pytest.raises(RecipeError):
-        command.plan(write(), ["runtime.memory=much"], card=None, as_json=False)
+        plan(write(), ["runtime.memory=much"], card=None, as_json=False)
 
 
 @pytest.mark.parametrize(("text", "gib"), [("24GB", 24), ("24", 24), ("7.5 gib", 7.5), (" 16G ", 16), ("0.5GB", 0.5)])
@@ -525,7 +535,7 @@ def test_the_room_says_what_was_counted(
     measured = whole - (int(held_gib * GIB) if machine != "wsl-rx7900xtx" else 0)
     child["gpu"] = gpu(0, budget_bytes=measured, name="Card", integrated=machine == "linux-strix-halo")
     monkeypatch.setattr(command, "situation_here", lambda recipe: made)
-    assert command.plan(write(), (), card=None, as_json=False) == 0
+    assert plan(write(), (), card=None, as_json=False) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("memory for training")]
     assert (
         "Card, as training sees it" in line and said in line and ("GiB" in line.partition("sees it")[2]) == bool(said)
@@ -536,7 +546,7 @@ def test_without_torch_the_room_is_what_the_system_says(write: Any, child: Any, 
     for machine, held in (("linux-rx7900xtx", "1.4 GiB held by other programs"), ("nvidia-rtx4090", "")):
         made = situation(machine)
         monkeypatch.setattr(command, "situation_here", lambda recipe, made=made: made)
-        assert command.plan(write(), (), card=None, as_json=True) == 0
+        assert plan(write(), (), card=None, as_json=True) == 0
         room = json.loads(capsys.readouterr().out)["room"]
         known = budget_of(made.facts, made.gpu)
         if known is None:

@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from safetensors.torch import load_file
 
 from lora_rocm.commands import sample_export
+from lora_rocm.commands.sample_export import SampleResult
 from lora_rocm.errors import AdapterError, MachineError, UserError
 from lora_rocm.rundir.layout import RunDir
 from tests.command_line import command_line
+from tests.program import Program, write_inputs
 from tests.supervisor.fake_run import heard, write_whole_run
 
 EVENTS = [
@@ -68,15 +71,18 @@ def text_run(folder: Path, more: str = "") -> None:
     run_dir.recipe.write_text(TEXTS + more, encoding="utf-8")
 
 
-def test_answers_are_written_and_images_are_drawn(capsys: pytest.CaptureFixture[str]) -> None:
-    sample_export._show({"type": "drawn", "images": ["/x/00.txt", "/x/01.png"]})
-    assert capsys.readouterr().out == "Wrote /x/00.txt\nDrew /x/01.png\n"
+def test_answers_are_written_and_images_are_drawn() -> None:
+    found = SampleResult((Path("/x/00.txt"), Path("/x/01.png")))
+    assert sample_export.sample_text(found) == f"Wrote {Path('/x/00.txt')}\nDrew {Path('/x/01.png')}"
 
 
-def test_sample_of_a_run(jobs: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sample_of_a_run(jobs: list[dict[str, Any]], tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     write_whole_run(run_dir)
-    assert sample_export.sample(Path("run"), output=None, base=None, config=None, prompt="ü", seed=3) == 0
+    said: list[str] = []
+    asked: dict[str, Any] = {"prompt": "ü", "seed": 3, "say": said.append}
+    found = sample_export.sample(Path("run"), output=None, base=None, config=None, **asked)
+    assert found.images == (Path("/x/00.png"), Path("/x/01.png")) and said == ["a note"]
     assert jobs == [
         {
             **UNSAID,
@@ -86,16 +92,11 @@ def test_sample_of_a_run(jobs: list[dict[str, Any]], tmp_path: Path, capsys: pyt
             "base": None,
             "config": None,
             "family": None,
-            "control_image": "",
-            "control_image_2": "",
-            "mask": "",
+            "inputs": {},
             "prompt": "ü",
             "seed": 3,
         }
     ]
-    output = capsys.readouterr().out
-    assert "Drew /x/00.png\nDrew /x/01.png" in output and "a note" in output
-    assert "largest difference 1e-06\nNot, or not exactly, by A, B" in output
 
 
 def test_sample_of_a_file(jobs: list[dict[str, Any]], tmp_path: Path) -> None:
@@ -108,9 +109,9 @@ def test_sample_of_a_file(jobs: list[dict[str, Any]], tmp_path: Path) -> None:
     Image.new("L", (15, 10)).save("m.png")
     asked: dict[str, Any] = {"config": None, "control_image": Path("c.png"), "prompt": "x"}
     sample_export.sample(Path("lora.safetensors"), output=None, base="some/hub-id", **asked)
-    assert jobs[1]["control_image"] == str(tmp_path / "c.png") and jobs[1]["mask"] == ""
+    assert jobs[1]["inputs"] == {"control_image": str(tmp_path / "c.png")}
     sample_export.sample(Path("lora.safetensors"), output=None, base="some/hub-id", mask=Path("m.png"), **asked)
-    assert jobs[2]["mask"] == str(tmp_path / "m.png")
+    assert jobs[2]["inputs"]["mask"] == str(tmp_path / "m.png")
     Image.new("L", (20, 20)).save("m.png")
     with pytest.raises(UserError, match="20x20, and the image is 30x20") as caught:
         sample_export.sample(Path("lora.safetensors"), output=None, base="x", mask=Path("m.png"), **asked)
@@ -161,10 +162,44 @@ def test_a_child_that_names_no_file_is_an_error(jobs: list[dict[str, Any]], monk
 
 def test_export(jobs: list[dict[str, Any]], tmp_path: Path) -> None:
     write_whole_run(RunDir(tmp_path / "run"))
-    assert sample_export.export(Path("run"), "peft", output=None, dtype="bf16") == 0
+    found = sample_export.export(Path("run"), "peft", output=None, dtype="bf16")
+    assert "largest difference 1e-06\nNot, or not exactly, by A, B" in sample_export.export_text(found)
     source = str(tmp_path / "run")
     asked = {"source": source, "format": "peft", "output": None, "dtype": "bf16", "updates": None, "converter": None}
     assert jobs == [{"child": "export", **asked}]
+
+
+def test_an_earlier_step_is_exported_if_it_has_a_checkpoint(jobs: list[dict[str, Any]], tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    write_whole_run(run_dir)
+    run_dir.checkpoint(20).mkdir()
+    with pytest.raises(UserError) as caught:
+        sample_export.export(Path("run"), "peft", output=Path("old"), dtype=None, step=30)
+    assert caught.value.code == "no-such-step" and caught.value.where == "--step 30" and jobs == []
+    assert caught.value.fix == "Give a step that has one: 20, 40."
+    sample_export.export(Path("run"), "peft", output=Path("old"), dtype=None, step=20)
+    sample_export.export(Path("run"), "peft", output=Path("new"), dtype=None)
+    assert [job["updates"] for job in jobs] == [20, None]
+
+
+def test_the_file_of_an_earlier_step_is_that_of_its_own_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a real run: the LoRA file that was written at the step has the same weights."""
+    monkeypatch.chdir(tmp_path)
+    write_inputs(tmp_path)
+    program = Program(monkeypatch)
+    assert program.train("run", "optim.learning_rate=0.01").code == 0
+    (_, first), (_, second) = RunDir(tmp_path / "run").checkpoint_loras()
+    for step, path in ((1, first), (2, second)):
+        said = program("export", "run", "--format", "kohya", "--step", step, "--output", "x.safetensors", "--json")
+        assert said.code == 0 and json.loads(said.out)["updates"] == step, said.text
+        ours, theirs = load_file("x.safetensors"), load_file(path)
+        assert all((ours[name] - theirs[name]).abs().max() < 1e-6 for name in theirs) and ours.keys() == theirs.keys()
+    names = [name for name in load_file(first) if name.endswith("lora_up.weight")]
+    apart = [(load_file(first)[name] - load_file(second)[name]).abs().max() for name in names]
+    assert max(apart) > 1e-4, "the control: the steps differ"
+    program("export", "run", "--format", "kohya", "--step", 7).refused(2, "Give a step that has one: 1, 2.")
 
 
 @pytest.mark.parametrize("there", ["option", "option-file", "variable", "path"])
@@ -184,7 +219,7 @@ def test_the_converter_of_a_gguf_file_is_found(
     script.touch()
     if there in ("variable", "path"):
         monkeypatch.setenv(*(("PATH", str(script.parent)) if there == "path" else ("LLAMA_CPP", "llama.cpp")))
-    assert sample_export.export(Path("run"), "gguf", output=None, dtype=None, converter=option) == 0
+    assert sample_export.export(Path("run"), "gguf", output=None, dtype=None, converter=option).format == "gguf"
     assert [job["converter"] for job in jobs] == [str(script)]
 
 
@@ -304,6 +339,21 @@ def test_an_output_whose_name_other_programs_would_not_know(
     assert caught.value.fix == f"Give --output {Path('out', right)}." and jobs == []
     sample_export.export(Path("run"), form, output=Path("out", right), **asked)
     assert len(jobs) == 1
+
+
+def test_json_is_one_document_and_notices_stand_apart(jobs: list[dict[str, Any]], tmp_path: Path) -> None:
+    Path("lora.safetensors").touch()
+    write_whole_run(RunDir(tmp_path / "run"))
+    ended = command_line("sample", "lora.safetensors", "--prompt", "x", "--json")
+    assert json.loads(ended.stdout)["images"] == [str(Path("/x/00.png")), str(Path("/x/01.png"))]
+    assert ended.stderr == "a note\n"
+    ended = command_line("export", "run", "--format", "kohya", "--json")
+    assert json.loads(ended.stdout)["cannot_read"] == ["A", "B"] and ended.stderr == "a note\n"
+    ended = command_line("export", "run", "--format", "gguf", "--json")
+    assert ended.exit_code == 2 and json.loads(ended.stdout)["error"]["code"] == "export-form"
+    assert "is not written in the form gguf" in ended.stderr
+    ended = command_line("export", "run", "--json")
+    assert ended.exit_code == 2 and json.loads(ended.stdout)["error"]["code"] == "usage" and "--format" in ended.stderr
 
 
 def test_the_sampler_is_handed_on(jobs: list[dict[str, Any]]) -> None:

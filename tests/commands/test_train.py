@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lora_rocm.commands import train
+from lora_rocm.commands import start_run, train
 from lora_rocm.errors import GaveUpError, MachineError, RecipeError, ResumeError, WorkerDiedError, storage_error
 from lora_rocm.model_files.peft_folder import PEFT_CONFIG, PEFT_WEIGHTS
 from lora_rocm.rundir.layout import RunDir
@@ -34,7 +34,7 @@ def use(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     def command(run_dir: RunDir, *options: object) -> list[str]:
         return [sys.executable, "-m", "tests.supervisor.fake_worker", mode, str(run_dir.path)]
 
-    monkeypatch.setattr(train.worker_process, "worker_command", command)
+    monkeypatch.setattr(start_run.worker_process, "worker_command", command)
 
 
 def test_a_run_leaves_its_files_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,7 +157,7 @@ def test_a_worker_of_before_is_waited_for_before_its_files_are_read(fake: pytest
         result.write_text('{"updates": 40}', encoding="utf-8")
         run_dir.lora.touch()
 
-    fake.setattr(train.lock, "end_leftover", finishes)
+    fake.setattr(start_run.lock, "end_leftover", finishes)
     use(fake, "killed")
     assert train.train("my recipe.yaml", run_dir=Path("run"), resume="latest") == 0
     assert result.exists()
@@ -191,25 +191,23 @@ def test_a_gpu_that_cannot_train_makes_no_directory(fake: pytest.MonkeyPatch, tm
     def unusable(situation: object, recipe: object, say: object) -> None:
         raise MachineError("gpu-unusable", "Training on this GPU would give wrong results.")
 
-    fake.setattr(train.selftest_runner, "ensure", unusable)
+    fake.setattr(start_run.selftest_runner, "ensure", unusable)
     for options in ({}, {"run_dir": Path("run")}, {"resume": "latest"}):
         with pytest.raises(MachineError, match="wrong results"):
             train.train("my recipe.yaml", **options)  # type: ignore[arg-type]
     assert [path.name for path in tmp_path.iterdir()] == ["my recipe.yaml"]
 
 
-def test_demo_is_the_shipped_recipe_of_its_family(fake: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    fake.setattr(train, "train", lambda path: asked.append(path) or 0)
-    assert train.demo() == train.demo("sdxl") == train.demo("z-image") == 0
+def test_demo_is_the_shipped_recipe_of_its_family() -> None:
+    asked = [train.demo_recipe(family) for family in (None, "sdxl", "z-image")]
     assert [Path(path).name for path in asked] == ["demo.yaml", "demo.yaml", "demo-z-image.yaml"]
     assert all(Path(path).exists() for path in asked)
 
 
 def test_the_command_is_quoted_for_windows_too(fake: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "a b")
-    fake.setattr(train.sys, "platform", "win32")
-    assert f'--run-dir "{run_dir.path}"' in train.resume_command("r.yaml", [], run_dir)
+    fake.setattr(sys, "platform", "win32")
+    assert f'--run-dir "{run_dir.path}"' in start_run.resume_command("r.yaml", [], run_dir)
 
 
 @pytest.mark.parametrize("supervised", [True, False])
@@ -223,7 +221,7 @@ def test_a_run_that_was_rolled_back_goes_on_with_its_noise(
         seen.append(attempt)
         return [sys.executable, "-m", "tests.supervisor.fake_worker", "done", str(run_dir.path)]
 
-    fake.setattr(train.worker_process, "worker_command", command)
+    fake.setattr(start_run.worker_process, "worker_command", command)
     run_dir = RunDir(tmp_path / "run").create()
     fields = {"number": 1, "spent": 1, "budget": 10, "progress": False, "from_updates": 0, "changes": []}
     for attempt in (0, 2):

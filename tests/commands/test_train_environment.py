@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_rocm.commands import train
+from lora_rocm.commands import start_run, train
 from lora_rocm.errors import MachineError
 from lora_rocm.hardware.facts import load_facts
 from lora_rocm.hardware.selftest_result import Verdict
@@ -46,7 +46,7 @@ def quiet_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def command(run_dir: RunDir, *options: object) -> list[str]:
         return [sys.executable, "-c", SAY_ENVIRONMENT, str(run_dir.path)]
 
-    monkeypatch.setattr(train.worker_process, "worker_command", command)
+    monkeypatch.setattr(start_run.worker_process, "worker_command", command)
 
 
 def seen_by_child(machine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **exported: str) -> dict[str, str]:
@@ -58,7 +58,7 @@ def seen_by_child(machine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     def situation(recipe: Recipe | None = None) -> Situation:
         return situation_here(recipe, facts, {**facts.variables, **exported})
 
-    monkeypatch.setattr(train, "situation_here", situation)
+    monkeypatch.setattr(start_run, "situation_here", situation)
     overrides = ["runtime.self_test=no", "runtime.telemetry=false"]  # a recorded machine's files are not here
     assert train.train("recipe.yaml", overrides, run_dir=tmp_path / "run") == 0
     seen: dict[str, str] = json.loads((tmp_path / "run" / "seen.json").read_text(encoding="utf-8"))
@@ -155,9 +155,9 @@ def test_an_amd_gpu_is_tested_before_its_first_run(monkeypatch: pytest.MonkeyPat
         asked.append(situation.facts.gpus[0].name)
         raise MachineError("gpu-unusable", "All copies arrive as zeros.")
 
-    monkeypatch.setattr(train.selftest_runner, "self_test", no_test)
+    monkeypatch.setattr(start_run.selftest_runner, "self_test", no_test)
     facts = load_facts(HOSTS / "linux-rx7900xtx.json")
-    monkeypatch.setattr(train, "situation_here", lambda recipe: situation_here(recipe, facts, {}))
+    monkeypatch.setattr(start_run, "situation_here", lambda recipe: situation_here(recipe, facts, {}))
     with pytest.raises(MachineError, match="zeros"):
         train.train("recipe.yaml", run_dir=tmp_path / "run")
     assert asked == ["Radeon RX 7900 XTX"] and not (tmp_path / "run" / "seen.json").exists()
@@ -166,7 +166,7 @@ def test_an_amd_gpu_is_tested_before_its_first_run(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("machine", ["cpu-only", "nvidia-rtx4090", "broken-no-permission"])
 def test_other_machines_start_without_a_test(machine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     facts = load_facts(HOSTS / f"{machine}.json")
-    monkeypatch.setattr(train, "situation_here", lambda recipe: situation_here(recipe, facts, {}))
+    monkeypatch.setattr(start_run, "situation_here", lambda recipe: situation_here(recipe, facts, {}))
     assert train.train("recipe.yaml", run_dir=tmp_path / "run") == 0
 
 
@@ -183,7 +183,7 @@ def test_a_torch_whose_attention_has_images_of_another_version_trains_nothing(
     machine: str, overrides: list[str], refused: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     facts = load_facts(HOSTS / f"{machine}.json")
-    monkeypatch.setattr(train, "situation_here", lambda recipe: situation_here(recipe, facts, {}))
+    monkeypatch.setattr(start_run, "situation_here", lambda recipe: situation_here(recipe, facts, {}))
     start = partial(train.train, "recipe.yaml", ["runtime.self_test=no", *overrides], run_dir=tmp_path / "run")
     if not refused:
         assert start() == 0
@@ -201,7 +201,7 @@ def test_a_linux_machine_with_such_a_torch_is_refused_too(monkeypatch: pytest.Mo
     for images, refused in (("0.13", True), ("0.12", False)):
         torch = replace(facts.torch, aotriton="0.12.50", aotriton_images={"amd-gfx110x": images})
         machine = replace(facts, torch=torch)
-        monkeypatch.setattr(train, "situation_here", lambda recipe, m=machine: situation_here(recipe, m, {}))
+        monkeypatch.setattr(start_run, "situation_here", lambda recipe, m=machine: situation_here(recipe, m, {}))
         with pytest.raises(MachineError) if refused else nullcontext():
             train.train("recipe.yaml", ["runtime.self_test=no"], run_dir=tmp_path / f"run-{images}")
 
@@ -224,8 +224,8 @@ def test_the_gpu_of_the_run_is_watched_unless_the_recipe_forbids_it(
         watched.append(asked)
         return Telemetry()
 
-    monkeypatch.setattr(train, "Telemetry", telemetry)
+    monkeypatch.setattr(start_run, "Telemetry", telemetry)
     facts = load_facts(HOSTS / f"{machine}.json")
-    monkeypatch.setattr(train, "situation_here", lambda recipe: situation_here(recipe, facts, {}))
+    monkeypatch.setattr(start_run, "situation_here", lambda recipe: situation_here(recipe, facts, {}))
     assert train.train("recipe.yaml", ["runtime.self_test=no", *overrides], run_dir=tmp_path / "run") == 0
     assert watched == [cards]

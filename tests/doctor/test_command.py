@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from lora_rocm.commands.output import Output, OutputMode
 from lora_rocm.doctor import command
 from lora_rocm.errors import MachineError
 from lora_rocm.hardware.facts import HostFacts
@@ -58,8 +59,15 @@ def live(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[
 
 
 def doctor(**options: object) -> int:
-    chosen = {"as_json": False, "report_file": None, "quick": False, **options}
-    return command.doctor(None, **chosen)  # type: ignore[arg-type]
+    return examined(None, OutputMode.HUMAN, **options)
+
+
+def examined(facts: Path | None, mode: OutputMode, **options: object) -> int:
+    """``lora-rocm doctor``, in this process."""
+    output = Output(mode)
+    found = command.doctor(facts, **options, say=output.aside)  # type: ignore[arg-type]
+    output.show(command.result_of(found), command.render(found))
+    return found.exit_code
 
 
 def test_quick_on_this_very_machine() -> None:
@@ -100,7 +108,7 @@ def test_errors_are_sentences(tmp_path: Path) -> None:
 @pytest.mark.parametrize("machine", machines())
 def test_exit_code_says_whether_something_breaks(machine: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = HOSTS / f"{machine}.json"
-    code = command.doctor(path, as_json=True, report_file=None, quick=False)
+    code = examined(path, OutputMode.JSON)
     found = json.loads(capsys.readouterr().out)["findings"]
     refused = [one for one in found if one["level"] == "breaks" or one["id"] in command.REFUSED]
     assert code == (3 if refused else 0)
@@ -108,7 +116,7 @@ def test_exit_code_says_whether_something_breaks(machine: str, capsys: pytest.Ca
 
 
 def test_the_json_is_frozen(capsys: pytest.CaptureFixture[str]) -> None:
-    command.doctor(HOSTS / "linux-strix-halo.json", as_json=True, report_file=None, quick=True)
+    examined(HOSTS / "linux-strix-halo.json", OutputMode.JSON, quick=True)
     found = json.loads(capsys.readouterr().out)
     assert found["format"] == 1
     assert set(found) == {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_rocm.commands.train import machine_notices
+from lora_rocm.commands.start_run import machine_notices
 from lora_rocm.doctor.checks import findings
 from lora_rocm.doctor.software_checks import software_table
 from lora_rocm.hardware import wheels

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from datetime import date, timedelta
 from pathlib import Path
@@ -111,14 +110,12 @@ def test_this_machine_has_a_day() -> None:
     assert situation_here().today == date.today()
 
 
-def test_command_and_report_say_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_and_report_say_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     situation, _ = some_days_after_the_last_review(table_age.OLD_DAYS + 1)
     monkeypatch.setattr(command, "situation_here", lambda facts: situation)
     report = tmp_path / "report.md"
     recorded = HOSTS / "linux-rx7900xtx.json"
-    assert command.doctor(recorded, as_json=True, report_file=report, quick=True) == 0
-    found = {each["id"]: each for each in json.loads(capsys.readouterr().out)["findings"]}
-    assert found["tables-old"]["level"] == "note"
-    assert found["tables-old"]["title"] in report.read_text(encoding="utf-8")
+    examined = command.doctor(recorded, report_file=report, quick=True)
+    found = {each.id: each for each in examined.findings}
+    assert examined.exit_code == 0 and found["tables-old"].level == "note"
+    assert found["tables-old"].title in report.read_text(encoding="utf-8")

@@ -25,25 +25,26 @@ from torch import Tensor
 from lora_rocm.children import plan
 from lora_rocm.children.check_base import weigh
 from lora_rocm.commands import train as command
-from lora_rocm.commands.check import check
+from lora_rocm.commands.check import check, render
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import family_for
 from lora_rocm.families.recompute import Recomputing
 from lora_rocm.loader.batch import Batch, split
 from lora_rocm.memory.footprint import count, hollow_model
+from lora_rocm.planning.data_plan import Seen
 from lora_rocm.planning.step_cost import activation_bytes
 from lora_rocm.processes.job_file import to_json
-from lora_rocm.processes.jobs import PlanJob, Seen
+from lora_rocm.processes.jobs import PlanJob
 from lora_rocm.processes.tool import write_job
 from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.report.report import write_report
-from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import input_start, outputs, preview
 from lora_rocm.train.disk_forecast import Sizes, sizes_of
 from lora_rocm.train.graphs import Graphs, Passed
 from lora_rocm.train.input_start import InputSketch
 from lora_rocm.train.session import Session
+from tests.event_lines import read_events
 from tests.families.contract import ARCHITECTURES, CPU, PACKED, Adapted, Its, die, tensors_of
 from tests.families.toy_families import TOYS
 from tests.memory.test_footprint import Real
@@ -427,17 +428,14 @@ def test_texts_are_trained_on_without_a_word_of_images(
     assert "zibu" not in str(metadata) and "three and four" not in str(metadata)
 
 
-def test_check_says_what_texts_there_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_says_what_texts_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     its = Its.write("toy-text", tmp_path)
     recipe = tmp_path / "r.yaml"
     recipe.write_text(dump_recipe(its.recipe), encoding="utf-8")
     said_of_it = {"check_base": to_json(weigh(its.recipe)), "check_texts": to_json(Seen())}
     child = lambda module, *job: said_of_it[module.rpartition(".")[2]]  # noqa: E731
     monkeypatch.setattr("lora_rocm.processes.tool.run_for_json", child)
-    check(str(recipe), registry=TOYS)
-    said = capsys.readouterr().out.replace(str(tmp_path), "")
+    said = render(check(str(recipe), registry=TOYS)).replace(str(tmp_path), "")
     assert "texts: 5 usable, 0 set aside" in said and "a run needs 7 texts there" in said
     assert "steps per epoch: at most 5" in said and "steps: 4," in said
     assert "1 text is longer than the model reads, for example 4.txt" in said

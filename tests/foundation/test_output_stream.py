@@ -17,8 +17,8 @@ import pytest
 
 from lora_rocm.foundation.output_stream import outlive, outliving_stdout
 from lora_rocm.processes.process import kill_tree
-from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
+from tests.event_lines import read_events
 from tests.supervisor.fake_run import RECIPE
 
 ROOT = Path(__file__).parents[2]

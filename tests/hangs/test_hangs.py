@@ -17,8 +17,8 @@ import psutil
 import pytest
 import torch
 
-from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
+from tests.event_lines import read_events
 from tests.hangs.faulty_worker import FAULTS, GRANDCHILD, fault_file
 from tests.program import Program
 from tests.test_kill import results, write_recipe

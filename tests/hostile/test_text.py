@@ -32,9 +32,10 @@ from lora_rocm.recipe.source_sections import SourceOptions
 from lora_rocm.report.html import Picture, Unread, picture
 from lora_rocm.report.progress_bar import BarView, LineView, ProgressDisplay
 from lora_rocm.report.report import write_report
-from lora_rocm.rundir.events import read_events
+from lora_rocm.rundir.events import EventReader
 from lora_rocm.rundir.heartbeat import read_heartbeat
 from lora_rocm.rundir.layout import RunDir
+from tests.event_lines import read_events
 from tests.hostile import attacks
 from tests.program import RECIPE
 from tests.supervisor.fake_run import data_fields, step_fields, write_whole_run
@@ -143,7 +144,7 @@ def steered(run_dir: RunDir) -> dict[str, str]:
     """Everything that the readers of a run directory show."""
     plain, bars = io.StringIO(), io.StringIO()
     views = (ProgressDisplay(LineView(plain)), ProgressDisplay(BarView(Console(file=bars, force_terminal=False))))
-    for read in read_events(run_dir.events()):
+    for read in EventReader(run_dir.events()).poll():
         for view in views:
             view.on_event(read)
     views[1].view.end()

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 from benchmarks.limited_worker import PRECISE, SPARE
 from lora_rocm.recipe.load import load_recipe
-from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
+from tests.event_lines import read_events
 from tests.train.runs import start as start_here
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits on addresses are Linux's")

@@ -15,9 +15,9 @@ from lora_rocm.memory.footprint import counted
 from lora_rocm.planning import step_cost
 from lora_rocm.planning.step_cost import Job, activation_bytes, resident_bytes
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import load_model
+from tests.event_lines import read_events
 from tests.tiny_models import FEW_TARGETS
 from tests.train.runs import bytes_of, make_recipe, material, rewound, start
 

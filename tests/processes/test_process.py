@@ -9,6 +9,7 @@ import pytest
 
 from lora_rocm.errors import LoraRocmError, MachineError, UserError
 from lora_rocm.processes.process import error_from_event, kill_tree, own_group
+from lora_rocm.rundir.event_types import ErrorEvent
 
 
 def test_on_windows_a_child_has_a_console_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,5 +29,5 @@ def test_killing_who_is_gone_is_fine() -> None:
 def test_error_from_event_keeps_the_branch() -> None:
     error = LoraRocmError("c", "what", where="w", fix="f")
     for code, branch in ((2, UserError), (3, MachineError), (99, MachineError)):
-        again = error_from_event({**error.to_event(), "exit_code": code})
+        again = error_from_event(ErrorEvent(**{**error.to_event(), "exit_code": code}))
         assert isinstance(again, branch) and str(again) == str(error)

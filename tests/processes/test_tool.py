@@ -48,8 +48,8 @@ def test_a_tool_ends_with_the_one_who_asked(tmp_path: Path, monkeypatch: pytest.
     told = "import json, os, time\nprint(json.dumps({'type': 'notice', 'text': str(os.getpid())}), flush=True)\n"
     name, pids = module(tmp_path, monkeypatch, told + "time.sleep(60)"), list[int]()
 
-    def stop(event: dict[str, Any]) -> None:
-        pids.append(int(event["text"]))
+    def stop(event: Any) -> None:
+        pids.append(int(event.text))
         os.kill(os.getpid(), getattr(signal, sent))
 
     with pytest.raises(KeyboardInterrupt):
@@ -59,11 +59,11 @@ def test_a_tool_ends_with_the_one_who_asked(tmp_path: Path, monkeypatch: pytest.
 
 def test_run_tool_hands_on_events_and_skips_chatter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "import json\nprint('hello')\nprint(json.dumps({'type': 'notice', 'text': 'ü ' + sys.argv[1]}))"
-    events: list[dict[str, Any]] = []
+    events: list[Any] = []
     name = module(tmp_path, monkeypatch, text)
     assert run_tool(name, ["a"], {**os.environ, "PYTHONUTF8": "1"}, events.append) == 0
     (event,) = events
-    assert (event["type"], event["text"]) == ("notice", "ü a")
+    assert (event.type, event.text) == ("notice", "ü a")
 
 
 ERROR = '{"type": "error", "code": "c", "what": "no such LoRA", "where": "w", "fix": "f", "exit_code": 2}'

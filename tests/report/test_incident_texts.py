@@ -24,4 +24,4 @@ def test_all_is_in_the_order_of_time() -> None:
     restart = heard({"type": "restart", "session": 1, "time": 5.0, **restart_fields()})
     other = heard({"type": "step", "session": 1, "time": 6.0, **step_fields(1)})
     found = in_time([restart], [halved(2, at_s=7.0), [*halved(1, at_s=3.0), other]])
-    assert [event["time"] for event in found] == [3.0, 5.0, 7.0]
+    assert [event.time for event in found] == [3.0, 5.0, 7.0]

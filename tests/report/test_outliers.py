@@ -12,15 +12,16 @@ import pytest
 
 from lora_rocm.report.html import Table
 from lora_rocm.report.outliers import LEAST_STEPS, LOSS_TIMES, NORM_TIMES, spikes, spikes_section
+from lora_rocm.rundir.event_types import StepEvent
 from tests.supervisor.fake_run import step_fields
 
 REAL = json.loads(Path(__file__).with_name("demo_steps.json").read_text(encoding="utf-8"))
 """Loss and gradient norm of each step of the demo, a sound run on a CPU, batch 4."""
 
 
-def steps(values: list[tuple[Any, Any]]) -> list[dict[str, Any]]:
+def steps(values: list[tuple[Any, Any]]) -> list[StepEvent]:
     return [
-        step_fields(number, loss=loss, grad_norm=norm, iteration=number + 100)
+        StepEvent.model_construct(**step_fields(number, loss=loss, grad_norm=norm, iteration=number + 100))
         for number, (loss, norm) in enumerate(values, 1)
     ]
 

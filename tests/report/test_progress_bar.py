@@ -14,8 +14,9 @@ from rich.console import Console
 from lora_rocm.report import progress_bar
 from lora_rocm.report.concept_text import concept_line
 from lora_rocm.report.progress_bar import MIN_BAR, BarView, LineView, ProgressDisplay, make_progress
-from lora_rocm.rundir.event_types import RUN_EVENTS
-from lora_rocm.rundir.events import EventWriter, last_steps
+from lora_rocm.rundir.event_types import RUN_EVENTS, ConceptEvent
+from lora_rocm.rundir.events import EventWriter
+from lora_rocm.rundir.layout import RunDir
 from tests.supervisor.fake_run import (
     change_fields,
     data_fields,
@@ -79,7 +80,7 @@ def drawn(view_of: Any) -> str:
     display = ProgressDisplay(view_of(stream))
     for event_type, fields in EVENTS:
         display.on_event(heard({"type": event_type, "time": 0.0, "session": 1, **fields}))
-    display.on_event({"type": "from the future"})
+    display.on_event(event("checks", names=[]))  # of no run
     display.view.end()
     return stream.getvalue()
 
@@ -88,12 +89,10 @@ def test_nothing_is_said_about_who_reads_a_file_that_all_read() -> None:
     stream = io.StringIO()
     display = ProgressDisplay(LineView(stream))
     for path, cannot_read in (("a", []), ("b", ["D"])):
-        display.on_event(
-            {"type": "export", "format": "f", "path": path, "max_difference": 0.0, "cannot_read": cannot_read}
-        )
+        display.on_event(event("export", format="f", path=path, max_difference=0.0, cannot_read=cannot_read))
     assert len(stream.getvalue().splitlines()) == 2 and "by D" not in stream.getvalue()
     display.on_event(heard({"type": "start", "time": 0.0, "session": 2, **start_fields()}))  # of a new attempt
-    display.on_event({"type": "export", "format": "f", "path": "b", "max_difference": 0.0, "cannot_read": ["D"]})
+    display.on_event(event("export", format="f", path="b", max_difference=0.0, cannot_read=["D"]))
     assert stream.getvalue().endswith("Not, or not exactly, by D\n")
 
 
@@ -132,7 +131,7 @@ def test_a_narrow_bar_leaves_whole_details_out(width: int) -> None:
     stream = io.StringIO()
     display = ProgressDisplay(BarView(Console(file=stream, force_terminal=True, width=width, _environ={})))
     fields = step_fields(3, measures={"accuracy": 0.5}, transfer_checks=123456)
-    display.on_event({"type": "step", "session": 1, **fields})
+    display.on_event(event("step", session=1, **fields))
     display.view.end()
     line = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue()).split("\r")[-1].strip()
     whole = "loss 0.3305  accuracy 0.5  5.00 it/s  0:07 left  1.0 GiB  checks 123456, failed 0"
@@ -163,7 +162,7 @@ def said(*events: tuple[str, dict[str, Any]], spill_bytes: int | None = None) ->
     stream = io.StringIO()
     display = ProgressDisplay(LineView(stream, every_s=3600.0), spill_bytes)
     for event_type, fields in events:
-        display.on_event({"type": event_type, "time": 0.0, "session": 0, **fields})
+        display.on_event(event(event_type, **fields))
     return stream.getvalue().splitlines()
 
 
@@ -193,7 +192,7 @@ def test_measures_of_steps_are_shown_smoothed() -> None:
     assert "accuracy" not in plain
     display = ProgressDisplay(LineView(stream := io.StringIO(), every_s=0.0))
     for n, accuracy in ((1, 0.0), (2, 1.0)):
-        display.on_event({"type": "step", "session": 1, **step_fields(n, measures={"accuracy": accuracy})})
+        display.on_event(event("step", session=1, **step_fields(n, measures={"accuracy": accuracy})))
     assert 0.5 < float(stream.getvalue().splitlines()[-1].partition("accuracy ")[2].split()[0]) < 0.52
 
 
@@ -207,13 +206,12 @@ def test_a_resume_goes_on_with_the_checks_of_the_run(tmp_path: Path) -> None:
             counts = {"transfer_checks": 100 * updates, "transfer_failures": session}
             writer.write(event("step", **step_fields(updates + (resumed or 0), **counts)))
         writer.close()
-    assert [step["session"] for step in last_steps(path)] == [1, 2] and last_steps(tmp_path / "none") == []
     stream = io.StringIO()
-    with make_progress(stream, events=path) as display:
+    with make_progress(stream, run_dir=RunDir(tmp_path)) as display:
         display.on_event(heard({"type": "start", "time": 0.0, "session": 3, **start_fields(resumed_from=3)}))
         for updates in (4, 40):
             fields = step_fields(updates, transfer_checks=updates, transfer_failures=0)
-            display.on_event({"type": "step", "session": 3, **fields})
+            display.on_event(event("step", session=3, **fields))
     shown = [line.partition("checks ")[2] for line in stream.getvalue().splitlines() if "checks " in line]
     assert shown == ["404, failed 3", "440, failed 3"]
 
@@ -229,20 +227,23 @@ def test_a_resume_goes_on_with_the_loss_of_the_run(tmp_path: Path) -> None:
     written = [starts[0], steps[1], steps[2], {**steps[3], "loss": 5.0}, starts[1], steps[3]]
     path.write_text("".join(f"{json.dumps({**each, 'time': 0.0, 'session': 1})}\n" for each in written), "utf-8")
 
-    def shown(events: Path | None, *heard: dict[str, Any]) -> str:
-        with make_progress(stream := io.StringIO(), events=events) as display:
-            for event in heard:
-                display.on_event({"time": 0.0, "session": 1, **event})
+    def shown(run_dir: RunDir | None, *events: dict[str, Any]) -> str:
+        with make_progress(stream := io.StringIO(), run_dir=run_dir) as display:
+            for each in events:
+                display.on_event(heard({"session": 1, **each}))
         (line,) = [line for line in stream.getvalue().splitlines() if line.startswith("Training 3/")]
         return line.partition("loss ")[2].partition("it/s")[0]
 
     display = ProgressDisplay(LineView(io.StringIO()))
     for n in (1, 2, 3):
-        display.on_event({"time": 0.0, "session": 1, **steps[n]})
-    expected = f"{display.loss.value:.4g}"
-    assert shown(path, starts[1], steps[3]).startswith(f"{expected}  accuracy {expected}  ")
+        display.on_event(heard({"session": 1, **steps[n]}))
+    expected = f"{display.figures.loss.value:.4g}"
+    run_dir = RunDir(tmp_path)
+    assert shown(run_dir, starts[1], steps[3]).startswith(f"{expected}  accuracy {expected}  ")
     assert not shown(None, starts[1], steps[3]).startswith(expected), "the control: the losses before it count"
-    assert shown(tmp_path, starts[1], steps[3]) == shown(None, starts[1], steps[3]), "no file of events stops no run"
+    path.unlink()
+    path.mkdir()
+    assert shown(run_dir, starts[1], steps[3]) == shown(None, starts[1], steps[3]), "no file of events stops no run"
 
 
 def test_memory_that_spills_is_said_once() -> None:
@@ -256,7 +257,7 @@ def test_memory_that_spills_is_said_once() -> None:
 
 def test_a_concept_score_says_how_much_it_is_worth() -> None:
     def line(**fields: Any) -> str:
-        return concept_line({"score": 0.9, "control": 0.5, "detail": {}, **fields})
+        return concept_line(ConceptEvent(**{"score": 0.9, "control": 0.5, "detail": {}, **fields}))
 
     assert "rough, from 3 previews" in line(previews=3, demo=False) and "images_per_prompt" in line(
         previews=3, demo=False

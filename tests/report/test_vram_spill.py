@@ -58,7 +58,7 @@ def test_nothing_is_said_of_other_slowness(events: list[dict[str, Any]]) -> None
 
 
 def test_waiting_for_the_loader_is_something_else() -> None:
-    waiting = [{**event, "loading_s": event["step_s"] - 0.2} for event in SPILLING]
+    waiting = [event.model_copy(update={"loading_s": event.step_s - 0.2}) for event in SPILLING]
     assert said(waiting) == [] and said(SPILLING)
 
 

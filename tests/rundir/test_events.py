@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 from hypothesis import given
@@ -15,8 +15,10 @@ from pydantic import ValidationError
 
 from lora_rocm.errors import StorageError
 from lora_rocm.rundir import events
-from lora_rocm.rundir.event_types import TYPES, Event
-from lora_rocm.rundir.events import EventReader, EventWriter, current_steps, emit, event_of, read_events
+from lora_rocm.rundir.event_index import read_log
+from lora_rocm.rundir.event_types import TYPES, Event, event_of
+from lora_rocm.rundir.events import EventReader, EventWriter, current_steps, emit
+from tests.event_lines import read_events
 from tests.supervisor.fake_run import data_fields, event, start_fields, step_fields
 
 
@@ -25,8 +27,8 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     writer = EventWriter(path, session=3)
     written = [writer.write(event("notice", text="größe ✓")), writer.write(event("validation", updates=1, loss=0.5))]
     writer.close()
-    assert read_events(path) == written
-    assert written[0]["session"] == 3 and written[0]["time"] > 0
+    assert EventReader(path).poll() == written
+    assert written[0].session == 3 and written[0].time > 0
 
 
 @pytest.mark.parametrize(
@@ -57,6 +59,7 @@ def test_an_event_that_no_reader_would_take_is_refused_where_it_is_made(
 
 EXAMPLES: dict[Any, Any] = {
     int: 3, float: 0.5, str: "größe \udcff", bool: True, list: ["a"], dict: {}, Any: {"a": ["\x1b[2J"]},
+    Literal: "passed",
 }  # fmt: skip
 
 
@@ -82,7 +85,8 @@ def test_what_is_emitted_is_heard_and_a_field_that_may_not_be_null_is_refused(
     whole = {**example(kind), **figures}
     emit(kind(**whole))
     read = event_of(capsys.readouterr().out.encode("ascii"))
-    assert read is not None and read == kind(**whole).to_json() and "\x1b" not in str(read)
+    assert read is not None and read == kind(**whole) and "\x1b" not in str(read)
+    read = read.to_json()
     assert read.keys() - {"time", "session"} == {"type", *whole}
     for name, hint in hints(kind).items():
         line = json.dumps({"type": event_type, **read, name: None}).encode()
@@ -93,7 +97,7 @@ def test_numbers_that_are_not_finite_are_null_in_writing_and_in_reading() -> Non
     made = event("step", **step_fields(1, loss=math.nan, grad_norm=math.inf))
     line = json.dumps({"type": "step", **step_fields(1, loss=math.nan, grad_norm=math.inf)}).encode()
     read = event_of(line)
-    assert b"NaN" in line and read == made.to_json() and (read["loss"], read["grad_norm"]) == (None, None)
+    assert b"NaN" in line and read == made and (read.loss, read.grad_norm) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +110,9 @@ def test_numbers_that_are_not_finite_are_null_in_writing_and_in_reading() -> Non
 )
 def test_types_and_fields_of_another_version_are_passed_over(line: dict[str, Any], read: dict[str, Any] | None) -> None:
     found = event_of(json.dumps(line).encode())
-    assert found == (None if read is None else {"time": 0.0, "session": 0, **(read or line)})
+    assert (found.to_json() if found else None) == (
+        None if read is None else {"time": 0.0, "session": 0, **(read or line)}
+    )
 
 
 @given(st.integers(0, 200))
@@ -137,7 +143,7 @@ def test_a_line_that_is_no_whole_event_is_skipped(tmp_path: Path, line: str) -> 
     kept = writer.write(event("step", **step_fields(1)))
     writer.close()
     path.write_text(f"{line}\n{path.read_text(encoding='utf-8')}{line}\n", encoding="utf-8")
-    assert read_events(path) == [kept]
+    assert EventReader(path).poll() == [kept]
 
 
 def test_polling_sees_each_event_once_and_waits_for_whole_lines(tmp_path: Path) -> None:
@@ -147,11 +153,11 @@ def test_polling_sees_each_event_once_and_waits_for_whole_lines(tmp_path: Path) 
     with path.open("ab") as file:
         file.write(b'{"type": "notice", "text": "a"}\n{"type": "not')
         file.flush()
-        assert [event["text"] for event in reader.poll()] == ["a"]
+        assert [event.text for event in reader.poll()] == ["a"]
         file.write(b'ice", "text": "b"}\nnonsense\n[1]\n')
-    assert [event["text"] for event in reader.poll()] == ["b"]
+    assert [event.text for event in reader.poll()] == ["b"]
     assert reader.poll() == []
-    assert [event["text"] for event in EventReader(path, offset=path.stat().st_size).poll()] == []
+    assert [event.text for event in EventReader(path, offset=path.stat().st_size).poll()] == []
 
 
 def test_a_full_disk_is_a_sentence(tmp_path: Path) -> None:
@@ -215,14 +221,14 @@ def test_only_some_types_are_wanted_and_the_lines_of_others_are_not_taken_apart(
 
 
 def test_of_a_step_seen_twice_the_newest_attempt_counts() -> None:
-    def step(updates: int, loss: float) -> dict[str, object]:
-        return {"type": "step", **step_fields(updates, loss=loss)}
+    def step(updates: int, loss: float) -> Event:
+        return event("step", **step_fields(updates, loss=loss))
 
-    def start(resumed_from: int | None) -> dict[str, object]:
-        return {"type": "start", **start_fields(resumed_from=resumed_from)}
+    def start(resumed_from: int | None) -> Event:
+        return event("start", **start_fields(resumed_from=resumed_from))
 
     events = [start(None), step(1, 1.0), step(2, 2.0), step(3, 3.0), start(1), step(2, 20.0)]
-    assert [(found["updates"], found["loss"]) for found in current_steps(events)] == [(1, 1.0), (2, 20.0)]
+    assert [(found.updates, found.loss) for found in current_steps(events)] == [(1, 1.0), (2, 20.0)]
     assert current_steps([*events, start(None)]) == []
 
 
@@ -234,9 +240,9 @@ def test_the_latest_steps_are_read_from_the_end(tmp_path: Path, monkeypatch: pyt
         writer.write(event("step", **step_fields(number)))
     writer.write(event("start", **start_fields(resumed_from=17)))
     writer.close()
-    assert [step["updates"] for step in events.latest_steps(path)] == [*range(1, 18)]
+    assert [step.updates for step in events.latest_steps(path)] == [*range(1, 18)]
     monkeypatch.setattr(events, "TAIL_BYTES", path.stat().st_size // 2)  # which begins amid a line
-    found = [step["updates"] for step in events.latest_steps(path)]
+    found = [step.updates for step in events.latest_steps(path)]
     assert found == [*range(found[0], 18)] and 1 < found[0] < 17
 
 
@@ -253,7 +259,7 @@ def test_a_line_without_end_costs_only_itself_and_no_memory(tmp_path: Path, monk
     path.write_bytes(notice + bytes(1000) + b"\n" + notice)
     monkeypatch.setattr(events, "CHUNK_BYTES", len(notice) + 7)
     reader = EventReader(path)
-    assert [event["text"] for event in reader.poll()] == ["here", "here"]
+    assert [event.text for event in reader.poll()] == ["here", "here"]
     assert len(reader._rest) < events.CHUNK_BYTES
 
 
@@ -264,12 +270,12 @@ def test_of_a_file_that_is_too_large_only_the_end_is_read(tmp_path: Path, monkey
     assert len(read_events(path)) == 100 and events.unread_text(path) == "", "the control"
     monkeypatch.setattr(events, "MAX_EVENTS_BYTES", 10 * len(lines[0]) + 3)
     reader = EventReader(path)
-    assert [event["text"] for event in reader.poll()] == [f"{number:04d}" for number in range(90, 100)]
+    assert [event.text for event in reader.poll()] == [f"{number:04d}" for number in range(90, 100)]
     assert reader.skipped_bytes == path.stat().st_size - events.MAX_EVENTS_BYTES
     assert str(path) in events.unread_text(path)
     with path.open("ab") as file:
         file.write(lines[7])
-    assert [event["text"] for event in reader.poll()] == ["0007"], "and it goes on from there"
+    assert [event.text for event in reader.poll()] == ["0007"], "and it goes on from there"
     with path.open("ab") as file:
         file.writelines(lines)
     assert len(reader.poll()) == 10, "and is bounded there, too"
@@ -288,7 +294,7 @@ def test_a_link_out_of_the_run_is_not_read(tmp_path: Path) -> None:
     assert [event["text"] for event in read_events(path)] == ["private"], "the control"
     path.unlink()
     path.symlink_to(outside)
-    for read in (read_events, events.latest_steps, events.last_steps, events.unread_text):
+    for read in (read_events, events.latest_steps, events.unread_text, read_log):
         with pytest.raises(StorageError) as caught:
             read(path)
         assert caught.value.code == "link-refused" and str(path) in caught.value.where

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from lora_rocm.commands.start_run import results_of
 from lora_rocm.commands.status import status, status_text
-from lora_rocm.commands.train import _results
 from lora_rocm.foundation.files import write_json
 from lora_rocm.report.report import write_report
 from lora_rocm.rundir.checkpoint_record import Position
@@ -60,7 +60,13 @@ def told(run_dir: RunDir, path: Path) -> list[bool]:
     assert (str(path) in found["files"]) == (words not in status_text(found)), "it is a result, or it is explained"
     html = write_report(run_dir).read_text(encoding="utf-8")
     assert path.name in html, "the report names every file"
-    return [words in text for text in (status_text(found), html, _results(run_dir))]
+    return [words in text for text in (status_text(found), html, _shown(run_dir))]
+
+
+def _shown(run_dir: RunDir) -> str:
+    """Of a finished run, at the end of ``train``."""
+    files, remarks = results_of(run_dir)
+    return "\n".join([*map(str, files), *remarks])
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -73,7 +79,7 @@ def test_a_file_of_an_earlier_step_is_no_result(run_dir: RunDir, form: str) -> N
     assert ("remove the folder" in stale.sentence) == (form == "merged"), "an export into a full folder is refused"
     record_export(run_dir, form, Made(40))
     assert told(run_dir, path) == [False] * 3, "the control"
-    assert str(path) in status_text(status(run_dir)) and str(path) in _results(run_dir)
+    assert str(path) in status_text(status(run_dir)) and str(path) in _shown(run_dir)
 
 
 @pytest.mark.parametrize("form", FORMS)

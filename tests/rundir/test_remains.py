@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 from lora_rocm.commands import sample_export
+from lora_rocm.commands.output import unheard
 from lora_rocm.foundation.safe_path import python_command
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.remains import TEMPORARY, discard_abandoned
 from lora_rocm.supervisor.resume import Chosen, settle
-from tests.supervisor.fake_run import write_whole_run
+from tests.supervisor.fake_run import event, write_whole_run
 
 WRITER = """
 import sys
@@ -50,9 +51,8 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     found = RunDir(tmp_path / "run")
     write_whole_run(found)
 
-    def tool(job: object, listen: Callable[[dict[str, Any]], object]) -> int:
-        listen({"type": "export", "updates": 2, "checkpoint": ""})
-        return 0
+    def tool(name: str, job: object, listen: Callable[[Any], object], say: object) -> None:
+        listen(event("export", format="merged", path="m", max_difference=0.0, cannot_read=[], updates=2))
 
     monkeypatch.setattr(sample_export, "run_model_tool", tool)
     return found
@@ -66,12 +66,12 @@ def test_a_killed_export_is_removed_by_the_next_one(run_dir: RunDir, tmp_path: P
     with export_at_work(target) as (writer, made):
         for path in foreign:
             path.write_bytes(b"mine")
-        sample_export._export(run_dir, "merged", output=output, dtype=None)
+        sample_export._export(run_dir, "merged", unheard, output=output, dtype=None)
         assert (made / "model.safetensors").is_file(), "its writer runs"
         writer.kill()
         writer.wait()
         assert made.is_dir()
-        sample_export._export(run_dir, "merged", output=output, dtype=None)
+        sample_export._export(run_dir, "merged", unheard, output=output, dtype=None)
         assert not made.exists() and all(path.exists() for path in foreign)
 
 
@@ -87,7 +87,7 @@ def test_a_killed_export_in_the_run_is_removed_by_whatever_writes_there(run_dir:
             elif start == "resume of a finished run":
                 assert not settle(Chosen(run_dir, resume=True), load_recipe(run_dir.recipe), accept_changes=False)
             else:
-                sample_export._export(run_dir, "comfyui", output=None, dtype=None)
+                sample_export._export(run_dir, "comfyui", unheard, output=None, dtype=None)
             assert made.exists() is not is_dead
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from lora_rocm.foundation.files import write_json
 from lora_rocm.rundir.checkpoint_record import Position, sealed
-from lora_rocm.rundir.event_types import TYPES, Event, NoticeEvent
-from lora_rocm.rundir.events import EventWriter, event_of
+from lora_rocm.rundir.event_types import TYPES, Event, NoticeEvent, event_of
+from lora_rocm.rundir.events import EventWriter
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.run_context import RunContext
 from tests.supervisor.wire import start_fields, step_fields
@@ -45,9 +45,9 @@ def listening(said: list[str]) -> RunContext:
     return RunContext(lambda emitted: said.append(emitted.text) if isinstance(emitted, NoticeEvent) else None)
 
 
-def heard(fields: dict[str, Any]) -> dict[str, Any]:
+def heard(fields: dict[str, Any]) -> Event:
     """An event of a stand-in, as its reader gets it: what the real writer would refuse is an error here."""
-    return event(fields["type"], **{name: value for name, value in fields.items() if name != "type"}).to_json()
+    return event(fields["type"], **{name: value for name, value in fields.items() if name != "type"})
 
 
 def refused(path: Path) -> list[bytes]:
@@ -59,7 +59,7 @@ def as_heard(line: str) -> dict[str, Any]:
     """The event that a child wrote, as its reader gets it; a line that the reader would pass over is an error."""
     read = event_of(line.encode("utf-8"))
     assert read is not None, line
-    return read
+    return read.to_json()
 
 
 def data_fields(**changes: Any) -> dict[str, Any]:

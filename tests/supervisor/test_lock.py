@@ -14,9 +14,10 @@ from lora_rocm.errors import ResumeError, WorkerHungError
 from lora_rocm.processes.process import kill_tree
 from lora_rocm.rundir.events import EventWriter
 from lora_rocm.rundir.heartbeat import HeartbeatWriter
+from lora_rocm.rundir.held_locks import is_running
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor import lock
-from lora_rocm.supervisor.lock import end_leftover, is_running, locked
+from lora_rocm.supervisor.lock import end_leftover, locked
 from tests.supervisor.fake_run import event, start_fields
 
 ROOT = Path(__file__).parents[2]

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
+from lora_rocm.commands import start_run
 from lora_rocm.commands import train as launch
 from lora_rocm.errors import UserError, WorkerDiedError
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.rule import Situation
-from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
+from tests.event_lines import read_events
 from tests.hardware.situations import situation
 from tests.supervisor.fake_run import RECIPE
 
@@ -37,14 +38,14 @@ def on(monkeypatch: pytest.MonkeyPatch, machine: str) -> None:
     def situation_here(recipe: Recipe | None = None) -> Situation:
         return replace(situation(machine), recipe=recipe)
 
-    monkeypatch.setattr(launch, "situation_here", situation_here)
+    monkeypatch.setattr(start_run, "situation_here", situation_here)
 
 
 def use(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     def command(run_dir: RunDir, *options: object) -> list[str]:
         return [sys.executable, "-m", "tests.supervisor.fake_worker", mode, str(run_dir.path)]
 
-    monkeypatch.setattr(launch.worker_process, "worker_command", command)
+    monkeypatch.setattr(start_run.worker_process, "worker_command", command)
 
 
 def torchrun(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:

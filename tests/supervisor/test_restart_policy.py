@@ -332,7 +332,7 @@ def test_a_hang_says_how_to_allow_more() -> None:
 
 
 def test_changes_and_attempts_are_read_from_what_was_told() -> None:
-    events: list[dict[str, Any]] = [
+    events = [
         heard({"type": "change", **change_fields(id="micro-batch-halved")}),
         heard({"type": "start", **start_fields()}),
         heard({"type": "change", **change_fields(id="of another version")}),
@@ -341,7 +341,8 @@ def test_changes_and_attempts_are_read_from_what_was_told() -> None:
         heard({"type": "restart", **restart_fields(attempt=0)}),
     ]
     assert changes_of(events) == ("micro-batch-halved", "micro-batch-halved")
-    many = [{"type": "change", "id": "micro-batch-halved"}, {"type": "change", "id": "sdma-off"}] * 20_000
+    both = ("micro-batch-halved", "sdma-off")
+    many = [heard({"type": "change", **change_fields(id=name)}) for name in both] * 20_000
     made = changes_of(many)  # a log that is damaged, or somebody else's
     assert (made.count("micro-batch-halved"), made.count("sdma-off"), len(made)) == (16, 1, 17)
     assert plan(changed(on(AMD), *made)).settings.micro_batch_parts == 2**16

@@ -22,10 +22,11 @@ from lora_rocm.hardware.settings import settings_from
 from lora_rocm.processes import process
 from lora_rocm.report.report import write_report
 from lora_rocm.rules.kernel_log import Moment, patterns
-from lora_rocm.rundir.events import read_events
+from lora_rocm.rundir.event_types import Event
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor import hang_detection, restart_policy, worker
 from lora_rocm.supervisor import supervisor as supervise
+from tests.event_lines import read_events
 from tests.supervisor.fake_run import refused
 from tests.supervisor.supervised import ROOT, supervisor
 
@@ -46,8 +47,11 @@ class Run:
 
     def __call__(self, mode: str, *overrides: str, **options: Any) -> int:
         options = {"keep": lambda situation, changes, seen: self.kept.append((*changes, seen)), **options}
-        self.supervisor = supervisor(self.run_dir, mode, overrides, self.events.append, self.said.append, **options)
+        self.supervisor = supervisor(self.run_dir, mode, overrides, self._heard, self.said.append, **options)
         return self.supervisor.run()
+
+    def _heard(self, event: Event) -> None:
+        self.events.append(event.to_json())
 
     def of(self, event_type: str) -> list[dict[str, Any]]:
         return [event for event in self.events if event["type"] == event_type]

@@ -18,11 +18,12 @@ from lora_rocm.foundation.safe_path import python_command
 from lora_rocm.report.report import write_report
 from lora_rocm.rundir.event_types import Event as RunEvent
 from lora_rocm.rundir.event_types import NoticeEvent
-from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor import telemetry
 from lora_rocm.supervisor.telemetry import MODULE, Telemetry
 from lora_rocm.telemetry.cards import EXPLAINED, Cards, Job
+from tests.event_lines import read_events
+from tests.supervisor.fake_run import event, step_fields
 from tests.supervisor.supervised import supervisor
 from tests.telemetry.trees import XTX, read_as, write_tree
 
@@ -42,7 +43,7 @@ class Run:
         self.asked_s = 0.0
 
     def _heard(self, event: Event) -> None:
-        self.events.append(event)
+        self.events.append(event.to_json())
         if self.enough(event):
             self.run_dir.ask_to_stop()
             self.asked_s = time.monotonic()
@@ -63,7 +64,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def is_type(event_type: str) -> Callable[[Event], bool]:
-    return lambda event: event["type"] == event_type
+    return lambda event: event.type == event_type
 
 
 def with_pipe(folder: Path) -> str:
@@ -204,7 +205,7 @@ def test_what_it_writes_may_be_anything() -> None:
     told: list[RunEvent] = []
     watched = Telemetry(CARDS, command=scripted(f"null = None; {script}; sys.stdin.read()"))
     with watched.watching([os.getpid()], told.append):
-        watched.on_event({"type": "step", "updates": 7})
+        watched.on_event(event("step", **step_fields(7)))
         until_s = time.monotonic() + SOON_S
         while not told and time.monotonic() < until_s:
             watched.poll()

@@ -14,6 +14,7 @@ from lora_rocm.recipe.output_section import OutputSection
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor import trackers
 from tests.supervisor.fake_run import event
+from tests.supervisor.wire import step_fields
 
 ERROR = event("error", **MachineError("tracker-failed", "wandb gets no more numbers.", fix="Look.").to_event())
 ONE = OutputSection(log_with=("wandb",), log_project="dogs")
@@ -47,9 +48,9 @@ def test_one_that_failed_is_named_once_and_the_events_go_on(run_dir: RunDir, mon
     line = json.dumps(ERROR.to_json())
     found, child, _ = started(run_dir, f"import sys; print({line!r}); sys.exit(5)", monkeypatch, said)
     child.wait(60)
-    on_event = found.passing(lambda event: heard.append(event["type"]))
+    on_event = found.passing(lambda event: heard.append(event.type))
     for _ in range(3):
-        on_event({"type": "step"})
+        on_event(event("step", **step_fields(1)))
     found.__exit__(None, None, None)
     assert said == ["wandb gets no more numbers. Look."] and heard == ["step"] * 3
     found, child, _ = started(run_dir, "import sys; sys.exit(5)", monkeypatch, said)  # it dies without a word
@@ -61,7 +62,7 @@ def test_one_that_failed_is_named_once_and_the_events_go_on(run_dir: RunDir, mon
 def test_nobody_waits_for_one_that_hangs(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     found, child, _ = started(run_dir, "import time; time.sleep(600)", monkeypatch, said)
-    found.passing(lambda event: None)({"type": "step"})
+    found.passing(lambda event: None)(event("step", **step_fields(1)))
     found.__exit__(None, None, None)
     assert child.poll() is None and said == []
     child.kill()

@@ -44,7 +44,7 @@ def run(run_dir: RunDir, mode: str) -> tuple[int, list[dict[str, Any]], list[str
     events: list[dict[str, Any]] = []
     said: list[str] = []
     command = [sys.executable, "-m", "tests.supervisor.fake_worker", mode, str(run_dir.path)]
-    code = run_worker(run_dir, os.environ, events.append, command, said.append)
+    code = run_worker(run_dir, os.environ, lambda event: events.append(event.to_json()), command, said.append)
     return code, events, said
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from lora_rocm.foundation.safe_path import python_command
-from lora_rocm.rundir.event_types import Event, NoticeEvent, TelemetryEvent
-from lora_rocm.rundir.events import event_of
+from lora_rocm.rundir.event_types import Event, NoticeEvent, TelemetryEvent, event_of
 from lora_rocm.telemetry import reader_child
 from lora_rocm.telemetry.cards import EXPLAINED, Job
 from lora_rocm.telemetry.reader import ABSENT, POWER, TEMPERATURE, reading
@@ -95,8 +94,8 @@ def test_it_reads_until_its_parent_is_gone(tmp_path: Path) -> None:
         child.stdin.close()
         assert child.wait(WAIT_S) == 0
     events = [event for line in lines if (event := event_of(line)) is not None]
-    assert [event["type"] for event in events] == ["telemetry"] * 3, "each followed by a sign of life"
-    assert events[0]["power_w"] == 303.0 and events[0]["own_bytes"] > 0
+    assert [event.type for event in events] == ["telemetry"] * 3, "each followed by a sign of life"
+    assert events[0].power_w == 303.0 and events[0].own_bytes > 0
 
 
 @posix

@@ -18,11 +18,11 @@ from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.event_types import StepEvent
-from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import pipeline
 from lora_rocm.train.checkpoint import discard_newer
 from lora_rocm.train.session import Session
+from tests.event_lines import read_events
 from tests.supervisor.fake_run import RECIPE
 from tests.tiny_models import RUN_TARGETS, SHALLOW, write_tiny_sdxl
 

@@ -17,10 +17,10 @@ from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import ResumeError
 from lora_rocm.model_files.header import read_header
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train.base_seal import broken, seals_of
 from lora_rocm.train.checkpoint import latest_valid, save_checkpoint
+from tests.event_lines import read_events
 from tests.tiny_models import SHALLOW, write_tiny_sdxl
 from tests.train.runs import DTYPES, make_recipe, start, write_material
 

@@ -19,10 +19,10 @@ from lora_rocm.families.base import PreviewRequest, Tensors, family_for
 from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import class_images, pipeline
 from lora_rocm.train.session import Session
+from tests.event_lines import read_events
 from tests.lora_files import write_random_lora
 from tests.tiny_models import RUN_TARGETS
 from tests.train.runs import bytes_of, make_recipe, material, rewound, start

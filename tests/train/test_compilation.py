@@ -22,12 +22,12 @@ from lora_rocm.hardware.settings import Settings
 from lora_rocm.kernels import backend as choice
 from lora_rocm.memory.controller import decide
 from lora_rocm.rundir.event_types import CompileEvent, Event, NoticeEvent
-from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.rundir.run_context import NOBODY, RunContext
 from lora_rocm.train import compilation, pipeline
 from lora_rocm.train.compilation import Compiler, How, explained, how_asked, require_no_offload
 from lora_rocm.train.load_model import load_model
+from tests.event_lines import read_events
 from tests.train.runs import make_recipe, material, start
 
 __all__ = ["material"]  # the fixture

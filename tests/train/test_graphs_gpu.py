@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from lora_rocm.errors import StateError
-from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import graphs as graphs_module
 from lora_rocm.train.graphs import Capture, Captured, Graphs
+from tests.event_lines import read_events
 from tests.optim.test_state_guard import PARTS, flip
 from tests.train.runs import bytes_of, make_recipe, start, write_material
 from tests.train.test_graphs import Layer, sound

@@ -16,13 +16,13 @@ from lora_rocm.errors import CanaryError, ExportError, NonFiniteError, StateErro
 from lora_rocm.export import writers
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.event_types import Event, StepEvent
-from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import checkpoint
 from lora_rocm.train.guard import Guard
 from lora_rocm.train.hooks import Save
 from lora_rocm.train.loop import Trainer
 from tests.device.broken import PRODUCTS, Broken, Fault, one_nan, stale, wrong_tail, zeros
+from tests.event_lines import read_events
 from tests.train.runs import bytes_of, make_recipe, material, start
 
 __all__ = ["material"]

@@ -15,11 +15,12 @@ import pytest
 import torch
 
 from lora_rocm.families.objectives.base import Prediction
-from lora_rocm.rundir.events import EventWriter, read_events
+from lora_rocm.rundir.events import EventWriter
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train.held_out import VALIDATION_POSITIONS
 from lora_rocm.train.hooks import CallEvery, Save, TensorBoard, Validation
 from lora_rocm.train.loop import SaveClock, Trainer
+from tests.event_lines import read_events
 from tests.supervisor.fake_run import event, listening, step_fields
 from tests.telemetry.trees import read_as
 from tests.train.test_loop import Corruptor, Rig, batches

@@ -17,10 +17,10 @@ from lora_rocm.adapters.lora import LoraAdapter
 from lora_rocm.device.process_group import World
 from lora_rocm.errors import AdapterError, LoraRocmError, ModelError
 from lora_rocm.recipe.adapter_sections import LoraSection
-from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import input_start
 from lora_rocm.train.held_out import VALIDATION_POSITIONS
+from tests.event_lines import read_events
 from tests.train.runs import losses_of, make_recipe, start, write_material
 from tests.worlds import in_threads
 

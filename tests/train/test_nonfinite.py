@@ -22,7 +22,6 @@ from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.mitigations import seen_of_code
 from lora_rocm.rundir.event_types import Event, StepEvent
-from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import context as start_facts
 from lora_rocm.train import pipeline
@@ -30,6 +29,7 @@ from lora_rocm.train.checkpoint import latest_valid, read_checkpoint
 from lora_rocm.train.load_model import HoldsCodes
 from lora_rocm.train.loop import Trainer
 from lora_rocm.train.session import Session
+from tests.event_lines import read_events
 from tests.tiny_llm import write_tiny_gpt_oss
 from tests.train import runs
 from tests.train.runs import CPU, bytes_of, dumped, make_recipe

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from lora_rocm.rundir import disk_space
-from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import checkpoint
 from tests.crash.lab import TARGETS, UNET, VAE
+from tests.event_lines import read_events
 from tests.program import RECIPE, Program, images
 from tests.tiny_models import write_tiny_sdxl
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
+from tests.event_lines import read_events
 from tests.tiny_models import SHALLOW, write_tiny_sdxl
 from tests.train.runs import make_recipe, start
 

@@ -26,12 +26,12 @@ from lora_rocm.errors import DataError, ModelError, ResumeError, TransferError
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.checkpoint_record import Position
-from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import context as start_facts
 from lora_rocm.train import pipeline
 from lora_rocm.train.checkpoint import latest_valid, save_checkpoint
 from lora_rocm.train.loop import Trainer
+from tests.event_lines import read_events
 from tests.tiny_models import SHALLOW, write_tiny_sdxl
 from tests.train.runs import CPU, STEPS, bytes_of, losses_of, make_recipe, material, rewound, start, straight
 

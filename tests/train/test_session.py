@@ -15,10 +15,10 @@ import pytest
 
 from lora_rocm.errors import StoppedError
 from lora_rocm.latent_cache.cache import LatentCache
-from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train.disk_forecast import CacheRoom
 from lora_rocm.train.session import Session
+from tests.event_lines import read_events
 from tests.supervisor.fake_run import event, step_fields
 
 START: dict[str, Any] = {

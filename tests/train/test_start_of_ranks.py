@@ -21,11 +21,11 @@ from lora_rocm.errors import StoppedError, UserError
 from lora_rocm.families.base import ModelFamily
 from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.worker_group import environments
 from lora_rocm.train import pipeline, session, worker
 from lora_rocm.train.context import Data, StartContext
+from tests.event_lines import read_events
 from tests.train.runs import make_recipe, material
 from tests.worlds import in_threads
 

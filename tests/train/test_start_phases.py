@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from lora_rocm.commands import train as command
+from lora_rocm.commands import start_run as command
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import pipeline, worker
+from tests.event_lines import read_events
 from tests.program import RECIPE, Program, images
 from tests.tiny_models import SHALLOW, write_tiny_sdxl
 

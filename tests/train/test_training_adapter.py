@@ -21,10 +21,10 @@ from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.latent_cache.prepare import prepare
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import preview
 from lora_rocm.train.checkpoint import latest_valid
+from tests.event_lines import read_events
 from tests.lora_files import write_random_lora
 from tests.train.runs import CPU, bytes_of, make_recipe, material, rewound, start
 

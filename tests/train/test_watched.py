@@ -10,8 +10,8 @@ import pytest
 from lora_rocm.errors import RecipeError
 from lora_rocm.recipe.load import dump_recipe, load_recipe
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
+from tests.event_lines import read_events
 from tests.program import images
 from tests.train.runs import bytes_of, make_recipe, start, write_material
 

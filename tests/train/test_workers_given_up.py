@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from lora_rocm.loader import worker_pool
-from lora_rocm.rundir.events import read_events
+from lora_rocm.rundir.events import EventReader
 from lora_rocm.rundir.incidents import trouble_of
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor.restart_policy import changes_of
+from tests.event_lines import read_events
 from tests.train.runs import bytes_of, make_recipe, material, start, straight
 
 __all__ = ["material", "straight"]
@@ -48,7 +49,9 @@ def test_workers_that_are_given_up_are_a_change_of_the_run(
     assert (change["id"], change["effect"], change["seen"]) == ("workers-0", "exact", seen)
     assert bytes_of(tmp_path / "run") == bytes_of(straight)
     run_dir = RunDir(tmp_path / "run")
-    assert changes_of(trouble_of(run_dir, read_events(run_dir.events()))) == ("workers-0",)  # for whoever resumes it
+    assert changes_of(trouble_of(run_dir, EventReader(run_dir.events()).poll())) == (
+        "workers-0",
+    )  # for whoever resumes it
 
 
 @pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 1])

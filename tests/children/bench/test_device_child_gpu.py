@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lora_rocm.commands import bench
+from lora_rocm.commands.output import Output
 from lora_rocm.device.allocator import device_budget
 from lora_rocm.device.encoder_speed import WatchedEncoder
 
@@ -19,7 +21,7 @@ pytestmark = pytest.mark.gpu
 
 
 def test_transfer(tmp_path: Path) -> None:
-    assert bench.transfer(tmp_path / "t.json") == 0
+    assert bench.finish(Output(), bench.transfer, tmp_path / "t.json") == 0
     saved = json.loads((tmp_path / "t.json").read_bytes())
     assert saved["machine"]["gpu"] and all(row["problem"] is None for row in saved["rows"])
     rates = {(row["copy"], row["memory"]): row["per_second"] for row in saved["rows"] if row["size_bytes"] == 2**28}
@@ -30,7 +32,8 @@ def test_transfer(tmp_path: Path) -> None:
 
 def test_compute(tmp_path: Path) -> None:
     """Products, attention and convolutions of a recipe; larger products reach a higher rate."""
-    assert bench.compute("demo.yaml", ("data.resolution=512", "train.mixed_precision=bf16"), tmp_path / "c.json") == 0
+    measure = partial(bench.compute, "demo.yaml", ("data.resolution=512", "train.mixed_precision=bf16"))
+    assert bench.finish(Output(), measure, tmp_path / "c.json") == 0
     rows = json.loads((tmp_path / "c.json").read_bytes())["rows"]
     assert {row["group"] for row in rows} == {"gemm", "attention", "convolution"}
     assert all(row["per_second"] for row in rows if row["group"] != "attention")

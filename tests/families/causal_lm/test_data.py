@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from pydantic import ValidationError
 
 from lora_rocm.children.check_texts import seen
-from lora_rocm.commands.check import check, plan_texts
+from lora_rocm.commands.check import check, render
 from lora_rocm.dataset import text_scan
 from lora_rocm.dataset.batch_sampler import BatchPlan
 from lora_rocm.dataset.records import read
@@ -28,6 +29,7 @@ from lora_rocm.families.causal_lm.spec import LanguageSection
 from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.latent_cache.prepare import Prepared, choose_held_out, prepare
+from lora_rocm.planning.data_plan import plan_texts
 from lora_rocm.processes.job_file import to_json
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.load import dump_recipe
@@ -153,7 +155,9 @@ def checked(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch, most:
     monkeypatch.setattr("lora_rocm.processes.tool.run_for_json", child)
     path = folder / "recipe.yaml"
     path.write_text(dump_recipe(recipe), encoding="utf-8")
-    check(str(path))
+    found = check(str(path))
+    assert found.error is None
+    sys.stdout.write(render(found) + "\n")
 
 
 def test_check_sets_aside_what_training_does_and_names_its_row(

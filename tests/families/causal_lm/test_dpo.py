@@ -26,9 +26,9 @@ from lora_rocm.families.objectives.loss import losses, measured
 from lora_rocm.loader.cached_dataset import together
 from lora_rocm.recipe.load import dump_recipe, load_recipe
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train.start_encoder import start_encoders
+from tests.event_lines import read_events
 from tests.families.causal_lm.test_family import CLOSE, CPU, Adapted, off, recipe_of, reference
 from tests.program import Program
 from tests.tiny_llm import write_tiny_llm

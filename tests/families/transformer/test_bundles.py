@@ -16,8 +16,8 @@ from lora_rocm.commands.inspect_file import inspect_text
 from lora_rocm.errors import ModelError
 from lora_rocm.export.safetensors_writer import header_of
 from lora_rocm.families.flux import family as flux
-from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
+from tests.event_lines import read_events
 from tests.fake_encoders import image
 from tests.families.transformer.cases import CPU, Anima, Case, Flux, ZImage, with_configs
 from tests.judging import inspect

@@ -14,8 +14,8 @@ from lora_rocm.families.base import family_for
 from lora_rocm.families.detect import evidence
 from lora_rocm.families.z_image.family import ZImage
 from lora_rocm.recipe.load import load_recipe
-from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import RunDir
+from tests.event_lines import read_events
 
 NAME = "builtin:tiny-z-image"
 MAX_BYTES = 8_000_000

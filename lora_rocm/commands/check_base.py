@@ -1,0 +1,129 @@
+"""Facts about the base model of a recipe: found by a child process, and kept in the cache until a file changes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lora_rocm import __version__
+from lora_rocm.errors import LoraRocmError, StorageError, storage_error
+from lora_rocm.foundation.bounded_read import FileVersion
+from lora_rocm.processes.jobs import CheckBaseJob, Weighed
+from lora_rocm.recipe.paths import paths_of
+from lora_rocm.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from lora_rocm.dataset.caption_length import TokenLimit
+
+KEPT_WEIGHTS = 50
+
+
+@dataclass(frozen=True)
+class BaseFacts:
+    """Facts about the base, found by a child process: see ``processes.jobs.Weighed``."""
+
+    num_bytes: dict[str, int]
+    notices: list[str]
+    files: list[list[Any]]
+    token_limits: Sequence[TokenLimit]
+
+
+class Weighing:
+    """Facts about the base: recalled from an earlier check, or found by a child process during the scan."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        from lora_rocm.rules.this_machine import plan_here
+
+        self._recipe, self._cache = recipe, Path(recipe.cache.dir)
+        self._memory = self._cache / "weights.json"
+        self._plan = plan_here(recipe)
+        self._key = _weights_key(recipe, self._plan.settings.precision)
+        self._found = _recalled(self._cache, _remembered(self._memory).get(self._key))
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._weigh, daemon=True)
+        if self._found is None:
+            self._thread.start()
+
+    def _weigh(self) -> None:
+        from lora_rocm.processes.tool import ask
+
+        env = self._plan.applied_to(os.environ)
+        try:
+            found = ask(CheckBaseJob(self._recipe.model_dump(mode="json")), Weighed, env)
+            self._found = BaseFacts(found.num_bytes, found.notices, found.files, found.tokenizers)
+        except LoraRocmError as error:
+            self._error = error
+        except OSError as error:  # no room for the file, no memory for the process
+            self._error = storage_error(error, error.filename or tempfile.gettempdir())
+        except BaseException as error:  # of any class: result() raises it in the thread that asks
+            self._error = error
+
+    def result(self) -> BaseFacts:
+        """Wait for the child process and return the facts."""
+        from lora_rocm.dataset.caption_length import keep_limits
+        from lora_rocm.foundation.files import write_json
+
+        if self._thread.ident is None:
+            assert self._found is not None
+            return self._found
+        while self._thread.is_alive():
+            self._thread.join(timeout=0.1)  # a join with a timeout can be interrupted by Ctrl-C on every system
+        if self._error is not None:
+            raise self._error
+        found = self._found
+        assert found is not None
+        kept = list(_remembered(self._memory).items())[-KEPT_WEIGHTS:]
+        try:
+            facts = {"num_bytes": found.num_bytes, "notices": found.notices, "files": found.files}
+            facts["tokenizers"] = keep_limits(self._cache, found.token_limits)
+            write_json(self._memory, {**dict(kept), self._key: facts})
+        except StorageError:
+            pass
+        return found
+
+
+def _weights_key(recipe: Recipe, planned_precision: str | None) -> str:
+    """Return a key of everything that determines the facts, including the names of the base's files."""
+    model = recipe.model
+    # Names of files too: a new file may be read instead of another.
+    files = [str(file) for name in paths_of(model) for file in _files(Path(name))]
+    precision = [recipe.train.mixed_precision, planned_precision, recipe.runtime.device]
+    sections = [section.model_dump(mode="json") for section in (model, recipe.lora, recipe.objective)]
+    masked = any(preview.mask for _, _, preview in recipe.sample.numbered())  # not every base reads masks
+    parts = [__version__, sections, precision, files, masked]
+    return hashlib.sha256(json.dumps(parts).encode("utf-8")).hexdigest()
+
+
+def _files(path: Path) -> list[Path]:
+    if not os.path.isdir(path):  # pathlib raises if a name is too long for the file system
+        return [path] if os.path.isfile(path) else []
+    return sorted(file for file in path.rglob("*") if file.suffix in (".json", ".safetensors") and file.is_file())
+
+
+def _recalled(cache: Path, kept: Any) -> BaseFacts | None:
+    """Return the facts of an earlier check; None if a file of the base has changed, or a kept tokenizer is gone."""
+    from lora_rocm.dataset.caption_length import recall_limits
+
+    try:
+        same = all(list(astuple(FileVersion.of(Path(file[0])))) == file for file in kept["files"])
+        limits = recall_limits(cache, kept["tokenizers"])
+        if not same or limits is None or not kept["num_bytes"]:
+            return None
+        return BaseFacts(dict(kept["num_bytes"]), list(kept["notices"]), list(kept["files"]), limits)
+    except (OSError, LookupError, TypeError, ValueError):  # a file is gone, or another version wrote it
+        return None
+
+
+def _remembered(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,455 @@
+"""A training run from the parent's side: refuse what cannot run, train in a child process, write the report.
+
+``prepare_run`` refuses; ``PreparedRun.train`` trains in the calling thread, as ``lora-rocm train`` does; ``start_run``
+does both with a thread of its own, for programs that follow several runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from lora_rocm import BEGAN_S
+from lora_rocm.commands import sample_export
+from lora_rocm.commands.output import Say, unheard
+from lora_rocm.dataset.preview_images import require_preview_images
+from lora_rocm.errors import LoraRocmError, MachineError, StoppedError, StorageError
+from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.foundation.files import write_json
+from lora_rocm.foundation.names import name_key
+from lora_rocm.foundation.packages import require_packages
+from lora_rocm.foundation.terminal_text import printable, quoted
+from lora_rocm.hardware.ranks import Rank, rank_of
+from lora_rocm.hardware.wheels import NEWEST_TORCH, is_newer_than_run
+from lora_rocm.processes.process import Asked, OnEvent
+from lora_rocm.recipe.load import LoadedRecipe, load_recipe
+from lora_rocm.recipe.schema import Recipe
+from lora_rocm.report.report import write_report
+from lora_rocm.report.vram_spill import spill_bytes
+from lora_rocm.rules import mitigation_store
+from lora_rocm.rules.attention_refusal import require_fitting_attention
+from lora_rocm.rules.environment import EnvPlan, environment_json, plan
+from lora_rocm.rules.rule import Situation
+from lora_rocm.rules.this_machine import situation_here
+from lora_rocm.rundir.event_types import Event, NoticeEvent
+from lora_rocm.rundir.events import read_events
+from lora_rocm.rundir.layout import SUPERVISOR, RunDir
+from lora_rocm.rundir.made_from import stale_exports
+from lora_rocm.rundir.results import final_files, named_paths
+from lora_rocm.supervisor import lock, multi_gpu, selftest_runner, supervisor, tuning_runner
+from lora_rocm.supervisor import worker as worker_process
+from lora_rocm.supervisor.restart_policy import attempt_of
+from lora_rocm.supervisor.resume import LATEST, Chosen, choose, holds_run, settle, withdraw
+from lora_rocm.supervisor.telemetry import Telemetry
+from lora_rocm.supervisor.trackers import Trackers, require_trackers
+from lora_rocm.telemetry.cards import cards_of
+
+FOLLOW_POLL_S = 0.2
+Outcome = Literal["done", "stopped", "complete", "ended"]
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended that was not ended by an error.
+
+    Attributes:
+        run_dir: its directory.
+        outcome: done; stopped, on request; complete, before it was started; ended, with another exit code of its
+            worker, or as one of several processes of ``torchrun``.
+        exit_code: of the command.
+        files: the LoRA files of a finished run.
+        remarks: about files of an earlier step.
+        stopped_by: how it stopped, if its worker did not do so by itself.
+        again: the command that goes on with it.
+        talk: the command to talk with its model; empty if it is of images.
+        report: the report; null: none was written.
+        report_fault: why it could not be written.
+    """
+
+    run_dir: Path
+    outcome: Outcome
+    exit_code: int
+    files: tuple[Path, ...] = ()
+    remarks: tuple[str, ...] = ()
+    stopped_by: str = ""
+    again: str = ""
+    talk: str = ""
+    report: Path | None = None
+    report_fault: str = ""
+
+
+def render(result: RunResult) -> str:
+    """Return the result in words; empty if the worker has said all."""
+    lines = [result.stopped_by] if result.stopped_by else []
+    if result.outcome == "stopped":
+        lines.append(f"Stopped. Go on with:\n  {result.again}")
+    if result.outcome in ("done", "complete"):
+        start = "Done. The LoRA" if result.outcome == "done" else "This run is complete"
+        lines.append(f"{start}: {', '.join(map(str, result.files or [result.run_dir]))}")
+        lines += result.remarks
+        lines += [f"Talk to it:\n  {result.talk}"] if result.talk else []
+    if result.report is not None:
+        lines.append(f"Report: {result.report}")
+    if result.report_fault:
+        later = quoted([str(result.run_dir)])
+        lines.append(f"The report could not be written; later: lora-rocm report {later}\n{result.report_fault}")
+    return "\n".join(lines)
+
+
+def prepare_run(
+    recipe_path: str,
+    overrides: Sequence[str] = (),
+    *,
+    run_dir: Path | None = None,
+    resume: str | None = None,
+    accept_changes: bool = False,
+    supervised: bool = True,
+    gpus: int | None = None,
+    registry: Registry = PRODUCT,
+    worker: str | None = None,
+    say: Say = unheard,
+) -> PreparedRun:
+    """Read the recipe and the machine, and refuse what cannot run, before any file is made.
+
+    Args:
+        recipe_path: a file, or the name of a recipe that ships.
+        overrides: ``section.key=value``.
+        run_dir: its directory; None: a new one in ``output.dir``.
+        resume: "latest", a run or a checkpoint to go on from; None: a new run.
+        accept_changes: go on although recipe or data have changed.
+        supervised: restart a worker that fails or hangs.
+        gpus: number of GPUs that train together; None: one, or the number given by ``torchrun``.
+        registry: the available model families.
+        worker: see ``worker.worker_command``; it must know the same families.
+        say: gets notices.
+
+    Raises:
+        LoraRocmError: any error, in words.
+    """
+    loaded = load_recipe(recipe_path, overrides, registry)
+    for notice in loaded.notices:
+        say(notice)
+    chosen = choose(loaded, run_dir, resume)
+    if resume == LATEST and not holds_run(chosen.run_dir):
+        where = f"in {run_dir}" if run_dir else f"of {loaded.name} in {loaded.recipe.output.dir}"
+        say(f"--resume latest: there is no run {where} to go on with, so a new one begins in {chosen.run_dir.path}")
+    begun = chosen.resume and (chosen.run_dir.result.exists() or bool(chosen.run_dir.list_checkpoints()))
+    loaded.require_files(begun)  # the worker requires them if there are steps left to train
+    require_preview_images(loaded)
+    require_packages()
+    require_trackers(loaded.recipe.output)
+    me = rank_of(os.environ)
+    here, everywhere = gpus or 1, gpus or 1
+    if me.size > 1:
+        multi_gpu.require_place(me, gpus, run_dir, resume)
+        here, everywhere, supervised = me.local_size, me.size, False
+    situation = multi_gpu.with_gpus(situation_here(loaded.recipe), here, everywhere)
+    require_fitting_attention(situation)
+    again = resume_command(recipe_path, overrides, chosen.run_dir) + (f" --gpus {gpus}" if gpus else "")
+    again += " --accept-changes" if accept_changes else ""
+    return PreparedRun(loaded, chosen, situation, me, again, accept_changes, supervised, gpus or 1, worker)
+
+
+@dataclass
+class PreparedRun:
+    """A run that can be trained; nothing was written yet.
+
+    Attributes:
+        loaded: its recipe.
+        chosen: where it is, and what it goes on from.
+        situation: the machine.
+        me: this process among those of ``torchrun``.
+        again: the command that goes on with it.
+        accept_changes, supervised, worker: see ``prepare_run``.
+        children: number of workers.
+    """
+
+    loaded: LoadedRecipe
+    chosen: Chosen
+    situation: Situation
+    me: Rank
+    again: str
+    accept_changes: bool
+    supervised: bool
+    children: int
+    worker: str | None
+
+    @property
+    def run_dir(self) -> RunDir:
+        return self.chosen.run_dir
+
+    @property
+    def spill_bytes(self) -> int | None:
+        """See ``vram_spill.spill_bytes``."""
+        return spill_bytes(self.situation.facts, self.situation.selection, self.loaded.recipe.runtime.device)
+
+    def train(self, on_event: OnEvent, say: Say, asked: Asked | None = None) -> RunResult:
+        """Train in this thread until the run ends.
+
+        Args:
+            on_event: gets each event of the worker and of the supervisor.
+            say: gets what the user should know.
+            asked: requests to stop; None: Ctrl-C, SIGTERM and the end of the terminal.
+
+        Raises:
+            LoraRocmError: any error, in words.
+        """
+        loaded, accept_changes = self.loaded, self.accept_changes
+        if not self.me.is_first:
+            how = (self.me, loaded, self.chosen, self.situation, say)
+            code = multi_gpu.train_rank(*how, accept_changes=accept_changes, worker=self.worker)
+            return RunResult(self.run_dir.path, "ended", code)
+        if not holds_run(self.run_dir):  # refuses an unusable GPU before any file is made
+            self.situation = selftest_runner.ensure(self.situation, loaded.recipe, say)
+        run = self.run_dir.create()
+        with lock.locked(run):
+            lock.end_leftover(run, say, worker=self.worker)
+            unfinished = settle(self.chosen, loaded, accept_changes)
+            asked_name = loaded.recipe.output.name
+            if name_key(asked_name) != run.name:
+                where = loaded.layers.where(("output", "name"))
+                title = f"The title in them is {printable(asked_name)}."
+                say(f"{where}: the files of this run keep their name, {run.lora.name}. {title}")
+            if unfinished:
+                return self._train_in(run, on_event, say, asked)
+            # a complete run: write missing result files again
+            made_again = sample_export.make_again(run, loaded.recipe, say)
+            is_new = made_again or not run.report.exists()  # or the parent was killed before it wrote the report
+            return self._result(run, "complete", 0, with_report=is_new)
+
+    def _train_in(self, run: RunDir, on_event: OnEvent, say: Say, asked: Asked | None) -> RunResult:
+        """Run the worker in a settled and locked run directory, and write the report."""
+        recipe, accept_changes = self.loaded.recipe, self.accept_changes
+        situation = selftest_runner.ensure(self.situation, recipe, say)
+        situation = supervisor.in_force(run, tuning_runner.ensure(run, situation, accept_changes, say), say)
+        env_plan = plan(situation)
+        write_json(run.environment, environment_json(env_plan, situation.facts), run.path)
+        for sentence in machine_notices(situation, env_plan):
+            say(sentence)
+        say(f"Run directory: {run.path}")
+        # run the worker, supervised or not
+        stopped: StoppedError | None = None
+        command = _commands(run, accept_changes, self.worker)
+        with Trackers(run, recipe.output, say) as trackers:
+            on_event = trackers.passing(on_event)
+            try:
+                if self.supervised:
+                    code = supervisor.Supervisor(
+                        run,
+                        recipe,
+                        situation,
+                        command,
+                        on_event,
+                        say,
+                        checkpoint=self.chosen.checkpoint,
+                        again=self.again,
+                        keep=partial(mitigation_store.keep, say=say),
+                        size=self.children,
+                        telemetry=_telemetry(situation, recipe, self.children),
+                        asked=asked,
+                    ).run()
+                else:
+                    attempt = attempt_of(read_events(run.events(SUPERVISOR)))
+                    env, line = env_plan.applied_to(os.environ), command(self.chosen.checkpoint, attempt)
+                    code = multi_gpu.run_unwatched(run, env, on_event, line, say, self.children, asked)
+            except StoppedError as error:
+                code, stopped = error.exit_code, error
+            except LoraRocmError as error:
+                with contextlib.suppress(StorageError):  # the user has to see the original error
+                    write_report(run, self.loaded.registry)
+                if isinstance(error, MachineError) and self.again not in error.fix:
+                    say(f"What is done so far is kept. When the cause is gone, go on with:\n  {self.again}")
+                raise
+            finally:
+                withdraw(run)
+        outcome: Outcome = "stopped" if code == StoppedError.exit_code else "ended" if code else "done"
+        return self._result(run, outcome, code, stopped_by="" if stopped is None else stopped.what)
+
+    def _result(
+        self, run: RunDir, outcome: Outcome, code: int, *, stopped_by: str = "", with_report: bool = True
+    ) -> RunResult:
+        """Write the report and return the result. A report that fails does not change the exit code."""
+        files, remarks = results_of(run)
+        report, fault = None, ""
+        if with_report:
+            try:
+                report = write_report(run, self.loaded.registry)
+            except StorageError as error:
+                fault = str(error)
+        talks = self.loaded.recipe.spec.trains_on_texts and outcome in ("done", "complete")
+        return RunResult(
+            run.path,
+            outcome,
+            code,
+            tuple(files),
+            tuple(remarks),
+            stopped_by,
+            self.again,
+            quoted(["lora-rocm", "chat", str(run.path)]) if talks else "",
+            report,
+            fault,
+        )
+
+
+def results_of(run: RunDir) -> tuple[list[Path], list[str]]:
+    """The finished files of a run, and a sentence about each file of an earlier step."""
+    stale = stale_exports(run).values()
+    old = {each.path for each in stale}
+    return named_paths(path for path in final_files(run) if path not in old), [each.sentence for each in stale]
+
+
+class RunHandle:
+    """A run that trains in a thread of this process.
+
+    If this process ends, the worker sees it, saves and exits by itself.
+
+    Attributes:
+        run_dir: the run's directory.
+    """
+
+    def __init__(self, run: PreparedRun) -> None:
+        self.run_dir = run.run_dir
+        self._asked = Asked()
+        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._result: RunResult | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, args=(run,), daemon=True)
+        self._thread.start()
+
+    def _work(self, run: PreparedRun) -> None:
+        try:
+            self._result = run.train(
+                self._events.put, lambda text: self._events.put(NoticeEvent(text=text)), self._asked
+            )
+        except BaseException as error:  # of any class: result() raises it in the thread that asks
+            self._error = error
+        finally:
+            self._events.put(None)
+
+    def follow(self) -> Iterator[Event]:
+        """Yield the events of worker and supervisor as they come, and what the parent says, until the run ends.
+
+        One reader gets each event. Leaving the loop does not stop the run.
+        """
+        while True:
+            try:  # with a timeout, so that Ctrl-C reaches the caller on every system
+                event = self._events.get(timeout=FOLLOW_POLL_S)
+            except queue.Empty:
+                continue
+            if event is None:
+                self._events.put(None)  # a later call ends, too
+                return
+            yield event
+
+    def stop(self, *, at_once: bool = False) -> None:
+        """Ask the worker to finish its step, save and exit; ``at_once``, or asked a second time: kill it."""
+        self._asked.count = max(self._asked.count + 1, 2 if at_once else 1)
+
+    def result(self) -> RunResult:
+        """Wait for the end of the run.
+
+        Raises:
+            LoraRocmError: the error that ended it.
+        """
+        while self._thread.is_alive():
+            self._thread.join(timeout=FOLLOW_POLL_S)
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+
+def start_run(
+    recipe_path: str,
+    overrides: Sequence[str] = (),
+    *,
+    run_dir: Path | None = None,
+    resume: str | None = None,
+    accept_changes: bool = False,
+    supervised: bool = True,
+    gpus: int | None = None,
+    registry: Registry = PRODUCT,
+    worker: str | None = None,
+) -> RunHandle:
+    """Prepare a run and train it in a thread. For the arguments see ``prepare_run``.
+
+    Raises:
+        LoraRocmError: what ``prepare_run`` refuses; what comes later is raised by ``RunHandle.result``.
+    """
+    return RunHandle(
+        prepare_run(
+            recipe_path,
+            overrides,
+            run_dir=run_dir,
+            resume=resume,
+            accept_changes=accept_changes,
+            supervised=supervised,
+            gpus=gpus,
+            registry=registry,
+            worker=worker,
+        )
+    )
+
+
+def _telemetry(situation: Situation, recipe: Recipe, count: int) -> Telemetry:
+    """Return what watches the GPUs of ``count`` workers."""
+    if not recipe.runtime.telemetry:
+        return Telemetry()
+    device = recipe.runtime.device
+    return Telemetry(cards_of(situation.facts, situation.selection, situation.environ, device, count))
+
+
+def _commands(run: RunDir, accept_changes: bool, worker: str | None) -> Callable[..., list[str]]:
+    """Return what makes the command line of each start of the worker (``supervisor.Command``)."""
+    beginnings = [BEGAN_S]  # of the first start; a restart begins when it is made
+
+    def command(
+        checkpoint: Path | None, attempt: int = 0, stacks_after_s: Mapping[str, float] | None = None
+    ) -> list[str]:
+        began_s = beginnings.pop() if beginnings else time.time()
+        return worker_process.worker_command(run, checkpoint, accept_changes, attempt, stacks_after_s, worker, began_s)
+
+    return command
+
+
+def machine_notices(situation: Situation, env_plan: EnvPlan) -> list[str]:
+    """Return what the user must know about the machine before a run starts; ``doctor`` reports the rest."""
+    said = [
+        f"Warning: {warning.variable}={warning.value} is set here and is kept. {warning.what} (lora-rocm doctor)"
+        for warning in env_plan.warnings
+        if warning.level != "note"
+    ]
+    said += [
+        f"{row.variable}={row.replaced} was set here; training gets {row.value} instead. (lora-rocm env --explain)"
+        for row in env_plan.rows
+        if row.replaced is not None
+    ]
+    torch, recipe = situation.facts.torch, situation.recipe
+    on_cpu = recipe is not None and recipe.runtime.device == "cpu"
+    gpus = [gpu for gpu in situation.facts.gpus if gpu.vendor in ("amd", "nvidia")]
+    if gpus and torch is not None and torch.hip is None and torch.cuda is None and not on_cpu:
+        said.append(
+            f"Warning: this PyTorch ({torch.version}) is one for the CPU and cannot use the {gpus[0].name}. "
+            "Training on the CPU. (lora-rocm doctor says how to get the right one)"
+        )
+    if torch is not None and is_newer_than_run(torch):
+        newest = ".".join(map(str, NEWEST_TORCH))
+        said.append(f"torch {torch.version} is newer than {newest}, the newest that lora-rocm was run with.")
+    return said
+
+
+def resume_command(recipe_path: str, overrides: Sequence[str], run: RunDir) -> str:
+    """Return the exact command that resumes a run, quoted for the shell of this system."""
+    words = ["lora-rocm", "train", recipe_path]
+    for override in overrides:
+        words += ["--set", override]
+    words += ["--run-dir", str(run.path), "--resume", "latest"]
+    return quoted(words)

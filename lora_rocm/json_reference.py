@@ -1,0 +1,183 @@
+"""The page of what each command prints with ``--json``, made of the results' classes.
+
+``python -m lora_rocm.json_reference > docs/json.md`` writes it; a test fails if the page is not current.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from inspect import getdoc
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args, get_origin
+
+from lora_rocm.cache_files.maintenance import CachePruned, CacheStats, CacheVerified
+from lora_rocm.commands.bench import BenchResult
+from lora_rocm.commands.chat import ChatResult
+from lora_rocm.commands.check import CheckResult
+from lora_rocm.commands.compare import CompareResult
+from lora_rocm.commands.documents import InspectDocument, StatusDocument
+from lora_rocm.commands.env import EnvResult
+from lora_rocm.commands.output import Failed, ForgetResult, ReportResult
+from lora_rocm.commands.plan import PlanResult
+from lora_rocm.commands.runs import RunsResult
+from lora_rocm.commands.sample_export import ExportResult, SampleResult
+from lora_rocm.commands.start_run import RunResult
+from lora_rocm.commands.tune import TuneResult
+from lora_rocm.doctor.command import DoctorResult
+
+RESULTS: dict[str, type] = {
+    "train": RunResult,
+    "demo": RunResult,
+    "check": CheckResult,
+    "plan": PlanResult,
+    "sample": SampleResult,
+    "chat": ChatResult,
+    "compare": CompareResult,
+    "export": ExportResult,
+    "tune": TuneResult,
+    "status": StatusDocument,
+    "runs": RunsResult,
+    "inspect": InspectDocument,
+    "report": ReportResult,
+    "doctor": DoctorResult,
+    "env": EnvResult,
+    "forget": ForgetResult,
+    "cache stats": CacheStats,
+    "cache verify": CacheVerified,
+    "cache prune": CachePruned,
+    "bench transfer": BenchResult,
+    "bench compute": BenchResult,
+    "bench loader": BenchResult,
+    "bench step": BenchResult,
+}
+"""Command -> the class of its document. ``schema`` is not among them: its document is a JSON Schema."""
+FOLLOWS = ("train", "demo")
+PLAIN = {str: "string", Path: "string", bool: "true or false", int: "whole number", float: "number", Any: "anything"}
+INTRODUCTION = """\
+# What commands print as JSON
+
+This page is generated: `python -m lora_rocm.json_reference > docs/json.md`.
+
+Every command takes `--json`. Standard output is then exactly one JSON document, in ASCII; what happens on the way, and
+errors in words, go to standard error. `train` and `demo` print JSON lines: each event of the run as it comes, as in
+`events.jsonl` (every one has a `type`), and as the last line the document, which has none. `schema --json` prints the
+JSON Schema of recipes. The exit code is the same as without `--json`. With `--quiet` there is only the result, in
+words.
+
+A command that ends with an error prints the document `Failed`. `check`, `plan` and `tune` may find something and fail
+all the same: their documents have an `error` of their own. `chat --json` needs `--prompt`. `bench --output FILE`
+writes the same document to a file.
+
+Keys may be added. Numbers that are not finite are null.
+"""
+
+
+class Key(NamedTuple):
+    """One key of a document. is_optional: it may be missing."""
+
+    name: str
+    hint: Any
+    meaning: str
+    is_optional: bool
+
+
+def keys_of(kind: type) -> list[Key]:
+    """The keys of a dataclass or a typed dictionary, with what its docstring says of them."""
+    hints = typing.get_type_hints(kind)
+    said = _attributes(getdoc(kind) or "")
+    names = [field.name for field in fields(kind)] if is_dataclass(kind) else list(hints)
+    optional = getattr(kind, "__optional_keys__", ())
+    return [Key(name, hints[name], said.get(name, ""), name in optional) for name in names]
+
+
+def _attributes(text: str) -> dict[str, str]:
+    """What a docstring says of attributes: in its section, or in a line as "files: their number. path: where"."""
+    _, _, section = text.partition("Attributes:\n")
+    if not section:
+        return dict(re.findall(r"(?:^|\. |\n)([a-z_]+): (.+?)(?=\.(?: [a-z_]+: |\n|$))", text))
+    found: dict[str, str] = {}
+    name = ""
+    for line in section.splitlines():
+        if start := re.match(r"    ([a-z_, ]+): (.*)", line):
+            name = start[1]
+            found |= dict.fromkeys(name.split(", "), start[2])
+        elif name and line.strip():
+            for each in name.split(", "):
+                found[each] += " " + line.strip()
+    return {name: text.rstrip(".") for name, text in found.items()}
+
+
+def is_object(hint: Any) -> bool:
+    """Whether a type has keys of its own."""
+    return isinstance(hint, type) and (is_dataclass(hint) or typing.is_typeddict(hint))
+
+
+def type_text(hint: Any) -> str:
+    """A type in words, as JSON has its values."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join("null" if part is type(None) else type_text(part) for part in arguments)
+    if origin is Literal:
+        return " or ".join(f'"{value}"' for value in arguments)
+    if origin is tuple and Ellipsis not in arguments:
+        return f"list of {len(arguments)}: {', '.join(map(type_text, arguments))}"
+    if origin in (list, tuple):
+        return f"list of {type_text(arguments[0])}"
+    if origin in (dict, Mapping):
+        return f"object of {type_text(arguments[1])}"
+    if is_object(hint):
+        return f"[{hint.__name__}](#{hint.__name__.lower()})"
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return " or ".join(f'"{member.value}"' for member in hint)
+    return PLAIN[hint]
+
+
+def inside(hint: Any) -> Iterator[type]:
+    """The types with keys of their own in a type."""
+    if is_object(hint):
+        yield hint
+    elif get_origin(hint) is not Literal:
+        arguments = get_args(hint)
+        for part in arguments[1:] if get_origin(hint) in (dict, Mapping) else arguments:
+            yield from inside(part)
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [INTRODUCTION, "| command | document |\n|---|---|"]
+    parts[-1] += "".join(
+        f"\n| `{name}` | {type_text(kind)}{', as the last line' if name in FOLLOWS else ''} |"
+        for name, kind in RESULTS.items()
+    )
+    done: dict[type, None] = {}
+    waiting = [Failed, *RESULTS.values()]
+    while waiting:
+        kind = waiting.pop(0)
+        if kind in done:
+            continue
+        done[kind] = None
+        keys = keys_of(kind)
+        waiting = [*(found for key in keys for found in inside(key.hint)), *waiting]
+        rows = [
+            f"| `{key.name}`{' (optional)' if key.is_optional else ''} | {type_text(key.hint)} | {_cell(key.meaning)} |"
+            for key in keys
+        ]
+        summary = (getdoc(kind) or "").split("\n\n")[0]
+        summary = " ".join(re.split(r"(?<=\.) (?=[a-z_]+: )", summary)[0].split())
+        parts.append(f"## {kind.__name__}\n\n{summary}\n\n| key | type | meaning |\n|---|---|---|\n" + "\n".join(rows))
+    return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("``", "`").replace("|", "\\|").replace("<", "&lt;")
+
+
+if __name__ == "__main__":
+    sys.stdout.reconfigure(encoding="utf-8", newline="\n")  # type: ignore[union-attr]
+    sys.stdout.write(page())

@@ -1,0 +1,189 @@
+"""What training on given samples would do: steps, buckets, cache entries. Only arithmetic."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, repeat
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lora_rocm.dataset.shape import Shape
+from lora_rocm.dataset.update_note import larger_updates_note
+from lora_rocm.errors import Problem
+from lora_rocm.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from lora_rocm.dataset.sample_table import Sample
+
+
+@dataclass
+class Seen:
+    """What the model sees of the data. It is filled while the texts are read.
+
+    Attributes:
+        shown: the first samples, with marks around what is trained on.
+        notices: about the texts that were looked at.
+        looked_at: number of texts that were looked at, the first ones.
+        refused: index of a source -> number of those that cannot be trained on.
+        problems: the first of these.
+        lengths: tokens -> samples in an epoch, or rows of several, of what was looked at; None: only a run counts them.
+        held_out: number of samples that are held out, of what was looked at.
+        cached: texts whose entries are in the cache, and all texts, of what was looked at and of prompts; None: not
+            counted.
+    """
+
+    shown: list[str] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    looked_at: int = 0
+    refused: dict[int, int] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    lengths: dict[int, int] | None = None
+    held_out: int = 0
+    cached: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class DataPlan:
+    """Size of the training data.
+
+    Attributes:
+        buckets: samples per epoch by shape; empty if only a run can count them.
+        steps_per_epoch: updates per epoch.
+        max_train_steps: updates in all.
+        num_images: images in the cache, each version of an image counted.
+        num_captions: captions or texts in the cache.
+        how_sure: empty, or "about " or "at most " of the numbers.
+        held_out: number of samples for the validation loss; null: not known.
+        num_samples: samples per epoch.
+        one_bucket_steps: updates per epoch if all micro-batches of an update came from one bucket, as in earlier
+            versions.
+        cached: texts that are in the cache, and texts that were looked for there; null: not looked for.
+    """
+
+    buckets: dict[Shape, int]
+    steps_per_epoch: int
+    max_train_steps: int
+    num_images: int
+    num_captions: int
+    how_sure: str = ""
+    held_out: int | None = None
+    num_samples: int = 0
+    one_bucket_steps: int = 0
+    cached: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run would do with its data.
+
+    Attributes:
+        data: its size.
+        batch_size: samples of a micro-batch.
+        gradient_accumulation_steps: micro-batches of an update.
+        epochs: as the recipe has them, or as the steps give them.
+        steps_are_given: the recipe has the number of steps, not of epochs.
+        fewer_because: why an update holds fewer samples than the recipe says, should it be so.
+        note: how the number of updates differs from that of earlier versions; null: it does not.
+        packing: a row of a batch holds several texts.
+        validation_split: the share that is held out for the validation loss.
+        cache_dir: folder of the caches.
+        output_dir: folder in which the run directory will be.
+    """
+
+    data: DataPlan
+    batch_size: int
+    gradient_accumulation_steps: int
+    epochs: float
+    steps_are_given: bool
+    fewer_because: str
+    note: str | None
+    packing: bool
+    validation_split: float
+    cache_dir: Path
+    output_dir: Path
+
+
+def run_plan(recipe: Recipe, data: DataPlan) -> RunPlan:
+    """Return what a run of this recipe would do with data of this size."""
+    train = recipe.train
+    why = ["the last batch of a bucket is not full"]
+    if train.gradient_accumulation_steps > 1:
+        why.append("the last update of an epoch has fewer batches")
+    if any(source.max_batch_size for source in recipe.data.resolved_sources()):
+        why.append("max_batch_size of a source is smaller")
+    return RunPlan(
+        data,
+        train.batch_size,
+        train.gradient_accumulation_steps,
+        train.epochs or data.max_train_steps / data.steps_per_epoch,
+        bool(train.max_train_steps),
+        " and ".join(why),
+        larger_updates_note(train, data.steps_per_epoch, data.one_bucket_steps, data.how_sure),
+        recipe.data.packing,
+        recipe.data.validation_split,
+        Path(recipe.cache.dir),
+        Path(recipe.output.dir),
+    )
+
+
+def plan_data(recipe: Recipe, samples: Sequence[Sample], shapes: Mapping[str, Shape]) -> DataPlan:
+    """Return steps, buckets and cache entries of samples; ``shapes`` is by key."""
+    from lora_rocm.dataset.captions import variants
+    from lora_rocm.dataset.views import views_of
+
+    buckets: Counter[Shape] = Counter()
+    of_size: dict[int, Counter[Shape]] = {}  # batch size -> the same of the sources that have it
+    sizes = [source.max_batch_size or recipe.train.batch_size for source in recipe.data.resolved_sources()]
+    captions: set[str] = {"", recipe.sample.negative_prompt, *recipe.sample.texts}
+    for sample in samples:
+        buckets[shapes[sample.key]] += sample.repeats
+        of_size.setdefault(sizes[sample.source], Counter())[shapes[sample.key]] += sample.repeats
+        captions.update(variants(sample.captions, sample.options, recipe.data.caption_variants, recipe.train.seed))
+    num_images = sum(len(views_of(sample.options)) for sample in samples)
+    plan = _plan(recipe, {size: counts.values() for size, counts in of_size.items()}, len(captions))
+    return replace(plan, buckets=dict(buckets), num_images=num_images)
+
+
+def plan_texts(recipe: Recipe, of_source: Counter[int], said: Seen) -> DataPlan:
+    """Return the plan of texts.
+
+    Args:
+        recipe: the recipe.
+        of_source: number of texts by index of the source.
+        said: what the child process has seen.
+    """
+    num_texts = of_source.total() - sum(said.refused.values())
+    num_captions = num_texts + len({"", recipe.sample.negative_prompt, *recipe.sample.texts})
+    if said.lengths is None:  # in the worst case each text has a length of its own
+        sources = recipe.data.resolved_sources()
+        alone = chain.from_iterable(repeat(sources[index].repeats, number) for index, number in of_source.items())
+        return replace(_plan(recipe, {recipe.train.batch_size: alone}, num_captions), how_sure="at most ")
+    scale = of_source.total() / said.looked_at
+    (axis,) = recipe.spec.axes
+    buckets = {Shape.of(**{axis.name: length}): round(n * scale) for length, n in said.lengths.items()}
+    how_sure, held_out = "about " if scale > 1 else "", round(said.held_out * scale)
+    plan = _plan(recipe, {recipe.train.batch_size: buckets.values()}, num_captions)
+    return replace(plan, buckets=buckets, how_sure=how_sure, held_out=held_out, cached=said.cached)
+
+
+def _plan(recipe: Recipe, counts: Mapping[int, Iterable[int]], num_captions: int) -> DataPlan:
+    """The plan of buckets with these numbers of samples per epoch, by batch size; their shapes are left open."""
+    from lora_rocm.dataset.batch_sampler import num_batches, num_updates
+
+    accumulation, of_size = (
+        recipe.train.gradient_accumulation_steps,
+        {size: list(each) for size, each in counts.items()},
+    )
+    micro_batches = sum(num_batches(each, size) for size, each in of_size.items())
+    steps_per_epoch = num_updates(micro_batches, accumulation)
+    return DataPlan(
+        {},
+        steps_per_epoch,
+        recipe.train.num_steps(steps_per_epoch),
+        0,
+        num_captions,
+        num_samples=sum(map(sum, of_size.values())),
+        one_bucket_steps=sum(num_batches(each, size * accumulation) for size, each in of_size.items()),
+    )

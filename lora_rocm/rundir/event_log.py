@@ -1,0 +1,245 @@
+"""All events of one file, as ``RunView`` reads them: the steps as columns, the others by kind.
+
+A line of another kind than ``step`` is parsed again when it is asked for: most commands want few of them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from bisect import bisect_left, bisect_right
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, TypeVar, overload
+
+from lora_rocm.rundir.event_types import Event, SetAside, StartEvent, StepEvent, event_of
+
+E = TypeVar("E", bound=Event)
+
+WHOLE = ("session", "updates", "max_train_steps", "iteration", "transfer_checks", "transfer_failures")
+REAL = (
+    *("time", "epoch", "loss", "learning_rate", "grad_norm", "loss_scale", "memory_bytes"),
+    *("step_s", "loading_s", "copy_s", "check_s", "wait_s"),
+)
+NAMED = ("optimizer", "measures")
+"""The fields of ``StepEvent``: whole numbers, numbers (NaN is null), and numbers by name."""
+MAX_KEPT = 100_000
+"""Events of a kind, besides steps; the newest count."""
+BATCH_STEPS = 64
+
+
+class Steps(Sequence[StepEvent]):
+    """Steps of a run as columns: ``real["loss"][i]`` is that of the i-th; each is an event again if it is asked for.
+
+    Attributes:
+        whole, real: field -> its values; NaN is null.
+        named: field -> name -> (numbers of the steps that have a value, the values).
+        lines: the line of the file that each step is on.
+    """
+
+    def __init__(self) -> None:
+        self.whole = {name: array("q") for name in WHOLE}
+        self.real = {name: array("d") for name in REAL}
+        self.named: dict[str, dict[str, tuple[array[int], array[float]]]] = {name: {} for name in NAMED}
+        self.lines = array("q")
+
+    def extend(self, steps: Sequence[StepEvent], lines: Iterable[int]) -> None:
+        """Add steps, in the order of the file."""
+        first = len(self)
+        self.lines.extend(lines)
+        for name, values in zip(WHOLE, zip(*map(attrgetter(*WHOLE), steps), strict=True), strict=True):
+            self.whole[name].extend(values)
+        for name, values in zip(REAL, zip(*map(attrgetter(*REAL), steps), strict=True), strict=True):
+            has_null = None in values
+            self.real[name].extend((math.nan if value is None else value for value in values) if has_null else values)
+        for field, of_name in self.named.items():
+            for number, step in enumerate(steps, first):
+                for name, value in getattr(step, field).items():
+                    numbers, found = of_name.setdefault(name, (array("q"), array("d")))
+                    numbers.append(number)
+                    found.append(value)
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    @overload
+    def __getitem__(self, number: int) -> StepEvent: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[StepEvent]: ...
+    def __getitem__(self, number: int | slice) -> StepEvent | list[StepEvent]:
+        if isinstance(number, slice):
+            return [self[each] for each in range(*number.indices(len(self)))]
+        number = range(len(self))[number]
+        values: dict[str, Any] = {name: self.whole[name][number] for name in WHOLE}
+        values |= {name: None if math.isnan(value := self.real[name][number]) else value for name in REAL}
+        for field, of_name in self.named.items():
+            values[field] = {}
+            for name, (numbers, found) in of_name.items():
+                at = bisect_left(numbers, number)
+                if at < len(numbers) and numbers[at] == number:
+                    values[field][name] = found[at]
+        return StepEvent.model_construct(**values)
+
+    def chosen(self, numbers: Sequence[int]) -> Steps:
+        """Some of the steps, in this order."""
+        made = Steps()
+        made.lines = array("q", map(self.lines.__getitem__, numbers))
+        made.whole = {name: array("q", (column[number] for number in numbers)) for name, column in self.whole.items()}
+        made.real = {name: array("d", (column[number] for number in numbers)) for name, column in self.real.items()}
+        place = {number: at for at, number in enumerate(numbers)}
+        for field, of_name in self.named.items():
+            for name, (at, found) in of_name.items():
+                pairs = sorted(
+                    (place[number], value) for number, value in zip(at, found, strict=True) if number in place
+                )
+                if pairs:
+                    made.named[field][name] = (array("q", (n for n, _ in pairs)), array("d", (v for _, v in pairs)))
+        return made
+
+    def curve(self, field: str) -> list[tuple[int, float]]:
+        """(updates, value) of each step that has one."""
+        pairs = zip(self.whole["updates"], self.real[field], strict=True)
+        return [(updates, value) for updates, value in pairs if not math.isnan(value)]
+
+    def curves_by_name(self, field: str) -> dict[str, list[tuple[int, float]]]:
+        """Name -> (updates, value), of a field with numbers by name."""
+        updates = self.whole["updates"]
+        return {
+            name: [(updates[number], value) for number, value in zip(numbers, found, strict=True)]
+            for name, (numbers, found) in self.named[field].items()
+        }
+
+
+class EventLog:
+    """The events of one file.
+
+    Attributes:
+        steps: every step, also those that were made again later.
+        current: numbers of the steps that count, by updates: of an update made twice (after a resume) the newest.
+        num_lines: that were read.
+        last_s: time of the last event; None without one.
+        set_aside: what was passed over.
+    """
+
+    def __init__(self) -> None:
+        self.steps, self.current = Steps(), array("q")
+        self.num_lines = 0
+        self.last_s: float | None = None
+        self.set_aside = SetAside()
+        self._kept: dict[str, deque[tuple[int, bytes]]] = {}
+        self._parsed: dict[str, list[tuple[int, Event]]] = {}
+        self._current_updates = array("q")
+        self._waiting: list[tuple[int, StepEvent]] = []
+
+    def all(self, kind: type[E]) -> list[E]:
+        """The events of a kind, in the order of the file."""
+        return [event for _, event in self._numbered(kind)]
+
+    def in_order(self, *kinds: type[Event]) -> list[Event]:
+        """The events of several kinds, in the order of the file."""
+        found = [pair for kind in kinds for pair in self._numbered(kind)]
+        return [event for _, event in sorted(found, key=lambda pair: pair[0])]
+
+    def current_steps(self) -> Steps:
+        """The steps of ``current``."""
+        are_all = all(number == at for at, number in enumerate(self.current)) and len(self.current) == len(self.steps)
+        return self.steps if are_all else self.steps.chosen(self.current)
+
+    def _numbered(self, kind: type[E]) -> list[tuple[int, E]]:
+        if issubclass(kind, StepEvent):
+            return list(zip(self.steps.lines, self.steps, strict=True))  # type: ignore[arg-type]
+        if kind.type not in self._parsed:
+            lines = self._kept.get(kind.type, ())
+            self._parsed[kind.type] = [(at, event) for at, line in lines if (event := event_of(line)) is not None]
+        return self._parsed[kind.type]  # type: ignore[return-value]
+
+    def read(self, lines: Iterable[bytes]) -> None:
+        """Add the next lines of the file."""
+        for line in lines:
+            self.num_lines += 1
+            event = event_of(line, self.set_aside) if line else None
+            if event is None:
+                continue
+            self.last_s = event.time
+            if isinstance(event, StepEvent):
+                self._waiting.append((self.num_lines, event))
+                if len(self._waiting) >= BATCH_STEPS:
+                    self._take_steps()
+                continue
+            self._kept.setdefault(event.type, deque(maxlen=MAX_KEPT)).append((self.num_lines, line))
+            self._parsed.pop(event.type, None)
+            if isinstance(event, StartEvent):  # it goes on from a checkpoint: later steps are made again
+                self._take_steps()
+                end = bisect_right(self._current_updates, event.resumed_from or 0)
+                del self._current_updates[end:], self.current[end:]
+        self._take_steps()
+
+    def _take_steps(self) -> None:
+        if not self._waiting:
+            return
+        first, steps = len(self.steps), [step for _, step in self._waiting]
+        self.steps.extend(steps, [line for line, _ in self._waiting])
+        self._waiting.clear()
+        for number, step in enumerate(steps, first):
+            updates = self._current_updates
+            if not updates or step.updates > updates[-1]:
+                updates.append(step.updates)
+                self.current.append(number)
+                continue
+            at = bisect_left(updates, step.updates)
+            if updates[at] == step.updates:
+                self.current[at] = number
+            else:
+                updates.insert(at, step.updates)
+                self.current.insert(at, number)
+
+    def to_bytes(self, head: Mapping[str, Any]) -> bytes:
+        """All that was read, after a line of JSON with ``head`` that also says how long each part is."""
+        parts: list[array[int] | array[float] | bytes] = [self.steps.lines, self.current]
+        parts += [*self.steps.whole.values(), *self.steps.real.values()]
+        named = [(field, name, pair) for field, of_name in self.steps.named.items() for name, pair in of_name.items()]
+        parts += [part for _, _, pair in named for part in pair]
+        for found in self._kept.values():
+            parts += [array("q", (at for at, _ in found)), b"\n".join(line for _, line in found)]
+        blobs = [part if isinstance(part, bytes) else part.tobytes() for part in parts]
+        about = {
+            **head,
+            "num_lines": self.num_lines,
+            "last_s": self.last_s,
+            "set_aside": vars(self.set_aside),
+            "named": [(field, name) for field, name, _ in named],
+            "kept": list(self._kept),
+            "sizes": [len(blob) for blob in blobs],
+        }
+        return json.dumps(about).encode("ascii") + b"\n" + b"".join(blobs)
+
+    @classmethod
+    def from_bytes(cls, about: Mapping[str, Any], content: memoryview) -> EventLog:
+        """What ``to_bytes`` wrote. ``about``: its first line."""
+        log, blobs, begin = cls(), list[memoryview](), 0
+        for size in about["sizes"]:
+            blobs.append(content[begin : begin + size])
+            begin += size
+        parts = iter(blobs)
+        log.steps.lines.frombytes(next(parts))
+        log.current.frombytes(next(parts))
+        for whole in log.steps.whole.values():
+            whole.frombytes(next(parts))
+        for real in log.steps.real.values():
+            real.frombytes(next(parts))
+        for field, name in about["named"]:
+            at, found = log.steps.named[field][name] = (array("q"), array("d"))
+            at.frombytes(next(parts))
+            found.frombytes(next(parts))
+        for name in about["kept"]:
+            numbers = array("q")
+            numbers.frombytes(next(parts))
+            log._kept[name] = deque(zip(numbers, bytes(next(parts)).split(b"\n"), strict=True), maxlen=MAX_KEPT)
+        updates = log.steps.whole["updates"]
+        log._current_updates = array("q", (updates[number] for number in log.current))
+        log.num_lines, log.last_s = about["num_lines"], about["last_s"]
+        aside = about["set_aside"]
+        log.set_aside = SetAside(aside["lines"], Counter(aside["kinds"]), Counter(aside["fields"]))
+        return log

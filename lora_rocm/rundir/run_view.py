@@ -1,0 +1,247 @@
+"""A run as its files tell it: ``status``, the report, the progress display and ``runs`` are views of this value.
+
+It is derived from locks, events and results each time, and stored nowhere. It lies in this room because the supervisor
+and all commands may read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from lora_rocm.errors import StoppedError
+from lora_rocm.foundation.units import count_text, size_text
+from lora_rocm.rundir.event_index import read_log
+from lora_rocm.rundir.event_log import EventLog, Steps
+from lora_rocm.rundir.event_types import (
+    CheckpointEvent,
+    DataEvent,
+    EndEvent,
+    ErrorEvent,
+    Event,
+    FailureEvent,
+    StartEvent,
+    TelemetryEvent,
+)
+from lora_rocm.rundir.events import EventReader, size_if_there, unread_text
+from lora_rocm.rundir.held_locks import is_running
+from lora_rocm.rundir.incidents import KINDS, Trouble, in_time, last_word
+from lora_rocm.rundir.layout import SUPERVISOR, RunDir
+from lora_rocm.rundir.made_from import Stale, stale_exports
+from lora_rocm.rundir.results import faults_of_finished, lost_loras_text, result_files
+from lora_rocm.rundir.whole_files import WholeCheckpoint, fault_of_lora, newest_checkpoint, remedy
+
+E = TypeVar("E", bound=Event)
+
+Outcome = Literal["finished", "stopped", "failed", "died", "prepared"]
+State = Literal["running"] | Outcome
+RATE_STEPS = 50
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """The files that a run has written for its user, and its checkpoints.
+
+    Attributes:
+        whole: LoRA files with the newest step last, then the report. None is damaged or of an earlier step.
+        damaged: file -> what is wrong with it.
+        stale: of an earlier step than the run is at.
+        lost: sentences about LoRA files beside checkpoints that are gone.
+        checkpoint: the newest whole one.
+        passed_over: newer checkpoint that is damaged -> what is wrong with it.
+    """
+
+    whole: list[Path]
+    damaged: dict[Path, str]
+    stale: dict[Path, Stale]
+    lost: list[str]
+    checkpoint: WholeCheckpoint | None
+    passed_over: dict[Path, str]
+
+
+@dataclass(frozen=True)
+class RunView:
+    """One run at one moment.
+
+    Attributes:
+        log: the events of rank 0, also those of steps that were made again later.
+        supervisor: the events of the supervisor.
+        trouble: failures, changes and restarts, by time.
+        is_running: a process holds the run directory.
+    """
+
+    run_dir: RunDir
+    log: EventLog
+    supervisor: EventLog
+    trouble: list[Trouble]
+    is_running: bool
+
+    @classmethod
+    def of(cls, run_dir: RunDir, *, use_index: bool = True) -> RunView:
+        """Read a run directory.
+
+        Raises:
+            StorageError: an event file is none (``events.size_if_there``).
+        """
+        running = is_running(run_dir)  # first: a run that ends meanwhile has ended, whatever its lock was
+        log = read_log(run_dir.events(), use_index=use_index)
+        supervisor = read_log(run_dir.events(SUPERVISOR), use_index=use_index)
+        others = (EventReader(path, kinds=KINDS).poll() for path in run_dir.events_of_others())
+        trouble = in_time(supervisor.in_order(*KINDS), [log.in_order(*KINDS), *others])
+        return cls(run_dir, log, supervisor, trouble, running)
+
+    def all(self, kind: type[E]) -> list[E]:
+        """The events of a kind of rank 0, in the order written."""
+        return self.log.all(kind)
+
+    def last(self, kind: type[E]) -> E | None:
+        """The newest event of a kind."""
+        found = self.log.all(kind)
+        return found[-1] if found else None
+
+    # How it stands
+
+    @property
+    def state(self) -> State:
+        """What the run is doing; see ``outcome``."""
+        return "running" if self.is_running else self.outcome
+
+    @cached_property
+    def outcome(self) -> Outcome:
+        """How it ended, whether or not it is going on: the report is written while its run still holds its lock.
+
+        finished, stopped (on request), failed (with an error, or ended because it hung), died (without an error), or
+        prepared.
+        """
+        if self.run_dir.result.exists():
+            return "finished"
+        if self.hang is not None:
+            return "failed"
+        match self.end:
+            case EndEvent():
+                return "stopped"
+            case ErrorEvent(exit_code=StoppedError.exit_code):
+                return "stopped"
+            case ErrorEvent():
+                return "failed"
+        return "died" if self.log.last_s is not None else "prepared"
+
+    @cached_property
+    def end(self) -> EndEvent | ErrorEvent | None:
+        """The worker's own last word since its last start."""
+        for event in reversed(self.log.in_order(StartEvent, EndEvent, ErrorEvent)):
+            match event:
+                case EndEvent() | ErrorEvent():
+                    return event
+                case StartEvent():
+                    break
+        return None
+
+    @cached_property
+    def hang(self) -> FailureEvent | None:
+        """What the supervisor says of the last start if the worker itself said nothing: it hung or was killed."""
+        return last_word(self.log.in_order(StartEvent, EndEvent, ErrorEvent), self.trouble)
+
+    @property
+    def problem(self) -> FailureEvent | ErrorEvent | None:
+        """Why it failed; None if it did not."""
+        if self.outcome != "failed":
+            return None
+        return self.hang or self.last(ErrorEvent)
+
+    @property
+    def latest_s(self) -> float | None:
+        """Time of the last sign of the worker or of what was done about it; readings of the GPU are none."""
+        times = [event.time for event in self.trouble[-1:]]
+        return max(times + ([] if self.log.last_s is None else [self.log.last_s]), default=None)
+
+    # Its steps
+
+    @cached_property
+    def steps(self) -> Steps:
+        """The steps that count, by updates: of a step made twice (after a resume) the newest."""
+        return self.log.current_steps()
+
+    @property
+    def updates(self) -> int:
+        """Updates made."""
+        start, done = self.last(StartEvent), self.steps.whole["updates"]
+        return max((start.resumed_from or 0) if start else 0, done[-1] if done else 0)
+
+    @property
+    def max_train_steps(self) -> int | None:
+        data = self.last(DataEvent)
+        return data.max_train_steps if data else None
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """The mean of the last steps."""
+        recent = self.steps.real["step_s"][-RATE_STEPS:]
+        return sum(recent) / len(recent) if recent else None
+
+    @property
+    def readings(self) -> list[TelemetryEvent]:
+        """The last readings of each GPU."""
+        return list({event.gpu: event for event in self.supervisor.all(TelemetryEvent)}.values())
+
+    # Its files
+
+    @cached_property
+    def files(self) -> RunFiles:
+        run_dir = self.run_dir
+        stale = {each.path: each for each in stale_exports(run_dir).values()}
+        files = [path for path in result_files(run_dir) if path not in stale]
+        damaged = {path: fault for path in files if path != run_dir.report and (fault := fault_of_lora(path))}
+        checkpoint, passed_over = newest_checkpoint(run_dir)
+        whole = [path for path in files if path not in damaged]
+        return RunFiles(whole, damaged, stale, lost_loras_text(run_dir, self._written_loras()), checkpoint, passed_over)
+
+    def _written_loras(self) -> dict[int, str]:
+        """Step -> LoRA file beside its checkpoint, of those that the run wrote and has not gone back behind."""
+        written: dict[int, str] = {}
+        for event in self.log.in_order(StartEvent, CheckpointEvent):
+            match event:
+                case StartEvent():
+                    resumed = event.resumed_from or 0
+                    written = {updates: path for updates, path in written.items() if updates <= resumed}
+                case CheckpointEvent(lora=str(lora)):
+                    written[event.updates] = lora
+        return written
+
+    @cached_property
+    def remarks(self) -> list[str]:
+        """Sentences about what is missing, damaged, of an earlier step, or could not be read."""
+        return [*self._remarks_on_files(), *self.remarks_on_events()]
+
+    def _remarks_on_files(self) -> Iterator[str]:
+        run_dir, files = self.run_dir, self.files
+        if self.state == "finished":
+            yield from faults_of_finished(run_dir)
+        yield from (f"{path}: {fault} {remedy(run_dir, path)}" for path, fault in files.damaged.items())
+        yield from (each.sentence for each in files.stale.values())
+        yield from files.lost
+        yield from (f"{folder} is damaged and passed over. {fault}" for folder, fault in files.passed_over.items())
+        if files.checkpoint is not None and files.checkpoint.unread_bytes:
+            of = f"the checksums of {size_text(files.checkpoint.unread_bytes)} were not compared here"
+            yield f"{files.checkpoint.path}: {of}; a resume and an export do it."
+        if run_dir.names_are_wrong:
+            what = f"{run_dir.names} is gone or damaged. The name {run_dir.name} was found in other files of the run;"
+            yield f"{what} train --resume writes {run_dir.names.name} again."
+
+    def remarks_on_events(self) -> Iterator[str]:
+        """What of the events could not be read. A line torn at the end of each start is no remark."""
+        for path, log in ((self.run_dir.events(), self.log), (self.run_dir.events(SUPERVISOR), self.supervisor)):
+            if text := unread_text(path):
+                yield text
+            aside = log.set_aside
+            if aside.lines > max(len(self.all(StartEvent)), 1):
+                yield f"{path}: {count_text(aside.lines, 'line')} cannot be read as events, and were passed over."
+            if unknown := sorted({*aside.kinds, *aside.fields}):
+                names = f"{', '.join(unknown[:5])}{', ...' if len(unknown) > 5 else ''}"
+                yield f"{path}: another version of lora-rocm wrote in it. Not known here: {names}."
+        has_files = self.files.checkpoint or self.files.passed_over
+        if self.latest_s is None and (has_files or size_if_there(self.run_dir.events())):
+            yield "its events are gone or damaged: steps, loss and rate are not known"
