@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from lora_rocm.adapters.lora_reader import TensorNumbers, read_lora
 from lora_rocm.commands.inspect_file import inspect_text
@@ -23,6 +25,7 @@ from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.train.check_child import weigh
+from lora_rocm.train.usable_start import require_startable
 from tests.judging import inspect
 from tests.tiny_flux import write_tiny_flux
 from tests.train.test_pipeline import start
@@ -49,11 +52,20 @@ KINDS: dict[str, tuple[str, Tensors]] = {
 """Name -> (lora.type, the parts of one module)."""
 
 
+@dataclass(frozen=True)
+class Shared:
+    """A tiny base and its components without weights, for all files of this module."""
+
+    folder: Path
+    skeletons: dict[str, nn.Module]
+
+
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory: pytest.TempPathFactory) -> Shared:
     folder = tmp_path_factory.mktemp("base") / "flux"
     write_tiny_flux(folder)
-    return folder
+    family = family_for(recipe_of(folder, folder / "none", folder, {}))
+    return Shared(folder, {name: family.skeleton(name) for name in family.all_components})
 
 
 def recipe_of(base: Path, path: Path, folder: Path, lora: dict[str, Any]) -> Recipe:
@@ -77,15 +89,22 @@ def written(path: Path, kind: str, change: Callable[[Tensors], object] = lambda 
     return path
 
 
-def agreed(base: Path, path: Path, kind: str) -> AdapterError | None:
-    """What all say of a file: the refusal, or None."""
+def agreed(base: Shared, path: Path, kind: str, *, by_all: bool = False) -> AdapterError | None:
+    """What all say of a file: the refusal, or None.
+
+    ``inspect`` and the verdict that ``check`` and ``train`` share are asked each time. ``by_all``: ``check``, ``train``
+    and what reads a finished file, too, as one case of each kind of fault is.
+    """
     section: dict[str, Any] = {"type": KINDS[kind][0], **({} if kind == "ia3" else {"rank": 4})}
     if kind == "dora":
         section["use_dora"] = True
-    recipe = recipe_of(base, path, path.parent, section)
+    recipe = recipe_of(base.folder, path, path.parent, section)
     found, error = inspect(path), None
     try:
-        weigh(recipe)
+        if by_all:
+            weigh(recipe)
+        else:
+            require_startable(family_for(recipe), recipe, deepcopy(base.skeletons), torch.float32)
     except AdapterError as refusal:
         error = refusal
     assert ("flux" in found["trainable"]) is (error is None), (found, error)
@@ -93,15 +112,15 @@ def agreed(base: Path, path: Path, kind: str) -> AdapterError | None:
         return None
     assert (found["problem"]["code"], found["problem"]["what"]) == (error.code, error.what)
     assert "can start a run" not in inspect_text(found) and path.name in error.where
-    with pytest.raises(AdapterError) as caught:
-        start(recipe, path.parent / "run")
-    assert (caught.value.code, caught.value.what) == (error.code, error.what)
-    assert not list((path.parent / "cache").rglob("*.safetensors")), "refused before anything is encoded"
-    if error.code != "init-from-axis":  # which sample and compare can use
-        family = family_for(recipe)
+    if by_all:
         with pytest.raises(AdapterError) as caught:
-            read_lora(family, {"transformer": family.skeleton("transformer")}, path)
-        assert caught.value.code == error.code
+            start(recipe, path.parent / "run")
+        assert (caught.value.code, caught.value.what) == (error.code, error.what)
+        assert not list((path.parent / "cache").rglob("*.safetensors")), "refused before anything is encoded"
+        if error.code != "init-from-axis":  # which sample and compare can use
+            with pytest.raises(AdapterError) as caught:
+                read_lora(family_for(recipe), {"transformer": base.skeletons["transformer"]}, path)
+            assert caught.value.code == error.code
     return error
 
 
@@ -114,8 +133,8 @@ def put(role: str, value: Tensor) -> Callable[[Tensors], object]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_sound_file_is_taken(base: Path, tmp_path: Path, kind: str) -> None:
-    assert agreed(base, written(tmp_path / "x.safetensors", kind), kind) is None
+def test_a_sound_file_is_taken(base: Shared, tmp_path: Path, kind: str) -> None:
+    assert agreed(base, written(tmp_path / "x.safetensors", kind), kind, by_all=kind == "lora") is None
 
 
 NOT_FINITE = "lora-not-finite"
@@ -155,19 +174,20 @@ REFUSED: list[tuple[str, str, Callable[[Tensors], object], str, str]] = [
     ("kind", "what", "change", "code", "named"), REFUSED, ids=[f"{k}: {w}" for k, w, *_ in REFUSED]
 )
 def test_a_file_from_which_no_run_can_start_is_refused_alike(
-    base: Path, tmp_path: Path, kind: str, what: str, change: Callable[[Tensors], object], code: str, named: str
+    base: Shared, tmp_path: Path, kind: str, what: str, change: Callable[[Tensors], object], code: str, named: str
 ) -> None:
-    error = agreed(base, written(tmp_path / "x.safetensors", kind, change), kind)
+    by_all = what == next(first for _, first, _, its, _ in REFUSED if its == code)
+    error = agreed(base, written(tmp_path / "x.safetensors", kind, change), kind, by_all=by_all)
     assert error is not None and error.code == code and named in error.what, what
 
 
 @pytest.mark.parametrize("alpha", [NAN, INF, 1e30])
-def test_the_alpha_of_a_whole_lokr_does_not_count(base: Path, tmp_path: Path, alpha: float) -> None:
+def test_the_alpha_of_a_whole_lokr_does_not_count(base: Shared, tmp_path: Path, alpha: float) -> None:
     assert agreed(base, written(tmp_path / "x.safetensors", "whole lokr", filled("alpha", alpha)), "whole lokr") is None
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "1", '"r"', "null", "[" * 100_000])
-def test_metadata_that_are_no_object_are_named(base: Path, tmp_path: Path, text: str) -> None:
+def test_metadata_that_are_no_object_are_named(base: Shared, tmp_path: Path, text: str) -> None:
     path = tmp_path / "x.safetensors"
     save_file({f"{MODULE}.{role}": tensor for role, tensor in LORA.items()}, path, {"lora_adapter_metadata": text})
     error = agreed(base, path, "lora")
@@ -175,7 +195,7 @@ def test_metadata_that_are_no_object_are_named(base: Path, tmp_path: Path, text:
 
 
 @pytest.mark.parametrize("letters", ["\n", "\r\x1b[2J", "\u2028", "\x00"])
-def test_names_from_a_file_cannot_steer_a_terminal(base: Path, tmp_path: Path, letters: str) -> None:
+def test_names_from_a_file_cannot_steer_a_terminal(base: Shared, tmp_path: Path, letters: str) -> None:
     path, name = tmp_path / "x.safetensors", f"an{letters}other"
     for more in ({name: torch.ones(1)}, {f"{MODULE}{letters}.lora_A.weight": torch.ones(RANK, SIDE)}):
         save_file({f"{MODULE}.{role}": tensor for role, tensor in LORA.items()} | more, path)
@@ -185,7 +205,10 @@ def test_names_from_a_file_cannot_steer_a_terminal(base: Path, tmp_path: Path, l
         for said in (error.what, error.where, error.fix, *text.split("\n")):
             assert not set(letters) - set("[2J") & set(said)
     save_file({f"{MODULE}.{role}": tensor for role, tensor in LORA.items()} | {f"{name}.alpha": torch.ones(())}, path)
-    (notice, _) = weigh(recipe_of(base, path, tmp_path, {})).notices
+    said = list[str]()
+    recipe = recipe_of(base.folder, path, tmp_path, {})
+    require_startable(family_for(recipe), recipe, deepcopy(base.skeletons), torch.float32, said.append)
+    (notice, _) = said
     assert "alphas of modules that have no weights" in notice and not set(letters) - set("[2J") & set(notice)
     assert notice in inspect(path)["notices"] and "note: " in inspect_text(inspect(path))
 
@@ -254,11 +277,11 @@ PEFT: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "code"), PEFT, ids=[json.dumps(fields) for fields, _ in PEFT])
-def test_a_peft_folder(base: Path, tmp_path: Path, fields: dict[str, Any], code: str) -> None:
+def test_a_peft_folder(base: Shared, tmp_path: Path, fields: dict[str, Any], code: str) -> None:
     folder = tmp_path / "peft"
     folder.mkdir()
     name = f"base_model.model.{MODULE.removeprefix('transformer.')}"
     save_file({f"{name}.{role}": tensor for role, tensor in LORA.items()}, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps({**CONFIG, **fields}), encoding="utf-8")
-    error = agreed(base, folder, "lora")
+    error = agreed(base, folder, "lora", by_all=fields == next(first for first, its in PEFT if its == code))
     assert (error.code if error else "") == code
