@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,10 +54,14 @@ KINDS: dict[str, tuple[str, Tensors]] = {
 
 @dataclass(frozen=True)
 class Shared:
-    """A tiny base and its components without weights, for all files of this module."""
+    """A tiny base and its transformer without weights, for all files of this module; a copy is read in no time."""
 
     folder: Path
-    skeletons: dict[str, nn.Module]
+    pickled: bytes
+
+    def skeletons(self) -> dict[str, nn.Module]:
+        transformer: nn.Module = pickle.loads(self.pickled)
+        return {"transformer": transformer}
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +69,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Shared:
     folder = tmp_path_factory.mktemp("base") / "flux"
     write_tiny_flux(folder)
     family = family_for(recipe_of(folder, folder / "none", folder, {}))
-    return Shared(folder, {name: family.skeleton(name) for name in family.all_components})
+    return Shared(folder, pickle.dumps(family.skeleton("transformer")))
 
 
 def recipe_of(base: Path, path: Path, folder: Path, lora: dict[str, Any]) -> Recipe:
@@ -104,7 +108,7 @@ def agreed(base: Shared, path: Path, kind: str, *, by_all: bool = False) -> Adap
         if by_all:
             weigh(recipe)
         else:
-            require_startable(family_for(recipe), recipe, deepcopy(base.skeletons), torch.float32)
+            require_startable(family_for(recipe), recipe, base.skeletons(), torch.float32)
     except AdapterError as refusal:
         error = refusal
     assert ("flux" in found["trainable"]) is (error is None), (found, error)
@@ -119,7 +123,7 @@ def agreed(base: Shared, path: Path, kind: str, *, by_all: bool = False) -> Adap
         assert not list((path.parent / "cache").rglob("*.safetensors")), "refused before anything is encoded"
         if error.code != "init-from-axis":  # which sample and compare can use
             with pytest.raises(AdapterError) as caught:
-                read_lora(family_for(recipe), {"transformer": base.skeletons["transformer"]}, path)
+                read_lora(family_for(recipe), base.skeletons(), path)
             assert caught.value.code == error.code
     return error
 
@@ -207,7 +211,7 @@ def test_names_from_a_file_cannot_steer_a_terminal(base: Shared, tmp_path: Path,
     save_file({f"{MODULE}.{role}": tensor for role, tensor in LORA.items()} | {f"{name}.alpha": torch.ones(())}, path)
     said = list[str]()
     recipe = recipe_of(base.folder, path, tmp_path, {})
-    require_startable(family_for(recipe), recipe, deepcopy(base.skeletons), torch.float32, said.append)
+    require_startable(family_for(recipe), recipe, base.skeletons(), torch.float32, said.append)
     (notice, _) = said
     assert "alphas of modules that have no weights" in notice and not set(letters) - set("[2J") & set(notice)
     assert notice in inspect(path)["notices"] and "note: " in inspect_text(inspect(path))

@@ -24,6 +24,7 @@ from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.foundation.files import temporary_folder, write_atomic
 from lora_rocm.foundation.terminal_text import legible
 from lora_rocm.foundation.units import count_text, size_text
+from lora_rocm.model_files.models import BASE_JUDGED_BY
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe
 from lora_rocm.recipe.paths import paths_of
 from lora_rocm.recipe.schema import Recipe
@@ -90,7 +91,7 @@ def _memory_lines(base: BaseFacts) -> Iterator[str]:
         yield f"  {component}: {size_text(size)}"
     total = sum(base.num_bytes.values())
     yield f"  together: {size_text(total)} (training adds activations, adapter and optimizer)"
-    yield "  judged by configs, headers and small tensors: a run looks at the numbers of large ones when it loads them"
+    yield f"  {BASE_JUDGED_BY}"
 
 
 def _raise_all(loaded: LoadedRecipe, errors: Sequence[LoraRocmError]) -> None:
