@@ -287,5 +287,5 @@ def test_a_peft_folder(base: Shared, tmp_path: Path, fields: dict[str, Any], cod
     name = f"base_model.model.{MODULE.removeprefix('transformer.')}"
     save_file({f"{name}.{role}": tensor for role, tensor in LORA.items()}, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps({**CONFIG, **fields}), encoding="utf-8")
-    error = agreed(base, folder, "lora", by_all=fields == next(first for first, its in PEFT if its == code))
+    error = agreed(base, folder, "lora", by_all=fields == {"peft_type": 7})
     assert (error.code if error else "") == code
