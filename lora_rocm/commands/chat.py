@@ -78,7 +78,7 @@ def chat(source: Path, prompt: str | None, options: Options, registry: Registry 
     with temporary_folder() as folder:
         job = {"adapter": str(adapter), "recipe": str(recipe), SPARE_CACHE: str(folder / "cache")}
         write_json(folder / "job.json", job)
-        command = heavy_command(TOOLS_MODULE, "chat", str(folder / "job.json"))
+        command = heavy_command(TOOLS_MODULE, "chat", str(folder / "job.json"), reads_input=True)
         with started(command, plan_here().applied_to(os.environ)) as child:
             talk = _Talk(child, options, Console(file=sys.stdout))
             talk.load(quiet=prompt is not None)

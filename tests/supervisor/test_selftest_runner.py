@@ -46,7 +46,7 @@ class Child:
         self.said: list[str] = []
 
     def command(self, arguments: Sequence[str]) -> list[str]:
-        return [sys.executable, str(FAULTY), str(self.log), json.dumps(self.faults), "--watch-parent", *arguments]
+        return [sys.executable, str(FAULTY), str(self.log), json.dumps(self.faults), *arguments]
 
     @property
     def starts(self) -> list[dict[str, Any]]:
@@ -332,8 +332,8 @@ def test_the_child_is_told_to_leave_with_its_parent() -> None:
         "-P",
         "-m",
         "lora_rocm.supervisor.child_main",
+        "--leave-with-parent",
         "lora_rocm.checks.selftest",
-        "--watch-parent",
         "--only",
         "gemm",
     ]
