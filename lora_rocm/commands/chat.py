@@ -96,8 +96,9 @@ def _adapter_of(source: Path, registry: Registry) -> tuple[Path, Path]:
     """
     if source.name == WEIGHTS:
         source = source.parent
-    found = [folder / "recipe.yaml" for folder in (source, source.parent, source.parent.parent)]
-    recipe = next((path for path in found if path.is_file()), None)
+    around = [RunDir(folder) for folder in (source, source.parent, source.parent.parent)]
+    # a run that has lost its recipe is one all the same: ``recipe_of_run`` says which file is missing
+    recipe = next((each.recipe for each in around if each.recipe.is_file() or holds_run(each)), None)
     if not source.exists() or recipe is None:
         raise UserError(
             "no-run",
