@@ -128,7 +128,9 @@ class ProgressDisplay:
             self.say(f"Going on from step {resumed}")
             self.loss = Smoothed()
             self.measures.clear()
-            with suppress(ResumeError, StorageError):  # a file that cannot be read stops no run: the smoothed loss begins anew
+            with suppress(
+                ResumeError, StorageError
+            ):  # a file that cannot be read stops no run: the smoothed loss begins anew
                 for step in self.ends():
                     self.guard.add(step)
                 for step in self.past():

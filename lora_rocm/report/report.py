@@ -50,7 +50,14 @@ from lora_rocm.rundir.events import current_steps, read_events, unread_text
 from lora_rocm.rundir.incidents import last_word, trouble_of
 from lora_rocm.rundir.layout import SUPERVISOR, RunDir
 from lora_rocm.rundir.made_from import stale_exports
-from lora_rocm.rundir.results import faults_of_finished, lost_loras_text, named_paths, read_result, result_files, written_loras
+from lora_rocm.rundir.results import (
+    faults_of_finished,
+    lost_loras_text,
+    named_paths,
+    read_result,
+    result_files,
+    written_loras,
+)
 
 MAX_ROUNDS = 12
 MAX_PROMPTS = 8

@@ -333,9 +333,7 @@ def test_a_pipe_in_place_of_a_file_of_a_run_is_the_user_s_fault(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("command", ["chat", "sample", "export", "compare"])
-def test_a_command_on_a_run_without_its_recipe_names_it(
-    tmp_path: Path, command: str
-) -> None:
+def test_a_command_on_a_run_without_its_recipe_names_it(tmp_path: Path, command: str) -> None:
     run_dir = RunDir(tmp_path / "run")
     write_whole_run(run_dir)
     run_dir.recipe.unlink()

@@ -189,9 +189,7 @@ def test_a_child_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("call", ["run_for_json(name, [], os.environ)", "run_tool(name, [], os.environ, print)"])
-def test_a_child_ends_with_a_parent_that_was_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
+def test_a_child_ends_with_a_parent_that_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     """The parent has no time to end it: no handler runs when a process is killed."""
     told = tmp_path / "told"
     body = f"import os, time\nopen({str(told)!r}, 'w').write(f'{{os.getpid()}} ')\ntime.sleep(100)"
