@@ -155,11 +155,7 @@ def contents_of(
         else:
             of_component = configs.get(f"{place.component}.", configs.get(""))
             found.append(_by_config(key, place, parts, of_component, kind, path, whole_config=peft is not None))
-    for start, config in configs.items() if kind.alpha_of else ():
-        own = [each for each in found if "alpha" not in each.parts]
-        own = [each for each in own if start == (key if (key := f"{each.place.component}.") in configs else "")]
-        if names := [_peft_name(each.key, each.place) for each in own]:
-            _name_unused_patterns(config, names, _config_place(path, peft is not None), say)
+    _name_unused_patterns(configs if kind.alpha_of else {}, found, _config_place(path, peft is not None), say)
     for each in found:
         _check(each, kind, path, numbers)
     _check_zero_or_negative(found, norms, kind, path, say)
@@ -259,15 +255,24 @@ def _config_place(path: Path, whole_config: bool) -> str:
     return str(path / PEFT_CONFIG if path.is_dir() else path.with_name(PEFT_CONFIG))
 
 
-def _name_unused_patterns(config: Mapping[str, Any], names: Sequence[str], place: str, say: Say) -> None:
-    """Say which keys of a config's patterns match no module of the file, so that their values count for nothing."""
-    ends = {name[at:] for name in names for at in (0, *(dot.end() for dot in re.finditer(r"\.", name)))}
-    for field in ("alpha_pattern", "rank_pattern"):
-        keys = [key for key in config.get(field) or {} if key not in ends]  # PEFT's writers give whole ends of names
-        unused = [key for key in keys if not any(_matches(key, name) for name in names)]
-        if unused:
-            more = f" and {count_text(len(unused) - 1, 'more key')}" if len(unused) > 1 else ""
-            say(f"{place}: {field} names {unused[0]:.200}{more}, which is no module of this file: it changes nothing.")
+def _name_unused_patterns(
+    configs: Mapping[str, Mapping[str, Any]], modules: Sequence[StoredModule[Values]], place: str, say: Say
+) -> None:
+    """Say which keys of a config's patterns match no module that it is for, so that their values count for nothing."""
+    for start, config in configs.items():
+        names = [
+            _peft_name(each.key, each.place)
+            for each in modules
+            if "alpha" not in each.parts and start == (own if (own := f"{each.place.component}.") in configs else "")
+        ]
+        ends = {name[at:] for name in names for at in (0, *(dot.end() for dot in re.finditer(r"\.", name)))}
+        for field in ("alpha_pattern", "rank_pattern") if names else ():
+            keys = [key for key in config.get(field) or {} if key not in ends]  # PEFT's writers give ends of names
+            unused = [key for key in keys if not any(_matches(key, name) for name in names)]
+            if unused:
+                more = f" and {count_text(len(unused) - 1, 'more key')}" if len(unused) > 1 else ""
+                what = f"{place}: {field} names {unused[0]:.200}{more}, which is no module of this file"
+                say(f"{what}: it changes nothing.")
 
 
 def _check_zero_or_negative(
