@@ -255,7 +255,10 @@ def with_a_vae_of_16_channels(model: Path) -> None:
         (changed("scheduler/scheduler_config.json", prediction_type="sample"), ["'sample'", "scheduler_config.json"]),
         (changed("unet/config.json", quantization_config={"quant_method": "gptq"}), ["gptq", "unet/config.json"]),
         (changed("unet/config.json", layers_per_block=10_000), ["unet/config.json", "layers"]),
-        (changed("tokenizer_2/tokenizer.json", model={"type": "?"}), ["tokenizer_2/tokenizer.json", "cannot be read", "Download"]),
+        (
+            changed("tokenizer_2/tokenizer.json", model={"type": "?"}),
+            ["tokenizer_2/tokenizer.json", "cannot be read", "Download"],
+        ),
         (without_a_block, ["unet", "tensors are missing, for example mid_block."]),
         (like_ssd_1b, ["unet", "tensors are missing, for example down_blocks.2.attentions.0.transformer_blocks.1."]),
         (with_a_vae_of_16_channels, ["vae", "of another shape"]),

@@ -266,6 +266,10 @@ PEFT: list[tuple[dict[str, Any], str]] = [
     ({"lora_alpha": 1e30}, "lora-not-finite"),
     ({"lora_alpha": None}, "lora-strength"),
     ({"lora_alpha": True}, "lora-strength"),
+    ({"lora_alpha": 0}, "lora-strength"),
+    ({"lora_alpha": 0.0, "use_rslora": True}, "lora-strength"),
+    ({"lora_alpha": 0, "alpha_pattern": {"to_q": 1}}, ""),
+    ({"lora_alpha": -RANK}, ""),
     ({"r": 9}, "lora-strength"),
     ({"r": 0}, "lora-strength"),
     ({"peft_type": "ADALORA"}, "lora-kind"),
@@ -289,3 +293,77 @@ def test_a_peft_folder(base: Shared, tmp_path: Path, fields: dict[str, Any], cod
     (folder / "adapter_config.json").write_text(json.dumps({**CONFIG, **fields}), encoding="utf-8")
     error = agreed(base, folder, "lora", by_all=fields == {"peft_type": 7})
     assert (error.code if error else "") == code
+
+
+def peft_folder(folder: Path, fields: dict[str, Any]) -> Path:
+    """Two modules, so that one can be of another strength than the other."""
+    folder.mkdir()
+    names = [f"base_model.model.{MODULE.removeprefix('transformer.')[:-1]}{letter}" for letter in "qk"]
+    tensors = {f"{name}.{role}": tensor.clone() for name in names for role, tensor in LORA.items()}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({**CONFIG, **fields}), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("fields", "key", "fix"),
+    [
+        ({"lora_alpha": "4"}, "lora_alpha", "lora_alpha"),
+        ({"lora_alpha": NAN}, "lora_alpha", "lora_alpha"),
+        ({"r": 9}, "r", "r"),
+        ({"rank_pattern": {"to_k": 9}}, "rank_pattern: to_k", "rank_pattern: to_k"),
+        ({"alpha_pattern": {"to_k": "x"}}, "alpha_pattern: to_k", "alpha_pattern: to_k"),
+        ({"alpha_pattern": {"(((": 3}}, "alpha_pattern: (((", "names of modules"),
+        ({"alpha_pattern": 3}, "alpha_pattern", "adapter_config.json"),
+        ({"use_rslora": "yes"}, "use_rslora", "use_rslora"),
+        ({"use_dora": True}, "use_dora", "use_dora"),
+    ],
+)
+def test_a_refused_config_is_named_with_its_key(
+    base: Path, tmp_path: Path, fields: dict[str, Any], key: str, fix: str
+) -> None:
+    folder = peft_folder(tmp_path / "peft", fields)
+    problem = inspect(folder)["problem"]
+    with pytest.raises(AdapterError) as caught:
+        weigh(recipe_of(base, folder, tmp_path, {"rank": 4}))
+    assert problem["where"] == caught.value.where == f"{folder / 'adapter_config.json'}: {key}"
+    assert problem["fix"] == caught.value.fix and fix in problem["fix"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, []),
+        ({"alpha_pattern": {"to_q": 1}, "rank_pattern": {r"single_transformer_blocks.*to_k": RANK}}, []),
+        ({"alpha_pattern": {"nonexistent": 16}}, ["alpha_pattern", "nonexistent"]),
+        ({"rank_pattern": {"to_q": RANK, "o_q": 8, "to_v": 8}}, ["rank_pattern", "o_q"]),
+        ({"alpha_pattern": {"to_q": -1}}, ["to_q", "negative", "-0.5"]),
+        ({"alpha_pattern": {"to_q": 0}}, ["to_q", "is 0"]),
+    ],
+)
+def test_a_value_that_is_not_used_and_an_odd_strength_are_said(
+    base: Path, tmp_path: Path, fields: dict[str, Any], words: list[str]
+) -> None:
+    folder = peft_folder(tmp_path / "peft", fields)
+    for notices in (inspect(folder)["notices"], weigh(recipe_of(base, folder, tmp_path, {"rank": 4})).notices):
+        assert len(notices) == bool(words), notices
+        assert all(word in notices[0] for word in words)
+
+
+@pytest.mark.parametrize(("alpha", "code"), [(0.0, "lora-strength"), (-2.0, ""), (2.0, "")])
+def test_a_file_that_changes_nothing_is_refused(base: Path, tmp_path: Path, alpha: float, code: str) -> None:
+    path = written(tmp_path / "x.safetensors", "lora", filled("alpha", alpha))
+    error = agreed(base, path, "lora")
+    assert (error.code if error else "") == code
+    if error is None:
+        assert any("negative" in notice for notice in inspect(path)["notices"]) is (alpha < 0)
+
+
+def test_a_module_of_no_model_is_named_with_its_tensors_and_a_remedy(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    names = ("lora_unet_input_blocks_4_1_proj_in", "lora_unet_nowhere_block", "lora_unet_nowhere_other")
+    parts = {"lora_down.weight": torch.ones(2, 640), "lora_up.weight": torch.ones(640, 2), "alpha": torch.ones(())}
+    save_file({f"{name}.{role}": tensor.clone() for name in names for role, tensor in parts.items()}, path)
+    problem = inspect(path)["problem"]
+    assert problem["code"] == "lora-of-another-model" and "lora_unet_nowhere_block" in problem["what"]
+    assert "lora_unet_nowhere_block.lora_down.weight" in problem["fix"]

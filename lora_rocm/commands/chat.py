@@ -78,7 +78,7 @@ def chat(source: Path, prompt: str | None, options: Options, registry: Registry 
     with temporary_folder() as folder:
         job = {"adapter": str(adapter), "recipe": str(recipe), SPARE_CACHE: str(folder / "cache")}
         write_json(folder / "job.json", job)
-        command = heavy_command(TOOLS_MODULE, "chat", str(folder / "job.json"))
+        command = heavy_command(TOOLS_MODULE, "chat", str(folder / "job.json"), reads_input=True)
         with started(command, plan_here().applied_to(os.environ)) as child:
             talk = _Talk(child, options, Console(file=sys.stdout))
             talk.load(quiet=prompt is not None)
@@ -96,8 +96,9 @@ def _adapter_of(source: Path, registry: Registry) -> tuple[Path, Path]:
     """
     if source.name == WEIGHTS:
         source = source.parent
-    found = [folder / "recipe.yaml" for folder in (source, source.parent, source.parent.parent)]
-    recipe = next((path for path in found if path.is_file()), None)
+    around = [RunDir(folder) for folder in (source, source.parent, source.parent.parent)]
+    # a run that has lost its recipe is one all the same: ``recipe_of_run`` says which file is missing
+    recipe = next((each.recipe for each in around if each.recipe.is_file() or holds_run(each)), None)
     if not source.exists() or recipe is None:
         raise UserError(
             "no-run",

@@ -9,6 +9,7 @@ from typing import Any
 
 from lora_rocm.foundation.units import number_text, rate_text, size_text, time_text, times_text
 from lora_rocm.model_files.readers import readers_line
+from lora_rocm.recipe.saved_recipe import recipe_fault
 from lora_rocm.report.smoothing import Smoothed
 from lora_rocm.rundir.events import current_steps, read_events, unread_text
 from lora_rocm.rundir.incidents import last_word, trouble_of
@@ -49,6 +50,7 @@ def status(run_dir: RunDir) -> dict[str, Any]:
     checkpoint, passed_over = newest_checkpoint(run_dir)
     latest_s = max((float(event["time"]) for event in (*events[-1:], *trouble[-1:])), default=None)
     remarks = faults_of_finished(run_dir) if state == "finished" else []
+    remarks += [fault for fault in [recipe_fault(run_dir)] if fault]
     remarks += [f"{path}: {fault} {remedy(run_dir, path)}" for path, fault in faults.items()]
     remarks += stale.values()
     remarks += lost_loras_text(run_dir, written_loras(events))

@@ -13,7 +13,7 @@ from pathlib import Path
 from lora_rocm import BEGAN_S
 from lora_rocm.commands import sample_export
 from lora_rocm.dataset.preview_images import require_preview_images
-from lora_rocm.errors import LoraRocmError, MachineError, StoppedError, StorageError, UserError
+from lora_rocm.errors import LoraRocmError, MachineError, ResumeError, StoppedError, StorageError, UserError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.files import write_json
 from lora_rocm.foundation.names import name_key
@@ -251,7 +251,7 @@ def _report(run: RunDir, registry: Registry) -> None:
     """Write the report and print its path. A failure does not change the run's exit code."""
     try:
         _say(f"Report: {write_report(run, registry)}")
-    except StorageError as error:
+    except (ResumeError, StorageError) as error:
         _say(f"The report could not be written; later: lora-rocm report {quoted([str(run.path)])}\n{error}")
 
 

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 from rich.text import Text
 
-from lora_rocm.errors import StorageError
+from lora_rocm.errors import ResumeError, StorageError
 from lora_rocm.foundation.units import count_text, number_text, rate_text, size_text, time_text
 from lora_rocm.model_files.readers import readers_line
 from lora_rocm.report.concept_text import concept_line
@@ -128,7 +128,9 @@ class ProgressDisplay:
             self.say(f"Going on from step {resumed}")
             self.loss = Smoothed()
             self.measures.clear()
-            with suppress(StorageError):  # a file that cannot be read stops no run: the smoothed loss begins anew
+            with suppress(
+                ResumeError, StorageError
+            ):  # a file that cannot be read stops no run: the smoothed loss begins anew
                 for step in self.ends():
                     self.guard.add(step)
                 for step in self.past():

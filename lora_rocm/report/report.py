@@ -22,6 +22,7 @@ from lora_rocm.foundation.units import count_text, number_text, rate_text, size_
 from lora_rocm.model_files.peft_folder import peft_folders
 from lora_rocm.model_files.readers import PROGRAMS, readers_line
 from lora_rocm.recipe.load import MAX_RECIPE_BYTES, load_recipe
+from lora_rocm.recipe.saved_recipe import recipe_fault
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.report.concept_text import ADVICE, concept_quality, is_headline
 from lora_rocm.report.guard_counts import GuardCounts
@@ -49,7 +50,14 @@ from lora_rocm.rundir.events import current_steps, read_events, unread_text
 from lora_rocm.rundir.incidents import last_word, trouble_of
 from lora_rocm.rundir.layout import SUPERVISOR, RunDir
 from lora_rocm.rundir.made_from import stale_exports
-from lora_rocm.rundir.results import lost_loras_text, named_paths, read_result, result_files, written_loras
+from lora_rocm.rundir.results import (
+    faults_of_finished,
+    lost_loras_text,
+    named_paths,
+    read_result,
+    result_files,
+    written_loras,
+)
 
 MAX_ROUNDS = 12
 MAX_PROMPTS = 8
@@ -120,7 +128,9 @@ def write_report(run_dir: RunDir, registry: Registry = PRODUCT) -> Path:
     facts = Facts(run_dir, events, current_steps(events), recipe, result, environment, trouble, telemetry)
     title = recipe.output.name if recipe else run_dir.path.name
     files = (run_dir.events(), run_dir.events(SUPERVISOR))
-    unread = [Paragraph(text, "bad") for path in files if (text := unread_text(path))]
+    remarks = [recipe_fault(run_dir, registry), *map(unread_text, files)]
+    remarks += faults_of_finished(run_dir) if run_dir.result.exists() else []
+    unread = [Paragraph(text, "bad") for text in remarks if text]
     html = page(
         f"{title}: lora-rocm report",
         title,

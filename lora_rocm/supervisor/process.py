@@ -34,6 +34,7 @@ from lora_rocm.foundation.safe_path import python_command, python_environment
 from lora_rocm.rundir.events import EventReader
 from lora_rocm.rundir.exit_status import TAIL_BYTES, died, size_of, tail_bytes
 from lora_rocm.rundir.layout import RunDir
+from lora_rocm.supervisor.child_main import LEAVE_WITH_PARENT
 from lora_rocm.supervisor.windows_console import told_of_closing
 from lora_rocm.supervisor.windows_job import Job
 
@@ -55,14 +56,22 @@ RESUME = re.compile(r"( with| and)? --resume latest")
 OnEvent = Callable[[Event], None]
 
 
-def heavy_command(module: str, *arguments: str) -> list[str]:
+def heavy_command(module: str, *arguments: str, reads_input: bool = False) -> list[str]:
     """The command of a heavy child, which starts in ``supervisor.child_main``.
+
+    Its standard input is a pipe that this process holds open: the child exits as soon as the pipe ends.
+
+    Args:
+        module: its ``main`` is called.
+        arguments: what it finds in ``sys.argv``.
+        reads_input: the module reads its standard input itself, and ends in its own way when that ends.
 
     Raises:
         MachineError: a package that it needs is not installed.
     """
     require_packages()
-    return python_command("-m", CHILD, module, *arguments)
+    watch = [] if reads_input else [LEAVE_WITH_PARENT]
+    return python_command("-m", CHILD, *watch, module, *arguments)
 
 
 def worker_command(
@@ -79,7 +88,7 @@ def worker_command(
     worker: the module whose ``main`` trains; None: this program's, with this program's model families.
     began_s: when the command began, in seconds since the epoch.
     """
-    command = heavy_command(worker or WORKER, str(run_dir.path))
+    command = heavy_command(worker or WORKER, str(run_dir.path), reads_input=True)
     command += ["--checkpoint", str(checkpoint)] if checkpoint else []
     command += ["--accept-changes"] if accept_changes else []
     command += ["--attempt", str(attempt)] if attempt else []
