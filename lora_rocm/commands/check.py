@@ -15,6 +15,7 @@ from lora_rocm.dataset.preview_images import require_preview_images
 from lora_rocm.errors import DataError, LoraRocmError, Problem, RecipeError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.units import count_text, size_text
+from lora_rocm.model_files.models import BASE_JUDGED_BY
 from lora_rocm.planning.data_plan import RunPlan, Seen, plan_data, plan_texts, run_plan
 from lora_rocm.processes.jobs import CheckTextsJob
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe

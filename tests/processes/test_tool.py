@@ -20,6 +20,7 @@ import pytest
 from lora_rocm.errors import MachineError, StorageError, UserError, WorkerDiedError
 from lora_rocm.foundation import files
 from lora_rocm.foundation.safe_path import python_command
+from lora_rocm.processes import tool
 from lora_rocm.processes.tool import run_for_json, run_tool
 from lora_rocm.rundir.layout import RunDir
 from tests.command_line import command_line
