@@ -94,6 +94,7 @@ OWN_JSON = {
         # the program's own cache and memory, which it makes again if they are damaged
         *("cache_files.entry_file:_parsed", "cache_files.hash_memory:_read", "latent_cache.manifest:_read"),
         *("commands.check:_remembered", "memory.footprint:_remembered", "rules.mitigation_store:_read"),
+        "rundir.event_index:_read_index",
         *("hardware.measured_choice:stored", "hardware.selftest_result:stored", "hardware.probe.sources:_entries"),
     )
 }
