@@ -22,6 +22,7 @@ from lora_rocm.adapters.factory import inject
 from lora_rocm.adapters.flat_params import FlatWeights
 from lora_rocm.adapters.training_adapter import put_training_adapter
 from lora_rocm.base_models.loading import builtin_folder
+from lora_rocm.children import plan as child
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.errors import AdapterError, ModelError
 from lora_rocm.families.base import LoadedModel, ModelFamily, family_for
@@ -36,6 +37,8 @@ from lora_rocm.memory.footprint import adapter_bytes, count, counted, hollow_mod
 from lora_rocm.memory.op_counter import Ledger
 from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.planning.step_cost import Footprint, Rates, Work, activation_bytes, by_worth
+from lora_rocm.processes.jobs import PlanJob
+from lora_rocm.processes.tool import write_job
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.optim_sections import OptimSection, ProdigySection
 from lora_rocm.recipe.schema import Recipe
@@ -445,17 +448,14 @@ def test_a_gpu_that_fails_while_it_is_measured_is_said_in_words(
     def fails(*args: Any) -> None:
         raise RuntimeError(said)
 
-    job = tmp_path / "job.json"
-    job.write_text(
-        json.dumps({"recipe": recipe(tmp_path).model_dump(mode="json"), "for_card": False, "for_gpu": False}), "utf-8"
-    )
-    monkeypatch.setattr(counting, "_found", fails)
-    monkeypatch.setattr(counting.sys, "argv", ["footprint", str(job)])
-    assert counting.main() == 3
+    job = write_job(tmp_path, PlanJob(recipe(tmp_path).model_dump(mode="json"), for_card=False, for_gpu=False))
+    monkeypatch.setattr(child, "_counted", fails)
+    monkeypatch.setattr(sys, "argv", ["plan", str(job)])
+    assert child.main() == 3
     assert json.loads(capsys.readouterr().out)["code"] == code
     said = "a fault of ours"
     with pytest.raises(RuntimeError, match="a fault of ours"):  # the control
-        counting.main()
+        child.main()
 
 
 @pytest.mark.parametrize(("file", "key", "value", "code"), [
@@ -470,11 +470,11 @@ def test_a_base_that_is_not_what_it_claims_is_refused(
     folder = Path(shutil.copytree(builtin_folder("builtin:tiny-sdxl"), tmp_path / "model"))
     config = json.loads((folder / file).read_text(encoding="utf-8"))
     (folder / file).write_text(json.dumps({**config, key: value}), encoding="utf-8")
-    job, asked = tmp_path / "job.json", recipe(tmp_path).model_dump(mode="json")
+    asked = recipe(tmp_path).model_dump(mode="json")
     asked["model"]["name_or_path"] = str(folder)
-    job.write_text(json.dumps({"recipe": asked, "for_card": True, "for_gpu": True}), "utf-8")
-    monkeypatch.setattr(counting.sys, "argv", ["footprint", str(job)])
-    assert counting.main() == 2
+    job = write_job(tmp_path, PlanJob(asked, for_card=True, for_gpu=True))
+    monkeypatch.setattr(sys, "argv", ["plan", str(job)])
+    assert child.main() == 2
     assert json.loads(capsys.readouterr().out)["code"] == code
 
 
@@ -489,12 +489,12 @@ def test_a_model_that_is_not_here_is_counted_by_the_published_configuration(
             raise ModelError(code, "It cannot be read.", where="model.name_or_path", fix="Look.")
         return nothing
 
-    monkeypatch.setattr(counting, "counted", counted)
+    monkeypatch.setattr(child, "counted", counted)
     given = recipe(tmp_path)
     wanted = given.model_copy(update={"model": given.model.model_copy(update={"name_or_path": "somebody/a-fine-tune"})})
     if code in ("hub-unknown", "config-damaged"):  # that is said
         with pytest.raises(ModelError):
-            counting._found(wanted, Settings(), True, True)
+            child._counted(wanted, Settings(), True, True)
         return
-    found = counting._found(wanted, Settings(), True, True)
-    assert not found["model_is_here"] and found["footprint"] == nothing.to_json()
+    found = child._counted(wanted, Settings(), True, True)
+    assert not found.model_is_here and found.footprint == nothing.to_json()
