@@ -74,7 +74,7 @@ class Said:
         """A short error that names all of ``words``; returns its text."""
         assert self.code == code, self.text
         assert "Traceback" not in self.text, self.text
-        assert "This is a bug" not in self.text and "does not know" not in self.text, self.text
+        assert "This is a bug" not in self.text and "error that it does not know" not in self.text, self.text
         lines = self.err.rstrip("\n").split("\n")
         assert 0 < len(lines) <= MAX_ERROR_LINES and all(len(line) < 600 for line in lines), self.err
         missing = [str(word) for word in words if str(word) not in self.err]

@@ -97,5 +97,5 @@ def status_text(found: dict[str, Any]) -> str:
 def _watched_lines(found: dict[str, Any]) -> list[str]:
     """Return the readings of a run that is going on, and its last warning."""
     readings = found["telemetry"] if found["state"] == "running" else []
-    lines = [f"  GPU {event['gpu']}: {event['text']}" for event in readings]
+    lines = [f"  GPU {reading['gpu']}: {reading['text']}" for reading in readings]
     return lines + [f"  warning: {text}" for text in found["alarms"][-1:]]
