@@ -38,7 +38,8 @@ runtime: {device: cpu}
 """
 TRAIN_OR_ONLY_READ = {
     "commands.bench", "commands.check", "commands.env", "commands.plan", "commands.train", "commands.tune",
-    "train.worker", "supervisor.resume", "supervisor.run_recipe", "train.tracking", "report.report", "recipe.saved_recipe",
+    "train.worker", "supervisor.resume", "supervisor.run_recipe", "train.tracking", "report.report",
+    "recipe.saved_recipe",
 }  # fmt: skip
 """Modules that get a recipe that the user names, or write nothing that it decides."""
 
