@@ -320,12 +320,12 @@ def peft_folder(folder: Path, fields: dict[str, Any]) -> Path:
     ],
 )
 def test_a_refused_config_is_named_with_its_key(
-    base: Path, tmp_path: Path, fields: dict[str, Any], key: str, fix: str
+    base: Shared, tmp_path: Path, fields: dict[str, Any], key: str, fix: str
 ) -> None:
     folder = peft_folder(tmp_path / "peft", fields)
     problem = inspect(folder)["problem"]
     with pytest.raises(AdapterError) as caught:
-        weigh(recipe_of(base, folder, tmp_path, {"rank": 4}))
+        weigh(recipe_of(base.folder, folder, tmp_path, {"rank": 4}))
     assert problem["where"] == caught.value.where == f"{folder / 'adapter_config.json'}: {key}"
     assert problem["fix"] == caught.value.fix and fix in problem["fix"]
 
@@ -342,16 +342,16 @@ def test_a_refused_config_is_named_with_its_key(
     ],
 )
 def test_a_value_that_is_not_used_and_an_odd_strength_are_said(
-    base: Path, tmp_path: Path, fields: dict[str, Any], words: list[str]
+    base: Shared, tmp_path: Path, fields: dict[str, Any], words: list[str]
 ) -> None:
     folder = peft_folder(tmp_path / "peft", fields)
-    for notices in (inspect(folder)["notices"], weigh(recipe_of(base, folder, tmp_path, {"rank": 4})).notices):
+    for notices in (inspect(folder)["notices"], weigh(recipe_of(base.folder, folder, tmp_path, {"rank": 4})).notices):
         assert len(notices) == bool(words), notices
         assert all(word in notices[0] for word in words)
 
 
 @pytest.mark.parametrize(("alpha", "code"), [(0.0, "lora-strength"), (-2.0, ""), (2.0, "")])
-def test_a_file_that_changes_nothing_is_refused(base: Path, tmp_path: Path, alpha: float, code: str) -> None:
+def test_a_file_that_changes_nothing_is_refused(base: Shared, tmp_path: Path, alpha: float, code: str) -> None:
     path = written(tmp_path / "x.safetensors", "lora", filled("alpha", alpha))
     error = agreed(base, path, "lora")
     assert (error.code if error else "") == code
