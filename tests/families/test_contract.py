@@ -379,7 +379,7 @@ def test_a_form_that_cannot_be_written_is_refused_before_training(its: Its, tmp_
     assert not RunDir(tmp_path / "run").list_checkpoints()
 
 
-def in_this_process(run_dir: RunDir, env: Any, on_event: Any, words: Any, say: Any) -> int:
+def in_this_process(run_dir: RunDir, env: Any, on_event: Any, words: Any, say: Any, asked: Any = None) -> int:
     """``worker.run_worker`` without a new Python."""
     module = words.index(WORKER)
     assert words[module + 1] == str(run_dir.path)
