@@ -261,7 +261,10 @@ def with_a_vae_of_16_channels(model: Path) -> None:
         (changed("scheduler/scheduler_config.json", prediction_type="sample"), ["'sample'", "scheduler_config.json"]),
         (changed("unet/config.json", quantization_config={"quant_method": "gptq"}), ["gptq", "unet/config.json"]),
         (changed("unet/config.json", layers_per_block=10_000), ["unet/config.json", "layers"]),
-        (changed("tokenizer_2/tokenizer.json", model={"type": "?"}), ["tokenizer_2", "cannot be read", "Download"]),
+        (
+            changed("tokenizer_2/tokenizer.json", model={"type": "?"}),
+            ["tokenizer_2/tokenizer.json", "cannot be read", "Download"],
+        ),
         (without_a_block, ["unet", "tensors are missing, for example mid_block."]),
         (like_ssd_1b, ["unet", "tensors are missing, for example down_blocks.2.attentions.0.transformer_blocks.1."]),
         (with_a_vae_of_16_channels, ["vae", "of another shape"]),
@@ -271,8 +274,12 @@ def with_a_vae_of_16_channels(model: Path) -> None:
         (damaged("tokenizer/tokenizer_config.json", None), ["tokenizer", "model_max_length", "Download"]),
         (damaged("tokenizer/tokenizer.json", b"{"), ["tokenizer", "cannot be read", "Download"]),
         (cut_short, ["diffusion_pytorch_model.safetensors", "damaged", "Download or copy"]),
+<<<<<<< HEAD
+        (not_finite, ["vae/diffusion_pytorch_model.safetensors", "not finite", "Download the model again"]),
+=======
         (not_finite, ["vae.", "not finite", "Download the model again"]),
         (not_finite_where_large, ["latent_mean", "not finite", "p0.png", "damaged"]),
+>>>>>>> h4
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -292,8 +299,13 @@ def test_model_folders_that_cannot_be_used(
     change(model)
     sets = [f"model.name_or_path={json.dumps(str(model))}", f"cache.dir={json.dumps(str(tmp_path / 'cache'))}"]
     said = program.train(new, *sets)
+<<<<<<< HEAD
+    said.refused(2, str(tmp_path), *words)
+    if change is not not_finite:  # the only one that is not seen in names, shapes and configs
+=======
     said.refused(2, str(tmp_path) if is_seen_early else "p0.png", *words)
     if is_seen_early:  # in names, shapes, configs and small tensors
+>>>>>>> h4
         assert not (tmp_path / "cache" / "image").exists()
         checked = program("check", "r.yaml", *(word for override in sets for word in ("--set", override)))
         checked.refused(2, *words)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from lora_rocm.adapters.lora_reader import TensorNumbers, read_lora
 from lora_rocm.children.check_base import weigh
@@ -23,6 +25,7 @@ from lora_rocm.model_files.header import read_header
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
+from lora_rocm.train.usable_start import require_startable
 from tests.judging import inspect
 from tests.tiny_flux import write_tiny_flux
 from tests.train.runs import start
@@ -49,11 +52,24 @@ KINDS: dict[str, tuple[str, Tensors]] = {
 """Name -> (lora.type, the parts of one module)."""
 
 
+@dataclass(frozen=True)
+class Shared:
+    """A tiny base and its transformer without weights, for all files of this module; a copy is read in no time."""
+
+    folder: Path
+    pickled: bytes
+
+    def skeletons(self) -> dict[str, nn.Module]:
+        transformer: nn.Module = pickle.loads(self.pickled)
+        return {"transformer": transformer}
+
+
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory: pytest.TempPathFactory) -> Shared:
     folder = tmp_path_factory.mktemp("base") / "flux"
     write_tiny_flux(folder)
-    return folder
+    family = family_for(recipe_of(folder, folder / "none", folder, {}))
+    return Shared(folder, pickle.dumps(family.skeleton("transformer")))
 
 
 def recipe_of(base: Path, path: Path, folder: Path, lora: dict[str, Any]) -> Recipe:
@@ -77,15 +93,22 @@ def written(path: Path, kind: str, change: Callable[[Tensors], object] = lambda 
     return path
 
 
-def agreed(base: Path, path: Path, kind: str) -> AdapterError | None:
-    """What all say of a file: the refusal, or None."""
+def agreed(base: Shared, path: Path, kind: str, *, by_all: bool = False) -> AdapterError | None:
+    """What all say of a file: the refusal, or None.
+
+    ``inspect`` and the verdict that ``check`` and ``train`` share are asked each time. ``by_all``: ``check``, ``train``
+    and what reads a finished file, too, as one case of each kind of fault is.
+    """
     section: dict[str, Any] = {"type": KINDS[kind][0], **({} if kind == "ia3" else {"rank": 4})}
     if kind == "dora":
         section["use_dora"] = True
-    recipe = recipe_of(base, path, path.parent, section)
+    recipe = recipe_of(base.folder, path, path.parent, section)
     found, error = inspect(path), None
     try:
-        weigh(recipe)
+        if by_all:
+            weigh(recipe)
+        else:
+            require_startable(family_for(recipe), recipe, base.skeletons(), torch.float32)
     except AdapterError as refusal:
         error = refusal
     assert ("flux" in found["trainable"]) is (error is None), (found, error)
@@ -93,15 +116,15 @@ def agreed(base: Path, path: Path, kind: str) -> AdapterError | None:
         return None
     assert (found["problem"]["code"], found["problem"]["what"]) == (error.code, error.what)
     assert "can start a run" not in inspect_text(found) and path.name in error.where
-    with pytest.raises(AdapterError) as caught:
-        start(recipe, path.parent / "run")
-    assert (caught.value.code, caught.value.what) == (error.code, error.what)
-    assert not list((path.parent / "cache").rglob("*.safetensors")), "refused before anything is encoded"
-    if error.code != "init-from-axis":  # which sample and compare can use
-        family = family_for(recipe)
+    if by_all:
         with pytest.raises(AdapterError) as caught:
-            read_lora(family, {"transformer": family.skeleton("transformer")}, path)
-        assert caught.value.code == error.code
+            start(recipe, path.parent / "run")
+        assert (caught.value.code, caught.value.what) == (error.code, error.what)
+        assert not list((path.parent / "cache").rglob("*.safetensors")), "refused before anything is encoded"
+        if error.code != "init-from-axis":  # which sample and compare can use
+            with pytest.raises(AdapterError) as caught:
+                read_lora(family_for(recipe), base.skeletons(), path)
+            assert caught.value.code == error.code
     return error
 
 
@@ -114,8 +137,8 @@ def put(role: str, value: Tensor) -> Callable[[Tensors], object]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_sound_file_is_taken(base: Path, tmp_path: Path, kind: str) -> None:
-    assert agreed(base, written(tmp_path / "x.safetensors", kind), kind) is None
+def test_a_sound_file_is_taken(base: Shared, tmp_path: Path, kind: str) -> None:
+    assert agreed(base, written(tmp_path / "x.safetensors", kind), kind, by_all=kind == "lora") is None
 
 
 NOT_FINITE = "lora-not-finite"
@@ -155,19 +178,20 @@ REFUSED: list[tuple[str, str, Callable[[Tensors], object], str, str]] = [
     ("kind", "what", "change", "code", "named"), REFUSED, ids=[f"{k}: {w}" for k, w, *_ in REFUSED]
 )
 def test_a_file_from_which_no_run_can_start_is_refused_alike(
-    base: Path, tmp_path: Path, kind: str, what: str, change: Callable[[Tensors], object], code: str, named: str
+    base: Shared, tmp_path: Path, kind: str, what: str, change: Callable[[Tensors], object], code: str, named: str
 ) -> None:
-    error = agreed(base, written(tmp_path / "x.safetensors", kind, change), kind)
+    by_all = what == next(first for _, first, _, its, _ in REFUSED if its == code)
+    error = agreed(base, written(tmp_path / "x.safetensors", kind, change), kind, by_all=by_all)
     assert error is not None and error.code == code and named in error.what, what
 
 
 @pytest.mark.parametrize("alpha", [NAN, INF, 1e30])
-def test_the_alpha_of_a_whole_lokr_does_not_count(base: Path, tmp_path: Path, alpha: float) -> None:
+def test_the_alpha_of_a_whole_lokr_does_not_count(base: Shared, tmp_path: Path, alpha: float) -> None:
     assert agreed(base, written(tmp_path / "x.safetensors", "whole lokr", filled("alpha", alpha)), "whole lokr") is None
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "1", '"r"', "null", "[" * 100_000])
-def test_metadata_that_are_no_object_are_named(base: Path, tmp_path: Path, text: str) -> None:
+def test_metadata_that_are_no_object_are_named(base: Shared, tmp_path: Path, text: str) -> None:
     path = tmp_path / "x.safetensors"
     save_file({f"{MODULE}.{role}": tensor for role, tensor in LORA.items()}, path, {"lora_adapter_metadata": text})
     error = agreed(base, path, "lora")
@@ -175,7 +199,7 @@ def test_metadata_that_are_no_object_are_named(base: Path, tmp_path: Path, text:
 
 
 @pytest.mark.parametrize("letters", ["\n", "\r\x1b[2J", "\u2028", "\x00"])
-def test_names_from_a_file_cannot_steer_a_terminal(base: Path, tmp_path: Path, letters: str) -> None:
+def test_names_from_a_file_cannot_steer_a_terminal(base: Shared, tmp_path: Path, letters: str) -> None:
     path, name = tmp_path / "x.safetensors", f"an{letters}other"
     for more in ({name: torch.ones(1)}, {f"{MODULE}{letters}.lora_A.weight": torch.ones(RANK, SIDE)}):
         save_file({f"{MODULE}.{role}": tensor for role, tensor in LORA.items()} | more, path)
@@ -185,7 +209,10 @@ def test_names_from_a_file_cannot_steer_a_terminal(base: Path, tmp_path: Path, l
         for said in (error.what, error.where, error.fix, *text.split("\n")):
             assert not set(letters) - set("[2J") & set(said)
     save_file({f"{MODULE}.{role}": tensor for role, tensor in LORA.items()} | {f"{name}.alpha": torch.ones(())}, path)
-    (notice, _) = weigh(recipe_of(base, path, tmp_path, {})).notices
+    said = list[str]()
+    recipe = recipe_of(base.folder, path, tmp_path, {})
+    require_startable(family_for(recipe), recipe, base.skeletons(), torch.float32, said.append)
+    (notice, _) = said
     assert "alphas of modules that have no weights" in notice and not set(letters) - set("[2J") & set(notice)
     assert notice in inspect(path)["notices"] and "note: " in inspect_text(inspect(path))
 
@@ -239,6 +266,10 @@ PEFT: list[tuple[dict[str, Any], str]] = [
     ({"lora_alpha": 1e30}, "lora-not-finite"),
     ({"lora_alpha": None}, "lora-strength"),
     ({"lora_alpha": True}, "lora-strength"),
+    ({"lora_alpha": 0}, "lora-strength"),
+    ({"lora_alpha": 0.0, "use_rslora": True}, "lora-strength"),
+    ({"lora_alpha": 0, "alpha_pattern": {"to_q": 1}}, ""),
+    ({"lora_alpha": -RANK}, ""),
     ({"r": 9}, "lora-strength"),
     ({"r": 0}, "lora-strength"),
     ({"peft_type": "ADALORA"}, "lora-kind"),
@@ -254,11 +285,85 @@ PEFT: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "code"), PEFT, ids=[json.dumps(fields) for fields, _ in PEFT])
-def test_a_peft_folder(base: Path, tmp_path: Path, fields: dict[str, Any], code: str) -> None:
+def test_a_peft_folder(base: Shared, tmp_path: Path, fields: dict[str, Any], code: str) -> None:
     folder = tmp_path / "peft"
     folder.mkdir()
     name = f"base_model.model.{MODULE.removeprefix('transformer.')}"
     save_file({f"{name}.{role}": tensor for role, tensor in LORA.items()}, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps({**CONFIG, **fields}), encoding="utf-8")
-    error = agreed(base, folder, "lora")
+    error = agreed(base, folder, "lora", by_all=fields == {"peft_type": 7})
     assert (error.code if error else "") == code
+
+
+def peft_folder(folder: Path, fields: dict[str, Any]) -> Path:
+    """Two modules, so that one can be of another strength than the other."""
+    folder.mkdir()
+    names = [f"base_model.model.{MODULE.removeprefix('transformer.')[:-1]}{letter}" for letter in "qk"]
+    tensors = {f"{name}.{role}": tensor.clone() for name in names for role, tensor in LORA.items()}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({**CONFIG, **fields}), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("fields", "key", "fix"),
+    [
+        ({"lora_alpha": "4"}, "lora_alpha", "lora_alpha"),
+        ({"lora_alpha": NAN}, "lora_alpha", "lora_alpha"),
+        ({"r": 9}, "r", "r"),
+        ({"rank_pattern": {"to_k": 9}}, "rank_pattern: to_k", "rank_pattern: to_k"),
+        ({"alpha_pattern": {"to_k": "x"}}, "alpha_pattern: to_k", "alpha_pattern: to_k"),
+        ({"alpha_pattern": {"(((": 3}}, "alpha_pattern: (((", "names of modules"),
+        ({"alpha_pattern": 3}, "alpha_pattern", "adapter_config.json"),
+        ({"use_rslora": "yes"}, "use_rslora", "use_rslora"),
+        ({"use_dora": True}, "use_dora", "use_dora"),
+    ],
+)
+def test_a_refused_config_is_named_with_its_key(
+    base: Path, tmp_path: Path, fields: dict[str, Any], key: str, fix: str
+) -> None:
+    folder = peft_folder(tmp_path / "peft", fields)
+    problem = inspect(folder)["problem"]
+    with pytest.raises(AdapterError) as caught:
+        weigh(recipe_of(base, folder, tmp_path, {"rank": 4}))
+    assert problem["where"] == caught.value.where == f"{folder / 'adapter_config.json'}: {key}"
+    assert problem["fix"] == caught.value.fix and fix in problem["fix"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, []),
+        ({"alpha_pattern": {"to_q": 1}, "rank_pattern": {r"single_transformer_blocks.*to_k": RANK}}, []),
+        ({"alpha_pattern": {"nonexistent": 16}}, ["alpha_pattern", "nonexistent"]),
+        ({"rank_pattern": {"to_q": RANK, "o_q": 8, "to_v": 8}}, ["rank_pattern", "o_q"]),
+        ({"alpha_pattern": {"to_q": -1}}, ["to_q", "negative", "-0.5"]),
+        ({"alpha_pattern": {"to_q": 0}}, ["to_q", "is 0"]),
+    ],
+)
+def test_a_value_that_is_not_used_and_an_odd_strength_are_said(
+    base: Path, tmp_path: Path, fields: dict[str, Any], words: list[str]
+) -> None:
+    folder = peft_folder(tmp_path / "peft", fields)
+    for notices in (inspect(folder)["notices"], weigh(recipe_of(base, folder, tmp_path, {"rank": 4})).notices):
+        assert len(notices) == bool(words), notices
+        assert all(word in notices[0] for word in words)
+
+
+@pytest.mark.parametrize(("alpha", "code"), [(0.0, "lora-strength"), (-2.0, ""), (2.0, "")])
+def test_a_file_that_changes_nothing_is_refused(base: Path, tmp_path: Path, alpha: float, code: str) -> None:
+    path = written(tmp_path / "x.safetensors", "lora", filled("alpha", alpha))
+    error = agreed(base, path, "lora")
+    assert (error.code if error else "") == code
+    if error is None:
+        assert any("negative" in notice for notice in inspect(path)["notices"]) is (alpha < 0)
+
+
+def test_a_module_of_no_model_is_named_with_its_tensors_and_a_remedy(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    names = ("lora_unet_input_blocks_4_1_proj_in", "lora_unet_nowhere_block", "lora_unet_nowhere_other")
+    parts = {"lora_down.weight": torch.ones(2, 640), "lora_up.weight": torch.ones(640, 2), "alpha": torch.ones(())}
+    save_file({f"{name}.{role}": tensor.clone() for name in names for role, tensor in parts.items()}, path)
+    problem = inspect(path)["problem"]
+    assert problem["code"] == "lora-of-another-model" and "lora_unet_nowhere_block" in problem["what"]
+    assert "lora_unet_nowhere_block.lora_down.weight" in problem["fix"]

@@ -186,7 +186,7 @@ def test_no_file_tells_a_name_that_is_a_path(tmp_path: Path, place: str) -> None
         if place == "recipe":
             run.recipe.write_text(f"output:\n  name: {name}\n", encoding="utf-8")
         elif place == "result":
-            write_json(run.result, {"exports": [3, {"format": "kohya", "path": f"{name}.safetensors"}]})
+            write_json(run.result, {"exports": [{"format": "kohya", "path": f"{name}.safetensors"}]})
         elif "/" not in name:
             run.checkpoints.mkdir(exist_ok=True)
             (run.checkpoints / f"{name}-step00000001.safetensors").touch()

@@ -18,6 +18,7 @@ from lora_rocm.commands import inspect_file
 from lora_rocm.commands.inspect_file import inspect_text
 from lora_rocm.errors import UserError
 from lora_rocm.families.base import family_for
+from lora_rocm.model_files.models import BASE_JUDGED_BY
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.schema import Recipe
 from tests.judging import inspect
@@ -157,6 +158,7 @@ def test_a_sound_base_is_promised_accepted_and_loaded(sound: Path, name: str) ->
     recipe, found = recipe_of(name, sound / name), inspect(sound / name)
     assert checked(recipe) is None
     assert SOUND[name][0] in found["trainable"] and "can be trained on with" in inspect_text(found)
+    assert BASE_JUDGED_BY in inspect_text(found)
     assert family_for(recipe).load(torch.float32, torch.device("cpu")).components
 
 
@@ -173,6 +175,7 @@ def test_a_broken_base_is_refused_and_not_promised(
     except UserError:
         return  # it is no model at all
     assert found["trainable"] == [] and "can be trained" not in inspect_text(found)
+    assert BASE_JUDGED_BY not in inspect_text(found)
     assert found["unusable"]
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import json
 import pickle
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -51,12 +52,20 @@ def defaults_of(cls: Any) -> dict[str, Any]:
 
 
 def new_hollow(cls: Any, finish: Finish, config: str) -> nn.Module:
-    """Build a component from its config (JSON)."""
-    with LargeOnMeta(), init_empty_weights():
+    """Build a component from its config (JSON).
+
+    Raises:
+        ValueError: a weight has a size of zero, of which PyTorch only warns.
+    """
+    with warnings.catch_warnings(), LargeOnMeta(), init_empty_weights():
+        warnings.filterwarnings("ignore", "Initializing zero-element tensors")
         known = issubclass(cls, ConfigMixin)
         made: nn.Module = (
             cls.from_config(json.loads(config)) if known else cls(cls.config_class.from_dict(json.loads(config)))
         )
+    empty = next((name for name, weight in made.named_parameters() if weight.numel() == 0), None)
+    if empty is not None:
+        raise ValueError(f"the weight {empty} has a size of zero")
     if finish is not None:
         finish(made)
     return made

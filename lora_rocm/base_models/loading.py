@@ -312,10 +312,26 @@ class Source:
         Raises:
             ModelError: weights-unfit.
         """
+        made = self._traced(name)
+        return {key: file for key, tensor in made.items() if is_source(tensor) for file in sources_of(tensor)}
+
+    def read_names(self, name: str) -> dict[str, str]:
+        """Return the name in the files of each tensor that a component is computed from -> a weight that it is part of.
+
+        Raises:
+            ModelError: weights-unfit.
+        """
+        found: dict[str, str] = {}
+        for key, tensor in self._traced(name).items():
+            for file in sources_of(tensor):
+                found.setdefault(file, key)
+        return found
+
+    def _traced(self, name: str) -> conversion.State:
+        """Return what a component needs, as ``conversion.traced`` does."""
         tensors = self.tensors(name)
         with self._explained(name):
-            made = conversion.traced(tensors.entries, self._hollow(name), self._converter(name))
-        return {key: file for key, tensor in made.items() if is_source(tensor) for file in sources_of(tensor)}
+            return conversion.traced(tensors.entries, self._hollow(name), self._converter(name))
 
     def files(self) -> list[Path]:
         """Return all files of the base that are on this machine."""

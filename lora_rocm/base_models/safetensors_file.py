@@ -173,7 +173,8 @@ def _by_threads(
                 return [look(file, header, name, header.tensors[name]) for name in names]
         except OSError as problem:
             what = f"Cannot read the file: {problem.strerror}."
-            raise ModelError("weights-unreadable", what, where=str(header.path)) from problem
+            fix = "Check the disk and that the file is still there, then run the same command again."
+            raise ModelError("weights-unreadable", what, where=str(header.path), fix=fix) from problem
 
     # runs of neighbouring tensors, one per task
     found: dict[str, Looked] = {}

@@ -20,7 +20,7 @@ def require_finite(source: Source) -> None:
     """
     for component in source.layout.parts:
         headers, _ = source.weights(component)
-        names = {file: name for name, file in source.stored_names(component).items()}
+        names = source.read_names(component)  # also what is converted, such as one bias that three layers share
         for header in headers:
             small = {
                 name

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 
@@ -70,27 +69,13 @@ def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "")[:MESSAGE_LETTERS]
 
 
-def _leave_with_parent() -> None:
-    """Exit when standard input, a pipe from the parent, closes: then nobody waits for an answer."""
-
-    def watch() -> None:
-        while os.read(sys.stdin.fileno(), 4096):
-            pass
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True, name="parent-watch").start()
-
-
 def main(arguments: list[str] | None = None, table: Table = checks) -> int:
     """Run the selected checks. Failed checks do not change the exit code; a lost device does (``DEVICE_LOST``)."""
     parser = argparse.ArgumentParser(prog="lora_rocm.checks.selftest")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--skip", nargs="*", default=[], metavar="NAME", help="checks, families or groups")
     parser.add_argument("--only", nargs="*", default=[], metavar="GROUP")
-    parser.add_argument("--watch-parent", action="store_true", help="end when standard input ends")
     options = parser.parse_args(arguments)
-    if options.watch_parent:
-        _leave_with_parent()
     try:
         device = choose_device("gpu" if options.device == "cuda" else "cpu")
         apply(settings_from(os.environ), device)

@@ -295,6 +295,9 @@ def recipe_for(job: SampleJob, lora: Path, registry: Registry) -> Recipe:
     run_dir = run_of(lora)
     found = None if run_dir is None else run_dir.recipe
     if found is None and job.base is None:
+        lost = next((run for run in map(RunDir, lora.parents[:3]) if run.holds_run()), None)
+        if lost is not None:
+            return recipe_of_run(lost.recipe, registry)  # it says that the run has lost its recipe
         raise AdapterError(
             "base-unknown",
             "This LoRA does not lie in a run directory, so its base model is not known.",

@@ -16,6 +16,7 @@ from lora_rocm.model_files.header import Header
 from lora_rocm.model_files.peft_folder import PEFT_WEIGHTS, read_peft_config
 
 MAX_SHOWN = 200
+MAX_NAMED = 3
 LIMITS_HERE = ("lora-kind", "lora-magnitudes", "init-from-axis")
 """Codes of refusals of files that are whole, and that other programs may read; any other file has a fault."""
 
@@ -48,8 +49,12 @@ def _refusal(
     if not found.unknown:
         axis = next((each for each in found.modules if each.per_input), None)
         return None if axis is None else other_axis(axis.key, axis.parts["dora_scale"].shape, path)
-    what = f"{spec.title} has no module {one_line(found.unknown[0])[:MAX_SHOWN]}"
-    return AdapterError("lora-of-another-model", what, where=str(path))
+    others = f", and {len(found.unknown) - 1} more modules of this file" if len(found.unknown) > 1 else ""
+    what = f"{spec.title} has no module {one_line(found.unknown[0])[:MAX_SHOWN]}{others}."
+    names = sorted(name for name in header.tensors if name.startswith(found.unknown[0])) or found.unknown
+    named = one_line(", ".join(names[:MAX_NAMED]))[:MAX_SHOWN]
+    fix = f"Use a LoRA that was made for {spec.title}. In this one the tensors are {named}."
+    return AdapterError("lora-of-another-model", what, where=str(path), fix=fix)
 
 
 def refusals(

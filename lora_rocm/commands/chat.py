@@ -127,7 +127,7 @@ def chat(
     adapter, recipe = _adapter_of(source.absolute(), registry)
     with temporary_folder() as folder:
         job = write_job(folder, ChatJob(adapter=adapter, recipe=recipe))
-        command = heavy_command(CHILDREN["chat"].module, str(job))
+        command = heavy_command(CHILDREN["chat"].module, str(job), reads_input=True)
         with started(command, plan_here().applied_to(os.environ)) as child:
             talk = _Talk(child, options, output, Console(file=output.stream))
             talk.load(quiet=prompt is not None)
@@ -148,8 +148,9 @@ def _adapter_of(source: Path, registry: Registry) -> tuple[Path, Path]:
     """
     if source.name == WEIGHTS:
         source = source.parent
-    found = [folder / "recipe.yaml" for folder in (source, source.parent, source.parent.parent)]
-    recipe = next((path for path in found if path.is_file()), None)
+    around = [RunDir(folder) for folder in (source, source.parent, source.parent.parent)]
+    # a run that has lost its recipe is one all the same: ``recipe_of_run`` says which file is missing
+    recipe = next((each.recipe for each in around if each.recipe.is_file() or holds_run(each)), None)
     if not source.exists() or recipe is None:
         raise UserError(
             "no-run",

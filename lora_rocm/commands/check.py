@@ -15,6 +15,7 @@ from lora_rocm.dataset.preview_images import require_preview_images
 from lora_rocm.errors import DataError, LoraRocmError, Problem, RecipeError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.units import count_text, size_text
+from lora_rocm.model_files.models import BASE_JUDGED_BY
 from lora_rocm.planning.data_plan import RunPlan, Seen, plan_data, plan_texts, run_plan
 from lora_rocm.processes.jobs import CheckTextsJob
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 SHOWN_LETTERS = 1200
 MAX_NAMED, MAX_BUCKETS = 20, 40
-JUDGED_BY = "judged by configs, headers and small tensors: a run looks at the numbers of large ones when it loads them"
 NOUNS = {"image": "images", "video": "videos", "text": "texts"}  # keys: values of FamilySpec.samples
 
 
@@ -349,7 +349,7 @@ def _lines(result: CheckResult) -> Iterator[str]:
             yield f"  {component}: {size_text(size)}"
         total = sum(result.weight_bytes.values())
         yield f"  together: {size_text(total)} (training adds activations, adapter and optimizer)"
-        yield f"  {JUDGED_BY}"
+        yield f"  {BASE_JUDGED_BY}"
     yield from (f"  note: {note}" for note in result.notes)
     if data is not None and plan is not None and of_texts:
         first = f"of the first {count_text(data.looked_at, 'text')}: " if data.looked_at else ""

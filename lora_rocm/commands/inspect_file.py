@@ -27,6 +27,7 @@ from lora_rocm.model_files.component_folder import COMPONENT_CONFIG, weight_file
 from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN, read_config
 from lora_rocm.model_files.header import Header, read_header, refuse_gguf
 from lora_rocm.model_files.models import (
+    BASE_JUDGED_BY,
     BASES,
     INDEXES,
     OTHER,
@@ -517,6 +518,8 @@ def _verdict_lines(found: Found) -> list[str]:
         lines.append(f"  {use} model.family: {' or '.join(found['trainable'])}{more}")
     elif found["families"] or "unusable" in found:
         lines.append(f"  {found.get('unusable', NOT_TRAINED)}")
+    if found["trainable"] and not starts and not found["path"].startswith(BUILTIN):
+        lines.append(f"  {BASE_JUDGED_BY}")
     lines += [f"  note: {notice}" for notice in found.get("notices", ())]
     for key in sorted(set(found.get("keys", {}).values())):
         names = [name for name, each in found["keys"].items() if each == key]

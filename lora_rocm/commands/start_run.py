@@ -21,7 +21,7 @@ from lora_rocm import BEGAN_S
 from lora_rocm.commands import sample_export
 from lora_rocm.commands.output import Say, unheard
 from lora_rocm.dataset.preview_images import require_preview_images
-from lora_rocm.errors import LoraRocmError, MachineError, StoppedError, StorageError
+from lora_rocm.errors import LoraRocmError, MachineError, ResumeError, StoppedError, StorageError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.files import write_json
 from lora_rocm.foundation.names import name_key
@@ -263,7 +263,7 @@ class PreparedRun:
             except StoppedError as error:
                 code, stopped = error.exit_code, error
             except LoraRocmError as error:
-                with contextlib.suppress(StorageError):  # the user has to see the original error
+                with contextlib.suppress(ResumeError, StorageError):  # the user has to see the original error
                     write_report(run, self.loaded.registry)
                 if isinstance(error, MachineError) and self.again not in error.fix:
                     say(f"What is done so far is kept. When the cause is gone, go on with:\n  {self.again}")
@@ -282,7 +282,7 @@ class PreparedRun:
         if with_report:
             try:
                 report = write_report(run, self.loaded.registry)
-            except StorageError as error:
+            except (ResumeError, StorageError) as error:
                 fault = str(error)
         talks = self.loaded.recipe.spec.trains_on_texts and outcome in ("done", "complete")
         return RunResult(

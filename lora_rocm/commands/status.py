@@ -8,6 +8,7 @@ from typing import Any
 
 from lora_rocm.foundation.units import number_text, rate_text, time_text, times_text
 from lora_rocm.model_files.readers import readers_line
+from lora_rocm.recipe.saved_recipe import recipe_fault
 from lora_rocm.report.figures import Figures
 from lora_rocm.rundir.event_types import AlarmEvent, ChangeEvent, ErrorEvent, ExportEvent, IncidentEvent, RestartEvent
 from lora_rocm.rundir.layout import RunDir
@@ -56,7 +57,7 @@ def status(run_dir: RunDir) -> dict[str, Any]:
         "error": error,
         "files": [str(path) for path in files.whole],
         "readers": {path: text for path, text in readers.items() if text},
-        "remarks": view.remarks,
+        "remarks": [*([fault] if (fault := recipe_fault(run_dir)) else ()), *view.remarks],
     }
 
 

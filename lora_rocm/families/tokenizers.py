@@ -65,7 +65,7 @@ def _explained(folder: Path) -> ModelError:
         except OSError as error:
             return unreadable(path, f"One of its files cannot be read: {error.strerror}.")
     if whole.exists():
-        return unreadable(whole, "The tokenizers library does not know this kind of file, or the file is damaged.")
+        return unreadable(whole, "The file is damaged, or of a kind that the tokenizers library cannot read.")
     return unreadable(folder, "There is no tokenizer.json, and no tokenizer can be made of the other files here.")
 
 

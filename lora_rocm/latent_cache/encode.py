@@ -368,5 +368,8 @@ def _bytes_as_before(wanted: Wanted, sha256: str) -> bytes:
 
 def _changed(where: str) -> DataError:
     return DataError(
-        "image-changed", "The image, or a file that belongs to it, has changed since the run began.", where=where
+        "image-changed",
+        "The image, or a file that belongs to it, has changed since the run began.",
+        where=where,
+        fix="Start again, and leave the images alone until they are cached.",
     )

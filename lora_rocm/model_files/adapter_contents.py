@@ -155,8 +155,10 @@ def contents_of(
         else:
             of_component = configs.get(f"{place.component}.", configs.get(""))
             found.append(_by_config(key, place, parts, of_component, kind, path, whole_config=peft is not None))
+    _name_unused_patterns(configs if kind.alpha_of else {}, found, _config_place(path, peft is not None), say)
     for each in found:
         _check(each, kind, path, numbers)
+    _check_zero_or_negative(found, norms, kind, path, say)
     _require_plausible({name: numbers.largest(norm) for name, norm in norms.items()}, path)
     unknown += [name for name in norms if place_of(family, name.rpartition(".")[0], norm=True) is None]
     _check_strength(found, kind, path, metadata or {}, say)
@@ -215,29 +217,86 @@ def _by_config(
     """
     if config is None or not kind.alpha_of:
         return StoredModule(key, place, parts, None, None, False)
-    starts = (PEFT_PREFIX, f"{place.component}.")
-    name = next((key.removeprefix(start) for start in starts if key.startswith(start)), key)
-    alpha = _value(config, "alpha_pattern", kind.config_alpha, name, path)
-    rank = _value(config, "rank_pattern", "r", name, path)
+    name, place_of_config = _peft_name(key, place), _config_place(path, whole_config)
+    alpha_field, alpha = _value(config, "alpha_pattern", kind.config_alpha, name, place_of_config)
+    rank_field, rank = _value(config, "rank_pattern", "r", name, place_of_config)
     actual = parts["down"].shape[0] if "down" in parts and len(parts["down"].shape) else None
     if rank is None and not whole_config and not kind.config_decides_rank:
         rank = actual  # diffusers' metadata; the factors have it
-    for field, value in ((kind.config_alpha, alpha), ("r", rank)):
+    for field, value in ((alpha_field, alpha), (rank_field, rank)):
         if as_number(value) is None:
-            fault = "a value that is no number" if value is not None else "no such field"
+            fault = f"the value {value!r:.80}, which is no number" if value is not None else "no such field"
             what = f"The strength of {key:.200} is not known: its PEFT config needs {field}, and has {fault}."
-            raise _lost(what, path, f"Use the {PEFT_CONFIG} that was saved with it, or save the adapter again.")
+            fix = f"Write the number with which it was trained to {field}, or use the {PEFT_CONFIG} saved with it."
+            raise _lost(what, f"{place_of_config}: {field}", fix)
     if not isinstance(config.get("use_rslora") or False, bool):
         what = "The strength of this file is not known: use_rslora of its PEFT config is neither true nor false."
-        raise _lost(what, path, "Write true or false, as it was trained.")
+        raise _lost(what, f"{place_of_config}: use_rslora", "Write true or false to use_rslora, as it was trained.")
     if actual is not None and rank != actual:
         what = f"The PEFT config of this file gives {key:.200} the rank {rank}, and the file has {actual}."
-        raise _lost(what, path, f"Use the {PEFT_CONFIG} that was saved with this file.")
+        fix = f"Use the {PEFT_CONFIG} that was saved with this file, or write {actual} to {rank_field}."
+        raise _lost(what, f"{place_of_config}: {rank_field}", fix)
     if config.get("use_dora") and set(MAGNITUDES).isdisjoint(parts):
-        raise _lost(
-            f"The PEFT config says that this is a DoRA, and {key:.200} has no magnitudes.", path, "Save it again."
-        )
+        what = f"The PEFT config says that this is a DoRA, and {key:.200} has no magnitudes."
+        raise _lost(what, f"{place_of_config}: use_dora", "Save the adapter again, or write false to use_dora.")
     return StoredModule(key, place, parts, float(alpha), float(rank), bool(config.get("use_rslora")))
+
+
+def _peft_name(key: str, place: Place) -> str:
+    """Return a module's name as the patterns of a PEFT config mean it."""
+    starts = (PEFT_PREFIX, f"{place.component}.")
+    return next((key.removeprefix(start) for start in starts if key.startswith(start)), key)
+
+
+def _config_place(path: Path, whole_config: bool) -> str:
+    """Return where the PEFT config is: a file beside the weights, or a field of their metadata."""
+    if not whole_config:
+        return f"{path}: {DIFFUSERS_METADATA}"
+    return str(path / PEFT_CONFIG if path.is_dir() else path.with_name(PEFT_CONFIG))
+
+
+def _name_unused_patterns(
+    configs: Mapping[str, Mapping[str, Any]], modules: Sequence[StoredModule[Values]], place: str, say: Say
+) -> None:
+    """Say which keys of a config's patterns match no module that it is for, so that their values count for nothing."""
+    for start, config in configs.items():
+        names = [
+            _peft_name(each.key, each.place)
+            for each in modules
+            if "alpha" not in each.parts and start == (own if (own := f"{each.place.component}.") in configs else "")
+        ]
+        ends = {name[at:] for name in names for at in (0, *(dot.end() for dot in re.finditer(r"\.", name)))}
+        for field in ("alpha_pattern", "rank_pattern") if names else ():
+            keys = [key for key in config.get(field) or {} if key not in ends]  # PEFT's writers give ends of names
+            unused = [key for key in keys if not any(_matches(key, name) for name in names)]
+            if unused:
+                more = f" and {count_text(len(unused) - 1, 'more key')}" if len(unused) > 1 else ""
+                what = f"{place}: {field} names {unused[0]:.200}{more}, which is no module of this file"
+                say(f"{what}: it changes nothing.")
+
+
+def _check_zero_or_negative(
+    modules: Sequence[StoredModule[Values]], norms: Mapping[str, Values], kind: KindParts, path: Path, say: Say
+) -> None:
+    """Refuse an adapter without any effect; say that modules have none, or a negative one.
+
+    kohya's programs read an alpha of 0 as the rank, which is strength 1, and PEFT and ComfyUI as strength 0.
+
+    Raises:
+        AdapterError: lora-strength: no module has an effect.
+    """
+    strengths = {each.key: strength for each in modules if (strength := _strength(each, kind)) is not None}
+    zero = [key for key, strength in strengths.items() if strength == 0]
+    if zero and len(zero) == len(modules) and not norms:
+        what = f"The alpha of {zero[0]:.200}, and of every other module, is 0: at strength 0 this file changes nothing."
+        raise _lost(what, path, "Write the alpha with which it was trained to the file or its config, or use another.")
+    if zero:
+        named = f"{count_text(len(zero), 'module')} such as {zero[0]:.200}"
+        say(f"{path.name}: the alpha of {named} is 0: at strength 0 they change nothing.")
+    if negative := [key for key, strength in strengths.items() if strength < 0]:
+        named = f"{count_text(len(negative), 'module')} such as {negative[0]:.200}"
+        factor = f"{strengths[negative[0]]:.3g}"
+        say(f"{path.name}: the alpha of {named} is negative (strength {factor}): their update is subtracted.")
 
 
 def _check_factors(module: StoredModule[Values]) -> None:
@@ -443,17 +502,26 @@ def _check_strength(
         say(f"{path.name} has no alphas: it is read at strength 1, as other programs read it.")
 
 
-def _value(config: Mapping[str, Any], patterns: str, default: str, module: str, path: Path) -> Any:
-    """Return a module's value in a PEFT config: by the first pattern that matches it, else the default.
+def _value(config: Mapping[str, Any], patterns: str, default: str, module: str, place: str) -> tuple[str, Any]:
+    """Return a module's value in a PEFT config, and its field: the first pattern that matches it, else the default.
+
+    ``place``: of the config, for errors.
 
     Raises:
-        AdapterError: lora-strength: ``patterns`` are no patterns.
+        AdapterError: lora-strength: ``patterns`` are no patterns; lora-unreadable: one of them cannot be read.
     """
     own = config.get(patterns) or {}
     if not isinstance(own, Mapping):
         what = f"The strength of this file is not known: {patterns} of its PEFT config maps no names to numbers."
-        raise _lost(what, path, "Use the config that was saved with this file.")
-    return next((own[key] for key in own if _means(patterns, key, module)), config.get(default))
+        raise _lost(what, f"{place}: {patterns}", f"Use the {PEFT_CONFIG} that was saved with this file.")
+    for key in own:
+        if not _is_pattern(key):
+            what = f"This LoRA cannot be understood: the {patterns} {key[:80]!r} is no name of a module."
+            fix = "Write names of modules (layers.0.self_attn.q_proj or q_proj), or take the key away if none is meant."
+            raise AdapterError("lora-unreadable", what, where=f"{place}: {patterns}: {key[:80]}", fix=fix)
+        if _matches(key, module):
+            return f"{patterns}: {key[:80]}", own[key]
+    return default, config.get(default)
 
 
 def as_number(value: object) -> float | None:
@@ -461,18 +529,18 @@ def as_number(value: object) -> float | None:
     return value if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None
 
 
-def _means(field: str, pattern: str, module: str) -> bool:
-    """Return whether a key of ``alpha_pattern`` or ``rank_pattern`` matches a module, like PEFT's ``get_pattern_key``.
+def _matches(pattern: str, module: str) -> bool:
+    """Return whether a key of a pattern field matches a module, like PEFT's ``get_pattern_key``."""
+    return _is_pattern(pattern) and re.match(rf"(.*\.)?({pattern})$", module) is not None
 
-    Only the patterns that PEFT's writers produce are accepted.
 
-    Raises:
-        ValueError: another regular expression; one from an untrusted file could backtrack without end.
+def _is_pattern(key: str) -> bool:
+    """Return whether a key is a pattern as PEFT's writers produce it.
+
+    Another regular expression from an untrusted file could backtrack without end, so it is never tried.
     """
-    if not PATTERN.fullmatch(pattern) or pattern.count(".*") > MAX_WILDCARDS:
-        raise ValueError(f"the {field} {pattern[:80]!r} is no name of a module")
-    return re.match(rf"(.*\.)?({pattern})$", module) is not None
+    return PATTERN.fullmatch(key) is not None and key.count(".*") <= MAX_WILDCARDS
 
 
-def _lost(what: str, path: Path, fix: str) -> AdapterError:
-    return AdapterError("lora-strength", what, where=str(path), fix=fix)
+def _lost(what: str, where: Path | str, fix: str) -> AdapterError:
+    return AdapterError("lora-strength", what, where=str(where), fix=fix)

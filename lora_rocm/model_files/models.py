@@ -21,6 +21,10 @@ CLASSES = {"unet": "UNet", "transformer": "Transformer", "vae": "Autoencoder"}
 """Part -> what the names of its classes in diffusers have. Other parts are of classes that have none of these."""
 INDEXES = ("model_index.json", "modular_model_index.json")
 """Names of the file that says which pipeline a diffusers folder is for; the second is that of modular pipelines."""
+BASE_JUDGED_BY = (
+    "judged by configs, headers and small tensors: a run looks at the numbers of large ones when it loads them"
+)
+"""What ``check`` and ``inspect`` say of a base that they take."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The entry point of every heavy child: ``python -P -m lora_rocm.processes.child_main MODULE [ARGUMENT ...]``.
+"""The entry point of every heavy child: ``python -P -m ...child_main [--leave-with-parent] MODULE [ARGUMENT ...]``.
 
 It imports nothing heavy itself, so it can report to the parent that torch, or another package, cannot be imported.
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 import sys
+import threading
 import traceback
 
 from lora_rocm.foundation.output_stream import outlive
@@ -15,11 +17,17 @@ from lora_rocm.foundation.packages import imported, unusable
 from lora_rocm.rundir.event_types import ErrorEvent
 from lora_rocm.rundir.events import emit
 
+LEAVE_WITH_PARENT = "--leave-with-parent"
+ORPHANED_CODE = 1
+
 
 def main() -> int:
     """Import the module that the first argument names and call its ``main``, which reads ``sys.argv``."""
     sys.stderr = outlive(sys.stderr)
     sys.argv = sys.argv[1:]
+    if sys.argv[:1] == [LEAVE_WITH_PARENT]:
+        sys.argv = sys.argv[1:]
+        threading.Thread(target=_leave_with_parent, daemon=True, name="parent-watch").start()
     gc.disable()
     try:
         module = importlib.import_module(sys.argv[0])
@@ -31,6 +39,16 @@ def main() -> int:
         return int(module.main())
     except ImportError as error:  # from a package that is imported late
         return _told(error)
+
+
+def _leave_with_parent() -> None:
+    """Exit when standard input, a pipe from the parent, closes: then nobody waits for an answer.
+
+    The system closes the pipe however the parent ended, also when it was killed.
+    """
+    while os.read(sys.stdin.fileno(), 4096):  # unbuffered: a buffer's lock would be held at interpreter exit
+        pass
+    os._exit(ORPHANED_CODE)
 
 
 def _told(error: Exception) -> int:

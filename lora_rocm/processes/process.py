@@ -24,6 +24,7 @@ from lora_rocm.errors import (
 )
 from lora_rocm.foundation.packages import require_packages
 from lora_rocm.foundation.safe_path import python_command
+from lora_rocm.processes.child_main import LEAVE_WITH_PARENT
 from lora_rocm.processes.windows_console import told_of_closing
 from lora_rocm.processes.windows_job import Job
 from lora_rocm.rundir.event_types import ErrorEvent, Event
@@ -38,14 +39,22 @@ BRANCHES: dict[int, type[LoraRocmError]] = {
 OnEvent = Callable[[Event], None]
 
 
-def heavy_command(module: str, *arguments: str) -> list[str]:
+def heavy_command(module: str, *arguments: str, reads_input: bool = False) -> list[str]:
     """The command of a heavy child, which starts in ``processes.child_main``.
+
+    Its standard input is a pipe that this process holds open: the child exits as soon as the pipe ends.
+
+    Args:
+        module: its ``main`` is called.
+        arguments: what it finds in ``sys.argv``.
+        reads_input: the module reads its standard input itself, and ends in its own way when that ends.
 
     Raises:
         MachineError: a package that it needs is not installed.
     """
     require_packages()
-    return python_command("-m", CHILD, module, *arguments)
+    watch = [] if reads_input else [LEAVE_WITH_PARENT]
+    return python_command("-m", CHILD, *watch, module, *arguments)
 
 
 @dataclass

@@ -1,12 +1,13 @@
 """Heavy children other than the training worker: each does one thing, keeps no state, and reports its result.
 
-They write JSON to standard output: events (``rundir.events.emit``), or one object.
+They write JSON to standard output: events (``rundir.events.emit``), or one object. They end when this process ends.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,7 +59,11 @@ def run_tool(
     """
     code, log = follow_tool(heavy_command(module, *arguments), env, on_event, is_late)
     if code is None:
-        raise WorkerDiedError("worker-died", f"The process {module} did not answer, and was ended.")
+        raise WorkerDiedError(
+            "worker-died",
+            f"The process {module} did not answer, and was ended.",
+            fix="Run the command again; if it happens again, lora-rocm doctor says what is known about this machine.",
+        )
     if code:
         raise died(f"The process {module}", code, log)
     return 0
@@ -219,10 +224,11 @@ def run_for_json(
         LoraRocmError: the child's error (an error event, or text on standard error with one of our exit codes).
         WorkerDiedError: it failed without either, or took longer than the limit and was ended.
     """
+    alive, ours = os.pipe()  # ``subprocess.run`` closes a pipe of its own at once, which ends the child
     try:
         done = subprocess.run(
             heavy_command(module, *arguments),
-            stdin=subprocess.DEVNULL,
+            stdin=alive,
             capture_output=True,
             env=python_environment(env),
             timeout=limit_s,
@@ -234,6 +240,9 @@ def run_for_json(
             fix="Look at the model's files and at the data for something that takes so long. Files of the network "
             "may answer slowly.",
         ) from error
+    finally:
+        os.close(alive)
+        os.close(ours)
     found = _last_object(done.stdout)
     if found is not None and found.get("type") == "error":
         raise error_from_event(ErrorEvent.read(found))

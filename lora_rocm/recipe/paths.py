@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,31 +28,32 @@ def made_absolute(value: str, rule: PathRule) -> str:
 
 def with_absolute_paths(section: AnySection) -> AnySection:
     """The section with absolute paths, because the worker and a later resume run in other folders."""
-    changed: dict[str, Any] = {}
-    for name, info in type(section).model_fields.items():
-        value, rule = getattr(section, name), path_rule(info)
-        if isinstance(value, BaseModel):
-            changed[name] = with_absolute_paths(value)
-        elif isinstance(value, tuple) and rule is not None:
-            changed[name] = tuple(made_absolute(path, rule) for path in value)
-        elif isinstance(value, tuple):
-            changed[name] = tuple(with_absolute_paths(v) if isinstance(v, BaseModel) else v for v in value)
-        elif rule is not None and value is not None:
-            changed[name] = made_absolute(value, rule)
-    return section.model_copy(update=changed)
+
+    def absolute(value: Any, default: Any, rule: PathRule) -> Any:
+        if isinstance(value, tuple):
+            return tuple(made_absolute(path, rule) for path in value)
+        return None if value is None else made_absolute(value, rule)
+
+    return _with_paths(section, absolute)
 
 
 def with_default_outputs(section: AnySection) -> AnySection:
     """The section with the default of every folder that is written to, relative to the current folder."""
-    changed: dict[str, object] = {}
+    return _with_paths(section, lambda _, default, rule: made_absolute(default, rule) if rule.is_output else None)
+
+
+def _with_paths(section: AnySection, new: Callable[[Any, Any, PathRule], Any]) -> AnySection:
+    """The section with other paths at any depth. ``new``: (value, default, rule) -> the new value; None: as it is."""
+    changed: dict[str, Any] = {}
     for name, info in type(section).model_fields.items():
         value, rule = getattr(section, name), path_rule(info)
         if isinstance(value, BaseModel):
-            changed[name] = with_default_outputs(value)
+            changed[name] = _with_paths(value, new)
+        elif rule is not None:
+            if (path := new(value, info.default, rule)) is not None:
+                changed[name] = path
         elif isinstance(value, tuple):
-            changed[name] = tuple(with_default_outputs(v) if isinstance(v, BaseModel) else v for v in value)
-        elif rule is not None and rule.is_output:
-            changed[name] = made_absolute(info.default, rule)
+            changed[name] = tuple(_with_paths(v, new) if isinstance(v, BaseModel) else v for v in value)
     return section.model_copy(update=changed)
 
 

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 from rich.text import Text
 
-from lora_rocm.errors import StorageError
+from lora_rocm.errors import ResumeError, StorageError
 from lora_rocm.foundation.units import count_text, number_text, rate_text, size_text, time_text
 from lora_rocm.model_files.readers import readers_line
 from lora_rocm.report.concept_text import concept_line
@@ -175,7 +175,7 @@ class ProgressDisplay:
             self.figures.measures.clear()
             # the file may already have later steps, which are still to be shown; and one that cannot be read stops no
             # run: the smoothed loss begins anew
-            with suppress(StorageError):
+            with suppress(ResumeError, StorageError):
                 if self.past is not None:
                     self.figures = Figures.of(self.past(), event.resumed_from)
 

@@ -22,6 +22,7 @@ from lora_rocm.foundation.units import count_text, number_text, rate_text, size_
 from lora_rocm.model_files.peft_folder import peft_folders
 from lora_rocm.model_files.readers import PROGRAMS, readers_line
 from lora_rocm.recipe.load import MAX_RECIPE_BYTES, load_recipe
+from lora_rocm.recipe.saved_recipe import recipe_fault
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.report.concept_text import ADVICE, concept_quality, is_headline
 from lora_rocm.report.guard_counts import GuardCounts
@@ -118,10 +119,12 @@ def write_report(run_dir: RunDir, registry: Registry = PRODUCT) -> Path:
     environment = _read_json(run_dir.environment) if run_dir.holds(run_dir.environment) else {}
     facts = Facts(view, recipe, result, environment)
     title = recipe.output.name if recipe else run_dir.path.name
+    remarks = [recipe_fault(run_dir, registry), *view.remarks_on_events()]
+    remarks += faults_of_finished(run_dir) if run_dir.result.exists() else []
     html = page(
         f"{title}: lora-rocm report",
         title,
-        [*_headline(facts), *(Paragraph(text, "bad") for text in view.remarks_on_events())],
+        [*_headline(facts), *(Paragraph(text, "bad") for text in remarks if text)],
         [
             _usage(facts),
             _concept(facts, headline=True),

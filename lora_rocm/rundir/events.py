@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar, overload
 
-from lora_rocm.errors import StorageError, storage_error
+from lora_rocm.errors import ResumeError, StorageError, storage_error
 from lora_rocm.foundation.files import make_folder, open_in_place, refuse_link
 from lora_rocm.foundation.units import size_text
 from lora_rocm.rundir.event_types import Event, StartEvent, StepEvent, event_of
@@ -70,7 +70,7 @@ def size_if_there(path: Path) -> int | None:
     """Size of an event file in bytes; None if there is none. A link within the run directory is followed.
 
     Raises:
-        StorageError: no-file: it is something else, which a reader could wait for or read without end; link-refused:
+        ResumeError: no-file: it is something else, which a reader could wait for or read without end; link-refused:
             it is a link to a file outside of the run.
     """
     try:
@@ -78,14 +78,17 @@ def size_if_there(path: Path) -> int | None:
     except FileNotFoundError:
         return None
     if not stat.S_ISREG(found.st_mode):
-        raise StorageError(
+        raise ResumeError(
             "no-file",
             "The events of a run are in a plain file; here is a folder, a pipe or a device.",
             where=str(path),
             fix="Take it away, or use another run directory.",
         )
     if not RunDir(path.parent).holds(path):
-        refuse_link(path)
+        try:
+            refuse_link(path)
+        except StorageError as error:  # not the machine's fault, where the file is only read
+            raise ResumeError(error.code, error.what, where=error.where, fix=error.fix) from None
     return found.st_size
 
 

@@ -107,8 +107,7 @@ def record_export(run_dir: RunDir, form: str, made: Made) -> None:
     if not result or form in ON_REQUEST:
         return
     digests = digests_of(run_dir, form)
-    old = result.get("exports")
-    others = [entry for entry in old if isinstance(entry, dict)] if isinstance(old, list) else []
+    others = result.get("exports", [])
     path = run_dir.export_of(form).name
     entry = next((entry for entry in others if entry.get("format") == form), {"format": form, "path": path})
     entry = {**entry, **asdict(made), "files": [digest.to_json() for digest in digests]}
@@ -167,13 +166,9 @@ def _saved(run_dir: RunDir) -> dict[str, Made]:
 
 def _in_result(result: Mapping[str, Any]) -> dict[str, Made]:
     """Entries of earlier versions name no step: they are of the end of the run."""
-    exports, found = result.get("exports"), dict[str, Made]()
-    for entry in exports if isinstance(exports, list) else ():
-        form = entry.get("format") if isinstance(entry, dict) else None
-        made = _made({"updates": result.get("updates"), **entry}) if form in LORA_FORMS else None
-        if made is not None:
-            found[str(form)] = made
-    return found
+    ended, exports = result.get("updates"), result.get("exports", [])
+    found = {each["format"]: _made({"updates": ended, **each}) for each in exports if each["format"] in LORA_FORMS}
+    return {form: made for form, made in found.items() if made is not None}
 
 
 def _made(value: object) -> Made | None:

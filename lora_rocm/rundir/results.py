@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lora_rocm.foundation.bounded_read import check_plain, read_plain
-from lora_rocm.foundation.json_text import parse_json
+from lora_rocm.foundation.bounded_read import check_plain
+from lora_rocm.foundation.terminal_text import one_line
 from lora_rocm.model_files.peft_folder import PEFT_WEIGHTS, peft_folders
 from lora_rocm.rundir.layout import ON_REQUEST, RunDir, embeddings_of
-from lora_rocm.rundir.run_name import MAX_RESULT_BYTES
+from lora_rocm.rundir.result_file import read_result_file
 
 MAX_FILE_BYTES = 1 << 36
 LORA_FORMS = ("kohya", "sd-scripts", "comfyui", "diffusers", "peft")
@@ -24,6 +24,7 @@ LORA_FORMS = ("kohya", "sd-scripts", "comfyui", "diffusers", "peft")
 FORMS = (*LORA_FORMS, *ON_REQUEST)
 CONFIG = "config.json"
 MAX_LOST = 3
+MAX_SHOWN_LETTERS = 200
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,9 @@ class FileDigest:
 def read_result(run_dir: RunDir) -> dict[str, Any]:
     """``result.json``; empty if it is missing or was not written by this program."""
     try:
-        value = parse_json(read_plain(run_dir.result, MAX_RESULT_BYTES))
-    except (OSError, ValueError, RecursionError):
+        return read_result_file(run_dir.result)
+    except (OSError, ValueError):
         return {}
-    return value if isinstance(value, dict) else {}
 
 
 def wrong_exports(run_dir: RunDir, forms: Iterable[str]) -> dict[str, str]:
@@ -80,14 +80,13 @@ def wrong_exports(run_dir: RunDir, forms: Iterable[str]) -> dict[str, str]:
 
 def wrong_checkpoint_loras(run_dir: RunDir) -> list[str]:
     """What is wrong with the LoRA files beside the checkpoints, as text. Missing ones were deleted by the user."""
-    digests = _digests(read_result(run_dir).get("checkpoint_loras"), run_dir.is_checkpoint_lora)
+    digests = _digests(read_result(run_dir).get("checkpoint_loras", []), run_dir.is_checkpoint_lora)
     return [fault for digest in digests if (run_dir.path / digest.path).exists() and (fault := _fault(run_dir, digest))]
 
 
 def updates_of(run_dir: RunDir) -> int:
     """Updates at the end of a finished run; 0 if the result does not contain it."""
-    found = read_result(run_dir).get("updates")
-    return found if type(found) is int and found > 0 else 0
+    return int(read_result(run_dir).get("updates", 0))
 
 
 def digests_of(run_dir: RunDir, form: str) -> list[FileDigest]:
@@ -101,25 +100,28 @@ def digests_of(run_dir: RunDir, form: str) -> list[FileDigest]:
 
 
 def _exports(run_dir: RunDir, result: dict[str, Any]) -> dict[str, list[FileDigest]]:
-    exports = result.get("exports")
-    found: dict[str, list[FileDigest]] = {}
-    for entry in exports if isinstance(exports, list) else ():
-        form = entry.get("format") if isinstance(entry, dict) else None
-        if isinstance(form, str) and form in LORA_FORMS:
-            found[form] = _digests(entry.get("files"), partial(run_dir.is_of, form=form))
-    return found
+    return {
+        entry["format"]: _digests(entry.get("files", []), partial(run_dir.is_of, form=entry["format"]))
+        for entry in result.get("exports", [])
+        if entry["format"] in LORA_FORMS
+    }
 
 
-def _digests(values: Any, is_own: Callable[[str], bool]) -> list[FileDigest]:
+def _digests(values: list[dict[str, Any]], is_own: Callable[[str], bool]) -> list[FileDigest]:
+    digests = [FileDigest(value["path"], value["bytes"], value["sha256"]) for value in values]
+    return [digest for digest in digests if is_own(digest.path)]
+
+
+def _foreign_paths(run_dir: RunDir, result: dict[str, Any]) -> list[str]:
+    """Paths that ``result.json`` names and a run does not write; nobody looks at what they lead to."""
     found = []
-    for value in values if isinstance(values, list) else ():
-        try:
-            digest = FileDigest(value["path"], value["bytes"], value["sha256"])
-        except (LookupError, TypeError):
-            continue
-        if isinstance(digest.path, str) and is_own(digest.path):
-            found.append(digest)
-    return found
+    for entry in result.get("exports", []):
+        form = entry["format"]
+        if form not in FORMS or entry.get("path", run_dir.export_of(form).name) != run_dir.export_of(form).name:
+            found.append(entry.get("path", form))
+        found += [each["path"] for each in entry.get("files", []) if not run_dir.is_of(each["path"], form)]
+    loras = result.get("checkpoint_loras", [])
+    return found + [each["path"] for each in loras if not run_dir.is_checkpoint_lora(each["path"])]
 
 
 def _fault(run_dir: RunDir, wanted: FileDigest) -> str:
@@ -136,6 +138,11 @@ def faults_of_finished(run_dir: RunDir) -> list[str]:
     if not result:
         return [f"{run_dir.result.name} cannot be read, so what the run has written is not known."]
     faults = []
+    if foreign := [*dict.fromkeys(_foreign_paths(run_dir, result))]:
+        shown = ", ".join(one_line(path)[:MAX_SHOWN_LETTERS] for path in foreign[:MAX_LOST])
+        more = f", and {len(foreign) - MAX_LOST} more" if len(foreign) > MAX_LOST else ""
+        what = f"{run_dir.result.name} names what is no result of this run: {shown}{more}."
+        faults.append(f"{what} It was edited, and nothing there was looked at; what this run wrote may be damaged.")
     for form, digests in _exports(run_dir, result).items():
         gone = [digest.path for digest in digests if not (run_dir.path / digest.path).exists()]
         if gone:

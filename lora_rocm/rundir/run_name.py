@@ -10,7 +10,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
@@ -18,13 +17,13 @@ from ruamel.yaml.error import YAMLError
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.json_text import parse_json
 from lora_rocm.foundation.names import stem_fault
+from lora_rocm.rundir.result_file import read_result_file
 
 DEFAULT_NAME = "lora"
 """``output.name`` where the recipe says nothing, and the name of the files of runs that say nothing of it."""
 OTHER_STEMS = ("peft", "pytorch_lora_weights")
 """Names that files and folders of a run have whatever ``output.name`` is."""
 MAX_NAMES_BYTES = 4096
-MAX_RESULT_BYTES = 1 << 24
 MAX_RECIPE_BYTES = 1 << 18
 CHECKPOINT_LORA = re.compile(r"(.+)-step(\d{8})\.safetensors")
 NAMED_FILES = {"kohya": ".safetensors", "sd-scripts": "-sd-scripts.safetensors", "comfyui": "-comfyui.safetensors"}
@@ -80,23 +79,17 @@ def _names_beside(checkpoints: Path) -> Counter[str]:
 
 def _names_in_result(result: Path) -> Iterator[str]:
     try:
-        value = parse_json(read_plain(result, MAX_RESULT_BYTES))
-    except (OSError, ValueError, RecursionError):
+        value = read_result_file(result)
+    except (OSError, ValueError):
         return
-    for entry in _entries(value, "exports"):
-        ending = NAMED_FILES.get(str(entry.get("format")))
-        path = entry.get("path")
-        if ending and isinstance(path, str) and path.endswith(ending) and (name := _usable(path.removesuffix(ending))):
+    for entry in value.get("exports", []):
+        ending, path = NAMED_FILES.get(entry["format"]), entry.get("path", "")
+        if ending and path.endswith(ending) and (name := _usable(path.removesuffix(ending))):
             yield name
-    for entry in _entries(value, "checkpoint_loras"):
-        match = CHECKPOINT_LORA.fullmatch(str(entry.get("path")).removeprefix("checkpoints/"))
+    for entry in value.get("checkpoint_loras", []):
+        match = CHECKPOINT_LORA.fullmatch(entry["path"].removeprefix("checkpoints/"))
         if match and (name := _usable(match[1])):
             yield name
-
-
-def _entries(result: Any, key: str) -> list[dict[str, Any]]:
-    found = result.get(key) if isinstance(result, dict) else None
-    return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
 
 
 def _name_in_recipe(recipe: Path) -> str:

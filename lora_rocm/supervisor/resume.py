@@ -16,10 +16,8 @@ from pathlib import Path
 
 from lora_rocm.errors import RecipeError, ResumeError, UserError, storage_error
 from lora_rocm.families.registry import Registry
-from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.file_names import NOT_TEXT, fix_of_name
 from lora_rocm.foundation.files import fsync_folder, rename, write_atomic
-from lora_rocm.foundation.json_text import parse_json
 from lora_rocm.foundation.names import name_key
 from lora_rocm.foundation.terminal_text import legible, quoted
 from lora_rocm.recipe.comparison import fixed_values, resume_differences
@@ -27,7 +25,7 @@ from lora_rocm.recipe.load import LoadedRecipe, dump_recipe, load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.layout import CHECKPOINT_NAME, RunDir
 from lora_rocm.rundir.made_from import keep_made
-from lora_rocm.rundir.run_name import MAX_RESULT_BYTES
+from lora_rocm.rundir.result_file import read_result_file
 from lora_rocm.supervisor.run_recipe import recipe_of_run
 
 LATEST = "latest"
@@ -261,7 +259,7 @@ def _is_complete(run_dir: RunDir, old: Recipe, new: Recipe) -> bool:
     if not same_length or resume_differences(old, new):
         return False
     try:
-        parse_json(read_plain(run_dir.result, MAX_RESULT_BYTES))
+        read_result_file(run_dir.result)
     except OSError as error:  # with several processes, rank 0 may remove it at any time
         if error.errno not in (
             errno.ENOENT,
@@ -270,7 +268,7 @@ def _is_complete(run_dir: RunDir, old: Recipe, new: Recipe) -> bool:
         ):  # EINVAL, EFBIG: no result of ours
             raise
         return False
-    except (ValueError, RecursionError):
+    except ValueError:
         return False
     return True
 
@@ -314,11 +312,4 @@ def open_recipe(path: Path, registry: Registry) -> tuple[RunDir, Recipe]:
         RecipeError: its recipe is damaged.
     """
     run_dir = open_run(path)
-    if not run_dir.recipe.is_file():
-        raise UserError(
-            "run-without-recipe",
-            "This run has no recipe any more, so its base model is not known.",
-            where=str(run_dir.recipe),
-            fix="Copy the recipe that it was made with to this place.",
-        )
     return run_dir, recipe_of_run(run_dir.recipe, registry)

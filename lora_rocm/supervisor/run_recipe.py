@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from lora_rocm.errors import UserError
 from lora_rocm.families.registry import Registry
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.paths import with_default_outputs
@@ -25,8 +26,16 @@ def recipe_of_run(file: Path, registry: Registry, spare_cache: Path | None = Non
             process that opens no cache.
 
     Raises:
+        UserError: run-without-recipe: it is gone, or no file.
         RecipeError: the recipe is damaged.
     """
+    if not file.is_file():
+        raise UserError(
+            "run-without-recipe",
+            "This run has no recipe any more, so its base model is not known.",
+            where=str(file),
+            fix="Copy the recipe that it was made with to this place.",
+        )
     from lora_rocm.cache_files.maintenance import holds_cache  # takes numpy, which `status` does without
 
     asked = load_recipe(file, registry=registry).recipe

@@ -39,7 +39,7 @@ Command = Callable[[Sequence[str]], list[str]]
 
 def child_command(arguments: Sequence[str]) -> list[str]:
     """The command of the testing child."""
-    return heavy_command(MODULE, "--watch-parent", *arguments)
+    return heavy_command(MODULE, *arguments)
 
 
 def ensure(situation: Situation, recipe: Recipe, say: Say) -> Situation:

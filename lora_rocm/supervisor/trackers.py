@@ -64,7 +64,8 @@ class Trackers:
         for name in self._output.log_with:
             log = self._run_dir.tracker_log(name)
             reader = EventReader(log, size_of(log), (ErrorEvent,))
-            command = heavy_command(MODULE, str(self._run_dir.path), name, self._output.log_project, offset)
+            arguments = [str(self._run_dir.path), name, self._output.log_project, offset]
+            command = heavy_command(MODULE, *arguments, reads_input=True)
             with open_in_place(log) as file:
                 child = subprocess.Popen(
                     command, stdin=subprocess.PIPE, stdout=file, stderr=file, env=self._environ, **own_group()

@@ -61,7 +61,7 @@ def worker_command(
     worker: the module whose ``main`` trains; None: this program's, with this program's model families.
     began_s: when the command began, in seconds since the epoch.
     """
-    command = heavy_command(worker or WORKER, str(run_dir.path))
+    command = heavy_command(worker or WORKER, str(run_dir.path), reads_input=True)
     command += ["--checkpoint", str(checkpoint)] if checkpoint else []
     command += ["--accept-changes"] if accept_changes else []
     command += ["--attempt", str(attempt)] if attempt else []

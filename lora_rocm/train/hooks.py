@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lora_rocm.errors import StorageError
+from lora_rocm.errors import ResumeError, StorageError
 from lora_rocm.families.base import ModelFamily
 from lora_rocm.foundation.files import refuse_link
 from lora_rocm.loader.batch import Batch
@@ -166,6 +166,6 @@ class TensorBoard:
             self._context.notice(
                 f"No more numbers for TensorBoard: {error.strerror or error} ({self._folder}). Training goes on."
             )
-        except StorageError as error:  # of the supervisor's file
+        except (ResumeError, StorageError) as error:  # of the supervisor's file
             self._telemetry = None
             self._context.notice(f"No readings of the GPU for TensorBoard: {error.what} Training goes on.")

@@ -97,8 +97,7 @@ def train(start: StartContext) -> tuple[bool, int]:
     # Caches, then base model, adapter and optimizer
     with session.phase("cache"):
         if checkpoint is None:  # a run that goes on has computed with its base before
-            base = require_usable(family, recipe)
-            require_startable(family, recipe, base.skeletons, start.dtype)
+            start.world.first("the base", lambda: _require_trainable(start, family))
         data = start.world.in_turn("caches", lambda: prepare_data(start, family))
         start.world.require_same("the training data", {"samples": data.identity()})
     with session.phase("load"):
@@ -120,6 +119,12 @@ def train(start: StartContext) -> tuple[bool, int]:
         with session.phase("export"):
             start.world.first("export", lambda: artifacts.finish(position))
     return finished, position.updates
+
+
+def _require_trainable(start: StartContext, family: ModelFamily) -> None:
+    """Refuse a base or a LoRA file with which no run computes. The verdict is the same in each rank."""
+    base = require_usable(family, start.recipe)
+    require_startable(family, start.recipe, base.skeletons, start.dtype)
 
 
 def _say_other_length(start: StartContext, updates: int, max_train_steps: int) -> None:

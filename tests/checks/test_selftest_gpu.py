@@ -125,7 +125,7 @@ def test_a_kernel_that_faults_or_hangs_has_a_name_and_the_rest_is_tested() -> No
         ["--device", "cuda"],
         os.environ,
         lambda text: None,
-        lambda arguments: [sys.executable, "-c", FAULTY_CHILD, "--watch-parent", *arguments],
+        lambda arguments: [sys.executable, "-c", FAULTY_CHILD, *arguments],
     )
     assert {result.name: result.status for result in found} == {
         "a.fault": "crashed",

@@ -1,14 +1,17 @@
 """Where a run stands."""
 
 import json
+import os
 import time
+from collections.abc import Callable
+from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from lora_rocm.commands.status import status, status_text
-from lora_rocm.errors import UserError
+from lora_rocm.errors import LoraRocmError, UserError
 from lora_rocm.families.registry import PRODUCT
 from lora_rocm.foundation.files import write_json
 from lora_rocm.report.report import write_report
@@ -18,6 +21,7 @@ from lora_rocm.rundir.results import FileDigest
 from lora_rocm.supervisor.lock import locked
 from lora_rocm.supervisor.resume import open_recipe, open_run
 from lora_rocm.train.checkpoint import read_checkpoint
+from tests.command_line import command_line
 from tests.supervisor.fake_run import (
     change_fields,
     data_fields,
@@ -278,6 +282,64 @@ def test_open_run(run_dir: RunDir, tmp_path: Path) -> None:
         with pytest.raises(UserError, match="no run here") as caught:
             open_run(path)
         assert fix in caught.value.fix
+
+
+def linked(path: Path, target: str) -> None:
+    path.unlink()
+    path.symlink_to(target)
+
+
+RECIPE_FAULTS: dict[str, Callable[[Path], object]] = {
+    "deleted": Path.unlink,
+    "a device": lambda path: linked(path, "/dev/zero"),
+    "a link to nothing": lambda path: linked(path, "gone.yaml"),
+    "outside of the run": lambda path: linked(path, __file__),
+    "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+    "damaged": lambda path: path.write_bytes(b"model: ["),
+    "of another program": lambda path: path.write_text("a: 1", encoding="utf-8"),
+}
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no pipes and devices in folders")
+@pytest.mark.parametrize("fault", RECIPE_FAULTS)
+def test_a_recipe_that_cannot_be_used_is_said(tmp_path: Path, fault: str) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    write_whole_run(run_dir)
+    assert status(run_dir)["remarks"] == []
+    RECIPE_FAULTS[fault](run_dir.recipe)
+    (said,) = status(run_dir)["remarks"]
+    assert str(run_dir.recipe) in said
+    html = write_report(run_dir).read_text(encoding="utf-8")
+    assert said in unescape(html)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no pipes in folders")
+@pytest.mark.parametrize(
+    "name", ["events.jsonl", "events.supervisor.jsonl", "events.rank1.jsonl", "recipe.yaml", "result.json"]
+    + ["names.json", "exports.json", "environment.json", "heartbeat.rank0.json", "lora.safetensors", "worker.log"]
+    + ["checkpoints/step-00000040/state.json", "checkpoints/lora-step00000040.safetensors", "stop", ".parent.lock"],
+)  # fmt: skip
+def test_a_pipe_in_place_of_a_file_of_a_run_is_the_user_s_fault(tmp_path: Path, name: str) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    write_whole_run(run_dir)
+    (run_dir.path / name).unlink(missing_ok=True)
+    os.mkfifo(run_dir.path / name)
+    for look in (status, write_report):
+        try:
+            look(run_dir)
+        except LoraRocmError as error:
+            assert error.exit_code == 2 and name in error.where and error.fix
+
+
+@pytest.mark.parametrize("command", ["chat", "sample", "export", "compare"])
+def test_a_command_on_a_run_without_its_recipe_names_it(tmp_path: Path, command: str) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    write_whole_run(run_dir)
+    run_dir.recipe.unlink()
+    options = {"chat": ["--prompt", "x"], "sample": ["--prompt", "x"], "export": ["--format", "kohya"], "compare": []}
+    result = command_line(command, str(run_dir.path), *options[command])
+    assert result.exit_code == 2 and f"where: {run_dir.recipe}" in result.stderr and "fix:" in result.stderr
 
 
 def test_a_run_without_its_recipe(run_dir: RunDir) -> None:

@@ -122,7 +122,7 @@ def with_metadata(folder: Path, config: str, width: int = 32) -> Path:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ("[" * 100_000, "cannot be understood"),
+        ("[" * 100_000, "not a JSON object"),
         (json.dumps({"unet.lora_alpha": 10**400}), "cannot be understood"),
         ('{"unet.lora_alpha": 1e999}', "strength"),
         (json.dumps({"unet.lora_alpha": {"a": 1}}), "strength"),
@@ -151,7 +151,7 @@ def test_the_patterns_that_peft_writes_mean_what_they_mean_to_it(
     (entry,) = read_lora(family, components, with_metadata(tmp_path, json.dumps(config), width)).values()
     theirs = {pattern: 8}.get(get_pattern_key([pattern], NAME), 4)
     assert entry.scale == theirs / 2
-    assert adapter_contents._means(pattern, NAME) == (theirs == 8)
+    assert adapter_contents._matches(pattern, NAME) == (theirs == 8)
 
 
 def test_pickles_are_not_opened(model: tuple[Any, Any], tmp_path: Path) -> None:

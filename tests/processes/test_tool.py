@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ import pytest
 
 from lora_rocm.errors import MachineError, StorageError, UserError, WorkerDiedError
 from lora_rocm.foundation import files
+from lora_rocm.foundation.safe_path import python_command
+from lora_rocm.processes import tool
 from lora_rocm.processes.tool import run_for_json, run_tool
 from lora_rocm.rundir.layout import RunDir
 from tests.command_line import command_line
@@ -183,3 +186,32 @@ def test_a_child_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.
     name = module(tmp_path, monkeypatch, "import time\ntime.sleep(60)")
     with pytest.raises(WorkerDiedError, match="still at work"):
         run_for_json(name, [], os.environ, limit_s=0.5)
+
+
+@pytest.mark.parametrize("call", ["run_for_json(name, [], os.environ)", "run_tool(name, [], os.environ, print)"])
+def test_a_child_ends_with_a_parent_that_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """The parent has no time to end it: no handler runs when a process is killed."""
+    told = tmp_path / "told"
+    body = f"import os, time\nopen({str(told)!r}, 'w').write(f'{{os.getpid()}} ')\ntime.sleep(100)"
+    name = module(tmp_path, monkeypatch, body)
+    text = f"import os\nfrom lora_rocm.processes.tool import *\nname = {name!r}\n{call}"
+    parent = subprocess.Popen(python_command("-c", text), stdin=subprocess.DEVNULL)
+    try:
+        ends_s = time.monotonic() + 60
+        while not (told.exists() and told.read_text(encoding="utf-8").endswith(" ")):
+            assert parent.poll() is None and time.monotonic() < ends_s
+            time.sleep(0.05)
+        child = psutil.Process(int(told.read_text(encoding="utf-8")))
+        time.sleep(0.3)
+        assert child.is_running() and child.status() != psutil.STATUS_ZOMBIE, "it works while its parent lives"
+    finally:
+        parent.kill()
+        parent.wait()
+    child.wait(timeout=20)
+
+
+def test_only_modules_that_watch_their_input_themselves_are_left_alone() -> None:
+    """The worker saves before it leaves, a tracker sends what is waiting, and a conversation comes over the input."""
+    package = Path(tool.__file__).parents[1]
+    own = {path.stem for path in package.rglob("*.py") if "reads_input=True" in path.read_text(encoding="utf-8")}
+    assert own == {"worker", "trackers", "chat"}

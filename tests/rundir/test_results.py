@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def finished(path: Path) -> RunDir:
             (run_dir.path / name).parent.mkdir(parents=True, exist_ok=True)
             (run_dir.path / name).write_bytes(name.encode())
         digests = [FileDigest.of(name, name.encode()).to_json() for name in names]
-        exports.append({"format": form, "path": names[0], "files": digests})
+        exports.append({"format": form, "path": run_dir.export_of(form).name, "files": digests})
     put(run_dir, {"updates": 7, "exports": exports})
     return run_dir
 
@@ -61,6 +62,30 @@ def test_a_path_that_is_none_of_a_run_is_not_looked_at(tmp_path: Path, path: str
     other = [{"path": path, "bytes": 1, "sha256": "0"}]
     put(run_dir, {"exports": [{"format": "kohya", "files": other}], "checkpoint_loras": other})
     assert results.wrong_exports(run_dir, FORMS) == {} and results.wrong_checkpoint_loras(run_dir) == []
+    (said,) = results.faults_of_finished(run_dir)
+    assert said.count(path) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda result: result["exports"][1].update(path="../secret"),
+        lambda result: result["exports"][1].update(path="/etc"),
+        lambda result: result["exports"][1].update(format="other"),
+        lambda result: result["exports"][1]["files"][0].update(path="../secret/unet/adapter_model.safetensors"),
+        lambda result: result["exports"][1]["files"][0].update(path="peft/\u202egone/../x"),
+        lambda result: result["exports"][1]["files"][0].update(path="peft/gone/adapter_model.safetensors"),
+        lambda result: result.update(checkpoint_loras=[{"path": "../lora.safetensors", "bytes": 1, "sha256": ""}]),
+    ],
+)
+def test_a_path_that_leads_elsewhere_or_to_nothing_is_said(tmp_path: Path, change: Callable[[Any], None]) -> None:
+    run_dir = finished(tmp_path / "run")
+    assert results.faults_of_finished(run_dir) == []
+    result = results.read_result(run_dir)
+    change(result)
+    put(run_dir, result)
+    (said,) = results.faults_of_finished(run_dir)
+    assert "\u202e" not in said and any(name in said for name in ("secret", "/etc", "peft", "../lora"))
 
 
 @pytest.mark.parametrize(
@@ -71,19 +96,24 @@ def test_a_path_that_is_none_of_a_run_is_not_looked_at(tmp_path: Path, path: str
         {"exports": 3, "checkpoint_loras": 3, "updates": "7"},
         {"exports": [3, {"format": []}, {"format": "kohya", "files": {}}], "updates": True},
         {"exports": [{"format": "kohya", "files": [3, {}, {"path": 3, "bytes": 1, "sha256": ""}]}], "updates": -1},
-        {"exports": [{"format": "other", "files": [{"path": "lora.safetensors", "bytes": 1, "sha256": "0"}]}]},
+        {"exports": {"kohya": {}}},
+        {"files": 5, "state": [1], "step": "x"},
+        {"updates": 2, "exports": [{"format": "kohya", "path": ["lora.safetensors"]}]},
+        {"updates": 2, "exports": [{"format": "kohya", "updates": "2"}]},
+        {"updates": 2, "checkpoint_loras": [{"path": "checkpoints/lora-step00000002.safetensors"}]},
     ],
 )
 def test_a_result_that_this_program_did_not_write_is_none(tmp_path: Path, result: Any) -> None:
     run_dir = finished(tmp_path / "run")
+    assert results.faults_of_finished(run_dir) == []
+    run_dir.result.write_bytes(b"{")
+    said_of_broken_json = results.faults_of_finished(run_dir)
     put(run_dir, result)
+    assert results.faults_of_finished(run_dir) == said_of_broken_json != []
     assert results.wrong_exports(run_dir, FORMS) == {} and results.wrong_checkpoint_loras(run_dir) == []
     assert results.updates_of(run_dir) == 0
     record_export(run_dir, "kohya", Made(7))
-    if result:
-        assert results.read_result(run_dir)["exports"][-1]["files"] == [
-            FileDigest.of("lora.safetensors", b"lora.safetensors").to_json()
-        ]
+    assert json.loads(run_dir.result.read_text(encoding="utf-8")) == result, "it is left as it is"
 
 
 def test_a_peft_folder_without_weights_is_no_result(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Speaks like the self-test's child, without torch, and crashes or hangs where it is told to.
 
-``python faulty_selftest.py LOG FAULTS --device cuda [--watch-parent] [--only GROUP ...] [--skip NAME ...]``. FAULTS is
+``python faulty_selftest.py LOG FAULTS --device cuda [--only GROUP ...] [--skip NAME ...]``. FAULTS is
 JSON: name of a check -> what happens in it. Each start adds its environment and arguments to LOG.
 """
 
@@ -58,7 +58,6 @@ def main() -> int:
     parser.add_argument("log", type=Path)
     parser.add_argument("faults", type=json.loads)
     parser.add_argument("--device", required=True)
-    parser.add_argument("--watch-parent", action="store_true")
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--skip", nargs="*", default=[])
     options = parser.parse_args()

@@ -11,6 +11,7 @@ from lora_rocm.families.registry import Registry
 from lora_rocm.foundation import files
 from lora_rocm.foundation.files import write_json
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe
+from lora_rocm.rundir import result_file
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor import resume
 from tests.supervisor.fake_run import RECIPE
@@ -231,10 +232,10 @@ def test_a_result_is_not_read_beyond_what_it_can_be(
     loaded: LoadedRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = made(loaded, tmp_path / "run")
-    monkeypatch.setattr(resume, "MAX_RESULT_BYTES", 100)
-    run_dir.result.write_bytes(b"{}".ljust(100))
+    monkeypatch.setattr(result_file, "MAX_RESULT_BYTES", 100)
+    run_dir.result.write_bytes(b'{"updates": 40}'.ljust(100))
     assert not again(loaded, run_dir)
-    run_dir.result.write_bytes(b"{}".ljust(101))
+    run_dir.result.write_bytes(b'{"updates": 40}'.ljust(101))
     assert again(loaded, run_dir)
 
 
@@ -250,7 +251,7 @@ def test_a_result_that_rank_0_takes_away_meanwhile_is_no_error(
     loaded: LoadedRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = made(loaded, tmp_path / "run")
-    write_json(run_dir.result, {})
+    write_json(run_dir.result, {"updates": 40})
     chosen = resume.choose(loaded, run_dir.path, "latest")
     assert not resume.settle_rank(chosen, loaded, 1)  # complete
     read = resume.load_recipe

@@ -46,7 +46,7 @@ class Child:
         self.said: list[str] = []
 
     def command(self, arguments: Sequence[str]) -> list[str]:
-        return [sys.executable, str(FAULTY), str(self.log), json.dumps(self.faults), "--watch-parent", *arguments]
+        return [sys.executable, str(FAULTY), str(self.log), json.dumps(self.faults), *arguments]
 
     @property
     def starts(self) -> list[dict[str, Any]]:
@@ -96,7 +96,7 @@ def test_a_crash_has_a_name_and_the_rest_is_verdict_of(act: str, status: str, wo
     assert [result.name for result in found.values() if result.status != "passed"] == ["gemm.lora-bf16-TN"]
     first, second = faulty.starts
     assert "--skip" not in first["arguments"]
-    assert second["arguments"][2:] == ["cuda", "--skip", *NAMES[: NAMES.index("gemm.lora-bf16-TN") + 1]]
+    assert second["arguments"][1:] == ["cuda", "--skip", *NAMES[: NAMES.index("gemm.lora-bf16-TN") + 1]]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals have other names there")
@@ -332,8 +332,8 @@ def test_the_child_is_told_to_leave_with_its_parent() -> None:
         "-P",
         "-m",
         "lora_rocm.processes.child_main",
+        "--leave-with-parent",
         "lora_rocm.checks.selftest",
-        "--watch-parent",
         "--only",
         "gemm",
     ]

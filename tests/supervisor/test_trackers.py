@@ -26,7 +26,8 @@ def started(
 ) -> tuple[trackers.Trackers, subprocess.Popen[bytes], list[str]]:
     commands: list[str] = []
 
-    def command(module: str, *arguments: str) -> list[str]:
+    def command(module: str, *arguments: str, reads_input: bool = False) -> list[str]:
+        assert reads_input  # it sends what is waiting before it leaves
         commands.extend((module, *arguments))
         return [sys.executable, "-c", script]
 

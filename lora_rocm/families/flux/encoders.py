@@ -22,6 +22,7 @@ from lora_rocm.families.tokenizers import digest, tokenizer_identity
 from lora_rocm.families.transformer import language_model
 from lora_rocm.families.vae import CPU
 from lora_rocm.kernels.weight_format import WeightFormat
+from lora_rocm.model_files.config_file import Config
 
 ENCODING_VERSION = 1  # increase it if the same weights would give other tensors
 POOLED, STATES = "pooled_embeds", "prompt_embeds"
@@ -52,6 +53,19 @@ def _t5_states(encoder: nn.Module, ids_BS: Tensor) -> Tensor:
     """Without a mask: the model was trained with the states of the padding."""
     states_BSD: Tensor = encoder(ids_BS).last_hidden_state
     return states_BSD
+
+
+def require_distances(config: Config) -> None:
+    """Refuse a T5 config by which a distance between tokens has no row in its table of distances.
+
+    Half of the rows of a direction are for one distance each. The others share what is left up to the maximum, which
+    therefore has to be farther. T5 looks rows up by number, which the meta device cannot check.
+
+    Raises:
+        ModelError: config-unreadable.
+    """
+    rows = config.whole("relative_attention_num_buckets", 32, least=4)
+    config.whole("relative_attention_max_distance", 128, least=rows // 4 + 1)
 
 
 def clip_part() -> TextPart:

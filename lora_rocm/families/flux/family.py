@@ -24,7 +24,15 @@ from lora_rocm.families import clip
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors
 from lora_rocm.families.file_names import FileNames
 from lora_rocm.families.flux import names
-from lora_rocm.families.flux.encoders import POOLED, STATES, TextEncoder, TextPart, clip_part, t5_part
+from lora_rocm.families.flux.encoders import (
+    POOLED,
+    STATES,
+    TextEncoder,
+    TextPart,
+    clip_part,
+    require_distances,
+    t5_part,
+)
 from lora_rocm.families.flux.spec import FluxSection
 from lora_rocm.families.objectives.base import CONTROL_LATENTS, Prediction
 from lora_rocm.families.transformer.detect import called_otherwise
@@ -39,6 +47,7 @@ MAX_TOKENS, MAX_TOKENS_SCHNELL = 512, 256
 BLOCK = r"(single_)?transformer_blocks\.\d+\."
 ATTENTION = r"attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"
 MLP = r"ff(_context)?\.net\.(0\.proj|2)|proj_mlp|proj_out"
+T5 = "text_encoder_2"
 MODULATION = r"norm(1|1_context)?\.linear"
 PARTS = {
     "transformer": Part(
@@ -49,13 +58,13 @@ PARTS = {
     ),
     "vae": VAE,
     "text_encoder": Part(CLIPTextModel, "text_encoders.clip_l.transformer.", conversion.own_names),
-    "text_encoder_2": Part(T5EncoderModel, "text_encoders.t5xxl.transformer.", conversion.own_names),
+    T5: Part(T5EncoderModel, "text_encoders.t5xxl.transformer.", conversion.own_names),
 }
 LAYOUT = Layout(
     parts=PARTS,
     tokenizers={
         "tokenizer": TokenizerOf("clip_l", "text_encoder", pools=True),
-        "tokenizer_2": TokenizerOf("t5", "text_encoder_2"),
+        "tokenizer_2": TokenizerOf("t5", T5),
     },
     configs=Path(__file__).parent / "config_dev",
     alone=("transformer",),
@@ -74,7 +83,7 @@ class Flux(TransformerFamily):
     block_lists = {"transformer_blocks": (2,) * 9, "single_transformer_blocks": (3,) * 5 + (2,) * 9}
     num_streams = 2
     packed_layers = f"^{BLOCK}"
-    language_model = "text_encoder_2"
+    language_model = T5
     language_layers = r"(^|\.)block\.\d+\."
     told_guidance = True
     targets = {
@@ -123,6 +132,8 @@ class Flux(TransformerFamily):
                 fix=f"Set model.variant: {'dev or kontext' if self._is_schnell else 'schnell'}.",
             )
         notices = super().check(source)
+        if T5 in source.layout.parts:
+            require_distances(source.config(T5))
         dynamic, guided = (
             source.config(name).flag(key)
             for name, key in (("scheduler", "use_dynamic_shifting"), ("transformer", "guidance_embeds"))

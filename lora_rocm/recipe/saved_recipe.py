@@ -1,0 +1,29 @@
+"""Says what is wrong with the recipe that a run keeps, for commands that only show the run."""
+
+from __future__ import annotations
+
+import os
+
+from lora_rocm.errors import RecipeError
+from lora_rocm.families.registry import PRODUCT, Registry
+from lora_rocm.foundation.bounded_read import check_plain
+from lora_rocm.recipe.load import MAX_RECIPE_BYTES, load_recipe
+from lora_rocm.rundir.layout import RunDir
+
+
+def recipe_fault(run_dir: RunDir, registry: Registry = PRODUCT) -> str:
+    """Why ``recipe.yaml`` of a run cannot be used, with a remedy, as sentences; empty if it can."""
+    try:
+        if not os.path.lexists(run_dir.recipe):
+            fault = "is not there any more"
+        elif not run_dir.holds(run_dir.recipe):
+            fault = "is a link to something outside of the run"
+        else:
+            check_plain(run_dir.recipe, MAX_RECIPE_BYTES)
+            load_recipe(run_dir.recipe, registry=registry)
+            return ""
+    except OSError as error:
+        fault = f"cannot be read: {error.strerror}"
+    except RecipeError as error:
+        fault = f"cannot be read: {error.problems[0].where}: {error.problems[0].what}"
+    return f"{run_dir.recipe} {fault}. Put the recipe of this run there: chat, sample, compare and export need it."

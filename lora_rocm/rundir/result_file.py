@@ -1,0 +1,58 @@
+"""Reads ``result.json``. Everybody who reads it calls ``read_result_file``, so all agree on which one can be read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lora_rocm.foundation.bounded_read import read_plain
+from lora_rocm.foundation.json_text import BadJson, parse_json
+
+MAX_RESULT_BYTES = 1 << 24
+
+
+def read_result_file(path: Path) -> dict[str, Any]:
+    """The content of ``result.json``; its paths may be anybody's.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no JSON, or its values have other types than this program writes.
+    """
+    value = parse_json(read_plain(path, MAX_RESULT_BYTES))
+    if not _is_result(value):
+        raise BadJson("its values have other types than the result of a run")
+    return dict(value)
+
+
+def _is_result(value: object) -> bool:
+    """Whether the values have the types that this program writes. Results of earlier versions lack some of the keys."""
+    if not isinstance(value, dict) or not ("updates" in value or "exports" in value) or not _is_state(value):
+        return False
+    exports = value.get("exports", [])
+    return (
+        isinstance(exports, list)
+        and all(
+            isinstance(entry, dict)
+            and isinstance(entry.get("format"), str)
+            and isinstance(entry.get("path", ""), str)
+            and _is_state(entry)
+            and _are_digests(entry.get("files", []))
+            for entry in exports
+        )
+        and _are_digests(value.get("checkpoint_loras", []))
+    )
+
+
+def _is_state(value: dict[str, Any]) -> bool:
+    updates = value.get("updates", 1)
+    return type(updates) is int and updates > 0 and isinstance(value.get("checkpoint", ""), str)
+
+
+def _are_digests(values: object) -> bool:
+    return isinstance(values, list) and all(
+        isinstance(value, dict)
+        and isinstance(value.get("path"), str)
+        and type(value.get("bytes")) is int
+        and isinstance(value.get("sha256"), str)
+        for value in values
+    )

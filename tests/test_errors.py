@@ -1,0 +1,54 @@
+"""Every error says how to fix it: a check of all places in the source that make one."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lora_rocm
+from lora_rocm import errors
+
+ROOT = Path(lora_rocm.__file__).parent
+NOT_WRONG = {"StoppedError"}
+"""The user asked for it, so there is nothing to fix."""
+OF_PROBLEMS = {"RecipeError"}
+"""Each of its problems has a remedy of its own."""
+NEEDS_FIX = {
+    name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, errors.LoraRocmError)
+} - (NOT_WRONG | OF_PROBLEMS)
+
+
+def without_fix(source: str) -> Iterator[int]:
+    """Lines that make an error without a remedy, or with an empty one."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in NEEDS_FIX:
+            given = [keyword.value for keyword in node.keywords if keyword.arg in ("fix", None)]
+            if not given or (isinstance(given[0], ast.Constant) and not given[0].value):
+                yield node.lineno
+
+
+def test_every_error_has_a_remedy() -> None:
+    assert len(NEEDS_FIX) > 15
+    found = {
+        path.relative_to(ROOT).as_posix(): lines
+        for path in sorted(ROOT.rglob("*.py"))
+        if (lines := list(without_fix(path.read_text(encoding="utf-8"))))
+    }
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("raise AdapterError('c', what, where=str(path))", 1),
+        ("UserError('c', what, fix='')", 1),
+        ("UserError('c', what, fix='Do this.')", 0),
+        ("UserError('c', what, **more)", 0),
+        ("StoppedError('killed', what)", 0),
+    ],
+)
+def test_an_error_without_a_remedy_is_found(source: str, count: int) -> None:
+    assert len(list(without_fix(source))) == count
