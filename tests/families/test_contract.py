@@ -38,6 +38,7 @@ from lora_rocm.processes.jobs import PlanJob
 from lora_rocm.processes.tool import write_job
 from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.report.report import write_report
+from lora_rocm.rundir.events import EventReader
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import input_start, outputs, preview
 from lora_rocm.train.disk_forecast import Sizes, sizes_of
@@ -384,7 +385,7 @@ def in_this_process(run_dir: RunDir, env: Any, on_event: Any, words: Any, say: A
     module = words.index(WORKER)
     assert words[module + 1] == str(run_dir.path)
     code: int = importlib.import_module(WORKER).main(words[module + 1 :])
-    for event in read_events(run_dir.events()):
+    for event in EventReader(run_dir.events()).poll():
         on_event(event)
     return code
 
