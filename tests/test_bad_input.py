@@ -274,7 +274,7 @@ def with_a_vae_of_16_channels(model: Path) -> None:
         (damaged("tokenizer/tokenizer_config.json", None), ["tokenizer", "model_max_length", "Download"]),
         (damaged("tokenizer/tokenizer.json", b"{"), ["tokenizer", "cannot be read", "Download"]),
         (cut_short, ["diffusion_pytorch_model.safetensors", "damaged", "Download or copy"]),
-        (not_finite, ["vae.", "not finite", "Download the model again"]),
+        (not_finite, ["vae/diffusion_pytorch_model.safetensors", "not finite", "Download the model again"]),
         (not_finite_where_large, ["latent_mean", "not finite", "p0.png", "damaged"]),
     ],
     ids=lambda value: getattr(value, "__name__", None),

@@ -38,6 +38,7 @@ from lora_rocm.processes.jobs import PlanJob
 from lora_rocm.processes.tool import write_job
 from lora_rocm.recipe.load import dump_recipe
 from lora_rocm.report.report import write_report
+from lora_rocm.rundir.events import EventReader
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.train import input_start, outputs, preview
 from lora_rocm.train.disk_forecast import Sizes, sizes_of
@@ -379,12 +380,12 @@ def test_a_form_that_cannot_be_written_is_refused_before_training(its: Its, tmp_
     assert not RunDir(tmp_path / "run").list_checkpoints()
 
 
-def in_this_process(run_dir: RunDir, env: Any, on_event: Any, words: Any, say: Any) -> int:
+def in_this_process(run_dir: RunDir, env: Any, on_event: Any, words: Any, say: Any, asked: Any = None) -> int:
     """``worker.run_worker`` without a new Python."""
     module = words.index(WORKER)
     assert words[module + 1] == str(run_dir.path)
     code: int = importlib.import_module(WORKER).main(words[module + 1 :])
-    for event in read_events(run_dir.events()):
+    for event in EventReader(run_dir.events()).poll():
         on_event(event)
     return code
 
