@@ -105,7 +105,7 @@ def test_torchrun_starts_the_processes_and_each_has_one_worker(rank: int, here: 
 
 def test_a_run_that_is_complete_is_so_for_all(here: pytest.MonkeyPatch) -> None:
     assert train() == 0
-    Path("a run", "result.json").write_text("{}", encoding="utf-8")
+    Path("a run", "result.json").write_text('{"updates": 40}', encoding="utf-8")
     torchrun(here, 1)
     assert train(resume="latest") == 0 and len(started()) == 1
 
