@@ -25,7 +25,7 @@ def status(run_dir: RunDir) -> dict[str, Any]:
     an earlier step. remarks: about those and missing files. telemetry: last readings of each GPU. alarms: newest last.
 
     Raises:
-        StorageError: an event file cannot be read.
+        ResumeError: an event file cannot be read.
     """
     view = RunView.of(run_dir)
     files, problem, latest_s = view.files, view.problem, view.latest_s

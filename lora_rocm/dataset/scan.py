@@ -323,6 +323,7 @@ def _unreadable(sample: Sample, reason: str) -> DataError:
 def _scan_folder(found: _Findings) -> None:
     """Add the images of a folder source to the findings."""
     options = found.options
+    # Walk the folder.
     root, has_videos = source_folder(options.path or "", options.index), max(options.lengths) > 1
     folder = walk(
         root,
@@ -339,6 +340,7 @@ def _scan_folder(found: _Findings) -> None:
     found.notices += (*folder.notices, *_say_own_number(root.name, options.caption_fallback))
     found.lasting &= folder.lasting and options.metadata_file is None  # a manifest's listing covers images only
     progress, unread = Progress("sizes", len(folder.relatives), found.report, quiet_s=QUIET_S), NameCount()
+    cut: list[str] = []  # clips of which frames are left, with their number
     most = None if options.class_prompt is None else options.num_class_images  # an earlier run may have drawn more
     for position, (path, relative) in enumerate(islice(folder.images, most)):
         progress.step()
@@ -346,7 +348,8 @@ def _scan_folder(found: _Findings) -> None:
         # Read the header and the captions; set the image aside if either fails.
         try:
             is_video = has_videos and os.path.isdir(path)
-            header, frames = read_video(path, options.lengths) if is_video else (read_header(path), 0)
+            header, frames, num_left = read_video(path, options.lengths) if is_video else (read_header(path), 0, 0)
+            cut += [f"{shown(path)} ({num_left})"] if num_left else []
             files, texts = folder.captions.of(path), list[str]()
             for file in files:
                 if len(folder.captions.endings) > 1:
@@ -374,7 +377,9 @@ def _scan_folder(found: _Findings) -> None:
         given = replace(given, captions=tuple(more))
         name, repeats = repeat_folder.name or folder.name, options.repeats * repeat_folder.repeats
         found.add(Sample(key, found.first, name, path, caption, *header.size, repeats, options, given, frames), header)
+    # Tell what was not read.
     found.notices += unread.notices("Keys of caption files that nothing reads", "file")
+    found.notices += [f"Frames behind the longest of data.frames are not used: {some(cut)}."] if cut else []
     if found.uncaptioned and options.caption_fallback == "filename":
         if any(folder.repeat_folder(relative).name for _, relative in folder.images):
             found.notices.append(

@@ -44,8 +44,10 @@ def frames_of(video: Path) -> list[Path]:
     return [path for match, path in sorted(found, key=lambda each: (int(each[0][2]), each[1].name))]
 
 
-def read_video(video: Path, lengths: Sequence[int]) -> tuple[Header, int]:
-    """The header that all frames of a clip share, and how many are used: the largest of ``lengths`` that it has.
+def read_video(video: Path, lengths: Sequence[int]) -> tuple[Header, int, int]:
+    """The header that all frames of a clip share, and how many frames are used and are left.
+
+    Used is the largest of ``lengths`` that the clip has.
 
     Raises:
         UnreadableImage: it has fewer frames, one of them cannot be read, or they have several sizes.
@@ -62,7 +64,7 @@ def read_video(video: Path, lengths: Sequence[int]) -> tuple[Header, int]:
         if header.size != headers[0].size:
             sizes = " and ".join(f"{width}x{height}" for width, height in (headers[0].size, header.size))
             raise UnreadableImage(f"its frames have several sizes ({sizes}, from {frame.name} on)")
-    return headers[0], count
+    return headers[0], count, len(frames) - count
 
 
 def video_bytes(video: Path, count: int) -> bytes:

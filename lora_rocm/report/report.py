@@ -168,8 +168,7 @@ def _headline(facts: Facts) -> list[Block]:
     at = f"step {view.updates} of {'?' if view.max_train_steps is None else view.max_train_steps}"
     if view.outcome == "finished":
         finished = count_text(facts.result.get("updates") or view.updates, "step")
-        gone = [Paragraph(text, "bad") for text in faults_of_finished(facts.run_dir)]
-        return [*said_of_recipe, Paragraph(f"Finished: {finished}.", "good"), *gone]
+        return [*said_of_recipe, Paragraph(f"Finished: {finished}.", "good")]
     match view.end or view.hang:
         case ErrorEvent(what=what, fix=fix):
             return [*said_of_recipe, Paragraph(f"Ended at {at}: {what}", "bad"), Paragraph(fix, "soft")]

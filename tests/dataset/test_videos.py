@@ -39,7 +39,7 @@ def test_a_folder_of_numbered_images_is_a_sample(data: Path, make: SimpleNamespa
         "still.png": (0, "a still", 96, 64),
         "sub/walk.v2": (9, "a walk", 64, 48),
     }
-    assert not found.set_aside and not found.notices
+    assert not found.set_aside and len(found.notices) == 1, "the tenth frame is said"
     assert len(scanned(make, data).samples) == 13, "the control: without data.frames each image is for itself"
 
 
@@ -71,3 +71,9 @@ def test_a_clip_that_cannot_be_used_is_set_aside(data: Path, make: SimpleNamespa
     make.image(data / "sub" / "walk.v2" / "frame 5.png", 64, 48)
     (data / "sub" / "walk.v2" / "frame 5.png").write_bytes(b"x")
     assert len(scanned(make, data, frames=9).set_aside) == 1
+
+
+@pytest.mark.parametrize(("frames", "said"), [(9, True), (10, False)])
+def test_frames_that_are_not_used_are_said(data: Path, make: SimpleNamespace, frames: int, said: bool) -> None:
+    notices = [notice for notice in scanned(make, data, frames=frames).notices if "data.frames" in notice]
+    assert ["walk.v2 (1)" in notice for notice in notices] == [True] * said
