@@ -98,7 +98,7 @@ def image(rng: random.Random) -> bytes:
 
 def read_image(path: Path) -> None:
     """Read the size from the header, and the pixels unless there are too many."""
-    from lora_rocm.dataset.image_io import UnreadableImage, decode, read_header
+    from lora_rocm.dataset.images.image_io import UnreadableImage, decode, read_header
 
     try:
         width, height = read_header(path).size
@@ -115,8 +115,8 @@ def caption(rng: random.Random) -> bytes:
 
 def read_caption(path: Path) -> None:
     """Read a caption, and make its shuffled variants."""
-    from lora_rocm.dataset.captions import as_read, variants
-    from lora_rocm.dataset.folders import read_caption
+    from lora_rocm.dataset.captions.captions import as_read, variants
+    from lora_rocm.dataset.sources.folders import read_caption
     from lora_rocm.recipe.schema import SourceOptions
 
     try:
@@ -174,7 +174,7 @@ def read_weights(path: Path) -> None:
 def _entry() -> bytes:
     import numpy as np
 
-    from lora_rocm.cache_files.entry_file import METADATA_KEY, fingerprint_of, metadata_text
+    from lora_rocm.cache_store.entry_file import METADATA_KEY, fingerprint_of, metadata_text
 
     data = np.arange(24, dtype="<f4").tobytes()
     facts = metadata_text("image", "0" * 40, {"latent": fingerprint_of(data)})
@@ -201,7 +201,7 @@ def cache_entry(rng: random.Random) -> bytes:
 
 def read_entry(path: Path) -> None:
     """Read an entry as ``cache verify`` does."""
-    from lora_rocm.cache_files.entry_file import CacheEntryBad, check_bytes, check_place, read_entry
+    from lora_rocm.cache_store.entry_file import CacheEntryBad, check_bytes, check_place, read_entry
 
     try:
         header, content = read_entry(path)
@@ -271,7 +271,7 @@ def lora_file(rng: random.Random) -> bytes:
 
 def read_lora(path: Path) -> None:
     """Read a LoRA for the tiny model."""
-    from lora_rocm.adapters.lora_reader import components_of, read_lora
+    from lora_rocm.adapters.files.lora_reader import components_of, read_lora
 
     family, components = model()
     components_of(family, path)
@@ -305,7 +305,7 @@ def dataset(rng: random.Random) -> bytes:
 
 def read_dataset(path: Path) -> None:
     """Read every caption, and the location of every image."""
-    from lora_rocm.dataset import hf_datasets as rows
+    from lora_rocm.dataset.rows import hf_datasets as rows
     from lora_rocm.recipe.schema import DataSection, DataSource
 
     rows._open.cache_clear()

@@ -188,8 +188,8 @@ def read_rows(path: Path) -> None:
     """Find the rows as ``check`` and a run do, and encode what is used. The counts have to add up."""
     import shutil
 
-    from lora_rocm.dataset.row_reference import resolved
-    from lora_rocm.dataset.text_scan import scan_texts
+    from lora_rocm.dataset.rows.row_reference import resolved
+    from lora_rocm.dataset.sources.text_scan import scan_texts
     from lora_rocm.families.causal_lm.chat import ChatTokenizer
     from lora_rocm.families.causal_lm.family import TokensEncoder, _encoded, _encoded_pair
     from lora_rocm.recipe.schema import DataSection, DataSource
@@ -201,7 +201,7 @@ def read_rows(path: Path) -> None:
     folder.mkdir()
     rows = [row(rng) for _ in range(ROWS)]
     table, tokenizer = _written(rng, rows, folder), _tokenizer(rng)
-    from lora_rocm.dataset import hf_datasets
+    from lora_rocm.dataset.rows import hf_datasets
 
     hf_datasets._open.cache_clear()
     pairs = any("chosen" in each for each in rows) and rng.random() < 0.5

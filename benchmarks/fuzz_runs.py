@@ -160,9 +160,10 @@ def facts(rng: random.Random) -> bytes:
 
 def read_facts(path: Path) -> None:
     """Load facts, show them, and plan."""
-    from lora_rocm.commands.env import described, planned, result_of
+    from lora_rocm.commands.env import planned, result_of
     from lora_rocm.commands.output import json_form
     from lora_rocm.hardware.facts import load_facts
+    from lora_rocm.rules.environment_text import described
 
     load_facts(path)
     made = planned(None, (), path)
@@ -219,7 +220,7 @@ def config(rng: random.Random) -> bytes:
 def read_config(path: Path) -> None:
     """Read a config as the check of a base model does."""
     from lora_rocm.base_models.loading import Source, builtin_folder
-    from lora_rocm.families.ldm import detect
+    from lora_rocm.families.common.unet import detect
     from lora_rocm.families.registry import PRODUCT
     from lora_rocm.families.sdxl.family import EXPECTED
 

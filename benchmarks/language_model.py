@@ -39,7 +39,7 @@ from lora_rocm.device.backend_settings import apply
 from lora_rocm.device.precision import choose_device
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.families.base import family_for
-from lora_rocm.families.recompute import Recomputing
+from lora_rocm.families.common.recompute import Recomputing
 from lora_rocm.hardware.settings import settings_from
 from lora_rocm.kernels.backend import form_for
 from lora_rocm.kernels.weight_format import use_form

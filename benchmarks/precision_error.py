@@ -21,9 +21,12 @@ from diffusers import CosmosTransformer3DModel, FluxTransformer2DModel, UNet2DCo
 from peft import LoraConfig, inject_adapter_in_model  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-from lora_rocm.families.ldm import fused_unet  # noqa: E402
-from lora_rocm.families.ldm.fusion_options import Fusion  # noqa: E402
-from lora_rocm.families.transformer_blocks import cosmos, flux  # noqa: E402
+from lora_rocm.families.common.dit.blocks import (
+    cosmos,
+    flux,  # noqa: E402
+)
+from lora_rocm.families.common.unet import fused_unet  # noqa: E402
+from lora_rocm.families.common.unet.fusion_options import Fusion  # noqa: E402
 from lora_rocm.kernels.lora_layer import with_lean_layers  # noqa: E402
 
 HEADS = 3

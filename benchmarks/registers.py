@@ -40,11 +40,15 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 
 from lora_rocm.families.causal_lm import fused_blocks  # noqa: E402
-from lora_rocm.families.ldm import fused_unet  # noqa: E402
-from lora_rocm.families.ldm.fusion_options import Fusion  # noqa: E402
+from lora_rocm.families.common.dit.blocks import (
+    cosmos,
+    flux,
+    z_image,  # noqa: E402
+)
+from lora_rocm.families.common.unet import fused_unet  # noqa: E402
+from lora_rocm.families.common.unet.fusion_options import Fusion  # noqa: E402
 from lora_rocm.families.sd.family import LAYOUT_SD15  # noqa: E402
 from lora_rocm.families.sdxl.family import LAYOUT as LAYOUT_SDXL  # noqa: E402
-from lora_rocm.families.transformer_blocks import cosmos, flux, z_image  # noqa: E402
 from lora_rocm.hardware.archs import BY_GFX, triton_takes  # noqa: E402
 from lora_rocm.kernels import backend, group_norm_triton  # noqa: E402
 from lora_rocm.kernels.backend import LAUNCH  # noqa: E402

@@ -51,9 +51,9 @@ from torch import Tensor
 from lora_rocm.base_models.loading import WeightsVersion, builtin_folder
 from lora_rocm.base_models.random_weights import PREFIX, RandomSource, random_source
 from lora_rocm.base_models.safetensors_file import digest, read_hashed, read_tensors
-from lora_rocm.cache_files.hash_memory import WEIGHTS_MEMORY, FileState, HashMemory, remembered_line
-from lora_rocm.dataset.buckets import choose_bucket
+from lora_rocm.cache_store.hash_memory import WEIGHTS_MEMORY, FileState, HashMemory, remembered_line
 from lora_rocm.dataset.entry_spec import CAPTION, IMAGE, EntrySpec, TensorSpec
+from lora_rocm.dataset.images.buckets import choose_bucket
 from lora_rocm.families.base import family_for
 from lora_rocm.families.sdxl.family import LAYOUT
 from lora_rocm.latent_cache.cache import LatentCache, entry_key, image_parts

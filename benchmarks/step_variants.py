@@ -38,9 +38,9 @@ from torch import Tensor, nn  # noqa: E402
 from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
 import lora_rocm  # noqa: E402
-from lora_rocm.families.ldm.fused_unet import fuse  # noqa: E402
-from lora_rocm.families.ldm.fusion_options import Fusion  # noqa: E402
-from lora_rocm.families.ldm.kohya_keys import UNET_TARGETS  # noqa: E402
+from lora_rocm.families.common.unet.fused_unet import fuse  # noqa: E402
+from lora_rocm.families.common.unet.fusion_options import Fusion  # noqa: E402
+from lora_rocm.families.common.unet.kohya_keys import UNET_TARGETS  # noqa: E402
 from lora_rocm.kernels.lora_layer import with_lean_layers  # noqa: E402
 
 PACKAGE = Path(lora_rocm.__file__).parent

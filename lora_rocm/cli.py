@@ -384,7 +384,7 @@ def doctor(
     quick: Annotated[bool, typer.Option("--quick", help="Without the self-test of the GPU.")] = False,
 ) -> int:
     """Show problems of this machine, the most harmful first, with remedies."""
-    from lora_rocm.doctor import command
+    from lora_rocm.commands import doctor as command
 
     found = command.doctor(facts, report_file=report_file, quick=quick, say=output.aside)
     output.show(command.result_of(found), command.render(found))
@@ -403,9 +403,10 @@ def env(
 ) -> int:
     """Print the environment that training gets on this machine."""
     from lora_rocm.commands import env
+    from lora_rocm.rules import environment_text
 
     found = env.planned(recipe, overrides or (), facts)
-    text = env.described(*found, shell.value if shell else None, explain=explain)
+    text = environment_text.described(*found, shell.value if shell else None, explain=explain)
     return output.show(env.result_of(*found), text, exact=shell is not None)
 
 
@@ -482,7 +483,7 @@ def schema(output: Output) -> int:
 @printed
 def cache_stats(output: Output, folder: CachePath = Path("cache")) -> int:
     """Show the contents of the caches."""
-    from lora_rocm.cache_files import maintenance
+    from lora_rocm.cache_store import maintenance
     from lora_rocm.commands.cache_text import stats_text
 
     found = maintenance.stats(folder)
@@ -493,7 +494,7 @@ def cache_stats(output: Output, folder: CachePath = Path("cache")) -> int:
 @printed
 def cache_verify(output: Output, folder: CachePath = Path("cache")) -> int:
     """Read every entry and list damaged ones; exit code 3 if there are any."""
-    from lora_rocm.cache_files import maintenance
+    from lora_rocm.cache_store import maintenance
     from lora_rocm.commands.cache_text import verified_text
 
     found = maintenance.verify(folder, output.say)
@@ -515,7 +516,7 @@ def cache_prune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be deleted.")] = False,
 ) -> int:
     """Delete damaged entries, duplicates, entries of older versions, and remains of killed runs."""
-    from lora_rocm.cache_files import maintenance
+    from lora_rocm.cache_store import maintenance
     from lora_rocm.commands.cache_text import pruned_text
 
     found = maintenance.prune(folder, output.say, older_than_days=older_than, dry_run=dry_run)

@@ -16,11 +16,12 @@ from inspect import getdoc
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
-from lora_rocm.cache_files.maintenance import CachePruned, CacheStats, CacheVerified
+from lora_rocm.cache_store.maintenance import CachePruned, CacheStats, CacheVerified
 from lora_rocm.commands.bench import BenchResult
 from lora_rocm.commands.chat import ChatResult
 from lora_rocm.commands.check import CheckResult
 from lora_rocm.commands.compare import CompareResult
+from lora_rocm.commands.doctor import DoctorResult
 from lora_rocm.commands.documents import InspectDocument, StatusDocument
 from lora_rocm.commands.env import EnvResult
 from lora_rocm.commands.output import Failed, ForgetResult, ReportResult
@@ -29,7 +30,6 @@ from lora_rocm.commands.runs import RunsResult
 from lora_rocm.commands.sample_export import ExportResult, SampleResult
 from lora_rocm.commands.start_run import RunResult
 from lora_rocm.commands.tune import TuneResult
-from lora_rocm.doctor.command import DoctorResult
 
 RESULTS: dict[str, type] = {
     "train": RunResult,

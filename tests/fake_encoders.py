@@ -18,7 +18,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 
-from lora_rocm.dataset.caption_length import TokenLimit
+from lora_rocm.dataset.captions.caption_length import TokenLimit
 from lora_rocm.dataset.entry_spec import CAPTION, IMAGE, EntrySpec, TensorSpec
 from lora_rocm.families.base import Encode, Inputs, Tensors
 from lora_rocm.recipe.kinds import recipe_from

@@ -39,7 +39,7 @@ ROOMS: dict[str, str] = {
     "rules": LIGHT,
     "dataset": LIGHT,
     "planning": LIGHT,
-    "cache_files": LIGHT,
+    "cache_store": LIGHT,
     "processes": LIGHT,
     "report": LIGHT,
     "supervisor": LIGHT,
@@ -56,15 +56,15 @@ ROOMS: dict[str, str] = {
     "export": HEAVY,
     "train": HEAVY,
     "children": HEAVY,
-    "commands": LIGHT,
     "doctor": LIGHT,
+    "commands": LIGHT,
     "json_reference": LIGHT,
     "cli": LIGHT,
     "__main__": LIGHT,
 }
 """A room imports from itself and from rooms above it, so there is no circle of rooms."""
 PROCESS_EDGES = {
-    (f"{PACKAGE}.dataset.row_edge", "row_edge"),  # the one edge of a row
+    (f"{PACKAGE}.dataset.rows.row_edge", "row_edge"),  # the one edge of a row
     (f"{PACKAGE}.telemetry.reader_child", "main"),
     (f"{PACKAGE}.train.worker", "main"),
     (f"{PACKAGE}.children.model_child", "main"),
@@ -74,7 +74,7 @@ PROCESS_EDGES = {
     (f"{PACKAGE}.loader.worker_pool", "_serve"),
     (f"{PACKAGE}.commands.check_base", "_weigh"),  # a thread, which hands on what it raises
     (f"{PACKAGE}.commands.start_run", "_work"),  # likewise
-    (f"{PACKAGE}.dataset.row_edge", "row_edge"),
+    (f"{PACKAGE}.dataset.rows.row_edge", "row_edge"),
     (f"{PACKAGE}.families.causal_lm.chat_template", "_template"),
     ("benchmarks/reliable_fuzz.py", "child"),
     ("benchmarks/step_variants.py", "main"),
@@ -88,16 +88,25 @@ OWN_JSON = {
         *("train.worker:main", "telemetry.cards:from_text", "hardware.settings:settings_from"),
         "dataset.sample_table:_read",
         *("device.process_group:require_same", "rules.environment:settings", "base_models.hollow:new_hollow"),
-        *("dataset.given:of_text", "dataset.records:_sorted", "dataset.records:read", "recipe.reference:_schema_of"),
-        *("dataset.row_reference:separated", "dataset.row_reference:resolved", "recipe.reference:_schema_of_section"),
+        *(
+            "dataset.sources.given:of_text",
+            "dataset.rows.records:_sorted",
+            "dataset.rows.records:read",
+            "recipe.reference:_schema_of",
+        ),
+        *(
+            "dataset.rows.row_reference:separated",
+            "dataset.rows.row_reference:resolved",
+            "recipe.reference:_schema_of_section",
+        ),
         # what a library or a tool of the system prints
-        *("families.causal_lm.chat:_growth", "families.tokenizers:_written_around"),
+        *("families.causal_lm.chat:_growth", "families.common.tokenizers:_written_around"),
         "hardware.probe.windows_probe:adapters_from_json",
         # the program's own cache and memory, which it makes again if they are damaged
         "rundir.event_index:_read_index",
-        *("cache_files.entry_file:_parsed", "cache_files.hash_memory:_read", "latent_cache.manifest:_read"),
+        *("cache_store.entry_file:_parsed", "cache_store.hash_memory:_read", "latent_cache.manifest:_read"),
         *("commands.check_base:_remembered", "memory.footprint:_remembered", "rules.mitigation_store:_read"),
-        *("hardware.measured_choice:stored", "hardware.selftest_result:stored", "hardware.probe.sources:_entries"),
+        *("hardware.tuned_choice:stored", "hardware.selftest_result:stored", "hardware.probe.sources:_entries"),
     )
 }
 """Functions that parse JSON by themselves; text of users and other programs goes through ``parse_json``."""
@@ -130,7 +139,7 @@ FAMILY_WORDS = re.compile(
 )
 FOREIGN_NAMES = (
     *("families", "base_models.tokenizers", "recipe.peer_names", "recipe.suggest", "recipe.foreign"),
-    *("adapters.lora_reader", "adapters.lora_parts", "model_files"),
+    *("adapters.files.lora_reader", "adapters.lora_parts", "model_files"),
 )
 """Where the words of families belong: in these, and in tables of other trainers' names and of LoRA files."""
 MAX_FAMILY_LINES = 11
@@ -508,7 +517,7 @@ def test_shared_code_hardly_names_a_family() -> None:
         ("train.loop", "x = model.components['unet']", 1),
         ("train.loop", "def f(time_ids: int) -> None:\n    send(pooled_embeds=1)", 2),
         ("train.loop", "import vae\nlora_te1_x = sample.vae_name", 2),
-        ("families.ldm.family", "unet = model.components['unet']", 0),
+        ("families.common.unet.family", "unet = model.components['unet']", 0),
         ("recipe.peer_names", "X = {'unet_lr': 1}", 0),
         ("train.loop", '"""The UNet."""\n# vae\nx = "SDXL has a VAE"\nx.clip(1)\nclip_grad_norm(x)\nclipped = x', 0),
     ],
@@ -527,22 +536,22 @@ def bad(rule: Callable[[Module], Iterator[str]], name: str, source: str) -> obje
         bad(arrow_faults, "errors", "from lora_rocm.recipe.schema import Recipe"),
         bad(arrow_faults, "commands.status", "def f():\n    import lora_rocm.cli"),
         bad(arrow_faults, "families.sdxl.family", "from lora_rocm.train import loop"),
-        bad(arrow_faults, "adapters.lora", "from lora_rocm.export.writers import write"),
+        bad(arrow_faults, "adapters.kinds.lora", "from lora_rocm.export.writers import write"),
         bad(arrow_faults, "families.sdxl.family", "from lora_rocm.adapters.base import Adapter"),
         bad(arrow_faults, "checks.canary", "from lora_rocm.latent_cache.cache import LatentCache"),
         bad(family_faults, "latent_cache.cache", "from lora_rocm.families.sdxl.family import Sdxl"),
         bad(family_faults, "families.flux", "from lora_rocm.families.sdxl.family import Sdxl"),
-        bad(family_faults, "families.objectives.ddpm", "from lora_rocm.families import sdxl"),
+        bad(family_faults, "families.common.objectives.ddpm", "from lora_rocm.families import sdxl"),
         bad(family_faults, "families.flux.spec", "from lora_rocm.families.sdxl.spec import SdxlSection"),
         bad(arrow_faults, "families.flux.spec", "from lora_rocm.families.base import Encoder"),
         bad(light_faults, "families.flux.spec", "import torch"),
         bad(light_faults, "recipe.kinds", "from lora_rocm.families.base import family_for"),
         bad(light_faults, "cli", "def f():\n    import torch"),
         bad(light_faults, "hardware.probe.detection", "from transformers import CLIPTextModel"),
-        bad(light_faults, "dataset.scan", "import datasets"),
+        bad(light_faults, "dataset.sources.scan", "import datasets"),
         bad(output_faults, "commands.check", "print('x')"),
         bad(output_faults, "commands.check", "import sys\nsay = sys.stdout.write"),
-        bad(output_faults, "doctor.command", "import sys\nshow(Console(file=sys.stderr))"),
+        bad(output_faults, "commands.doctor", "import sys\nshow(Console(file=sys.stderr))"),
         bad(output_faults, "cli", "import typer\ntyper.echo('x')"),
         bad(light_faults, "commands.check", "def f():\n    from lora_rocm.latent_cache.cache import LatentCache"),
         bad(eager_faults, "train.hooks", "from torch.utils.tensorboard import SummaryWriter"),
@@ -573,8 +582,8 @@ def bad(rule: Callable[[Module], Iterator[str]], name: str, source: str) -> obje
         bad(memory_faults, "memory.controller", "torch.accelerator.get_memory_info(0)"),
         bad(memory_faults, "children.bench.compute", "getattr(torch.cuda, 'mem_get_info')(0)"),
         bad(memory_faults, "train.guard", "torch.cuda.cudart().cudaMemGetInfo(0)"),
-        bad(json_faults, "dataset.text_rows", "def _parsed(line):\n    return json.loads(line)"),
-        bad(json_faults, "dataset.records", "def record_of(cell):\n    return list(map(json.loads, cell))"),
+        bad(json_faults, "dataset.rows.text_rows", "def _parsed(line):\n    return json.loads(line)"),
+        bad(json_faults, "dataset.rows.records", "def record_of(cell):\n    return list(map(json.loads, cell))"),
         bad(json_faults, "model_files.config_file", "from json import load"),
         bad(memory_faults, "device.placement.offloaded", "torch.cuda.set_per_process_memory_fraction(0.5)"),
         bad(memory_faults, "report.report", "(folder / 'mem_info_vram_used').read_bytes()"),
@@ -590,7 +599,7 @@ def test_fires_on_a_planted_fault(rule: Callable[[Module], Iterator[str]], plant
         (arrow_faults, "latent_cache.cache", "from lora_rocm.families.base import Encoder"),
         (arrow_faults, "train.loop", "from lora_rocm import __version__"),
         (family_faults, "families.sdxl.family", "from lora_rocm.families.sdxl.family import Sdxl"),
-        (light_faults, "dataset.scan", "def f():\n    import datasets"),
+        (light_faults, "dataset.sources.scan", "def f():\n    import datasets"),
         (size_faults, "errors", "def f():\n" + "    # Step.\n" * 2 + "    x = 1\n" * (MAX_FUNCTION_LINES - 3)),
         (eager_faults, "train.hooks", "def f():\n    from torch.utils.tensorboard import SummaryWriter"),
         (eager_faults, "train.hooks", "import torch"),
@@ -609,7 +618,7 @@ def test_fires_on_a_planted_fault(rule: Callable[[Module], Iterator[str]], plant
         (encoding_faults, "errors", "tempfile.TemporaryFile()\nsubprocess.run(['a'])"),
         (memory_faults, "device.device_memory", "free, total = torch.cuda.mem_get_info(device)"),
         (json_faults, "processes.job_file", "def read_job_file():\n    return json.loads(sys.argv[1])"),
-        (json_faults, "dataset.text_rows", "def _parsed(line):\n    return json.dumps(parse_json(line))"),
+        (json_faults, "dataset.rows.text_rows", "def _parsed(line):\n    return json.dumps(parse_json(line))"),
         (memory_faults, "device.allocator", "torch.cuda.set_per_process_memory_fraction(0.5)"),
         (memory_faults, "train.loop", '"""What mem_get_info says is too much."""\ntorch.cuda.memory_allocated(0)'),
         (

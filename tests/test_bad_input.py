@@ -376,7 +376,7 @@ def test_a_hub_that_never_answers_is_given_up(program: Program, new: Path, monke
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", f"http://127.0.0.1:{listener.getsockname()[1]}")
     monkeypatch.setattr("lora_rocm.base_models.hub.ANSWER_TIMEOUT_S", 0.5)
-    monkeypatch.setattr("lora_rocm.dataset.hf_datasets.ANSWER_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("lora_rocm.dataset.rows.hf_datasets.ANSWER_TIMEOUT_S", 0.5)
     with listener:
         for key, value, words in (
             ("model.name_or_path", "someone/else", "cannot be reached"),

@@ -246,7 +246,7 @@ def test_a_complete_cache_that_may_only_be_read(
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", lambda source, target: refuse(source, target, replace))
         patch.setattr(os, "utime", no_marks)
-        patch.setattr("lora_rocm.cache_files.hash_memory.SETTLED_S", float("inf"))  # nor are new hashes written
+        patch.setattr("lora_rocm.cache_store.hash_memory.SETTLED_S", float("inf"))  # nor are new hashes written
         assert program.train(new.path, FORMATS, f"cache.dir={cache}").code == 0
         assert snapshot(cache) == before and results(new) == results(RunDir(folder / "runs" / "ok"))
         for bad in (cache / "image").rglob("*.safetensors"):

@@ -14,8 +14,8 @@ from PIL import Image
 from lora_rocm.commands import check as module
 from lora_rocm.commands.check import CheckResult
 from lora_rocm.commands.output import Output
-from lora_rocm.dataset.batch_sampler import BatchPlan, Item
-from lora_rocm.dataset.scan import geometries, scan
+from lora_rocm.dataset.order.batch_sampler import BatchPlan, Item
+from lora_rocm.dataset.sources.scan import geometries, scan
 from lora_rocm.errors import ModelError, RecipeError, storage_error
 from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.planning.data_plan import plan_data

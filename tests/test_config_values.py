@@ -279,7 +279,11 @@ def test_a_reader_takes_its_type_and_refuses_others_by_key(name: str) -> None:
 
 def test_families_read_configs_by_type_alone() -> None:
     """No family takes a value of a config by its key: ``Config`` has a method for each type."""
-    allowed = {"families/ldm/detect.py", "families/objectives/schedulers.py", "families/transformer/detect.py"}
+    allowed = {
+        "families/common/unet/detect.py",
+        "families/common/objectives/schedulers.py",
+        "families/common/dit/detect.py",
+    }
     package = Path(str(dry_run.__file__)).parents[1]
     found = []
     for path in sorted((package / "families").rglob("*.py")):

@@ -17,7 +17,8 @@ from PIL import Image
 
 from lora_rocm.commands.check import check, render
 from lora_rocm.commands.output import Failure
-from lora_rocm.dataset.scan import geometries, load_image, scan
+from lora_rocm.dataset.sources.sample_image import load_image
+from lora_rocm.dataset.sources.scan import geometries, scan
 from lora_rocm.errors import DataError, LoraRocmError
 from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.latent_cache.encode_session import Encoding

@@ -19,7 +19,7 @@ NO_MARKUP = {
     "commands.check": "<recipe>-<time>, likewise",
     "base_models.tokenizers": "</w>: the end of a word in CLIP's vocabulary",
     "recipe.adapter_sections": "<zibu>: an example of a new token",
-    "families.clip": "<zibu>, likewise",
+    "families.common.clip": "<zibu>, likewise",
 }
 """Modules with texts that look like tags, and what these are."""
 RAW = re.compile(r"\|\s*safe\b|\bautoescape\b|\{%-?\s*raw\b|\bMarkup\b")

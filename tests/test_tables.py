@@ -11,12 +11,12 @@ from typing import Literal
 import pytest
 
 import lora_rocm
-from lora_rocm.dataset.file_kinds import FileKinds
-from lora_rocm.dataset.loss_keys import LossKey
+from lora_rocm.dataset.rows.loss_keys import LossKey
+from lora_rocm.dataset.sources.file_kinds import FileKinds
 from lora_rocm.device import torch_errors
 from lora_rocm.doctor import cures, finding, known_bad, selftest_checks, software_checks
 from lora_rocm.errors import MachineError
-from lora_rocm.families.objectives.schedulers import SchedulerTable
+from lora_rocm.families.common.objectives.schedulers import SchedulerTable
 from lora_rocm.foundation import redact
 from lora_rocm.foundation.tables import Functions, read_rows, read_table
 from lora_rocm.hardware.archs import ArchTable
@@ -46,8 +46,8 @@ from lora_rocm.rules.rule import Harm, Rule
 
 PACKAGE = Path(lora_rocm.__file__).parent
 TABLES: dict[str, tuple[Callable[..., object], type, Functions]] = {
-    "dataset/file_kinds.toml": (read_table, FileKinds, {}),
-    "dataset/loss_keys.toml": (read_rows, LossKey, {}),
+    "dataset/sources/file_kinds.toml": (read_table, FileKinds, {}),
+    "dataset/rows/loss_keys.toml": (read_rows, LossKey, {}),
     "device/torch_errors.toml": (read_table, torch_errors.Messages, {}),
     "doctor/cures.toml": (read_rows, cures.Family, {}),
     "doctor/findings.toml": (read_rows, finding.Finding, {}),
@@ -55,7 +55,7 @@ TABLES: dict[str, tuple[Callable[..., object], type, Functions]] = {
     "foundation/redact.toml": (read_rows, redact.Pattern, {}),
     "doctor/selftest_checks.toml": (read_rows, selftest_checks.Group, {}),
     "doctor/software_checks.toml": (read_table, software_checks.SoftwareTable, software_checks.FUNCTIONS),
-    "families/objectives/schedulers.toml": (read_table, SchedulerTable, {}),
+    "families/common/objectives/schedulers.toml": (read_table, SchedulerTable, {}),
     "hardware/archs.toml": (read_table, ArchTable, {}),
     "hardware/pci.toml": (read_table, PciTable, {}),
     "hardware/wheels.toml": (read_table, WheelTable, {}),

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from lora_rocm.dataset.captions import as_read, prepare, variants
-from lora_rocm.dataset.scan import scan
+from lora_rocm.dataset.captions.captions import as_read, prepare, variants
+from lora_rocm.dataset.sources.scan import scan
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.trigger import PLACEHOLDER
 from lora_rocm.rundir.layout import RunDir

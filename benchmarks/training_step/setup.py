@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lora_rocm.base_models.random_weights import PREFIX
-from lora_rocm.dataset.buckets import Geometry, square_shape
+from lora_rocm.dataset.images.buckets import Geometry, square_shape
 from lora_rocm.device.precision import choose_device, compute_dtype
 from lora_rocm.errors import StorageError
 from lora_rocm.families.base import ModelFamily, Tensors, family_for

@@ -16,7 +16,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from lora_rocm.base_models.safetensors_file import read_tensors
-from lora_rocm.dataset.caption_length import TokenLimit
+from lora_rocm.dataset.captions.caption_length import TokenLimit
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.model_files.header import read_header

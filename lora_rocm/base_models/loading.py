@@ -34,7 +34,7 @@ from lora_rocm.base_models.safetensors_file import digest, read_hashed
 from lora_rocm.base_models.stored_weights import ComponentTensors
 from lora_rocm.base_models.tokenizers import packaged, require_tokenizer
 from lora_rocm.base_models.weight_files import existing_folder, headers_in, refuse_other_files
-from lora_rocm.cache_files.hash_memory import HashMemory
+from lora_rocm.cache_store.hash_memory import HashMemory
 from lora_rocm.device.torch_errors import out_of_memory
 from lora_rocm.errors import ModelError, StorageError
 from lora_rocm.foundation.bounded_read import FileVersion

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from lora_rocm.adapters.factory import attach_file
-from lora_rocm.dataset.records import ANSWERS, UnusableText
+from lora_rocm.dataset.rows.records import ANSWERS, UnusableText
 from lora_rocm.device.allocator import LimitFollower
 from lora_rocm.device.precision import compute_dtype
 from lora_rocm.errors import UserError

@@ -10,10 +10,10 @@ from itertools import islice
 from pathlib import Path
 
 from lora_rocm.children.json_child import answer
-from lora_rocm.dataset.records import UnusableText
-from lora_rocm.dataset.row_edge import row_edge
+from lora_rocm.dataset.rows.records import UnusableText
+from lora_rocm.dataset.rows.row_edge import row_edge
 from lora_rocm.dataset.sample_table import Samples
-from lora_rocm.dataset.text_scan import NUM_KEPT, Aside, Notes, add_parts, texts_of
+from lora_rocm.dataset.sources.text_scan import NUM_KEPT, Aside, Notes, add_parts, texts_of
 from lora_rocm.errors import Problem
 from lora_rocm.families.base import ModelFamily, TextReader, family_for
 from lora_rocm.families.registry import PRODUCT, Registry

@@ -14,7 +14,7 @@ import torch
 
 from lora_rocm.adapters import new_tokens
 from lora_rocm.adapters.factory import attach_file, inject
-from lora_rocm.adapters.lora_reader import components_of
+from lora_rocm.adapters.files.lora_reader import components_of
 from lora_rocm.children.chat import chat
 from lora_rocm.children.compare import compare
 from lora_rocm.children.conversions import convert
@@ -25,7 +25,7 @@ from lora_rocm.errors import AdapterError, MachineError, StorageError, UserError
 from lora_rocm.export import writers
 from lora_rocm.export.metadata import Facts
 from lora_rocm.families.base import ModelFamily, PreviewRequest, Tensors, family_for
-from lora_rocm.families.detect import evidence
+from lora_rocm.families.common.detect import evidence
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.families.spec import FamilySpec
 from lora_rocm.foundation.files import followed, write_atomic

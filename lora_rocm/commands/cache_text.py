@@ -1,10 +1,10 @@
-"""What ``lora-rocm cache`` says of a cache folder (``cache_files.maintenance``)."""
+"""What ``lora-rocm cache`` says of a cache folder (``cache_store.maintenance``)."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from lora_rocm.cache_files.maintenance import BAD, GOOD, OLDER, CachePruned, CacheStats, CacheVerified
+from lora_rocm.cache_store.maintenance import BAD, GOOD, OLDER, CachePruned, CacheStats, CacheVerified
 from lora_rocm.foundation.terminal_text import printable
 from lora_rocm.foundation.units import count_text, size_text
 

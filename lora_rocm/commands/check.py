@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from lora_rocm.commands.check_base import Weighing
 from lora_rocm.commands.output import Failure, Say, unheard
-from lora_rocm.dataset.preview_images import require_preview_images
+from lora_rocm.dataset.images.preview_images import require_preview_images
 from lora_rocm.errors import DataError, LoraRocmError, Problem, RecipeError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.units import count_text, size_text
@@ -23,9 +23,9 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.supervisor.trackers import require_trackers
 
 if TYPE_CHECKING:
-    from lora_rocm.dataset.caption_length import TokenLimit
+    from lora_rocm.dataset.captions.caption_length import TokenLimit
     from lora_rocm.dataset.sample_table import Sample
-    from lora_rocm.dataset.text_scan import TextCount
+    from lora_rocm.dataset.sources.text_scan import TextCount
 
 SHOWN_LETTERS = 1200
 MAX_NAMED, MAX_BUCKETS = 20, 40
@@ -189,8 +189,8 @@ def _failure(loaded: LoadedRecipe, errors: Sequence[LoraRocmError]) -> Failure:
 
 
 def _cut_captions(recipe: Recipe, samples: Iterable[Sample], limits: Sequence[TokenLimit]) -> tuple[str, ...]:
-    from lora_rocm.dataset.caption_length import cut_notice
-    from lora_rocm.dataset.captions import prepare
+    from lora_rocm.dataset.captions.caption_length import cut_notice
+    from lora_rocm.dataset.captions.captions import prepare
 
     captioned = ((sample.key, prepare(sample.caption, sample.options)) for sample in samples)
     return cut_notice(captioned, limits, recipe.spec.trains_on_texts)
@@ -198,7 +198,7 @@ def _cut_captions(recipe: Recipe, samples: Iterable[Sample], limits: Sequence[To
 
 def _unused_tokens(recipe: Recipe, samples: Iterable[Sample]) -> Iterator[str]:
     """Yield a notice for each new token that no caption has."""
-    from lora_rocm.dataset.captions import variants
+    from lora_rocm.dataset.captions.captions import variants
 
     left = list(recipe.lora.new_tokens)
     for sample in samples if left else ():
@@ -214,10 +214,10 @@ def _images(recipe: Recipe) -> tuple[DataFacts, RunPlan, list[Sample]]:
     Raises:
         DataError: none can be used, or a source cannot be read.
     """
-    from lora_rocm.dataset.regularisation import evened, unused_notice
-    from lora_rocm.dataset.scan import geometries, nothing_left
-    from lora_rocm.dataset.text_scan import find_samples
-    from lora_rocm.dataset.views import price_of
+    from lora_rocm.dataset.images.views import price_of
+    from lora_rocm.dataset.order.regularisation import evened, unused_notice
+    from lora_rocm.dataset.sources.scan import geometries, nothing_left
+    from lora_rocm.dataset.sources.text_scan import find_samples
 
     # find the usable samples
     found = find_samples(recipe)
@@ -280,13 +280,13 @@ class _Texts:
         Raises:
             DataError: as ``text_scan.count_texts``.
         """
-        from lora_rocm.dataset.text_scan import count_texts
+        from lora_rocm.dataset.sources.text_scan import count_texts
 
         return cls(recipe, count_texts(recipe), count_texts(recipe.watching) if recipe.watching else None)
 
     def samples(self) -> Iterator[Sample]:
         """The texts, read once more."""
-        from lora_rocm.dataset.text_scan import FoundText, Notes, texts_of
+        from lora_rocm.dataset.sources.text_scan import FoundText, Notes, texts_of
 
         found = texts_of(self.recipe.data, Notes(), pairs=self.recipe.objective.compares_pairs)
         return (each.sample for each in found if isinstance(each, FoundText))

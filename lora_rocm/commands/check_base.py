@@ -20,7 +20,7 @@ from lora_rocm.recipe.paths import paths_of
 from lora_rocm.recipe.schema import Recipe
 
 if TYPE_CHECKING:
-    from lora_rocm.dataset.caption_length import TokenLimit
+    from lora_rocm.dataset.captions.caption_length import TokenLimit
 
 KEPT_WEIGHTS = 50
 
@@ -67,7 +67,7 @@ class Weighing:
 
     def result(self) -> BaseFacts:
         """Wait for the child process and return the facts."""
-        from lora_rocm.dataset.caption_length import keep_limits
+        from lora_rocm.dataset.captions.caption_length import keep_limits
         from lora_rocm.foundation.files import write_json
 
         if self._thread.ident is None:
@@ -109,7 +109,7 @@ def _files(path: Path) -> list[Path]:
 
 def _recalled(cache: Path, kept: Any) -> BaseFacts | None:
     """Return the facts of an earlier check; None if a file of the base has changed, or a kept tokenizer is gone."""
-    from lora_rocm.dataset.caption_length import recall_limits
+    from lora_rocm.dataset.captions.caption_length import recall_limits
 
     try:
         same = all(list(astuple(FileVersion.of(Path(file[0])))) == file for file in kept["files"])

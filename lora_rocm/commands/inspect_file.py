@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lora_rocm.commands.adapter_verdict import has_fault, peft_config, refusals
-from lora_rocm.dataset.folders import BUILTIN_FOLDERS, BUILTIN_TABLES
+from lora_rocm.dataset.sources.folders import BUILTIN_FOLDERS, BUILTIN_TABLES
 from lora_rocm.errors import AdapterError, ModelError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.families.spec import FamilySpec

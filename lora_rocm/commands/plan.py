@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lora_rocm.commands.output import Failure
-from lora_rocm.dataset.same_sizes import alike_squares
+from lora_rocm.dataset.images.same_sizes import alike_squares
 from lora_rocm.errors import UserError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.families.spec import Fp16

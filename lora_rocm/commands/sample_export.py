@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_rocm.commands.output import Say, unheard
-from lora_rocm.dataset.preview_images import faults
+from lora_rocm.dataset.images.preview_images import faults
 from lora_rocm.errors import AdapterError, MachineError, UserError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.files import followed, require_place

@@ -20,7 +20,7 @@ from typing import Literal
 from lora_rocm import BEGAN_S
 from lora_rocm.commands import sample_export
 from lora_rocm.commands.output import Say, unheard
-from lora_rocm.dataset.preview_images import require_preview_images
+from lora_rocm.dataset.images.preview_images import require_preview_images
 from lora_rocm.errors import LoraRocmError, MachineError, ResumeError, StoppedError, StorageError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.files import write_json
@@ -43,11 +43,12 @@ from lora_rocm.rundir.event_types import Event, NoticeEvent
 from lora_rocm.rundir.events import read_events
 from lora_rocm.rundir.layout import SUPERVISOR, RunDir
 from lora_rocm.rundir.made_from import stale_exports
+from lora_rocm.rundir.recipe_file import withdraw
 from lora_rocm.rundir.results import final_files, named_paths
 from lora_rocm.supervisor import lock, multi_gpu, selftest_runner, supervisor, tuning_runner
 from lora_rocm.supervisor import worker as worker_process
 from lora_rocm.supervisor.restart_policy import attempt_of
-from lora_rocm.supervisor.resume import LATEST, Chosen, choose, holds_run, settle, withdraw
+from lora_rocm.supervisor.resume import LATEST, Chosen, choose, holds_run, settle
 from lora_rocm.supervisor.telemetry import Telemetry
 from lora_rocm.supervisor.trackers import Trackers, require_trackers
 from lora_rocm.telemetry.cards import cards_of

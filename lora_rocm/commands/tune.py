@@ -10,8 +10,8 @@ from pathlib import Path
 from lora_rocm.commands.output import Failure, Say, unheard
 from lora_rocm.errors import MachineError, WorkerDiedError
 from lora_rocm.families.registry import PRODUCT, Registry
-from lora_rocm.hardware.measured_choice import Choice, Tuned, path_of, store, stored, table_of
 from lora_rocm.hardware.software_stack import stack_of
+from lora_rocm.hardware.tuned_choice import Choice, Tuned, path_of, store, stored, table_of
 from lora_rocm.processes.jobs import TuneProductsJob
 from lora_rocm.processes.row_runner import Row, how_it_died, run_rows
 from lora_rocm.recipe.load import load_recipe

@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from lora_rocm.dataset.columns import Few
-from lora_rocm.dataset.file_kinds import (
+from lora_rocm.dataset.images.image_plugins import plugin_faults
+from lora_rocm.dataset.sources.file_kinds import (
     COMPANION_END,
     Companion,
     UnreadFormat,
@@ -18,7 +19,6 @@ from lora_rocm.dataset.file_kinds import (
     is_harmless,
     unread_format,
 )
-from lora_rocm.dataset.image_plugins import plugin_faults
 from lora_rocm.foundation.names import name_key
 from lora_rocm.foundation.terminal_text import legible
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_rocm.dataset.columns import Lazy
-from lora_rocm.dataset.given import Given
-from lora_rocm.dataset.hf_datasets import DatasetRow
-from lora_rocm.dataset.row_reference import resolved
+from lora_rocm.dataset.rows.hf_datasets import DatasetRow
+from lora_rocm.dataset.rows.row_reference import resolved
+from lora_rocm.dataset.sources.given import Given
 from lora_rocm.recipe.schema import ResolvedSource
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Sample:
     width, height: in pixels, after EXIF orientation.
     repeats: number of times it is used per epoch.
     given: what a table says of it.
-    frames: number of frames of a clip, which is a folder (``dataset.videos``); else 0.
+    frames: number of frames of a clip, which is a folder (``dataset.sources.clips``); else 0.
     companions: the images that belong to it, at most one of a name.
     """
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from lora_rocm import __version__
-from lora_rocm.commands.env import described
 from lora_rocm.doctor.checks import findings
 from lora_rocm.doctor.finding import Finding
 from lora_rocm.doctor.text import finding_lines, machine_text, report_text
@@ -19,6 +18,7 @@ from lora_rocm.foundation.files import followed, write_atomic
 from lora_rocm.foundation.redact import private_of, texts_in
 from lora_rocm.foundation.terminal_text import printable
 from lora_rocm.rules.environment import environment_json, plan
+from lora_rocm.rules.environment_text import described
 from lora_rocm.rules.rule import Situation
 
 TITLE = "# lora-rocm doctor report"

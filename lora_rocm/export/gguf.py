@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lora_rocm.adapters.base import Adapter
-from lora_rocm.adapters.lora_entry import LoraEntry
+from lora_rocm.adapters.kinds.lora_entry import LoraEntry
 from lora_rocm.errors import AdapterError, ExportError, storage_error
 from lora_rocm.foundation.files import make_folder, remove, rename
 from lora_rocm.foundation.safe_path import PATH, python_command, without_current_folder

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from lora_rocm.dataset.caption_length import TokenLimit
+from lora_rocm.dataset.captions.caption_length import TokenLimit
 from lora_rocm.dataset.entry_spec import EntrySpec
 from lora_rocm.dataset.shape import Shape
+from lora_rocm.families.common.objectives.base import Objective, Prediction
 from lora_rocm.families.file_names import FileNames
-from lora_rocm.families.objectives.base import Objective, Prediction
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -103,7 +103,7 @@ class EncodesWithComponents(Protocol):
 
 
 class TextReader(Protocol):
-    """Reads texts that are samples, as records (``dataset.records``)."""
+    """Reads texts that are samples, as records (``dataset.rows.records``)."""
 
     @property
     def notices(self) -> Sequence[str]:

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from lora_rocm.cache_files.entry_file import (
+from lora_rocm.cache_store.entry_file import (
     METADATA_KEY,
     SPEC_VERSION,
     CacheEntryBad,
@@ -37,8 +37,8 @@ from lora_rocm.errors import DataError
 from lora_rocm.foundation.files import write_atomic
 
 if TYPE_CHECKING:
-    from lora_rocm.dataset.buckets import Geometry
     from lora_rocm.dataset.entry_spec import TensorSpec
+    from lora_rocm.dataset.images.buckets import Geometry
 
 MARK_AFTER_S = 24 * 3600  # an entry's mtime records, to the day, when a run last used it, for ``cache prune``
 MISSING = "missing"

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from lora_rocm.dataset.folders import shown
-from lora_rocm.dataset.hf_datasets import DatasetRow
-from lora_rocm.dataset.image_io import MAX_IMAGE_BYTES
+from lora_rocm.dataset.images.image_io import MAX_IMAGE_BYTES
+from lora_rocm.dataset.rows.hf_datasets import DatasetRow
+from lora_rocm.dataset.sources.folders import shown
 from lora_rocm.errors import DataError
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.latent_cache.image_preprocess import Wanted, hash_of

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
-from lora_rocm.dataset.buckets import choose_bucket, covering
-from lora_rocm.dataset.controls import CONTROL, CONTROL_FIX, control_name
+from lora_rocm.dataset.companions.controls import CONTROL, CONTROL_FIX, control_name
 from lora_rocm.dataset.entry_spec import IMAGE, EntrySpec, TensorSpec
-from lora_rocm.dataset.image_io import UnreadableImage, cut, decode
-from lora_rocm.dataset.views import View
-from lora_rocm.families.objectives.base import CONTROL_LATENTS, MEAN
+from lora_rocm.dataset.images.buckets import choose_bucket, covering
+from lora_rocm.dataset.images.image_io import UnreadableImage, cut, decode
+from lora_rocm.dataset.images.views import View
+from lora_rocm.families.common.objectives.base import CONTROL_LATENTS, MEAN
 from lora_rocm.latent_cache.companion import CompanionWanted
 from lora_rocm.latent_cache.image_preprocess import Wanted, pixels_of
 

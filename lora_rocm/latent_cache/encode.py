@@ -21,12 +21,12 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from lora_rocm.cache_files.entry_file import CacheEntryBad
-from lora_rocm.cache_files.hash_memory import HashMemory
+from lora_rocm.cache_store.entry_file import CacheEntryBad
+from lora_rocm.cache_store.hash_memory import HashMemory
 from lora_rocm.dataset.entry_spec import CAPTION
-from lora_rocm.dataset.folders import shown
-from lora_rocm.dataset.image_io import quiet, readable_formats
+from lora_rocm.dataset.images.image_io import quiet, readable_formats
 from lora_rocm.dataset.progress import Progress
+from lora_rocm.dataset.sources.folders import shown
 from lora_rocm.device.allocator import afterwards, empty_pools
 from lora_rocm.device.torch_errors import out_of_memory
 from lora_rocm.errors import DataError, MachineError, Problem

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lora_rocm.dataset.entry_spec import IMAGE
-from lora_rocm.dataset.folders import shown
 from lora_rocm.dataset.progress import Progress
+from lora_rocm.dataset.sources.folders import shown
 from lora_rocm.device.allocator import empty_pools
 from lora_rocm.device.encoder_speed import watched
 from lora_rocm.device.torch_errors import out_of_memory

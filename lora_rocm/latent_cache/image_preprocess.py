@@ -12,15 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lora_rocm.cache_files.hash_memory import FileState, HashMemory
-from lora_rocm.dataset.buckets import Geometry
+from lora_rocm.cache_store.hash_memory import FileState, HashMemory
 from lora_rocm.dataset.columns import Lazy
 from lora_rocm.dataset.entry_spec import CAPTION, IMAGE
-from lora_rocm.dataset.folders import shown
-from lora_rocm.dataset.image_io import cut
-from lora_rocm.dataset.scan import Sample, image_bytes, load_image
-from lora_rocm.dataset.videos import frames_in
-from lora_rocm.dataset.views import PLAIN, View, colour_change, recoloured, view_geometry
+from lora_rocm.dataset.images.buckets import Geometry
+from lora_rocm.dataset.images.image_io import cut
+from lora_rocm.dataset.images.views import PLAIN, View, colour_change, recoloured, view_geometry
+from lora_rocm.dataset.sources.clips import frames_in
+from lora_rocm.dataset.sources.folders import shown
+from lora_rocm.dataset.sources.sample_image import image_bytes, load_image
+from lora_rocm.dataset.sources.scan import Sample
 from lora_rocm.errors import DataError, LoraRocmError, Problem
 from lora_rocm.latent_cache.cache import image_parts
 

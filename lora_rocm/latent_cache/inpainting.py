@@ -16,12 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lora_rocm.dataset.buckets import Size
+from lora_rocm.dataset.companions.masks import mask_on_grid
 from lora_rocm.dataset.entry_spec import IMAGE, EntrySpec, TensorSpec
-from lora_rocm.dataset.hf_datasets import DatasetRow
-from lora_rocm.dataset.masks import mask_on_grid
-from lora_rocm.dataset.views import View
-from lora_rocm.families.objectives.base import HIDDEN_MASK, MEAN, SEEN_LATENTS
+from lora_rocm.dataset.images.buckets import Size
+from lora_rocm.dataset.images.views import View
+from lora_rocm.dataset.rows.hf_datasets import DatasetRow
+from lora_rocm.families.common.objectives.base import HIDDEN_MASK, MEAN, SEEN_LATENTS
 from lora_rocm.foundation.seeds import fraction
 from lora_rocm.latent_cache.image_preprocess import Wanted, hash_of
 from lora_rocm.latent_cache.masks import MaskWanted, mask_place

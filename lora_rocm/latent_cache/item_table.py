@@ -15,13 +15,13 @@ import pyarrow
 from numpy.typing import NDArray
 from pyarrow import compute
 
-from lora_rocm.dataset.batch_sampler import Grid, Item, Outline, TextLengths
-from lora_rocm.dataset.buckets import Geometry
 from lora_rocm.dataset.columns import Lazy
 from lora_rocm.dataset.entry_spec import CAPTION
+from lora_rocm.dataset.images.buckets import Geometry
+from lora_rocm.dataset.images.views import View, view_geometry, views_of
+from lora_rocm.dataset.order.batch_sampler import Grid, Item, Outline, TextLengths
 from lora_rocm.dataset.sample_table import Sample, Samples, numbers_of, rows_of, sample_schema, text_of
 from lora_rocm.dataset.shape import Shape
-from lora_rocm.dataset.views import View, view_geometry, views_of
 from lora_rocm.latent_cache.image_preprocess import Looked, VideoWanted, Wanted
 
 if TYPE_CHECKING:

@@ -26,12 +26,12 @@ import pyarrow
 from PIL import __version__ as PILLOW_VERSION
 
 from lora_rocm import __version__
-from lora_rocm.cache_files.entry_file import SPEC_VERSION
-from lora_rocm.cache_files.hash_memory import marks_of
-from lora_rocm.cache_files.maintenance import MANIFESTS
-from lora_rocm.dataset.folders import lists_run, source_folder
-from lora_rocm.dataset.image_io import readable_extensions
+from lora_rocm.cache_store.entry_file import SPEC_VERSION
+from lora_rocm.cache_store.hash_memory import marks_of
+from lora_rocm.cache_store.maintenance import MANIFESTS
+from lora_rocm.dataset.images.image_io import readable_extensions
 from lora_rocm.dataset.shape import Shape
+from lora_rocm.dataset.sources.folders import lists_run, source_folder
 from lora_rocm.errors import DataError, Problem, StorageError
 from lora_rocm.foundation.files import write_atomic
 from lora_rocm.latent_cache.cache import MARK_AFTER_S

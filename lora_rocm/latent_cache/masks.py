@@ -10,19 +10,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lora_rocm.dataset.buckets import Size
+from lora_rocm.dataset.companions.masks import MASK, MASK_FIX, decode_mask, fits, mask_on_grid
 from lora_rocm.dataset.entry_spec import EntrySpec, TensorSpec
-from lora_rocm.dataset.image_io import UnreadableImage
-from lora_rocm.dataset.masks import MASK, MASK_FIX, decode_mask, fits, mask_on_grid
-from lora_rocm.dataset.views import View
-from lora_rocm.families.objectives.loss import LOSS_MASK, LOSS_WEIGHTS
+from lora_rocm.dataset.images.buckets import Size
+from lora_rocm.dataset.images.image_io import UnreadableImage
+from lora_rocm.dataset.images.views import View
+from lora_rocm.families.common.objectives.loss import LOSS_MASK, LOSS_WEIGHTS
 from lora_rocm.latent_cache.companion import CompanionWanted
 from lora_rocm.latent_cache.image_preprocess import Wanted
 
 if TYPE_CHECKING:
     from PIL import Image
 
-    from lora_rocm.dataset.hf_datasets import DatasetRow
+    from lora_rocm.dataset.rows.hf_datasets import DatasetRow
     from lora_rocm.device.placement.base import Placement
     from lora_rocm.families.base import Encode, Inputs, Tensors
     from lora_rocm.recipe.schema import Recipe

@@ -14,19 +14,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lora_rocm.cache_files.hash_memory import HashMemory
-from lora_rocm.dataset import captions
-from lora_rocm.dataset.batch_sampler import Item
-from lora_rocm.dataset.caption_length import TokenLimit, cut_notice
+from lora_rocm.cache_store.hash_memory import HashMemory
+from lora_rocm.dataset.captions import captions
+from lora_rocm.dataset.captions.caption_length import TokenLimit, cut_notice
 from lora_rocm.dataset.columns import Lazy
 from lora_rocm.dataset.entry_spec import CAPTION, IMAGE
-from lora_rocm.dataset.hf_datasets import DatasetRow
+from lora_rocm.dataset.order.batch_sampler import Item
+from lora_rocm.dataset.order.regularisation import evened_repeats, unused_notice
 from lora_rocm.dataset.progress import QUIET_S, Progress, Report, ignore
-from lora_rocm.dataset.regularisation import evened_repeats, unused_notice
-from lora_rocm.dataset.row_reference import joined, separated
-from lora_rocm.dataset.scan import Cropped, Sample, Samples, geometry_of, groups_of, nothing_left, say_copies
+from lora_rocm.dataset.rows.hf_datasets import DatasetRow
+from lora_rocm.dataset.rows.row_reference import joined, separated
 from lora_rocm.dataset.shape import Shape
-from lora_rocm.dataset.text_scan import find_samples
+from lora_rocm.dataset.sources.scan import Cropped, Sample, Samples, geometry_of, groups_of, nothing_left, say_copies
+from lora_rocm.dataset.sources.text_scan import find_samples
 from lora_rocm.errors import DataError, Problem
 from lora_rocm.foundation.seeds import fraction
 from lora_rocm.foundation.units import count_text

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lora_rocm.dataset.batch_sampler import BatchPlan, Item, Row
+from lora_rocm.dataset.order.batch_sampler import BatchPlan, Item, Row
 from lora_rocm.device.transfer import fingerprint
 from lora_rocm.errors import DataError, StorageError
 from lora_rocm.latent_cache.cache import LatentCache

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lora_rocm.cache_files.entry_file import CacheEntryBad
-from lora_rocm.dataset.batch_sampler import BatchPlan
+from lora_rocm.cache_store.entry_file import CacheEntryBad
 from lora_rocm.dataset.entry_spec import EntrySpec, TensorSpec
+from lora_rocm.dataset.order.batch_sampler import BatchPlan
 from lora_rocm.device.transfer import fingerprint
 from lora_rocm.latent_cache.cache import LatentCache
 

@@ -16,8 +16,8 @@ from lora_rocm.device.placement.offloaded import Offload, Offloaded
 from lora_rocm.device.torch_errors import out_of_memory
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors
-from lora_rocm.families.probe_batch import send_zeros
-from lora_rocm.families.recompute import Recomputing
+from lora_rocm.families.common.probe_batch import send_zeros
+from lora_rocm.families.common.recompute import Recomputing
 from lora_rocm.foundation.units import size_text
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.memory.footprint import counted, measured_rates

@@ -27,21 +27,21 @@ from torch.utils._pytree import tree_leaves
 from lora_rocm import __version__
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.factory import inject_hollow
+from lora_rocm.adapters.files.lora_reader import files_of
 from lora_rocm.adapters.flat_params import FlatWeights
-from lora_rocm.adapters.kinds import kind_for
-from lora_rocm.adapters.lora_reader import files_of
+from lora_rocm.adapters.registry import kind_for
 from lora_rocm.adapters.targets import sections_of
 from lora_rocm.adapters.training_adapter import put_training_adapter
 from lora_rocm.checks.timing import seconds_of
-from lora_rocm.dataset.buckets import largest_shape
-from lora_rocm.dataset.controls import control_name
+from lora_rocm.dataset.companions.controls import control_name
+from lora_rocm.dataset.images.buckets import largest_shape
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.device.placement.base import frozen_bytes
 from lora_rocm.device.precision import FLOATS
 from lora_rocm.errors import StorageError
 from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors
-from lora_rocm.families.objectives.loss import losses
-from lora_rocm.families.recompute import Recomputing
+from lora_rocm.families.common.objectives.loss import losses
+from lora_rocm.families.common.recompute import Recomputing
 from lora_rocm.foundation.bounded_read import FileVersion
 from lora_rocm.foundation.files import write_json
 from lora_rocm.hardware.settings import Settings

@@ -8,7 +8,7 @@ from lora_rocm.device.allocator import Usage, empty_pools
 from lora_rocm.device.attention import Context
 from lora_rocm.errors import MachineError
 from lora_rocm.families.base import LoadedModel, PlansMemory
-from lora_rocm.families.recompute import Recomputing
+from lora_rocm.families.common.recompute import Recomputing
 from lora_rocm.rules.mitigations import change_event
 from lora_rocm.rundir.run_context import RunContext
 

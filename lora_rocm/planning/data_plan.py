@@ -9,8 +9,8 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lora_rocm.dataset.order.update_note import larger_updates_note
 from lora_rocm.dataset.shape import Shape
-from lora_rocm.dataset.update_note import larger_updates_note
 from lora_rocm.errors import Problem
 from lora_rocm.recipe.schema import Recipe
 
@@ -130,8 +130,8 @@ def run_plan(recipe: Recipe, data: DataPlan) -> RunPlan:
 
 def plan_data(recipe: Recipe, samples: Sequence[Sample], shapes: Mapping[str, Shape]) -> DataPlan:
     """Return steps, buckets and cache entries of samples; ``shapes`` is by key."""
-    from lora_rocm.dataset.captions import variants
-    from lora_rocm.dataset.views import views_of
+    from lora_rocm.dataset.captions.captions import variants
+    from lora_rocm.dataset.images.views import views_of
 
     buckets: Counter[Shape] = Counter()
     of_size: dict[int, Counter[Shape]] = {}  # batch size -> the same of the sources that have it
@@ -170,7 +170,7 @@ def plan_texts(recipe: Recipe, of_source: Counter[int], said: Seen) -> DataPlan:
 
 def _plan(recipe: Recipe, counts: Mapping[int, Iterable[int]], num_captions: int) -> DataPlan:
     """The plan of buckets with these numbers of samples per epoch, by batch size; their shapes are left open."""
-    from lora_rocm.dataset.batch_sampler import num_batches, num_updates
+    from lora_rocm.dataset.order.batch_sampler import num_batches, num_updates
 
     accumulation, of_size = (
         recipe.train.gradient_accumulation_steps,

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Literal
 from lora_rocm.hardware.archs import Generation, arch_of, has_kernels
 from lora_rocm.hardware.facts import Gpu, HostFacts, System
 from lora_rocm.hardware.gpu_select import Selection
-from lora_rocm.hardware.measured_choice import Tuned
 from lora_rocm.hardware.selftest_result import Verdict
+from lora_rocm.hardware.tuned_choice import Tuned
 
 if TYPE_CHECKING:
     from lora_rocm.recipe.schema import Recipe  # importing pydantic takes longer than the plan

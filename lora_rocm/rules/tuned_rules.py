@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from lora_rocm import __version__
 from lora_rocm.foundation.tables import by_name, read_rows
-from lora_rocm.hardware.measured_choice import Kind, Tuned, path_of, stored, table_of
 from lora_rocm.hardware.selftest_result import Stack
+from lora_rocm.hardware.tuned_choice import Kind, Tuned, path_of, stored, table_of
 from lora_rocm.rules.rule import Rule, Situation
 
 if TYPE_CHECKING:

@@ -5,7 +5,6 @@ Only ``settle``, ``settle_rank`` and ``accept`` write. A refusal changes neither
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import re
@@ -14,10 +13,10 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from lora_rocm.errors import RecipeError, ResumeError, UserError, storage_error
+from lora_rocm.errors import RecipeError, ResumeError, UserError
 from lora_rocm.families.registry import Registry
 from lora_rocm.foundation.file_names import NOT_TEXT, fix_of_name
-from lora_rocm.foundation.files import fsync_folder, rename, write_atomic
+from lora_rocm.foundation.files import write_atomic
 from lora_rocm.foundation.names import name_key
 from lora_rocm.foundation.terminal_text import legible, quoted
 from lora_rocm.recipe.comparison import fixed_values, resume_differences
@@ -25,6 +24,7 @@ from lora_rocm.recipe.load import LoadedRecipe, dump_recipe, load_recipe
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.layout import CHECKPOINT_NAME, RunDir
 from lora_rocm.rundir.made_from import keep_made
+from lora_rocm.rundir.recipe_file import withdraw
 from lora_rocm.rundir.result_file import read_result_file
 from lora_rocm.supervisor.run_recipe import recipe_of_run
 
@@ -164,33 +164,6 @@ def settle(chosen: Chosen, loaded: LoadedRecipe, accept_changes: bool) -> bool:
     if started:  # its recipe was lost, and perhaps its name
         run_dir.keep_name()
     return True
-
-
-def recipe_to_train(run_dir: RunDir) -> Path:
-    """The recipe for the worker of rank 0 and for those that its parent starts beside it."""
-    return run_dir.recipe_asked if run_dir.recipe_asked.exists() else run_dir.recipe
-
-
-def accept(run_dir: RunDir) -> None:
-    """Make the requested recipe the recipe of the run, after the worker has checked everything and refused nothing.
-
-    Raises:
-        StorageError: it cannot be renamed.
-    """
-    keep_made(run_dir)
-    try:
-        run_dir.result.unlink(missing_ok=True)  # first, because it would mark the new recipe as complete
-        if run_dir.recipe_asked.exists():
-            rename(run_dir.recipe_asked, run_dir.recipe)
-            fsync_folder(run_dir.path)
-    except OSError as error:
-        raise storage_error(error, run_dir.recipe) from error
-
-
-def withdraw(run_dir: RunDir) -> None:
-    """Remove the requested recipe if it was not accepted."""
-    with contextlib.suppress(OSError):  # harmless; the next start tries again
-        run_dir.recipe_asked.unlink(missing_ok=True)
 
 
 def settle_rank(chosen: Chosen, loaded: LoadedRecipe, rank: int) -> bool:

@@ -36,7 +36,7 @@ def recipe_of_run(file: Path, registry: Registry, spare_cache: Path | None = Non
             where=str(file),
             fix="Copy the recipe that it was made with to this place.",
         )
-    from lora_rocm.cache_files.maintenance import holds_cache  # takes numpy, which `status` does without
+    from lora_rocm.cache_store.maintenance import holds_cache  # takes numpy, which `status` does without
 
     asked = load_recipe(file, registry=registry).recipe
     recipe = with_default_outputs(asked)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from lora_rocm.errors import MachineError, RestartError, StorageError, storage_error
 from lora_rocm.foundation.files import write_json
-from lora_rocm.hardware.measured_choice import Tuned
 from lora_rocm.hardware.selftest_result import Result, Verdict, path_of
 from lora_rocm.hardware.software_stack import stack_of
+from lora_rocm.hardware.tuned_choice import Tuned
 from lora_rocm.processes.process import heavy_command
 from lora_rocm.processes.tool import follow_tool
 from lora_rocm.recipe.schema import Recipe

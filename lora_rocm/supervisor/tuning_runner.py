@@ -15,10 +15,10 @@ from typing import Any, get_args
 from lora_rocm.errors import LoraRocmError, MachineError, ResumeError, StorageError, UserError, WorkerDiedError
 from lora_rocm.foundation.files import remove, write_atomic, write_json
 from lora_rocm.foundation.json_text import parse_json
-from lora_rocm.hardware.measured_choice import Choice, Kind, Tuned, choice_from_json, store
 from lora_rocm.hardware.ranks import rank_of
 from lora_rocm.hardware.settings import Attention
 from lora_rocm.hardware.software_stack import stack_of
+from lora_rocm.hardware.tuned_choice import Choice, Kind, Tuned, choice_from_json, store
 from lora_rocm.processes.jobs import TuneAttentionJob
 from lora_rocm.processes.row_runner import Row, run_rows
 from lora_rocm.recipe.schema import Recipe

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from PIL import Image
 
+from lora_rocm.dataset.order.regularisation import class_image
 from lora_rocm.dataset.progress import Progress, Report
-from lora_rocm.dataset.regularisation import class_image
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.device.allocator import empty_pools
 from lora_rocm.device.torch_errors import out_of_memory

@@ -20,7 +20,7 @@ from lora_rocm.device.torch_errors import device_fault, out_of_memory
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import LoraRocmError, MachineError, UserError
 from lora_rocm.families.base import LoadedModel, ModelFamily, Tensors
-from lora_rocm.families.probe_batch import send_zeros
+from lora_rocm.families.common.probe_batch import send_zeros
 from lora_rocm.kernels.backend import refusal
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rundir.event_types import CompileEvent

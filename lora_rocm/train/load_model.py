@@ -12,7 +12,7 @@ from torch import nn
 
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.factory import inject
-from lora_rocm.adapters.module_names import SD_SCRIPTS
+from lora_rocm.adapters.files.module_names import SD_SCRIPTS
 from lora_rocm.adapters.training_adapter import NAME as TRAINING_ADAPTER
 from lora_rocm.adapters.training_adapter import TrainingAdapter, put_training_adapter
 from lora_rocm.checks import kernel_check

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lora_rocm.dataset.batch_sampler import num_batches, num_updates
+from lora_rocm.dataset.order.batch_sampler import num_batches, num_updates
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.latent_cache.manifest import Facts
 from lora_rocm.recipe.schema import Recipe

@@ -14,7 +14,7 @@ from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.training_adapter import NAME as TRAINING_ADAPTER
 from lora_rocm.checks.canary import Canary
 from lora_rocm.checks.graph_check import capture_on_gpu
-from lora_rocm.dataset.update_note import larger_updates_note
+from lora_rocm.dataset.order.update_note import larger_updates_note
 from lora_rocm.device.encoder_speed import first_time
 from lora_rocm.device.precision import FLOATS
 from lora_rocm.device.transfer import DeviceTransfer
@@ -33,7 +33,7 @@ from lora_rocm.rundir.checkpoint_record import Position
 from lora_rocm.rundir.event_types import DataEvent, StepEvent
 from lora_rocm.rundir.events import latest_steps
 from lora_rocm.rundir.layout import SUPERVISOR
-from lora_rocm.supervisor.resume import accept
+from lora_rocm.rundir.recipe_file import accept
 from lora_rocm.train import compilation
 from lora_rocm.train.base_seal import Seals, broken, identities, seals_of
 from lora_rocm.train.build_trainer import first_pass, new_trainer

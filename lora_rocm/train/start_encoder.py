@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from lora_rocm.adapters.factory import inject
-from lora_rocm.adapters.lora_reader import files_of
+from lora_rocm.adapters.files.lora_reader import files_of
 from lora_rocm.adapters.training_adapter import put_training_adapter
 from lora_rocm.dataset.entry_spec import EntrySpec
 from lora_rocm.device.placement.base import Placement

@@ -14,10 +14,10 @@ from torch import nn
 
 from lora_rocm.base_models.random_weights import RandomSource
 from lora_rocm.base_models.small_tensors import require_finite
-from lora_rocm.dataset.caption_length import TokenLimit
+from lora_rocm.dataset.captions.caption_length import TokenLimit
 from lora_rocm.errors import ModelError, UserError
 from lora_rocm.families.base import ModelFamily, family_for
-from lora_rocm.families.latent_family import LatentFamily
+from lora_rocm.families.common.latent_family import LatentFamily
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.families.spec import FamilySpec
 from lora_rocm.processes.jobs import Judged

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lora_rocm.adapters import new_tokens, trained_norms
 from lora_rocm.adapters.factory import inject_hollow, start_entries
-from lora_rocm.adapters.lora_reader import files_of
+from lora_rocm.adapters.files.lora_reader import files_of
 from lora_rocm.adapters.training_adapter import put_training_adapter
 from lora_rocm.families.base import LoadedModel, ModelFamily
 from lora_rocm.recipe.schema import Recipe

@@ -40,7 +40,7 @@ from lora_rocm.rules.mitigations import mitigation_table
 from lora_rocm.rundir.event_types import Emit, EndEvent, ErrorEvent, PhaseEvent, StartEvent
 from lora_rocm.rundir.events import EventWriter
 from lora_rocm.rundir.layout import RunDir
-from lora_rocm.supervisor.resume import recipe_to_train
+from lora_rocm.rundir.recipe_file import recipe_to_train
 from lora_rocm.train.session import Session
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from lora_rocm.adapters.factory import inject
 from lora_rocm.dataset.entry_spec import CAPTION
 from lora_rocm.errors import AdapterError, UserError
 from lora_rocm.export.metadata import Facts
-from lora_rocm.families import clip
 from lora_rocm.families.base import family_for
+from lora_rocm.families.common import clip
 from lora_rocm.latent_cache.encode_session import plain_door
 from lora_rocm.recipe.adapter_sections import NewToken
 from lora_rocm.rundir.layout import RunDir, embeddings_of

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lora_rocm.adapters.base import Adapter
 from lora_rocm.adapters.factory import attach_file, inject, inject_hollow
-from lora_rocm.adapters.lora import trained_scale
+from lora_rocm.adapters.kinds.lora import trained_scale
 from lora_rocm.adapters.targets import MATCHING_S, sections_of
 from lora_rocm.errors import AdapterError
 from lora_rocm.export import writers

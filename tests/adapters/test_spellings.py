@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lora_rocm.adapters.lora_reader import components_of, read_lora
-from lora_rocm.adapters.module_names import KeyTable, adaptable, canonical, main_component
+from lora_rocm.adapters.files.lora_reader import components_of, read_lora
+from lora_rocm.adapters.files.module_names import KeyTable, adaptable, canonical, main_component
 from lora_rocm.base_models.loading import Source
 from lora_rocm.commands.inspect_file import inspect
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import family_for
 from lora_rocm.kernels.weight_format import dense_shape
 from lora_rocm.model_files.adapter_spellings import place_of
-from tests.families.transformer.cases import Anima, Case, Flux, ZImage
+from tests.families.common.dit.cases import Anima, Case, Flux, ZImage
 from tests.tiny_anima import write_tiny_anima
 from tests.tiny_flux import write_tiny_flux
 from tests.tiny_models import tiny_recipe

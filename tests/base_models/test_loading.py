@@ -17,8 +17,8 @@ from lora_rocm.base_models import hollow as room
 from lora_rocm.base_models import loading
 from lora_rocm.base_models.loading import Source
 from lora_rocm.errors import ModelError
-from lora_rocm.families.ldm import detect
-from lora_rocm.families.objectives.loss import losses
+from lora_rocm.families.common.objectives.loss import losses
+from lora_rocm.families.common.unet import detect
 from lora_rocm.families.registry import PRODUCT
 from lora_rocm.families.sdxl.family import EXPECTED, LAYOUT, Sdxl
 from lora_rocm.latent_cache.encode_session import plain_door

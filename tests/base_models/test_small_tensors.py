@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from lora_rocm.base_models.small_tensors import require_finite
 from lora_rocm.errors import ModelError
 from lora_rocm.families.base import family_for
-from lora_rocm.families.latent_family import LatentFamily
+from lora_rocm.families.common.latent_family import LatentFamily
 from lora_rocm.recipe.kinds import recipe_from
 from tests.tiny_models import SHALLOW, tiny_pipeline, write_config_folder, write_single_file
 

@@ -18,7 +18,7 @@ from lora_rocm.base_models.conversion import State
 from lora_rocm.base_models.loading import Layout, Part, Source
 from lora_rocm.errors import ModelError
 from lora_rocm.families.causal_lm.gpt_oss import PackedExperts
-from lora_rocm.families.component_check import check_component
+from lora_rocm.families.common.component_check import check_component
 from lora_rocm.kernels.quantised import quantised
 from lora_rocm.model_files.config_file import Config
 from tests.base_models.test_stored_weights import UNET, as_bytes, fp8_new, fp8_old, int8_rows, nf4, nf4_plain

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from lora_rocm.base_models.tokenizers import PACKED, packaged
 from lora_rocm.errors import StorageError
-from lora_rocm.families.clip import load_tokenizer
+from lora_rocm.families.common.clip import load_tokenizer
 
 DESCRIBE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "

@@ -22,7 +22,7 @@ from lora_rocm.adapters.factory import inject
 from lora_rocm.base_models.loading import builtin_folder
 from lora_rocm.children.chat import Side, chat
 from lora_rocm.commands import chat as command
-from lora_rocm.dataset.records import UnusableText
+from lora_rocm.dataset.rows.records import UnusableText
 from lora_rocm.export.metadata import Facts
 from lora_rocm.export.writers import write
 from lora_rocm.families.base import Sampling

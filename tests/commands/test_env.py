@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from lora_rocm.commands import env
-from lora_rocm.commands.env import described, planned, result_of
+from lora_rocm.commands.env import planned, result_of
 from lora_rocm.commands.output import json_form
 from lora_rocm.errors import UserError
 from lora_rocm.hardware.facts import facts_from_json, load_facts
 from lora_rocm.hardware.settings import VARIABLE
 from lora_rocm.hardware.software_stack import STACK
-from lora_rocm.rules import this_machine
+from lora_rocm.rules import environment_text, this_machine
 from lora_rocm.rules.environment import EnvPlan, EnvRow, plan
+from lora_rocm.rules.environment_text import described
 from tests.golden import HOSTS, assert_golden, machines
 from tests.hardware.situations import facts_of, fast, situation
 
@@ -152,9 +152,9 @@ def test_an_empty_value_that_is_replaced_is_named() -> None:
 
 @pytest.mark.parametrize("name", ["broken-unknown-gpu", "linux-gfx1299"])
 def test_an_unknown_gpu_is_said_to_get_the_safe_plan(name: str) -> None:
-    assert env.UNKNOWN_GPU in plan_text(None, (), machine(name), None, explain=False)
-    assert env.UNKNOWN_GPU in plan_text(None, (), machine(name), "bash", explain=True)
-    assert env.UNKNOWN_GPU not in plan_text(None, (), machine("linux-rx7900xtx"), None, explain=False)
+    assert environment_text.UNKNOWN_GPU in plan_text(None, (), machine(name), None, explain=False)
+    assert environment_text.UNKNOWN_GPU in plan_text(None, (), machine(name), "bash", explain=True)
+    assert environment_text.UNKNOWN_GPU not in plan_text(None, (), machine("linux-rx7900xtx"), None, explain=False)
 
 
 @pytest.mark.parametrize(("version", "told"), [("3.9.0", True), ("3.8.0", False), ("3.12.0", False)])

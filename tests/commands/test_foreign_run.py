@@ -14,7 +14,7 @@ import pytest
 from pydantic import BaseModel
 from ruamel.yaml import YAML
 
-from lora_rocm.cache_files.maintenance import holds_cache
+from lora_rocm.cache_store.maintenance import holds_cache
 from lora_rocm.commands import chat as chat_command
 from lora_rocm.families.registry import PRODUCT
 from lora_rocm.recipe.load import load_recipe

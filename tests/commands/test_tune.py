@@ -12,7 +12,7 @@ import pytest
 from lora_rocm.commands import tune
 from lora_rocm.commands.output import Output
 from lora_rocm.errors import MachineError, WorkerDiedError
-from lora_rocm.hardware.measured_choice import table_of
+from lora_rocm.hardware.tuned_choice import table_of
 from lora_rocm.processes import row_runner
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules.rule import Situation

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from lora_rocm.dataset import folders
-from lora_rocm.dataset.file_kinds import companion_match, kinds
-from lora_rocm.dataset.folders import walk
-from lora_rocm.dataset.image_io import readable_extensions
+from lora_rocm.dataset.images.image_io import readable_extensions
 from lora_rocm.dataset.left_out import Patterns
-from lora_rocm.dataset.scan import scan
+from lora_rocm.dataset.sources import folders
+from lora_rocm.dataset.sources.file_kinds import companion_match, kinds
+from lora_rocm.dataset.sources.folders import walk
+from lora_rocm.dataset.sources.scan import scan
 from lora_rocm.errors import DataError
 
 HARMLESS = frozenset(kinds().harmless_suffixes)

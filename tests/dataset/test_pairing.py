@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import pytest
 from PIL import Image
 
-from lora_rocm.dataset.companion_inputs import COMPANION_INPUTS
-from lora_rocm.dataset.controls import Controls
-from lora_rocm.dataset.folders import walk
-from lora_rocm.dataset.masks import Masks
-from lora_rocm.dataset.scan import Scan, scan
+from lora_rocm.dataset.companions.companion_inputs import COMPANION_INPUTS
+from lora_rocm.dataset.companions.controls import Controls
+from lora_rocm.dataset.companions.masks import Masks
+from lora_rocm.dataset.sources.folders import walk
+from lora_rocm.dataset.sources.scan import Scan, scan
 from lora_rocm.errors import DataError
 from lora_rocm.foundation.names import Names, name_key, spelled
 from lora_rocm.recipe.load import load_recipe

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_rocm.dataset import sample_table
-from lora_rocm.dataset.hf_datasets import DatasetRow
+from lora_rocm.dataset.rows.hf_datasets import DatasetRow
 from lora_rocm.dataset.sample_table import Companion, Sample, Samples
 from lora_rocm.recipe.schema import DataSection
 

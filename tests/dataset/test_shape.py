@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_rocm.dataset.buckets import image_shape, largest_shape, square_shape
+from lora_rocm.dataset.images.buckets import image_shape, largest_shape, square_shape
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.recipe.schema import DataSection
 

@@ -114,7 +114,7 @@ CONVOLUTIONS = (
     ("MIOpen's plain solvers", "variable-miopen-naive-on"),
     ("channels-last is slow", "rule:miopen-nhwc variable-nhwc-on"),
     ("caches that last", "rule:miopen-db rule:miopen-cache variable-miopen-temporary variable-miopen-no-cache"),
-    ("large images in tiles", "code:lora_rocm/families/vae.py"),
+    ("large images in tiles", "code:lora_rocm/families/common/vae.py"),
 )
 NOT_FROM_THERE = {
     "tables-old",

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import lora_rocm
-from lora_rocm.doctor import command, table_age
+from lora_rocm.commands import doctor
+from lora_rocm.doctor import table_age
 from lora_rocm.doctor.checks import findings
 from lora_rocm.doctor.finding import Finding
 from lora_rocm.errors import MachineError
@@ -112,10 +113,10 @@ def test_this_machine_has_a_day() -> None:
 
 def test_command_and_report_say_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     situation, _ = some_days_after_the_last_review(table_age.OLD_DAYS + 1)
-    monkeypatch.setattr(command, "situation_here", lambda facts: situation)
+    monkeypatch.setattr(doctor, "situation_here", lambda facts: situation)
     report = tmp_path / "report.md"
     recorded = HOSTS / "linux-rx7900xtx.json"
-    examined = command.doctor(recorded, report_file=report, quick=True)
+    examined = doctor.doctor(recorded, report_file=report, quick=True)
     found = {each.id: each for each in examined.findings}
     assert examined.exit_code == 0 and found["tables-old"].level == "note"
     assert found["tables-old"].title in report.read_text(encoding="utf-8")

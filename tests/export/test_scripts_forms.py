@@ -14,12 +14,12 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
 
 from lora_rocm.adapters.adapter_files import loaded_entry
-from lora_rocm.adapters.lora_reader import read_lora
-from lora_rocm.adapters.module_names import canonical
+from lora_rocm.adapters.files.lora_reader import read_lora
+from lora_rocm.adapters.files.module_names import canonical
 from lora_rocm.commands.inspect_file import inspect
 from lora_rocm.export import writers
 from lora_rocm.export.metadata import Facts
-from tests.families.transformer.cases import ZImage, adapted
+from tests.families.common.dit.cases import ZImage, adapted
 from tests.tiny_models import SHALLOW_WIDER, trained, write_tiny_sdxl
 
 FACTS = Facts(steps=2, epochs=1, num_epochs=1)

@@ -14,7 +14,7 @@ from torch import Tensor
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.errors import RecipeError
 from lora_rocm.families.base import PreviewRequest, family_for
-from lora_rocm.families.objectives.base import CONTROL_LATENTS
+from lora_rocm.families.common.objectives.base import CONTROL_LATENTS
 from lora_rocm.latent_cache.cache import CachedItem
 from lora_rocm.latent_cache.controls import control_latents
 from lora_rocm.latent_cache.encode_session import Encoding

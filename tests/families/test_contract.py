@@ -28,7 +28,7 @@ from lora_rocm.commands import train as command
 from lora_rocm.commands.check import check, render
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.base import family_for
-from lora_rocm.families.recompute import Recomputing
+from lora_rocm.families.common.recompute import Recomputing
 from lora_rocm.loader.batch import Batch, split
 from lora_rocm.memory.footprint import count, hollow_model
 from lora_rocm.planning.data_plan import Seen

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from lora_rocm.base_models import loading
 from lora_rocm.base_models.loading import WeightsVersion
-from lora_rocm.cache_files import hash_memory
-from lora_rocm.cache_files.hash_memory import WEIGHTS_MEMORY, HashMemory
+from lora_rocm.cache_store import hash_memory
+from lora_rocm.cache_store.hash_memory import WEIGHTS_MEMORY, HashMemory
 from lora_rocm.errors import StorageError
 from lora_rocm.families.sdxl.family import Sdxl
 from lora_rocm.model_files.header import read_header

@@ -82,7 +82,7 @@ def test_a_family_that_is_not_recognised_is_asked_for() -> None:
 
 
 def test_what_files_show(tmp_path: Path) -> None:
-    from lora_rocm.families.detect import evidence
+    from lora_rocm.families.common.detect import evidence
 
     def written(name: str, tensor: str, metadata: dict[str, str]) -> Path:
         entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}

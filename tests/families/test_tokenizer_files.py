@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from lora_rocm.errors import ModelError
-from lora_rocm.families.clip import load_tokenizer as load_clip
-from lora_rocm.families.transformer.language_model import load_tokenizer
+from lora_rocm.families.common.clip import load_tokenizer as load_clip
+from lora_rocm.families.common.tokenizers import load_tokenizer
 from tests.tiny_llm import write_tiny_llm
 
 OF_LIBRARIES = re.compile(

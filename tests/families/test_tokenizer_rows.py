@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 import lora_rocm
 from lora_rocm.children.check_base import weigh
 from lora_rocm.children.check_texts import seen
-from lora_rocm.dataset.records import Conversation, UnusableText, written
+from lora_rocm.dataset.rows.records import Conversation, UnusableText, written
 from lora_rocm.errors import ModelError
 from lora_rocm.families.base import family_for
 from lora_rocm.families.causal_lm.family import CausalLM
@@ -164,7 +164,7 @@ def test_check_reads_every_tokenizer_of_an_image_base(family: str, tmp_path: Pat
 def test_families_load_no_tokenizer_without_its_table() -> None:
     """``tokenizer_of`` is the one way; what reads a tokenizer alone stays in the two modules that have it."""
     root = Path(lora_rocm.__file__).parent
-    readers = {"families/clip.py", "families/transformer/language_model.py"}
+    readers = {"families/common/clip.py", "families/common/caption_lm.py"}
     found = {
         path.relative_to(root).as_posix()
         for path in root.rglob("*.py")

@@ -12,9 +12,9 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from lora_rocm.dataset import hf_datasets
-from lora_rocm.dataset.folders import MAX_CAPTION_BYTES
-from lora_rocm.dataset.scan import Scan, scan
+from lora_rocm.dataset.rows import hf_datasets
+from lora_rocm.dataset.sources.folders import MAX_CAPTION_BYTES
+from lora_rocm.dataset.sources.scan import Scan, scan
 from lora_rocm.errors import DataError
 from lora_rocm.recipe.schema import DataSection
 from lora_rocm.recipe.source_sections import DataSource

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from lora_rocm.dataset import image_io
-from lora_rocm.dataset.folders import walk
-from lora_rocm.dataset.image_io import MAX_IMAGE_BYTES, UnreadableImage, decode, read_header, readable_extensions
-from lora_rocm.dataset.scan import image_bytes, load_image, scan
+from lora_rocm.dataset.images import image_io
+from lora_rocm.dataset.images.image_io import MAX_IMAGE_BYTES, UnreadableImage, decode, read_header, readable_extensions
+from lora_rocm.dataset.sources.folders import walk
+from lora_rocm.dataset.sources.sample_image import image_bytes, load_image
+from lora_rocm.dataset.sources.scan import scan
 from lora_rocm.recipe.schema import DataSection
 from tests.hostile import attacks
 
@@ -125,7 +126,7 @@ def test_files_of_gigabytes_are_not_read(tmp_path: Path) -> None:
 PIPES = """
 import os, sys
 from pathlib import Path
-from lora_rocm.dataset.scan import scan
+from lora_rocm.dataset.sources.scan import scan
 from lora_rocm.recipe.schema import DataSection
 found = scan(DataSection(path=sys.argv[1], resolution=8, bucket_step=8))
 print([sample.key for sample in found.samples])

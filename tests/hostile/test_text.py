@@ -15,9 +15,9 @@ import pytest
 from rich.console import Console
 
 from lora_rocm.commands.status import status, status_text
-from lora_rocm.dataset.captions import variants
-from lora_rocm.dataset.folders import MAX_CAPTION_BYTES, read_caption
-from lora_rocm.dataset.scan import scan
+from lora_rocm.dataset.captions.captions import variants
+from lora_rocm.dataset.sources.folders import MAX_CAPTION_BYTES, read_caption
+from lora_rocm.dataset.sources.scan import scan
 from lora_rocm.errors import LoraRocmError, RecipeError
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.exit_codes import exit_code_of

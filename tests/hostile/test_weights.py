@@ -16,13 +16,13 @@ import torch
 from peft.utils.other import get_pattern_key
 from safetensors.torch import save_file
 
-from lora_rocm.adapters.lora_reader import components_of, read_lora
+from lora_rocm.adapters.files.lora_reader import components_of, read_lora
 from lora_rocm.base_models.loading import builtin_folder, resolve
 from lora_rocm.base_models.safetensors_file import digest, read_tensors
-from lora_rocm.cache_files.entry_file import CacheEntryBad, check_bytes, read_entry
+from lora_rocm.cache_store.entry_file import CacheEntryBad, check_bytes, read_entry
 from lora_rocm.errors import AdapterError, LoraRocmError, ModelError
 from lora_rocm.families.base import family_for
-from lora_rocm.families.ldm import detect
+from lora_rocm.families.common.unet import detect
 from lora_rocm.families.registry import PRODUCT
 from lora_rocm.families.sdxl.family import EXPECTED, Sdxl
 from lora_rocm.families.sdxl.spec import SdxlSection

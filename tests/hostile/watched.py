@@ -81,14 +81,15 @@ def readers(folder: Path) -> dict[str, Callable[[Path], Any]]:
     """How the files of each kind are read, by the first part of their names."""
     import torch
 
-    from lora_rocm.adapters.lora_reader import read_lora
+    from lora_rocm.adapters.files.lora_reader import read_lora
     from lora_rocm.base_models.loading import Source
     from lora_rocm.commands.status import status
-    from lora_rocm.dataset import hf_datasets
-    from lora_rocm.dataset.image_io import UnreadableImage, decode, read_header
-    from lora_rocm.dataset.scan import load_image, scan
+    from lora_rocm.dataset.images.image_io import UnreadableImage, decode, read_header
+    from lora_rocm.dataset.rows import hf_datasets
+    from lora_rocm.dataset.sources.sample_image import load_image
+    from lora_rocm.dataset.sources.scan import scan
     from lora_rocm.families.base import family_for
-    from lora_rocm.families.clip import load_tokenizer
+    from lora_rocm.families.common.clip import load_tokenizer
     from lora_rocm.recipe.load import load_recipe
     from lora_rocm.recipe.schema import DataSection
     from lora_rocm.recipe.source_sections import DataSource

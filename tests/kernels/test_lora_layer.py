@@ -12,7 +12,7 @@ from peft.tuners.lora import Conv2d, Linear
 from torch import Tensor, nn
 
 from lora_rocm.families.base import LoadedModel
-from lora_rocm.families.recompute import Recomputing
+from lora_rocm.families.common.recompute import Recomputing
 from lora_rocm.kernels.adapter_dropout import AdapterDropout, DropoutDraws
 from lora_rocm.kernels.lora_layer import LoraLinear, drop_ranks, with_lean_layers
 

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_rocm.cache_files.hash_memory import FileState, HashMemory, remembered_line
-from lora_rocm.dataset.buckets import Geometry
+from lora_rocm.cache_store.hash_memory import FileState, HashMemory, remembered_line
 from lora_rocm.dataset.entry_spec import TensorSpec
+from lora_rocm.dataset.images.buckets import Geometry
 from lora_rocm.device.transfer import fingerprint
 from lora_rocm.errors import DataError, StorageError
 from lora_rocm.latent_cache.cache import MISSING, CacheEntryBad, LatentCache, entry_key, image_parts

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lora_rocm.cache_files import maintenance
+from lora_rocm.cache_store import maintenance
 from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.latent_cache.encode import Caches
 from lora_rocm.latent_cache.encode_session import Encoding

@@ -11,9 +11,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lora_rocm.dataset.controls import CONTROL
+from lora_rocm.dataset.companions.controls import CONTROL
 from lora_rocm.errors import DataError
-from lora_rocm.families.objectives.base import CONTROL_LATENTS, MEAN
+from lora_rocm.families.common.objectives.base import CONTROL_LATENTS, MEAN
 from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.latent_cache.controls import CONTROL_ENTRY, control_encoders
 from lora_rocm.latent_cache.encode_session import Encoding

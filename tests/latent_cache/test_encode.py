@@ -16,8 +16,9 @@ import pytest
 import torch
 from PIL import Image
 
-from lora_rocm.dataset.scan import geometries, image_bytes, scan
-from lora_rocm.dataset.views import PLAIN, View
+from lora_rocm.dataset.images.views import PLAIN, View
+from lora_rocm.dataset.sources.sample_image import image_bytes
+from lora_rocm.dataset.sources.scan import geometries, scan
 from lora_rocm.device.encoder_speed import WatchedEncoder
 from lora_rocm.errors import DataError, MachineError, StoppedError, StorageError
 from lora_rocm.latent_cache import encode as fill

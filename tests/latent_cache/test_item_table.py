@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lora_rocm.dataset.batch_sampler import Item, outline_of
 from lora_rocm.dataset.entry_spec import CAPTION, IMAGE, EntrySpec, Pad, TensorSpec
-from lora_rocm.dataset.scan import geometry_of, scan
+from lora_rocm.dataset.order.batch_sampler import Item, outline_of
 from lora_rocm.dataset.shape import Shape
+from lora_rocm.dataset.sources.scan import geometry_of, scan
 from lora_rocm.latent_cache.image_preprocess import Entry, Looked
 from lora_rocm.latent_cache.item_table import (
     ANY_SHAPE,

@@ -15,8 +15,8 @@ import pyarrow
 import pytest
 import torch
 
-from lora_rocm.cache_files.maintenance import MANIFESTS, prune
-from lora_rocm.dataset.image_io import UnreadableImage
+from lora_rocm.cache_store.maintenance import MANIFESTS, prune
+from lora_rocm.dataset.images.image_io import UnreadableImage
 from lora_rocm.latent_cache import manifest, prepare
 from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.latent_cache.encode_session import Encoding
@@ -226,7 +226,7 @@ def test_of_few_images_nothing_is_kept(starts: Starts, monkeypatch: pytest.Monke
 
 
 def test_what_could_not_be_read_for_now_is_not_kept(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lora_rocm.dataset import scan as samples
+    from lora_rocm.dataset.sources import scan as samples
 
     read = samples.read_plain
 
@@ -241,7 +241,7 @@ def test_what_could_not_be_read_for_now_is_not_kept(starts: Starts, monkeypatch:
 
 
 def test_a_folder_that_could_not_be_read_for_now_is_not_kept(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lora_rocm.dataset import folders
+    from lora_rocm.dataset.sources import folders
 
     listed = os.scandir
 
@@ -260,7 +260,7 @@ def test_a_folder_that_could_not_be_read_for_now_is_not_kept(starts: Starts, mon
 
 
 def test_memory_that_ran_out_at_an_image_is_not_kept(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lora_rocm.dataset import scan as samples
+    from lora_rocm.dataset.sources import scan as samples
 
     decode, full = samples.decode, UnreadableImage("no memory")
     full.__cause__ = MemoryError()

@@ -12,10 +12,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lora_rocm.dataset.batch_sampler import BatchPlan
-from lora_rocm.dataset.masks import MASK
+from lora_rocm.dataset.companions.masks import MASK
+from lora_rocm.dataset.order.batch_sampler import BatchPlan
 from lora_rocm.errors import DataError
-from lora_rocm.families.objectives.loss import LOSS_MASK, LOSS_WEIGHTS
+from lora_rocm.families.common.objectives.loss import LOSS_MASK, LOSS_WEIGHTS
 from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.latent_cache.masks import MASK_ENTRY, mask_encoder

@@ -19,8 +19,8 @@ import pytest
 import torch
 from torch.utils.data import get_worker_info
 
-from lora_rocm.dataset.batch_sampler import BatchPlan, Item
-from lora_rocm.dataset.buckets import image_shape
+from lora_rocm.dataset.images.buckets import image_shape
+from lora_rocm.dataset.order.batch_sampler import BatchPlan, Item
 from lora_rocm.loader import worker_pool as under_test
 from lora_rocm.loader.cached_dataset import Order, Orders, Read
 from lora_rocm.loader.worker_pool import Group, Workers, WorkersFailed, hand_over, one_ahead

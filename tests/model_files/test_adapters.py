@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lora_rocm.adapters.lora_reader import components_of
+from lora_rocm.adapters.files.lora_reader import components_of
 from lora_rocm.errors import AdapterError
 from lora_rocm.families.flux.family import Flux
 from lora_rocm.families.sd.family import Sd15

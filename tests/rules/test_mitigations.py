@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_rocm.hardware.measured_choice import Choice, Tuned
 from lora_rocm.hardware.selftest_result import Result
 from lora_rocm.hardware.settings import Settings, settings_from
+from lora_rocm.hardware.tuned_choice import Choice, Tuned
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.rules import mitigations
 from lora_rocm.rules.environment import EnvPlan, plan, rules

@@ -22,8 +22,8 @@ from lora_rocm.rundir.made_from import (
     stale_exports,
     state_now,
 )
+from lora_rocm.rundir.recipe_file import accept
 from lora_rocm.rundir.results import FORMS, LORA_FORMS, result_files
-from lora_rocm.supervisor.resume import accept
 from lora_rocm.train.checkpoint import Checkpoint
 from tests.supervisor.fake_run import safetensors_bytes, write_checkpoint, write_whole_run
 

@@ -11,7 +11,7 @@ from lora_rocm.families.registry import Registry
 from lora_rocm.foundation import files
 from lora_rocm.foundation.files import write_json
 from lora_rocm.recipe.load import LoadedRecipe, load_recipe
-from lora_rocm.rundir import result_file
+from lora_rocm.rundir import recipe_file, result_file
 from lora_rocm.rundir.layout import RunDir
 from lora_rocm.supervisor import resume
 from tests.supervisor.fake_run import RECIPE
@@ -129,12 +129,12 @@ def test_changes_that_may_be_and_that_may_not(loaded: LoadedRecipe, tmp_path: Pa
     assert "max_train_steps" not in caught.value.what and "--accept-changes" in caught.value.fix
     assert run_dir.recipe.read_bytes() == before
     assert again(changed("train.max_train_steps=50"), run_dir)
-    resume.accept(run_dir)
+    recipe_file.accept(run_dir)
     assert load_recipe(run_dir.recipe).recipe.train.max_train_steps == 50
     assert again(changed("lora.rank=4"), run_dir, accept_changes=True)
-    assert load_recipe(resume.recipe_to_train(run_dir)).recipe.lora.rank == 4
-    resume.accept(run_dir)
-    assert load_recipe(run_dir.recipe).recipe.lora.rank == 4 and resume.recipe_to_train(run_dir) == run_dir.recipe
+    assert load_recipe(recipe_file.recipe_to_train(run_dir)).recipe.lora.rank == 4
+    recipe_file.accept(run_dir)
+    assert load_recipe(run_dir.recipe).recipe.lora.rank == 4 and recipe_file.recipe_to_train(run_dir) == run_dir.recipe
 
 
 def test_a_resume_without_what_was_set_is_refused_with_the_command_that_sets_it(
@@ -172,7 +172,7 @@ def test_what_was_not_accepted_leaves_recipe_and_result(loaded: LoadedRecipe, tm
     assert again(changed("lora.rank=4"), run_dir, accept_changes=True)
     assert {**before, "recipe.asked.yaml": run_dir.recipe_asked.read_bytes()} == snapshot(run_dir)
     assert not again(loaded, run_dir), "the run is complete, as it was"
-    assert snapshot(run_dir) == before and resume.recipe_to_train(run_dir) == run_dir.recipe
+    assert snapshot(run_dir) == before and recipe_file.recipe_to_train(run_dir) == run_dir.recipe
 
 
 def test_a_cut_between_the_two_halves_of_accepting_does_not_look_like_the_end(
@@ -185,7 +185,7 @@ def test_a_cut_between_the_two_halves_of_accepting_does_not_look_like_the_end(
     with monkeypatch.context() as patch:
         patch.setattr(resume, "rename", lambda source, target: (_ for _ in ()).throw(OSError(5, "cut")))
         with pytest.raises(StorageError):
-            resume.accept(run_dir)
+            recipe_file.accept(run_dir)
     assert again(longer, run_dir) and again(loaded, run_dir)
 
 
@@ -196,7 +196,7 @@ def test_a_complete_run_has_nothing_to_do(loaded: LoadedRecipe, tmp_path: Path) 
     assert not again(changed("sample.seed=3"), run_dir)
     assert run_dir.result.exists()
     assert again(changed("train.max_train_steps=60"), run_dir)
-    resume.accept(run_dir)
+    recipe_file.accept(run_dir)
     assert not run_dir.result.exists()
     assert again(changed("train.max_train_steps=60"), run_dir)
 
@@ -224,7 +224,7 @@ def test_a_pipe_in_the_place_of_the_result_is_no_result_and_is_not_waited_for(
     run_dir = made(loaded, tmp_path / "run")
     os.mkfifo(run_dir.result)
     assert again(loaded, run_dir)
-    resume.accept(run_dir)
+    recipe_file.accept(run_dir)
     assert not run_dir.result.exists()
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from lora_rocm.errors import LoraRocmError, MachineError, ResumeError, UserError
 from lora_rocm.foundation.files import write_json
-from lora_rocm.hardware.measured_choice import Choice, Tuned, path_of, store, stored
 from lora_rocm.hardware.selftest_result import Result, Stack, Verdict
 from lora_rocm.hardware.software_stack import stack_of
+from lora_rocm.hardware.tuned_choice import Choice, Tuned, path_of, store, stored
 from lora_rocm.processes import row_runner
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.rules.environment import environment_json, plan

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lora_rocm.dataset.scan import scan
+from lora_rocm.dataset.sources.scan import scan
 from lora_rocm.device.placement.base import Resident
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import StoppedError

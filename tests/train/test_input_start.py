@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lora_rocm.adapters.adapter_kind import PEFT_NAME
-from lora_rocm.adapters.lora import LoraAdapter
+from lora_rocm.adapters.kinds.lora import LoraAdapter
 from lora_rocm.device.process_group import World
 from lora_rocm.errors import AdapterError, LoraRocmError, ModelError
 from lora_rocm.recipe.adapter_sections import LoraSection

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lora_rocm.adapters.base import Adapter
-from lora_rocm.dataset.batch_sampler import BatchPlan
-from lora_rocm.dataset.update_note import larger_updates_note
+from lora_rocm.dataset.order.batch_sampler import BatchPlan
+from lora_rocm.dataset.order.update_note import larger_updates_note
 from lora_rocm.device import attention
 from lora_rocm.device.transfer import DeviceTransfer, copy_to_device
 from lora_rocm.errors import DataError, ModelError, ResumeError, TransferError
@@ -163,7 +163,7 @@ def test_a_resume_that_forgets_something_gives_other_bytes(
     elif forgotten == "optimizer":
         monkeypatch.setattr("lora_rocm.optim.base.GatedOptimizer.load", lambda self, *tensors: self.state_guard.reset())
     else:
-        monkeypatch.setattr("lora_rocm.adapters.lora.Adapter.load", lambda self, tensors: None)
+        monkeypatch.setattr("lora_rocm.adapters.kinds.lora.Adapter.load", lambda self, tensors: None)
     assert start(recipe, tmp_path / "stopped")
     assert bytes_of(tmp_path / "stopped") != bytes_of(straight)
 
@@ -430,7 +430,7 @@ def test_no_input_is_copied_to_float32_in_training_and_the_bytes_are_the_same(
     monkeypatch.setattr(Trainer, "fit", watched)
     assert start(recipe, tmp_path / "run")
     assert inputs == {torch.float32 if use_dora else torch.bfloat16}
-    monkeypatch.setattr("lora_rocm.adapters.lora.Adapter.cast_inputs", lambda self, enabled: None)
+    monkeypatch.setattr("lora_rocm.adapters.kinds.lora.Adapter.cast_inputs", lambda self, enabled: None)
     assert start(recipe, tmp_path / "casting")
     assert bytes_of(tmp_path / "casting") == bytes_of(tmp_path / "run")
 

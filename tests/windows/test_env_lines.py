@@ -5,8 +5,8 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from lora_rocm.commands.env import described
 from lora_rocm.rules.environment import EnvPlan
+from lora_rocm.rules.environment_text import described
 from tests.commands.test_env import ROWS
 from tests.hardware.situations import situation
 

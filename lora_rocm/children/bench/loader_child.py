@@ -19,10 +19,11 @@ import torch
 
 from lora_rocm.checks.timing import Call, Work, measure
 from lora_rocm.children.measuring import machine, told
-from lora_rocm.dataset.batch_sampler import Item
 from lora_rocm.dataset.entry_spec import IMAGE
-from lora_rocm.dataset.scan import Sample, load_image
-from lora_rocm.dataset.views import views_of
+from lora_rocm.dataset.images.views import views_of
+from lora_rocm.dataset.order.batch_sampler import Item
+from lora_rocm.dataset.sources.sample_image import load_image
+from lora_rocm.dataset.sources.scan import Sample
 from lora_rocm.device.backend_settings import apply
 from lora_rocm.device.precision import choose_device
 from lora_rocm.families.base import ModelFamily, family_for

@@ -1,6 +1,6 @@
 """A placement that keeps the frozen weights of blocks in main memory, and fetches them one block ahead of their use.
 
-The blocks are recomputed in the backward pass (``families.recompute``), so each is used twice per pass: forward and
+The blocks are recomputed in the backward pass (``families.common.recompute``): each is used twice per pass, forward and
 backward. A block's weights are one piece of pinned memory, copied at once on a stream of their own into one of two
 slots on the GPU. A slot is overwritten only after the device has finished all work queued before, which includes the
 work that used it: the forward pass of a block is queued before the next block is entered, and so is its backward pass,

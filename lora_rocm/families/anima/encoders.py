@@ -19,9 +19,9 @@ from lora_rocm.base_models.loading import Source
 from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, TensorSpec
 from lora_rocm.device.placement.base import Placement
 from lora_rocm.families.base import Encode, Inputs, Tensors
-from lora_rocm.families.tokenizers import digest, tokenizer_identity
-from lora_rocm.families.transformer.language_model import DTYPE, tokenizer_of
-from lora_rocm.families.vae import CPU
+from lora_rocm.families.common.caption_lm import DTYPE, tokenizer_of
+from lora_rocm.families.common.tokenizers import digest, tokenizer_identity
+from lora_rocm.families.common.vae import CPU
 from lora_rocm.kernels.weight_format import DENSE, WeightFormat
 
 ENCODING_VERSION = 1  # increase it if the same weights would give other tensors

@@ -18,17 +18,17 @@ from transformers import Qwen3Model
 
 from lora_rocm.base_models import conversion
 from lora_rocm.base_models.loading import Layout, Part, Source, TokenizerOf
-from lora_rocm.dataset.caption_length import TokenLimit
+from lora_rocm.dataset.captions.caption_length import TokenLimit
 from lora_rocm.families.anima import names
 from lora_rocm.families.anima.encoders import MAX_TOKENS, STATES, TextEncoder, load_tokenizers
 from lora_rocm.families.anima.vae import ImageVae, vae_of_original
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors
+from lora_rocm.families.common.caption_lm import DTYPE
+from lora_rocm.families.common.dit.blocks.cosmos import fuse
+from lora_rocm.families.common.dit.detect import names_of
+from lora_rocm.families.common.dit.family import TransformerFamily
+from lora_rocm.families.common.vae import VaeEncoder
 from lora_rocm.families.file_names import FileNames
-from lora_rocm.families.transformer.detect import names_of
-from lora_rocm.families.transformer.family import TransformerFamily
-from lora_rocm.families.transformer.language_model import DTYPE
-from lora_rocm.families.transformer_blocks.cosmos import fuse
-from lora_rocm.families.vae import VaeEncoder
 
 BLOCK = r"transformer_blocks\.\d+\."
 ATTENTION, MLP = r"attn[12]\.(to_[qkv]|to_out\.0)", r"ff\.net\.(0\.proj|2)"

@@ -18,8 +18,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from lora_rocm.dataset.loss_keys import TRAINED
-from lora_rocm.dataset.records import (
+from lora_rocm.dataset.rows.loss_keys import TRAINED
+from lora_rocm.dataset.rows.records import (
     ANSWERS,
     Completion,
     Conversation,
@@ -30,7 +30,7 @@ from lora_rocm.dataset.records import (
     read,
     written,
 )
-from lora_rocm.dataset.row_edge import SharedCause, fails_for_all, row_edge
+from lora_rocm.dataset.rows.row_edge import SharedCause, fails_for_all, row_edge
 from lora_rocm.families.causal_lm.chat_template import ChatTemplate
 from lora_rocm.families.causal_lm.conversation import NUM_WHOLE, Chat, Layout, nearby, rewritten
 from lora_rocm.families.causal_lm.message_keys import MessageKeys, require_whole_calls, with_arguments

@@ -9,8 +9,8 @@ from typing import Any
 from jinja2 import Template
 from transformers.utils.chat_template_utils import _alias_reasoning_fields
 
-from lora_rocm.dataset.records import UnusableText
-from lora_rocm.dataset.row_edge import SharedCause, fails_for_all, row_edge
+from lora_rocm.dataset.rows.records import UnusableText
+from lora_rocm.dataset.rows.row_edge import SharedCause, fails_for_all, row_edge
 from lora_rocm.errors import DataError, ModelError
 from lora_rocm.families.causal_lm.special_tokens import leaves
 from lora_rocm.families.causal_lm.template_limits import BoundedSandbox, Meter, metered, sandbox

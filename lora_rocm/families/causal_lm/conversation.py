@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lora_rocm.dataset.records import ANSWERS, ASKS, Conversation, UnusableText
+from lora_rocm.dataset.rows.records import ANSWERS, ASKS, Conversation, UnusableText
 from lora_rocm.families.causal_lm.chat_template import FIX, ChatTemplate
 from lora_rocm.families.causal_lm.special_tokens import BREAKS, Span, SpecialTokens, changed_inside, leaves
 

@@ -20,11 +20,11 @@ from lora_rocm.base_models import hub
 from lora_rocm.base_models.loading import Source, builtin_folder
 from lora_rocm.base_models.random_weights import PREFIX, RandomSource
 from lora_rocm.base_models.run_folder import refuse_run
-from lora_rocm.cache_files.hash_memory import WEIGHTS_MEMORY, HashMemory
-from lora_rocm.dataset.caption_length import TokenLimit
+from lora_rocm.cache_store.hash_memory import WEIGHTS_MEMORY, HashMemory
+from lora_rocm.dataset.captions.caption_length import TokenLimit
 from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, Pad, TensorSpec
-from lora_rocm.dataset.records import Pair, UnusableText, read
-from lora_rocm.dataset.row_reference import separated
+from lora_rocm.dataset.rows.records import Pair, UnusableText, read
+from lora_rocm.dataset.rows.row_reference import separated
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.device.placement.base import Placement
 from lora_rocm.errors import DataError, ModelError
@@ -47,14 +47,14 @@ from lora_rocm.families.causal_lm.fused_blocks import fuse as fuse_blocks
 from lora_rocm.families.causal_lm.generation import next_tokens, pieces_of, places_of
 from lora_rocm.families.causal_lm.objective import IGNORED, NextToken, Preference, fuse_head, token_distance
 from lora_rocm.families.causal_lm.spec import TOKENS_MULTIPLE, LanguageSection
-from lora_rocm.families.component_check import check_component
+from lora_rocm.families.common.caption_lm import tokenizer_of
+from lora_rocm.families.common.component_check import check_component
+from lora_rocm.families.common.objectives.base import Prediction
+from lora_rocm.families.common.objectives.loss import LOSS_MASK
+from lora_rocm.families.common.recompute import Recomputing, evaluating
+from lora_rocm.families.common.tokenizers import digest, unreadable
+from lora_rocm.families.common.wrong_family import recognised_file, recognised_folder, wrong_family
 from lora_rocm.families.file_names import FileNames
-from lora_rocm.families.objectives.base import Prediction
-from lora_rocm.families.objectives.loss import LOSS_MASK
-from lora_rocm.families.recompute import Recomputing, evaluating
-from lora_rocm.families.tokenizers import digest, unreadable
-from lora_rocm.families.transformer.language_model import tokenizer_of
-from lora_rocm.families.wrong_family import recognised_file, recognised_folder, wrong_family
 from lora_rocm.foundation.names import BUILTIN
 from lora_rocm.kernels.backend import form_for
 from lora_rocm.kernels.quantised import quantised

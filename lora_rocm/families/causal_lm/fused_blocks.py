@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import GELUTanh, SiLUActivation
 
-from lora_rocm.families.adopt import adopt
 from lora_rocm.families.causal_lm.attention import APART, causal
+from lora_rocm.families.common.adopt import adopt
 from lora_rocm.kernels.backend import Form
 from lora_rocm.kernels.gated import Activation, gated
 from lora_rocm.kernels.made_again import Made, made, made_again

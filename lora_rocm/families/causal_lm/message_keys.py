@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lora_rocm.dataset.loss_keys import TRAINED
-from lora_rocm.dataset.records import Conversation, Pair, Record, UnusableText
-from lora_rocm.dataset.row_cells import NameCount, says
+from lora_rocm.dataset.rows.loss_keys import TRAINED
+from lora_rocm.dataset.rows.records import Conversation, Pair, Record, UnusableText
+from lora_rocm.dataset.rows.row_cells import NameCount, says
 from lora_rocm.foundation.json_text import BadJson, NoJson, parse_json
 from lora_rocm.foundation.units import count_text
 

@@ -21,8 +21,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, logsigmoid
 from torch.utils.checkpoint import checkpoint
 
-from lora_rocm.families.adopt import adopt
-from lora_rocm.families.objectives.base import Draws
+from lora_rocm.families.common.adopt import adopt
+from lora_rocm.families.common.objectives.base import Draws
 from lora_rocm.kernels.backend import Form
 from lora_rocm.kernels.token_loss import to_loss_gradient
 

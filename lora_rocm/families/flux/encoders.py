@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from lora_rocm.base_models.loading import Source
 from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, TensorSpec
 from lora_rocm.device.placement.base import Placement
-from lora_rocm.families import clip
 from lora_rocm.families.base import Encode, Inputs, Tensors
-from lora_rocm.families.tokenizers import digest, tokenizer_identity
-from lora_rocm.families.transformer import language_model
-from lora_rocm.families.vae import CPU
+from lora_rocm.families.common import caption_lm, clip
+from lora_rocm.families.common.tokenizers import digest, tokenizer_identity
+from lora_rocm.families.common.vae import CPU
 from lora_rocm.kernels.weight_format import WeightFormat
 from lora_rocm.model_files.config_file import Config
 
@@ -76,7 +75,7 @@ def clip_part() -> TextPart:
 
 def t5_part(tokens: int) -> TextPart:
     """T5-XXL with captions of ``tokens`` tokens."""
-    return TextPart("text_encoder_2", "tokenizer_2", STATES, "SD", language_model.DTYPE, tokens, _t5_states)
+    return TextPart("text_encoder_2", "tokenizer_2", STATES, "SD", caption_lm.DTYPE, tokens, _t5_states)
 
 
 class TextEncoder:
@@ -108,7 +107,7 @@ class TextEncoder:
         Raises:
             ModelError: it is missing or cannot be read.
         """
-        tokenizer = language_model.tokenizer_of(self._source, self._part.tokenizer)
+        tokenizer = caption_lm.tokenizer_of(self._source, self._part.tokenizer)
         tokenizer.model_max_length = self._part.tokens
         return tokenizer
 

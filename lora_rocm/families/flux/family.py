@@ -18,10 +18,17 @@ from transformers import CLIPTextModel, T5EncoderModel
 
 from lora_rocm.base_models import conversion
 from lora_rocm.base_models.loading import Layout, Part, Source, TokenizerOf
-from lora_rocm.dataset.caption_length import TokenLimit
+from lora_rocm.dataset.captions.caption_length import TokenLimit
 from lora_rocm.errors import ModelError
-from lora_rocm.families import clip
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors
+from lora_rocm.families.common import clip
+from lora_rocm.families.common.dit.blocks.flux import fuse
+from lora_rocm.families.common.dit.detect import called_otherwise
+from lora_rocm.families.common.dit.family import TransformerFamily
+from lora_rocm.families.common.dit.packing import packed, places, unpacked
+from lora_rocm.families.common.dit.sampling import GUIDANCE
+from lora_rocm.families.common.objectives.base import CONTROL_LATENTS, Prediction
+from lora_rocm.families.common.vae import VAE, VaeEncoder
 from lora_rocm.families.file_names import FileNames
 from lora_rocm.families.flux import names
 from lora_rocm.families.flux.encoders import (
@@ -34,13 +41,6 @@ from lora_rocm.families.flux.encoders import (
     t5_part,
 )
 from lora_rocm.families.flux.spec import FluxSection
-from lora_rocm.families.objectives.base import CONTROL_LATENTS, Prediction
-from lora_rocm.families.transformer.detect import called_otherwise
-from lora_rocm.families.transformer.family import TransformerFamily
-from lora_rocm.families.transformer.packing import packed, places, unpacked
-from lora_rocm.families.transformer.sampling import GUIDANCE
-from lora_rocm.families.transformer_blocks.flux import fuse
-from lora_rocm.families.vae import VAE, VaeEncoder
 from lora_rocm.recipe.schema import Recipe
 
 MAX_TOKENS, MAX_TOKENS_SCHNELL = 512, 256

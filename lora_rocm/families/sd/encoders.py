@@ -10,10 +10,10 @@ import torch
 from lora_rocm.base_models.loading import Source
 from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, TensorSpec
 from lora_rocm.device.placement.base import Placement
-from lora_rocm.families import clip
 from lora_rocm.families.base import Encode, Inputs, Tensors
-from lora_rocm.families.tokenizers import tokenizer_identity
-from lora_rocm.families.vae import CPU, ENCODING_VERSION
+from lora_rocm.families.common import clip
+from lora_rocm.families.common.tokenizers import tokenizer_identity
+from lora_rocm.families.common.vae import CPU, ENCODING_VERSION
 from lora_rocm.recipe.adapter_sections import NewToken
 
 

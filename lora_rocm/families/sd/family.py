@@ -16,13 +16,13 @@ from transformers import CLIPTextModel
 
 from lora_rocm.base_models.loading import Layout, Part, Source, TokenizerOf
 from lora_rocm.base_models.safetensors_file import read_tensors
-from lora_rocm.families import clip
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors
-from lora_rocm.families.ldm import inpainting, original_names
-from lora_rocm.families.ldm.detect import UNET_PREFIX, Expected
-from lora_rocm.families.ldm.family import LdmFamily
+from lora_rocm.families.common import clip
+from lora_rocm.families.common.unet import inpainting, original_names
+from lora_rocm.families.common.unet.detect import UNET_PREFIX, Expected
+from lora_rocm.families.common.unet.family import LdmFamily
+from lora_rocm.families.common.vae import VAE, VaeEncoder
 from lora_rocm.families.sd.encoders import TextEncoder, TokenEncoder
-from lora_rocm.families.vae import VAE, VaeEncoder
 
 EXPECTED_SD15 = Expected(
     title="Stable Diffusion 1.x",

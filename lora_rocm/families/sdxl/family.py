@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
 from lora_rocm.base_models.loading import Layout, Part, TokenizerOf
-from lora_rocm.families import clip
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors
-from lora_rocm.families.ldm import inpainting, kohya_keys, original_names
-from lora_rocm.families.ldm.detect import Expected
-from lora_rocm.families.ldm.family import LdmFamily
+from lora_rocm.families.common import clip
+from lora_rocm.families.common.unet import inpainting, kohya_keys, original_names
+from lora_rocm.families.common.unet.detect import Expected
+from lora_rocm.families.common.unet.family import LdmFamily
+from lora_rocm.families.common.vae import VAE, VaeEncoder
 from lora_rocm.families.sdxl.encoders import TEXT_COMPONENTS, TextEncoder, TokenEncoder
-from lora_rocm.families.vae import VAE, VaeEncoder
 
 EXPECTED = Expected(
     title="SDXL",

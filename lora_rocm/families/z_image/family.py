@@ -17,15 +17,15 @@ from transformers import Qwen3Model
 
 from lora_rocm.base_models import conversion
 from lora_rocm.base_models.loading import Layout, Part, Source, TokenizerOf
-from lora_rocm.dataset.caption_length import TokenLimit
+from lora_rocm.dataset.captions.caption_length import TokenLimit
 from lora_rocm.families.base import Encoder, LoadedModel, Tensors
+from lora_rocm.families.common import caption_lm, tokenizers
+from lora_rocm.families.common.caption_lm import LanguageModelEncoder
+from lora_rocm.families.common.dit.blocks.z_image import fuse
+from lora_rocm.families.common.dit.detect import called_otherwise
+from lora_rocm.families.common.dit.family import TransformerFamily
+from lora_rocm.families.common.vae import VAE, VaeEncoder
 from lora_rocm.families.file_names import FileNames, Rows
-from lora_rocm.families.transformer import language_model
-from lora_rocm.families.transformer.detect import called_otherwise
-from lora_rocm.families.transformer.family import TransformerFamily
-from lora_rocm.families.transformer.language_model import LanguageModelEncoder
-from lora_rocm.families.transformer_blocks.z_image import fuse
-from lora_rocm.families.vae import VAE, VaeEncoder
 from lora_rocm.families.z_image import names
 from lora_rocm.families.z_image.forward import CAPTION_MULTIPLE, predicted
 from lora_rocm.families.z_image.spec import ZImageSection
@@ -74,11 +74,11 @@ class ZImage(TransformerFamily):
         return [VaeEncoder(self.source), text]
 
     def token_limits(self) -> Sequence[TokenLimit]:
-        tokenizer = language_model.tokenizer_of(self.source, "tokenizer")
-        return [language_model.token_limit(tokenizer, TEMPLATE, MAX_TOKENS)]
+        tokenizer = caption_lm.tokenizer_of(self.source, "tokenizer")
+        return [tokenizers.token_limit(tokenizer, TEMPLATE, MAX_TOKENS)]
 
     def text_example(self, rows: int) -> Tensors:
-        return language_model.zeros(rows, MAX_TOKENS, self.source.config("transformer").whole("cap_feat_dim"))
+        return caption_lm.zeros(rows, MAX_TOKENS, self.source.config("transformer").whole("cap_feat_dim"))
 
     @cached_property
     def files(self) -> FileNames:

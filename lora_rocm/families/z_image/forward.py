@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lora_rocm.families.base import Tensors
-from lora_rocm.families.transformer.language_model import OWN, REAL, STATES
+from lora_rocm.families.common.caption_lm import OWN, REAL, STATES
 
 PATCH = 2
 CAPTION_MULTIPLE = 32  # the model fills captions and images up to multiples of it with learned tokens, which it reads

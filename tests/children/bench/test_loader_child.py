@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lora_rocm.children.bench import loader_child
-from lora_rocm.dataset.folders import source_folder
+from lora_rocm.dataset.sources.folders import source_folder
 from lora_rocm.families.base import family_for
 from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.latent_cache.encode_session import Encoding

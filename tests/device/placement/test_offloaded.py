@@ -15,7 +15,7 @@ from lora_rocm.device.placement.base import Resident
 from lora_rocm.device.placement.offloaded import ALIGNMENT_BYTES, Offload, Offloaded, copy_into
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.families.base import LoadedModel
-from lora_rocm.families.recompute import Recomputing, Run
+from lora_rocm.families.common.recompute import Recomputing, Run
 from lora_rocm.kernels.frozen_conv import FrozenConv2d
 
 CPU = torch.device("cpu")

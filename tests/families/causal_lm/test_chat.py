@@ -8,8 +8,17 @@ from typing import Any
 
 import pytest
 
-from lora_rocm.dataset.records import Completion, Conversation, Pair, Record, UnusableText, read, record_of, written
-from lora_rocm.dataset.row_edge import SharedCause
+from lora_rocm.dataset.rows.records import (
+    Completion,
+    Conversation,
+    Pair,
+    Record,
+    UnusableText,
+    read,
+    record_of,
+    written,
+)
+from lora_rocm.dataset.rows.row_edge import SharedCause
 from lora_rocm.families.causal_lm.chat import ChatTokenizer
 from lora_rocm.families.causal_lm.special_tokens import BREAKS
 from tests.tiny_llm import CHAT, SPECIAL, STRIPPING, THINK, tiny_tokenizer

@@ -16,11 +16,11 @@ from pydantic import ValidationError
 
 from lora_rocm.children.check_texts import seen
 from lora_rocm.commands.check import check, render
-from lora_rocm.dataset import text_scan
-from lora_rocm.dataset.batch_sampler import BatchPlan
-from lora_rocm.dataset.records import read
-from lora_rocm.dataset.row_reference import separated
-from lora_rocm.dataset.text_scan import count_texts, find_samples
+from lora_rocm.dataset.order.batch_sampler import BatchPlan
+from lora_rocm.dataset.rows.records import read
+from lora_rocm.dataset.rows.row_reference import separated
+from lora_rocm.dataset.sources import text_scan
+from lora_rocm.dataset.sources.text_scan import count_texts, find_samples
 from lora_rocm.errors import DataError
 from lora_rocm.families.base import family_for
 from lora_rocm.families.causal_lm.chat import ChatTokenizer

@@ -16,13 +16,13 @@ from torch.nn.functional import logsigmoid
 
 from lora_rocm.adapters.factory import inject
 from lora_rocm.dataset.entry_spec import CAPTION
-from lora_rocm.dataset.records import Pair, pair_of, written
+from lora_rocm.dataset.rows.records import Pair, pair_of, written
 from lora_rocm.device.placement.base import Resident
 from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import RecipeError
 from lora_rocm.families.base import ComparesWithStart, LoadedModel, Tensors
 from lora_rocm.families.causal_lm.family import CausalLM
-from lora_rocm.families.objectives.loss import losses, measured
+from lora_rocm.families.common.objectives.loss import losses, measured
 from lora_rocm.loader.cached_dataset import together
 from lora_rocm.recipe.load import dump_recipe, load_recipe
 from lora_rocm.recipe.schema import Recipe

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from lora_rocm.dataset import loss_keys
-from lora_rocm.dataset.loss_keys import LossKey, meaning_of, spelled
-from lora_rocm.dataset.records import Conversation, Pair, UnusableText, read, record_of, written
-from lora_rocm.dataset.row_cells import RowAccount, RowCells
-from lora_rocm.dataset.text_scan import scan_texts
+from lora_rocm.dataset.rows import loss_keys
+from lora_rocm.dataset.rows.loss_keys import LossKey, meaning_of, spelled
+from lora_rocm.dataset.rows.records import Conversation, Pair, UnusableText, read, record_of, written
+from lora_rocm.dataset.rows.row_cells import RowAccount, RowCells
+from lora_rocm.dataset.sources.text_scan import scan_texts
 from lora_rocm.errors import DataError
 from lora_rocm.families.causal_lm.chat import ChatTokenizer
 from lora_rocm.foundation.tables import read_rows

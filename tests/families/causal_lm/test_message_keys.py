@@ -11,9 +11,9 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lora_rocm.dataset.records import Conversation, Pair, UnusableText, read, record_of, written
-from lora_rocm.dataset.row_cells import RowAccount, RowCells
-from lora_rocm.dataset.text_rows import rows_of
+from lora_rocm.dataset.rows.records import Conversation, Pair, UnusableText, read, record_of, written
+from lora_rocm.dataset.rows.row_cells import RowAccount, RowCells
+from lora_rocm.dataset.rows.text_rows import rows_of
 from lora_rocm.families.causal_lm.chat import ChatTokenizer
 from lora_rocm.recipe.schema import DataSection
 from lora_rocm.recipe.source_sections import DataSource

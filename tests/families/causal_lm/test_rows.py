@@ -15,17 +15,17 @@ from tokenizers import Regex, normalizers, pre_tokenizers
 from transformers import AddedToken
 
 from lora_rocm.base_models.tokenizers import packaged
-from lora_rocm.dataset.records import Completion, Conversation, UnusableText, read, written
-from lora_rocm.dataset.row_edge import SharedCause, row_edge
-from lora_rocm.dataset.row_reference import resolved
-from lora_rocm.dataset.text_scan import Scan, scan_texts
+from lora_rocm.dataset.rows.records import Completion, Conversation, UnusableText, read, written
+from lora_rocm.dataset.rows.row_edge import SharedCause, row_edge
+from lora_rocm.dataset.rows.row_reference import resolved
+from lora_rocm.dataset.sources.text_scan import Scan, scan_texts
 from lora_rocm.errors import DataError, StorageError
 from lora_rocm.families.causal_lm.chat import ChatTokenizer, growth_of
 from lora_rocm.families.causal_lm.chat_template import ChatTemplate
 from lora_rocm.families.causal_lm.conversation import NUM_WHOLE
 from lora_rocm.families.causal_lm.message_keys import with_arguments
 from lora_rocm.families.causal_lm.special_tokens import SpecialTokens
-from lora_rocm.families.transformer.language_model import load_tokenizer
+from lora_rocm.families.common.tokenizers import load_tokenizer
 from lora_rocm.recipe.schema import DataSection, DataSource
 from tests.tiny_llm import CHAT, SPECIAL, STRIPPING, THINK, tiny_tokenizer
 

@@ -18,7 +18,7 @@ from lora_rocm.dataset.entry_spec import CAPTION
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.errors import ModelError
 from lora_rocm.families.base import PreviewRequest, family_for
-from lora_rocm.families.objectives.loss import losses
+from lora_rocm.families.common.objectives.loss import losses
 from lora_rocm.families.sd.family import LAYOUT_SD2, LAYOUT_SD15, TELLING_BIAS, Sd2, Sd15
 from lora_rocm.latent_cache.encode_session import plain_door
 from tests.tiny_models import SHALLOW, drawn_by, scheduler_config, tiny_recipe, write_tiny_sdxl

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lora_rocm.dataset.entry_spec import CAPTION
 from lora_rocm.families.base import LoadedModel, family_for
-from lora_rocm.families.objectives.loss import losses
+from lora_rocm.families.common.objectives.loss import losses
 from lora_rocm.families.sdxl.family import Sdxl
 from lora_rocm.latent_cache.encode_session import plain_door
 from tests.tiny_models import scheduler_config, tiny_recipe, write_tiny_sdxl

@@ -13,13 +13,13 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import avg_pool2d
 
-from lora_rocm.dataset.buckets import covering
-from lora_rocm.dataset.controls import control_name
+from lora_rocm.dataset.companions.controls import control_name
 from lora_rocm.dataset.entry_spec import IMAGE, EntrySpec, TensorSpec
-from lora_rocm.dataset.image_io import cut
+from lora_rocm.dataset.images.buckets import covering
+from lora_rocm.dataset.images.image_io import cut
 from lora_rocm.dataset.shape import Shape
 from lora_rocm.families.base import Encoder, Inputs, LoadedModel, PreviewRequest, Tensors
-from lora_rocm.families.objectives.base import MEAN
+from lora_rocm.families.common.objectives.base import MEAN
 from lora_rocm.latent_cache.controls import control_latents
 from lora_rocm.latent_cache.image_preprocess import pixels_of
 from tests.families.toys.base import ToyEncoder

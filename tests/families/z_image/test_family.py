@@ -17,16 +17,9 @@ from lora_rocm.base_models.loading import Source
 from lora_rocm.dataset.entry_spec import CAPTION
 from lora_rocm.errors import ModelError
 from lora_rocm.families.base import LoadedModel, Tensors
-from lora_rocm.families.objectives.loss import losses
-from lora_rocm.families.transformer.language_model import (
-    OWN,
-    REAL,
-    STATES,
-    filled,
-    load_tokenizer,
-    token_ids,
-    token_limit,
-)
+from lora_rocm.families.common.caption_lm import OWN, REAL, STATES, filled
+from lora_rocm.families.common.objectives.loss import losses
+from lora_rocm.families.common.tokenizers import load_tokenizer, token_ids, token_limit
 from lora_rocm.families.z_image import family as module
 from lora_rocm.families.z_image.family import LAYOUT, MAX_TOKENS, TEMPLATE, ZImage
 from lora_rocm.families.z_image.forward import predicted

@@ -11,7 +11,7 @@ import torch
 
 from lora_rocm.base_models.loading import builtin_folder
 from lora_rocm.families.base import family_for
-from lora_rocm.families.detect import evidence
+from lora_rocm.families.common.detect import evidence
 from lora_rocm.families.z_image.family import ZImage
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.rundir.layout import RunDir

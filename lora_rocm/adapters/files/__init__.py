@@ -1,0 +1,1 @@
+"""Adapter files of all trainers: reading them, the names in them, and starting from them."""

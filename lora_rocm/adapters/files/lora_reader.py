@@ -1,0 +1,305 @@
+"""Reads adapter files of any origin into one form: kohya and diffusers files, PEFT directories.
+
+Each module becomes an ``Entry``. Modules are named ``component.path`` ("unet.mid_block...", and for text encoders
+without the ``text_model`` level that transformers 5 dropped from one of the two). ``lora_parts`` decides which tensors
+of a file are accepted; a file with others is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from lora_rocm.adapters.entry import Entry, FileKind, FileModule, Say, file_error
+from lora_rocm.adapters.files.module_names import KeyTable, adaptable, canonical, main_component
+from lora_rocm.adapters.registry import file_kind
+from lora_rocm.base_models.safetensors_file import read_tensors
+from lora_rocm.errors import AdapterError
+from lora_rocm.families.base import LoadedModel, ModelFamily
+from lora_rocm.families.file_names import FileNames, Rows, RowsOf
+from lora_rocm.families.registry import PRODUCT
+from lora_rocm.foundation.units import count_text
+from lora_rocm.kernels.weight_format import dense_shape
+from lora_rocm.model_files.adapter_contents import DIFFUSERS_METADATA as DIFFUSERS_METADATA
+from lora_rocm.model_files.adapter_contents import DORA_NORM as DORA_NORM
+from lora_rocm.model_files.adapter_contents import NOT_UNDERSTOOD, Contents, contents_of, not_understood
+from lora_rocm.model_files.adapter_spellings import PEFT_PREFIX as PEFT_PREFIX
+from lora_rocm.model_files.adapter_spellings import Place, plain, split
+from lora_rocm.model_files.adapters import Origin, origin_of
+from lora_rocm.model_files.header import Header, read_header, refuse_pickle
+from lora_rocm.model_files.models import Shapes
+from lora_rocm.model_files.peft_folder import PEFT_WEIGHTS, peft_folders, read_peft_config
+
+
+class TensorNumbers:
+    """Implements ``adapter_contents.Numbers`` for tensors on the CPU."""
+
+    def array(self, stored: Tensor) -> Any:
+        return stored.float().numpy()
+
+    def largest(self, stored: Tensor) -> float:
+        return float(stored.float().abs().max()) if stored.numel() else 0.0
+
+
+def components_of(family: ModelFamily, path: Path) -> set[str]:
+    """Return the model components that an adapter file names ("unet", "text_encoder"). Reads names only.
+
+    Raises:
+        AdapterError: the file is missing, a pickle, damaged, for another family, or for no known model.
+    """
+    folders = peft_folders(path)
+    if folders:
+        names, shapes = [name or main_component(family) for name in folders], None
+        found = set(names)
+    else:
+        shapes = read_header(_one_file(path), AdapterError).shapes
+        names = sorted(shapes)
+        found = {_component_of(name, family) for name in names}
+    ours = found & {main_component(family), *family.text_components}
+    if not ours and (origin := origin_of(names, shapes)) is not None and family.name in origin.families:
+        ours = {main_component(family)}  # its names, and nothing before them
+    if not ours or _foreign(family, names, shapes) is not None:
+        raise _of_another_model(family, names, path, shapes=shapes)
+    return ours
+
+
+def _component_of(name: str, family: ModelFamily) -> str:
+    """Return the component of a tensor name; if no component is known, the first part of the name."""
+    found = split(family.name, name)
+    return found.component if found is not None else name.split(".")[0]
+
+
+def read_lora(
+    family: ModelFamily, components: Mapping[str, nn.Module], path: Path, say: Say = lambda text: None
+) -> dict[str, Any]:
+    """Read an adapter of this model, whatever its kind and its file's format: module name -> entry.
+
+    Args:
+        family: knows the kohya names.
+        components: the model's components; modules and shapes of the file are checked against them.
+        path: a .safetensors file or a PEFT directory (one adapter, or one sub-folder per component).
+        say: receives notices about parts that are left out because they change no weight.
+
+    Raises:
+        AdapterError: the file is missing, a pickle, damaged, no adapter, of several kinds, or for another model.
+    """
+    return read_adapter(family, components, path, say)[1]
+
+
+def read_for_model(
+    family: ModelFamily, model: LoadedModel, path: Path, say: Say, norms: dict[str, Tensor] | None = None
+) -> tuple[FileKind, dict[str, Entry]]:
+    """As ``read_adapter``, also of a file that adapts text encoders which are not in the model."""
+    absent = {name: family.skeleton(name) for name in family.text_components if name not in model.components}
+    return read_adapter(family, {**model.components, **absent}, path, say, norms)
+
+
+def files_of(path: Path) -> list[Path]:
+    """The files of an adapter: one, or all of a PEFT directory.
+
+    Raises:
+        AdapterError: there is no such file, or it is a pickle.
+    """
+    return sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [_one_file(path)]
+
+
+def read_adapter(
+    family: ModelFamily,
+    components: Mapping[str, nn.Module],
+    path: Path,
+    say: Say = lambda text: None,
+    norms: dict[str, Tensor] | None = None,
+) -> tuple[FileKind, dict[str, Entry]]:
+    """Like ``read_lora``, and also return the file's kind.
+
+    ``norms`` gets the trained norms of a file with kohya's names; None: such a file is refused.
+    """
+    try:
+        folders = peft_folders(path)
+        if folders:
+            read = [_read_folder(family, folder, component, say) for component, folder in folders.items()]
+        else:
+            header = read_header(_one_file(path), AdapterError)
+            read = [_read_file(family, header, path, norms, say)]
+        return _entries(family, components, read, path)
+    except NOT_UNDERSTOOD as error:
+        raise not_understood(error, path) from error
+
+
+def _read_file(
+    family: ModelFamily, header: Header, path: Path, norms: dict[str, Tensor] | None, say: Say
+) -> tuple[str, Contents[Tensor]]:
+    found = contents_of(
+        family.name,
+        read_tensors(header, error=AdapterError),
+        path,
+        TensorNumbers(),
+        metadata=header.metadata,
+        with_norms=norms is not None,
+        say=say,
+    )
+    if norms is not None:
+        norms |= found.norms
+    return "", found
+
+
+def _read_folder(family: ModelFamily, folder: Path, component: str, say: Say) -> tuple[str, Contents[Tensor]]:
+    """Read one PEFT folder; returns the component that its name says, too, if it is among several."""
+    config = read_peft_config(folder)
+    tensors = read_tensors(read_header(folder / PEFT_WEIGHTS, AdapterError), error=AdapterError)
+    return component, contents_of(family.name, tensors, folder, TensorNumbers(), peft=config, with_norms=False, say=say)
+
+
+def _entries(
+    family: ModelFamily,
+    components: Mapping[str, nn.Module],
+    read: Sequence[tuple[str, Contents[Tensor]]],
+    path: Path,
+) -> tuple[FileKind, dict[str, Entry]]:
+    """Return the kind and the entries by module, in the shapes that the model's layers need."""
+    kind, *others = {found.kind.name: file_kind(found.kind) for _, found in read}.values()
+    if others:
+        raise ValueError(f"it holds a {kind.name} and a {others[0].name}")
+    files = family.files
+    ways = (files.rows, files.original, _qkv_rows(files))
+    table, original, whole_qkv = (KeyTable(components, rows_of) for rows_of in ways)
+    shapes = {
+        canonical(name, module): dense_shape(base) for name, c in components.items() for module, base in adaptable(c)
+    }
+    meant = _meant(family, components, table, original, whole_qkv)
+    modules, unknown = dict[str, FileModule](), list[str]()
+    for component, found in read:
+        unknown += found.unknown
+        owners = [component] if component else sorted(components)
+        owner = next((o for o in owners if all(Place(o, each.place.name) in meant for each in found.modules)), "")
+        for each in found.modules:
+            # a PEFT folder of one adapter may be of any component; of its name among several, it is of that one
+            name = meant.get(Place(owner, each.place.name) if owner and _any_component(each.key) else each.place)
+            if name is None or (component and not name.startswith(f"{component}.") and name in shapes):
+                unknown.append(each.key)
+                continue
+            rank = each.rank if kind.parts.config_decides_rank else None
+            module = FileModule(each.key, each.parts, each.alpha, each.rslora, rank)
+            if modules.setdefault(name, module) is not module:
+                raise ValueError(f"{each.key} and {modules[name].key} are the same module")
+    count = len(modules) + len(unknown)
+    if not count and not any(found.norms for _, found in read):
+        raise file_error("lora-empty", "This file holds no LoRA.", path, "Give a LoRA file; base models go in model.")
+    if unknown:
+        raise _of_another_model(family, sorted(unknown), path, count, known=[m.key for m in modules.values()])
+    fitting = {**shapes, **table.shapes, **original.shapes, **whole_qkv.shapes}
+    entries = {name: kind.entry(name, module, fitting[name], path) for name, module in modules.items()}
+    return kind, whole_qkv.of_modules(original.of_modules(table.of_modules(entries)))
+
+
+def _any_component(key: str) -> bool:
+    """Whether a module's name leaves its component open."""
+    return key.startswith(PEFT_PREFIX)
+
+
+def _qkv_rows(files: FileNames) -> RowsOf:
+    """As ``FileNames.original``, of query, key and value alone where the original fuses more (XLabs' FLUX)."""
+
+    def rows_of(component: str, module: str, rows: int) -> Rows:
+        named = files.original(component, module, rows)
+        if len(named) != 1 or not module.endswith((".to_q", ".to_k", ".to_v")) or not named[0][0].endswith("linear1"):
+            return ()
+        return [(f"{named[0][0]}.qkv", *named[0][1:])]
+
+    return rows_of
+
+
+def _meant(
+    family: ModelFamily, components: Mapping[str, nn.Module], table: KeyTable, original: KeyTable, whole_qkv: KeyTable
+) -> dict[Place, str]:
+    """Return every spelling of the model's modules -> the module, or the key of a table that holds several."""
+    main = main_component(family)
+    found = {Place(main, plain(key)): original.whole(key) or key for key in original.parts}
+    found |= {Place(main, plain(key)): key for key in whole_qkv.parts}
+    for key, parts in original.parts.items():  # OneTrainer's OMI names count the parts of a fused weight
+        if len({part.module for part in parts}) > 1:
+            found |= {Place(main, plain(f"{key}.{place}")): part.module for place, part in enumerate(parts)}
+    for key in table.parts:
+        if (place := split(family.name, key)) is not None:
+            found[place] = table.whole(key) or key
+    for component, root in components.items():
+        found |= {Place(component, plain(module)): canonical(component, module) for module, _ in adaptable(root)}
+    return found
+
+
+def _foreign(family: ModelFamily, names: Iterable[str], shapes: Shapes | None) -> Origin | None:
+    """Return the origin of the names if it excludes the family; None if it includes it or is unknown."""
+    origin = origin_of(names, shapes)
+    return None if origin is None or family.name in origin.families else origin
+
+
+def _of_another_model(
+    family: ModelFamily,
+    unknown: list[str],
+    path: Path,
+    count: int = 0,
+    shapes: Shapes | None = None,
+    known: Sequence[str] = (),
+) -> AdapterError:
+    """Return the error for modules that this model lacks; it names the model they belong to, if known.
+
+    Args:
+        family: of the base model.
+        unknown: names of the modules, or of all tensors if the model was not asked.
+        path: the file.
+        count: number of all modules; 0 if the model was not asked.
+        shapes: of the file's tensors, if they are known.
+        known: names of the modules that the model has.
+    """
+    origin = _foreign(family, unknown, shapes)
+    base = PRODUCT[family.name].title if family.name in PRODUCT else family.name
+    if origin is not None:
+        of_origin = min(unknown, key=lambda name: _doubt(name, origin, family))
+        if own := _of_this_model(family, unknown, known, origin):
+            what = f"This file is a mixture: it names {of_origin}, of {origin.title}, and {own}, of {base}."
+            fix = f"Use a file that is whole and for {base}; this one was put together from two."
+            return file_error("lora-of-another-model", what, path, fix)
+        what = f"This is a LoRA for {origin.title}, and the base model is {base}: it names {of_origin}."
+    elif count:
+        what = f"This model lacks {len(unknown)} of {count_text(count, 'module')} of this LoRA, such as {unknown[0]}."
+    else:
+        what = f"This LoRA names no part of the base model, which is {base}: it names {unknown[0]}."
+    fix = f"Use a LoRA that was made for {base}, or give the base model that this one was made for."
+    return file_error("lora-of-another-model", what, path, fix)
+
+
+def _doubt(name: str, origin: Origin, family: ModelFamily) -> int:
+    """Return how badly a name shows that a file is of ``origin``, and not of the base model's family."""
+    each = origin_of([name])
+    return 0 if each == origin else 1 if each is None or family.name not in each.families else 2
+
+
+def _of_this_model(family: ModelFamily, names: Sequence[str], known: Sequence[str], origin: Origin) -> str:
+    """Return a name that can only be of the base model's family, beside those of ``origin``; empty if there is none.
+
+    A module of the model counts if ``origin`` has no such module. If the model was not asked, a name counts that only
+    this family uses.
+    """
+    for name in known:
+        each = origin_of([name])
+        if each is not None and family.name in each.families and set(each.families).isdisjoint(origin.families):
+            return name
+    main = (name for name in names if _component_of(name, family) == main_component(family))
+    return next((name for name in main if (each := origin_of([name])) and each.families == (family.name,)), "")
+
+
+def _one_file(path: Path) -> Path:
+    if path.is_dir():
+        files = sorted(path.glob("*.safetensors"))
+        if len(files) == 1:
+            return files[0]
+        raise file_error("lora-missing", f"This folder holds {len(files)} safetensors files.", path, "Give one file.")
+    if not path.is_file():
+        raise file_error(
+            "lora-missing", "There is no such LoRA file.", path, "Give a .safetensors file or a PEFT folder."
+        )
+    refuse_pickle(path, "Use the .safetensors edition of the LoRA.", AdapterError)
+    return path

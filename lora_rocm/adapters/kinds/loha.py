@@ -1,0 +1,196 @@
+"""LyCORIS' LoHa (arXiv 2108.06098): each weight's change is ``scale * (w1 * w2)``, entry by entry, of two products.
+
+A rank of R in each product gives a change of rank up to R * R. The layers are PEFT's; they build the change of a
+weight in each pass, and the backward pass builds it again. As in LyCORIS (``lycoris/modules/loha.py``) the kernel of a
+convolution counts as inputs, the scale is alpha / rank, and ``w2_a`` starts at zero.
+
+Dimensions: a weight [O, I, ...] has w1_a and w2_a [O, R], w1_b and w2_b [R, I * ...].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from peft import LoHaConfig, LoHaModel
+from peft.tuners.loha.layer import Conv2d, HadaWeight, Linear, LoHaLayer
+from torch import Tensor, nn
+
+from lora_rocm.adapters.adapter_kind import PEFT_NAME
+from lora_rocm.adapters.entry import (
+    ARITHMETIC,
+    FileModule,
+    Form,
+    norm_of,
+    other_shape,
+    product_of,
+    rounded,
+)
+from lora_rocm.adapters.kinds.lycoris import FactorAdapter, FactorEntry, FactorNames, LycorisLayer, factor_file, product
+from lora_rocm.kernels.made_again import made, made_again
+from lora_rocm.kernels.weight_format import dense_shape
+from lora_rocm.recipe.adapter_sections import AdapterSection, LohaSection
+
+NAMES = FactorNames("hada")
+SPREAD = {"hada_w1_a": 0.1, "hada_w1_b": 1.0, "hada_w2_a": 0.0, "hada_w2_b": 1.0}
+"""Standard deviation of each tensor at the start, as in LyCORIS."""
+
+
+class LohaEntry(FactorEntry):
+    """One module's ``scale * (w1 * w2)``: float32 on the CPU.
+
+    w1, w2: ([O, R], [R, I * ...]), where ... is the kernel of a convolution.
+    """
+
+    title, names = "LoHa", NAMES
+
+    @property
+    def rank(self) -> int:
+        return len(self.w1[1])
+
+    def update(self) -> Tensor:
+        change: Tensor = (self.scale * product(self.w1) * product(self.w2)).reshape(self.shape)
+        return change
+
+    def norm(self) -> float:
+        return norm_of(self.update())
+
+    def allowance(self, dtype: torch.dtype, weight: Tensor | None = None) -> float:
+        """Bound the error of each product, and multiply it by the largest entry of the other one."""
+        found = []
+        for factor in (self.w1, self.w2):
+            size, off = product_of(*(rounded(tensor, dtype) for tensor in factor))
+            found.append((float(product(factor).abs().max()), off + ARITHMETIC * size))
+        (one, off_one), (two, off_two) = found
+        return abs(self.scale) * (one * off_two + two * off_one + off_one * off_two)
+
+    def tensors(self, form: Form, dtype: torch.dtype) -> dict[str, Tensor]:
+        found = {name: tensor.to(dtype) for name, tensor in self.named().items()}
+        if form in ("kohya", "folded"):
+            found["alpha"] = torch.tensor(self.scale * self.rank, dtype=torch.float32)
+        return found
+
+    def rows(self, first: int, count: int) -> LohaEntry:
+        part = slice(first, first + count)
+        w1, w2 = ((factor[0][part], factor[1]) for factor in (self.w1, self.w2))
+        return replace(self, w1=w1, w2=w2, shape=(count, *self.shape[1:]))
+
+
+def _entry(name: str, module: FileModule, shape: tuple[int, ...], path: Path) -> LohaEntry:
+    """Return one module's entry. Without an alpha the scale is 1.
+
+    Raises:
+        ValueError: the tensors are not two products of one rank.
+        AdapterError: the tensors do not fit this layer.
+    """
+    w1, w2 = ((a, b.flatten(1)) for a, b in NAMES.of_file(module))
+    sides = [(len(a), b.shape[1]) for a, b in (w1, w2)]
+    if sides[0] != (shape[0], math.prod(shape[1:])):
+        raise other_shape(name, sides[0], shape, path)
+    scale = 1.0 if module.alpha is None else module.alpha / (module.config_rank or len(w1[1]))
+    return LohaEntry(w1, w2, scale, shape)
+
+
+LOHA = factor_file("LoHa", _entry)
+
+
+def _change(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the change of a weight, [O, I * ...]; the backward pass keeps the four tensors alone."""
+    change: Tensor = HadaWeight.apply(*tensors)
+    return change
+
+
+class LohaLinear(LycorisLayer, Linear):
+    """PEFT's linear layer, which does not keep the change of the weight between the passes."""
+
+    def create_adapter_parameters(self, adapter_name: str, r: int, shape: tuple[int, ...]) -> None:
+        """As PEFT's, for the dense weight: ``shape`` is that of the packed bytes of a quantised base."""
+        layer: Any = self
+        Linear.create_adapter_parameters(self, adapter_name, r, dense_shape(layer.get_base_layer()))
+
+    def change(self, x: Tensor, output: Tensor, base: Any) -> Tensor:
+        x = self.input_dropout(x)
+        change_OI, again = made(_change, list(LohaAdapter.trained(self, PEFT_NAME).values()))
+        with made_again((change_OI, again)):
+            return F.linear(x, change_OI)
+
+
+class LohaConv2d(LycorisLayer, Conv2d):
+    """The same for a convolution."""
+
+    def change(self, x: Tensor, output: Tensor, base: Any) -> Tensor:
+        x = self.input_dropout(x)
+        change, again = made(_change, list(LohaAdapter.trained(self, PEFT_NAME).values()))
+        with made_again((change, again)):
+            return F.conv2d(x, change.view(base.weight.shape), None, base.stride, base.padding, base.dilation)
+
+
+class _Model(LoHaModel):
+    """PEFT's ``LoHaModel``, with the layer classes above."""
+
+    layers_mapping = {nn.Linear: LohaLinear, nn.Conv2d: LohaConv2d}
+
+
+class LohaAdapter(FactorAdapter):
+    """The LoHa layers of a model. Roles: hada_w1_a, hada_w1_b, hada_w2_a, hada_w2_b."""
+
+    algorithm = "loha"
+    layer_type = LoHaLayer
+    tuner = _Model
+    files = LOHA
+
+    @classmethod
+    def config(cls, lora: AdapterSection, pattern: str) -> LoHaConfig:
+        assert isinstance(lora, LohaSection), "a section of this kind"
+        config = LoHaConfig(
+            r=lora.rank,
+            alpha=lora.effective_alpha,
+            target_modules=pattern,
+            rank_dropout=lora.rank_dropout,
+            module_dropout=lora.module_dropout,
+        )
+        config.input_dropout = lora.dropout
+        return config
+
+    @classmethod
+    def smallest(cls, pattern: str) -> LoHaConfig:
+        return LoHaConfig(r=1, alpha=1, target_modules=pattern)
+
+    @classmethod
+    def weights_of(cls, lora: AdapterSection, shape: Sequence[int]) -> int:
+        assert isinstance(lora, LohaSection), "a section of this kind"
+        return 2 * lora.rank * (shape[0] + math.prod(shape[1:]))
+
+    @staticmethod
+    def entry_of(layer: Any, name: str, tensors: Mapping[str, Tensor]) -> LohaEntry:
+        shape = dense_shape(layer.get_base_layer())
+        return LohaEntry(*NAMES.split(tensors), float(layer.scaling[name]), shape)
+
+    @staticmethod
+    def update_norms(modules: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        norms = []
+        for tensors in modules:  # one by one: each takes as much memory as a weight
+            w1, w2 = NAMES.split({role: tensor.float() for role, tensor in tensors.items()})
+            norms.append(torch.linalg.vector_norm(product(w1) * product(w2)))
+        return torch.stack(norms)
+
+    def start(self, name: str, layer: Any, lora: AdapterSection, rng: torch.Generator) -> None:
+        """Draw all tensors from a normal distribution, except w2_a, which is zero."""
+        for role, tensor in self.trained(layer, PEFT_NAME).items():
+            tensor.copy_(torch.randn(tensor.shape, generator=rng) * SPREAD[role])
+
+    def fill(self, layer: Any, entry: LohaEntry) -> None:
+        """Copy the entry; the layer's scale may differ from the file's, and its rank may be higher."""
+        ours = NAMES.split(self.trained(layer, PEFT_NAME))
+        for mine, theirs in zip(ours, (entry.w1, entry.w2), strict=True):
+            mine[0].zero_()[:, : entry.rank].copy_(theirs[0])
+            mine[1][: entry.rank].copy_(theirs[1])
+        ours[1][0].mul_(entry.scale / layer.scaling[PEFT_NAME])
+
+    def unfit(self, lora: AdapterSection, entries: Mapping[str, Any], path: Path) -> list[tuple[str, str]]:
+        return self.lacking_ranks(lora, {name: entry.rank for name, entry in entries.items()})

@@ -1,0 +1,106 @@
+"""What LoRA's factors start from: PEFT's ``init_lora_weights``, for linear layers and, flattened, for convolutions.
+
+PiSSA and OLoRA start from a part of the base's weight. PEFT takes that part off the base. Here the base stays, and a
+second, frozen pair of factors takes the part off in each pass: the sum is the same, and the result is a LoRA for the
+base itself.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+from lora_rocm.adapters.kinds.lora_entry import LoraEntry
+
+START = "peft_start"
+"""PEFT's name of the frozen pair in a layer: the start's A, and its B with the other sign."""
+EXACT_SIDE = 1024
+"""Up to this smaller side of a weight PiSSA's singular vectors are exact: a decomposition takes seconds."""
+ITERATIONS, LEAST_SPARE = 4, 16  # of PiSSA's fast decomposition of larger ones (arXiv 2404.02948, 4.5)
+Pair = tuple[Tensor, Tensor]
+
+
+def put_start(layer: LoraLayer, name: str) -> None:
+    """Put the frozen pair beside the adapter ``name`` of a layer, without values yet, in the dtype of the weight."""
+    for pairs in (layer.lora_A, layer.lora_B):
+        pair = copy.deepcopy(pairs[name])
+        weight = pair.get_parameter("weight")
+        del pair.weight
+        pair.register_buffer("weight", torch.zeros_like(weight, dtype=layer.get_base_layer().weight.dtype))
+        pairs[START] = pair
+    layer.lora_dropout[START] = nn.Identity()
+    for values in (layer.r, layer.lora_alpha, layer.scaling, layer.use_rslora):
+        values[START] = values[name]
+    layer.set_adapter([name, START])
+
+
+def cast_start(layer: Any, dtype: torch.dtype) -> None:
+    """Give the frozen pair the dtype in which the layer computes. That of a packed weight is not it."""
+    for pairs in (layer.lora_A, layer.lora_B):
+        pairs[START].weight = pairs[START].weight.to(dtype)
+
+
+def fill_start(layer: Any, down: Tensor, up: Tensor) -> dict[str, Tensor]:
+    """Fill the frozen pair of a layer with a start. Returns role -> what the layer holds of it, on the CPU."""
+    found = {}
+    for role, pairs, values in (("start_A", layer.lora_A, down), ("start_B", layer.lora_B, -up)):
+        held = pairs[START].weight
+        held.copy_(values)
+        found[role] = held.detach().to("cpu", copy=True)
+    return found
+
+
+def less_start(entry: LoraEntry, held: Mapping[str, Tensor]) -> LoraEntry:
+    """The update B A - B0 A0 as one pair of twice the rank: (B - B0) A + B0 (A - A0), which avoids cancellation.
+
+    ``held``: result of ``fill_start``.
+    """
+    down, up = held["start_A"].float(), -held["start_B"].float()
+    joined_down = torch.cat([entry.down, entry.down - down])
+    return LoraEntry(joined_down, torch.cat([entry.up - up, up], dim=1), entry.scale)
+
+
+def factors(how: str, weight: Tensor, rank: int, scale: float, rng: torch.Generator) -> Pair:
+    """(A [k, in], B [out, k]) in float32; where ``weight`` has fewer rows or columns than the rank, k is less.
+
+    Args:
+        how: gaussian, orthogonal, pissa or olora.
+        weight: of the base, [out, in] in float32; a convolution's is flattened.
+        rank: of the layer.
+        scale: factor of B @ A.
+        rng: on the CPU.
+    """
+    outputs, inputs = weight.shape
+    if how == "gaussian":
+        return torch.randn(rank, inputs, generator=rng) / rank, torch.zeros(outputs, rank)
+    if how == "orthogonal":
+        return _orthogonal(outputs, inputs, rank, rng)
+    kept = min(rank, outputs, inputs)
+    if how == "olora":
+        q, _ = torch.linalg.qr(weight[:, :kept])  # the first columns of W's Q need no others
+        return q.T @ weight, q
+    if min(outputs, inputs) <= EXACT_SIDE:
+        u, s, v_t = torch.linalg.svd(weight, full_matrices=False)
+        u, s, v = u[:, :kept], s[:kept], v_t[:kept].T
+    else:
+        # without spare vectors the last of the wanted ones are poor where singular values are close to each other
+        tried = min(kept + max(kept, LEAST_SPARE), outputs, inputs)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int(torch.randint(2**62, (), generator=rng)))
+            u, s, v = torch.svd_lowrank(weight, tried, niter=ITERATIONS)
+        u, s, v = u[:, :kept], s[:kept], v[:, :kept]
+    root = (s / scale).sqrt()
+    return root[:, None] * v.T, u * root
+
+
+def _orthogonal(outputs: int, inputs: int, rank: int, rng: torch.Generator) -> Pair:
+    """Random factors whose product is zero: they reach through orthogonal halves of the ranks."""
+    q, _ = torch.linalg.qr(torch.randn(rank, rank, generator=rng))
+    down = (torch.randn(inputs, rank // 2, generator=rng) @ q[0::2]).T / 10
+    up = torch.randn(rank // 2, outputs, generator=rng).T @ q[1::2] / 10
+    return down.contiguous(), up.contiguous()

@@ -1,0 +1,337 @@
+"""What LyCORIS' kinds of adapters share: layers, the place of their tensors in files, and files of two factors.
+
+The layers are PEFT's with another forward pass, which draws random numbers for dropout alone; PEFT's draws one in
+every call.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from peft import LoHaConfig, PeftConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+
+from lora_rocm.adapters.adapter_kind import PEFT_NAME
+from lora_rocm.adapters.base import Adapter
+from lora_rocm.adapters.entry import Entry, FileKind, FileModule
+from lora_rocm.adapters.files.module_names import adaptable, canonical
+from lora_rocm.adapters.targets import either
+from lora_rocm.families.base import LoadedModel, ModelFamily
+from lora_rocm.kernels.adapter_dropout import AdapterDropout
+from lora_rocm.kernels.weight_format import dense_shape
+from lora_rocm.model_files.adapter_parts import kind_named
+from lora_rocm.optim.norm_limit import NormLimit
+from lora_rocm.recipe.adapter_sections import AdapterSection
+
+Factor = tuple[Tensor, ...]
+"""One matrix, or the two of a product."""
+
+
+def product(factor: Factor) -> Tensor:
+    """Return the factor as one matrix."""
+    return factor[0] if len(factor) == 1 else factor[0] @ factor[1]
+
+
+@dataclass(frozen=True)
+class FactorNames:
+    """Names of the tensors of a kind's two factors, in PEFT's layers and in files.
+
+    prefix: their start ("lokr").
+    whole: whether a factor may be one matrix ("lokr_w1") instead of the two of a product ("lokr_w1_a", "lokr_w1_b").
+    """
+
+    prefix: str
+    whole: bool = False
+
+    @property
+    def factors(self) -> tuple[str, str]:
+        return f"{self.prefix}_w1", f"{self.prefix}_w2"
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """All names."""
+        endings = ("", "_a", "_b") if self.whole else ("_a", "_b")
+        return tuple(f"{factor}{ending}" for factor in self.factors for ending in endings)
+
+    def split(self, tensors: Mapping[str, Tensor]) -> tuple[Factor, Factor]:
+        """Return both factors from tensors by name.
+
+        Raises:
+            ValueError: a factor is missing, or given both whole and as a product.
+        """
+        found: list[Factor] = []
+        for factor in self.factors:
+            whole, parts = factor in tensors, f"{factor}_a" in tensors
+            if whole == parts:
+                raise ValueError(f"{factor} has to be there whole or as a product, and not both")
+            found.append((tensors[factor],) if whole else (tensors[f"{factor}_a"], tensors[f"{factor}_b"]))
+        return found[0], found[1]
+
+    def named(self, w1: Factor, w2: Factor) -> dict[str, Tensor]:
+        """Return the tensors by name."""
+        return {
+            f"{name}{part}": tensor
+            for name, factor in zip(self.factors, (w1, w2), strict=True)
+            for part, tensor in zip(("",) if len(factor) == 1 else ("_a", "_b"), factor, strict=True)
+        }
+
+    def of_file(self, module: FileModule) -> tuple[Factor, Factor]:
+        """Return both factors of a module of a file, in float32.
+
+        Raises:
+            ValueError: they are no matrices, or the two of a product do not fit.
+        """
+        found = self.split({role: tensor.float() for role, tensor in module.parts.items() if role != "alpha"})
+        for factor in found:
+            if (
+                factor[0].ndim < 2
+                or 0 in factor[0].shape
+                or (len(factor) == 2 and factor[0].shape[1] != len(factor[1]))
+            ):
+                raise ValueError(f"{module.key} has factors of the shapes {[tuple(tensor.shape) for tensor in factor]}")
+        return found
+
+
+@dataclass
+class FactorEntry(Entry):
+    """The change of one module's weight as ``scale`` times a product of two factors, float32 on the CPU.
+
+    w1, w2: the factors.
+    scale: factor of the product.
+    shape: shape of the weight.
+
+    Set by each kind:
+        title: its name.
+        names: of the tensors.
+    """
+
+    w1: Factor
+    w2: Factor
+    scale: float
+    shape: tuple[int, ...]
+    title: ClassVar[str]
+    names: ClassVar[FactorNames]
+
+    def named(self) -> dict[str, Tensor]:
+        """Return the tensors by name."""
+        return self.names.named(self.w1, self.w2)
+
+    def joined(self, parts: Sequence[tuple[int, Entry]], rows: int) -> Entry:
+        return alone(self, parts, self.shape[0] == rows, self.title)
+
+
+def factor_file(name: str, entry: Callable[[str, FileModule, tuple[int, ...], Path], Entry]) -> FileKind:
+    """Return the file format of a kind with two factors. PEFT divides its alpha by the rank of the config."""
+    return FileKind(kind_named(name), entry)
+
+
+def alone(entry: Entry, parts: Sequence[tuple[int, Entry]], whole: bool, name: str) -> Entry:
+    """As ``Entry.joined``, of a kind that no other module's can be joined to."""
+    if len(parts) == 1 and whole:
+        return entry
+    raise ValueError(f"the {name} of several modules cannot be written as one of a weight that holds them all")
+
+
+class LycorisLayer(nn.Module):
+    """The forward pass of a layer. This class stands before PEFT's layer among the bases of a kind's layers.
+
+    input_dropout: ``change`` applies it to the tensor that it computes from.
+    dropouts: on the change of the output.
+    """
+
+    input_dropout: nn.Dropout
+    dropouts: nn.Sequential
+
+    def drop(self, config: PeftConfig) -> None:
+        """Set the dropout of a config."""
+        layer: Any = self
+        rates: Any = vars(config)
+        self.input_dropout = nn.Dropout(rates.get("input_dropout", 0.0))
+        base = layer.get_base_layer()
+        axis = 1 if isinstance(base, nn.Conv2d) else -1
+        outputs = AdapterDropout(rates["rank_dropout"], dense_shape(base)[0], axis)
+        drops = outputs, AdapterDropout(rates["module_dropout"])
+        self.dropouts = nn.Sequential(*(drop for drop in drops if drop.p))
+
+    @abstractmethod
+    def change(self, x: Tensor, output: Tensor, base: Any) -> Tensor:
+        """Return the change of the output at scale 1.
+
+        Args:
+            x: the input, in the dtype of the trained tensors if inputs are cast.
+            output: the base layer's output.
+            base: the base layer.
+        """
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        layer: Any = self
+        output: Tensor = layer.base_layer(x, *args, **kwargs)
+        if layer.disable_adapters:
+            return output
+        dtype = next(
+            getattr(layer, name)[PEFT_NAME].dtype for name in layer.adapter_layer_names if getattr(layer, name)
+        )
+        x = layer._cast_input_dtype(x, dtype)
+        change = self.dropouts(self.change(x, output, layer.get_base_layer()))
+        adapted: Tensor = output + (change * layer.scaling[PEFT_NAME]).to(output.dtype)
+        return adapted
+
+
+class OutputEntry(Entry):
+    """An entry whose whole change depends on the base weight.
+
+    shape: shape of the weight.
+    """
+
+    shape: tuple[int, ...]
+
+    @property
+    def rank(self) -> None:
+        return None
+
+    @property
+    def needs_weight(self) -> bool:
+        return True
+
+    def update(self) -> Tensor:
+        """Return zeros."""
+        return torch.zeros(self.shape)
+
+    def norm(self) -> float:
+        return 0.0
+
+
+class OutputLayer(LycorisLayer, BaseTunerLayer):
+    """A layer of a kind that changes the base layer's output and that PEFT lacks. Its tensors start at zero.
+
+    A change of ``D W`` of a weight ``W`` is one of ``D`` times the output without the bias. Input dropout is applied to
+    that output.
+    """
+
+    other_param_names = ("r", "alpha", "scaling")
+
+    def __init__(self, base_layer: nn.Module, adapter_name: str, config: PeftConfig, r: int, alpha: float) -> None:
+        super().__init__()
+        layer: Any = self
+        self.base_layer, self._active_adapter = base_layer, adapter_name
+        self._disable_adapters, self.merged_adapters = False, list[str]()
+        self.r, self.alpha, self.scaling = {adapter_name: r}, {adapter_name: alpha}, {adapter_name: 1.0}
+        for name, size in self.sizes(dense_shape(layer.get_base_layer())[0], r).items():
+            setattr(self, name, nn.ParameterDict({adapter_name: nn.Parameter(torch.zeros(size))}))
+        layer._move_adapter_to_device_of_base_layer(adapter_name)
+        layer.set_adapter(layer.active_adapters, inference_mode=config.inference_mode)
+
+    @classmethod
+    @abstractmethod
+    def sizes(cls, rows: int, r: int) -> dict[str, tuple[int, ...]]:
+        """Return name -> size of the tensors for a weight with this number of rows."""
+
+    @abstractmethod
+    def changed(self, y: Tensor) -> Tensor:
+        """Return the change of the base layer's output without its bias, [..., O]."""
+
+    def change(self, x: Tensor, output: Tensor, base: Any) -> Tensor:
+        channels = -3 if isinstance(base, nn.Conv2d) else -1
+        y = output.movedim(channels, -1)
+        y = y if base.bias is None else y - base.bias.to(y.dtype)
+        return self.changed(self.input_dropout(y)).movedim(-1, channels)
+
+
+class LycorisAdapter(Adapter):
+    """The layers of one of LyCORIS' kinds. Roles: the names of the tensors in files.
+
+    Set by each kind:
+        algorithm: its name in LyCORIS.
+        tuner: PEFT's model class, with the kind's layers in its ``layers_mapping``.
+    """
+
+    algorithm: ClassVar[str]
+    tuner: ClassVar[type[Any]]
+    readers = {"kohya": ("comfyui",), "peft": ("peft",)}
+
+    @classmethod
+    @abstractmethod
+    def smallest(cls, pattern: str) -> PeftConfig:
+        """Return PEFT's config of the smallest layers, whose tensors ``attach`` exchanges."""
+
+    @classmethod
+    def put(cls, component: nn.Module, config: PeftConfig) -> None:
+        cls.tuner(component, config, PEFT_NAME)
+        for layer in component.modules():
+            if isinstance(layer, LycorisLayer):
+                layer.drop(config)
+
+    @classmethod
+    def attach(cls, family: ModelFamily, model: LoadedModel, entries: Mapping[str, Any]) -> Self:
+        for component, root in model.components.items():
+            ours = [path for path, _ in adaptable(root) if canonical(component, path) in entries]
+            if ours:
+                cls.insert(root, cls.smallest(either(ours)))
+        layers = cls(family, model).modules
+        for name, entry in entries.items():
+            layer = layers[name][2]
+            for part in cls.trained(layer, PEFT_NAME):
+                del getattr(layer, part)[PEFT_NAME]
+            for part, tensor in entry.named().items():
+                getattr(layer, part)[PEFT_NAME] = nn.Parameter(tensor, requires_grad=False)
+            layer.scaling[PEFT_NAME] = entry.scale
+        return cls(family, model)
+
+    @staticmethod
+    def trained(layer: Any, name: str) -> dict[str, nn.Parameter]:
+        return {part: getattr(layer, part)[name] for part in layer.adapter_layer_names if name in getattr(layer, part)}
+
+    def config_fields(self, layers: Sequence[Any]) -> dict[str, Any]:
+        return {"rank_dropout": 0.0, "module_dropout": 0.0, "use_effective_conv2d": False, "init_weights": True}
+
+    def arguments(self) -> dict[str, str]:
+        """Return LyCORIS' arguments besides the algorithm."""
+        return {}
+
+    def network(self) -> dict[str, str]:
+        """Return LyCORIS' own description, for kohya's tools."""
+        layers = [layer for _, _, layer in self.modules.values()]
+        layer = next((layer for layer in layers if layer.scaling[PEFT_NAME] != 1.0), layers[0])
+        differs = len({layer.r[PEFT_NAME] for layer in layers}) > 1
+        return {
+            "ss_network_module": "lycoris.kohya",
+            "ss_network_dim": "Dynamic" if differs else str(layer.r[PEFT_NAME]),
+            "ss_network_alpha": "Dynamic" if differs else f"{layer.alpha[PEFT_NAME]:g}",
+            "ss_network_args": json.dumps({"algo": self.algorithm, **self.arguments()}),
+        }
+
+
+class FactorAdapter(LycorisAdapter):
+    """A kind whose change of a weight is ``scale`` times a product of its tensors."""
+
+    @staticmethod
+    @abstractmethod
+    def update_norms(modules: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        """Return the norms, float32 [n], of the changes at scale 1. ``modules``: tensors by role, of one shape."""
+
+    def norm_limit(self, lora: AdapterSection) -> NormLimit | None:
+        if lora.max_update_norm is None:
+            return None
+        modules = [
+            ({role: self.parameters[f"{name}.{role}"] for role in self.trained(layer, PEFT_NAME)},
+             float(layer.scaling[PEFT_NAME]))
+            for name, (_, _, layer) in self.modules.items()
+        ]  # fmt: skip
+        return NormLimit(modules, lora.max_update_norm, self.update_norms)
+
+
+class OutputAdapter(LycorisAdapter):
+    """A kind whose layers are ``OutputLayer``; PEFT's model for LoHa puts them in, and no PEFT folder is written."""
+
+    readers = {"kohya": ("comfyui",)}
+
+    @classmethod
+    def smallest(cls, pattern: str) -> LoHaConfig:
+        return LoHaConfig(r=1, alpha=0, target_modules=pattern)

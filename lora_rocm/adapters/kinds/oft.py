@@ -1,0 +1,220 @@
+"""LyCORIS' diag-oft (arXiv 2306.07280): blocks of each weight's outputs are rotated, ``W' = R W``.
+
+``R = (I + Q) (I - Q)^-1`` is orthogonal, because ``Q`` is skew-symmetric: ``Q = B - B^T`` of the trained blocks ``B``,
+which start at zero. LyCORIS limits the norm of ``Q`` by its ``constraint`` times the number of outputs. ComfyUI limits
+it by the constraint alone, so files hold the limited blocks and the constraint 0: every program reads them alike.
+PEFT's OFT rotates the inputs, so its files are others.
+
+Dimensions: a weight [K * N, I, ...] has K blocks [N, N].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoHaConfig, LoHaModel, PeftConfig
+from peft.tuners.lokr.layer import factorization
+from torch import Tensor, nn
+
+from lora_rocm.adapters.adapter_kind import PEFT_NAME
+from lora_rocm.adapters.entry import (
+    ARITHMETIC,
+    CANCELLATION,
+    Entry,
+    FileKind,
+    FileModule,
+    Form,
+    norm_of,
+    other_shape,
+    rounded,
+)
+from lora_rocm.adapters.kinds.lycoris import LycorisAdapter, OutputAdapter, OutputEntry, OutputLayer, alone
+from lora_rocm.errors import AdapterError
+from lora_rocm.kernels.weight_format import dense_shape
+from lora_rocm.model_files.adapter_parts import kind_named
+from lora_rocm.recipe.adapter_sections import AdapterSection, OftSection
+
+BLOCKS = "oft_blocks"
+
+
+def _skew(blocks_KNN: Tensor) -> Tensor:
+    return blocks_KNN - blocks_KNN.transpose(1, 2)
+
+
+def _limited(blocks_KNN: Tensor, limit: float) -> Tensor:
+    """Return the blocks with the norm of ``Q`` limited; 0: no limit."""
+    if not limit:
+        return blocks_KNN
+    norm: Tensor = torch.linalg.vector_norm(_skew(blocks_KNN)) + 1e-8
+    return blocks_KNN * (limit / norm).clamp(max=1.0)
+
+
+def _turn(blocks_KNN: Tensor) -> Tensor:
+    """Return ``R - I`` of each block, float32; the factors of R commute."""
+    q_KNN, eye_NN = _skew(blocks_KNN), torch.eye(blocks_KNN.shape[1], device=blocks_KNN.device)
+    turn: Tensor = torch.linalg.solve_ex(eye_NN - q_KNN, 2 * q_KNN)[0]  # (I + Q) - (I - Q)
+    return turn
+
+
+@dataclass
+class OftEntry(OutputEntry):
+    """One module's ``scale * (R - I) W``: float32 on the CPU.
+
+    blocks: [K, N, N].
+    scale: factor of the change (1: as trained).
+    shape: shape of the weight.
+    """
+
+    blocks: Tensor
+    scale: float
+    shape: tuple[int, ...]
+
+    def effect(self, weight: Tensor) -> Tensor:
+        rows_KNI = weight.reshape(*self.blocks.shape[:2], -1)
+        change: Tensor = (self.scale * _turn(self.blocks).transpose(1, 2) @ rows_KNI).reshape(self.shape)
+        return change
+
+    def allowance(self, dtype: torch.dtype, weight: Tensor | None = None) -> float:
+        """Bound the error of R by four times that of the blocks: Q doubles it, and R's derivative is at most 2."""
+        if weight is None:
+            return 0.0
+        size, off = rounded(self.blocks, dtype)
+        largest = float(weight.reshape(len(self.blocks), -1).norm(dim=1).max())
+        return 4 * abs(self.scale) * (off + ARITHMETIC * size) * largest + CANCELLATION * norm_of(weight)
+
+    def named(self) -> dict[str, Tensor]:
+        """Return the tensors by name."""
+        return {BLOCKS: self.blocks}
+
+    def tensors(self, form: Form, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the file's tensors. Its alpha is the constraint."""
+        return {BLOCKS: self.blocks.to(dtype), "alpha": torch.tensor(0.0)}
+
+    def rows(self, first: int, count: int) -> OftEntry:
+        height = self.blocks.shape[1]
+        if first % height or count % height:
+            raise ValueError("an OFT of several modules at once can only be cut between its blocks")
+        part = slice(first // height, (first + count) // height)
+        return replace(self, blocks=self.blocks[part], shape=(count, *self.shape[1:]))
+
+    def joined(self, parts: Sequence[tuple[int, Entry]], rows: int) -> Entry:
+        return alone(self, parts, self.shape[0] == rows, "OFT")
+
+
+def _entry(name: str, module: FileModule, shape: tuple[int, ...], path: Path) -> OftEntry:
+    """Return one module's entry.
+
+    Raises:
+        ValueError: the tensors are no square blocks.
+        AdapterError: the blocks do not fit this layer, or are limited by a constraint.
+    """
+    blocks = module.parts[BLOCKS].float()
+    rows = blocks.shape[0] * blocks.shape[1]
+    if rows != shape[0]:
+        raise other_shape(name, (rows, math.prod(shape[1:])), shape, path)
+    return OftEntry(blocks, 1.0, shape)
+
+
+OFT = FileKind(kind_named("OFT"), _entry)
+
+
+class OftLayer(OutputLayer):
+    """A layer whose output is rotated in blocks.
+
+    constraint: largest norm of Q divided by the number of outputs; 0: no limit.
+    """
+
+    adapter_layer_names = (BLOCKS,)
+    constraint = 0.0
+
+    @classmethod
+    def sizes(cls, rows: int, r: int) -> dict[str, tuple[int, ...]]:
+        """Return the size by LyCORIS' rule: blocks of at most ``r`` rows, and at least as many as each has rows."""
+        height, count = sorted(factorization(rows, r))
+        return {BLOCKS: (count, height, height)}
+
+    def blocks(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return the limited blocks, float32."""
+        blocks = tensors[BLOCKS].float()
+        return _limited(blocks, self.constraint * blocks.shape[0] * blocks.shape[1])
+
+    def changed(self, y: Tensor) -> Tensor:
+        turn_KNN = _turn(self.blocks(LycorisAdapter.trained(self, PEFT_NAME))).to(y.dtype)
+        return torch.einsum("knm,...kn->...km", turn_KNN, y.unflatten(-1, turn_KNN.shape[:2])).flatten(-2)
+
+
+class _Model(LoHaModel):
+    """PEFT's model for LoHa, which puts in the layer class above; its config has the fields that are needed."""
+
+    prefix = "oft_"
+    tuner_layer_cls = OftLayer
+    layers_mapping = {nn.Linear: OftLayer, nn.Conv2d: OftLayer}
+
+
+class OftAdapter(OutputAdapter):
+    """The OFT layers of a model. Role: oft_blocks."""
+
+    algorithm = "diag-oft"
+    layer_type = OftLayer
+    tuner = _Model
+    files = OFT
+
+    @classmethod
+    def config(cls, lora: AdapterSection, pattern: str) -> LoHaConfig:
+        assert isinstance(lora, OftSection), "a section of this kind"
+        config = LoHaConfig(r=lora.rank, alpha=0, target_modules=pattern)
+        config.input_dropout, config.constraint = lora.dropout, lora.constraint
+        return config
+
+    @classmethod
+    def put(cls, component: nn.Module, config: PeftConfig) -> None:
+        super().put(component, config)
+        for layer in component.modules():
+            if isinstance(layer, OftLayer):
+                layer.constraint = vars(config).get("constraint", 0.0)
+
+    @classmethod
+    def weights_of(cls, lora: AdapterSection, shape: Sequence[int]) -> int:
+        return math.prod(OftLayer.sizes(shape[0], lora.rank)[BLOCKS])
+
+    @staticmethod
+    def entry_of(layer: Any, name: str, tensors: Mapping[str, Tensor]) -> OftEntry:
+        return OftEntry(layer.blocks(tensors), float(layer.scaling[name]), dense_shape(layer.get_base_layer()))
+
+    def start(self, name: str, layer: Any, lora: AdapterSection, rng: torch.Generator) -> None:
+        """Start at zero: R is the identity."""
+        layer.oft_blocks[PEFT_NAME].zero_()
+
+    def fill(self, layer: Any, entry: OftEntry) -> None:
+        layer.oft_blocks[PEFT_NAME].copy_(entry.blocks)
+
+    def unfit(self, lora: AdapterSection, entries: Mapping[str, Any], path: Path) -> list[tuple[str, str]]:
+        def fits(rank: int | None) -> bool:
+            """Whether all layers have blocks as the file's, or would have at this rank."""
+            return all(
+                entry.blocks.shape == OftLayer.sizes(entry.shape[0], rank or self._rank(name, lora))[BLOCKS]
+                for name, entry in entries.items()
+            )
+
+        size = max(entry.blocks.shape[1] for entry in entries.values())
+        if fits(None):
+            return []
+        if lora.overrides or not fits(size):
+            raise AdapterError(
+                "init-from-unfit",
+                "The file does not fit the recipe: its blocks are not of the sizes that the ranks give.",
+                where=f"lora.init_from: {path}",
+                fix="Start without it. lora-rocm sample draws with the file as it is.",
+            )
+        return [(f"its blocks have up to {size} rows", f"lora.rank to {size}")]
+
+    def _rank(self, name: str, lora: AdapterSection) -> int:
+        return int(self.modules[name][2].r[PEFT_NAME]) if name in self.modules else lora.rank
+
+    def arguments(self) -> dict[str, str]:
+        return {"constraint": "0"}

@@ -1,0 +1,1 @@
+"""Captions: their files, their changes by the recipe, their length in tokens."""

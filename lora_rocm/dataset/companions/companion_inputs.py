@@ -1,0 +1,45 @@
+"""Companion inputs: files or channels, such as masks, that belong to the images of a source and are read with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from lora_rocm.dataset.companions.controls import Controls
+from lora_rocm.dataset.companions.masks import Masks
+
+if TYPE_CHECKING:
+    from lora_rocm.dataset.images.image_io import Header
+    from lora_rocm.dataset.sample_table import Companion, Sample
+    from lora_rocm.errors import Problem
+    from lora_rocm.recipe.schema import ResolvedSource
+
+
+class CompanionInput(Protocol):
+    """The companions of one kind of the images of one source."""
+
+    @property
+    def folders(self) -> Sequence[str]:
+        """The folders of their files, which are not searched for images."""
+        ...
+
+    @property
+    def beside(self) -> str:
+        """The key of ``data`` with which their files lie among the images; empty if they do not."""
+        ...
+
+    def look(self, sample: Sample, header: Header) -> Sequence[Companion | Problem]:
+        """Count an image, find its companions and check their headers; a problem: the image cannot be used."""
+        ...
+
+    def notices(self) -> list[str]:
+        """Notices about the companions; none if the recipe uses none.
+
+        Raises:
+            DataError: images lack a companion that they need, or all of them lack it.
+        """
+        ...
+
+
+COMPANION_INPUTS: tuple[Callable[[ResolvedSource, int], CompanionInput], ...] = (Masks, Controls)
+"""One class a kind, made from the options of a source and its index in the recipe."""

@@ -1,0 +1,162 @@
+"""Loss masks: weights of the pixels of an image in the loss. Finds and decodes masks, checks them, computes values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lora_rocm.dataset.companions.paired_files import PairedFiles
+from lora_rocm.dataset.images.buckets import Geometry, Size
+from lora_rocm.dataset.images.image_io import Header, UnreadableImage, decode_as, read_header
+from lora_rocm.dataset.left_out import counted, few, some
+from lora_rocm.dataset.sample_table import Companion, Sample
+from lora_rocm.dataset.sources.folders import shown
+from lora_rocm.errors import DataError, Problem
+from lora_rocm.foundation.units import count_text
+from lora_rocm.recipe.schema import ResolvedSource
+from lora_rocm.recipe.sections import BESIDE
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+MASK = "mask"
+MASK_FIX = "Repair the mask, or take it away: an image without a mask is trained on whole."
+
+
+class Masks:
+    """The masks of one source: the files of ``mask_path`` (see ``PairedFiles``), or the images' alpha channels.
+
+    Args:
+        options: options of the source.
+        index: index of the source in the recipe.
+
+    Raises:
+        DataError: ``mask_path`` is the folder of the images.
+    """
+
+    def __init__(self, options: ResolvedSource, index: int) -> None:
+        self._options = options
+        self._with, self._without = 0, few()
+        path = options.mask_path
+        self._files = None if path is None else PairedFiles(options, index, path, "mask_path", "mask")
+
+    @property
+    def folders(self) -> Sequence[str]:
+        """The folder of masks, if the recipe names one."""
+        path = self._options.mask_path
+        return () if path is None or path == BESIDE else (path,)
+
+    @property
+    def beside(self) -> str:
+        return "mask_path" if self._options.mask_path == BESIDE else ""
+
+    def look(self, sample: Sample, header: Header) -> Sequence[Companion | Problem]:
+        """As ``CompanionInput.look``. The mask is a file, or the image itself."""
+        if self._options.alpha_mask:
+            if header.transparent:
+                self._with += 1
+            else:
+                self._without.append(sample.key)
+            return (Companion(MASK, sample.location, sample.width, sample.height),)
+        mask = None if self._files is None else self._files.of(sample)
+        if mask is None:
+            self._without.append(sample.key)
+            return ()
+        self._with += 1
+        try:
+            size = read_header(mask).size
+        except UnreadableImage as error:
+            return (Problem(shown(mask), f"The mask of {sample.key} cannot be read: {error}.", MASK_FIX),)
+        if fits(size, (sample.width, sample.height)):
+            return (Companion(MASK, mask, *size),)
+        sizes = f"{size[0]}x{size[1]}, and the image is {sample.width}x{sample.height}"
+        return (Problem(shown(mask), f"The mask of {sample.key} has other proportions: it is {sizes}.", MASK_FIX),)
+
+    def notices(self) -> list[str]:
+        """Notices about the masks; none if the recipe uses no masks.
+
+        Raises:
+            DataError: no image has a mask.
+        """
+        if self._options.mask_path is None and not self._options.alpha_mask:
+            return []
+        where = shown(next(iter(self.folders), self._options.path or self._options.dataset))
+        if not self._with and self._without:
+            raise DataError(
+                "masks-missing",
+                f"No image has a mask (found: {count_text(len(self._without), 'image')}).",
+                where=where,
+                fix=self._fix_if_none(),
+            )
+        said = [f"Images with a mask: {self._with} of {self._with + len(self._without)} ({where})."]
+        if self._without:
+            have = counted(self._without, "image has none and is", "images have none and are")
+            said.append(f"{have} trained on whole: {some(self._without)}.")
+        if self._files is not None:
+            said += self._files.notices()
+            if doubles := [shown(second.name) for _, second in self._files.doubles]:
+                have = counted(
+                    doubles, "mask has the name of another one and is", "masks have the names of others and are"
+                )
+                said.append(f"{have} not used: {some(doubles)}.")
+        return [" ".join(said)]
+
+    def _fix_if_none(self) -> str:
+        if self._options.mask_path == BESIDE:
+            return (
+                "Call masks NAME-masklabel.png or put them into a sub-folder masks. Or name their folder in mask_path."
+            )
+        if self._options.mask_path:
+            return "Correct mask_path: masks have the names of the images, also of their sub-folders. Or remove it."
+        return "Remove alpha_mask, or set mask_path: none of these files has an alpha channel."
+
+
+def decode_mask(content: bytes, alpha: bool) -> Image.Image:
+    """Decode a mask in mode L with EXIF orientation applied: 255 counts fully, 0 and transparent pixels do not count.
+
+    ``alpha``: use the alpha channel alone; an image without one counts everywhere.
+
+    Raises:
+        UnreadableImage: see ``image_io.decode``.
+    """
+    return decode_as(partial(_grey, alpha=alpha), content)
+
+
+def _grey(image: Image.Image, profile: bytes | None, alpha: bool) -> Image.Image:
+    from PIL import Image, ImageChops
+
+    white = Image.new("L", image.size, 255)
+    opacity = image.convert("RGBA").getchannel("A") if image.has_transparency_data else white
+    return opacity if alpha else ImageChops.multiply(image.convert("L"), opacity)
+
+
+def fits(mask_wh: Size, image_wh: Size) -> bool:
+    """Whether a mask has the aspect ratio of an image, up to one pixel of rounding."""
+    (mask_width, mask_height), (width, height) = mask_wh, image_wh
+    return abs(mask_height * width - mask_width * height) <= max(width, height)
+
+
+def mask_on_grid(mask_HW: NDArray[np.uint8], geometry: Geometry, flip: bool, step_hw: Size) -> NDArray[np.float32]:
+    """The mask of a cropped image, averaged by area: float32 in [0, 1], one value per cell of ``step_hw`` pixels.
+
+    Like in ``image_io.cut``, the mask is mirrored before it is cropped.
+    """
+    (height, width), (top, left) = geometry.resized_hw, geometry.crop_top_left
+    (target_height, target_width), (step_y, step_x) = geometry.target_hw, step_hw
+    seen_HW = mask_HW[:, ::-1] if flip else mask_HW
+    rows_HW = _means(seen_HW, np.arange(top, top + target_height + 1, step_y), height)
+    cells_WH = _means(rows_HW.T, np.arange(left, left + target_width + 1, step_x), width)
+    return (cells_WH.T / 255.0).astype(np.float32)
+
+
+def _means(values_NM: NDArray[np.generic], edges: NDArray[np.int64], whole: int) -> NDArray[np.float64]:
+    """Means over the rows between consecutive edges, which are in units in which all N rows together are ``whole``."""
+    values = values_NM.astype(np.float64)
+    at = edges * len(values) / whole
+    lower = np.minimum(at.astype(np.int64), len(values) - 1)
+    sums = np.concatenate([np.zeros((1, values.shape[1])), np.cumsum(values, axis=0)])
+    return np.diff(sums[lower] + (at - lower)[:, None] * values[lower], axis=0) / np.diff(at)[:, None]

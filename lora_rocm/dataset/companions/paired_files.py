@@ -1,0 +1,135 @@
+"""Pairs the images of a source with the files of another folder, by name."""
+
+from __future__ import annotations
+
+import os
+from functools import cached_property
+from pathlib import Path
+from typing import NoReturn
+
+from lora_rocm.dataset.images.image_io import readable_extensions
+from lora_rocm.dataset.left_out import counted, some
+from lora_rocm.dataset.sample_table import Sample
+from lora_rocm.dataset.sources.file_kinds import COMPANION_END, companion_match
+from lora_rocm.dataset.sources.folders import lies_in, real_path, shown, source_folder
+from lora_rocm.errors import DataError
+from lora_rocm.foundation.names import Names
+from lora_rocm.recipe.schema import ResolvedSource
+from lora_rocm.recipe.sections import BESIDE
+
+
+class PairedFiles:
+    """The image files of a folder. Each belongs to the image that has the same path relative to its own folder.
+
+    The comparison ignores extensions and the endings that other trainers give ("0-masklabel", "0_mask").
+
+    Args:
+        options: options of the source of images.
+        index: index of the source in the recipe.
+        root: the folder of files, or ``BESIDE``: those in the folder of the images whose names say what they are.
+        key: the key of ``data`` that names the folder.
+        noun: a file's name in messages, in the singular.
+
+    Attributes:
+        doubles: (file, further file with the same name), known once ``of`` was called.
+
+    Raises:
+        DataError: the folder is that of the images.
+    """
+
+    def __init__(self, options: ResolvedSource, index: int, root: str, key: str, noun: str) -> None:
+        self._images, self._key, self._noun = source_folder(options.path or "", index), key, noun
+        self._beside = root == BESIDE
+        self.root = self._images if self._beside else Path(root)
+        self._used, self.doubles = set[Path](), list[tuple[Path, Path]]()
+        self._outside, self._not_entered = list[str](), list[str]()
+        if not self._beside and os.path.realpath(self._images) == os.path.realpath(self.root):
+            raise DataError(
+                f"{key.removesuffix('_path')}-folder-same",
+                f"{key} is the folder of the images themselves.",
+                where=shown(self.root),
+                fix=f"Put the {noun}s into a folder of their own.",
+            )
+
+    @cached_property
+    def _files(self) -> Names[Path]:
+        """Relative path without extension -> file; the first by name if several match."""
+        wanted, found = readable_extensions(), Names[Path]()
+        visited, real_root = set[str](), os.path.realpath(self.root)
+        for parent, folders, names in os.walk(self.root, onerror=self._refuse, followlinks=True):
+            if (real := os.path.realpath(parent)) in visited:  # links may lead in a circle
+                folders.clear()
+                continue
+            visited.add(real)
+            folders[:] = [name for name in sorted(folders) if self._may_enter(Path(parent, name), real_root)]
+            for path in (Path(parent, name) for name in sorted(names) if not name.startswith(".")):
+                if path.suffix.lower() not in wanted:
+                    continue
+                name = self._owner(path)
+                if name is None:
+                    continue
+                target = real_path(path) if path.is_symlink() else os.path.join(real, path.name)
+                if target is not None and not lies_in(target, real_root):
+                    self._outside.append(f"{shown(path.relative_to(self.root).as_posix())} -> {shown(target)}")
+                first = found.find(name)
+                if first is not None and first[0] == name:
+                    self.doubles.append((first[1], path))
+                else:
+                    found[name] = path
+        return Names([*((COMPANION_END.sub("", name), path) for name, path in found.items()), *found.items()])
+
+    def _may_enter(self, folder: Path, real_root: str) -> bool:
+        """Whether files of images may be in a folder. Outside of the root there may be any number of other files.
+
+        So a folder there is entered only if the images have one at the same place.
+        """
+        target, relative = real_path(folder), folder.relative_to(self.root)
+        inside = target is None or target == real_root or lies_in(target, real_root)
+        if inside or (self._images / relative).is_dir():
+            return True
+        self._not_entered.append(f"{shown(relative.as_posix())} -> {shown(str(target))}")
+        return False
+
+    def _owner(self, path: Path) -> str | None:
+        """Relative path without extension of the image that a file belongs to; None if its name says nothing of one."""
+        relative = path.relative_to(self.root)
+        if not self._beside:
+            return str(relative.with_suffix(""))
+        match = companion_match(relative.as_posix())
+        if match is None or match.companion.key != self._key:
+            return None
+        return str(Path(match.companion.owner(relative.as_posix())))
+
+    def of(self, sample: Sample) -> Path | None:
+        """The file of an image of this source; None if there is none."""
+        assert isinstance(sample.location, Path), "a recipe that pairs rows of a dataset with files is refused"
+        found = self._files.find(str(sample.location.relative_to(self._images).with_suffix("")))
+        if found is None:
+            return None
+        self._used.add(found[1])
+        return found[1]
+
+    def notices(self) -> list[str]:
+        """Sentences about files that belong to no image for which ``of`` was called, and about links out of the folder.
+
+        Links among the images are named where these are found.
+        """
+        names = sorted(shown(path.name) for path in {path for _, path in self._files.items()} - self._used)
+        have = counted(names, f"{self._noun} has", f"{self._noun}s have")
+        said = [f"{have} no image of the same name: {some(names)}."] if names else []
+        if self._outside and not self._beside:
+            files = counted(self._outside, f"{self._noun} is", f"{self._noun}s are")
+            said.append(f"{files} reached through links that lead out of the folder: {some(self._outside)}.")
+        if self._not_entered:
+            folders = counted(self._not_entered, "linked folder was", "linked folders were")
+            why = "because the images have no folder at the same place"
+            said.append(f"{folders} not searched for {self._noun}s, {why}: {some(self._not_entered)}.")
+        return said
+
+    def _refuse(self, error: OSError) -> NoReturn:
+        raise DataError(
+            f"{self._key.removesuffix('_path')}-folder-unreadable",
+            f"A folder of {self._noun}s cannot be read: {error.strerror}.",
+            where=shown(error.filename),
+            fix=f"Correct data.{self._key}, or the rights.",
+        )

@@ -1,0 +1,1 @@
+"""Images: formats and their optional readers, buckets, crops and other views."""

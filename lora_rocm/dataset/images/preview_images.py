@@ -1,0 +1,54 @@
+"""Images that previews are given: control images, and masks of what an inpainting base draws anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lora_rocm.dataset.images.image_io import UnreadableImage, read_header
+from lora_rocm.errors import Problem, RecipeError
+
+if TYPE_CHECKING:
+    from lora_rocm.dataset.images.buckets import Size
+    from lora_rocm.recipe.load import LoadedRecipe
+
+READ_FIX = "Name another file, or repair this one."
+MISFIT_FIX = "Give a mask of the size of its image, or of the same proportions."
+
+
+def require_preview_images(loaded: LoadedRecipe) -> None:
+    """Check the headers of the images that a recipe's previews are given; the files are there.
+
+    Raises:
+        RecipeError: with one problem for each file that cannot be used.
+    """
+    sample, problems = loaded.recipe.sample, dict[str, Problem]()
+    for key, number, preview in sample.numbered():
+        for name, what, fix in faults(preview.inputs):
+            where = loaded.layers.where(sample.key_of(name, key, number))
+            problems.setdefault(where, Problem(where, what, fix))
+    if problems:
+        raise RecipeError(list(problems.values()))
+
+
+def faults(inputs: Mapping[str, Path]) -> Iterator[tuple[str, str, str]]:
+    """What is wrong with the images of one preview: (name, what, how to fix it)."""
+    sizes: dict[str, Size] = {}
+    for name, path in inputs.items():
+        try:
+            sizes[name] = read_header(path).size
+        except UnreadableImage as error:
+            yield name, f"the image {path} cannot be read: {error}", READ_FIX
+    if sizes.keys() >= {"mask", "control_image"} and (fault := misfit(sizes["mask"], sizes["control_image"])):
+        yield "mask", fault, MISFIT_FIX
+
+
+def misfit(mask_wh: Size, image_wh: Size) -> str:
+    """What is wrong with the size of a mask; empty: nothing."""
+    from lora_rocm.dataset.companions.masks import fits  # imports numpy, which most commands do without
+
+    if fits(mask_wh, image_wh):
+        return ""
+    mask, image = (f"{width}x{height}" for width, height in (mask_wh, image_wh))
+    return f"the mask has other proportions than its image: it is {mask}, and the image is {image}"

@@ -1,0 +1,1 @@
+"""How often and in which order samples are trained on."""

@@ -1,0 +1,481 @@
+"""Reads rows of Hugging Face ``datasets`` sources by index, one at a time. Images are not decoded here."""
+
+from __future__ import annotations
+
+import glob
+import io
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from lora_rocm.dataset.rows.parquet_guard import unpacked_bytes
+from lora_rocm.dataset.rows.row_cells import listed
+from lora_rocm.dataset.sources.folders import real_path, shown
+from lora_rocm.dataset.sources.given import Given, UnusableValue
+from lora_rocm.dataset.sources.metadata_files import MAX_CAPTION_BYTES, METADATA_NAMES, Captions, given_of, names_files
+from lora_rocm.errors import DataError
+from lora_rocm.recipe.schema import ResolvedSource
+
+BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
+TEXT_TYPES = ("string", "large_string", "string_view")
+# Builders that only read rows. (The library has others; older datasets came with code to execute.)
+READ = frozenset({"parquet", "json", "arrow", "csv", "imagefolder", "webdataset"})
+ANSWER_TIMEOUT_S = 15.0
+# Raised by the library for files that are damaged, of another format, or come with code to execute (RuntimeError).
+DATASET_ERRORS = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+    ImportError,
+)
+MAX_UNPACKED_BYTES, MAX_UNPACKING = 1 << 30, 50
+"""A Parquet file that unpacks to more than both limits (in bytes, and as a multiple of its own size) cannot hold
+images, which hardly compress. The library would write all of it to its cache. (Forged footers are not detected.)"""
+ADDED = ("__key__", "__url__")  # columns of a webdataset
+SAVED_MARKS = ("state.json", "dataset_dict.json")  # files that save_to_disk writes
+
+
+class UnreadableCell(Exception):
+    """A cell that holds no usable image or caption; the message says why."""
+
+
+@dataclass(frozen=True)
+class DatasetRow:
+    """The image of one row of a dataset."""
+
+    dataset: str
+    split: str
+    column: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.dataset} [{self.split}] row {self.index}"
+
+
+def opened(dataset: str, split: str) -> Any:
+    """The library's table of a dataset.
+
+    Raises:
+        DataError: there is no such dataset or split, or it cannot be read.
+    """
+    return _open(dataset, split)
+
+
+def num_rows(source: ResolvedSource) -> int:
+    """The number of rows.
+
+    Raises:
+        DataError: there is no such dataset or split.
+    """
+    assert source.dataset is not None
+    return len(_open(source.dataset, source.split))
+
+
+def rows_of(source: ResolvedSource) -> Iterator[tuple[DatasetRow, Captions | UnreadableCell | None]]:
+    """Every row and its captions: None if there are none, an ``UnreadableCell`` if they cannot be used.
+
+    Raises:
+        DataError: there is no such dataset, split or column, or a column is damaged or has the wrong type.
+    """
+    assert source.dataset is not None
+    table = _open(source.dataset, source.split)
+    _check_column(table, source.image_column, "image_column", source.dataset)
+    names = [source.image_column]
+    if source.caption_column is not None:
+        _check_column(table, source.caption_column, "caption_column", source.dataset)
+        names.append(source.caption_column)
+    captions = table.select_columns(names[1:]).with_format("arrow") if len(names) > 1 else None
+    for index in range(len(table)):
+        row = DatasetRow(source.dataset, source.split, source.image_column, index)
+        try:
+            yield row, None if captions is None else _caption(_cell(captions, index), source.caption_column, row)
+        except UnreadableCell as error:
+            yield row, error
+
+
+def givens_of(source: ResolvedSource) -> Iterator[Given | UnreadableCell]:
+    """What the columns of weights and crops say of each row.
+
+    Raises:
+        DataError: see ``rows_of``.
+    """
+    assert source.dataset is not None
+    table = _open(source.dataset, source.split)
+    given = {"loss_weight_column": source.loss_weight_column, "crop_column": source.crop_column}
+    names = {key: name for key, name in given.items() if name is not None}
+    for key, name in names.items():
+        _check_column(table, name, key, source.dataset)
+    columns = {key: table.select_columns([name]).with_format("arrow") for key, name in names.items()}
+    for index in range(len(table)):
+        try:
+            cells = {key: _cell(column, index).as_py() for key, column in columns.items()}
+            yield given_of(cells.get("loss_weight_column"), cells.get("crop_column"))
+        except (UnusableValue, UnreadableCell) as error:
+            yield UnreadableCell(str(error))
+
+
+def notices(source: ResolvedSource) -> list[str]:
+    """A notice about the columns of a dataset of images that nothing reads, except those that the library itself adds.
+
+    Raises:
+        DataError: see ``num_rows``.
+    """
+    assert source.dataset is not None
+    read = (source.image_column, source.caption_column, source.loss_weight_column, source.crop_column)
+    left = [name for name in _open(source.dataset, source.split).column_names if name not in (*read, *ADDED)]
+    return [f"Columns of {shown(source.dataset)} that nothing reads: {listed(left)}."] if left else []
+
+
+def _caption(cell: Any, column: str | None, row: DatasetRow) -> Captions | None:
+    if str(cell.type).startswith("dictionary"):
+        cell = cell.value
+    if not cell.is_valid:
+        return None
+    if hasattr(cell.type, "value_type") and str(cell.type.value_type) in TEXT_TYPES:  # a list of texts
+        if cell.values.nbytes > MAX_CAPTION_BYTES:
+            raise UnreadableCell(f"its captions are larger than {MAX_CAPTION_BYTES >> 10} KiB")
+        return tuple(_text(each) for each in cell.values if each.is_valid)
+    if str(cell.type) not in TEXT_TYPES:
+        raise DataError(
+            "caption-not-text",
+            f"The caption column {column!r} holds {cell.type}, not text.",
+            where=str(row),
+            fix="Name a column with text in caption_column, or null to go without.",
+        )
+    content = cell.as_buffer()
+    if content is not None and len(content) > MAX_CAPTION_BYTES:  # checked before it is copied
+        raise UnreadableCell(f"its caption is larger than {MAX_CAPTION_BYTES >> 10} KiB")
+    return _text(cell)
+
+
+def _cell(table: Any, index: int) -> Any:
+    """The cell of a row of a one-column table, as an Arrow scalar.
+
+    Raises:
+        UnreadableCell: the row is missing, although the table's length includes it.
+    """
+    import pyarrow
+
+    try:
+        return table[index].column(0)[0]
+    except (LookupError, ValueError, pyarrow.ArrowException) as error:
+        raise UnreadableCell(f"the dataset is damaged here: {error}") from error
+
+
+def image_in(row: DatasetRow) -> Path | memoryview | None:
+    """The row's image: a file path, or its undecoded bytes (a view, not a copy); None for an empty cell.
+
+    Relative paths resolve inside the folder of a local dataset. Paths outside it are accepted only from lists of files
+    (a JSON file, a column of texts), which users write. A hub dataset may only name files in the library's own caches.
+
+    Raises:
+        DataError: the column does not hold images.
+        UnreadableCell: the cell names a file that the dataset may not name.
+    """
+    value = _cell(_images(row.dataset, row.split, row.column), row.index)
+    listed = True
+    if str(value.type).startswith("struct") and value.is_valid:  # {"bytes", "path"}, as stored by an Image feature
+        listed = False
+        fields = [value[name] for name in ("bytes", "path") if name in value]
+        value = next((field for field in fields if field.is_valid), None)
+    if value is None or not value.is_valid:
+        return None
+    if str(value.type) in TEXT_TYPES:
+        return _resolved(_text(value), row.dataset, listed)
+    if not hasattr(value, "as_buffer"):
+        raise DataError(
+            "image-column",
+            f"The image column {row.column!r} holds {value.type}, not images.",
+            where=str(row),
+            fix="Name a column of images, of their bytes, or of paths in image_column.",
+        )
+    return memoryview(value.as_buffer()).cast("B")
+
+
+class _View(io.RawIOBase):
+    """A raw file over a memoryview; copies only the bytes that are read."""
+
+    def __init__(self, content: memoryview) -> None:
+        self._content, self._position = content, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: len(self._content)}[whence]
+        self._position = max(0, start + offset)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        chunk = self._content[self._position : self._position + len(buffer)]
+        buffer[: len(chunk)] = chunk
+        self._position += len(chunk)
+        return len(chunk)
+
+
+def as_file(content: memoryview) -> io.BufferedReader:
+    """A file object over memory-mapped bytes, so reading the header of a large image does not load all of it."""
+    return io.BufferedReader(_View(content))
+
+
+def leads_out(path: Path, dataset: str) -> bool:
+    """Whether an image of a local dataset lies outside the dataset's folder after resolving links."""
+    return not _lies_in(path, _folder(dataset))
+
+
+def _resolved(text: str, dataset: str, listed: bool) -> Path:
+    """The file that a cell names; relative paths resolve against a local dataset's folder.
+
+    ``listed``: the cell is text from a list of files, not a path that the library stored with an image.
+
+    Raises:
+        UnreadableCell: see ``image_in``.
+    """
+    if text.startswith(("//", "\\\\")) or "\0" in text:  # Windows would sign in to any host in a UNC path
+        raise UnreadableCell(f"it names a place that is no file of this machine: {shown(text):.200}")
+    local = Path(os.path.expanduser(dataset))
+    if os.path.exists(local):
+        path = _folder(dataset) / text  # an absolute path stays unchanged
+        allowed = listed or not leads_out(path, dataset)
+    else:
+        path = Path(text)
+        allowed = any(_lies_in(path, Path(cache)) for cache in _library_caches())
+    if not allowed:
+        raise UnreadableCell(f"it names a file outside the dataset: {shown(text):.200}")
+    return path
+
+
+def _folder(dataset: str) -> Path:
+    local = Path(os.path.expanduser(dataset))
+    return local if os.path.isdir(local) else local.parent
+
+
+def _lies_in(path: Path, folder: Path) -> bool:
+    real, real_folder = real_path(path), real_path(folder)
+    return real is not None and real_folder is not None and Path(real).is_relative_to(real_folder)
+
+
+def _library_caches() -> tuple[str, str]:
+    """The folders in which the library stores downloaded datasets."""
+    import datasets
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return str(datasets.config.HF_DATASETS_CACHE), HF_HUB_CACHE
+
+
+def _text(cell: Any) -> str:
+    try:
+        return str(cell.as_py())
+    except UnicodeDecodeError:
+        raise UnreadableCell("it is no UTF-8 text") from None
+
+
+@lru_cache(maxsize=8)
+def _open(dataset: str, split: str) -> Any:
+    """The dataset's split as the library's table, from disk or from the hub.
+
+    Raises:
+        DataError: it is missing, empty, unreadable, or of a format that is not supported.
+    """
+    import datasets
+
+    datasets.disable_progress_bars()  # they end up in logs too, and we report progress ourselves
+    path = Path(os.path.expanduser(dataset))
+    where = f"data: dataset {dataset}, split {split}"
+    try:
+        # A folder written by save_to_disk.
+        if os.path.isdir(path) and any(os.path.isfile(path / mark) for mark in SAVED_MARKS):
+            opened = datasets.load_from_disk(str(path))
+            if isinstance(opened, datasets.DatasetDict):
+                if split not in opened:
+                    raise DataError(
+                        "dataset-split",
+                        f"The dataset has no split {split!r}.",
+                        where=where,
+                        fix=f"Splits: {', '.join(sorted(opened))}.",
+                    )
+                opened = opened[split]
+        # A single Parquet or JSON file.
+        elif os.path.isfile(path):
+            if path.suffix.lower() not in BUILDERS:
+                raise DataError(
+                    "dataset-kind",
+                    f"A dataset cannot be read from a {path.suffix or 'nameless'} file.",
+                    where=where,
+                    fix=f"Files: {', '.join(BUILDERS)}. For a folder of images use path, not dataset.",
+                )
+            _check_parquet([path], where)
+            opened = datasets.load_dataset(
+                BUILDERS[path.suffix.lower()], data_files=glob.escape(str(path)), split=split
+            )
+        # Another folder, or an id on the hub.
+        elif os.path.isdir(path) or not (path.is_absolute() or path.suffix.lower() in BUILDERS):
+            if not os.path.isdir(path):
+                _refuse_silent_hub(dataset, where)
+            opened = _from_folder(path, split, where) if os.path.isdir(path) else _from_hub(dataset, split, where)
+        else:
+            fix = "Correct the path. Relative paths start where the command runs."
+            raise DataError("dataset-missing", f"There is no {path}.", where=where, fix=fix)
+    except (*DATASET_ERRORS, datasets.exceptions.DatasetsError) as error:  # DatasetsError only points to its cause
+        raise DataError(
+            "dataset-unreadable",
+            f"The dataset cannot be read: {shown(error.__cause__ or error):.400}",
+            where=where,
+            fix="Give a hub id, a Parquet file or folder, or a folder written by save_to_disk, and an existing split.",
+        ) from error
+    if len(opened) == 0:
+        fix = "Give a split that has rows, or another dataset."
+        raise DataError("dataset-empty", "The dataset has no rows.", where=where, fix=fix)
+    return opened
+
+
+def _from_folder(path: Path, split: str, where: str) -> Any:
+    """Load a folder of Parquet or JSON files, or of images with metadata files; file names determine the splits.
+
+    The file list is passed explicitly, because the library would otherwise follow a README.md in the folder, which may
+    name files anywhere, even on the network.
+
+    Raises:
+        DataError: the folder holds no dataset, or a Parquet file unpacks to too much.
+    """
+    import datasets
+    from datasets.data_files import DataFilesDict, get_data_patterns
+
+    base = glob.escape(path.resolve().as_posix())
+    kinds = [("imagefolder", METADATA_NAMES), *((builder, (f"*{suffix}",)) for suffix, builder in BUILDERS.items())]
+    for builder, wanted in kinds:
+        there = [file for pattern in wanted for file in path.rglob(pattern)]
+        if not there or (builder == "imagefolder" and not any(map(names_files, there))):
+            continue
+        # List the files of each split by the library's naming patterns, limited to this builder's files.
+        suffixes = [Path(pattern).suffix for pattern in wanted]
+        found = DataFilesDict.from_patterns(get_data_patterns(base), base_path=base, allowed_extensions=suffixes)
+        files = {
+            str(name): [file for file in paths if any(Path(file).match(pattern) for pattern in wanted)]
+            for name, paths in found.items()
+        }
+        _check_parquet((Path(file) for paths in files.values() for file in paths), where)
+        escaped = {name: [glob.escape(file) for file in paths] for name, paths in files.items() if paths}
+        return datasets.load_dataset(builder, data_files=escaped, split=split)
+    raise DataError(
+        "dataset-kind",
+        "There is no dataset in this folder.",
+        where=where,
+        fix=f"Datasets are {', '.join(BUILDERS)} files, images with a metadata file, or written by save_to_disk. For a "
+        "folder of images or .txt files use path.",
+    )
+
+
+def _check_parquet(files: Iterable[Path], where: str) -> None:
+    """Check the rows and the unpacked size of Parquet files before the library unpacks any.
+
+    Raises:
+        DataError: a file has no rows, or exceeds the limits of MAX_UNPACKED_BYTES and MAX_UNPACKING.
+        OSError, pyarrow.ArrowException (a ValueError or OSError): a file cannot be read, or is not Parquet.
+    """
+    from pyarrow import parquet
+
+    for file in files:
+        if file.suffix.lower() != ".parquet":
+            continue
+        if parquet.read_metadata(file).num_rows == 0:  # the library fails at such a file, with words of its own
+            what, fix = "This Parquet file has no rows.", "Take it away, or give one with rows."
+            raise DataError("dataset-empty", what, where=f"{where}: {shown(file)}", fix=fix)
+        if twice := _repeated_name(parquet.read_schema(file)):  # as a dict, a row has the last of them
+            what, fix = f"Two columns or fields have the name {shown(twice):.60}.", "Rename one, or take it away."
+            raise DataError("dataset-column", what, where=f"{where}: {shown(file)}", fix=fix)
+        limit_bytes = max(MAX_UNPACKED_BYTES, MAX_UNPACKING * file.stat().st_size)
+        found_bytes = unpacked_bytes(file, limit_bytes, MAX_UNPACKING)
+        if found_bytes > limit_bytes:
+            raise DataError(
+                "dataset-swells",
+                f"A file of {file.stat().st_size} bytes would unpack to {found_bytes} or more: it cannot be images.",
+                where=f"{where}: {shown(file)}",
+                fix="Make the dataset again, with images in their own format (PNG, JPEG, ...) in its cells.",
+            )
+
+
+def _repeated_name(fields: Iterable[Any]) -> str:
+    """A name that two columns of an Arrow schema, or two fields of a struct at any depth, have; empty: none."""
+    found = list(fields)
+    names = Counter(field.name for field in found)
+    inner = ([kind.field(n) for n in range(kind.num_fields)] for kind in (field.type for field in found))
+    return next((name for name, count in names.items() if count > 1), "") or next(
+        filter(None, map(_repeated_name, inner)), ""
+    )
+
+
+def _from_hub(dataset: str, split: str, where: str) -> Any:
+    import datasets
+
+    builder = datasets.load_dataset_builder(dataset)
+    if builder.name not in READ:
+        raise DataError(
+            "dataset-kind",
+            f"A dataset of the kind {shown(builder.name)} is not read.",
+            where=where,
+            fix=f"Kinds: {', '.join(sorted(READ))}.",
+        )
+    return datasets.load_dataset(dataset, split=split)
+
+
+def _refuse_silent_hub(dataset: str, where: str) -> None:
+    """Check that the hub answers.
+
+    ``load_dataset`` waits forever for a hub that accepts a request and never responds (datasets 5.2). Other
+    failures are left to ``load_dataset``, which falls back to its cache.
+
+    Raises:
+        DataError: the hub does not answer within ANSWER_TIMEOUT_S.
+    """
+    from huggingface_hub import dataset_info
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of whichever library it uses
+
+    started = time.monotonic()
+    try:
+        dataset_info(dataset, timeout=ANSWER_TIMEOUT_S)
+    except (OSError, HTTPError, ValueError) as error:
+        if time.monotonic() - started < ANSWER_TIMEOUT_S:
+            return
+        raise DataError(
+            "hub-unreachable",
+            "The hub does not answer.",
+            where=where,
+            fix="Try again later, or set HF_HUB_OFFLINE=1 if the dataset was downloaded before.",
+        ) from error
+
+
+@lru_cache(maxsize=8)
+def _images(dataset: str, split: str, column: str) -> Any:
+    """The image column in Arrow format; its bytes stay memory-mapped."""
+    return _open(dataset, split).select_columns([column]).with_format("arrow")
+
+
+def _check_column(table: Any, name: str, key: str, dataset: str) -> None:
+    """Raise DataError if a dataset lacks a column, or if the column is damaged. ``key``: the recipe's key for it."""
+    import pyarrow
+
+    if name not in table.column_names:
+        raise DataError(
+            "dataset-column",
+            f"The dataset has no column {name!r}.",
+            where=f"data: dataset {dataset}, {key}: {name}",
+            fix=f"Columns: {shown(', '.join(table.column_names)):.400}.",
+        )
+    try:  # Arrow trusts a file's lengths and offsets unless validated: a wrong one reads arbitrary memory
+        table.data.column(name).validate(full=True)
+    except (ValueError, pyarrow.ArrowException) as error:
+        where, fix = f"data: dataset {dataset}, {key}: {name}", "Download or make the dataset again."
+        raise DataError("dataset-damaged", f"A column is damaged: {shown(error):.400}", where=where, fix=fix) from error

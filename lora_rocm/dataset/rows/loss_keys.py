@@ -1,0 +1,177 @@
+"""What keys of rows, messages and parts of a message say about the loss (``loss_keys.toml``).
+
+Each is carried out, refused with the whole row, or said to count for nothing. None is only named among unread columns.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from lora_rocm.dataset.rows.row_cells import RowCells, UnusableText, says
+from lora_rocm.foundation.tables import read_rows
+
+TRAINED = "trained"
+"""Key of a message with the value False if its row excludes it, and True if its row asks to train on another role than
+the assistant's. Other messages do not have it."""
+WORDS_OF_FLAGS = frozenset(
+    "yes no on off y n t f none all good bad desirable undesirable chosen rejected accepted masked unmasked train skip "
+    "ignore keep drop include exclude up down positive negative".split()
+)
+"""Words that say yes or no in some format, also in a key that often holds other data."""
+ANSWER_COLUMNS = ("messages", "conversations", "completion", "output")
+
+
+@dataclass(frozen=True)
+class LossKey:
+    """A row of the table. ``holds``: what such a key means. ``beside_text``: names that mean nothing beside a text."""
+
+    id: str
+    kind: Literal["mask", "refused", "label", "pair", "harmless"]
+    names: tuple[str, ...]
+    holds: str
+    fix: str
+    begins: tuple[str, ...] = ()
+    ends: tuple[str, ...] = ()
+    everyday: tuple[str, ...] = ()
+    beside_text: tuple[str, ...] = ()
+
+    def refusal(self, key: str, value: object, where: str) -> UnusableText:
+        return UnusableText(f"{where} has {key:.60} {value!a:.40}, which holds {self.holds}.", self.fix)
+
+    def is_data(self, key: str, value: object) -> bool:
+        """Whether a value is a word, in a key that often holds other data."""
+        if spelled(key) not in map(spelled, self.everyday) or not isinstance(value, str):
+            return False
+        return _number(value) is None and flag_of(value) is None and value.strip().lower() not in WORDS_OF_FLAGS
+
+
+def spelled(key: object) -> str:
+    """A key without case and without what stands between its words."""
+    return re.sub(r"[\W_]+", "", str(key).casefold())
+
+
+@lru_cache(maxsize=1)
+def _by_name() -> tuple[dict[str, LossKey], list[tuple[str, str, LossKey]]]:
+    names, patterns = dict[str, LossKey](), list[tuple[str, str, LossKey]]()
+    for each in read_rows(Path(__file__).with_suffix(".toml"), LossKey):
+        names |= {spelled(name): each for name in each.names}
+        patterns += [(spelled(begin), "", each) for begin in each.begins]
+        patterns += [("", spelled(end), each) for end in each.ends]
+    return names, patterns
+
+
+@lru_cache(maxsize=4096)
+def meaning_of(key: str) -> LossKey | None:
+    """What a key says about the loss; None: nothing."""
+    names, patterns = _by_name()
+    name = spelled(key)
+    if name in names:
+        return names[name]
+    return next((each for begin, end, each in patterns if name.startswith(begin) and name.endswith(end)), None)
+
+
+def _number(value: object) -> float | None:
+    try:
+        return float(value) if isinstance(value, int | float | Decimal | str) else None
+    except (ValueError, OverflowError):
+        return None
+
+
+def flag_of(value: object) -> bool | None:
+    """Whether a value says yes or no; None: it says something else."""
+    if isinstance(value, str) and value.strip().lower() in ("true", "false"):
+        return value.strip().lower() == "true"
+    return {0.0: False, 1.0: True}.get(number) if (number := _number(value)) is not None else None
+
+
+def carry_out_in_message(message: Mapping[str, Any], where: str, *, is_trained: bool) -> dict[str, Any]:
+    """A message without the keys that say whether it is trained on, and with ``TRAINED`` if they change that.
+
+    Args:
+        message: of a row, in the spelling of chat templates.
+        where: the message, for people ("Message 2").
+        is_trained: whether it is trained on if nothing is said.
+
+    Raises:
+        UnusableText: a key says something that cannot be carried out, or two keys contradict each other.
+    """
+    kept, said = dict[str, Any](), dict[str, bool]()
+    for key, value in message.items():
+        meaning = meaning_of(key)
+        if meaning is None or meaning.kind == "harmless" or (meaning.kind != "mask" and not says(value)):
+            kept[key] = value
+        elif meaning.kind != "mask":
+            if not meaning.is_data(key, value):
+                raise meaning.refusal(key, value, where)
+            kept[key] = value
+        elif says(value):
+            flag = flag_of(value)
+            if flag is None:
+                raise meaning.refusal(key, value, where)
+            said[key] = flag
+    flag = _agreed(said, where)
+    return kept if flag is None or (flag and is_trained) else {**kept, TRAINED: flag}
+
+
+def refuse_in_part(part: Mapping[str, Any], where: str) -> None:
+    """Raise UnusableText if a part of a message's content says something about the loss: parts are not told apart."""
+    for key, value in part.items():
+        meaning = meaning_of(str(key))
+        if meaning is None or meaning.kind == "harmless" or not says(value) or meaning.is_data(str(key), value):
+            continue
+        if meaning.kind != "mask" or flag_of(value) is not True:
+            raise meaning.refusal(str(key), value, where)
+
+
+def refuse_in_row(row: RowCells, *, read: Collection[str] = (), beside_text: bool = False) -> None:
+    """Raise UnusableText if a column says something about the loss that cannot be carried out.
+
+    Columns that are carried out count as read, and what is said to count for nothing as a remark.
+
+    Args:
+        row: the cells by column.
+        read: columns that are the sample itself.
+        beside_text: the row is a plain text.
+    """
+    said, answers = dict[str, bool](), [row.unread(column) for column in ANSWER_COLUMNS if column in row]
+    is_chosen = any(says(each) and each == row.unread("chosen") for each in answers)
+    for column in (column for column in row if column not in read):
+        meaning, value = meaning_of(str(column)), row.unread(column)
+        if meaning is None or (beside_text and spelled(column) in map(spelled, meaning.beside_text)):
+            continue
+        name = str(column)
+        if not says(value):
+            if meaning.kind == "label" and not beside_text:
+                what = f"Its column {name:.60} is empty in a table that says with it whether answers are good."
+                raise UnusableText(what, "Fill it and keep only good answers, or take the column away from all rows.")
+        elif meaning.kind == "harmless":
+            row.remarks.add(f"The column {name:.60} ({meaning.holds}) counts for nothing: each row counts alike")
+            row[column]
+        elif meaning.kind == "mask" and flag_of(value) is not None:
+            said[name] = bool(flag_of(value))
+            row[column]
+        elif meaning.kind == "pair" and is_chosen:
+            row.remarks.add(f"The column {name:.60} is not read: the rows are trained on as texts (objective.loss)")
+            row[column]
+        elif not meaning.is_data(name, value):
+            raise meaning.refusal(name, value, "The row")
+    if _agreed(said, "The row") is False:
+        column = next(iter(said))
+        what = f"Its column {column:.60} is {row.unread(column)!a:.20}: it is not to be trained on."
+        raise UnusableText(what, "Take the row away.")
+
+
+def _agreed(said: Mapping[str, bool], where: str) -> bool | None:
+    """What all keys say; None: nothing is said."""
+    flags = set(said.values())
+    if len(flags) == 2:
+        yes, no = (next(key for key, flag in said.items() if flag is wanted) for wanted in (True, False))
+        what = f"{where} is to be trained on by {yes:.60}, and not to be trained on by {no:.60}."
+        raise UnusableText(what, f"Keep one of {yes:.60} and {no:.60}.")
+    return next(iter(flags), None)

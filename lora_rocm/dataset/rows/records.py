@@ -1,0 +1,569 @@
+"""Samples that are texts: plain ones, prompts with their completions, conversations, and pairs of answers.
+
+A row of a table is recognised by its columns. A record travels as one string (``written``), which is the caption of its
+``Sample``. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import date, time
+from os.path import commonprefix
+from typing import Any
+
+from lora_rocm.dataset.rows.json_cells import MESSAGES_FIX, messages_or_text, object_in, parsed
+from lora_rocm.dataset.rows.loss_keys import (
+    TRAINED,
+    carry_out_in_message,
+    meaning_of,
+    refuse_in_part,
+    refuse_in_row,
+    spelled,
+)
+from lora_rocm.dataset.rows.row_cells import RowCells, listed, says
+from lora_rocm.dataset.rows.row_cells import UnusableText as UnusableText
+
+MARK = "\x1e"
+"""First character of a record that is no plain text (RFC 7464 begins its records with it)."""
+ROLES = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "assistant", "model": "assistant"}
+"""Names of roles in ShareGPT's rows -> names that chat templates know."""
+ANSWERS, ASKS = "assistant", "user"
+KNOWN_ROLES = ("system", "developer", ASKS, ANSWERS, "tool", "function", "ipython")
+"""Roles that chat templates know."""
+CALLS = ("function_call", "tool_call")
+"""Roles whose content is the JSON of calls by the assistant: LLaMA-Factory's, ms-swift's."""
+RESULTS = ("observation", "tool_response", "function_response")
+"""Roles whose content is what a tool returned."""
+PRINTED = ("tool_calls",)  # keys of a message whose values chat templates print as JSON
+Cells = Mapping[str, Any]
+"""The cells of a row by column, or the fields of a record."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A prompt and the text that the model should write after it."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages of a chat.
+
+    Attributes:
+        messages: each with the keys "role" and "content", and what else the chat template reads ("tool_calls");
+            ``TRAINED`` is False in those that are not trained on, and True where another role than the assistant's is
+            to be trained on.
+        tools: descriptions of functions for the chat template.
+        last_only: only the last message is trained on.
+        num_completion: number of the last messages that are a completion; each of these is trained on, whatever its
+            role. 0: the answers of all messages are.
+    """
+
+    messages: tuple[Mapping[str, Any], ...]
+    tools: tuple[Any, ...] = ()
+    last_only: bool = False
+    num_completion: int = 0
+
+    @property
+    def turns(self) -> tuple[int, ...]:
+        """Places of the answers that are trained on. With ``last_only``, none if the last answer is masked."""
+        first = len(self.messages) - self.num_completion if self.num_completion else 0
+        answers = [at for at, message in enumerate(self.messages) if at >= first and message["role"] == ANSWERS]
+        asked = answers[-1:] if self.last_only else answers
+        return tuple(at for at in asked if self.messages[at].get(TRAINED, True))
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """Places of the messages of a completion that are trained on and are not the assistant's."""
+        places = range(len(self.messages) - (0 if self.last_only else self.num_completion), len(self.messages))
+        found = ((at, self.messages[at]) for at in places)
+        return tuple(at for at, message in found if message["role"] != ANSWERS and message.get(TRAINED, True))
+
+    @property
+    def masked(self) -> tuple[int, ...]:
+        """Places of the messages that the row says not to train on."""
+        return tuple(at for at, message in enumerate(self.messages) if not message.get(TRAINED, True))
+
+    def up_to(self, turn: int) -> Conversation:
+        """The messages up to one that is trained on, which is the only one."""
+        return replace(self, messages=self.messages[: turn + 1], last_only=True, num_completion=0)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two answers to one prompt: the better one, and the worse one. Both are of one kind."""
+
+    chosen: Completion | Conversation
+    rejected: Completion | Conversation
+
+
+Record = str | Completion | Conversation | Pair
+
+
+def part(record: Record, number: int) -> Record:
+    """One of the samples that a conversation is cut into, one for each message that is trained on."""
+    assert isinstance(record, Conversation), "only conversations are cut"
+    return record.up_to(record.turns[number])
+
+
+def written(record: Record) -> str:
+    """A record as one string. A plain text is itself, unless it begins with ``MARK``.
+
+    The keys of ``tools`` and of calls stay in the order of the row, because chat templates print them in it
+    (``tool | tojson``). All other keys are sorted: they are read by name.
+    """
+    if isinstance(record, str):
+        return record if not record.startswith(MARK) else MARK + json.dumps(record)
+    return MARK + json.dumps(_in_order(record), default=_as_json, ensure_ascii=False)
+
+
+def _in_order(record: Completion | Conversation | Pair) -> dict[str, Any]:
+    if isinstance(record, Pair):
+        return {"chosen": _in_order(record.chosen), "rejected": _in_order(record.rejected)}
+    if isinstance(record, Completion):
+        return {"completion": record.completion, "prompt": record.prompt}
+    messages = [
+        {
+            key: value if key in PRINTED or isinstance(value, str | bool) else _sorted(value)
+            for key, value in sorted(message.items())
+        }
+        for message in record.messages
+    ]
+    found = {"last_only": record.last_only, "messages": messages, "tools": record.tools}
+    return {**found, "num_completion": record.num_completion} if record.num_completion else found
+
+
+def _sorted(value: Any) -> Any:
+    return json.loads(json.dumps(value, default=_as_json, ensure_ascii=False, sort_keys=True))
+
+
+def _as_json(value: Any) -> object:
+    """What stands in a record for a value that JSON does not know: of a date, a decimal number or bytes their text."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value).decode("utf-8", "backslashreplace")
+    if isinstance(value, date | time):
+        return value.isoformat()
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=repr)
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def read(text: str) -> Record:
+    """The record of a string from ``written``."""
+    if not text.startswith(MARK):
+        return text
+    found = json.loads(text[1:])
+    if isinstance(found, str):
+        return found
+    if "chosen" in found:
+        return Pair(_answered(found["chosen"]), _answered(found["rejected"]))
+    return _answered(found)
+
+
+def _answered(found: Cells) -> Completion | Conversation:
+    if "completion" in found:
+        return Completion(**found)
+    return Conversation(**{**found, "messages": tuple(found["messages"]), "tools": tuple(found["tools"])})
+
+
+def encodable(text: str) -> str:
+    """A text as it is.
+
+    Raises:
+        UnusableText: it holds a lone surrogate, such as half an emoji from JSON that was cut.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise UnusableText(
+            f"It holds a lone surrogate ({half}), which is half a character.", "Repair the text, or take the row away."
+        ) from error
+    return text
+
+
+def record_of(row: Cells, pairs: bool = False) -> Record:
+    """The record of a row, recognised by its columns.
+
+    Args:
+        row: the cells by column.
+        pairs: read pairs of answers (``pair_of``), and nothing else.
+
+    Raises:
+        UnusableText: the columns are not known, or the row has nothing to learn from.
+    """
+    cells = row if isinstance(row, RowCells) else RowCells(row)
+    if pairs:
+        refuse_in_row(cells, read=PAIRED)
+        return pair_of(cells)
+    forms = [form for form in READERS if form[0] <= cells.keys()]
+    for columns, reader in sorted(forms, key=lambda form: not form[0] <= cells.filled):  # Arrow fills up with nulls
+        is_text = reader is _of_text
+        refuse_in_row(cells, read=columns, beside_text=is_text)
+        if not is_text:
+            _refuse_columns(cells)
+        return reader(cells)
+    if PAIRED <= cells.keys():
+        raise UnusableText(
+            "It is a pair of answers (columns chosen and rejected), and a text is wanted.",
+            "To train on pairs, set objective.loss: dpo. data.watched has texts, also beside pairs.",
+        )
+    for column, meaning in ((str(column), meaning_of(str(column))) for column in cells):
+        if meaning is not None and (meaning.kind == "pair" or spelled(column) == "inputids"):
+            raise meaning.refusal(column, cells.unread(column), "The row")
+    named = "; ".join(", ".join(sorted(columns)) for columns, _ in READERS)
+    raise UnusableText(
+        f"Its columns are {listed(list(cells)) or 'none'}, and no form of text has these.",
+        f"Name them as one of these does: {named}.",
+    )
+
+
+NO_PICTURES = "Language models here see only text: take the row or the column away."
+PARTS_FIX = (
+    'Only parts of the type "text" are read: write {"type": "text", "text": ...}, give the whole content as a text, or '
+    "take the row away."
+)
+REFUSED: Mapping[str, tuple[str, str]] = {
+    "history": ("earlier turns", "Give all turns as a list of messages in the column messages, or take it away."),
+    "reasoning_content": ("thoughts", "Give it as a key of the assistant's message, or take the column away."),
+    "chat_template_kwargs": ("settings of the chat template", "Take the column away: rows cannot set them."),
+    **{name: ("pictures", NO_PICTURES) for name in ("image", "images")},
+    **{name: ("recordings", NO_PICTURES) for name in ("audio", "audios", "video", "videos")},
+}
+"""Columns that change what a conversation means, and that no reader takes -> what they hold, and the remedy."""
+
+
+def _refuse_columns(row: RowCells) -> None:
+    """Raise UnusableText if a row fills a column of ``REFUSED``, in any spelling."""
+    refused = {spelled(column): found for column, found in REFUSED.items()}
+    for column in row:
+        holds, fix = refused.get(spelled(column), ("", ""))
+        if holds and says(row.unread(column)):
+            raise UnusableText(f"Its column {column} holds {holds}, which would be lost.", fix)
+
+
+def _of_messages(row: RowCells) -> Conversation:
+    return _conversation(row, _messages(row, _value_of(row, "messages"), "The column messages"))
+
+
+def _of_sharegpt(row: RowCells) -> Conversation:
+    return _conversation(row, _messages(row, _value_of(row, "conversations"), "The column conversations"))
+
+
+def _of_completion(row: RowCells) -> Record:
+    prompt, completion = (messages_or_text(row[column]) for column in ("prompt", "completion"))
+    if isinstance(prompt, str) and isinstance(completion, str):
+        _require(completion, "The completion")
+        if not _has_system(row):
+            return Completion(prompt, completion)
+        prompt, completion = [{"role": ASKS, "content": prompt}], [{"role": ANSWERS, "content": completion}]
+    ends, begin = _listed(completion, "The completion"), _mappings(prompt, "The prompt")
+    before = [_message(row, each, f"Message {n} of prompt", is_trained=False) for n, each in enumerate(begin, 1)]
+    after = [_message(row, each, f"Message {n} of completion", is_trained=True) for n, each in enumerate(ends, 1)]
+    roles = [message["role"] for message in after]
+    if ANSWERS not in roles:
+        raise UnusableText(
+            f"No message of the completion has the role {ANSWERS}, so there is nothing to learn.", ROLE_FIX
+        )
+    if roles == [ANSWERS]:
+        return _conversation(row, [*before, *after], last_only=True)
+    if others := sorted({role for role in roles if role != ANSWERS}):
+        row.remarks.add(
+            f"The column completion holds messages of {', '.join(others):.60}: they are trained on too, as by TRL "
+            "(weight: 0 on a message excludes it)"
+        )
+    return _conversation(row, [*before, *after], num_completion=len(after))
+
+
+def _of_instruction(row: RowCells) -> Conversation:
+    asked = "\n\n".join(_require(part, "The instruction") for part in (row["instruction"], row.get("input")) if part)
+    turns = ({"role": ASKS, "content": asked}, {"role": ANSWERS, "content": row["output"]})
+    return _conversation(row, [_message(row, turn, "The row") for turn in turns])
+
+
+def _of_text(row: RowCells) -> str:
+    return _require(row["text"], "The text")
+
+
+COMPLETION = frozenset({"prompt", "completion"})
+READERS: tuple[tuple[frozenset[str], Callable[[RowCells], Record]], ...] = (
+    (frozenset({"messages"}), _of_messages),
+    (frozenset({"conversations"}), _of_sharegpt),
+    (COMPLETION, _of_completion),
+    (frozenset({"instruction", "output"}), _of_instruction),
+    (frozenset({"text"}), _of_text),
+)
+"""Columns -> reader of a row that has them; the first that fits is taken."""
+PAIRED = frozenset({"chosen", "rejected"})
+
+
+def pair_of(cells: Cells) -> Pair:
+    """The two answers of a row, as TRL reads them: the prompt is a column of its own, or the beginning of both.
+
+    Answers are texts or lists of messages, and so is the prompt. A prompt that is a text before answers that begin with
+    the same messages says these once more, and so does a list of messages with which both begin. LLaMA-Factory's rows
+    have the prompt in the column conversations.
+
+    Raises:
+        UnusableText: a column is missing, an answer is empty, the answers are the same, or their prompts differ.
+    """
+    row = cells if isinstance(cells, RowCells) else RowCells(cells)
+    _refuse_columns(row)
+    missing = " and ".join(sorted(PAIRED - row.keys()))
+    if missing:
+        what = f"It has no column {missing}; its columns are {listed(list(row)) or 'none'}."
+        raise UnusableText(what, "objective.loss: dpo takes rows of chosen and rejected, and prompt if they lack it.")
+    prompt, *answers = (messages_or_text(row.get(column)) for column in ("prompt", "chosen", "rejected"))
+    prompt = _value_of(row, "conversations") if prompt is None and says(row.unread("conversations")) else prompt
+    texts = [each for each in (prompt, *answers) if isinstance(each, str)]
+    if len(texts) == 2 + (prompt is not None) and not _has_system(row):
+        pair = _pair_of_texts(texts[0] if prompt is not None else None, *texts[-2:])
+    else:
+        pair = _pair_of_messages(row, prompt, answers)
+    if pair.chosen == pair.rejected:
+        raise UnusableText("The chosen and the rejected answer are the same.", "Take the row away.")
+    return pair
+
+
+def _pair_of_texts(prompt: str | None, chosen: str, rejected: str) -> Pair:
+    _require(chosen, "The chosen answer")
+    _require(rejected, "The rejected answer")
+    if prompt or chosen == rejected:
+        return Pair(Completion(prompt or "", chosen), Completion(prompt or "", rejected))
+    shared = commonprefix([chosen, rejected]).removesuffix(" ")  # a space belongs to the word behind it
+    if not shared.strip():
+        raise UnusableText("Chosen and rejected begin differently, and there is no prompt.", PROMPT_FIX)
+    found = [Completion(shared, answer[len(shared) :]) for answer in (chosen, rejected)]
+    for name, answer in zip(("chosen", "rejected"), found, strict=True):
+        _require(answer.completion, f"Behind the beginning that both answers share, the {name} one")
+    return Pair(*found)
+
+
+def _pair_of_messages(row: RowCells, prompt: object, answers: Sequence[object]) -> Pair:
+    begin = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    before = _messages(row, begin or [], "The prompt")
+    sides = list[list[dict[str, Any]]]()
+    for name, answer in zip(("chosen", "rejected"), answers, strict=True):
+        given = [{"role": ANSWERS, "content": answer}] if isinstance(answer, str) else answer
+        sides.append(_numbered(row, _listed(given, f"The {name} answer"), name))
+        last = sides[-1][-1] if sides[-1] else {"content": ""}
+        if not last.get("tool_calls"):
+            _require(last["content"], f"The {name} answer")
+    most = min(map(len, sides)) - 1
+    shared = next((n for n in range(most) if sides[0][n] != sides[1][n]), most)
+    if shared and (isinstance(prompt, str) or before == sides[0][: len(before)]):
+        before = []
+    if not before and not shared:
+        raise UnusableText("The prompts of chosen and rejected differ, or there is none.", PROMPT_FIX)
+    if any(len(side) != shared + 1 or side[-1]["role"] != ANSWERS for side in sides):
+        what = "The prompts of chosen and rejected differ, or more than one message of the assistant differs."
+        raise UnusableText(what, "Give answers of one message after the same messages.")
+    excluded = [
+        name for name, side in zip(("chosen", "rejected"), sides, strict=True) if not side[-1].get(TRAINED, True)
+    ]
+    if excluded:
+        what = f"A key such as weight excludes the {' and the '.join(excluded)} answer from training"
+        raise UnusableText(f"{what}, and the loss of a pair needs both answers.", "Take the key or the row away.")
+    chosen, rejected = (_conversation(row, [*before, *side], last_only=True) for side in sides)
+    return Pair(chosen, rejected)
+
+
+EMPTY_FIX = "Fill it, or take the row away."
+ROLE_FIX = f"Give a message with the role {ANSWERS}, or take the row away."
+PROMPT_FIX = "Let both begin with the same prompt, or give it in the column prompt."
+
+
+def _conversation(
+    row: RowCells, messages: Sequence[Mapping[str, Any]], last_only: bool = False, num_completion: int = 0
+) -> Conversation:
+    """The conversation of messages from ``_message``, with what the row says beside them: ``system`` and ``tools``."""
+    found = Conversation((*_system(row, messages), *messages), _tools(row), last_only, num_completion)
+    for number, message in enumerate(found.messages, 1):
+        role = message["role"]
+        if role not in KNOWN_ROLES:
+            what = f"Message {number} has the role {role!a:.60}, which chat templates do not know."
+            raise UnusableText(what, f"Roles are {', '.join(KNOWN_ROLES)}.")
+        if role in (ASKS, ANSWERS) and not message.get("tool_calls"):
+            _require(message["content"], f"Message {number} ({role})")
+    if not messages:
+        raise UnusableText("Its list of messages is empty.", EMPTY_FIX)
+    if not found.turns:
+        if any(message["role"] == ANSWERS for message in found.messages):
+            what = "Keys such as weight exclude every answer that would be trained on, so there is nothing to learn."
+            raise UnusableText(what, "Take the row away.")
+        raise UnusableText(f"No message has the role {ANSWERS}, so there is nothing to learn.", ROLE_FIX)
+    return found
+
+
+def _has_system(row: RowCells) -> bool:
+    return any(row.unread(column) for column in SYSTEM)
+
+
+SYSTEM = ("system", "system_prompt")
+"""Columns with the system's message."""
+
+
+def _system(row: RowCells, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The system's message of the columns ``SYSTEM``; none if there is none, or the messages begin with one."""
+    found = {column: row[column] for column in SYSTEM if column in row and row.unread(column)}
+    first = messages[0] if messages else {"role": ""}
+    if first["role"] in ("system", "developer"):
+        for column, value in found.items():
+            if value != first["content"]:
+                row.remarks.add(f"The column {column} is not used where the messages begin with another system message")
+        return []
+    if len(found) == 2 and found["system"] != found["system_prompt"]:
+        row.remarks.add("The column system is used, and system_prompt, which says something else, is not")
+    return [
+        _message(row, {"role": "system", "content": value}, f"The column {column}")
+        for column, value in [*found.items()][:1]
+    ]
+
+
+def _tools(row: RowCells) -> tuple[Any, ...]:
+    """Descriptions of functions: the column tools, or functions, which OpenAI's older format has instead."""
+    return _functions(row, "tools") or tuple(
+        {"type": "function", "function": function} for function in _functions(row, "functions")
+    )
+
+
+def _functions(row: RowCells, column: str) -> tuple[Any, ...]:
+    found = _value_of(row, column)
+    if found in (None, "", {}):
+        return ()
+    tools = [_tool(each) for each in found] if isinstance(found, list | tuple) else [None]
+    if not all(isinstance(tool, Mapping) for tool in tools):
+        raise UnusableText(f"The column {column} is no list of functions.", "Give a list of functions, or its JSON.")
+    return tuple(tools)
+
+
+def _tool(given: Any) -> Any:
+    """A description of a function, whose parts may be JSON texts."""
+    tool = object_in(given)
+    if not isinstance(tool, Mapping):
+        return tool
+    held = {key: object_in(tool[key]) for key in ("function", "parameters") if isinstance(tool.get(key), str)}
+    if isinstance(inner := held.get("function", tool.get("function")), Mapping):
+        if isinstance(inner.get("parameters"), str):
+            held["function"] = {**inner, "parameters": object_in(inner["parameters"])}
+    return {**tool, **held}
+
+
+def _value_of(row: RowCells, column: str) -> object:
+    """The value of a cell that is no text; tables of texts, such as CSV, hold it as JSON. None: it is empty."""
+    cell = row.get(column)
+    if not isinstance(cell, str) or not cell.strip():
+        return None if isinstance(cell, str) else cell
+    of = "messages (mappings with role and content)" if column in ("messages", "conversations") else "functions"
+    return parsed(cell, f"The column {column}", f"Give a list of {of}, or its JSON.")
+
+
+def _messages(row: RowCells, values: object, what: str) -> list[dict[str, Any]]:
+    return _numbered(row, _mappings(values, what), what.removeprefix("The ").removeprefix("column "))
+
+
+def _numbered(row: RowCells, values: Sequence[Cells], column: str) -> list[dict[str, Any]]:
+    return [_message(row, each, f"Message {number} of {column}") for number, each in enumerate(values, 1)]
+
+
+def _message(row: RowCells, given: Mapping[str, Any], where: str, *, is_trained: bool | None = None) -> dict[str, Any]:
+    """A message without empty fields, which tables add, in the spelling of chat templates.
+
+    Keys that are not known here are kept: whether the chat template reads them is known where it is rendered.
+
+    Args:
+        row: that the message is in.
+        given: the message of the row.
+        where: the message, for people.
+        is_trained: whether it is trained on if no key of it says so; None: if it is one of the assistant.
+    """
+    message = {str(key): value for key, value in given.items() if value is not None}
+    # names of ShareGPT, and of roles elsewhere
+    if "role" not in message and "from" in message:
+        sender = message.pop("from")
+        message["role"] = ROLES.get(sender.lower(), sender) if isinstance(sender, str) else sender
+    if "content" not in message and "value" in message:
+        message["content"] = message.pop("value")
+    if not isinstance(message.get("role"), str):
+        keys = listed(sorted(message)) or "none"
+        raise UnusableText(f"{where} has no role; its keys are {keys}.", "Each message needs role and content.")
+    message["content"] = content = _text(row, message.get("content", ""), where)
+    if says(message.get("refusal")) and not content.strip() and not message.get("tool_calls"):
+        what = f"{where} has its answer in refusal ({message['refusal']!a:.40}), and no content."
+        raise UnusableText(what, "Move the text from refusal to content to learn to refuse, or take the row away.")
+    # calls of tools
+    if message["role"] in CALLS:
+        made = parsed(content, f"The content of the role {message['role']}", "Give calls as JSON: name and arguments.")
+        message |= {"role": ANSWERS, "content": "", "tool_calls": _wrapped(made)}
+    elif message["role"] in RESULTS:
+        message["role"] = "tool"
+    if "function_call" in message and not message.get("tool_calls"):  # OpenAI's older format
+        message["tool_calls"] = _wrapped(message.pop("function_call"))
+    if "tool_calls" in message:
+        message["tool_calls"] = _calls(message["tool_calls"])
+    of_role = message["role"] == ANSWERS
+    return carry_out_in_message(message, where, is_trained=of_role if is_trained is None else is_trained)
+
+
+def _text(row: RowCells, content: object, where: str) -> str:
+    """The text of a message, whose parts of text are joined."""
+    if isinstance(content, list):
+        for number, part in enumerate(content, 1):
+            of_part = f"Part {number} of the content of {where[:1].lower()}{where[1:]}"
+            if not isinstance(part, Mapping) or part.get("type") != "text":
+                kind = part.get("type") if isinstance(part, Mapping) else part
+                what = "has the type" if isinstance(part, Mapping) else "is no mapping with type and text, but"
+                raise UnusableText(f"{of_part} {what} {kind!a:.40}.", PARTS_FIX)
+            refuse_in_part(part, of_part)
+        more = {str(key) for part in content for key in part if key not in ("type", "text") and says(part[key])}
+        row.remarks.update(f"The key {key:.60} of a part of a message's content is not read" for key in sorted(more))
+        parts = ["" if part.get("text") is None else part["text"] for part in content]
+        content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
+    if not isinstance(content, str):
+        raise UnusableText(f"{where} has a content that is no text: {content!a:.40}.", "Give its content as text.")
+    return content
+
+
+def _wrapped(made: Any) -> list[Any]:
+    """Calls that are not in the format of tool_calls: a name and arguments each."""
+    return [call if "function" in call else {"type": "function", "function": call} for call in _calls(made)]
+
+
+def _calls(given: Any) -> list[Any]:
+    """Calls of tools as a list of mappings; the whole, each, and the function of each may be a JSON text."""
+    fix = "Give a list of calls, each with function: name and arguments."
+    if isinstance(given, str):
+        given = parsed(given, "tool_calls of a message", fix) if given.strip() else []
+    calls = [given] if isinstance(given, Mapping) else [] if given is None else given
+    calls = [object_in(call) for call in calls] if isinstance(calls, list | tuple) else [calls]
+    if not all(isinstance(call, Mapping) for call in calls):
+        raise UnusableText("tool_calls of a message is no list of calls.", fix)
+    return [{**call, "function": object_in(call["function"])} if "function" in call else call for call in calls]
+
+
+def _listed(values: object, what: str) -> list[Cells]:
+    """``_mappings``, also of one message."""
+    return _mappings([values] if isinstance(values, Mapping) else values, what)
+
+
+def _mappings(values: object, what: str) -> list[Cells]:
+    if isinstance(values, Iterable) and not isinstance(values, str | Mapping):
+        found = [object_in(value) for value in values]
+        if all(isinstance(value, Mapping) for value in found):
+            return found
+    if values is None:
+        raise UnusableText(f"{what} is empty.", EMPTY_FIX)
+    raise UnusableText(f"{what} is no list of messages.", MESSAGES_FIX)
+
+
+def _require(text: Any, what: str) -> str:
+    if not isinstance(text, str) or not text.strip():
+        is_empty = text is None or isinstance(text, str)
+        raise UnusableText(f"{what} is {'empty' if is_empty else 'no text'}.", EMPTY_FIX)
+    return text

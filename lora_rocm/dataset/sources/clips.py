@@ -1,0 +1,86 @@
+"""Clips: folders of numbered images, each of which is one sample with an axis of frames."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from lora_rocm.dataset.images.image_io import MAX_IMAGE_BYTES, Header, UnreadableImage, read_header, readable_extensions
+from lora_rocm.foundation.bounded_read import read_plain
+
+NUMBERED = re.compile(r"(.*?)([0-9]+)")
+LENGTH_BYTES = 8
+
+
+def in_videos(relatives: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The samples of a walk: each sub-folder with several images, all of them numbered, takes the place of these.
+
+    ``relatives``: as ``folders.Folder.relatives``.
+    """
+    of_folder: dict[str, list[tuple[str, str]]] = {}
+    for relative, real in relatives:
+        of_folder.setdefault(real.rpartition("/")[0], []).append((relative, real))
+    found = []
+    for folder, images in of_folder.items():
+        numbered = all(NUMBERED.fullmatch(os.path.splitext(real)[0].rpartition("/")[2]) for _, real in images)
+        if folder and numbered and len(images) > 1:
+            found.append((images[0][0].rpartition("/")[0], folder))
+        else:
+            found += images
+    return sorted(found)
+
+
+def frames_of(video: Path) -> list[Path]:
+    """The frames of a clip, in the order of their numbers.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    wanted = readable_extensions()
+    named = [path for path in video.iterdir() if path.suffix.lower() in wanted and not path.name.startswith(".")]
+    found = [(match, path) for path in named if (match := NUMBERED.fullmatch(path.stem)) is not None]
+    return [path for match, path in sorted(found, key=lambda each: (int(each[0][2]), each[1].name))]
+
+
+def read_video(video: Path, lengths: Sequence[int]) -> tuple[Header, int, int]:
+    """The header that all frames of a clip share, and how many frames are used and are left.
+
+    Used is the largest of ``lengths`` that the clip has.
+
+    Raises:
+        UnreadableImage: it has fewer frames, one of them cannot be read, or they have several sizes.
+    """
+    try:
+        frames = frames_of(video)
+    except OSError as error:
+        raise UnreadableImage(str(error.strerror)) from error
+    count = max((length for length in lengths if length <= len(frames)), default=0)
+    if not count:
+        raise UnreadableImage(f"it has {len(frames)} frames, and data.frames asks for at least {min(lengths)}")
+    headers = [read_header(frame) for frame in frames[:count]]
+    for header, frame in zip(headers, frames, strict=False):
+        if header.size != headers[0].size:
+            sizes = " and ".join(f"{width}x{height}" for width, height in (headers[0].size, header.size))
+            raise UnreadableImage(f"its frames have several sizes ({sizes}, from {frame.name} on)")
+    return headers[0], count, len(frames) - count
+
+
+def video_bytes(video: Path, count: int) -> bytes:
+    """The undecoded bytes of the first frames of a clip, each behind its length, for decoding and hashing.
+
+    Raises:
+        OSError: they cannot be read.
+    """
+    contents = [read_plain(frame, MAX_IMAGE_BYTES) for frame in frames_of(video)[:count]]
+    return b"".join(len(content).to_bytes(LENGTH_BYTES, "little") + content for content in contents)
+
+
+def frames_in(content: bytes) -> Iterator[bytes]:
+    """The frames in ``video_bytes``."""
+    at = 0
+    while at < len(content):
+        start = at + LENGTH_BYTES
+        at = start + int.from_bytes(content[at:start], "little")
+        yield content[start:at]

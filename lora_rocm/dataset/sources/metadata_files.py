@@ -1,0 +1,331 @@
+"""Reads what ``metadata.jsonl`` and ``metadata.csv`` of Hugging Face's imagefolder and kohya's JSON files say.
+
+The files are untrusted: sizes are bounded, unusable rows are counted and the first few named, and no file name may lead
+out of the metadata file's folder.
+"""
+
+from __future__ import annotations
+
+import csv
+import posixpath
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from lora_rocm.dataset.columns import Few
+from lora_rocm.dataset.left_out import counted, few, some
+from lora_rocm.dataset.rows.row_cells import NameCount, says
+from lora_rocm.dataset.sources.given import Given, UnusableValue, loss_weight, rectangle
+from lora_rocm.errors import DataError
+from lora_rocm.foundation.bounded_read import check_plain, read_plain
+from lora_rocm.foundation.json_text import BadJson, NoJson, parse_json
+from lora_rocm.foundation.names import Names, name_key
+from lora_rocm.foundation.terminal_text import legible, one_line
+
+MAX_CELL_LETTERS = 1 << 17  # a quote that is never closed takes the rest of the file into its cell
+READ_NAMES = ("metadata.jsonl", "metadata.csv")
+PARQUET_NAME = "metadata.parquet"
+METADATA_NAMES = (*READ_NAMES, PARQUET_NAME)
+FILE_COLUMN = "file_name"
+MAX_METADATA_BYTES, MAX_JSON_BYTES, MAX_ROW_BYTES = 1 << 30, 1 << 28, 1 << 18
+MAX_CAPTION_BYTES = 1 << 16  # text encoders see a few hundred words at most
+MAX_COLUMNS_NAMED = 10
+DRIVE = re.compile(r"[A-Za-z]:")
+
+
+class BadRow(Exception):
+    """A row cannot be used; the message gives the reason."""
+
+
+Captions = str | tuple[str, ...]
+"""The caption of an image, or several captions."""
+
+
+def captions_in(value: object) -> Captions | None:
+    """The captions in a value of JSON, which is a text or a list of texts; None if it is neither."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(text, str) for text in value):
+        return tuple(value)
+    return None
+
+
+@dataclass
+class Metadata:
+    """Captions, other values and statistics from the metadata files of one source.
+
+    column: the caption column; empty: captions are not read. weight_column, crop_column: those of ``Given``.
+    positions: position of each image, by its path on disk relative to the source's folder, with slashes.
+    bad: rows that cannot be used. unknown: files named that are not among the images.
+    repeated: images named again. other_columns: columns of the first row without the caption column.
+    unread: columns with a value that nothing reads, in rows with the caption column or without captions.
+    """
+
+    column: str
+    positions: Names[int]
+    bad: Few = field(default_factory=few)
+    unknown: Few = field(default_factory=few)
+    repeated: Few = field(default_factory=few)
+    other_columns: list[str] = field(default_factory=list)
+    unread: NameCount = field(default_factory=NameCount)
+    num_without_column: int = 0
+    weight_column: str | None = None
+    crop_column: str | None = None
+
+    def __post_init__(self) -> None:
+        self._captions: list[Captions | None] = [None] * len(self.positions)
+        self._given: dict[int, Given | UnusableValue] = {}
+
+    def caption(self, position: int) -> Captions | None:
+        """The caption or captions of the image at this position; None if no row has one."""
+        return self._captions[position]
+
+    def given(self, position: int) -> Given:
+        """What the first row with such columns says of the image at this position besides captions.
+
+        Raises:
+            UnusableValue: the row says something unusable.
+        """
+        found = self._given.get(position, Given())
+        if isinstance(found, UnusableValue):
+            raise found
+        return found
+
+    def read(self, path: Path, relative: str) -> None:
+        """Read the rows of one file. ``relative``: its path relative to the source's folder.
+
+        Raises:
+            OSError: the file cannot be read, is not a regular file, or is too large.
+        """
+        check_plain(path, MAX_METADATA_BYTES)
+        folder = posixpath.dirname(relative)
+        with path.open("rb") as file:
+            for line, row in _rows(path, file):
+                try:
+                    if isinstance(row, BadRow):
+                        raise row
+                    self._take(row, folder)
+                except BadRow as error:
+                    self.bad.append(f"{legible(relative)}, line {line}: {error}")
+
+    def read_json(self, path: Path, root: Path) -> None:
+        """Read kohya's file: a JSON object of image -> caption and tags, joined by a comma as kohya does.
+
+        Args:
+            path: the file.
+            root: the folder of the images; they are named by paths below it, with or without extension.
+
+        Raises:
+            DataError: the file cannot be read, or is no such object.
+        """
+        try:
+            rows = parse_json(read_plain(path, MAX_JSON_BYTES).decode("utf-8-sig"))
+            if not isinstance(rows, dict):
+                raise BadRow("no JSON object")
+        except (OSError, ValueError, BadRow) as error:
+            what = f"The file of captions cannot be read: {one_line(str(error))[:200]}."
+            fix = "Give a JSON file of image names, each with caption or tags, or remove data.metadata_file."
+            raise DataError("metadata-unreadable", what, where=f"data.metadata_file: {path}", fix=fix) from error
+        stems = Names((posixpath.splitext(real)[0], real) for real, _ in self.positions.items())
+        above = name_key(root.as_posix().rstrip("/") + "/")
+        for name, row in rows.items():
+            values = dict(row) if isinstance(row, dict) else {"caption": row}
+            place = name.replace("\\", "/")
+            place = place[len(above) :] if place.startswith(above) else name_key(place).removeprefix(above)
+            named = stems.find(place)
+            try:
+                caption = _with_tags(values)
+                for read in ("captions" if values.get("captions") else "caption", "tags"):
+                    values.pop(read, None)
+                self._take({**values, FILE_COLUMN: place if named is None else named[1], self.column: caption}, "")
+            except BadRow as error:
+                self.bad.append(f"{legible(path.name)}, {legible(name)[:100]}: {error}")
+
+    def notices(self) -> list[str]:
+        """Notices about the rows that were not used."""
+        said = []
+        if self.bad:
+            are = counted(self.bad, "row of metadata is", "rows of metadata are")
+            said.append(f"{are} not used: {some(self.bad)}.")
+        if self.unknown:
+            name = counted(self.unknown, "row of metadata names a file", "rows of metadata name files")
+            said.append(f"{name} that is not among the images: {some(self.unknown)}.")
+        if self.repeated:
+            name = counted(self.repeated, "row of metadata names", "rows of metadata name")
+            said.append(f"{name} an image again; the first row counts: {some(self.repeated)}.")
+        if self.num_without_column:
+            others = ", ".join(self.other_columns) or "none"
+            said.append(
+                f"Rows of metadata without the column {legible(self.column)}: {self.num_without_column} (columns: "
+                f"{others}). Name another in caption_column of the source in data.sources."
+            )
+        said += self.unread.notices("Columns of metadata that nothing reads")
+        return said
+
+    def _take(self, row: Mapping[str, Any], folder: str) -> None:
+        name = row.get(FILE_COLUMN)
+        if not isinstance(name, str) or not name:
+            raise BadRow(f"no {FILE_COLUMN}")
+        found = self.positions.find(_place(name, folder))
+        if found is None:
+            self.unknown.append(legible(name))
+            return
+        position = found[1]
+        self._take_given(row, position)
+        self._count_unread(row)
+        if not self.column and row.get("") is None:
+            return
+        if self.column not in row:
+            self.num_without_column += 1
+            if not self.other_columns:  # keep those of the first such row
+                names = [legible(str(key))[:40] for key in row if key != FILE_COLUMN]
+                self.other_columns = names[:MAX_COLUMNS_NAMED]
+            return
+        caption = row[self.column]
+        if caption is None:
+            return
+        captions = captions_in(caption)
+        if captions is None:
+            raise BadRow(f"{self.column} is no text and no list of texts")
+        texts = (captions,) if isinstance(captions, str) else captions
+        if sum(len(text.encode("utf-8", "surrogatepass")) for text in texts) > MAX_CAPTION_BYTES:
+            raise BadRow(f"its caption is larger than {MAX_CAPTION_BYTES >> 10} KiB")
+        if self._captions[position] is not None:
+            self.repeated.append(legible(name))
+            return
+        self._captions[position] = captions
+
+    def _count_unread(self, row: Mapping[str, Any]) -> None:
+        if self.column and self.column not in row:  # such rows are said with their columns
+            return
+        read = (FILE_COLUMN, self.column, self.weight_column, self.crop_column)
+        for key in (key for key, value in row.items() if key not in read and says(value)):
+            self.unread.add(key)
+
+    def _take_given(self, row: Mapping[str, object], position: int) -> None:
+        weight, crop = (row.get(name) if name else None for name in (self.weight_column, self.crop_column))
+        if position in self._given or (weight in (None, "") and crop in (None, "")):
+            return
+        try:
+            self._given[position] = given_of(weight, crop)
+        except UnusableValue as error:
+            self._given[position] = error
+
+
+def given_of(weight: object, crop: object) -> Given:
+    """What the cells of a row say; None and an empty text say nothing.
+
+    Raises:
+        UnusableValue: a cell says something unusable.
+    """
+    return Given(1.0 if weight in (None, "") else loss_weight(weight), None if crop in (None, "") else rectangle(crop))
+
+
+def _with_tags(values: Mapping[str, object]) -> list[str] | str | None:
+    """The caption or captions of an object of kohya's file, with its tags behind each; None if it has neither.
+
+    Raises:
+        BadRow: they are no texts.
+    """
+    captions, tags = captions_in(values.get("captions") or values.get("caption") or ""), values.get("tags") or ""
+    if captions is None or not isinstance(tags, str):
+        raise BadRow("its caption is no text")
+    if isinstance(captions, str):
+        return ", ".join(part for part in (captions, tags) if part) or None
+    return [", ".join(part for part in (caption, tags) if part) for caption in captions]
+
+
+def names_files(path: Path) -> bool:
+    """Whether the first row of a metadata file has a file name column, like those of an imagefolder."""
+    try:
+        check_plain(path, MAX_METADATA_BYTES)
+        if path.name == PARQUET_NAME:
+            from pyarrow import parquet
+
+            columns: Iterable[str] = parquet.read_schema(path).names
+        else:
+            with path.open("rb") as file:
+                _, row = next(_rows(path, file), (0, {}))
+            columns = () if isinstance(row, BadRow) else row
+    except (OSError, ValueError):  # also Arrow's errors; the fault is reported when the file is read
+        return False
+    return any(name == FILE_COLUMN or name.endswith(f"_{FILE_COLUMN}") for name in columns)
+
+
+def _rows(path: Path, file: BinaryIO) -> Iterator[tuple[int, Mapping[str, Any] | BadRow]]:
+    return _csv_rows(file) if path.suffix.lower() == ".csv" else _json_rows(file)
+
+
+def _place(name: str, folder: str) -> str:
+    """Convert a file name, relative to the metadata file's folder, to a path relative to the source's folder.
+
+    Raises:
+        BadRow: the name leads out of the metadata file's folder.
+    """
+    plain = name.replace("\\", "/")
+    inside = posixpath.normpath(plain)
+    if plain.startswith("/") or DRIVE.match(plain) or "\0" in plain or inside.split("/")[0] == "..":
+        raise BadRow(f"{FILE_COLUMN} leads out of the folder: {legible(name)[:100]}")
+    return posixpath.normpath(posixpath.join(folder, inside))
+
+
+def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes | BadRow]]:
+    """Every line with its number; a ``BadRow`` instead of a line that is too long."""
+    number = 0
+    while line := file.readline(MAX_ROW_BYTES + 1):
+        number += 1
+        if len(line) > MAX_ROW_BYTES and not line.endswith(b"\n"):
+            while (rest := file.readline(MAX_ROW_BYTES)) and not rest.endswith(b"\n"):
+                pass
+            yield number, BadRow(f"longer than {MAX_ROW_BYTES >> 10} KiB")
+        else:
+            yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+
+
+def _json_rows(file: BinaryIO) -> Iterator[tuple[int, Mapping[str, Any] | BadRow]]:
+    for number, line in _lines(file):
+        if isinstance(line, BadRow):
+            yield number, line
+        elif line.strip():
+            yield number, _json_row(line)
+
+
+def _json_row(line: bytes) -> Mapping[str, Any] | BadRow:
+    try:
+        row = parse_json(line.decode("utf-8"))
+    except UnicodeDecodeError:
+        return BadRow("no UTF-8 text")
+    except NoJson:
+        return BadRow("no JSON")
+    except BadJson as error:
+        return BadRow(str(error))
+    return row if isinstance(row, dict) else BadRow("no JSON object")
+
+
+def _csv_rows(file: BinaryIO) -> Iterator[tuple[int, Mapping[str, Any] | BadRow]]:
+    """Line number and row of a CSV file with a header. A damaged row ends the file: the next row's start is unknown."""
+    csv.field_size_limit(MAX_CELL_LETTERS)  # for the whole process, and tables of texts raise it
+    reader = csv.reader(_texts(file))
+    try:
+        header = next(reader, [])
+        if len(set(header)) != len(header):
+            yield 1, BadRow("a column stands there twice")
+            return
+        for cells in reader:
+            if cells:
+                fits = len(cells) == len(header)
+                row = dict(zip(header, cells, strict=True)) if fits else BadRow("another number of columns")
+                yield reader.line_num, row
+    except UnicodeDecodeError:
+        yield reader.line_num + 1, BadRow("no UTF-8 text; nothing behind it was read")
+    except (csv.Error, BadRow) as error:
+        yield reader.line_num + 1, BadRow(f"{error}; nothing behind it was read")
+
+
+def _texts(file: BinaryIO) -> Iterator[str]:
+    for _, line in _lines(file):
+        if isinstance(line, BadRow):
+            raise line
+        yield line.decode("utf-8")

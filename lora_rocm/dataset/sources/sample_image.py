@@ -1,0 +1,59 @@
+"""Reads and decodes the image of a sample, from a file, a clip's folder or a cell of a table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lora_rocm.dataset.images.image_io import MAX_IMAGE_BYTES, UnreadableImage, decode
+from lora_rocm.dataset.rows.hf_datasets import UnreadableCell, image_in
+from lora_rocm.dataset.sample_table import Sample
+from lora_rocm.dataset.sources.clips import video_bytes
+from lora_rocm.dataset.sources.folders import shown
+from lora_rocm.dataset.sources.scan import UNREADABLE_FIX
+from lora_rocm.errors import DataError
+from lora_rocm.foundation.bounded_read import read_plain
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+
+def image_bytes(sample: Sample) -> bytes:
+    """The undecoded bytes of a sample's image, for decoding and hashing.
+
+    Raises:
+        DataError: the image can no longer be read.
+    """
+    try:
+        if sample.frames:
+            return video_bytes(Path(str(sample.location)), sample.frames)
+        content = sample.location if isinstance(sample.location, Path) else image_in(sample.location)
+        if isinstance(content, Path):
+            return read_plain(content, MAX_IMAGE_BYTES)
+    except OSError as error:
+        raise _unreadable(sample, error.strerror or str(error)) from error
+    except UnreadableCell as error:
+        raise _unreadable(sample, str(error)) from error
+    assert content is not None, "an empty cell is set aside by scan"
+    return bytes(content)
+
+
+def load_image(sample: Sample, content: bytes | None = None) -> Image.Image:
+    """Decode a sample's image to mode RGB, upright; see ``image_io.decode``. ``content``: its bytes, if already read.
+
+    Raises:
+        DataError: "image-unreadable", with the name of the file.
+    """
+    try:
+        image = decode(image_bytes(sample) if content is None else content)
+    except UnreadableImage as error:
+        raise _unreadable(sample, str(error)) from error
+    if image.size != (sample.width, sample.height):
+        raise _unreadable(sample, f"it is {image.width}x{image.height}, not {sample.width}x{sample.height} as before")
+    return image
+
+
+def _unreadable(sample: Sample, reason: str) -> DataError:
+    return DataError(
+        "image-unreadable", f"The image cannot be read: {reason}.", where=shown(sample.location), fix=UNREADABLE_FIX
+    )

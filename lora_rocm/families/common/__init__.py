@@ -1,0 +1,1 @@
+"""What families share: base classes, encoders, tokenizers, recompute, what UNets and what transformers share."""

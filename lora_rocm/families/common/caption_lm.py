@@ -1,0 +1,115 @@
+"""Captions encoded by a language model, one at a time and without padding: S tokens, D width."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lora_rocm.base_models.loading import Source
+from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, Pad, TensorSpec
+from lora_rocm.device.placement.base import Placement
+from lora_rocm.families.base import Encode, Inputs, Tensors
+from lora_rocm.families.common.tokenizers import (
+    digest,
+    load_tokenizer,
+    require_rows,
+    token_ids,
+    tokenizer_identity,
+)
+from lora_rocm.families.common.vae import CPU
+from lora_rocm.kernels.weight_format import WeightFormat
+
+ENCODING_VERSION = 1  # increase it if the same weights would give other tensors
+DTYPE = torch.bfloat16  # of weights and states
+STATES, REAL, OWN = "prompt_embeds", "prompt_real", "prompt_mask"
+
+
+class LanguageModelEncoder:
+    """Encodes captions to raw hidden states of a language model, in bf16.
+
+    A caption is filled up with zeros to a multiple of ``multiple`` tokens, so that batches have few lengths.
+
+    Args:
+        source: the base, with the components "text_encoder" and "tokenizer".
+        template: the prompt, with {} for the caption.
+        max_tokens: the tokens after this many are cut off.
+        skipped: layers at the end whose states are not wanted; they and the final norm are not computed.
+        multiple: see above.
+        weights: storage format of the encoder's layers.
+    """
+
+    entry = EntrySpec(
+        "text",
+        (CAPTION,),
+        {
+            STATES: TensorSpec("bfloat16", "SD", Pad("S")),
+            REAL: TensorSpec("bool", "S", Pad("S")),
+            OWN: TensorSpec("bool", "S", Pad("S"), if_padded=True),
+        },
+    )
+
+    def __init__(
+        self, source: Source, template: str, max_tokens: int, skipped: int, multiple: int, weights: WeightFormat
+    ) -> None:
+        self._source, self._template, self._max_tokens = source, template, max_tokens
+        self._skipped, self._multiple, self._weights = skipped, multiple, weights
+
+    @cached_property
+    def fingerprint(self) -> str:
+        parts = [
+            self._source.fingerprint("text_encoder"),
+            tokenizer_identity(self._source, ("tokenizer",)),
+            f"{self._template} {self._max_tokens} {self._skipped} {self._multiple} {self._weights.name}",
+        ]
+        return f"language-model{ENCODING_VERSION}-{digest(parts)}"
+
+    def in_tiles(self) -> None:
+        return None
+
+    def load(self, door: Placement) -> Encode:
+        tokenizer = tokenizer_of(self._source, "tokenizer")
+        encoder: Any = self._source.load("text_encoder", DTYPE, CPU, self._weights)
+        encoder.layers, encoder.norm = encoder.layers[: len(encoder.layers) - self._skipped], nn.Identity()
+        door.place(encoder, "text_encoder")
+
+        @torch.no_grad()
+        def encode(inputs: Inputs) -> Tensors:
+            caption = inputs[CAPTION]
+            assert isinstance(caption, str), "the text encoder encodes captions"
+            ids_S = token_ids(tokenizer, self._template.format(caption))[: self._max_tokens]
+            ids_BS = door.transfer.send_checked(ids_S[None], "token ids")
+            states_SD = encoder(input_ids=ids_BS, use_cache=False).last_hidden_state[0]
+            return filled(door.transfer.receive({STATES: states_SD})[STATES], self._multiple)
+
+        return encode
+
+
+def filled(states_SD: Tensor, multiple: int) -> Tensors:
+    """The tensors of an entry: states filled up with zeros, the mask of real tokens, and that of the sample's own."""
+    real = len(states_SD)
+    count = -(-real // multiple) * multiple
+    states = states_SD.new_zeros(count, states_SD.shape[1])
+    states[:real] = states_SD
+    return {STATES: states, REAL: torch.arange(count) < real, OWN: torch.ones(count, dtype=torch.bool)}
+
+
+def zeros(rows: int, tokens: int, width: int) -> Tensors:
+    """The text tensors of a batch of zeros; with several rows as if one were padded."""
+    masks = {REAL: torch.ones(rows, tokens, dtype=torch.bool), OWN: torch.ones(rows, tokens, dtype=torch.bool)}
+    if rows == 1:
+        del masks[OWN]
+    return {STATES: torch.zeros(rows, tokens, width, dtype=torch.bfloat16), **masks}
+
+
+def tokenizer_of(source: Source, name: str, spare_unwritten: bool = False) -> Any:
+    """Load a tokenizer of a base, whose ids the model knows. ``spare_unwritten``: as of ``require_rows``.
+
+    Raises:
+        ModelError: tokenizer-missing, tokenizer-unreadable, tokenizer-unfit, custom-code.
+    """
+    tokenizer = load_tokenizer(source.tokenizer_path(name))
+    require_rows(tokenizer, source, name, spare_unwritten)
+    return tokenizer

@@ -1,0 +1,180 @@
+"""CLIP text encoding as in the diffusers pipelines, one caption at a time. Suffixes: S tokens, D width, B batch.
+
+A caption that is longer than CLIP's sequence is cut into chunks of 75 tokens, each with a begin and an end of its own.
+Their states stand one after another, and the pooled embedding is the first chunk's, as in ComfyUI and A1111.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Regex, normalizers
+from torch import Tensor, nn
+from transformers import CLIPTokenizer
+
+from lora_rocm.base_models.loading import Source
+from lora_rocm.dataset.captions.caption_length import TokenLimit
+from lora_rocm.dataset.entry_spec import Pad
+from lora_rocm.errors import UserError
+from lora_rocm.families.common.tokenizers import Explained, digest, require_rows, tokenizer_identity, unreadable
+from lora_rocm.recipe.adapter_sections import NewToken, normalised
+
+CLIP_TOKENS = 77  # sequence length of every CLIP text encoder (arXiv 2103.00020)
+CHUNK_TOKENS = CLIP_TOKENS - 2  # tokens of a caption between begin and end
+PAD = Pad("S", repeats=True)
+"""Captions of fewer chunks are repeated in a batch, which changes no result of an attention that reads all of them."""
+MAX_TOKENS = 1000  # transformers reports 1e30 if the config has no limit; CLIP's is 77
+FIRST_MARK = 0x100000  # private use: no caption has it
+
+
+def tokenizer_of(source: Source, name: str, new_tokens: Sequence[NewToken] = ()) -> CLIPTokenizer:
+    """Load a CLIP tokenizer of a base, whose ids its text encoder knows, and add new tokens to it.
+
+    Raises:
+        ModelError: tokenizer-missing, tokenizer-unreadable, tokenizer-unfit.
+        UserError: token-known.
+    """
+    tokenizer = load_tokenizer(source.tokenizer_path(name))
+    require_rows(tokenizer, source, name)
+    if new_tokens:
+        _add(tokenizer, new_tokens)
+    return tokenizer
+
+
+def load_tokenizer(folder: Path, new_tokens: Sequence[NewToken] = ()) -> CLIPTokenizer:
+    """Load a CLIP tokenizer from a local folder, and add new tokens to it.
+
+    Raises:
+        ModelError: tokenizer-unreadable.
+        UserError: token-known.
+    """
+    with Explained(folder):
+        tokenizer: CLIPTokenizer = CLIPTokenizer.from_pretrained(str(folder), local_files_only=True)
+    if tokenizer.model_max_length > MAX_TOKENS:
+        raise unreadable(folder / "tokenizer_config.json", "It does not say model_max_length.")
+    with Explained(folder):
+        token_ids(tokenizer, "a")
+    if new_tokens:
+        _add(tokenizer, new_tokens)
+    return tokenizer
+
+
+def _add(tokenizer: CLIPTokenizer, new_tokens: Sequence[NewToken]) -> None:
+    """Let a tokenizer read each new token as so many added tokens as it has vectors.
+
+    The added tokens are characters that no text has. The normaliser puts them in the place of the new token.
+    """
+    backend, marks, count = tokenizer.backend_tokenizer, dict[str, str](), 0
+    for new in new_tokens:
+        if len(tokenizer(new.token, add_special_tokens=False).input_ids) == 1:
+            raise UserError(
+                "token-known",
+                f"The vocabulary of the text encoder has the token {new.token}.",
+                where="lora.new_tokens",
+                fix=f"Take a word that it lacks, such as <{new.file_stem}>.",
+            )
+        marks[new.pattern] = "".join(chr(FIRST_MARK + count + vector) for vector in range(new.vectors))
+        count += new.vectors
+    longest_first = sorted(marks.items(), key=lambda item: -len(item[0]))
+    replaced = [normalizers.Replace(Regex(pattern), mark) for pattern, mark in longest_first]
+    backend.normalizer = normalizers.Sequence([backend.normalizer, *replaced])
+    tokenizer.add_tokens([AddedToken(mark, normalized=True) for mark in "".join(marks.values())])
+
+
+def identity_of_tokens(source: Source, new_tokens: Sequence[NewToken]) -> str:
+    """SHA-256 of what decides the token ids: all tokenizers, and the new tokens."""
+    added = [f"{new.vectors} {normalised(new.token)}" for new in new_tokens]
+    return digest([tokenizer_identity(source, tuple(source.layout.tokenizers)), *added])
+
+
+def token_ids(tokenizer: CLIPTokenizer, caption: str) -> Tensor:
+    """Token ids of a caption, int64 [S], padded or truncated to the tokenizer's length; see ``_with_negative``."""
+    encoded = tokenizer(
+        caption, padding="max_length", max_length=tokenizer.model_max_length, truncation=True, return_tensors="pt"
+    )
+    ids_S: Tensor = encoded.input_ids[0]
+    return _with_negative(tokenizer, ids_S)
+
+
+def _with_negative(tokenizer: CLIPTokenizer, ids: Tensor) -> Tensor:
+    """Token ids of any shape, with -1, -2, ... for the vectors of new tokens.
+
+    So the largest id is still that of the end, where CLIP pools.
+    """
+    first = tokenizer.get_added_vocab().get(chr(FIRST_MARK), len(tokenizer))
+    return torch.where(ids < first, ids, first - 1 - ids)
+
+
+def chunk_ids(tokenizer: CLIPTokenizer, caption: str, max_tokens: int) -> Tensor:
+    """Token ids of a caption in chunks, int64 [S]; S is a multiple of CLIP_TOKENS.
+
+    Args:
+        tokenizer: the tokenizer.
+        caption: the caption.
+        max_tokens: tokens that are read, a multiple of CHUNK_TOKENS.
+    """
+    encoded = tokenizer(
+        caption,
+        padding="max_length",
+        max_length=CLIP_TOKENS,
+        truncation=True,
+        return_overflowing_tokens=True,
+        return_tensors="pt",
+    )
+    ids_KS: Tensor = encoded.input_ids[: max_tokens // CHUNK_TOKENS]
+    return _with_negative(tokenizer, ids_KS.flatten())
+
+
+def token_limit(tokenizer: CLIPTokenizer, max_tokens: int) -> TokenLimit:
+    """The tokenizer and the limit, with begin and end, in a form that needs neither torch nor transformers."""
+    return TokenLimit(tokenizer.backend_tokenizer.to_str(), max_tokens)
+
+
+def embed(encoders: Sequence[nn.Module], ids_BS: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Prompt embeddings of several CLIP encoders, as ``StableDiffusionXLPipeline.encode_prompt`` computes them.
+
+    Args:
+        encoders: the encoders.
+        ids_BS: token ids for each encoder.
+
+    Returns:
+        (prompt_BSD: the penultimate hidden states, concatenated in width; pooled_BD: of the last encoder).
+    """
+    outputs = [states(encoder, ids) for encoder, ids in zip(encoders, ids_BS, strict=True)]
+    return torch.cat([hidden for hidden, _ in outputs], dim=-1), outputs[-1][1]
+
+
+def states(encoder: nn.Module, ids_BS: Tensor) -> tuple[Tensor, Tensor]:
+    """(penultimate hidden states [B, S, D], pooled embedding of the first chunk [B, D]) of one CLIP encoder."""
+    ids_NS = _chunks(ids_BS)
+    output = encoder(ids_NS, attention_mask=_causal(ids_NS), output_hidden_states=True)
+    pooled_ND = output.text_embeds if hasattr(output, "text_embeds") else output.pooler_output
+    return _joined(output.hidden_states[-2], ids_BS), pooled_ND[:: len(ids_NS) // len(ids_BS)]
+
+
+def last_states(encoder: nn.Module, ids_BS: Tensor) -> Tensor:
+    """Last hidden states [B, S, D] of one CLIP after its final norm, as ``StableDiffusionPipeline.encode_prompt``."""
+    ids_NS = _chunks(ids_BS)
+    return _joined(encoder(ids_NS, attention_mask=_causal(ids_NS)).last_hidden_state, ids_BS)
+
+
+def _chunks(ids_BS: Tensor) -> Tensor:
+    """The chunks of several captions as rows of their own."""
+    return ids_BS.reshape(-1, min(ids_BS.shape[1], CLIP_TOKENS))
+
+
+def _joined(states_NSD: Tensor, ids_BS: Tensor) -> Tensor:
+    """The states of the chunks of each caption, one after another."""
+    return states_NSD.reshape(*ids_BS.shape, -1)
+
+
+def _causal(ids_BS: Tensor) -> Tensor:
+    """CLIP's causal mask, bool [1, 1, S, S], passed explicitly although CLIP would build it itself.
+
+    During graph capture some versions of transformers (5.17) build a mask that they omit otherwise. Attention then uses
+    another kernel with different rounding.
+    """
+    length = ids_BS.shape[-1]
+    return torch.ones(1, 1, length, length, dtype=torch.bool, device=ids_BS.device).tril()

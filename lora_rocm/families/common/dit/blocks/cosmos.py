@@ -1,0 +1,150 @@
+"""The blocks of Cosmos-Predict2, which Anima has: modulated LayerNorms and gated branches, text by cross-attention.
+
+In float16 the residual stream is float32 from the first block to the last norm.
+
+Dimensions: B batch, S tokens, D width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diffusers.models.activations import GELU
+from diffusers.models.attention_processor import Attention
+from diffusers.models.transformers.transformer_cosmos import (
+    CosmosAdaLayerNorm,
+    CosmosAttnProcessor2_0,
+    CosmosTransformerBlock,
+)
+from torch import Tensor, nn
+
+from lora_rocm.families.common.dit.blocks.attention import TurnedAttention, attended, fuse_blocks
+from lora_rocm.families.common.dit.blocks.gelu import FusedGelu
+from lora_rocm.kernels.backend import Form
+from lora_rocm.kernels.made_again import made_again
+from lora_rocm.kernels.merged import MergedLinears
+from lora_rocm.kernels.norms import Branch, RowNorm, add_branch, add_norm, normal_again, residual_stream
+from lora_rocm.kernels.rotary import Rotation
+
+
+def fuse(transformer: nn.Module, form: Form) -> None:
+    """As ``fuse_blocks``."""
+    classes = {CosmosTransformerBlock: FusedBlock, CosmosAdaLayerNorm: FusedFinalNorm, GELU: FusedGelu}
+    fuse_blocks(transformer, form, classes, {"attn1": SelfAttention, "attn2": CrossAttention})
+
+
+class SelfAttention(TurnedAttention):
+    """The processor of self-attention."""
+
+    library = CosmosAttnProcessor2_0
+
+    def __call__(
+        self,
+        attn: Attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        if encoder_hidden_states is not None or image_rotary_emb is None:
+            output: Tensor = CosmosAttnProcessor2_0()(
+                attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
+            )
+            return output
+        cos, sin = (turn.chunk(2, dim=1)[0] for turn in image_rotary_emb)  # each number stands there twice
+        return self.of_one(attn, hidden_states, Rotation(cos, sin, interleaved=False), attention_mask)
+
+
+class CrossAttention(TurnedAttention):
+    """The processor of attention to the text, whose keys and values are one product."""
+
+    library = CosmosAttnProcessor2_0
+
+    def __init__(self, attention: Attention) -> None:
+        self.merged = MergedLinears.of(attention.to_k, attention.to_v)
+
+    def __call__(
+        self,
+        attn: Attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        layers, text_BSD = [attn.to_k, attn.to_v], encoder_hidden_states
+        text = [layer(text_BSD) for layer in layers] if self.merged is None else self.merged(layers, text_BSD)
+        query, key, value = (x.unflatten(-1, (attn.heads, -1)) for x in (attn.to_q(hidden_states), *text))
+        turned_q = self.turned([query], [attn.norm_q], Rotation.none(query))
+        turned_k = self.turned([key], [attn.norm_k], Rotation.none(key))
+        mixed = attended(turned_q, turned_k, (value, value.detach), attention_mask)
+        output: Tensor = attn.to_out[1](attn.to_out[0](mixed))
+        return output
+
+
+class FusedBlock(CosmosTransformerBlock):
+    """A block whose residual sums are computed with the norms after them."""
+
+    form: Form
+
+    @staticmethod
+    def fits(module: Any) -> bool:
+        return module.before_proj is None and module.after_proj is None
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Any,
+        embedded_timestep: Tensor,
+        temb: Tensor | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+        extra_pos_emb: Tensor | None = None,
+        attention_mask: Any = None,
+        controlnet_residual: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        if embedded_timestep.ndim != 2 or controlnet_residual is not None or extra_pos_emb is not None or kwargs:
+            output: Tensor = super().forward(
+                hidden_states,
+                encoder_hidden_states,
+                embedded_timestep,
+                temb,
+                image_rotary_emb,
+                extra_pos_emb,
+                attention_mask,
+                controlnet_residual,
+                **kwargs,
+            )
+            return output
+        (norm_1, gate_1), (norm_2, gate_2), (norm_3, gate_3) = (
+            _modulated(norm, embedded_timestep, temb) for norm in (self.norm1, self.norm2, self.norm3)
+        )
+        x, normal = add_norm(residual_stream(hidden_states), None, norm_1, self.form)
+        with made_again((normal, normal_again(x, norm_1, self.form))):
+            y = self.attn1(normal, image_rotary_emb=image_rotary_emb)
+        x, normal = add_norm(x, Branch(y, gate_1), norm_2, self.form)
+        with made_again((normal, normal_again(x, norm_2, self.form))):
+            y = self.attn2(normal, encoder_hidden_states=encoder_hidden_states, attention_mask=attention_mask)
+        x, normal = add_norm(x, Branch(y, gate_2), norm_3, self.form)
+        return add_branch(x, Branch(self.ff(normal), gate_3), self.form)
+
+
+class FusedFinalNorm(CosmosAdaLayerNorm):
+    """The norm after the blocks, whose output has the dtype of its weights."""
+
+    form: Form
+
+    @staticmethod
+    def fits(module: Any) -> bool:
+        return True
+
+    def forward(self, hidden_states: Tensor, embedded_timestep: Tensor, temb: Tensor | None = None) -> Tensor:
+        rows = self.linear_2(self.linear_1(self.activation(embedded_timestep)))
+        shift, scale = (rows if temb is None else rows + temb[..., : rows.shape[-1]]).chunk(2, dim=-1)
+        norm = RowNorm(1 + scale, shift, self.norm.eps, centred=True)
+        return add_norm(hidden_states, None, norm, self.form)[1]
+
+
+def _modulated(norm: Any, time_BD: Tensor, temb_BD: Tensor | None) -> tuple[RowNorm, Tensor]:
+    """(the norm with its modulation, the gate of its branch)."""
+    rows = norm.linear_2(norm.linear_1(norm.activation(time_BD)))
+    shift, scale, gate = (rows if temb_BD is None else rows + temb_BD).chunk(3, dim=1)
+    return RowNorm(1 + scale, shift, norm.norm.eps, centred=True), gate

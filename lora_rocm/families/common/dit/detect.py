@@ -1,0 +1,111 @@
+"""Checks from configs and headers alone that a base belongs to a family with a transformer and can be trained on."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from lora_rocm.base_models.loading import Source
+from lora_rocm.errors import ModelError
+from lora_rocm.families.common.component_check import check_component
+from lora_rocm.families.common.wrong_family import recognised_file, recognised_folder, wrong_family
+from lora_rocm.families.registry import Registry
+from lora_rocm.families.spec import FamilySpec
+from lora_rocm.model_files.config_file import read_config
+from lora_rocm.model_files.header import Header
+from lora_rocm.model_files.models import index_of
+
+VAE_KEYS = ("latent_channels", "scaling_factor", "shift_factor", "z_dim", "latents_mean", "latents_std")
+TEXT_KEYS = ("hidden_size", "d_model", "num_hidden_layers", "num_layers")
+"""Keys of a text encoder's config that decide what the transformer gets. Not every writer saves all of them."""
+
+
+def check(source: Source, spec: FamilySpec, registry: Registry) -> tuple[str, ...]:
+    """Refuse a model of another family or one that cannot be trained on; return notices about an accepted one.
+
+    Raises:
+        ModelError: wrong-family, not-a-model, incomplete-model, or as ``check_component``.
+    """
+    header = source.single_header
+    if header is None:
+        found = recognised_folder(source.folder)
+        if found is not None and spec.name not in found.families:
+            raise wrong_family(source.name, found.title, spec.title, found.families, _fix(spec), registry)
+        if index_of(source.folder) is None:
+            what, where = "This folder is no diffusers model.", f"model.name_or_path: {source.name}"
+            raise ModelError("not-a-model", what, where=where, fix=_fix(spec))
+    else:
+        check_file(header, source.name, spec, registry)
+    for name in source.layout.parts:
+        if name in source.own:
+            _check_own(source, name, spec)
+    return tuple(filter(None, (check_component(source, name, _fix(spec)) for name in source.layout.parts)))
+
+
+def check_file(header: Header, name: str, spec: FamilySpec, registry: Registry) -> None:
+    """Refuse a file of another family, before its missing components are asked for.
+
+    Raises:
+        ModelError: wrong-family.
+    """
+    found = recognised_file(header)
+    if spec.name not in found.families:
+        raise wrong_family(name, found.title, spec.title, found.families, _fix(spec), registry)
+
+
+def _fix(spec: FamilySpec) -> str:
+    return f"Use a base model of {spec.title}: a diffusers folder, a hub id, or a .safetensors file of its transformer."
+
+
+def names_of(name: str, title: str) -> list[str]:
+    """What a base is called, in small letters: the last part of its path or hub id, then folders above it.
+
+    Of the two folders above, those count that name the model too ("FLUX.1-schnell", not "dev"), and none of the path
+    of the user's home.
+
+    Args:
+        name: path or hub id of the base.
+        title: of the model.
+    """
+    path, home = Path(os.path.expanduser(name)), Path(os.path.expanduser("~"))
+    last, *above = reversed((path.relative_to(home) if path.is_relative_to(home) else path).parts or (path.name,))
+    named = [part.lower() for part in above[:2] if _letters(title) in _letters(part)]
+    return [last.lower(), *named]
+
+
+def _letters(name: str) -> str:
+    return re.sub("[^a-z]", "", name.lower())
+
+
+def called_otherwise(source: Source, spec: FamilySpec, variant: str, names: Sequence[str]) -> tuple[str, ...]:
+    """A notice if the base is called by the name of another variant than ``model.variant``.
+
+    Args:
+        source: the base.
+        spec: of its family.
+        variant: value of ``model.variant``.
+        names: names of variants. In the nearest part of the path that has one, the first that is found counts. A letter
+            behind it makes it another word.
+    """
+    called = names_of(source.name, spec.title)
+    found = (each for part in called for each in names if re.search(rf"{each}(?![a-z])", part))
+    named = next(found, variant)
+    if named == variant:
+        return ()
+    return (f"The base is called {source.name}, and model.variant is {variant}: is {named} meant?",)
+
+
+def _check_own(source: Source, name: str, spec: FamilySpec) -> None:
+    """Refuse a component of another family by its config: its output would have other sizes or another scale."""
+    folder = source.folder if (source.folder / name / "config.json").is_file() else source.layout.configs
+    own, base = read_config(source.config_path(name)), read_config(folder / name / "config.json")
+    keys = (*VAE_KEYS, *(key for key in TEXT_KEYS if key in own and key in base))
+    for key in (key for key in keys if own.get(key) != base.get(key)):
+        raise ModelError(
+            "wrong-family",
+            f"This is not a {name} of {spec.title}: its {key} is {own.get(key)}, not {base.get(key)}.",
+            where=source.place(name),
+            fix=f"Give a {name} of {spec.title}, or leave model.{name} out if name_or_path is a folder.",
+        )

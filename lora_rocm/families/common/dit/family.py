@@ -1,0 +1,202 @@
+"""The shared implementation of families with a diffusion transformer that is trained by flow matching.
+
+Dimensions: B batch, C channels, H W latent height and width.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lora_rocm.base_models.loading import Source
+from lora_rocm.families.base import LoadedModel, PreviewRequest, Tensors
+from lora_rocm.families.common.caption_lm import DTYPE
+from lora_rocm.families.common.dit import detect
+from lora_rocm.families.common.dit.sampling import sample_images
+from lora_rocm.families.common.latent_family import LatentFamily
+from lora_rocm.families.common.objectives import schedulers
+from lora_rocm.families.common.objectives.base import Prediction
+from lora_rocm.families.common.objectives.flow import FlowObjective
+from lora_rocm.families.common.recompute import Recomputing
+from lora_rocm.families.file_names import FileNames
+from lora_rocm.families.spec import TransformerSection
+from lora_rocm.kernels.backend import Form, form_for
+from lora_rocm.kernels.quantised import quantised
+from lora_rocm.kernels.weight_format import WeightFormat
+from lora_rocm.model_files.header import Header
+from lora_rocm.recipe.sections import FlowSection
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+
+class TransformerFamily(LatentFamily):
+    """Implements the part of ``ModelFamily`` that these families share.
+
+    Attributes:
+        pipeline: diffusers' class that loads LoRA files.
+        prefixes: see ``FileNames``.
+        reader_options: further arguments of its ``load_lora_into_transformer``.
+        block_lists: paths of the lists of blocks in the transformer, in forward order -> how many blocks each of its
+            first segments has when all are recomputed (found by counting); see ``Recomputing.segments``.
+        num_streams: see ``Segments``.
+        targets: preset -> regular expression of module names, as ``ModelFamily.lora_targets``.
+        patch: side of the square of latents that is one token.
+        fuse_blocks: replaces the blocks by fused ones (see ``families.common.dit.blocks``).
+        language_model: the text encoder that ``model.text_encoder_quantization`` packs.
+        language_layers: layers of it that are packed, as in ``quantised``.
+        told_guidance: whether ``velocity`` is told the guidance of a preview, which needs no negative prompt then.
+    """
+
+    component = "transformer"
+    prefixes: Mapping[str, str]
+    pipeline: type[Any]
+    reader_options: Mapping[str, Any] = MappingProxyType({})
+    block_lists: Mapping[str, Sequence[int]]
+    num_streams: int = 1
+    targets: Mapping[str, str]
+    patch: int = 2
+    fuse_blocks: Callable[[nn.Module, Form], None]
+    language_model: str = "text_encoder"
+    language_layers: str = r"(^|\.)layers\.\d+\."
+    told_guidance: bool = False
+
+    @abstractmethod
+    def velocity(self, model: LoadedModel, latents_BCHW: Tensor, sigma_B: Tensor, batch: Tensors) -> Tensor:
+        """The velocity ``noise - image`` that the model predicts for noisy latents, in any dtype: [B, C, H, W].
+
+        Args:
+            model: the loaded model.
+            latents_BCHW: normalised noisy latents, float32.
+            sigma_B: the noise levels, float32.
+            batch: the cached text tensors, with a batch dimension, on the model's device.
+        """
+
+    @property
+    def lora_targets(self) -> Mapping[str, Mapping[str, str]]:
+        return {preset: {self.component: pattern} for preset, pattern in self.targets.items()}
+
+    @property
+    def encoder_dtypes(self) -> Mapping[str, torch.dtype]:
+        return {self.language_model: DTYPE}
+
+    def weight_format(self, component: str) -> WeightFormat:
+        if component != self.language_model:
+            return super().weight_format(component)
+        assert isinstance(self.recipe.model, TransformerSection), "as the family's spec says"
+        return quantised(self.recipe.model.text_encoder_quantization, self.language_layers)
+
+    @cached_property
+    def files(self) -> FileNames:
+        """Files with a prefix and the module's name in diffusers."""
+        return FileNames(self.prefixes, "folded", lambda part, name: self.prefixes[part] + name, self.load_in_diffusers)
+
+    def check_file(self, header: Header) -> None:
+        detect.check_file(header, self.recipe.model.name_or_path, self.recipe.spec, self.recipe.registry)
+
+    def check(self, source: Source) -> tuple[str, ...]:
+        return (*detect.check(source, self.recipe.spec, self.recipe.registry), *schedulers.check_flow(source))
+
+    @cached_property
+    def scheduler_config(self) -> Mapping[str, Any]:
+        """The scheduler config of the base."""
+        return self.source.config("scheduler").values
+
+    @cached_property
+    def objective(self) -> FlowObjective:
+        settings = self.recipe.objective
+        assert isinstance(settings, FlowSection), "as the family's spec says"
+        return FlowObjective(self.scheduler_config, self.latents, settings, self.patch)
+
+    def predict(self, model: LoadedModel, batch: Tensors, draws: Tensors) -> Prediction:
+        noisy_BCHW, target_BCHW = self.objective.noised(batch, draws)
+        predicted_BCHW = self.velocity(model, noisy_BCHW, draws["sigma"], batch)
+        return self.objective.prediction(predicted_BCHW, target_BCHW, draws)
+
+    def preview(
+        self,
+        model: LoadedModel,
+        requests: Sequence[PreviewRequest],
+        text: Callable[[str], Tensors],
+        in_tiles: bool = False,
+    ) -> list[Image.Image]:
+        return sample_images(self, model, requests, text, in_tiles)
+
+    def blocks(self, model: LoadedModel) -> list[nn.Module]:
+        transformer = model.components[self.component]
+        return [block for name in self.block_lists for block in transformer.get_submodule(name).children()]
+
+    def recompute_activations(self, model: LoadedModel, run: Callable[..., Any] | None = None) -> None:
+        transformer: Any = model.components[self.component]
+        run = run or Recomputing(model, together=True)
+        if isinstance(run, Recomputing):
+            loops = [(list(transformer.get_submodule(name).children()), its) for name, its in self.block_lists.items()]
+            run = Segments(run, loops, self.num_streams)
+        transformer.enable_gradient_checkpointing(run)
+
+    def fuse(self, model: LoadedModel, triton: bool = True) -> None:
+        self.fuse_blocks(model.components[self.component], form_for(model.device, triton))
+
+    def load_in_diffusers(self, path: Path, components: Sequence[str]) -> dict[str, nn.Module]:
+        transformer = self.skeleton(self.component)
+        state, metadata = self.pipeline.lora_state_dict(str(path), return_lora_metadata=True)
+        how = {"transformer": transformer, "adapter_name": "default", "metadata": metadata, "low_cpu_mem_usage": True}
+        self.pipeline.load_lora_into_transformer(state, **how, **self.reader_options)
+        return {self.component: transformer}
+
+
+Output = Tensor | tuple[Tensor, ...]
+
+
+class Segments:
+    """Calls the blocks for diffusers' loop, which gives each the output of the one before.
+
+    The call of a segment's first block computes the whole segment, and those of the others return what they are given.
+
+    Args:
+        run: how blocks are recomputed.
+        loops: for each loop its blocks in forward order, and the lengths of its first segments.
+        num_streams: how many of a block's arguments are the output of the block before, in reverse order (FLUX.1's
+            blocks take image and text, and return text and image).
+    """
+
+    def __init__(
+        self, run: Recomputing, loops: Sequence[tuple[Sequence[nn.Module], Sequence[int]]], num_streams: int = 1
+    ) -> None:
+        self._run, self._num_streams = run, num_streams
+        self._segments: dict[nn.Module, Sequence[nn.Module]] = {}  # of each block that is its segment's first
+        for blocks, lengths in loops:
+            self._segments |= dict.fromkeys(blocks, ())
+            self._segments |= {several[0]: several for several in run.segments(lengths, blocks)}
+
+    def __call__(self, block: nn.Module, *args: Any) -> Output:
+        """The streams [B, S, D] after the segment that begins with the block; as they are, if none does.
+
+        Raises:
+            KeyError: the model was given other blocks since.
+        """
+        several = self._segments[block]
+        if len(several) > 1:
+            output: Output = self._run.whole(partial(self._in_turn, several), *args)
+        elif several:
+            output = self._run(block, *args)
+        else:
+            output = self._as_output(args[: self._num_streams])
+        return output
+
+    def _in_turn(self, blocks: Sequence[nn.Module], *args: Any) -> Output:
+        output, others = self._as_output(args[: self._num_streams]), args[self._num_streams :]
+        for block in blocks:
+            streams = (output,) if isinstance(output, Tensor) else output[::-1]
+            output = block(*streams, *others)
+        return output
+
+    def _as_output(self, streams: tuple[Tensor, ...]) -> Output:
+        return streams[0] if self._num_streams == 1 else streams[::-1]

@@ -1,0 +1,220 @@
+"""The shared part of families that denoise the latents of a VAE, and whose components are files of diffusers' classes.
+
+Dimensions: B batch, C channels, H W latent height and width.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from lora_rocm.base_models.loading import Layout, Source, resolve
+from lora_rocm.base_models.random_weights import PREFIX, random_source
+from lora_rocm.base_models.safetensors_file import legacy_model_hash
+from lora_rocm.cache_store.hash_memory import WEIGHTS_MEMORY, HashMemory
+from lora_rocm.dataset.shape import Shape
+from lora_rocm.errors import ModelError
+from lora_rocm.families.base import Encoder, LoadedModel, Tensors
+from lora_rocm.families.common.objectives.base import CONTROL_LATENTS, HIDDEN_MASK, MEAN, SEEN_LATENTS, STD, LatentSpace
+from lora_rocm.families.common.vae import pixels_per_latent
+from lora_rocm.families.file_names import FileNames
+from lora_rocm.kernels.quantised import quantised
+from lora_rocm.kernels.weight_format import DENSE, WeightFormat
+from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN
+from lora_rocm.model_files.header import Header, read_header
+
+if TYPE_CHECKING:
+    from lora_rocm.recipe.schema import Recipe
+
+
+class LatentFamily(ABC):
+    """Implements the shared part of ``ModelFamily``. A family sets the attributes and defines the abstract methods.
+
+    Attributes:
+        layout: the components of its models.
+        component: the component that is always trained.
+        packed_layers: layers of it that ``model.quantization`` packs, as in ``quantised``.
+    """
+
+    name: str
+    layout: Layout
+    component: str
+    packed_layers: str
+    text_components: tuple[str, ...] = ()
+    texts = None
+    partly = False
+    """A single file is examined though it lacks components that a run needs."""
+
+    @property
+    def inpaints(self) -> bool:
+        """Whether the model is given a mask and what the mask does not hide."""
+        return False
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+
+    @abstractmethod
+    def encoders(self) -> Sequence[Encoder]: ...
+
+    @abstractmethod
+    def check(self, source: Source) -> tuple[str, ...]:
+        """Check a base from its configs and headers alone, and return notices about it.
+
+        Raises:
+            ModelError: it is of another family, or cannot be trained on.
+        """
+
+    def check_file(self, header: Header) -> None:  # noqa: B027 (a family whose files are whole needs none)
+        """Refuse a file of ``model.name_or_path`` of another family, before its other components are looked for.
+
+        Raises:
+            ModelError: wrong-family.
+        """
+
+    @abstractmethod
+    def text_example(self, rows: int) -> Tensors:
+        """The text tensors of ``example``: zeros with ``rows`` samples, of CLIP as short as those of usual captions."""
+
+    @property
+    @abstractmethod
+    def files(self) -> FileNames: ...
+
+    @property
+    def prediction_type(self) -> str:
+        """The ``prediction_type`` of the metadata; empty: left out."""
+        return ""
+
+    @property
+    def embedding_keys(self) -> Mapping[str, str]:
+        return self.recipe.spec.embedding_keys
+
+    @property
+    def all_components(self) -> tuple[str, ...]:
+        return tuple(self.layout.parts)
+
+    @property
+    def encoder_dtypes(self) -> Mapping[str, torch.dtype]:
+        return {}
+
+    @property
+    def source(self) -> Source:
+        """The recipe's base model, found and checked but not loaded.
+
+        Raises:
+            ModelError: it is missing, damaged, of another family, or cannot be trained on.
+        """
+        return self._recognised[0]
+
+    @property
+    def notices(self) -> Sequence[str]:
+        return self._recognised[1]
+
+    def take(self, source: Source) -> None:
+        """Use a base that was found and checked before."""
+        self._recognised = source, ()
+
+    @cached_property
+    def _recognised(self) -> tuple[Source, tuple[str, ...]]:
+        model = self.recipe.model
+        if model.name_or_path.startswith(PREFIX):
+            return random_source(model.name_or_path, self.layout), ()
+        file, layout = Path(os.path.expanduser(model.name_or_path)), self.layout
+        if file.suffix.lower() == ".safetensors" and os.path.isfile(file):
+            header = read_header(file)
+            self.check_file(header)
+            if self.partly and layout.alone:
+                names = layout.parts
+                there = [n for n in names if n in layout.alone or names[n].prefix_in(header.tensors) is not None]
+                layout = replace(layout, parts={name: names[name] for name in there})
+        source = resolve(model, layout, HashMemory(Path(self.recipe.cache.dir), WEIGHTS_MEMORY))
+        return source, self.check(source)
+
+    def examine(self) -> Sequence[Path]:
+        assert self.latents is not None, "the VAE says how its latents are normalised"
+        return self.source.files()
+
+    def load(self, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+        components = {name: self.source.load(name, dtype, device, self.weight_format(name)) for name in self._trained}
+        return LoadedModel(components, dtype, device)
+
+    def weight_format(self, component: str) -> WeightFormat:
+        return quantised(self.recipe.model.quantization, self.packed_layers) if component == self.component else DENSE
+
+    def sample_meta(
+        self, original_hw: tuple[int, int], crop_top_left: tuple[int, int], target_hw: tuple[int, int]
+    ) -> Tensors:
+        """Empty, unless the model is conditioned on sizes."""
+        return {}
+
+    def example(self, shape: Shape, rows: int) -> Tensors:
+        height, width = shape["h"], shape["w"]
+        side_px, channels = pixels_per_latent(self.source), len(self.latents.shift_C)
+        latents = torch.zeros(rows, channels, height // side_px, width // side_px)
+        meta = self.sample_meta((height, width), (0, 0), (height, width))
+        repeated = {name: tensor.expand(rows, *tensor.shape).contiguous() for name, tensor in meta.items()}
+        more = {CONTROL_LATENTS: self.recipe.data.has_controls, SEEN_LATENTS: self.inpaints}
+        names = (MEAN, STD, *(name for name, is_there in more.items() if is_there))
+        hidden = {HIDDEN_MASK: latents[:, :1].clone()} if self.inpaints else {}
+        return {**{name: latents.clone() for name in names}, **hidden, **repeated, **self.text_example(rows)}
+
+    @cached_property
+    def latents(self) -> LatentSpace:
+        """The normalisation ``(latents - shift) * scale``, as diffusers' pipelines decode."""
+        config = self.source.config("vae")
+        is_wan = "z_dim" in config.values  # the VAE of Wan and Qwen-Image
+        factor = config.number("scaling_factor", 1.0 if is_wan else 0.18215, above=0)
+        channels = config.whole("z_dim") if is_wan else config.whole("latent_channels", 4)
+        means, spreads = config.numbers("latents_mean", channels), config.numbers("latents_std", channels, above=0)
+        if means is not None and spreads is not None:
+            return LatentSpace(torch.tensor(means), factor / torch.tensor(spreads))
+        if is_wan:
+            missing = "latents_mean" if means is None else "latents_std"
+            raise ModelError(
+                "config-unreadable",
+                f"The config of the VAE lacks {missing}: its latents cannot be normalised.",
+                where=f"{config.path}: {missing}",
+                fix=DOWNLOAD_AGAIN,
+            )
+        shift = config.number("shift_factor", 0.0, or_null=True)
+        return LatentSpace(torch.full((channels,), shift), torch.full((channels,), factor))
+
+    def base_facts(self) -> Mapping[str, str]:
+        file = self.source.single_file
+        return {
+            "hash": "" if file is None else legacy_model_hash(file),
+            "prediction_type": self.prediction_type,
+            "identity": self._identity,
+        }
+
+    @cached_property
+    def encoders_identity(self) -> str:
+        """As ``EncodesWithComponents.encoders_identity``."""
+        parts = [self.source.fingerprint(name) for name in self.all_components if name not in self._trained]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    @cached_property
+    def _identity(self) -> str:
+        """Identity of the trained components and of the noise schedule. The encoders' are in the cache keys."""
+        parts = [*(self.source.fingerprint(name) for name in self._trained), self.source.settings("scheduler")]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    @property
+    def _trained(self) -> tuple[str, ...]:
+        return (self.component, *(self.text_components if self.recipe.lora.tokenises else ()))
+
+    @property
+    def structure(self) -> str:
+        return json.dumps([self.source.settings(name) for name in self._trained])
+
+    def skeleton(self, component: str) -> nn.Module:
+        return self.source.skeleton(component)

@@ -1,0 +1,115 @@
+"""The objective of flow matching along straight lines (rectified flow, arXiv 2209.03003; SD3, arXiv 2403.03206).
+
+A noisy latent is ``x_sigma = (1 - sigma) * x_0 + sigma * eps``, and its velocity ``eps - x_0`` is the target: sigma 0
+is clean, sigma 1 is noise. Suffixes: B batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lora_rocm.families.common.objectives.base import Draws, generators, over
+from lora_rocm.families.common.objectives.denoising import DenoisingObjective, Levels, in_range, logit_normal
+from lora_rocm.recipe.sections import NUM_TIMESTEPS, FlowSection
+
+
+@dataclass(frozen=True)
+class FlowObjective(DenoisingObjective[FlowSection]):
+    """Implements ``Objective``: predict the velocity of latents mixed with noise.
+
+    Sigma is drawn in float32 and is not rounded, for the image is mixed with what the model is told. A family whose
+    model rounds its time to another dtype rounds ``draws["sigma"]`` before it calls ``noised``.
+
+    scheduler_config: the base's scheduler_config.json.
+    patch: side of the square of latents that is one token of the model.
+    """
+
+    patch: int
+
+    def draw(self, batch: Mapping[str, Tensor], seeds: Sequence[int]) -> Draws:
+        """As ``Objective.draw``. Draws sigma, float32 [B] in [0, 1]."""
+        rngs, settings = generators(seeds), self.settings
+        if settings.timestep_sampling == "uniform":
+            sigma_B = torch.cat([torch.rand(1, generator=rng) for rng in rngs])
+        else:
+            sigma_B = logit_normal(rngs, settings.logit_mean, settings.logit_std)
+        high, wide = batch[self.latents.mean].shape[-2:]
+        shift = self.shift(high // self.patch * (wide // self.patch))
+        return self._draws(batch, rngs, in_range(settings, shifted(sigma_B, shift)))
+
+    def fixed_draw(self, batch: Mapping[str, Tensor], seeds: Sequence[int], position: float) -> Draws:
+        """As ``Objective.fixed_draw``. The position is sigma."""
+        return self._draws(batch, generators(seeds), torch.full((len(seeds),), position))
+
+    def _draws(self, batch: Mapping[str, Tensor], rngs: list[torch.Generator], sigma_B: Tensor) -> Draws:
+        sampling = self.latents.draws(rngs, batch[self.latents.mean].shape[1:])
+        loss = self.loss_draws(Levels(1 - sigma_B, sigma_B, sigma_B))
+        return Draws({"sigma": sigma_B, **loss, **sampling, **self.noise_draws(batch, sampling, rngs)})
+
+    def noised(self, batch: Mapping[str, Tensor], draws: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """(model input, target), float32 [B, C, ...], on the device of the batch."""
+        latents, noise = self.latents.sample(batch, draws), draws["noise"]
+        sigma = over(draws["sigma"], latents)
+        return (1 - sigma) * latents + sigma * draws.get("input_noise", noise), noise - latents
+
+    def shift(self, tokens: int) -> float:
+        """The shift of the sigmas of an image of this many tokens in training."""
+        wanted, config = self.settings.shift, self.scheduler_config
+        if wanted == "auto":
+            return published_shift(config, tokens)
+        return shift_of_resolution(config, tokens) if isinstance(wanted, str) else wanted
+
+    def kohya_fields(self) -> dict[str, object]:
+        """Return the distribution of sigma as ``ss_`` fields of kohya's flux_train_network.py.
+
+        sigmoid, shift and flux_shift are logit-normal; sigma is uniform, with a shift. What kohya's scripts cannot draw
+        has no ss_timestep_sampling.
+        """
+        settings, config = self.settings, self.scheduler_config
+        grows = settings.shift == "resolution" or (settings.shift == "auto" and config.get("use_dynamic_shifting"))
+        fixed = settings.shift if isinstance(settings.shift, float) else fixed_shift(config)
+        plain = settings.logit_mean == 0 and (settings.min_timestep, settings.max_timestep) == (0, NUM_TIMESTEPS)
+        if settings.timestep_sampling == "uniform":
+            name = None if grows else "uniform" if fixed == 1.0 else "sigma"
+        else:
+            name = "flux_shift" if grows else "sigmoid" if fixed == 1.0 else "shift"
+        return {
+            "ss_timestep_sampling": name if plain else None,
+            "ss_discrete_flow_shift": None if grows else fixed,
+            "ss_sigmoid_scale": settings.logit_std if settings.logit_std != 1.0 else None,
+        }
+
+
+def shifted(sigma: Tensor, shift: float) -> Tensor:
+    """Sigmas moved towards noise (shift above 1) or towards the image (below 1); 0 and 1 stay (arXiv 2403.03206)."""
+    return shift * sigma / (1 + (shift - 1) * sigma)
+
+
+def published_shift(config: Mapping[str, Any], tokens: int) -> float:
+    """The shift with which an image of this many tokens is sampled by a scheduler config."""
+    if config.get("use_dynamic_shifting"):
+        return shift_of_resolution(config, tokens)
+    return fixed_shift(config)
+
+
+def fixed_shift(config: Mapping[str, Any]) -> float:
+    """The shift of a scheduler config for all resolutions; 1 if it is missing or null, as in diffusers."""
+    return 1.0 if config.get("shift") is None else float(config["shift"])
+
+
+def shift_of_resolution(config: Mapping[str, Any], tokens: int) -> float:
+    """The shift that grows with the resolution: exp(mu), with mu on a line through two lengths in tokens.
+
+    Args:
+        config: a scheduler config with the two lengths and their mu; FLUX.1's where it has none, as in diffusers.
+        tokens: length of the image in tokens of the model.
+    """
+    short, long = int(config.get("base_image_seq_len") or 256), int(config.get("max_image_seq_len") or 4096)
+    low, high = float(config.get("base_shift") or 0.5), float(config.get("max_shift") or 1.15)
+    return math.exp(low + (high - low) * (tokens - short) / (long - short))

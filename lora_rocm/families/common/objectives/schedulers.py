@@ -1,0 +1,216 @@
+"""Whether the scheduler that comes with a base describes the noise that an objective makes (``schedulers.toml``)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from lora_rocm.base_models.loading import Source
+from lora_rocm.errors import ModelError
+from lora_rocm.families.common.objectives.flow import shift_of_resolution
+from lora_rocm.foundation.tables import read_table
+from lora_rocm.foundation.terminal_text import printable
+from lora_rocm.model_files.config_file import DOWNLOAD_AGAIN, read_config
+from lora_rocm.model_files.models import index_of
+
+BETA_KEYS = ("beta_start", "beta_end", "beta_schedule")
+"""The keys that make the betas, where ``trained_betas`` does not list them."""
+MOST = {"shift": 1000, "base_shift": 10, "max_shift": 10, "base_image_seq_len": 1 << 20, "max_image_seq_len": 1 << 20}
+"""Number in a flow's scheduler config -> the largest that is plausible."""
+TOKENS = (1, 1 << 16)
+"""Lengths of images between which the shift of a flow has to be a number."""
+
+
+@dataclass(frozen=True)
+class SchedulerClass:
+    """A scheduler of diffusers, with the betas that it has if its config names none."""
+
+    name: str
+    beta_start: float = 0.0001
+    beta_end: float = 0.02
+    beta_schedule: str = "linear"
+
+
+@dataclass(frozen=True)
+class FixedKey:
+    """A key of a scheduler config, and the values besides null that mean the noise that an objective makes."""
+
+    key: str
+    texts: tuple[str, ...] = ()
+    number: float | None = None
+    flag: bool | None = None
+
+    def allows(self, value: object) -> bool:
+        if isinstance(value, bool):
+            return value is self.flag
+        return value is None or value in self.texts or (self.number is not None and value == self.number)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The schedulers whose noise one objective makes."""
+
+    name: str
+    title: str
+    used: tuple[str, ...]
+    sampling: tuple[str, ...]
+    fixed: tuple[FixedKey, ...]
+    classes: tuple[SchedulerClass, ...]
+
+
+@dataclass(frozen=True)
+class SchedulerTable:
+    """The file."""
+
+    kinds: tuple[Kind, ...]
+
+
+@cache
+def kind_named(name: Literal["ddpm", "flow"]) -> Kind:
+    """Return the row of an objective."""
+    table = read_table(Path(__file__).with_name("schedulers.toml"), SchedulerTable)
+    return next(kind for kind in table.kinds if kind.name == name)
+
+
+def scheduler_class(source: Source, kind: Kind) -> SchedulerClass:
+    """Return the scheduler class of a base; DDPM's where neither the index of the folder nor the config names one.
+
+    diffusers loads the class of the index, and other programs that of the config. Both have to be listed.
+
+    Raises:
+        ModelError: scheduler-unsupported, or an error of reading a config.
+    """
+    named: dict[str, object] = {}
+    index = index_of(source.folder)
+    entry = read_config(index).get("scheduler") if index is not None else None
+    if isinstance(entry, list) and len(entry) == 2 and entry[1] is not None:
+        named[f"{index}: scheduler"] = entry[1]
+    own = source.config("scheduler").values.get("_class_name")
+    if own is not None:
+        named[f"{source.config_path('scheduler')}: _class_name"] = own
+    found = {place: next((each for each in kind.classes if each.name == name), None) for place, name in named.items()}
+    for place, known in found.items():
+        if known is None:
+            raise ModelError(
+                "scheduler-unsupported",
+                f"The scheduler of the base is {printable(str(named[place]))[:80]!r}, whose noise is not made here. "
+                f"What is trained here is {kind.title}.",
+                where=place,
+                fix=f"Use another base. Known schedulers: {', '.join(each.name for each in kind.classes)}.",
+            )
+    return next((each for each in found.values() if each is not None), SchedulerClass(""))
+
+
+def _class_notice(source: Source, counts: str) -> tuple[str, ...]:
+    """Return a notice if the scheduler config does not name its class."""
+    if source.config("scheduler").values.get("_class_name") is not None:
+        return ()
+    return (f"The scheduler config of the base does not name its class (_class_name): it counts as {counts}.",)
+
+
+def require_known_keys(source: Source, kind: Kind, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Refuse values that mean other noise than an objective makes; return a notice about keys that nothing knows.
+
+    Raises:
+        ModelError: scheduler-unsupported.
+    """
+    path = source.config_path("scheduler")
+    for row in kind.fixed:
+        if not row.allows(config.get(row.key)):
+            raise ModelError(
+                "scheduler-unsupported",
+                f"The scheduler config of the base has {row.key} = {printable(str(config[row.key]))[:40]}, which means "
+                f"another noise than {kind.title} as it is trained here.",
+                where=f"{path}: {row.key}",
+                fix="Use another base.",
+            )
+    known = {*kind.used, *kind.sampling, *(row.key for row in kind.fixed)}
+    unknown = sorted(key for key in config if key not in known and not key.startswith("_"))
+    if not unknown:
+        return ()
+    named = ", ".join(printable(key)[:80] for key in unknown[:3])
+    return (f"The scheduler config of the base has keys that nothing here reads ({len(unknown)}): {named}.",)
+
+
+def completed(source: Source, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a DDPM scheduler config; missing betas and prediction type are diffusers' defaults.
+
+    Raises:
+        ModelError: as ``scheduler_class``.
+    """
+    own = scheduler_class(source, kind_named("ddpm"))
+    missing = {"prediction_type": "epsilon"} if "prediction_type" not in config else {}
+    if config.get("trained_betas") is None:
+        missing |= {key: getattr(own, key) for key in BETA_KEYS if config.get(key) is None}
+    return {**config, **missing}
+
+
+def ddpm_notices(source: Source, published: Mapping[str, Any], chosen_prediction: bool) -> tuple[str, ...]:
+    """Return notices about keys of a DDPM scheduler config that are missing, so that diffusers' defaults count.
+
+    Args:
+        source: the base.
+        published: its scheduler config.
+        chosen_prediction: the recipe, or a mark in the file of the base, decides what it predicts.
+
+    Raises:
+        ModelError: as ``scheduler_class`` and ``require_known_keys``.
+    """
+    full, notices = completed(source, published), require_known_keys(source, kind_named("ddpm"), published)
+    notices = (*_class_notice(source, "a DDPM schedule"), *notices)
+    if betas := [key for key in BETA_KEYS if full.get(key) != published.get(key)]:
+        values = ", ".join(f"{key}: {full[key]}" for key in betas)
+        notices += (
+            f"The scheduler config of the base does not say how much noise a timestep has: diffusers' defaults count "
+            f"({values}). A base that was trained with other noise is spoiled by that.",
+        )
+    if "prediction_type" not in published and not chosen_prediction:
+        notices += (
+            "The scheduler config of the base has no prediction_type: as in diffusers it counts as epsilon (the noise "
+            "is predicted). For a base that predicts the velocity, set model.prediction_type: v_prediction.",
+        )
+    return notices
+
+
+def check_flow(source: Source) -> tuple[str, ...]:
+    """Refuse a base whose scheduler is not one of flow matching with a usable shift; return notices.
+
+    Raises:
+        ModelError: scheduler-unsupported, scheduler-unreadable, or an error of reading a config.
+    """
+    kind, config, path = kind_named("flow"), source.config("scheduler").values, source.config_path("scheduler")
+    scheduler_class(source, kind)
+    notices = (*_class_notice(source, "flow matching"), *require_known_keys(source, kind, config))
+    for key, problem in _flow_problems(config):
+        raise ModelError(
+            "scheduler-unreadable",
+            f"The shift of the base's noise levels cannot be made: {problem}.",
+            where=f"{path}: {key}",
+            fix=DOWNLOAD_AGAIN,
+        )
+    if config.get("shift") is None and not config.get("use_dynamic_shifting"):
+        notices += ("The scheduler config of the base has no shift: as in diffusers it counts as 1.",)
+    return notices
+
+
+def _flow_problems(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (key, what is wrong with its value)."""
+    is_dynamic = config.get("use_dynamic_shifting")
+    if not isinstance(is_dynamic, bool | None):
+        yield "use_dynamic_shifting", "use_dynamic_shifting is neither true nor false"
+    for key, most in MOST.items():
+        value = config.get(key)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and 0 < value <= most):
+            yield key, f"{key} is {printable(str(value))[:40]}"
+            return
+    try:
+        shifts = [shift_of_resolution(config, tokens) for tokens in TOKENS]
+    except ArithmeticError:  # two equal lengths, or two so near that the line through them is too steep
+        shifts = [0.0]
+    if not all(0 < shift < math.inf for shift in shifts):
+        yield "max_image_seq_len", "no line leads through its two lengths and their shifts"

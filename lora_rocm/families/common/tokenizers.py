@@ -1,0 +1,221 @@
+"""Tokenizers as files: errors of reading them, and their identity."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
+from transformers import AutoTokenizer, CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+from lora_rocm.base_models.loading import Source
+from lora_rocm.dataset.captions.caption_length import TokenLimit
+from lora_rocm.errors import ModelError
+from lora_rocm.foundation.json_text import parse_json
+from lora_rocm.foundation.terminal_text import printable
+from lora_rocm.model_files.config_file import NAMES, json_fault, read_config
+
+CLIP_LARGEST_ID = 2
+"""The ``eos_token_id`` by which CLIP pools at the largest id of a text."""
+READING_ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError, StrictDataclassError)
+"""The last one is for a config.json beside the tokenizer, which transformers reads, too."""
+READ_AS_JSON = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    "config.json",
+)
+"""Files that libraries read for a tokenizer. Each holds an object."""
+
+
+class Explained:
+    """Translate exceptions from reading a tokenizer into a ``ModelError``.
+
+    The tokenizers library raises plain ``Exception`` for a file that it does not understand, and PanicException for
+    unexpected content.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if kind is not None and (
+            kind is Exception or kind.__name__ == "PanicException" or issubclass(kind, READING_ERRORS)
+        ):
+            raise _explained(self._folder) from error
+
+
+def _explained(folder: Path) -> ModelError:
+    """The error for a folder whose tokenizer a library cannot read: names the file that is wrong, if one is found."""
+    for path in (folder / name for name in READ_AS_JSON):
+        if path.exists() and (fault := json_fault(path, path.stat().st_size)):
+            return unreadable(path, f"In one of its files, {fault}.")
+    whole = folder / "tokenizer.json"
+    for key, wanted in (("model", dict), ("added_tokens", list)) if whole.exists() else ():
+        if not isinstance(parse_json(whole.read_bytes()).get(key), wanted):
+            return unreadable(whole, f"The file does not have {NAMES[wanted]} {key}.")
+    for path in (*sorted(folder.glob("*.jinja")), *sorted(folder.glob("*/*.jinja")), *sorted(folder.glob("*.txt"))):
+        try:
+            path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            return unreadable(path, f"In one of its files, byte {error.start + 1} is not UTF-8 text.")
+        except OSError as error:
+            return unreadable(path, f"One of its files cannot be read: {error.strerror}.")
+    if whole.exists():
+        return unreadable(whole, "The file is damaged, or of a kind that the tokenizers library cannot read.")
+    return unreadable(folder, "There is no tokenizer.json, and no tokenizer can be made of the other files here.")
+
+
+def unreadable(where: Path, what: str) -> ModelError:
+    """The error for a tokenizer that cannot be read. where: a file of it, or its folder."""
+    return ModelError(
+        "tokenizer-unreadable",
+        f"The tokenizer cannot be read. {what}",
+        where=str(where),
+        fix="Download the tokenizer's files again.",
+    )
+
+
+def require_rows(tokenizer: Any, source: Source, name: str, spare_unwritten: bool = False) -> None:
+    """Refuse a tokenizer with an id that the model's table of embeddings has no row for.
+
+    Computing with such an id ends the process on a GPU.
+
+    Args:
+        tokenizer: it counts with all that it can give: its vocabulary, added tokens, and what it writes around a text.
+        source: the base.
+        name: of the tokenizer in the base.
+        spare_unwritten: a special token may lack a row if neither chat template nor model writes it, because published
+            models have such placeholders (Gemma 3 1B). The caller refuses the texts that spell it out.
+
+    Raises:
+        ModelError: tokenizer-unfit.
+    """
+    rows = source.table_rows(name)
+    _require_end(tokenizer, source, name, rows)
+    beyond = ids_beyond(tokenizer, rows)
+    if spare_unwritten:
+        spared = _unwritten(tokenizer)
+        beyond = {token: number for token, number in beyond.items() if token not in spared}
+    if not beyond:
+        return
+    token, largest = max(beyond.items(), key=lambda item: item[1])
+    more = f", and {len(beyond) - 1} more like it" if len(beyond) > 1 else ""
+    raise ModelError(
+        "tokenizer-unfit",
+        f"The tokenizer has the token {printable(repr(token))[:80]} with the id {largest}{more}, and the table of "
+        f"embeddings of the {source.layout.tokenizers[name].component} has {rows} rows: the ids 0 to {rows - 1}.",
+        where=str(source.tokenizer_path(name)),
+        fix="Give the tokenizer that belongs to this model, or the edition of the model whose table was made larger.",
+    )
+
+
+def _require_end(tokenizer: Any, source: Source, name: str, rows: int) -> None:
+    """Refuse a CLIP that looks for the end of a text by another id than its tokenizer writes there.
+
+    CLIPTextModel pools at the first ``eos_token_id``, and at the largest id of all if that is 2, as in many published
+    configs (transformers' modeling_clip.py). It pools at the beginning of the text if the id does not occur.
+
+    Raises:
+        ModelError: config-unreadable, tokenizer-unfit.
+    """
+    of = source.layout.tokenizers[name]
+    cls, config = source.layout.parts[of.component].cls, source.config(of.component)
+    if not issubclass(cls, CLIPTextModel | CLIPTextModelWithProjection):
+        return
+    end = config.whole("eos_token_id", CLIPTextConfig().eos_token_id, least=0)
+    if of.pools and end not in (CLIP_LARGEST_ID, tokenizer.eos_token_id):
+        raise ModelError(
+            "tokenizer-unfit",
+            f"The {of.component} looks for the end of a text by the id {end}, and its tokenizer writes "
+            f"{tokenizer.eos_token_id} there: the pooled embedding would be of another place.",
+            where=f"{config.path}: eos_token_id",
+            fix=f"Set eos_token_id to {tokenizer.eos_token_id} there, or download the model again.",
+        )
+
+
+def ids_beyond(tokenizer: Any, rows: int) -> dict[str, int]:
+    """Return the tokens, with their ids, that a table of so many rows has no row for."""
+    given: dict[str, int] = dict(tokenizer.get_vocab())
+    given |= {str(added): int(number) for number, added in tokenizer.added_tokens_decoder.items()}
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None and backend.post_processor is not None:
+        given |= {f"token {number} of the post-processor": number for number in _written_around(backend.post_processor)}
+    return {token: number for token, number in given.items() if number >= rows}
+
+
+def _written_around(post_processor: Any) -> Iterator[int]:
+    """Yield the ids that a post-processor writes around a text, as its JSON has them."""
+    parts: list[Any] = [json.loads(post_processor.__getstate__())]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, Mapping):
+            parts += [value for key, value in part.items() if key not in ("cls", "sep")]
+            parts += [{"ids": [pair[1]]} for key in ("cls", "sep") if (pair := part.get(key))]
+            yield from (number for number in part.get("ids") or () if isinstance(number, int))
+        parts += part if isinstance(part, list) else []
+
+
+def _unwritten(tokenizer: Any) -> set[str]:
+    """Return the special tokens that only a text can have: no template names them, and none has a written role."""
+    templates = tokenizer.chat_template
+    named = "".join(templates.values()) if isinstance(templates, dict) else str(templates or "")
+    roles = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token, tokenizer.cls_token, tokenizer.sep_token}
+    special = {str(added) for added in tokenizer.added_tokens_decoder.values() if added.special}
+    return {token for token in special - roles if token not in named}
+
+
+def tokenizer_identity(source: Source, names: Sequence[str]) -> str:
+    """SHA-256 over the files of the named tokenizers."""
+    folders = [source.tokenizer_path(name) for name in names]
+    files = [path for folder in folders for path in sorted(folder.iterdir()) if path.is_file()]
+    return digest([f"{path.parent.name}/{path.name} {_file_digest(path)}" for path in files])
+
+
+def _file_digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def digest(parts: Sequence[str]) -> str:
+    """SHA-256 of several texts."""
+    return hashlib.sha256("\n".join(parts).encode("utf-8")).hexdigest()
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Load a tokenizer from a local folder.
+
+    Raises:
+        ModelError: tokenizer-unreadable; custom-code, if transformers has no class for it.
+    """
+    try:
+        with Explained(folder):
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+            token_ids(tokenizer, "a")
+    except ModelError as error:
+        config = folder / "tokenizer_config.json"
+        if not config.exists() or "auto_map" not in read_config(config):
+            raise
+        raise ModelError(
+            "custom-code",
+            "This tokenizer comes with code of its own, which would run with all your rights: it is not loaded.",
+            where=f"{config}: auto_map",
+            fix="Use a tokenizer of a class that is part of transformers.",
+        ) from error
+    return tokenizer
+
+
+def token_ids(tokenizer: Any, text: str) -> Tensor:
+    """Token ids of a text, int64 [S], neither padded nor cut."""
+    ids_S: Tensor = tokenizer(text, return_tensors="pt").input_ids[0]
+    return ids_S
+
+
+def token_limit(tokenizer: Any, template: str, max_tokens: int) -> TokenLimit:
+    """The tokenizer, and the tokens of a caption that fit behind the beginning of the template."""
+    begin = len(token_ids(tokenizer, template.partition("{}")[0]))
+    return TokenLimit(tokenizer.backend_tokenizer.to_str(), max_tokens - begin)

@@ -1,0 +1,99 @@
+"""UNets of inpainting models: their input is the noisy image, the mask, and the latents of what the mask does not hide.
+
+The order is that of diffusers' ``StableDiffusionXLInpaintPipeline``. Dimensions: B batch, C channels, H W of latents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import numpy as np
+import torch
+from diffusers.image_processor import VaeImageProcessor
+from torch import Tensor, nn
+
+from lora_rocm.dataset.companions.masks import decode_mask, mask_on_grid
+from lora_rocm.dataset.images.buckets import covering
+from lora_rocm.dataset.images.image_io import cut, decode
+from lora_rocm.dataset.images.preview_images import MISFIT_FIX, misfit
+from lora_rocm.errors import DataError, ModelError
+from lora_rocm.families.base import PreviewRequest
+from lora_rocm.families.common.objectives.base import HIDDEN_MASK
+from lora_rocm.families.common.vae import read_image
+from lora_rocm.model_files.config_file import Config
+from lora_rocm.recipe.sample_section import SampleSection
+from lora_rocm.recipe.yaml_tree import dotted
+
+CHANNELS = 9
+FIRST_LAYER = "model.diffusion_model.input_blocks.0.0.weight"
+
+
+def joined(noisy_BCHW: Tensor, batch: Mapping[str, Tensor], seen_BCHW: Tensor) -> Tensor:
+    """The input of the UNet, [B, CHANNELS, H, W]. ``seen_BCHW``: normalised latents of what is seen."""
+    return torch.cat([noisy_BCHW, batch[HIDDEN_MASK].to(noisy_BCHW.dtype), seen_BCHW], dim=1)
+
+
+def config_changes(config: Config, tensors: Mapping[str, Sequence[int]]) -> dict[str, object]:
+    """As ``Layout.changed``: a file without a config says by its first layer that it is an inpainting model."""
+    _, channels, *_ = tensors.get(FIRST_LAYER, (0, 0))
+    return {"in_channels": CHANNELS} if channels == CHANNELS else {}
+
+
+def require_masks_read(channels: int, sample: SampleSection) -> None:
+    """Refuse masks of previews for a base that reads none. ``channels``: of the UNet's input.
+
+    Raises:
+        ModelError: masks-unused.
+    """
+    masked = [sample.key_of("mask", *each[:2]) for each in sample.numbered() if each[2].mask]
+    if masked and channels != CHANNELS:
+        what = f"This base reads no masks: its UNet takes {channels} channels, and one for inpainting {CHANNELS}."
+        fix = "Remove the masks and their control images, or train an inpainting base."
+        raise ModelError("masks-unused", what, where=dotted(masked[0]), fix=fix)
+
+
+def seen_and_hidden(request: PreviewRequest) -> tuple[Tensor, Tensor]:
+    """Pixels [3, H, W] in [-1, 1] of what a preview shows the model, and [1, H, W]: 1.0 where it is to draw, else 0.0.
+
+    The image is scaled to cover the preview and cropped at the centre, and its mask with it. Without a mask all is
+    hidden.
+
+    Raises:
+        DataError: a file cannot be read, or the mask has other proportions than its image.
+    """
+    if "mask" not in request.inputs:
+        return torch.zeros(3, request.height, request.width), torch.ones(1, request.height, request.width)
+    image = read_image(request.inputs["control_image"], "control image", decode)
+    mask = read_image(request.inputs["mask"], "mask", partial(decode_mask, alpha=False))
+    if fault := misfit(mask.size, image.size):
+        where = str(request.inputs["mask"])
+        raise DataError("mask-misfit", f"The preview cannot be drawn: {fault}.", where=where, fix=MISFIT_FIX)
+    geometry = covering((image.height, image.width), (request.height, request.width))
+    hidden_HW = mask_on_grid(np.asarray(mask), geometry, False, (1, 1)) >= 0.5
+    hidden_1HW = torch.from_numpy(hidden_HW.astype(np.float32))[None]
+    pixels_BCHW: Tensor = VaeImageProcessor(vae_scale_factor=1).preprocess(cut(image, geometry, flip=False))
+    return pixels_BCHW[0] * (1.0 - hidden_1HW), hidden_1HW
+
+
+@contextmanager
+def given(unet: nn.Module, seen_BCHW: Tensor, hidden_BCHW: Tensor) -> Iterator[None]:
+    """Inside the context the UNet takes noisy latents alone, once or several times B of them.
+
+    ``seen_BCHW``: normalised latents of what is seen. ``hidden_BCHW``: 1.0 where it draws.
+    """
+
+    def join(
+        module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[Tensor, ...], dict[str, object]]:
+        noisy_BCHW, *rest = args
+        times = (len(noisy_BCHW) // len(seen_BCHW), 1, 1, 1)  # twice with guidance: without the prompt, then with it
+        hidden = {HIDDEN_MASK: hidden_BCHW.repeat(times)}
+        return (joined(noisy_BCHW, hidden, seen_BCHW.to(noisy_BCHW.dtype).repeat(times)), *rest), kwargs
+
+    handle = unet.register_forward_pre_hook(join, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,0 +1,201 @@
+"""Control images: paired by name, one for each image, refused in words with the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from lora_rocm.dataset.companions.controls import CONTROL
+from lora_rocm.dataset.images.preview_images import require_preview_images
+from lora_rocm.dataset.sample_table import Companion
+from lora_rocm.dataset.sources.scan import Scan, scan
+from lora_rocm.errors import DataError, RecipeError
+from lora_rocm.recipe.load import load_recipe
+
+
+@pytest.fixture
+def images(tmp_path: Path, make: SimpleNamespace) -> Path:
+    """Two images, one of them in a sub-folder, each with a control image of another format and size."""
+    for number, name in enumerate(("a", "sub/b")):
+        make.image(tmp_path / "data" / f"{name}.png", seed=number, caption=name)
+        make.image(tmp_path / "controls" / f"{name}.webp", 40, 80, seed=9 + number)
+    return tmp_path / "data"
+
+
+def scanned(make: SimpleNamespace, images: Path, **keys: Any) -> Scan:
+    return scan(make.data(path=str(images), **{"control_path": str(images.parent / "controls"), **keys}))
+
+
+def test_a_control_image_belongs_to_the_image_with_its_path(images: Path, make: SimpleNamespace) -> None:
+    found = scanned(make, images)
+    wanted = [images.parent / "controls" / "a.webp", images.parent / "controls" / "sub" / "b.webp"]
+    assert [sample.companions for sample in found.samples] == [(Companion(CONTROL, path, 40, 80),) for path in wanted]
+    assert not found.set_aside and not found.notices and not found.lasting
+    assert scanned(make, images, control_path=None).lasting, "the control"
+
+
+def test_control_images_in_the_image_folder_are_not_trained_on(images: Path, make: SimpleNamespace) -> None:
+    (images.parent / "controls").rename(images / "before")
+    found = scanned(make, images, control_path=str(images / "before"))
+    assert [sample.key for sample in found.samples] == ["a.png", "sub/b.png"]
+
+
+def test_an_image_without_a_control_image_is_an_error(images: Path, make: SimpleNamespace) -> None:
+    (images.parent / "controls" / "sub" / "b.webp").unlink()
+    with pytest.raises(DataError, match=r"1 image has no control image: sub/b.png\.") as caught:
+        scanned(make, images)
+    assert caught.value.code == "control-missing" and caught.value.where.endswith("controls") and caught.value.fix
+
+
+def test_two_control_images_of_one_name_are_an_error(images: Path, make: SimpleNamespace) -> None:
+    make.image(images.parent / "controls" / "a.png")
+    with pytest.raises(DataError, match=r"a.png and a.webp\. Which of them") as caught:
+        scanned(make, images)
+    assert caught.value.code == "control-ambiguous" and caught.value.where.endswith("a.webp")
+
+
+def test_a_control_image_without_an_image_is_said(images: Path, make: SimpleNamespace) -> None:
+    make.image(images.parent / "controls" / "c.png")
+    assert scanned(make, images).notices == ("1 control image has no image of the same name: c.png.",)
+
+
+def test_an_unreadable_control_image_sets_its_image_aside(images: Path, make: SimpleNamespace) -> None:
+    (images.parent / "controls" / "a.webp").write_bytes(b"no image")
+    found = scanned(make, images)
+    assert [sample.key for sample in found.samples] == ["sub/b.png"]
+    (problem,) = found.set_aside
+    assert problem.where.endswith("a.webp") and problem.what.startswith("The control image of a.png cannot be read:")
+    assert "take it away together with its image" in problem.fix
+
+
+def test_the_folder_of_the_images_is_refused(images: Path, make: SimpleNamespace) -> None:
+    with pytest.raises(DataError, match="control_path is the folder of the images") as caught:
+        scanned(make, images, control_path=str(images))
+    assert caught.value.code == "control-folder-same"
+    with pytest.raises(DataError, match="A folder of control images cannot be read"):
+        scanned(make, images, control_path=str(images / "nowhere"))
+
+
+KONTEXT = "model: {family: flux, name_or_path: x, variant: kontext}\ntrain: {epochs: 1}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "what", "fix"),
+    [
+        ("data: {path: a, control_path: c}", "", "", ""),
+        ("data: {path: a}\nsample: {prompts: [a], control_images: [c]}", "", "", ""),
+        ("data: {dataset: a, control_path: c}", "data.dataset", "there is no such key", ""),
+        ("data: {control_path: c, sources: [{dataset: b}]}", "data.control_path", "b cannot have both", "row"),
+        ("data: {sources: [{path: a, control_path: c}, {path: b}]}", "data.sources", "b has no control_path", "Add"),
+    ],
+)
+def test_what_a_recipe_may_say(tmp_path: Path, text: str, place: str, what: str, fix: str) -> None:
+    (tmp_path / "r.yaml").write_text(KONTEXT + text, encoding="utf-8")
+    if not place:
+        assert load_recipe(tmp_path / "r.yaml").recipe.model.takes_control
+        return
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(tmp_path / "r.yaml")
+    problem = caught.value.problems[0]
+    assert problem.where.endswith(f"r.yaml:3 {place}") and what in problem.what and fix in problem.fix
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("data:\n  path: a\n  control_path: c", "r.yaml:5 data.control_path"),
+        ("data:\n  sources:\n  - {path: a, control_path: c}", "r.yaml:5 data.sources[0].control_path"),
+        ("data: {path: a}\nsample:\n  control_images: [c]\n  prompts: [a]", "r.yaml:5 sample.control_images"),
+    ],
+)
+def test_other_variants_and_families_take_none(tmp_path: Path, text: str, place: str) -> None:
+    for model, fix in (("flux, variant: dev", "or set model.variant: kontext"), ("z-image", "Remove it.")):
+        recipe = KONTEXT.replace("flux", model).replace(", variant: kontext", "") + text
+        (tmp_path / "r.yaml").write_text(recipe, encoding="utf-8")
+        with pytest.raises(RecipeError) as caught:
+            load_recipe(tmp_path / "r.yaml")
+        (problem,) = caught.value.problems
+        assert problem.where.endswith(place) and "takes no control images" in problem.what and fix in problem.fix
+
+
+INPAINT = "model: {family: sdxl, name_or_path: x}\ntrain: {epochs: 1}\ndata: {path: a}\nsample:\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "words"),
+    [
+        ("  prompts: [a]\n  control_images: [i]", "r.yaml:6 sample.control_images[0]", "it needs a mask"),
+        (
+            "  prompts: [{prompt: a, control_image: i, control_image_2: i, mask: m}]",
+            "r.yaml:5 sample.prompts[0].control_image_2",
+            "it needs a mask",
+        ),
+        ("  prompts: [a]\n  masks: [m]", "r.yaml:6 sample.masks[0]", "has no image"),
+        ("  prompts:\n  - a\n  - {prompt: b, mask: m}", "r.yaml:7 sample.prompts[1].mask", "has no image"),
+        (
+            "  prompts:\n  - {prompt: b, mask: m, control_image: i}\n  control_prompts: [c]\n  control_images: [i]",
+            "r.yaml:8 sample.control_images[0]",
+            "it needs a mask",
+        ),
+    ],
+)
+def test_previews_of_inpainting_bases_need_image_and_mask(tmp_path: Path, text: str, place: str, words: str) -> None:
+    (tmp_path / "r.yaml").write_text(INPAINT + text, encoding="utf-8")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(tmp_path / "r.yaml")
+    (problem,) = caught.value.problems
+    assert problem.where.endswith(place) and words in problem.what
+    with pytest.raises(RecipeError, match=r"takes no masks|Extra|Remove it"):
+        load_recipe(tmp_path / "r.yaml", ["model.family=flux", "model.variant=kontext", "sample.masks=[m]"])
+
+
+def test_images_of_previews_are_looked_at_before_anything_is_encoded(tmp_path: Path) -> None:
+    """Each prompt has the images at its place, the last ones are for all others, and its own come first."""
+    names = [tmp_path / f"{name}.png" for name in ("i", "j", "m", "n")]
+    for name, size in zip(names, [(30, 20), (40, 40), (15, 10), (20, 20)], strict=True):
+        Image.new("L", size).save(name)
+    i, j, m, n = map(str, names)
+    text = f"  prompts:\n  - a\n  - {{prompt: b, control_image: {j}, mask: {n}}}\n  - c\n"
+    (tmp_path / "r.yaml").write_text(f"{INPAINT}{text}  control_images: [{i}]\n  masks: [{m}]\n", encoding="utf-8")
+    loaded = load_recipe(tmp_path / "r.yaml")
+    require_preview_images(loaded)
+    assert [(each.control_image, each.mask) for _, _, each in loaded.recipe.sample.numbered()] == [
+        (i, m),
+        (j, n),
+        (i, m),
+    ]
+    Image.new("L", (15, 11)).save(names[2])  # within a pixel of rounding of the proportions
+    require_preview_images(loaded)
+    Image.new("L", (10, 15)).save(names[2])
+    Path(j).write_bytes(b"no image")
+    with pytest.raises(RecipeError) as caught:
+        require_preview_images(loaded)
+    wide, broken = caught.value.problems
+    assert wide.where.endswith("r.yaml:10 sample.masks[0]") and "10x15, and the image is 30x20" in wide.what
+    assert broken.where.endswith("r.yaml:7 sample.prompts[1].control_image") and "cannot be read" in broken.what
+    names[3].unlink()
+    with pytest.raises(RecipeError, match=r"r\.yaml:7 sample\.prompts\[1\]\.mask: there is no file"):
+        loaded.require_files()
+
+
+def test_control_images_beside_the_images(images: Path, make: SimpleNamespace) -> None:
+    (images.parent / "controls" / "a.webp").rename(images / "a-condlabel.webp")
+    (images / "sub" / "_controls").mkdir()
+    (images.parent / "controls" / "sub" / "b.webp").rename(images / "sub" / "_controls" / "b.webp")
+    found = scanned(make, images, control_path="beside")
+    assert [sample.companions[0].place.name for sample in found.samples] == ["a-condlabel.webp", "b.webp"]
+    assert not found.notices and found.lasting
+    (images / "a-condlabel.webp").unlink()
+    with pytest.raises(DataError, match="1 image has no control image: a.png") as caught:
+        scanned(make, images, control_path="beside")
+    assert str(caught.value.where).endswith("data")
+
+
+@pytest.mark.parametrize("keys", [{"random_crop": True}, {"random_crop": 3}, {"color_aug": 1}])
+def test_an_image_is_not_changed_without_its_control_image(keys: Any, images: Path, make: SimpleNamespace) -> None:
+    with pytest.raises(ValueError, match=f"cannot have both {next(iter(keys))} and control_path"):
+        make.recipe(make.data(path=str(images), control_path=str(images.parent / "controls"), **keys))
