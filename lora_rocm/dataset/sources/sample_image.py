@@ -10,12 +10,13 @@ from lora_rocm.dataset.rows.hf_datasets import UnreadableCell, image_in
 from lora_rocm.dataset.sample_table import Sample
 from lora_rocm.dataset.sources.clips import video_bytes
 from lora_rocm.dataset.sources.folders import shown
-from lora_rocm.dataset.sources.scan import UNREADABLE_FIX
 from lora_rocm.errors import DataError
 from lora_rocm.foundation.bounded_read import read_plain
 
 if TYPE_CHECKING:
     from PIL import Image
+
+UNREADABLE_FIX = "Replace the file or take it away."
 
 
 def image_bytes(sample: Sample) -> bytes:
@@ -31,9 +32,9 @@ def image_bytes(sample: Sample) -> bytes:
         if isinstance(content, Path):
             return read_plain(content, MAX_IMAGE_BYTES)
     except OSError as error:
-        raise _unreadable(sample, error.strerror or str(error)) from error
+        raise unreadable(sample, error.strerror or str(error)) from error
     except UnreadableCell as error:
-        raise _unreadable(sample, str(error)) from error
+        raise unreadable(sample, str(error)) from error
     assert content is not None, "an empty cell is set aside by scan"
     return bytes(content)
 
@@ -47,13 +48,13 @@ def load_image(sample: Sample, content: bytes | None = None) -> Image.Image:
     try:
         image = decode(image_bytes(sample) if content is None else content)
     except UnreadableImage as error:
-        raise _unreadable(sample, str(error)) from error
+        raise unreadable(sample, str(error)) from error
     if image.size != (sample.width, sample.height):
-        raise _unreadable(sample, f"it is {image.width}x{image.height}, not {sample.width}x{sample.height} as before")
+        raise unreadable(sample, f"it is {image.width}x{image.height}, not {sample.width}x{sample.height} as before")
     return image
 
 
-def _unreadable(sample: Sample, reason: str) -> DataError:
+def unreadable(sample: Sample, reason: str) -> DataError:
     return DataError(
         "image-unreadable", f"The image cannot be read: {reason}.", where=shown(sample.location), fix=UNREADABLE_FIX
     )

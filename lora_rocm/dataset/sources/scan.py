@@ -49,7 +49,7 @@ from lora_rocm.dataset.sources.folders import (
     walk,
 )
 from lora_rocm.dataset.sources.given import UnusableValue
-from lora_rocm.dataset.sources.sample_image import _unreadable, image_bytes, load_image
+from lora_rocm.dataset.sources.sample_image import UNREADABLE_FIX, image_bytes, load_image, unreadable
 from lora_rocm.errors import DataError, Problem
 from lora_rocm.foundation.units import count_text
 from lora_rocm.recipe.schema import DataSection, ResolvedSource
@@ -59,11 +59,10 @@ if TYPE_CHECKING:
     pass
 
 SMALL_SHARE = 4  # an image is small if its side is under 1/4 of the resolution
-__all__ = ["Sample", "Cropped", "Samples", "Scan", "geometries", "geometry_of", "image_bytes", "load_image", "scan"]
+__all__ = ["Sample", "Cropped", "Samples", "Scan", "geometries", "geometry_of", "scan"]
 
 MAX_DEEP_GREY_READ = 8  # 16-bit images decoded per source, to check whether they hold fewer bits
 MAX_LOST_SHARE = 0.25  # of an image's area; a crop that removes more is reported
-UNREADABLE_FIX = "Replace the file or take it away."
 _have = partial(counted, one="image has", many="images have")
 
 
@@ -562,6 +561,6 @@ def _num_bytes(sample: Sample) -> int | bytes:
         try:
             return sample.location.stat().st_size
         except OSError as error:
-            raise _unreadable(sample, error.strerror or str(error)) from error
+            raise unreadable(sample, error.strerror or str(error)) from error
     image = image_in(sample.location)
     return image.nbytes if isinstance(image, memoryview) else 0
