@@ -55,6 +55,7 @@ def load_image(sample: Sample, content: bytes | None = None) -> Image.Image:
 
 
 def unreadable(sample: Sample, reason: str) -> DataError:
+    """The error "image-unreadable" of a sample; ``reason``: the end of its sentence."""
     return DataError(
         "image-unreadable", f"The image cannot be read: {reason}.", where=shown(sample.location), fix=UNREADABLE_FIX
     )

@@ -49,7 +49,7 @@ from lora_rocm.dataset.sources.folders import (
     walk,
 )
 from lora_rocm.dataset.sources.given import UnusableValue
-from lora_rocm.dataset.sources.sample_image import UNREADABLE_FIX, image_bytes, load_image, unreadable
+from lora_rocm.dataset.sources.sample_image import UNREADABLE_FIX, image_bytes, unreadable
 from lora_rocm.errors import DataError, Problem
 from lora_rocm.foundation.units import count_text
 from lora_rocm.recipe.schema import DataSection, ResolvedSource
