@@ -57,7 +57,9 @@ def load_model(
     """Load and adapt the model on the CPU, then send it to the device. The returned flag: Triton is used."""
     recipe = start.recipe
     compiled = compilation.how_asked(recipe.runtime.compile, start.device) is not None  # made from the unfused modules
-    triton = start.settings.triton and kernel_check.trusted(start.device, start.dtype, start.context.notice)
+    triton = start.settings.triton and kernel_check.trusted(
+        start.device, start.dtype, start.context.notice, memory.kernels
+    )
     model = family.load(start.dtype, torch.device("cpu"))
     resumed = start.checkpoint is not None
     adapter = inject(family, model, recipe.lora, recipe.train.seed, start.context.notice, resumed=resumed)
