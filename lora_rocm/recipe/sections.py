@@ -143,6 +143,11 @@ PathOrHubId = Annotated[PathText, PathRule("if there")]
 OutputFolder = Annotated[PathText, PathRule("always")]
 
 
+@dataclass(frozen=True)
+class AddedLater:
+    """Mark of a key that was added after 2026-11-27: recipes of earlier runs are without it, see ``comparison``."""
+
+
 def path_rule(field: FieldInfo) -> PathRule | None:
     """The path rule of a field; None if the field holds no path."""
     return next(

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from lora_rocm.recipe.sections import (
     MAX_ITEMS,
+    AddedLater,
     Batch,
     CaptionExtension,
     Colours,
@@ -38,7 +39,7 @@ class SourceOptions(Section):
         description="Side in pixels of the square whose area the buckets keep to. A list, such as [512, 768, 1024]: "
         "each image is seen once at each of these in an epoch.",
     )
-    frames: Lengths = Field(
+    frames: Annotated[Lengths, AddedLater()] = Field(
         1,
         description="Frames of a clip, from its first on: a sub-folder of numbered images is one, and its caption file "
         "lies beside it (walk.txt for the folder walk). A list, such as [17, 33]: of each clip the most that it has. "
@@ -155,6 +156,8 @@ OPTIONS_OF_CLASS_IMAGES = ("resolution", "repeats", "loss_weight", "caption_drop
 """The options of a source that mean something for images that the base draws."""
 OF_VIDEOS = frozenset({"frames"})
 """The options of a source that only families with an axis of frames read."""
+OF_TEXTS_TOO = frozenset({"path", "dataset", "split", "repeats", "loss_weight", "recursive", "include", "exclude"})
+"""The options of a source that families read whose samples are texts. All others are about images."""
 OF_CLASS_IMAGES = frozenset((*OPTIONS_OF_CLASS_IMAGES, "is_reg", "class_prompt", "num_class_images", "max_batch_size"))
 
 
