@@ -16,6 +16,7 @@ from lora_rocm.recipe.sections import BESIDE
 
 if TYPE_CHECKING:
     from lora_rocm.dataset.images.image_io import Header
+    from lora_rocm.dataset.rows.hf_datasets import DatasetRow
     from lora_rocm.dataset.sample_table import Sample
 
 CONTROL = "control"
@@ -47,7 +48,7 @@ class Controls:
         self._files = [PairedFiles(options, index, place, "control_path", "control image") for place in places]
         self._without = [few() for _ in self._files]
 
-    def look(self, sample: Sample, header: Header) -> Sequence[Companion | Problem]:
+    def look(self, sample: Sample, header: Header, row: DatasetRow | None) -> Sequence[Companion | Problem]:
         """As ``CompanionInput.look``."""
         found = list[Companion | Problem]()
         for number, (files, without) in enumerate(zip(self._files, self._without, strict=True)):
