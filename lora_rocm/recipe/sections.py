@@ -138,6 +138,14 @@ ControlPath = Annotated[
     Discriminator(_kind_of_value),
 ]
 """Where control images are: of each image one, or with a list one of each folder."""
+Columns = Annotated[
+    Annotated[PathText, Tag("one")]
+    | Annotated[
+        tuple[PathText, ...], Field(min_length=1, max_length=MAX_CONTROLS), AfterValidator(_no_twins), Tag(LIST_TAG)
+    ],
+    Discriminator(_kind_of_value),
+]
+"""A column of a table, or a list of different ones."""
 InputFile = Annotated[PathText, PathRule("unless builtin", "file")]
 PathOrHubId = Annotated[PathText, PathRule("if there")]
 OutputFolder = Annotated[PathText, PathRule("always")]

@@ -12,6 +12,7 @@ from lora_rocm.recipe.sections import (
     Batch,
     CaptionExtension,
     Colours,
+    Columns,
     ControlPath,
     Crops,
     FolderOrBeside,
@@ -114,6 +115,11 @@ class SourceOptions(Section):
         "model is given, while the image is what it should make of it. beside: those that lie with the images, as "
         "NAME-condlabel.png or in a sub-folder such as _controls. For models that take several, a list of folders.",
     )
+    control_column: Annotated[Columns | None, AddedLater()] = Field(
+        None,
+        description="Column with the control image of each row of a dataset, in place of control_path: an image or a "
+        "path, as in image_column. For models that take several, a list of columns.",
+    )
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -122,8 +128,14 @@ class SourceOptions(Section):
 
     @property
     def control_places(self) -> tuple[str, ...]:
-        """Where control images are: one of each place."""
-        return (self.control_path,) if isinstance(self.control_path, str) else self.control_path or ()
+        """Where control images are, one of each place: folders, BESIDE, or ``control_columns``."""
+        folders = (self.control_path,) if isinstance(self.control_path, str) else self.control_path or ()
+        return *folders, *self.control_columns
+
+    @property
+    def control_columns(self) -> tuple[str, ...]:
+        """The columns with control images; a source that has any has no other places of these."""
+        return (self.control_column,) if isinstance(self.control_column, str) else self.control_column or ()
 
 
 class NamedSource(Section):
@@ -212,3 +224,4 @@ class DataSource(NamedSource):
     alpha_mask: bool | None = None
     unmasked_weight: Fraction | None = None
     control_path: ControlPath | None = None
+    control_column: Columns | None = None

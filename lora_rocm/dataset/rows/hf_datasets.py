@@ -136,7 +136,8 @@ def notices(source: ResolvedSource) -> list[str]:
     """
     assert source.dataset is not None
     read = (source.image_column, source.caption_column, source.loss_weight_column, source.crop_column)
-    left = [name for name in _open(source.dataset, source.split).column_names if name not in (*read, *ADDED)]
+    ours = (*read, *source.control_columns, *ADDED)
+    left = [name for name in _open(source.dataset, source.split).column_names if name not in ours]
     return [f"Columns of {shown(source.dataset)} that nothing reads: {listed(left)}."] if left else []
 
 

@@ -26,7 +26,7 @@ def any_holding(shared: object, number: int, own: Sequence[object], class_prompt
     return any(holding(each, shared, prompt) for each, prompt in zip(own, class_prompts, strict=True))
 
 
-CONTROL_KEYS = ("control_path",)
+CONTROL_KEYS = ("control_path", "control_column")
 """The options with which a source has control images: one place, or a list of places. All rules about these follow."""
 CONTROLS = (
     *("data.sources", f"{SOURCES}.class_prompt"),
@@ -129,6 +129,34 @@ def _of_folders(key: str) -> Rule:
     )
 
 
+def _of_rows(key: str, instead: str) -> tuple[Rule, ...]:
+    """A folder of images, which has no rows, cannot have a column."""
+
+    def broken(own: object, shared: object, path: str | None, class_prompt: str | None) -> list[Breach]:
+        wrong = path is not None and holding(own, shared, class_prompt)
+        return [{"at": f"data.{key}" if own is None else f"{SOURCE}.{key}"}] if wrong else []
+
+    what, fix = f"cannot have {key}, because it is a folder of images", f"Name a folder in {instead}, or write dataset "
+    fix += "for path, if a table in the folder names the images."
+    return (
+        Rule(
+            f"source-not-both:{key},path",
+            (f"{SOURCE}.{key}", f"data.{key}", f"{SOURCE}.path", f"{SOURCE}.class_prompt"),
+            broken,
+            f"{{2}} {what}",
+            fix,
+        ),
+        Rule(
+            f"data-not-both:{key},path",
+            (f"data.{key}", "data.path"),
+            lambda column, path: bool(column and path),
+            f"{{1}} {what}",
+            fix,
+            at=f"data.{key}",
+        ),
+    )
+
+
 def unread_of_class_images(name: str) -> Rule:
     """Class images do not have an option of sources."""
     what = "beside class_prompt, whose images the base draws and which is their caption"
@@ -221,6 +249,12 @@ RULES: tuple[Rule, ...] = (
         "Remove one of them. mask_path is for folders: rows of a dataset have no file names.",
     ),
     *(_of_folders(key) for key in ("mask_path", "control_path", "metadata_file")),
+    *_of_rows("control_column", "control_path"),
+    *_both_of_a_source(
+        "control_column",
+        "control_path",
+        "Remove one of them. control_path is for folders of images, control_column for the rows of a dataset.",
+    ),
     *(
         rule
         for key in ("random_crop", "color_aug")
