@@ -9,7 +9,7 @@ from lora_rocm.dataset.images.image_io import MAX_IMAGE_BYTES, UnreadableImage, 
 from lora_rocm.dataset.rows.hf_datasets import DatasetRow, EmptyCell, UnreadableCell, image_in
 from lora_rocm.dataset.sample_table import Sample
 from lora_rocm.dataset.sources.clips import video_bytes
-from lora_rocm.dataset.sources.folders import shown
+from lora_rocm.dataset.sources.folders import shown, source_folder
 from lora_rocm.errors import DataError
 from lora_rocm.foundation.bounded_read import read_plain
 
@@ -27,7 +27,8 @@ def image_bytes(sample: Sample) -> bytes:
     """
     try:
         if sample.frames:
-            return video_bytes(Path(str(sample.location)), sample.frames)
+            options, clip = sample.options, Path(str(sample.location))
+            return video_bytes(clip, source_folder(options.path or "", options.index), options, sample.frames)
         return bytes_at(sample.location)
     except OSError as error:
         raise unreadable(sample, error.strerror or str(error)) from error

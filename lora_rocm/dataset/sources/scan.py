@@ -315,7 +315,7 @@ def _scan_folder(found: _Findings) -> None:
         # Read the header and the captions; set the image aside if either fails.
         try:
             is_video = has_videos and os.path.isdir(path)
-            header, frames, num_left = read_video(path, options.lengths) if is_video else (read_header(path), 0, 0)
+            header, frames, num_left = read_video(path, root, options) if is_video else (read_header(path), 0, 0)
             cut += [f"{shown(path)} ({num_left})"] if num_left else []
             files, texts = folder.captions.of(path), list[str]()
             for file in files:
