@@ -7,7 +7,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lora_rocm.recipe.adapter_sections import ADAPTERS, GGUF, MERGED, AdapterSection
-from lora_rocm.recipe.key_rules.data_rules import CONTROLS, controls_of, unread_of_class_images
+from lora_rocm.recipe.key_rules.data_rules import (
+    CONTROL_KEYS,
+    CONTROLS,
+    MASK_KEYS,
+    controls_of,
+    frames_of_folders,
+    not_of_clips,
+    unread_of_class_images,
+)
 from lora_rocm.recipe.key_rules.preview_rules import INPUTS, Prompts, with_inputs
 from lora_rocm.recipe.rule import Breach, Rule
 from lora_rocm.recipe.sample_section import PREVIEW_INPUTS
@@ -163,6 +171,8 @@ def rules_of_spec(spec: FamilySpec) -> tuple[Rule, ...]:
         keys_of_frames = ("data.frames", "data.sources[each].frames")
         rules.append(unread_of_class_images("frames"))
         rules += [Rule(f"{spec.name}:{key}", (key, FAMILY), _unfit_frames, what, "{take}") for key in keys_of_frames]
+        rules += [each for key in (*MASK_KEYS, *CONTROL_KEYS) for each in not_of_clips(key)]
+        rules += frames_of_folders()
     if spec.reads("sample.control_images"):
         name = f"{spec.name}:control-images"
         if spec.model_section.may_inpaint:

@@ -12,6 +12,7 @@ from lora_rocm.recipe.source_sections import OF_CLASS_IMAGES, OF_FOLDERS, OF_VID
 
 SOURCE, SOURCES, WATCHED = "data.sources[each]", "data.sources[all]", "data.watched"
 Paths = Sequence[str | None]
+Lengths = int | tuple[int, ...] | None
 
 
 def holding(own: object, shared: object, class_prompt: str | None) -> bool:
@@ -49,6 +50,8 @@ def controls_of(number: int, class_prompts: Paths, *values: Any) -> list[tuple[i
     return found
 
 
+MASK_KEYS = ("mask_path", "alpha_mask")
+"""The options with which a source has masks."""
 MASKS = (
     *("data.mask_path", "data.alpha_mask", "data.sources", f"{SOURCES}.mask_path", f"{SOURCES}.alpha_mask"),
     f"{SOURCES}.class_prompt",
@@ -155,6 +158,63 @@ def _of_rows(key: str, instead: str) -> tuple[Rule, ...]:
             at=f"data.{key}",
         ),
     )
+
+
+def not_of_clips(key: str) -> tuple[Rule, ...]:
+    """A source of clips cannot have files or channels that belong to single images."""
+
+    def broken(
+        own: object, shared: object, own_frames: Lengths, shared_frames: Lengths, class_prompt: str | None, *_: object
+    ) -> list[Breach]:
+        frames = shared_frames if own_frames is None else own_frames
+        wrong = class_prompt is None and _has_clips(frames) and holding(own, shared, class_prompt)
+        return [{"at": f"data.{key}" if own is None else f"{SOURCE}.{key}"}] if wrong else []
+
+    keys = (f"{SOURCE}.{key}", f"data.{key}", f"{SOURCE}.frames", "data.frames", f"{SOURCE}.class_prompt")
+    what = f"cannot have both {key} and clips (frames above 1)"
+    fix = f"Remove {key}, or set frames: 1. {key} is read for single images alone: give these a source of their own."
+    return (
+        Rule(f"source-not-both:{key},frames", (*keys, f"{SOURCE}.path"), broken, f"{{5}} {what}", fix),
+        Rule(
+            f"data-not-both:{key},frames",
+            (f"data.{key}", "data.frames", "data.path"),
+            lambda own, frames, path: bool(own and path and _has_clips(frames)),
+            f"{{2}} {what}",
+            fix,
+            at=f"data.{key}",
+        ),
+    )
+
+
+def frames_of_folders() -> tuple[Rule, ...]:
+    """Clips are folders, so a dataset has none."""
+    fix = "Remove it: clips are sub-folders of a source with path."
+    return (
+        Rule(
+            "source-not-both:frames,dataset",
+            (f"{SOURCE}.frames", f"{SOURCE}.dataset"),
+            lambda frames, dataset: dataset is not None and _has_clips(frames),
+            "{1} cannot have frames, because its rows are single images",
+            fix,
+            at=f"{SOURCE}.frames",
+        ),
+        Rule(
+            "frames-need-a-folder",
+            ("data.frames", f"{SOURCES}.path", f"{SOURCES}.frames"),
+            lambda frames, paths, own: (
+                _has_clips(frames)
+                and bool(paths)
+                and all(path is None or each is not None for path, each in zip(paths, own, strict=True))
+            ),
+            "has no effect, because no source with path reads it",
+            fix,
+            at="data.frames",
+        ),
+    )
+
+
+def _has_clips(frames: Lengths) -> bool:
+    return max(frames if isinstance(frames, tuple) else (frames or 1,)) > 1
 
 
 def unread_of_class_images(name: str) -> Rule:
