@@ -171,7 +171,7 @@ class Module:
         parts = self.name.split(".")[1:]
         if parts[:1] == ["families"]:
             return "specs" if parts[-1] in ("spec", "registry") else "families"
-        if parts in (["recipe", "sections"], ["recipe", "rule"]):
+        if parts in (["recipe", "sections"], ["recipe", "source_sections"], ["recipe", "rule"]):
             return "sections"
         return next((room for count in (2, 1) if (room := ".".join(parts[:count])) in ROOMS), parts[0] if parts else "")
 

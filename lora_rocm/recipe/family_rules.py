@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lora_rocm.recipe.adapter_sections import ADAPTERS, GGUF, MERGED, AdapterSection
-from lora_rocm.recipe.key_rules.data_rules import CONTROLS, Paths, max_controls, unread_of_class_images
+from lora_rocm.recipe.key_rules.data_rules import (
+    CONTROL_KEYS,
+    CONTROLS,
+    MASK_KEYS,
+    controls_of,
+    frames_of_folders,
+    not_of_clips,
+    unread_of_class_images,
+)
 from lora_rocm.recipe.key_rules.preview_rules import INPUTS, Prompts, with_inputs
 from lora_rocm.recipe.rule import Breach, Rule
 from lora_rocm.recipe.sample_section import PREVIEW_INPUTS
@@ -156,12 +165,14 @@ def rules_of_spec(spec: FamilySpec) -> tuple[Rule, ...]:
     what, fix = f"{spec.title} takes {{number}} control images", "{fix}"
     rules = []
     if spec.reads("data.control_path"):
-        rules.append(Rule(f"{spec.name}:controls", (*CONTROLS, *keys), _controls, what, fix))
+        rules.append(Rule(f"{spec.name}:controls", (*keys, *CONTROLS), partial(_controls, len(keys)), what, fix))
     if "frames" in spec.axes:
         what = "clips of {1.title} have {lengths} frames, and this is {wrong}"
         keys_of_frames = ("data.frames", "data.sources[each].frames")
         rules.append(unread_of_class_images("frames"))
         rules += [Rule(f"{spec.name}:{key}", (key, FAMILY), _unfit_frames, what, "{take}") for key in keys_of_frames]
+        rules += [each for key in (*MASK_KEYS, *CONTROL_KEYS) for each in not_of_clips(key)]
+        rules += frames_of_folders()
     if spec.reads("sample.control_images"):
         name = f"{spec.name}:control-images"
         if spec.model_section.may_inpaint:
@@ -183,15 +194,16 @@ def _fix(spec: FamilySpec, taken: int) -> str:
     return f"Leave {taken} of them." if taken else f"Remove it, or set {shown}." if shown else "Remove it."
 
 
-def _controls(
-    shared: object, number: int, own: Sequence[object], class_prompts: Paths, spec: FamilySpec, *given: object
-) -> list[Breach]:
-    num_controls, taken = max_controls(shared, number, own, class_prompts), _num_taken(spec, given)
-    if num_controls <= taken:
-        return []
+def _controls(num_keys: int, *values: Any) -> list[Breach]:
+    """The keys that give more control images than the model takes.
+
+    ``values``: the family and its ``control_keys``, together ``num_keys`` values, then those of ``CONTROLS``.
+    """
+    spec, *given = values[:num_keys]
+    taken = _num_taken(spec, given)
     words = {"number": f"only {taken}" if taken else "no", "fix": _fix(spec, taken)}
-    places = [f"data.sources[{at}].control_path" for at, path in enumerate(own) if path]
-    return [{"at": place, **words} for place in places or ["data.control_path"]]
+    places = dict.fromkeys(key for count, key in controls_of(*values[num_keys:]) if count > taken)
+    return [{"at": place, **words} for place in places]
 
 
 def _preview_images(prompts: Prompts, control_prompts: Prompts, *rest: Any) -> list[Breach]:

@@ -138,9 +138,22 @@ ControlPath = Annotated[
     Discriminator(_kind_of_value),
 ]
 """Where control images are: of each image one, or with a list one of each folder."""
+Columns = Annotated[
+    Annotated[PathText, Tag("one")]
+    | Annotated[
+        tuple[PathText, ...], Field(min_length=1, max_length=MAX_CONTROLS), AfterValidator(_no_twins), Tag(LIST_TAG)
+    ],
+    Discriminator(_kind_of_value),
+]
+"""A column of a table, or a list of different ones."""
 InputFile = Annotated[PathText, PathRule("unless builtin", "file")]
 PathOrHubId = Annotated[PathText, PathRule("if there")]
 OutputFolder = Annotated[PathText, PathRule("always")]
+
+
+@dataclass(frozen=True)
+class AddedLater:
+    """Mark of a key that was added after 2026-11-27: recipes of earlier runs are without it, see ``comparison``."""
 
 
 def path_rule(field: FieldInfo) -> PathRule | None:

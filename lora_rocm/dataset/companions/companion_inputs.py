@@ -10,6 +10,7 @@ from lora_rocm.dataset.companions.masks import Masks
 
 if TYPE_CHECKING:
     from lora_rocm.dataset.images.image_io import Header
+    from lora_rocm.dataset.rows.hf_datasets import DatasetRow
     from lora_rocm.dataset.sample_table import Companion, Sample
     from lora_rocm.errors import Problem
     from lora_rocm.recipe.schema import ResolvedSource
@@ -28,8 +29,11 @@ class CompanionInput(Protocol):
         """The key of ``data`` with which their files lie among the images; empty if they do not."""
         ...
 
-    def look(self, sample: Sample, header: Header) -> Sequence[Companion | Problem]:
-        """Count an image, find its companions and check their headers; a problem: the image cannot be used."""
+    def look(self, sample: Sample, header: Header, row: DatasetRow | None) -> Sequence[Companion | Problem]:
+        """Count an image, find its companions and check their headers; a problem: the image cannot be used.
+
+        ``row``: the row that names or holds the image; None if it is no row of a dataset.
+        """
         ...
 
     def notices(self) -> list[str]:

@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from lora_rocm.dataset.images.image_io import MAX_IMAGE_BYTES, Header, UnreadableImage, read_header
 from lora_rocm.dataset.rows.parquet_guard import unpacked_bytes
 from lora_rocm.dataset.rows.row_cells import listed
 from lora_rocm.dataset.sources.folders import real_path, shown
@@ -46,6 +47,10 @@ SAVED_MARKS = ("state.json", "dataset_dict.json")  # files that save_to_disk wri
 
 class UnreadableCell(Exception):
     """A cell that holds no usable image or caption; the message says why."""
+
+
+class EmptyCell(UnreadableCell):
+    """A cell that holds nothing."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +93,10 @@ def rows_of(source: ResolvedSource) -> Iterator[tuple[DatasetRow, Captions | Unr
     """
     assert source.dataset is not None
     table = _open(source.dataset, source.split)
-    _check_column(table, source.image_column, "image_column", source.dataset)
+    require_column(source, source.image_column, "image_column")
     names = [source.image_column]
     if source.caption_column is not None:
-        _check_column(table, source.caption_column, "caption_column", source.dataset)
+        require_column(source, source.caption_column, "caption_column")
         names.append(source.caption_column)
     captions = table.select_columns(names[1:]).with_format("arrow") if len(names) > 1 else None
     for index in range(len(table)):
@@ -113,7 +118,7 @@ def givens_of(source: ResolvedSource) -> Iterator[Given | UnreadableCell]:
     given = {"loss_weight_column": source.loss_weight_column, "crop_column": source.crop_column}
     names = {key: name for key, name in given.items() if name is not None}
     for key, name in names.items():
-        _check_column(table, name, key, source.dataset)
+        require_column(source, name, key)
     columns = {key: table.select_columns([name]).with_format("arrow") for key, name in names.items()}
     for index in range(len(table)):
         try:
@@ -131,7 +136,8 @@ def notices(source: ResolvedSource) -> list[str]:
     """
     assert source.dataset is not None
     read = (source.image_column, source.caption_column, source.loss_weight_column, source.crop_column)
-    left = [name for name in _open(source.dataset, source.split).column_names if name not in (*read, *ADDED)]
+    ours = (*read, *source.control_columns, *ADDED)
+    left = [name for name in _open(source.dataset, source.split).column_names if name not in ours]
     return [f"Columns of {shown(source.dataset)} that nothing reads: {listed(left)}."] if left else []
 
 
@@ -171,6 +177,23 @@ def _cell(table: Any, index: int) -> Any:
         raise UnreadableCell(f"the dataset is damaged here: {error}") from error
 
 
+def header_in(row: DatasetRow) -> tuple[Header, Path | DatasetRow]:
+    """The header of the image in a cell, and where the image is: a file that the cell names, or the cell.
+
+    Raises:
+        DataError: see ``image_in``.
+        EmptyCell, UnreadableCell, UnreadableImage: the cell holds no usable image.
+    """
+    image = image_in(row)
+    if image is None:
+        raise EmptyCell("the cell is empty")
+    if isinstance(image, Path):
+        return read_header(image), image
+    if image.nbytes > MAX_IMAGE_BYTES:
+        raise UnreadableImage(f"it is larger than {MAX_IMAGE_BYTES >> 20} MiB")
+    return read_header(as_file(image)), row
+
+
 def image_in(row: DatasetRow) -> Path | memoryview | None:
     """The row's image: a file path, or its undecoded bytes (a view, not a copy); None for an empty cell.
 
@@ -190,15 +213,16 @@ def image_in(row: DatasetRow) -> Path | memoryview | None:
     if value is None or not value.is_valid:
         return None
     if str(value.type) in TEXT_TYPES:
-        return _resolved(_text(value), row.dataset, listed)
+        text = _text(value)
+        return _resolved(text, row.dataset, listed) if text.strip() else None
     if not hasattr(value, "as_buffer"):
         raise DataError(
             "image-column",
-            f"The image column {row.column!r} holds {value.type}, not images.",
+            f"The column {row.column!r} holds {value.type}, not images.",
             where=str(row),
-            fix="Name a column of images, of their bytes, or of paths in image_column.",
+            fix="Name a column of images, of their bytes, or of paths.",
         )
-    return memoryview(value.as_buffer()).cast("B")
+    return memoryview(value.as_buffer()).cast("B") if value.as_buffer().size else None
 
 
 class _View(io.RawIOBase):
@@ -463,10 +487,12 @@ def _images(dataset: str, split: str, column: str) -> Any:
     return _open(dataset, split).select_columns([column]).with_format("arrow")
 
 
-def _check_column(table: Any, name: str, key: str, dataset: str) -> None:
+def require_column(source: ResolvedSource, name: str, key: str) -> None:
     """Raise DataError if a dataset lacks a column, or if the column is damaged. ``key``: the recipe's key for it."""
     import pyarrow
 
+    dataset = source.dataset or ""
+    table = _open(dataset, source.split)
     if name not in table.column_names:
         raise DataError(
             "dataset-column",

@@ -90,7 +90,7 @@ KONTEXT = "model: {family: flux, name_or_path: x, variant: kontext}\ntrain: {epo
         ("data: {path: a}\nsample: {prompts: [a], control_images: [c]}", "", "", ""),
         ("data: {dataset: a, control_path: c}", "data.dataset", "there is no such key", ""),
         ("data: {control_path: c, sources: [{dataset: b}]}", "data.control_path", "b cannot have both", "row"),
-        ("data: {sources: [{path: a, control_path: c}, {path: b}]}", "data.sources", "b has no control_path", "Add"),
+        ("data: {sources: [{path: a, control_path: c}, {path: b}]}", "data.sources", "b has no control images", "Add"),
     ],
 )
 def test_what_a_recipe_may_say(tmp_path: Path, text: str, place: str, what: str, fix: str) -> None:
