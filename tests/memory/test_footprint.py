@@ -30,7 +30,6 @@ from lora_rocm.families.common.objectives.base import Draws, Prediction
 from lora_rocm.families.common.objectives.loss import losses
 from lora_rocm.families.common.recompute import Recomputing
 from lora_rocm.families.common.unet.fused_unet import fuse
-from lora_rocm.families.common.unet.fusion_options import Fusion
 from lora_rocm.hardware.settings import Settings
 from lora_rocm.memory import footprint as counting
 from lora_rocm.memory.footprint import adapter_bytes, count, counted, hollow_model, state_bytes
@@ -432,7 +431,7 @@ def test_kernels_for_gpus_are_counted_without_one(small: Footprint) -> None:
     its = recipe(Path("x"))
     family = family_for(its)
     hollow = hollow_model(family, its, torch.float32, False)
-    fuse(hollow.components["unet"], Fusion(geglu="triton", norms="triton", channels_last=True))  # type: ignore[arg-type]
+    fuse(hollow.components["unet"], "triton", channels_last=True)  # type: ignore[arg-type]
     kernels = count(family, hollow, its, SHAPE)
     assert kernels.work.flops == small.work.flops
     assert 0.6 < activation_bytes(kernels, ()) / activation_bytes(small, ()) < 0.98

@@ -24,11 +24,11 @@ from lora_rocm.families.common.objectives.base import SEEN_LATENTS, Prediction
 from lora_rocm.families.common.objectives.ddpm import DdpmObjective, DdpmSettings, check_weighting
 from lora_rocm.families.common.recompute import Recomputing
 from lora_rocm.families.common.unet import detect, fused_unet, inpainting, kohya_keys
-from lora_rocm.families.common.unet.fusion_options import fusion_for
 from lora_rocm.families.common.unet.sampling import sample_images
 from lora_rocm.families.common.vae import VaeEncoder
 from lora_rocm.families.file_names import FileNames, Rows
 from lora_rocm.families.spec import CheckpointSection
+from lora_rocm.kernels.backend import form_for
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -169,7 +169,8 @@ class LdmFamily(LatentFamily):
 
     def fuse(self, model: LoadedModel, triton: bool = True) -> None:
         unet: Any = model.components["unet"]
-        fused_unet.fuse(unet, fusion_for(model.device, triton))
+        form = form_for(model.device, triton)
+        fused_unet.fuse(unet, form, channels_last=form == "triton")
 
     def predict(self, model: LoadedModel, batch: Tensors, draws: Tensors) -> Prediction:
         noisy_BCHW, target_BCHW = self.objective.noised(batch, draws)
