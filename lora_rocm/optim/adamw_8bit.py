@@ -17,13 +17,7 @@ import torch
 from torch import Tensor
 
 from lora_rocm.device.constants import constant
-from lora_rocm.optim.update_rule import (
-    TABLE_MULTIPLE,
-    Scalars,
-    UpdateRule,
-    one_minus_power,
-    write,
-)
+from lora_rocm.optim.update_rule import TABLE_MULTIPLE, Scalars, UpdateRule, one_minus_power, write
 from lora_rocm.recipe.optim_sections import Adamw8bitSection
 
 BLOCK, EXPONENTS = 256, 7

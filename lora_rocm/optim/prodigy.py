@@ -16,12 +16,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lora_rocm.optim.update_rule import (
-    Scalars,
-    UpdateRule,
-    one_minus_power,
-    write,
-)
+from lora_rocm.optim.update_rule import Scalars, UpdateRule, one_minus_power, write
 from lora_rocm.recipe.optim_sections import ProdigySection
 
 MOMENTS, GRADIENT_SUM, START = ("exp_avg", "exp_avg_sq"), "s", "start"

@@ -12,14 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lora_rocm.optim.update_rule import (
-    S,
-    Scalars,
-    UpdateRule,
-    one_minus_power,
-    state_name,
-    write,
-)
+from lora_rocm.optim.update_rule import S, Scalars, UpdateRule, one_minus_power, state_name, write
 from lora_rocm.recipe.optim_sections import ScheduleFreeSection
 
 END = "z"

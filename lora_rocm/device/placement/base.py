@@ -16,13 +16,7 @@ from torch import Tensor, nn
 
 from lora_rocm.device.allocator import taken_bytes
 from lora_rocm.device.host_threads import threads_of_one_core
-from lora_rocm.device.transfer import (
-    GROUP_BYTES,
-    HOST_THREADS,
-    DeviceTransfer,
-    groups_alike,
-    whole_fingerprints,
-)
+from lora_rocm.device.transfer import GROUP_BYTES, HOST_THREADS, DeviceTransfer, groups_alike, whole_fingerprints
 
 Ask = Callable[[Sequence[Tensor], int], Tensor]
 """Computes fingerprints of tensors on the device, as ``whole_fingerprints``."""

@@ -13,13 +13,7 @@ from lora_rocm.dataset.entry_spec import CAPTION, EntrySpec, Pad, TensorSpec
 from lora_rocm.device.placement.base import Placement
 from lora_rocm.families.base import Tensors
 from lora_rocm.families.common.caption_encoder import CaptionEncoder, EncodeCaption
-from lora_rocm.families.common.tokenizers import (
-    digest,
-    load_tokenizer,
-    require_rows,
-    token_ids,
-    tokenizer_identity,
-)
+from lora_rocm.families.common.tokenizers import digest, load_tokenizer, require_rows, token_ids, tokenizer_identity
 from lora_rocm.families.common.vae import CPU
 from lora_rocm.kernels.weight_format import WeightFormat
 
