@@ -25,7 +25,6 @@ from lora_rocm.latent_cache.cache import LatentCache
 from lora_rocm.latent_cache.encode_session import Encoding
 from lora_rocm.loader.batches import BatchPlan, Prepared, open_workers, prepare
 from lora_rocm.optim.base import GatedOptimizer
-from lora_rocm.optim.factory import make_optimizer
 from lora_rocm.optim.schedule import length_text
 from lora_rocm.recipe.comparison import fingerprint
 from lora_rocm.recipe.process_sections import RuntimeSection
@@ -172,7 +171,7 @@ def load(start: StartContext, family: ModelFamily, data: Data) -> tuple[Artifact
     start_from_inputs(start, family, model, adapter, transfer, data, memory.parts)
     groups = adapter.groups(recipe.optim, recipe.lora)
     weights = adapter.flatten(start.dtype, FLOATS[recipe.lora.weight_dtype], groups)
-    optimizer = make_optimizer(
+    optimizer = GatedOptimizer(
         weights,
         groups,
         recipe.optim,

@@ -109,11 +109,9 @@ class Objective(Protocol):
             batch: of its values at most the latents are used (adaptive noise offset), else only its shapes.
             seeds: one per sample; a sample's draws depend on its seed and its latents alone.
         """
-        ...
 
     def fixed_draw(self, batch: Mapping[str, Tensor], seeds: Sequence[int], position: float) -> Draws:
         """As ``draw``, but at a fixed position of the noise schedule (0 clean .. 1 noise), for the validation loss."""
-        ...
 
 
 def generators(seeds: Sequence[int]) -> list[torch.Generator]:
