@@ -191,8 +191,7 @@ class ProdigySection(EstimatedRateSection):
     d_coef: float = Field(1.0, gt=0, le=1000.0, description="Factor of the estimate; 0.5 and 2 are usual too.")
     use_bias_correction: bool = Field(False, description="Adam's bias correction of the moments.")
     safeguard_warmup: bool = Field(
-        False,
-        description="Prevent a warm-up of the learning rate (lr_warmup_steps) from raising the estimate.",
+        False, description="Prevent a warm-up of the learning rate (lr_warmup_steps) from raising the estimate."
     )
 
 

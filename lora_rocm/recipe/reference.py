@@ -31,12 +31,7 @@ TYPE_NAMES = {
     "boolean": "true, false",
     "object": "mapping",
 }
-LIMITS = {
-    "exclusiveMinimum": ">",
-    "minimum": ">=",
-    "exclusiveMaximum": "<",
-    "maximum": "<=",
-}
+LIMITS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 
 
 @dataclass(frozen=True)

@@ -325,10 +325,7 @@ def _previews(facts: Facts) -> Section | None:
     columns = min(MAX_PROMPTS, most)
     head = [prompts[number] if number < len(prompts) else f"preview {number + 1}" for number in range(columns)]
     rows = [
-        (
-            f"step {updates}" if updates else "before",
-            [preview(file, PREVIEW_SIDE_PX) for file in files[:columns]],
-        )
+        (f"step {updates}" if updates else "before", [preview(file, PREVIEW_SIDE_PX) for file in files[:columns]])
         for updates, files in rounds
     ]
     left_out = [f"{columns} of {most} prompts"] if columns < most else []
@@ -350,13 +347,7 @@ def _guard(facts: Facts) -> Section | None:
     kinds = Counter(incident.kind for incident in incidents)
     summary = Paragraph(", ".join(f"{count} x {kind}" for kind, count in kinds.items())) if kinds else None
     rows = [
-        (
-            event.iteration,
-            event.kind,
-            event.detail,
-            event.action,
-            ", ".join(map(str, event.samples or ())),
-        )
+        (event.iteration, event.kind, event.detail, event.action, ", ".join(map(str, event.samples or ())))
         for event in incidents
     ]
     head = ("iteration", "kind", "what", "what was done", "samples")

@@ -146,11 +146,7 @@ def this_machine() -> Sources:
         from lora_rocm.hardware.probe.windows_api import RealRegistry, file_version, memory_status
 
         return Sources(
-            system,
-            app_dir=folder,
-            registry=RealRegistry(),
-            memory_status=memory_status,
-            file_version=file_version,
+            system, app_dir=folder, registry=RealRegistry(), memory_status=memory_status, file_version=file_version
         )
     return Sources(system, app_dir=folder)
 

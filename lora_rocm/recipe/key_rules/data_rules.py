@@ -199,9 +199,7 @@ RULES: tuple[Rule, ...] = (
     ),
     # Masks and control images
     *_both_of_a_source(
-        "mask_path",
-        "alpha_mask",
-        "Remove one of them. mask_path is for folders: rows of a dataset have no file names.",
+        "mask_path", "alpha_mask", "Remove one of them. mask_path is for folders: rows of a dataset have no file names."
     ),
     *(_of_folders(key) for key in ("mask_path", "control_path", "metadata_file")),
     *(
