@@ -7,10 +7,9 @@ import json
 import os
 import tempfile
 import threading
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lora_rocm import __version__
 from lora_rocm.errors import LoraRocmError, StorageError, storage_error
@@ -19,20 +18,7 @@ from lora_rocm.processes.jobs import CheckBaseJob, Weighed
 from lora_rocm.recipe.paths import paths_of
 from lora_rocm.recipe.schema import Recipe
 
-if TYPE_CHECKING:
-    from lora_rocm.dataset.captions.caption_length import TokenLimit
-
 KEPT_WEIGHTS = 50
-
-
-@dataclass(frozen=True)
-class BaseFacts:
-    """Facts about the base, found by a child process: see ``processes.jobs.Weighed``."""
-
-    num_bytes: dict[str, int]
-    notices: list[str]
-    files: list[list[Any]]
-    token_limits: Sequence[TokenLimit]
 
 
 class Weighing:
@@ -56,8 +42,7 @@ class Weighing:
 
         env = self._plan.applied_to(os.environ)
         try:
-            found = ask(CheckBaseJob(self._recipe.model_dump(mode="json")), Weighed, env)
-            self._found = BaseFacts(found.num_bytes, found.notices, found.files, found.tokenizers)
+            self._found = ask(CheckBaseJob(self._recipe.model_dump(mode="json")), Weighed, env)
         except LoraRocmError as error:
             self._error = error
         except OSError as error:  # no room for the file, no memory for the process
@@ -65,7 +50,7 @@ class Weighing:
         except BaseException as error:  # of any class: result() raises it in the thread that asks
             self._error = error
 
-    def result(self) -> BaseFacts:
+    def result(self) -> Weighed:
         """Wait for the child process and return the facts."""
         from lora_rocm.dataset.captions.caption_length import keep_limits
         from lora_rocm.foundation.files import write_json
@@ -82,7 +67,7 @@ class Weighing:
         kept = list(_remembered(self._memory).items())[-KEPT_WEIGHTS:]
         try:
             facts = {"num_bytes": found.num_bytes, "notices": found.notices, "files": found.files}
-            facts["tokenizers"] = keep_limits(self._cache, found.token_limits)
+            facts["tokenizers"] = keep_limits(self._cache, found.tokenizers)
             write_json(self._memory, {**dict(kept), self._key: facts})
         except StorageError:
             pass
@@ -107,7 +92,7 @@ def _files(path: Path) -> list[Path]:
     return sorted(file for file in path.rglob("*") if file.suffix in (".json", ".safetensors") and file.is_file())
 
 
-def _recalled(cache: Path, kept: Any) -> BaseFacts | None:
+def _recalled(cache: Path, kept: Any) -> Weighed | None:
     """Return the facts of an earlier check; None if a file of the base has changed, or a kept tokenizer is gone."""
     from lora_rocm.dataset.captions.caption_length import recall_limits
 
@@ -116,7 +101,7 @@ def _recalled(cache: Path, kept: Any) -> BaseFacts | None:
         limits = recall_limits(cache, kept["tokenizers"])
         if not same or limits is None or not kept["num_bytes"]:
             return None
-        return BaseFacts(dict(kept["num_bytes"]), list(kept["notices"]), list(kept["files"]), limits)
+        return Weighed(dict(kept["num_bytes"]), list(kept["notices"]), list(kept["files"]), limits)
     except (OSError, LookupError, TypeError, ValueError):  # a file is gone, or another version wrote it
         return None
 

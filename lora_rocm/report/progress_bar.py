@@ -19,9 +19,8 @@ from lora_rocm.errors import ResumeError, StorageError
 from lora_rocm.foundation.units import count_text, number_text, rate_text, size_text, time_text
 from lora_rocm.model_files.readers import readers_line
 from lora_rocm.report.concept_text import concept_line
-from lora_rocm.report.figures import Figures
+from lora_rocm.report.figures import Figures, Smoothed
 from lora_rocm.report.incident_texts import trouble_text
-from lora_rocm.report.smoothing import Smoothed
 from lora_rocm.report.vram_spill import Spilling
 from lora_rocm.rundir import event_types
 from lora_rocm.rundir.layout import RunDir

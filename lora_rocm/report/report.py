@@ -25,7 +25,7 @@ from lora_rocm.recipe.load import MAX_RECIPE_BYTES, load_recipe
 from lora_rocm.recipe.saved_recipe import recipe_fault
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.report.concept_text import ADVICE, concept_quality, is_headline
-from lora_rocm.report.guard_counts import GuardCounts
+from lora_rocm.report.figures import GuardCounts, Smoothed
 from lora_rocm.report.html import (
     Block,
     Heading,
@@ -42,7 +42,6 @@ from lora_rocm.report.html import (
 )
 from lora_rocm.report.incident_texts import failure_text, trouble_section
 from lora_rocm.report.outliers import spikes_section
-from lora_rocm.report.smoothing import Smoothed
 from lora_rocm.report.svg_plot import Point, Series
 from lora_rocm.report.telemetry_section import telemetry_section
 from lora_rocm.report.vram_spill import spilled

@@ -24,7 +24,7 @@ from lora_rocm.hardware.software_stack import STACK, stack_of
 from lora_rocm.rules.amd_rules import amd_table
 from lora_rocm.rules.general_rules import general_rules
 from lora_rocm.rules.harmful_values import harms
-from lora_rocm.rules.memory_rules import memory_rules
+from lora_rocm.rules.memory_rules import memory_table
 from lora_rocm.rules.mitigations import change_rules
 from lora_rocm.rules.rule import SETTING, Level, Rule, Situation
 from lora_rocm.rules.selftest_rules import verdict_rules
@@ -47,7 +47,7 @@ PACKAGES = (
 @cache
 def rules() -> tuple[Rule, ...]:
     """All rules, in the order in which they apply."""
-    first = general_rules() + amd_table().rule + memory_rules() + verdict_rules()
+    first = general_rules() + amd_table().rule + memory_table().rule + verdict_rules()
     return first + tuned_rules() + change_rules()  # a trial looks at each kernel itself; changes after failures win
 
 

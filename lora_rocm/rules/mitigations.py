@@ -201,12 +201,6 @@ def known(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def made(situation: Situation) -> list[Change]:
-    """The mitigations in force, each once, in the order of the table. Unknown names are left out."""
-    counts = Counter(situation.changes)
-    return [change for change in changes() if counts[change.id]]
-
-
 def candidates(seen: Seen, phase: str, situation: Situation) -> list[Change]:
     """The mitigations that are left for a failure in ``phase``, the mildest first.
 

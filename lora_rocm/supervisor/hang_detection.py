@@ -135,11 +135,6 @@ def limits_of(recipe: Recipe, settings: Settings, system: str = sys.platform) ->
 
 
 @dataclass(frozen=True)
-class Wait:
-    """Nothing has to be done."""
-
-
-@dataclass(frozen=True)
 class Hung:
     """The worker was silent for too long. ``limit``: the limit's name below ``timeouts`` in a recipe, or "leaving"."""
 
@@ -148,9 +143,6 @@ class Hung:
     silent_s: float
     limit_s: float
     limit: str
-
-
-Decision = Wait | Hung
 
 
 @dataclass
@@ -273,13 +265,13 @@ def culprit(states: Sequence[WatchState]) -> int:
     return min(busy or range(len(states)), key=lambda rank: states[rank].heard_at)
 
 
-def decide(state: WatchState, now: float) -> Decision:
-    """Decide whether the worker hangs."""
+def decide(state: WatchState, now: float) -> Hung | None:
+    """Decide whether the worker hangs; None: it does not."""
     name = state.limit
     limit_s = state.limits.seconds(name, state.learned)
     if name == "step" and state.activity == "loader":
         limit_s = max(limit_s, state.limits.loader_s)
     silent_s = now - (state.heard_at if state.left_at is None else state.left_at)
     if silent_s <= limit_s:
-        return Wait()
+        return None
     return Hung(state.phase, state.activity, silent_s, limit_s, RECIPE_KEYS.get(name, name))

@@ -237,7 +237,7 @@ class Supervisor:
             state.on_look(now)
             state.on_heartbeat(read_heartbeat(self.run_dir.heartbeat(rank)), now)
             state.on_log(size_of(self.run_dir.log_of(rank)), now)
-        late = {rank: found for rank, state in enumerate(states) if isinstance(found := decide(state, now), Hung)}
+        late = {rank: found for rank, state in enumerate(states) if (found := decide(state, now)) is not None}
         if late:
             rank = culprit(states)
             hung[rank] = late.get(rank, next(iter(late.values())))
