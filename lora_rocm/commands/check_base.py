@@ -14,11 +14,12 @@ from typing import Any
 from lora_rocm import __version__
 from lora_rocm.errors import LoraRocmError, StorageError, storage_error
 from lora_rocm.foundation.bounded_read import FileVersion
+from lora_rocm.foundation.json_text import object_in
 from lora_rocm.processes.jobs import CheckBaseJob, Weighed
 from lora_rocm.recipe.paths import paths_of
 from lora_rocm.recipe.schema import Recipe
 
-KEPT_WEIGHTS = 50
+KEPT_WEIGHTS, MAX_MEMORY_BYTES = 50, 1 << 26
 
 
 class Weighing:
@@ -31,7 +32,7 @@ class Weighing:
         self._memory = self._cache / "weights.json"
         self._plan = plan_here(recipe)
         self._key = _weights_key(recipe, self._plan.settings.precision)
-        self._found = _recalled(self._cache, _remembered(self._memory).get(self._key))
+        self._found = _recalled(self._cache, object_in(self._memory, MAX_MEMORY_BYTES).get(self._key))
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._weigh, daemon=True)
         if self._found is None:
@@ -64,7 +65,7 @@ class Weighing:
             raise self._error
         found = self._found
         assert found is not None
-        kept = list(_remembered(self._memory).items())[-KEPT_WEIGHTS:]
+        kept = list(object_in(self._memory, MAX_MEMORY_BYTES).items())[-KEPT_WEIGHTS:]
         try:
             facts = {"num_bytes": found.num_bytes, "notices": found.notices, "files": found.files}
             facts["tokenizers"] = keep_limits(self._cache, found.tokenizers)
@@ -104,11 +105,3 @@ def _recalled(cache: Path, kept: Any) -> Weighed | None:
         return Weighed(dict(kept["num_bytes"]), list(kept["notices"]), list(kept["files"]), limits)
     except (OSError, LookupError, TypeError, ValueError):  # a file is gone, or another version wrote it
         return None
-
-
-def _remembered(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -15,7 +15,7 @@ from lora_rocm.errors import RecipeError, StorageError
 from lora_rocm.families.registry import PRODUCT, Registry
 from lora_rocm.foundation.bounded_read import read_plain
 from lora_rocm.foundation.files import write_atomic
-from lora_rocm.foundation.json_text import parse_json
+from lora_rocm.foundation.json_text import object_in
 from lora_rocm.foundation.redact import private_of, texts_in
 from lora_rocm.foundation.terminal_text import quoted
 from lora_rocm.foundation.units import count_text, number_text, rate_text, size_text, time_text, times_text
@@ -115,7 +115,7 @@ def write_report(run_dir: RunDir, registry: Registry = PRODUCT) -> Path:
     except RecipeError:
         recipe = None
     result = read_result(run_dir)
-    environment = _read_json(run_dir.environment) if run_dir.holds(run_dir.environment) else {}
+    environment = object_in(run_dir.environment, MAX_JSON_BYTES) if run_dir.holds(run_dir.environment) else {}
     facts = Facts(view, recipe, result, environment)
     title = recipe.output.name if recipe else run_dir.path.name
     remarks = [recipe_fault(run_dir, registry), *view.remarks_on_events()]
@@ -145,15 +145,6 @@ def write_report(run_dir: RunDir, registry: Registry = PRODUCT) -> Path:
     )
     write_atomic(run_dir.report, html.encode("utf-8", "replace"), run_dir.path)
     return run_dir.report
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty if the file is missing, truncated or no object."""
-    try:
-        value = parse_json(read_plain(path, MAX_JSON_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _headline(facts: Facts) -> list[Block]:
