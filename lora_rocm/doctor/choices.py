@@ -98,9 +98,8 @@ def _replaced(rule: str, situation: Situation, plan: EnvPlan) -> Finding | None:
 
 
 def _ipc(situation: Situation, plan: EnvPlan) -> Finding | None:
-    if not any(row.variable == "HIP_DISABLE_IPC" for row in plan.rows):
-        return None
-    return finding("owner-ipc", situation)
+    is_set = any(row.variable == "HIP_DISABLE_IPC" for row in plan.rows)
+    return finding("owner-ipc", situation) if is_set else None
 
 
 def _override(situation: Situation, plan: EnvPlan) -> Finding | None:

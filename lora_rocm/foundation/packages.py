@@ -70,7 +70,7 @@ def unusable(error: BaseException) -> MachineError:
 
 
 def installer(windows: bool, *, repair: bool = False) -> str:
-    """The command that installs everything, run in the folder of the repository. ``repair``: it replaces a torch that is there."""
+    """The command that installs everything, run in the folder of the repository. repair: a present torch, too."""
     if windows:
         return r"scripts\windows\install.bat" + (" --repair" if repair else "")
     return "make install" + (" ARGS=--repair" if repair else "")

@@ -103,12 +103,8 @@ def parts(situation: Situation) -> int:
 
 
 def _has_workers(situation: Situation) -> bool:
-    recipe = situation.recipe
-    return recipe is not None and recipe.runtime.workers_on(_platform(situation)) > 0
-
-
-def _platform(situation: Situation) -> str:
-    return {"windows": "win32", "linux": "linux", "macos": "darwin"}[situation.facts.system]
+    recipe, platforms = situation.recipe, {"windows": "win32", "linux": "linux", "macos": "darwin"}
+    return recipe is not None and recipe.runtime.workers_on(platforms[situation.facts.system]) > 0
 
 
 def _on_gpu(situation: Situation) -> bool:

@@ -56,17 +56,17 @@ def _is_trained(
     return _place(path, dataset, split) in [each for each in trained if each]
 
 
-def _named(path: str | None, dataset: str | None, class_prompt: str | None) -> str:
-    return path or dataset or f"class images of {class_prompt!r}, which the base draws"
-
-
 def _without_controls(
     shared: object, number: int, own: Sequence[object], class_prompts: Paths, paths: Paths, datasets: Paths
 ) -> list[Breach]:
     most = max_controls(shared, number, own, class_prompts)
     sources = zip(own, class_prompts, paths, datasets, strict=True)
     return [
-        {"name": _named(path, dataset, prompt), "has": found or "no", "most": most}
+        {
+            "name": path or dataset or f"class images of {prompt!r}, which the base draws",
+            "has": found or "no",
+            "most": most,
+        }
         for control, prompt, path, dataset in sources
         if (found := max_controls(shared, 1, [control], [prompt])) < most
     ]
