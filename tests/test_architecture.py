@@ -105,8 +105,8 @@ OWN_JSON = {
         # the program's own cache and memory, which it makes again if they are damaged
         "rundir.event_index:_read_index",
         *("cache_store.entry_file:_parsed", "cache_store.hash_memory:_read", "latent_cache.manifest:_read"),
-        *("commands.check_base:_remembered", "memory.footprint:_remembered", "rules.mitigation_store:_read"),
-        *("hardware.tuned_choice:stored", "hardware.selftest_result:stored", "hardware.probe.sources:_entries"),
+        *("memory.footprint:_remembered", "rules.mitigation_store:_read"),
+        *("hardware.tuned_choice:stored", "hardware.selftest_result:stored"),
     )
 }
 """Functions that parse JSON by themselves; text of users and other programs goes through ``parse_json``."""

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from lora_rocm.adapters.files.lora_reader import TensorNumbers, read_lora
 from lora_rocm.children.check_base import weigh
+from lora_rocm.commands.adapter_verdict import StoredNumbers
 from lora_rocm.commands.inspect_file import inspect_text
-from lora_rocm.commands.stored_numbers import StoredNumbers
 from lora_rocm.errors import AdapterError, RecipeError
 from lora_rocm.families.base import family_for
 from lora_rocm.model_files.header import read_header

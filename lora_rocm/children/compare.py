@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,6 @@ from lora_rocm.adapters.factory import inject
 from lora_rocm.adapters.files.lora_reader import read_for_model
 from lora_rocm.adapters.training_adapter import put_training_adapter
 from lora_rocm.device.precision import compute_dtype
-from lora_rocm.device.transfer import DeviceTransfer
 from lora_rocm.errors import AdapterError, DataError
 from lora_rocm.families.base import Drawn, LoadedModel, ModelFamily, PreviewRequest, family_for
 from lora_rocm.families.common.objectives.loss import measured
@@ -80,7 +79,8 @@ def compare(job: CompareJob, registry: Registry = PRODUCT) -> None:
     compared = (0, *states)
     for updates in compared:
         if updates:
-            _put(adapter, states.pop(updates), transfer)
+            sent = {name: transfer.send_checked(tensor, name) for name, tensor in states.pop(updates).items()}
+            adapter.load(sent)
         with nullcontext() if updates else adapter.disabled():
             found = mean_losses(held_out.of(_held_out_batches(recipe, family, cache, prepared)))
             with training_adapter.absent():
@@ -137,10 +137,6 @@ def _state(
     if norms is not None:
         trained_norms.fill(family, model, norms, path)
     return adapter.state()
-
-
-def _put(adapter: Adapter, state: Mapping[str, Tensor], transfer: DeviceTransfer) -> None:
-    adapter.load({name: transfer.send_checked(tensor, name) for name, tensor in state.items()})
 
 
 def _held_out_batches(recipe: Recipe, family: ModelFamily, cache: LatentCache, prepared: Prepared) -> Iterator[Batch]:

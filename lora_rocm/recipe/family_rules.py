@@ -20,7 +20,7 @@ from lora_rocm.recipe.key_rules.preview_rules import INPUTS, Prompts, with_input
 from lora_rocm.recipe.rule import Breach, Rule
 from lora_rocm.recipe.sample_section import PREVIEW_INPUTS
 from lora_rocm.recipe.sections import MAX_BUCKET_STEP, MAX_SIDE_PX
-from lora_rocm.recipe.yaml_tree import Key, dotted
+from lora_rocm.recipe.yaml_tree import Key, dotted, value_at
 
 if TYPE_CHECKING:
     from lora_rocm.families.spec import FamilySpec
@@ -40,14 +40,14 @@ def given_unread(data: Any, spec: FamilySpec) -> Iterator[Key]:
     """The given keys that the family does not read, also in ``data.watched`` and the entries of ``data.sources``."""
     for name in sorted(spec.unread):
         section, _, leaf = name.partition(".")
-        sources = _get(data, (section, "sources")) if section == "data" else None
+        sources = value_at(data, (section, "sources")) if section == "data" else None
         places = [
             (section,),
             (section, "watched"),
             *((section, "sources", i) for i in range(len(sources) if isinstance(sources, list) else 0)),
         ]
         for place in places:
-            found = _get(data, place)
+            found = value_at(data, place)
             if isinstance(found, dict) and leaf in found:
                 yield (*place, leaf)
 
@@ -55,16 +55,7 @@ def given_unread(data: Any, spec: FamilySpec) -> Iterator[Key]:
 def without_unread(data: dict[str, Any], spec: FamilySpec) -> dict[str, Any]:
     """Recipe data without the keys that the family does not read."""
     for *place, leaf in list(given_unread(data, spec)):
-        _get(data, tuple(place)).pop(leaf)
-    return data
-
-
-def _get(data: Any, key: Key) -> Any:
-    for part in key:
-        if isinstance(data, dict):
-            data = data.get(part)
-        else:
-            data = data[part] if isinstance(data, list) and isinstance(part, int) else None
+        value_at(data, tuple(place)).pop(leaf)
     return data
 
 

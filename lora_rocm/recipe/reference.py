@@ -31,12 +31,7 @@ TYPE_NAMES = {
     "boolean": "true, false",
     "object": "mapping",
 }
-LIMITS = {
-    "exclusiveMinimum": ">",
-    "minimum": ">=",
-    "exclusiveMaximum": "<",
-    "maximum": "<=",
-}
+LIMITS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 
 
 @dataclass(frozen=True)
@@ -245,11 +240,7 @@ def _names_table() -> str:
 
 def _ref(value: Schema) -> str:
     """Name of the section that a property references."""
-    return _name(value["$ref"])
-
-
-def _name(ref: str) -> str:
-    return ref.rpartition("/")[2]
+    return str(value["$ref"]).rpartition("/")[2]
 
 
 def _table(title: str, section: dict[str, Any], registry: Registry, level: int = 2) -> str:

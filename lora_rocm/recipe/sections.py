@@ -363,10 +363,7 @@ class DdpmSection(DenoisingSection):
         False, description="Divide the loss by the root of the SNR (arXiv 2310.08442), for velocities by SNR + 1."
     )
     v_pred_like_loss: float = Field(
-        0.0,
-        ge=0,
-        le=1000.0,
-        description="Add the loss of the velocity, times this; for noise predictions.",
+        0.0, ge=0, le=1000.0, description="Add the loss of the velocity, times this; for noise predictions."
     )
     scale_v_pred_loss_like_noise_pred: bool = Field(
         False, description="Scale the loss of a velocity to that of the noise; for velocity predictions."

@@ -303,10 +303,7 @@ def order_of(checkpoint: Checkpoint | None) -> dict[str, bool]:
     """
     if checkpoint is None:
         return {"by_length": True, "one_bucket_updates": False}
-    return {
-        "by_length": checkpoint.facts.get("by_length", False),
-        "one_bucket_updates": checkpoint.one_bucket_updates,
-    }
+    return {"by_length": checkpoint.facts.get("by_length", False), "one_bucket_updates": checkpoint.one_bucket_updates}
 
 
 def _runtime(start: StartContext) -> RuntimeSection:
