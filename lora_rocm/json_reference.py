@@ -1,6 +1,6 @@
 """The page of what each command prints with ``--json``, made of the results' classes.
 
-``python -m lora_rocm.json_reference > docs/json.md`` writes it; a test fails if the page is not current.
+``python -m lora_rocm.json_reference > docs/reference/json.md`` writes it; a test fails if the page is not current.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ PLAIN = {str: "string", Path: "string", bool: "true or false", int: "whole numbe
 INTRODUCTION = """\
 # What commands print as JSON
 
-This page is generated: `python -m lora_rocm.json_reference > docs/json.md`.
+This page is generated: `python -m lora_rocm.json_reference > docs/reference/json.md`.
 
 Every command takes `--json`. Standard output is then exactly one JSON document, in ASCII; what happens on the way, and
 errors in words, go to standard error. `train` and `demo` print JSON lines: each event of the run as it comes, as in

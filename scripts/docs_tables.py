@@ -1,6 +1,6 @@
-"""The tables in docs/amd.md and docs/reliability.md, made from the tables of the package.
+"""The tables in docs/reference/amd.md and docs/explanation/reliability.md, made from the tables of the package.
 
-``python scripts/docs_tables.py docs/amd.md docs/reliability.md`` writes them anew between their marks;
+``python scripts/docs_tables.py docs/reference/amd.md docs/explanation/reliability.md`` writes them anew between their marks;
 the rest is prose.
 """
 

@@ -1,4 +1,4 @@
-"""The tables in docs/amd.md and docs/reliability.md."""
+"""The tables in docs/reference/amd.md and docs/explanation/reliability.md."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from lora_rocm.rules.rule import When
 from scripts.docs_tables import TABLES, filled, hardware, harms, rules, where
 
 ROOT = Path(__file__).parents[1]
-AMD, RELIABILITY = ROOT / "docs" / "amd.md", ROOT / "docs" / "reliability.md"
+AMD, RELIABILITY = ROOT / "docs" / "reference" / "amd.md", ROOT / "docs" / "explanation" / "reliability.md"
 
 
 @pytest.mark.parametrize("page", [AMD, RELIABILITY], ids=lambda page: page.name)
 def test_the_pages_are_current(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    assert text == filled(text), "run python scripts/docs_tables.py docs/amd.md docs/reliability.md"
+    assert text == filled(text), (
+        "run python scripts/docs_tables.py docs/reference/amd.md docs/explanation/reliability.md"
+    )
 
 
 def test_the_pages_hold_the_tables() -> None:

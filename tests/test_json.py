@@ -1,4 +1,4 @@
-"""``--json``: one document per command, as ``docs/json.md`` describes it; errors too."""
+"""``--json``: one document per command, as ``docs/reference/json.md`` describes it; errors too."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.hardware.situations import situation
 from tests.supervisor.fake_run import heard, write_whole_run
 from tests.test_cli import COMMANDS
 
-PAGE = Path(__file__).parents[1] / "docs" / "json.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "json.md"
 RECIPE = """\
 model: {name_or_path: "builtin:tiny-sdxl"}
 data: {path: pics, resolution: 64, bucket_step: 32}
@@ -47,7 +47,7 @@ ROWS = {
 
 
 def test_the_page_is_current() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(), "python -m lora_rocm.json_reference > docs/json.md"
+    assert PAGE.read_text(encoding="utf-8") == page(), "python -m lora_rocm.json_reference > docs/reference/json.md"
 
 
 def test_every_command_has_a_document() -> None:
@@ -58,7 +58,7 @@ def test_every_command_has_a_document() -> None:
 def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a recipe, images, a run, a LoRA file and a cache; heavy children are stand-ins."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(PAGE.parents[1]))
+    monkeypatch.setenv("PYTHONPATH", str(PAGE.parents[2]))
     monkeypatch.setenv("LORA_ROCM_HOME", str(tmp_path / "home"))
     (tmp_path / "r.yaml").write_text(RECIPE, encoding="utf-8")
     (tmp_path / "pics").mkdir()

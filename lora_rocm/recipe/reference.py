@@ -1,6 +1,6 @@
 """The recipe's JSON Schema and its reference page, generated from the schema classes.
 
-``python -m lora_rocm.recipe.reference`` prints the page (docs/recipe.md) to standard output.
+``python -m lora_rocm.recipe.reference`` prints the page (docs/reference/recipe.md) to standard output.
 """
 
 from __future__ import annotations

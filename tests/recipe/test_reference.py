@@ -14,7 +14,7 @@ from lora_rocm.recipe.schema import Recipe
 from lora_rocm.recipe.suggest import all_keys
 from tests.families.toy_families import TOYS
 
-PAGE = Path(__file__).parents[2] / "docs" / "recipe.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "recipe.md"
 
 
 @pytest.fixture(scope="module")

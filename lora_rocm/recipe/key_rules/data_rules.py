@@ -76,17 +76,17 @@ def _is_trained(
     return _place(path, dataset, split) in [each for each in trained if each]
 
 
+def _named(path: str | None, dataset: str | None, class_prompt: str | None) -> str:
+    return path or dataset or f"class images of {class_prompt!r}, which the base draws"
+
+
 def _without_controls(
     paths: Paths, datasets: Paths, number: int, class_prompts: Paths, *values: object
 ) -> list[Breach]:
     found = [count for count, _ in controls_of(number, class_prompts, *values)]
     sources = zip(found, class_prompts, paths, datasets, strict=True) if number else ()
     return [
-        {
-            "name": path or dataset or f"class images of {prompt!r}, which the base draws",
-            "has": count or "no",
-            "most": max(found),
-        }
+        {"name": _named(path, dataset, prompt), "has": count or "no", "most": max(found)}
         for count, prompt, path, dataset in sources
         if count < max(found)
     ]
