@@ -13,7 +13,7 @@ from lora_rocm.recipe.key_rules.data_rules import (
     MASK_KEYS,
     controls_of,
     frames_of_folders,
-    not_of_clips,
+    not_of_videos,
     unread_of_class_images,
 )
 from lora_rocm.recipe.key_rules.preview_rules import INPUTS, Prompts, with_inputs
@@ -162,7 +162,7 @@ def rules_of_spec(spec: FamilySpec) -> tuple[Rule, ...]:
         keys_of_frames = ("data.frames", "data.sources[each].frames")
         rules.append(unread_of_class_images("frames"))
         rules += [Rule(f"{spec.name}:{key}", (key, FAMILY), _unfit_frames, what, "{take}") for key in keys_of_frames]
-        rules += [each for key in (*MASK_KEYS, *CONTROL_KEYS) for each in not_of_clips(key)]
+        rules += [each for key in (*MASK_KEYS, *CONTROL_KEYS) for each in not_of_videos(key)]
         rules += frames_of_folders()
     if spec.reads("sample.control_images"):
         name = f"{spec.name}:control-images"

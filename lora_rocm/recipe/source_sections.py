@@ -113,7 +113,8 @@ class SourceOptions(Section):
         None,
         description="A folder of control images with the names of the images, for models that edit an image: what the "
         "model is given, while the image is what it should make of it. beside: those that lie with the images, as "
-        "NAME-condlabel.png or in a sub-folder such as _controls. For models that take several, a list of folders.",
+        "NAME-condlabel.png or in a sub-folder such as _controls. For models that take several, a list of folders, or "
+        "the same folder as often for control images called NAME_0, NAME_1 and so on.",
     )
     control_column: Annotated[Columns | None, AddedLater()] = Field(
         None,

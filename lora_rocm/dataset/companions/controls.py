@@ -35,7 +35,8 @@ def control_name(number: int) -> str:
 class Controls:
     """The control images of one source. Each image needs one of each of its ``control_places``.
 
-    A place is a folder of files (see ``PairedFiles``), or a column of the source's rows.
+    A place is a folder of files (see ``PairedFiles``), or a column of the source's rows. A folder that is named several
+    times has as many numbered files of each image.
 
     Args:
         options: options of the source.
@@ -59,8 +60,8 @@ class Controls:
         places = () if columns else options.control_places
         self.folders = [place for place in places if place != BESIDE]
         self.beside = "control_path" if BESIDE in places else ""
-        files = [PairedFiles(options, index, place, "control_path", "control image") for place in places]
-        self._places: Sequence[PairedFiles | str] = columns or files
+        self._files = {place: PairedFiles(options, index, place, "control_path", "control image") for place in places}
+        self._places: Sequence[PairedFiles | str] = columns or [self._files[place] for place in places]
         self._without, self._outside = [few() for _ in self._places], few()
 
     def look(self, sample: Sample, header: Header, row: DatasetRow | None) -> Sequence[Companion | Problem]:
@@ -70,7 +71,7 @@ class Controls:
             where = ""
             try:
                 if isinstance(place, PairedFiles):
-                    control = place.of(sample)
+                    control = place.of(sample, self._places[:number].count(place))
                     if control is None:
                         without.append(sample.key)
                         continue
@@ -105,6 +106,9 @@ class Controls:
             else:
                 where, fix = shown(place.root), "Put a control image of the same name there for each, also in the same "
                 fix += "sub-folder, or take the image away."
+                if place is self._files.get(BESIDE):
+                    fix = "Call the control image of NAME.png NAME-condlabel.png, and the numbered ones of several "
+                    fix += "NAME_0-condlabel.png and so on, or take the image away."
             if without:
                 what = f"{counted(without, 'image has', 'images have')} no control image: {some(without)}."
                 raise DataError("control-missing", what, where=where, fix=fix)
@@ -117,7 +121,7 @@ class Controls:
                     where=shown(doubles[0][1]),
                     fix="Take one of each pair away.",
                 )
-        said = [notice for place in self._places if isinstance(place, PairedFiles) for notice in place.notices()]
+        said = [notice for files in self._files.values() for notice in files.notices()]
         if self._outside and os.path.exists(os.path.expanduser(self._options.dataset or "")):
             lie = counted(self._outside, "control image lies", "control images lie")
             said.append(f"{lie} outside the dataset's folder: {some(self._outside)}.")

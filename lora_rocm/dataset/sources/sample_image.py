@@ -27,8 +27,8 @@ def image_bytes(sample: Sample) -> bytes:
     """
     try:
         if sample.frames:
-            options, clip = sample.options, Path(str(sample.location))
-            return video_bytes(clip, source_folder(options.path or "", options.index), options, sample.frames)
+            options, video = sample.options, Path(str(sample.location))
+            return video_bytes(video, source_folder(options.path or "", options.index), options, sample.frames)
         return bytes_at(sample.location)
     except OSError as error:
         raise unreadable(sample, error.strerror or str(error)) from error

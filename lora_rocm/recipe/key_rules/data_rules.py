@@ -160,14 +160,14 @@ def _of_rows(key: str, instead: str) -> tuple[Rule, ...]:
     )
 
 
-def not_of_clips(key: str) -> tuple[Rule, ...]:
+def not_of_videos(key: str) -> tuple[Rule, ...]:
     """A source of clips cannot have files or channels that belong to single images."""
 
     def broken(
         own: object, shared: object, own_frames: Lengths, shared_frames: Lengths, class_prompt: str | None, *_: object
     ) -> list[Breach]:
         frames = shared_frames if own_frames is None else own_frames
-        wrong = class_prompt is None and _has_clips(frames) and holding(own, shared, class_prompt)
+        wrong = class_prompt is None and _has_videos(frames) and holding(own, shared, class_prompt)
         return [{"at": f"data.{key}" if own is None else f"{SOURCE}.{key}"}] if wrong else []
 
     keys = (f"{SOURCE}.{key}", f"data.{key}", f"{SOURCE}.frames", "data.frames", f"{SOURCE}.class_prompt")
@@ -178,7 +178,7 @@ def not_of_clips(key: str) -> tuple[Rule, ...]:
         Rule(
             f"data-not-both:{key},frames",
             (f"data.{key}", "data.frames", "data.path"),
-            lambda own, frames, path: bool(own and path and _has_clips(frames)),
+            lambda own, frames, path: bool(own and path and _has_videos(frames)),
             f"{{2}} {what}",
             fix,
             at=f"data.{key}",
@@ -193,7 +193,7 @@ def frames_of_folders() -> tuple[Rule, ...]:
         Rule(
             "source-not-both:frames,dataset",
             (f"{SOURCE}.frames", f"{SOURCE}.dataset"),
-            lambda frames, dataset: dataset is not None and _has_clips(frames),
+            lambda frames, dataset: dataset is not None and _has_videos(frames),
             "{1} cannot have frames, because its rows are single images",
             fix,
             at=f"{SOURCE}.frames",
@@ -202,7 +202,7 @@ def frames_of_folders() -> tuple[Rule, ...]:
             "frames-need-a-folder",
             ("data.frames", f"{SOURCES}.path", f"{SOURCES}.frames"),
             lambda frames, paths, own: (
-                _has_clips(frames)
+                _has_videos(frames)
                 and bool(paths)
                 and all(path is None or each is not None for path, each in zip(paths, own, strict=True))
             ),
@@ -213,7 +213,7 @@ def frames_of_folders() -> tuple[Rule, ...]:
     )
 
 
-def _has_clips(frames: Lengths) -> bool:
+def _has_videos(frames: Lengths) -> bool:
     return max(frames if isinstance(frames, tuple) else (frames or 1,)) > 1
 
 
