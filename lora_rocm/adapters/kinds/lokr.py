@@ -169,7 +169,9 @@ class LokrAdapter(FactorAdapter):
     def put(cls, component: nn.Module, config: PeftConfig) -> None:
         super().put(component, config)
         for layer in component.modules():
-            if isinstance(layer, LoKrLayer) and not _has_products(layer):
+            if isinstance(layer, LoKrLayer) and cls.trained(layer, PEFT_NAME).keys() <= set(
+                NAMES.factors
+            ):  # no product
                 layer.alpha[PEFT_NAME], layer.scaling[PEFT_NAME] = layer.r[PEFT_NAME], 1.0
 
     @classmethod
@@ -272,10 +274,6 @@ class LokrAdapter(FactorAdapter):
 def _rank_of_whole(entry: LokrEntry) -> int:
     """The least rank at which a layer has a whole second factor, as the entry; 0 if the entry has a product."""
     return -(-max(entry.sides[1], entry.sides[3]) // 2) if len(entry.w2) == 1 else 0
-
-
-def _has_products(layer: Any) -> bool:
-    return bool(LokrAdapter.trained(layer, PEFT_NAME).keys() - set(NAMES.factors))
 
 
 def _cut(shape: Sequence[int], factor: int) -> tuple[int, int, int, int]:

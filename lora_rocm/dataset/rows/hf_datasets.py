@@ -66,15 +66,6 @@ class DatasetRow:
         return f"{self.dataset} [{self.split}] row {self.index}"
 
 
-def opened(dataset: str, split: str) -> Any:
-    """The library's table of a dataset.
-
-    Raises:
-        DataError: there is no such dataset or split, or it cannot be read.
-    """
-    return _open(dataset, split)
-
-
 def num_rows(source: ResolvedSource) -> int:
     """The number of rows.
 
@@ -82,7 +73,7 @@ def num_rows(source: ResolvedSource) -> int:
         DataError: there is no such dataset or split.
     """
     assert source.dataset is not None
-    return len(_open(source.dataset, source.split))
+    return len(opened(source.dataset, source.split))
 
 
 def rows_of(source: ResolvedSource) -> Iterator[tuple[DatasetRow, Captions | UnreadableCell | None]]:
@@ -92,7 +83,7 @@ def rows_of(source: ResolvedSource) -> Iterator[tuple[DatasetRow, Captions | Unr
         DataError: there is no such dataset, split or column, or a column is damaged or has the wrong type.
     """
     assert source.dataset is not None
-    table = _open(source.dataset, source.split)
+    table = opened(source.dataset, source.split)
     require_column(source, source.image_column, "image_column")
     names = [source.image_column]
     if source.caption_column is not None:
@@ -114,7 +105,7 @@ def givens_of(source: ResolvedSource) -> Iterator[Given | UnreadableCell]:
         DataError: see ``rows_of``.
     """
     assert source.dataset is not None
-    table = _open(source.dataset, source.split)
+    table = opened(source.dataset, source.split)
     given = {"loss_weight_column": source.loss_weight_column, "crop_column": source.crop_column}
     names = {key: name for key, name in given.items() if name is not None}
     for key, name in names.items():
@@ -137,7 +128,7 @@ def notices(source: ResolvedSource) -> list[str]:
     assert source.dataset is not None
     read = (source.image_column, source.caption_column, source.loss_weight_column, source.crop_column)
     ours = (*read, *source.control_columns, *ADDED)
-    left = [name for name in _open(source.dataset, source.split).column_names if name not in ours]
+    left = [name for name in opened(source.dataset, source.split).column_names if name not in ours]
     return [f"Columns of {shown(source.dataset)} that nothing reads: {listed(left)}."] if left else []
 
 
@@ -307,7 +298,7 @@ def _text(cell: Any) -> str:
 
 
 @lru_cache(maxsize=8)
-def _open(dataset: str, split: str) -> Any:
+def opened(dataset: str, split: str) -> Any:
     """The dataset's split as the library's table, from disk or from the hub.
 
     Raises:
@@ -321,16 +312,16 @@ def _open(dataset: str, split: str) -> Any:
     try:
         # A folder written by save_to_disk.
         if os.path.isdir(path) and any(os.path.isfile(path / mark) for mark in SAVED_MARKS):
-            opened = datasets.load_from_disk(str(path))
-            if isinstance(opened, datasets.DatasetDict):
-                if split not in opened:
+            found = datasets.load_from_disk(str(path))
+            if isinstance(found, datasets.DatasetDict):
+                if split not in found:
                     raise DataError(
                         "dataset-split",
                         f"The dataset has no split {split!r}.",
                         where=where,
-                        fix=f"Splits: {', '.join(sorted(opened))}.",
+                        fix=f"Splits: {', '.join(sorted(found))}.",
                     )
-                opened = opened[split]
+                found = found[split]
         # A single Parquet or JSON file.
         elif os.path.isfile(path):
             if path.suffix.lower() not in BUILDERS:
@@ -341,14 +332,12 @@ def _open(dataset: str, split: str) -> Any:
                     fix=f"Files: {', '.join(BUILDERS)}. For a folder of images use path, not dataset.",
                 )
             _check_parquet([path], where)
-            opened = datasets.load_dataset(
-                BUILDERS[path.suffix.lower()], data_files=glob.escape(str(path)), split=split
-            )
+            found = datasets.load_dataset(BUILDERS[path.suffix.lower()], data_files=glob.escape(str(path)), split=split)
         # Another folder, or an id on the hub.
         elif os.path.isdir(path) or not (path.is_absolute() or path.suffix.lower() in BUILDERS):
             if not os.path.isdir(path):
                 _refuse_silent_hub(dataset, where)
-            opened = _from_folder(path, split, where) if os.path.isdir(path) else _from_hub(dataset, split, where)
+            found = _from_folder(path, split, where) if os.path.isdir(path) else _from_hub(dataset, split, where)
         else:
             fix = "Correct the path. Relative paths start where the command runs."
             raise DataError("dataset-missing", f"There is no {path}.", where=where, fix=fix)
@@ -359,10 +348,10 @@ def _open(dataset: str, split: str) -> Any:
             where=where,
             fix="Give a hub id, a Parquet file or folder, or a folder written by save_to_disk, and an existing split.",
         ) from error
-    if len(opened) == 0:
+    if len(found) == 0:
         fix = "Give a split that has rows, or another dataset."
         raise DataError("dataset-empty", "The dataset has no rows.", where=where, fix=fix)
-    return opened
+    return found
 
 
 def _from_folder(path: Path, split: str, where: str) -> Any:
@@ -484,7 +473,7 @@ def _refuse_silent_hub(dataset: str, where: str) -> None:
 @lru_cache(maxsize=8)
 def _images(dataset: str, split: str, column: str) -> Any:
     """The image column in Arrow format; its bytes stay memory-mapped."""
-    return _open(dataset, split).select_columns([column]).with_format("arrow")
+    return opened(dataset, split).select_columns([column]).with_format("arrow")
 
 
 def require_column(source: ResolvedSource, name: str, key: str) -> None:
@@ -492,7 +481,7 @@ def require_column(source: ResolvedSource, name: str, key: str) -> None:
     import pyarrow
 
     dataset = source.dataset or ""
-    table = _open(dataset, source.split)
+    table = opened(dataset, source.split)
     if name not in table.column_names:
         raise DataError(
             "dataset-column",
