@@ -580,7 +580,7 @@ def bad(rule: Callable[[Module], Iterator[str]], name: str, source: str) -> obje
         bad(memory_faults, "train.loop", "free, total = torch.cuda.mem_get_info(device)"),
         bad(memory_faults, "device.allocator", "from torch.cuda import mem_get_info as ask\nfree = mem_get_info()"),
         bad(memory_faults, "memory.controller", "torch.accelerator.get_memory_info(0)"),
-        bad(memory_faults, "children.bench.compute", "getattr(torch.cuda, 'mem_get_info')(0)"),
+        bad(memory_faults, "children.bench.device_child", "getattr(torch.cuda, 'mem_get_info')(0)"),
         bad(memory_faults, "train.guard", "torch.cuda.cudart().cudaMemGetInfo(0)"),
         bad(json_faults, "dataset.rows.text_rows", "def _parsed(line):\n    return json.loads(line)"),
         bad(json_faults, "dataset.rows.records", "def record_of(cell):\n    return list(map(json.loads, cell))"),

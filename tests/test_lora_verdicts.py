@@ -25,7 +25,7 @@ from lora_rocm.model_files.header import read_header
 from lora_rocm.recipe.kinds import recipe_from
 from lora_rocm.recipe.load import load_recipe
 from lora_rocm.recipe.schema import Recipe
-from lora_rocm.train.usable_start import require_startable
+from lora_rocm.train.usable import require_startable
 from tests.judging import inspect
 from tests.tiny_flux import write_tiny_flux
 from tests.train.runs import start

@@ -48,8 +48,7 @@ from lora_rocm.train.lost_images import DataOfCheckpoint, data_of_checkpoint
 from lora_rocm.train.outputs import Artifacts
 from lora_rocm.train.session import Session
 from lora_rocm.train.start_encoder import start_encoders
-from lora_rocm.train.usable_base import require_usable
-from lora_rocm.train.usable_start import require_startable
+from lora_rocm.train.usable import require_startable, require_usable
 from lora_rocm.train.watched import prepare_watched
 
 RECIPE_DIFFERS = "The recipe differs from the checkpoint's in a key that may not change."
