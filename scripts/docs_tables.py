@@ -1,7 +1,7 @@
 """The tables in docs/reference/amd.md and docs/explanation/reliability.md, made from the tables of the package.
 
-``python scripts/docs_tables.py docs/reference/amd.md docs/explanation/reliability.md`` writes them anew between their marks;
-the rest is prose.
+``python scripts/docs_tables.py docs/reference/amd.md docs/explanation/reliability.md`` writes them anew between their
+marks; the rest is prose.
 """
 
 from __future__ import annotations

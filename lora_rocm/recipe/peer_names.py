@@ -1,4 +1,4 @@
-"""Names and values of other trainers with our keys (``peer_names.toml``), for did-you-mean and the reference of recipes."""
+"""Names and values of other trainers with our keys (``peer_names.toml``), for did-you-mean and the reference."""
 
 from __future__ import annotations
 
