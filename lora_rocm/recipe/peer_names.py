@@ -1,4 +1,4 @@
-"""Names and values of other trainers with our keys (``peer_names.toml``), for did-you-mean and the reference."""
+"""Names and values of other trainers with our keys, for did-you-mean and the documentation: ``peer_names.toml``."""
 
 from __future__ import annotations
 

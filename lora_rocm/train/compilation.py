@@ -46,7 +46,9 @@ def how_asked(asked: Asked, device: torch.device, environ: Mapping[str, str] = o
     if device.type != "cuda":
         reason = "it is for GPUs, and this run trains on the processor"
     elif environ.get("TORCHDYNAMO_DISABLE", "") not in ("", "0"):
-        reason = "TORCHDYNAMO_DISABLE switches the compiler off (on Windows it is set, see docs/reference/amd.md)"
+        reason = (
+            "TORCHDYNAMO_DISABLE switches the compiler off (on Windows it is set, see docs/reference/environment.md)"
+        )
     else:
         reason = refusal(device)
     if reason is not None:
