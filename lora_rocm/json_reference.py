@@ -1,12 +1,11 @@
 """The page of what each command prints with ``--json``, made of the results' classes.
 
-``python -m lora_rocm.json_reference > docs/json.md`` writes it; a test fails if the page is not current.
+``python -m scripts.docs_pages`` writes it to docs/reference/json.md; a test fails if the page is not current.
 """
 
 from __future__ import annotations
 
 import re
-import sys
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -62,7 +61,7 @@ PLAIN = {str: "string", Path: "string", bool: "true or false", int: "whole numbe
 INTRODUCTION = """\
 # What commands print as JSON
 
-This page is generated: `python -m lora_rocm.json_reference > docs/json.md`.
+This page is generated from the classes of the results: `python -m scripts.docs_pages`.
 
 Every command takes `--json`. Standard output is then exactly one JSON document, in ASCII; what happens on the way, and
 errors in words, go to standard error. `train` and `demo` print JSON lines: each event of the run as it comes, as in
@@ -90,13 +89,13 @@ class Key(NamedTuple):
 def keys_of(kind: type) -> list[Key]:
     """The keys of a dataclass or a typed dictionary, with what its docstring says of them."""
     hints = typing.get_type_hints(kind)
-    said = _attributes(getdoc(kind) or "")
+    said = attributes(getdoc(kind) or "")
     names = [field.name for field in fields(kind)] if is_dataclass(kind) else list(hints)
     optional = getattr(kind, "__optional_keys__", ())
     return [Key(name, hints[name], said.get(name, ""), name in optional) for name in names]
 
 
-def _attributes(text: str) -> dict[str, str]:
+def attributes(text: str) -> dict[str, str]:
     """What a docstring says of attributes: in its section, or in a line as "files: their number. path: where"."""
     _, _, section = text.partition("Attributes:\n")
     if not section:
@@ -168,16 +167,17 @@ def page() -> str:
             f"| `{key.name}`{' (optional)' if key.is_optional else ''} | {type_text(key.hint)} | {_cell(key.meaning)} |"
             for key in keys
         ]
-        summary = (getdoc(kind) or "").split("\n\n")[0]
-        summary = " ".join(re.split(r"(?<=\.) (?=[a-z_]+: )", summary)[0].split())
-        parts.append(f"## {kind.__name__}\n\n{summary}\n\n| key | type | meaning |\n|---|---|---|\n" + "\n".join(rows))
+        parts.append(
+            f"## {kind.__name__}\n\n{summary(kind)}\n\n| key | type | meaning |\n|---|---|---|\n" + "\n".join(rows)
+        )
     return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
+
+
+def summary(kind: type) -> str:
+    """The first paragraph of a docstring, without what it says of attributes."""
+    text = (getdoc(kind) or "").split("\n\n")[0]
+    return " ".join(re.split(r"(?<=\.) (?=[a-z_]+(?:, [a-z_]+)*: )", text)[0].split())
 
 
 def _cell(text: str) -> str:
     return text.replace("``", "`").replace("|", "\\|").replace("<", "&lt;")
-
-
-if __name__ == "__main__":
-    sys.stdout.reconfigure(encoding="utf-8", newline="\n")  # type: ignore[union-attr]
-    sys.stdout.write(page())

@@ -1,15 +1,12 @@
-"""The tables in docs/amd.md and docs/reliability.md, made from the tables of the package.
+"""Tables of the documentation about machines, made from the tables of the package.
 
-``python scripts/docs_tables.py docs/amd.md docs/reliability.md`` writes them anew between their marks;
-the rest is prose.
+They are between marks in pages whose rest is prose; ``python -m scripts.docs_pages`` writes them anew.
 """
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 from lora_rocm.errors import MachineError
 from lora_rocm.hardware.archs import ARCHS, Arch, triton_versions
@@ -42,7 +39,7 @@ def hardware() -> str:
         (a.cards, a.gfx, _wheel(a, "linux"), _wheel(a, "windows"), triton_versions(a.gfx), a.reported, TRIED)
         for a in ARCHS
     )
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def _wheel(arch: Arch, system: System) -> str:
@@ -70,13 +67,13 @@ def indexes() -> str:
         )
         for i in wheel_table().index
     )
-    return _table(("name", "what", "address", "system"), rows)
+    return table(("name", "what", "address", "system"), rows)
 
 
 def rules() -> str:
     """Every rule: variable, value, where, why, source."""
     rows = ((f"`{r.id}`", _variable(r), _value(r), where(r.when), r.why, r.source) for r in environment.rules())
-    return _table(("rule", "variable or setting", "value", "where", "why", "source"), rows)
+    return table(("rule", "variable or setting", "value", "where", "why", "source"), rows)
 
 
 def harms() -> str:
@@ -85,13 +82,13 @@ def harms() -> str:
         (h.level, ", ".join(f"`{name}`" for name in h.variables), h.values, where(h.when), h.what, h.source)
         for h in harmful_values.harms()
     )
-    return _table(("", "variable", "value", "where", "what it does", "source"), rows)
+    return table(("", "variable", "value", "where", "what it does", "source"), rows)
 
 
 def left_alone() -> str:
     """What other programs set and this one does not."""
     rows = ((row.variables, row.why, row.source) for row in amd_table().left_alone)
-    return _table(("variable", "why not", "source"), rows)
+    return table(("variable", "why not", "source"), rows)
 
 
 def where(when: When) -> str:
@@ -133,22 +130,23 @@ def _value(rule: Rule) -> str:
     return rule.value.shown if isinstance(rule.value, Computed) else f"`{rule.value}`"
 
 
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table in Markdown."""
     lines = [tuple(head), *map(tuple, rows)]
     lines.insert(1, ("---",) * len(lines[0]))
-    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
+    return "\n".join("| " + " | ".join(cell(each) for each in line) + " |" for line in lines)
 
 
-def _cell(text: str) -> str:
+def cell(text: str) -> str:
     """A bar would end the cell, and an angle bracket outside of code would begin a tag."""
-    parts = re.split(r"(`[^`]*`|<https?://[^>]*>)", text.replace("|", r"\|"))
-    return "".join(part if part[:1] == "`" or part.startswith("<http") else part.replace("<", "&lt;") for part in parts)
+    parts = re.split(r'(`[^`]*`|<https?://[^>]*>|<a id="\w+"></a>)', re.sub(r"(?<!\\)\|", r"\\|", text))
+    return "".join(part.replace("<", "&lt;") if number % 2 == 0 else part for number, part in enumerate(parts))
 
 
 def changes() -> str:
     """What is done otherwise after a failure: because of what, where, and what it does to the promise."""
     rows = ((", ".join(c.seen), f"`{c.id}`", c.text, where(c.when), c.effect, c.source) for c in mitigations.changes())
-    return _table(("seen", "change", "what is done", "where", "promise", "source"), rows)
+    return table(("seen", "change", "what is done", "where", "promise", "source"), rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -159,7 +157,3 @@ TABLES: dict[str, Callable[[], str]] = {
     "left-alone": left_alone,
     "changes": changes,
 }
-
-if __name__ == "__main__":
-    for page in map(Path, sys.argv[1:]):
-        page.write_bytes(filled(page.read_text(encoding="utf-8")).encode())

@@ -1,4 +1,4 @@
-"""Whether a JSON document is what ``docs/json.md`` says of its class."""
+"""Whether a JSON document is what ``docs/reference/json.md`` says of its class."""
 
 from __future__ import annotations
 

@@ -92,12 +92,12 @@ OWN_JSON = {
             "dataset.sources.given:of_text",
             "dataset.rows.records:_sorted",
             "dataset.rows.records:read",
-            "recipe.reference:_schema_of",
+            "recipe.reference:schema_of",
         ),
         *(
             "dataset.rows.row_reference:separated",
             "dataset.rows.row_reference:resolved",
-            "recipe.reference:_schema_of_section",
+            "recipe.reference:schema_of_section",
         ),
         # what a library or a tool of the system prints
         *("families.causal_lm.chat:_growth", "families.common.tokenizers:_written_around"),

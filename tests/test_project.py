@@ -74,7 +74,7 @@ def test_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
 
 
 def readme_commands() -> set[str]:
-    text = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
+    text = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")))
     blocks = re.findall(r"^```[a-z]*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     return {command for block in blocks for command in re.findall(r"\blora-rocm ([a-z]+)", block)}
 
@@ -137,13 +137,13 @@ def test_names_are_legal_on_windows() -> None:
             assert part.split(".")[0].upper() not in {"CON", "PRN", "AUX", "NUL", "COM1", "LPT1"}, path
 
 
-DOCUMENTS = (ROOT / "CONTRIBUTING.md", ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+DOCUMENTS = (ROOT / "CONTRIBUTING.md", ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 CITED = re.compile(r"`(?:python |\.venv/bin/python )?([\w./<>*-]+(?:\.(?:py|toml|yaml|md|bat)|/))`")
 NAME_IN_FILE = re.compile(r"`(\w+)` (?:of |in |\()`([\w./-]+\.(?:py|toml))`")
 NOT_OURS = {
     "convert_lora_to_gguf.py", "convert_z_image_lora_to_comfy.py", "network_norm.py", "torch.py", "docs/building.md",
     "configs/", "checkpoints/step-00000500/", "merged/", "peft/", "runs/<recipe>-<time>/", "samples/", "tensorboard/",
-    "my.yaml", "recipe.yaml",
+    "my.yaml", "recipe.yaml", "NAME-embeddings/", "samples/asked/", "recipe.asked.yaml",
 }  # fmt: skip
 """Files of other projects, of a run, and of the user."""
 

@@ -31,7 +31,6 @@ from lora_rocm.planning.format_errors import FormatError
 from lora_rocm.recipe.foreign import ForeignTable
 from lora_rocm.recipe.optimizer_args import Names as OptimizerArguments
 from lora_rocm.recipe.peer_names import PeerNames
-from lora_rocm.recipe.reference import PageTexts
 from lora_rocm.rules import (
     amd_rules,
     general_rules,
@@ -68,7 +67,6 @@ TABLES: dict[str, tuple[Callable[..., object], type, Functions]] = {
     "recipe/foreign.toml": (read_table, ForeignTable, {}),
     "recipe/optimizer_args.toml": (read_table, OptimizerArguments, {}),
     "recipe/peer_names.toml": (read_table, PeerNames, {}),
-    "recipe/reference.toml": (read_table, PageTexts, {}),
     "rules/amd_rules.toml": (read_table, amd_rules.AmdTable, amd_rules.FUNCTIONS),
     "rules/general_rules.toml": (read_rows, Rule, general_rules.FUNCTIONS),
     "rules/harmful_values.toml": (read_rows, Harm, harmful_values.TESTS),

@@ -26,7 +26,7 @@ MAX_KEYS = 20_000
 MAX_DOTS = 1000  # in a line of TOML: keys with many parts take the library very long
 ASSIGNMENT = re.compile(r"^\s*(?:export\s+|set\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*=", re.MULTILINE)
 USUAL_START = "sdxl.yaml"
-NAMES_IN_OTHER_TRAINERS = "docs/recipe.md, 'Names in other trainers'"
+NAMES_IN_OTHER_TRAINERS = "docs/reference/kohya-names.md"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Names and values of other trainers with our keys, for did-you-mean and docs/recipe.md: ``peer_names.toml``, read."""
+"""Names and values of other trainers with our keys, for did-you-mean and the documentation: ``peer_names.toml``."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ OFF = "Set runtime.compile to off: this program's own kernels then do what a com
 def how_asked(asked: Asked, device: torch.device, environ: Mapping[str, str] = os.environ) -> How | None:
     """What to compile; None for nothing. ``auto`` means off.
 
-    Our own kernels are faster than compiled blocks (docs/performance.md).
+    Our own kernels are faster than compiled blocks (docs/lab/performance.md).
 
     Raises:
         UserError: "compile-unavailable", compilation is asked for but cannot be used here.
@@ -46,7 +46,9 @@ def how_asked(asked: Asked, device: torch.device, environ: Mapping[str, str] = o
     if device.type != "cuda":
         reason = "it is for GPUs, and this run trains on the processor"
     elif environ.get("TORCHDYNAMO_DISABLE", "") not in ("", "0"):
-        reason = "TORCHDYNAMO_DISABLE switches the compiler off (on Windows it is set, see docs/amd.md)"
+        reason = (
+            "TORCHDYNAMO_DISABLE switches the compiler off (on Windows it is set, see docs/reference/environment.md)"
+        )
     else:
         reason = refusal(device)
     if reason is not None:

@@ -125,7 +125,11 @@ def test_a_file_of_another_trainer_is_one_problem_that_says_whose_it_is(name: st
     (problem,) = caught.value.problems
     assert problem.where == str(path) and whose in problem.what and "cannot read it yet" in problem.what
     start = "flux" if "is_flux" in text else "sdxl"
-    assert f"recipes/{start}.yaml" in problem.fix and "docs/recipe.md" in problem.fix and renamed in problem.fix
+    assert (
+        f"recipes/{start}.yaml" in problem.fix
+        and "docs/reference/kohya-names.md" in problem.fix
+        and renamed in problem.fix
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,25 +1,20 @@
-"""JSON Schema and reference page."""
+"""JSON Schema and reference pages."""
 
+import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import pytest
 from pydantic import Field
 
 from lora_rocm.recipe.adapter_sections import ADAPTERS, AdapterSection
-from lora_rocm.recipe.kinds import kinds_of
-from lora_rocm.recipe.reference import json_schema, reference_page
+from lora_rocm.recipe.kinds import every_kind, kinds_of
+from lora_rocm.recipe.peer_names import advice, peer_names
+from lora_rocm.recipe.reference import json_schema
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.recipe.suggest import all_keys
+from scripts.docs_recipe import names_page, pages
 from tests.families.toy_families import TOYS
-
-PAGE = Path(__file__).parents[2] / "docs" / "recipe.md"
-
-
-@pytest.fixture(scope="module")
-def page() -> str:
-    return reference_page()
 
 
 @pytest.fixture(scope="module")
@@ -27,13 +22,30 @@ def schema() -> dict[str, Any]:
     return json_schema()
 
 
-def test_the_page_in_docs_is_current(page: str) -> None:
-    assert PAGE.read_text(encoding="utf-8") == page, "run python -m lora_rocm.recipe.reference"
+def keys_of(page: str) -> list[str]:
+    """The keys of all tables of a page, in their order."""
+    return re.findall(r"^\| (?:<a id=\"\w+\"></a>)?`(\w+)` \|", page, re.MULTILINE)
 
 
-def test_every_key_is_on_the_page(page: str) -> None:
-    leaves = {key.rpartition(".")[2] for key in all_keys(kinds_of({}).recipe) if "." in key}
-    assert not [leaf for leaf in leaves if f"| `{leaf}` |" not in page]
+def test_every_key_is_on_the_page_of_its_section() -> None:
+    found = {name: set(keys_of(page)) for name, page in pages().items()}
+    keys = [key for key in all_keys(kinds_of({}).recipe) if "." in key]
+    assert len(keys) > 150
+    assert [key for key in keys if key.rpartition(".")[2] not in found[f"{key.partition('.')[0]}.md"]] == []
+
+
+def test_no_section_has_a_key_twice_that_means_the_same() -> None:
+    for name, page in pages().items():
+        main = re.split(r"\n## (?:data|lora|sample)\.", page)[0]
+        rows = [line for line in main.splitlines() if re.match(r"\| .*`\w+` \|", line)]
+        without_kinds = [re.sub('<a id="[a-z_0-9]+"></a>', "", line).rsplit(" | ", 1)[0] for line in rows]
+        assert len(set(without_kinds)) == len(without_kinds), name
+
+
+def test_every_name_of_another_trainer_is_on_its_page() -> None:
+    page = names_page()
+    assert "| `network_alpha` | [`lora.alpha`](recipe/lora.md#alpha) |" in page
+    assert [name for name in (*peer_names().same_value, *advice()) if f"`{name}`" not in page] == []
 
 
 def test_schema_requires_nothing_with_a_base(schema: dict[str, Any]) -> None:
@@ -131,12 +143,16 @@ def test_schema_knows_the_keys_of_each_kind(toy_schema: dict[str, Any], changes:
     assert fits(GOOD | changes, toy_schema, toy_schema) is good
 
 
-def test_page_shows_the_keys_of_each_kind(toy_adapter: None) -> None:
-    page = reference_page(TOYS)
-    shared, lora, toy = (
-        page.index(f"{heading}\n") for heading in ("## lora", "### lora.type: lora", "### lora.type: toy")
-    )
-    assert shared < page.index("`toy` | `lora` | Kind of adapter.") < page.index("| `alpha` |") < lora
-    assert lora < page.index("| `use_dora` |") < toy < page.index("| `toys` |") < page.index("## optim")
-    assert "### objective with model.family: toy-text" in page and "and 1 (Toy text)" in page
-    assert page.count("| `name_or_path` |") == len(TOYS.names)  # described by each family in its own words
+def test_pages_show_the_keys_of_each_kind(toy_adapter: None) -> None:
+    found = pages(TOYS)
+    lora = [line for line in found["lora.md"].splitlines() if line.startswith("| <a id=")]
+    assert [line for line in lora if "`use_dora`" in line and line.endswith("| `lora` |")]
+    assert [line for line in lora if "`toys`" in line and line.endswith("| `toy` |")]
+    assert "- `toy`: An adapter for tests." in found["lora.md"]
+    assert [line for line in lora if "`rank`" in line and "`4`" in line or "`16`" in line]
+    (step,) = [line for line in found["data.md"].splitlines() if line.startswith('| <a id="bucket_step">')]
+    assert "32 for Toy video" in step and "Families: all but" in step and "`toy-text`" in step
+    assert keys_of(found["model.md"]).count("name_or_path") == len({
+        kind.recipe.model_fields["model"].annotation.model_fields["name_or_path"].description  # type: ignore[union-attr]
+        for kind in every_kind("model", TOYS)
+    })  # fmt: skip
