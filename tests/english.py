@@ -12,7 +12,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -39,6 +39,10 @@ class Text:
     line: int
     kind: str
     words: str
+
+    @cached_property
+    def lower(self) -> str:
+        return self.words.lower()
 
     @property
     def room(self) -> str:
@@ -70,6 +74,7 @@ class Rule:
         if self.name == LONG_SENTENCE:
             yield from long_sentences(words)
             return
+        words = text.lower
         hits = [match.span() for match in _compiled(self.pattern).finditer(words)]
         if not hits:
             return
@@ -113,8 +118,9 @@ class Hit:
 
 @cache
 def _compiled(pattern: str) -> re.Pattern[str]:
-    """A blank of a pattern is any white space, so that a phrase is found across lines."""
-    return re.compile(pattern.replace(" ", r"\s+"), re.IGNORECASE | re.MULTILINE)
+    """A blank of a pattern is any white space, so that a phrase is found across lines; texts are in lower case."""
+    lower = re.sub(r"\\.|[A-Z]", lambda match: match[0] if match[0][0] == "\\" else match[0].lower(), pattern)
+    return re.compile(lower.replace(" ", r"\s+"), re.MULTILINE)
 
 
 def long_sentences(words: str) -> Iterator[tuple[int, int]]:

@@ -7,6 +7,7 @@ import re
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 
@@ -125,10 +126,15 @@ def glossary_words_in(name: str) -> Iterator[str]:
                 yield word
 
 
-def names_of(module: Module) -> Iterator[tuple[str, str]]:
+@cache
+def names_of(module: Module) -> frozenset[tuple[str, str]]:
     """Kind and name of each class, function, method and parameter, and of the file."""
+    return frozenset(_names_of(module))
+
+
+def _names_of(module: Module) -> Iterator[tuple[str, str]]:
     yield "file", module.name.rpartition(".")[2]
-    for node in module.nodes:
+    for node in ast.walk(module.tree):
         if isinstance(node, ast.ClassDef):
             yield "class", node.name
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -140,7 +146,7 @@ def names_of(module: Module) -> Iterator[tuple[str, str]]:
 def glossary_faults(module: Module) -> Iterator[tuple[str, str, str, str]]:
     """Names with a word of the glossary, once each: module, kind, name, word."""
     kept = {(row["kind"], row["name"]) for row in TABLES.get("kept_name", [])}
-    for kind, name in sorted(set(names_of(module))):
+    for kind, name in sorted(names_of(module)):
         if (kind, name) not in kept:
             yield from ((module.name, kind, name, word) for word in glossary_words_in(name))
 
