@@ -29,7 +29,7 @@ FILE = Path(__file__).parent / "golden" / "wording.json"
 LIKENESS = 0.45
 """Pieces of a text that resemble a phrase less are not taken for its new wording."""
 MORE_WORDS = 6
-"""The new wording has up to this many words more or fewer."""
+"""The new wording has up to this many words more, and fewer only where its whole sentence has."""
 PIECES = 8
 """So many sentences, those that share most words with the phrase, are compared with it letter by letter."""
 
@@ -200,7 +200,7 @@ def _likeness(piece: str, old: str, values: dict[str, str]) -> float:
     """From 0 to 1: letters in the same order, and the same words, without the values, which are the same anyway."""
     for value in values.values():
         piece, old = piece.replace(value, " ", 1), old.replace(value, " ", 1)
-    first, second = piece.lower().split(), old.lower().split()
+    first, second = re.findall(r"\w+", piece.lower()), re.findall(r"\w+", old.lower())
     common = sum((Counter(first) & Counter(second)).values())
     words = 2 * common / max(1, len(first) + len(second))
     letters = SequenceMatcher(None, " ".join(first), " ".join(second), autojunk=False).ratio()
@@ -222,7 +222,7 @@ def _pieces(text: str, old: str) -> Iterator[str]:
     for sentence in sentences[:PIECES]:
         spans = [word.span() for word in re.finditer(r"\S+", sentence)]
         for first in range(len(spans)):
-            for last in range(first + max(0, length - 1 - MORE_WORDS), min(len(spans), first + length + MORE_WORDS)):
+            for last in range(first + min(length, len(spans)) - 1, min(len(spans), first + length + MORE_WORDS)):
                 start, end = spans[first][0], spans[last][1]
                 yield sentence[start:end] if old.rstrip() == old else sentence[start : end + 1]
                 if old[-1].isalnum():

@@ -106,7 +106,7 @@ def test_the_variable_reaches_every_process_and_no_single_one() -> None:
         (
             machine(*[Gpu("nvidia", "H200", n) for n in range(8)], torch=CUDA),
             {"CUDA_VISIBLE_DEVICES": "2,5"},
-            ["and 2"],
+            [worded("hardware/and-2")],
         ),
     ],
 )
