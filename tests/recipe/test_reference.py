@@ -13,6 +13,7 @@ from lora_rocm.recipe.reference import json_schema, reference_page
 from lora_rocm.recipe.schema import Recipe
 from lora_rocm.recipe.suggest import all_keys
 from tests.families.toy_families import TOYS
+from tests.wording import phrase
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipe.md"
 
@@ -136,7 +137,7 @@ def test_page_shows_the_keys_of_each_kind(toy_adapter: None) -> None:
     shared, lora, toy = (
         page.index(f"{heading}\n") for heading in ("## lora", "### lora.type: lora", "### lora.type: toy")
     )
-    assert shared < page.index("`toy` | `lora` | Kind of adapter.") < page.index("| `alpha` |") < lora
+    assert shared < page.index(phrase("recipe/toy-lora-kind-of-adapter")) < page.index("| `alpha` |") < lora
     assert lora < page.index("| `use_dora` |") < toy < page.index("| `toys` |") < page.index("## optim")
     assert "### objective with model.family: toy-text" in page and "and 1 (Toy text)" in page
     assert page.count("| `name_or_path` |") == len(TOYS.names)  # described by each family in its own words
